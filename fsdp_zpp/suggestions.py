@@ -1,4 +1,4 @@
-"""What users may have meant: "did you mean ...?" in errors about names, and in those about keyword arguments."""
+"""Suggestions of what users may have meant, "did you mean ...?", in errors about names and keyword arguments."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def did_you_mean(
     """Return the question whether one of the known names was meant; "" if none is close.
 
     Args:
-        given: What was given; case does not count.
+        given: The name that was given; case does not count.
         known: The names.
         name: How the question writes a name.
-        before: What goes before the question, if there is one.
+        before: Text before the question, if there is one.
         most: How many names it asks about.
         cutoff: How close they must be, from 0 to 1.
     """

@@ -1,8 +1,8 @@
 """Private names of torch: which writes to a shard torch counts, and whether it is still in the same memory.
 
-torch counts writes to the parameters and to the shards themselves. It does not count those through ``p.data``, nor
-those of fused optimizers, of some ``torch._foreach_*`` on GPUs and, to DTensors, of most of them on CPUs. With
-FSDP_ZPP_CHECK=1 a version is a fingerprint of what the shards hold instead, and so differs after any write.
+torch counts writes to the parameters and to the shards themselves. It does not count those through ``p.data``, those of
+fused optimizers, those of some ``torch._foreach_*`` on GPUs, and those of most ``torch._foreach_*`` to DTensors on
+CPUs. With FSDP_ZPP_CHECK=1 a version is a fingerprint of what the shards hold instead, and so differs after any write.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ShardVersion:
     agree by chance. Weak references to the storages keep their identities from reuse without keeping their memory.
 
     Attributes:
-        of_contents: Whether they are fingerprints of what the shards hold.
+        of_contents: Whether versions are fingerprints of what the shards hold.
     """
 
     def __init__(self) -> None:

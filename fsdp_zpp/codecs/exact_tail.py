@@ -142,9 +142,9 @@ def tails_of(payload: Tensor, tail: int) -> Tensor:
 
 
 exact_tail = functools.lru_cache(maxsize=128)(ExactTail)
-"""Return the same instance for each of the last codecs and tails, since one is asked for at every hop.
+"""Return one instance for each of the last codecs and tails, since every hop asks for one.
 
-A model has tens of them, but tails are as long as what a step uses has small values.
+A model has tens of them, but the length of a tail depends on the parameters that a step uses.
 """
 
 

@@ -10,11 +10,11 @@ how many groups of these very ranks the job has had before. All members have mad
 without asking; it grows with every group, so that a group that is made again does not find in the store what an older
 one has left there.
 
-A name is also what a DeviceMesh keeps of its groups, while meshes are equal if their ranks are. torch caches what
-operations on DTensors return, with the meshes, by equality: a model computes with the mesh of an earlier one, whose
-groups may be gone by now, in the next job of a process above all. There the count begins again, so that what is made
-in the same order has the same names: state dicts that a user has kept find their groups again. Where the order differs
-the names do, and so torch forgets what it has cached when the first unit over a group is made, or when groups end.
+A DeviceMesh knows its groups by name alone, but meshes are equal if their ranks are. torch caches the results of
+operations on DTensors, meshes included, and finds them by equality. So a model may compute with the mesh of an earlier
+one whose groups are gone, above all in the next job of a process. There the count begins again: groups that are made in
+the same order have the same names, so that state dicts of an earlier job find their groups again. In another order they
+have other names. So torch must forget what it has cached when the first unit over a group is made, and when groups end.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def named_by_ranks() -> Iterator[None]:
 
 
 def forget_equal_meshes() -> None:
-    """Have torch forget the meshes that it has cached: of one that is equal, groups may be gone, or this rank another.
+    """Make torch forget its cached meshes: an equal one may have lost its groups, or have this process at another rank.
 
     Threads have caches of their own; those of other threads stay.
     """

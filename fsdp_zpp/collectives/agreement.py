@@ -6,13 +6,13 @@ of different sizes: they would hang, or misread each other's bytes. So whatever 
 its arguments between ranks: by a hash, in one collective of 16 bytes, however many ranks there are. Only if hashes
 differ do ranks exchange the arguments themselves, so that the error on every rank names who was given what.
 
-All comparisons send this one kind of message, whatever else they ask: whether an act has failed on any rank, or whether
-something is true there. So calls that ranks make instead of each other meet if they compare over the same ranks, and
-are told apart: a rank that wraps a block while another wraps the root, or already runs its first forward; a node that
-exchanges weights before a forward while another does so at the end of its loop. A rank that never makes such a call
-(because it uses torch's own strategies) can't be noticed: the others hang. Nor can ranks compare over which ranks to
-compare: a rank that is given something else than a mesh or a process group raises alone, rather than wait for ranks
-that may have nothing to do with the model.
+All comparisons send this one kind of message, whatever else they ask, such as whether an act has failed on any rank, or
+whether something is true there. So different calls over the same ranks meet in one comparison, and are told apart: a
+rank that wraps a block while another wraps the root, or already runs its first forward; a node that exchanges weights
+before a forward while another does so at the end of its loop. A rank that never makes such a call (because it uses
+torch's own strategies) can't be noticed: the others hang. Nor can ranks compare over which ranks to compare: a rank
+that is given something else than a mesh or a process group raises alone, rather than wait for ranks that may have
+nothing to do with the model.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from .rank_names import named_ranks
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _MOST_DIFFERENCES = 4
 PLACE = "place"
-"""Fact by which calls of one name are told apart."""
+"""The fact that tells calls of one name apart."""
 T = TypeVar("T")
 U = TypeVar("U")
 
 
 class _Report(NamedTuple):
-    """What a rank is about to do.
+    """A rank's report of the call that it is about to make.
 
     Attributes:
         call: Its call, as errors name it.
         facts: The call's arguments by name, as text.
-        failure: The type and the message of the error that it has met before that.
+        failure: The type and the message of the error that it has met before the call, if any.
     """
 
     call: str
@@ -83,7 +83,7 @@ def on_any_rank(
 
     Args:
         here: Whether it is true on this rank.
-        group: As of :func:`check_agreement`, like the rest.
+        group: The ranks, as in :func:`check_agreement`.
         call: The call that asks.
         facts: Its arguments.
         device: The device that FSDP was given.
@@ -114,10 +114,10 @@ def _hash(text: str) -> bytes:
 def _compare(
     group: dist.ProcessGroup, report: _Report, *, here: bool = False, device: torch.device | None = None
 ) -> tuple[bool, dict[int, _Report]]:
-    """Compare what ranks are about to do: the one kind of message of all comparisons. Collective.
+    """Compare what ranks are about to do, by the one kind of message that all comparisons send. Collective.
 
     Returns:
-        Whether ``here`` is true on any rank; and each rank's report if they differ.
+        True if ``here`` is true on any rank, and each rank's report if they differ.
     """
     # 56 bits and a flag: the number and its negative fit an int64, and the MAX of both tells the largest and the least.
     digest = _hash(json.dumps([report.call, *report.facts.items(), report.failure]))
@@ -147,7 +147,7 @@ def shard_signature(shards: Iterable[Tensor]) -> str:
 
 
 def _error(reports: Mapping[int, _Report], group: dist.ProcessGroup, difference: str = "") -> Exception:
-    """Return what a rank raises that has not failed itself, given each rank's report; see :func:`agree`."""
+    """Return the error of a rank that has not failed itself, given each rank's report; see :func:`agree`."""
     if len({report.call for report in reports.values()}) > 1:
         calls = {rank: _named(report) for rank, report in reports.items()}
         return ValueError(
@@ -213,9 +213,9 @@ def agree(
     Args:
         group: The ranks; None means this process alone.
         act: The function that may fail. It must not communicate, nor change anything that an error would have to undo.
-        summary: Returns what must be the same on all ranks, given the result of ``act``: arguments by name, as of
+        summary: Returns what must be the same on all ranks, given the result of ``act``: arguments by name, as in
             :func:`check_agreement`, or a text of any length. Default: nothing must.
-        difference: What ranks did that differ in this text, for the error, such as "read different files from".
+        difference: How ranks differ if this text does, for the error, such as "read different files from".
         call: The call, as errors name it.
 
     Returns:
@@ -318,7 +318,7 @@ def _used_by_any(used: Sequence[bool], mesh: ProcessMesh) -> Callable[[], list[b
     if mesh.group is None or mesh.topology.world == 1:
         return lambda: list(used)
     where = collective_device(mesh.group)
-    if all(used):  # made where it is needed, since for a copy the host would wait
+    if all(used):  # made on the device, since the host would wait for a copy
         flags = torch.ones(len(used), dtype=torch.uint8, device=where)
     else:
         flags = torch.tensor(used, dtype=torch.uint8, device=where)

@@ -7,10 +7,11 @@ old error here, so 0 is classical error feedback). Since ``deq(Q(h)) = g - (e_ne
 that was sent differs from the sum of the gradients by the last error alone: nothing builds up, however coarse the codec
 is. A block of ``h`` that is not finite is sent as it is and leaves its errors alone, or they would never recover.
 
-Of parameters that a step does not use, the gradient is zero because there is none: a head that idles must not get, nor
-an optimizer see, what earlier steps have left out of it. So where a rank has not used a parameter in the step, and its
-values at the hop are zero, as they are unless other ranks have used it, zeros are sent, and the errors stay as they
-are. Which parameters these are may differ between ranks, for it changes nothing about what is sent but the values.
+A parameter that a step does not use has zeros in place of a gradient. Its errors must wait: an optimizer must not move
+a head that idles by what earlier steps have left out. So if a rank has not used a parameter in the step, zeros are sent
+wherever its values at the hop are zero, and the errors there stay as they are. The values are zero unless other ranks
+have used the parameter. Ranks may differ in the parameters that they have not used, since only the values of what is
+sent depend on that.
 
 Errors may decay: ``decay * e`` then takes the place of ``e`` in both formulas. With beta 0 this is the error feedback
 of SparseLoCo (arXiv 2508.15706, algorithm 1), whose error is a momentum from which what was sent is subtracted.
@@ -59,7 +60,7 @@ class ErrorBuffer:
         decay: Factor on the errors before each use.
 
     Attributes:
-        spared: The errors of parameters that the rank has not used, in this use; None if it has used all of them.
+        spared: The errors that stay as they are in this use; None if the rank has used all parameters.
     """
 
     def __init__(self, beta: float, codec: Int8 | None, decay: float = 1.0) -> None:
@@ -87,8 +88,8 @@ class ErrorBuffer:
         Parameters without errors start from zero; errors of parameters that ``extent`` lacks do not decay.
 
         Args:
-            extent: What is to be sent.
-            device: Where it is.
+            extent: The values to be sent.
+            device: Where they are.
             idle: The names of parameters that this rank has not used.
         """
         held, self.spared = self._held, None
@@ -224,8 +225,7 @@ def _encode_sparing(codec: Codec, values: Tensor, rows: int, cols: int, errors: 
     errors.spared = None
     chunks = values.view(rows, cols, -1).transpose(0, 1)  # in the order of the errors
     idle = spared.marks.view_as(chunks) & (chunks == 0)
-    # Zeros are what is left when the errors are added to their opposite. To take them out first would round others, if
-    # errors are encoded.
+    # Errors and their opposite add up to zeros. If errors are encoded, to zero them first would round their neighbours.
     opposed = torch.where(idle, errors.read().view_as(chunks).neg(), chunks)
     payload = encode_with_feedback(codec, opposed.transpose(0, 1).reshape(-1), rows, cols, errors)
     errors.put_back(idle.reshape(-1), spared.state)

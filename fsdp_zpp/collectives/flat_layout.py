@@ -6,8 +6,8 @@ flat tensor: which parameters a gradient consists of changes whenever one of the
 each such tensor carries its layout, and is translated when it meets a tensor of another layout. Parameters that a new
 layout lacks are kept apart, or the layout is widened to hold them.
 
-Every step may use other parameters: one of several heads, other experts. So what is derived from a layout is kept for
-the last few of them alone (:func:`keep_recent`).
+Every step may use other parameters, such as one of several heads, or other experts. So what is derived from layouts is
+kept for the last few layouts alone (:func:`keep_recent`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 MOST_KEPT = 4
-"""Layouts for which what is derived from them is kept."""
+"""The number of layouts for which derived values are kept."""
 
 
 class Piece(NamedTuple):
@@ -172,10 +172,10 @@ def boundaries_between(placed: Iterable[tuple[int, Hashable]]) -> tuple[int, ...
 
 
 def keep_recent(kept: dict[K, V], key: K, value: V) -> V:
-    """Add ``value`` to what is kept for the last few keys, and return it; what was added first makes room.
+    """Add ``value`` to ``kept``, in place of the oldest entry if there are too many, and return it.
 
-    A few tasks or heads in turn find theirs again. Of experts, hardly any two steps use the same, and what is kept for
-    them takes memory of the device.
+    A few tasks or heads that take turns find their entries again. Hardly any two steps use the same experts, and
+    entries for them take memory of the device.
     """
     if len(kept) >= MOST_KEPT:
         del kept[next(iter(kept))]

@@ -206,8 +206,8 @@ class HeldErrors:
         earlier = self._decoded(before, chunks, numel)
         values = torch.where(where, earlier, self.values())
         self.state.copy_(self._encoded(values, chunks))
-        # A block may hold errors of neighbours, too, whose scale changes in every step. What is put back would be
-        # rounded as often. So the block keeps the scale that it had, or doubles it: what is put back is exact then.
+        # A block may also hold errors of neighbours, which change its scale in every step. Errors that are put back
+        # would be rounded as often. So the block keeps its scale, under which they are exact, or doubles it.
         layout = self.codec.layout
         blocks = [self._in_blocks(each, layout.block) for each in (values, where & (earlier != 0))]
         scales, was = layout.scales(self.state, numel), layout.scales(before, numel)

@@ -158,9 +158,10 @@ def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def with_own_hop(mesh: ProcessMesh) -> ProcessMesh:
-    """Return a mesh whose group waits for no hop between nodes: where it is that hop, of one rank a node, on its twin.
+    """Return a mesh whose group waits for no hop between nodes: if it serves as that hop, a twin takes its place there.
 
-    So ranks compare over the group that users know, whatever is on its way. Collective at the first call for a group.
+    So ranks can compare over the group that users know while an exchange is on its way. Collective at the first call
+    for a group.
     """
     return replace(mesh, inter=twin_of(mesh.group)) if mesh.group and mesh.group is mesh.inter else mesh
 

@@ -17,9 +17,9 @@ collectives and hang, so staleness is told by events that all ranks share (``mar
 shard: a rank whose shard is all padding sees no write. Looking at the shard serves as a check only: if the caller's
 ``version`` of the shard differs from the one that was encoded, something wrote to the weights without an event, and the
 gather raises rather than compute with old weights. That error is local: ranks that saw no write wait for this one until
-their process group's timeout. Nor can ranks agree on it in a gather: between changes they may use different units, and
-to learn what others saw the host would have to wait. Under FSDP_ZPP_CHECK it does wait, before each forward of a model,
-which is where all ranks meet; see runtime/model_setup.py.
+their process group's timeout. Ranks cannot agree on it in a gather either: between changes they may use different
+units, and the host would have to wait to learn what others saw. Under FSDP_ZPP_CHECK it does wait, before each forward
+of a model, where all ranks meet; see runtime/model_setup.py.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ShardSource(Protocol):
         """Return whether versions of the shard are fingerprints, which differ after any write."""
 
     def keeps_gathered(self) -> bool:
-        """Return whether a gather has left unsharded weights that the next one would put to use again."""
+        """Return whether a gather has left unsharded weights that the next one would reuse."""
 
     def is_trained(self) -> bool:
         """Return whether steps change the weights."""
@@ -257,7 +257,7 @@ class SecondaryShard:
         if self.stale or source is None or not (self.encoded_by is not None or source.keeps_gathered()):
             return False
         if source.can_be_read():
-            source.prepare_read()  # which writes back what users have put in place of parameters
+            source.prepare_read()  # writes back tensors that users have put in place of parameters
         return self._version != source.shard_version()
 
     def rebase_version(self, before: Hashable, after: Hashable) -> None:

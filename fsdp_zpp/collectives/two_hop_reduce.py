@@ -59,7 +59,7 @@ class TwoHopReduce(ABC):
 
     Attributes:
         layout: Where parameters lie in the gradient that is being reduced; None if that is neither known nor changes.
-        idle: The names of those that this rank has not used.
+        idle: The names of parameters that this rank has not used.
     """
 
     def __init__(

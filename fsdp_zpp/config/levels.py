@@ -36,13 +36,13 @@ _OF_TORCH = {
     "HSDP": "III",
     "DDP": "NNN",
 }
-"""What torch calls these letters, or those that come closest."""
+"""The letters of torch's strategies, or those that come closest."""
 _GATHERED_ANEW = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
-"""Those of torch's that gather weights in every micro-batch, where parameter scope N keeps them until they change."""
+"""Strategies of torch that gather weights in every micro-batch; parameter scope N keeps them until they change."""
 
 
 def _meant(levels: str) -> str:
-    """Return which letters a text that is not legal stands for, after a semicolon; "" if it stands for none."""
+    """Return a hint at the letters that ``levels`` stands for, after a semicolon; "" if it stands for none."""
     upper = levels.strip().rpartition(".")[2].upper()
     name = next((name for name in _OF_TORCH if name.strip("_") == upper.strip("_")), None)
     if name is not None:

@@ -84,8 +84,8 @@ class DoubleBuffer:
     def __init__(self) -> None:
         self._current, self._other = _Buffer(), _Buffer()
         self._previous: Gathered | None = None
-        # What came after two units in a row, by the second and the first. Where ever other units come before one, as
-        # before experts, few of the pairs come again: the last few are kept.
+        # The unit that came after two in a row, by the second and the first. Where always other units come before one,
+        # as with experts, few of the pairs come again, so only the last few are kept.
         self._next: dict[Gathered, dict[Gathered, Gathered]] = {}
         self._stream = SideStream()
 

@@ -1,8 +1,8 @@
 """Private names of torch's distributed checkpoints: weights that ``dcp.load`` has written in place.
 
 A state dict of ``fully_shard`` shows the shards themselves, so a load writes to the weights, whether or not its result
-is set on the model afterwards. torch has no hook for that. All its public functions look up the private one that loads
-in the globals of their module, at each call, so what replaces it there also hears of those who have imported them
+is set on the model afterwards. torch has no hook for that. At each call, all its public functions look up the private
+one that loads in the globals of their module. So a replacement there also hears of calls by code that has imported them
 before.
 """
 
@@ -36,7 +36,7 @@ class Listener(Protocol):
 def hear_of_loads(unit: Listener) -> None:
     """Call ``unit.weights_loaded()`` after each load by all of its ranks, for as long as the unit exists.
 
-    Which tensors are loaded does not matter: a rank may hold nothing of a unit, and could not tell.
+    It does not matter which tensors are loaded: a rank may hold nothing of a unit, and could not tell.
     """
     # On torch's function, rather than in a global of this module.
     listeners: WeakSet[Listener] | None = getattr(state_dict_loader._load_state_dict, _LISTENERS, None)

@@ -103,7 +103,7 @@ def exchange_weights(model: nn.Module) -> None:
 
     Raises:
         ValueError: If its strategy has no local steps on any rank, ranks have made different numbers of steps, or some
-            of them exchange weights elsewhere: before a forward, say; every rank raises.
+            of them are to exchange weights at another place, such as before a forward; every rank raises.
         RuntimeError: If the model has not run a forward yet, or shows its agreed weights, on any rank; every rank
             raises.
     """
@@ -125,9 +125,9 @@ def agreed_weights(model: nn.Module) -> Iterator[None]:
 
     With ``Strategy(local_steps=...)``, evaluation and state dicts show the weights of the node itself; in this context
     they show the agreed ones, as DiLoCo evaluates and saves them. The node's own weights are set aside and restored on
-    exit; don't train inside. Nothing is sent between nodes, so enter it on every rank of a node; on those of all nodes
-    if it comes right after a load, whose weights nodes first compare. While steps are synchronous, the agreed weights
-    are the current ones.
+    exit; don't train inside. Nothing is sent between nodes, so it is enough to enter it on every rank of one node.
+    Right after a load, enter it on all ranks, since nodes first compare the loaded weights. While steps are
+    synchronous, the agreed weights are the current ones.
 
     Args:
         model: A model wrapped with such a strategy, or a part of one that includes its outermost unit.
@@ -204,7 +204,7 @@ def end_training(model: nn.Module) -> None:
 
 
 def _ranks_that_compare(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the ranks over which local steps of ``model`` compare; if it has none, as on a rank that errs, all."""
+    """Return the ranks that compare for local steps of ``model``; all ranks if it has none, as on a rank that errs."""
     units = named_units(model) if isinstance(model, nn.Module) else {}
     trainings = (unit.local_training for unit in units if isinstance(unit, StrategyUnit))
     return next((training.group for training in trainings if training is not None), ranks_of(model))

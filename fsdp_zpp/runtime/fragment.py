@@ -48,8 +48,8 @@ class Progress:
 
     Attributes:
         made: Steps made.
-        unstepped: Backwards that have synchronized gradients without a step after them.
         exchanged: How many of these have had their exchanges made.
+        unstepped: Backwards that have synchronized gradients without a step after them.
         arrives: The step after which the exchange under way is received; None if there is none.
         apart: Whether nodes have trained on their own since they last held the same weights and optimizer states.
         sent: Exchanges made so far, the one under way included.

@@ -74,7 +74,7 @@ class LoadedState:
         self.forget()
         differs = not all(self._is_of_same(unit) for unit in self.saved_with if _fragment_of(unit) is None)
         local = [unit for unit in self.saved_with if _fragment_of(unit) is not None]
-        # First what all ranks compare over, where they tell apart calls that they make instead of each other.
+        # First the comparison over all ranks, which raises if some of them make another call.
         differs = self._on_any_rank(differs) or (bool(local) and self._on_any_rank(not self._nodes_hold(local)))
         if differs:
             self._drop()

@@ -21,14 +21,14 @@ A checkpoint also says whether nodes are apart, since it may be loaded into anot
 
 [Note: One place to meet]
 Nodes may be at different places of a training: one exchanges before a forward, while another has left its loop and is
-in ``exchange_weights``, or is to leave the synchronous steps. So whatever nodes do together here begins with one kind
-of message, over one group, which names the place: the comparison of [Note: Agreement] in agreement.py. Hops between
-nodes are on other communicators, so that it does not wait for what is on its way.
+in ``exchange_weights``, or is about to leave the synchronous steps. So everything that nodes do together here begins
+with a message of one kind, over one group, that names the place: the comparison of [Note: Agreement] in agreement.py.
+Hops between nodes use other communicators, so it does not wait for an exchange on its way.
 
-In synchronous steps nodes are at one place as ranks are without local steps: each backward reduces over all of them.
-But a node may leave out the step after a backward, and would go on for longer. Nodes that have made as many backwards
-as there are synchronous steps at the beginning know that others may have left these, and compare before each forward
-until they leave them, too.
+In synchronous steps nodes stay together as ranks do without local steps, since each backward reduces over all of them.
+But a node may skip the step after a backward, and so stay in these steps for longer. Once nodes have made as many
+backwards as there are synchronous steps at the beginning, some may have left these. So the others compare before each
+forward until they leave, too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from .outer_watch import OuterWatch
 from .step_reductions import StepReductions, set_synchronous
 
 EXCHANGE = "an exchange of weights between nodes"
-"""What nodes do together, in errors. See [Note: One place to meet]."""
+"""The name in errors of what nodes do together. See [Note: One place to meet]."""
 
 
 class LocalTraining:
@@ -277,7 +277,7 @@ class LocalTraining:
         return self._ranks.group
 
     def exchanged_by_all(self) -> str:
-        """Return what :meth:`exchange_all` is about to exchange, which must be the same on all ranks.
+        """Return the text for errors on what :meth:`exchange_all` exchanges, which must be the same on all ranks.
 
         Raises:
             RuntimeError: If the agreed weights are shown.
@@ -340,7 +340,7 @@ class LocalTraining:
                 fragment.progress.apart = True
 
     def _look_for_others(self) -> None:
-        """Raise if other nodes may have left the synchronous steps at the beginning, and have. Collective then."""
+        """Raise if other nodes have left the synchronous steps at the beginning. Collective once they may have."""
         progress = self._all[0].progress
         passed = progress.made + progress.unstepped + self._awaits_step  # the same on all nodes in these steps
         if progress.made < self._config.start <= passed != self._met_after:

@@ -29,8 +29,8 @@ def optimizers_of(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
 
 def _made() -> weakref.WeakValueDictionary[int, Optimizer]:
     # On torch's class, where torch's own hooks are, rather than in a global of this module; in the order in which they
-    # were made, which is the same in all processes that run the same program. Python's dictionary forgets the dead also
-    # while the interpreter ends; a callback of ours would find the globals of its module gone by then.
+    # were made, which is the same in all processes that run the same program. Python's dictionary forgets the dead even
+    # while the interpreter shuts down, when a callback of ours would find the globals of its module gone.
     if _MADE not in vars(Optimizer):
         setattr(Optimizer, _MADE, weakref.WeakValueDictionary())
     made: weakref.WeakValueDictionary[int, Optimizer] = vars(Optimizer)[_MADE]

@@ -126,13 +126,13 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -
 
 
 def _check_before_forwards(root: nn.Module, units: Sequence[StrategyUnit]) -> None:
-    """Under FSDP_ZPP_CHECK, raise on every rank before a forward that would reuse weights written to on any."""
+    """Under FSDP_ZPP_CHECK, raise on every rank before a forward that would reuse changed weights on any rank."""
     gathers = [unit.gather for unit in units if unit.gather is not None and unit.keeps_weights]
     gathers = [gather for gather in gathers if (of := gather.secondary.source) is not None and of.compares_contents()]
 
     def before_forward(root: nn.Module, inputs: object) -> None:
         outdated = {gather.label for gather in gathers if gather.secondary.is_outdated}
-        # The smallest first, so that what is known of some units inside a node reaches all ranks of the others.
+        # The smallest groups first, so that findings on units inside a node reach all ranks of the other units.
         for group in sorted({gather.group: None for gather in gathers if gather.group}, key=dist.get_world_size):
             outdated.update(*from_each_rank(outdated, group))
         for gather in gathers:

@@ -1,7 +1,7 @@
 """Parameters that two units share: FSDP gathers and reduces each in one unit alone, so a call that finds one raises.
 
-torch's own calls go on, and fail in the forward with errors about something else, or train the two apart. What a call
-has sharded is marked on the parameters and their modules, since FSDP replaces parameters, or takes them away.
+torch's own calls go on, and fail in the forward with errors about something else, or train the two apart. Parameters
+that a call has sharded are marked, and so are their modules, since FSDP replaces parameters, or takes them away.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from fsdp_zpp.module_names import join_fqn, parameter_name
 Site = tuple[nn.Module, str]
 """A module and the name of a parameter there."""
 _HELD = "_fsdp_zpp_held"
-"""Attribute of a parameter: what the call that has sharded it names it; of a module: such names by parameter's name.
+"""Attribute of a parameter, its name in the call that has sharded it; and of a module, these names by parameter.
 
-Text alone, for torch.save() takes along what it finds in the attributes of a parameter.
+Only text, since torch.save() also saves the attributes of a parameter.
 """
 _ANOTHER = "a parameter of another unit"
 
@@ -31,7 +31,7 @@ class Shared:
         site: Where the call finds it.
         name: Its name in the call's modules.
         parameter: The parameter; None where FSDP has taken it off its module.
-        held_as: What the other unit's call names it.
+        held_as: Its name in the other unit's call.
     """
 
     site: Site
@@ -42,11 +42,11 @@ class Shared:
 
 @dataclass(frozen=True)
 class Units:
-    """What an adapter says of units.
+    """How to recognize the units of an adapter.
 
     Attributes:
-        is_unit: Whether a module is one.
-        is_torchs: Whether torch has sharded the parameter of a module already, by whatever strategy.
+        is_unit: Returns whether a module is one.
+        is_torchs: Returns whether torch has sharded the parameter of a module already, by whatever strategy.
     """
 
     is_unit: Callable[[nn.Module], bool]
@@ -67,9 +67,9 @@ class Units:
         """Return the first parameter of ``modules`` that another unit has; None if there is none.
 
         Args:
-            modules: What a call shards.
+            modules: The modules that a call shards.
             ignored: Parameters that it leaves alone.
-            own: What it has sharded already.
+            own: The parameters that it has sharded already.
         """
         left_alone = set(map(id, ignored))
         for path, module in self._own(modules):
@@ -92,7 +92,7 @@ class Units:
         Args:
             shared: The parameter.
             root: The outermost module that is known.
-            modules: What the call shards that found it.
+            modules: The modules of the call that found it.
         """
         names: dict[str, str] = {}
         for unit, name in self._names(root, shared, modules, "", ""):
@@ -105,7 +105,7 @@ class Units:
     def _names(
         self, module: nn.Module, shared: Shared, units: Collection[nn.Module], path: str, unit: str
     ) -> Iterator[tuple[str, str]]:
-        """Yield the units and the names under which ``module`` has a shared parameter; unlike named_modules(), all."""
+        """Yield each unit and name under which ``module`` has a shared parameter; named_modules() has one alone."""
         if self.is_unit(module) or module in units:
             unit = parameter_name(path, "").rstrip(".")
         for name, parameter in module._parameters.items():
@@ -152,5 +152,5 @@ def hold(site: Site, name: str, parameter: nn.Parameter, unit: str) -> None:
 
 
 def held(parameter: nn.Parameter) -> str | None:
-    """Return what the unit that has sharded a parameter names it; None if none has."""
+    """Return the name of a parameter in the unit that has sharded it; None if there is none."""
     return vars(parameter).get(_HELD)

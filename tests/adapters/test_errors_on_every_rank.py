@@ -109,7 +109,7 @@ def test_an_absent_rank_is_an_error_within_the_timeout(adapter: Adapter) -> None
 
 @dataclass
 class LocalNode:
-    """A training on this node, whose last step may be left to be made."""
+    """A training on this node, whose last step may still have to be made."""
 
     adapter: Adapter
     model: nn.Module
@@ -194,7 +194,7 @@ PHASES: dict[str, tuple[dict[str, Any], dict[str, tuple[Callable[[LocalNode], No
 
 
 def met(adapter: Adapter, levels: str, gpus_per_node: int, phase: str) -> list[tuple[str, str, str]]:
-    """In a worker: what is raised where the last node is at another place than the others, for every two places."""
+    """In a worker: the errors for every pair of places, the last node at one of them and the others at the other."""
     config, places = PHASES[phase]
     strategy = Strategy(levels, local_steps=LocalSteps(**config), gpus_per_node=gpus_per_node)
     is_last, found = dist.get_rank() >= dist.get_world_size() - gpus_per_node, []
@@ -260,7 +260,7 @@ SHARED: dict[str, tuple[Callable[[], models.Net], str]] = {
 
 
 def attempt_shared(adapter: Adapter, kind: str, scopes: str) -> Reply:
-    """In a worker: how a net is refused of which two units share something."""
+    """In a worker: how a net is refused if two of its units share something."""
     make, name = SHARED[kind]
     shard = lambda: adapter.shard(make(), Case(), Strategy(scopes, **TWO))  # noqa: E731
     return messages.attempt((shard, ValueError, name))
@@ -280,7 +280,7 @@ def test_what_two_units_share_is_refused_on_every_rank(
 
 
 def attempt_on_one_rank(adapter: Adapter) -> Reply:
-    """In a worker: how a net is refused of which two units share something on the last rank only."""
+    """In a worker: how a net is refused if two of its units share something on the last rank only."""
     make = _module_of_siblings if dist.get_rank() == dist.get_world_size() - 1 else models.make_net
     return messages.attempt((lambda: adapter.shard(make(), Case(), Strategy(**TWO)), ValueError, ""))
 
@@ -292,7 +292,7 @@ def test_what_two_units_share_on_one_rank_is_an_error_on_all(pool: Callable[[int
 
 
 def weights_with_a_shared_module(adapter: Adapter, wrap_blocks: bool, strategy: Strategy | None) -> dict[str, Tensor]:
-    """In a worker: the weights of a net of which two blocks, in one unit, share a module and a weight."""
+    """In a worker: the weights of a net with two blocks in one unit that share a module and a weight."""
     case = Case(wrap_blocks=wrap_blocks)
     net = _module_of_siblings()
     net.blocks[1].up.weight = net.blocks[0].up.weight

@@ -209,7 +209,7 @@ def in_turn(adapter: Adapter, strategy: Any, uses: str) -> tuple[dict[str, Tenso
 def test_heads_in_turn_get_all_of_their_gradients_and_no_others(
     pool: Callable[[int], Pool], adapter: Adapter, scopes: str, config: LoCo
 ) -> None:
-    """What is left out of a head waits until it is used again; in between it has no gradient, as in stock."""
+    """Errors of a head wait until it is used again; in between it has no gradient, as in stock."""
     codecs = {"gradients": Int4(2048), "intra_gradients": Int8(128) if config.hops == "both" else None}
     strategy = Strategy(scopes, error_feedback=config, gpus_per_node=2, **codecs)
     exact, without_in_stock = pool(4).once(in_turn, adapter, STOCK, "alike")[0]
@@ -266,7 +266,7 @@ def scaled_in_turn(adapter: Adapter, strategy: Strategy, overflow_at: int | None
 def test_scalers_leave_what_waits_as_it_was(
     pool: Callable[[int], Pool], adapter: Adapter, scopes: str, config: LoCo, overflow_at: int
 ) -> None:
-    """What waits follows the loss scale: powers of two change nothing, so weights are the same without a scaler."""
+    """Errors that wait follow the loss scale, a power of two, so weights are the same without a scaler."""
     strategy = Strategy(scopes, gradients=Int4(128), intra_gradients=Int8(128), error_feedback=config, gpus_per_node=2)
     scaled, plain = (
         pool(4).run(scaled_in_turn, adapter, strategy, *how)[0] for how in ((overflow_at, True), (None, False))

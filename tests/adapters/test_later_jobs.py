@@ -1,4 +1,4 @@
-"""Jobs that a process runs one after the other each give what a job gives on its own: notebooks and tests do so."""
+"""Jobs that a process runs in turn, as notebooks and tests do, each give what they give on their own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Job:
 
     Args:
         world: Its ranks.
-        gpus_per_node: Of its strategies.
+        gpus_per_node: The argument of its strategies.
         is_turned: Whether processes have ranks in reverse order, and make other groups before the model's.
         backend: How it communicates.
     """
@@ -56,7 +56,7 @@ def strategies(gpus_per_node: int) -> Iterator[tuple[str, Strategy]]:
 
 
 def found_by_a_mesh(parameter: Any) -> dict[str, Any]:
-    """What a user computes with a sharded parameter and its mesh."""
+    """Values that a user computes with a sharded parameter and its mesh."""
     mesh, placements = parameter.device_mesh, parameter.placements
     dist.all_reduce(total := torch.ones(1), group=mesh.get_group())
     ones = distribute_tensor(torch.ones(parameter.shape), mesh, placements)
@@ -86,7 +86,7 @@ def found_in_a_job(adapter: Adapter, gpus_per_node: int, kept: list[Any] | None 
     found: dict[str, Any] = {}
     for name, strategy in strategies(gpus_per_node):
         is_fsdp1 = isinstance(adapter, Fsdp1)
-        if is_fsdp1:  # whose sharded state dicts are DTensors with a mesh alone
+        if is_fsdp1:  # its sharded state dicts are DTensors only with a mesh
             mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
             model = adapter.wrap(models.make_net(), strategy, device_mesh=mesh)
         else:
@@ -129,7 +129,7 @@ def in_turn(process: int, adapter: Adapter, folder: str) -> None:
         )
         if job.is_turned:
             init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "inner"))
-        kept = kept[len(kept) // 2 :]  # of which some outlive their job
+        kept = kept[len(kept) // 2 :]  # some outlive their job
         found = found_in_a_job(adapter, job.gpus_per_node, kept)
         torch.save(found, Path(folder, f"{number} {rank}"))
         dist.barrier()

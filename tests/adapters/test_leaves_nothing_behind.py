@@ -69,7 +69,7 @@ OF_SUBSETS = {
 
 
 class Mixture(nn.Module):
-    """Experts, of which a forward uses some."""
+    """Experts; a forward uses some of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Mixture(nn.Module):
 
 
 def held_over_subsets(adapter: Adapter, strategy: Strategy, freezes: bool) -> list[dict[str, int]]:
-    """In a worker: what there is after 100, and after 200 steps, each of which uses, or trains, other experts."""
+    """In a worker: what there is after 100 and after 200 steps that each use, or train, other experts."""
     model = adapter.wrap(Mixture().to(models.device()), strategy)
     optimizer, choose, found = torch.optim.SGD(model.parameters(), lr=0.01), random.Random(1), []
     experts = {i: [p for n, p in model.named_parameters() if f"experts.{i}." in n] for i in range(EXPERTS)}
@@ -200,7 +200,7 @@ def without_globals() -> None:
 
 
 def kept_at_the_end(adapter: Adapter) -> list[Any]:
-    """What a script may still hold when it ends."""
+    """Objects that a script may still hold when it ends."""
     kept: list[Any] = []
     for strategy in (
         Strategy.zeropp(gpus_per_node=1),
@@ -223,7 +223,7 @@ def kept_at_the_end(adapter: Adapter) -> list[Any]:
 
 
 def to_the_end(rank: int, port: int, destroys: bool) -> list[Any]:
-    """The whole of a script, but for its end."""
+    """A whole script, except for its end."""
     init_process_group(rank, 2, port)
     kept = [kept_at_the_end(adapter) for adapter in ADAPTERS]
     dist.barrier()
@@ -234,7 +234,7 @@ def to_the_end(rank: int, port: int, destroys: bool) -> list[Any]:
 
 @pytest.mark.parametrize("freed", ["late", "with the group alive", "after the modules"])
 def test_a_script_ends_without_a_word(freed: str) -> None:
-    # Workers of a pool are ended without what the interpreter does at the end of a script.
+    # Workers of a pool end without the interpreter's shutdown.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     port = free_port()
     script = f"import gc, {__name__} as own; kept = own.to_the_end({{}}, {port}, {freed == 'late'})"

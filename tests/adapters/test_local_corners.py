@@ -267,7 +267,7 @@ def test_ranks_agree_beside_an_exchange_on_its_way(pool: Callable[[int], Pool], 
 
 
 def looked_at_alone(adapter: Adapter, strategy: Strategy) -> tuple[int, int]:
-    """In a worker: what goes between nodes of which one is saved and evaluated, and how they differ in the end."""
+    """In a worker: what nodes send if one of them is saved and evaluated, and how they differ in the end."""
     model, gpus = adapter.make(Case(), strategy), strategy.gpus_per_node or 1
     optimizer = models.make_optimizer("adamw", model.parameters())
     train(adapter, model, Case(steps=3), optimizer=optimizer)

@@ -70,7 +70,7 @@ def test_a_codec_without_blocks_is_refused(pool: Callable[[int], Pool], adapter:
 
 
 def apart(adapter: Adapter) -> tuple[str, str]:
-    """In a worker: the error of nodes of which one exchanges before a forward, the other in a call."""
+    """In a worker: the error if one node exchanges before a forward, and the other in a call."""
     net = trained(adapter, Strategy.diloco(local_steps=LocalSteps(2, spread=False), **TWO), 2)
 
     def run() -> None:

@@ -77,7 +77,7 @@ def inference_mode_between(adapter: Adapter, model: Any) -> None:
 
 
 def checkpoint_loaded_in_place(adapter: Adapter, model: Any) -> None:
-    """And its result is not set on the model."""
+    """A checkpoint is loaded, and its result is not set on the model."""
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     optimizer = models.make_optimizer("sgd", model.parameters())

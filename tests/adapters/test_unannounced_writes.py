@@ -1,4 +1,4 @@
-"""What comes of writes to weights, as the page on secondary shards says; FSDP_ZPP_CHECK=1 notices all of them."""
+"""Writes to weights do what the page on secondary shards says; FSDP_ZPP_CHECK=1 notices all of them."""
 
 from __future__ import annotations
 
@@ -158,14 +158,14 @@ def local(tensor: Any) -> Any:
 
 
 def values(model: Any) -> list[Any]:
-    """What both functions return for parameters, in turns."""
+    """Values that both functions return for parameters, in turns."""
     named = [model.state_dict(), get_model_state_dict(model)]
     names = [name for name in named[0] if not name.endswith("shift")]  # which are buffers
     return [named[i % 2][name] for i, name in enumerate(names)]
 
 
 def local_values(model: Any) -> list[Tensor]:
-    """Of a LOCAL_STATE_DICT, what this rank holds."""
+    """The tensors of a LOCAL_STATE_DICT that this rank holds."""
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
         sharded = [value for value in model.state_dict().values() if isinstance(value, ShardedTensor)]
     return [shard.tensor for value in sharded for shard in value.local_shards()]
@@ -209,7 +209,7 @@ def load_by_old_name(state: dict[str, Any], folder: str) -> None:
 
 
 class Failing(dcp.DefaultLoadPlanner):
-    """Fails when something was written."""
+    """Fails once something has been written."""
 
     def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
         raise OSError("no more")
@@ -299,7 +299,7 @@ ROWS: dict[str, list[Way]] = {
 
 
 def outcomes(adapter: Adapter, row: str, strategy: Strategy) -> list[str]:
-    """In a worker: what comes of each way of a row, in the words of the table."""
+    """In a worker: the effect of each way of a row, in the words of the table."""
     found = []
     for way in ROWS[row]:
         # torch has no local state dicts on a mesh.

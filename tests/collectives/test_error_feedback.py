@@ -126,7 +126,7 @@ LAYOUT = FlatLayout.dense([Piece(0, "always", 150), Piece(1, "at times", 100), P
 
 
 def idle_on(step: int, rank: int) -> list[str]:
-    """Which parameters of ``LAYOUT`` a rank does not use in a step."""
+    """The parameters of ``LAYOUT`` that a rank does not use in a step."""
     return ["at times"] * (step % 2) + ["on one rank"] * (step % 3 == 2 or rank != step % 4)
 
 
@@ -166,7 +166,7 @@ def test_errors_of_idle_parameters_stay_and_are_not_lost(
 @pytest.mark.parametrize("codec", [None, Int8(128)], ids=str)
 @pytest.mark.parametrize("numel", [LAYOUT.numel, 160])
 def test_idle_errors_do_not_decay_and_are_not_rounded_again_and_again(codec: Int8 | None, numel: int) -> None:
-    """Though neighbours in their blocks grow in every step; also where chunks cut the layout anywhere."""
+    """Neighbours in their blocks grow in every step, and chunks may cut the layout anywhere."""
     buffer, extent = ErrorBuffer(0.0, codec, decay=0.9), Extent(numel, (0, numel % LAYOUT.numel), LAYOUT)
     cpu = torch.device("cpu")
     marks = extent.marked(["at times"], cpu)
@@ -180,7 +180,7 @@ def test_idle_errors_do_not_decay_and_are_not_rounded_again_and_again(codec: Int
             before = buffer.read()[marks].clone()
         encode_with_feedback(Int4(32), values, 1, 2, buffer.prepare(extent, cpu, ["at times"] if idle else []))
     after = buffer.read()
-    # In int8, one unit of the last scale, which the largest error in any block has 127 of.
+    # In int8, at most one unit of the last scale; the largest error in a block is 127 units.
     assert (after[marks] - before).abs().max() <= (0 if codec is None else after.abs().max() / 127)
     assert before.abs().max() > 0
 

@@ -73,7 +73,7 @@ def test_a_node_alone_trains_as_without_exchanges(
 
 
 def come_apart(adapter: Adapter, strategy: Strategy, steps: int) -> str:
-    """In a worker: the error of a node of which one rank exchanges before a forward, the other in a call."""
+    """In a worker: the error if one rank of a node exchanges before a forward, and the other in a call."""
     model = adapter.make(CASE, strategy)
     train(adapter, model, replace(CASE, steps=steps), optimizer=models.make_optimizer("adamw", model.parameters()))
 
@@ -89,7 +89,7 @@ def come_apart(adapter: Adapter, strategy: Strategy, steps: int) -> str:
 
 
 def apart_in_a_node(adapter: Adapter, meets: bool) -> str:
-    """In a worker: the same, after one step, with which the node is yet to meet others, or after two."""
+    """In a worker: the same after one step, before the node has met others, or after two."""
     with alone(every=1, **MEAN) as strategy:
         return come_apart(adapter, strategy, 1 if meets else 2)
 

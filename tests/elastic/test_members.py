@@ -40,7 +40,7 @@ def port() -> int:
 
 STORES: list[dist.TCPStore] = []
 NUMBERS = itertools.count()
-"""Of groups, which all ranks count alike."""
+"""Numbers of groups, which all ranks count alike."""
 
 
 def client(port: int) -> dist.TCPStore:

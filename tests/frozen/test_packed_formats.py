@@ -316,14 +316,14 @@ def random_scales(*shape: int, seed: int) -> Tensor:
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
-    """Whether both are equal bit for bit, or NaN in the same places."""
+    """Return whether both are equal bit for bit, or NaN in the same places."""
     numbers = ~one.isnan()
     return one.dtype == other.dtype and torch.equal(numbers, ~other.isnan()) and same(one[numbers], other[numbers])
 
 
 @st.composite
 def scales_of(draw: st.DrawFn, *kinds: str) -> tuple[dict[str, Any], tuple[int, int], tuple[int, ...]]:
-    """What a configuration says of scales, the shape of a weight, and that of its scales."""
+    """The settings of scales, the shape of a weight, and that of its scales."""
     kind, rows, columns = draw(st.sampled_from(kinds)), draw(SIDES), draw(SIDES)
     if kind == "block":
         height, width = draw(SIDES), draw(SIDES)

@@ -130,7 +130,7 @@ STORED = {
 }
 
 
-@pytest.mark.parametrize("width", [64, 48])  # of which the smaller has fewer values than a strategy takes over
+@pytest.mark.parametrize("width", [64, 48])  # the smaller has fewer values than a strategy takes over
 @over_each(storage=[torch.uint8, torch.float32, torch.bfloat16], name=list(STORED))
 def test_adapters_train_beside_packed_layers_of_any_storage(
     pool: Callable[[int], Pool], storage: torch.dtype, name: str, width: int

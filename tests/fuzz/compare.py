@@ -41,7 +41,7 @@ def run_stock(program: Program) -> str | None:
 
 
 def _run_earlier_job(program: Program, strategy: Any) -> None:
-    """Run the program up to its first step in a job of its own, if it has one; what it shows is of no interest."""
+    """Run the program up to its first step in an earlier job, if it has one, and ignore the trace."""
     if program.second_job:
         first = next((at for at, op in enumerate(program.ops) if isinstance(op, ops.Step)), len(program.ops) - 1)
         Run(replace(program, ops=program.ops[: first + 1]), strategy).run()

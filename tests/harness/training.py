@@ -77,11 +77,11 @@ def without_gradient(model: Any) -> frozenset[str]:
 
 
 Step = tuple[dict[str, Tensor], frozenset[str]]
-"""What a step leaves: the weights, and the names of parameters without a gradient."""
+"""The weights after a step, and the names of parameters without a gradient."""
 
 
 def after_each_step(adapter: Adapter, case: Case, strategy: Strategy | None) -> list[Step]:
-    """In a worker: what every step leaves."""
+    """In a worker: the weights and absent gradients after every step."""
     model = adapter.make(case, strategy)
     steps: list[Step] = []
 

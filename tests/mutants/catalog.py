@@ -24,12 +24,12 @@ class Mutant:
     """A one-line fault.
 
     Attributes:
-        name: What tells it from all others.
+        name: A name that no other mutant has.
         kind: The kind of fault.
         before: The line, without indentation and a comment at its end.
-        after: What stands there instead; a line that is left empty goes.
+        after: The line in its place; empty if the line is removed.
         why: Why it is a fault; of a revert, the subject of the commit that mended it.
-        within: Where other lines read alike, folders, files, classes and functions around it, separated by spaces.
+        within: Folders, files, classes and functions around it, separated by spaces, if other lines read alike.
         needs: ``cuda`` if it shows only on a GPU.
     """
 

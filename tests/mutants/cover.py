@@ -1,8 +1,9 @@
-"""Which tests reach which lines: a plugin of pytest that measures all processes of a run, and what it has measured.
+"""A plugin of pytest that measures which tests reach which lines, in all processes of a run, and its results.
 
-A process starts to measure as it starts, by a sitecustomize on its path. Children of a fork server start anew, since
-they leave no data of their parent's. Workers of a pool live on across tests and may be killed: they ask which test runs
-whenever they receive a task, and save before they reply. A process that is killed otherwise is not counted.
+A process measures from its start, by a sitecustomize on its path. Children of a fork server begin a measurement of
+their own, since they do not save their parent's. Workers of a pool live on across tests and may be killed: they ask
+which test runs whenever they receive a task, and save before they reply. A process that is killed otherwise is not
+counted.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Map:
-    """What a run has measured: its tests, with their seconds, and the lines that they reach, as the files were then."""
+    """The results of a run: its tests, with their seconds, and the lines that they reach, as the files were then."""
 
     def __init__(self, folder: Path) -> None:
         self._data = coverage.CoverageData(str(folder / "coverage"))
@@ -140,7 +141,7 @@ class Map:
     def tests_reaching(self, mutant: Mutant) -> list[str]:
         """Return the tests that reach the line of ``mutant``, or another of its statement.
 
-        Those that are fast and reach few other lines come first.
+        Tests that are fast and reach few other lines come first.
         """
         try:
             place = self._sources.find(mutant)
@@ -155,7 +156,7 @@ class Map:
 
 
 def _statement(tree: ast.Module, line: int) -> range:
-    """The lines of the statement around ``line``; of one with a body, those before it."""
+    """The lines of the statement around ``line``; if it has a body, only those before the body."""
     found = range(line, line + 1)
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0):
@@ -167,7 +168,7 @@ def _statement(tree: ast.Module, line: int) -> range:
 
 
 def put_together(folder: Path) -> None:
-    """Make a :class:`Map` of what the processes of a run have left in ``folder``."""
+    """Combine what the processes of a run have left in ``folder`` into the files that :class:`Map` reads."""
     combined = coverage.Coverage(data_file=str(folder / "coverage"), config_file=False)
     combined.combine([str(path) for path in folder.glob("data.*")])
     combined.save()

@@ -1,13 +1,13 @@
-"""Runs mutants against the tests: which faults does the suite notice, and by which test?
+"""Runs mutants against the tests, to show which faults the suite notices, and by which test.
 
     python tests/mutants/run.py --cover               # once, for hours: which tests reach which lines
     python tests/mutants/run.py --jobs 2              # all mutants that have no result yet
     python tests/mutants/run.py --only layout --only codes-are-truncated --tests "tests/kernel tests/codecs"
 
-Each mutant is put into a copy of the checkout. First run the tests that reach its line, those that are fast and reach
-few other lines before the others; where that is not known, the tests of the folders that test its folder. A mutant that
-survives them meets all other tests if ``--all-tests`` is given. A test that fails, or hangs, kills the mutant if it
-passes without it. Results are written after each mutant, so that a run can go on where it was ended.
+Each mutant is put into a copy of the checkout. First come the tests that reach its line, beginning with those that are
+fast and reach few other lines; if none is known, the tests of the folders that test its folder. A mutant that survives
+them meets all other tests if ``--all-tests`` is given. A test that fails, or hangs, kills the mutant if it passes
+without it. Results are written after each mutant, so that a run can go on where it was ended.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ FOLDERS = {
 
 
 class Ended(NamedTuple):
-    """What ended a run of tests: the test that failed or hung, or something else; nothing if all passed."""
+    """The end of a run of tests: by the test that failed or hung, or by something else; by nothing if all passed."""
 
     by: str
     is_test: bool = False
@@ -88,7 +88,7 @@ class Copy:
         self._write(path, "\n".join(self._sources.lines[path]))
 
     def _write(self, path: str, text: str) -> None:
-        self._writes += 1  # a time of its own, by which Python tells that what it has compiled is old
+        self._writes += 1  # a new time, so that Python compiles the file again
         (self.root / path).write_text(text)
         os.utime(self.root / path, (self._writes, self._writes))
 
@@ -186,7 +186,7 @@ class Suite:
 
 
 class Results:
-    """What has become of each mutant, in a file."""
+    """The result of each mutant, in a file."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
@@ -213,7 +213,7 @@ class Results:
         written.replace(self._path)
 
     def is_known(self, mutant: Mutant, key: str, *, all_tests: bool) -> bool:
-        """Whether ``mutant`` has met the tests of ``key``."""
+        """Return whether ``mutant`` has met the tests of ``key``."""
         known = self.of.get(mutant.name, {})
         if known.get("tests") != key or known["change"] != [mutant.before, mutant.after]:
             return False
@@ -221,7 +221,7 @@ class Results:
 
 
 def judge(mutant: Mutant, copy: Copy, suite: Suite, results: Results, *, all_tests: bool) -> None:
-    """Have ``mutant`` meet tests until one kills it, and note what has become of it."""
+    """Run ``mutant`` against tests until one kills it, and note the result."""
     began, killer, known = time.monotonic(), "", results.of.get(mutant.name, {})
     has_met = results.is_known(mutant, suite.key, all_tests=False) and not known["killed"]
     after = [known["after"]] if has_met else []

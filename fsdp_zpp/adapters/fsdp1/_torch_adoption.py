@@ -49,7 +49,7 @@ def flattened_sites(instance: FullyShardedDataParallel) -> set[tuple[nn.Module, 
 
 
 def has_shards(instance: FullyShardedDataParallel, module: nn.Module) -> bool:
-    """Return whether ``module``, in ``instance``, is short of values, or of the names that PEFT looks for."""
+    """Return whether files of ``module``, in ``instance``, would lack values, or names that PEFT looks for."""
     if hasattr(module, "peft_config"):  # wrappers change the names, sharded or not
         return True
     handles = [each._handle for each in FullyShardedDataParallel.fsdp_modules(instance) if each._handle is not None]

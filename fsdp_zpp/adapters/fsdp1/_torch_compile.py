@@ -23,16 +23,16 @@ def refuse_whole_graphs(instance: FullyShardedDataParallel) -> None:
         itself = own()
         return itself is not None and itself._is_root is False  # None before the first forward, which finds the root
 
-    # A call that Dynamo leaves out of its graphs: an exception in a frame that it traces would have it run the frame
-    # anew, without a graph. With fullgraph=True it raises an error with the reason.
+    # Dynamo leaves this call out of its graphs. If a frame that it traces raised, it would run the frame again without
+    # a graph. With fullgraph=True it raises an error with the reason.
     @torch.compiler.disable(reason=_REASON)
     def refuse(unused: Tensor) -> None:
         if not is_inner():
             raise RuntimeError(_REASON)
 
     def before_forward(*unused: object) -> None:
-        # Without a look at the instance, for Dynamo runs frames as they are that touch one with a flat parameter, and
-        # with a tensor, for it does so with frames that have none.
+        # Dynamo does not trace frames that touch an instance with a flat parameter, or that have no tensor. So this one
+        # does not look at the instance, and makes a tensor.
         if torch.compiler.is_compiling():
             refuse(torch.empty(0))
         elif is_inner():

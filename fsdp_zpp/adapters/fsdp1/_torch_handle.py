@@ -229,7 +229,7 @@ class StrategyHandle(FlatParamHandle):
         return self._version.of_contents
 
     def keeps_gathered(self) -> bool:
-        """Return whether unsharded weights stay that are reused if they have not changed."""
+        """Return whether unsharded weights are kept, to be reused if they have not changed."""
         return self._keeps_unsharded and self._holds_decoded_weights and not self.needs_unshard()
 
     def layout(self, numel: int) -> FlatLayout:

@@ -92,7 +92,7 @@ class StepGradients:
     # ---- which parameters are used
 
     def watch_use(self) -> None:
-        """Note, when their backward comes, which of the views that modules have just got it reaches.
+        """In the next backward, note which of the views that modules show now get a gradient.
 
         The gradient of a flat parameter does not tell: it has zeros for a parameter that was not used.
         """
@@ -101,7 +101,7 @@ class StepGradients:
         node = getattr(module, name).grad_fn
         if node is None:  # frozen
             return
-        # All views are of one split of the flat parameter, whose gradient accumulates after that node.
+        # All views come from one split of the flat parameter, the last node before its gradient accumulates.
         while (before := node.next_functions[0][0]).next_functions:
             node = before
         # The views keep the node, and this object keeps the views, so the node must not keep this object.

@@ -50,7 +50,7 @@ def shared_error(shared: Shared, wrapped: nn.Module, root: nn.Module) -> ValueEr
 
     Args:
         shared: The parameter.
-        wrapped: What the instance wraps that found it.
+        wrapped: The module of the instance that found it.
         root: The outermost module that is known.
     """
     error = ValueError(
@@ -67,8 +67,8 @@ def hold_flattened(instance: FullyShardedDataParallel, arguments: dict[str, Any]
 
     Args:
         instance: The instance.
-        arguments: Those of its constructor.
-        before: The parameters of what it wraps before it was constructed, with names.
+        arguments: The arguments of its constructor.
+        before: The parameters of the module that it wraps, with names, as they were before it was constructed.
 
     Raises:
         ValueError: If an instance that was made meanwhile, inside of it, has flattened one of them.
@@ -77,7 +77,7 @@ def hold_flattened(instance: FullyShardedDataParallel, arguments: dict[str, Any]
     inner = instance._fsdp_wrapped_module
     apart = flattened_sites(inner) if isinstance(inner, FullyShardedDataParallel) else set()
     left_alone = ignored_parameters(arguments["ignored_modules"], arguments["ignored_states"])
-    # Also under other names: a unit may share a parameter with itself.
+    # A unit may share a parameter with itself, under other names.
     here = (module._parameters.get(name) for module, name in own | apart)
     left_alone |= {parameter for parameter in here if parameter is not None}
     shared = UNITS.find_shared([wrapped], left_alone, own | apart)
@@ -215,7 +215,7 @@ def _check_agreement(
     own = [(name, p) for name, p in _to_be_sharded(arguments) if p not in nested]
     ignored = ignored_parameters(arguments["ignored_modules"], arguments["ignored_states"])
     shared = UNITS.find_shared([module], ignored)
-    if shared is not None:  # of which ranks have shards of different sizes
+    if shared is not None:  # before the facts, since ranks hold shards of it in different sizes
         check_agreement(group, f"FullyShardedDataParallel({model_name(module)})", {"shared": shared.name})
         raise shared_error(shared, module, module)
     facts = strategy_facts(strategy, group)

@@ -117,7 +117,7 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
 
     hop = unit.mesh.intra if unit.scopes.optimizer == "I" else unit.mesh.group
     shard_group = own_rank() if hop is None else hop
-    # While they can be told: FSDP flattens them.
+    # Before the parameters are flattened.
     packed, sites = packed_sites(arguments["module"]), UNITS.sites([arguments["module"]])
     with ExitStack() as stack:
         stack.enter_context(_torch.sharding_over(module, strategy, shard_group, sharded=unit.scopes.optimizer != "N"))

@@ -132,7 +132,7 @@ def _drop_unused(gradients: list[StepGradients]) -> None:
     """Remove gradients of parameters that no rank has used in the step that ends. Collective.
 
     Args:
-        gradients: Those of groups of which ranks may have reduced more than they have used.
+        gradients: The gradients of groups whose ranks may have reduced more parameters than they have used.
     """
     asked = [(each.use, each.unit.reductions.mesh, used) for each in gradients if (used := each.use.in_step())]
     for use, used_by_any in agree_on_use(asked):

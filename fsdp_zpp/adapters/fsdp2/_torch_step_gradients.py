@@ -172,7 +172,7 @@ class StepGradients:
         use, params = self.use, self._reduced_params()
         use.reduced, reduced = params, _with_gradient(params)
         takes_unused = getattr(self._group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
-        # Where torch reduces what is not used, all ranks do, whatever this one has.
+        # If torch reduces unused parameters, all ranks do, whatever this one has.
         reduces = use.took_part or bool(reduced) or bool(params and takes_unused)
         current, fills = self.unit.reductions.current, False
         use.has_errors = current is not None and current.errors is not None

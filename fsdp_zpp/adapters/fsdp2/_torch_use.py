@@ -34,8 +34,8 @@ class ParameterUse:
 
     Ranks may use different parameters in a micro-batch, but must reduce the same ones. So a micro-batch that is not the
     last of its step reduces all parameters of a group, and so does the last one of that step. With error feedback every
-    step reduces all of them, since errors are laid out as all parameters of a group. Those that no rank has used get no
-    gradient in the end, as with torch's own reduction (:meth:`drop_unused`).
+    step reduces all of them, since errors are laid out as all parameters of a group. Parameters that no rank has used
+    get no gradient in the end, as with torch's own reduction (:meth:`drop_unused`).
 
     Args:
         group: The group.

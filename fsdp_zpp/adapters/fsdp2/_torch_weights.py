@@ -135,7 +135,7 @@ class GroupWeights:
         return self._version.of_contents
 
     def keeps_gathered(self) -> bool:
-        """Return whether unsharded weights stay that are reused if they have not changed."""
+        """Return whether unsharded weights are kept, to be reused if they have not changed."""
         return self.staleness_guard is not None and (self.is_kept or self._group.is_unsharded)
 
     def layout(self, numel: int) -> FlatLayout:
@@ -150,10 +150,10 @@ class GroupWeights:
     def share_version_counters(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object
     ) -> None:
-        """Have writes to what ``module`` puts into a state dict count as writes to the shards; a state dict hook.
+        """Make writes to the values in a state dict of ``module`` count as writes to the shards. A state dict hook.
 
-        torch detaches parameters in DTensor's dispatch, below autograd, so the local tensors of what it returns are in
-        the memory of the shards but count writes of their own.
+        torch detaches parameters in DTensor's dispatch, below autograd, so the local tensors of the values are in the
+        memory of the shards but count writes of their own.
         """
         for param in self._group.fsdp_params:
             info, local = param._module_info, param._sharded_local_tensor
@@ -174,7 +174,7 @@ class GroupWeights:
 
 
 def _memory(tensor: Tensor) -> list[tuple[Hashable, ...]]:
-    """Return which memory a tensor has, or each of those that it wraps."""
+    """Return the memory of a tensor, or of each tensor that it wraps."""
     parts = plain_parts(tensor)
     return [(part.untyped_storage()._cdata, part.storage_offset(), part.shape) for part in parts]
 

@@ -54,7 +54,7 @@ class StrategyReduceScatter(ReduceScatter):
 
     Attributes:
         layout: Where parameters lie in the gradient that torch is about to reduce.
-        idle: The names of those that this rank has not used.
+        idle: The names of parameters that this rank has not used.
         hook: A user's all-reduce hook, which :meth:`finish` runs afterwards.
         pending: What :meth:`finish` has to finish, if anything.
     """
@@ -111,7 +111,7 @@ class StrategyAllReduce:
 
     Attributes:
         layout: Where parameters lie in the gradient that torch is about to reduce.
-        idle: The names of those that this rank has not used.
+        idle: The names of parameters that this rank has not used.
     """
 
     unit: StrategyUnit

@@ -28,7 +28,7 @@ UNITS = Units(
 )
 
 _TAKES_INTEGERS = major_minor(torch.__version__) >= (2, 13)
-"""Whether torch's ``fully_shard`` takes frozen parameters of integers; before, all had to be able to have gradients."""
+"""True if torch's ``fully_shard`` takes frozen integers; before 2.13, parameters had to be able to have gradients."""
 _REMEDY = "pass others in ignored_params"
 
 
@@ -51,7 +51,7 @@ def check_arguments(
     """
     check_strategy(strategy)
     layout = RankLayout.of(strategy, group)
-    # Also where all is left to torch, which would say that integers can't have gradients.
+    # Even if all is left to torch, which would say that integers can't have gradients.
     check_dtypes(packed(own).items() if layout.stock else own, _REMEDY, takes_integers=_TAKES_INTEGERS)
     if layout.stock:
         return layout
@@ -71,12 +71,12 @@ def refuse_shared(shared: Shared | None, modules: list[nn.Module], call: str) ->
     """Raise if a call would shard what another one has sharded: torch would raise in its own terms, or not at all.
 
     Args:
-        shared: What :data:`UNITS` has found.
-        modules: What the call shards.
+        shared: The parameter that :data:`UNITS` has found, if any.
+        modules: The modules that the call shards.
         call: The call, as errors name it.
 
     Raises:
-        ValueError: If it has found any.
+        ValueError: If there is one.
     """
     if shared is None:
         return
@@ -93,7 +93,7 @@ def refuse_shared(shared: Shared | None, modules: list[nn.Module], call: str) ->
 
 
 def has_shards(module: nn.Module) -> bool:
-    """Return whether a parameter is a DTensor, which no library of files writes, be it whole on each rank."""
+    """Return whether a parameter is a DTensor: no file format takes one, even if each rank holds all of it."""
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 

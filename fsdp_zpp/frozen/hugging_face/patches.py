@@ -7,8 +7,9 @@ that stand for frozen weights are registered as parameters of their modules.
 For ``target_parameters``, PEFT parametrizes the module that has them in every forward. A frozen weight is parametrized
 on a stand-in module instead.
 
-transformers' ``save_pretrained`` would write only the part of a model that is not quantized, and of a sharded one, as
-PEFT's, what one rank holds, or nothing. Patched, it raises unless it is given a state dict that has all weights.
+transformers' ``save_pretrained`` would write only the part of a model that is not quantized. From a sharded model, it
+and PEFT's would write what one rank holds, or nothing. Patched, they raise in these cases unless they are given a state
+dict that has all weights.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def guard_sharded(model: nn.Module, is_sharded: Callable[[nn.Module], bool]) -> 
 
     Args:
         model: The model.
-        is_sharded: Whether ranks hold parts of a module's weights; the same on all ranks.
+        is_sharded: Returns whether ranks hold parts of a module's weights; the same on all ranks.
     """
     for module in model.modules():
         if hasattr(type(module), _METHOD):
@@ -173,7 +174,7 @@ def _save_pretrained(module: nn.Module, *args: object, **kwargs: object) -> obje
     arguments = {**bound, **bound.get("kwargs", {})}
     is_sharded = vars(module).get(_IS_SHARDED)
     if arguments.get("state_dict") is None and is_sharded is not None and is_sharded(module):
-        # Also where is_main_process=False writes nothing, for rank 0 raises.
+        # Even with is_main_process=False, which writes nothing, since rank 0 raises.
         raise RuntimeError(
             f"this {model_name(module)} is sharded, and save_pretrained would write what one rank holds of it; call "
             "fsdp_zpp.save_adapter(model, path) to save an adapter, or pass state_dict= a full state dict, which all "

@@ -29,7 +29,7 @@ from .settings import Known, setting
 
 SETTINGS: Known = {
     **dict.fromkeys(("quant_method", "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit")),
-    # Of layers that compute, or of those that are quantized only then; files say how they are stored.
+    # How layers compute, or how weights are quantized when they are loaded; files say how they are stored.
     **dict.fromkeys(("llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload")),
     **dict.fromkeys(("llm_int8_has_fp16_weight", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")),
     **dict.fromkeys(("bnb_4bit_use_double_quant", "modules_to_not_convert", "dequantize")),

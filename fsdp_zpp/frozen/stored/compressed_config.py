@@ -1,4 +1,4 @@
-"""What the configuration of compressed-tensors says of a checkpoint, and of each of its weights.
+"""The configuration of compressed-tensors: how a checkpoint, and each of its weights, is quantized.
 
 Names, defaults and the order of targets are those of compressed-tensors' ``QuantizationConfig``, ``QuantizationArgs``
 and ``match_targets``.
@@ -30,7 +30,7 @@ SETTINGS: Known = {
     **dict.fromkeys(("quant_method", "version", "kv_cache_scheme", "global_compression_ratio", "ignore")),
     **dict.fromkeys(("run_compressed", "dequantize", "use_optimized_inference")),
     **dict.fromkeys(("config_groups", "format", "sparsity_config")),  # read below
-    # Files have codes by any of them; weights that they have as plain numbers are refused if they have scales.
+    # Files may have codes under any of these; plain weights are refused if they have scales.
     "quantization_status": ("initialized", "calibration", "frozen", "compressed", "decompressed"),
     "transform_config": (),
     "moe_sparsity_config": (),
@@ -59,9 +59,10 @@ class Scheme:
         kind: ``int`` or ``float``.
         bits: Bits of a code.
         symmetric: Whether zero points are 0.
-        strategy: What has a scale of its own: ``tensor``, ``channel``, ``group``, ``tensor_group`` or ``block``.
+        strategy: The part that has a scale of its own: ``tensor``, ``channel``, ``group``, ``tensor_group`` or
+            ``block``.
         group_size: Neighbouring inputs that share a scale, of ``group`` and ``tensor_group``.
-        block: Rows and columns that do, of ``block``.
+        block: Rows and columns that share one, of ``block``.
         ordered: Whether the inputs of a group are those that files say, not neighbours.
     """
 
@@ -78,7 +79,7 @@ class Scheme:
         """Return the scheme that ``weights`` of a group states.
 
         Raises:
-            ValueError: If it states what can't be, or is unknown.
+            ValueError: If it states something impossible or unknown.
         """
         refuse_unknown(_NAME, weights, _WEIGHTS, "config_groups.*.weights.")
         size, strategy = setting(weights, "group_size", int), setting(weights, "strategy", str)
@@ -151,13 +152,13 @@ def refuse_other_formats(config: Mapping[str, Any]) -> None:
 def as_stated(config: Mapping[str, Any], weight: str, kind: str, read: Callable[[Scheme | None], Format]) -> Format:
     """Return the format of a weight that the configuration states.
 
-    Of several groups that may be the weight's, since the class of its module is unknown here, all that its tensors fit
-    must come to the same.
+    Several groups may be the weight's, since the class of its module is unknown here. All groups that its tensors fit
+    must come to the same format.
 
     Args:
         config: ``quantization_config``.
         weight: The weight's name in the checkpoint.
-        kind: ``int`` or ``float``, which its codes are.
+        kind: The kind of its codes, ``int`` or ``float``.
         read: Returns the format by a scheme; None if the configuration has none. Raises if the tensors don't fit it.
 
     Raises:
@@ -207,7 +208,7 @@ def _schemes(config: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]:
 def _candidates(schemes: list[tuple[list[str], Scheme]], module: str, kind: str) -> list[Scheme]:
     """Return the schemes that may be a module's: by its name, else by its unknown class, else any.
 
-    Modules may have other names in the checkpoint than in the model, which targets are about.
+    Targets name modules as the model does, and the checkpoint may have other names.
     """
     targets = {str(target): scheme for some, scheme in schemes for target in some}
     for target in sorted(targets, key=lambda each: ("re:" in each, each)):

@@ -31,7 +31,7 @@ FORMATS: dict[str, tuple[Known, tuple[type[StoredFormat], ...]]] = {
 """The settings and formats of each ``quant_method``. The formats of all are looked for where nothing names one."""
 
 _OF_CODES = ("scale", "scale_inv", "scale_2", "global_scale", "zero_point", "g_idx", "packed")
-"""What a weight's tensors are called after that have no meaning without its codes, or codes without them."""
+"""Ends of the names of tensors that have no meaning without the codes of a weight, or codes without them."""
 
 
 def read_config(source: Path) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def find_stored(tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, 
 
 
 def _configs(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Return what ``config.json`` has as ``quantization_config``; models of several parts have it in a part's mapping.
+    """Yield each ``quantization_config`` of ``config.json``; models of several parts have one in a part's mapping.
 
     Older versions of compressed-tensors call it ``compression_config``.
     """

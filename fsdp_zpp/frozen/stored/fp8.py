@@ -3,16 +3,16 @@
 ``value = code * scale`` in fp32, rounded once. Names and values are those of transformers'
 ``integrations/finegrained_fp8.py``. Scales in e8m0, powers of two in a byte, are kept as fp32.
 
-Which rows and columns share a scale, the configuration says; ``stated_block`` has the table:
+The configuration says which rows and columns share a scale (:func:`stated_block`):
 
 =====================================================  ==============================
 ``weight_block_size`` of ``fp8``, strategy ``block``   these rows and columns
-strategy ``group``                                     a row, and as many columns
+strategy ``group``                                     a row, ``group_size`` columns
 strategy ``channel``, ``fbgemm_fp8``                   a row, or a column of a stack
 strategy ``tensor``                                    a matrix, or all of a stack
 =====================================================  ==============================
 
-Shapes only have to fit that. Where the configuration says nothing, they are asked, and refused if they leave it open.
+Shapes only have to fit that. If the configuration says nothing, shapes decide, and are refused if they leave it open.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SETTINGS: Known = {
     "scale_fmt": ("float", "ue8m0"),
     "expert_dtype": ("fp8",),
 }
-"""What is known of ``fp8``, as DeepSeek, transformers and AutoFP8 write it."""
+"""The known settings of ``fp8``, as DeepSeek, transformers and AutoFP8 write them."""
 FBGEMM_SETTINGS: Known = {**_LAYERS, **_ACTIVATIONS, "quant_method": None, "dequantize": None}
 
 Block = tuple[int | None, int | None]
@@ -189,7 +189,7 @@ def stated_block(config: Mapping[str, Any], scheme: Scheme | None) -> Block | No
 
     Args:
         config: ``quantization_config``.
-        scheme: What compressed-tensors' ``config_groups`` say of the weight, if they do.
+        scheme: The weight's scheme by compressed-tensors' ``config_groups``, if they have one.
 
     Raises:
         ValueError: If scales of that kind can't be read.
@@ -257,7 +257,7 @@ def _grid_of(block: Block, rows: int, columns: int) -> tuple[int, int]:
 
 
 def _only_block(shape: torch.Size, scales: tuple[int, ...], grid: tuple[int, int], key: str) -> Block:
-    """Return the only block that some shapes allow."""
+    """Return the block, if shapes allow only one."""
     rows, columns = shape[-2:]
     heights, widths = _sizes(rows, grid[0]), _sizes(columns, grid[1])
     if not heights or not widths:
@@ -275,7 +275,7 @@ def _only_block(shape: torch.Size, scales: tuple[int, ...], grid: tuple[int, int
 
 
 def _sizes(length: int, parts: int) -> range:
-    """Return the sizes of blocks of which ``parts`` make up a length, the last perhaps smaller."""
+    """Return the sizes of blocks that divide ``length`` into ``parts``, the last of which may be smaller."""
     if parts == 1:
         return range(length, length + 1)
     if not 1 < parts <= length:

@@ -49,7 +49,7 @@ COMMON_SETTINGS: Known = {
     "rotation": (),
     "adapter": (),
 }
-"""What is known of GPTQ and AWQ, as gptqmodel, auto_gptq, autoawq, optimum, transformers and AutoRound write it."""
+"""Known settings of GPTQ and AWQ, as gptqmodel, auto_gptq, autoawq, optimum, transformers, AutoRound write them."""
 SETTINGS: Known = {
     **COMMON_SETTINGS,
     "backend": None,
@@ -94,7 +94,7 @@ def settings_of(config: Mapping[str, Any], layer: str) -> dict[str, Any]:
     """Return the settings of a layer, for which ``dynamic`` may override some.
 
     Raises:
-        ValueError: If it overrides others.
+        ValueError: If it overrides a setting that can't differ by layer.
     """
     own = of_layer(config, layer)
     changed = {key: value for key, value in own.items() if key not in config or value != config[key]}
@@ -103,7 +103,7 @@ def settings_of(config: Mapping[str, Any], layer: str) -> dict[str, Any]:
 
 
 def _neighbours(own: Mapping[str, Any], key: str, inputs: int, groups: int) -> GroupOrder | None:
-    """Return the order of groups of neighbouring inputs, the last of which may have fewer; None if all are alike.
+    """Return the order of groups of neighbouring inputs, the last of which may have fewer; None if all are of one size.
 
     Args:
         own: The settings of the layer.

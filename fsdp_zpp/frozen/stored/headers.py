@@ -75,7 +75,7 @@ def scale_groups(key: str, rows: int, columns: int, tensors: StoredTensors, sche
         rows: The rows of the weight.
         columns: The columns of the weight.
         tensors: The checkpoint's tensors.
-        scheme: What the configuration says of the weight, if it does.
+        scheme: The weight's scheme by the configuration, if it has one.
 
     Raises:
         ValueError: If the scales are missing, or don't fit the weight or what the configuration says.

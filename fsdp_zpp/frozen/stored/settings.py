@@ -1,8 +1,8 @@
 """Settings in the ``quantization_config`` of a checkpoint's ``config.json``, in which anything may stand.
 
 Each method has a table of the settings that are known: those that say nothing of the weights, those that a format
-reads, and those of which it reads some values alone. Whatever else a configuration has is refused, since it may change
-what the codes mean, as a rotation does.
+reads, and those of which it reads only some values. Any other setting is refused, since it may change what the codes
+mean, as a rotation does.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def refuse_unknown(format: str, settings: Mapping[str, Any], known: Known, withi
     """Raise if a configuration has settings, or values of settings, that are not known. Null says nothing.
 
     Args:
-        format: What errors call the format.
+        format: The name of the format in errors.
         settings: The settings.
-        known: Those that are known.
+        known: The settings that are known.
         within: Where in ``quantization_config`` they stand, for errors: empty, or ending with a dot.
 
     Raises:
@@ -81,7 +81,7 @@ def matches(pattern: str, name: str) -> bool:
     """Return whether a regular expression of a configuration matches the beginning of a name.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If the pattern is no regular expression.
     """
     try:
         return re.match(pattern, name) is not None
