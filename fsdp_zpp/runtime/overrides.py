@@ -56,8 +56,9 @@ def warn_of_unmatched(root: nn.Module, model: str, patterns: Iterable[str]) -> N
         patterns: The patterns.
     """
     names = {type(module).__name__ for module in root.modules()}
-    classes = names | {name.removeprefix("FSDP") for name in names}  # as which fully_shard has renamed them
+    own = {name.removeprefix("FSDP") for name in names}  # fully_shard has renamed them
+    classes = names | own
     for pattern in dict.fromkeys(patterns):
         if not any(fnmatchcase(name, pattern) for name in classes):
-            hint = did_you_mean(pattern.strip("*"), classes, before="; ", most=3)
+            hint = did_you_mean(pattern.strip("*"), own, before="; ", most=3)
             logger.warning("%s: overrides for %r apply to no module: no class has such a name%s", model, pattern, hint)
