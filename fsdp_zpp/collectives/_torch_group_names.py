@@ -19,6 +19,7 @@ have other names. So torch must forget what it has cached when the first unit ov
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _redistribute
+
+from fsdp_zpp.torch_internals import major_minor
 
 # By default group: how many groups of the same ranks were made in the job, for as long as it lasts.
 _made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
@@ -70,3 +74,18 @@ def forget_equal_meshes() -> None:
     for clear in clears:
         if clear is not None:  # not every torch has each of these caches
             clear()
+    if major_minor(torch.__version__) < (2, 13):
+        _free_ended_groups()
+
+
+def _free_ended_groups() -> None:
+    """Take groups that have ended from all meshes, since their threads live as long as they do.
+
+    Until torch 2.12, the cache that is cleared in C++ never lets go of the meshes in it.
+    """
+    for mesh in gc.get_objects():
+        if type(mesh) is DeviceMesh:
+            groups: dict[str, dist.ProcessGroup] = getattr(mesh, "_pg_registry", {})
+            for name, group in list(groups.items()):
+                if group not in distributed_c10d._world.pg_map:
+                    del groups[name]
