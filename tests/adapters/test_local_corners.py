@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness import models
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_zpp import CodecState, LocalSteps, Strategy, agreed_weights, exchange_weights
+from fsdp_zpp.torch_internals import major_minor
 
 
 def strategy_of(**local_steps: Any) -> Strategy:
@@ -294,5 +296,7 @@ def looked_at_alone(adapter: Adapter, strategy: Strategy) -> tuple[int, int]:
 def test_a_node_that_is_saved_and_evaluated_alone_waits_for_no_other(
     pool: Callable[[int], Pool], adapter: Adapter, levels: str, gpus_per_node: int
 ) -> None:
+    if isinstance(adapter, Fsdp1) and major_minor(torch.__version__) < (2, 13):
+        pytest.skip("FSDP1 gathers optimizer states from all ranks of the job until torch 2.12")
     strategy = Strategy(levels, local_steps=LocalSteps(4), gpus_per_node=gpus_per_node)
     assert pool(2 * gpus_per_node).run(looked_at_alone, adapter, strategy) == [(0, 0)] * 2 * gpus_per_node

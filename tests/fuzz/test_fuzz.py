@@ -126,7 +126,7 @@ def test_random_programs_equal_stock(workers: Workers, adapter: str, flavour: st
 @pytest.mark.fuzz
 @over_kinds
 def test_many_random_programs_equal_stock(workers: Workers, adapter: str, flavour: str, world: int, share: int) -> None:
-    count = int(os.environ.get("FSDP_ZPP_FUZZ", "3000")) * share // ALL_SHARES
+    count = max(1, int(os.environ.get("FSDP_ZPP_FUZZ", "3000")) * share // ALL_SHARES)
     which = int(os.environ.get("FSDP_ZPP_FUZZ_SEED", secrets.randbelow(1 << 32)))
     print(f"{count} programs of FSDP_ZPP_FUZZ_SEED={which}")
     many = settings(max_examples=count, **QUIET)
