@@ -120,18 +120,18 @@ class Units:
     def _own(self, modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules that are in no unit below ``modules``, with paths; each once."""
         seen: set[nn.Module] = set()
-
-        def walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+        waiting = [("", module) for module in reversed(modules)]
+        while waiting:
+            path, module = waiting.pop()
             if module in seen or self.is_unit(module):
-                return
+                continue
             seen.add(module)
             yield path, module
-            for name, child in module._modules.items():
-                if child is not None:
-                    yield from walk(child, join_fqn(path, name))
-
-        for module in modules:
-            yield from walk(module, "")
+            waiting += [
+                (f"{path}.{name}" if path else name, child)
+                for name, child in reversed(module._modules.items())
+                if child is not None
+            ]
 
 
 def hold(site: Site, name: str, parameter: nn.Parameter, unit: str) -> None:

@@ -11,11 +11,11 @@ from harness.launch import launch
 from harness.pool import device_type
 
 MOST = {
-    "fsdp1 wrapping of a block": (91, 56),
-    "fsdp1 gather": (71, 25),
-    "fsdp1 gather that prefetches": (88, 32),
+    "fsdp1 wrapping of a block": (158, 69),
+    "fsdp1 gather": (73, 26),
+    "fsdp1 gather that prefetches": (90, 33),
     "fsdp1 gradient": (78, 31),
-    "fsdp2 wrapping of a block": (75, 52),
+    "fsdp2 wrapping of a block": (118, 63),
     "fsdp2 gather": (52, 22),
     "fsdp2 gather that prefetches": (62, 26),
     "fsdp2 gradient": (70, 32),

@@ -88,9 +88,10 @@ def hold_flattened(instance: FullyShardedDataParallel, arguments: dict[str, Any]
             shared = shared or Shared(site, name, parameter, held_as)
     if shared is not None:
         raise shared_error(shared, wrapped, wrapped)
+    unit = model_name(wrapped)
     for site, (name, parameter) in before.items():
         if id(parameter) in own_parameters:
-            hold(site, name, parameter, model_name(wrapped))
+            hold(site, name, parameter, unit)
 
 
 def check_arguments(

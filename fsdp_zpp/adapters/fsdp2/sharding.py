@@ -123,10 +123,11 @@ def fully_shard(
             for each in modules:
                 attach(each, unit, path)
     sharded_here = {id(parameter) for part in parts for _, parameter in part.own}
+    unit_name = model_name(modules[0])
     for (owner, own_name), (name, parameter) in sites.items():
         # A quantized weight is no parameter any more: units may share it.
         if id(parameter) in sharded_here and own_name in owner._parameters:
-            hold((owner, own_name), name, parameter, model_name(modules[0]))
+            hold((owner, own_name), name, parameter, unit_name)
     for each in modules:
         guard_sharded(each, has_shards)
     return sharded
