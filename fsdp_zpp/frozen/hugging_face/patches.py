@@ -173,7 +173,8 @@ def _save_pretrained(module: nn.Module, *args: object, **kwargs: object) -> obje
     bound = inspect.signature(method).bind_partial(module, *args, **kwargs).arguments
     arguments = {**bound, **bound.get("kwargs", {})}
     is_sharded = vars(module).get(_IS_SHARDED)
-    if arguments.get("state_dict") is None and is_sharded is not None and is_sharded(module):
+    gathers = getattr(module, "is_distributed_loading_by_transformers", False)  # which transformers does by itself then
+    if arguments.get("state_dict") is None and is_sharded is not None and not gathers and is_sharded(module):
         # Even with is_main_process=False, which writes nothing, since rank 0 raises.
         raise RuntimeError(
             f"this {model_name(module)} is sharded, and save_pretrained would write what one rank holds of it; call "
