@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +13,7 @@ from fuzz.optimizers import ScheduleFree
 from harness import models
 from harness.adapter import STOCK, Adapter, Case
 from harness.covering import ADAPTERS, SCOPES, over_adapters, over_each
-from harness.pool import Pool
+from harness.pool import Pool, shared_folder
 from harness.training import logits, train
 from harness.wiretap import wiretap
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -78,16 +76,13 @@ def inference_mode_between(adapter: Adapter, model: Any) -> None:
 
 def checkpoint_loaded_in_place(adapter: Adapter, model: Any) -> None:
     """A checkpoint is loaded, and its result is not set on the model."""
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
     optimizer = models.make_optimizer("sgd", model.parameters())
     train(adapter, model, Case(steps=2), optimizer=optimizer)
-    dcp.save(get_model_state_dict(model), checkpoint_id=folder[0])
-    train(adapter, model, Case(steps=2), optimizer=optimizer, first_step=2)
-    logits(model)
-    dcp.load(get_model_state_dict(model), checkpoint_id=folder[0])
-    dist.barrier()
-    shutil.rmtree(folder[0], ignore_errors=True)
+    with shared_folder() as folder:
+        dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+        train(adapter, model, Case(steps=2), optimizer=optimizer, first_step=2)
+        logits(model)
+        dcp.load(get_model_state_dict(model), checkpoint_id=folder)
     train(adapter, model, Case(steps=2), optimizer=optimizer, first_step=4)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +17,7 @@ from harness.covering import ADAPTERS, over_each, over_pairs
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
 from harness.launch import ROOT
-from harness.pool import Pool, device_type
+from harness.pool import Pool, device_type, shared_folder
 from harness.training import logits, train
 from local_nodes import this_node
 from torch import Tensor
@@ -187,14 +185,11 @@ def interpolate(tensors: list[Any]) -> None:
 
 def load_checkpoint(model: Any, loads: Callable[[dict[str, Any], str], None]) -> None:
     """Load other weights in place, in one of the ways of torch."""
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
     state = get_model_state_dict(model)
     halves = {name: value * 0.5 if isinstance(value, DTensor) else value for name, value in state.items()}
-    dcp.save(halves, checkpoint_id=folder[0])
-    loads(state, folder[0])
-    dist.barrier()
-    shutil.rmtree(folder[0], ignore_errors=True)
+    with shared_folder() as folder:
+        dcp.save(halves, checkpoint_id=folder)
+        loads(state, folder)
 
 
 def load_by_node(state: dict[str, Any], folder: str) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.adapter import STOCK, original_name
+from harness.pool import shared_folder
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -210,7 +209,7 @@ class Run(Showing):
     def do_loadinplace(self, op: ops.LoadInPlace) -> None:
         for model in self.models:
             stock.reshard(model, self.strategy)
-            with _shared_folder() as folder:
+            with shared_folder() as folder:
                 dcp.save(halved(get_model_state_dict(model)), checkpoint_id=folder)
                 dcp.load(get_model_state_dict(model), checkpoint_id=folder)
 
@@ -264,16 +263,6 @@ class Run(Showing):
             for optimizer, owned in zip(self.optimizers, self.program.optimizers, strict=True)
             if {model for model, _ in owned} == {i}
         ]
-
-
-@contextmanager
-def _shared_folder() -> Iterator[str]:
-    """A new folder of all ranks, for as long as they need it."""
-    with tempfile.TemporaryDirectory() as own:
-        folders = [own]
-        dist.broadcast_object_list(folders)
-        yield folders[0]
-        dist.barrier()
 
 
 def _has_values(gradient: Tensor) -> bool:

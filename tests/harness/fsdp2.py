@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from fsdp_zpp import clip_grad_norm_, fully_shard
 
 from . import models
 from .adapter import STOCK, Adapter, Case, on_cpu
-from .pool import device_type
+from .pool import device_type, shared_folder
 
 FULL = StateDictOptions(full_state_dict=True)
 
@@ -107,11 +105,9 @@ class Fsdp2(Adapter):
             self.before_load(target)
             set_model_state_dict(target, get_model_state_dict(source, options=FULL), options=FULL)
         elif kind == "in place":
-            folder = [tempfile.mkdtemp()]
-            dist.broadcast_object_list(folder)
-            dcp.save(get_model_state_dict(source), checkpoint_id=folder[0])
-            dcp.load(get_model_state_dict(target), checkpoint_id=folder[0])  # and that is all
-            shutil.rmtree(folder[0], ignore_errors=True)
+            with shared_folder() as folder:
+                dcp.save(get_model_state_dict(source), checkpoint_id=folder)
+                dcp.load(get_model_state_dict(target), checkpoint_id=folder)  # and that is all
         else:
             for name, module in source.named_children():
                 getattr(target, name).load_state_dict(module.state_dict())

@@ -10,10 +10,11 @@ import os
 import pickle
 import random
 import socket
+import tempfile
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -109,6 +110,16 @@ def init_process_group(rank: int, world: int, port: int) -> None:
         dist.init_process_group("nccl", timeout=TIMEOUT, device_id=torch.device("cuda", gpu))
     else:
         dist.init_process_group("gloo", timeout=TIMEOUT)
+
+
+@contextmanager
+def shared_folder() -> Iterator[str]:
+    """In workers: a new folder for all ranks, as long as any of them needs it."""
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        dist.broadcast_object_list(folders)
+        yield folders[0]
+        dist.barrier()
 
 
 def _work(rank: int, world: int, port: int, pipe: Connection) -> None:
