@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .format import Parts, StoredFormat, StoredTensors, refuse_misfit
 from .gptq import COMMON_SETTINGS, settings_of
-from .headers import FLOATS, columns_of, float_dtype, matrix
+from .headers import FLOATS, columns_of, float_dtype, matrix, refuse_other_groups
 from .packed_codes import scale_codes, unpack_awq_codes
 from .records import Field, RecordLayout
 from .settings import Known, refuse_setting, setting
@@ -91,9 +91,8 @@ class Awq(StoredFormat):
         if groups == 0 or inputs % groups:
             refuse_misfit(keys["scales"], f"{groups} groups", f"a number that divides {inputs} inputs")
         size = setting(own, "group_size", int)
-        if size is not None and groups != (-(-inputs // size) if size > 0 else 1):
-            found = f"{groups} groups of {inputs} inputs"
-            refuse_misfit(keys["scales"], found, f"groups of {size}, the group_size of config.json")
+        if size is not None:
+            refuse_other_groups(keys["scales"], inputs, groups, size)
         dtype = float_dtype(tensors, keys["scales"])
         return cls(torch.Size((words * 8, inputs)), dtype, keys, dtype, groups)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .format import Parts, StoredFormat, StoredTensors, refuse_misfit
 from .group_order import GroupOrder
-from .headers import FLOATS, columns_of, float_dtype, matrix
+from .headers import FLOATS, columns_of, float_dtype, matrix, refuse_other_groups
 from .packed_codes import scale_codes, unpack_codes
 from .records import Field, RecordLayout
 from .settings import Known, of_layer, refuse_setting, refuse_unknown, setting
@@ -120,8 +120,7 @@ def _neighbours(own: Mapping[str, Any], key: str, inputs: int, groups: int) -> G
         if len(sizes) != 1:
             refuse_misfit(key, f"{groups} groups of {inputs} inputs", "their group_size in config.json, or a g_idx")
         size = sizes[0]
-    if groups != (-(-inputs // size) if size > 0 else 1):
-        refuse_misfit(key, f"{groups} groups of {inputs} inputs", f"groups of {size}, the group_size of config.json")
+    refuse_other_groups(key, inputs, groups, size)
     return GroupOrder.of(torch.arange(inputs) // (size if size > 0 else inputs), inputs, groups, key)
 
 

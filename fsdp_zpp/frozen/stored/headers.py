@@ -96,6 +96,16 @@ def scale_groups(key: str, rows: int, columns: int, tensors: StoredTensors, sche
     return groups
 
 
+def refuse_other_groups(key: str, inputs: int, groups: int, size: int) -> None:
+    """Raise unless neighbouring inputs are in groups of ``size``, the last perhaps smaller; all in one if it is -1.
+
+    Raises:
+        ValueError: It names the tensor.
+    """
+    if groups != (-(-inputs // size) if size > 0 else 1):
+        refuse_misfit(key, f"{groups} groups of {inputs} inputs", f"groups of {size}, the group_size of config.json")
+
+
 def rows_of(part: Any, first: int, last: int) -> Tensor:
     """Read rows ``first`` to ``last - 1`` of a matrix; of one number for all rows, that number for each."""
     shape = tuple(part.shape if isinstance(part, Tensor) else part.get_shape())
