@@ -1,6 +1,6 @@
 """Runs mutants against the tests, to show which faults the suite notices, and by which test.
 
-    python tests/mutants/run.py --cover               # once, for hours: which tests reach which lines
+    python tests/mutants/run.py --reach               # once, as long as the suite: which tests reach which mutants
     python tests/mutants/run.py --jobs 2              # all mutants that have no result yet
     python tests/mutants/run.py --only layout --only codes-are-truncated --tests "tests/kernel tests/codecs"
 
@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
+from mutants import reach  # noqa: E402
 from mutants.catalog import ROOT, Mutant, Sources, load_mutants  # noqa: E402
 
 KEPT = ROOT / "runs" / "mutants"
@@ -150,11 +151,9 @@ class Suite:
             if HERE not in path.parents:
                 digest.update(path.read_bytes())
         self.key = digest.hexdigest()[:16]
-        self._map: Any = None
-        if (KEPT / "cover" / "tests.json").exists():
-            from mutants.cover import Map  # which needs coverage.py
-
-            self._map = Map(KEPT / "cover")
+        self._map: reach.Map | None = None
+        if (KEPT / "reach" / "map.json").exists():
+            self._map = reach.Map(KEPT / "reach")
 
     def stages(self, mutant: Mutant, path: str, first: str, *, all_tests: bool) -> Iterator[tuple[str, list[str]]]:
         """Yield the tests that ``mutant`` meets, one lot after the other, with a name of each lot.
@@ -258,20 +257,19 @@ def _passes_without(test: str, mutant: Mutant, copy: Copy, suite: Suite, results
     return results.passing[key]
 
 
-def cover(arguments: str) -> None:
-    """Run the tests, and keep which of them reach which lines."""
-    from mutants import cover as measuring  # which needs coverage.py
-
-    folder = KEPT / "cover"
+def note_reach(arguments: str) -> None:
+    """Run the tests, and keep which of them reach which mutants."""
+    folder = KEPT / "reach"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    reach.prepare(folder)
     with tempfile.TemporaryDirectory() as site:
-        Path(site, "sitecustomize.py").write_text(measuring.SITE)
-        env = environment(ROOT) | {measuring.FOLDER: str(folder)}
+        Path(site, "sitecustomize.py").write_text(reach.SITE)
+        env = environment(ROOT) | {reach.FOLDER: str(folder)}
         env["PYTHONPATH"] = os.pathsep.join((site, str(HERE.parent), env["PYTHONPATH"]))
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "mutants.cover", *shlex.split(arguments)]
-        subprocess.run(command, cwd=ROOT, env=env)  # some tests of a step's cost fail while they are measured
-    measuring.put_together(folder)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "mutants.reach", *shlex.split(arguments)]
+        subprocess.run(command, cwd=ROOT, env=env)  # some tests that count calls fail while these are added
+    reach.put_together(folder)
 
 
 def table(mutants: Sequence[Mutant], results: Results) -> str:
@@ -307,9 +305,7 @@ def run_all(mutants: Sequence[Mutant], suite: Suite, results: Results, options: 
 def main() -> None:
     """Read the command line, and do what it says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--cover", action="store_true", help="measure which tests reach which lines: pip install coverage"
-    )
+    parser.add_argument("--reach", action="store_true", help="measure which tests reach which mutants")
     parser.add_argument("--only", action="append", metavar="NAME or KIND", help="run these mutants alone")
     parser.add_argument("--tests", default="", metavar="ARGUMENTS", help="pytest's, for example 'tests/config -k loco'")
     parser.add_argument("--all-tests", action="store_true", help="have what survives meet all tests")
@@ -318,8 +314,8 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="run mutants that have met these tests, too")
     parser.add_argument("--results", type=Path, default=KEPT / "results.json", help="the file of results")
     options = parser.parse_args()
-    if options.cover:
-        cover(options.tests)
+    if options.reach:
+        note_reach(options.tests)
         return
     mutants = load_mutants()
     if options.only:
