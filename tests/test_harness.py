@@ -37,6 +37,11 @@ def test_combinations_beyond_pairs_are_slow_tests() -> None:
     assert len(over_pairs(rest=False, **FACTORS).args[1]) == len(default_of(over_pairs(**FACTORS)))
     assert default_of(over_each(**FACTORS)) == [("x", 1, True), ("x", 3, True), ("y", 2, False)]
     assert {(a, c) for a, _, c in default_of(over_each(3, **FACTORS))} == {(a, c) for a in "xy" for c in (True, False)}
+    marked = {parameters.values: parameters.marks for parameters in over_each(**FACTORS).args[1]}
+    wide = {values for values, marks in marked.items() if pytest.mark.wide in marks}
+    pairs = {values for values in marked if pytest.mark.slow not in marked[values]}
+    assert wide < set(default_of(over_pairs(**FACTORS)))
+    assert pairs >= set(default_of(over_pairs(**FACTORS)))
     assert {parameters.id for parameters in over_each(**FACTORS).args[1]} >= {"x-1-yes", "y-3-no"}
 
 

@@ -1,8 +1,8 @@
 """The adapters that tests run over, and parameters of tests that are too many to combine.
 
-Of those, each two values meet in some test, but not each three of them. What goes wrong when things are combined goes
-wrong with two of them, hardly ever with three alone, and pairs take as many tests as the two largest factors have
-combinations, whatever else there is.
+Values that can interact meet in pairs (:func:`over_pairs`): each two in some test, though not each three. What goes
+wrong when things are combined goes wrong with two of them, hardly ever with three alone, and pairs take as many tests
+as the two largest factors have combinations, whatever else there is. Others only occur (:func:`over_each`).
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def over_pairs(rest: bool = True, **factors: Factor) -> pytest.MarkDecorator:
 
 
 def over_each(times: int = 1, rest: bool = True, **factors: Factor) -> pytest.MarkDecorator:
-    """Parametrize a test with every value ``times`` times or more often.
+    """Parametrize a test with every value ``times`` times or more often, and with every pair where wide tests run.
 
     Args:
         times: How often each value of the largest factor occurs.
-        rest: As for :func:`over_pairs`.
+        rest: Whether pairs are wide tests and all other combinations slow ones, or none at all.
         **factors: Values by the name of the argument.
     """
     named = [_named(factor) for factor in factors.values()]
@@ -61,7 +61,8 @@ def over_each(times: int = 1, rest: bool = True, **factors: Factor) -> pytest.Ma
         for turn in range(times)
         for k in range(max(sizes) if all(sizes) else 0)
     }
-    return _parametrize(list(factors), named, _product(named) if rest else sorted(chosen), chosen)
+    product = _product(named)
+    return _parametrize(list(factors), named, product if rest else sorted(chosen), chosen, covering_array(product))
 
 
 def covering_array(product: Sequence[tuple[int, ...]]) -> set[tuple[int, ...]]:
@@ -99,12 +100,16 @@ def _product(named: list[list[tuple[str, Any]]]) -> list[tuple[int, ...]]:
 
 
 def _parametrize(
-    names: list[str], named: list[list[tuple[str, Any]]], rows: list[tuple[int, ...]], default: set[tuple[int, ...]]
+    names: list[str],
+    named: list[list[tuple[str, Any]]],
+    rows: list[tuple[int, ...]],
+    default: set[tuple[int, ...]],
+    wide: Collection[tuple[int, ...]] = (),
 ) -> pytest.MarkDecorator:
     parameters = []
     for row in rows:
         ids = "-".join(factor[i][0] for factor, i in zip(named, row, strict=True))
-        marks = [] if row in default else [pytest.mark.slow]
+        marks = [] if row in default else [pytest.mark.wide if row in wide else pytest.mark.slow]
         parameters.append(pytest.param(*_values(named, row), id=ids, marks=marks))
     return pytest.mark.parametrize(names, parameters)
 
