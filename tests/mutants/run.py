@@ -4,10 +4,11 @@
     python tests/mutants/run.py --jobs 2              # all mutants that have no result yet
     python tests/mutants/run.py --only layout --only codes-are-truncated --tests "tests/kernel tests/codecs"
 
-Each mutant is put into a copy of the checkout. First come the tests that reach its line, beginning with those that are
-fast and reach few other lines; if none is known, the tests of the folders that test its folder. A mutant that survives
-them meets all other tests if ``--all-tests`` is given. A test that fails, or hangs, kills the mutant if it passes
-without it. Results are written after each mutant, so that a run can go on where it was ended.
+Each mutant is put into a copy of the checkout. First comes one row of each test function that reaches its line,
+beginning with those that are fast and reach few other mutants; then the other rows; if none is known to reach it, the
+tests of the folders that test its folder. What survives meets all other tests with ``--until all``. A test that fails,
+or hangs, kills the mutant if it passes without it. Results are written after each mutant, so that a run can go on where
+it was ended.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -38,10 +39,11 @@ from mutants.catalog import ROOT, Mutant, Sources, load_mutants  # noqa: E402
 
 KEPT = ROOT / "runs" / "mutants"
 FIRST = 40
-"""Tests that run before the others that reach a line: most mutants die by one of them."""
+"""Tests that run before the others of a stage: most mutants die by one of them."""
 LEAST_SECONDS = 300
 """Seconds that any run of tests has before it counts as a hang: a test whose ranks hang ends in two minutes itself."""
-OTHERS = "other tests"
+STAGES = {"functions": "one row of each function", "rows": "other rows of them", "all": "other tests"}
+"""What a mutant meets, one after the other, by what ``--until`` calls it."""
 FOLDERS = {
     "codecs": "codecs kernel collectives",
     "kernels": "kernel codecs collectives",
@@ -97,7 +99,8 @@ class Copy:
         """Run ``tests`` until one fails, for at most ``seconds``."""
         listed = self.root.with_name(f"{self.root.name}.tests")
         listed.write_text("\n".join(tests))
-        command = [sys.executable, "-m", "pytest", "-x", "-v", "-o", "addopts=", "-p", "no:cacheprovider", f"@{listed}"]
+        options = ["-x", "-v", "-o", "addopts=", "-p", "no:cacheprovider", "--wide"]
+        command = [sys.executable, "-m", "pytest", *options, f"@{listed}"]
         with tempfile.TemporaryFile("w+") as printed:
             how: dict[str, Any] = {"stdout": printed, "stderr": subprocess.STDOUT, "start_new_session": True}
             process = subprocess.Popen(command, cwd=self.root, env=environment(self.root), **how)
@@ -155,28 +158,28 @@ class Suite:
         if (KEPT / "reach" / "map.json").exists():
             self._map = reach.Map(KEPT / "reach")
 
-    def stages(self, mutant: Mutant, path: str, first: str, *, all_tests: bool) -> Iterator[tuple[str, list[str]]]:
-        """Yield the tests that ``mutant`` meets, one lot after the other, with a name of each lot.
+    def stages(self, mutant: Mutant, path: str, first: str) -> dict[str, list[str]]:
+        """Return the tests that ``mutant`` meets, by stage.
 
         Args:
             mutant: The mutant.
             path: Its file.
             first: The test that comes before all others, since it has killed the mutant before.
-            all_tests: Whether the mutant meets tests that are not known to reach it.
         """
         known = set(self.tests)
         tests = [] if self._map is None else [test for test in self._map.tests_reaching(mutant) if test in known]
-        name = "tests that reach it"
         if not tests:
-            name, folders = "tests of its folder", FOLDERS.get(path.split("/")[1], "").split()
+            folders = FOLDERS.get(path.split("/")[1], "").split()
             tests = [test for each in folders for test in self.tests if test.startswith(f"tests/{each}/")]
         if first in known:
             tests = list(dict.fromkeys([first, *tests]))
-        yield name, tests[:FIRST]
-        yield name, tests[FIRST:]
-        if all_tests:
-            met = set(tests)
-            yield OTHERS, [test for test in self.tests if test not in met]
+        functions: dict[str, str] = {}
+        for test in tests:
+            functions.setdefault(test.partition("[")[0], test)
+        met, of_functions = set(tests), set(functions.values())
+        others = [test for test in self.tests if test not in met]
+        stages = list(functions.values()), [test for test in tests if test not in of_functions], others
+        return dict(zip(STAGES, stages, strict=True))
 
     def limit(self, tests: Sequence[str]) -> float:
         """Seconds after which a run of ``tests`` counts as a hang."""
@@ -211,41 +214,43 @@ class Results:
         written.write_text(json.dumps({"mutants": self.of, "without a mutant": self.passing}, indent=1) + "\n")
         written.replace(self._path)
 
-    def is_known(self, mutant: Mutant, key: str, *, all_tests: bool) -> bool:
-        """Return whether ``mutant`` has met the tests of ``key``."""
+    def stages_met(self, mutant: Mutant, key: str) -> list[str]:
+        """Return the stages of the tests of ``key`` that ``mutant`` has survived, or all if it was killed."""
         known = self.of.get(mutant.name, {})
         if known.get("tests") != key or known["change"] != [mutant.before, mutant.after]:
-            return False
-        return known["killed"] or OTHERS in known["after"] or not all_tests
+            return []
+        return list(STAGES) if known["killed"] else known["survived"]
 
 
-def judge(mutant: Mutant, copy: Copy, suite: Suite, results: Results, *, all_tests: bool) -> None:
-    """Run ``mutant`` against tests until one kills it, and note the result."""
+def judge(mutant: Mutant, copy: Copy, suite: Suite, results: Results, stages: Sequence[str]) -> None:
+    """Run ``mutant`` against the tests of ``stages`` until one kills it, and note the result."""
     began, killer, known = time.monotonic(), "", results.of.get(mutant.name, {})
-    has_met = results.is_known(mutant, suite.key, all_tests=False) and not known["killed"]
-    after = [known["after"]] if has_met else []
+    survived = results.stages_met(mutant, suite.key)
     path = copy.mutate(mutant)
     try:
-        for name, tests in suite.stages(mutant, path, known.get("by", ""), all_tests=all_tests):
-            left = [] if has_met and name != OTHERS else tests
-            left = [test for test in left if results.passing.get(f"{suite.key} {test}", True)]
-            while left and not killer:
-                ended = copy.run(left, suite.limit(left))
-                if not ended.by:
-                    after.append(f"{len(left)} {name}")
-                    break
-                if not ended.is_test or _passes_without(ended.by, mutant, copy, suite, results):
-                    killer = ended.by
-                left = [test for test in left if test != ended.by]
-            if killer:
-                break
+        tests = suite.stages(mutant, path, known.get("by", ""))
+        for stage in stages:
+            if stage not in survived and not killer:
+                killer = _first_killer(tests[stage], mutant, copy, suite, results)
+                survived = [*survived, *([] if killer else [stage])]
     finally:
         copy.restore(path)
     change, seconds = [mutant.before, mutant.after], round(time.monotonic() - began)
-    note = {"killed": bool(killer), "by": killer, "after": "; ".join(after), "seconds": seconds}
+    note = {"killed": bool(killer), "by": killer, "survived": survived, "seconds": seconds}
     results.note(mutant.name, kind=mutant.kind, change=change, tests=suite.key, **note)
-    verdict = f"killed by {killer}" if killer else f"SURVIVED {note['after'] or 'no test'}"
+    verdict = f"killed by {killer}" if killer else f"SURVIVED {', '.join(STAGES[each] for each in survived)}"
     print(f"{mutant.name}: {verdict}, {seconds} s", flush=True)
+
+
+def _first_killer(tests: Sequence[str], mutant: Mutant, copy: Copy, suite: Suite, results: Results) -> str:
+    tests = [test for test in tests if results.passing.get(f"{suite.key} {test}", True)]
+    for lot in (tests[:FIRST], tests[FIRST:]):
+        left = lot
+        while left and (ended := copy.run(left, suite.limit(left))).by:
+            if not ended.is_test or _passes_without(ended.by, mutant, copy, suite, results):
+                return ended.by
+            left = [test for test in left if test != ended.by]
+    return ""
 
 
 def _passes_without(test: str, mutant: Mutant, copy: Copy, suite: Suite, results: Results) -> bool:
@@ -284,7 +289,9 @@ def table(mutants: Sequence[Mutant], results: Results) -> str:
     return "\n".join([*lines, *(f"survived: {each.name}. {each.why}" for each in survivors)])
 
 
-def run_all(mutants: Sequence[Mutant], suite: Suite, results: Results, options: argparse.Namespace) -> None:
+def run_all(
+    mutants: Sequence[Mutant], suite: Suite, results: Results, stages: Sequence[str], options: argparse.Namespace
+) -> None:
     """Judge ``mutants``, several at a time, each in a copy that its thread keeps."""
     until, is_over, own = time.monotonic() + options.limit_seconds, threading.Event(), threading.local()
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch, ThreadPoolExecutor(options.jobs) as threads:
@@ -294,7 +301,7 @@ def run_all(mutants: Sequence[Mutant], suite: Suite, results: Results, options: 
                 return
             if not hasattr(own, "copy"):
                 own.copy = Copy(Path(scratch, threading.current_thread().name))
-            judge(mutant, own.copy, suite, results, all_tests=options.all_tests)
+            judge(mutant, own.copy, suite, results, stages)
 
         try:
             list(threads.map(run, mutants))
@@ -308,7 +315,7 @@ def main() -> None:
     parser.add_argument("--reach", action="store_true", help="measure which tests reach which mutants")
     parser.add_argument("--only", action="append", metavar="NAME or KIND", help="run these mutants alone")
     parser.add_argument("--tests", default="", metavar="ARGUMENTS", help="pytest's, for example 'tests/config -k loco'")
-    parser.add_argument("--all-tests", action="store_true", help="have what survives meet all tests")
+    parser.add_argument("--until", choices=STAGES, default="rows", help="the last stage that survivors meet")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="begin with no mutant after these")
     parser.add_argument("--again", action="store_true", help="run mutants that have met these tests, too")
@@ -332,10 +339,11 @@ def main() -> None:
             print(f"left out, since they need a GPU: {', '.join(on_gpus)}")
             mutants = [each for each in mutants if each.needs != "cuda"]
     suite, results = Suite(options.tests), Results(options.results)
-    is_known = [results.is_known(each, suite.key, all_tests=options.all_tests) for each in mutants]
-    waiting = [each for each, known in zip(mutants, is_known, strict=True) if options.again or not known]
+    stages = list(STAGES)[: list(STAGES).index(options.until) + 1]
+    met = [set(results.stages_met(each, suite.key)) for each in mutants]
+    waiting = [each for each, known in zip(mutants, met, strict=True) if options.again or not known.issuperset(stages)]
     print(f"{len(waiting)} of {len(mutants)} mutants meet {len(suite.tests)} tests", flush=True)
-    run_all(waiting, suite, results, options)
+    run_all(waiting, suite, results, stages, options)
     print(table(mutants, results))
 
 
