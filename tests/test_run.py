@@ -1,11 +1,12 @@
 """Installation and tests by ``./run``: its commands are watched, with stand-ins for python, pip and nvidia-smi.
 
-Git's hook and GitHub run these commands and no others.
+Git's hook and GitHub run these commands and, but for torch of another version, no others.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -43,7 +44,7 @@ def commands(folder: Path, command: str = "test", *, gpu: bool, torch: bool) -> 
     return (folder / "log").read_text().splitlines()
 
 
-def attempt(folder: Path, command: str = "test", **variables: str) -> subprocess.CompletedProcess[str]:
+def attempt(folder: Path, command: str = "test", *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run ``./run command`` in ``folder``, which it makes a clone; ``OLD=1`` makes its Python too old."""
     shutil.copy(RUN, folder)
     stand_ins = folder / "stand-ins"
@@ -54,7 +55,7 @@ def attempt(folder: Path, command: str = "test", **variables: str) -> subprocess
         script.chmod(0o755)
     shutil.copy(stand_ins / "python", stand_ins / "python3")
     environment = {"PATH": f"{stand_ins}:{os.environ['PATH']}", "GPU": "0", "TORCH": "0", "OLD": "0"} | variables
-    command_line = ["./run", command]
+    command_line = ["./run", command, *options]
     return subprocess.run(command_line, cwd=folder, env=environment, capture_output=True, text=True, timeout=30)
 
 
@@ -77,6 +78,13 @@ def test_a_machine_keeps_its_own_torch(tmp_path: Path, gpu: bool) -> None:
 @pytest.mark.parametrize(("gpu", "call"), [(True, "pytest "), (False, "pytest -n 2 --dist worksteal")], ids=str)
 def test_two_tests_at_once_without_a_gpu(tmp_path: Path, gpu: bool, call: str) -> None:
     assert commands(tmp_path, gpu=gpu, torch=True)[-1] == call
+
+
+def test_it_says_at_once_how_long_the_whole_suite_takes(tmp_path: Path) -> None:
+    for options, says_it in (((), True), (("--wide",), True), (("-m", "smoke"), False), (("tests/codecs",), False)):
+        told = attempt(tmp_path, "test", *options)
+        assert ("minutes on two cores" in told.stderr) == says_it, options
+        assert told.stderr.count("--wide") == told.stderr.count("-m smoke") == says_it
 
 
 def test_a_python_that_is_too_old_is_refused_before_anything_is_made(tmp_path: Path) -> None:
@@ -111,10 +119,18 @@ def test_the_hook_before_a_commit_is_lint_and_nothing_else() -> None:
     ]
 
 
-def test_github_runs_what_decides_whether_a_change_lands() -> None:
-    (job,) = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].values()
-    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
-    assert os.access(ROOT / ".ci/run", os.X_OK)
+def test_github_runs_lint_and_all_shards_on_the_oldest_and_the_newest_torch() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    assert [job["steps"][-1]["run"] for job in jobs.values()] == [
+        "./run lint",
+        "./run test --shard ${{ matrix.shard }}/4",
+    ]
+    matrix = jobs["test"]["strategy"]["matrix"]
+    assert matrix["shard"] == [0, 1, 2, 3]
+    supported = re.search(r'"torch>=2\.(\d+),<2\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert supported
+    versions = [int(each["torch"].split(".")[1]) for each in matrix["environment"]]
+    assert versions == [int(supported[1]), int(supported[2]) - 1]
 
 
 def test_github_asks_for_what_env_prints() -> None:
