@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import multiprocessing
 import os
 import shlex
 import shutil
@@ -34,8 +35,9 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
+from harness.pool import PRELOADED  # noqa: E402
 from mutants import reach  # noqa: E402
-from mutants.catalog import ROOT, Mutant, Sources, load_mutants  # noqa: E402
+from mutants.catalog import PACKAGE, ROOT, Mutant, Sources, load_mutants  # noqa: E402
 
 KEPT = ROOT / "runs" / "mutants"
 FIRST = 40
@@ -65,6 +67,7 @@ class Ended(NamedTuple):
 
     by: str
     is_test: bool = False
+    hangs: bool = False
 
 
 class Copy:
@@ -97,29 +100,56 @@ class Copy:
 
     def run(self, tests: Sequence[str], seconds: float) -> Ended:
         """Run ``tests`` until one fails, for at most ``seconds``."""
-        listed = self.root.with_name(f"{self.root.name}.tests")
+        listed, printed = (self.root.with_name(f"{self.root.name}.{name}") for name in ("tests", "printed"))
         listed.write_text("\n".join(tests))
-        options = ["-x", "-v", "-o", "addopts=", "-p", "no:cacheprovider", "--wide"]
-        command = [sys.executable, "-m", "pytest", *options, f"@{listed}"]
-        with tempfile.TemporaryFile("w+") as printed:
-            how: dict[str, Any] = {"stdout": printed, "stderr": subprocess.STDOUT, "start_new_session": True}
-            process = subprocess.Popen(command, cwd=self.root, env=environment(self.root), **how)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(seconds)
-            code = process.poll()
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # ranks that hang outlive pytest
-            process.wait()
-            printed.seek(0)
-            text = printed.read()
+        options = ["-x", "-v", "-o", "addopts=", "-p", "no:cacheprovider", "--wide", f"@{listed}"]
+        process = processes().Process(target=_run_pytest, args=(self.root, options, printed))
+        process.start()
+        process.join(seconds)
+        code = process.exitcode
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # ranks that hang outlive pytest
+        process.join()
+        text = printed.read_text()
         if code == 0:
             return Ended("")
         if code in (1, None) and (last := _last_started(text, tests)):
-            return Ended(last, is_test=True)
+            return Ended(last, is_test=True, hangs=code is None)
         cannot_import = "ImportError while loading conftest" in text or "ERROR collecting" in text
         if code is None or code in (1, 2) or code < 0 or cannot_import:
             return Ended(f"pytest, which ended with {code} before a test")
         raise RuntimeError(f"pytest ended with {code}:\n{text[-4000:]}")
+
+
+def processes() -> Any:
+    """How runs of pytest start: forked from one process that has imported what tests import, but nothing of ours."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    multiprocessing.set_forkserver_preload(["pytest", *(name for name in PRELOADED if name != PACKAGE)])
+    return multiprocessing.get_context("forkserver")
+
+
+class _Forks:
+    """A plugin of pytest: ranks are forked from pytest itself, which has imported all that they need."""
+
+    def pytest_collection_finish(self) -> None:
+        for module in ("harness.pool", "harness.launch"):
+            if module in sys.modules:
+                sys.modules[module].start_method = lambda: multiprocessing.get_context("fork")  # type: ignore[attr-defined]
+
+
+def _run_pytest(root: Path, options: list[str], printed: Path) -> None:
+    import pytest
+
+    os.setsid()
+    file = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.chdir(root)
+    os.environ |= environment(root)
+    sys.path[:] = [str(root), *(path for path in sys.path if not Path(path).is_relative_to(ROOT))]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("harness", "mutants", PACKAGE)]:
+        del sys.modules[name]  # the copy has its own
+    sys.exit(pytest.main(options, plugins=[_Forks()]))
 
 
 def _last_started(printed: str, tests: Sequence[str]) -> str:
@@ -180,6 +210,10 @@ class Suite:
         others = [test for test in self.tests if test not in met]
         stages = list(functions.values()), [test for test in tests if test not in of_functions], others
         return dict(zip(STAGES, stages, strict=True))
+
+    def passed(self, test: str) -> bool:
+        """Whether ``test`` is known to pass without a mutant."""
+        return self._map is not None and self._map.passed(test)
 
     def limit(self, tests: Sequence[str]) -> float:
         """Seconds after which a run of ``tests`` counts as a hang."""
@@ -247,7 +281,9 @@ def _first_killer(tests: Sequence[str], mutant: Mutant, copy: Copy, suite: Suite
     for lot in (tests[:FIRST], tests[FIRST:]):
         left = lot
         while left and (ended := copy.run(left, suite.limit(left))).by:
-            if not ended.is_test or _passes_without(ended.by, mutant, copy, suite, results):
+            # A run without mutants has said which tests fail; what hangs may have had too little time.
+            is_clear = not ended.is_test or (suite.passed(ended.by) and not ended.hangs)
+            if is_clear or _passes_without(ended.by, mutant, copy, suite, results):
                 return ended.by
             left = [test for test in left if test != ended.by]
     return ""
