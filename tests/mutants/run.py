@@ -35,7 +35,6 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-from harness.pool import PRELOADED  # noqa: E402
 from mutants import reach  # noqa: E402
 from mutants.catalog import PACKAGE, ROOT, Mutant, Sources, load_mutants  # noqa: E402
 
@@ -123,6 +122,8 @@ class Copy:
 
 def processes() -> Any:
     """How runs of pytest start: forked from one process that has imported what tests import, but nothing of ours."""
+    from harness.pool import PRELOADED  # in this process alone: it imports the package, which changes torch
+
     os.environ |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
     multiprocessing.set_forkserver_preload(["pytest", *(name for name in PRELOADED if name != PACKAGE)])
     return multiprocessing.get_context("forkserver")
@@ -147,8 +148,7 @@ def _run_pytest(root: Path, options: list[str], printed: Path) -> None:
     os.chdir(root)
     os.environ |= environment(root)
     sys.path[:] = [str(root), *(path for path in sys.path if not Path(path).is_relative_to(ROOT))]
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("harness", "mutants", PACKAGE)]:
-        del sys.modules[name]  # the copy has its own
+    assert PACKAGE not in sys.modules, "the package must come from the copy"
     sys.exit(pytest.main(options, plugins=[_Forks()]))
 
 
