@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from harness.covering import over_each
 from harness.models import device
-from harness.pool import Pool
 from torch import Tensor
 
-from fsdp_zpp import Codec, Int4, Int8, LoCo
+from fsdp_zpp import Codec, Int4, Int8, LoCo, TopK
 from fsdp_zpp.collectives.error_buffer import ErrorBuffer, encode_with_feedback
 from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
@@ -21,11 +21,16 @@ from fsdp_zpp.collectives.hops import Traffic
 from fsdp_zpp.collectives.mesh import ProcessMesh, process_mesh
 from fsdp_zpp.config.error_feedback import error_buffer_specs
 
+OnRanks = Callable[..., list[Any]]
+CPU = torch.device("cpu")
 CODECS = (Int8(64), Int4(32))
 FED_BACK = {"inter": (None, Int4(32)), "both": CODECS}
 """For each setting, codecs whose errors are all fed back."""
 
-STEPS = 6
+PIECES = [Piece(0, "always", 150), Piece(1, "at times", 100), Piece(2, "on one rank", 83)]
+LAYOUT = FlatLayout.dense(PIECES)
+FLUSHES = 30
+"""Steps without gradients, in which errors halve at least."""
 
 
 def kept_by(keep: str, mesh: ProcessMesh, numel: int) -> tuple[int, int]:
@@ -35,69 +40,40 @@ def kept_by(keep: str, mesh: ProcessMesh, numel: int) -> tuple[int, int]:
     return size, {"G": mesh.rank, "I": mesh.rank % gpus, "N": 0}[keep] * numel
 
 
-def gradient_of(step: int, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+def gradient_of(step: int, rank: int, numel: int, noise: float = 0.3) -> Tensor:
     """Make a noisy gradient, other noise on each rank."""
     fixed = torch.randn(numel, generator=torch.Generator().manual_seed(1))
-    noise = torch.randn(numel, generator=torch.Generator().manual_seed(1000 * step + rank + 2))
-    return (fixed + 0.3 * noise).to(dtype)
+    noisy = torch.randn(numel, generator=torch.Generator().manual_seed(1000 * step + rank + 2))
+    return fixed + noise * noisy
 
 
-def last_errors(reduce: GradientReduce, mesh: ProcessMesh, keep: str, numel: int) -> Tensor:
-    """Return what this rank's part of the mean lacks for errors, by all senders' buffers: float64 [numel].
+def idle_on(step: int, rank: int) -> list[str]:
+    """The parameters of ``LAYOUT`` that a rank does not use in a step."""
+    return ["at times"] * (step % 2) + ["on one rank"] * (step % 3 == 2 or rank != step % 4)
 
-    Straight from the definition of the hops: who sends what to whom.
+
+def sums_of_steps(keep: str, config: LoCo, dtype: torch.dtype, has_idle: bool) -> tuple[float, float, list[float]]:
+    """On a rank: how far what came is from the exact means after steps, and after others whose gradients are zeros.
+
+    At last, the largest values that came for parameters which no rank had used.
     """
-    nodes, gpus, world = mesh.topology.nodes, mesh.topology.gpus_per_node, mesh.topology.world
-    assert reduce.errors is not None
-    own = {hop: reduce.errors.buffer(hop) for hop in ("intra", "inter", "back")}
-    states: list[Any] = [None] * world
-    dist.all_gather_object(states, {hop: b.state.cpu() for hop, b in own.items() if b is not None}, mesh_group(mesh))
-    part = -(-numel // gpus) if keep == "N" else numel
-    chunk = numel if keep == "G" else -(-part // nodes)
-
-    def of(rank: int, hop: str, rows: int, columns: int) -> Tensor:
-        state = states[rank].get(hop)
-        return torch.zeros(rows, columns, dtype=torch.float64) if state is None else state.view(rows, columns).double()
-
-    def of_chunk(node: int, local: int) -> Tensor:
-        """Return for chunk ``node`` of the part of ``local`` what nodes did not send for it, and who sums it, back."""
-        # Without a hop inside, what goes between nodes to be scattered is not a mean yet.
-        mean = world if gpus == 1 and keep == "G" else 1
-        between = sum(of(n * gpus + local, "inter", nodes, chunk)[node] for n in range(nodes)) / mean
-        return between + of(node * gpus + local, "back", 1, chunk)[0]
-
-    if keep == "G":
-        node, local = divmod(mesh.rank, gpus)
-        inside = sum(of(rank, "intra", gpus * nodes, numel)[local * nodes + node] for rank in range(world))
-        return of_chunk(node, local) + inside / world
-    parts = []
-    for local in [mesh.rank % gpus] if keep == "I" else range(gpus):
-        inside = sum(of(rank, "intra", gpus, part)[local] for rank in range(world)) / world
-        parts.append(torch.cat([of_chunk(node, local) for node in range(nodes)])[:part] + inside)
-    return torch.cat(parts)[:numel]
-
-
-def mesh_group(mesh: ProcessMesh) -> dist.ProcessGroup:
-    """Return all ranks of a mesh that is the world."""
-    assert mesh.topology.world == dist.get_world_size()
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
-def telescoped(gpus_per_node: int, keep: str, config: LoCo, numel: int, dtype: torch.dtype) -> tuple[float, float]:
-    """In a worker: how far the sum of what came differs from the identity, and from the sum of exact means."""
-    mesh = process_mesh(dist.group.WORLD, gpus_per_node)
+    mesh, numel = process_mesh(dist.group.WORLD), LAYOUT.numel
     reduce = GradientReduce(mesh, *FED_BACK[config.hops], Traffic(), optimizer_scope=keep, error_feedback=config)
     size, start = kept_by(keep, mesh, numel)
-    came, exact = torch.zeros(2, numel, dtype=torch.float64)
-    for step in range(STEPS):
-        out = torch.empty(numel, device=device())
-        reduce(gradient_of(step, mesh.rank, size, dtype).to(device()), out)
-        came += out.cpu().double()
-        gradients = [gradient_of(step, rank, size, dtype).double() for rank in range(mesh.topology.world)]
-        exact += torch.stack(gradients).mean(0)[start : start + numel]
-    expected = exact - last_errors(reduce, mesh, keep, numel) / (1 - config.beta)
-    return (came - expected).abs().max().item(), (came - exact).abs().max().item()
+    off, idle_came, offs = torch.zeros(numel).double(), [], []
+    for step in range(12 + FLUSHES):
+        gradients = [gradient_of(step, rank, size).to(dtype) * (step < 12) for rank in range(mesh.topology.world)]
+        idle = [idle_on(step, rank) if has_idle and step < 12 else [] for rank in range(mesh.topology.world)]
+        for gradient, names in zip(gradients, idle, strict=True):
+            for begin, end in LAYOUT.runs(names):
+                gradient.view(-1, numel)[:, begin:end] = 0
+        out, own = torch.empty(numel, device=device()), gradients[mesh.rank].to(device())
+        reduce.start(own, out, layout=LAYOUT, idle=idle[mesh.rank]).finish()
+        off += out.cpu().double() - torch.stack(gradients).double().mean(0)[start : start + numel]
+        offs.append(off.abs().max().item())
+        for begin, end in LAYOUT.runs(set.intersection(*map(set, idle))):
+            idle_came.append(out[begin:end].abs().max().item())
+    return offs[11], offs[-1], idle_came
 
 
 # One node, or one GPU a node, turns scope I into another one, and one node alone leaves nothing between nodes.
@@ -107,58 +83,25 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.8])
-@pytest.mark.parametrize(("gpus_per_node", "keep", "hops"), SHAPES)
-def test_the_sum_of_what_is_sent_lacks_the_last_error_alone(
-    pool: Callable[[int], Pool], gpus_per_node: int, keep: str, hops: Any, beta: float
+@over_each(shape=SHAPES, beta=[0.0, 0.5], dtype=[torch.float32, torch.bfloat16])
+def test_what_is_left_out_comes_later(
+    on_ranks: OnRanks, shape: tuple[int, str, Any], beta: float, dtype: torch.dtype
 ) -> None:
-    """sum(sent) = sum(gradients) - last error / (1 - beta)."""
-    feedback = LoCo(beta=beta, hops=hops)
-    for dtype in (torch.float32, torch.bfloat16):
-        if hops == "inter" and gpus_per_node > 1 and dtype == torch.bfloat16:
-            continue  # what goes inside a node is rounded to it, too
-        for off, without in pool(4).run(telescoped, gpus_per_node, keep, feedback, 333, dtype):
-            assert off < 2e-5
-            assert without > 1e-3  # or the identity would say nothing
+    gpus, keep, hops = shape
+    if hops == "inter" and gpus > 1:
+        dtype = torch.float32  # since what goes inside a node is rounded, too
+    for before, after, _ in on_ranks(4 // gpus, gpus, sums_of_steps, keep, LoCo(beta=beta, hops=hops), dtype, False):
+        assert before > 1e-3
+        assert after < 2e-5
 
 
-LAYOUT = FlatLayout.dense([Piece(0, "always", 150), Piece(1, "at times", 100), Piece(2, "on one rank", 83)])
-
-
-def idle_on(step: int, rank: int) -> list[str]:
-    """The parameters of ``LAYOUT`` that a rank does not use in a step."""
-    return ["at times"] * (step % 2) + ["on one rank"] * (step % 3 == 2 or rank != step % 4)
-
-
-def telescoped_with_idle(gpus_per_node: int, keep: str, config: LoCo) -> tuple[float, list[float]]:
-    """In a worker: how far the sum of what came differs from the identity, and what came where no rank sent."""
-    mesh, numel = process_mesh(dist.group.WORLD, gpus_per_node), LAYOUT.numel
-    reduce = GradientReduce(mesh, *FED_BACK[config.hops], Traffic(), optimizer_scope=keep, error_feedback=config)
-    size, start = kept_by(keep, mesh, numel)
-    came, exact, idle_came = torch.zeros(numel).double(), torch.zeros(numel).double(), []
-    for step in range(2 * STEPS):
-        gradients = [gradient_of(step, rank, size, torch.float32) for rank in range(mesh.topology.world)]
-        for rank, gradient in enumerate(gradients):
-            for begin, end in LAYOUT.runs(idle_on(step, rank)):
-                gradient.view(-1, numel)[:, begin:end] = 0
-        out = torch.empty(numel, device=device())
-        own = gradients[mesh.rank].to(device())
-        reduce.start(own, out, layout=LAYOUT, idle=idle_on(step, mesh.rank)).finish()
-        came += out.cpu().double()
-        exact += torch.stack(gradients).double().mean(0)[start : start + numel]
-        idle_on_all = set.intersection(*(set(idle_on(step, rank)) for rank in range(mesh.topology.world)))
-        idle_came += [out[begin:end].abs().max().item() for begin, end in LAYOUT.runs(idle_on_all)]
-    expected = exact - last_errors(reduce, mesh, keep, numel) / (1 - config.beta)
-    return (came - expected).abs().max().item(), idle_came
-
-
-@pytest.mark.parametrize(("gpus_per_node", "keep", "hops"), SHAPES)
-def test_errors_of_idle_parameters_stay_and_are_not_lost(
-    pool: Callable[[int], Pool], gpus_per_node: int, keep: str, hops: Any
-) -> None:
-    """The identity holds, whoever uses what, and what no rank uses comes as zeros."""
-    for off, idle_came in pool(4).run(telescoped_with_idle, gpus_per_node, keep, LoCo(beta=0.5, hops=hops)):
-        assert off < 2e-5
+@pytest.mark.parametrize(("gpus", "keep", "hops"), SHAPES)
+def test_errors_of_idle_parameters_wait_and_are_not_lost(on_ranks: OnRanks, gpus: int, keep: str, hops: Any) -> None:
+    """Whoever uses what; and what no rank uses comes as zeros."""
+    config = LoCo(beta=0.5, hops=hops)
+    for before, after, idle_came in on_ranks(4 // gpus, gpus, sums_of_steps, keep, config, torch.float32, True):
+        assert before > 1e-3
+        assert after < 2e-5
         assert idle_came
         assert max(idle_came) == 0
 
@@ -168,40 +111,68 @@ def test_errors_of_idle_parameters_stay_and_are_not_lost(
 def test_idle_errors_do_not_decay_and_are_not_rounded_again_and_again(codec: Int8 | None, numel: int) -> None:
     """Neighbours in their blocks grow in every step, and chunks may cut the layout anywhere."""
     buffer, extent = ErrorBuffer(0.0, codec, decay=0.9), Extent(numel, (0, numel % LAYOUT.numel), LAYOUT)
-    cpu = torch.device("cpu")
-    marks = extent.marked(["at times"], cpu)
+    marks = extent.marked(["at times"], CPU)
     assert marks is not None
     before = torch.empty(0)
     for step in range(60):
-        values, idle = (1 + step) * gradient_of(step, 0, 2 * numel, torch.float32), step > 3
+        values, idle = (1 + step) * gradient_of(step, 0, 2 * numel), step > 3
         if idle:
             values[marks] = 0
         if step == 4:
             before = buffer.read()[marks].clone()
-        encode_with_feedback(Int4(32), values, 1, 2, buffer.prepare(extent, cpu, ["at times"] if idle else []))
+        encode_with_feedback(Int4(32), values, 1, 2, buffer.prepare(extent, CPU, ["at times"] if idle else []))
     after = buffer.read()
     # In int8, at most one unit of the last scale; the largest error in a block is 127 units.
     assert (after[marks] - before).abs().max() <= (0 if codec is None else after.abs().max() / 127)
     assert before.abs().max() > 0
 
 
+@pytest.mark.parametrize("dtype", [None, Int8(128)], ids=["fp32", "int8"])
+@pytest.mark.parametrize("codec", [TopK(0.05, 4, 128), Int8(128)], ids=["without a kernel", "with a kernel"])
+def test_errors_decay_once_each_time_they_are_used(codec: Codec, dtype: Int8 | None) -> None:
+    one, other = Piece(0, "one", 256), Piece(1, "other", 256)
+    both, alone = FlatLayout((one, other), (0, 256), 512), FlatLayout((one,), (0,), 256)
+    values, buffer, errors = gradient_of(0, 0, 512), ErrorBuffer(0.0, dtype, 0.5), []
+    for layout in (both, alone, alone, both):
+        prepared = buffer.prepare(Extent(layout.numel, (0,), layout), CPU)
+        errors.append(prepared.read().clone())
+        if layout is both:  # the first is sent no more, and its errors decay alone
+            payload = encode_with_feedback(codec, values.clone(), 1, 1, prepared)
+            if len(errors) == 1:
+                codec.decode(payload, left_out := torch.empty(512), 1, 1)
+                left_out = values - left_out
+    first, second, third, fourth = errors
+    assert not first.any()
+    assert second.any()
+    assert torch.allclose(third, second / 2, rtol=1e-3, atol=0)
+    assert torch.allclose(fourth[:256], second / 4, rtol=2e-2, atol=1e-4)
+    rounding = 0 if dtype is None else left_out.abs().max() / 127
+    assert ((fourth[256:] - left_out[256:] / 2).abs() <= rounding + 1e-7).all()
+
+
+def test_decayed_scales_stay_short_enough_for_exact_products() -> None:
+    codec, buffer = Int8(128), ErrorBuffer(0.0, Int8(128), 0.95)
+    for _ in range(4):
+        prepared = buffer.prepare(Extent(512, (0,)), CPU)
+        scales = codec.scales(prepared.state, 512)
+        assert not (scales.view(torch.int32) & 0xFF).any()
+        encode_with_feedback(codec, gradient_of(0, 0, 512), 1, 1, prepared)
+    assert scales.any()
+
+
 def plain_and_with_feedback(config: LoCo, codecs: tuple[Codec | None, Codec], keep: str) -> tuple[float, float]:
-    """In a worker: root mean squares of the accumulated error over 150 noisy steps, without and with feedback."""
-    mesh = process_mesh(dist.group.WORLD, 2)
-    numel = 256
+    """On a rank: root mean squares of the accumulated error over noisy steps, without and with feedback."""
+    mesh, numel, results = process_mesh(dist.group.WORLD), 256, []
     size, start = kept_by(keep, mesh, numel)
-    results = []
     for feedback in (None, config):
         reduce = GradientReduce(mesh, *codecs, Traffic(), optimizer_scope=keep, error_feedback=feedback)
         left_out = torch.zeros(numel, dtype=torch.float64)
-        fixed = torch.randn(size, generator=torch.Generator().manual_seed(0))
-        generators = [torch.Generator().manual_seed(rank + 1) for rank in range(mesh.topology.world)]
-        for _ in range(150):
-            gradients = [fixed + 0.01 * torch.randn(size, generator=generator) for generator in generators]
+        for step in range(60):
+            gradients = [gradient_of(step, rank, size, 0.01) for rank in range(mesh.topology.world)]
             out = torch.empty(numel, device=device())
             reduce(gradients[mesh.rank].to(device()), out)
             left_out += out.cpu().double() - torch.stack(gradients).double().mean(0)[start : start + numel]
-        results.append(left_out.square().mean().sqrt().item() / 150)
+        results.append(left_out.square().mean().sqrt().item())
     return results[0], results[1]
 
 
@@ -209,58 +180,46 @@ def plain_and_with_feedback(config: LoCo, codecs: tuple[Codec | None, Codec], ke
     ("config", "codecs", "keep"),
     [
         (LoCo(), (None, Int4(128)), "G"),
-        (LoCo(beta=0.0), (None, Int4(128)), "I"),
-        (LoCo(dtype=Int8(128)), (None, Int4(128)), "N"),
-        (LoCo(hops="both"), (Int4(128), Int4(128)), "G"),
         (LoCo(hops="both", dtype=Int8(256)), (Int4(128), Int4(128)), "I"),
     ],
-    ids=["inter", "inter classical", "inter in int8", "both", "both in int8"],
+    ids=["inter", "both in int8"],
 )
 def test_feedback_keeps_errors_from_building_up(
-    pool: Callable[[int], Pool], config: LoCo, codecs: tuple[Codec | None, Codec], keep: str
+    on_ranks: OnRanks, config: LoCo, codecs: tuple[Codec | None, Codec], keep: str
 ) -> None:
-    for plain, with_feedback in pool(4).run(plain_and_with_feedback, config, codecs, keep):
+    for plain, with_feedback in on_ranks(2, 2, plain_and_with_feedback, config, codecs, keep):
         assert with_feedback < plain / 5
 
 
-def after_overflow(config: LoCo) -> None:
-    """In a worker: a gradient that is not finite is passed on so, and the next one is finite again."""
-    mesh = process_mesh(dist.group.WORLD, 2)
-    reduce = GradientReduce(mesh, *CODECS, Traffic(), error_feedback=config)
-    size, _ = kept_by("G", mesh, 333)
-    outs = []
-    for step in range(3):
-        gradient = gradient_of(step, mesh.rank, size, torch.float32).to(device())
-        if step == 1:
-            gradient[::32] = torch.inf if mesh.rank == 0 else 0
-        out = torch.empty(333, device=device())
-        reduce(gradient, out)
-        outs.append(out)
-    assert outs[0].isfinite().all()
-    assert outs[1].isnan().any()
-    assert outs[2].isfinite().all()
-
-
 @pytest.mark.parametrize("config", [LoCo(hops="both"), LoCo(hops="both", dtype=Int8(64))], ids=str)
-def test_an_overflow_is_not_fed_back(pool: Callable[[int], Pool], config: LoCo) -> None:
-    pool(4).run(after_overflow, config)
+def test_an_overflow_is_passed_on_and_not_fed_back(on_ranks: OnRanks, config: LoCo) -> None:
+    def reduce_three() -> list[tuple[bool, bool]]:
+        mesh = process_mesh(dist.group.WORLD)
+        reduce, finite = GradientReduce(mesh, *CODECS, Traffic(), error_feedback=config), []
+        for step in range(3):
+            gradient = gradient_of(step, mesh.rank, 4 * 333).to(device())
+            if step == 1:
+                gradient[::32] = torch.inf if mesh.rank == 0 else 0
+            reduce(gradient, out := torch.empty(333, device=device()))
+            finite.append((bool(out.isfinite().all()), bool(out.isnan().any())))
+        return finite
+
+    assert on_ranks(2, 2, reduce_three) == [[(True, False), (False, True), (True, False)]] * 4
 
 
 @pytest.mark.parametrize("keep", ["G", "I", "N"])
-@pytest.mark.parametrize("gpus_per_node", [1, 2, 4])
-def test_errors_take_as_many_bytes_as_announced(pool: Callable[[int], Pool], gpus_per_node: int, keep: str) -> None:
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+def test_errors_take_as_many_bytes_as_announced(on_ranks: OnRanks, gpus: int, keep: str) -> None:
+    def bytes_of_errors(config: LoCo) -> tuple[int, int]:
+        mesh = process_mesh(dist.group.WORLD)
+        reduce = GradientReduce(mesh, *CODECS, Traffic(), optimizer_scope=keep, error_feedback=config)
+        size, _ = kept_by(keep, mesh, 333)
+        reduce(torch.ones(size, device=device()), torch.empty(333, device=device()))
+        names = error_buffer_specs(config, CODECS, keep, mesh.topology, 333)
+        buffers = [reduce.errors.buffer(name) for name in names] if reduce.errors is not None else []
+        return reduce.error_nbytes(333), sum(buffer.state.nbytes for buffer in buffers if buffer is not None)
+
     for config in (LoCo(), LoCo(hops="both"), LoCo(hops="both", dtype=Int8(64))):
-        for announced, held in pool(4).run(bytes_of_errors, gpus_per_node, keep, config):
+        for announced, held in on_ranks(4 // gpus, gpus, bytes_of_errors, config):
             assert announced == held
-            assert (held > 0) == (config.hops == "both" or gpus_per_node < 4)
-
-
-def bytes_of_errors(gpus_per_node: int, keep: str, config: LoCo) -> tuple[int, int]:
-    """In a worker: bytes announced, and bytes there are after a reduction."""
-    mesh = process_mesh(dist.group.WORLD, gpus_per_node)
-    reduce = GradientReduce(mesh, *CODECS, Traffic(), optimizer_scope=keep, error_feedback=config)
-    size, _ = kept_by(keep, mesh, 333)
-    reduce(torch.ones(size, device=device()), torch.empty(333, device=device()))
-    names = error_buffer_specs(config, CODECS, keep, mesh.topology, 333)
-    buffers = [reduce.errors.buffer(name) for name in names] if reduce.errors is not None else []
-    return reduce.error_nbytes(333), sum(buffer.state.nbytes for buffer in buffers if buffer is not None)
+            assert (held > 0) == (config.hops == "both" or gpus < 4)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -13,26 +13,29 @@ import torch
 import torch.distributed as dist
 from harness.covering import over_each
 from harness.models import device
-from harness.pool import SHARE_GPUS, Pool, device_type
-from harness.wiretap import wiretap
 from hypothesis import HealthCheck, given, settings, strategies as st
+from torch import Tensor
 
-from fsdp_zpp import Codec, Int4, Int8
+from fsdp_zpp import Codec, Int4, Int4Delta, Int8
+from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.hops import Traffic
-from fsdp_zpp.collectives.mesh import process_mesh
+from fsdp_zpp.collectives.mesh import ProcessMesh, process_mesh
+from fsdp_zpp.collectives.reduction_order import ReductionOrder
 from fsdp_zpp.collectives.secondary_shard import StaleSecondaryError
 from fsdp_zpp.collectives.weight_gather import WeightGather
 
-LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (6, 2), (6, 3), (8, 2), (8, 4)]
+OnRanks = Callable[..., list[Any]]
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (3, 2), (2, 3), (4, 2), (2, 4)]
+"""Nodes, and ranks of each."""
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
 # Half a unit in the last place, relative, of a value rounded to a dtype.
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-WORLD = 8 if device_type() == "cpu" or SHARE_GPUS in os.environ else min(8, torch.cuda.device_count())
 
 
-def values(seed: int, rank: int, numel: int, dtype: torch.dtype, special: float | None) -> torch.Tensor:
+def values(
+    seed: int, rank: int, numel: int, dtype: torch.dtype = torch.float32, special: float | None = None
+) -> Tensor:
     """Make a rank's values: magnitudes that differ between and in blocks, and perhaps one non-finite value."""
     generator = torch.Generator().manual_seed(seed * 1009 + rank)
     x = torch.randn(numel, generator=generator) * torch.exp(2 * torch.randn(numel, generator=generator))
@@ -42,24 +45,22 @@ def values(seed: int, rank: int, numel: int, dtype: torch.dtype, special: float 
     return x.to(dtype)
 
 
-def gather(layout: tuple[int, int], codec: Codec | None, numel: int, dtypes: Any, seed: int, special: Any) -> Any:
-    """In a worker: what a gather leaves on this rank, twice: fresh and from the kept secondary shard."""
+def gather(codec: Codec | None, numel: int, dtypes: Any, seed: int, special: float | None = None) -> Any:
+    """On a rank: what a gather leaves, twice: fresh and from the kept secondary shard."""
     shard = values(seed, dist.get_rank(), numel, dtypes[0], special).to(device())
-    weights = WeightGather(process_mesh(dist.group.WORLD, layout[1]), codec, True, Traffic())
-    outs = []
+    weights, outs = WeightGather(process_mesh(dist.group.WORLD), codec, True, Traffic()), []
     for _ in range(2):
-        out = torch.full((layout[0] * numel,), 777.0, dtype=dtypes[1], device=device())
+        out = torch.full((dist.get_world_size() * numel,), 777.0, dtype=dtypes[1], device=device())
         weights(shard, out)
         outs.append(out.float().cpu().numpy())
     return outs
 
 
-def reduce(layout: tuple[int, int], codecs: Any, numel: int, dtypes: Any, seed: int, special: Any) -> Any:
-    """In a worker: what a reduction leaves on this rank."""
-    world, gpus_per_node = layout
-    gradient = values(seed, dist.get_rank(), world * numel, dtypes[0], special).to(device())
+def reduce(codecs: Any, numel: int, dtypes: Any, seed: int, special: float | None = None) -> Any:
+    """On a rank: what a reduction leaves."""
+    gradient = values(seed, dist.get_rank(), dist.get_world_size() * numel, dtypes[0], special).to(device())
     out = torch.full((numel,), 777.0, dtype=dtypes[1], device=device())
-    GradientReduce(process_mesh(dist.group.WORLD, gpus_per_node), *codecs, Traffic())(gradient, out)
+    GradientReduce(process_mesh(dist.group.WORLD), *codecs, Traffic())(gradient, out)
     return out.float().cpu().numpy()
 
 
@@ -81,7 +82,6 @@ codecs = st.one_of(
     st.builds(Int8, st.sampled_from([32, 64, 256, 4096])),
     st.builds(Int4, st.sampled_from([32, 128, 1024])),
 )
-layouts = st.sampled_from([layout for layout in LAYOUTS if layout[0] <= WORLD])
 sizes = st.one_of(st.integers(1, 70), st.integers(1, 5000))
 dtype_pairs = st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES))
 seeds = st.integers(0, 10**6)
@@ -94,12 +94,12 @@ relaxed = settings(
 
 
 @relaxed
-@given(layout=layouts, codec=codecs, numel=sizes, dtypes=dtype_pairs, seed=seeds)
+@given(layout=st.sampled_from(LAYOUTS), codec=codecs, numel=sizes, dtypes=dtype_pairs, seed=seeds)
 def test_gather_is_within_half_a_step_and_equal_on_all_ranks(
-    pool: Callable[[int], Pool], layout: Any, codec: Any, numel: int, dtypes: Any, seed: int
+    on_ranks: OnRanks, layout: tuple[int, int], codec: Any, numel: int, dtypes: Any, seed: int
 ) -> None:
-    results = pool(layout[0]).run(gather, layout, codec, numel, dtypes, seed, None)
-    exact = torch.cat([values(seed, rank, numel, dtypes[0], None) for rank in range(layout[0])]).double().numpy()
+    results = on_ranks(*layout, gather, codec, numel, dtypes, seed)
+    exact = torch.cat([values(seed, rank, numel, dtypes[0]) for rank in range(len(results))]).double().numpy()
     for fresh, kept in results:
         np.testing.assert_array_equal(fresh, results[0][0])
         np.testing.assert_array_equal(kept, fresh)
@@ -109,13 +109,13 @@ def test_gather_is_within_half_a_step_and_equal_on_all_ranks(
 
 
 @relaxed
-@given(layout=layouts, intra=codecs, inter=codecs, numel=sizes, dtypes=dtype_pairs, seed=seeds)
+@given(layout=st.sampled_from(LAYOUTS), intra=codecs, inter=codecs, numel=sizes, dtypes=dtype_pairs, seed=seeds)
 def test_reduce_is_the_mean_within_half_a_step_a_hop(
-    pool: Callable[[int], Pool], layout: Any, intra: Any, inter: Any, numel: int, dtypes: Any, seed: int
+    on_ranks: OnRanks, layout: tuple[int, int], intra: Any, inter: Any, numel: int, dtypes: Any, seed: int
 ) -> None:
-    world, gpus = layout
-    results = pool(world).run(reduce, layout, (intra, inter), numel, dtypes, seed, None)
-    gradients = [values(seed, rank, world * numel, dtypes[0], None).double().numpy() for rank in range(world)]
+    gpus, world = layout[1], layout[0] * layout[1]
+    results = on_ranks(*layout, reduce, (intra, inter), numel, dtypes, seed)
+    gradients = [values(seed, rank, world * numel, dtypes[0]).double().numpy() for rank in range(world)]
     wire = ROUNDING[dtypes[0]]
     bound = np.zeros(world * numel)
     for first in range(0, world, gpus):
@@ -133,16 +133,16 @@ def test_reduce_is_the_mean_within_half_a_step_a_hop(
 
 
 @over_each(
-    layout=[layout for layout in LAYOUTS if 2 <= layout[0] <= WORLD],
+    layout=LAYOUTS[1:],
     codec_and_special=list(product([None, Int8(64), Int4(64)], [float("nan"), float("inf"), -float("inf")])),
 )
 def test_non_finite_values_come_through(
-    pool: Callable[[int], Pool], layout: Any, codec_and_special: tuple[Codec | None, float]
+    on_ranks: OnRanks, layout: tuple[int, int], codec_and_special: tuple[Codec | None, float]
 ) -> None:
     (codec, special), numel, seed = codec_and_special, 133, 70
     dtypes = (torch.bfloat16, torch.float32)
-    gathered = pool(layout[0]).run(gather, layout, codec, numel, dtypes, seed, special)
-    reduced = np.concatenate(pool(layout[0]).run(reduce, layout, (codec, codec), numel, dtypes, seed, special))
+    gathered = on_ranks(*layout, gather, codec, numel, dtypes, seed, special)
+    reduced = np.concatenate(on_ranks(*layout, reduce, (codec, codec), numel, dtypes, seed, special))
     for fresh, _ in gathered:
         assert not np.isfinite(fresh[seed])
         assert np.isfinite(fresh[numel:]).all()
@@ -150,73 +150,292 @@ def test_non_finite_values_come_through(
     assert np.isfinite(reduced[numel:]).all()
 
 
-def in_two_parts(gpus_per_node: int, scopes: tuple[str, str], codecs: Any, parts: int) -> Any:
-    """In a worker: where a reduction's two parts send, and what comes of them and of a whole one."""
-    gradient = values(7, dist.get_rank(), parts * 60, torch.float32, None).to(device())
-    outs = torch.full((2, 60), 777.0, device=device())
-    arguments = {"gradient_scope": scopes[0], "optimizer_scope": scopes[1]}
-    whole, halves = (
-        GradientReduce(process_mesh(dist.group.WORLD, gpus_per_node), *codecs, Traffic(), **arguments) for _ in range(2)
-    )
-    whole(gradient.clone(), outs[0])
-    with wiretap(gpus_per_node) as first:
-        pending = halves.start(gradient.clone(), outs[1])
-    with wiretap(gpus_per_node) as second:
-        pending.finish()
-    return first.order, second.order, torch.equal(*outs)
+def test_an_fp16_mean_does_not_overflow_where_the_sum_does(on_ranks: OnRanks) -> None:
+    def reduced(native: bool) -> list[float]:
+        reduce = GradientReduce(process_mesh(dist.group.WORLD), None, None, Traffic(), native=native)
+        gradient = torch.full((8,), 30720.0 + 1024 * dist.get_rank(), dtype=torch.float16, device=device())
+        reduce(gradient, out := torch.empty(2, dtype=torch.float16, device=device()), 0.5)
+        return [float(reduce.is_native), *out.tolist()]
+
+    assert on_ranks(1, 4, reduced, True) == [[1.0, 16128.0, 16128.0]] * 4
+    assert on_ranks(1, 4, reduced, False) == on_ranks(2, 2, reduced, True) == [[0.0, 16128.0, 16128.0]] * 4
+
+
+# ---- parts of a reduction, and micro-batches
+
+SCOPES = ["GG", "IG", "NG", "II", "NI", "NN"]
+"""How far micro-batches reduce before the last one, and which part of the sums a rank needs."""
+
+
+def parts_of(keep: str, mesh: ProcessMesh) -> tuple[int, int]:
+    """Return in how many parts a gradient is cut, and which of them this rank keeps."""
+    world, gpus = mesh.topology.world, mesh.topology.gpus_per_node
+    return {"G": (world, mesh.rank), "I": (gpus, mesh.rank % gpus), "N": (1, 0)}[keep]
 
 
 @pytest.mark.parametrize("codecs", [(None, None), (Int8(), Int4())], ids=str)
-@pytest.mark.parametrize(("scopes", "parts"), [(("G", "G"), 4), (("I", "I"), 2), (("N", "N"), 1)])
-def test_only_the_second_part_of_a_reduction_crosses_nodes(
-    pool: Callable[[int], Pool], scopes: tuple[str, str], parts: int, codecs: Any
-) -> None:
-    for first, second, same in pool(4).run(in_two_parts, 2, scopes, codecs, parts):
-        assert first == [("all_to_all", "intra")]
-        assert second[0] == ("all_to_all", "inter")
+@pytest.mark.parametrize("scopes", ["GG", "II", "NN"])
+def test_only_the_second_part_of_a_reduction_crosses_nodes(on_ranks: OnRanks, scopes: str, codecs: Any) -> None:
+    def in_two_parts() -> tuple[set[Any], set[Any], bool]:
+        mesh, everyone = process_mesh(dist.group.WORLD), dist.group.WORLD
+        gradient = values(7, dist.get_rank(), parts_of(scopes[1], mesh)[0] * 60).to(device())
+        outs = torch.full((2, 60), 777.0, device=device())
+        arguments = {"gradient_scope": scopes[0], "optimizer_scope": scopes[1]}
+        whole, halves = (GradientReduce(mesh, *codecs, Traffic(), **arguments) for _ in range(2))
+        whole(gradient.clone(), outs[0])
+        before = everyone.calls.copy()
+        pending = halves.start(gradient.clone(), outs[1])
+        first = everyone.calls - before
+        pending.finish()
+        return first, everyone.calls - before - first, torch.equal(*outs)
+
+    for first, second, same in on_ranks(2, 2, in_two_parts):
+        assert first == {("all_to_all", "intra"): 1}
+        assert second["all_to_all", "inter"] == 1
+        assert not second["all_to_all", "intra"]
         assert same
 
 
-def stale_gather() -> str:
-    """In a worker: gather, write without an event, gather again."""
-    weights = WeightGather(process_mesh(dist.group.WORLD, 1), Int8(), True, Traffic(), label="layers.0")
-    shard, out = torch.ones(5, device=device()), torch.empty(10, device=device())
-    weights(shard, out, shard._version)
-    shard.mul_(2)
-    try:
+@over_each(scopes=[*SCOPES, "late"], layout=[(2, 2), (2, 1), (1, 2)], dtype=[torch.bfloat16, torch.float32])
+def test_micro_batches_add_up_in_fp32(
+    on_ranks: OnRanks, scopes: str, layout: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Sums that bf16 would round away; late ones arrive after the last reduction has begun."""
+    late, scopes = scopes == "late", scopes.replace("late", "GG")
+
+    def accumulated() -> list[float]:
+        mesh = process_mesh(dist.group.WORLD)
+        reduce = GradientReduce(mesh, None, None, Traffic(), gradient_scope=scopes[0], optimizer_scope=scopes[1])
+        parts, _ = parts_of(scopes[1], mesh)
+        for size in (4.0, *[2.0**-7] * 8):
+            reduce.accumulate(torch.full((parts * 5,), size, dtype=dtype, device=device())).finish()
+        sums, out = reduce.accumulated.sums, torch.empty(5, device=device())
+        assert sums is not None
+        arrived = sums.clone()
+        if late:
+            sums.fill_(torch.nan)
+        pending = reduce.start(torch.full((parts * 5,), 2.0, dtype=dtype, device=device()), out, 0.5, None, 4.0)
+        if late:
+            sums.copy_(arrived)
+        pending.finish()
+        assert reduce.accumulated.sums is None
+        return out.tolist()
+
+    # ((4 + 8 / 128) / 4 + 2) / 2, which bf16 has.
+    assert on_ranks(*layout, accumulated) == [[1.5078125] * 5] * (layout[0] * layout[1])
+
+
+A, B = Piece(0, "a", 40), Piece(1, "b", 24)
+
+
+@pytest.mark.parametrize("codecs", [(None, None), (Int8(32), Int4(32))], ids=str)
+@pytest.mark.parametrize("earlier", [None, [A, B], [B]], ids=["no layout", "alike", "wider"])
+def test_a_micro_batch_may_have_more_parameters_than_earlier_ones(
+    on_ranks: OnRanks, earlier: list[Piece] | None, codecs: Any
+) -> None:
+    def reduced(late: bool) -> Tensor:
+        reduce, world = GradientReduce(process_mesh(dist.group.WORLD), *codecs, Traffic()), dist.get_world_size()
+        first, both = (None if each is None else FlatLayout.dense(each) for each in (earlier, earlier and [A, B]))
+        numel = 64 if first is None else first.numel
+        reduce.accumulate(values(1, dist.get_rank(), world * numel).to(device()), first).finish()
+        sums = reduce.accumulated.sums
+        assert sums is not None
+        arrived = sums.clone()
+        if late:
+            sums.fill_(torch.nan)
+        out = torch.empty(64, device=device())
+        pending = reduce.start(values(2, dist.get_rank(), world * 64).to(device()), out, 1.0, both, 4.0)
+        sums.copy_(arrived)
+        pending.finish()
+        alone = torch.empty(64, device=device())
+        reduce.start(values(2, dist.get_rank(), world * 64).to(device()), alone, 1.0, both).finish()
+        alone[64 - numel :] += arrived / 4
+        torch.testing.assert_close(out, alone, rtol=1e-6, atol=1e-7)
+        return out.cpu()
+
+    in_time, late = (on_ranks(2, 2, reduced, late) for late in (False, True))
+    assert all(torch.equal(*each) for each in zip(in_time, late, strict=True))
+
+
+# ---- small parameters
+
+PIECES = [Piece(0, "matrix", 151), Piece(1, "bias", 6), Piece(2, "other", 100), Piece(3, "norm", 3)]
+EXACT = [False, True, False, True]
+LAYOUT = FlatLayout.dense(PIECES, EXACT)
+
+
+@dataclass
+class Given:
+    """The source of a shard that is there at any time."""
+
+    shard: Tensor
+    of_unit: FlatLayout
+
+    def layout(self, numel: int) -> FlatLayout:
+        return self.of_unit
+
+    def is_trained(self) -> bool:
+        return True
+
+
+def cut(anywhere: bool, parts: int) -> tuple[FlatLayout, Tensor]:
+    """Return the layout of a tensor in so many parts, and where it has small parameters.
+
+    Each part has its share of each parameter, or parameters follow each other and are cut anywhere.
+    """
+    units = (3 if parts == 3 else 2) if anywhere else parts
+    pieces = [piece._replace(order=n) for n, piece in enumerate(PIECES * units)]
+    marks = torch.zeros(units, LAYOUT.numel, dtype=torch.bool, device=device())
+    for start, stop in LAYOUT.exact:
+        marks[:, start:stop] = True
+    return FlatLayout.dense(pieces, EXACT * units) if anywhere else LAYOUT, marks.view(-1)
+
+
+def uneven(seed: int, marks: Tensor) -> Tensor:
+    """Values in which small parameters are a ten-thousandth of what they share blocks with."""
+    generator = torch.Generator().manual_seed(seed)
+    signs, sizes = torch.randn(len(marks), generator=generator).sign(), torch.rand(len(marks), generator=generator)
+    return torch.where(marks, 1e-4, (signs * (sizes + 0.5)).to(marks.device))
+
+
+@pytest.mark.parametrize("anywhere", [False, True])
+@pytest.mark.parametrize("codec", [Int8(64), Int4(32), Int4Delta(32, Int8(64))], ids=str)
+def test_small_weights_are_gathered_exactly_and_shards_stay_as_they_are(
+    on_ranks: OnRanks, codec: Codec, anywhere: bool
+) -> None:
+    def gathered() -> None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        layout, marks = cut(anywhere, world)
+        weights = WeightGather(process_mesh(dist.group.WORLD), codec, True, Traffic())
+        for step in range(3):
+            every, out = uneven(0, marks) + 0.01 * uneven(step, marks), torch.empty(len(marks), device=device())
+            own = every.view(world, -1)[rank].clone()
+            weights.secondary.source = Given(own, layout)  # type: ignore[assignment]
+            weights.secondary.mark_stale(by_step=True)
+            weights(own, out)
+            assert torch.equal(own, every.view(world, -1)[rank])
+            assert torch.equal(out[marks], every[marks])
+            assert 0 < (out - every).abs().max() < 0.2
+
+    on_ranks(2, 2, gathered)
+
+
+@over_each(
+    layout=[(2, 2), (3, 1), (1, 2)],
+    keep=["G", "I", "N"],
+    codecs=[(Int8(64), Int4(32)), (None, Int4(32)), (Int8(64), None)],
+)
+def test_small_gradients_are_reduced_exactly(
+    on_ranks: OnRanks, keep: str, layout: tuple[int, int], codecs: Any
+) -> None:
+    def reduced(anywhere: bool, has_earlier: bool) -> None:
+        mesh = process_mesh(dist.group.WORLD)
+        parts, own = parts_of(keep, mesh)
+        of_gradient, marks = cut(anywhere, parts)
+        gradients = [uneven(rank, marks) * (1 + rank) for rank in range(dist.get_world_size())]
+        reduce = GradientReduce(mesh, *codecs, Traffic(), gradient_scope="I", optimizer_scope=keep)
+        if has_earlier:
+            reduce.accumulate(gradients[mesh.rank].clone(), of_gradient).finish()
+        out = torch.empty(len(marks) // parts, device=device())
+        reduce.start(gradients[mesh.rank].clone(), out, 0.5, of_gradient).finish()
+        mean = torch.stack(gradients).double().mean(0).view(parts, -1)[own] * (1.0 if has_earlier else 0.5)
+        is_small = marks.view(parts, -1)[own]
+        torch.testing.assert_close(out[is_small].double(), mean[is_small], rtol=1e-6, atol=0)
+        assert (out - mean).abs().max() < 1  # what is encoded is near
+
+    for anywhere, has_earlier in product((False, True), (False, True)):
+        on_ranks(*layout, reduced, anywhere, has_earlier)
+
+
+@pytest.mark.parametrize("keep", "GIN")
+def test_copies_do_not_depend_on_their_neighbours(on_ranks: OnRanks, keep: str) -> None:
+    """Values that another parallelism has copied, beside those that it has sharded; a boundary cuts a block."""
+    layout = FlatLayout.dense(PIECES[:3], [False] * 3, ["copy", "copy", "own"])
+
+    def reduced(size: float) -> Tensor:
+        mesh = process_mesh(dist.group.WORLD)
+        parts, _ = parts_of(keep, mesh)
+        gradient = values(3, mesh.rank, parts * layout.numel).to(device())
+        gradient.view(parts, -1)[:, 157:] *= size
+        out = torch.empty(layout.numel, device=device())
+        GradientReduce(mesh, Int8(64), Int4(64), Traffic(), optimizer_scope=keep).start(
+            gradient, out, 1.0, layout
+        ).finish()
+        return out[:157].cpu()
+
+    for one, other in zip(on_ranks(2, 2, reduced, 1.0), on_ranks(2, 2, reduced, 1000.0), strict=True):
+        assert torch.equal(one, other)
+
+
+# ---- errors
+
+
+def test_an_unannounced_write_is_an_error(on_ranks: OnRanks) -> None:
+    def stale_gather() -> str:
+        weights = WeightGather(process_mesh(dist.group.WORLD), Int8(), True, Traffic(), label="layers.0")
+        shard, out = torch.ones(5, device=device()), torch.empty(10, device=device())
         weights(shard, out, shard._version)
-    except StaleSecondaryError as error:
+        shard.mul_(2)
+        with pytest.raises(StaleSecondaryError) as caught:
+            weights(shard, out, shard._version)
         weights.secondary.mark_stale()
         weights(shard, out, shard._version)
         torch.testing.assert_close(out, torch.full_like(out, 2.0), rtol=0.5 / 127, atol=0)  # half a step
-        return str(error)
-    return "no error"
+        return str(caught.value)
 
-
-def test_an_unannounced_write_is_an_error(pool: Callable[[int], Pool]) -> None:
-    for message in pool(2).run(stale_gather):
+    for message in on_ranks(2, 1, stale_gather):
         assert "layers.0" in message
         assert "fsdp_zpp.invalidate(model)" in message
 
 
-def wrong_sizes() -> list[str]:
-    """In a worker: the errors of a gather and a reduction whose sizes don't fit."""
-    mesh = process_mesh(dist.group.WORLD, 1)
-    messages = []
-    for attempt in (
-        lambda: WeightGather(mesh, None, False, Traffic())(torch.ones(5), torch.empty(11)),
-        lambda: GradientReduce(mesh, None, None, Traffic())(torch.ones(11), torch.empty(5)),
-        lambda: process_mesh(dist.group.WORLD, 3),
-    ):
-        with pytest.raises(ValueError, match=r"needs|divisible") as caught:
-            attempt()
-        messages.append(str(caught.value))
-    return messages
+def test_wrong_sizes_are_errors_before_any_collective(on_ranks: OnRanks) -> None:
+    def wrong_sizes() -> None:
+        mesh, everyone = process_mesh(dist.group.WORLD), dist.group.WORLD
+        with pytest.raises(ValueError, match="10 values, got 11"):
+            WeightGather(mesh, None, False, Traffic())(torch.ones(5), torch.empty(11))
+        with pytest.raises(ValueError, match=r"10 values, got 11.*another process group"):
+            GradientReduce(mesh, None, None, Traffic())(torch.ones(11), torch.empty(5))
+        with pytest.raises(ValueError, match=r"a world of 2 and gpus_per_node=3; allowed are \[1, 2\]"):
+            process_mesh(everyone, 3)
+        assert not everyone.calls
+
+    on_ranks(2, 1, wrong_sizes)
 
 
-def test_wrong_sizes_are_errors_before_any_collective(pool: Callable[[int], Pool]) -> None:
-    for gathering, reducing, layout in pool(2).run(wrong_sizes):
-        assert "10 values, got 11" in gathering
-        assert "10 values, got 11" in reducing
-        assert "another process group" in reducing
-        assert "a world of 2 and gpus_per_node=3; allowed are [1, 2]" in layout
+# ---- the order of reductions
+
+
+@dataclass(eq=False)
+class Unit:
+    """A unit, which ranks may have gathered for the micro-batch or not."""
+
+    name: str
+    takes_part: bool = True
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def test_units_reduce_in_one_order_whatever_order_autograd_finishes_them_in() -> None:
+    """See [Note: The order of reductions]."""
+    a, b, c = units = [Unit(name) for name in "abc"]
+    order = ReductionOrder(units)
+    assert [order.finished(unit) for unit in (b, c, a)] == [[], [c, b], [a]]
+    assert order.remaining() == []
+    # The order of the last synchronized backward.
+    order = ReductionOrder(units)
+    for unit in (b, a, c, b):
+        order.synchronized.append(unit)
+    order.restart()
+    assert order.remaining() == [b, a, c]
+    # A unit without a gradient comes last.
+    order = ReductionOrder(units)
+    assert [order.finished(unit) for unit in (c, a)] == [[c], []]
+    assert order.remaining() == [b, a]
+    # So does one that is gathered after its turn.
+    order, b.takes_part = ReductionOrder(units), False
+    assert [order.finished(unit) for unit in (c, a)] == [[c], [a]]
+    b.takes_part = True
+    assert order.finished(b) == []
+    assert order.remaining() == [b]
+    assert order.remaining() == [c, b, a]

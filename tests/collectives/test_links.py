@@ -1,19 +1,21 @@
-"""Which ranks share fast links: concluded from what each reports, agreed between them, the same on all."""
+"""Which ranks share fast links: concluded from what each reports of NVLink, agreed between them, the same on all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 from harness.links import NONE, Sets, machine, reports_of
-from harness.pool import Pool
 from hypothesis import given, strategies as st
 
-from fsdp_zpp.collectives import links
+from fsdp_zpp.collectives import _nvml, links
+from fsdp_zpp.collectives._nvml import nvlink_peers
 from fsdp_zpp.collectives.links import GpuReport, Links, find_links, known_links, links_from
 from fsdp_zpp.config.topology import Topology
 
@@ -24,8 +26,8 @@ PAIRS: Sets = [(0, 1), (2, 3), (4, 5), (6, 7)]
 CUBES: Sets = [(0, 1, 2, 3), (4, 5, 6, 7), (0, 4), (1, 5), (2, 6), (3, 7)]
 
 
-def found(sets: Sets, launched: Topology = BOX) -> Links:
-    links = links_from(reports_of(launched.world, sets), launched)
+def concluded(reports: Sequence[GpuReport], launched: Topology = BOX) -> Links:
+    links = links_from(reports, launched)
     assert links is not None
     return links
 
@@ -44,7 +46,7 @@ def found(sets: Sets, launched: Topology = BOX) -> Links:
     ],
 )
 def test_nodes_are_equal_sets_of_consecutive_ranks_that_nvlink_joins(sets: Sets, size: int | None, text: str) -> None:
-    links = found(sets)
+    links = concluded(reports_of(8, sets))
     assert links.node_size == size
     assert str(links).startswith(text)
     assert links.are_slow == (size != 8)
@@ -53,54 +55,42 @@ def test_nodes_are_equal_sets_of_consecutive_ranks_that_nvlink_joins(sets: Sets,
 @given(st.permutations(range(8)))
 def test_the_order_of_gpus_decides_whether_pairs_are_neighbours(order: Sequence[int]) -> None:
     reports = reports_of(8, PAIRS)
-    links = links_from([reports[gpu] for gpu in order], BOX)
-    assert links is not None
+    links = concluded([reports[gpu] for gpu in order])
     neighbours = all(order[rank] // 2 == order[rank + 1] // 2 for rank in range(0, 8, 2))
     assert links.node_size == (2 if neighbours else None)
     assert {frozenset(order[rank] for rank in ranks) for ranks in links.sets} == {frozenset(pair) for pair in PAIRS}
 
 
-def test_a_group_counts_its_own_ranks_alone() -> None:
+def test_only_links_within_a_host_and_a_group_count() -> None:
     reports = reports_of(8, PAIRS)
     assert links_from(reports[::2], Topology(4, 4)) == links_from(reports_of(4, NONE), Topology(4, 4))
-    together = links_from(reports[:2], Topology(2, 2))
-    assert together is not None
-    assert not together.are_slow
-
-
-def test_links_between_hosts_do_not_count() -> None:
-    apart = found([range(8)], Topology(8, 4))
-    assert (apart.node_size, apart.are_slow, str(apart)) == (4, False, "4 GPUs a node with NVLink")
-    alike = found(NONE, Topology(8, 4))
-    assert (alike.node_size, alike.are_slow, str(alike)) == (1, True, "4 GPUs a node without NVLink")
-    one_of_two = found([range(4)], Topology(8, 4))
-    assert (one_of_two.node_size, one_of_two.are_slow) == (None, True)
-    # Hosts number their GPUs in the same way: these are four GPUs, not two that ranks share.
-    twice = reports_of(2, NONE) * 2
-    links = links_from(twice, Topology(4, 2))
-    assert links is not None
-    assert links.node_size == 1
-    assert not links.shares_gpus
+    assert not concluded(reports[:2], Topology(2, 2)).are_slow
+    for sets, size, are_slow, text in (
+        ([range(8)], 4, False, "4 GPUs a node with NVLink"),
+        (NONE, 1, True, "4 GPUs a node without NVLink"),
+        ([range(4)], None, True, ""),
+    ):
+        links = concluded(reports_of(8, sets), Topology(8, 4))
+        assert (links.node_size, links.are_slow) == (size, are_slow)
+        assert str(links).startswith(text)
 
 
 def test_ranks_on_one_gpu_share_a_fast_link() -> None:
     one, other = reports_of(2, NONE)
-    links = links_from([one, one, other, other], Topology(4, 4))
-    assert links is not None
+    links = concluded([one, one, other, other], Topology(4, 4))
     assert (links.node_size, str(links)) == (2, "4 ranks with fast links in sets of 2")
-    links = links_from([one] * 4, Topology(4, 4))
-    assert links is not None
+    links = concluded([one] * 4, Topology(4, 4))
     assert (links.node_size, links.are_slow) == (4, False)
+    # Hosts number their GPUs in the same way: these are four GPUs, not two that ranks share.
+    links = concluded([one, other] * 2, Topology(4, 2))
+    assert (links.node_size, links.shares_gpus) == (1, False)
 
 
 def test_nvlink_that_any_rank_may_not_use_is_none() -> None:
     disabled = [replace(report, disabled=True) for report in reports_of(8, SWITCHED)]
-    links = links_from(disabled, BOX)
-    assert links is not None
+    links = concluded(disabled)
     assert (links.node_size, str(links)) == (1, "8 GPUs without peer-to-peer access (NCCL_P2P_DISABLE)")
-    links = links_from([*reports_of(8, SWITCHED)[:7], disabled[7]], BOX)
-    assert links is not None
-    assert links.sets == (tuple(range(7)), (7,))
+    assert concluded([*reports_of(8, SWITCHED)[:7], disabled[7]]).sets == (tuple(range(7)), (7,))
 
 
 @pytest.mark.parametrize("unknown", [GpuReport(None), GpuReport("GPU-3"), GpuReport("elsewhere")])
@@ -126,28 +116,23 @@ def test_reports_that_contradict_each_other_make_a_link_slow(sets: Sets, random:
     assert whole == links_from(expected, BOX)
 
 
-def agreed(sets: Sets) -> tuple[Any, ...]:
-    """In a worker: what ranks find, before and after they ask, and how often they exchange."""
-    exchanges: list[int] = []
-    group = dist.group.WORLD
-    with machine(sets):
-        original = links.from_each_rank
-        links.from_each_rank = lambda *arguments: exchanges.append(1) or original(*arguments)
-        try:
-            before, first, again = known_links(group), find_links(group), find_links(group)
-        finally:
-            links.from_each_rank = original
-        return before, first, again is first, known_links(group) is first, len(exchanges)
+# ---- between ranks
 
 
-def test_ranks_exchange_what_they_see_once_a_group(pool: Callable[[int], Pool]) -> None:
-    pairs = links_from(reports_of(4, [(0, 1), (2, 3)]), Topology(4, 4))
-    assert pool(4).run(agreed, [(0, 1), (2, 3)]) == [(None, pairs, True, True, 1)] * 4
+def test_ranks_exchange_what_they_see_once_a_group(on_ranks: Callable[..., list[Any]]) -> None:
+    def agreed() -> tuple[Any, ...]:
+        group = dist.group.WORLD
+        before, first, again = known_links(group), find_links(group), find_links(group)
+        return before, first, again is first, known_links(group) is first
+
+    pairs = [(0, 1), (2, 3)]
+    with machine(pairs), patch.object(links, "from_each_rank", wraps=links.from_each_rank) as exchange:
+        found = on_ranks(1, 4, agreed)
+    assert found == [(None, links_from(reports_of(4, pairs), Topology(4, 4)), True, True)] * 4
+    assert exchange.call_count == 4
 
 
-def asked_where_a_driver_fails() -> tuple[bool, bool]:
-    """In a worker: whether links are known if the driver of one rank fails, and whether that is logged."""
-    group = dist.group.WORLD
+def test_a_driver_that_fails_on_one_rank_leaves_links_unknown_on_all(on_ranks: Callable[..., list[Any]]) -> None:
     with machine([(0, 1, 2, 3)]), patch.object(links.logger, "debug") as debug:
         reported = links.own_report
 
@@ -157,36 +142,107 @@ def asked_where_a_driver_fails() -> tuple[bool, bool]:
             return reported(*arguments)
 
         with patch.object(links, "own_report", own_report):
-            found = find_links(group)
-    return found is None, debug.called
+            assert on_ranks(1, 4, lambda: find_links(dist.group.WORLD)) == [None] * 4
+    debug.assert_called_once()
 
 
-def test_a_driver_that_fails_on_one_rank_leaves_links_unknown_on_all(pool: Callable[[int], Pool]) -> None:
-    assert pool(4).run(asked_where_a_driver_fails) == [(True, rank == 1) for rank in range(4)]
+def test_nothing_is_asked_where_nccl_does_not_communicate(on_ranks: Callable[..., list[Any]]) -> None:
+    with patch.object(links, "own_report") as asked:
+        assert on_ranks(1, 2, lambda: find_links(dist.group.WORLD)) == [None] * 2
+    asked.assert_not_called()
 
 
-def asked_on_cpus() -> Any:
-    """In a worker: gloo between CPUs has no links to ask about."""
-    return find_links(dist.group.WORLD) if "nccl" not in dist.get_backend() else None
-
-
-def test_nothing_is_asked_where_nccl_does_not_communicate(pool: Callable[[int], Pool]) -> None:
-    assert pool(4).run(asked_on_cpus) == [None] * 4
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "disabled"),
-    [
+def test_nccls_variables_disable_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value, disabled in (
         ("NCCL_P2P_DISABLE", "1", True),
         ("NCCL_P2P_DISABLE", "0", False),
         ("NCCL_P2P_LEVEL", "LOC", True),
         ("NCCL_P2P_LEVEL", "NVL", False),
-    ],
-)
-def test_nccls_variables_disable_links(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, disabled: bool
-) -> None:
-    for name in ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(variable, value)
-    assert links._p2p_is_disabled() == disabled
+    ):
+        for name in ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(variable, value)
+        assert links._p2p_is_disabled() == disabled
+
+
+# ---- what the driver's library says
+
+NOT_FOUND = 6
+OVER_NVLINK, NOT_SUPPORTED, UNKNOWN = 2, 5, 6
+
+
+def library_of(uuids: Sequence[str], joined: Collection[frozenset[int]], instances: Collection[str]) -> SimpleNamespace:
+    """A library that knows these GPUs, of which NVLink joins some pairs; instances of MIG are of the last one."""
+    users: list[int] = []
+
+    def set_to(reference: Any, value: int | None) -> int:
+        reference._obj.value = value
+        return 0 if value is not None else NOT_FOUND
+
+    def by_uuid(uuid: bytes, handle: Any) -> int:
+        known = dict(zip(uuids, range(1, len(uuids) + 1), strict=True)) | dict.fromkeys(instances, 99)
+        return set_to(handle, known.get(uuid.decode()))
+
+    def uuid_of(handle: ctypes.c_void_p, text: Any, size: int) -> int:
+        text.value = uuids[(handle.value or 0) - 1].encode()
+        assert len(text) == size
+        return 0
+
+    statuses = {True: 0, False: NOT_SUPPORTED}
+
+    def p2p_status(one: ctypes.c_void_p, other: ctypes.c_void_p, what: int, status: Any) -> int:
+        assert what == OVER_NVLINK
+        pair = frozenset(((one.value or 0) - 1, (other.value or 0) - 1))
+        return set_to(status, statuses[pair in joined])
+
+    return SimpleNamespace(
+        users=users,
+        statuses=statuses,
+        nvmlInit_v2=lambda: users.append(1) or 0,
+        nvmlShutdown=lambda: users.pop() and 0,
+        nvmlDeviceGetCount_v2=lambda count: set_to(count, len(uuids)),
+        nvmlDeviceGetHandleByIndex_v2=lambda index, handle: set_to(handle, index + 1),
+        nvmlDeviceGetHandleByUUID=by_uuid,
+        nvmlDeviceGetDeviceHandleFromMigDeviceHandle=lambda instance, whole: set_to(whole, len(uuids)),
+        nvmlDeviceGetUUID=uuid_of,
+        nvmlDeviceGetP2PStatus=p2p_status,
+    )
+
+
+def use(library: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Put a library in the place of the driver's."""
+    monkeypatch.setattr(_nvml, "_load", lambda: library)
+    return library
+
+
+def test_nvml_tells_which_gpus_nvlink_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = ["GPU-a", "GPU-b", "GPU-c"]
+    library = use(library_of(gpus, {frozenset((0, 1))}, ["MIG-one", "MIG-two"]), monkeypatch)
+    assert nvlink_peers("a") == ("GPU-a", {"GPU-b"}, {"GPU-c"})
+    assert nvlink_peers("c") == ("GPU-c", frozenset(), {"GPU-a", "GPU-b"})
+    assert nvlink_peers("one") == nvlink_peers("two") == nvlink_peers("c")
+    assert nvlink_peers("of another machine") is None
+    assert library.users == []
+    library.statuses[False] = UNKNOWN  # which is no denial
+    assert nvlink_peers("a") == ("GPU-a", {"GPU-b"}, frozenset())
+
+
+def test_what_nvml_does_not_tell_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    for broken, expected in (
+        ("nvmlInit_v2", None),
+        ("nvmlDeviceGetCount_v2", None),
+        ("nvmlDeviceGetUUID", None),
+        ("nvmlDeviceGetHandleByUUID", None),
+        ("nvmlDeviceGetP2PStatus", ("GPU-a", frozenset(), frozenset())),
+        ("nvmlDeviceGetHandleByIndex_v2", ("GPU-a", frozenset(), frozenset())),
+    ):
+        library = use(library_of(["GPU-a", "GPU-b"], {frozenset((0, 1))}, []), monkeypatch)
+        setattr(library, broken, lambda *arguments: 999)
+        assert nvlink_peers("a") == expected
+    use(SimpleNamespace(), monkeypatch)  # a stub to link with
+    assert nvlink_peers("a") is None
+
+
+def test_a_machine_without_the_drivers_library_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_nvml, "_LIBRARY", "libnothing-of-that-name.so.1")
+    assert nvlink_peers("a") is None

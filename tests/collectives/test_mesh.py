@@ -1,4 +1,4 @@
-"""Process groups of the hops: made once a layout, usable in a part of a job, freed with the group they were made of."""
+"""Nodes as launched, and process groups of the hops: made once a layout, and freed with the group of which they are."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import product
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -19,75 +21,131 @@ from harness.pool import Pool
 from fsdp_zpp.collectives.devices import accelerator, compute_device
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.hops import Traffic
-from fsdp_zpp.collectives.mesh import own_rank, process_mesh
+from fsdp_zpp.collectives.launcher import launched_on_each_node
+from fsdp_zpp.collectives.mesh import own_rank, process_mesh, topology_of
 from fsdp_zpp.collectives.weight_gather import WeightGather
 
-
-def count_groups() -> int:
-    """In a worker: how many groups three meshes of one layout make."""
-    before = dist.get_pg_count()
-    meshes = [process_mesh(dist.group.WORLD, 2) for _ in range(3)]
-    assert meshes[0] == meshes[1] == meshes[2]
-    return dist.get_pg_count() - before
+OnRanks = Callable[..., list[Any]]
 
 
-def test_process_groups_are_made_once_for_each_layout(pool: Callable[[int], Pool]) -> None:
-    assert max(pool(4).run(count_groups)) <= 4  # two nodes and two local indices; none if a test before made them
-    assert pool(4).run(count_groups) == [0] * 4
+# ---- nodes as launched: what torchrun says counts, then what srun says where its tasks are the ranks
 
 
-def errors_of_bad_launchers(values: list[str]) -> list[str]:
-    """In a worker: what is messages of values that a launcher may have set."""
-    messages = []
-    for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
-        for value in values:
-            with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"} | {name: value}):
-                try:
-                    process_mesh(dist.group.WORLD)
-                    messages.append("nothing")
-                except ValueError as error:
-                    messages.append(str(error))
-    return messages
+def by_srun(nodes_of_ranks: list[int], tasks: str, others: dict[str, str]) -> int | str:
+    """On a rank, which srun has started: the size of nodes, or the error.
+
+    Args:
+        nodes_of_ranks: The nodes on which it has put them.
+        tasks: The tasks on its nodes as it writes them.
+        others: Other variables.
+    """
+    rank = dist.get_rank()
+    node = nodes_of_ranks[rank]
+    variables = {"SLURM_NODEID": str(node), "SLURM_LOCALID": str(nodes_of_ranks[:rank].count(node))}
+    variables |= {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_PROCID": str(rank)}
+    with patch.dict(os.environ, variables):
+        del os.environ["LOCAL_WORLD_SIZE"]
+        os.environ |= others
+        try:
+            assert topology_of(dist.group.WORLD).gpus_per_node == launched_on_each_node()
+            return launched_on_each_node()
+        except ValueError as error:
+            return str(error)
 
 
-def test_what_a_launcher_says_of_nodes_must_be_a_positive_number(pool: Callable[[int], Pool]) -> None:
-    for messages in pool(4).run(errors_of_bad_launchers, ["0", "abc", "", "-2", "2.0"]):
-        assert all(
-            "in the environment is not a positive number" in each and "pass gpus_per_node" in each for each in messages
-        )
+@pytest.mark.parametrize(
+    ("nodes", "tasks", "others", "size"),
+    [
+        ([0, 0, 1, 1], "2(x2)", {}, 2),
+        ([0, 0, 1, 1], "2,2", {}, 2),
+        ([0, 0, 0, 0], "4", {}, 4),
+        ([0, 1, 2, 3], "1(x4)", {}, 1),
+        ([0, 1, 2, 3], "1(x4)", {"LOCAL_WORLD_SIZE": "2"}, 2),  # torchrun under srun
+        ([0, 0, 1, 1], "2(x2)", {"SLURM_NTASKS_PER_NODE": "4"}, 2),  # which is the job's
+    ],
+)
+def test_equal_nodes_of_consecutive_ranks(
+    on_ranks: OnRanks, nodes: list[int], tasks: str, others: dict[str, str], size: int
+) -> None:
+    assert on_ranks(2, 2, by_srun, nodes, tasks, others) == [size] * 4
 
 
-def groups_left() -> tuple[bool, timedelta]:
-    """In a worker: whether a group outlives its last user here, and the timeout of its hops."""
-    group = dist.new_group(timeout=timedelta(seconds=77))
-    mesh = process_mesh(group, 2)
+@pytest.mark.parametrize(
+    ("nodes", "tasks", "message"),
+    [
+        ([0, 0, 0, 1], "3,1", "the nodes are of different sizes: 4 ranks on 2 nodes"),
+        ([0, 0, 1, 1], "1(x2)", "gpus_per_node was not given"),  # a daemon on each node, which has started the ranks
+        ([0, 0, 1, 1], "", "gpus_per_node was not given"),
+        ([0, 0, 1, 1], "two", "gpus_per_node was not given"),
+    ],
+)
+def test_anything_else_is_an_error_on_all_ranks(on_ranks: OnRanks, nodes: list[int], tasks: str, message: str) -> None:
+    for raised in on_ranks(2, 2, by_srun, nodes, tasks, {}):
+        assert message in raised
+        assert "pass gpus_per_node" in raised
+
+
+def test_ranks_out_of_order_are_named(on_ranks: OnRanks) -> None:
+    raised = on_ranks(2, 2, by_srun, [0, 1, 0, 1], "2(x2)", {})
+    assert raised[0] == raised[3] == 2  # these have the place that they would have in order
+    assert all("srun has not put consecutive ranks on a node" in str(raised[rank]) for rank in (1, 2))
+
+
+def test_what_a_launcher_says_of_nodes_must_be_a_positive_number(on_ranks: OnRanks) -> None:
+    def refused() -> None:
+        for name, value in product(("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"), ("0", "abc", "", "-2", "2.0")):
+            with (
+                patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"} | {name: value}),
+                pytest.raises(ValueError, match=r"in the environment is not a positive number.*pass gpus_per_node"),
+            ):
+                process_mesh(dist.group.WORLD)
+
+    on_ranks(2, 2, refused)
+
+
+# ---- process groups
+
+
+def make_and_destroy_groups() -> None:
+    """In a worker: meshes of groups that come and go."""
+    group, device = dist.new_group(timeout=timedelta(seconds=77)), models.device()
+    mesh, made = process_mesh(group, 2), dist.get_pg_count()
+    assert process_mesh(group, 2) == mesh
+    assert dist.get_pg_count() == made
     # torch shows a group's timeout by no public name.
-    timeout = mesh.inter._get_backend(models.device()).options._timeout
+    assert mesh.inter._get_backend(device).options._timeout == timedelta(seconds=77)
+    left = set()
+    for _ in range(4):
+        other = dist.new_group()
+        process_mesh(other, 2)
+        dist.destroy_process_group(other)
+        del other
+        left.add(groups_of_this_rank())
+    assert len(left) == 1  # the subgroups of the last one, whatever their number
+    process_mesh(group, 1)
+    dist.all_reduce(total := torch.ones(1, device=device), group=mesh.intra)
+    assert total == 2
+    assert process_mesh(group, 2) == mesh
     reference = weakref.ref(group)
     dist.destroy_process_group(group)
     del group, mesh
     gc.collect()
-    return reference() is not None, timeout
+    assert reference() is None
 
 
-def test_hops_have_the_timeout_of_their_group_and_are_freed_with_it(pool: Callable[[int], Pool]) -> None:
-    assert pool(4).run(groups_left) == [(False, timedelta(seconds=77))] * 4
+def test_hops_are_made_once_a_layout_and_live_as_long_as_their_group(pool: Callable[[int], Pool]) -> None:
+    pool(4).run(make_and_destroy_groups)
 
 
-def gather_in_a_part_of_the_job() -> bool:
-    """In a worker: half of the ranks are a mesh of their own."""
-    halves = [dist.new_group(list(range(4))), dist.new_group(list(range(4, 8)))]
-    half = dist.get_rank() // 4
-    mesh = process_mesh(halves[half], 2)
-    out = torch.empty(4, device=models.device())
-    WeightGather(mesh, None, False, Traffic())(torch.tensor([float(dist.get_rank())], device=models.device()), out)
-    mean = torch.empty(1, device=models.device())
-    GradientReduce(mesh, None, None, Traffic())(torch.full((4,), float(dist.get_rank()), device=models.device()), mean)
-    return out.tolist() == [4.0 * half + i for i in range(4)] and mean.item() == 4 * half + 1.5
+def test_a_mesh_may_span_a_part_of_the_job(on_ranks: OnRanks) -> None:
+    def gather_and_reduce() -> tuple[list[float], float]:
+        halves, rank = [dist.new_group(list(range(4))), dist.new_group(list(range(4, 8)))], dist.get_rank()
+        mesh, out, mean = process_mesh(halves[rank // 4], 2), torch.empty(4), torch.empty(1)
+        WeightGather(mesh, None, False, Traffic())(torch.tensor([float(rank)]), out)
+        GradientReduce(mesh, None, None, Traffic())(torch.full((4,), float(rank)), mean)
+        return out.tolist(), mean.item()
 
-
-def test_a_mesh_may_span_a_part_of_the_job(pool: Callable[[int], Pool]) -> None:
-    assert all(pool(8).run(gather_in_a_part_of_the_job))
+    assert on_ranks(4, 2, gather_and_reduce) == [([0, 1, 2, 3], 1.5)] * 4 + [([4, 5, 6, 7], 5.5)] * 4
 
 
 def meshes_of_a_part_of_the_job(rounds: int) -> list[float]:
@@ -115,44 +173,6 @@ def meshes_of_a_part_of_the_job(rounds: int) -> list[float]:
 def test_ranks_that_have_made_different_groups_make_a_mesh_together(pool: Callable[[int], Pool]) -> None:
     first, second = [2.0, 2.0, 8.0], [2.0, 2.0, 4.0, 8.0]
     assert pool(8).run(meshes_of_a_part_of_the_job, 3) == [first * 3] * 4 + [second * 3] * 4
-
-
-def groups_after_rounds() -> list[int]:
-    """In a worker: how many groups there are after each of several groups was made, used and destroyed."""
-    counts = []
-    for _ in range(4):
-        group = dist.new_group()
-        mesh = process_mesh(group, 2)
-        assert mesh.intra is not None
-        assert mesh.inter is not None
-        dist.destroy_process_group(group)
-        del group, mesh
-        counts.append(groups_of_this_rank())
-    return counts
-
-
-def test_subgroups_do_not_outlive_their_group(pool: Callable[[int], Pool]) -> None:
-    for counts in pool(4).run(groups_after_rounds):
-        assert len(set(counts)) == 1
-
-
-def subgroups_of_a_living_group() -> tuple[bool, int]:
-    """In a worker: whether a mesh stays the same while others of its group's siblings come and go."""
-    group = dist.new_group()
-    mesh = process_mesh(group, 2)
-    other = dist.new_group()
-    process_mesh(other, 2)
-    dist.destroy_process_group(other)
-    process_mesh(group, 1)
-    total = torch.ones(1, device=models.device())
-    dist.all_reduce(total, group=mesh.intra)
-    same = process_mesh(group, 2) == mesh
-    dist.destroy_process_group(group)
-    return same, int(total)
-
-
-def test_subgroups_of_other_groups_stay(pool: Callable[[int], Pool]) -> None:
-    assert pool(4).run(subgroups_of_a_living_group) == [(True, 2)] * 4
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["there", "not there"])

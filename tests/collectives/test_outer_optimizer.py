@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from harness.covering import over_each
 from harness.outer_fit import correlation_by_search, fitting_by_search
 from torch import Tensor
 
@@ -45,9 +46,7 @@ def started(config: LocalSteps, layout: FlatLayout) -> OuterOptimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("resumes_after", [None, 3])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+@over_each(times=2, config=CONFIGS, layout=LAYOUTS, resumes_after=[None, 3])
 def test_it_is_sgd_with_a_momentum_that_fits(config: LocalSteps, layout: FlatLayout, resumes_after: int | None) -> None:
     is_auto = config.outer_momentum == "auto"
     optimizer, correlation, used = started(config, layout), 1.0, set()

@@ -1,0 +1,404 @@
+"""The contract of codecs: sizes, order of chunks, sums, error feedback, tails and values that are not finite.
+
+Every codec meets it as it is and with tails behind its rows, the library's as well as one that a user may write.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from harness import models
+from harness.covering import over_pairs
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+from fsdp_zpp import NF4, Codec, Int4, Int4Delta, Int8, Strategy, TopK
+from fsdp_zpp.codecs.base import FullPrecision
+from fsdp_zpp.codecs.exact_tail import ExactTail, exact_tail, sends_deltas, without_tail
+from fsdp_zpp.codecs.top_k import TopKOfSum
+from fsdp_zpp.collectives.error_buffer import ErrorBuffer, decode_sum_encode_with_feedback, encode_with_feedback
+from fsdp_zpp.collectives.held_errors import Extent
+from fsdp_zpp.kernels import dispatch
+
+BETA, SCALE, TAIL = 0.8, 0.3, 12
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Halves(Codec):
+    """A user's codec: fp16 after three bytes, so that rows are not aligned; it takes contiguous payloads alone."""
+
+    def nbytes(self, numel: int) -> int:
+        return 3 + 2 * numel
+
+    def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
+        chunks = values.view(rows, cols, -1).transpose(0, 1).flatten(0, 1).half()
+        return torch.cat([torch.full((rows * cols, 3), 7, dtype=torch.uint8), chunks.view(torch.uint8)], dim=1)
+
+    def decode(self, payload: Tensor, out: Tensor, rows: int, cols: int) -> None:
+        self.decode_sum(payload[None], out, rows, cols, 1.0)
+
+    def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
+        assert payload.is_contiguous()
+        if not out.numel():
+            return
+        halves = payload[..., 3:].clone(memory_format=torch.contiguous_format).view(torch.float16)
+        sums = halves.float().sum(dim=0).mul_(scale)
+        out.view(cols, rows, -1).copy_(sums.view(rows, cols, -1).transpose(0, 1))
+
+
+BARE = (
+    *(Int8(64), Int8(4096), Int4(32), Int4Delta(32, Int8(64))),
+    *(FullPrecision(torch.float32), FullPrecision(torch.bfloat16)),
+    *(TopK(0.1, 2, 256), TopK(0.5, 8, 128), TopKOfSum(0.1, 4, 128, 3)),
+    *(NF4(64), Halves()),
+)
+SUMMING = [codec for codec in BARE if not isinstance(codec, NF4)]
+FOLLOWING = [Int8(64), Int4(32), Int4Delta(32, Int8(64)), FullPrecision(torch.bfloat16), TopK(0.5, 8, 128), Halves()]
+"""Those with kernels for a sum that is encoded again, and some of those without."""
+SHAPES = [(1, 1, 300), (1, 3, 33), (3, 1, 1), (2, 3, 33), (2, 3, 300)]
+"""Grids of chunks, and values in a chunk."""
+TAILED = [exact_tail(codec, TAIL) for codec in FOLLOWING]
+over_codecs = pytest.mark.parametrize("codec", [*BARE, *TAILED], ids=str)
+over_summing = pytest.mark.parametrize("codec", [*SUMMING, *TAILED], ids=str)
+
+
+def values_of(numel: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal values, some of them zeros of either sign."""
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    values[::7] = -0.0
+    values[3::7] = 0.0
+    return values.to(dtype)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, which tell -0 from 0."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def coded(codec: Codec, payload: Tensor) -> Tensor:
+    """A payload without tails, which codecs leave to their callers."""
+    tail = without_tail(codec)[1]
+    return payload[..., : payload.shape[-1] - 4 * tail]
+
+
+def decoded(codec: Codec, payload: Tensor, rows: int, cols: int, numel: int, dtype: torch.dtype) -> Tensor:
+    out = torch.full((rows * cols * numel,), torch.nan, dtype=dtype)
+    codec.decode(payload, out, rows, cols)
+    return out
+
+
+def peers(codec: Codec, count: int, chunks: int, numel: int) -> Tensor:
+    return torch.stack([codec.encode(values_of(chunks * numel, seed), 1, chunks) for seed in range(count)])
+
+
+# ---- sizes and order
+
+
+@over_codecs
+def test_a_chunk_takes_as_many_bytes_as_its_number_of_values_says(codec: Codec) -> None:
+    for (rows, cols, numel), factor in product(SHAPES, (0.0, 1.0, 1e6, torch.nan)):
+        payload = codec.encode(values_of(rows * cols * numel) * factor, rows, cols)
+        assert (payload.dtype, payload.shape) == (torch.uint8, (rows * cols, codec.nbytes(numel)))
+    assert torch.equal(coded(codec, codec.encode(values_of(99), 1, 1)), coded(codec, codec.encode(values_of(99), 1, 1)))
+    nothing = codec.encode(torch.empty(0), 2, 3)
+    assert nothing.shape == (6, codec.nbytes(0))
+    if not isinstance(without_tail(codec)[0], NF4):
+        codec.decode_sum(nothing[None], torch.empty(0), 2, 3, SCALE)
+
+
+@over_codecs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_each_chunk_is_encoded_by_itself_and_the_grid_of_chunks_is_transposed(codec: Codec, dtype: torch.dtype) -> None:
+    for rows, cols, numel in SHAPES:
+        values = values_of(rows * cols * numel, 1, dtype)
+        before = values.clone()
+        payload = codec.encode(values, rows, cols).clone()
+        alone = torch.cat([codec.encode(chunk.clone(), 1, 1) for chunk in values.split(numel)])
+        transposed = alone.unflatten(0, (rows, cols)).transpose(0, 1).flatten(0, 1)
+        assert torch.equal(coded(codec, payload), coded(codec, transposed))
+        assert torch.equal(bits(values), bits(before))
+        back = decoded(codec, payload, cols, rows, numel, dtype)
+        each = [decoded(codec, row[None], 1, 1, numel, torch.float32) for row in alone]
+        assert torch.equal(bits(back), bits(torch.cat(each).to(dtype)))
+
+
+@over_codecs
+def test_rows_that_lie_apart_are_decoded_in_order(codec: Codec) -> None:
+    numel = 256 if isinstance(without_tail(codec)[0], NF4) else 300
+    payload = codec.encode(values_of(3 * numel), 1, 3)
+    apart = torch.full((3, payload.shape[1] + 32), 0xAB, dtype=torch.uint8)[:, 16:-16]
+    apart.copy_(payload)
+    out = torch.full((3, numel), torch.nan)
+    codec.decode_rows(apart, out)
+    assert torch.equal(out.view(-1), decoded(codec, payload, 3, 1, numel, torch.float32))
+
+
+def test_full_precision_takes_values_that_lie_apart_as_they_are() -> None:
+    for codec, dtype in product(map(FullPrecision, (torch.float32, torch.bfloat16)), (torch.float32, torch.bfloat16)):
+        for rows, cols, numel in SHAPES:
+            values = values_of(2 * rows * cols * numel, dtype=dtype)[::2]
+            expected = values.to(codec.dtype).reshape(rows, cols, numel).transpose(0, 1)
+            assert torch.equal(bits(codec.encode(values, rows, cols)), bits(expected))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@over_codecs
+def test_what_is_not_finite_is_seen_and_stays_in_its_block(codec: Codec, bad: float) -> None:
+    block, place = without_tail(codec)[0].block_numel or 1, 260
+    values = values_of(700)
+    fine = decoded(codec, codec.encode(values.clone(), 1, 1), 1, 1, 700, torch.float32)
+    values[place] = bad
+    after = decoded(codec, codec.encode(values.clone(), 1, 1), 1, 1, 700, torch.float32)
+    hit = torch.arange(700) // block == place // block
+    assert not after[hit].isfinite().any()
+    assert after[hit].isnan().all() or not isinstance(without_tail(codec)[0], NF4 | TopK)
+    assert torch.equal(after[~hit], fine[~hit])
+    if not isinstance(without_tail(codec)[0], NF4):
+        other = codec.encode(values_of(700, 1), 1, 1)
+        sums = codec.sums(torch.stack([codec.encode(values, 1, 1), other]), 700, SCALE)
+        assert torch.equal(sums.isfinite(), ~hit)
+
+
+# ---- sums
+
+
+@over_summing
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_are_those_of_what_peers_sent_in_their_order(codec: Codec, dtype: torch.dtype) -> None:
+    for (rows, cols, numel), count in product(SHAPES, (1, 3)):
+        payload = peers(codec, count, rows * cols, numel)
+        before = payload.clone()
+        total = decoded(codec, payload[0], rows, cols, numel, torch.float32)
+        for row in payload[1:]:
+            total += decoded(codec, row, rows, cols, numel, torch.float32)
+        out = torch.full_like(total, torch.nan, dtype=dtype)
+        codec.decode_sum(payload, out, rows, cols, SCALE)
+        assert torch.equal(out, (total * SCALE).to(dtype))
+        in_order = torch.empty_like(total)
+        codec.decode_sum(payload, in_order, 1, rows * cols, SCALE)
+        assert torch.equal(codec.sums(payload, numel, SCALE), in_order)
+        assert torch.equal(payload, before)
+
+
+@over_pairs(codec=FOLLOWING, following=FOLLOWING, tails=[(0, 0), (TAIL, TAIL), (TAIL, 0), (0, TAIL), (TAIL, 40)])
+def test_sums_are_encoded_as_any_values_are(codec: Codec, following: Codec, tails: tuple[int, int]) -> None:
+    source, then = (exact_tail(each, n) if n else each for each, n in zip((codec, following), tails, strict=True))
+    for numel in (1, 33, 300):
+        payload = peers(source, 3, 2, numel)
+        fused = source.decode_sum_encode(payload, numel, then, SCALE)
+        assert fused.shape == (2, then.nbytes(numel))
+        expected = then.encode(source.sums(payload, numel, SCALE), 1, 2)
+        assert torch.equal(coded(then, fused), coded(then, expected))
+
+
+def test_nf4_can_not_be_summed_and_is_for_frozen_weights_alone() -> None:
+    with pytest.raises(NotImplementedError, match="NF4 can't sum payloads"):
+        NF4().decode_sum(torch.zeros(1, 1, 48, dtype=torch.uint8), torch.empty(64), 1, 1, 1.0)
+    for name in ("weights", "gradients", "intra_gradients"):
+        with pytest.raises(ValueError, match=rf"{name} can't be NF4\(block=64\), which is for frozen weights alone"):
+            Strategy("IGG", **{name: NF4()})
+    assert Strategy("IGG", frozen=NF4()).frozen == NF4(64)
+
+
+# ---- error feedback
+
+
+def errors_of(chunks: int, numel: int, codec: Int8 | None, beta: float = BETA) -> ErrorBuffer:
+    """Errors that an earlier step has left."""
+    buffer = ErrorBuffer(beta, codec).prepare(Extent(numel, (0,) * chunks), CPU)
+    buffer.write(0.1 * values_of(chunks * numel, 7), chunks)
+    return buffer
+
+
+@over_summing
+@pytest.mark.parametrize("kept_in", [None, Int8(64), Int8(1024)], ids=str)
+def test_errors_are_added_before_and_what_is_left_out_is_kept(codec: Codec, kept_in: Int8 | None) -> None:
+    for rows, cols, numel in (*SHAPES, (2, 1, 4223)):
+        chunks, values = rows * cols, values_of(rows * cols * numel)
+        errors = errors_of(chunks, numel, kept_in)
+        old = errors.read().clone()
+        payload = encode_with_feedback(codec, values.clone(), rows, cols, errors)
+        corrected = values.view(rows, cols, numel).transpose(0, 1).flatten() + old
+        assert torch.equal(coded(codec, payload), coded(codec, codec.encode(corrected.clone(), 1, chunks)))
+        left_out = corrected.double() - decoded(codec, payload, 1, chunks, numel, torch.float32).double()
+        new = BETA * old.double() + (1 - BETA) * left_out
+        precision = new.abs().max().item() * (1e-6 if kept_in is None else 1 / 250)
+        torch.testing.assert_close(errors.read().double(), new, rtol=0, atol=precision)
+
+
+@over_pairs(codec=FOLLOWING, following=FOLLOWING, kept_in=[None, Int8(64)], tail=[0, TAIL])
+def test_sums_are_corrected_after_the_scale(codec: Codec, following: Codec, kept_in: Int8 | None, tail: int) -> None:
+    source, then = (exact_tail(each, tail) if tail else each for each in (codec, following))
+    payload, fused, apart = peers(source, 3, 2, 300), errors_of(2, 300, kept_in), errors_of(2, 300, kept_in)
+    result = decode_sum_encode_with_feedback(source, payload, 300, then, SCALE, fused)
+    expected = encode_with_feedback(then, source.sums(payload, 300, SCALE), 1, 2, apart)
+    assert torch.equal(coded(then, result), coded(then, expected))
+    assert torch.equal(fused.state, apart.state)
+
+
+@over_summing
+@pytest.mark.parametrize("kept_in", [None, Int8(64)], ids=str)
+def test_what_is_not_finite_leaves_the_errors_of_its_block(codec: Codec, kept_in: Int8 | None) -> None:
+    block, values, errors = without_tail(codec)[0].block_numel or 1, values_of(8192), errors_of(1, 8192, kept_in)
+    values[300] = torch.inf
+    old = errors.read().clone()
+    encode_with_feedback(codec, values, 1, 1, errors)
+    hit, new = torch.arange(8192) // block == 300 // block, errors.read()
+    assert new.isfinite().all()
+    if kept_in is None or block % kept_in.block == 0:
+        torch.testing.assert_close(new[hit], old[hit], rtol=1e-6, atol=0)
+    assert not torch.equal(new[~hit], old[~hit])
+
+
+# ---- tails
+
+
+@pytest.mark.parametrize("codec", BARE, ids=str)
+def test_a_tail_follows_the_codecs_bytes_and_is_the_callers(codec: Codec) -> None:
+    tailed = exact_tail(codec, TAIL)
+    assert tailed is exact_tail(codec, TAIL) != exact_tail(codec, 4)
+    assert without_tail(tailed) == (codec, TAIL)
+    assert without_tail(codec) == (codec, 0)
+    for rows, cols, numel in SHAPES:
+        values, nbytes = values_of(rows * cols * numel), codec.nbytes(numel)
+        assert tailed.nbytes(numel) % 16 == 0
+        assert 0 <= tailed.nbytes(numel) - nbytes - 4 * TAIL < 16
+        payload, bare = tailed.encode(values, rows, cols), codec.encode(values, rows, cols)
+        assert torch.equal(payload[:, :nbytes], bare)
+        assert not payload[:, nbytes : -4 * TAIL].any()
+        tails = tailed.tails(payload)
+        assert (tails.shape, tails.dtype) == ((rows * cols, TAIL), torch.float32)
+        for filling in (0.0, 1.0, torch.nan):
+            tails.fill_(filling)
+            expected, out = (
+                decoded(*each, cols, rows, numel, torch.float32) for each in ((codec, bare), (tailed, payload))
+            )
+            assert torch.equal(out, expected)
+        assert payload[:, -4 * TAIL :].view(torch.float32).isnan().all()
+
+
+@pytest.mark.parametrize("tail", [-4, 2, 5])
+def test_tails_are_multiples_of_four(tail: int) -> None:
+    with pytest.raises(ValueError, match=rf"tail is {tail}, but a row ends in a multiple of 4 fp32 values"):
+        exact_tail(Int8(), tail)
+
+
+def test_blockwise_codecs_take_one_kernel_with_their_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So no row is copied to make room for a tail."""
+    called: list[str] = []
+    call = dispatch.Op.__call__
+
+    def counted(op: Any, *args: Any, **kwargs: Any) -> Any:
+        called.append(op.__name__)
+        return call(op, *args, **kwargs)
+
+    int8, int4 = exact_tail(Int8(64), TAIL), exact_tail(Int4(32), TAIL)
+    payload = int8.encode(values_of(600), 1, 2)[None].clone()
+    errors = errors_of(2, 300, None)
+    monkeypatch.setattr(dispatch.Op, "__call__", counted)
+    int8.decode_sum_encode(payload, 300, int4, SCALE)
+    encode_with_feedback(int4, values_of(600), 1, 2, errors)
+    decode_sum_encode_with_feedback(int8, payload, 300, int4, SCALE, errors)
+    assert called == ["dequantize_sum_quantize", "quantize_with_feedback", "dequantize_sum_quantize_with_feedback"]
+
+
+# ---- deltas
+
+
+@pytest.mark.parametrize("numel", [1, 33, 300])
+@pytest.mark.parametrize("tail", [0, TAIL])
+def test_a_delta_is_the_encoded_change_and_is_added_to_what_the_base_decodes_to(numel: int, tail: int) -> None:
+    codec, values = Int4Delta(32, Int8(64)), values_of(2 * numel, 1)
+    sender = exact_tail(codec, tail) if tail else codec
+    base = sender.encode(values_of(2 * numel), 1, 2)
+    held = decoded(codec.whole, coded(sender, base).contiguous(), 1, 2, numel, torch.float32)
+    delta = sender.encode_delta(base, values)
+    assert torch.equal(coded(sender.changes, delta), codec.changes.encode(values - held, 1, 2))
+    change = decoded(codec.changes, coded(sender.changes, delta).contiguous(), 1, 2, numel, torch.float32)
+    assert torch.equal(coded(sender, sender.apply_delta(base, delta, numel)), codec.whole.encode(held + change, 1, 2))
+
+
+def test_which_codecs_send_deltas() -> None:
+    sending = [codec for codec in (*BARE, *(exact_tail(codec, 4) for codec in BARE), None) if sends_deltas(codec)]
+    assert sending == [Int4Delta(32, Int8(64)), exact_tail(Int4Delta(32, Int8(64)), 4)]
+    assert exact_tail(Int4Delta(32), 4).changes == ExactTail(Int4(32), 4)
+
+
+# ---- NF4 beside bitsandbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@settings(deadline=None, max_examples=20)
+@given(chunks=st.integers(1, 3), numel=st.integers(1, 300), block=st.sampled_from([64, 128, 4096]))
+def test_nf4_rounds_each_chunk_as_bitsandbytes_does(chunks: int, numel: int, block: int, dtype: torch.dtype) -> None:
+    # Of a size that differs from block to block.
+    sizes = torch.arange(chunks * numel).div(64, rounding_mode="floor").remainder(7).add(1)
+    codec, values = NF4(block), (values_of(chunks * numel) * sizes).to(models.device(), dtype)
+    out = torch.full_like(values, torch.nan)
+    codec.decode(codec.encode(values, 1, chunks), out, 1, chunks)
+    for chunk, ours in zip(values.split(numel), out.split(numel), strict=True):
+        padded = torch.cat([chunk, chunk.new_zeros(-numel % block)])
+        codes, state = quantize_4bit(padded, blocksize=block, quant_type="nf4")
+        assert torch.equal(ours, dequantize_4bit(codes, state).flatten()[:numel])
+
+
+def test_a_missing_bitsandbytes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "bitsandbytes")
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(sys, "meta_path", [])
+    with pytest.raises(ModuleNotFoundError, match=r"NF4 needs bitsandbytes: run pip install '\.\[nf4\]' in your"):
+        NF4()
+
+
+# ---- arguments
+
+
+def test_bytes_of_payloads() -> None:
+    assert [codec.nbytes(2**20) for codec in (Int8(256), Int4(128))] == [2**20 + 2**14, 2**19 + 2**15]
+    assert NF4().nbytes(2**20) == 2**19 + 4 * 2**20 // 64
+    # 82 of 4096 values in 16 bits each, and two fp32 numbers.
+    assert TopK().nbytes(4096) == math.ceil((82 * 2 + 8) / 16) * 16 == 176
+    assert TopK().nbytes(4096 * 1000) == (82 * 2 + 8) * 1000
+    assert TopK(bits=2).nbytes(4096 * 1000) == 82 * 1000 * 14 // 8 + 8 * 1000 + 4
+    assert [str(codec) for codec in (Int8(), Int4(), NF4())] == ["int8(256)", "int4(128)", "nf4(64)"]
+
+
+@pytest.mark.parametrize(("codec", "least"), [(Int8, 32), (Int4, 32), (Int4Delta, 32), (NF4, 64), (TopK, 128)])
+def test_blocks_are_powers_of_two_in_a_codecs_range(codec: Any, least: int) -> None:
+    for block in (least, 4096):
+        assert codec(block=block).block == block
+    for block in (0, least // 2, least + 1, 1000, 8192, -256):
+        with pytest.raises(ValueError, match=rf"(?s)power of two.*{block}|{block}.*power of two"):
+            codec(block=block)
+    for block in (float(least), "256", True, None):
+        with pytest.raises(TypeError, match="block must be an int, got"):
+            codec(block=block)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fraction": 0}, r"TopK's fraction must be a number in \(0, 1\], such as 0.02, got 0"),
+        ({"fraction": 2}, "got 2"),
+        ({"fraction": True}, "got True"),
+        ({"fraction": float("nan")}, "got nan"),
+        ({"bits": 3}, "TopK's bits must be 2, 4 or 8, got 3"),
+        ({"bits": 4.0}, "got 4.0"),
+    ],
+)
+def test_arguments_of_top_k_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TopK(**arguments)
+
+
+def test_the_whole_of_a_difference_codec_is_int8() -> None:
+    with pytest.raises(TypeError, match="whole must be an Int8"):
+        Int4Delta(whole=Int4(128))  # type: ignore[arg-type]

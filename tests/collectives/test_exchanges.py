@@ -1,0 +1,450 @@
+"""Exchanges between nodes that train on their own: of weights, beside the algorithms in plain loops, and of moments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.covering import over_each
+from harness.models import device
+from torch import Tensor
+
+from fsdp_zpp import Codec, Int4, Int8, LocalSteps, LoCo, TopK
+from fsdp_zpp.collectives.hops import Traffic
+from fsdp_zpp.collectives.mesh import process_mesh
+from fsdp_zpp.collectives.moment_average import MomentAverage
+from fsdp_zpp.collectives.outer_step import OuterStep
+
+OnRanks = Callable[..., list[Any]]
+ROUNDS = 5
+Shapes = Sequence[tuple[int, ...]]
+SHAPES: Shapes = [(33, 7), (5,), (1, 2), (0, 3), (700,)]
+LAYOUTS = [(2, 2), (4, 1), (3, 1)]
+"""Nodes, and ranks of each."""
+SPARSE = TopK(0.05, 4, 128)
+
+
+def sparse(codec: Codec = SPARSE, **feedback: Any) -> LocalSteps:
+    """SparseLoCo's outer step."""
+    feedback = {"beta": 0, "decay": 0.95, "reset_every": 0} | feedback
+    return LocalSteps(outer_lr=1, outer_momentum=0, nesterov=False, codec=codec, error_feedback=LoCo(**feedback))
+
+
+CONFIGS = {
+    "fp32": LocalSteps(codec=None),
+    "int8": LocalSteps(codec=Int8(32)),
+    "int4": LocalSteps(codec=Int4(32)),
+    "int4, feedback": LocalSteps(codec=Int4(32), error_feedback=LoCo()),
+    "int4, feedback in int8": LocalSteps(codec=Int4(64), error_feedback=LoCo(dtype=Int8(128))),
+    "int4, reset every 2": LocalSteps(codec=Int4(32), error_feedback=LoCo(reset_every=2)),
+    "top 4 bits": sparse(),
+    "top 2 bits": sparse(TopK(0.05, 2, 256)),
+    "top 8 bits, int8": sparse(TopK(0.3, 8, 128), dtype=Int8(128)),
+}
+
+
+def named(tensors: list[Tensor]) -> dict[str, Tensor]:
+    return {str(index): each for index, each in enumerate(tensors)}
+
+
+def initial(local: int, shapes: Shapes = SHAPES) -> list[Tensor]:
+    """Return the weights of a local index, the same on all nodes."""
+    generator = torch.Generator().manual_seed(local)
+    return [torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes]
+
+
+def steps_of(round_: int, rank: int, shapes: Shapes = SHAPES) -> list[Tensor]:
+    """Return what a rank's own steps add in a round: partly what others' add, and to a few weights far more."""
+    common, own = (torch.Generator().manual_seed(seed) for seed in (round_, 100 * round_ + rank + 1))
+    steps = []
+    for shape in shapes:
+        shared, alone, size = (torch.empty(shape, dtype=torch.float32) for _ in range(3))
+        step = shared.normal_(generator=common) + alone.normal_(generator=own)
+        steps.append(0.002 * step / size.uniform_(0.05, 1, generator=own))
+    return steps
+
+
+def train(
+    config: LocalSteps, dtype: torch.dtype = torch.float32, resume_after: int | None = None, shapes: Shapes = SHAPES
+) -> dict[str, Any]:
+    """On a rank: several rounds of steps, each with an exchange; the weights after each, and what is kept."""
+    mesh, traffic, rank = process_mesh(dist.group.WORLD), Traffic(), dist.get_rank()
+    shards = [shard.to(device(), dtype) for shard in initial(rank % mesh.topology.gpus_per_node, shapes)]
+    outer, after = OuterStep(config, mesh, traffic), []
+    outer.start(named(shards))
+    for round_ in range(ROUNDS):
+        for shard, step in zip(shards, steps_of(round_, rank, shapes), strict=True):
+            shard += step.to(shard)
+        outer.exchange(named(shards))
+        after.append(flat(shards))
+        if round_ == resume_after:
+            state = outer.state_dict()
+            outer.exchange(named([shard + 1 for shard in shards]))  # what was saved does not change with it
+            outer = OuterStep(config, mesh, traffic)
+            outer.load_state_dict(state, named(shards))
+    state = outer.state_dict()
+    errors = [
+        state[name] and state[name]["errors"][hop] for name, hop in (("errors", "inter"), ("errors_back", "back"))
+    ]
+    return {
+        "after": after,
+        "agreed": flat(outer.agreed.values()),
+        "errors": [each and each["state"] for each in errors],
+        "sent": dist.group.WORLD.sent,
+        "counted": traffic.sent,
+        "chunk": sum(-(-shard.numel() // mesh.topology.nodes) for shard in shards),
+    }
+
+
+def flat(tensors: Any) -> Tensor:
+    return torch.cat([tensor.cpu().flatten() for tensor in tensors])
+
+
+def peers_of(rank: int, layout: tuple[int, int]) -> range:
+    """The ranks of all nodes that have the same local index."""
+    return range(rank % layout[1], layout[0] * layout[1], layout[1])
+
+
+@over_each(config=CONFIGS, layout=LAYOUTS, dtype=[torch.bfloat16, torch.float32])
+def test_nodes_agree_bit_for_bit_and_go_on_from_a_checkpoint(
+    on_ranks: OnRanks, config: LocalSteps, layout: tuple[int, int], dtype: torch.dtype
+) -> None:
+    results, resumed = (on_ranks(*layout, train, config, dtype, after) for after in (None, 2))
+    for rank, (found, again) in enumerate(zip(results, resumed, strict=True)):
+        first = results[rank % layout[1]]
+        assert torch.equal(found["agreed"], first["agreed"])
+        assert torch.equal(found["agreed"].to(dtype), found["after"][-1])
+        assert all(torch.equal(*each) for each in zip(found["after"], first["after"], strict=True))
+        assert all(torch.equal(*each) for each in zip(found["after"], again["after"], strict=True))
+        assert torch.equal(found["agreed"], again["agreed"])
+        for one, other in zip(found["errors"], again["errors"], strict=True):
+            assert one is other is None or torch.equal(one, other)
+
+
+@over_each(config=CONFIGS, layout=LAYOUTS)
+def test_each_byte_between_nodes_is_counted(on_ranks: OnRanks, config: LocalSteps, layout: tuple[int, int]) -> None:
+    codec, nodes = config.codec, layout[0]
+    for found in on_ranks(*layout, train, config):
+        chunk = found["chunk"]
+        there = 4 * chunk if codec is None else codec.nbytes(chunk)
+        back = 4 * chunk if codec is None else codec.for_sum_of(nodes).nbytes(chunk)
+        # To each other node its chunk of the changes, and from each chunk's owner the update.
+        there, back = (ROUNDS * (nodes - 1) * nbytes for nbytes in (there, back))
+        assert found["counted"] == {("reduce", "inter"): there, ("gather", "inter"): back}
+        assert found["sent"] == {("all_to_all", "inter"): there, ("all_gather", "inter"): back}
+
+
+def by_sgd(config: LocalSteps, layout: tuple[int, int], local: int) -> list[Tensor]:
+    """Return one local index's weights after each round by torch's SGD, as in DiLoCo's algorithm 1."""
+    weights = torch.nn.Parameter(flat(initial(local)).double())
+    options = {"lr": config.outer_lr, "momentum": config.outer_momentum, "nesterov": config.nesterov}
+    optimizer, after = torch.optim.SGD([weights], **options), []
+    for round_ in range(ROUNDS):
+        changes = [flat(steps_of(round_, rank)).double() for rank in peers_of(local, layout)]
+        weights.grad = -torch.stack(changes).mean(0)
+        optimizer.step()
+        after.append(weights.detach().clone())
+    return after
+
+
+@over_each(
+    config={
+        "Nesterov": LocalSteps(codec=None, outer_momentum=0.9),
+        "momentum": LocalSteps(codec=None, outer_momentum=0.9, nesterov=False),
+        "mean": LocalSteps(codec=None, outer_lr=1, outer_momentum=0, nesterov=False),
+    },
+    layout=LAYOUTS,
+)
+def test_without_a_codec_it_is_sgd_on_the_mean_of_changes(
+    on_ranks: OnRanks, config: LocalSteps, layout: tuple[int, int]
+) -> None:
+    for rank, found in enumerate(on_ranks(*layout, train, config)):
+        for ours, theirs in zip(found["after"], by_sgd(config, layout, rank % layout[1]), strict=True):
+            assert (ours.double() - theirs).abs().max() < 1e-6
+
+
+def decoded(codec: Codec, values: Tensor) -> Tensor:
+    """What a chunk decodes to."""
+    out = torch.empty_like(values)
+    codec.decode(codec.encode(values, 1, 1), out, 1, 1)
+    return out
+
+
+def by_hand(layout: tuple[int, int], local: int, decay: float) -> list[Tensor]:
+    """SparseLoCo's algorithm 1 on one parameter, for a local index, and what owners of chunks make of means.
+
+    On the device of the ranks, since GPUs round otherwise than CPUs.
+    """
+    shapes = SHAPES[-1:]
+    nodes, back = layout[0], SPARSE.for_sum_of(layout[0])
+    chunk = -(-700 // nodes)
+    zeros = partial(torch.zeros, device=device())
+    weights, after = initial(local, shapes)[0].to(device()), []
+    errors, errors_back = zeros(nodes, nodes, chunk), zeros(nodes, chunk)
+    for round_ in range(ROUNDS):
+        update = zeros(nodes, chunk)
+        for index, rank in enumerate(peers_of(local, layout)):
+            change = zeros(nodes * chunk)
+            change[:700] = weights - (weights + steps_of(round_, rank, shapes)[0].to(device()))
+            for owner in range(nodes):
+                momentum = decay * errors[index, owner] + change.view(nodes, chunk)[owner]
+                sent = decoded(SPARSE, momentum)
+                errors[index, owner] = momentum - sent
+                update[owner] += sent
+        for owner in range(nodes):
+            wanted = decay * errors_back[owner] - update[owner] / nodes
+            update[owner] = decoded(back, wanted)
+            errors_back[owner] = wanted - update[owner]
+        weights = weights + update.flatten()[:700]
+        after.append(weights.cpu())
+    return after
+
+
+@over_each(layout=LAYOUTS, decay=[1.0, 0.95, 0.5])
+def test_it_is_sparseloco(on_ranks: OnRanks, layout: tuple[int, int], decay: float) -> None:
+    for rank, found in enumerate(on_ranks(*layout, train, sparse(decay=decay), torch.float32, None, SHAPES[-1:])):
+        for ours, theirs in zip(found["after"], by_hand(layout, rank % layout[1], decay), strict=True):
+            assert (ours - theirs).abs().max() < 1e-6
+
+
+@over_each(layout=LAYOUTS, beta=[0.0, 0.5], codec=[SPARSE, Int4(32)])
+def test_what_was_sent_and_the_errors_are_all_changes(
+    on_ranks: OnRanks, layout: tuple[int, int], beta: float, codec: Codec
+) -> None:
+    results = on_ranks(*layout, train, sparse(codec, decay=1.0, beta=beta))
+    for local in range(layout[1]):
+        of_nodes = results[local :: layout[1]]
+        # Errors of changes have the sign of agreed minus trained weights, those of the update the other one.
+        there = sum(each["errors"][0].view(layout[0], -1) for each in of_nodes) / layout[0]
+        back = torch.stack([each["errors"][1] for each in of_nodes])
+        left_out = in_order((there - back) / (1 - beta))
+        steps = sum(flat(steps_of(round_, rank)) for round_ in range(ROUNDS) for rank in peers_of(local, layout))
+        changes = flat(initial(local)) + steps / layout[0]
+        assert (of_nodes[0]["agreed"] - left_out - changes).abs().max() < 1e-5
+        assert left_out.abs().max() > 1e-3  # or the identity would say nothing
+
+
+def in_order(chunks: Tensor) -> Tensor:
+    """The values of all parameters from nodes' chunks [nodes, numel], in which each parameter is cut by itself."""
+    parts, start = [], 0
+    for shape in SHAPES:
+        numel = torch.Size(shape).numel()
+        length = -(-numel // len(chunks))
+        parts.append(chunks[:, start : start + length].flatten()[:numel])
+        start += length
+    return torch.cat(parts)
+
+
+def test_errors_are_reset_both_ways(on_ranks: OnRanks) -> None:
+    def errors_left() -> list[list[bool]]:
+        outer, shards, results = (
+            OuterStep(CONFIGS["int4, reset every 2"], process_mesh(dist.group.WORLD), Traffic()),
+            [],
+            [],
+        )
+        shards = named([torch.ones(40, device=device())])
+        outer.start(shards)
+        for round_ in range(4):
+            shards["0"] += steps_of(round_, dist.get_rank())[-1][:40].to(device())
+            outer.exchange(shards)
+            state: Any = outer.state_dict()
+            results.append(
+                [state["errors"]["errors"]["inter"] is not None, state["errors_back"]["errors"]["back"] is not None]
+            )
+        return results
+
+    assert on_ranks(2, 2, errors_left) == [[[True, True], [False, False]] * 2] * 4
+
+
+def test_the_default_dtype_makes_no_difference(on_ranks: OnRanks) -> None:
+    of_default = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            of_default[dtype] = on_ranks(2, 2, train, CONFIGS["int4, feedback in int8"])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for one, other in zip(*of_default.values(), strict=True):
+        assert torch.equal(one["agreed"], other["agreed"])
+        assert all(torch.equal(*each) for each in zip(one["errors"], other["errors"], strict=True))
+
+
+def test_what_does_not_fit_is_refused(on_ranks: OnRanks) -> None:
+    def refused() -> None:
+        mesh, plain = process_mesh(dist.group.WORLD), LocalSteps()
+        fed_back = LocalSteps(error_feedback=LoCo())
+        outer, other, larger = (OuterStep(config, mesh, Traffic(), "root") for config in (plain, fed_back, plain))
+        small, large = ({"0": torch.zeros(numel)} for numel in (5, 9))
+        outer.start(small)
+        other.start(small)
+        larger.start(large)
+        for call, message in (
+            (lambda: OuterStep(plain, process_mesh(dist.group.WORLD, 4), Traffic(), "root"), "is one node"),
+            (lambda: outer.exchange(large), "got shards of {'0': 9} values"),
+            (lambda: outer.load_state_dict(larger.state_dict(), small), "has shards of {'0': 9} values"),
+            (lambda: outer.load_state_dict(other.state_dict(), small), "with error feedback"),
+        ):
+            with pytest.raises(ValueError, match="root: ") as error:
+                call()
+            assert message in str(error.value)
+
+    on_ranks(2, 2, refused)
+
+
+def test_all_that_an_exchange_writes_to_outlives_the_model(on_ranks: OnRanks) -> None:
+    kept: list[int] = []
+
+    def kept_until_read() -> set[str]:
+        step, shards = OuterStep(LocalSteps(), process_mesh(dist.group.WORLD), Traffic()), named(initial(0)[:2])
+        step.start(shards)
+        step.exchange(shards)
+        state = {"products": step.products} | step.agreed
+        return {name for name, tensor in state.items() if tensor.data_ptr() in kept}
+
+    with patch(
+        "fsdp_zpp.collectives.outer_step.keep_until_read", lambda tensor: kept.append(tensor.data_ptr()) or tensor
+    ):
+        assert on_ranks(2, 1, kept_until_read) == [{"products", "0", "1"}] * 2
+
+
+# ---- moments
+
+HALF_CODE = 1.0001 / 254
+
+
+def moments_of(rank: int, kind: str) -> dict[str, Tensor]:
+    """First moments of a rank, or second ones, over twelve orders of magnitude."""
+    generator = torch.Generator().manual_seed(rank)
+    values = [10 ** (6 * torch.rand(shape, generator=generator) - 6) for shape in SHAPES]
+    signs = [torch.randn(shape, generator=generator).sign() for shape in SHAPES]
+    return named([one.square() if kind == "second" else one * sign for one, sign in zip(values, signs, strict=True)])
+
+
+def averaged(codec: Codec | None, kind: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[Any, int]]:
+    """On a rank: what it holds afterwards, and the bytes that were counted."""
+    traffic, everyone = Traffic(), dist.group.WORLD
+    average = MomentAverage(process_mesh(everyone), codec, traffic, "unit")
+    moments = {name: each.to(device(), dtype) for name, each in moments_of(dist.get_rank(), kind).items()}
+    average.average(moments, dict.fromkeys(moments, ()))
+    assert sum(everyone.sent.values()) == sum(traffic.sent.values())
+    return {name: each.cpu() for name, each in moments.items()}, traffic.sent
+
+
+def root(moment: Tensor) -> Tensor:
+    return moment.sign() * moment.abs() ** 0.25
+
+
+def power(root: Tensor) -> Tensor:
+    return root.sign() * root**4
+
+
+def each_average(
+    results: list[Any], layout: tuple[int, int], kind: str
+) -> Iterator[tuple[Tensor, list[Tensor], Tensor]]:
+    """Of each rank and moment: the average, equal on all nodes bit for bit, nodes' moments, and their largest root."""
+    for rank, (found, _) in enumerate(results):
+        nodes = [moments_of(other, kind) for other in peers_of(rank, layout)]
+        largest = max(root(each).abs().max() for node in nodes for each in node.values() if each.numel())
+        for name, value in found.items():
+            assert torch.equal(value, results[rank % layout[1]][0][name])
+            yield value, [node[name] for node in nodes], largest
+
+
+@over_each(dtype=[torch.float32, torch.bfloat16, torch.float64], layout=LAYOUTS)
+def test_moments_without_a_codec_are_averaged_as_plain_torch_does(
+    on_ranks: OnRanks, layout: tuple[int, int], dtype: torch.dtype
+) -> None:
+    results = on_ranks(*layout, averaged, None, "first", dtype)
+    for value, nodes, _ in each_average(results, layout, "first"):
+        each = torch.stack([node.to(dtype).double() for node in nodes])
+        # Each sum in fp32 is rounded, and then the mean is, to the moments' dtype.
+        rounding = len(each) * torch.finfo(torch.float32).eps * each.abs().mean(0)
+        assert ((value - each.mean(0)).abs() <= rounding + torch.finfo(dtype).eps * each.mean(0).abs()).all()
+
+
+@over_each(layout=LAYOUTS, kind=["first", "second"])
+def test_moments_in_int8_are_off_by_no_more_than_half_a_code_of_the_roots_each_way(
+    on_ranks: OnRanks, layout: tuple[int, int], kind: str
+) -> None:
+    results, nodes = on_ranks(*layout, averaged, Int8(128), kind, torch.float32), layout[0]
+    for value, each, largest in each_average(results, layout, kind):
+        bounds = []
+        for off in (-HALF_CODE * largest, HALF_CODE * largest):
+            sent = torch.stack([power(root(node.double()) + off) for node in each])
+            bounds.append(power(root(sent.mean(0)) + off))
+        assert (bounds[0] <= value).all()
+        assert (value <= bounds[1]).all()
+        assert kind == "first" or (value > 0).all()
+    nbytes = (nodes - 1) * Int8(128).nbytes(sum(-(-torch.Size(shape).numel() // nodes) for shape in SHAPES))
+    assert all(sent == {("reduce", "inter"): nbytes, ("gather", "inter"): nbytes} for _, sent in results)
+
+
+@pytest.mark.parametrize("unseen", [0.0, 1e-12, 1e-4])
+def test_no_update_blows_up(on_ranks: OnRanks, unseen: float) -> None:
+    """Adam's largest update, of 64 rows of which each node saw every other, and of the others a share of the moment."""
+
+    def updates(first: Tensor, second: Tensor) -> float:
+        return (first / (second.sqrt() + 1e-8)).abs().max().item()
+
+    def largest_updates() -> tuple[float, float]:
+        rank = dist.get_rank()
+        generator = torch.Generator().manual_seed(rank)
+        gradients = torch.randn(64, 128, generator=generator) * 10 ** (4 * torch.rand(64, 128, generator=generator) - 4)
+        gradients[rank % 2 :: 2] *= unseen**0.5
+        first, second = 0.1 * gradients.to(device()), 0.001 * gradients.square().to(device())
+        before, average = (
+            updates(first, second),
+            MomentAverage(process_mesh(dist.group.WORLD), Int8(128), Traffic(), "unit"),
+        )
+        for moment in (first, second):
+            average.average({"rows": moment}, {"rows": ()})
+        return before, updates(first, second)
+
+    for before, after in on_ranks(4, 1, largest_updates):
+        # Rounding to 0, a division by eps alone, would make it thousands of times larger.
+        assert after < 4 * before
+
+
+# ---- copies
+
+EXCHANGES: dict[str, Any] = {
+    **{name: CONFIGS[name] for name in ("int8", "int4, feedback", "int4, feedback in int8", "top 4 bits")},
+    "top 2 bits": sparse(TopK(0.1, 2, 128)),
+    "moments": None,
+}
+
+
+@pytest.mark.parametrize("config", EXCHANGES.values(), ids=list(EXCHANGES))
+def test_copies_do_not_depend_on_what_else_is_exchanged(on_ranks: OnRanks, config: LocalSteps | None) -> None:
+    """Values that are the same for each local index, beside what another axis has sharded, and ranks may lack."""
+
+    def exchanged(rounds: list[list[str]]) -> Tensor:
+        mesh, local, node = process_mesh(dist.group.WORLD), dist.get_rank() % 2, dist.get_rank() // 2
+        shards = {"own": torch.zeros(33 * (2 * local), device=device()), "copy": torch.zeros(300, device=device())}
+        placements = {"copy": (), "own": ("tp",)}
+        average, outer = (
+            MomentAverage(mesh, Int8(128), Traffic(), "unit"),
+            OuterStep(config or LocalSteps(), mesh, Traffic()),
+        )
+        outer.start(shards)
+        for round_, names in enumerate(rounds):
+            generator = torch.Generator().manual_seed(10 * round_ + node)
+            shards["copy"] += torch.randn(300, generator=generator).to(device())
+            shards["own"] += 100 * torch.randn(66 * local, generator=generator).to(device())
+            some = {name: shards[name] for name in names}
+            if config is None:
+                average.average(some, placements)
+            else:
+                outer.send(some, placements)
+                outer.receive(some)
+        return shards["copy"].cpu()
+
+    alone = on_ranks(2, 2, exchanged, [["copy"]] * 4)
+    for names in (["own", "copy"], ["copy", "own"]):
+        beside = on_ranks(2, 2, exchanged, [names, ["copy"]] * 2)
+        assert all(torch.equal(copy, alone[0]) for copy in (*alone, *beside))
