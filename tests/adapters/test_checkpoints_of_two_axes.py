@@ -16,6 +16,7 @@ from harness.fsdp1 import Fsdp1
 from harness.messages import collected
 from harness.pool import Pool, device_type
 from harness.training import load, save
+from test_tensor_parallelism import TWO, WIDTH, Block
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,25 +25,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp_zpp import CodecState, Int4, Int4Delta, LoCo, Strategy
 
-WIDTH, HIDDEN, STEPS, ROWS = 40, 80, 2, 8
-TWO: dict[str, Any] = {"gpus_per_node": 2}
+STEPS, ROWS = 2, 8
 Shape = tuple[int, int]
 """Ranks of data parallelism and of tensor parallelism."""
-
-
-class Block(nn.Module):
-    """Two linears that tensor parallelism splits, and beside them a norm and a matrix of which each rank has a copy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, HIDDEN)
-        self.down = nn.Linear(HIDDEN, WIDTH)
-        self.mixer = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        return x + self.down(torch.relu(self.up(x))) + self.mixer(x)
 
 
 class Training:
@@ -94,13 +79,26 @@ class Training:
             found |= {f"{name} {kind}": _whole(value) for kind, value in kinds.items()}
         return found
 
+    def copies_that_differ(self) -> list[str]:
+        """Return the names of copies that ranks of tensor parallelism have, where these differ. Collective."""
+        differing = []
+        for name, value in self.model.state_dict().items():
+            if "norm" not in name and "mixer" not in name:
+                continue
+            own = value
+            while isinstance(own, DTensor):
+                own = own.to_local()
+            pair = [torch.empty_like(own) for _ in range(2)]
+            dist.all_gather(pair, own.contiguous(), group=self.mesh["tp"].get_group())
+            if not torch.equal(*pair):
+                differing.append(name)
+        return differing
+
 
 def _whole(value: Any) -> Tensor:
-    """Gather a tensor that may be sharded along one dimension of a mesh, and what it shards along another one."""
-    while isinstance(value, DTensor):
+    while isinstance(value, DTensor):  # one along each dimension of the mesh
         value = value.full_tensor()
-    whole: Tensor = value.detach().cpu().clone()
-    return whole
+    return value.detach().cpu().clone()
 
 
 def saved(adapter: Adapter, strategy: Strategy, shape: Shape, path: str) -> list[float]:
@@ -144,32 +142,10 @@ CODED = {
 }
 
 
-def resumed(adapter: Adapter, strategy: Strategy, path: str) -> tuple[list[float], list[float], list[str]]:
-    """In a worker: losses of a training after a save, of one that resumes there, and weights that then differ."""
-    first = Training(adapter, strategy, (4, 2), seed=0)
-    first.losses(0)
-    save(first.model, first.optimizer, CodecState(first.model), path)
-    expected = first.losses(STEPS)
-    second = Training(adapter, strategy, (4, 2), seed=1)
-    load(second.model, second.optimizer, CodecState(second.model), path)
-    found, whole = second.losses(STEPS), first.state()
-    return expected, found, [name for name, value in second.state().items() if not torch.equal(value, whole[name])]
+def resumed(adapter: Adapter, strategy: Strategy, path: str) -> tuple[list[float], list[float], list[str], list[str]]:
+    """In a worker: losses of a training after a save and of one that resumes there, weights that then differ, warnings.
 
-
-@over_each(adapter=ADAPTERS, strategy=CODED)
-def test_codec_state_resumes_bit_for_bit(
-    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, strategy: Strategy
-) -> None:
-    for expected, found, differing in pool(8).run(resumed, adapter, strategy, str(tmp_path / "checkpoint")):
-        assert found == expected
-        assert differing == []
-
-
-def copies_that_differ(adapter: Adapter, strategy: Strategy, path: str) -> tuple[list[str], int]:
-    """In a worker: load codec state of other weights on half of the ranks of tensor parallelism, and train.
-
-    Returns:
-        The names of copies that differ then, and the number of warnings on this rank.
+    The second also loads codec state of other weights on half of the ranks of tensor parallelism, and trains on.
     """
     first = Training(adapter, strategy, (4, 2), seed=0)
     first.losses(0)
@@ -177,30 +153,25 @@ def copies_that_differ(adapter: Adapter, strategy: Strategy, path: str) -> tuple
     first.losses(STEPS)
     newer = CodecState(first.model).state_dict()
     save(first.model, first.optimizer, CodecState(first.model), path)
-    training = Training(adapter, strategy, (4, 2), seed=1)
-    load(training.model, training.optimizer, None, path)
+    expected = first.losses(2 * STEPS)
+    second = Training(adapter, strategy, (4, 2), seed=1)
+    load(second.model, second.optimizer, CodecState(second.model), path)
+    found, whole = second.losses(2 * STEPS), first.state()
+    differing = [name for name, value in second.state().items() if not torch.equal(value, whole[name])]
+    load(second.model, second.optimizer, None, path)
     with collected() as records:
-        CodecState(training.model).load_state_dict(older if training.mesh["tp"].get_local_rank() else newer)
-        training.losses(2 * STEPS)
-    warnings = [text for level, text in records if level == "WARNING" and "was not saved with the weights" in text]
-    differing = []
-    for name, value in training.model.state_dict().items():
-        if "norm" not in name and "mixer" not in name:
-            continue
-        own = value
-        while isinstance(own, DTensor):
-            own = own.to_local()
-        pair = [torch.empty_like(own) for _ in range(2)]
-        dist.all_gather(pair, own.contiguous(), group=training.mesh["tp"].get_group())
-        if not torch.equal(*pair):
-            differing.append(name)
-    return differing, len(warnings)
+        CodecState(second.model).load_state_dict(older if second.mesh["tp"].get_local_rank() else newer)
+        second.losses(2 * STEPS)
+    return expected, found, differing + second.copies_that_differ(), [text for _, text in records]
 
 
 @over_each(adapter=ADAPTERS, strategy=CODED)
-def test_codec_state_of_other_weights_on_some_ranks_leaves_copies_equal(
+def test_codec_state_resumes_bit_for_bit_and_of_other_weights_leaves_copies_equal(
     pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, strategy: Strategy
 ) -> None:
-    differing, warnings = zip(*pool(8).run(copies_that_differ, adapter, strategy, str(tmp_path / "c")), strict=True)
-    assert list(differing) == [[]] * 8
-    assert sum(warnings) == 1
+    warnings = []
+    for expected, found, differing, logged in pool(8).run(resumed, adapter, strategy, str(tmp_path / "checkpoint")):
+        assert found == expected
+        assert differing == []
+        warnings += [text for text in logged if "was not saved with the weights" in text]
+    assert len(warnings) == 1

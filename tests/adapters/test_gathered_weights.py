@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -11,20 +12,26 @@ import torch
 import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Adapter, Case, Precision
-from harness.covering import ADAPTERS, SCOPES, WITH_FLAT, over_adapters, over_each, over_pairs
+from harness.covering import ADAPTERS, SCOPES, WITH_FLAT, over_adapters, over_each
 from harness.live_bytes import LiveBytes
-from harness.pool import Pool, device_type
+from harness.pool import Pools, device_type
 from harness.training import train
 from harness.wiretap import wiretap
-from local_nodes import strategy_of
-from tensor_parallel_nets import trained
+from test_tensor_parallelism import trained
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from fsdp_zpp import Strategy, agreed_weights, gathered_weights
+from fsdp_zpp import (
+    Int8,
+    LocalSteps,
+    Strategy,
+    agreed_weights,
+    gathered_weights,
+    quantize_frozen_params,
+)
+from fsdp_zpp.runtime import full_tensors
 
-BF16 = Precision(torch.bfloat16, torch.float32)
 STRATEGIES = {scopes: Strategy(scopes, gpus_per_node=2) for scopes in SCOPES} | {"stock": STOCK}
 ZEROPP = Strategy.zeropp(gpus_per_node=2)
 
@@ -41,64 +48,65 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Tensor]) -> None:
         assert torch.equal(ours[name], expected.to(ours[name].device)), name
 
 
+def assert_has_full_state(model: nn.Module) -> None:
+    """All of it, before anything else could reshard the model."""
+    weights = dict(gathered_weights(model))
+    assert_same(weights, full_state(model))
+
+
 def forward(model: nn.Module) -> Tensor:
     return models.loss_of(model, models.batch(0, 0))
 
 
-def step(adapter: Adapter, model: nn.Module) -> None:
-    train(adapter, model, Case(steps=1))
-
-
-MOMENTS: dict[str, Callable[[Adapter, Any], object]] = {
-    "before any forward": lambda adapter, model: None,
-    "in a step": lambda adapter, model: forward(model),
-    "after a step": step,
-    "after an evaluation": lambda adapter, model: torch.no_grad()(forward)(model),
-}
-
-
-def equal_to_state_dict(adapter: Adapter, strategy: Any, case: Case, moment: str) -> None:
-    """In a worker: all of them, before anything else could reshard the model."""
+def equal_at_all_moments(adapter: Adapter, strategy: Any, case: Case) -> None:
+    """In a worker: before any forward, in a step, after it and after an evaluation."""
     model = adapter.make(case, strategy)
-    loss = MOMENTS[moment](adapter, model)
     weights, expected = dict(gathered_weights(model)), full_state(model)
-    if moment == "before any forward" and case.precision is not None:
+    if case.precision is not None:
         # A state dict is the first to have FSDP round buffers to mixed precision, and shows them rounded.
         for name in [name for name in expected if name.endswith("shift")]:
             assert weights.pop(name).dtype == expected.pop(name).dtype
     assert_same(weights, expected)
-    if isinstance(loss, Tensor) and loss.requires_grad:
-        loss.backward()  # which gathers again what was resharded
-        assert all(p.grad is not None for p in model.parameters() if p.numel())
+    loss = forward(model)
+    assert_has_full_state(model)
+    loss.backward()  # which gathers again what was resharded
+    assert all(p.grad is not None for p in model.parameters() if p.numel())
+    model.zero_grad()
+    train(adapter, model, Case(steps=1))
+    assert_has_full_state(model)
+    with torch.no_grad():
+        forward(model)
+    assert_has_full_state(model)
 
 
-@over_pairs(
-    rest=False,
-    adapter=WITH_FLAT,
-    strategy=STRATEGIES,
-    precision={"fp32": None, "mixed": BF16},
-    tied=[False, True],
-    moment=list(MOMENTS),
-)
-def test_it_has_the_full_state_dict_bit_for_bit(
-    pool: Callable[[int], Pool],
-    adapter: Adapter,
-    strategy: Any,
-    precision: Precision | None,
-    tied: bool,
-    moment: str,
-) -> None:
-    case = Case(model=(("tied", tied),), precision=precision)
-    pool(4).run(equal_to_state_dict, adapter, strategy, case, moment)
+CASES = {"fp32": Case(), "mixed": Case(precision=Precision(torch.bfloat16, torch.float32))}
+CASES |= {f"{name}, tied": replace(case, model=(("tied", True),)) for name, case in CASES.items()}
+
+
+@over_each(adapter=WITH_FLAT, strategy=STRATEGIES, case=CASES)
+def test_it_has_the_full_state_dict_bit_for_bit(pool: Pools, adapter: Adapter, strategy: Any, case: Case) -> None:
+    pool(4).run(equal_at_all_moments, adapter, strategy, case)
+
+
+class WithExtraState(nn.Linear):
+    """A layer that has an object for state dicts."""
+
+    def get_extra_state(self) -> Any:
+        return {"scale": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
 
 
 def in_part(adapter: Adapter, dtype: torch.dtype | None, to: int | None) -> None:
-    """In a worker: a model in 16 and 32 bits, with integers, of which some parts are sharded and others are not."""
+    """In a worker: a model in 16 and 32 bits, with integers and objects, of which parts are sharded and compiled."""
     net = models.make_net()
     net.head.bfloat16()
+    net.blocks[0].up = WithExtraState(22, 37).to(models.device())
+    net.blocks[0].compile(backend="aot_eager")
     net.blocks[1].half()
     net.register_buffer("seen", torch.tensor([3, 4]).to(models.device()))
-    truth = {name: value.cpu().clone() for name, value in net.state_dict().items()}
+    truth = {name: value.cpu().clone() for name, value in net.state_dict().items() if isinstance(value, Tensor)}
     net.head = adapter.wrap(net.head, ZEROPP)
     net.blocks[1] = torch.compile(adapter.wrap(net.blocks[1], Strategy("NNN", gpus_per_node=2)))
     net.blocks[2] = checkpoint_wrapper(adapter.wrap(net.blocks[2], Strategy("III", gpus_per_node=2)))
@@ -110,23 +118,22 @@ def in_part(adapter: Adapter, dtype: torch.dtype | None, to: int | None) -> None
             value.zero_()
     else:
         assert not any(isinstance(value, Tensor) for value in weights.values())
-    assert_same(dict(gathered_weights(net)), truth)
+    assert_same(dict(gathered_weights(torch.compile(net))), truth)
 
 
 @over_each(adapter=ADAPTERS, dtype=[None, torch.bfloat16, torch.float32], to=[None, 0, 3])
 def test_it_casts_and_delivers_what_is_sharded_in_part(
-    pool: Callable[[int], Pool], adapter: Adapter, dtype: torch.dtype | None, to: int | None
+    pool: Pools, adapter: Adapter, dtype: torch.dtype | None, to: int | None
 ) -> None:
     pool(4).run(in_part, adapter, dtype, to)
 
 
 def left_early(adapter: Adapter, strategy: Any) -> None:
-    """In a worker: it is left at every tensor in turn, also by the garbage collector."""
+    """In a worker: it is left at every third tensor in turn, also by the garbage collector."""
     model, other = adapter.make(Case(), strategy), adapter.make(Case(), strategy)
-    step(adapter, model)
-    step(adapter, other)
-    names = list(full_state(model))
-    for count in range(len(names)):
+    for each in (model, other):
+        train(adapter, each, Case(steps=1))
+    for count in range(0, len(full_state(model)), 3):
         gathered = gathered_weights(model)
         for _ in range(count):
             next(gathered)
@@ -137,8 +144,8 @@ def left_early(adapter: Adapter, strategy: Any) -> None:
     assert train(adapter, model, Case(steps=2)) == train(adapter, other, Case(steps=2))
 
 
-@over_each(adapter=WITH_FLAT, strategy=STRATEGIES)
-def test_leaving_early_changes_nothing(pool: Callable[[int], Pool], adapter: Adapter, strategy: Any) -> None:
+@over_each(adapter=WITH_FLAT, strategy={name: STRATEGIES[name] for name in ("stock", "GGG", "IIG", "NNN")})
+def test_leaving_early_changes_nothing(pool: Pools, adapter: Adapter, strategy: Any) -> None:
     pool(4).run(left_early, adapter, strategy)
 
 
@@ -177,9 +184,9 @@ def bytes_sent(adapter: Adapter, dtype: torch.dtype | None, to: int | None) -> l
     return [sent + tap.total("inter"), total]
 
 
-@over_each(adapter=ADAPTERS, dtype=[None, torch.bfloat16, torch.float32], to=[None, 2])
+@over_each(rest=False, adapter=ADAPTERS, dtype=[None, torch.bfloat16, torch.float32], to=[None, 2])
 def test_it_sends_one_full_gather_in_the_dtype_asked_for(
-    pool: Callable[[int], Pool], adapter: Adapter, dtype: torch.dtype | None, to: int | None
+    pool: Pools, adapter: Adapter, dtype: torch.dtype | None, to: int | None
 ) -> None:
     ranks = pool(4).run(bytes_sent, adapter, dtype, to)
     full = max(total for _, total in ranks)
@@ -225,17 +232,16 @@ def peak_bytes(adapter: Adapter, strategy: Any, sizes: Any, dtype: torch.dtype |
     return [live.peak, allowed]
 
 
-@over_pairs(
+@over_each(
     rest=False,
-    adapter=WITH_FLAT,
+    use={f"{adapter}-{name}": (adapter, sizes) for adapter in WITH_FLAT for name, sizes in MODELS.items()},
     strategy=STRATEGIES,
-    sizes=MODELS,
-    dtype=[None, torch.bfloat16],
-    to=[None, 1],
+    how=[(dtype, to) for dtype in (None, torch.bfloat16) for to in (None, 1)],
 )
 def test_it_takes_the_memory_of_one_unit_at_most(
-    pool: Callable[[int], Pool], adapter: Adapter, strategy: Any, sizes: Any, dtype: torch.dtype | None, to: int | None
+    pool: Pools, use: tuple[Adapter, Any], strategy: Any, how: tuple[torch.dtype | None, int | None]
 ) -> None:
+    (adapter, sizes), (dtype, to) = use, how
     for rank, (peak, allowed) in enumerate(pool(4).run(peak_bytes, adapter, strategy, sizes, dtype, to)):
         assert peak <= allowed, rank
         if to in (None, rank):
@@ -248,8 +254,6 @@ def ahead(adapter: Adapter) -> float:
     """In a worker: the share of tensors whose gather had begun before the caller asked for them."""
     model = adapter.make(Case(model=LARGE_BLOCKS), ZEROPP)
     begun: list[int] = []
-    from fsdp_zpp.runtime import full_tensors
-
     original = full_tensors.Pending.__init__
 
     def note(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -264,59 +268,92 @@ def ahead(adapter: Adapter) -> float:
 
 
 @over_adapters
-def test_the_next_tensors_are_gathered_ahead(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+def test_the_next_tensors_are_gathered_ahead(pool: Pools, adapter: Adapter) -> None:
     assert all(share > 0.8 for share in pool(4).run(ahead, adapter))
 
 
 def of_nodes(adapter: Adapter) -> None:
     """In a worker: with local steps, nodes differ until they show the agreed weights."""
-    model = adapter.make(Case(), strategy_of("III", 2, every=2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for count in range(3):
-        models.loss_of(model, models.batch(count, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model = adapter.make(Case(), Strategy("III", local_steps=LocalSteps(every=2), gpus_per_node=2))
+    train(adapter, model, Case(clip=None))
+    assert_has_full_state(model)
     own = dict(gathered_weights(model))
-    assert_same(own, full_state(model))
     with agreed_weights(model):
+        assert_has_full_state(model)
         agreed = dict(gathered_weights(model))
-        assert_same(agreed, full_state(model))
     assert models.distance(own, agreed) > 0
-    for name, are_equal in (("own", False), ("agreed", True)):
-        weights = {"own": own, "agreed": agreed}[name]["head.weight"].contiguous()
-        others = [torch.empty_like(weights) for _ in range(4)]
-        dist.all_gather(others, weights)
-        assert torch.equal(others[0], others[2]) is are_equal, name
 
 
 @over_adapters
-def test_nodes_hand_out_their_own_weights_unless_the_agreed_ones_are_shown(
-    pool: Callable[[int], Pool], adapter: Adapter
-) -> None:
+def test_nodes_hand_out_their_own_weights_unless_the_agreed_ones_are_shown(pool: Pools, adapter: Adapter) -> None:
     pool(4).run(of_nodes, adapter)
 
 
 def beside_tensor_parallelism(adapter: Adapter, to: int | None) -> None:
     """In a worker: parameters that two parallelisms have sharded."""
     run = trained(adapter, Strategy("GGG", gpus_per_node=2), steps=1)
-    weights = dict(gathered_weights(run.model, rank=to))
+    weights, expected = dict(gathered_weights(run.model, rank=to)), full_state(run.model)
     if to in (None, dist.get_rank()):
-        assert_same(weights, full_state(run.model))
+        assert_same(weights, expected)
     else:
-        full_state(run.model)
         assert not any(isinstance(value, Tensor) for value in weights.values())
 
 
 @over_each(adapter=ADAPTERS, to=[None, 5])
-def test_other_parallelisms_are_gathered_too(pool: Callable[[int], Pool], adapter: Adapter, to: int | None) -> None:
+def test_other_parallelisms_are_gathered_too(pool: Pools, adapter: Adapter, to: int | None) -> None:
     pool(8).run(beside_tensor_parallelism, adapter, to)
 
 
-def replaced(adapter: Adapter) -> None:
-    """In a worker: a parameter that was given other memory, which FSDP has not seen yet."""
+def test_a_model_that_is_not_sharded_is_handed_out_as_it_is() -> None:
+    net = models.make_net(tied=True)
+    assert_same(dict(gathered_weights(net, rank=0)), net.state_dict())
+
+
+def amid_accumulation(adapter: Adapter, scopes: str) -> float:
+    """In a worker: the distance from a training without it, and at each moment what it hands out."""
+    case, trained = Case(micro_batches=3, steps=2), []
+    for asked in (False, True):
+        model = adapter.make(case, Strategy(scopes, gpus_per_node=2))
+        optimizer = models.make_optimizer("sgd", model.parameters())
+        for step in range(2):
+            for micro_batch in range(3):
+                with adapter.micro_batch(model, micro_batch == 2, False):
+                    loss = models.loss_of(model, models.batch(step, micro_batch))
+                    if asked and micro_batch == 0:
+                        dict(gathered_weights(model))  # between a forward and its backward
+                    loss.backward()
+                if asked:
+                    weights = dict(gathered_weights(model))
+            if asked:
+                assert_same(weights, full_state(model))
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(adapter.full_weights(model))
+    return models.distance(*trained)
+
+
+@over_each(adapter=WITH_FLAT, scopes=["GGG", "IIG", "NNG", "III"])
+def test_accumulated_gradients_stay(pool: Pools, adapter: Adapter, scopes: str) -> None:
+    assert pool(4).run(amid_accumulation, adapter, scopes) == [0.0] * 4
+
+
+def of_one_model(adapter: Adapter) -> None:
+    """In a worker: two iterators in turn, of which one is left half-way; then other memory."""
     model = adapter.make(Case(), ZEROPP)
-    forward(model).backward()
-    for parameter in model.parameters():
+    train(adapter, model, Case(steps=1))
+    expected = full_state(model)
+    one, other = gathered_weights(model), gathered_weights(model, dtype=torch.bfloat16)
+    first: dict[str, Tensor] = {}
+    for count, (name, weight) in enumerate(one):
+        first[name] = weight
+        if count < 4:
+            name, weight = next(other)
+            assert torch.equal(weight, expected[name].to(weight.device, torch.bfloat16))
+    assert_same(first, expected)
+    other.close()  # type: ignore[attr-defined]  # it is a generator
+    assert_same(dict(gathered_weights(model)), expected)
+
+    for parameter in model.parameters():  # other memory, which FSDP has not seen yet
         if adapter.torch_name == "fully_shard":
             parameter.data.to_local().fill_(3)
         else:
@@ -325,10 +362,23 @@ def replaced(adapter: Adapter) -> None:
 
 
 @over_adapters
-def test_it_has_what_was_written_to_parameters(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    pool(4).run(replaced, adapter)
+def test_iterators_may_run_at_once_and_see_what_was_written(pool: Pools, adapter: Adapter) -> None:
+    pool(4).run(of_one_model, adapter)
 
 
-def test_a_model_that_is_not_sharded_is_handed_out_as_it_is() -> None:
-    net = models.make_net(tied=True)
-    assert_same(dict(gathered_weights(net, rank=0)), net.state_dict())
+def frozen_base(adapter: Adapter) -> None:
+    """In a worker: a quantized base with ties, cast."""
+    net: Any = models.make_net(tied=True, width=64, hidden=96)
+    net.requires_grad_(False)
+    for block in net.blocks:
+        block.norm.requires_grad_(True)
+    quantize_frozen_params(net, Int8(64), placement="G", gpus_per_node=2)
+    model = adapter.shard(net, Case(), ZEROPP)
+    exact, cast = dict(gathered_weights(model)), dict(gathered_weights(model, dtype=torch.bfloat16))
+    assert torch.equal(exact["head.weight"], exact["embedding.weight"])
+    assert_same(cast, {name: value.bfloat16() for name, value in exact.items()})
+
+
+@over_adapters
+def test_a_quantized_base_is_cast_from_its_decoded_values(pool: Pools, adapter: Adapter) -> None:
+    pool(4).run(frozen_base, adapter)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Adapter, original_name
-from harness.covering import ADAPTERS, over_each, over_pairs
+from harness.covering import ADAPTERS, over_adapters, over_each
 from harness.fsdp2 import Fsdp2
 from harness.late_hops import late_hops
-from harness.pool import Pool
+from harness.pool import Pools
 from harness.training import make_scaler, without_gradient
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -79,15 +79,11 @@ def accumulated(adapter: Adapter, strategy: Any, change: str) -> dict[str, Tenso
     return adapter.full_gradients(model)
 
 
-@over_pairs(rest=False, scopes=SCOPES, change=CHANGES)
-def test_gradients_stay_with_their_parameters(
-    pool: Callable[[int], Pool], scopes: str, change: list[tuple[Sequence[int], bool]]
-) -> None:
-    name = next(key for key, value in CHANGES.items() if value is change)
-    expected = pool(4).once(accumulated, Fsdp2(), STOCK, name)
-    for ours, stock in zip(
-        pool(4).run(accumulated, Fsdp2(), Strategy(scopes, gpus_per_node=2), name), expected, strict=True
-    ):
+@over_each(2, scopes=SCOPES, change=list(CHANGES))
+def test_gradients_stay_with_their_parameters(pool: Pools, scopes: str, change: str) -> None:
+    expected = pool(4).once(accumulated, Fsdp2(), STOCK, change)
+    found = pool(4).run(accumulated, Fsdp2(), Strategy(scopes, gpus_per_node=2), change)
+    for ours, stock in zip(found, expected, strict=True):
         assert models.distance(ours, stock) <= 1e-5
 
 
@@ -108,7 +104,7 @@ def divided(strategy: Any, dtype: torch.dtype | None, factor: float | None) -> T
     scopes=[*SCOPES, "zeropp"], how=[(torch.float16, None), (None, 10.0), (torch.float16, 10.0), (torch.float32, None)]
 )
 def test_earlier_micro_batches_are_divided_like_the_last(
-    pool: Callable[[int], Pool], scopes: str, how: tuple[torch.dtype | None, float | None]
+    pool: Pools, scopes: str, how: tuple[torch.dtype | None, float | None]
 ) -> None:
     strategy = Strategy.zeropp(gpus_per_node=2) if scopes == "zeropp" else Strategy(scopes, gpus_per_node=2)
     expected = pool(4).once(divided, STOCK, *how)[0]
@@ -119,6 +115,8 @@ def test_earlier_micro_batches_are_divided_like_the_last(
 
 
 # ---- errors that are fed back
+
+FEEDBACK = {"fp32 errors": LoCo(beta=0.0), "int8 errors": LoCo(beta=0.0, dtype=Int8(128))}
 
 
 def summed_error(adapter: Adapter, strategy: Strategy, how: str) -> dict[str, float]:
@@ -133,7 +131,7 @@ def summed_error(adapter: Adapter, strategy: Strategy, how: str) -> dict[str, fl
             model.heads[i] = adapter.wrap(head, strategy)
     model = adapter.wrap(model, strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    sums, exact_sums = ({original_name(name): 0.0 for name, _ in exact.named_parameters()} for _ in range(2))
+    sums = {original_name(name): 0.0 for name, _ in exact.named_parameters()}
     for step in range(16):
         used = [step % HEADS]
         if how == "frozen":
@@ -142,35 +140,40 @@ def summed_error(adapter: Adapter, strategy: Strategy, how: str) -> dict[str, fl
         exact(inputs(step), used).backward()
         for name, gradient in adapter.full_gradients(model).items():
             sums[name] = sums[name] + gradient
-        for name, parameter in exact.named_parameters():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                exact_sums[name] = exact_sums[name] + parameter.grad.cpu() / dist.get_world_size()
         optimizer.step()
         optimizer.zero_grad()
-        exact.zero_grad()
-    return {name: float((sums[name] - s).norm() / s.norm()) for name, s in exact_sums.items()}
+    return {name: float((sums[name] - mean).norm() / mean.norm()) for name, mean in mean_gradients(exact).items()}
 
 
-FEEDBACK = {"fp32 errors": LoCo(beta=0.0), "int8 errors": LoCo(beta=0.0, dtype=Int8(128))}
+def mean_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Means over ranks of what an unsharded model has accumulated."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(parameter.grad)
+    return {name: parameter.grad.cpu() / dist.get_world_size() for name, parameter in model.named_parameters()}
 
 
-@over_pairs(rest=False, adapter=ADAPTERS, scopes=("IGG", "IIG", "III", "NNN"), config=FEEDBACK, how=("frozen", "idle"))
+WAITING = {
+    f"{config}, {how}": (FEEDBACK[f"{config} errors"], how)
+    for config, how in [("fp32", "frozen"), ("fp32", "idle"), ("int8", "idle"), ("int8", "frozen")]
+}
+
+
+@over_each(adapter=ADAPTERS, scopes=("IGG", "IIG", "III", "NNN"), waiting=WAITING)
 def test_errors_wait_for_their_parameters(
-    pool: Callable[[int], Pool], adapter: Adapter, scopes: str, config: LoCo, how: str
+    pool: Pools, adapter: Adapter, scopes: str, waiting: tuple[LoCo, str]
 ) -> None:
     make = partial(Strategy, scopes, gradients=Int4(128), intra_gradients=Int8(128), gpus_per_node=2)
-    ours = pool(4).run(summed_error, adapter, make(error_feedback=config), how)[0]
-    without = pool(4).run(summed_error, adapter, make(), how)[0]
+    config, how = waiting
+    ours = pool(4).once(summed_error, adapter, make(error_feedback=config), how)[0]
+    without = pool(4).once(summed_error, adapter, make(), how)[0]
     for name, error in ours.items():
         # The last of four errors is left out, instead of the sum of all.
         assert error <= 0.6 * without[name], name
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS, ids=str)
-def test_a_head_that_is_frozen_meanwhile_is_like_one_in_a_unit_of_its_own(
-    pool: Callable[[int], Pool], adapter: Adapter
-) -> None:
+@over_adapters
+def test_a_head_that_is_frozen_meanwhile_is_like_one_in_a_unit_of_its_own(pool: Pools, adapter: Adapter) -> None:
     strategy = Strategy("IGG", gradients=Int4(128), error_feedback=LoCo(beta=0.0), gpus_per_node=2)
     together, apart = (pool(4).run(summed_error, adapter, strategy, how)[0] for how in ("frozen", "idle in units"))
     assert together == pytest.approx(apart, rel=1e-3)
@@ -178,22 +181,26 @@ def test_a_head_that_is_frozen_meanwhile_is_like_one_in_a_unit_of_its_own(
 
 IN_TURN = FEEDBACK | {"both hops": LoCo(beta=0.0, hops="both")}
 FREE = tuple(f"heads.{i}.weight" for i in range(HEADS))
+STEPS = 45
+
+
+def head_of(step: int, uses: str) -> int:
+    """The head that this rank uses.
+
+    Args:
+        step: Another one in each.
+        uses: ``"alike"`` if all ranks use one head; ``"nodes"`` and ``"ranks"`` if each node, or each rank of a node,
+            uses another one.
+    """
+    return (step + {"alike": 0, "nodes": dist.get_rank() // 2, "ranks": dist.get_rank() % 2}[uses]) % 3
 
 
 def in_turn(adapter: Adapter, strategy: Any, uses: str) -> tuple[dict[str, Tensor], list[frozenset[str]]]:
-    """In a worker: summed gradients, and which parameters had none in each step.
-
-    Args:
-        adapter: Shards the model.
-        strategy: How.
-        uses: ``"alike"`` if all ranks use one head, another one in each step; ``"nodes"`` and ``"ranks"`` if each node,
-            or each rank of a node, uses another one.
-    """
+    """In a worker: summed gradients, and which parameters had none in each step."""
     model, sums, without = adapter.wrap(make_heads(), strategy), {}, []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    shift = {"alike": 0, "nodes": dist.get_rank() // 2, "ranks": dist.get_rank() % 2}[uses]
-    for step in range(45):
-        model(inputs(step), [(step + shift) % 3]).backward()
+    for step in range(STEPS):
+        model(inputs(step), [head_of(step, uses)]).backward()
         gradients = adapter.full_gradients(model)
         without.append(without_gradient(model))
         for name, gradient in gradients.items():
@@ -205,45 +212,47 @@ def in_turn(adapter: Adapter, strategy: Any, uses: str) -> tuple[dict[str, Tenso
     return sums, without
 
 
-@over_pairs(rest=False, adapter=ADAPTERS, scopes=SCOPES, config=IN_TURN)
-def test_heads_in_turn_get_all_of_their_gradients_and_no_others(
-    pool: Callable[[int], Pool], adapter: Adapter, scopes: str, config: LoCo
-) -> None:
-    """Errors of a head wait until it is used again; in between it has no gradient, as in stock."""
-    codecs = {"gradients": Int4(2048), "intra_gradients": Int8(128) if config.hops == "both" else None}
-    strategy = Strategy(scopes, error_feedback=config, gpus_per_node=2, **codecs)
-    exact, without_in_stock = pool(4).once(in_turn, adapter, STOCK, "alike")[0]
-    ours, without = pool(4).run(in_turn, adapter, strategy, "alike")[0]
-    assert without == without_in_stock
-    for name in ours:
-        assert (ours[name] - exact[name]).norm() <= 0.08 * exact[name].norm(), name
-
-
 def exact_in_turn(uses: str) -> dict[str, Tensor]:
     """In a worker: the means over ranks of the gradients that ``in_turn`` sums."""
     model = make_heads()
-    shift = {"nodes": dist.get_rank() // 2, "ranks": dist.get_rank() % 2}[uses]
-    for step in range(45):
-        model(inputs(step), [(step + shift) % 3]).backward()
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        dist.all_reduce(parameter.grad)
-    return {name: parameter.grad.cpu() / dist.get_world_size() for name, parameter in model.named_parameters()}
+    for step in range(STEPS):
+        model(inputs(step), [head_of(step, uses)]).backward()
+    return mean_gradients(model)
 
 
-@over_pairs(rest=False, adapter=ADAPTERS, scopes=("IGG", "IIG", "III", "NNN"), config=IN_TURN, uses=("nodes", "ranks"))
-def test_ranks_may_use_other_heads_where_errors_are_fed_back(
-    pool: Callable[[int], Pool], adapter: Adapter, scopes: str, config: LoCo, uses: str
-) -> None:
-    """All ranks get the gradient of a head that any of them has used."""
+def assert_sums_are_exact(pool: Pools, adapter: Adapter, scopes: str, config: LoCo, uses: str) -> list[frozenset[str]]:
+    """Return the parameters that had no gradient in each step."""
     codecs = {"gradients": Int4(2048), "intra_gradients": Int8(128) if config.hops == "both" else None}
     strategy = Strategy(scopes, error_feedback=config, gpus_per_node=2, **codecs)
     exact = pool(4).once(exact_in_turn, uses)[0]
     ours, without = pool(4).run(in_turn, adapter, strategy, uses)[0]
-    if adapter.torch_name == "fully_shard":  # a flat parameter has one gradient for all
-        assert without == [frozenset({f"heads.{(step + 2) % 3}.weight", "heads.3.weight"}) for step in range(45)]
     for name in ours:
         assert (ours[name] - exact[name]).norm() <= 0.08 * exact[name].norm() + 1e-7, name
+    return without
+
+
+@over_each(adapter=ADAPTERS, scopes=["GGG", "IIG", "III", "NNG", "NNN"], config=IN_TURN)
+def test_heads_in_turn_get_all_of_their_gradients_and_no_others(
+    pool: Pools, adapter: Adapter, scopes: str, config: LoCo
+) -> None:
+    """Errors of a head wait until it is used again; in between it has no gradient, as in stock."""
+    _, without_in_stock = pool(4).once(in_turn, adapter, STOCK, "alike")[0]
+    assert assert_sums_are_exact(pool, adapter, scopes, config, "alike") == without_in_stock
+
+
+@over_each(
+    adapter=ADAPTERS,
+    scopes=("IGG", "IIG", "III", "NNN"),
+    config=IN_TURN,
+    uses=("nodes", "ranks"),
+)
+def test_ranks_may_use_other_heads_where_errors_are_fed_back(
+    pool: Pools, adapter: Adapter, scopes: str, config: LoCo, uses: str
+) -> None:
+    """All ranks get the gradient of a head that any of them has used."""
+    without = assert_sums_are_exact(pool, adapter, scopes, config, uses)
+    if adapter.torch_name == "fully_shard":  # a flat parameter has one gradient for all
+        assert without == [frozenset({f"heads.{(step + 2) % 3}.weight", "heads.3.weight"}) for step in range(STEPS)]
 
 
 def scaled_in_turn(adapter: Adapter, strategy: Strategy, overflow_at: int | None, scaled: bool) -> dict[str, Tensor]:
@@ -262,9 +271,9 @@ def scaled_in_turn(adapter: Adapter, strategy: Strategy, overflow_at: int | None
     return adapter.full_weights(model)
 
 
-@over_pairs(rest=False, adapter=ADAPTERS, scopes=("IGG", "III", "NNN"), config=IN_TURN, overflow_at=(1, 4))
+@over_each(adapter=ADAPTERS, scopes=("IGG", "III", "NNN"), config=IN_TURN, overflow_at=(1, 4))
 def test_scalers_leave_what_waits_as_it_was(
-    pool: Callable[[int], Pool], adapter: Adapter, scopes: str, config: LoCo, overflow_at: int
+    pool: Pools, adapter: Adapter, scopes: str, config: LoCo, overflow_at: int
 ) -> None:
     """Errors that wait follow the loss scale, a power of two, so weights are the same without a scaler."""
     strategy = Strategy(scopes, gradients=Int4(128), intra_gradients=Int8(128), error_feedback=config, gpus_per_node=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from harness.adapter import Adapter, Case
 from harness.covering import ADAPTERS, over_pairs
 from harness.fsdp2 import Fsdp2
 from harness.late_hops import CYCLES, late_hops
-from harness.pool import Pool, device_type
+from harness.pool import Pools, device_type
 from harness.strategies import FOURTEEN, PRESETS
 from harness.training import train
 from torch import Tensor, nn
@@ -41,9 +40,7 @@ def compared(adapter: Adapter, strategy: Strategy, level: str) -> list[str]:
 
 
 @over_pairs(rest=False, adapter=ADAPTERS, strategy=STRATEGIES, level=("inter", "intra"))
-def test_late_hops_change_no_weights(
-    pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy, level: str
-) -> None:
+def test_late_hops_change_no_weights(pool: Pools, adapter: Adapter, strategy: Strategy, level: str) -> None:
     assert pool(4).run(compared, adapter, strategy, level) == [[]] * 4
 
 
@@ -62,7 +59,7 @@ def with_a_hook_in_a_stream(levels: tuple[str, ...]) -> dict[str, Tensor]:
     return Fsdp2().full_weights(model)
 
 
-def test_a_hook_may_have_a_stream_of_its_own(pool: Callable[[int], Pool]) -> None:
+def test_a_hook_may_have_a_stream_of_its_own(pool: Pools) -> None:
     in_time, late = (pool(4).run(with_a_hook_in_a_stream, levels) for levels in ((), ("inter",)))
     for ours, theirs in zip(in_time, late, strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -98,5 +95,5 @@ class Cast(nn.Module):
         return self.layer(x.float()).bfloat16()
 
 
-def test_slow_layers_compute_with_their_own_weights(pool: Callable[[int], Pool]) -> None:
+def test_slow_layers_compute_with_their_own_weights(pool: Pools) -> None:
     assert pool(4).run(with_slow_layers, CYCLES) == pool(4).run(with_slow_layers, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from harness import models
 from harness.adapter import Adapter, Case
-from harness.covering import SCOPES, over_adapters
+from harness.covering import over_adapters
 from harness.fsdp1 import Fsdp1
 from harness.pool import Pool, device_type, start_method
 from harness.training import train
@@ -25,7 +25,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from fsdp_zpp import LocalSteps, Strategy, clip_grad_norm_, gathered_weights
 
-CASE = Case(steps=2)
+CASE = Case(model=(("blocks", 1),), steps=2)
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Job:
 JOBS = (Job(), Job(is_turned=True), Job(2, 1), Job(4, 1, backend="cpu:gloo"))
 
 
-def strategies(gpus_per_node: int) -> Iterator[tuple[str, Strategy]]:
-    for scopes in SCOPES:
-        yield scopes, Strategy(scopes, gpus_per_node=gpus_per_node)
+def strategies(scopes: Sequence[str], gpus_per_node: int) -> Iterator[tuple[str, Strategy]]:
+    for each in scopes:
+        yield each, Strategy(each, gpus_per_node=gpus_per_node)
     yield "loco", Strategy.loco(gpus_per_node=gpus_per_node)
     yield "local steps", Strategy.diloco(gpus_per_node=gpus_per_node, local_steps=LocalSteps(2))
 
@@ -81,14 +81,16 @@ def state_dicts(model: Any, optimizer: Any, full: bool) -> dict[str, Any]:
     return {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in (of_model | states).items()}
 
 
-def found_in_a_job(adapter: Adapter, gpus_per_node: int, kept: list[Any] | None = None) -> dict[str, Any]:
+def found_in_a_job(
+    adapter: Adapter, scopes: Sequence[str], gpus_per_node: int, kept: list[Any] | None = None
+) -> dict[str, Any]:
     """In a worker: what models under each strategy give; they live on in ``kept``."""
     found: dict[str, Any] = {}
-    for name, strategy in strategies(gpus_per_node):
+    for name, strategy in strategies(scopes, gpus_per_node):
         is_fsdp1 = isinstance(adapter, Fsdp1)
         if is_fsdp1:  # its sharded state dicts are DTensors only with a mesh
             mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
-            model = adapter.wrap(models.make_net(), strategy, device_mesh=mesh)
+            model = adapter.wrap(models.make_net(**dict(CASE.model)), strategy, device_mesh=mesh)
         else:
             model = adapter.make(CASE, strategy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -106,16 +108,11 @@ def found_in_a_job(adapter: Adapter, gpus_per_node: int, kept: list[Any] | None 
 
 
 def _plain(value: Any) -> Any:
-    return (
-        value.full_tensor().tolist()
-        if isinstance(value, DTensor)
-        else value.tolist()
-        if isinstance(value, Tensor)
-        else value
-    )
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole.tolist() if isinstance(whole, Tensor) else whole
 
 
-def in_turn(process: int, adapter: Adapter, folder: str) -> None:
+def in_turn(process: int, adapter: Adapter, scopes: Sequence[str], folder: str) -> None:
     """A process that takes part in all jobs that have a rank for it."""
     torch.set_num_threads(1)
     kept: list[Any] = []
@@ -130,20 +127,24 @@ def in_turn(process: int, adapter: Adapter, folder: str) -> None:
         if job.is_turned:
             init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "inner"))
         kept = kept[len(kept) // 2 :]  # some outlive their job
-        found = found_in_a_job(adapter, job.gpus_per_node, kept)
+        found = found_in_a_job(adapter, scopes, job.gpus_per_node, kept)
         torch.save(found, Path(folder, f"{number} {rank}"))
         dist.barrier()
         dist.destroy_process_group()
 
 
 @pytest.mark.skipif(device_type() == "cuda", reason="processes are their ranks, also in smaller jobs")
+@pytest.mark.parametrize(
+    "scopes", [("IIG", "NNN"), pytest.param(("GGG", "IGG", "III", "NNG"), marks=pytest.mark.wide)], ids="-".join
+)
 @over_adapters
 def test_jobs_of_a_process_give_what_each_gives_alone(
-    pool: Callable[[int], Pool], adapter: Adapter, tmp_path: Path
+    pool: Callable[[int], Pool], adapter: Adapter, scopes: Sequence[str], tmp_path: Path
 ) -> None:
-    start_processes(in_turn, (adapter, str(tmp_path)), nprocs=4, start_method=start_method().get_start_method())
+    start_processes(in_turn, (adapter, scopes, str(tmp_path)), 4, start_method=start_method().get_start_method())
     for number, job in enumerate(JOBS):
-        for rank, alone in enumerate(pool(job.world).run(found_in_a_job, adapter, job.gpus_per_node)):
+        of_job = pool(job.world).once(found_in_a_job, adapter, scopes, job.gpus_per_node)
+        for rank, alone in enumerate(of_job):
             found = torch.load(tmp_path / f"{number} {rank}")
             for name, expected in alone.items():
                 assert found[name] == expected, (number, rank, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 import torch.distributed as dist
 from harness import models
 from harness.adapter import Adapter, Case, original_name
-from harness.covering import ADAPTERS, WITH_FLAT, over_adapters, over_each, over_pairs
+from harness.covering import ADAPTERS, WITH_FLAT, over_each
+from harness.fsdp2 import Fsdp2
+from harness.messages import attempt
 from harness.pool import Pool
 from harness.training import train
 from local_nodes import LAYOUTS, strategy_of
@@ -120,23 +123,13 @@ def exact_means(adapter: Adapter, layout: tuple[str, int], optimizer: str) -> tu
     return off, differing(before), differing(after)
 
 
-@over_pairs(adapter=WITH_FLAT, layout=LAYOUTS, optimizer=["AMSGrad", "momentum", "two"])
-def test_an_exact_average_is_the_mean(
+@over_each(adapter=WITH_FLAT, layout=LAYOUTS, optimizer=list(OPTIMIZERS))
+def test_an_exact_average_is_the_mean_of_every_optimizer_of_torch(
     pool: Callable[[int], Pool], adapter: Adapter, layout: tuple[str, int], optimizer: str
 ) -> None:
     if optimizer == "two" and adapter == WITH_FLAT[2]:
         optimizer = "momentum"  # there are too few flat parameters
     for off, before, after in pool(4).run(exact_means, adapter, layout, optimizer):
-        assert off <= 4  # a rounding for each node
-        assert before > 0
-        assert after == 0
-
-
-@over_each(adapter=ADAPTERS, optimizer=list(OPTIMIZERS))
-def test_every_optimizer_of_torch_with_moments_is_averaged(
-    pool: Callable[[int], Pool], adapter: Adapter, optimizer: str
-) -> None:
-    for off, before, after in pool(4).run(exact_means, adapter, ("III", 2), optimizer):
         assert off <= 4  # a rounding for each node
         assert (before > 0) == (optimizer != "without states")
         assert after == 0
@@ -154,7 +147,7 @@ def moments_differ(adapter: Adapter, layout: tuple[str, int], case: Case, option
     return found
 
 
-@over_pairs(
+@over_each(
     adapter=WITH_FLAT,
     layout=[("III", 1), ("III", 2), ("NNN", 2)],
     overlap=[0, 1],
@@ -213,9 +206,9 @@ def test_a_node_without_states_of_a_parameter_counts_as_zeros(
     assert factors == pytest.approx([0.5] * len(factors), rel=1e-6 if exact else 0.02)
 
 
-def largest_update(adapter: Adapter) -> tuple[float, float]:
+def largest_update() -> tuple[float, float]:
     """In a worker: Adam's largest update before and after an exchange, where each node saw tokens of its own."""
-    model = adapter.make(CASE, strategy_of("III", 1, every=50, moments_every=1))
+    model = Fsdp2().make(CASE, strategy_of("III", 1, every=50, moments_every=1))
     optimizer = AdamW(model.parameters(), 3e-3)
     for step in range(10):
         tokens = models.batch(step, 0) % 15 + 15 * dist.get_rank()
@@ -234,9 +227,8 @@ def largest_update(adapter: Adapter) -> tuple[float, float]:
     return found[0], found[1]
 
 
-@over_adapters
-def test_updates_of_rows_that_one_node_saw_do_not_blow_up(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    for before, after in pool(4).run(largest_update, adapter):
+def test_updates_of_rows_that_one_node_saw_do_not_blow_up(pool: Callable[[int], Pool]) -> None:
+    for before, after in pool(4).run(largest_update):
         assert 0 < after < 2 * before
 
 
@@ -263,44 +255,32 @@ class OddStates(SGD):
         return result
 
 
-def refused(adapter: Adapter, kinds: tuple[str, str], every: int | None) -> tuple[str, int]:
+def refused(adapter: Adapter, kinds: tuple[str, str], every: int | None) -> str:
     """In a worker: what the exchange says where the first rank's states are of one kind, others' of another one."""
     model = adapter.make(CASE, strategy_of("III", 2, every=1, moments_every=every))
     kind = kinds[dist.get_rank() > 0]
     optimizer = models.PlainSgd(model) if kind == "not torch's" else OddStates(model.parameters(), kind)
-    message = ""
-    try:
-        train(adapter, model, CASE, optimizer=optimizer)
-    except ValueError as error:
-        message = str(error)
-    return message, dist.get_rank()
+    return attempt((partial(train, adapter, model, CASE, optimizer=optimizer), ValueError, ""))[1]
 
 
-@over_each(
-    adapter=ADAPTERS,
-    kinds={
-        "8 bits": ("8 bits", "good"),
-        "rows": ("good", "rows"),
-        "list": ("list", "list"),
-        "kinds": ("good", "other"),
-        "foreign": ("not torch's", "not torch's"),
-    },
-)
+REFUSED = {
+    "8 bits": (("8 bits", "good"), "OddStates keeps 'odd' of .* as a Tensor torch.uint8 of shape"),
+    "rows": (("good", "rows"), "keeps 'odd' of .* as a Tensor torch.float32 of shape .3., which nodes can't average"),
+    "list": (("list", "list"), "as a list, which nodes can't average"),
+    "kinds": (("good", "other"), "their optimizers keep different states of it"),
+    "foreign": (("not torch's", "not torch's"), "no optimizer derived from torch.optim.Optimizer has stepped"),
+}
+
+
+@over_each(adapter=ADAPTERS, name=list(REFUSED))
 def test_what_cannot_be_averaged_is_said_on_every_rank(
-    pool: Callable[[int], Pool], adapter: Adapter, kinds: tuple[str, str]
+    pool: Callable[[int], Pool], adapter: Adapter, name: str
 ) -> None:
-    parts = {
-        "8 bits": "OddStates keeps 'odd' of .* as a Tensor torch.uint8 of shape",
-        "rows": "OddStates keeps 'odd' of .* as a Tensor torch.float32 of shape .3., which nodes can't average",
-        "list": "as a list, which nodes can't average",
-        "other": "their optimizers keep different states of it",
-        "not torch's": "no optimizer derived from torch.optim.Optimizer has stepped",
-    }
-    part = next(text for kind, text in parts.items() if kind in kinds)
-    for message, _ in pool(4).run(refused, adapter, kinds, 1):
+    kinds, part = REFUSED[name]
+    for message in pool(4).run(refused, adapter, kinds, 1):
         assert re.search(part, message), message
-    if kinds == ("list", "list"):
-        assert all(message == "" for message, _ in pool(4).run(refused, adapter, kinds, None))
+    if name == "list":
+        assert pool(4).run(refused, adapter, kinds, None) == [""] * 4
 
 
 def without_optimizers(adapter: Adapter, levels: str) -> int:
@@ -317,7 +297,7 @@ def without_optimizers(adapter: Adapter, levels: str) -> int:
     return differing(everywhere(states(model, [optimizer]))[dist.get_rank() % 2 :: 2])
 
 
-@over_pairs(adapter=ADAPTERS, levels=["III", "NNN"])
+@over_each(adapter=ADAPTERS, levels=["III", "NNN"])
 def test_an_optimizer_that_some_ranks_have_freed_is_left_out(
     pool: Callable[[int], Pool], adapter: Adapter, levels: str
 ) -> None:

@@ -1,193 +1,192 @@
-"""Scripts that train nothing, or send in every micro-batch what a step needs, are told so once; others are not."""
+"""Scripts that train nothing, or send more than they need, are told so once, by the first rank; others are not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import product
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from harness import models
 from harness.adapter import Adapter, Case
-from harness.covering import ADAPTERS, over_adapters_and_flat
+from harness.covering import ADAPTERS, WITH_FLAT
 from harness.fsdp1 import Fsdp1
 from harness.messages import collected
-from harness.pool import Pool
+from harness.pool import Pools
 from harness.training import train
 from torch import nn
 
 from fsdp_zpp import Strategy
 
-ZEROPP = Strategy.zeropp(gpus_per_node=2)
+ONE: dict[str, Any] = {"gpus_per_node": 1}
+ZEROPP = Strategy.zeropp(**ONE)
 STEPS = 4
 
-Train = Callable[[Adapter], None]
+Train = Callable[[Adapter], object]
 
 
-def _loss(model: nn.Module, step: int = 0) -> torch.Tensor:
+def loss_of(model: nn.Module, step: int = 0) -> torch.Tensor:
     return models.loss_of(model, models.batch(step, 0))
 
 
-def _early(adapter: Adapter) -> tuple[Any, torch.optim.Optimizer]:
-    """A model and an optimizer that was made before it was sharded."""
-    net = models.make_net()
-    optimizer = models.make_optimizer("sgd", net.parameters())
-    return adapter.shard(net, Case(), ZEROPP), optimizer
+def make(adapter: Adapter) -> tuple[Any, torch.optim.Optimizer]:
+    model = adapter.make(Case(), ZEROPP)
+    return model, models.make_optimizer("sgd", model.parameters())
 
 
-def optimizer_before_sharding(adapter: Adapter) -> None:
-    model, optimizer = _early(adapter)
-    for _ in range(STEPS):
-        _loss(model).backward()
+def steps_of(optimizer: Any, work: Callable[[int], object]) -> None:
+    for step in range(STEPS):
+        work(step)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def every_micro_batch_synchronized(adapter: Adapter) -> None:
-    case = Case(steps=STEPS, micro_batches=2, synced=True)
-    train(adapter, adapter.make(case, ZEROPP), case)
+def trained(case: Case) -> Train:
+    return lambda adapter: train(adapter, adapter.make(case, ZEROPP), case)
 
 
-def every_micro_batch_synchronized_and_scaled(adapter: Adapter) -> None:
-    case = Case(steps=STEPS, micro_batches=2, synced=True, scaler=True)
-    train(adapter, adapter.make(case, ZEROPP), case)
+def optimizer_before_sharding(adapter: Adapter) -> None:
+    net = models.make_net()
+    optimizer = models.make_optimizer("sgd", net.parameters())
+    model = adapter.shard(net, Case(), ZEROPP)
+    steps_of(optimizer, lambda step: loss_of(model).backward())
 
 
-MISTAKES: dict[Train, str] = {
-    optimizer_before_sharding: "make the optimizer after it",
-    every_micro_batch_synchronized: "each of 2 backwards before an optimizer step has synchronized gradients",
-    every_micro_batch_synchronized_and_scaled: "each of 2 backwards before an optimizer step",
+def frozen_block(scopes: str, only_trained: bool) -> Train:
+    """An optimizer holds a frozen block, or only what is trained."""
+
+    def training(adapter: Adapter) -> None:
+        model = adapter.make(Case(frozen=True), Strategy(scopes, **ONE))
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad or not only_trained], lr=0.1)
+        steps_of(optimizer, lambda step: loss_of(model, step).backward())
+
+    return training
+
+
+def overridden(adapter: Adapter) -> None:
+    overrides = {"Block": Strategy("GGG"), "*block": Strategy("IGG")}
+    model = adapter.make(Case(), Strategy.zeropp(overrides=overrides, **ONE))
+    loss_of(model).backward()
+
+
+MISTAKES: dict[str, tuple[Train, str]] = {
+    "optimizer before sharding": (optimizer_before_sharding, "make the optimizer after it"),
+    "every micro-batch synchronized": (
+        trained(Case(steps=STEPS, micro_batches=2, synced=True)),
+        "each of 2 backwards before an optimizer step has synchronized gradients",
+    ),
+    "every micro-batch synchronized and scaled": (
+        trained(Case(steps=STEPS, micro_batches=2, synced=True, scaler=True)),
+        "each of 2 backwards before an optimizer step has synchronized gradients",
+    ),
+    "frozen units that are sent in vain": (
+        frozen_block("IGG", only_trained=False),
+        "an optimizer was given parameters of 1 frozen unit (blocks.0), ",
+    ),
+    "pattern that matches nothing": (
+        overridden,
+        "Net: overrides for '*block' apply to no module: no class has such a name; did you mean Block?",
+    ),
 }
-
-
-def accumulated(adapter: Adapter) -> None:
-    case = Case(steps=STEPS, micro_batches=3)
-    train(adapter, adapter.make(case, ZEROPP), case)
 
 
 def recomputed(adapter: Adapter) -> None:
     for kind in ("inside no_reentrant", "outside reentrant"):
-        case = Case(steps=STEPS, checkpointing=kind)
-        train(adapter, adapter.make(case, ZEROPP), case)
+        trained(Case(steps=STEPS, checkpointing=kind))(adapter)
 
 
 def several_losses(adapter: Adapter) -> None:
-    model = adapter.make(Case(), ZEROPP)
-    optimizer = models.make_optimizer("sgd", model.parameters())
-    for step in range(STEPS):
+    model, optimizer = make(adapter)
+
+    def work(step: int) -> None:
         logits = model(models.batch(step, 0)[:, :-1] % 61)
         logits.square().mean().backward(retain_graph=True)
         logits.abs().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    steps_of(optimizer, work)
 
 
 def once(adapter: Adapter) -> None:
-    model = adapter.make(Case(), ZEROPP)
-    optimizer = models.make_optimizer("sgd", model.parameters())
-    for step in range(STEPS):
-        for _ in range(1 + step % 2):
-            _loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model, optimizer = make(adapter)
+    steps_of(optimizer, lambda step: [loss_of(model, step).backward() for _ in range(1 + step % 2)])
 
 
 def cleared_between(adapter: Adapter) -> None:
-    model = adapter.make(Case(), ZEROPP)
-    optimizer = models.make_optimizer("sgd", model.parameters())
-    for step in range(STEPS):
+    model, optimizer = make(adapter)
+
+    def work(step: int) -> None:
         for clear in (optimizer.zero_grad, model.zero_grad):
-            _loss(model, step).backward()
+            loss_of(model, step).backward()
             clear()
-        _loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        loss_of(model, step).backward()
 
-
-def two_models(adapter: Adapter) -> None:
-    pair = [adapter.make(Case(), ZEROPP) for _ in range(2)]
-    optimizers = [models.make_optimizer("sgd", model.parameters()) for model in pair]
-    for step in range(STEPS):
-        (_loss(pair[0], step) + _loss(pair[1], step)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    steps_of(optimizer, work)
 
 
 def as_a_gan(adapter: Adapter) -> None:
     """The second model has two forwards and backwards before its step, and then one for the first model's."""
-    first, second = (adapter.make(Case(), ZEROPP) for _ in range(2))
-    optimizers = [models.make_optimizer("sgd", model.parameters()) for model in (first, second)]
+    (first, optimizer), (second, other) = make(adapter), make(adapter)
     for step in range(STEPS):
-        optimizers[1].zero_grad()
+        other.zero_grad()
         for _ in range(2):
-            _loss(second, step).backward()
-        optimizers[1].step()
-        optimizers[0].zero_grad()
-        (_loss(first, step) + _loss(second, step)).backward()
-        optimizers[0].step()
+            loss_of(second, step).backward()
+        other.step()
+        optimizer.zero_grad()
+        (loss_of(first, step) + loss_of(second, step)).backward()
+        optimizer.step()
 
 
 def frozen_within_a_loss(adapter: Adapter) -> None:
     judge = adapter.wrap(nn.Linear(6, 6).to(models.device()).requires_grad_(False), ZEROPP)
     image = nn.Parameter(torch.ones(2, 6, device=models.device()))
-    optimizer = torch.optim.SGD([image], lr=0.1)
-    for _ in range(STEPS):
-        judge(image * 2).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    steps_of(torch.optim.SGD([image], lr=0.1), lambda step: judge(image * 2).square().mean().backward())
 
 
 def an_optimizer_that_torch_does_not_know(adapter: Adapter) -> None:
     model = adapter.make(Case(), ZEROPP)
-    optimizer = models.PlainSgd(model)
-    for step in range(STEPS):
-        _loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    steps_of(models.PlainSgd(model), lambda step: loss_of(model, step).backward())
 
 
-RIGHT: list[Train] = [
-    accumulated,
-    recomputed,
-    several_losses,
-    once,
-    cleared_between,
-    two_models,
-    as_a_gan,
-    frozen_within_a_loss,
-    an_optimizer_that_torch_does_not_know,
-]
+RIGHT: dict[str, Train] = {
+    "accumulated": trained(Case(steps=STEPS, micro_batches=3)),
+    "recomputed": recomputed,
+    "several losses": several_losses,
+    "once": once,
+    "cleared between": cleared_between,
+    "as a GAN": as_a_gan,
+    "frozen within a loss": frozen_within_a_loss,
+    "an optimizer that torch does not know": an_optimizer_that_torch_does_not_know,
+    "frozen units that are not stepped": frozen_block("IGG", only_trained=True),
+    "frozen units that are sent anyway": frozen_block("GGG", only_trained=False),
+}
 
 
-def warned(adapter: Adapter, training: Train) -> list[str]:
-    """In a worker: the warnings of a training."""
-    with collected() as records:
-        training(adapter)
-    return [message for level, message in records if level == "WARNING"]
+def told(adapter: Adapter, names: Sequence[str]) -> dict[str, list[str]]:
+    """In a worker: what each training is told, beside what is active."""
+    found = {}
+    for name in names:
+        training = RIGHT[name] if name in RIGHT else MISTAKES[name][0]
+        with collected() as records:
+            training(adapter)
+        found[name] = [text for level, text in records if level == "WARNING" or "frozen unit" in text]
+    return found
 
 
-@pytest.mark.parametrize("training", MISTAKES, ids=lambda training: training.__name__)
-@over_adapters_and_flat
-def test_a_mistake_is_told_once_by_the_first_rank(
-    pool: Callable[[int], Pool], adapter: Adapter, training: Train
-) -> None:
-    first, *others = pool(4).run(warned, adapter, training)
-    assert others == [[]] * 3
+@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("adapter", WITH_FLAT, ids=str)
+def test_a_mistake_is_told_once_by_the_first_rank(pool: Pools, adapter: Adapter, name: str) -> None:
+    first, other = (of_rank[name] for of_rank in pool(2).once(told, adapter, list(MISTAKES)))
+    assert other == []
     # Original parameters are those that an optimizer was given, before sharding, too.
-    if training is optimizer_before_sharding and adapter == Fsdp1():
+    if name == "optimizer before sharding" and adapter == Fsdp1():
         assert first == []
         return
     [message] = first
-    assert MISTAKES[training] in message
+    assert MISTAKES[name][1] in message
 
 
-@pytest.mark.parametrize(
-    ("adapter", "training"),
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=str)
+def test_what_is_right_is_not_warned_of(pool: Pools, adapter: Adapter) -> None:
     # torch can't run a backward of FSDP1's twice, with its own strategies either
-    [case for case in product(ADAPTERS, RIGHT) if case != (Fsdp1(), several_losses)],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_what_is_right_is_not_warned_of(pool: Callable[[int], Pool], adapter: Adapter, training: Train) -> None:
-    assert pool(4).run(warned, adapter, training) == [[]] * 4
+    names = [name for name in RIGHT if (adapter, name) != (Fsdp1(), "several losses")]
+    assert pool(2).run(told, adapter, names) == [{name: [] for name in names}] * 2

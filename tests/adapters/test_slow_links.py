@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Adapter, Case
-from harness.covering import ADAPTERS, over_adapters
+from harness.covering import ADAPTERS, over_adapters, over_each
 from harness.fsdp1 import Fsdp1
 from harness.links import NONE, Sets, machine
 from harness.messages import collected
 from harness.pool import Pool, device_type
 from harness.strategies import INSIDE, PRESETS
-from harness.training import largest_distance, train
+from harness.training import train
 from harness.wiretap import wiretap
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -32,22 +32,24 @@ PAIRS: Sets = [(0, 1), (2, 3)]
 CROSSED: Sets = [(0, 2), (1, 3)]
 JOINED: Sets = [(0, 1, 2, 3)]
 
-FOLLOWING = {name: strategy for name, strategy in PRESETS.items() if strategy.error_feedback is None} | {
-    "coded GGG": Strategy.zeropp(levels="GGG"),
-    "coded IIG": Strategy.zeropp(levels="IIG"),
-    "coded gradients": Strategy.zero2(gradients=Int4(32)),
-}
-STAYING = {
-    "plain": Strategy(),
-    "uncoded copies": Strategy("IGG"),
-    "uncoded copies, coded gradients": Strategy("IGG", gradients=Int4(32)),
-    "a codec inside": replace(INSIDE, gradients=None),
-    "optimizer in nodes": Strategy.mics(gradients=Int4(32), weights=Int8(64)),
-    "error feedback": Strategy.loco(),
-    "local steps": Strategy.diloco(every=2),
-    "replicas": Strategy("NNN", gradients=Int4(32)),
-}
+FOLLOWING = [
+    *(strategy for strategy in PRESETS.values() if strategy.error_feedback is None),
+    Strategy.zeropp(levels="GGG"),
+    Strategy.zeropp(levels="IIG"),
+    Strategy.zero2(gradients=Int4(32)),
+]
+STAYING = [
+    Strategy(),
+    Strategy("IGG"),
+    Strategy("IGG", gradients=Int4(32)),
+    replace(INSIDE, gradients=None),
+    Strategy.mics(gradients=Int4(32), weights=Int8(64)),
+    Strategy.loco(),
+    Strategy.diloco(every=2),
+    Strategy("NNN", gradients=Int4(32)),
+]
 CASE = Case(steps=2, micro_batches=2, clip=None)
+over_adapters_and_hook = pytest.mark.parametrize("adapter", [*ADAPTERS, None], ids=["fsdp1", "fsdp2", "hook"])
 
 
 def nodes_of(model: Any) -> set[str]:
@@ -63,106 +65,75 @@ def trained(adapter: Adapter, strategy: Strategy, sets: Sets) -> tuple[set[str],
     return nodes_of(model), adapter.full_weights(model), tap.sent
 
 
-def same_as_named(adapter: Adapter, strategy: Strategy, sets: Sets, gpus_per_node: int) -> tuple[set[str], bool, bool]:
+def same_as_named(adapter: Adapter, sets: Sets, gpus_per_node: int) -> tuple[set[str], bool]:
     """In a worker: a model's nodes, and whether weights and bytes are those of a strategy that names them."""
-    nodes, ours, sent = trained(adapter, strategy, sets)
-    _, named, sent_named = trained(adapter, replace(strategy, gpus_per_node=gpus_per_node), sets)
+    nodes, ours, sent = trained(adapter, Strategy.zeropp(), sets)
+    _, named, sent_named = trained(adapter, Strategy.zeropp(gpus_per_node=gpus_per_node), sets)
     assert sent
-    return nodes, all(torch.equal(ours[name], named[name]) for name in named), sent == sent_named
+    return nodes, all(torch.equal(ours[name], named[name]) for name in named) and sent == sent_named
 
 
-@pytest.mark.parametrize("strategy", FOLLOWING.values(), ids=FOLLOWING)
-@over_adapters
-def test_without_nvlink_each_gpu_is_a_node(pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy) -> None:
-    assert pool(4).run(same_as_named, adapter, strategy, NONE, 1) == [({"4 nodes x 1"}, True, True)] * 4
+LAYOUTS = {"pairs": (PAIRS, 2, "2 nodes x 2"), "none": (NONE, 1, "4 nodes x 1"), "all": (JOINED, 4, "1 node x 4")}
 
 
-@over_adapters
-def test_bridged_pairs_are_nodes_of_two(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    assert pool(4).run(same_as_named, adapter, Strategy.zeropp(), PAIRS, 2) == [({"2 nodes x 2"}, True, True)] * 4
-
-
-@pytest.mark.parametrize("sets", [NONE, PAIRS], ids=["none", "pairs"])
-@pytest.mark.parametrize("strategy", STAYING.values(), ids=STAYING)
-@over_adapters
-def test_what_would_gain_little_or_cost_much_stays_on_the_host(
-    pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy, sets: Sets
+@over_each(adapter=ADAPTERS, layout=LAYOUTS)
+def test_gpus_that_nvlink_joins_are_nodes_as_if_these_were_named(
+    pool: Callable[[int], Pool], adapter: Adapter, layout: tuple[Sets, int, str]
 ) -> None:
-    assert pool(4).run(same_as_named, adapter, strategy, sets, 4) == [({"1 node x 4"}, True, True)] * 4
+    sets, gpus_per_node, nodes = layout
+    assert pool(4).run(same_as_named, adapter, sets, gpus_per_node) == [({nodes}, True)] * 4
 
 
-def encoded_share(adapter: Adapter) -> float:
-    """In a worker: bytes of zeropp without NVLink, of those that full sharding sends."""
-    ours, stock = (trained(adapter, strategy, NONE)[2] for strategy in (Strategy.zeropp(), Strategy()))
-    return sum(ours.values()) / sum(stock.values())
-
-
-@over_adapters
-def test_codecs_are_active_there(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    assert max(pool(4).run(encoded_share, adapter)) < 0.5
-
-
-def distance_with_nvlink(adapter: Adapter, strategy: Strategy) -> float:
-    """In a worker: the largest distance from stock where NVLink joins all GPUs."""
-    with machine(JOINED):
-        return largest_distance(adapter, Case(), strategy)
+def nodes_of_each(adapter: Adapter, strategies: Sequence[Strategy], sets: Sets) -> list[str]:
+    """In a worker: the nodes of models of these strategies."""
+    found = []
+    with machine(sets):
+        for strategy in strategies:
+            model = adapter.make(CASE, strategy)
+            models.loss_of(model, models.batch(0, 0))
+            found.append(*nodes_of(model))
+    return found
 
 
 @over_adapters
-def test_with_nvlink_one_node_is_stock_bit_for_bit(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    assert pool(4).run(distance_with_nvlink, adapter, Strategy.zeropp()) == [0] * 4
+def test_nodes_follow_links_if_a_strategy_gains_much_by_that_at_little_cost(
+    pool: Callable[[int], Pool], adapter: Adapter
+) -> None:
+    assert pool(4).run(nodes_of_each, adapter, FOLLOWING, NONE) == [["4 nodes x 1"] * len(FOLLOWING)] * 4
+    for sets in (NONE, PAIRS):
+        assert pool(4).run(nodes_of_each, adapter, STAYING, sets) == [["1 node x 4"] * len(STAYING)] * 4
 
 
 def nodes_and_line(adapter: Adapter, strategy: Strategy, sets: Sets, launched: int = 4) -> tuple[set[str], Any]:
     """In a worker: a model's nodes and what it logs, if the launcher has started so many ranks on each host."""
     with machine(sets), patch.dict(os.environ, LOCAL_WORLD_SIZE=str(launched)), collected() as records:
         model = adapter.make(Case(), strategy)
-        train(adapter, model, Case(steps=1))
+        models.loss_of(model, models.batch(0, 0))
     return nodes_of(model), [(level, line.split("; ", 1)[1]) for level, line in records]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "sets", "level", "text"),
-    [
-        (Strategy("IGG", weights=Int8(64)), NONE, "WARNING", "4 GPUs without NVLink: each counts as a node, which "),
-        (
-            Strategy("GGG", weights=Int8(64)),
-            PAIRS,
-            "WARNING",
-            "4 GPUs with NVLink in sets of 2: each 2 count as a node; ",
-        ),
-        (Strategy("GGG", weights=Int8(64)), NONE, "WARNING", "each counts as a node; gpus_per_node=4 to override"),
-        (
-            Strategy.zeropp(),
-            CROSSED,
-            "WARNING",
-            "among ranks 0, 2, ranks 1, 3 alone: the host counts as one node; order",
-        ),
-        (Strategy.zeropp(), JOINED, "WARNING", "(one node, 4 GPUs with NVLink: no gain from codecs)"),
-        (
-            Strategy("III"),
-            NONE,
-            "INFO",
-            "one node, for smaller nodes would hold more of the optimizer state; pass gpus_",
-        ),
-        (
-            Strategy.loco(),
-            NONE,
-            "WARNING",
-            "one node, for smaller nodes would hold more of the error state; pass gpus_per_node=1 to override",
-        ),
-        (
-            Strategy("NGG"),
-            NONE,
-            "INFO",
-            "not all that crosses them is encoded; pass gpus_per_node=1 to override or choose",
-        ),
-    ],
-)
-@over_adapters
+LINES = [
+    (Strategy("IGG", weights=Int8(64)), NONE, "WARNING", "4 GPUs without NVLink: each counts as a node, which "),
+    (Strategy("GGG", weights=Int8(64)), PAIRS, "WARNING", "NVLink in sets of 2: each 2 count as a node; "),
+    (Strategy("GGG", weights=Int8(64)), NONE, "WARNING", "each counts as a node; gpus_per_node=4 to override"),
+    (Strategy.zeropp(), CROSSED, "WARNING", "among ranks 0, 2, ranks 1, 3 alone: the host counts as one node; order"),
+    (Strategy.zeropp(), JOINED, "WARNING", "(one node, 4 GPUs with NVLink: no gain from codecs)"),
+    (Strategy("III"), NONE, "INFO", "one node, for smaller nodes would hold more of the optimizer state; pass gpus_"),
+    (
+        Strategy.loco(),
+        NONE,
+        "WARNING",
+        "one node, for smaller nodes would hold more of the error state; pass gpus_per_node=1 to override",
+    ),
+    (Strategy("NGG"), NONE, "INFO", "not all that crosses them is encoded; pass gpus_per_node=1 to override or choose"),
+]
+
+
+@over_each(adapter=ADAPTERS, said=LINES)
 def test_the_line_says_what_links_decide(
-    pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy, sets: Sets, level: str, text: str
+    pool: Callable[[int], Pool], adapter: Adapter, said: tuple[Strategy, Sets, str, str]
 ) -> None:
+    strategy, sets, level, text = said
     [(_, [(logged, line)]), *others] = pool(4).run(nodes_and_line, adapter, strategy, sets)
     assert logged == level
     assert text in line
@@ -209,23 +180,18 @@ def test_the_line_names_the_bytes_that_each_gpu_takes(pool: Callable[[int], Pool
     assert f"which takes {named[1]} a GPU for encoded weights; gpus_per_node=4 to override" in line
 
 
-def in_halves(adapter: Adapter) -> tuple[set[str], bool]:
+def in_halves(adapter: Adapter) -> set[str]:
     """In a worker: nodes of a model on this half of the job; NVLink joins the ranks of the first half."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    group = halves[dist.get_rank() // 2]
     with machine([(0, 1)]):
-        model = adapter.make(CASE, Strategy.zeropp(), group)
-        train(adapter, model, CASE)
-    named = adapter.make(CASE, Strategy.zeropp(gpus_per_node=2 if dist.get_rank() < 2 else 1), group)
-    train(adapter, named, CASE)
-    ours, theirs = adapter.full_weights(model), adapter.full_weights(named)
-    return nodes_of(model), all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        model = adapter.make(CASE, Strategy.zeropp(), halves[dist.get_rank() // 2])
+        models.loss_of(model, models.batch(0, 0))
+    return nodes_of(model)
 
 
 @over_adapters
 def test_each_group_of_a_job_has_links_of_its_own(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    together, apart = ({"1 node x 2"}, True), ({"2 nodes x 1"}, True)
-    assert pool(4).run(in_halves, adapter) == [together, together, apart, apart]
+    assert pool(4).run(in_halves, adapter) == [{"1 node x 2"}] * 2 + [{"2 nodes x 1"}] * 2
 
 
 def overridden(adapter: Adapter) -> dict[str, str]:
@@ -250,7 +216,7 @@ def on_a_mesh(adapter: Adapter) -> set[str]:
     mesh = init_device_mesh(device_type(), (1, 4), mesh_dim_names=("replicate", "shard"))
     with machine(NONE):
         model: Any = adapter.wrap(models.make_net(), Strategy.zeropp(), **{adapter.mesh_argument: mesh})
-        train(adapter, model, CASE)
+        models.loss_of(model, models.batch(0, 0))
     return nodes_of(model)
 
 
@@ -296,7 +262,7 @@ def named_on_one_rank(adapter: Adapter | None) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("adapter", [*ADAPTERS, None], ids=["fsdp1", "fsdp2", "hook"])
+@over_adapters_and_hook
 def test_nodes_that_some_ranks_name_are_an_error_before_links_are_asked(
     pool: Callable[[int], Pool], adapter: Adapter | None
 ) -> None:

@@ -17,7 +17,7 @@ from torch.nn.functional import cosine_similarity
 from fsdp_zpp import Int4, Int4Delta, Int8, LoCo, Strategy
 from fsdp_zpp.collectives.exact_places import sent_exactly
 
-SCOPES = ("GGG", "IGG", "IIG", "GNG", "III", "NGG", "NNG", "NNN")
+SCOPES = ("IGG", "NNN", "III", "GNG")
 CODECS: dict[str, dict[str, Any]] = {
     "zeropp": {"weights": Int8(256), "gradients": Int4(128), "intra_gradients": Int8(128)},
     "inter only": {"weights": None, "gradients": Int4(128), "intra_gradients": None},
@@ -42,65 +42,36 @@ class Loud(nn.Module):
         return self.after(self.norm(self.before(x))).square().mean() + 1e-3 * small
 
 
-def trained(adapter: Adapter, strategy: Any, micro_batches: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """In a worker: the gradients of a step, and the weights that its forward has computed with."""
+def trained(adapter: Adapter, strategy: Any, micro_batches: int) -> dict[str, Tensor]:
+    """In a worker: the gradients of a step."""
     torch.manual_seed(0)
-    net = Loud().to(models.device())
-    seen: dict[str, Tensor] = {}
-    for name in ("norm", "before", "after"):
-        getattr(net, name).register_forward_hook(
-            lambda m, i, o, name=name: seen.update({name: m.weight.detach().float().cpu().clone()})
-        )
-    model = adapter.wrap(net, strategy)
+    model = adapter.wrap(Loud().to(models.device()), strategy)
     for number in range(micro_batches):
         x = torch.randn(8, 64, generator=torch.Generator().manual_seed(number)).to(models.device())
         with adapter.micro_batch(model, number == micro_batches - 1, False):
             model(x).backward()
-    return adapter.full_gradients(model), seen
+    return adapter.full_gradients(model)
 
 
-@over_pairs(rest=False, adapter=ADAPTERS, scopes=SCOPES, codecs=CODECS, micro_batches=(1, 2))
-def test_small_parameters_are_as_without_codecs(
+@over_pairs(adapter=ADAPTERS, scopes=SCOPES, codecs=CODECS, micro_batches=(1, 2))
+def test_gradients_of_small_parameters_are_as_without_codecs(
     pool: Callable[[int], Pool], adapter: Adapter, scopes: str, codecs: dict[str, Any], micro_batches: int
 ) -> None:
     strategy = Strategy(scopes, gpus_per_node=2, **codecs)
-    ours, weights = pool(4).run(trained, adapter, strategy, micro_batches)[0]
-    exact, true = pool(4).once(trained, adapter, STOCK, micro_batches)[0]
+    ours = pool(4).run(trained, adapter, strategy, micro_batches)[0]
+    exact = pool(4).once(trained, adapter, STOCK, micro_batches)[0]
     for name, gradient in exact.items():
         if gradient.dim() < 2 or "router" in name:
             assert (ours[name] == 0).sum() <= (gradient == 0).sum()
             if strategy.weights is None:
                 torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-8)
         assert cosine_similarity(ours[name].flatten(), gradient.flatten(), dim=0) > 0.98, name
-    assert torch.equal(weights["norm"], true["norm"])
 
 
 def test_which_parameters_are_small() -> None:
     assert sent_exactly([(4096, 4096), (4096,), (64, 4096), (), (11008, 4096)]) == [False, True, True, True, False]
     assert sent_exactly([(8, 8), (8, 8)]) == [False, False]
     assert sent_exactly([]) == []
-
-
-def resumed(adapter: Adapter, weights: Any) -> bool:
-    """In a worker: whether norms that a step has changed are exact in the next forward, which sends deltas."""
-    torch.manual_seed(0)
-    net = Loud().to(models.device())
-    seen: list[Tensor] = []
-    net.norm.register_forward_hook(lambda m, i, o: seen.append(m.weight.detach().float().cpu().clone()))
-    model = adapter.wrap(net, Strategy("IGG", weights=weights, gpus_per_node=2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    held = []
-    for _ in range(3):
-        held.append(next(w for n, w in adapter.full_weights(model).items() if n.endswith("norm.weight")))
-        model(torch.ones(2, 64, device=models.device())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return all(torch.equal(*pair) for pair in zip(seen, held, strict=True)) and not torch.equal(held[0], held[2])
-
-
-@over_each(adapter=ADAPTERS, weights=[Int4Delta(64, whole=Int8(64)), Int8(64)])
-def test_small_weights_are_exact_after_each_step(pool: Callable[[int], Pool], adapter: Adapter, weights: Any) -> None:
-    assert all(pool(4).run(resumed, adapter, weights))
 
 
 # ---- several dtypes in one unit
@@ -143,7 +114,7 @@ def test_a_unit_may_have_two_dtypes(pool: Callable[[int], Pool], scopes: str, we
     if scopes != "IGG" and isinstance(weights, Int4Delta):
         weights = Int8(32)
     strategy = Strategy(scopes, weights=weights, gpus_per_node=2)
-    (losses, gradients), (stock_losses, stock) = (pool(4).run(two_dtypes, each, 4)[0] for each in (strategy, STOCK))
+    (losses, gradients), (stock_losses, stock) = (pool(4).once(two_dtypes, each, 4)[0] for each in (strategy, STOCK))
     if weights is None:
         assert losses == stock_losses
     for name, gradient in stock.items():

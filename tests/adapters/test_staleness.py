@@ -1,246 +1,392 @@
-"""Every way to change weights that an event announces is seen by the next forward; any other is an error."""
+"""Every change of weights that an event announces is seen by the next forward; any other is an error."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fuzz.optimizers import ScheduleFree
+from fuzz.modules import ScheduleFree
 from harness import models
 from harness.adapter import STOCK, Adapter, Case
-from harness.covering import ADAPTERS, SCOPES, over_adapters, over_each
+from harness.covering import ADAPTERS, SCOPES, over_adapters, over_each, over_pairs
+from harness.fsdp1 import Fsdp1
+from harness.fsdp2 import Fsdp2
 from harness.pool import Pool, shared_folder
-from harness.training import logits, train
+from harness.training import load, logits, mean_loss, save, train
 from harness.wiretap import wiretap
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from fsdp_zpp import Strategy, invalidate
+from fsdp_zpp import CodecState, Int4Delta, Int8, Strategy, invalidate
 from fsdp_zpp.collectives.secondary_shard import StaleSecondaryError
 
-HPZ = Strategy("IGG", gpus_per_node=2)
+HPZ, ZEROPP = Strategy("IGG", gpus_per_node=2), Strategy.zeropp(gpus_per_node=2)
+DELTAS = Strategy("IGG", weights=Int4Delta(64, whole=Int8(64)), gpus_per_node=2)
+ONE_STEP = Case(steps=1, clip=None)
+
+# ---- ways to change weights: each returns what forwards on it have computed
 
 
-def not_a_torch_optimizer(adapter: Adapter, model: Any) -> None:
-    """An optimizer that announces no steps."""
-    train(adapter, model, Case(steps=3), optimizer=models.PlainSgd(model))
+def inner(model: Any) -> models.Net:
+    return next(module for module in model.modules() if isinstance(module, models.Net))
 
 
-def a_torch_optimizer_then_another(adapter: Adapter, model: Any) -> None:
-    """The second one announces no steps."""
+def unknown_optimizer(adapter: Adapter, model: Any) -> list[Tensor]:
+    """It announces no steps, after one that does."""
     train(adapter, model, Case(steps=3))
     train(adapter, model, Case(steps=3), optimizer=models.PlainSgd(model), first_step=3)
+    return []
 
 
-def optimizer_of_what_this_rank_holds(adapter: Adapter, model: Any) -> None:
+def unknown_optimizer_alone(adapter: Adapter, model: Any) -> list[Tensor]:
+    train(adapter, model, Case(steps=3), optimizer=models.PlainSgd(model))
+    return []
+
+
+def optimizer_of_what_this_rank_holds(adapter: Adapter, model: Any) -> list[Tensor]:
     """Some ranks' optimizers hold nothing of some units."""
     held = [p for p in model.parameters() if adapter.local(p).numel()]
     case = Case(steps=3, micro_batches=2, synced=True)
     train(adapter, model, case, optimizer=torch.optim.SGD(held, lr=0.1))
+    return []
 
 
-def two_steps_for_one_backward(adapter: Adapter, model: Any) -> None:
-    """No backward precedes the second step."""
+def two_steps_for_one_backward(adapter: Adapter, model: Any) -> list[Tensor]:
     train(adapter, model, Case(steps=3), after_step=lambda step, optimizer: optimizer.step())
+    return []
 
 
-def forwards_between(adapter: Adapter, model: Any) -> None:
-    """An evaluation after each step, before its gradients are gone."""
-    train(adapter, model, Case(steps=3), after_step=lambda step, optimizer: logits(model))
-
-
-def two_optimizers(adapter: Adapter, model: Any) -> None:
+def two_optimizers(adapter: Adapter, model: Any) -> list[Tensor]:
     """Each steps in its turn."""
     parameters = list(model.parameters())
-    optimizers = [torch.optim.SGD(part, lr=0.1) for part in (parameters[:4], parameters[4:])]
+    optimizers = [torch.optim.SGD(part, lr=0.1) for part in (parameters[::2], parameters[1::2])]
     for step in range(3):
         models.loss_of(model, models.batch(step, 0)).backward()
         optimizers[step % 2].step()
         model.zero_grad()
+    return []
 
 
-def inference_mode_between(adapter: Adapter, model: Any) -> None:
+def forwards_between(adapter: Adapter, model: Any) -> list[Tensor]:
+    """An evaluation before each step, and one after it, before its gradients are gone."""
+    optimizer, found = models.make_optimizer("sgd", model.parameters()), []
+    for step in range(3):
+        models.loss_of(model, models.batch(step, 0)).backward()
+        found.append(logits(model))
+        optimizer.step()
+        found.append(logits(model))
+        optimizer.zero_grad()
+    return found
+
+
+def inference_mode_between(adapter: Adapter, model: Any) -> list[Tensor]:
     """Its secondary shards are what the next training step starts from.
 
     torch has the first forward of all not be in inference mode.
     """
-    optimizer = models.make_optimizer("sgd", model.parameters())
+    optimizer, found = models.make_optimizer("sgd", model.parameters()), []
     for step in range(3):
         train(adapter, model, Case(steps=2), optimizer=optimizer, first_step=2 * step)
         with torch.inference_mode():
-            models.loss_of(model, models.batch(step, 5))
+            found.append(models.loss_of(model, models.batch(step, 5)).clone())
+    return found
 
 
-def checkpoint_loaded_in_place(adapter: Adapter, model: Any) -> None:
+def checkpoint_loaded_in_place(adapter: Adapter, model: Any) -> list[Tensor]:
     """A checkpoint is loaded, and its result is not set on the model."""
     optimizer = models.make_optimizer("sgd", model.parameters())
     train(adapter, model, Case(steps=2), optimizer=optimizer)
     with shared_folder() as folder:
         dcp.save(get_model_state_dict(model), checkpoint_id=folder)
         train(adapter, model, Case(steps=2), optimizer=optimizer, first_step=2)
-        logits(model)
+        found = [logits(model)]
         dcp.load(get_model_state_dict(model), checkpoint_id=folder)
     train(adapter, model, Case(steps=2), optimizer=optimizer, first_step=4)
+    return [*found, logits(model)]
+
+
+def optimizer_with_modes(adapter: Adapter, model: Any) -> list[Tensor]:
+    """It evaluates other weights than it trains."""
+    optimizer, found = ScheduleFree(model.parameters()), []
+    for step in range(3):
+        for micro_batch in range(2):
+            optimizer.train()  # as Trainer calls it
+            (models.loss_of(model, models.batch(step, micro_batch)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.eval()
+        found.append(logits(model))
+        optimizer.train()
+        found.append(logits(model))
+    assert not torch.allclose(found[-1], found[-2], atol=1e-3)
+    return found
+
+
+def written_after_a_step(adapter: Adapter, model: Any) -> list[Tensor]:
+    """Whatever the next forward finds is taken for what the step has made."""
+    train(adapter, model, ONE_STEP)
+    for parameter in model.parameters():
+        adapter.local(parameter).data.mul_(0.5)
+    return [logits(model), logits(model)]
+
+
+def replaced_after_a_step(adapter: Adapter, model: Any) -> list[Tensor]:
+    train(adapter, model, ONE_STEP)
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+    return [logits(model), logits(model)]
+
+
+def left_out_before_a_step(adapter: Adapter, model: Any) -> list[Tensor]:
+    """FSDP1 may have prefetched a block in vain."""
+    optimizer = models.make_optimizer("sgd", model.parameters())
+    logits(model)
+    models.loss_of(model, models.batch(0, 0)).backward()
+    inner(model).skipped = 2
+    logits(model)
+    inner(model).skipped = None
+    optimizer.step()
+    return [logits(model), logits(model)]
 
 
 WAYS = [
-    not_a_torch_optimizer,
-    a_torch_optimizer_then_another,
+    unknown_optimizer,
+    unknown_optimizer_alone,
     optimizer_of_what_this_rank_holds,
     two_steps_for_one_backward,
-    forwards_between,
     two_optimizers,
+    forwards_between,
     inference_mode_between,
     checkpoint_loaded_in_place,
+    optimizer_with_modes,
+    written_after_a_step,
+    replaced_after_a_step,
+    left_out_before_a_step,
 ]
+Way = Callable[[Adapter, Any], list[Tensor]]
 
 
-def weights_after(way: Callable[[Adapter, Any], None], adapter: Adapter, strategy: Strategy | None) -> Any:
-    """In a worker: the weights after steps of some unusual kind."""
-    model = adapter.make(Case(), strategy)
-    before = adapter.full_weights(model)
-    way(adapter, model)
-    after = adapter.full_weights(model)
-    assert models.distance(after, before) > 0.01  # or there was nothing to become stale
-    return after
+def computed(way: Way, adapter: Adapter, strategy: Strategy, told: bool) -> dict[str, Tensor]:
+    """In a worker: what forwards on a way compute, and the weights at its end.
 
-
-@functools.cache
-def stock_weights_after(way: Callable[[Adapter, Any], None], adapter: Adapter) -> Any:
-    """In a worker: what torch's own full sharding makes of it."""
-    return weights_after(way, adapter, STOCK)
-
-
-def distance_after(way: Callable[[Adapter, Any], None], adapter: Adapter, strategy: Strategy) -> float:
-    """In a worker: the distance from stock."""
-    return models.distance(weights_after(way, adapter, strategy), stock_weights_after(way, adapter))
-
-
-@over_each(2, adapter=ADAPTERS, way=WAYS, scopes=SCOPES, gpus_per_node=[1, 2])
-def test_weights_are_never_stale(
-    pool: Callable[[int], Pool], adapter: Adapter, way: Callable[[Adapter, Any], None], scopes: str, gpus_per_node: int
-) -> None:
-    strategy = Strategy(scopes, gpus_per_node=gpus_per_node)
-    assert max(pool(4).run(distance_after, way, adapter, strategy)) <= 1e-6
-
-
-def inference_encoded(adapter: Adapter) -> bool:
-    """In a worker: inference mode with codecs."""
-    weights = weights_after(inference_mode_between, adapter, Strategy.zeropp(gpus_per_node=2))
-    return all(value.isfinite().all() for value in weights.values())
-
-
-@over_adapters
-def test_training_goes_on_after_inference_mode_with_codecs(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    assert pool(4).run(inference_encoded, adapter) == [True] * 4
-
-
-def step_after_other_forwards(adapter: Adapter, strategy: Strategy) -> float:
-    """In a worker: the distance from a net that is not sharded.
-
-    Stock FSDP is no oracle: its root is kept unsharded by the forward, so it runs the next one with old weights.
+    A model that is ``told`` gathers its weights anew before each forward, since it hears that they were changed.
     """
-    nets = [models.make_net(), adapter.make(Case(), strategy)]
-    for net in nets:
-        optimizer = models.make_optimizer("sgd", net.parameters())
-        for step in range(3):
-            models.loss_of(net, models.batch(step, 0)).backward()
-            if net is nets[0]:
-                for p in net.parameters():
-                    dist.all_reduce(p.grad)
-                    p.grad /= dist.get_world_size()
-            models.loss_of(net, models.batch(step, 1))
-            optimizer.step()
-            optimizer.zero_grad()
-    exact = {name: p.detach().cpu() for name, p in nets[0].named_parameters()}
-    return models.distance(adapter.full_weights(nets[1]), exact)
+    model = adapter.make(Case(), strategy)
+    if told:
+        model.register_forward_pre_hook(lambda *unused: invalidate(model), prepend=True)
+    before = adapter.full_weights(model)
+    found = {f"forward {i}": value.cpu() for i, value in enumerate(way(adapter, model))}
+    weights = adapter.full_weights(model)
+    assert models.distance(weights, before) > 0.01  # or there was nothing to become stale
+    return found | weights
 
 
-@over_adapters
-def test_a_step_may_follow_other_forwards(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    assert max(pool(4).run(step_after_other_forwards, adapter, HPZ)) <= 1e-6
+PREFETCHING, FLAT = Fsdp1(arguments=(("forward_prefetch", True),)), Fsdp1(use_orig_params=False)
+STRATEGIES = {scopes: Strategy(scopes, gpus_per_node=2) for scopes in SCOPES} | {
+    "zeropp": ZEROPP,
+    "NGG int8": Strategy.zeropp(levels="NGG", gpus_per_node=2),
+    "IGG on nodes of one": Strategy("IGG", gpus_per_node=1),
+    "NGG on one node": Strategy("NGG", gpus_per_node=4),
+}
+# Not with differences: what is told is sent whole, what is not as a change.
 
 
-def evaluated_by_average(adapter: Adapter, strategy: Strategy) -> float:
-    """In a worker: the distance of logits from those of a net that is not sharded, as above."""
-    logits_by_net = []
-    for net in (models.make_net(), adapter.make(Case(), strategy)):
-        found = []
-        optimizer = ScheduleFree(net.parameters())
-        for step in range(3):
-            for micro_batch in range(2):
-                optimizer.train()  # as Trainer calls it
-                (models.loss_of(net, models.batch(step, micro_batch)) / 2).backward()
-            for p in net.parameters() if not logits_by_net else ():
-                dist.all_reduce(p.grad)
-                p.grad /= dist.get_world_size()
-            optimizer.step()
-            optimizer.zero_grad()
-            optimizer.eval()
-            found.append(logits(net))
-            optimizer.train()
-            found.append(logits(net))
-        logits_by_net.append(torch.stack(found).cpu())
-    assert not torch.allclose(found[-1], found[-2], atol=1e-3)  # or nothing would become stale
-    return float((logits_by_net[1] - logits_by_net[0]).abs().max())
+@over_each(2, way=WAYS, adapter={"fsdp1": PREFETCHING, "fsdp2": Fsdp2(), "fsdp1 flat": FLAT}, strategy=STRATEGIES)
+def test_weights_are_never_stale(pool: Callable[[int], Pool], way: Way, adapter: Adapter, strategy: Strategy) -> None:
+    if way is replaced_after_a_step:
+        adapter = PREFETCHING  # parameters of others are DTensors, or are the shard
+    untold, told = (pool(4).run(computed, way, adapter, strategy, each) for each in (False, True))
+    for found, expected in zip(untold, told, strict=True):
+        assert found.keys() == expected.keys()
+        assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
 
 
-@over_each(1, adapter=ADAPTERS, scopes=SCOPES)
-def test_optimizers_may_evaluate_other_weights_than_they_train(
-    pool: Callable[[int], Pool], adapter: Adapter, scopes: str
-) -> None:
-    assert max(pool(4).run(evaluated_by_average, adapter, Strategy(scopes, gpus_per_node=2))) <= 1e-5
+# ---- writes that nothing announces
 
 
-def write_behind_its_back(adapter: Adapter, announce: bool) -> str:
-    """In a worker: change weights in place between forwards."""
-    model = adapter.make(Case(), HPZ)
-    parameters = list(model.parameters())
+def write_behind_its_back(adapter: Adapter, strategy: Strategy | None, announce: bool) -> Any:
+    """In a worker: logits once weights were changed in place between forwards, or what is said of it."""
+    model = adapter.make(Case(), strategy)
     before = logits(model)
     with torch.no_grad():
-        for p in parameters:
+        for p in inner(model).blocks.parameters():  # not the root's, which stock keeps unsharded after a forward
             p.mul_(1.5)
-    if announce:
+    if announce and strategy is not STOCK:
         invalidate(model)
     try:
         after = logits(model)
     except StaleSecondaryError as error:
         return str(error)
-    return "ignored" if torch.equal(after, before) else "used"
+    assert not torch.equal(after, before), "ignored"
+    return after
 
 
 @over_adapters
 def test_an_unannounced_write_raises(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    for message in pool(4).run(write_behind_its_back, adapter, False):
+    for message in pool(4).run(write_behind_its_back, adapter, HPZ, False):
         assert "the weights of blocks.0 were changed" in message
         assert "call fsdp_zpp.invalidate(model) on every rank" in message
 
 
+@over_pairs(adapter=ADAPTERS, scopes=["IGG", "NNG", "NGG", "NII"])
+def test_an_announced_write_is_used(pool: Callable[[int], Pool], adapter: Adapter, scopes: str) -> None:
+    strategy = Strategy(scopes, gpus_per_node=2)
+    ours = pool(4).run(write_behind_its_back, adapter, strategy, True)
+    stock = pool(4).once(write_behind_its_back, adapter, STOCK, True)
+    for mine, expected in zip(ours, stock, strict=True):
+        assert (mine - expected).abs().max() <= 1e-5
+
+
+def written_in_a_forward(adapter: Adapter, tell: bool) -> str:
+    """In a worker: what comes of a write to a block that a forward has begun to send."""
+    model = adapter.make(Case(), ZEROPP)
+    train(adapter, model, ONE_STEP)
+    net = inner(model)
+    last = list(net.blocks[2].parameters())
+
+    def write(*unused: Any) -> None:
+        for parameter in last:
+            parameter.detach().mul_(0.5)
+        if tell:
+            invalidate(model)
+
+    net.blocks[0].register_forward_hook(write)
+    try:
+        models.loss_of(model, models.batch(2, 0))
+    except StaleSecondaryError as error:
+        return str(error)
+    return "no error"
+
+
 @over_adapters
-def test_an_announced_write_is_used(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    assert pool(4).run(write_behind_its_back, adapter, True) == ["used"] * 4
+def test_a_write_in_a_forward_must_be_announced(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    assert pool(4).run(written_in_a_forward, adapter, True) == ["no error"] * 4
+    assert all("in a forward" in message for message in pool(4).run(written_in_a_forward, adapter, False))
 
 
-def two_models(adapter: Adapter) -> None:
-    """In a worker: a step of one model leaves the other's secondary shards as they are, and both train right."""
-    case = Case(steps=2)
-    first, second = adapter.make(case, HPZ), adapter.make(case, Strategy.zeropp(gpus_per_node=1))
-    optimizers = [models.make_optimizer("sgd", model.parameters()) for model in (first, second)]
-    for model, optimizer in zip((first, second), optimizers, strict=True):
-        train(adapter, model, case, optimizer=optimizer)
+# ---- what stays fresh
+
+
+def two_models(adapter: Adapter) -> int:
+    """In a worker: bytes between nodes of the forward of a model after another one has made steps."""
+    first, second = adapter.make(Case(), HPZ), adapter.make(Case(), Strategy.zeropp(gpus_per_node=1))
+    for model in (first, second):
+        train(adapter, model, Case(steps=2))
     logits(second)
-    train(adapter, first, case, optimizer=optimizers[0], first_step=2)
+    train(adapter, first, Case(steps=2))
     with wiretap(1) as tap:
         logits(second)
-    assert tap.total("inter") == 0
-    alone = adapter.make(case, STOCK)
-    train(adapter, alone, Case(steps=4))
-    assert models.distance(adapter.full_weights(first), adapter.full_weights(alone)) <= 1e-6
+    return tap.total("inter")
 
 
 @over_adapters
 def test_a_step_of_one_model_leaves_another_fresh(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    pool(4).run(two_models, adapter)
+    assert pool(4).run(two_models, adapter) == [0] * 4
+
+
+def skipped_later(adapter: Adapter) -> list[int]:
+    """In a worker: bytes of the inter-node hops of each step, of which some leave out a block."""
+    model = adapter.make(Case(), ZEROPP)
+    counts = []
+    for skipped in (None, 1, 1, None, None):
+        inner(model).skipped = skipped
+        with wiretap(2) as tap:
+            train(adapter, model, ONE_STEP)
+        counts.append(tap.total("inter", "all_gather"))
+    return counts
+
+
+@over_adapters
+def test_a_unit_that_a_forward_leaves_out_is_gathered_when_used_again(
+    pool: Callable[[int], Pool], adapter: Adapter
+) -> None:
+    for all_units, in_vain, without, again, at_last in pool(4).run(skipped_later, adapter):
+        assert all_units == in_vain == again == at_last > without
+
+
+# ---- differences, which depend on what nodes hold already
+
+
+def resumed(adapter: Adapter, path: str, looked_at: bool, codecs_last: bool) -> None:
+    """In a worker: a training that goes on, and one that goes on from its checkpoint, are the same."""
+    case = Case(steps=3)
+    first, second = adapter.make(case, DELTAS), adapter.make(case, DELTAS)
+    optimizers = [models.make_optimizer("adamw-foreach", model.parameters()) for model in (first, second)]
+    train(adapter, first, case, optimizer=optimizers[0])
+    if looked_at:
+        mean_loss(first, 0)  # an evaluation gathers what the last step changed
+    save(first, optimizers[0], CodecState(first), path)
+    expected = train(adapter, first, case, optimizer=optimizers[0], first_step=3)
+    codecs = CodecState(second)
+    assert len(codecs.state_dict()) > 1  # also before a first forward: torch.distributed.checkpoint asks, then loads
+    if codecs_last:
+        train(adapter, second, case, optimizer=optimizers[1], first_step=50)
+        state = {"codecs": codecs.state_dict()}
+        dcp.load(state, checkpoint_id=path)
+        load(second, optimizers[1], None, path)
+        codecs.load_state_dict(state["codecs"])
+    else:  # it has had no step yet, and torch makes one to have states of the optimizer to load into
+        load(second, optimizers[1], codecs, path)
+    assert train(adapter, second, case, optimizer=optimizers[1], first_step=3) == expected
+    assert models.distance(adapter.full_weights(second), adapter.full_weights(first)) == 0
+
+
+@over_pairs(
+    adapter=ADAPTERS,
+    looked_at={"after a step": False, "after an evaluation": True},
+    codecs_last={"codecs first": False, "codecs last": True},
+)
+def test_resuming_is_exact(
+    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, looked_at: bool, codecs_last: bool
+) -> None:
+    pool(4).run(resumed, adapter, str(tmp_path / "checkpoint"), looked_at, codecs_last)
+
+
+def change_weights(how: str, adapter: Adapter, saved: Any, resumed: Any) -> None:
+    """Load those of another model, or those that were saved once more, write to some, or make a step."""
+    if how.startswith(("other", "same")):
+        # A checkpoint is loaded in place where state dicts show the shards.
+        kind = next((kind for kind in adapter.state_dict_kinds if kind == how.partition(" ")[2]), None)
+        source = adapter.make(Case(), DELTAS) if how.startswith("other") else saved
+        adapter.load_from(source, resumed, kind or adapter.state_dict_kinds[0])
+    elif how == "stepped":  # without a forward before
+        for parameter in resumed.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        torch.optim.SGD(resumed.parameters(), lr=0.1).step()
+    else:
+        for parameter in resumed.parameters() if how == "written" or dist.get_rank() == 1 else ():
+            adapter.local(parameter).data.mul_(1.5)
+        invalidate(resumed)
+
+
+def computes_with_changed_weights(adapter: Adapter, how: str) -> bool:
+    """In a worker: whether a model that has resumed, and was changed then, computes with the weights that it has.
+
+    That is, as one that was given these and has no history; if they are those of before, as the one that was saved.
+    """
+    model, resumed, fresh = (adapter.make(Case(), DELTAS) for _ in range(3))
+    train(adapter, model, Case(steps=2))
+    if how == "written on one rank":
+        invalidate(model)  # so that what other ranks go on with is what they would send whole
+    expected = logits(model)
+    adapter.load_from(model, resumed, adapter.state_dict_kinds[0])
+    CodecState(resumed).load_state_dict(CodecState(model).state_dict())
+    change_weights(how, adapter, model, resumed)
+    if not how.startswith("same"):
+        adapter.load_from(resumed, fresh, adapter.state_dict_kinds[0])
+        expected = logits(fresh)
+    return torch.equal(logits(resumed), expected)
+
+
+@over_each(
+    adapter=ADAPTERS,
+    how=["other", "other in place", "same", "same in place", "written", "written on one rank", "stepped"],
+)
+def test_a_resumed_model_computes_with_weights_that_changed_since(
+    pool: Callable[[int], Pool], adapter: Adapter, how: str
+) -> None:
+    assert pool(4).run(computes_with_changed_weights, adapter, how) == [True] * 4

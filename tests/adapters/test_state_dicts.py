@@ -1,18 +1,18 @@
-"""State dicts and checkpoints hold the full-precision weights, and pass between ours and torch's own sharding."""
+"""State dicts hold the full-precision weights, and pass between ours and torch's own sharding; models may move."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import models
 from harness.adapter import STOCK, Adapter, Case
-from harness.covering import ADAPTERS, WITH_FLAT, over_adapters, over_adapters_and_flat, over_each
+from harness.covering import ADAPTERS, SCOPES, WITH_FLAT, over_adapters_and_flat, over_each
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
 from harness.pool import Pool
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from fsdp_zpp import Strategy
 
-ZEROPP = Strategy.zeropp(gpus_per_node=2)
+ZEROPP, HPZ = Strategy.zeropp(gpus_per_node=2), Strategy("IGG", gpus_per_node=2)
 FULL = StateDictOptions(full_state_dict=True)
 
 DIRECTIONS = {"ours to ours": (ZEROPP, ZEROPP), "ours to stock": (ZEROPP, STOCK), "stock to ours": (STOCK, ZEROPP)}
@@ -88,7 +88,7 @@ KINDS = [
 ]
 
 
-@over_each(2, kind={f"{adapter}-{kind}": (adapter, kind) for adapter, kind in KINDS}, direction=DIRECTIONS)
+@over_each(kind={f"{adapter}-{kind}": (adapter, kind) for adapter, kind in KINDS}, direction=DIRECTIONS)
 def test_state_dicts_pass_between_ours_and_stock(
     pool: Callable[[int], Pool], kind: tuple[Adapter, str], direction: tuple[Strategy | None, Strategy | None]
 ) -> None:
@@ -168,40 +168,125 @@ def load_from_rank_0(adapter: Adapter, scopes: str, gpus_per_node: int) -> None:
     assert models.distance(adapter.full_weights(second), adapter.full_weights(first)) == 0
 
 
-@pytest.mark.parametrize(("scopes", "gpus_per_node"), [("GGG", 2), ("NNN", 2), ("III", 2), ("NII", 2), ("III", 1)])
-@over_adapters_and_flat
+@over_each(adapter=WITH_FLAT, layout=[("GGG", 2), ("NNN", 2), ("III", 2), ("NII", 2), ("III", 1)])
 def test_an_optimizer_state_that_rank_0_alone_has_loaded_reaches_all_nodes(
-    pool: Callable[[int], Pool], adapter: Adapter, scopes: str, gpus_per_node: int
+    pool: Callable[[int], Pool], adapter: Adapter, layout: tuple[str, int]
 ) -> None:
-    pool(4).run(load_from_rank_0, adapter, scopes, gpus_per_node)
+    pool(4).run(load_from_rank_0, adapter, *layout)
 
 
-def save(adapter: Adapter, path: str) -> dict[str, Tensor]:
-    """In a worker: save a trained model."""
-    model = adapter.make(Case(), ZEROPP)
-    train(adapter, model, Case(steps=2))
-    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=path)
-    return adapter.full_weights(model)
+# ---- moved and cast models
 
 
-def load_elsewhere(adapter: Adapter, path: str, strategy: Strategy | None) -> dict[str, Tensor]:
-    """In a worker of another world: load it."""
+def copied(adapter: Adapter, model: Any) -> None:
+    """To other memory and back, as for an offload to the CPU between steps."""
+    model._apply(torch.clone)
+    model._apply(torch.clone)
+
+
+def written_elsewhere(adapter: Adapter, model: Any) -> None:
+    """Weights change while they are somewhere else."""
+    model._apply(torch.clone)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            adapter.local(parameter).mul_(1.5)
+    model._apply(torch.clone)
+
+
+def scaled(adapter: Adapter, model: Any) -> None:
+    """The move itself changes the weights."""
+    model._apply(lambda value: value * 1.5)
+
+
+def replaced(adapter: Adapter, model: Any) -> None:
+    """Weights are given other memory, which FullyShardedDataParallel allows, before the model moves."""
+    if isinstance(adapter, Fsdp2):
+        return written_elsewhere(adapter, model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.5
+    model._apply(torch.clone)
+
+
+def rounded(adapter: Adapter, model: Any) -> None:
+    """Through 16 bits and back."""
+    model.half()
+    model.float()
+
+
+def after_each_move(adapter: Adapter, strategy: Strategy) -> None:
+    """In a worker: what is computed after a move, and after a step there, is what a net that is not sharded computes.
+
+    Stock FullyShardedDataParallel is no oracle: it goes back to the memory of before the move.
+    """
     model = adapter.make(Case(), strategy)
     train(adapter, model, Case(steps=1))
-    state = {"model": get_model_state_dict(model)}
-    dcp.load(state, checkpoint_id=path)
-    adapter.before_load(model)
-    set_model_state_dict(model, state["model"])
-    logits(model)
+    for i, move in enumerate((copied, written_elsewhere, scaled, replaced, rounded)):
+        before = adapter.full_weights(model)
+        logits(model)
+        move(adapter, model)
+        if move is copied:  # a step at the new place, which no forward precedes
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter).add_(parameter.detach())
+            torch.optim.SGD(model.parameters(), lr=0.5).step()
+            model.zero_grad()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        expected = {
+            name: value.half().float() if move is rounded else value * (0.5 if move is copied else 1.5)
+            for name, value in before.items()
+        }
+        whole = models.make_net()
+        whole.load_state_dict(expected, strict=False)
+        for ours, theirs in zip(whole.buffers(), model.buffers(), strict=True):
+            ours.copy_(theirs)
+        found = logits(model)
+        torch.testing.assert_close(found, logits(whole), rtol=1e-6, atol=1e-6)  # another order of sums
+        assert models.distance(adapter.full_weights(model), expected) <= 1e-7, move.__name__
+        train(adapter, model, Case(steps=1), first_step=i)
+        assert models.distance(adapter.full_weights(model), expected) > 0.01
+
+
+@over_each(adapter=WITH_FLAT, scopes=SCOPES)
+def test_a_moved_model_computes_and_trains_with_the_weights_that_it_has_then(
+    pool: Callable[[int], Pool], adapter: Adapter, scopes: str
+) -> None:
+    pool(4).run(after_each_move, adapter, Strategy(scopes, gpus_per_node=2))
+
+
+def training_with_moves(adapter: Adapter, strategy: Strategy | None) -> dict[str, Tensor]:
+    """In a worker: weights after a training in which the model is moved after each step."""
+    model = adapter.make(Case(), strategy)
+    train(adapter, model, Case(steps=3, micro_batches=2), after_step=lambda step, optimizer: copied(adapter, model))
     return adapter.full_weights(model)
 
 
-@pytest.mark.parametrize("strategy", [Strategy.zeropp(gpus_per_node=1), STOCK], ids=["ours", "stock"])
-@over_adapters
-def test_a_checkpoint_loads_at_another_world_size(
-    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, strategy: Strategy | None
+@over_each(adapter=ADAPTERS, strategy={"IGG": HPZ, "NNG": Strategy("NNG", gpus_per_node=2)})
+def test_a_training_with_moves_equals_stock(pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy) -> None:
+    ours, stock = (pool(4).run(training_with_moves, adapter, each) for each in (strategy, STOCK))
+    assert max(map(models.distance, ours, stock)) <= 1e-6
+
+
+def cast(adapter: Adapter, strategy: Strategy | None) -> tuple[str, str]:
+    """In a worker: what a forward raises of a model that was cast after its first one, and what that says."""
+    model = adapter.make(Case(), strategy)
+    logits(model)
+    model.half()
+    try:
+        logits(model)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+@over_each(adapter=WITH_FLAT, strategy={"hpZ": HPZ, "zeropp": ZEROPP})
+def test_casts_that_stock_refuses_are_refused(
+    pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy
 ) -> None:
-    path = str(tmp_path / "checkpoint")
-    saved = pool(4).run(save, adapter, path)[0]
-    for weights in pool(2).run(load_elsewhere, adapter, path, strategy):
-        assert models.distance(weights, saved) == 0
+    for (ours, message), (stock, _) in zip(
+        *(pool(4).run(cast, adapter, each) for each in (strategy, STOCK)), strict=True
+    ):
+        assert stock != "no error"
+        if isinstance(adapter, Fsdp1):  # torch leaves it to the backend, and each raises an error of its own
+            assert ours == "ValueError"
+            assert "were cast from torch.float32 to torch.float16 after their first forward" in message
+        else:
+            assert ours == stock

@@ -1,7 +1,11 @@
-"""What a step costs a rank's CPU beside torch's FSDP, counted: collectives, kernels, copies, and functions called."""
+"""Cost of a step on a rank's CPU beside torch's FSDP, counted: collectives, kernels, copies, and functions called.
+
+Beside it, the length of the walks of benchmarks/scale/walks.py that a newcomer makes through the code.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -11,8 +15,10 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
-from harness.benchmarks import load
-from harness.launch import in_fake_world
+import torch
+from harness.benchmarks import BENCHMARKS, load
+from harness.launch import in_fake_world, launch
+from harness.pool import device_type
 from harness.wiretap import wiretap
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -93,6 +99,7 @@ def cost_of(name: str) -> Cost:
 
 @cache
 def cost(name: str) -> Cost:
+    """In a process of its own, since hooks of an earlier contender would count, too."""
     found: Cost = in_fake_world(contenders.WORLD, contenders.GPUS_PER_NODE, cost_of, name)
     return found
 
@@ -117,11 +124,25 @@ over_strategies = pytest.mark.parametrize("strategy", KERNELS)
 @over_strategies
 @over_adapters
 def test_between_nodes_weights_are_encoded_and_sent_a_chunk_at_a_time(adapter: str, strategy: str) -> None:
-    assert cost(f"{adapter} {strategy}").collectives == ON_TWO_HOPS
-    assert cost(f"{adapter} {strategy}").kernels == KERNELS[strategy]
+    found = cost(f"{adapter} {strategy}")
+    assert found.collectives == ON_TWO_HOPS
+    assert found.kernels == KERNELS[strategy]
 
 
-def test_four_micro_batches_cross_nodes_once() -> None:
+@over_strategies
+@over_adapters
+def test_a_step_copies_no_more_than_hsdp_and_calls_fewer_functions_than_torchs(adapter: str, strategy: str) -> None:
+    found, hsdp = cost(f"{adapter} {strategy}"), cost("fsdp2 HSDP")
+    # Without codecs, torch's ops bring a gradient's chunks in the order of the hops and its sums in the dtype to send,
+    # which with codecs kernels do.
+    allowed = 2 * UNITS if strategy == "IGG" else 0
+    assert found.copies <= hsdp.copies + allowed
+    # HSDP calls a tenth more under torch 2.13 than under 2.11, so FSDP1 is compared with itself.
+    stock, part = {"fsdp1": (cost("fsdp1 FULL_SHARD"), 0.66), "fsdp2": (hsdp, 0.8)}[adapter]
+    assert found.functions <= part * stock.functions
+
+
+def test_four_micro_batches_cross_nodes_once_and_call_fewer_functions_than_hsdp() -> None:
     found = cost("fsdp2 delta-IIG x 4")
     gathers = 4 * GATHERS
     inside = {("all_gather", "intra"): gathers, ("all_to_all", "intra"): 4 * UNITS}
@@ -129,24 +150,33 @@ def test_four_micro_batches_cross_nodes_once() -> None:
     # The last micro-batch adds its sums to the accumulated ones, and encodes these.
     gradients = {"quantize": 5 * UNITS, "dequantize_sum": 5 * UNITS}
     assert found.kernels == gradients | {"quantize_delta": RUNS, "add_delta": RUNS, "dequantize": gathers}
+    assert found.functions <= 0.75 * cost("fsdp2 HSDP x 4").functions
 
 
-@over_strategies
-@over_adapters
-def test_a_step_copies_no_more_than_hsdp(adapter: str, strategy: str) -> None:
-    # Without codecs, torch's ops bring a gradient's chunks in the order of the hops and its sums in the dtype to send,
-    # which with codecs kernels do.
-    allowed = 2 * UNITS if strategy == "IGG" else 0
-    assert cost(f"{adapter} {strategy}").copies <= cost("fsdp2 HSDP").copies + allowed
+MOST_ON_A_WALK = {
+    "fsdp1 wrapping of a block": (158, 69),
+    "fsdp1 gather": (73, 26),
+    "fsdp1 gather that prefetches": (90, 33),
+    "fsdp1 gradient": (78, 31),
+    "fsdp2 wrapping of a block": (118, 63),
+    "fsdp2 gather": (52, 22),
+    "fsdp2 gather that prefetches": (62, 26),
+    "fsdp2 gradient": (70, 32),
+}
+"""Calls and changes of files, by walk."""
 
 
-@over_strategies
-@over_adapters
-def test_a_step_calls_fewer_functions_than_torchs(adapter: str, strategy: str) -> None:
-    # HSDP calls a tenth more under torch 2.13 than under 2.11, so FSDP1 is compared with itself.
-    stock, part = {"fsdp1": ("fsdp1 FULL_SHARD", 0.66), "fsdp2": ("fsdp2 HSDP", 0.8)}[adapter]
-    assert cost(f"{adapter} {strategy}").functions <= part * cost(stock).functions
-
-
-def test_four_micro_batches_call_fewer_functions_than_hsdp() -> None:
-    assert cost("fsdp2 delta-IIG x 4").functions <= 0.75 * cost("fsdp2 HSDP x 4").functions
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="counted with torch 2.13")
+@pytest.mark.skipif(device_type() == "cuda", reason="its ranks are processes on the CPU")
+def test_walks_are_no_longer_than_they_were() -> None:
+    done = launch(4, BENCHMARKS / "scale" / "walks.py")
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^\| (fsdp.*?) \| (\d+) \| (\d+) \| (\d+) \|$", done.stdout, re.MULTILINE)
+    found = {name: (int(calls), int(changes)) for name, calls, _, changes in rows}
+    assert found.keys() == MOST_ON_A_WALK.keys()
+    longer = {
+        name: walk
+        for name, walk in found.items()
+        if walk[0] > MOST_ON_A_WALK[name][0] or walk[1] > MOST_ON_A_WALK[name][1]
+    }
+    assert not longer, f"--show them: {longer}, at most {MOST_ON_A_WALK}"

@@ -22,7 +22,7 @@ ADAPTERS: list[Adapter] = [Fsdp1(), Fsdp2()]
 WITH_FLAT: list[Adapter] = [*ADAPTERS, Fsdp1(use_orig_params=False)]
 
 SCOPES = ("GGG", "IGG", "IIG", "III", "NNG", "NNN")
-"""Every scope for every state; adapters/test_scopes.py has all fourteen combinations."""
+"""Every scope for every state; adapters/test_training_laws.py has all fourteen combinations."""
 
 over_adapters = pytest.mark.parametrize("adapter", ADAPTERS, ids=str)
 over_adapters_and_flat = pytest.mark.parametrize("adapter", WITH_FLAT, ids=str)

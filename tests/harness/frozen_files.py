@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fsdp_zpp import Int8
@@ -48,33 +47,6 @@ def output_of(net: nn.Module) -> Tensor:
     return net(torch.arange(14).view(2, 7))
 
 
-def write_checkpoint(path: Path, tensors: dict[str, Tensor], **changes: Tensor | None) -> Path:
-    """A safetensors file of ``tensors``, some of them changed or left out; dots in names are double underscores."""
-    state = dict(tensors)
-    for name, value in changes.items():
-        key = name.replace("__", ".")
-        state.pop(key, None)
-        state |= {} if value is None else {key: value}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({key: value.detach().clone() for key, value in state.items()}, path)
-    return path
-
-
-def change_index(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Edit the index of a saved base."""
-    index = json.loads((folder / INDEX).read_text())
-    change(index)
-    (folder / INDEX).write_text(json.dumps(index))
-
-
-def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    """Edit the tensors of a saved base of one file."""
-    (file,) = folder.glob("*.safetensors")
-    tensors = {key: value.clone() for key, value in load_file(file).items()}
-    change(tensors)
-    save_file(tensors, file)
-
-
 def snapshot(net: nn.Module) -> dict[str, Any]:
     """All that a failed call must leave as it was: classes, tensors themselves, and their values."""
     tensors = {**dict(net.named_parameters(remove_duplicate=False)), **dict(net.named_buffers())}
@@ -83,3 +55,12 @@ def snapshot(net: nn.Module) -> dict[str, Any]:
         for name, tensor in tensors.items()
     }
     return kept | {"frozen": [name for name, module in net.named_modules() if isinstance(module, FrozenModule)]}
+
+
+def refused(net: nn.Module, load: Callable[[nn.Module], Any], *messages: str) -> None:
+    """Assert that a call is refused, names all of ``messages``, and leaves the net alone."""
+    before = snapshot(net)
+    with pytest.raises(ValueError, match=re.escape(messages[-1])) as error:
+        load(net)
+    assert all(message in str(error.value) for message in messages), error.value
+    assert snapshot(net) == before

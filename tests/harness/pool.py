@@ -232,3 +232,7 @@ class Pool:
             process.join()
             pipe.close()
         self._pipes, self._processes = [], []
+
+
+Pools = Callable[[int], Pool]
+"""The fixture ``pool``: that many workers in one process group."""

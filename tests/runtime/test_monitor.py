@@ -1,4 +1,4 @@
-"""What a monitor says of each step: bytes as traffic() has them, FULL_SHARD's by its formula, and times."""
+"""A monitor's figures of each step: bytes as traffic() has them, FULL_SHARD's by its formula, and times."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from fsdp_zpp.runtime.communication_waits import CommunicationWaits
 from fsdp_zpp.runtime.monitor import _Step, overlaps
 
 GPUS = 2
+
 # All shapes are multiples of the ranks, so that neither FSDP pads.
 MODEL = (("blocks", 2), ("width", 32), ("hidden", 64), ("vocabulary", 16))
 STRATEGIES = {scopes: Strategy(scopes, gpus_per_node=GPUS) for scopes in SCOPES} | {
@@ -34,6 +35,7 @@ STRATEGIES = {scopes: Strategy(scopes, gpus_per_node=GPUS) for scopes in SCOPES}
     "local": Strategy("III", local_steps=LocalSteps(2), gpus_per_node=GPUS),
 }
 HOPS = [(kind, level) for kind in ("weights", "gradients") for level in ("inter", "intra")]
+GGG = Strategy("GGG", gpus_per_node=GPUS)
 
 
 def figures_of(watch: Monitor) -> dict[str, float]:
@@ -46,7 +48,7 @@ def figures_of(watch: Monitor) -> dict[str, float]:
 
 
 def total(model: Any) -> dict[tuple[str, str], int]:
-    """What traffic() says, by the monitor's names."""
+    """The bytes of traffic(), by the monitor's names."""
     sent: Any = traffic(model)
     names = {"weights": "gather", "gradients": "reduce"}
     return {(kind, level): sent[names[kind]][level] for kind, level in HOPS}
@@ -68,7 +70,7 @@ def watched(adapter: Adapter, case: Case, strategy: Strategy) -> list[tuple[dict
     return found
 
 
-@over_each(2, adapter=ADAPTERS, strategy=STRATEGIES, micro_batches=[1, 2])
+@over_each(adapter=ADAPTERS, strategy=STRATEGIES, micro_batches=[1, 2])
 def test_bytes_are_those_of_traffic_and_times_are_possible(
     pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy, micro_batches: int
 ) -> None:
@@ -88,6 +90,9 @@ def test_bytes_are_those_of_traffic_and_times_are_possible(
                 assert share == pytest.approx(sum(sent[kind, level] for kind in ("weights", "gradients")))
 
 
+# ---- what FULL_SHARD would send
+
+
 def stock_and_said(adapter: Adapter, case: Case) -> tuple[dict[str, int], dict[str, float]]:
     """In a worker: what a step of FULL_SHARD sends, as the wiretap sees it, and what a monitor says that it would."""
     stock = adapter.make(case, STOCK)
@@ -100,9 +105,11 @@ def stock_and_said(adapter: Adapter, case: Case) -> tuple[dict[str, int], dict[s
     return {"inter": tap.total("inter")}, figures
 
 
-@pytest.mark.parametrize("precision", [None, Precision(torch.bfloat16, torch.float32)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@over_adapters
+@over_each(
+    adapter=ADAPTERS,
+    micro_batches=[1, 3],
+    precision={"fp32": None, "bf16": Precision(torch.bfloat16, torch.float32)},
+)
 def test_full_shard_sends_what_is_said(
     pool: Callable[[int], Pool], adapter: Adapter, micro_batches: int, precision: Precision | None
 ) -> None:
@@ -110,6 +117,9 @@ def test_full_shard_sends_what_is_said(
     for sent, figures in pool(4).run(stock_and_said, adapter, case):
         assert figures["inter/full_shard_bytes"] == sent["inter"]
         assert figures["intra/full_shard_bytes"] == 2 * sent["inter"]
+
+
+KINDS = ["partly frozen", "evaluated", "without root", "without root, no_reentrant", "no_reentrant", "reentrant"]
 
 
 def one_step(adapter: Adapter, strategy: Any, kind: str) -> tuple[int, dict[str, float]]:
@@ -138,21 +148,20 @@ def one_step(adapter: Adapter, strategy: Any, kind: str) -> tuple[int, dict[str,
     return tap.total("inter"), {} if watch is None else figures_of(watch)
 
 
-KINDS = ["partly frozen", "evaluated", "without root", "without root, no_reentrant", "no_reentrant", "reentrant"]
+def steps_of_all_kinds(adapter: Adapter) -> dict[str, tuple[int, dict[str, float]]]:
+    """In a worker: what stock sends between nodes in a step of each kind of model, and what a monitor says of ours."""
+    return {kind: (one_step(adapter, STOCK, kind)[0], one_step(adapter, GGG, kind)[1]) for kind in KINDS}
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @over_adapters
-def test_full_shard_sends_what_is_said_of_other_models(
-    pool: Callable[[int], Pool], adapter: Adapter, kind: str
-) -> None:
-    stock = pool(4).run(one_step, adapter, STOCK, kind)
-    said = pool(4).run(one_step, adapter, Strategy("GGG", gpus_per_node=GPUS), kind)
-    # A strategy has FSDP1 shard frozen parameters apart, which are then not reduced with the others: two of `up`.
-    apart = 2 * 4 * (32 * 64 + 64) // 4 if str(adapter) == "fsdp1" and kind == "partly frozen" else 0
-    for (sent, _), (_, figures) in zip(stock, said, strict=True):
-        assert figures["inter/full_shard_bytes"] == sent - apart
-        assert figures["inter/share"] >= 1
+def test_full_shard_sends_what_is_said_of_other_models(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    for found in pool(4).run(steps_of_all_kinds, adapter):
+        for kind, (sent, figures) in found.items():
+            # A strategy has FSDP1 shard frozen parameters apart, which are then not reduced with the others: two of
+            # `up`.
+            apart = 2 * 4 * (32 * 64 + 64) // 4 if str(adapter) == "fsdp1" and kind == "partly frozen" else 0
+            assert figures["inter/full_shard_bytes"] == sent - apart, kind
+            assert figures["inter/share"] >= 1, kind
 
 
 def watched_base(adapter: Adapter) -> tuple[dict[str, float], Any, int]:
@@ -178,45 +187,56 @@ def test_a_frozen_base_counts(pool: Callable[[int], Pool], adapter: Adapter) -> 
         assert figures["inter/share"] < 0.5
 
 
-def without(adapter: Adapter) -> tuple[Any, ...]:
-    """In a worker: what is left of a monitor that was closed, and what one says of torch's own collectives."""
-    model = adapter.make(Case(model=MODEL), Strategy.zeropp(gpus_per_node=GPUS))
-    watch = monitor(model)
-    assert isinstance(watch, Monitor)
-    watch.close()
+# ---- the life of a monitor
+
+
+def life(adapter: Adapter) -> dict[str, Any]:
+    """In a worker: figures around resets of traffic(), second monitors and steps that are too long, and on one node."""
+    found: dict[str, Any] = {}
+    model = adapter.make(Case(model=MODEL), GGG)
+    with monitor(model) as watch:
+        for part in (model, model.blocks):
+            with pytest.raises(RuntimeError, match="another monitor measures this"):
+                monitor(part)
+        train(adapter, model, Case(steps=1))
+        found["sent"], found["reset"] = traffic(model, reset=True), traffic(model)
+        found["first"] = figures_of(watch)
+        train(adapter, model, Case(steps=1))
+        found["sent then"], found["second"] = traffic(model), figures_of(watch)
+        with patch.object(hop_timer, "MOST_INTERVALS", 5), patch("fsdp_zpp.runtime.monitor.MOST_INTERVALS", 5):
+            train(adapter, model, Case(steps=1))
+            found["kept"], found["long"] = len(watch._timer.hops), figures_of(watch)
+        train(adapter, model, Case(steps=1))
+        found["after the long"] = figures_of(watch)
     watch.close()
     with pytest.raises(RuntimeError, match="this monitor is closed"):
         watch.step()
+    with monitor(model.blocks) as part:
+        assert isinstance(part, Monitor)
     train(adapter, model, Case(steps=1))
     on_one_node = adapter.make(Case(model=MODEL), Strategy(gpus_per_node=4))
     with monitor(on_one_node) as watch:
         train(adapter, on_one_node, Case(steps=1))
-        return len(watch._timer.hops), {key for key in figures_of(watch) if "share" in key or "full_shard" in key}
+        found["one node"] = figures_of(watch)
+    return found
 
 
 @over_adapters
-def test_a_closed_one_leaves_nothing_and_shares_need_all_bytes(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    assert all(said == set() for _, said in pool(4).run(without, adapter))
-
-
-def reset_traffic(adapter: Adapter) -> tuple[Any, ...]:
-    """In a worker: bytes of two steps, with a reset between them, and those of the monitor."""
-    model = adapter.make(Case(model=MODEL), Strategy("GGG", gpus_per_node=GPUS))
-    with monitor(model) as watch:
-        train(adapter, model, Case(steps=1))
-        first = traffic(model, reset=True)
-        nothing = traffic(model)
-        one = figures_of(watch)
-        train(adapter, model, Case(steps=1))
-        return first, nothing, traffic(model), one, figures_of(watch)
-
-
-@over_adapters
-def test_a_reset_begins_anew(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    for first, nothing, second, one, two in pool(4).run(reset_traffic, adapter):
-        assert first == second
-        assert not any(nbytes for levels in nothing.values() for nbytes in levels.values())
-        assert one["weights/inter/bytes"] == two["weights/inter/bytes"] == first["gather"]["inter"]
+def test_a_monitor_measures_until_it_is_closed(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    for found in pool(4).run(life, adapter):
+        first, second, long = found["first"], found["second"], found["long"]
+        assert first["weights/inter/ms"] > 0
+        # A reset of traffic() begins anew, for traffic() alone.
+        assert found["sent"] == found["sent then"]
+        assert not any(nbytes for levels in found["reset"].values() for nbytes in levels.values())
+        assert first["weights/inter/bytes"] == second["weights/inter/bytes"] == found["sent"]["gather"]["inter"]
+        # A long step has no times.
+        assert found["kept"] == 5
+        assert long["weights/inter/bytes"] > 0
+        times = {"/".join((*hop, what)) for hop in HOPS for what in ("ms", "exposed_ms")}
+        assert {name for name in found["after the long"] if name not in long} == times
+        # Shares need all bytes, also those of torch's own collectives, which nobody counts.
+        assert not {key for key in found["one node"] if "share" in key or "full_shard" in key}
 
 
 def gathers_outside_waits(adapter: Adapter) -> tuple[int, int]:
@@ -279,43 +299,7 @@ def test_parameters_may_be_offloaded(pool: Callable[[int], Pool]) -> None:
     assert all(figures["weights/inter/ms"] > 0 for figures in pool(4).run(offloaded))
 
 
-def second_monitor(adapter: Adapter) -> None:
-    """In a worker: a second monitor on a model, or a part of it, while the first one is open, and after that."""
-    model = adapter.make(Case(model=MODEL), Strategy("GGG", gpus_per_node=GPUS))
-    with monitor(model) as watch:
-        for part in (model, model.blocks):
-            with pytest.raises(RuntimeError, match="another monitor measures this"):
-                monitor(part)
-        train(adapter, model, Case(steps=1))
-        assert figures_of(watch)["weights/inter/ms"] > 0
-    with monitor(model.blocks):
-        pass
-
-
-@over_adapters
-def test_a_second_one_is_refused(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    pool(4).run(second_monitor, adapter)
-
-
-def long_step(adapter: Adapter) -> tuple[int, dict[str, float], dict[str, float]]:
-    """In a worker: the intervals that are kept of a step that is too long, its figures, and those of the next."""
-    model = adapter.make(Case(model=MODEL), Strategy("GGG", gpus_per_node=GPUS))
-    with monitor(model) as watch:
-        with patch.object(hop_timer, "MOST_INTERVALS", 5), patch("fsdp_zpp.runtime.monitor.MOST_INTERVALS", 5):
-            train(adapter, model, Case(steps=1))
-            kept, one = len(watch._timer.hops), figures_of(watch)
-        train(adapter, model, Case(steps=1))
-        return kept, one, figures_of(watch)
-
-
-@over_adapters
-def test_a_long_step_has_no_times(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    for kept, one, two in pool(4).run(long_step, adapter):
-        assert kept == 5
-        assert one["weights/inter/bytes"] > 0
-        assert {name for name in two if name not in one} == {
-            "/".join((*hop, what)) for hop in HOPS for what in ("ms", "exposed_ms")
-        }
+# ---- arithmetic
 
 
 def test_a_step_is_complete_when_all_its_times_have_come() -> None:
@@ -336,8 +320,5 @@ def test_overlaps_are_those_of_all_pairs() -> None:
         hops = [(float(a), float(a + draw.randrange(20))) for a in draw.choices(range(60), k=10)]
         pairs = [(max(a, c), min(b, d)) for a, b in hops for c, d in waits if a < d and c < b]
         assert sorted(overlaps(hops, waits)) == sorted(pairs)
-
-
-def test_overlaps() -> None:
     assert list(overlaps([(0, 10), (20, 30)], [(-1, 2), (5, 6), (9, 21)])) == [(0, 2), (5, 6), (9, 10), (20, 21)]
     assert list(overlaps([(0, 1)], [(1, 2)])) == []

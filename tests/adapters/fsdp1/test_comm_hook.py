@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,34 +32,37 @@ def hooked(state: QuantizedReduceState, strategy: ShardingStrategy = ShardingStr
     return model
 
 
-def hooked_distance(strategy: ShardingStrategy) -> float:
-    """In a worker: the distance of the gradient from one without the hook."""
+def first_backward(strategy: ShardingStrategy) -> tuple[float, Sent]:
+    """In a worker: the distance of the gradient from one without the hook, and what the backward sends."""
     model = hooked(QuantizedReduceState(Int8(32), gpus_per_node=2), strategy)
-    models.loss_of(model, models.batch(0, 0)).backward()
-    return models.distance(FSDP1.full_gradients(model), gradients(FSDP1, Case(), STOCK))
+    sent = sent_in(lambda: models.loss_of(model, models.batch(0, 0)).backward(), model, 2)
+    return models.distance(FSDP1.full_gradients(model), gradients(FSDP1, Case(), STOCK)), sent
 
 
 @pytest.mark.parametrize(
     "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP], ids=lambda strategy: strategy.name
 )
-def test_gradients_under_stock_strategies_are_near_those_without_the_hook(
+def test_gradients_under_stock_strategies_are_near_those_without_the_hook_and_are_counted(
     pool: Callable[[int], Pool], strategy: ShardingStrategy
 ) -> None:
-    assert max(pool(4).run(hooked_distance, strategy)) <= 0.03
-
-
-def hooked_bytes() -> Sent:
-    """In a worker: what two steps send."""
-    model = hooked(QuantizedReduceState(Int4(128), gpus_per_node=2))
-    return sent_in(partial(train, FSDP1, model, Case(steps=2)), model, 2)
-
-
-def test_traffic_agrees_with_the_wire_for_a_hook(pool: Callable[[int], Pool]) -> None:
-    for tap, own in pool(4).run(hooked_bytes):
+    for distance, (tap, own) in pool(4).run(first_backward, strategy):
+        assert distance <= 0.03
         assert own["reduce"] == {hop: tap.total(hop, "all_to_all") for hop in ("inter", "intra")}
         assert own["reduce"]["inter"] > 0
         assert own["gather"] == {"inter": 0, "intra": 0}
         assert tap.total("inter", "reduce_scatter") == 0
+
+
+def of_a_pair() -> QuantizedReduceState:
+    """In a worker: a state made for two of the four ranks."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return QuantizedReduceState(Int4(128), gpus_per_node=1, process_group=pairs[dist.get_rank() // 2])
+
+
+def on_a_strategy() -> None:
+    """Register the hook where a strategy owns the reduction."""
+    model = FSDP1.make(Case(), Strategy.zeropp(gpus_per_node=2))
+    model.register_comm_hook(QuantizedReduceState(Int4(128), gpus_per_node=2), quantized_reduce_hook)
 
 
 REFUSALS: dict[str, Refusal] = {
@@ -77,44 +78,38 @@ REFUSALS: dict[str, Refusal] = {
         ValueError,
         "NO_SHARD",
     ),
+    "another group": (lambda: hooked(of_a_pair()), ValueError, "this model is sharded over [0, 1, 2, 3]"),
+    "gradient of another group": (
+        lambda: quantized_reduce_hook(of_a_pair(), torch.ones(8), torch.ones(2)),
+        ValueError,
+        "another process group",
+    ),
+    "on a strategy": (on_a_strategy, AssertionError, "already registered"),
 }
 
 
-def attempt(name: str) -> Reply:
-    """In a worker: how one call is refused."""
-    return messages.attempt(REFUSALS[name])
+def attempts() -> dict[str, Reply]:
+    """In a worker: how each call is refused."""
+    return {name: messages.attempt(refusal) for name, refusal in REFUSALS.items()}
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_a_hooks_bad_input_is_refused_on_every_rank(pool: Callable[[int], Pool], name: str) -> None:
-    assert_refused(pool(4).run(attempt, name), REFUSALS[name])
+def test_a_hooks_bad_input_is_refused_on_every_rank(pool: Callable[[int], Pool]) -> None:
+    replies = pool(4).run(attempts)
+    for name, refusal in REFUSALS.items():
+        assert_refused([of_rank[name] for of_rank in replies], refusal)
 
 
-def state_of_another_group() -> str:
-    """In a worker: a hook state made for two ranks, on a model sharded over four."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    state = QuantizedReduceState(Int4(128), gpus_per_node=1, process_group=pairs[dist.get_rank() // 2])
-    with pytest.raises(ValueError, match="made for the ranks") as caught:
-        hooked(state)
-    with pytest.raises(ValueError, match="another process group"):
-        quantized_reduce_hook(state, torch.ones(8), torch.ones(2))
-    return str(caught.value)
+def wrapped_state() -> None:
+    """In a worker: without the state itself, nothing tells units apart."""
+    model = FSDP1.make(Case(), ShardingStrategy.FULL_SHARD)
+    state = QuantizedReduceState(Int4(32), error_feedback=LoCo(), gpus_per_node=2)
+    model.register_comm_hook(None, lambda _, gradient, out: quantized_reduce_hook(state, gradient, out))
+    with pytest.raises(RuntimeError, match="was not passed to"):
+        models.loss_of(model, models.batch(0, 0)).backward()
 
 
-def test_a_state_made_for_another_group_is_refused(pool: Callable[[int], Pool]) -> None:
-    messages = pool(4).run(state_of_another_group)
-    assert all("this model is sharded over [0, 1, 2, 3]" in message for message in messages)
-
-
-def second_hook() -> None:
-    """In a worker: a strategy owns the reduction, so another hook is refused, not ignored."""
-    model = FSDP1.make(Case(), Strategy.zeropp(gpus_per_node=2))
-    with pytest.raises(AssertionError, match="already registered"):
-        model.register_comm_hook(QuantizedReduceState(Int4(128), gpus_per_node=2), quantized_reduce_hook)
-
-
-def test_a_strategy_and_a_hook_do_not_mix(pool: Callable[[int], Pool]) -> None:
-    pool(4).run(second_hook)
+def test_a_hook_around_the_hook_is_refused(pool: Callable[[int], Pool]) -> None:
+    pool(4).run(wrapped_state)
 
 
 def logged(gpus_per_node: int) -> list[tuple[str, str]]:
@@ -133,33 +128,31 @@ def test_a_hook_logs_one_line_a_model(pool: Callable[[int], Pool]) -> None:
     assert "NOT active: gradients reduced as int4(128) on the inter-node hop (one node" in line
 
 
-def hooked_training(feedback: LoCo | None, path: str) -> dict[str, Tensor]:
+def trained(feedback: LoCo | None, path: str) -> dict[str, Tensor]:
     """In a worker: weights trained with the hook; with feedback, also saved and resumed."""
-    adapter = Fsdp1()
+    case = Case(steps=2, micro_batches=2)
 
-    def hooked() -> Any:
-        model = adapter.make(Case(), ShardingStrategy.FULL_SHARD)
+    def start() -> tuple[FSDP, QuantizedReduceState, torch.optim.Optimizer]:
         state = QuantizedReduceState(Int4(32), error_feedback=feedback, gpus_per_node=2)
-        model.register_comm_hook(state, quantized_reduce_hook)
+        model = hooked(state)
         return model, state, models.make_optimizer("sgd", model.parameters())
 
-    case = Case(steps=2, micro_batches=2)
-    model, state, optimizer = hooked()
-    train(adapter, model, case, optimizer=optimizer)
+    model, state, optimizer = start()
+    train(FSDP1, model, case, optimizer=optimizer)
     if feedback is not None:
         save(model, optimizer, CodecState(model), path)
         assert CodecState(model).state_dict().keys() > {"layout"}
         assert len(CodecState(model).state_dict()) == len(state.state_dict())
-    expected = train(adapter, model, case, optimizer=optimizer, first_step=2)
+    expected = train(FSDP1, model, case, optimizer=optimizer, first_step=2)
     if feedback is not None:
-        other, other_state, other_optimizer = hooked()
-        train(adapter, other, case, optimizer=other_optimizer, first_step=50)
+        other, other_state, other_optimizer = start()
+        train(FSDP1, other, case, optimizer=other_optimizer, first_step=50)
         load(other, other_optimizer, CodecState(other), path)
         with pytest.raises(ValueError, match="one for each model"):
-            adapter.make(Case(), ShardingStrategy.FULL_SHARD).register_comm_hook(other_state, quantized_reduce_hook)
-        assert train(adapter, other, case, optimizer=other_optimizer, first_step=2) == expected
-        assert models.distance(adapter.full_weights(other), adapter.full_weights(model)) == 0
-    return adapter.full_weights(model)
+            hooked(other_state)
+        assert train(FSDP1, other, case, optimizer=other_optimizer, first_step=2) == expected
+        assert models.distance(FSDP1.full_weights(other), FSDP1.full_weights(model)) == 0
+    return FSDP1.full_weights(model)
 
 
 def test_errors_of_a_hook_follow_steps_and_resume_exactly(pool: Callable[[int], Pool], tmp_path: Path) -> None:
@@ -168,24 +161,11 @@ def test_errors_of_a_hook_follow_steps_and_resume_exactly(pool: Callable[[int], 
     A strategy whose gradients accumulate on the rank sees the same sum of micro-batches as the hook.
     """
     plain, reset, fed_back = (
-        pool(4).run(hooked_training, feedback, str(tmp_path / str(i)))[0]
+        pool(4).run(trained, feedback, str(tmp_path / str(i)))[0]
         for i, feedback in enumerate([None, LoCo(hops="both", reset_every=1), LoCo(hops="both")])
     )
     assert models.distance(reset, plain) == 0
     assert models.distance(fed_back, plain) > 1e-4
     strategy = replace(COARSE, levels="GNG", error_feedback=LoCo(hops="both"))
-    ours = pool(4).run(trained_weights, Fsdp1(), Case(steps=4, micro_batches=2), strategy)[0]
+    ours = pool(4).run(trained_weights, FSDP1, Case(steps=4, micro_batches=2), strategy)[0]
     assert models.distance(ours, fed_back) < 1e-5
-
-
-def wrapped_state() -> None:
-    """In a worker: without the state itself, nothing tells units apart."""
-    model = Fsdp1().make(Case(), ShardingStrategy.FULL_SHARD)
-    state = QuantizedReduceState(Int4(32), error_feedback=LoCo(), gpus_per_node=2)
-    model.register_comm_hook(None, lambda _, gradient, out: quantized_reduce_hook(state, gradient, out))
-    with pytest.raises(RuntimeError, match="was not passed to"):
-        models.loss_of(model, models.batch(0, 0)).backward()
-
-
-def test_a_hook_around_the_hook_is_refused(pool: Callable[[int], Pool]) -> None:
-    pool(4).run(wrapped_state)

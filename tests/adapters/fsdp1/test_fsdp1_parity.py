@@ -1,9 +1,11 @@
-"""What only FullyShardedDataParallel can do trains as stock FULL_SHARD does, to rounding."""
+"""Whatever only FullyShardedDataParallel can do is as under stock FULL_SHARD, to rounding.
+
+adapters/test_training_laws.py trains with its other arguments.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -15,39 +17,13 @@ from harness.covering import SCOPES, over_each
 from harness.fsdp1 import Fsdp1
 from harness.pool import Pool, device_type
 from harness.steps_in_backward import stepped
-from harness.training import gradients, largest_distance, train
+from harness.training import train
 from torch import Tensor, nn
-from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel as FSDP, MixedPrecision
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
 
 from fsdp_zpp import Strategy
 
 FP32, BF16 = torch.float32, torch.bfloat16
-FLAT = Fsdp1(use_orig_params=False)
-
-
-def with_(**arguments: Any) -> Fsdp1:
-    """FSDP called with some more arguments."""
-    return Fsdp1(arguments=tuple(arguments.items()))
-
-
-CASES = {
-    "flat": (FLAT, Case()),
-    "no_sync flat": (FLAT, Case(micro_batches=2)),
-    "tied flat": (FLAT, Case(model=(("tied", True),))),
-    "no limit": (with_(limit_all_gathers=False), Case()),
-    "forward prefetch": (with_(forward_prefetch=True), Case()),
-    "backward post": (with_(backward_prefetch=BackwardPrefetch.BACKWARD_POST), Case()),
-    "no backward prefetch": (with_(backward_prefetch=None), Case()),
-    "outside no_reentrant": (Fsdp1(), Case(checkpointing="outside no_reentrant")),
-    "outside reentrant": (Fsdp1(), Case(checkpointing="outside reentrant")),
-}
-
-
-@over_each(2, trained=CASES, scopes=SCOPES)
-def test_equals_full_shard(pool: Callable[[int], Pool], trained: tuple[Fsdp1, Case], scopes: str) -> None:
-    adapter, case = trained
-    distances = pool(4).run(largest_distance, adapter, case, Strategy(scopes, gpus_per_node=2))
-    assert max(distances) <= 1e-6
 
 
 def other_values(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -89,27 +65,12 @@ def trained_with_replaced(replace: Callable[..., None], strategy: Any) -> dict[s
     return adapter.full_weights(model)
 
 
-@cache
-def trained_by_stock_with_replaced(replace: Callable[..., None]) -> dict[str, Tensor]:
-    """In a worker: the weights of one that stock trains."""
-    return trained_with_replaced(replace, STOCK)
-
-
-def distance_with_replaced(replace: Callable[..., None], scopes: str) -> float:
-    """In a worker: how far such a model is from one that stock trains."""
-    of_strategy = trained_with_replaced(replace, Strategy(scopes, gpus_per_node=2))
-    return models.distance(of_strategy, trained_by_stock_with_replaced(replace))
-
-
-REPLACE = (other_values, other_parameter, other_shape, masked_in_forwards)
-
-
-@pytest.mark.parametrize("replace", REPLACE, ids=lambda replace: replace.__name__)
-@pytest.mark.parametrize("scopes", ["GGG", "IGG", "III"])
+@over_each(replace=[other_values, other_parameter, other_shape, masked_in_forwards], scopes=["IGG", "GGG", "III"])
 def test_parameters_replaced_between_steps_are_trained_on(
-    pool: Callable[[int], Pool], scopes: str, replace: Callable[..., None]
+    pool: Callable[[int], Pool], replace: Callable[..., None], scopes: str
 ) -> None:
-    assert max(pool(4).run(distance_with_replaced, replace, scopes)) <= 1e-6
+    ours = pool(4).run(trained_with_replaced, replace, Strategy(scopes, gpus_per_node=2))
+    assert max(map(models.distance, ours, pool(4).once(trained_with_replaced, replace, STOCK))) <= 1e-6
 
 
 def give_and_take(model: FSDP) -> list[int]:
@@ -146,10 +107,10 @@ def refused_on_the_way(model: FSDP) -> list[int]:
     return []
 
 
-def after(event: Callable[[FSDP], list[int]], strategy: Any) -> tuple[list[int], float]:
+def after(event: Callable[[FSDP], list[int]]) -> tuple[list[int], float]:
     """In a worker: what an event between steps gives, and how far the weights are from those without it."""
     adapter, case = Fsdp1(), Case(steps=1, clip=None)
-    model, undisturbed = adapter.make(case, strategy), adapter.make(case, strategy)
+    model, undisturbed = (adapter.make(case, Strategy("IGG", gpus_per_node=2)) for _ in range(2))
     for each in (model, undisturbed):
         train(adapter, each, case)
     found = event(model)
@@ -157,42 +118,33 @@ def after(event: Callable[[FSDP], list[int]], strategy: Any) -> tuple[list[int],
     return found, models.distance(adapter.full_weights(model), adapter.full_weights(undisturbed))
 
 
-@pytest.mark.parametrize("strategy", [STOCK, Strategy("IGG", gpus_per_node=2)], ids=["stock", "IGG"])
-@pytest.mark.parametrize(
-    "event", [give_and_take, look_in_inference_mode, refused_on_the_way], ids=lambda event: event.__name__
-)
+@over_each(event=[give_and_take, look_in_inference_mode, refused_on_the_way])
 def test_what_happens_to_parameters_between_steps_leaves_nothing(
-    pool: Callable[[int], Pool], event: Callable[[FSDP], list[int]], strategy: Any
+    pool: Callable[[int], Pool], event: Callable[[FSDP], list[int]]
 ) -> None:
-    for found, distance in pool(4).run(after, event, strategy):
+    for found, distance in pool(4).run(after, event):
         assert not any(found)
         assert distance == 0
 
 
-def gradient_distance(adapter: Fsdp1, strategy: Strategy) -> float:
-    """In a worker: the distance of the gradient from stock."""
-    return models.distance(gradients(adapter, Case(), strategy), gradients(adapter, Case(), STOCK))
-
-
-@pytest.mark.parametrize("scopes", SCOPES)
-def test_gradients_with_cast_forward_inputs_equal_stock(pool: Callable[[int], Pool], scopes: str) -> None:
-    adapter = with_(mixed_precision=MixedPrecision(BF16, FP32, BF16, cast_forward_inputs=True))
-    assert max(pool(4).run(gradient_distance, adapter, Strategy(scopes, gpus_per_node=2))) <= 1e-6
-
-
-def gradient_dtypes(strategy: Strategy | None) -> set[torch.dtype]:
-    """In a worker: dtypes of the gradients after a backward that keeps them in low precision."""
-    policy = MixedPrecision(BF16, BF16, BF16, keep_low_precision_grads=True)
-    model = with_(mixed_precision=policy).make(Case(), strategy)
+def low_precision_gradients(keeps: bool, strategy: Strategy | None) -> tuple[set[torch.dtype], dict[str, Tensor]]:
+    """In a worker: dtypes of gradients of a backward in bf16, which may stay in it, and the gradients."""
+    policy = MixedPrecision(BF16, BF16 if keeps else FP32, BF16, keeps, cast_forward_inputs=True)
+    adapter = Fsdp1(arguments=(("mixed_precision", policy),))
+    model = adapter.make(Case(), strategy)
     models.loss_of(model, models.batch(0, 0)).backward()
-    return {p.grad.dtype for p in model.parameters() if p.grad is not None and p.grad.numel()}
+    dtypes = {p.grad.dtype for p in model.parameters() if p.grad is not None and p.grad.numel()}
+    return dtypes, {} if keeps else adapter.full_gradients(model)
 
 
-@pytest.mark.parametrize("strategy", [Strategy.zeropp(gpus_per_node=2), STOCK], ids=["zeropp", "stock"])
-def test_low_precision_gradients_are_kept_as_under_stock(
-    pool: Callable[[int], Pool], strategy: Strategy | None
+@over_each(keeps=[True, False], strategy=[Strategy("IGG", gpus_per_node=2), Strategy("NNN", gpus_per_node=2)])
+def test_gradients_of_inputs_that_are_cast_and_those_kept_in_low_precision_are_as_under_stock(
+    pool: Callable[[int], Pool], keeps: bool, strategy: Strategy
 ) -> None:
-    assert set().union(*pool(4).run(gradient_dtypes, strategy)) == {BF16}
+    ours, stock = (pool(4).once(low_precision_gradients, keeps, each) for each in (strategy, STOCK))
+    for (dtypes, gradients), (expected_dtypes, expected) in zip(ours, stock, strict=True):
+        assert dtypes == expected_dtypes == {BF16 if keeps else FP32}
+        assert keeps or models.distance(gradients, expected) <= 1e-6
 
 
 def ignored_as_iterator(strategy: Strategy | None) -> list[str]:
@@ -209,19 +161,11 @@ def test_ignored_states_may_be_an_iterator(pool: Callable[[int], Pool]) -> None:
     assert ours == stock == [["_fsdp_wrapped_module.head.weight"]] * 4
 
 
-stock_stepped_in_backward = cache(partial(stepped, Fsdp1(), STOCK))
-
-
-def distance_stepped_in_backward(strategy: Strategy, micro_batches: int) -> float:
-    """In a worker: the distance from stock."""
-    return models.distance(stepped(Fsdp1(), strategy, micro_batches), stock_stepped_in_backward(micro_batches))
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("scopes", [scopes for scopes in SCOPES if scopes != "NNN"])
+@over_each(scopes=[scopes for scopes in SCOPES if scopes != "NNN"], micro_batches=[1, 2])
 def test_steps_in_the_backward_equal_stock(pool: Callable[[int], Pool], scopes: str, micro_batches: int) -> None:
-    strategy = Strategy(scopes, gpus_per_node=2)
-    assert max(pool(4).run(distance_stepped_in_backward, strategy, micro_batches)) <= 1e-6
+    ours = pool(4).run(stepped, Fsdp1(), Strategy(scopes, gpus_per_node=2), micro_batches)
+    stock = pool(4).once(stepped, Fsdp1(), STOCK, micro_batches)
+    assert max(map(models.distance, ours, stock)) <= 1e-6
 
 
 def synchronized(scopes: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -12,22 +12,21 @@ import torch
 import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Case
+from harness.covering import over_each
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
-from harness.messages import Refusal, Reply, assert_refused, attempt as attempt_call
+from harness.messages import Refusal, Reply, assert_refused, attempt
 from harness.pool import Pool, device_type
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_zpp import Strategy, clip_grad_norm_, fully_shard
 
-NORMS = [2.0, 1.0, 3.0, math.inf]
 TOLERANCE = 1e-6
 """Of norms and gradients, relative: sums of the same fp32 values in another order."""
-over_norms = pytest.mark.parametrize("norm_type", NORMS)
 
 
 def shard(net: models.Net, levels: list[str | None]) -> models.Net:
@@ -59,9 +58,9 @@ def difference_from_torch(levels: list[str | None], norm_type: float, foreach: b
     return differences(ours, norm_and_gradients(expected, torch.nn.utils.clip_grad_norm_, **arguments)), ours[0]
 
 
-@over_norms
-@pytest.mark.parametrize(
-    "levels", [["GGG"] * 4, ["III", "IGG", "NNN", "GGG"], ["III", None, None, None]], ids=["one", "several", "torch"]
+@over_each(
+    norm_type=[2.0, 1.0, 3.0, math.inf],
+    levels={"several": ["III", "IGG", "NNN", "GGG"], "one": ["GGG"] * 4, "torch": ["III", None, None, None]},
 )
 def test_norm_is_that_of_one_mesh(pool: Callable[[int], Pool], levels: list[str | None], norm_type: float) -> None:
     foreach = None if norm_type == 2.0 else False
@@ -71,7 +70,7 @@ def test_norm_is_that_of_one_mesh(pool: Callable[[int], Pool], levels: list[str 
 
 
 def largest_of_uneven_shards() -> float:
-    """In a worker: the same for the largest value where some ranks have nothing of a parameter."""
+    """In a worker: how far the largest value is off where some ranks have nothing of a parameter."""
     net = shard(models.make_net(hidden=3), ["III", "GGG", "GGG", "GGG"])
     norm, _ = norm_and_gradients(net, clip_grad_norm_, norm_type=math.inf)
     whole = shard(models.make_net(hidden=3), [None] * 4)
@@ -95,90 +94,64 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def blocks(ranks: range, part: Callable[[nn.Sequential, Any], nn.Module], clip: Callable[..., Tensor]) -> Any:
-    """Train two blocks a little on the batches of ``ranks``; return the norm and the gradients of ``part`` of them."""
-    torch.manual_seed(0)
-    net = nn.Sequential(Block(), Block()).to(models.device())
-    shown = part(net, clip)
-    for rank in ranks:
-        torch.manual_seed(rank)
-        (net(torch.randn(4, 6).to(models.device())).square().mean() / len(ranks)).backward()
-    norm = clip(shown.parameters())
-    return float(norm), {name: p.grad for name, p in shown.named_parameters()}
+def sharded_beside(axis: str, levels: str) -> tuple[nn.Module, DeviceMesh | None]:
+    """In a worker: a block after a backward, split along another axis, too; and the mesh of stages, if it is one."""
+    names, sizes = {"tp": (("dp", "tp"), (4, 2)), "ep": (("efsdp", "ep"), (2, 2)), "pp": (("pp", "dp"), (2, 2))}[axis]
+    mesh = init_device_mesh(device_type(), sizes, mesh_dim_names=names)
+    torch.manual_seed(mesh["pp"].get_local_rank() if axis == "pp" else 0)
+    block: Any = Block().to(models.device())
+    if axis == "tp":
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if axis == "ep":
+        experts = distribute_tensor(torch.randn(4, 6, 6, device=models.device()), mesh["ep"], [Shard(0)])
+        block.experts = nn.ParameterList([nn.Parameter(experts)])
+        fully_shard(block.experts, mesh=mesh["efsdp"], strategy=Strategy(levels, gpus_per_node=1))
+        fully_shard(block, mesh=mesh["efsdp", "ep"]._flatten(), strategy=Strategy("GGG", gpus_per_node=2))
+    else:
+        fully_shard(block, mesh=mesh["dp"], strategy=Strategy(levels, gpus_per_node=mesh["dp"].size() // 2))
+    torch.manual_seed(dist.get_rank() // 2 if axis == "tp" else dist.get_rank())
+    loss = block(torch.randn(4, 6, device=models.device())).square().mean()
+    if axis == "ep":
+        block.experts.unshard()  # which has no forward of its own
+        loss = loss + block.experts[0].to_local().sin().sum()
+    loss.backward()
+    return block, mesh["pp"] if axis == "pp" else None
 
 
-def beside_tensor_parallelism(levels: str, norm_type: float) -> float:
-    """In a worker: how far clipping is from that of a net on one rank, if tensor parallelism splits some parameters."""
-    mesh = init_device_mesh(device_type(), (4, 2), mesh_dim_names=("dp", "tp"))
-    strategy = Strategy(levels, gpus_per_node=2)
-
-    def sharded(net: nn.Sequential, clip: object) -> nn.Module:
-        for block in net:
-            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-            fully_shard(block, strategy=strategy, mesh=mesh["dp"])
-        return fully_shard(net, strategy=strategy, mesh=mesh["dp"])
-
-    dp = mesh["dp"].get_local_rank()
-    norm, gradients = blocks(range(dp, dp + 1), sharded, partial(clip_grad_norm_, max_norm=0.1, norm_type=norm_type))
-    expected = blocks(
-        range(4), lambda net, _: net, partial(torch.nn.utils.clip_grad_norm_, max_norm=0.1, norm_type=norm_type)
-    )
-    return differences((norm, {name: g.full_tensor() for name, g in gradients.items()}), expected)
+def differences_from_definition(axis: str, levels: str, norm_type: float) -> float:
+    """In a worker: how far a norm and the clipped gradients are from what they are by definition."""
+    block, stages = sharded_beside(axis, levels)
+    whole = {name: p.grad.full_tensor().clone() for name, p in block.named_parameters() if p.grad is not None}
+    assert len(whole) == 6 + (axis == "ep")
+    values = [gradient.flatten().cpu() for gradient in whole.values()]
+    if stages is not None:
+        of_stages: list[Any] = [None] * 2
+        dist.all_gather_object(of_stages, values, group=stages.get_group())
+        values = of_stages[0] + of_stages[1]
+    expected = float(torch.cat(values).norm(norm_type))
+    norm = float(clip_grad_norm_(block.parameters(), 1e-4, norm_type, pp_mesh=stages))
+    clipped = {name: p.grad.full_tensor() for name, p in block.named_parameters() if p.grad is not None}
+    return differences((norm, clipped), (expected, {n: g * (1e-4 / (expected + 1e-6)) for n, g in whole.items()}))
 
 
-@pytest.mark.parametrize(("levels", "norm_type"), [("IGG", 2.0), ("III", 2.0), ("NNN", math.inf), ("III", 1.0)])
-def test_copies_beside_tensor_parallelism_count_once(
-    pool: Callable[[int], Pool], levels: str, norm_type: float
+@pytest.mark.parametrize(
+    ("axis", "levels", "norm_type"),
+    [
+        ("tp", "III", 2.0),
+        ("ep", "III", 2.0),
+        ("pp", "GGG", 2.0),
+        ("pp", "III", math.inf),
+        *(
+            pytest.param(*row, marks=pytest.mark.wide)
+            for row in (("tp", "NNN", math.inf), ("tp", "IGG", 1.0), ("ep", "GGG", 2.0))
+        ),
+    ],
+)
+def test_norm_counts_copies_once_and_what_is_elsewhere_too(
+    pool: Callable[[int], Pool], axis: str, levels: str, norm_type: float
 ) -> None:
-    assert max(pool(8).run(beside_tensor_parallelism, levels, norm_type)) <= 1e-5  # through sums of split products
-
-
-def beside_experts(levels: str) -> tuple[float, float]:
-    """In a worker: the norm of a mixture whose experts are on a mesh of their own, and what it is by definition."""
-    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("efsdp", "ep"))
-    torch.manual_seed(0)
-    block = Block().to(models.device())
-    experts = distribute_tensor(torch.randn(4, 6, 6, device=models.device()), mesh["ep"], [Shard(0)])
-    block.experts = nn.ParameterList([nn.Parameter(experts)])
-    fully_shard(block.experts, mesh=mesh["efsdp"], strategy=Strategy(levels, gpus_per_node=1))
-    fully_shard(block, mesh=mesh["efsdp", "ep"]._flatten(), strategy=Strategy("GGG", gpus_per_node=2))
-    torch.manual_seed(dist.get_rank())
-    output = block(torch.randn(4, 6, device=models.device()))
-    block.experts.unshard()  # which has no forward of its own
-    (output.square().mean() + block.experts[0].to_local().sin().sum()).backward()
-    whole = [parameter.grad.full_tensor() for parameter in block.parameters() if parameter.grad is not None]
-    assert len(whole) == 7
-    return float(clip_grad_norm_(block.parameters(), 1.0)), math.sqrt(sum(float(g.square().sum()) for g in whole))
-
-
-@pytest.mark.parametrize("levels", ["GGG", "III"])
-def test_experts_of_all_ranks_count_once(pool: Callable[[int], Pool], levels: str) -> None:
-    for norm, expected in pool(4).run(beside_experts, levels):
-        assert norm == pytest.approx(expected, rel=TOLERANCE)
-
-
-def over_stages(norm_type: float) -> float:
-    """In a worker: the same, if a rank has one of two stages of the net."""
-    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("pp", "dp"))
-
-    def of_stage(net: nn.Sequential, clip: object) -> nn.Module:
-        for index, block in enumerate(net):  # both are there to compute with, and a rank clips one
-            fully_shard(block, strategy=Strategy("III" if index else "GGG", gpus_per_node=1), mesh=mesh["dp"])
-        return net[mesh["pp"].get_local_rank()]
-
-    dp = mesh["dp"].get_local_rank()
-    clip = partial(clip_grad_norm_, max_norm=0.1, norm_type=norm_type, pp_mesh=mesh["pp"])
-    norm, gradients = blocks(range(dp, dp + 1), of_stage, clip)
-    whole, expected = blocks(
-        range(2), lambda net, _: net, partial(torch.nn.utils.clip_grad_norm_, max_norm=0.1, norm_type=norm_type)
-    )
-    own = {name: expected[f"{mesh['pp'].get_local_rank()}.{name}"] for name in gradients}
-    return differences((norm, {name: gradient.full_tensor() for name, gradient in gradients.items()}), (whole, own))
-
-
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_norm_is_over_all_stages_of_a_pipeline(pool: Callable[[int], Pool], norm_type: float) -> None:
-    assert max(pool(4).run(over_stages, norm_type)) <= TOLERANCE
+    found = pool(8 if axis == "tp" else 4).run(differences_from_definition, axis, levels, norm_type)
+    assert max(found) <= TOLERANCE
 
 
 def of_unreduced_and_plain_gradients() -> tuple[float, list[float]]:
@@ -207,57 +180,60 @@ def test_no_gradients_have_a_norm_of_zero() -> None:
     assert clip_grad_norm_(nn.Parameter(torch.ones(2)), 1.0) == 0
 
 
-def error_of_a_nan(norm_type: float) -> str:
-    """In a worker: what clipping says if one rank has a gradient that is not a number."""
+def error_of_a_nan() -> None:
+    """In a worker: clipping raises if one rank has a gradient that is not a number."""
     net = shard(models.make_net(), ["III", "GGG", "GGG", "GGG"])
     models.loss_of(net, models.batch(0, 0)).backward()
     if dist.get_rank() == 1:
         gradient: Any = net.head.weight.grad
         gradient.to_local().fill_(math.nan)
-    with pytest.raises(RuntimeError) as caught:
-        clip_grad_norm_(net.parameters(), 1.0, norm_type, error_if_nonfinite=True)
-    return str(caught.value)
+    for norm_type, norm in ((2.0, "nan"), (math.inf, "inf")):
+        with pytest.raises(RuntimeError, match=f"the norm of the gradients is {norm}, so they can't be clipped"):
+            clip_grad_norm_(net.parameters(), 1.0, norm_type, error_if_nonfinite=True)
 
 
-@pytest.mark.parametrize(("norm_type", "norm"), [(2.0, "nan"), (math.inf, "inf")])
-def test_a_norm_that_is_not_finite_raises_on_every_rank(
-    pool: Callable[[int], Pool], norm_type: float, norm: str
-) -> None:
-    for said in pool(4).run(error_of_a_nan, norm_type):
-        assert f"the norm of the gradients is {norm}, so they can't be clipped" in said
+def test_a_norm_that_is_not_finite_raises_on_every_rank(pool: Callable[[int], Pool]) -> None:
+    pool(4).run(error_of_a_nan)
 
 
 def flattened() -> None:
     clip_grad_norm_(Fsdp1().make(Case(), STOCK).parameters(), 1.0)
 
 
-REFUSED: dict[str, Refusal] = {
+REFUSALS: dict[str, Refusal] = {
     "negative": (lambda: clip_grad_norm_([], 1.0, -1.0), ValueError, "norm_type must be above 0, got -1.0"),
     "fsdp1": (flattened, ValueError, "call model.clip_grad_norm_(max_norm) of the outermost"),
 }
 
 
-def attempt(name: str) -> Reply:
-    """In a worker: how one call is refused."""
-    return attempt_call(REFUSED[name])
+def attempts() -> dict[str, Reply]:
+    """In a worker: how each call is refused."""
+    return {name: attempt(refusal) for name, refusal in REFUSALS.items()}
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_norm_is_refused(pool: Callable[[int], Pool], name: str) -> None:
-    assert_refused(pool(4).run(attempt, name), REFUSED[name])
+def test_what_has_no_norm_is_refused(pool: Callable[[int], Pool]) -> None:
+    replies = pool(4).run(attempts)
+    for name, refusal in REFUSALS.items():
+        assert_refused([of_rank[name] for of_rank in replies], refusal)
 
 
-def clipped_by_torch(inner: str, outer: str | None, as_generator: bool) -> str:
-    """In a worker: what torch's clipping says of a block and the rest of a net with other scopes, or with torch's."""
+def clipped_by_torch(inner: str, outer: str | None) -> list[str]:
+    """In a worker: what torch's clipping says of a block and the rest of a net with other scopes, or with torch's.
+
+    It is given a generator of parameters, and a list.
+    """
     net = models.make_net()
     fully_shard(net.blocks[0], strategy=Strategy(inner, gpus_per_node=2))
     torch_fully_shard(net) if outer is None else fully_shard(net, strategy=Strategy(outer, gpus_per_node=2))
     models.loss_of(net, models.batch(0, 0)).backward()
-    try:
-        torch.nn.utils.clip_grad_norm_(net.parameters() if as_generator else list(net.parameters()), 1.0)
-    except ValueError as error:
-        return str(error)
-    return ""
+    said = []
+    for parameters in (net.parameters(), list(net.parameters())):
+        try:
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
 
 
 @pytest.mark.parametrize(
@@ -266,12 +242,12 @@ def clipped_by_torch(inner: str, outer: str | None, as_generator: bool) -> str:
         ("III", "NNN", ["Strategy(levels='III', gpus_per_node=2)", "Strategy(levels='NNN', gpus_per_node=2)"]),
         ("III", None, ["Strategy(levels='III', gpus_per_node=2)", "torch's own fully_shard"]),
         ("IGG", "NGG", []),
+        ("III", "NII", []),
     ],
 )
-@pytest.mark.parametrize("as_generator", [True, False])
 def test_torch_names_the_strategies_and_the_remedy(
-    pool: Callable[[int], Pool], inner: str, outer: str | None, named: list[str], as_generator: bool
+    pool: Callable[[int], Pool], inner: str, outer: str | None, named: list[str]
 ) -> None:
-    for said in pool(4).run(clipped_by_torch, inner, outer, as_generator):
+    for said in chain(*pool(4).run(clipped_by_torch, inner, outer)):
         assert bool(said) == bool(named)
         assert all(name in said for name in [*named, "fsdp_zpp.clip_grad_norm_" if named else ""]), said

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,21 +15,25 @@ from harness.adapter import STOCK, Case
 from harness.covering import over_each
 from harness.fsdp2 import Fsdp2
 from harness.pool import Pool
-from harness.training import train
+from harness.training import logits, train
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_zpp import Int8, Strategy, fully_shard, traffic
+from fsdp_zpp import Int8, Strategy, fully_shard, invalidate, traffic
 from fsdp_zpp.collectives.hops import all_gather_single
 from fsdp_zpp.collectives.weight_gather import WeightGather
 
-ZEROPP = Strategy.zeropp(gpus_per_node=2)
+FSDP2 = Fsdp2()
+HPZ, ZEROPP = Strategy("IGG", gpus_per_node=2), Strategy.zeropp(gpus_per_node=2)
 QWZ = Strategy("GGG", weights=Int8(256), gpus_per_node=2)
 ENCODED = [ZEROPP, QWZ, Strategy("NGG", weights=Int8(256), gpus_per_node=2)]
 MICRO_BATCHES = Case(micro_batches=2)
+
+
+# ---- what a gather does
 
 
 class CopiesIn(TorchDispatchMode):
@@ -43,93 +48,62 @@ class CopiesIn(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def copies_of_a_forward(strategy: Strategy | None) -> int:
-    """In a worker: how often shards are copied in a forward."""
-    model = Fsdp2().make(Case(), strategy)
+@dataclass
+class Gathers:
+    """What the gathers of a model do."""
+
+    copies: int  # of shards, before a collective in a first forward
+    names: set[str]  # that torch has for them in a second forward, as a profiler sees it
+    count: int  # of units that are gathered by ours in a step of two micro-batches
+
+
+def gathers_of(strategy: Strategy | None) -> Gathers:
+    """In a worker: of a model under a strategy."""
+    model = FSDP2.make(MICRO_BATCHES, strategy)
     with CopiesIn() as copies:
         models.loss_of(model, models.batch(0, 0))
-    return copies.count
-
-
-@pytest.mark.parametrize("strategy", ENCODED, ids=str)
-def test_encoded_shards_are_not_copied_before_the_gather(pool: Callable[[int], Pool], strategy: Strategy) -> None:
-    units = len(models.Net().blocks) + 1
-    assert pool(4).run(copies_of_a_forward, strategy) == [0] * 4
-    assert pool(4).run(copies_of_a_forward, STOCK) == [units] * 4
-
-
-def gathers_of_a_step(strategy: Strategy) -> int:
-    """In a worker: how often units are gathered in a step of two micro-batches."""
-    adapter, gathered = Fsdp2(), []
-    model = adapter.make(MICRO_BATCHES, strategy)
-    gather = WeightGather.__call__
-
-    def counted(self: WeightGather, *args: Any, **kwargs: Any) -> None:
-        gathered.append(self.label)
-        gather(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WeightGather, "__call__", counted)
-        train(adapter, model, dataclasses.replace(MICRO_BATCHES, steps=1))
-    return len(gathered)
-
-
-@pytest.mark.parametrize("strategy", ENCODED, ids=str)
-def test_units_are_gathered_as_often_as_they_are_unsharded(pool: Callable[[int], Pool], strategy: Strategy) -> None:
-    blocks = len(models.Net().blocks)
-    # The root, as torch has it, stays unsharded from its forward to its backward; what scope N keeps, for the step.
-    times = blocks + 1 if strategy.parameters == "N" else 2 * (2 * blocks + 1)
-    assert pool(4).run(gathers_of_a_step, strategy) == [times] * 4
-
-
-class LateGather(AllGather):
-    """A user's all-gather, which is made when it is waited for."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialized buffer."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work:
-        """The work to wait for."""
-
-        class Late(dist.Work):
-            def wait(self, *args: Any) -> bool:
-                all_gather_single()(output_tensor, input_tensor.clone(), group=group)
-                return True
-
-        return Late()
-
-
-def gathered_late() -> bool:
-    """In a worker: whether a warm unit shows all weights after a gather that a user has set since."""
-    adapter = Fsdp2()
-    model = adapter.make(Case(), Strategy("IGG", gpus_per_node=2))
-    train(adapter, model, Case(steps=2))
-    block: Any = model.blocks[0]
-    expected = [parameter.full_tensor() for parameter in block.parameters()]
-    block.set_custom_all_gather(LateGather())
-    block.unshard(async_op=True).wait()
-    return all(map(torch.equal, block.parameters(), expected))
-
-
-def test_a_gather_that_a_user_sets_is_waited_for(pool: Callable[[int], Pool]) -> None:
-    assert pool(4).run(gathered_late) == [True] * 4
-
-
-def torchs_names(strategy: Strategy | None) -> set[str]:
-    """In a worker: what torch calls the gathers of a forward, as a profiler sees it."""
-    model = Fsdp2().make(Case(), strategy)
-    models.loss_of(model, models.batch(0, 0))
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         models.loss_of(model, models.batch(0, 0))
-    return {event.name for event in profiler.events() if event.name.startswith("FSDP::all_gather")}
+    names = {event.name for event in profiler.events() if event.name.startswith("FSDP::all_gather")}
+    fresh = FSDP2.make(MICRO_BATCHES, strategy)
+    with mock.patch.object(WeightGather, "__call__", autospec=True, side_effect=WeightGather.__call__) as gather:
+        train(FSDP2, fresh, replace(MICRO_BATCHES, steps=1))
+    return Gathers(copies.count, names, gather.call_count)
 
 
-@pytest.mark.parametrize("strategy", [ZEROPP, QWZ], ids=str)
-def test_profiles_have_torchs_own_names_for_gathers(pool: Callable[[int], Pool], strategy: Strategy) -> None:
-    assert pool(4).run(torchs_names, strategy) == pool(4).run(torchs_names, STOCK)
+@pytest.mark.parametrize("strategy", ENCODED, ids=str)
+def test_encoded_units_are_gathered_when_they_are_unsharded_without_a_copy_under_torchs_names(
+    pool: Callable[[int], Pool], strategy: Strategy
+) -> None:
+    stock, blocks = pool(4).once(gathers_of, STOCK)[0], len(models.Net().blocks)
+    assert stock.copies == blocks + 1
+    # The root, as torch has it, stays unsharded from its forward to its backward; what scope N keeps, for the step.
+    times = blocks + 1 if strategy.parameters == "N" else 2 * (2 * blocks + 1)
+    for gathers in pool(4).run(gathers_of, strategy):
+        assert gathers.copies == 0
+        assert gathers.count == times
+        # What scope N keeps from the first forward is not gathered in the second.
+        assert gathers.names == (set() if strategy.parameters == "N" else stock.names)
+
+
+def with_embedding_apart(in_the_backward: bool) -> tuple[dict[str, Tensor], int]:
+    """In a worker: the weights after a few steps, and the bytes gathered, of a model whose embedding is a unit."""
+    net = models.make_net()
+    FSDP2.apply(net.embedding, QWZ)
+    net.embedding.set_unshard_in_backward(in_the_backward)
+    model = FSDP2.shard(net, Case(), QWZ)
+    train(FSDP2, model, Case())
+    return FSDP2.full_weights(model), sum(traffic(model)["gather"].values())
+
+
+def test_a_unit_is_not_gathered_for_a_backward_that_needs_no_weights(pool: Callable[[int], Pool]) -> None:
+    with_it, without = pool(4).run(with_embedding_apart, True), pool(4).run(with_embedding_apart, False)
+    for (weights, sent), (expected, sent_with_it) in zip(without, with_it, strict=True):
+        assert models.distance(weights, expected) == 0
+        assert sent < sent_with_it
+
+
+# ---- prefetched, or by hand
 
 
 def plainly(model: Any) -> None:
@@ -161,34 +135,45 @@ def trained(strategy: Strategy, way: Callable[[Any], None]) -> tuple[dict[str, T
 def test_prefetching_and_unsharding_by_hand_change_neither_weights_nor_bytes(
     pool: Callable[[int], Pool], strategy: Strategy, way: Callable[[Any], None]
 ) -> None:
-    plain = pool(4).run(trained, strategy, plainly)
+    plain = pool(4).once(trained, strategy, plainly)
     for (ours, sent), (expected, sent_plainly) in zip(pool(4).run(trained, strategy, way), plain, strict=True):
         assert models.distance(ours, expected) == 0
         assert sent == sent_plainly
 
 
-def with_embedding_apart(in_the_backward: bool) -> tuple[dict[str, Tensor], int]:
-    """In a worker: the weights after a few steps, and the bytes gathered, of a model whose embedding is a unit."""
-    adapter, case = Fsdp2(), Case()
-    net = models.make_net()
-    adapter.apply(net.embedding, QWZ)
-    net.embedding.set_unshard_in_backward(in_the_backward)
-    model = adapter.shard(net, case, QWZ)
-    train(adapter, model, case)
-    return adapter.full_weights(model), sum(traffic(model)["gather"].values())
+def manual_unshard() -> None:
+    """In a worker: unshard() by hand, before and after the first forward, gathers the weights of the moment."""
+    model = FSDP2.make(Case(), HPZ)
+    block = model.blocks[0]
+    initial = {name: p.detach().clone() for name, p in models.make_net().blocks[0].named_parameters()}
+    block.unshard()
+    assert all(torch.equal(p, initial[name]) for name, p in block.named_parameters())
+    block.reshard()
+    train(FSDP2, model, Case(steps=2))
+    expected = {name: p.full_tensor() for name, p in block.named_parameters()}
+    block.unshard(async_op=True).wait()
+    assert all(torch.equal(p, expected[name]) for name, p in block.named_parameters())
+    assert not torch.equal(expected["up.weight"], initial["up.weight"])
+    before = logits(model)
+    model.blocks[1].unshard(async_op=True)  # of the weights of now, while the next forward needs the changed ones
+    with torch.no_grad():
+        model.blocks[1].up.weight.mul_(2)
+    invalidate(model)
+    assert not torch.equal(logits(model), before)
 
 
-def test_a_unit_is_not_gathered_for_a_backward_that_needs_no_weights(pool: Callable[[int], Pool]) -> None:
-    with_it, without = pool(4).run(with_embedding_apart, True), pool(4).run(with_embedding_apart, False)
-    for (weights, sent), (expected, sent_with_it) in zip(without, with_it, strict=True):
-        assert models.distance(weights, expected) == 0
-        assert sent < sent_with_it
+def test_unshard_by_hand_gathers_the_weights_of_the_moment(pool: Callable[[int], Pool]) -> None:
+    pool(4).run(manual_unshard)
 
 
-class Counting(AllGather):
-    """A user's own all-gather."""
+# ---- by a gather of the user's
 
-    def __init__(self) -> None:
+
+class UsersGather(AllGather):
+    """A user's own all-gather, which is made at once or, if it is ``late``, when it is waited for."""
+
+    def __init__(self, late: bool) -> None:
+        self.late = late
         self.calls = 0
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -198,19 +183,40 @@ class Counting(AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         self.calls += 1
-        all_gather_single()(output_tensor, input_tensor, group=group)
-        return None
+
+        class Late(dist.Work):
+            def wait(self, *args: Any) -> bool:
+                all_gather_single()(output_tensor, input_tensor.clone(), group=group)
+                return True
+
+        work = Late()
+        return work if self.late or not work.wait() else None
+
+
+def gathered_late() -> bool:
+    """In a worker: whether a warm unit shows all weights after a gather that a user has set since."""
+    model = FSDP2.make(Case(), HPZ)
+    train(FSDP2, model, Case(steps=2))
+    block: Any = model.blocks[0]
+    expected = [parameter.full_tensor() for parameter in block.parameters()]
+    block.set_custom_all_gather(UsersGather(late=True))
+    block.unshard(async_op=True).wait()
+    return all(map(torch.equal, block.parameters(), expected))
+
+
+def test_a_gather_that_a_user_sets_is_waited_for(pool: Callable[[int], Pool]) -> None:
+    assert pool(4).run(gathered_late) == [True] * 4
 
 
 def gathered_by_the_user() -> tuple[dict[str, Tensor], int]:
     """In a worker: the weights after a few steps of a model whose gathers, once sharded, a user has replaced."""
-    adapter, counting = Fsdp2(), Counting()
-    model = adapter.make(MICRO_BATCHES, QWZ)
+    gather = UsersGather(late=False)
+    model = FSDP2.make(MICRO_BATCHES, QWZ)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(counting)
-    train(adapter, model, MICRO_BATCHES)
-    return adapter.full_weights(model), counting.calls
+            module.set_custom_all_gather(gather)
+    train(FSDP2, model, MICRO_BATCHES)
+    return FSDP2.full_weights(model), gather.calls
 
 
 def test_a_users_all_gather_replaces_the_strategys(pool: Callable[[int], Pool]) -> None:
@@ -218,6 +224,9 @@ def test_a_users_all_gather_replaces_the_strategys(pool: Callable[[int], Pool]) 
     for (weights, calls), (expected, _) in zip(pool(4).run(gathered_by_the_user), exact, strict=True):
         assert calls > 0
         assert models.distance(weights, expected) <= 1e-6
+
+
+# ---- before the first forward, when parameters have no names
 
 
 class Heads(nn.Module):
@@ -253,12 +262,11 @@ def losses_of_heads(strategy: Strategy | None) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("levels", ["GGG", "IGG", "NNG", "III"])
+@over_each(levels=["GGG", "IGG", "NNG", "III"], nodes=[1, 2])
 def test_parameters_keep_their_order_however_often_torch_initializes_a_group(
     pool: Callable[[int], Pool], levels: str, nodes: int
 ) -> None:
-    expected = pool(4).run(losses_of_heads, None)[0]
+    expected = pool(4).once(losses_of_heads, None)[0]
     for losses in pool(4).run(losses_of_heads, Strategy(levels, gpus_per_node=4 // nodes)):
         assert losses == pytest.approx(expected, rel=1e-4)
 

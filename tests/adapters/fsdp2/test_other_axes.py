@@ -1,101 +1,581 @@
-"""Every axis beside data parallelism, with every scope: weights as by torch, equal copies, and bytes by a formula."""
+"""Axes beside data parallelism: experts on a mesh or with a strategy of their own, and stages of a pipeline.
+
+Weights are as by torch, or as on one rank, copies are equal, and bytes follow a formula.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import pytest
-from axis_trainings import AXES, WORLD, Training
-from harness.pool import Pool
-from torch.distributed import fsdp
+import torch
+import torch.distributed as dist
+from harness import models
+from harness.covering import over_each
+from harness.fsdp2 import Fsdp2
+from harness.messages import Refusal, Reply, assert_refused, attempt
+from harness.pool import Pool, device_type
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp_zpp import Int4Delta, Strategy, fully_shard, traffic
+from fsdp_zpp import (
+    CodecState,
+    Int4,
+    Int4Delta,
+    Int8,
+    LoCo,
+    Strategy,
+    clip_grad_norm_,
+    fully_shard,
+    quantize_frozen_params,
+    traffic,
+)
 from fsdp_zpp.runtime.unit import StrategyUnit, named_units
 
-STEPS = 10
-EXACT = {levels: Strategy(levels) for levels in ("GGG", "IGG", "IIG", "III", "NNG")}
-CODED = {
-    "zeropp": Strategy.zeropp(),
-    "delta": Strategy.zeropp(levels="IIG", weights=Int4Delta()),
-    "LoCo": Strategy.loco(),
+WIDTH, HIDDEN, EXPERTS, MICRO_BATCHES, ROWS, STEPS, BYTES = 24, 96, 4, 2, 4, 4, 4
+TWO: dict[str, Any] = {"gpus_per_node": 2}
+Wrap = Callable[..., Any]
+"""``fully_shard``, by a strategy or torch's own."""
+needs_meshes = pytest.mark.skipif(
+    not hasattr(_fsdp_common, "ShardPlacementResult"), reason="this torch has no mesh for a parameter"
+)
+
+
+def wide(*row: Any) -> Any:
+    """Return a row of a test in the wide tier."""
+    return pytest.param(*row, marks=pytest.mark.wide)
+
+
+# ---- a mixture, and how it is split and trained
+
+
+class Experts(nn.Module):
+    """Fused experts; with expert parallelism a rank computes with its own, for the tokens of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / HIDDEN**0.5)
+        self.ranks: DeviceMesh | None = None
+
+    def spread(self, ranks: DeviceMesh, plain: bool = False) -> None:
+        """Keep this rank's experts alone, as DTensors or as plain tensors."""
+        self.ranks = ranks
+        for name, parameter in list(self.named_parameters()):
+            whole = distribute_tensor(parameter.detach(), ranks, [Shard(0)])
+            setattr(self, name, nn.Parameter(whole.to_local() if plain else whole))
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        up, down = (p.to_local() if isinstance(p, DTensor) else p for p in (self.up, self.down))
+        if self.ranks is None:
+            return self._mix(x, weights, up, down)
+        group, place = self.ranks.get_group(), self.ranks.get_local_rank()
+        x, weights = (all_gather_tensor_autograd(each, 0, group) for each in (x, weights))
+        mixed = self._mix(x, weights.chunk(self.ranks.size(), 1)[place], up, down)
+        return reduce_scatter_tensor_autograd(mixed, "sum", 0, group)
+
+    @staticmethod
+    def _mix(x: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return (weights.T.unsqueeze(-1) * (torch.tanh(x @ up) @ down)).sum(0)
+
+
+class Mixture(nn.Module):
+    """A norm, an MLP, a router and experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.experts = Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(torch.tanh(self.up(h))) + self.experts(h, self.router(h).softmax(-1))
+
+
+def mixtures(count: int) -> list[Mixture]:
+    """Make the blocks that all trainings start from."""
+    torch.manual_seed(0)
+    return [Mixture().to(models.device()) for _ in range(count)]
+
+
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    """Make an optimizer; its eps keeps a rounding error of a gradient near zero from becoming a whole step."""
+    return torch.optim.AdamW(parameters, lr=3e-3, eps=1e-4, foreach=False)
+
+
+def batch(step: int, rank: int, rows: int = MICRO_BATCHES * ROWS) -> tuple[Tensor, Tensor]:
+    """Make inputs and targets of a data-parallel rank."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    inputs, target = torch.randn(2, rows, WIDTH, generator=generator).to(models.device()).unbind()
+    return inputs, target
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def by(strategy: Strategy) -> Wrap:
+    """Return ``fully_shard`` with a strategy."""
+    return partial(fully_shard, strategy=strategy)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A mesh, by the names of its dimensions, of which all but ``tp`` have data of their own."""
+
+    shape: tuple[tuple[str, int], ...]
+    gpus_per_node: int  # among ranks that have data of their own
+    sums: bool = False  # gradients are summed and losses divided, since experts have seen the tokens of all ranks
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return math.prod(size for _, size in self.shape)
+
+    def has(self, name: str) -> bool:
+        """Tell whether the mesh has a dimension."""
+        return name in dict(self.shape)
+
+
+WORLD = 8
+AXES = {
+    "across": Axis((("efsdp", 2), ("ep", 2)), 2),  # the same experts are on both nodes
+    "within": Axis((("ep", 2), ("efsdp", 2)), 2),
+    "one mesh": Axis((("dp", 4),), 2),
+    "ep": Axis((("efsdp", 4), ("ep", 2)), 4, sums=True),
+    "tp x ep": Axis((("efsdp", 2), ("ep", 2), ("tp", 2)), 2, sums=True),
 }
-FEW = [("tp", "III"), ("ep", "IGG"), ("tp x ep", "LoCo"), ("pp", "IIG"), ("hsdp", "delta")]
-"""Those of every run; the others are slow ones."""
+
+
+@cache  # DTensors remember meshes of these ranks, so that their groups must stay
+def meshes(axis: Axis) -> tuple[DeviceMesh, DeviceMesh]:
+    """In a worker: the mesh of an axis, and the 1-D one of its data-parallel ranks."""
+    names, sizes = zip(*axis.shape, strict=True)
+    mesh, data = init_device_mesh(device_type(), sizes, mesh_dim_names=names), [name for name in names if name != "tp"]
+    return mesh, mesh[data[0]] if len(data) == 1 else mesh[tuple(data)]._flatten("_".join(data))
+
+
+def on_their_mesh(block: Mixture, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+    """Return the ``shard_placement_fn`` that shards experts over a mesh of their own."""
+    info, experts = _fsdp_common.FSDPMeshInfo(mesh["efsdp"], shard_mesh_dim=0), set(block.experts.parameters())
+    return lambda p: _fsdp_common.ShardPlacementResult(Shard(1), info) if p in experts else None
+
+
+class Training:
+    """Two mixtures on the mesh of an axis, sharded by ``wrap``."""
+
+    def __init__(self, axis: Axis, wrap: Wrap) -> None:
+        self.mesh, self.data = meshes(axis)
+        self.model: Any = nn.Sequential(*mixtures(2))
+        for block in self.model:
+            if axis.has("tp"):
+                parallelize_module(block, self.mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            own = {}
+            if axis.has("ep"):
+                block.experts.spread(self.mesh["ep"])
+                own = {"shard_placement_fn": on_their_mesh(block, self.mesh)}
+            wrap(block, mesh=self.data, **own)
+            if axis.sums:
+                block.set_gradient_divide_factor(1.0)
+                block.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        wrap(self.model, mesh=self.data)
+        self.divisor = MICRO_BATCHES * (self.data.size() if axis.sums else 1)
+        self.optimizer = optimizer_of(self.model.parameters())
+
+    def step(self, step: int) -> list[float]:
+        """Make a step of two micro-batches; return their losses."""
+        losses: list[Tensor] = []
+        parts = (each.chunk(MICRO_BATCHES) for each in batch(step, self.data.get_local_rank()))
+        for i, (inputs, target) in enumerate(zip(*parts, strict=True)):
+            self.model.set_requires_gradient_sync(i == MICRO_BATCHES - 1)
+            losses.append(loss_of(self.model(inputs), target))
+            (losses[-1] / self.divisor).backward()
+        clip_grad_norm_(self.model.parameters(), 0.5)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return [loss.item() for loss in losses]
+
+    def weights(self) -> Tensor:
+        """Gather all weights, from this rank's own copies on other axes."""
+        return torch.cat([_whole(p).flatten() for p in self.model.parameters()])
+
+    def copies_differ(self) -> bool:
+        """Tell whether this rank's weights are others than those of the first rank. Collective."""
+        weights = self.weights()
+        first = weights.clone()
+        dist.broadcast(first, 0)
+        return not torch.equal(first, weights)
+
+    def shard_numel(self) -> int:
+        """Count the values that this rank holds, rows of dense weights being rounded up."""
+        return sum(
+            p.to_local().numel() if p.device_mesh.ndim > 1 else -(-p.shape[0] // self.data.size()) * p[:1].numel()
+            for p in self.model.parameters()
+        )
+
+
+def _whole(value: Any) -> Tensor:
+    while isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.detach()
+
+
+# ---- experts
 
 
 @dataclass
 class Outcome:
-    """What a rank has seen of ten steps by a strategy and by torch.
+    """What a rank has seen of a training by a strategy and of one by torch."""
 
-    Attributes:
-        losses: By a strategy.
-        expected: By torch.
-        distance: Between the weights, relative to them.
-        copies_differ: Whether any copy of a weight differs from another.
-        sent: Bytes that were gathered between nodes after the first step.
-        once_a_step: What they are if each shard crosses nodes once a step.
-    """
-
-    losses: list[float]
-    expected: list[float]
-    distance: float
-    copies_differ: bool
-    sent: int
-    once_a_step: int
+    losses: list[float]  # by a strategy
+    expected: list[float]  # by torch
+    distance: float  # between the weights, relative to them
+    copies_differ: bool  # from those of another rank
+    sent: int  # bytes that were gathered between nodes
+    once_a_step: int  # what they are if each shard crosses nodes once a step
 
 
-def trained(axis_name: str, strategy: Strategy) -> Outcome:
+@cache
+def trained_by_torch(axis: Axis) -> tuple[list[float], Tensor]:
+    """In a worker: losses and weights under torch's own ``fully_shard``."""
+    training = Training(axis, torch_fully_shard)
+    return [loss for step in range(STEPS) for loss in training.step(step)], training.weights()
+
+
+def trained(axis: Axis, strategy: Strategy) -> Outcome:
     """In a worker: train by a strategy and by torch."""
-    axis = AXES[axis_name]
+    expected, theirs = trained_by_torch(axis)
+    ours = Training(axis, by(strategy))
+    losses = [loss for step in range(STEPS) for loss in ours.step(step)]
+    distance, sent = float((ours.weights() - theirs).norm() / theirs.norm()), traffic(ours.model)["gather"]["inter"]
+    return Outcome(losses, expected, distance, ours.copies_differ(), sent, STEPS * ours.shard_numel() * BYTES)
 
-    def wrap(module: Any, **arguments: Any) -> Any:
-        return fully_shard(module, strategy=strategy, **arguments)
 
-    ours, stock = Training(axis, wrap, ours=True), Training(axis, fsdp.fully_shard, ours=False)
-    losses = ours.step(0)  # in which a pipeline's schedule may run a stage once more, to learn shapes
-    before = traffic(ours.model)["gather"]["inter"]
-    losses += [loss for step in range(1, STEPS) for loss in ours.step(step)]
-    expected = [loss for step in range(STEPS) for loss in stock.step(step)]
-    theirs = stock.weights()
-    units = [unit for unit in named_units(ours.model) if isinstance(unit, StrategyUnit)]
-    shards = sum(shard.numel() for unit in units if unit.ranks.inter for shard in unit.sharded.shards())
-    return Outcome(
-        losses,
-        expected,
-        float((ours.weights() - theirs).norm() / theirs.norm()),
-        ours.copies_differ(axis),
-        traffic(ours.model)["gather"]["inter"] - before,
-        (STEPS - 1) * shards * 4,
+def outcomes_of(pool: Callable[[int], Pool], axis: str, strategy: Strategy) -> list[Outcome]:
+    """Train on all ranks; check that copies are equal."""
+    outcomes = pool(AXES[axis].world).run(
+        trained, AXES[axis], replace(strategy, gpus_per_node=AXES[axis].gpus_per_node)
     )
+    assert not any(outcome.copies_differ for outcome in outcomes)
+    return outcomes
 
 
-CASES = [
-    pytest.param(axis, name, id=f"{axis}, {name}", marks=() if (axis, name) in FEW else pytest.mark.slow)
-    for axis in AXES
-    for name in (*EXACT, *CODED)
-]
-
-
-@pytest.mark.parametrize(("axis", "name"), CASES)
-def test_an_axis_beside_a_strategy(pool: Callable[[int], Pool], axis: str, name: str) -> None:
-    if AXES[axis].has("ep") and not hasattr(_fsdp_common, "ShardPlacementResult"):
-        pytest.skip("this torch has no mesh for a parameter")
-    if axis == "hsdp" and name == "GGG":
-        pytest.skip("refused: it shards over all ranks")
-    strategy = Strategy(**vars(EXACT.get(name) or CODED[name]) | {"gpus_per_node": AXES[axis].gpus_per_node})
-    outcomes = pool(WORLD).run(trained, axis, strategy)
-    assert sum(len(outcome.losses) for outcome in outcomes) > 0
+def check_equal(outcomes: list[Outcome]) -> None:
+    """Check that a training was as by torch."""
     for outcome in outcomes:
-        assert not outcome.copies_differ
-        if name in CODED:
-            assert outcome.losses == pytest.approx(outcome.expected, rel=2e-2)
-            continue
         assert outcome.losses == pytest.approx(outcome.expected, rel=1e-5)
         assert outcome.distance <= 1e-5
-        if name in ("IGG", "IIG", "NNG"):
+
+
+BY_DEFAULT = [("across", "IGG"), ("within", "III"), ("across", "NNN"), ("ep", "IIG"), ("tp x ep", "NNG")]
+
+
+@needs_meshes
+@pytest.mark.parametrize(
+    ("axis", "levels"),
+    [
+        (axis, levels) if (axis, levels) in BY_DEFAULT else wide(axis, levels)
+        for axis in ("across", "within", "ep", "tp x ep")
+        for levels in ("GGG", "IGG", "IIG", "III", "NNG", "NNN")
+    ],
+)
+def test_experts_on_a_mesh_of_their_own_train_as_with_torch(
+    pool: Callable[[int], Pool], axis: str, levels: str
+) -> None:
+    outcomes = outcomes_of(pool, axis, Strategy(levels))
+    check_equal(outcomes)
+    for outcome in outcomes:
+        if levels in ("IGG", "IIG", "NNG") and axis != "within":  # where experts do not cross nodes
             assert outcome.sent == outcome.once_a_step
-        elif name == "III":
+        elif levels in ("III", "NNN"):
             assert outcome.sent == 0
+
+
+CODED = {
+    "zeropp": Strategy.zeropp(),
+    "delta": Strategy.zeropp(levels="IIG", weights=Int4Delta()),
+    "LoCo": Strategy.loco(),
+    "LoCo within nodes": Strategy("III", gradients=Int4(), error_feedback=LoCo()),
+    "kept": Strategy("NNG", weights=Int8(64), gradients=Int4(32)),
+    "of experts": Strategy.zeropp(overrides={"Experts": Strategy.zeropp(weights=Int4Delta())}),
+}
+
+
+@needs_meshes
+@pytest.mark.parametrize(
+    ("axis", "name"),
+    [
+        ("across", "of experts"),
+        ("across", "kept"),
+        ("tp x ep", "LoCo"),
+        wide("across", "zeropp"),
+        wide("across", "delta"),
+        wide("across", "LoCo within nodes"),
+        wide("tp x ep", "zeropp"),
+        wide("ep", "delta"),
+    ],
+)
+def test_codecs_encode_experts_too(pool: Callable[[int], Pool], axis: str, name: str) -> None:
+    for outcome in outcomes_of(pool, axis, CODED[name]):
+        assert outcome.losses == pytest.approx(outcome.expected, rel=2e-2)
+        assert outcome.distance > 1e-5
+
+
+OVERRIDDEN = {
+    "inside nodes": Strategy("IGG", overrides={"Experts": Strategy("III")}),
+    "patterns": Strategy("III", overrides={"Exp*": Strategy("GGG"), "*": Strategy("NNN")}),
+    "norms": Strategy("GGG", overrides={"Experts": Strategy("IGG"), "LayerNorm": Strategy("NNG")}),
+    "nodes": Strategy("NNN", overrides={"Mixture": Strategy("IIG"), "Experts": Strategy("GGG", gpus_per_node=1)}),
+}
+
+
+@needs_meshes
+@over_each(strategy=OVERRIDDEN, axis=["across", "one mesh"])
+def test_overrides_shard_by_other_scopes(pool: Callable[[int], Pool], strategy: Strategy, axis: str) -> None:
+    check_equal(outcomes_of(pool, axis, strategy))
+
+
+def resumed(strategy: Strategy) -> bool:
+    """In a worker: whether a training goes on bit for bit with the codec state of all parts."""
+    losses = []
+    state: dict[str, Any] = {}
+    weights: list[Tensor] = []
+    for is_resumed in (False, True):
+        training = Training(AXES["across"], by(strategy))
+        training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
+        if is_resumed:
+            with torch.no_grad():
+                for parameter, value in zip(training.model.parameters(), weights, strict=True):
+                    parameter.to_local().copy_(value)
+            CodecState(training.model).load_state_dict(state)
+        else:
+            training.step(0), training.step(1)
+            weights = [p.detach().to_local().clone() for p in training.model.parameters()]
+            state = CodecState(training.model).state_dict()
+        losses.append(training.step(2) + training.step(3))
+    return losses[0] == losses[1]
+
+
+@needs_meshes
+def test_codec_state_of_all_parts_is_saved(pool: Callable[[int], Pool]) -> None:
+    strategy = Strategy.loco(weights=Int4Delta(), overrides={"Experts": Strategy.loco(gradients=Int4(32))}, **TWO)
+    assert pool(4).run(resumed, strategy) == [True] * 4
+
+
+def plain_mixture() -> tuple[Mixture, DeviceMesh]:
+    """In a worker: a mixture with this rank's experts as plain tensors, and the mesh of two dimensions."""
+    mesh, _ = meshes(AXES["across"])
+    block = mixtures(1)[0]
+    block.experts.spread(mesh["ep"], plain=True)
+    return block, mesh
+
+
+def error_of_frozen_experts(strategy: Strategy) -> tuple[float, list[str]]:
+    """In a worker: how far an output is off once experts are quantized, and which parameters are left."""
+    block, mesh = plain_mixture()
+    inputs, _ = batch(0, dist.get_rank())
+    expected = block(inputs)
+    block.experts.requires_grad_(False)
+    by(strategy)(block, shard_placement_fn=on_their_mesh(block, mesh))
+    return float((block(inputs) - expected).detach().norm() / expected.detach().norm()), [
+        name for name, _ in block.named_parameters()
+    ]
+
+
+@needs_meshes
+def test_frozen_experts_are_quantized_over_their_mesh(pool: Callable[[int], Pool]) -> None:
+    for error, names in pool(4).run(error_of_frozen_experts, Strategy("IGG", frozen=Int8(64), **TWO)):
+        assert 0 < error <= 0.01
+        assert not any("experts." in name for name in names)
+
+
+def ranks_of_parameters(strategy: Strategy) -> dict[str, list[int]]:
+    """In a worker: the ranks of parameters' meshes, each of which was given one made for it, without ``mesh=``."""
+    block, mesh = plain_mixture()
+    everyone = mesh["efsdp", "ep"]._flatten("dp")
+
+    def place(parameter: nn.Parameter) -> Any:
+        own = mesh["efsdp"] if parameter.ndim == 3 else everyone
+        return _fsdp_common.ShardPlacementResult(Shard(0), _fsdp_common.FSDPMeshInfo(own, shard_mesh_dim=0))
+
+    by(strategy)(block, shard_placement_fn=place)
+    parameters: dict[str, Any] = dict(block.named_parameters())
+    return {name: dist.get_process_group_ranks(p.device_mesh.get_group()) for name, p in parameters.items()}
+
+
+@needs_meshes
+def test_each_parameter_is_sharded_over_the_mesh_that_it_was_given(pool: Callable[[int], Pool]) -> None:
+    for rank, ranks in enumerate(pool(4).run(ranks_of_parameters, Strategy("IGG", **TWO))):
+        for name, own in ranks.items():
+            assert own == ([rank % 2, rank % 2 + 2] if "experts." in name else [0, 1, 2, 3])
+
+
+def levels_of_a_list(order: tuple[int, int]) -> list[str]:
+    """In a worker: the scopes of the units of a norm and a linear layer that are gathered together."""
+    parts: list[nn.Module] = [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)]
+    model = nn.ModuleList(parts).to(models.device())
+    strategy = Strategy("IGG", overrides={"LayerNorm": Strategy("GGG")}, **TWO)
+    fully_shard([parts[place] for place in order], strategy=strategy)
+    units = [unit for unit in named_units(model) if isinstance(unit, StrategyUnit)]
+    assert all(unit.sharded.numel() for unit in units)
+    return sorted(unit.strategy.levels for unit in units)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_overrides_of_one_module_of_a_list_leave_the_others(
+    pool: Callable[[int], Pool], order: tuple[int, int]
+) -> None:
+    assert pool(4).run(levels_of_a_list, order) == [["GGG", "IGG"]] * 4
+
+
+def quantized_before() -> None:
+    block, mesh = plain_mixture()
+    block.experts.requires_grad_(False)
+    quantize_frozen_params(block, Int8(64))
+    block.experts.more = nn.Parameter(torch.zeros(2, 2, 2))
+    fully_shard(block, strategy=Strategy.zeropp(**TWO), shard_placement_fn=on_their_mesh(block, mesh))
+
+
+def in_two_ways() -> None:
+    block, mesh = plain_mixture()
+    place = on_their_mesh(block, mesh) if dist.get_rank() else lambda p: None
+    fully_shard(block, strategy=Strategy.zeropp(**TWO), shard_placement_fn=place)
+
+
+def over_other_ranks() -> None:
+    block, _ = plain_mixture()
+    mesh = init_device_mesh(device_type(), (4,), mesh_dim_names=("efsdp",))
+    half = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("pp", "dp"))["dp"]
+    fully_shard(block, mesh=half, strategy=Strategy.zeropp(**TWO), shard_placement_fn=on_their_mesh(block, mesh))
+
+
+REFUSALS: dict[str, Refusal] = {
+    "different on each rank": (in_two_ways, ValueError, "gave parameters other meshes or strategies than"),
+    "a base from before": (quantized_before, ValueError, "pass frozen= to the strategies"),
+    "ranks of unknown nodes": (over_other_ranks, ValueError, "leave gpus_per_node to torchrun, or give the overrides"),
+}
+
+
+def attempts() -> dict[str, Reply]:
+    """In a worker: how each call is refused."""
+    return {name: attempt(refusal) for name, refusal in REFUSALS.items()}
+
+
+@needs_meshes
+def test_meshes_that_can_not_be_are_refused_on_every_rank(pool: Callable[[int], Pool]) -> None:
+    replies = pool(4).run(attempts)
+    for name, refusal in REFUSALS.items():
+        assert_refused([of_rank[name] for of_rank in replies], refusal)
+
+
+# ---- pipelines of two stages or more, each of which trains on four data-parallel ranks
+
+LAYERS, DATA_PARALLEL = 4, 4
+STAGES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2}
+"""Schedules, and the stages that each rank has."""
+
+
+@cache
+def mesh_of_stages() -> DeviceMesh:
+    """In a worker: the mesh of stages x data parallelism, whose groups all trainings share."""
+    return init_device_mesh(device_type(), (2, DATA_PARALLEL), mesh_dim_names=("pp", "dp"))
+
+
+class Pipeline:
+    """In a worker: this rank's stages, sharded layer by layer, and the schedule that runs them."""
+
+    def __init__(self, kind: str, strategy: Any) -> None:
+        mesh, device = mesh_of_stages(), models.device()
+        rank, self.rank = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+        stages = 2 * STAGES[kind]
+        indices = [rank, stages - 1 - rank] if kind == "zbv" else [*range(rank, stages, 2)]
+        self.first, self.last, size = 0 in indices, stages - 1 in indices, LAYERS // stages
+        self.parts = {index: nn.Sequential(*mixtures(LAYERS)[index * size : (index + 1) * size]) for index in indices}
+        for part in self.parts.values():
+            # Of layers that are units of their own, torch 2.13 gets wrong gradients in zero-bubble schedules.
+            for module in (part,) if kind == "zbv" else (*part, part):
+                Fsdp2().apply(module, strategy, mesh=mesh["dp"])
+        group = mesh["pp"].get_group()
+        pieces: Any = [PipelineStage(part, index, stages, device, group=group) for index, part in self.parts.items()]
+        looped: Any = ScheduleZBVZeroBubble if kind == "zbv" else ScheduleInterleaved1F1B
+        single: Any = ScheduleGPipe if kind == "gpipe" else Schedule1F1B
+        of_stages = (looped, pieces) if len(pieces) > 1 else (single, pieces[0])
+        self.schedule = of_stages[0](of_stages[1], 4, loss_fn=loss_of)
+        self.optimizer = optimizer_of([p for part in self.parts.values() for p in part.parameters()])
+
+    def step(self, index: int) -> None:
+        """Make a step."""
+        inputs, target = batch(index, self.rank)
+        self.schedule.step(*([inputs] if self.first else []), **({"target": target} if self.last else {}))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return this rank's part of the model, by names in the list of all layers. Collective."""
+        found = {}
+        for index, part in self.parts.items():
+            for name, parameter in part.named_parameters():
+                place, _, own = name.partition(".")
+                found[f"{index * len(part) + int(place)}.{own}"] = _whole(parameter)
+        return found
+
+    def sent(self, kind: str) -> int:
+        """Return the bytes of a kind that this rank has sent between nodes so far."""
+        return sum(traffic(part)[kind]["inter"] for part in self.parts.values())
+
+
+@cache
+def trained_alone() -> dict[str, Tensor]:
+    """Train all layers on this rank alone, on the batches of all data-parallel ranks."""
+    layers = nn.Sequential(*mixtures(LAYERS))
+    optimizer = optimizer_of(layers.parameters())
+    for step in range(STEPS):
+        for rank in range(DATA_PARALLEL):
+            inputs, target = batch(step, rank)
+            (loss_of(layers(inputs), target) / DATA_PARALLEL).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in layers.named_parameters()}
+
+
+def pipelined(kind: str, strategy: Strategy) -> tuple[float, dict[str, int]]:
+    """In a worker: how far weights are from those of a training on one rank, and what the last step has sent."""
+    pipeline, sent = Pipeline(kind, strategy), {"gather": 0, "reduce": 0}
+    for step in range(STEPS):
+        before = {each: pipeline.sent(each) for each in sent}
+        pipeline.step(step)
+        sent = {each: pipeline.sent(each) - nbytes for each, nbytes in before.items()}
+    distance = max(float((value - trained_alone()[name]).abs().max()) for name, value in pipeline.weights().items())
+    return distance, sent
+
+
+@over_each(kind=list(STAGES), levels=["IIG", "IGG", "NNG", "III"])
+def test_stages_train_as_one_rank_and_send_once_a_step(pool: Callable[[int], Pool], kind: str, levels: str) -> None:
+    numel = LAYERS // 2 * sum(p.numel() for p in Mixture().parameters())  # of a rank's stages; rows divide by four
+    for distance, sent in pool(8).run(pipelined, kind, Strategy(levels, **TWO)):
+        assert distance <= 1e-6  # of weights of 0.3, after steps of 0.01
+        if levels in ("IIG", "NNG"):
+            assert sent == dict.fromkeys(("gather", "reduce"), numel // DATA_PARALLEL * BYTES)
+        elif levels == "III":  # of its half a rank sends half to the other node, and then half of the sums
+            assert sent == {"gather": 0, "reduce": 2 * numel // 4 * BYTES}
+        elif (
+            levels == "IGG" and kind == "1f1b"
+        ):  # gradient scope G sends each micro-batch and what the schedule reduces
+            assert sent["reduce"] == 5 * sent["gather"] == 5 * numel // DATA_PARALLEL * BYTES

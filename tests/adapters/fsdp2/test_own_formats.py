@@ -1,68 +1,382 @@
-"""Weights that encode themselves for the all-gather: their bytes go through both hops, into the secondary shard."""
+"""Weights that encode themselves for the all-gather, and torchao's low-precision layers: as under torch's own FSDP.
+
+The bytes of a weight that encodes itself go through both hops, into the secondary shard.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import models
-from harness.adapter import STOCK
+from harness.adapter import STOCK, Adapter, Case, Precision
 from harness.covering import SCOPES
+from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
 from harness.links import NONE, machine
 from harness.messages import collected
 from harness.pool import Pool
 from harness.strategies import FOURTEEN
-from harness.training import load, mean_loss, save, train
+from harness.training import load, save
 from harness.wiretap import Wiretap, sent_in
-from own_formats import CASE, FORMATS, NBYTES, RowScaled, make
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from fsdp_zpp import CodecState, Int4Delta, Int8, LocalSteps, LoCo, Strategy, exchange_weights, invalidate, monitor
+from fsdp_zpp import (
+    CodecState,
+    Int4Delta,
+    Int8,
+    LocalSteps,
+    LoCo,
+    Strategy,
+    exchange_weights,
+    gathered_weights,
+    invalidate,
+    monitor,
+)
+from fsdp_zpp.collectives.streams import keep_until_read
 from fsdp_zpp.runtime.unit import named_units
 
-ADAPTER = Fsdp2()
-over_formats = pytest.mark.parametrize("kind", FORMATS)
-ACCUMULATING = replace(CASE, micro_batches=2)
+FSDP1, FSDP2 = Fsdp1(), Fsdp2()
+TWO: dict[str, Any] = {"gpus_per_node": 2}
+BLOCKS, WIDTH, HIDDEN, VOCABULARY = 3, 32, 64, 64
+"""Widths that float8 and MXFP8 can block."""
+SIZES = (("blocks", BLOCKS), ("width", WIDTH), ("hidden", HIDDEN), ("vocabulary", VOCABULARY))
+# Gradients in bf16 have so few bits that fp32 sums of them are exact, in whatever order: weights are equal bit by bit.
+CASE = Case(model=SIZES, precision=Precision(torch.bfloat16, torch.float32), clip=None)
 
 
-def trained(kind: str, strategy: Any, case: Any = ACCUMULATING) -> tuple[list[float], dict[str, Tensor]]:
-    """In a worker: losses of steps, the second after an evaluation, and the weights after them."""
-    model = make(kind, strategy, case)
-    losses = train(ADAPTER, model, replace(case, steps=1))
-    # torchao's own tensors can't be used in inference mode after a training.
-    with torch.inference_mode() if kind == "rows" else torch.no_grad():
-        losses.append(models.loss_of(model, models.batch(9, 0)).item())
-    losses += train(ADAPTER, model, replace(case, steps=2), first_step=1)
-    return losses, ADAPTER.full_weights(model)
+# ---- formats
+
+_PRESERVED = {
+    getattr(torch.ops.aten, packet).default
+    for packet in ("empty_like", "new_zeros", "copy_", "view", "as_strided", "_to_copy", "clone", "detach")
+} | {torch.ops.aten.slice.Tensor, torch.ops.aten.split.Tensor}
 
 
-# The stand-in by default in all scopes, but for one rank alone, where torch takes the first of several tensors only.
-FORMATS_AND_SCOPES = [
-    pytest.param(
-        *each.values,
-        scopes,
-        id=f"{each.id}-{scopes}",
-        marks=[*each.marks, *([] if each.id == "rows" or scopes in SCOPES else [pytest.mark.slow])],
-    )
-    for each in FORMATS
-    for scopes in FOURTEEN
-    if (each.id, scopes) != ("rows", "NNN")
-]
+class RowScaled(Tensor):
+    """A trained weight in full precision that travels as int8 codes and a scale for each row.
+
+    The scales are relative to the largest value on all ranks, which is no tensor of the gather but its metadata.
+    """
+
+    values: Tensor
+    encoded: ClassVar[int] = 0
+    """How often this rank has encoded a shard."""
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> RowScaled:
+        """Wrap ``values``."""
+        made = Tensor._make_wrapper_subclass(
+            cls, values.shape, values.stride(), values.storage_offset(), dtype=values.dtype, device=values.device
+        )
+        made.values = values
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values"], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: dict[str, Tensor], *unused: Any) -> RowScaled:
+        return RowScaled(tensors["values"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(RowScaled, lambda each: each.values, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        return tree_map_only(Tensor, RowScaled, out) if func in _PRESERVED else out
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        """Codes [rows, columns] and scales [rows]; collective."""
+        RowScaled.encoded += 1
+        largest = self.values.abs().max()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, mesh.get_group())
+        scales = self.values.abs().amax(1) / largest
+        steps = (scales * largest / 127).clamp(min=1e-20)
+        return ((self.values / steps[:, None]).round().to(torch.int8), scales), (largest,)
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+        """The values of all ranks."""
+        (codes, scales), (largest,) = outputs, metadata
+        # It was made in the stream of the gather, where torch lets its memory be reused once this has returned.
+        keep_until_read(largest)
+        return shown((codes.float() * (scales * largest / 127)[:, None]).to(dtype), out)
 
 
-@pytest.mark.parametrize(("kind", "scopes"), FORMATS_AND_SCOPES)
-def test_training_equals_stock_bit_by_bit(pool: Callable[[int], Pool], kind: str, scopes: str) -> None:
-    stock = pool(4).once(trained, kind, STOCK)
-    ours = pool(4).run(trained, kind, Strategy(scopes, gpus_per_node=2))
-    for (losses, weights), (expected, others) in zip(ours, stock, strict=True):
+torch.serialization.add_safe_globals([RowScaled])  # for checkpoints, as torchao does
+
+
+def shown(values: Tensor, out: Any) -> Any:
+    """Return decoded values as torch asks for them, or write them to what it has."""
+    if out is None:
+        return values, (values,)
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+        out.copy_(values)
+    return None
+
+
+def in_blocks(module: nn.Module, name: str) -> bool:
+    return isinstance(module, nn.Linear) and "blocks" in name
+
+
+def row_scaled(net: models.Net) -> None:
+    """Let the linear layers of blocks encode themselves."""
+    for block in net.blocks:
+        for layer in (block.up, block.down):
+            layer.weight = nn.Parameter(RowScaled(layer.weight.detach()))
+
+
+def float8(net: nn.Module, own_gather: bool) -> None:
+    """Convert to torchao's Float8Linear; with ``own_gather``, weights are cast before the gather."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=own_gather, emulate=True)
+    convert_to_float8_training(net, config=config, module_filter_fn=in_blocks)
+
+
+def quantize(net: nn.Module, kind: str) -> None:
+    """Let weights compute in MXFP8, be quantized for int8 products, or be kept in int8."""
+    from torchao.prototype import quantized_training
+    from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
+    from torchao.quantization import quantize_
+
+    if kind == "mxfp8 weights":
+        config = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
+    elif kind == "int8 products":
+        config = quantized_training.int8_mixed_precision_training()
+    else:  # which optimizers write to by stochastic rounding
+        config = quantized_training.int8_weight_only_quantized_training()
+    quantize_(net, config, filter_fn=in_blocks)
+
+
+def compiled_float8(net: models.Net) -> None:
+    """Convert, and compile the blocks."""
+    torch._dynamo.reset()
+    float8(net, own_gather=True)
+    for block in net.blocks:
+        block.compile(backend="aot_eager")
+
+
+CONVERT: dict[str, Callable[[Any], None]] = {
+    "rows": row_scaled,
+    "float8 once sharded": lambda net: None,
+    "float8 gathers": partial(float8, own_gather=True),
+    "int8 weights": partial(quantize, kind="int8 weights"),
+    "float8 gathers, scales with the step": partial(float8, own_gather=True),
+    "float8 gathers, compiled": compiled_float8,
+    "float8": partial(float8, own_gather=False),
+    # These have an all-gather of their own, but that is of their values in the dtype to compute in.
+    "mxfp8 weights": partial(quantize, kind="mxfp8 weights"),
+    "int8 products": partial(quantize, kind="int8 products"),
+}
+ENCODE_THEMSELVES = ("rows", "float8 gathers", "float8 once sharded", "int8 weights")
+"""What their names begin with."""
+
+
+def row(kind: str, *others: Any, wide: bool = False) -> Any:
+    """Return parameters of a test of a kind of weights."""
+    of_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
+    marks = [of_torchao] * (kind != "rows") + [pytest.mark.wide] * wide
+    return pytest.param(kind, *others, id="-".join(map(str, (kind, *others))), marks=marks)
+
+
+over_own = pytest.mark.parametrize("kind", [row("rows"), row("float8 gathers")])
+
+
+def skip_if_refused(kind: str) -> None:
+    """Skip the test if torchao does not convert layers for this torch."""
+    try:
+        CONVERT[kind](models.make_net(**dict(SIZES)))
+    except AssertionError as error:
+        pytest.skip(f"torchao: {error}")
+
+
+# ---- trainings
+
+
+def make(kind: str, strategy: Any, adapter: Adapter = FSDP2) -> Any:
+    """In a worker: a sharded net of converted layers."""
+    net = models.make_net(**dict(SIZES))
+    torch.manual_seed(0)
+    CONVERT[kind](net)
+    model = adapter.shard(net.to(models.device()), CASE, strategy)
+    if kind == "float8 once sharded":  # which torch allows
+        for block in model.blocks:
+            for local in (block.up.weight._local_tensor, block.down.weight._local_tensor):
+                local.fsdp_pre_all_gather = encoder_of(local)
+                local.fsdp_post_all_gather = decode
+    return model
+
+
+def encoder_of(local: Tensor) -> Callable[[Any], Any]:
+    """Return what encodes a shard."""
+    return lambda mesh: ((local.to(torch.float8_e5m2),), None)
+
+
+def decode(outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+    """Make an unsharded parameter of what was gathered."""
+    return shown(outputs[0].to(dtype), out)
+
+
+def optimizer_of(model: Any, name: str = "sgd") -> torch.optim.Optimizer:
+    """Make an optimizer that steps one weight at a time, as torchao's int8 weights ask for."""
+    if name == "adamw":
+        return models.make_optimizer("adamw", model.parameters())
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+
+def batch(step: int, micro_batch: int = 0) -> Tensor:
+    """Make a batch of this rank that MXFP8 can block."""
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro_batch + dist.get_rank())
+    return torch.randint(VOCABULARY, (2, 17), generator=generator).to(models.device())
+
+
+def train(
+    model: Any,
+    steps: range,
+    optimizer: Any = None,
+    micro_batches: int = 1,
+    adapter: Adapter = FSDP2,
+    after_step: Callable[[Any], object] = lambda model: None,
+) -> list[float]:
+    """Train; return the last micro-batch's loss of each step."""
+    optimizer, losses = optimizer or optimizer_of(model), []
+    for step in steps:
+        for micro_batch in range(micro_batches):
+            with adapter.micro_batch(model, micro_batch == micro_batches - 1, False):
+                loss = models.loss_of(model, batch(step, micro_batch))
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after_step(model)
+        losses.append(loss.item())
+    return losses
+
+
+def evaluated(model: Any) -> float:
+    """Return the mean loss over ranks of a batch."""
+    with torch.no_grad():
+        loss = models.loss_of(model, batch(9))
+    dist.all_reduce(loss)
+    return loss.item()
+
+
+Trained = tuple[list[float], dict[str, Tensor], list[tuple[str, str]]]
+
+
+def trained(kind: str, adapter: Adapter, strategy: Any) -> Trained:
+    """In a worker: losses of three steps, the second after an evaluation, weights, and what is logged."""
+
+    def precompute(model: Any) -> None:
+        if kind == "float8 gathers, scales with the step":
+            importlib.import_module("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(model)
+
+    with collected() as records:
+        model = make(kind, strategy, adapter)
+        torch.manual_seed(dist.get_rank())  # of stochastic rounding
+        optimizer = optimizer_of(model)
+        micro_batches = 2 if adapter == FSDP2 else 1  # which stock FSDP1 sums in 16 bits
+        losses = train(model, range(1), optimizer, micro_batches, adapter, precompute)
+        # torchao's own tensors can't be used in inference mode after a training.
+        with torch.inference_mode() if kind == "rows" else torch.no_grad():
+            losses.append(models.loss_of(model, batch(9)).item())
+        losses += train(model, range(1, 3), optimizer, micro_batches, adapter, precompute)
+    if kind == "int8 weights":
+        shards = {name: adapter.local(parameter).detach() for name, parameter in model.named_parameters()}
+        return losses, {n: v if type(v) is Tensor else v.dequantize() for n, v in shards.items()}, records
+    weights = adapter.full_weights(model)
+    if strategy is not STOCK and strategy.optimizer != "N":  # whatever shards are, these are plain tensors
+        gathered = dict(gathered_weights(model))
+        assert all(type(weight) is Tensor for weight in gathered.values())
+        assert all(torch.equal(gathered[name].cpu().float(), weight) for name, weight in weights.items())
+    return losses, weights, records
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter", "scopes"),
+    [
+        # Not for one rank alone, where torch takes the first of several tensors only.
+        *(row("rows", FSDP2, each, wide=each not in ("GGG", "IGG")) for each in FOURTEEN if each != "NNN"),
+        *(row("float8 gathers", FSDP2, each, wide=each != "NNG") for each in SCOPES),
+        row("int8 weights", FSDP2, "IGG"),
+        row("int8 weights", FSDP2, "NNG", wide=True),
+        row("float8 gathers, scales with the step", FSDP2, "IIG"),
+        row("float8 gathers, compiled", FSDP2, "IGG"),
+        row("float8 once sharded", FSDP2, "GGG"),
+        row("float8", FSDP1, "IGG"),
+        row("float8", FSDP2, "IGG", wide=True),
+        row("mxfp8 weights", FSDP2, "IGG"),
+        row("mxfp8 weights", FSDP2, "NNG", wide=True),
+        row("int8 products", FSDP2, "NNG"),
+        row("int8 products", FSDP2, "IGG", wide=True),
+    ],
+)
+def test_training_equals_stock_bit_by_bit(
+    pool: Callable[[int], Pool], kind: str, adapter: Adapter, scopes: str
+) -> None:
+    skip_if_refused(kind)
+    ours = pool(4).run(trained, kind, adapter, Strategy(scopes, **TWO))
+    for (losses, weights, _), (expected, others, _) in zip(
+        ours, pool(4).once(trained, kind, adapter, STOCK), strict=True
+    ):
         assert losses == expected
         assert all(torch.equal(weights[name], others[name]) for name in others)
+    [(_, line)] = ours[0][2]
+    says = "; weights that encode themselves gathered in their own bytes (3 of 4 uni"
+    assert (says in line) == kind.startswith(ENCODE_THEMSELVES)
+    assert "weights gathered in full precision" in line
+
+
+WITH_CODECS = {
+    "zeropp": Strategy.zeropp(**TWO),
+    "Int4Delta": Strategy.zeropp(weights=Int4Delta(), **TWO),
+    "LoCo": Strategy("IIG", weights=Int8(64), gradients=Int8(64), error_feedback=LoCo(), **TWO),
+    "weights alone": Strategy("IGG", weights=Int8(64), **TWO),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter", "name"),
+    [
+        row("rows", FSDP2, "zeropp"),
+        row("float8 gathers", FSDP2, "LoCo"),
+        row("float8", FSDP1, "weights alone"),
+        row("float8 gathers", FSDP2, "Int4Delta", wide=True),
+        row("int8 weights", FSDP2, "weights alone", wide=True),
+        row("float8 once sharded", FSDP2, "zeropp", wide=True),
+        row("mxfp8 weights", FSDP2, "weights alone", wide=True),
+        row("int8 products", FSDP2, "weights alone", wide=True),
+        row("rows", FSDP2, "Int4Delta", wide=True),
+        row("rows", FSDP2, "LoCo", wide=True),
+    ],
+)
+def test_codecs_encode_what_does_not_encode_itself_and_the_log_says_so(
+    pool: Callable[[int], Pool], kind: str, adapter: Adapter, name: str
+) -> None:
+    skip_if_refused(kind)
+    strategy = WITH_CODECS[name]
+    first, *others = pool(4).run(trained, kind, adapter, strategy)
+    assert [records for _, _, records in others] == [[]] * 3
+    [(level, line)] = first[2]
+    assert level == "INFO"
+    if kind.startswith(ENCODE_THEMSELVES):
+        assert f"weights gathered as {strategy.weights} (1 of 4 units, " in line
+        own = f"weights that encode themselves gathered in their own bytes, not as {strategy.weights} (3 of 4 uni"
+        assert own in line
+    else:
+        assert f"weights gathered as {strategy.weights};" in line
+        assert "themselves" not in line
+    stock = pool(4).once(trained, kind, adapter, STOCK)
+    for (losses, _, _), (expected, _, _) in zip([first, *others], stock, strict=True):
+        assert losses != expected
+        assert losses[0] == pytest.approx(expected[0], rel=1e-2)
+        assert losses == pytest.approx(expected, rel=5e-2)
 
 
 # ---- bytes
@@ -74,10 +388,10 @@ def sent_in_a_step(kind: str, strategy: Any) -> tuple[Wiretap, Any, int]:
     With traffic's figures is the monitor's of what FULL_SHARD would send between nodes.
     """
     model = make(kind, strategy)
-    optimizer = models.make_optimizer("sgd", model.parameters())
-    train(ADAPTER, model, replace(CASE, steps=1), optimizer=optimizer)
+    optimizer = optimizer_of(model)
+    train(model, range(1), optimizer)
     before = RowScaled.encoded
-    step = partial(train, ADAPTER, model, replace(CASE, steps=1), optimizer=optimizer, first_step=1)
+    step = partial(train, model, range(1, 2), optimizer)
     if strategy is STOCK:
         tap, counted = sent_in(step, model, 2, counts=False)
     else:
@@ -87,41 +401,46 @@ def sent_in_a_step(kind: str, strategy: Any) -> tuple[Wiretap, Any, int]:
     return tap, counted, RowScaled.encoded - before
 
 
-OTHERS = 2 * 3 * (2 * 32 + 48) + 2 * 2 * 32 * 64
-"""Bytes of norms, biases, embedding and head, in bf16."""
-BLOCKS = 2 * 3 * (2 * 32 + 48)
+MATRICES = BLOCKS * 2 * WIDTH * HIDDEN
+NBYTES = {"rows": MATRICES + BLOCKS * 4 * (WIDTH + HIDDEN), "float8 gathers": MATRICES}
+"""Bytes of all encoded weights of a net."""
+VECTORS = 2 * BLOCKS * (2 * WIDTH + HIDDEN)
+"""Bytes of norms and biases, in bf16, and below with embedding and head."""
+OTHERS = VECTORS + 2 * 2 * WIDTH * VOCABULARY
 
 
-@over_formats
+@over_own
 def test_bytes_are_its_own(pool: Callable[[int], Pool], kind: str) -> None:
     stock = pool(4).run(sent_in_a_step, kind, STOCK)
     # Blocks are gathered twice, the root once; to the one other node.
-    flat = (2 * (NBYTES[kind] + BLOCKS) + OTHERS - BLOCKS) // 4
-    once = (NBYTES[kind] + OTHERS) // 4
-    for scopes, expected in (("GGG", flat), ("IGG", once), ("IIG", once), ("NNG", once), ("III", 0)):
-        ours = pool(4).run(sent_in_a_step, kind, Strategy(scopes, gpus_per_node=2))
-        for (tap, counted, _), (stock_tap, _, _) in zip(ours, stock, strict=True):
+    flat, once = (2 * (NBYTES[kind] + VECTORS) + OTHERS - VECTORS) // 4, (NBYTES[kind] + OTHERS) // 4
+    # Six weights are encoded in the forward, and again in the backward unless something of the first gather is kept.
+    for scopes, expected, times in (("GGG", flat, 12), ("IGG", once, 6), ("NNG", once, 6), ("III", 0, 12)):
+        ours = pool(4).run(sent_in_a_step, kind, Strategy(scopes, **TWO))
+        for (tap, counted, encoded), (stock_tap, _, _) in zip(ours, stock, strict=True):
             assert counted["gather"]["inter"] == expected
             assert stock_tap.total("inter", "all_gather") == flat
             assert counted["full shard"] == stock_tap.total("inter")
+            assert kind != "rows" or encoded == times
             if scopes != "III":  # whose reduced gradients are gathered, too
                 assert tap.total("inter", "all_gather") == expected
                 assert tap.total("intra", "all_gather") == counted["gather"]["intra"]
+            if scopes == "IGG":  # units are sent ahead: a small model goes in one chunk, before hops inside nodes
+                gathers = [hop for collective, hop in tap.order if collective == "all_gather"]
+                assert gathers[0] == "inter"
+                assert gathers.count("inter") == 1
 
 
-def test_a_kept_secondary_shard_is_not_encoded_again(pool: Callable[[int], Pool]) -> None:
-    """Six weights, in the forward and again in the backward unless something of the first gather is kept."""
-    for scopes, times in (("GGG", 12), ("IGG", 6), ("NNG", 6), ("III", 12), ("NII", 6)):
-        for _, _, encoded in pool(4).run(sent_in_a_step, "rows", Strategy(scopes, gpus_per_node=2)):
-            assert encoded == times
+def on_slow_links() -> set[str]:
+    """In a worker: the nodes of a model on a machine without NVLink."""
+    with machine(NONE):
+        model = make("rows", Strategy.zeropp())
+        train(model, range(1))
+        return {str(unit.ranks.topology) for unit in named_units(model)}
 
 
-def test_units_are_sent_ahead_of_their_use(pool: Callable[[int], Pool]) -> None:
-    """A small model goes in one chunk, before the first hop inside a node."""
-    for tap, _, _ in pool(4).run(sent_in_a_step, "rows", Strategy("IGG", gpus_per_node=2)):
-        gathers = [hop for collective, hop in tap.order if collective == "all_gather"]
-        assert gathers.count("inter") == 1
-        assert gathers[0] == "inter"
+def test_they_are_trained_weights_and_so_each_rank_without_nvlink_is_a_node(pool: Callable[[int], Pool]) -> None:
+    assert pool(4).run(on_slow_links) == [{"4 nodes x 1"}] * 4
 
 
 # ---- what changes weights, and what does not
@@ -130,10 +449,10 @@ def test_units_are_sent_ahead_of_their_use(pool: Callable[[int], Pool]) -> None:
 def evaluated_after_changes(strategy: Any) -> list[float]:
     """In a worker: losses after each of the ways to change weights."""
     model, other = make("rows", strategy), make("rows", strategy)
-    train(ADAPTER, other, replace(CASE, steps=2))
-    losses = [mean_loss(model, 0)]
-    ADAPTER.load_from(other, model, "sharded")
-    losses.append(mean_loss(model, 0))
+    train(other, range(2))
+    losses = [evaluated(model)]
+    FSDP2.load_from(other, model, "sharded")
+    losses.append(evaluated(model))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
@@ -141,89 +460,42 @@ def evaluated_after_changes(strategy: Any) -> list[float]:
         invalidate(model)
     else:
         model.reshard()
-    return [*losses, mean_loss(model, 0)]
+    return [*losses, evaluated(model)]
 
 
-@pytest.mark.parametrize("scopes", ["IGG", "NNG", "III", "GGG"])
+@pytest.mark.parametrize(
+    "scopes", ["IGG", *(pytest.param(each, marks=pytest.mark.wide) for each in ("NNG", "III", "GGG"))]
+)
 def test_changes_outdate_them(pool: Callable[[int], Pool], scopes: str) -> None:
-    ours = pool(4).run(evaluated_after_changes, Strategy(scopes, gpus_per_node=2))
+    ours = pool(4).run(evaluated_after_changes, Strategy(scopes, **TWO))
     assert ours == pool(4).once(evaluated_after_changes, STOCK)
     assert len(set(ours[0])) == 3
 
 
-# ---- with codecs
-
-
-WITH_CODECS = {
-    "zeropp": Strategy.zeropp(gpus_per_node=2),
-    "Int4Delta": Strategy.zeropp(weights=Int4Delta(), gpus_per_node=2),
-    "LoCo": Strategy("IIG", weights=Int8(64), gradients=Int8(64), error_feedback=LoCo(), gpus_per_node=2),
-}
-
-
-def logged(kind: str, strategy: Any) -> tuple[list[tuple[str, str]], list[float]]:
-    """In a worker: what is logged in a training, and its losses."""
-    with collected() as records:
-        model = make(kind, strategy)
-        losses = train(ADAPTER, model, replace(ACCUMULATING, steps=4))
-    return records, losses
-
-
-@pytest.mark.parametrize("name", WITH_CODECS)
-@over_formats
-def test_codecs_leave_them_alone_and_the_log_says_so(pool: Callable[[int], Pool], kind: str, name: str) -> None:
-    strategy = WITH_CODECS[name]
-    first, *others = pool(4).run(logged, kind, strategy)
-    assert [records for records, _ in others] == [[]] * 3
-    [(level, line)] = first[0]
-    assert level == "INFO"
-    assert f"weights gathered as {strategy.weights} (1 of 4 units, " in line
-    assert f"weights that encode themselves gathered in their own bytes, not as {strategy.weights} (3 of 4 uni" in line
-    stock = pool(4).once(logged, kind, STOCK)
-    for (_, losses), (_, expected) in zip([first, *others], stock, strict=True):
-        assert losses[0] == pytest.approx(expected[0], rel=1e-2)
-        assert losses == pytest.approx(expected, rel=5e-2)
-
-
-def test_without_a_codec_the_log_says_so_too(pool: Callable[[int], Pool]) -> None:
-    ((_, line),), _ = pool(4).run(logged, "rows", Strategy("IGG", gpus_per_node=2))[0]
-    assert "weights gathered in full precision; weights that encode themselves gathered in their own bytes (3" in line
-
-
-def on_slow_links() -> set[str]:
-    """In a worker: the nodes of a model on a machine without NVLink."""
-    with machine(NONE):
-        model = make("rows", Strategy.zeropp())
-        train(ADAPTER, model, replace(CASE, steps=1))
-        return {str(unit.ranks.topology) for unit in named_units(model)}
-
-
-def test_they_are_trained_weights_and_so_each_rank_without_nvlink_is_a_node(pool: Callable[[int], Pool]) -> None:
-    assert pool(4).run(on_slow_links) == [{"4 nodes x 1"}] * 4
-
-
-# ---- checkpoints
-
-
 def resumed(kind: str, strategy: Any, path: str, fresh: bool) -> tuple[list[float], dict[str, Tensor]]:
     """In a worker: two steps, saved; two more, by the same model or by one that goes on from there."""
-    case = replace(CASE, steps=2, optimizer="adamw")
-    model = make(kind, strategy, case)
-    optimizer = models.make_optimizer("adamw", model.parameters())
-    train(ADAPTER, model, case, optimizer=optimizer)
+    model = make(kind, strategy)
+    optimizer = optimizer_of(model, "adamw")
+    train(model, range(2), optimizer)
     save(model, optimizer, CodecState(model), path)
     if fresh:
-        model = make(kind, strategy, case)
-        optimizer = models.make_optimizer("adamw", model.parameters())
+        model = make(kind, strategy)
+        optimizer = optimizer_of(model, "adamw")
         load(model, optimizer, CodecState(model), path)
-    losses = train(ADAPTER, model, case, optimizer=optimizer, first_step=2)
-    return losses, ADAPTER.full_weights(model)
+    return train(model, range(2, 4), optimizer), FSDP2.full_weights(model)
 
 
-@pytest.mark.parametrize("name", ["zeropp", "LoCo"])
-@over_formats
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        row("rows", "LoCo"),
+        row("float8 gathers", "zeropp"),
+        row("rows", "zeropp", wide=True),
+        row("float8 gathers", "LoCo", wide=True),
+    ],
+)
 def test_a_resumed_training_equals_one_that_went_on(
-    pool: Callable[[int], Pool], kind: str, name: str, tmp_path: Any
+    pool: Callable[[int], Pool], kind: str, name: str, tmp_path: Path
 ) -> None:
     runs = [pool(4).run(resumed, kind, WITH_CODECS[name], str(tmp_path / f"{fresh}"), fresh) for fresh in (False, True)]
     for (losses, weights), (expected, others) in zip(*runs, strict=True):
@@ -231,65 +503,17 @@ def test_a_resumed_training_equals_one_that_went_on(
         assert all(torch.equal(weights[name], others[name]) for name in others)
 
 
-# ---- local steps
-
-
 def local(kind: str) -> list[float]:
     """In a worker: how far weights are from those of all other ranks after an exchange."""
-    model = make(kind, Strategy("III", gpus_per_node=2, local_steps=LocalSteps(2, spread=False)))
-    train(ADAPTER, model, replace(CASE, steps=4))
+    model = make(kind, Strategy("III", local_steps=LocalSteps(2, spread=False), **TWO))
+    train(model, range(4))
     exchange_weights(model)
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, ADAPTER.full_weights(model))
+    dist.all_gather_object(gathered, FSDP2.full_weights(model))
     return [models.distance(gathered[0], each) for each in gathered]
 
 
-@over_formats
+@pytest.mark.parametrize("kind", [row("rows"), row("float8 gathers", wide=True)])
 def test_nodes_that_train_on_their_own_exchange_them(pool: Callable[[int], Pool], kind: str) -> None:
     for distances in pool(4).run(local, kind):
         assert distances == [0.0] * 4
-
-
-# ---- encoded after sharding
-
-
-def patched_late(strategy: Any) -> tuple[list[float], list[tuple[str, str]]]:
-    """In a worker: losses of a model whose sharded tensors are taught to encode themselves, which torch allows."""
-    model = ADAPTER.make(CASE, strategy)
-    for block in model.blocks:
-        for local in (block.up.weight._local_tensor, block.down.weight._local_tensor):
-            local.fsdp_pre_all_gather = encoder_of(local)
-            local.fsdp_post_all_gather = decode
-    with collected() as records:
-        return train(ADAPTER, model, CASE), records
-
-
-def encoder_of(local: Tensor) -> Any:
-    """Make the function that encodes a shard."""
-
-    def encode(mesh: Any) -> Any:
-        return (local.to(torch.float8_e5m2),), None
-
-    return encode
-
-
-def decode(outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
-    """Make an unsharded parameter of what was gathered."""
-    values = outputs[0].to(dtype)
-    if out is None:
-        return values, (values,)
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
-        out.copy_(values)
-    return None
-
-
-@pytest.mark.parametrize("codec", [Int8(64), None], ids=str)
-@pytest.mark.parametrize("gpus_per_node", [2, 4])
-def test_they_may_come_to_encode_themselves_after_sharding(
-    pool: Callable[[int], Pool], codec: Any, gpus_per_node: int
-) -> None:
-    strategy = Strategy("NGG", weights=codec, gpus_per_node=gpus_per_node)
-    ours = pool(4).run(patched_late, strategy)
-    for (losses, _), (expected, _) in zip(ours, pool(4).once(patched_late, STOCK), strict=True):
-        assert losses == pytest.approx(expected, rel=1e-2 if codec else 0)
-    assert "encode themselves" in ours[0][1][0][1]

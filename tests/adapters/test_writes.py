@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checking import checked_weights
 from harness.adapter import Adapter, Case
-from harness.covering import ADAPTERS, over_each, over_pairs
+from harness.covering import ADAPTERS, over_each
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
 from harness.launch import ROOT
-from harness.pool import Pool, device_type, shared_folder
+from harness.pool import Pools, device_type, shared_folder
 from harness.training import logits, train
 from local_nodes import this_node
 from torch import Tensor
@@ -28,61 +28,40 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 
 from fsdp_zpp import Int8, Strategy, invalidate
+from fsdp_zpp.adapters._torch_shard_version import CHECK
 from fsdp_zpp.collectives.secondary_shard import StaleSecondaryError
 from fsdp_zpp.runtime.unit import StrategyUnit, named_units
 
 
-def in_place(adapter: Adapter, parameters: list[Any]) -> None:
-    for p in parameters:
-        p.mul_(0.5)
+@contextmanager
+def checked_weights(on: bool = True) -> Iterator[None]:
+    """Have models that are made in the context compare what gathers reuse with the shards, or not."""
+    before = os.environ.pop(CHECK, None)
+    if on:
+        os.environ[CHECK] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(CHECK, None)
+        if before is not None:
+            os.environ[CHECK] = before
 
 
-def foreach(adapter: Adapter, parameters: list[Any]) -> None:
-    torch._foreach_mul_(parameters, 0.5)
-
-
-def average(adapter: Adapter, parameters: list[Any]) -> None:
-    """As the exponential average of a teacher."""
-    torch._foreach_lerp_(parameters, [torch.zeros_like(p) for p in parameters], 0.5)
-
-
-def copied(adapter: Adapter, parameters: list[Any]) -> None:
-    for p in parameters:
-        p.copy_(p * 0.5)
-
-
-def data(adapter: Adapter, parameters: list[Any]) -> None:
-    for p in parameters:
-        p.data.mul_(0.5)
-
-
-def shards(adapter: Adapter, parameters: list[Any]) -> None:
-    torch._foreach_mul_([adapter.local(p).detach() for p in parameters], 0.5)
-
-
-def fused_kernel(adapter: Adapter, parameters: list[Any]) -> None:
-    """Called by itself, so that there is no step."""
-    local = [adapter.local(p).detach() for p in parameters]
-    state: list[list[Tensor]] = [[torch.zeros_like(p) for p in local] for _ in range(2)]
-    steps = [torch.tensor(1.0, device=p.device) for p in local]
-    how = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False, "maximize": False}
-    torch._fused_adamw_(local, [torch.ones_like(p) for p in local], *state, [], steps, lr=0.5, **how)
-
-
-WAYS = [in_place, foreach, average, copied, data, shards, fused_kernel]
 STRATEGIES = {scopes: Strategy(scopes, gpus_per_node=2) for scopes in ("IGG", "IIG", "NGG", "NNG", "NII")} | {
     "zeropp": Strategy.zeropp(gpus_per_node=2),
     "encoded NGG": Strategy("NGG", weights=Int8(64), gpus_per_node=2),
 }
 
 
-def written(adapter: Adapter, way: Callable[[Adapter, list[Any]], None], strategy: Strategy, announce: bool) -> str:
-    """In a worker: the error of a forward after blocks were written to."""
+def written(adapter: Adapter, strategy: Strategy, ranks: list[int], announce: bool) -> str:
+    """In a worker: the error of a forward after some ranks wrote to blocks, in a way that torch does not count."""
     with checked_weights():
         model = adapter.make(Case(), strategy)
     before = logits(model)
-    with torch.no_grad():
-        way(adapter, [p for p in getattr(model, "module", model).blocks.parameters() if adapter.local(p).numel()])
+    if dist.get_rank() in ranks:
+        for block in getattr(model, "module", model).blocks[1:]:
+            for p in block.parameters():
+                p.data.mul_(0.5)
     if announce:
         invalidate(model)
     try:
@@ -91,13 +70,16 @@ def written(adapter: Adapter, way: Callable[[Adapter, list[Any]], None], strateg
         return str(error)
 
 
-@over_pairs(adapter=ADAPTERS, way=WAYS, strategy=STRATEGIES)
-def test_every_write_is_noticed(
-    pool: Callable[[int], Pool], adapter: Adapter, way: Callable[[Adapter, list[Any]], None], strategy: Strategy
+@over_each(adapter=ADAPTERS, strategy=STRATEGIES, ranks={"one": [2], "a node": [0, 1], "all": [0, 1, 2, 3]})
+def test_every_rank_raises_if_any_has_written(
+    pool: Pools, adapter: Adapter, strategy: Strategy, ranks: list[int]
 ) -> None:
-    for message in pool(4).run(written, adapter, way, strategy, False):
-        assert "the weights of blocks.0 were changed" in message
-    assert pool(4).run(written, adapter, way, strategy, True) == ["used"] * 4
+    found = pool(4).run(written, adapter, strategy, ranks, False)
+    # Under the optimizer scope I, each node gathers by itself.
+    gathering = {rank // 2 * 2 + i for rank in ranks for i in range(2)} if strategy.levels[2] == "I" else set(range(4))
+    assert {rank for rank in range(4) if "the weights of blocks.1 were changed" in found[rank]} == gathering
+    announced = pool(4).run(written, adapter, strategy, ranks, True)
+    assert announced == ["used" if rank in gathering else "ignored" for rank in range(4)]
 
 
 def checked_training(adapter: Adapter, strategy: Strategy) -> bool:
@@ -114,35 +96,9 @@ def checked_training(adapter: Adapter, strategy: Strategy) -> bool:
     return all(torch.equal(weights[0][name], value) for name, value in weights[1].items())
 
 
-@over_each(adapter=ADAPTERS, strategy=STRATEGIES)
-def test_training_is_the_same(pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy) -> None:
+@over_each(adapter=ADAPTERS, strategy={name: STRATEGIES[name] for name in ("IGG", "NNG", "zeropp", "encoded NGG")})
+def test_training_is_the_same(pool: Pools, adapter: Adapter, strategy: Strategy) -> None:
     assert pool(4).run(checked_training, adapter, strategy) == [True] * 4
-
-
-def written_on(adapter: Adapter, strategy: Strategy, ranks: list[int]) -> str:
-    """In a worker: the error of a forward after some ranks wrote to a block, in a way that torch does not count."""
-    with checked_weights():
-        model = adapter.make(Case(), strategy)
-    logits(model)
-    if dist.get_rank() in ranks:
-        with torch.no_grad():
-            data(adapter, list(getattr(model, "module", model).blocks[1].parameters()))
-    try:
-        logits(model)
-    except StaleSecondaryError as error:
-        return str(error)
-    return ""
-
-
-@over_each(2, adapter=ADAPTERS, strategy=STRATEGIES, ranks={"one": [2], "a node": [0, 1], "none": []})
-def test_every_rank_raises_if_any_has_written(
-    pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy, ranks: list[int]
-) -> None:
-    found = pool(4).run(written_on, adapter, strategy, ranks)
-    # Under the optimizer scope I, each node gathers by itself.
-    gathering = {rank // 2 * 2 + i for rank in ranks for i in range(2)} if strategy.levels[2] == "I" else set(range(4))
-    expected = gathering if ranks else set()
-    assert {rank for rank in range(4) if "the weights of blocks.1 were changed" in found[rank]} == expected
 
 
 # ---- the table of the page
@@ -211,7 +167,7 @@ class Failing(dcp.DefaultLoadPlanner):
 
 
 def load_and_fail(state: dict[str, Any], folder: str) -> None:
-    with contextlib.suppress(CheckpointException):
+    with suppress(CheckpointException):
         dcp.load(state, checkpoint_id=folder, planner=Failing())
 
 
@@ -236,8 +192,12 @@ def parameters(model: Any) -> list[Any]:
 
 
 def fused(model: Any) -> None:
-    held = [p for p in model.parameters() if local(p).numel()]
-    fused_kernel(Fsdp2() if isinstance(held[0], DTensor) else Fsdp1(), held)
+    """By the kernel itself, so that there is no step."""
+    held = [local(p).detach() for p in model.parameters() if local(p).numel()]
+    state: list[list[Tensor]] = [[torch.zeros_like(p) for p in held] for _ in range(2)]
+    steps = [torch.tensor(1.0, device=p.device) for p in held]
+    how = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False, "maximize": False}
+    torch._fused_adamw_(held, [torch.ones_like(p) for p in held], *state, [], steps, lr=0.5, **how)
 
 
 ROWS: dict[str, list[Way]] = {
@@ -293,46 +253,53 @@ ROWS: dict[str, list[Way]] = {
 }
 
 
-def outcomes(adapter: Adapter, row: str, strategy: Strategy) -> list[str]:
-    """In a worker: the effect of each way of a row, in the words of the table."""
-    found = []
-    for way in ROWS[row]:
+def outcome(adapter: Adapter, row: str, way: Way, strategy: Strategy, checked: bool) -> str:
+    """In a worker: the effect of a write, in the words of the table."""
+    with checked_weights(checked):
         # torch has no local state dicts on a mesh.
-        model = (Fsdp1() if "LOCAL" in row else adapter).make(Case(), strategy)
-        logits(model)
-        adapter.before_load(model)
-        units = [unit for unit in named_units(model) if isinstance(unit, StrategyUnit) and unit.gather is not None]
-        before = [shard.clone() for unit in units for shard in unit.sharded.shards()]
-        with torch.no_grad():
-            way(model)
-        written = not all(map(torch.equal, before, (shard for unit in units for shard in unit.sharded.shards())))
-        shards = [unit.gather.secondary for unit in units if unit.gather is not None]
-        if all(each.stale for each in shards):
-            found.append("event")
-        elif any(each.is_outdated for each in shards):
-            found.append("counted")
-        else:
-            found.append("**not counted**" if written else "no write")
-    return found
+        model = (Fsdp1() if "LOCAL" in row else adapter).make(Case(model=(("blocks", 1),)), strategy)
+    logits(model)
+    adapter.before_load(model)
+    units = [unit for unit in named_units(model) if isinstance(unit, StrategyUnit) and unit.gather is not None]
+    before = [shard.clone() for unit in units for shard in unit.sharded.shards()]
+    with torch.no_grad():
+        way(model)
+    written = not all(map(torch.equal, before, (shard for unit in units for shard in unit.sharded.shards())))
+    shards = [unit.gather.secondary for unit in units if unit.gather is not None]
+    if all(each.stale for each in shards):
+        return "event"
+    if any(each.is_outdated for each in shards):
+        return "counted"
+    return "**not counted**" if written else "no write"
+
+
+def outcomes(adapter: Adapter, strategy: Strategy, column: int, checked: bool) -> dict[str, list[str]]:
+    """In a worker: the effect of each way of each row that a column says something of."""
+    rows = [row for row in HERE if LINES[row][column]]
+    return {row: [outcome(adapter, row, way, strategy, checked) for way in ROWS[row]] for row in rows}
 
 
 PAGE = (ROOT / "docs/concepts/secondary-shard.md").read_text()
 TABLE = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.split("| Write |")[1].splitlines()[2:]]
 LINES = {row[0]: row[1:] for row in TABLE[: next(i for i, row in enumerate(TABLE) if len(row) < 3)]}
 ELSEWHERE = "on CPUs" if device_type() == "cuda" else "on GPUs"
-HERE = {name: ways for name, ways in ROWS.items() if not name.startswith(ELSEWHERE)}
-COLUMNS = {"fsdp1": (Fsdp1(mesh=True), 0), "fsdp2": (Fsdp2(), 1)}
+HERE = [name for name in ROWS if not name.startswith(ELSEWHERE)]
+COLUMNS: dict[str, tuple[Adapter, int]] = {"fsdp1": (Fsdp1(mesh=True), 0), "fsdp2": (Fsdp2(), 1)}
 
 
 def test_the_table_has_the_rows_that_are_measured() -> None:
     assert LINES.keys() == ROWS.keys()
 
 
-@over_pairs(column=COLUMNS, row=HERE, strategy={name: STRATEGIES[name] for name in ("IGG", "zeropp")})
-def test_what_comes_of_a_write_is_in_the_table(
-    pool: Callable[[int], Pool], column: tuple[Adapter, int], row: list[Way], strategy: Strategy
-) -> None:
-    adapter, index = column
-    name = next(name for name, ways in ROWS.items() if ways is row)
-    if expected := LINES[name][index]:
-        assert pool(4).run(outcomes, adapter, name, strategy) == [[expected] * len(row)] * 4
+@over_each(
+    use={f"{name}-{'checked' * on}": (*COLUMNS[name], on) for on in (False, True) for name in COLUMNS},
+    strategy={name: STRATEGIES[name] for name in ("IGG", "zeropp")},
+)
+def test_what_comes_of_a_write_is_in_the_table(pool: Pools, use: tuple[Adapter, int, bool], strategy: Strategy) -> None:
+    """Under the check, every write is noticed."""
+    adapter, index, checked = use
+    said = {
+        row: LINES[row][index].replace("**not counted**", "counted" if checked else "**not counted**") for row in HERE
+    }
+    expected = {row: [said[row]] * len(ROWS[row]) for row in HERE if said[row]}
+    assert pool(4).run(outcomes, adapter, strategy, index, checked) == [expected] * 4

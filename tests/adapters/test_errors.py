@@ -1,0 +1,740 @@
+"""Each mistake is an error on every rank, before anything is sent, that says what is wrong; the ranks go on afterwards.
+
+A rank that dies is an error on the others. Nodes that are at different places are each told where the others are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import frozen_files as files, llama, lora, messages, models
+from harness.adapter import STOCK, Adapter, Case
+from harness.covering import ADAPTERS, WITH_FLAT, over_adapters, over_each
+from harness.fsdp1 import Fsdp1
+from harness.fsdp2 import Fsdp2
+from harness.messages import Reply
+from harness.pool import Pool, Pools, WorkerError, device_type, shared_folder
+from harness.training import train
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FSDPModule, MixedPrecision, MixedPrecisionPolicy
+
+import fsdp_zpp
+from fsdp_zpp import (
+    CodecState,
+    Int4,
+    Int8,
+    LocalSteps,
+    LoCo,
+    QuantizedReduceState,
+    Strategy,
+    agreed_weights,
+    exchange_weights,
+    gathered_weights,
+    invalidate,
+    quantize_frozen_params,
+    quantized_reduce_hook,
+    save_frozen_params,
+    traffic,
+)
+from fsdp_zpp.frozen.modules import frozen_modules
+
+TWO = Strategy("IGG", gpus_per_node=2)
+ALONE = ("first", "last")
+WHO: dict[str, Callable[[int, int], bool]] = {
+    "all": lambda rank, world: True,
+    "first": lambda rank, world: rank == 0,
+    "last": lambda rank, world: rank == world - 1,
+    "second half": lambda rank, world: 2 * rank >= world,
+}
+
+
+class Mistake(NamedTuple):
+    """A mistake in a call.
+
+    Args:
+        make: Makes the call, wrongly if the argument is true.
+        said: Parts of what is said.
+        error: The error that every rank raises; for None, its kind may differ between ranks.
+        by: Who makes it, in turn: all ranks, or one of them.
+    """
+
+    make: Callable[[bool], object]
+    said: tuple[str, ...] | str
+    error: type[Exception] | None = ValueError
+    by: tuple[str, ...] = ("all",)
+
+
+def replies_to(mistake: Mistake) -> dict[str, Reply]:
+    """In a worker: what is raised, by who made the mistake."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return {
+        who: messages.attempt((lambda who=who: mistake.make(WHO[who](rank, world)), Exception, ""))
+        for who in mistake.by
+    }
+
+
+def assert_refused(mistake: Mistake, by_rank: list[dict[str, Reply]]) -> None:
+    """Every rank has raised as it should, before anything was sent."""
+    for who in mistake.by:
+        replies = [replies[who] for replies in by_rank]
+        for kind, text, sent in replies:
+            for part in [mistake.said] if isinstance(mistake.said, str) else mistake.said:
+                # On GPUs the links decide of nodes as launched, and errors tell them from those that were given.
+                assert part in text or part in text.replace(" (as launched)", ""), (who, text)
+            assert kind == mistake.error.__name__ if mistake.error else kind != "no error"
+            assert sent == 0
+        if who == "last" and mistake.error:
+            assert len(set(replies)) == 1
+
+
+# ---- where modules are wrapped
+
+
+def sharing_a_module() -> models.Net:
+    net = models.make_net()
+    net.blocks[1].down = net.blocks[0].down
+    return net
+
+
+def sharing_a_weight() -> models.Net:
+    net = models.make_net()
+    net.blocks[1].down.weight = net.blocks[0].down.weight
+    return net
+
+
+def sharing_a_module_with_the_root() -> models.Net:
+    net = models.make_net()
+    net.head = nn.Sequential(nn.Linear(22, 37), net.blocks[2].down)
+    return net
+
+
+def sharing_a_weight_with_the_root() -> models.Net:
+    net = models.make_net(width=22, hidden=61)
+    net.blocks[0].up.weight = net.embedding.weight
+    return net
+
+
+def with_integers() -> nn.Module:
+    net = models.make_net()
+    net.register_parameter("codes", nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False))
+    return net
+
+
+def with_nan() -> nn.Module:
+    net = files.make_base()
+    net.blocks[1].up.weight[3, 5] = torch.nan
+    return net
+
+
+def shared_in(adapter: Adapter) -> dict[str, Mistake]:
+    """Parameters of two units."""
+    remedy = "fully_shard([a, b]" if isinstance(adapter, Fsdp2) else "wrap the module around both as one unit"
+
+    def sharded(net: Callable[[], models.Net], scopes: str, name: str) -> Mistake:
+        strategy = Strategy(scopes, gpus_per_node=2)
+        said = ("it is shared by two units", name, remedy)
+        return Mistake(lambda wrong: adapter.shard(net(), Case(), strategy), said)
+
+    return {
+        "module of siblings": sharded(sharing_a_module, "IGG", "down.weight"),
+        "module of siblings that are not sharded": sharded(sharing_a_module, "NNN", "down.weight"),
+        "weight of siblings": sharded(sharing_a_weight, "III", "down.weight"),
+        "module of the root": sharded(sharing_a_module_with_the_root, "NNG", "head.1.weight (unit root)"),
+        "weight of the root": sharded(sharing_a_weight_with_the_root, "GGG", "embedding.weight"),
+    }
+
+
+def mistakes_in_wrapping(adapter: Adapter) -> dict[str, Mistake]:
+    """Mistakes in a call, which all ranks make, or one of them alone."""
+
+    def sharded(
+        strategy: Any = TWO,
+        net: Callable[[], Any] = models.make_net,
+        usual: Callable[[], nn.Module] = models.make_net,
+        usual_strategy: Strategy = TWO,
+        **arguments: Any,
+    ) -> Callable[[bool], object]:
+        return lambda wrong: (
+            adapter.wrap(net(), strategy, **arguments) if wrong else adapter.wrap(usual(), usual_strategy)
+        )
+
+    def on_mesh(strategy: Strategy, *names: str) -> Callable[[bool], object]:
+        def make(wrong: bool) -> None:
+            mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=names or None)
+            adapter.wrap(models.make_net(), strategy, **{adapter.mesh_argument: mesh})
+
+        return make
+
+    hsdp, zeropp = ("replicate", "shard"), Strategy.zeropp
+    offload = (
+        {"cpu_offload": CPUOffload(True)} if isinstance(adapter, Fsdp1) else {"offload_policy": CPUOffloadPolicy()}
+    )
+    found = {
+        "indivisible": Mistake(sharded(Strategy(gpus_per_node=3)), "allowed are [1, 2, 4]"),
+        "the class": Mistake(sharded(Strategy), "did you mean Strategy()", TypeError),
+        "a method": Mistake(sharded(Strategy.zeropp), "did you mean Strategy.zeropp()?", TypeError),
+        "integers": Mistake(sharded(net=with_integers), "codes is torch.int8", TypeError),
+        "doubles": Mistake(sharded(net=lambda: models.make_net().double()), "is torch.float64", TypeError),
+        "traffic of what": Mistake(lambda wrong: traffic(models.make_net()), "no part of this Net"),
+        "invalidate what": Mistake(lambda wrong: invalidate(models.make_net()), "no part of this Net"),
+        "the strategy's nodes": Mistake(on_mesh(zeropp(gpus_per_node=4), *hsdp), "leave one out: pass the 1-D mesh"),
+        "launched nodes": Mistake(on_mesh(zeropp(), *hsdp), "4 of its ranks run on each node; pass gpus_per_node=2"),
+        "all ranks": Mistake(on_mesh(Strategy(gpus_per_node=2), *hsdp), "use Strategy('III') for HSDP"),
+        "no names": Mistake(on_mesh(zeropp(gpus_per_node=2)), "with names, got 2 dimensions (2, 2)"),
+        "a name, alone": Mistake(sharded("zeropp"), "zeropp", None, ALONE),
+        "no module, alone": Mistake(sharded(net=lambda: 3), "do not make the same calls", None, ALONE),
+        "doubles, alone": Mistake(sharded(net=lambda: models.make_net().double()), "torch.float64 ", None, ALONE),
+        "NaN, alone": Mistake(
+            sharded(Strategy.mixzpp(gpus_per_node=2), with_nan, files.make_base, Strategy.mixzpp(gpus_per_node=2)),
+            "blocks.1.up.weight has values that are NaN or infinite",
+            None,
+            ALONE,
+        ),
+        "a shared module, alone": Mistake(
+            lambda wrong: adapter.shard((sharing_a_module if wrong else models.make_net)(), Case(), TWO),
+            "ranks were given different arguments: ",
+            by=("last",),
+        ),
+    }
+    if device_type() == "cpu":  # an accelerator can be offloaded from
+        found["offload, alone"] = Mistake(sharded(**offload), "needs an accelerator", None, ALONE)
+    if isinstance(adapter, Fsdp1):  # fully_shard makes a group for each
+        overridden = Strategy.zeropp(overrides={"LayerNorm": Strategy("GGG")}, gpus_per_node=2)
+        found["strategies in one"] = Mistake(sharded(overridden), "wrap the modules that overrides name by themselves")
+    return found
+
+
+# ---- where ranks are told different things
+
+
+def launched_otherwise(adapter: Adapter, differs: bool) -> None:
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "4" if differs else "2"}):
+        adapter.wrap(models.make_net(), Strategy("IGG"))
+
+
+def no_root(adapter: Adapter, differs: bool) -> None:
+    net = models.make_net()
+    for i in range(3):
+        net.blocks[i] = adapter.wrap(net.blocks[i], TWO)
+    net = net if differs else adapter.wrap(net, TWO)
+    models.loss_of(net, models.batch(0, 0))
+
+
+def other_order(adapter: Adapter, differs: bool) -> None:
+    """Each call is the same, but for the block that it is made of."""
+    net = models.make_net()
+    for i, scopes in zip((1, 0) if differs else (0, 1), ("IGG", "GGG"), strict=True):
+        net.blocks[i] = adapter.wrap(net.blocks[i], Strategy(scopes, gpus_per_node=2))
+    net = adapter.wrap(net, TWO)
+    models.loss_of(net, models.batch(0, 0))
+
+
+def frozen_otherwise(adapter: Adapter, differs: bool) -> None:
+    net = lora.make_net()
+    net.head.requires_grad_(differs)
+    quantize_frozen_params(net, gpus_per_node=2)
+
+
+def gathered_otherwise(adapter: Adapter, differs: bool) -> None:
+    """The base is the same, but what is wrapped as one is gathered as one."""
+    inner = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(False)
+    net = nn.Sequential(inner, nn.Linear(64, 2)).to(models.device())
+    quantize_frozen_params(net, gpus_per_node=2)
+    if not differs:
+        net[0] = adapter.wrap(net[0], STOCK)
+    next(module for _, module, _ in frozen_modules(net)).weight + 0
+
+
+def hooked_otherwise(adapter: Adapter, differs: bool) -> None:
+    net = models.make_net()
+    if not differs:
+        net.blocks[0] = Fsdp1().wrap(net.blocks[0], STOCK)
+    state = QuantizedReduceState(Int4(128), gpus_per_node=2)
+    Fsdp1().wrap(net, STOCK).register_comm_hook(state, quantized_reduce_hook)
+
+
+def differences(adapter: Adapter) -> dict[str, Mistake]:
+    """What the last rank is told or does differently."""
+
+    def given(call: Callable[[Any], object], usual: Any, other: Any, said: str) -> Mistake:
+        return Mistake(lambda differs: call(other if differs else usual), said, by=("last",))
+
+    def done(call: Callable[[Adapter, bool], object], said: str) -> Mistake:
+        return Mistake(lambda differs: call(adapter, differs), said, by=("last",))
+
+    def wrapped(strategy: Strategy) -> None:
+        adapter.wrap(models.make_net(), strategy)
+
+    def precision(dtype: torch.dtype) -> dict[str, Any]:
+        if isinstance(adapter, Fsdp1):
+            return {"mixed_precision": MixedPrecision(param_dtype=dtype)}
+        return {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
+
+    def net(arguments: Any) -> None:
+        adapter.wrap(models.make_net(**arguments), TWO)
+
+    def on_two_axes(differs: bool) -> None:
+        mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
+        strategy = Strategy("GGG" if differs else "IGG", gpus_per_node=1)
+        adapter.wrap(models.make_net(), strategy, **{adapter.mesh_argument: mesh["dp"]})
+
+    def base(arguments: Any) -> None:
+        quantize_frozen_params(lora.make_net(), **arguments)
+
+    zeropp, nodes = Strategy.zeropp(gpus_per_node=2), "gpus_per_node: 2 on ranks 0-2, {} on rank 3"
+    return {
+        "scopes": given(wrapped, TWO, Strategy("GGG", gpus_per_node=2), "levels: IGG on ranks 0-2, GGG on rank 3"),
+        "plain": given(wrapped, TWO, Strategy(), nodes.format(4)),
+        "weights": given(
+            wrapped,
+            zeropp,
+            replace(zeropp, weights=Int8(64)),
+            "weights: Int8(block=256) on ranks 0-2, Int8(block=64) on rank 3",
+        ),
+        "impossible node size": given(wrapped, TWO, Strategy("IGG", gpus_per_node=3), nodes.format(3)),
+        "launcher": done(launched_otherwise, nodes.format(4)),
+        "precision": given(
+            lambda dtype: adapter.wrap(models.make_net(), TWO, **precision(dtype)),
+            torch.bfloat16,
+            torch.float16,
+            "torch.float16",
+        ),
+        "frozen": given(net, {}, {"frozen": True}, " frozen on rank 3"),
+        "more parameters": given(net, {}, {"tied": True}, "head.weight: torch.float32"),
+        "no root": done(no_root, "the first forward of Block on rank 3"),
+        "order of units": done(other_order, "blocks.0: Strategy(levels='IGG'"),
+        "codec of the base": given(base, {"codec": Int8(256)}, {"codec": Int4(128)}, "codec: Int8(block=256) on ranks"),
+        "nodes of the base": given(
+            base, {}, {"gpus_per_node": 2}, "gpus_per_node: 4 (as launched) on ranks 0-2, 2 on rank 3"
+        ),
+        "what is in the base": done(frozen_otherwise, "weight head.weight: torch.float32"),
+        "units of the base": done(gathered_otherwise, "the first use of the frozen base of"),
+        "codec of a hook": given(
+            lambda codec: QuantizedReduceState(codec, gpus_per_node=2),
+            Int4(128),
+            Int4(64),
+            "codec: Int4(block=128) on ranks 0-2, Int4(block=64) on rank 3",
+        ),
+        "units under a hook": done(hooked_otherwise, "missing on rank 3"),
+        "beside tensor parallelism": Mistake(on_two_axes, ("(dp 0, tp ", "(dp 1, tp "), None, ("second half",)),
+    }
+
+
+def mistakes_of(adapter: Adapter) -> dict[str, Mistake]:
+    if adapter not in ADAPTERS:
+        return shared_in(adapter)
+    return mistakes_in_wrapping(adapter) | shared_in(adapter) | differences(adapter)
+
+
+def replies_to_all(adapter: Adapter) -> dict[str, dict[str, Reply]]:
+    """In a worker: what each mistake raises; a training after them ends, since no rank waits for another."""
+    replies = {name: replies_to(mistake) for name, mistake in mistakes_of(adapter).items()}
+    train(adapter, adapter.make(Case(), TWO), Case(steps=1))
+    return replies
+
+
+@pytest.mark.parametrize(
+    ("adapter", "name"), [(adapter, name) for adapter in WITH_FLAT for name in mistakes_of(adapter)], ids=str
+)
+def test_a_mistake_is_refused_on_every_rank_before_anything_is_sent(pool: Pools, adapter: Adapter, name: str) -> None:
+    replies = pool(4).once(replies_to_all, adapter)
+    assert_refused(mistakes_of(adapter)[name], [of_rank[name] for of_rank in replies])
+
+
+# ---- arguments of functions, which one rank alone is given wrong
+
+NOT_COLLECTIVE = {
+    *("NF4", "Codec", "Int4", "Int4Delta", "Int8", "LoCo", "LocalSteps", "Monitor", "Strategy", "TopK"),
+    *("Elastic", "count_tokens", "end_training", "members"),
+    *("CodecState", "agreed_weights", "clip_grad_norm_", "invalidate", "monitor", "plan", "quantized_reduce_hook"),
+    *("traffic", "DeltaReceiver", "OutOfSyncError", "SyncToken", "WeightUpdate"),
+}
+"""The public names that ranks may use one by one, or that communicate in training alone."""
+
+
+def quantized() -> nn.Module:
+    net = files.make_base()
+    quantize_frozen_params(net, files.CODEC, gpus_per_node=2)
+    return net
+
+
+def local() -> nn.Module:
+    net: nn.Module = ADAPTERS[1].wrap(models.make_net(), Strategy.diloco(gpus_per_node=1))
+    models.loss_of(net, models.batch(0, 0))
+    return net
+
+
+def adapted() -> nn.Module:
+    return llama.adapt(llama.make_base(), {"default": "lora"})
+
+
+NO_MODULE = (lambda: 3, "model must be an nn.Module")
+FUNCTIONS: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
+    "quantize_frozen_params": (
+        {"model": files.make_base, "gpus_per_node": 2},
+        {
+            "model": NO_MODULE,
+            "model_1": (with_nan, "blocks.1.up.weight has values that are NaN or infinite"),
+            "codec": ("int8", "codec must be a codec such as"),
+            "min_numel": (0, "min_numel must be a positive int"),
+            "dtype": (torch.int8, "dtype must be one of"),
+            "device": ("nowhere", "nowhere"),
+            "placement": ("X", "X on rank"),
+            "gpus_per_node": (3, "gpus_per_node: "),
+            "checkpoint": (3, "from a checkpoint: "),
+            "ignored_params": (3, "not iterable"),
+        },
+    ),
+    "dequantize_frozen_params": (
+        {"model": quantized},
+        {
+            "model": NO_MODULE,
+            "model_1": (files.make_base, "other quantized weights than rank"),
+        },
+    ),
+    "save_frozen_params": (
+        {"model": quantized, "path": "saved"},
+        {
+            "model": NO_MODULE,
+            "model_1": (files.make_base, "nothing of this Net is quantized"),
+            "path": (None, "path must be a folder"),
+            "max_file_size": ("5 apples", "max_file_size must be a positive number of bytes, or a text such as"),
+            "max_file_size_1": (0, "max_file_size must be"),
+        },
+    ),
+    "load_frozen_params": (
+        {"model": files.make_base, "path": "base", "gpus_per_node": 2},
+        {
+            "model": NO_MODULE,
+            "path": (None, "path must be a folder"),
+            "path_1": ("missing", "which save_frozen_params writes"),
+            "device": ("nowhere", "nowhere"),
+            "placement": ("X", "X on rank"),
+        },
+    ),
+    "save_adapter": (
+        {"model": adapted, "path": "saved"},
+        {
+            "model": NO_MODULE,
+            "model_1": (files.make_base, "there is no PeftModel in this Net"),
+            "path": (None, "path must be a folder"),
+            "adapters": ("default", "adapters must be a list of names such as ['default'], got 'default'"),
+            "adapters_1": (["missing"], "there is no adapter ['missing'] in this model"),
+        },
+    ),
+    "gathered_weights": (
+        {"model": adapted},
+        {
+            "model": NO_MODULE,
+            "model_1": (files.make_base, "called gathered_weights with other arguments or another model than rank"),
+            "dtype": (torch.int8, "dtype must be one of"),
+            "adapters_only": ("default", "adapters_only must be a bool"),
+            "adapters_only_1": (True, "called gathered_weights with other arguments"),
+            "merged": (1, "merged must be a bool"),
+            "since": ("yesterday", "since must be a SyncToken"),
+            "rank": (2, "rank must be a rank of the model: one of [0, 1], got 2"),
+            "rank_1": ("first", "rank must be a rank of the model, or None for all"),
+        },
+    ),
+    "exchange_weights": (
+        {"model": local},
+        {
+            "model": NO_MODULE,
+            "model_1": (models.make_net, "no part of this Net"),
+        },
+    ),
+    "QuantizedReduceState": (
+        {"codec": Int8(64), "gpus_per_node": 1},
+        {
+            "codec": (3, "codec must be"),
+            "intra_codec": (3, "intra_codec must be"),
+            "error_feedback": (3, "error_feedback must be"),
+            "gpus_per_node": (0, "gpus_per_node must be"),
+        },
+    ),
+    "choose_strategy": (
+        {"model": models.make_net, "inter_gbps": 1.0, "gpus_per_node": 1},
+        {
+            "model": NO_MODULE,
+            "nodes": (0, "nodes must be"),
+            "inter_gbps": (-1, "inter_gbps must be"),
+            "tokens": ("many", "computation time needs both tokens"),
+        },
+    ),
+}
+
+
+"""Arguments that are right, and values of them that are not, each with a part of what is said.
+
+``model`` is a function that makes it. Several values of an argument are numbered.
+"""
+
+
+def replies_of(function: str) -> dict[str, dict[str, Reply]]:
+    """In a worker: what each bad argument raises; nothing is written, and the same model then takes good ones."""
+    good, bad = FUNCTIONS[function]
+    good = {name: value() if name == "model" else value for name, value in good.items()}
+
+    def call(**wrong: Any) -> None:
+        arguments = good | wrong
+        if isinstance(arguments.get("path"), str):
+            arguments["path"] = Path(folder, arguments["path"])
+        result = getattr(fsdp_zpp, function)(**arguments)
+        if isinstance(result, Iterator):
+            list(result)
+
+    def given(argument: str) -> Mistake:
+        value, said = bad[argument]
+        name = argument.rstrip("_1")
+        changed = {name: value() if name == "model" else value}
+        return Mistake(lambda wrong: call(**changed if wrong else {}), said, None, ALONE)
+
+    with shared_folder() as folder:
+        if function == "load_frozen_params":
+            save_frozen_params(quantized(), Path(folder, "base"))
+        replies = {argument: replies_to(given(argument)) for argument in bad}
+        assert not Path(folder, "saved").exists()
+        call()
+    return replies
+
+
+@pytest.mark.parametrize(
+    ("function", "argument"), [(function, argument) for function, (_, bad) in FUNCTIONS.items() for argument in bad]
+)
+def test_a_bad_argument_on_one_rank_raises_on_all(pool: Pools, function: str, argument: str) -> None:
+    replies = pool(2).once(replies_of, function)
+    mistake = Mistake(bool, FUNCTIONS[function][1][argument][1], None, ALONE)
+    assert_refused(mistake, [of_rank[argument] for of_rank in replies])
+
+
+def test_all_public_names_are_here() -> None:
+    assert set(fsdp_zpp.__all__) == NOT_COLLECTIVE | set(FUNCTIONS) | {"fully_shard"}
+
+
+# ---- what goes wrong later
+
+REPLICAS = Strategy("III", gpus_per_node=2)
+
+
+def with_torchs_own_last(adapter: Adapter) -> nn.Module:
+    """A net whose nodes are replicas; torch alone manages its last block, which is initialized after the others."""
+    net = models.make_net()
+    for i, block in enumerate(net.blocks):
+        net.blocks[i] = adapter.wrap(block, REPLICAS if i < len(net.blocks) - 1 else STOCK)
+    model: nn.Module = adapter.wrap(net, REPLICAS)
+    return model
+
+
+def retried(adapter: Adapter) -> tuple[list[str], float]:
+    """In a worker: what first forwards raise while a node holds other weights; how far a training, once it holds the
+    same, is from one that has never failed."""
+    case = Case(steps=2, micro_batches=2, clip=None)
+    model = with_torchs_own_last(adapter)
+    changed = adapter.local(next(p for p in model.parameters() if adapter.local(p).numel())).detach()
+    right = changed.clone()
+    changed.add_(dist.get_rank() // 2)
+    texts = []
+    for _ in range(3):
+        with pytest.raises(ValueError, match="different weights") as caught:
+            models.loss_of(model, models.batch(0, 0)).backward()
+        texts.append(str(caught.value))
+    changed.copy_(right)
+    never_failed = with_torchs_own_last(adapter)
+    for each in (model, never_failed):
+        train(adapter, each, case)
+    return texts, models.distance(adapter.full_weights(model), adapter.full_weights(never_failed))
+
+
+@over_adapters
+def test_a_retry_raises_the_same_until_the_cause_is_mended(pool: Pools, adapter: Adapter) -> None:
+    results = pool(4).run(retried, adapter)
+    assert results == [([results[0][0][0]] * 3, 0.0)] * 4
+
+
+def fail(module: nn.Module, gradients: Any) -> None:
+    raise FloatingPointError
+
+
+def trained_around_a_failure(adapter: Adapter, scopes: str, micro_batches: int) -> float:
+    """In a worker: the distance from a training without the step whose backward fails in some block."""
+    case, weights = Case(steps=1, micro_batches=micro_batches), []
+    for failing in (None, 0, 2):
+        model = adapter.make(case, Strategy(scopes, gpus_per_node=2))
+        optimizer = models.make_optimizer("sgd", model.parameters())
+        for step in range(3):
+            if failing is not None and step == 1:
+                handle = model.blocks[failing].up.register_full_backward_pre_hook(fail)
+                with adapter.micro_batch(model, micro_batches == 1, False), pytest.raises(FloatingPointError):
+                    models.loss_of(model, models.batch(9, 9)).backward()
+                handle.remove()
+                if isinstance(model, FSDPModule):
+                    model.reset_iter_state()
+                else:
+                    models.loss_of(model, models.batch(8, 8))  # or torch refuses no_sync()
+                optimizer.zero_grad()
+            train(adapter, model, case, optimizer=optimizer, first_step=step)
+        weights.append(adapter.full_weights(model))
+    return max(models.distance(each, weights[0]) for each in weights[1:])
+
+
+@over_each(adapter=WITH_FLAT, scopes=["GGG", "IIG", "NNG", "III"], micro_batches=[1, 3])
+def test_training_goes_on_after_an_exception_in_a_backward(
+    pool: Pools, adapter: Adapter, scopes: str, micro_batches: int
+) -> None:
+    if adapter.torch_name == "fully_shard" and not hasattr(FSDPModule, "reset_iter_state"):
+        pytest.skip("torch's fully_shard recovers from exceptions since 2.13")
+    assert pool(4).run(trained_around_a_failure, adapter, scopes, micro_batches) == [0.0] * 4
+
+
+def without_the_last(adapter: Adapter, dies: bool) -> list[str]:
+    """In a worker: what is raised where the last rank leaves a gather half-way and a step out, or dies before it."""
+    case, raised = Case(steps=1, clip=None), []
+
+    def gather(model: Any) -> None:
+        weights = gathered_weights(model)
+        next(weights)
+        if not is_last:
+            list(weights)
+
+    def step(model: Any) -> None:
+        if not is_last:
+            train(adapter, model, case)
+        elif dies:
+            os._exit(1)
+
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    acts = [step] if dies else [gather, step]
+    # All of them first: the last rank does not wait for the others any more.
+    groups = [dist.new_group(timeout=timedelta(seconds=5)) for _ in acts]
+    trained = [adapter.make(case, Strategy.zeropp(gpus_per_node=2), group) for group in groups]
+    for model in trained:
+        train(adapter, model, case)
+    for act, model in zip(acts, trained, strict=True):
+        kind, _, _ = messages.attempt((lambda act=act, model=model: act(model), RuntimeError, ""))
+        raised.append(kind)
+    return raised
+
+
+@pytest.mark.skipif(device_type() == "cuda", reason="NCCL's watchdog ends the process instead of raising")
+@over_each(adapter=ADAPTERS, dies=[True, False])
+def test_a_rank_that_dies_or_leaves_is_an_error_on_the_others_within_the_timeout(adapter: Adapter, dies: bool) -> None:
+    pool = Pool(4)
+    if dies:
+        with pytest.raises(WorkerError, match=r"failed on ranks \[3\] of 4, first on rank 3:\nthe process died"):
+            pool.run(without_the_last, adapter, dies)
+    else:
+        assert pool.run(without_the_last, adapter, dies) == [["RuntimeError"] * 2] * 3 + [["no error"] * 2]
+        pool.stop(kill=True)
+
+
+# ---- nodes that train on their own
+
+
+@dataclass
+class LocalNode:
+    """A training on this node, whose last step may still have to be made."""
+
+    adapter: Adapter
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def forward(self) -> None:
+        models.loss_of(self.model, models.batch(9, 0)).backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def show(self) -> None:
+        with agreed_weights(self.model):
+            self.forward()
+
+    def exchange(self) -> None:
+        exchange_weights(self.model)
+
+    def gather(self) -> None:
+        dict(gathered_weights(self.model))
+
+    def wrap(self) -> None:
+        self.adapter.wrap(models.make_net(), TWO)
+
+    def load_codec_state(self) -> None:
+        codecs = CodecState(self.model, self.optimizer)
+        codecs.load_state_dict(codecs.state_dict())
+
+    def load_weights(self) -> None:
+        self.adapter.load_from(self.model, self.model, self.adapter.state_dict_kinds[0])
+
+
+Places = dict[str, tuple[str, str]]
+PLACES: Places = {
+    "exchange": ("step exchange", "in exchange_weights"),
+    "gather": ("gather", "gathered_weights"),
+    "wrap": ("wrap", "FullyShardedDataParallel(Net)|fully_shard(Net)"),
+    "codec state": ("step load_codec_state forward", "the first use of codec state that was loaded"),
+    "codec state, shown": ("step load_codec_state show", "the first use of codec state that was loaded"),
+}
+"""What a node may do after the backward of a second step, with what errors say of it."""
+APART: Places = {
+    "weights": ("step load_weights forward", "at the first use of weights that were loaded"),
+    "weights, shown": ("step load_weights show", "at the first use of weights that were loaded"),
+}
+STEP_3 = "before the forward of step 3"
+PHASES: dict[str, tuple[dict[str, Any], Places]] = {
+    "an exchange": (
+        {"every": 2, "spread": False, "overlap": 1, "moments_every": 1, "error_feedback": LoCo(), "codec": Int4(32)},
+        PLACES | APART | {"forward": ("step forward", STEP_3)},
+    ),
+    "the start": (
+        {"every": 2, "start": 2},
+        PLACES
+        | {"forward": ("step forward", f"{STEP_3}, where local steps begin")}
+        | {"no step": ("forward", "before the forward of step 2")},
+    ),
+    "the stop": (
+        {"every": 8, "stop": 2},
+        PLACES | APART | {"forward": ("step forward", f"{STEP_3}, where local steps end")},
+    ),
+}
+"""Local steps, and the places where nodes may be under them."""
+
+
+def met(adapter: Adapter, levels: str, gpus_per_node: int, phase: str) -> list[tuple[str, str, str]]:
+    """In a worker: the errors where the last node is at one place and the others at another, each place in turn."""
+    config, places = PHASES[phase]
+    strategy = Strategy(levels, local_steps=LocalSteps(**config), gpus_per_node=gpus_per_node)
+    is_last, found = dist.get_rank() >= dist.get_world_size() - gpus_per_node, []
+    for pair in pairwise([*places, next(iter(places))]):
+        if places[pair[0]][1] == places[pair[1]][1]:
+            continue
+        model = adapter.make(Case(), strategy)
+        node = LocalNode(adapter, model, models.make_optimizer("adamw", model.parameters()))
+        train(adapter, model, Case(steps=1, clip=None), optimizer=node.optimizer)
+        node.forward()
+        acts = [getattr(node, act) for act in places[pair[is_last]][0].split()]
+        kind, text, _ = messages.attempt((lambda acts=acts: [act() for act in acts], ValueError, ""))
+        found.append((*pair, f"{kind}: {text}"))
+    return found
+
+
+@over_each(adapter=ADAPTERS, layout=[("III", 2), ("III", 1), ("INI", 2), ("NNN", 2)], phase=list(PHASES))
+def test_nodes_at_different_places_are_told_where_each_of_them_is(
+    pool: Pools, adapter: Adapter, layout: tuple[str, int], phase: str
+) -> None:
+    for found in pool(2 * layout[1]).run(met, adapter, *layout, phase):
+        assert len(found) > 5
+        for *pair, text in found:
+            assert text.startswith("ValueError: "), (pair, text)
+            for place in pair:
+                assert any(each in text for each in PHASES[phase][1][place][1].split("|")), (pair, text)

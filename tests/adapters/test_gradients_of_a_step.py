@@ -1,0 +1,401 @@
+"""Gradients of a step: sums of micro-batches, mixed precision, gradient scalers, and errors that are fed back."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import models
+from harness.adapter import STOCK, Adapter, Case, Precision
+from harness.covering import ADAPTERS, SCOPES, over_adapters, over_each, over_pairs
+from harness.pool import Pool, device_type
+from harness.strategies import COARSE, FEEDBACKS, INTER
+from harness.training import logits, make_scaler, scaled_steps, train
+from heads import Heads, average, inputs
+from torch import Tensor
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from fsdp_zpp import CodecState, LoCo, Strategy
+from fsdp_zpp.collectives.gradient_reduce import GradientReduce
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+HALF = Case(precision=Precision(FP16, FP16))
+ZEROPP = Strategy.zeropp(gpus_per_node=2)
+
+# ---- what a micro-batch leaves out
+
+Backwards = list[tuple[bool, bool]]
+"""Whether each micro-batch of a step synchronizes, and whether it leaves out a block."""
+
+LEFT_OUT: dict[str, Backwards] = {
+    "by the last": [(False, False), (True, True)],
+    # Stock FSDP1 is no oracle: it forgets the block's gradient if another micro-batch runs it before the last.
+    "after a reduction": [(True, False), (False, True), (True, True)],
+}
+
+
+def distances_of_steps(adapter: Adapter, backwards: Backwards, scopes: str) -> list[float]:
+    """In a worker: the distances of gradients and weights from a net that is not sharded, after each of two steps."""
+    model, net = adapter.make(Case(), Strategy(scopes, gpus_per_node=2)), models.make_net()
+    inner = next(module for module in model.modules() if isinstance(module, models.Net))
+    optimizers = [models.make_optimizer("sgd", m.parameters()) for m in (model, net)]
+    distances = []
+    for step in range(2):
+        for micro_batch, (synced, skips) in enumerate(backwards):
+            inner.skipped = net.skipped = 1 if skips else None
+            with adapter.micro_batch(model, synced, False):
+                models.loss_of(model, models.batch(step, micro_batch)).backward()
+            models.loss_of(net, models.batch(step, micro_batch)).backward()
+            if synced and not skips:
+                logits(model)  # gathers the block, which the next micro-batches leave out
+        average(net.parameters())
+        exact = {name: p.grad.cpu() for name, p in net.named_parameters()}
+        distances.append(models.distance(adapter.full_gradients(model), exact))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        exact = {name: p.detach().cpu() for name, p in net.named_parameters()}
+        distances.append(models.distance(adapter.full_weights(model), exact))
+    return distances
+
+
+@over_pairs(adapter=ADAPTERS, backwards=LEFT_OUT, scopes=SCOPES)
+def test_micro_batches_may_leave_out_a_unit_that_others_have_used(
+    pool: Callable[[int], Pool], adapter: Adapter, backwards: Backwards, scopes: str
+) -> None:
+    assert max(map(max, pool(4).run(distances_of_steps, adapter, backwards, scopes))) <= 1e-6
+
+
+# ---- sums in fp32
+
+
+def gradient_of_accumulation(adapter: Adapter, strategy: Any, micro_batches: int) -> Tensor:
+    """In a worker: the trunk's full gradient of many micro-batches, in bf16, or in fp64 for None."""
+    net = Heads().to(models.device())
+    if strategy is None:
+        net = net.to(torch.bfloat16).double()
+        for micro_batch in range(micro_batches):
+            net(inputs(0, micro_batch).bfloat16().double()).backward()
+        average(net.parameters())
+        return net.trunk.weight.grad.cpu()
+    net = net.to(torch.bfloat16)
+    model = adapter.wrap(net, strategy)
+    for micro_batch in range(micro_batches):
+        with adapter.micro_batch(model, micro_batch == micro_batches - 1, False):
+            model(inputs(0, micro_batch).bfloat16()).backward()
+    return next(g for name, g in adapter.full_gradients(model).items() if name.endswith("trunk.weight")).double()
+
+
+@over_each(adapter=ADAPTERS, scopes=["GGG", "IIG", "NNG", "III", "IGG"], gpus_per_node=[2, 4, 1])
+def test_many_bf16_micro_batches_are_summed_in_fp32(
+    pool: Callable[[int], Pool], adapter: Adapter, scopes: str, gpus_per_node: int
+) -> None:
+    if gpus_per_node == 4:
+        scopes = scopes.replace("GGG", "IGG")  # GGG on one node is torch's own
+    exact = pool(4).once(gradient_of_accumulation, adapter, None, 96)[0]
+    ours = pool(4).run(gradient_of_accumulation, adapter, Strategy(scopes, gpus_per_node=gpus_per_node), 96)[0]
+    # A sum in bf16, which has 8 bits, is 0.005 to 0.01 off; one in fp32 of as many rounded gradients far less.
+    assert (ours - exact).norm() / exact.norm() <= 0.003
+
+
+# ---- precision
+
+PRECISIONS = {
+    "bf16-fp32": Precision(BF16, FP32),
+    "bf16-bf16": Precision(BF16, BF16),
+    "bf16": Precision(BF16),
+    "fp16-fp32": Precision(FP16, FP32),
+    "fp16-fp16": Precision(FP16, FP16),
+    "fp16": Precision(FP16),
+    "fp32-bf16": Precision(FP32, BF16),
+    "none-bf16": Precision(None, BF16),
+}
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """Gradients of a first backward, those of a later step of two micro-batches, and the dtypes that were reduced."""
+
+    first: dict[str, Tensor]
+    later: dict[str, Tensor]
+    dtypes: frozenset[torch.dtype]
+
+
+def reduced(adapter: Adapter, precision: Precision, strategy: Strategy | None, freezes: bool = False) -> Reduced:
+    """In a worker: what is reduced in two steps, in the first of which a block may be frozen."""
+    model = adapter.make(Case(precision=precision), strategy)
+    block = next(module for module in model.modules() if isinstance(module, models.Block))
+    block.requires_grad_(not freezes)
+    with noted_dtypes(strategy) as dtypes:
+        models.loss_of(model, models.batch(0, 0)).backward()
+        assert all(p.grad.dtype == p.dtype for p in model.parameters() if p.grad is not None)
+        first = adapter.full_gradients(model)
+        block.requires_grad_(True)
+        model.zero_grad()
+        for micro_batch in range(2):
+            with adapter.micro_batch(model, micro_batch == 1, False):
+                models.loss_of(model, models.batch(1, micro_batch)).backward()
+    return Reduced(first, adapter.full_gradients(model), frozenset(dtypes))
+
+
+@contextmanager
+def noted_dtypes(strategy: Strategy | None) -> Iterator[set[torch.dtype]]:
+    """In a worker: the dtypes of gradients at the start of a reduction."""
+    dtypes: set[torch.dtype] = set()
+
+    def noted(original: Any, argument: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            dtypes.add((kwargs[argument] if argument in kwargs else args[1]).dtype)
+            return original(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in ("reduce_scatter_single", "reduce_scatter_tensor") if strategy is STOCK else ():
+            if hasattr(dist, name):
+                stack.enter_context(patch.object(dist, name, noted(getattr(dist, name), "input")))
+        # With gradient scope N, all that earlier micro-batches do is to add up on the rank, in fp32.
+        for name in () if strategy is STOCK else ("start",) if strategy.gradients == "N" else ("start", "accumulate"):
+            stack.enter_context(patch.object(GradientReduce, name, noted(getattr(GradientReduce, name), "gradient")))
+        yield dtypes
+
+
+reduced_by_stock = cache(reduced)
+
+
+def beside_stock(adapter: Adapter, precision: Precision, scopes: str) -> tuple[float, float, float, bool]:
+    """In a worker: how far gradients, and stock's, are from stock's in fp32; a freezing's effect; as stock's dtypes."""
+    strategy = Strategy(scopes, gpus_per_node=2)
+    ours, frozen_first = (reduced(adapter, precision, strategy, freezes) for freezes in (False, True))
+    stock, exact = (reduced_by_stock(adapter, each, STOCK) for each in (precision, replace(precision, reduce=FP32)))
+    assert len(stock.dtypes) == 1
+    return (
+        models.distance(ours.first, exact.first),
+        models.distance(stock.first, exact.first),
+        models.distance(frozen_first.later, ours.later),
+        ours.dtypes == stock.dtypes,
+    )
+
+
+@over_each(2, adapter=ADAPTERS, precision=PRECISIONS, scopes=SCOPES)
+def test_gradients_are_reduced_in_torchs_dtype_and_as_near_to_fp32(
+    pool: Callable[[int], Pool], adapter: Adapter, precision: Precision, scopes: str
+) -> None:
+    """Whether or not a unit was frozen in the first backward.
+
+    The dtype depends on torch: fully_shard without a reduce_dtype reduces in that of the parameters from 2.15 on.
+    """
+    for ours, stock, by_freezing, same_dtypes in pool(4).run(beside_stock, adapter, precision, scopes):
+        # In fp32 sums differ in order only; in 16 bits ours round once a hop, torch's at every rank.
+        assert ours <= max(1e-6, 1.5 * stock)
+        assert by_freezing == 0
+        assert same_dtypes
+
+
+# ---- gradient scalers
+
+
+def scaled(adapter: Adapter, strategy: Strategy | None) -> tuple[list[float], dict[str, Tensor]]:
+    """In a worker: fp16 with a sharded gradient scaler."""
+    case = replace(HALF, steps=3, scaler=True)
+    model = adapter.make(case, strategy)
+    return train(adapter, model, case), adapter.full_weights(model)
+
+
+@over_each(adapter=ADAPTERS, scopes=[*SCOPES, "zeropp"])
+def test_a_gradient_scaler_trains_as_under_stock(pool: Callable[[int], Pool], adapter: Adapter, scopes: str) -> None:
+    has_codecs = scopes == "zeropp"
+    strategy = ZEROPP if has_codecs else Strategy(scopes, gpus_per_node=2)
+    ours, stock = pool(4).run(scaled, adapter, strategy), pool(4).once(scaled, adapter, STOCK)
+    for (losses, weights), (stock_losses, stock_weights) in zip(ours, stock, strict=True):
+        assert losses == pytest.approx(stock_losses, rel=0.01 if has_codecs else 2**-10)  # stock sums in fp16
+        assert has_codecs or models.distance(weights, stock_weights) <= 2**-7
+
+
+def overflow(adapter: Adapter, bad: float, everywhere: bool) -> tuple[list[bool], float]:
+    """In a worker: one rank's gradient overflows in the second of three steps.
+
+    Args:
+        adapter: The adapter.
+        bad: What it then is.
+        everywhere: In all elements, or in one only.
+
+    Returns:
+        Whether each step changed weights, and the scale at the end.
+    """
+    model = adapter.make(HALF, ZEROPP)
+    optimizer = models.make_optimizer("sgd", model.parameters())
+    scaler = ShardedGradScaler(device=device_type(), init_scale=2.0**8)
+    poisons = False
+
+    def poison(gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        gradient.flatten()[slice(None) if everywhere else slice(1)] = bad
+        return gradient
+
+    def poison_gradient_of(out: Tensor) -> None:
+        if poisons:
+            out.register_hook(poison)
+
+    block = next(module for module in model.modules() if isinstance(module, models.Block))
+    block.register_forward_hook(lambda module, args, out: poison_gradient_of(out))
+    changed = []
+    for step in range(3):
+        poisons = step == 1 and dist.get_rank() == 1
+        before = adapter.full_weights(model)
+        scaler.scale(models.loss_of(model, models.batch(step, 0))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        changed.append(models.distance(adapter.full_weights(model), before) > 0)
+    return changed, scaler.get_scale()
+
+
+@over_pairs(
+    adapter=ADAPTERS, bad=[float("inf"), float("nan")], everywhere={"everywhere": True, "in one element": False}
+)
+def test_overflow_skips_the_step_on_every_rank(
+    pool: Callable[[int], Pool], adapter: Adapter, bad: float, everywhere: bool
+) -> None:
+    for changed, scale in pool(4).run(overflow, adapter, bad, everywhere):
+        assert changed == [True, False, True]
+        assert scale == 2.0**7
+
+
+# ---- error feedback
+
+
+class QuietSgd(models.PlainSgd):
+    """An optimizer that torch knows nothing of, but that its gradient scaler takes."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.param_groups = [{"params": self.parameters}]
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda model: models.make_optimizer("sgd", model.parameters()),
+    "adamw-fused": lambda model: models.make_optimizer("adamw-fused", model.parameters()),
+    "unknown to torch": models.PlainSgd,
+    "known to scalers": QuietSgd,
+}
+
+
+def with_and_without_resets(adapter: Adapter, scopes: str, hops: Any, optimizer: str) -> list[dict[str, Tensor]]:
+    """In a worker: weights trained without feedback, with errors reset at every step, and with feedback."""
+    # Without feedback, as with it, the hop that compresses is to see the sum of the micro-batches.
+    gradients = "N" if hops == "both" else "I"
+    strategies = [
+        replace(COARSE, levels=scopes[0] + min(gradients, scopes[1], key="NIG".index) + scopes[2]),
+        *(replace(COARSE, levels=scopes, error_feedback=LoCo(hops=hops, reset_every=every)) for every in (1, 0)),
+    ]
+    case, weights = Case(steps=3, micro_batches=2, clip=None), []
+    for strategy in strategies:
+        model = adapter.make(case, strategy)
+        train(adapter, model, case, optimizer=OPTIMIZERS[optimizer](model))
+        weights.append(adapter.full_weights(model))
+    return weights
+
+
+@over_pairs(
+    adapter=ADAPTERS, scopes=["IGG", "III", "NNG"], hops=["inter", "both"], optimizer=["sgd", "unknown to torch"]
+)
+def test_resetting_errors_at_every_step_is_no_feedback(
+    pool: Callable[[int], Pool], adapter: Adapter, scopes: str, hops: Any, optimizer: str
+) -> None:
+    """Errors that are forgotten after every step of several micro-batches have never been there."""
+    for plain, reset, fed_back in pool(4).run(with_and_without_resets, adapter, scopes, hops, optimizer):
+        assert models.distance(reset, plain) == 0
+        assert models.distance(fed_back, plain) > 1e-4
+
+
+def scaled_run(
+    adapter: Adapter, strategy: Strategy, optimizer: str, backwards: int, scaled: bool, overflow_at: int | None
+) -> dict[str, Tensor]:
+    """In a worker: weights after four steps, with a step that overflows in between, on a growing loss scale."""
+    model = adapter.make(Case(), strategy)
+    steps = list(range(4))
+    if overflow_at is not None:
+        steps.insert(overflow_at, -1)
+    scaled_steps(model, OPTIMIZERS[optimizer](model), make_scaler(scaled), steps, backwards)
+    return adapter.full_weights(model)
+
+
+@over_pairs(
+    adapter=ADAPTERS,
+    feedback=FEEDBACKS,
+    optimizer=["sgd", "adamw-fused", "known to scalers"],
+    backwards=[1, 2],
+    overflow_at=[None, 0, 2],
+)
+def test_a_step_that_the_scaler_skips_leaves_errors_as_they_were(
+    pool: Callable[[int], Pool],
+    adapter: Adapter,
+    feedback: LoCo,
+    optimizer: str,
+    backwards: int,
+    overflow_at: int | None,
+) -> None:
+    """And errors follow the loss scale: powers of two change nothing, so weights are the same without a scaler."""
+    call = scaled_run, adapter, replace(COARSE, error_feedback=feedback), optimizer, backwards
+    scaled, unscaled = pool(4).run(*call, True, overflow_at), pool(4).once(*call, False, None)
+    assert max(map(models.distance, scaled, unscaled)) == 0
+
+
+def beside_a_scaled_model(adapter: Adapter, beside: bool) -> dict[str, Tensor]:
+    """In a worker: weights of a model without a scaler, while another model trains with a scaler in between."""
+    strategy = replace(COARSE, error_feedback=INTER)
+    model, other = adapter.make(Case(), strategy), adapter.make(Case(), strategy)
+    optimizers = [models.make_optimizer("sgd", each.parameters()) for each in (model, other)]
+    scaler = make_scaler()
+    for step in range(3):
+        if beside:
+            scaled_steps(other, optimizers[1], scaler, [step])
+        scaled_steps(model, optimizers[0], make_scaler(False), [step])
+    return adapter.full_weights(model)
+
+
+@over_adapters
+def test_the_scaler_of_another_model_changes_nothing(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    alone, beside = (pool(4).run(beside_a_scaled_model, adapter, which)[0] for which in (False, True))
+    assert models.distance(beside, alone) == 0
+
+
+class Scale(models.Block):
+    """A unit so small that most ranks hold nothing of it."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.factor = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def steps_counted(adapter: Adapter) -> list[int]:
+    """In a worker: the steps that each unit has counted, some of them with no element here, one left out at times."""
+    strategy = replace(COARSE, error_feedback=INTER)
+    net = models.make_net()
+    net.blocks.append(Scale().to(models.device()))
+    model = adapter.shard(net, Case(), strategy)
+    optimizer = models.make_optimizer("sgd", model.parameters())
+    scaler = make_scaler()
+    for step in range(4):
+        net.skipped = 1 if step == 2 else None
+        scaled_steps(model, optimizer, scaler, [step])
+    parts = [torch.load(io.BytesIO(part)) for name, part in CodecState(model).state_dict().items() if name != "layout"]
+    return [part["steps"] for part in parts]
+
+
+@over_adapters
+def test_all_units_of_all_ranks_count_the_same_steps(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    for counted in pool(4).run(steps_counted, adapter):
+        assert counted == [4] * 5
