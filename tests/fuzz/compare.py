@@ -11,14 +11,11 @@ from harness.adapter import STOCK
 from torch.distributed.fsdp import ShardingStrategy
 
 from . import program as ops
-from .gradient_law import gradient_errors
-from .laws import has_gradient_law
+from .laws import Trace, has_gradient_law
 from .program import Program
+from .references import Rounded, Simulated, Unsharded, gradient_errors, is_as_exact
 from .run import Run
-from .simulated import Simulated
-from .trace import Trace
 from .trained import start_another_job
-from .unsharded import Rounded, Unsharded, is_as_exact
 
 _stock: dict[str, Trace] = {}
 

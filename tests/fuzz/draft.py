@@ -14,13 +14,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from .features import Feature
-from .program import (
-    Branch,
-    Model,
-    Op,
-    Pass,
-    Use,
-)
+from .program import Branch, Model, Op, Pass, Use
 
 
 @dataclass

@@ -1,13 +1,14 @@
-"""What must be so with codecs, beside staying near stock: laws that a run keeps to or notes in ``Trace.wrong``.
+"""What a run shows, and what must be so with codecs, beside staying near stock: what is wrong without comparison.
 
 - Weights that a forward computes with are within the codec's error of the full-precision weights: what is stale is not.
 - What is frozen for good does not change.
 
-:mod:`fuzz.gradient_law` has the one for gradients.
+:class:`fuzz.references.Measured` has the law for gradients.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +18,24 @@ from fsdp_zpp import Int4, Int4Delta, Int8, Strategy
 from . import program as ops
 from .features import is_left_out
 from .program import Program
-from .trace import Trace
+
+
+@dataclass
+class Trace:
+    """What a run showed."""
+
+    shown: dict[str, Tensor] = field(default_factory=dict)  # losses and weights, by the number of the op
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step
+    facts: dict[str, str] = field(default_factory=dict)  # of parameters, as modules show them
+    wrong: list[str] = field(default_factory=list)  # without any comparison
+    error: str | None = None  # the exception that ended it
+    replicas_differ: bool = False  # in the end
+
+    @property
+    def says(self) -> str | None:
+        """The exception alone, without where it was raised."""
+        return None if self.error is None else self.error.partition("\n")[0]
+
 
 MARGIN = 1.05
 """For rounding of scales."""
@@ -32,11 +50,7 @@ def weight_error(strategy: Strategy) -> float:
 
 
 class SeenWeights:
-    """The weights that forwards have computed with.
-
-    Args:
-        program: The program.
-    """
+    """The weights that forwards have computed with."""
 
     def __init__(self, program: Program) -> None:
         self.bound = max(map(weight_error, program.strategies)) * MARGIN + IN_16_BITS * program.has_half + 1e-6

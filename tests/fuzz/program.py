@@ -9,62 +9,36 @@ from fsdp_zpp import Int4, Strategy
 
 @dataclass(frozen=True)
 class Branch:
-    """A few parameters that a micro-batch may use or not.
+    """A few parameters that a micro-batch may use or not."""
 
-    Args:
-        kind: ``linear``, ``affine`` (with a bias), ``norm``, ``scale`` (a vector) or ``mlp``.
-        frozen: Whether it is frozen for good, before anything is sharded.
-        adapter: Whether it is an adapter, which a reference forward goes without.
-        half: Whether its parameters are bf16.
-    """
-
-    kind: str = "linear"
-    frozen: bool = False
-    adapter: bool = False
-    half: bool = False
+    kind: str = "linear"  # linear, affine (with a bias), norm, scale (a vector) or mlp
+    frozen: bool = False  # for good, before anything is sharded
+    adapter: bool = False  # a reference forward goes without it
+    half: bool = False  # in bf16
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A residual block: the sum of the branches that are in use.
-
-    Args:
-        branches: Its branches.
-        wrapped: Whether it is a unit of its own to FSDP, or part of the root's.
-        tied: Whether the first two branches, both linear, share their weight.
-        half: Whether its parameters are bf16.
-        nested: Whether its first branch is a unit of its own within it.
-        checkpointing: Whether its forward is recomputed: ``inside`` of the unit or ``outside``, and ``reentrant`` or
-            not.
-    """
+    """A residual block: the sum of the branches that are in use."""
 
     branches: tuple[Branch, ...] = (Branch(),)
-    wrapped: bool = True
-    tied: bool = False
-    half: bool = False
-    nested: bool = False
-    checkpointing: str | None = None
+    wrapped: bool = True  # a unit of its own to FSDP, or part of the root's
+    tied: bool = False  # the first two branches, both linear, share their weight
+    half: bool = False  # in bf16
+    nested: bool = False  # its first branch is a unit of its own within it
+    checkpointing: str | None = None  # "inside" of the unit or "outside", and " reentrant" or " no_reentrant"
 
 
 @dataclass(frozen=True)
 class Model:
-    """One root: an embedding, units, and the branches of the root itself.
+    """One root: an embedding, units, and the branches of the root itself."""
 
-    Args:
-        width: Size of everything.
-        units: The units.
-        root: The root's branches.
-        tied: Whether the root's first branch, a linear one, has the embedding's weight.
-        rootless: Whether the root is no unit, but frozen and whole on every rank.
-        listed: Whether the first two units are one to FSDP.
-    """
-
-    width: int = 5
+    width: int = 5  # of everything
     units: tuple[Unit, ...] = ()
     root: tuple[Branch, ...] = (Branch(),)
-    tied: bool = False
-    rootless: bool = False
-    listed: bool = False
+    tied: bool = False  # the root's first branch, a linear one, has the embedding's weight
+    rootless: bool = False  # the root is no unit, but frozen and whole on every rank
+    listed: bool = False  # the first two units are one to FSDP
 
 
 Use = tuple[tuple[int, ...], ...]
@@ -73,15 +47,10 @@ Use = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Pass:
-    """How a forward goes through one model.
+    """How a forward goes through one model."""
 
-    Args:
-        order: The units that run, in this order, some of them perhaps twice.
-        uses: What each rank uses; one for all if there is only one.
-    """
-
-    order: tuple[int, ...]
-    uses: tuple[Use, ...]
+    order: tuple[int, ...]  # the units that run, some of them perhaps twice
+    uses: tuple[Use, ...]  # what each rank uses; one for all if there is only one
 
     def use(self, rank: int) -> Use:
         """What ``rank`` uses."""
@@ -92,48 +61,31 @@ class Pass:
 class MicroBatch:
     """A forward and a backward.
 
-    Args:
-        passes: How it goes through each model.
-        sync: Whether gradients are synchronized.
-        fails: An exception in the middle of the ``forward`` or ``backward``, or between them, in the ``loss``, after
-            which all gradients are cleared.
-        overflows: The rank whose loss is infinite, if any.
-        unsynced: Units, as (model, unit), that do not synchronize theirs all the same.
-        forwards: How many forwards there are, each with a batch of its own.
-        backwards: Whether they have one backward of their ``sum``, or one each after all forwards, ``in turn`` or ``in
-            reverse``, or ``pipelined`` (1F1B), or ``twice`` through a graph that is retained.
-        direct: The unit that is called by itself, if any, instead of the models.
-        all_reduce: fully_shard's ``set_requires_all_reduce``.
-        reshard: Its ``set_reshard_after_backward``.
+    There may be several forwards, each with a batch of its own. They have one backward of their ``sum``, or one each
+    after all forwards, ``in turn`` or ``in reverse``, or are ``pipelined`` (1F1B). A backward may go ``twice`` through
+    a graph that is retained.
     """
 
-    passes: tuple[Pass, ...]
-    sync: bool = True
-    fails: str | None = None
-    overflows: int | None = None
-    unsynced: tuple[tuple[int, int], ...] = ()
+    passes: tuple[Pass, ...]  # through each model
+    sync: bool = True  # gradients are synchronized
+    fails: str | None = None  # in the forward or backward, or between them, in the loss; all gradients are then cleared
+    overflows: int | None = None  # the rank whose loss is infinite
+    unsynced: tuple[tuple[int, int], ...] = ()  # (model, unit) that do not synchronize theirs all the same
     forwards: int = 1
     backwards: str = "sum"
-    direct: tuple[int, int] | None = None
-    all_reduce: bool = True
-    reshard: bool = True
+    direct: tuple[int, int] | None = None  # the unit that is called by itself, instead of the models
+    all_reduce: bool = True  # fully_shard's set_requires_all_reduce
+    reshard: bool = True  # its set_reshard_after_backward
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A forward in evaluation.
-
-    Args:
-        passes: How it goes through each model.
-        reference: Whether adapters are switched off for it, as PEFT's ``disable_adapter`` does.
-        inference: Whether it runs in inference mode.
-        direct: The unit that is called by itself, if any, instead of the models.
-    """
+    """A forward in evaluation."""
 
     passes: tuple[Pass, ...]
-    reference: bool = False
-    inference: bool = False
-    direct: tuple[int, int] | None = None
+    reference: bool = False  # adapters are switched off for it, as PEFT's disable_adapter does
+    inference: bool = False  # in inference mode
+    direct: tuple[int, int] | None = None  # as of a micro-batch
 
 
 @dataclass(frozen=True)
@@ -182,14 +134,7 @@ class OptimizersAnew:
 
 @dataclass(frozen=True)
 class Tune:
-    """Calls one of FSDPModule's methods on a unit.
-
-    Args:
-        what: Which, see :mod:`fuzz.tuning`.
-        model: The model.
-        unit: The unit.
-        value: Its argument.
-    """
+    """Calls one of FSDPModule's methods on a unit: a key of ``METHODS`` of :mod:`fuzz.trained`."""
 
     what: str
     model: int
@@ -199,12 +144,7 @@ class Tune:
 
 @dataclass(frozen=True)
 class Load:
-    """Loads the model's own state dict with values halved.
-
-    Args:
-        kind: One of the adapter's kinds of state dicts.
-        assign: As torch's; optimizers are made anew then.
-    """
+    """Loads the model's own state dict with values halved; optimizers are made anew if it is assigned."""
 
     kind: str
     assign: bool = False
@@ -237,75 +177,40 @@ class Resume:
     """Saves models and optimizers, and goes on with others that have loaded that."""
 
 
-Op = (
-    MicroBatch
-    | Evaluation
-    | Step
-    | SharpStep
-    | ZeroGrad
-    | Freeze
-    | Show
-    | OptimizersAnew
-    | Tune
-    | Load
-    | LoadInPlace
-    | Write
-    | Summon
-    | Move
-    | Resume
-)
+Training = MicroBatch | Evaluation | Step | SharpStep | ZeroGrad | Freeze
+Between = Show | OptimizersAnew | Tune | Load | LoadInPlace | Write | Summon | Move | Resume
+Op = Training | Between
 
 
 @dataclass(frozen=True)
 class Program:
     """A training.
 
-    Args:
-        adapter: ``fsdp1``, ``fsdp1 flat`` or ``fsdp2``.
-        strategy: What ours is to run it with.
-        models: One after the other, each a root of its own.
-        optimizers: For each optimizer the (model, unit) that it has; the root is the unit after the last.
-        ops: What happens.
-        optimizer: ``sgd`` or ``adamw``, each perhaps ``fused`` or ``foreach``, or another of :mod:`fuzz.optimizers`.
-        scaler: Whether there is a gradient scaler.
-        zero_unused: fully_shard's ``set_reduce_scatter_unused_params(True)``.
-        precision: Of computation and reduction, ``None`` or as in ``bf16 fp32``.
-        observe: Whether weights are looked at after each step, or at the end only.
-        world: Number of ranks.
-        interleaved: Whether optimizers share units, of which each has every n-th parameter.
-        with_frozen: Whether optimizers have frozen parameters, too.
-        inner: The strategy of the units with odd numbers, if another one.
-        hook: Whether ours is stock with a quantizing comm hook.
-        prefetch: FSDP1's ``forward_prefetch`` and ``BACKWARD_POST``.
-        columns: fully_shard's ``Shard(1)`` wherever it divides.
-        offload: Whether parameters are offloaded.
-        axes: Of a mesh, if any: ``nodes`` x ranks of a node, which ours shards over, or ``copies`` x ranks that both
-            shard over, with the same batches for all copies.
-        second_job: Whether an earlier job of the same process has begun to run it.
-        features: Titles of the features that it was drawn with.
+    A mesh of two axes has ``nodes`` x ranks of a node, which ours shards over, or ``copies`` x ranks that both shard
+    over, with the same batches for all copies.
     """
 
-    adapter: str
-    strategy: Strategy
-    models: tuple[Model, ...]
+    adapter: str  # fsdp1, fsdp1 flat or fsdp2
+    strategy: Strategy  # of ours
+    models: tuple[Model, ...]  # one after the other, each a root of its own
     ops: tuple[Op, ...]
-    optimizers: tuple[tuple[tuple[int, int], ...], ...]
-    optimizer: str = "sgd"
-    scaler: bool = False
-    zero_unused: bool = False
-    precision: str | None = None
-    observe: bool = True
+    optimizers: tuple[tuple[tuple[int, int], ...], ...]  # the (model, unit) of each; the root comes after the last
+    optimizer: str = "sgd"  # or adamw, each perhaps fused or foreach, or another of fuzz.modules
+    scaler: bool = False  # there is a gradient scaler
+    zero_unused: bool = False  # fully_shard's set_reduce_scatter_unused_params(True)
+    precision: str | None = None  # of computation and reduction, as in "bf16 fp32"
+    observe: bool = True  # weights are looked at after each step, or at the end only
     world: int = 4
-    interleaved: bool = False
-    with_frozen: bool = False
-    inner: Strategy | None = None
-    hook: bool = False
-    prefetch: bool = False
-    columns: bool = False
-    offload: bool = False
-    axes: str | None = None
-    second_job: bool = False
-    features: tuple[str, ...] = ()
+    interleaved: bool = False  # optimizers share units, of which each has every n-th parameter
+    with_frozen: bool = False  # optimizers have frozen parameters, too
+    inner: Strategy | None = None  # of the units with odd numbers, if another one
+    hook: bool = False  # ours is stock with a quantizing comm hook
+    prefetch: bool = False  # FSDP1's forward_prefetch and BACKWARD_POST
+    columns: bool = False  # fully_shard's Shard(1) wherever it divides
+    offload: bool = False  # of parameters
+    axes: str | None = None  # of a mesh
+    second_job: bool = False  # an earlier job of the same process has begun to run it
+    features: tuple[str, ...] = ()  # titles of those that it was drawn with
 
     @property
     def data_ranks(self) -> int:
@@ -339,3 +244,20 @@ class Program:
         """Whether something is in 16 bits."""
         units = [unit for model in self.models for unit in model.units]
         return self.precision is not None or any(u.half or any(b.half for b in u.branches) for u in units)
+
+
+SCRIPT = """\
+# cd tests && torchrun --standalone --nproc-per-node {world} this.py
+from fsdp_zpp import *
+from fuzz.program import *
+from fuzz.compare import main
+
+main(
+    {program}
+)
+"""
+
+
+def as_script(program: Program) -> str:
+    """A script that runs ``program`` and says where ours and stock differ."""
+    return SCRIPT.format(program=repr(program), world=program.world)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import traceback
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness import models as harness_models
 from harness.adapter import STOCK, original_name
-from harness.pool import shared_folder
+from harness.pool import device_type, shared_folder
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -18,25 +20,33 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    StateDictType,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
 import fsdp_zpp
 
-from . import program as ops, stock
-from .laws import SeenWeights, changed_though_frozen, has_gradient_law
-from .showing import Showing
-from .trace import Trace
-from .tuning import tune
+from . import program as ops
+from .laws import SeenWeights, Trace, changed_though_frozen, has_gradient_law
+from .modules import InTheMiddleError
+from .program import Program, Use
+from .trained import Trained, forget_accumulated, reshard, tune
+
+ROWS = 3
 
 
-class Run(Showing):
-    """One run of a program."""
+class Run(Trained):
+    """One run of a program, whose models run forwards and backwards."""
 
     seen: SeenWeights | None = None
+
+    def __init__(self, program: Program, strategy: Any) -> None:
+        self.trace = Trace()
+        self.number = 0
+        super().__init__(program, strategy)
+        self.scaler = (
+            ShardedGradScaler(device=device_type(), init_scale=2.0**6, growth_interval=2) if program.scaler else None
+        )
 
     def run(self) -> Trace:
         """Run the program to its end, or to the first exception that is not its own."""
@@ -62,15 +72,6 @@ class Run(Showing):
                 self.seen = SeenWeights(self.program)
             self.seen.watch(i, net)
 
-    def do_microbatch(self, op: ops.MicroBatch) -> None:
-        if self.seen is not None:
-            self.seen.forget()
-        super().do_microbatch(op)
-        # Looking at full weights reshards, which half of the programs do without.
-        if self.seen is not None and self.program.observe and op.sync and not op.unsynced and op.fails is None:
-            for i, model in enumerate(self.models):
-                self.trace.wrong += self.seen.check(i, self.adapter.full_weights(model))
-
     def finish(self) -> None:
         """Have nodes that train on their own agree, before weights are shown."""
         if self.strategy is STOCK or self.program.strategy.local_steps is None:
@@ -94,6 +95,183 @@ class Run(Showing):
         dist.all_reduce(highest, op=dist.ReduceOp.MAX)
         dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
         return not highest.equal(lowest)
+
+    def do_microbatch(self, op: ops.MicroBatch) -> None:
+        if self.seen is not None:
+            self.seen.forget()
+        try:
+            with self._micro_batch(op.sync, op):
+                self._run(op)
+        except InTheMiddleError:
+            self._recover()
+            assert op.fails
+        else:
+            assert not op.fails
+        self._restore(op)
+        # Looking at full weights reshards, which half of the programs do without.
+        if self.seen is not None and self.program.observe and op.sync and not op.unsynced and op.fails is None:
+            for i, model in enumerate(self.models):
+                self.trace.wrong += self.seen.check(i, self.adapter.full_weights(model))
+
+    def _run(self, op: ops.MicroBatch) -> None:
+        losses: list[Tensor] = []
+        for at in range(op.forwards):
+            losses.append(self._loss(op.passes, op, at, op.direct))
+            if op.fails == "loss":
+                raise InTheMiddleError
+            self.trace.shown[f"op {self.number}: loss{at or ''}"] = losses[-1].detach().float().cpu()
+            if op.backwards == "pipelined" and at:
+                self._backward(losses.pop(0), op, last=False)
+        if op.backwards == "sum":
+            losses = [torch.stack(losses).sum() if len(losses) > 1 else losses[0]]
+        if op.backwards == "in reverse":
+            losses.reverse()
+        for at, loss in enumerate(losses):
+            last = at == len(losses) - 1
+            if op.backwards == "twice":
+                self._backward(loss, op, last=False, retain_graph=True)
+            self._backward(loss, op, last)
+
+    def _backward(self, loss: Tensor, op: ops.MicroBatch, last: bool, **arguments: Any) -> None:
+        if op.backwards == "pipelined":
+            self._last_of_pipeline(op, last)
+        if op.overflows == dist.get_rank() % self.program.data_ranks:
+            loss = loss * float("inf")
+        (self.scaler.scale(loss) if self.scaler else loss).backward(**arguments)
+
+    def _last_of_pipeline(self, op: ops.MicroBatch, last: bool) -> None:
+        """Synchronize gradients of the last backward only, as torch's schedules do."""
+        for root in self.all_roots():
+            root.set_requires_gradient_sync(op.sync and last)
+            root.set_is_last_backward(last)
+
+    @contextmanager
+    def _micro_batch(self, sync: bool, op: ops.MicroBatch | None = None) -> Iterator[None]:
+        with ExitStack() as stack:
+            for root in self.all_roots():
+                if not self.is_fsdp1:
+                    root.set_requires_gradient_sync(sync)
+                    if op is not None and not op.all_reduce:
+                        root.set_requires_all_reduce(False)
+                    if op is not None and not op.reshard:
+                        root.set_reshard_after_backward(False)
+                elif not sync:
+                    stack.enter_context(root.no_sync())
+            for i, unit in op.unsynced if op is not None else ():
+                self.units(i)[unit].set_requires_gradient_sync(False, recurse=False)
+            yield
+
+    def _restore(self, op: ops.MicroBatch) -> None:
+        if self.is_fsdp1 or (op.all_reduce and op.reshard):
+            return
+        for root in self.all_roots():
+            root.set_requires_all_reduce(True)
+            root.set_reshard_after_backward(True)
+
+    def _loss(
+        self,
+        passes: tuple[ops.Pass, ...],
+        op: Any = None,
+        at: int = 0,
+        direct: tuple[int, int] | None = None,
+        without_adapters: bool = False,
+    ) -> Tensor:
+        rank = dist.get_rank() % self.program.data_ranks
+        generator = torch.Generator().manual_seed(1000 * self.number + 100000 * at + rank)
+        x = torch.randn(ROWS, self.program.models[0].width, generator=generator).to(harness_models.device())
+        for i, (model, part) in enumerate(zip(self.models, passes, strict=True)):
+            width = self.program.models[i].width
+            x = torch.nn.functional.pad(x, (0, max(0, width - x.shape[1])))[:, :width]
+            use = self._without_adapters(i, part.use(rank)) if without_adapters else part.use(rank)
+            if direct is None:
+                x = model(x, part.order, use, lambda at, x, i=i: self._between(op, i, at, x))
+            elif direct[0] == i:
+                x = self.call_block(i, direct[1], x, use[direct[1]])
+        return (x.float() - torch.randn(x.shape, generator=generator).to(x.device)).square().mean()
+
+    def call_block(self, i: int, unit: int, x: Tensor, use: tuple[int, ...]) -> Tensor:
+        """Call a block by itself."""
+        return self.units(i)[unit](x, use)
+
+    def _without_adapters(self, i: int, use: Use) -> Use:
+        specs = [*(unit.branches for unit in self.program.models[i].units), self.program.models[i].root]
+        return tuple(
+            tuple(b for b in of_unit if not branches[b].adapter) for of_unit, branches in zip(use, specs, strict=True)
+        )
+
+    def _between(self, op: Any, model: int, at: int, x: Tensor) -> Tensor:
+        """Fail in the middle of the last model, if the op says so."""
+        fails = getattr(op, "fails", None)
+        if (
+            fails not in ("forward", "backward")
+            or model != len(self.models) - 1
+            or at != (len(op.passes[model].order) + 1) // 2
+        ):
+            return x
+        if fails == "forward":
+            raise InTheMiddleError
+        x = x * 1.0
+
+        def fail(gradient: Tensor) -> Tensor:
+            raise InTheMiddleError
+
+        x.register_hook(fail)
+        return x
+
+    def do_evaluation(self, op: ops.Evaluation) -> None:
+        for model in self.models:
+            model.eval()
+        self._show_average(True)
+        if op.reference:
+            self._switch_adapters(False)
+        with torch.inference_mode() if op.inference else torch.no_grad():
+            loss = self._loss(op.passes, direct=op.direct, without_adapters=op.reference)
+        self.trace.shown[f"op {self.number}: loss in evaluation"] = loss.detach().clone().float().cpu()
+        if op.reference:
+            self._switch_adapters(True)
+        self._show_average(False)
+        for model in self.models:
+            model.train()
+
+    def _switch_adapters(self, on: bool) -> None:
+        """Set ``requires_grad`` on whatever modules show, as PEFT does."""
+        for i, spec in enumerate(self.program.models):
+            for unit, each in enumerate(spec.units):
+                for b, branch in enumerate(each.branches):
+                    if branch.adapter:
+                        self.block(i, unit).branches[b].requires_grad_(on)
+
+    def _show_average(self, shown: bool) -> None:
+        """Have optimizers that train other weights than they evaluate change them."""
+        for optimizer in self.optimizers:
+            if hasattr(optimizer, "train"):
+                self.show_shards()
+                optimizer.eval() if shown else optimizer.train()
+
+    def show_shards(self) -> None:
+        """Have models show what optimizers hold."""
+        for model in self.models:
+            reshard(model, self.strategy)
+
+    def do_show(self, op: ops.Show) -> None:
+        for i, model in enumerate(self.models):
+            for name, p in model.named_parameters():
+                # Ours wraps what is frozen of a unit in a unit of its own, which names show.
+                key = f"op {self.number}: model {i} shows {original_name(name)}"
+                self.trace.facts[f"{key}: trainable"] = str(p.requires_grad)
+                if self.is_fsdp1:
+                    continue
+                self.trace.facts[f"{key}: sharded"] = str(isinstance(p, DTensor))
+                self.trace.facts[f"{key}: shape"] = str(tuple(p.shape))
+                value: Any = p.full_tensor() if isinstance(p, DTensor) else p
+                if not self.program.has_codecs:  # of which unsharded parameters show what was decoded
+                    self.trace.shown[key] = value.detach().clone().float().cpu()
+
+    def do_optimizersanew(self, op: ops.OptimizersAnew) -> None:
+        if not self.is_fsdp1:
+            for root in self.all_roots():
+                root.reshard()  # which torch, too, leaves unsharded after a forward
+        self.optimizers = self.make_optimizers()
 
     def _recover(self) -> None:
         """What a user does after an exception: forget the step."""
@@ -129,9 +307,8 @@ class Run(Showing):
             for i in op.optimizers:
                 self.scaler.unscale_(self.optimizers[i])
         if op.clip is not None:
-            for i in range(len(self.models)):
-                for root in self.roots(i):
-                    self._clip(root, op.clip)
+            for root in self.all_roots():
+                self._clip(root, op.clip)
         for i in op.optimizers:
             if self.scaler is None:
                 self.optimizers[i].step()
@@ -162,7 +339,7 @@ class Run(Showing):
     def _forget_accumulated(self, units: Any, i: int) -> None:
         if self.strategy is STOCK:
             for unit in units:
-                stock.forget_accumulated(self.units(i)[unit], nested=unit < len(self.net(i).blocks))
+                forget_accumulated(self.units(i)[unit], nested=unit < len(self.net(i).blocks))
 
     def do_freeze(self, op: ops.Freeze) -> None:
         unit: Any = self.units(op.model)[op.unit]
@@ -197,8 +374,7 @@ class Run(Showing):
     def do_load(self, op: ops.Load) -> None:
         for model in self.models:
             if self.is_fsdp1:
-                stock.reshard(model, self.strategy)
-            if self.is_fsdp1:
+                reshard(model, self.strategy)
                 with FullyShardedDataParallel.state_dict_type(model, StateDictType[op.kind]):
                     model.load_state_dict(halved(model.state_dict()))
             else:
@@ -208,7 +384,7 @@ class Run(Showing):
 
     def do_loadinplace(self, op: ops.LoadInPlace) -> None:
         for model in self.models:
-            stock.reshard(model, self.strategy)
+            reshard(model, self.strategy)
             with shared_folder() as folder:
                 dcp.save(halved(get_model_state_dict(model)), checkpoint_id=folder)
                 dcp.load(get_model_state_dict(model), checkpoint_id=folder)
@@ -216,7 +392,7 @@ class Run(Showing):
     def do_write(self, op: ops.Write) -> None:
         for model in self.models:
             summon = op.how == "summon" and self.is_fsdp1
-            stock.reshard(model, self.strategy)
+            reshard(model, self.strategy)
             with (
                 FullyShardedDataParallel.summon_full_params(model, writeback=True) if summon else nullcontext(),
                 torch.no_grad(),
@@ -234,28 +410,19 @@ class Run(Showing):
             return  # FSDP1 would lose gradients, and a move changes no value
         for model in self.models:
             model._apply(torch.clone)
-            if self.is_fsdp1 and self.strategy is STOCK:
-                stock.follow_move(model)
 
     def do_resume(self, op: ops.Resume) -> None:
-        saved = []
-        for i, model in enumerate(self.models):
-            saved.append(get_state_dict(model, self._optimizers_of(i)))
-        codecs = None if self.strategy is STOCK or not self.program.has_codecs else self._codec_states()
+        saved = [get_state_dict(model, self._optimizers_of(i)) for i, model in enumerate(self.models)]
+        with_codecs = self.program.has_codecs and self.strategy is not STOCK
+        codecs = [fsdp_zpp.CodecState(model).state_dict() for model in self.models] if with_codecs else []
         self.models = [self.make(i, 1) for i in range(len(self.models))]
         self.optimizers = self.make_optimizers()
         for i, (model, (weights, states)) in enumerate(zip(self.models, saved, strict=True)):
+            loaded = {"model_state_dict": weights, "optim_state_dict": states}
             # What has not had a gradient so far has no state.
-            options = StateDictOptions(strict=False)
-            set_state_dict(
-                model, self._optimizers_of(i), model_state_dict=weights, optim_state_dict=states, options=options
-            )
-        if codecs is not None:
-            for model, state in zip(self.models, codecs, strict=True):
-                fsdp_zpp.CodecState(model).load_state_dict(state)
-
-    def _codec_states(self) -> list[dict[str, Any]]:
-        return [fsdp_zpp.CodecState(model).state_dict() for model in self.models]
+            set_state_dict(model, self._optimizers_of(i), **loaded, options=StateDictOptions(strict=False))
+        for model, state in zip(self.models, codecs, strict=False):
+            fsdp_zpp.CodecState(model).load_state_dict(state)
 
     def _optimizers_of(self, i: int) -> list[torch.optim.Optimizer]:
         return [

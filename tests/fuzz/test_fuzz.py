@@ -19,8 +19,7 @@ import pytest
 from fuzz import compare, features
 from fuzz.features import HAS_RESET, HAS_UNUSED_FLAG, is_left_out
 from fuzz.found import FOUND
-from fuzz.program import Program
-from fuzz.script import as_script
+from fuzz.program import Program, as_script
 from fuzz.strategies import programs
 from harness.impatient_pool import ImpatientPool
 from harness.pool import WorkerError, device_type
@@ -43,16 +42,20 @@ KINDS = [
 """An adapter, a flavour of strategies, the number of ranks, and the share of all programs."""
 LEFT_OUT = {"local": "local steps", "hook": "comm hook", "codecs": "codecs"}
 ALL_SHARES = sum(share for *_, share in KINDS)
-FEW = 100
-"""Programs of all kinds that run by default, but for kinds of which that would be none."""
-over_kinds = pytest.mark.parametrize(
-    ("adapter", "flavour", "world", "share"),
-    [
-        pytest.param(*kind, id=f"{kind[0]} {kind[1]}{f' {kind[2]} ranks' * (kind[2] != 4)}")
+FEW = 25
+"""Programs of all kinds that run by default, but for kinds of which that would be none, and other worlds."""
+
+
+def over_kinds(others: tuple[pytest.MarkDecorator, ...] = ()) -> pytest.MarkDecorator:
+    """Parametrize with kinds of programs; ``others`` are marks of those of other worlds than four ranks."""
+    rows = [
+        pytest.param(
+            *kind, id=f"{kind[0]} {kind[1]}{f' {kind[2]} ranks' * (kind[2] != 4)}", marks=others * (kind[2] != 4)
+        )
         for kind in KINDS
         if not is_left_out(LEFT_OUT.get(kind[1], "")) and not (kind[2] != 4 and is_left_out("other worlds"))
-    ],
-)
+    ]
+    return pytest.mark.parametrize(("adapter", "flavour", "world", "share"), rows)
 
 
 class Workers:
@@ -117,14 +120,14 @@ def test_programs_that_once_differed(workers: Workers, program: Program) -> None
     check(workers, program)
 
 
-@over_kinds
+@over_kinds(others=(pytest.mark.wide,))
 def test_random_programs_equal_stock(workers: Workers, adapter: str, flavour: str, world: int, share: int) -> None:
     few = settings(max_examples=max(1, FEW * share // ALL_SHARES), derandomize=True, phases=[Phase.generate], **QUIET)
     few(property_of(workers, adapter, flavour, world))()
 
 
 @pytest.mark.fuzz
-@over_kinds
+@over_kinds()
 def test_many_random_programs_equal_stock(workers: Workers, adapter: str, flavour: str, world: int, share: int) -> None:
     count = max(1, int(os.environ.get("FSDP_ZPP_FUZZ", "3000")) * share // ALL_SHARES)
     which = int(os.environ.get("FSDP_ZPP_FUZZ_SEED", secrets.randbelow(1 << 32)))

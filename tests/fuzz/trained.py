@@ -1,9 +1,12 @@
-"""What a program trains: sharded models, and optimizers of their units."""
+"""What a program trains, by stock FSDP or by ours, and what stock must be made to do through torch's private names."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,13 +26,12 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     MixedPrecisionPolicy,
 )
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_zpp import QuantizedReduceState, quantized_reduce_hook
 
-from . import optimizers
-from .modules import Block, Net
-from .program import Model, Program
+from .modules import Block, Net, make_optimizer
+from .program import Model, Program, Tune
 
 ADAPTERS: dict[str, Adapter] = {
     "fsdp1": Fsdp1(),
@@ -96,6 +98,10 @@ class Trained:
         """What FSDP takes for roots in a model."""
         return self.roots_of(self.models[i], self.program.models[i])
 
+    def all_roots(self) -> list[Any]:
+        """What FSDP takes for roots in all models."""
+        return [root for i in range(len(self.models)) for root in self.roots(i)]
+
     def arguments(self) -> dict[str, Any]:
         """What both FSDPs are given besides the strategy."""
         arguments: dict[str, Any] = {}
@@ -156,7 +162,7 @@ class Trained:
             every = [p for parameters in owned for p in parameters]
             owned = [every[at :: len(owned)] for at in range(len(owned))]
         kind, coarse = self.program.optimizer, self.program.rounds_coarsely
-        return [optimizers.make(kind, parameters, coarse) for parameters in owned]
+        return [make_optimizer(kind, parameters, coarse) for parameters in owned]
 
 
 def start_another_job() -> None:
@@ -192,3 +198,118 @@ def _columns(parameter: nn.Parameter) -> Shard | None:
 
 OF_A_JOB = [_mesh]
 """Caches of process groups, which end with their job."""
+
+
+def _divide(unit: Any, value: int, units: list[Any]) -> None:
+    unit.set_gradient_divide_factor(float(value))
+    unit.set_force_sum_reduction_for_comms(True)  # gloo can't multiply before it sums
+
+
+def _others(value: int, units: list[Any]) -> list[Any]:
+    return [each for at, each in enumerate(units) if value >> at & 1 and hasattr(each, "unshard")]
+
+
+def _unshard(unit: Any, value: int, units: list[Any]) -> None:
+    handle = unit.unshard(async_op=value > 0)
+    if value == 1:
+        handle.wait()  # else the forward does
+
+
+METHODS: dict[str, Callable[[Any, int, list[Any]], None]] = {
+    "divide factor": _divide,
+    "reshard after forward": lambda unit, value, units: unit.set_reshard_after_forward(bool(value), recurse=False),
+    "forward prefetch": lambda unit, value, units: unit.set_modules_to_forward_prefetch(_others(value, units)),
+    "backward prefetch": lambda unit, value, units: unit.set_modules_to_backward_prefetch(_others(value, units)),
+    "unshard": _unshard,
+    "reshard": lambda unit, value, units: unit.reshard(),
+}
+
+
+def tune(units: list[Any], op: Tune) -> None:
+    """Call a unit's method, if it is a unit."""
+    if hasattr(units[op.unit], "unshard"):
+        METHODS[op.what](units[op.unit], op.value, units)
+
+
+def forget_accumulated(unit: nn.Module, nested: bool = False) -> None:
+    """Drop what a unit, and what those ``nested`` in it, have accumulated: stock's zero_grad keeps some of it."""
+    for module in unit.modules() if nested else [unit]:
+        if isinstance(module, FullyShardedDataParallel):
+            _forget_of_handle(module._handle)
+        elif isinstance(module, FSDPModule):
+            _forget_of_group(module._get_fsdp_state()._fsdp_param_group)
+
+
+def _forget_of_handle(handle: Any) -> None:
+    if handle is not None:
+        handle.flat_param.grad = None
+        if hasattr(handle.flat_param, "_saved_grad_shard"):
+            del handle.flat_param._saved_grad_shard
+
+
+def _forget_of_group(group: Any) -> None:
+    for param in group.fsdp_params if group is not None else []:
+        param.sharded_param.grad = None
+        if hasattr(param, "_unsharded_param"):
+            param.unsharded_param.grad = None
+        if param.unsharded_accumulated_grad is not None:  # from torch 2.15 on, that same gradient
+            param.unsharded_accumulated_grad = None
+
+
+def reshard(model: Any, strategy: Any) -> None:
+    """A forward leaves the root unsharded, and stock FSDP1 goes on with that whatever is written to the shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            if strategy is STOCK and group is not None and group._all_gather_result is not None:
+                group.wait_for_unshard()  # or the next forward goes on with what an asynchronous unshard has gathered
+            module.reshard()
+        elif isinstance(module, FullyShardedDataParallel) and strategy is STOCK and _has_started(module):
+            handle: Any = module._handle
+            if handle._use_orig_params:
+                handle._writeback_orig_params()  # parameters that were replaced, which the next line would lose
+            handle.reshard(free_unsharded_flat_param=True)
+
+
+def _has_started(module: FullyShardedDataParallel) -> bool:
+    handle = module._handle
+    return handle is not None and handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard")
+
+
+@dataclass(frozen=True)
+class HeldParameter:
+    """What this rank holds of a parameter."""
+
+    parameter: nn.Parameter  # as an optimizer has it
+    shown: Callable[[], nn.Parameter]  # returns it as modules show it
+
+    @property
+    def values(self) -> Any:
+        """Its values on this rank, to be read and written."""
+        data: Any = self.parameter.detach()
+        return data.to_local() if isinstance(data, DTensor) else data
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether steps change it."""
+        return self.shown().requires_grad or self.parameter.grad is not None
+
+
+def held_parameters(model: nn.Module) -> list[list[HeldParameter]]:
+    """What this rank holds of the parameters of each unit."""
+    units, groups = [], set()
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+            originals: Any = module._handle.flat_param._params
+            units.append([HeldParameter(p, lambda p=p: p) for p in originals])
+        elif isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            if group is None or group in groups:  # modules of a list share one
+                continue
+            groups.add(group)
+            infos = [param._module_info for param in group.fsdp_params]
+            shown = [partial(getattr, info.module, info.param_name) for info in infos]
+            units.append(
+                [HeldParameter(param.sharded_param, now) for param, now in zip(group.fsdp_params, shown, strict=True)]
+            )
+    return units
