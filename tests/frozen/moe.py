@@ -8,7 +8,7 @@ import torch
 from harness import llama, lora, models
 from harness.adapter import Adapter
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import (
     DeepseekV3Config,
@@ -37,29 +37,24 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-_ATTENTION: dict[str, Any] = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
 KINDS = ("qwen3", "deepseek")
-MODELS = {"qwen3": Qwen3MoeForCausalLM, "deepseek": DeepseekV3ForCausalLM, "gpt_oss": GptOssForCausalLM}
 LAYERS = (Qwen3MoeDecoderLayer, DeepseekV3DecoderLayer, GptOssDecoderLayer)
-TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-"""Parameters, as PEFT's ``target_parameters`` names them."""
-
-
-def config_of(kind: str, **options: Any) -> Any:
-    """The configuration of a model: ``qwen3``, ``gpt_oss``, or ``deepseek``, whose first layer has no experts."""
-    if kind == "gpt_oss":
-        sizes = {"num_local_experts": 4, "intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 16}
-        return GptOssConfig(**_SIZES | sizes | options)
-    if kind == "qwen3":
-        return Qwen3MoeConfig(**_SIZES | {"num_experts": 5, "num_key_value_heads": 2, "head_dim": 16} | options)
-    sizes = _SIZES | _ATTENTION | {"n_routed_experts": 8, "num_key_value_heads": 4, "v_head_dim": 16}
-    groups = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-    return DeepseekV3Config(**sizes | groups | options)
 
 
 def construct(kind: str, experts: str = "grouped_mm", **options: Any) -> Any:
-    """The model as its constructor leaves it."""
-    model: Any = MODELS[kind](config_of(kind, **options))
+    """The model as its constructor leaves it; ``deepseek``'s first layer has no experts."""
+    model: Any
+    if kind == "gpt_oss":
+        sizes = {"num_local_experts": 4, "intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 16}
+        model = GptOssForCausalLM(GptOssConfig(**_SIZES | sizes | options))
+    elif kind == "qwen3":
+        sizes = {"num_experts": 5, "num_key_value_heads": 2, "head_dim": 16}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SIZES | sizes | options))
+    else:
+        sizes = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16}
+        sizes |= {"num_key_value_heads": 4, "v_head_dim": 16, "q_lora_rank": 24}
+        sizes |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**_SIZES | sizes | options))
     model.set_experts_implementation(experts)
     return model
 
@@ -95,7 +90,7 @@ def adapt(base: nn.Module, experts: bool = True) -> PeftModel:
     torch.manual_seed(1)
     options: dict[str, Any] = {"target_modules": ["o_proj"], "r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}
     if experts:
-        options["target_parameters"] = TARGETS
+        options["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     model = get_peft_model(base, LoraConfig(**options))
     generator = torch.Generator().manual_seed(2)
     for name, parameter in model.named_parameters():
@@ -109,16 +104,11 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, LAYERS)]
 
 
-def shard(adapter: Adapter, model: nn.Module, strategy: Any, by_layer: bool = True) -> Any:
-    """Shard it, one unit a layer, or all of it one."""
+def shard(adapter: Adapter, model: nn.Module, strategy: Any) -> Any:
+    """Shard it, one unit a layer."""
     if adapter.torch_name == "fully_shard":
-        for layer in layers_of(model) if by_layer else []:
+        for layer in layers_of(model):
             adapter.apply(layer, strategy)
         return adapter.apply(model, strategy)
-    policy = ModuleWrapPolicy(set(LAYERS)) if by_layer else None
+    policy = ModuleWrapPolicy(set(LAYERS))
     return adapter.apply(model, strategy, use_orig_params=True, device_id=models.device(), auto_wrap_policy=policy)
-
-
-def logits_of(model: nn.Module) -> Tensor:
-    """As :func:`llama.logits_of`."""
-    return llama.logits_of(model)

@@ -6,9 +6,8 @@ library that owns the format gives them, computed from the codes before they wer
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Stored = tuple[dict[str, Tensor], Tensor]
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
@@ -16,18 +15,10 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # output i of eight lies in these nibble
 
 
 def words(codes: Tensor, bits: int, places: tuple[int, ...] | None = None) -> Tensor:
-    """Pack unsigned codes of the last dimension, one by one; what is left of the last word is 0."""
+    """Pack unsigned codes of the last dimension, each in its place of a word; what is left of the last word is 0."""
     per_word = 32 // bits
-    flat = codes.reshape(-1, codes.shape[-1]).tolist()
-    packed = []
-    for row in flat:
-        out = [0] * -(-len(row) // per_word)
-        for i, code in enumerate(row):
-            place = i % per_word if places is None else places[i % per_word]
-            out[i // per_word] |= int(code) << (place * bits)
-        packed.append(out)
-    array = np.array(packed, dtype=np.uint32).view(np.int32)
-    return torch.from_numpy(array).view(*codes.shape[:-1], -1)
+    each = nn.functional.pad(codes, (0, -codes.shape[-1] % per_word)).long().unflatten(-1, (-1, per_word))
+    return (each << bits * torch.tensor(places or range(per_word))).sum(-1).to(torch.int32)  # the low 32 bits
 
 
 def _codes(shape: tuple[int, ...], bits: int, seed: int) -> Tensor:
@@ -37,6 +28,12 @@ def _codes(shape: tuple[int, ...], bits: int, seed: int) -> Tensor:
 def _scales(shape: tuple[int, ...], dtype: torch.dtype, seed: int, bits: int = 4) -> Tensor:
     scales = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 0.01 + 0.001
     return (scales * 16 / 2**bits).to(dtype)
+
+
+def _groups(inputs: int, group: int, in_order: bool, seed: int) -> Tensor:
+    """The group of each input; ``in_order`` of activations, they come in any."""
+    groups = torch.arange(inputs) // group
+    return groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(seed))] if in_order else groups
 
 
 def _values(codes: Tensor, zeros: Tensor, scales: Tensor, group_of: Tensor) -> Tensor:
@@ -63,14 +60,10 @@ def gptq(
     if not sym:
         zeros[:, 0] = 0  # minus one is -1, for which writers borrow from the next zero point of the word
     scales = _scales((out, groups), torch.float16, seed + 2, bits)
-    group_of = torch.arange(inputs) // group
-    if act:
-        group_of = group_of[torch.randperm(inputs, generator=torch.Generator().manual_seed(seed + 3))]
+    group_of = _groups(inputs, group, act, seed + 3)
     qzeros = words(zeros.T, bits)
     if not v2:
-        ones = sum(1 << (bits * i) for i in range(32 // bits))
-        less = (qzeros.numpy().view(np.uint32).astype(np.uint64) + 2**32 - ones) % 2**32
-        qzeros = torch.from_numpy(less.astype(np.uint32).view(np.int32))
+        qzeros = (qzeros.long() - sum(1 << (bits * i) for i in range(32 // bits))).to(torch.int32)
     parts = {
         "qweight": words(codes, bits).T,
         "qzeros": qzeros,
@@ -96,9 +89,7 @@ def packed_integers(
     codes, groups = _codes((out, inputs), bits, seed), 1 if group is None else inputs // group
     zeros = torch.full((out, groups), 2 ** (bits - 1)) if sym else _codes((out, groups), bits, seed + 1)
     scales = _scales((out, groups), torch.bfloat16, seed + 2, bits)
-    group_of = torch.arange(inputs) // (group or inputs)
-    if act:
-        group_of = group_of[torch.randperm(inputs, generator=torch.Generator().manual_seed(seed + 3))]
+    group_of = _groups(inputs, group or inputs, act, seed + 3)
     parts = {
         "weight_packed": words(codes, bits),
         "weight_scale": scales,
@@ -135,10 +126,14 @@ def mxfp4(experts: int, out: int, inputs: int, seed: int = 0) -> Stored:
     return parts, values.to(torch.bfloat16).mT.contiguous()
 
 
+def _fp8_codes(out: int, inputs: int, generator: torch.Generator) -> Tensor:
+    return (torch.randn(out, inputs, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
 def fp8(out: int, inputs: int, seed: int = 0, *, block: int = 32) -> Stored:
     """As DeepSeek stores weights: a scale for each square block, at the edges for what there is of it."""
     generator = torch.Generator().manual_seed(seed)
-    codes = (torch.randn(out, inputs, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    codes = _fp8_codes(out, inputs, generator)
     scales = torch.rand(-(-out // block), -(-inputs // block), generator=generator) * 1e-3 + 1e-4
     each = scales.repeat_interleave(block, 0)[:out].repeat_interleave(block, 1)[:, :inputs]
     return {"weight": codes, "weight_scale_inv": scales}, codes.float() * each
@@ -147,7 +142,7 @@ def fp8(out: int, inputs: int, seed: int = 0, *, block: int = 32) -> Stored:
 def fp8_rows(out: int, inputs: int, seed: int = 0) -> Stored:
     """As compressed-tensors writes ``float-quantized`` with a scale for each row."""
     generator = torch.Generator().manual_seed(seed)
-    codes = (torch.randn(out, inputs, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    codes = _fp8_codes(out, inputs, generator)
     scales = (torch.rand(out, 1, generator=generator) * 1e-3 + 1e-4).bfloat16()
     return {"weight": codes, "weight_scale": scales}, codes.float() * scales.float()  # the library rounds to bf16
 

@@ -1,23 +1,108 @@
-"""PEFT works on a quantized and sharded base as its users know it from one GPU."""
+"""PEFT on a quantized and sharded base: trained, saved and merged as its users know it from one GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import bitsandbytes as bnb
 import pytest
 import torch
 import torch.distributed as dist
-from adapted_llama import CODEC, optimizer_of, oracle, sharded, steps
 from harness import llama, models
 from harness.adapter import STOCK, Adapter
-from harness.covering import ADAPTERS, over_adapters, over_pairs
-from harness.llama import greedy_tokens
+from harness.covering import ADAPTERS, over_adapters, over_each
+from harness.fsdp1 import Fsdp1
+from harness.live_bytes import LiveBytes
+from harness.messages import Reply, attempt
+from harness.models import device
 from harness.pool import Pool
-from peft import IA3Config, PeftConfig, PeftModel, PromptTuningConfig, VeraConfig, get_peft_model
+from peft import (
+    IA3Config,
+    PeftConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import LlamaForCausalLM
 
-from fsdp_zpp import Int8, Strategy, dequantize_frozen_params, quantize_frozen_params, save_adapter
+from fsdp_zpp import (
+    Int8,
+    Strategy,
+    dequantize_frozen_params,
+    gathered_weights,
+    quantize_frozen_params,
+    save_adapter,
+)
+from fsdp_zpp.inference import merged_layer
+
+CODEC = Int8(64)
+MIXZPP = Strategy("IGG", frozen=CODEC, gpus_per_node=2)
+EXACT = Strategy("IGG", gpus_per_node=2)
+LORA = {"default": "lora"}
+TIED = ("tokens", "embedding trained")
+"""Adapters that PEFT ties where it finds that embedding and head are."""
+
+
+def oracle(adapters: dict[str, str], **options: Any) -> PeftModel:
+    """In a worker: the dequantized model on one device."""
+    return llama.adapt(llama.rounded_base(CODEC, **options), adapters)
+
+
+def sharded(
+    adapter: Adapter, adapters: dict[str, str], strategy: Any = MIXZPP, by_layer: bool = True, **options: Any
+) -> Any:
+    """In a worker: the model under a strategy that implies quantizing."""
+    base = llama.make_base(**options)
+    if set(adapters.values()) & {"dora", "head trained", *TIED}:
+        # PEFT computes the magnitudes that it starts with from the weights, and copies what it is to train.
+        base.requires_grad_(False)
+        quantize_frozen_params(base, CODEC, placement=strategy.parameters, gpus_per_node=2)
+    return llama.shard(adapter, llama.adapt(base, adapters), strategy, by_layer)
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    """In a worker: an optimizer of what is trained; to be made before a forward leaves parts of it gathered."""
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+def steps(model: Any, alone: bool, count: int = 2, optimizer: Any = None) -> dict[str, Tensor]:
+    """In a worker: train; ``alone`` takes all ranks' batches. Returns trainable weights, if they are whole."""
+    optimizer = optimizer or optimizer_of(model)
+    ranks = range(dist.get_world_size()) if alone else [dist.get_rank()]
+    for step in range(count):
+        for rank in ranks:
+            (llama.loss_of(model, llama.tokens(step, rank)) / len(ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+# ---- trained
+
+
+def losses_on_one_batch(model: Any) -> list[float]:
+    """In a worker: losses of three steps, of batches that are the same on all ranks."""
+    optimizer, losses = optimizer_of(model), []
+    for step in range(3):
+        loss = llama.loss_of(model, llama.tokens(step, 0))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
 
 METHODS: dict[str, Callable[[], PeftConfig]] = {
     "prompt tuning": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
@@ -28,41 +113,191 @@ METHODS: dict[str, Callable[[], PeftConfig]] = {
 }
 
 
-def by_method(adapter: Adapter, method: str, folder: str) -> tuple[list[float], list[float], bool, bool]:
-    """In a worker: losses with a base quantized first and by the oracle, whether counts agree, and the saved logits."""
+def by_method(adapter: Adapter, method: str, folder: str) -> None:
+    """In a worker: a method trains on a base quantized first as on the oracle, and loads there once it is saved."""
     base = llama.make_base().requires_grad_(False)
     quantize_frozen_params(base, CODEC, gpus_per_node=2)
     made = []
     for each in (base, llama.rounded_base(CODEC)):
         torch.manual_seed(3)
-        made.append(get_peft_model(each, METHODS[method]()).to(models.device()))
-    counts = [each.get_nb_trainable_parameters() for each in made]
-    model, alone = llama.shard(adapter, made[0], Strategy("IGG", gpus_per_node=2), by_layer=False), made[1]
-    losses: list[list[float]] = []
-    for each in (model, alone):
-        optimizer = optimizer_of(each)
-        losses.append([])
-        for _ in range(2):
-            loss = llama.loss_of(each, llama.tokens(0, 0))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.item())
+        made.append(get_peft_model(each, METHODS[method]()).to(device()))
+    assert made[0].get_nb_trainable_parameters() == made[1].get_nb_trainable_parameters()
+    model, alone = llama.shard(adapter, made[0], EXACT, by_layer=False), made[1]
+    assert losses_on_one_batch(model) == pytest.approx(losses_on_one_batch(alone), rel=1e-5)
     save_adapter(model, folder)
-    loaded = PeftModel.from_pretrained(llama.rounded_base(CODEC), folder).to(models.device())
-    same = torch.equal(llama.logits_of(loaded), llama.logits_of(model))
-    return losses[0], losses[1], counts[0] == counts[1], same
+    loaded = PeftModel.from_pretrained(llama.rounded_base(CODEC), folder).to(device())
+    assert torch.equal(llama.logits_of(loaded), llama.logits_of(model))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@over_adapters
+@over_each(adapter=ADAPTERS, method=list(METHODS))
 def test_other_methods_of_peft_train_as_on_one_device(
     pool: Callable[[int], Pool], adapter: Adapter, method: str, tmp_path: Path
 ) -> None:
-    for ours, expected, counts_agree, same in pool(4).run(by_method, adapter, method, str(tmp_path)):
-        assert ours == pytest.approx(expected, rel=1e-5)
-        assert counts_agree
-        assert same
+    pool(4).run(by_method, adapter, method, str(tmp_path))
+
+
+def generates(adapter: Adapter, scope: str, by_layer: bool, tied: bool) -> None:
+    """In a worker: greedy tokens after a step are those of the dequantized model on one device."""
+    strategy = Strategy(f"{scope}GG", frozen=CODEC, gpus_per_node=2)
+    model, alone = sharded(adapter, LORA, strategy, by_layer, tied=tied), oracle(LORA, tied=tied)
+    steps(model, alone=False, count=1)
+    steps(alone, alone=True, count=1)
+    tokens = llama.greedy_tokens(model, 12)
+    assert tokens == llama.greedy_tokens(alone, 12)
+    assert len(set(tokens)) > 4
+
+
+@over_each(
+    adapter=ADAPTERS,
+    case={"by layer": ("I", True, False), "tied, once": ("G", False, True), "tied, by layer": ("G", True, True)},
+)
+def test_generation_equals_the_dequantized_models(
+    pool: Callable[[int], Pool], adapter: Adapter, case: tuple[str, bool, bool]
+) -> None:
+    pool(4).run(generates, adapter, *case)
+
+
+def in_any_order(adapter: Adapter) -> list[bool]:
+    """In a worker: whether logits are the oracle's, whichever comes first, and under torch's own sharding, too."""
+    same = []
+    for dtype, quantized_first, strategy in (
+        (torch.float32, True, EXACT),
+        (torch.float32, False, STOCK),
+        (torch.bfloat16, True, EXACT),
+        (torch.bfloat16, False, EXACT),
+    ):
+        base = llama.make_base(dtype)
+        if quantized_first:
+            quantize_frozen_params(base.requires_grad_(False), CODEC, gpus_per_node=2)
+        model = llama.adapt(base, LORA)
+        if not quantized_first:
+            quantize_frozen_params(model, CODEC, gpus_per_node=2)
+        logits = llama.logits_of(llama.shard(adapter, model, strategy))
+        same.append(torch.equal(logits, llama.logits_of(oracle(LORA, dtype=dtype))))
+    return same
+
+
+@over_adapters
+def test_adapters_may_be_added_before_or_after_quantizing(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    assert pool(4).run(in_any_order, adapter) == [[True] * 4] * 4
+
+
+def in_16_bits(adapter: Adapter, strategy: Strategy) -> None:
+    """In a worker: losses on a base in bf16 are those of the oracle."""
+    alone = oracle(LORA, dtype=torch.bfloat16)
+    assert {p.dtype for p in alone.parameters()} == {torch.bfloat16, torch.float32}  # as PEFT makes them
+    model = llama.shard(adapter, llama.adapt(llama.make_base(torch.bfloat16), LORA), strategy)
+    ours = losses_on_one_batch(model)
+    assert ours == pytest.approx(losses_on_one_batch(alone), rel=0.01)  # adapters and gradients are rounded to 8 bits
+    assert ours[-1] != ours[0]
+
+
+@over_each(adapter=ADAPTERS, scopes=["GGG", "IGG", "NNG", "IIG"])
+def test_a_base_in_16_bits_trains_beside_adapters_in_32(
+    pool: Callable[[int], Pool], adapter: Adapter, scopes: str
+) -> None:
+    pool(4).run(in_16_bits, adapter, Strategy(scopes, weights=CODEC, gradients=CODEC, frozen=CODEC, gpus_per_node=2))
+
+
+def gathers_of_adapters(adapter: Adapter) -> list[int]:
+    """In a worker: all-gathers in a warm step, with one adapter and with three."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    counts = []
+    for adapters in (LORA, {"default": "lora", "b": "lora", "c": "lora"}):
+        model = sharded(adapter, adapters, Strategy("IGG", weights=Int8(64), frozen=CODEC, gpus_per_node=2))
+        steps(model, alone=False)
+        with patch.object(dist, name, wraps=getattr(dist, name)) as gather:
+            steps(model, alone=False, count=1)
+        counts.append(gather.call_count)
+    return counts
+
+
+@over_adapters
+def test_more_adapters_take_no_more_collectives(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    for one, three in pool(4).run(gathers_of_adapters, adapter):
+        assert one == three
+        # Per layer: the base twice; adapters two hops and one; FSDP1 what else is frozen, twice. And the root.
+        assert 0 < one <= llama.CONFIG["num_hidden_layers"] * (2 + 3 + 2) + 6
+
+
+# ---- saved, and merged
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
+    for name, expected in theirs.items():
+        assert ours[name].dtype == expected.dtype, name
+        assert torch.equal(ours[name].cpu(), expected.cpu()), name
+
+
+def assert_handed_out(model: Any, alone: PeftModel, folder: str) -> None:
+    """In a worker: weights are merged as of an unsharded model, and the adapter is what save_adapter has written."""
+    weights = dict(gathered_weights(model, merged=True))
+    of_one = dict(gathered_weights(model, merged=True, dtype=torch.bfloat16, rank=1))
+    active = alone.active_adapter
+    saved = Path(folder, "" if active == "default" else active, "adapter_model.safetensors")
+    assert_same(dict(gathered_weights(model, adapters_only=True)), load_file(saved))
+    expected = {name: value.clone() for name, value in alone.to(device()).merge_and_unload().state_dict().items()}
+    assert_same(weights, expected)
+    if dist.get_rank() == 1:
+        assert_same(of_one, {name: value.bfloat16() for name, value in expected.items()})
+    else:
+        assert set(of_one.values()) == {None}
+        assert of_one.keys() == expected.keys()
+
+
+def saved_and_loaded(adapter: Adapter, kind: str, scopes: str, tied: bool, folder: str) -> None:
+    """In a worker: a trained adapter loads on one device as it is, near one trained there, and training goes on."""
+    adapters = {"default": kind} | ({} if tied else {"other": "lora"})
+    model = sharded(adapter, adapters, Strategy(scopes, frozen=CODEC, gpus_per_node=2), tied=tied)
+    alone = oracle(adapters, tied=tied)
+    optimizer = optimizer_of(model)
+    steps(model, alone=False, optimizer=optimizer)
+    trained = steps(alone, alone=True)
+    before = llama.logits_of(model)
+    save_adapter(model, folder, adapters=["default"])
+    assert torch.equal(llama.logits_of(model), before)
+    loaded = PeftModel.from_pretrained(llama.rounded_base(CODEC, tied=tied), folder).to(device())
+    assert torch.equal(llama.logits_of(loaded), before)
+    named = dict(loaded.named_parameters())
+    assert models.distance({name: named[name].detach() for name in trained}, trained) <= 1e-4
+    if not tied:
+        assert_handed_out(model, loaded, folder)
+    steps(model, alone=False, count=1, optimizer=optimizer)
+    steps(alone, alone=True, count=1)
+    ours, theirs = llama.logits_of(model), llama.logits_of(alone)
+    assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
+
+
+@over_each(
+    adapter=ADAPTERS,
+    case={
+        **{kind: (kind, "IGG", False) for kind in ("lora", "rslora", "dora", "embedding", "head trained", *TIED)},
+        **{f"{kind}, tied": (kind, "IGG", True) for kind in TIED},
+        "replicas": ("lora", "NNN", False),
+    },
+)
+def test_a_saved_adapter_loads_on_one_device_and_merges_bit_for_bit(
+    pool: Callable[[int], Pool], adapter: Adapter, case: tuple[str, str, bool], tmp_path: Path
+) -> None:
+    pool(4).run(saved_and_loaded, adapter, *case, str(tmp_path))
+
+
+def in_full_precision(adapter: Adapter, kind: str, folder: str) -> None:
+    """In a worker: the same of a base that is not quantized."""
+    adapters = {"chosen": kind, "other": "rslora"}
+    dtype = torch.float32 if adapter == ADAPTERS[0] else llama.ADAPTED  # PEFT's adapters are in fp32
+    model = llama.shard(adapter, llama.adapt(llama.make_base(dtype), adapters), EXACT)
+    save_adapter(model, folder, adapters=["chosen"])
+    dist.barrier()
+    assert_handed_out(model, llama.adapt(llama.make_base(dtype), adapters), folder)
+
+
+@over_each(adapter=ADAPTERS, kind=[kind for kind in llama.KINDS if kind != "tied embedding"])  # which can't be sharded
+def test_adapters_are_merged_into_full_precision_as_peft_merges_them(
+    pool: Callable[[int], Pool], adapter: Adapter, kind: str, tmp_path: Path
+) -> None:
+    pool(4).run(in_full_precision, adapter, kind, str(tmp_path))
 
 
 def several(adapter: Adapter, folder: str) -> list[bool]:
@@ -71,10 +306,15 @@ def several(adapter: Adapter, folder: str) -> list[bool]:
     model, alone = sharded(adapter, both), oracle(both)
     ours = llama.peft_of(model)
     same = []
-    for name in ("other", "default"):
+    for name in ("default", "other", "default"):
         for each in (ours, alone):
-            each.set_adapter(name, inference_mode=True)
+            each.set_adapter(name)
         same.append(torch.equal(llama.logits_of(model), llama.logits_of(alone)))
+        of_adapter = get_peft_model_state_dict(alone, adapter_name=name)
+        assert_same(dict(gathered_weights(model, adapters_only=True)), of_adapter)
+        merged = oracle(both)
+        merged.set_adapter(name)
+        assert_same(dict(gathered_weights(model, merged=True)), merged.merge_and_unload().state_dict())
     with ours.disable_adapter(), alone.disable_adapter():
         same.append(torch.equal(llama.logits_of(model), llama.logits_of(alone)))
     with alone.disable_adapter():
@@ -82,7 +322,7 @@ def several(adapter: Adapter, folder: str) -> list[bool]:
     save_adapter(model, folder)
     loaded = PeftModel.from_pretrained(llama.rounded_base(CODEC), folder)
     loaded.load_adapter(f"{folder}/other", "other")
-    for name in ("default", "other"):
+    for name in both:
         for each in (loaded, alone):
             each.set_adapter(name, inference_mode=True)
         same.append(torch.equal(llama.logits_of(loaded), llama.logits_of(alone)))
@@ -90,81 +330,10 @@ def several(adapter: Adapter, folder: str) -> list[bool]:
 
 
 @over_adapters
-def test_adapters_are_switched_disabled_and_saved_as_on_one_device(
+def test_adapters_are_switched_disabled_saved_and_merged_as_on_one_device(
     pool: Callable[[int], Pool], adapter: Adapter, tmp_path: Path
 ) -> None:
-    for same in pool(4).run(several, adapter, str(tmp_path)):
-        assert same == [True] * 6
-
-
-def generated(adapter: Adapter, tied: bool, strategy: Any, by_layer: bool) -> tuple[list[int], list[int]]:
-    """In a worker: greedy tokens, and those of the dequantized model on one device."""
-    model = sharded(adapter, {"default": "lora"}, strategy, by_layer, tied=tied)
-    alone = oracle({"default": "lora"}, tied=tied)
-    steps(model, alone=False, count=1)
-    steps(alone, alone=True, count=1)
-    return greedy_tokens(model, 12), greedy_tokens(alone, 12)
-
-
-@over_pairs(adapter=ADAPTERS, wrapped=["by layer", "once"], scope=["I", "G"], tied=[False, True])
-def test_generation_equals_the_dequantized_models(
-    pool: Callable[[int], Pool], adapter: Adapter, wrapped: str, scope: str, tied: bool
-) -> None:
-    strategy = Strategy(f"{scope}GG", frozen=CODEC, gpus_per_node=2)
-    for ours, expected in pool(4).run(generated, adapter, tied, strategy, wrapped == "by layer"):
-        assert ours == expected
-        assert len(set(ours)) > 4
-
-
-ORDERS = ("adapters first", "quantized first")
-
-
-def in_order(adapter: Adapter, order: str, dtype: torch.dtype) -> bool:
-    """In a worker: whether logits are the oracle's, whichever comes first."""
-    base = llama.make_base(dtype)
-    if order == "quantized first":
-        base.requires_grad_(False)
-        quantize_frozen_params(base, CODEC, gpus_per_node=2)
-    model = llama.adapt(base, {"default": "lora"})
-    if order == "adapters first":
-        quantize_frozen_params(model, CODEC, gpus_per_node=2)
-    model = llama.shard(adapter, model, Strategy("IGG", gpus_per_node=2))
-    return torch.equal(llama.logits_of(model), llama.logits_of(oracle({"default": "lora"}, dtype=dtype)))
-
-
-@over_pairs(adapter=ADAPTERS, order=list(ORDERS), dtype=[torch.float32, torch.bfloat16])
-def test_adapters_may_be_added_before_or_after_quantizing(
-    pool: Callable[[int], Pool], adapter: Adapter, order: str, dtype: torch.dtype
-) -> None:
-    assert pool(4).run(in_order, adapter, order, dtype) == [True] * 4
-
-
-def in_16_bits(adapter: Adapter, strategy: Strategy) -> tuple[list[float], list[float], set[str]]:
-    """In a worker: losses on a base in bf16, and by the oracle, of batches that are the same on all ranks."""
-    alone = llama.adapt(llama.rounded_base(CODEC, torch.bfloat16), {"default": "lora"})
-    model = llama.shard(adapter, llama.adapt(llama.make_base(torch.bfloat16), {"default": "lora"}), strategy)
-    losses: list[list[float]] = []
-    for each in (model, alone):
-        optimizer = optimizer_of(each)
-        losses.append([])
-        for step in range(3):
-            loss = llama.loss_of(each, llama.tokens(step, 0))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.item())
-    return losses[0], losses[1], {str(p.dtype) for p in alone.parameters()}
-
-
-@over_pairs(adapter=ADAPTERS, scopes=["GGG", "IGG", "NNG", "IIG"])
-def test_a_base_in_16_bits_trains_beside_adapters_in_32(
-    pool: Callable[[int], Pool], adapter: Adapter, scopes: str
-) -> None:
-    strategy = Strategy(scopes, weights=Int8(64), gradients=Int8(64), frozen=CODEC, gpus_per_node=2)
-    for ours, expected, dtypes in pool(4).run(in_16_bits, adapter, strategy):
-        assert dtypes == {"torch.bfloat16", "torch.float32"}  # as PEFT makes them
-        assert ours == pytest.approx(expected, rel=0.01)  # adapters and their gradients are rounded to 8 bits
-        assert ours[-1] != ours[0]
+    assert pool(4).run(several, adapter, str(tmp_path)) == [[True] * 7] * 4
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
@@ -180,75 +349,228 @@ def test_an_adapter_merges_into_a_dequantized_base_alone(kind: str) -> None:
     torch.testing.assert_close(llama.logits_of(merged), expected, rtol=1e-4, atol=1e-4)
 
 
-def collectives_of_a_block(adapter: Adapter, adapters: dict[str, str]) -> int:
-    """In a worker: all-gathers in a warm step."""
-    calls = 0
-    model = sharded(adapter, adapters, Strategy("IGG", weights=Int8(64), frozen=CODEC, gpus_per_node=2))
-    steps(model, alone=False)
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    original = getattr(dist, name)
+def one_by_one(model: Any) -> torch.optim.Optimizer:
+    """In a worker: an optimizer for views of one memory, which a kernel for several parameters updates in no order."""
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, foreach=False, fused=False)
 
-    def counting(*arguments: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return original(*arguments, **options)
 
-    setattr(dist, name, counting)
+def refused_ties(adapter: Adapter) -> str:
+    """In a worker: what is said to adapters that are views of one memory, which works where nothing is sharded."""
+    base = llama.make_base(tied=True).requires_grad_(False)
+    quantize_frozen_params(base, CODEC, gpus_per_node=2)
+    model, alone = llama.adapt(base, {"default": "tied embedding"}), oracle({"default": "tied embedding"}, tied=True)
+    assert torch.equal(llama.logits_of(model), llama.logits_of(alone))
+    trained = [steps(each, alone=True, optimizer=one_by_one(each)) for each in (model, alone)]
+    assert models.distance(*trained) <= 1e-5
+    base = llama.make_base(tied=True)
+    model = llama.shard(adapter, llama.adapt(base, {"default": "tied embedding"}), MIXZPP)
     try:
-        steps(model, alone=False, count=1)
-    finally:
-        setattr(dist, name, original)
-    return calls
+        llama.logits_of(model)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
-@over_adapters
-def test_more_adapters_take_no_more_collectives(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    one = pool(4).run(collectives_of_a_block, adapter, {"default": "lora"})
-    three = pool(4).run(collectives_of_a_block, adapter, {"default": "lora", "b": "lora", "c": "lora"})
-    assert one == three
-    # Per layer: the base twice; adapters two hops and one; FSDP1 what else is frozen, twice. And the root.
-    assert max(one) <= llama.CONFIG["num_hidden_layers"] * (2 + 3 + 2) + 6
+# fully_shard itself refuses parameters that are not contiguous.
+def test_ties_that_sharding_loses_are_refused(pool: Callable[[int], Pool]) -> None:
+    for said in pool(4).run(refused_ties, Fsdp1()):
+        assert said.startswith("the adapter 'default' has ensure_weight_tying=True and targets a tied embedding")
 
 
-def under_stock(adapter: Adapter) -> bool:
-    """In a worker: whether logits are the oracle's."""
-    model = llama.adapt(llama.make_base(), {"default": "lora"})
-    quantize_frozen_params(model, CODEC, gpus_per_node=1)
-    model = llama.shard(adapter, model, STOCK)
-    return torch.equal(llama.logits_of(model), llama.logits_of(oracle({"default": "lora"})))
+def saved_where_it_can_not_be(path: str) -> str:
+    """In a worker: what saving to a file says."""
+    try:
+        save_adapter(llama.adapt(llama.make_base(), LORA), path)
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
-@over_adapters
-def test_torchs_own_sharding_takes_a_quantized_base(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    assert pool(2).run(under_stock, adapter) == [True] * 2
+def test_a_failure_to_save_is_an_error_on_all_ranks(pool: Callable[[int], Pool], tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("")
+    for said in pool(2).run(saved_where_it_can_not_be, str(path)):
+        assert said.startswith(f"the adapter could not be saved to {path}")
 
 
-def with_accelerate(adapter: Adapter) -> tuple[list[float], list[float]]:
-    """In a worker: losses of the recipe for accelerate in the README, and without accelerate."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    losses: dict[bool, list[float]] = {True: [], False: []}
-    for accelerated in (True, False):
-        model = sharded(adapter, {"default": "lora"})
-        optimizer: Any = optimizer_of(model)
-        batches: Any = torch.utils.data.DataLoader([llama.tokens(0, 0)[0] for _ in range(16)], batch_size=1)
-        if accelerated:
-            accelerator = Accelerator(cpu=models.device().type == "cpu")
-            optimizer, batches = accelerator.prepare(optimizer, batches)  # all but the model
-        for batch in list(batches)[:4]:
-            loss = llama.loss_of(model, batch)
-            accelerator.backward(loss) if accelerated else loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[accelerated].append(loss.item())
-        if accelerated:
-            AcceleratorState._reset_state(reset_partial_state=True)
-    return losses[True], losses[False]
+def test_models_without_the_adapter_are_refused() -> None:
+    with pytest.raises(ValueError, match="no PeftModel in this LlamaForCausalLM"):
+        save_adapter(llama.make_base(), "nowhere")
+    with pytest.raises(ValueError, match=r"no adapter \['missing'\] in this model; choose from \['default'\]"):
+        save_adapter(llama.adapt(llama.make_base(), LORA), "nowhere", adapters=["missing"])
 
 
-@over_adapters
-def test_the_recipe_for_accelerate_trains_as_without_it(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    for ours, expected in pool(4).run(with_accelerate, adapter):
-        assert ours == expected
-        assert ours[-1] < ours[0]
+def test_what_can_not_be_handed_out_is_refused() -> None:
+    base = llama.make_base()
+    with pytest.raises(ValueError, match="there is no PeftModel in this LlamaForCausalLM"):
+        gathered_weights(base, merged=True)
+    prompts = get_peft_model(llama.make_base(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(ValueError, match="'default' is a PREFIX_TUNING adapter, which changes none"):
+        gathered_weights(prompts, merged=True)
+    with pytest.raises(ValueError, match="tensors that PEFT computes from its parameters"):
+        gathered_weights(prompts, adapters_only=True)
+    model = llama.adapt(base, {"default": "lora", "other": "lora"})
+    with pytest.raises(ValueError, match="pass one"):
+        gathered_weights(model, adapters_only=True, merged=True)
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(ValueError, match=r"\['default', 'other'\] are active; choose one"):
+        gathered_weights(model, adapters_only=True)
+    expected = model.merge_and_unload().state_dict()
+    both = llama.adapt(llama.make_base(), {"default": "lora", "other": "lora"})
+    both.base_model.set_adapter(["default", "other"])
+    assert_same(dict(gathered_weights(both, merged=True)), expected)
+
+    base = llama.make_base()
+    base.model.layers[0].mlp.up_proj = bnb.nn.Linear4bit(64, 112, bias=False)
+    packed = llama.adapt(base, LORA)
+    for argument in ({"dtype": torch.bfloat16}, {"merged": True}):
+        with pytest.raises(ValueError, match=r"up_proj\.weight is packed by another quantizer"):
+            gathered_weights(packed, **argument)
+
+
+# ---- save_pretrained, transformers' and PEFT's
+
+
+def refused_and_saved(adapter: Adapter, scopes: str, adapted: bool, folder: str) -> tuple[list[Reply], list[str], bool]:
+    """In a worker: how calls without a state dict are refused, what they left, and whether one with it saves all."""
+    model: Any = llama.make_base()
+    if adapted:
+        model = llama.adapt(model.requires_grad_(False), LORA)
+    before = {name: value.clone() for name, value in llama.make_base().state_dict().items()}
+    model = llama.shard(adapter, model, Strategy(scopes, gpus_per_node=2))
+    inner, is_first = llama.peft_of(model), dist.get_rank() == 0
+    replies = [
+        attempt((lambda given=given: inner.save_pretrained(folder, **given), RuntimeError, ""))
+        for given in ({}, {"is_main_process": is_first}, {"state_dict": None})
+    ]
+    dist.barrier()
+    left = [path.name for path in Path(folder).glob("*.safetensors")]
+    dist.barrier()
+    if adapted:
+        save_adapter(model, folder)
+        return replies, left, (Path(folder) / "adapter_model.safetensors").exists()
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if is_first:
+        inner.save_pretrained(folder, state_dict=state)
+    dist.barrier()
+    loaded = LlamaForCausalLM.from_pretrained(folder).state_dict()
+    return replies, left, all(torch.equal(loaded[name], value.cpu()) for name, value in before.items())
+
+
+@over_each(adapter=ADAPTERS, adapted={"whole": False, "adapted": True}, scopes=["GGG", "IGG", "III", "NNG"])
+def test_save_pretrained_of_a_sharded_model_is_refused_on_every_rank(
+    pool: Callable[[int], Pool], adapter: Adapter, adapted: bool, scopes: str, tmp_path: Path
+) -> None:
+    for replies, left, whole in pool(4).run(refused_and_saved, adapter, scopes, adapted, str(tmp_path)):
+        for kind, text, sent in replies:
+            assert (kind, sent) == ("RuntimeError", 0)
+            assert "is sharded, and save_pretrained would write what one rank holds" in text
+            assert "fsdp_zpp.save_adapter(model, path)" in text
+            assert "full state dict" in text
+        assert left == []
+        assert whole
+
+
+def saved_where_weights_are_whole(folder: str) -> list[bool]:
+    """In a worker: whether transformers saves all of a model that each rank holds, or that is summoned."""
+    expected, equal = llama.make_base().state_dict(), []
+    for scopes in ("NNN", "IGG"):
+        model = llama.shard(Fsdp1(), llama.make_base(), Strategy(scopes, gpus_per_node=2))
+        with nullcontext() if scopes == "NNN" else FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            # On all ranks: state dicts are collective, and transformers' takes one.
+            model.module.save_pretrained(f"{folder}/{dist.get_rank()} {scopes}")
+        dist.barrier()
+        loaded = LlamaForCausalLM.from_pretrained(f"{folder}/0 {scopes}").state_dict()
+        equal.append(all(torch.equal(loaded[name], value.cpu()) for name, value in expected.items()))
+    return equal
+
+
+def test_save_pretrained_works_where_ranks_hold_whole_weights(pool: Callable[[int], Pool], tmp_path: Path) -> None:
+    assert pool(4).run(saved_where_weights_are_whole, str(tmp_path)) == [[True, True]] * 4
+
+
+# ---- the memory that merging takes
+
+COPIES = {"lora": 2, "embedding": 2, "dora": 4, "two adapters": 3}
+"""Copies that PEFT makes of the weight that it merges into, in the dtype of the adapters."""
+
+
+def make(adapter: Adapter, kind: str, is_quantized: bool) -> Any:
+    """In a worker: a model whose adapters are in fp32, and its base in bf16 where the adapter takes both."""
+    adapters = {"one": "lora", "two": "lora"} if kind == "two adapters" else {"one": kind}
+    if is_quantized:
+        model = sharded(adapter, adapters)
+    else:
+        dtype = torch.float32 if adapter == ADAPTERS[0] else llama.ADAPTED
+        model = llama.shard(adapter, llama.adapt(llama.make_base(dtype), adapters), EXACT)
+    llama.peft_of(model).base_model.set_adapter(list(adapters))
+    llama.logits_of(model)  # a quantized base makes its buffers at the first forward
+    return model
+
+
+@dataclass
+class Merges:
+    """Notes what merges take, and keeps it out of the peak of ``live``.
+
+    Attributes:
+        live: Counts the bytes, if they are counted.
+        largest: The most bytes of parameters that a merge was given.
+        copies: The most that a merge has allocated, in copies of its largest parameter in fp32.
+    """
+
+    live: LiveBytes | None = None
+    largest: int = 0
+    copies: float = 0
+
+    def __call__(self, layer: nn.Module, values: Any) -> dict[str, Tensor]:
+        given = [tensor for of_module in values.values() for tensor in of_module.values()]
+        self.largest = max(self.largest, sum(tensor.nbytes for tensor in given))
+        if self.live is None:
+            return _merge(layer, values)
+        live, peak, bound, before = self.live, self.live.peak, self.live.bound, self.live.now
+        live.peak, live.bound = before, float("inf")
+        merged = _merge(layer, values)
+        self.copies = max(self.copies, (live.peak - before) / max(4 * tensor.numel() for tensor in given))
+        live.peak, live.bound = peak, bound  # what is left of it counts with the next allocation
+        return merged
+
+
+_merge = merged_layer._merge
+
+
+def taken(adapter: Adapter, kind: str, is_quantized: bool, dtype: torch.dtype | None) -> tuple[int, int, float]:
+    """In a worker: the most that is alive but for what merges allocate, what may be, and their copies."""
+    model, merges = make(adapter, kind, is_quantized), Merges()
+    with patch.object(merged_layer, "_merge", merges):
+        full = {name: weight.nbytes for name, weight in gathered_weights(model, merged=True, dtype=dtype)}
+    units: dict[str, int] = {}
+    for name, nbytes in full.items():
+        unit = ".".join(name.split(".")[:3])  # a layer, or one of the modules beside them
+        units[unit] = units.get(unit, 0) + nbytes
+    # A tensor that the caller has may be there beside the next one, which is merged as it is stored, and then cast.
+    held = max(full.values())
+    allowed = max(*units.values(), held + max(held, merges.largest + held * (dtype is not None)))
+    with LiveBytes(allowed) as live:
+        merges = Merges(live)
+        with patch.object(merged_layer, "_merge", merges):
+            for _ in gathered_weights(model, merged=True, dtype=dtype):
+                pass
+    return live.peak, allowed, merges.copies
+
+
+@over_each(
+    kind=list(COPIES),
+    how={
+        "fsdp1 quantized": (ADAPTERS[0], True, None),
+        "fsdp2": (ADAPTERS[1], False, torch.bfloat16),
+        "fsdp2 quantized": (ADAPTERS[1], True, torch.bfloat16),
+        "fsdp1": (ADAPTERS[0], False, None),
+    },
+)
+def test_merging_takes_one_unit_and_the_copies_that_peft_makes(
+    pool: Callable[[int], Pool], kind: str, how: tuple[Adapter, bool, torch.dtype | None]
+) -> None:
+    adapter, is_quantized, dtype = how
+    for peak, allowed, copies in pool(4).run(taken, adapter, kind, is_quantized, dtype):
+        assert 0 < peak <= allowed
+        assert 0 < copies <= COPIES[kind] * 1.05  # and vectors

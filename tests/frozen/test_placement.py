@@ -1,34 +1,52 @@
-"""A frozen base lies on the nodes of the strategy around it, wherever it was quantized."""
+"""A frozen base lies on the nodes of the strategy around it, or over the host, unless nodes are named."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from harness import lora, models
 from harness.adapter import STOCK, Adapter, Case
-from harness.covering import over_adapters
+from harness.covering import ADAPTERS, over_adapters, over_each
 from harness.fsdp1 import Fsdp1
+from harness.links import NONE, machine
+from harness.messages import collected
 from harness.pool import Pool
 from harness.wiretap import wiretap
-from torch import nn
+from torch import Tensor, nn
 
-from fsdp_zpp import NF4, Int4, Int8, QuantizedReduceState, Strategy, quantize_frozen_params, quantized_reduce_hook
+from fsdp_zpp import (
+    NF4,
+    Int4,
+    Int8,
+    QuantizedReduceState,
+    Strategy,
+    load_frozen_params,
+    quantize_frozen_params,
+    quantized_reduce_hook,
+    save_frozen_params,
+)
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.frozen.modules import frozen_modules
+from fsdp_zpp.runtime.unit import StrategyUnit, named_units
 
 TWO = Strategy("IGG", gpus_per_node=2)
 
 
-def nodes_of(model: nn.Module) -> set[str]:
+def places_of(model: nn.Module) -> set[str]:
+    """Where a model's base lies."""
     return {f"{w.placement.scope} on {w.placement.mesh.topology}" for _, _, w in frozen_modules(model)}
 
 
+# ---- nodes of the strategy
+
+
 def used(model: Any, codec: Codec) -> tuple[bool, int]:
-    """Whether a forward is the oracle's, bit for bit, and what a second one sends between nodes of two."""
+    """In a worker: whether a forward is the oracle's, bit for bit, and what a second one sends between nodes of two."""
     tokens = models.batch(99, 0, rank=0)[:, :-1] % model.embedding.num_embeddings
     with torch.no_grad():
         same = torch.equal(model(tokens), lora.rounded_net(codec)(tokens))
@@ -41,73 +59,132 @@ def quantized_first(adapter: Adapter, codec: Codec, scope: str) -> list[Any]:
     """In a worker: a base that is quantized without a word on nodes, then wrapped by a strategy that knows them."""
     net = lora.make_net()
     quantize_frozen_params(net, codec, placement=scope)
-    before = nodes_of(net)
+    before = places_of(net)
     model = adapter.shard(net, Case(), TWO)
-    return [before, nodes_of(model), *used(model, codec)]
+    return [before, places_of(model), *used(model, codec)]
 
 
-@pytest.mark.parametrize(
-    ("codec", "scope"), [(Int8(256), "I"), (Int4(32), "G"), (Int8(64), "N"), (NF4(64), "I")], ids=str
-)
-@over_adapters
+@over_each(adapter=ADAPTERS, case=[(Int8(256), "I"), (Int4(32), "G"), (Int8(64), "N"), (NF4(64), "I")])
 def test_the_strategy_says_where_a_base_lies(
-    pool: Callable[[int], Pool], adapter: Adapter, codec: Codec, scope: str
+    pool: Callable[[int], Pool], adapter: Adapter, case: tuple[Codec, str]
 ) -> None:
-    for before, after, same, between in pool(4).run(quantized_first, adapter, codec, scope):
-        assert before == {f"{scope} on 1 node x 4"}
-        assert after == {f"{scope} on 2 nodes x 2"}
-        assert same
-        assert between == 0
+    scope = case[1]
+    expected = [{f"{scope} on 1 node x 4"}, {f"{scope} on 2 nodes x 2"}, True, 0]
+    assert pool(4).run(quantized_first, adapter, *case) == [expected] * 4
 
 
-def by_name_or_later(adapter: Adapter) -> list[Any]:
-    """In a worker: bases whose nodes were named, that came when a part was wrapped, and that were used before it."""
+def placed(adapter: Adapter) -> dict[str, Any]:
+    """In a worker: where bases lie whose nodes were named, that came late, that were used, and of two strategies."""
     net = lora.make_net()
     quantize_frozen_params(net, gpus_per_node=1)
-    named = nodes_of(adapter.shard(net, Case(), TWO))
+    found: dict[str, Any] = {"named": places_of(adapter.shard(net, Case(), TWO))}
     model = lora.make_net()
     model.head = adapter.wrap(model.head, TWO)
     quantize_frozen_params(model, ignored_params=list(model.head.parameters()))
-    later = nodes_of(model)
+    found["after a part was wrapped"] = places_of(model)
     net = lora.make_net()
     quantize_frozen_params(net)
     next(module for _, module, _ in frozen_modules(net)).weight + 0
     settled = adapter.shard(net, Case(), TWO)
-    return [named, later, nodes_of(settled), *used(settled, Int8(256))]
-
-
-@over_adapters
-def test_nodes_named_by_the_user_stay_and_later_bases_follow_the_strategy(
-    pool: Callable[[int], Pool], adapter: Adapter
-) -> None:
-    two = {"I on 2 nodes x 2"}
-    assert pool(4).run(by_name_or_later, adapter) == [[{"I on 4 nodes x 1"}, two, two, True, 0]] * 4
-
-
-def units_on_different_nodes(adapter: Adapter) -> set[str]:
-    """In a worker: blocks wrapped by a strategy of their own, before the rest is by another."""
+    found["used before"] = [places_of(settled), *used(settled, Int8(256))]
     net = lora.make_net()
     quantize_frozen_params(net)
     net.blocks[0] = adapter.wrap(net.blocks[0], Strategy("IGG", gpus_per_node=1))
-    model = adapter.wrap(net, TWO)
-    return {name.split("blocks.")[-1][0] + f" {w.placement.mesh.topology}" for name, _, w in frozen_modules(model)}
+    both = frozen_modules(adapter.wrap(net, TWO))
+    found["by block"] = {(name.split("blocks.")[-1][0], str(w.placement.mesh.topology)) for name, _, w in both}
+    if adapter == Fsdp1():  # torch's own strategies have a hook
+        net = lora.make_net()
+        quantize_frozen_params(net)
+        hooked = adapter.shard(net, Case(), STOCK)
+        state = QuantizedReduceState(Int4(128), gpus_per_node=2, process_group=dist.group.WORLD)
+        hooked.register_comm_hook(state, quantized_reduce_hook)
+        found["by a hook"] = places_of(hooked)
+    return found
 
 
 @over_adapters
-def test_each_unit_lies_on_its_own_strategys_nodes(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    for found in pool(4).run(units_on_different_nodes, adapter):
-        assert {place for place in found if place[0] in "012"} == {"0 4 nodes x 1", "1 2 nodes x 2", "2 2 nodes x 2"}
+def test_nodes_named_by_the_user_stay_and_other_bases_follow_the_strategy(
+    pool: Callable[[int], Pool], adapter: Adapter
+) -> None:
+    two = {"I on 2 nodes x 2"}
+    for found in pool(4).run(placed, adapter):
+        assert found["named"] == {"I on 4 nodes x 1"}
+        assert found["after a part was wrapped"] == found.get("by a hook", two) == two
+        assert found["used before"] == [two, True, 0]
+        of_blocks = {place for place in found["by block"] if place[0] in "012"}
+        assert of_blocks == {("0", "4 nodes x 1"), ("1", "2 nodes x 2"), ("2", "2 nodes x 2")}
 
 
-def with_a_hook() -> set[str]:
-    """In a worker: under torch's own strategy the hook is who knows the nodes."""
-    net = lora.make_net()
-    quantize_frozen_params(net)
-    model = Fsdp1().shard(net, Case(), STOCK)
-    state = QuantizedReduceState(Int4(128), gpus_per_node=2, process_group=dist.group.WORLD)
-    model.register_comm_hook(state, quantized_reduce_hook)
-    return nodes_of(model)
+# ---- machines without fast links between GPUs
+
+LARGE: dict[str, Any] = {"width": 256, "hidden": 688, "vocabulary": 512}
 
 
-def test_a_hook_says_where_a_base_lies(pool: Callable[[int], Pool]) -> None:
-    assert pool(4).run(with_a_hook) == [{"I on 2 nodes x 2"}] * 4
+def trained(adapter: Adapter, model: Any) -> dict[str, Tensor]:
+    """In a worker: trained weights after two steps."""
+    optimizer = models.make_optimizer("sgd", [p for p in model.parameters() if p.requires_grad])
+    for step in range(2):
+        models.loss_of(model, models.batch(step, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return lora.trainable(adapter.full_weights(model))
+
+
+def made(adapter: Adapter, codec: Codec, way: str, folder: Path, strategy: Strategy, place: int | None) -> Any:
+    """In a worker: a sharded net whose base was quantized in some way, on nodes of ``place`` ranks if that is given."""
+    net = lora.make_net(**LARGE)
+    if way == "by the strategy":
+        strategy = replace(strategy, frozen=codec)
+    else:
+        quantize_frozen_params(net, codec, gpus_per_node=place)
+        if way == "from a file":
+            save_frozen_params(net, folder)
+            net = lora.make_net(**LARGE)
+            load_frozen_params(net, folder, gpus_per_node=place)
+    return adapter.shard(net, Case(), strategy)
+
+
+def on_slow_links(adapter: Adapter, codec: Codec, way: str, folder: Path) -> tuple[Any, ...]:
+    """In a worker: nodes of what is trained, the base, and whether results are those of places that are named."""
+    with machine(NONE), collected() as records:
+        model = made(adapter, codec, way, folder, Strategy.zeropp(), None)
+        ours = trained(adapter, model)
+    nodes = {str(unit.ranks.topology) for unit in named_units(model) if isinstance(unit, StrategyUnit)}
+    named = made(adapter, codec, "before", folder, Strategy.zeropp(gpus_per_node=1), 4)
+    same = all(torch.equal(ours[name], value) for name, value in trained(adapter, named).items())
+    told = [line for _, line in records if "stays sharded over 1 node x 4" in line]
+    held = sum(unit.nbytes for unit in {weight.holder for _, _, weight in frozen_modules(model)})
+    return nodes, places_of(model), held, lora.total_parameters(lora.make_net(**LARGE)), same, told
+
+
+@over_each(adapter=ADAPTERS, codec=[Int8(64), NF4(64)], way=["by the strategy", "before", "from a file"])
+def test_a_base_stays_sharded_over_the_host(
+    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, codec: Codec, way: str
+) -> None:
+    results = pool(4).run(on_slow_links, adapter, codec, way, tmp_path)
+    for nodes, places, held, parameters, same, told in results:
+        assert nodes == {"4 nodes x 1"}
+        assert places == {"I on 1 node x 4"}
+        assert held <= 1.02 * codec.nbytes(parameters) / 4
+        assert same
+        assert bool(told) == (told is results[0][-1])
+    assert "gpus_per_node=1 places it on 4 nodes x 1" in results[0][-1][0]
+
+
+def with_nodes_named(adapter: Adapter) -> tuple[Any, Any, Any]:
+    """In a worker: bases where the strategy, or the call that quantizes, names nodes."""
+    with machine(NONE):
+        by_strategy = adapter.shard(lora.make_net(), Case(), Strategy.mixzpp(gpus_per_node=1))
+        net = lora.make_net()
+        quantize_frozen_params(net, gpus_per_node=1)
+        by_call = adapter.shard(net, Case(), Strategy.zeropp())
+        later = lora.make_net()
+        later.head = adapter.wrap(later.head, Strategy.zeropp())
+        quantize_frozen_params(later, ignored_params=list(later.head.parameters()))
+    return places_of(by_strategy), places_of(by_call), places_of(later)
+
+
+@over_adapters
+def test_nodes_that_are_named_place_it(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    alone, host = {"I on 4 nodes x 1"}, {"I on 1 node x 4"}
+    assert pool(4).run(with_nodes_named, adapter) == [(alone, alone, host)] * 4

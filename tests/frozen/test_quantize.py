@@ -1,22 +1,35 @@
-"""quantize_frozen_params: what it takes, what it says, and what it refuses."""
+"""quantize_frozen_params: what it takes, says and refuses, and what modules with a quantized weight still do."""
 
 from __future__ import annotations
 
+import copy
+import json
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import moe
 import pytest
 import torch
 import torch.distributed as dist
-from harness import lora, models
+from harness import frozen_files, llama, lora, models
 from harness.adapter import STOCK, Adapter, Case
 from harness.covering import over_adapters
-from harness.messages import Refusal, Reply, assert_refused, attempt as attempt_refusal, collected
+from harness.messages import Refusal, Reply, assert_refused, attempt, collected
 from harness.pool import Pool
-from torch import nn
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
-from fsdp_zpp import Int8, Strategy, quantize_frozen_params
+from fsdp_zpp import NF4, Int4, Int8, Strategy, dequantize_frozen_params, quantize_frozen_params
+from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.frozen import weight
+from fsdp_zpp.frozen.files.identity import check_base, describe_base
 from fsdp_zpp.frozen.modules import frozen_modules
+
+CODEC = Int8(64)
+
+# ---- what it says
 
 
 def frozen_in_two_goes(adapter: Adapter) -> tuple[list[Any], list[tuple[str, str]]]:
@@ -33,22 +46,6 @@ def frozen_in_two_goes(adapter: Adapter) -> tuple[list[Any], list[tuple[str, str
     return [(r.weights, r.parameters, r.bytes_before, sorted(r.left)) for r in (first, second)], records
 
 
-@over_adapters
-def test_a_second_call_quantizes_what_was_frozen_since(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    (reports, records), *others = pool(4).run(frozen_in_two_goes, adapter)
-    block, table = 66 * 91, 66 * 71
-    assert reports == [
-        (7, 6 * block + table, 4 * (6 * block + table), ["1-D"]),
-        (1, table, 4 * table, ["1-D"]),
-    ]
-    assert [level for level, _ in records] == ["INFO", "INFO"]
-    assert records[0][1].startswith(
-        "Net: frozen base as int8(256), sharded inside nodes on 2 nodes x 2: 7 weights, 40,"
-    )
-    assert "left as they are: 9 1-D (blocks.0.norm.weight, ...)" in records[0][1]
-    assert all(logged == [] for _, logged in others)
-
-
 def logged(adapter: Adapter, frozen: bool) -> list[tuple[str, str]]:
     """In a worker: what a model that is quantized by its strategy logs."""
     with collected() as records:
@@ -59,16 +56,30 @@ def logged(adapter: Adapter, frozen: bool) -> list[tuple[str, str]]:
     return records
 
 
+def said(adapter: Adapter) -> tuple[Any, ...]:
+    """In a worker: what is reported and logged, in each way to quantize."""
+    return frozen_in_two_goes(adapter), logged(adapter, frozen=True), logged(adapter, frozen=False)
+
+
 @over_adapters
-def test_quantizing_by_a_strategy_logs_one_line(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    first, *others = pool(4).run(logged, adapter, True)
-    assert others == [[]] * 3
-    assert [level for level, _ in first] == ["INFO", "INFO"]
-    assert "frozen base as int8(256), sharded inside nodes on 2 nodes x 2: 8 weights" in first[1][1]
-    nothing, *_ = pool(4).run(logged, adapter, False)
+def test_a_call_quantizes_what_was_frozen_since_and_rank_0_logs_one_line(
+    pool: Callable[[int], Pool], adapter: Adapter
+) -> None:
+    ((reports, lines), by_strategy, nothing), *others = pool(4).run(said, adapter)
+    block, table = 66 * 91, 66 * 71
+    assert reports == [
+        (7, 6 * block + table, 4 * (6 * block + table), ["1-D"]),
+        (1, table, 4 * table, ["1-D"]),
+    ]
+    assert [level for level, _ in lines + by_strategy] == ["INFO"] * 4
+    where = "frozen base as int8(256), sharded inside nodes on 2 nodes x 2"
+    assert lines[0][1].startswith(f"Net: {where}: 7 weights, 40,")
+    assert "left as they are: 9 1-D (blocks.0.norm.weight, ...)" in lines[0][1]
+    assert f"{where}: 8 weights" in by_strategy[1][1]
     assert [line for level, line in nothing if level == "WARNING"] == [
         "Net: frozen=auto is NOT active: no frozen weight can or should be quantized"
     ]
+    assert all((of_two[1], first, second) == ([], [], []) for of_two, first, second in others)
 
 
 def test_large_matrices_of_linear_and_embedding_are_quantized_and_the_rest_is_named() -> None:
@@ -92,6 +103,9 @@ def test_large_matrices_of_linear_and_embedding_are_quantized_and_the_rest_is_na
         "a Parameter of torch.float64": "double.weight",
         "of ParametrizationList, not nn.Linear or nn.Embedding": "parametrized.parametrizations.weight.original0",
     }
+
+
+# ---- what it refuses
 
 
 def refusals_of(adapter: Adapter) -> dict[str, Refusal]:
@@ -123,51 +137,211 @@ def refusals_of(adapter: Adapter) -> dict[str, Refusal]:
     }
 
 
-def attempt(adapter: Adapter, name: str) -> Reply:
-    """In a worker: how one call is refused."""
-    return attempt_refusal(refusals_of(adapter)[name])
+def attempts(adapter: Adapter) -> dict[str, Reply]:
+    """In a worker: how each call is refused."""
+    return {name: attempt(refusal) for name, refusal in refusals_of(adapter).items()}
 
 
-@pytest.mark.parametrize("name", list(refusals_of(STOCK)))  # type: ignore[arg-type]  # names alone
 @over_adapters
-def test_bad_input_is_refused_on_every_rank(pool: Callable[[int], Pool], adapter: Adapter, name: str) -> None:
-    assert_refused(pool(4).run(attempt, adapter, name), refusals_of(adapter)[name])
+def test_bad_input_is_refused_on_every_rank(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    replies = pool(4).run(attempts, adapter)
+    for name, refusal in refusals_of(adapter).items():
+        assert_refused([of_rank[name] for of_rank in replies], refusal)
 
 
-def differently_seeded(scope: str) -> list[str]:
-    """In a worker: what the first use of a base says whose weights are others on every rank, and a second try."""
-    net = lora.make_net(seed=dist.get_rank())
-    quantize_frozen_params(net, placement=scope, gpus_per_node=2)
-    said = []
-    for _ in range(2):
-        with pytest.raises(ValueError, match="frozen base") as caught:
-            net(models.batch(0, 0)[:, :-1] % 71)
-        said.append(str(caught.value))
-    return said
-
-
-@pytest.mark.parametrize("scope", ["N", "I"])
-def test_replicas_of_a_base_must_be_equal(pool: Callable[[int], Pool], scope: str) -> None:
-    for first, retried in pool(4).run(differently_seeded, scope):
-        assert "the frozen base of Net: " in first
-        assert "they hold different weights" in first
-        assert retried == first
-
-
-def from_the_first_rank(adapter: Adapter) -> bool:
-    """In a worker: whether a base that only rank 0 has comes out as rank 0's everywhere."""
+def differently_seeded() -> tuple[list[str], bool]:
+    """In a worker: what uses of bases say whose weights differ between ranks, and what comes of sending rank 0's."""
+    texts = []
+    for scope in ("N", "I"):
+        net = lora.make_net(seed=dist.get_rank())
+        quantize_frozen_params(net, placement=scope, gpus_per_node=2)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="frozen base") as caught:
+                net(models.batch(0, 0)[:, :-1] % 71)
+            texts.append(str(caught.value))
     net = lora.make_net(seed=dist.get_rank())
     quantize_frozen_params(net, gpus_per_node=2, sync_module_states=True)
-    weight = dict(frozen_modules_by_path(net))["blocks.0.up.base"].dequantize()
+    weights = {path: frozen for path, _, frozen in frozen_modules(net)}
     oracle = lora.rounded_net(Int8(256)).blocks[0].up.base.weight
-    return torch.equal(weight, oracle)
+    return texts, torch.equal(weights["blocks.0.up.base"].dequantize(), oracle)
 
 
-def frozen_modules_by_path(net: nn.Module) -> list[tuple[str, Any]]:
-    """Frozen weights with their modules' paths."""
-    return [(path, weight) for path, _, weight in frozen_modules(net)]
+def test_replicas_of_a_base_must_be_equal_unless_rank_0s_are_sent(pool: Callable[[int], Pool]) -> None:
+    for texts, same in pool(4).run(differently_seeded):
+        for first, retried in (texts[:2], texts[2:]):
+            assert "the frozen base of Net: " in first
+            assert "they hold different weights" in first
+            assert retried == first
+        assert same
 
 
-@over_adapters
-def test_sync_module_states_takes_the_weights_of_rank_0(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    assert pool(4).run(from_the_first_rank, adapter) == [True] * 4
+# ---- modules
+
+
+def test_a_quantized_module_is_one_of_its_kind() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(101, 64), nn.Linear(64, 96, bias=False)).requires_grad_(False)
+    plain = copy.deepcopy(net)
+    quantize_frozen_params(net, CODEC)
+    layer, tokens = net[1], torch.arange(101)
+    assert isinstance(layer, nn.Linear)
+    assert (layer.weight.shape, layer.weight.dtype, layer.weight.device.type) == ((96, 64), torch.float32, "cpu")
+    assert list(net.state_dict()) == list(net.parameters()) == list(net.buffers()) == []
+    # A step of 1/127 of a block's largest value, rounded.
+    bound = plain[1].weight.abs().max().item() / 254 + 1e-6
+    torch.testing.assert_close(layer.weight + 0, plain[1].weight.data, rtol=0, atol=bound)
+    expected = net(tokens)
+    copied = copy.deepcopy(net)
+    assert type(copied[1]) is nn.Linear
+    assert torch.equal(copied(tokens), expected)
+    assert torch.equal(net[1](expected.new_ones(64)), copied[1](expected.new_ones(64)))
+    assert net.to(torch.bfloat16)(tokens).dtype == torch.bfloat16
+    assert torch.equal(net.to(torch.float32)(tokens), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(net(tokens), copied(tokens))
+    assert dequantize_frozen_params(net) == 2
+    assert type(net[1]) is nn.Linear
+    assert torch.equal(net(tokens), expected)
+
+
+WRITES: dict[str, tuple[Callable[[nn.Linear], Any], str]] = {
+    "in place": (lambda layer: layer.weight.add_(1), "can't be written to"),
+    "data": (lambda layer: setattr(layer.weight, "data", torch.zeros(1)), "can't be written to"),
+    "merge": (lambda layer: layer.weight.data.__iadd__(torch.zeros(1)), "can't be written to"),
+    "assign": (lambda layer: setattr(layer, "weight", nn.Parameter(torch.zeros(1))), "can't be written to"),
+    "reset": (lambda layer: layer.reset_parameters(), "can't be written to"),
+    "unfreeze": (lambda layer: layer.weight.requires_grad_(), "can't be trained"),
+    "unfreeze by attribute": (lambda layer: setattr(layer.weight, "requires_grad", True), "can't be trained"),
+    "unfreeze the layer": (lambda layer: layer.requires_grad_(), "can't be trained"),
+}
+
+
+@pytest.mark.parametrize(("write", "message"), WRITES.values(), ids=WRITES)
+def test_writes_to_a_quantized_weight_are_refused(write: Callable[[nn.Linear], Any], message: str) -> None:
+    net = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
+    quantize_frozen_params(net)
+    with pytest.raises(RuntimeError, match=message):
+        write(net[0])
+
+
+def quantized(tied: bool = True) -> LlamaForCausalLM:
+    """A Llama whose base is quantized."""
+    model = llama.make_base(tied=tied).requires_grad_(False)
+    quantize_frozen_params(model, CODEC)
+    return model
+
+
+def test_tied_modules_show_one_tensor_and_so_do_their_copies() -> None:
+    model = quantized()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert isinstance(model.lm_head.weight, nn.Parameter)
+    copied, expected = copy.deepcopy(model), llama.logits_of(model)
+    assert type(copied.lm_head) is nn.Linear
+    assert copied.lm_head.weight is copied.model.embed_tokens.weight
+    assert torch.equal(llama.logits_of(copied), expected)
+    assert copied.num_parameters() == llama.make_base(tied=True).num_parameters()
+    model.tie_weights()
+    assert torch.equal(llama.logits_of(model), expected)
+    model.to(torch.bfloat16)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.lm_head.weight.dtype is torch.bfloat16
+
+
+def test_tie_weights_ties_quantized_modules() -> None:
+    untied = quantized(tied=False)
+    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
+    untied.config.tie_word_embeddings = True
+    untied.tie_weights()
+    assert untied.lm_head.weight is untied.model.embed_tokens.weight
+    oracle = llama.rounded_base(CODEC)
+    oracle.lm_head.weight = oracle.model.embed_tokens.weight
+    assert torch.equal(llama.logits_of(untied), llama.logits_of(oracle))
+
+
+def test_save_pretrained_refuses_to_leave_the_base_out(tmp_path: Path) -> None:
+    model = quantized()
+    expected = llama.logits_of(model)
+    with pytest.raises(RuntimeError, match=r"15 weights of this LlamaForCausalLM .*save_frozen_params\(model, path\)"):
+        model.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="15 weights of this LlamaModel"):
+        model.model.save_pretrained(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    adapted = llama.adapt(model, {"default": "lora"})
+    adapted.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    copy.deepcopy(adapted.unload()).save_pretrained(tmp_path / "copy")
+    dequantize_frozen_params(model)
+    model.save_pretrained(tmp_path / "model")
+    for folder in ("copy", "model"):
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path / folder).to(models.device())
+        assert torch.equal(llama.logits_of(loaded), expected)
+
+
+# Under either FSDP a first forward in inference mode is torch's to refuse: its own parameters are made there, too.
+
+
+def trained_after(kind: str, scope: str, inference: bool) -> tuple[Tensor, list[float]]:
+    """In a worker: logits of a first forward in inference mode, or without gradients, and losses from then on."""
+    if kind == "moe":
+        model: Any = moe.adapt(moe.make_base("qwen3"))
+    else:
+        model = llama.adapt(llama.make_base(tied=True), {"default": kind})
+    quantize_frozen_params(model, CODEC, placement=scope, gpus_per_node=1 if scope == "G" else 2)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    with torch.inference_mode() if inference else torch.no_grad():
+        logits = model(input_ids=llama.tokens(99, 0)).logits.cpu()
+    return logits, llama.train(model, optimizer)
+
+
+def trained_after_inference(kind: str, scope: str) -> tuple[bool, list[float], list[float]]:
+    """In a worker: whether logits agree, and losses, with inference mode and without."""
+    ours, losses = trained_after(kind, scope, True)
+    theirs, expected = trained_after(kind, scope, False)
+    return torch.equal(ours, theirs), losses, expected
+
+
+@pytest.mark.parametrize(("kind", "scope"), [("lora", "I"), ("dora", "G"), ("moe", "I")])
+def test_a_first_forward_in_inference_mode_changes_nothing_in_training(
+    pool: Callable[[int], Pool], kind: str, scope: str
+) -> None:
+    for same, ours, expected in pool(2).run(trained_after_inference, kind, scope):
+        assert same
+        assert ours == expected
+
+
+@pytest.mark.parametrize("codec", [Int8(64), Int4(128), NF4(64)], ids=str)
+def test_weights_are_encoded_piece_by_piece_as_at_once(monkeypatch: pytest.MonkeyPatch, codec: Codec) -> None:
+    monkeypatch.setattr(weight, "_PIECE", 512)
+    net, oracle, read = frozen_files.make_base(), frozen_files.make_base(), []
+    encode = codec.encode
+    monkeypatch.setattr(
+        type(codec), "encode", lambda self, flat, *rest: read.append(flat.numel()) or encode(flat, *rest)
+    )
+    quantize_frozen_params(net, codec)
+    assert 0 < max(read) <= 512
+    monkeypatch.undo()
+    for parameter in oracle.parameters():
+        if parameter.dim() == 2:
+            lora.round_weight(parameter, codec)
+    assert torch.equal(frozen_files.output_of(net), frozen_files.output_of(oracle))
+
+
+# ---- a base is told from another one by a few of its scales
+
+
+def test_another_base_is_refused_and_another_codec_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    def described(seed: int = 0, codec: Codec = CODEC) -> tuple[nn.Module, Any]:
+        net = frozen_files.make_base(seed)
+        quantize_frozen_params(net, codec)
+        return net, json.loads(json.dumps(describe_base(net)))  # as a file gives it back
+
+    base, saved = described()
+    assert saved
+    for of_weight in saved.values():
+        of_weight["scales"] = [scale * (1 + 1e-6) for scale in of_weight["scales"]]  # as another kernel may round
+    check_base(base, saved, "it")
+    with pytest.raises(ValueError, match=f"it was saved with another base: {len(saved)} of the {len(saved)} quantized"):
+        check_base(described(seed=1)[0], saved, "it")
+    caplog.set_level(logging.WARNING, "fsdp_zpp")
+    check_base(described(codec=NF4(64))[0], saved, "it")
+    assert "it was saved with int8(64) of" in caplog.text

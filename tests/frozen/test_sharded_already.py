@@ -7,15 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import moe
-import pytest
 import torch
 from harness import lora, models
 from harness.adapter import STOCK, Adapter, Case
-from harness.covering import over_adapters_and_flat, over_each
+from harness.covering import WITH_FLAT, over_each
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
-from harness.messages import Reply, assert_refused, attempt as attempt_refusal
+from harness.messages import Reply, assert_refused, attempt
 from harness.pool import Pool, device_type
 from harness.strategies import CODEC, quantize
 from torch import Tensor, nn
@@ -47,6 +45,14 @@ class PartlyFrozen(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.second(torch.relu(self.first(x))))
+
+
+class Experts(nn.Module):
+    """A frozen stack of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Parameter(torch.randn(4, 32, 64), requires_grad=False)
 
 
 def flat(module: nn.Module, **arguments: Any) -> FullyShardedDataParallel:
@@ -82,13 +88,10 @@ def frozen_in_one_unit() -> FullyShardedDataParallel:
 
 
 def with_experts(adapter: Adapter) -> Any:
-    """In a worker: a model of experts, of which all other weights are trained."""
-    model = moe.make_base("qwen3")
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                parameter.requires_grad_(parameter.dim() < 3)
-    return moe.shard(adapter, model, STOCK)
+    """In a worker: a net with a frozen stack of matrices, of which all else is trained."""
+    net = PartlyFrozen().requires_grad_(True)
+    net.experts = Experts()
+    return adapter.wrap(net.to(models.device()), STOCK)
 
 
 def tensor_parallel(then_fsdp: bool) -> Any:
@@ -115,76 +118,65 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "flat parameters": (frozen_in_one_unit, f"1.{SHARDED}"),
     "flat, a layer": (lambda: inside(sharded(flat)), SHARDED),
     "flat, replicated, a layer": (lambda: inside(sharded(flat, **REPLICATES)), SHARDED),
-    "flat experts": (lambda: with_experts(Fsdp1()), "experts.gate_up_proj is sharded by FSDP already"),
+    "flat experts": (lambda: with_experts(Fsdp1()), "experts.stack is sharded by FSDP already"),
     "used": (lambda: used(sharded(fully_shard)), f"first.{SHARDED}"),
     "gathered": (lambda: gathered(False), f"first.{SHARDED}"),
     "gathered in the background": (lambda: gathered(True), f"first.{SHARDED}"),
     "kept": (lambda: used(sharded(zeropp_shard, strategy=Strategy("NNG", gpus_per_node=2))), f"first.{SHARDED}"),
     "a layer": (lambda: inside(sharded(fully_shard)), ANOTHER),
-    "experts": (lambda: with_experts(Fsdp2()), "experts.gate_up_proj is sharded by FSDP already"),
+    "experts": (lambda: with_experts(Fsdp2()), "experts.stack is sharded by FSDP already"),
     "tensor parallel": (lambda: tensor_parallel(False), f"0.weight {ANOTHER}"),
     "tensor parallel, sharded": (lambda: tensor_parallel(True), f"0.{SHARDED}"),
 }
 
 
-def attempt(name: str, **options: Any) -> Reply:
-    """In a worker: how a model is refused."""
-    model = MODELS[name][0]()
-    return attempt_refusal((partial(quantize, model, **options), ValueError, ""))
+def attempts() -> dict[str, Reply]:
+    """In a worker: how each model is refused, wherever its weights are to come from."""
+    replies = {name: attempt((partial(quantize, make()), ValueError, "")) for name, (make, _) in MODELS.items()}
+    for name, options in OPTIONS.items():
+        replies[name] = attempt((partial(quantize, gathered(False), **options), ValueError, ""))
+    return replies
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_however_weights_are_sharded_they_are_refused(pool: Callable[[int], Pool], name: str) -> None:
-    assert_refused(pool(4).run(attempt, name), (quantize, ValueError, MODELS[name][1]))
+OPTIONS: dict[str, dict[str, Any]] = {
+    "broadcast": {"sync_module_states": True},
+    "from a checkpoint": {"checkpoint": torch.zeros},
+}
 
 
-def with_options(name: str) -> Reply:
-    """In a worker: how a model is refused whose weights are to come from elsewhere."""
-    options: dict[str, Any] = {"broadcast": {"sync_module_states": True}, "checkpoint": {"checkpoint": torch.zeros}}
-    return attempt("gathered", **options[name])
+def test_however_weights_are_sharded_they_are_refused(pool: Callable[[int], Pool]) -> None:
+    replies = pool(4).run(attempts)
+    said = {name: message for name, (_, message) in MODELS.items()} | dict.fromkeys(OPTIONS, f"first.{SHARDED}")
+    for name, message in said.items():
+        assert_refused([of_rank[name] for of_rank in replies], (quantize, ValueError, message))
 
 
-@pytest.mark.parametrize("name", ["broadcast", "checkpoint"])
-def test_wherever_values_come_from_it_is_refused(pool: Callable[[int], Pool], name: str) -> None:
-    assert_refused(pool(4).run(with_options, name), (quantize, ValueError, f"first.{SHARDED}"))
-
-
-def wrapped(adapter: Adapter, strategy: Any, wrap_blocks: bool, folder: str | None) -> Reply:
+def wrapped(adapter: Adapter, strategy: Any, wrap_blocks: bool, folder: str) -> tuple[Reply, Reply]:
     """In a worker: how a wrapped model is refused, whose weights are to be quantized, or to come from files."""
+    saved = lora.make_net()
+    quantize(saved)
+    save_frozen_params(saved, folder)
     if adapter == Fsdp1(use_orig_params=False):  # which does not mix frozen and trainable parameters
         model: Any = adapter.apply(lora.make_net().requires_grad_(False), strategy, device_id=models.device())
     else:
         model = adapter.shard(lora.make_net(), Case(wrap_blocks=wrap_blocks), strategy)
-    call = partial(quantize, model) if folder is None else partial(load_frozen_params, model, folder)
-    reply = attempt_refusal((call, ValueError, ""))
+    calls = partial(quantize, model), partial(load_frozen_params, model, folder)
+    first, second = (attempt((call, ValueError, "")) for call in calls)
     assert "Frozen" not in "".join(type(module).__name__ for module in model.modules())
     assert torch.isfinite(models.loss_of(model, models.batch(0, 0)))  # it goes on as it was
-    return reply
+    return first, second
 
 
-@over_adapters_and_flat
-@over_each(strategy={"torch's": STOCK, "zeropp": ZEROPP}, wrap_blocks={"by block": True, "once": False})
-def test_a_wrapped_model_is_refused(
-    pool: Callable[[int], Pool], adapter: Adapter, strategy: Any, wrap_blocks: bool
+@over_each(
+    adapter=WITH_FLAT, strategy={"torch's": STOCK, "zeropp": ZEROPP}, wrap_blocks={"by block": True, "once": False}
+)
+def test_a_wrapped_model_is_refused_and_goes_on_as_it_was(
+    pool: Callable[[int], Pool], adapter: Adapter, strategy: Any, wrap_blocks: bool, tmp_path: Path
 ) -> None:
-    assert_refused(pool(4).run(wrapped, adapter, strategy, wrap_blocks, None), (quantize, ValueError, SHARDED))
-
-
-def save(folder: str) -> None:
-    """In a worker: save a base."""
-    net = lora.make_net()
-    quantize(net)
-    save_frozen_params(net, folder)
-
-
-@over_adapters_and_flat
-@over_each(strategy={"torch's": STOCK, "zeropp": ZEROPP})
-def test_files_come_before_wrapping(
-    pool: Callable[[int], Pool], adapter: Adapter, strategy: Any, tmp_path: Path
-) -> None:
-    pool(4).run(save, str(tmp_path))
+    by_call, by_files = zip(*pool(4).run(wrapped, adapter, strategy, wrap_blocks, str(tmp_path)), strict=True)
+    assert_refused(list(by_call), (quantize, ValueError, SHARDED))
     message = f"is sharded by FSDP already; call load_frozen_params(model, {str(tmp_path)!r}) before you wrap the model"
-    assert_refused(pool(4).run(wrapped, adapter, strategy, True, str(tmp_path)), (save, ValueError, message))
+    assert_refused(list(by_files), (quantize, ValueError, message))
 
 
 # ---- what is not sharded
@@ -231,17 +223,21 @@ def quantized_in_part(by: str) -> tuple[list[str], float]:
     return frozen_layers(model), (model(x) - alone(x)).abs().max().item()
 
 
-@pytest.mark.parametrize(
-    "by",
-    [
-        "a layer under fully_shard, by strategy",
-        "a layer under FullyShardedDataParallel, by strategy",
-        "a layer under fully_shard, ignored",
-        "a layer under FullyShardedDataParallel, ignored",
-        "a layer that fully_shard ignores",
-        "a layer that FullyShardedDataParallel ignores",
-        "a layer beside one that is replicated",
-    ],
+WAYS = (
+    "a layer under fully_shard, by strategy",
+    "a layer under FullyShardedDataParallel, by strategy",
+    "a layer under fully_shard, ignored",
+    "a layer under FullyShardedDataParallel, ignored",
+    "a layer that fully_shard ignores",
+    "a layer that FullyShardedDataParallel ignores",
+    "a layer beside one that is replicated",
 )
-def test_what_is_not_sharded_is_quantized(pool: Callable[[int], Pool], by: str) -> None:
-    assert pool(4).run(quantized_in_part, by) == [(["second"], 0.0)] * 4
+
+
+def all_ways() -> dict[str, tuple[list[str], float]]:
+    """In a worker: as above, for each way to shard a part alone."""
+    return {by: quantized_in_part(by) for by in WAYS}
+
+
+def test_what_is_not_sharded_is_quantized(pool: Callable[[int], Pool]) -> None:
+    assert pool(4).run(all_ways) == [dict.fromkeys(WAYS, (["second"], 0.0))] * 4

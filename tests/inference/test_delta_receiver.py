@@ -1,15 +1,18 @@
-"""A receiver holds what its trainer takes it to hold, bit for bit, and that stays near the trainer's weights."""
+"""Weight updates: a receiver holds what its trainer takes it to hold, bit for bit, near the trainer's weights."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from harness.models import device
+from harness.pool import Pool
 from safetensors.torch import save
 from torch import Tensor
 
@@ -45,6 +48,33 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
     return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
 
 
+def receive(receiver: DeltaReceiver, updates: list[WeightUpdate]) -> list[WeightUpdate]:
+    for update in updates:
+        receiver.apply(update)
+    return updates
+
+
+class InSync:
+    """A token and a receiver that have all weights, and weights that have changed since."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.weights, self.generator = start(dtype)
+        self.token, self.receiver = SyncToken(), DeltaReceiver()
+        receive(self.receiver, send(self.token, self.weights))
+        self.changed = walk(self.weights, self.generator)
+        self.held = {name: tensor.clone() for name, tensor in self.receiver.tensors.items()}
+
+    def refuses(self, update: WeightUpdate, message: str) -> None:
+        """Assert that an update is refused and changes nothing."""
+        with pytest.raises(OutOfSyncError, match=message):
+            self.receiver.apply(update)
+        assert all(same_bits(self.receiver.tensors[name], tensor) for name, tensor in self.held.items())
+
+
+def changes(updates: list[WeightUpdate]) -> list[WeightUpdate]:
+    return [update for update in updates if update.kind == "delta"]
+
+
 def by_definition(base: Tensor, payload: Tensor, block: int) -> Tensor:
     """``base`` and the changes in ``payload``, decoded value by value as the format is defined."""
     values = base.float().numpy().reshape(-1).copy()
@@ -63,8 +93,7 @@ def by_definition(base: Tensor, payload: Tensor, block: int) -> Tensor:
     return torch.from_numpy(values).view(base.shape).to(base.dtype)
 
 
-@pytest.mark.parametrize("block", [32, 256])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "block"), list(zip(DTYPES, (32, 256, 32), strict=True)), ids=str)
 def test_changes_are_added_as_the_format_says_and_stay_within_half_a_step(dtype: torch.dtype, block: int) -> None:
     weights, generator = start(dtype)
     token, receiver = SyncToken(block=block), DeltaReceiver()
@@ -89,23 +118,28 @@ def test_changes_are_added_as_the_format_says_and_stay_within_half_a_step(dtype:
         weights = walk(weights, generator)
 
 
-def test_receiver_and_trainer_hold_the_same_bits_for_a_hundred_updates() -> None:
+def test_receivers_and_trainer_hold_the_same_bits_however_updates_arrive() -> None:
     weights, generator = start(torch.bfloat16)
     token, receiver, in_place = SyncToken(), DeltaReceiver(), DeltaReceiver()
+    weights["tied"] = weights["odd"]
     engine = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    late = SyncToken()
-    for _ in range(100):
+    for number in range(100):
         updates = send(token, weights)
         loaded = dict(receiver.updated(updates))
-        for update in updates:
-            assert in_place.apply(update, into=engine[update.name]) is engine[update.name]
+        receive(receiver, updates)  # again, which changes nothing
+        for update in updates:  # headers and data apart
+            announced = json.loads(update.header)
+            data = torch.empty(announced["data_shape"], dtype=getattr(torch, announced["data_dtype"]))
+            apart = WeightUpdate.from_header(update.header, data.copy_(update.data))
+            assert in_place.apply(apart, into=engine[update.name]) is engine[update.name]
+        assert receiver.version == in_place.version == number + 1
         assert all(same_bits(loaded[name], engine[name]) for name in loaded)
         weights = walk(weights, generator)
+        weights["tied"] = weights["odd"]
     # What the token takes receivers to hold: the next change is made against it.
-    again = {update.name: update for update in send(token, receiver.tensors)}
-    assert not again
-    assert all(same_bits(engine[name], receiver.tensors[name]) for name in weights)
-    assert {update.kind for update in send(late, weights)} == {"whole"}
+    assert send(token, receiver.tensors) == []
+    assert all(same_bits(engine[name], receiver.tensors[name]) for name in engine)
+    assert receiver.tensors["tied"].data_ptr() != receiver.tensors["odd"].data_ptr()
 
 
 def test_changes_take_27_hundredths_of_bf16() -> None:
@@ -127,90 +161,49 @@ def test_what_has_not_changed_is_not_sent() -> None:
 
 
 def test_passes_without_a_step_between_come_nearer() -> None:
-    weights, generator = start(torch.float32)
-    token, receiver = SyncToken(), DeltaReceiver()
-    for _ in receiver.updated(send(token, weights)):
-        pass
-    weights = walk(weights, generator)
+    both = InSync()
     errors = []
     for _ in range(12):
-        for _ in receiver.updated(send(token, weights)):
-            pass
-        errors.append(max((receiver.tensors[n] - w).abs().max().item() for n, w in weights.items() if w.numel()))
+        receive(both.receiver, send(both.token, both.changed))
+        held = both.receiver.tensors
+        errors.append(max((held[n] - w).abs().max().item() for n, w in both.changed.items() if w.numel()))
     assert all(later <= earlier / 7 or later == 0 for earlier, later in pairwise(errors[:4]))
     assert errors[-1] == 0
-    assert send(token, weights) == []
+    assert send(both.token, both.changed) == []
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "value"), list(zip(DTYPES, (float("nan"), float("inf"), -float("inf")), strict=True)), ids=str
+)
 def test_what_is_not_finite_arrives_and_goes_again(dtype: torch.dtype, value: float) -> None:
-    weights, generator = start(dtype)
-    token, receiver = SyncToken(), DeltaReceiver()
-    dict(receiver.updated(send(token, weights)))
-    broken = walk(weights, generator)
-    broken["odd"][5, 5] = value
-    kinds = {update.name: update.kind for update in receive_all(receiver, send(token, broken))}
-    assert kinds["odd"] == "whole"
-    assert kinds["more"] == "delta"
-    assert same_bits(receiver.tensors["odd"], broken["odd"])
-    healed = walk(weights, generator)
-    receive_all(receiver, send(token, healed))
-    assert same_bits(receiver.tensors["odd"], healed["odd"])
-    assert {u.name: u.kind for u in send(token, walk(healed, generator))}["odd"] == "delta"
-
-
-def receive_all(receiver: DeltaReceiver, updates: list[WeightUpdate]) -> list[WeightUpdate]:
-    for update in updates:
-        receiver.apply(update)
-    return updates
+    both = InSync(dtype)
+    both.changed["odd"][5, 5] = value
+    kinds = {update.name: update.kind for update in receive(both.receiver, send(both.token, both.changed))}
+    assert (kinds["odd"], kinds["more"]) == ("whole", "delta")
+    assert same_bits(both.receiver.tensors["odd"], both.changed["odd"])
+    healed = walk(both.weights, both.generator)
+    receive(both.receiver, send(both.token, healed))
+    assert same_bits(both.receiver.tensors["odd"], healed["odd"])
+    assert {u.name: u.kind for u in send(both.token, walk(healed, both.generator))}["odd"] == "delta"
 
 
 def test_a_late_receiver_is_told_to_ask_for_everything() -> None:
-    weights, generator = start(torch.float32)
-    token, receiver = SyncToken(), DeltaReceiver()
-    send(token, weights)
-    updates = [u for u in send(token, walk(weights, generator)) if u.kind == "delta"]
+    both, late = InSync(), DeltaReceiver()
+    update = changes(send(both.token, both.changed))[0]
     with pytest.raises(OutOfSyncError, match="has no version of it: it joined late"):
-        receiver.apply(updates[0])
-    token.reset()
-    receive_all(receiver, send(token, weights))
-    assert all(same_bits(receiver.tensors[name], weight) for name, weight in weights.items())
+        late.apply(update)
+    both.token.reset()
+    receive(late, send(both.token, both.weights))
+    assert all(same_bits(late.tensors[name], weight) for name, weight in both.weights.items())
 
 
-def test_a_missed_update_is_noticed_and_changes_nothing() -> None:
-    weights, generator = start(torch.float32)
-    token, receiver = SyncToken(), DeltaReceiver()
-    receive_all(receiver, send(token, weights))
-    missed = walk(weights, generator)
-    send(token, missed)
-    held = {name: tensor.clone() for name, tensor in receiver.tensors.items()}
-    update = next(u for u in send(token, walk(missed, generator)) if u.kind == "delta")
-    with pytest.raises(OutOfSyncError, match=r"version 3 of odd changes version 2, but this receiver has version 1"):
-        receiver.apply(update)
-    assert all(same_bits(receiver.tensors[name], tensor) for name, tensor in held.items())
-
-
-def test_another_tokens_changes_are_refused_even_if_versions_agree() -> None:
-    weights, generator = start(torch.float32)
-    first, second, receiver = SyncToken(), SyncToken(), DeltaReceiver()
-    receive_all(receiver, send(first, weights))
-    send(second, weights)
-    update = next(u for u in send(second, walk(weights, generator)) if u.kind == "delta")
-    with pytest.raises(OutOfSyncError, match="by another token"):
-        receiver.apply(update)
-
-
-def test_an_update_that_arrives_twice_is_applied_once() -> None:
-    weights, generator = start(torch.float32)
-    token, receiver = SyncToken(), DeltaReceiver()
-    receive_all(receiver, send(token, weights))
-    updates = send(token, walk(weights, generator))
-    receive_all(receiver, updates)
-    held = {name: tensor.clone() for name, tensor in receiver.tensors.items()}
-    receive_all(receiver, updates)
-    assert receiver.version == 2
-    assert all(same_bits(receiver.tensors[name], tensor) for name, tensor in held.items())
+def test_a_missed_update_or_another_tokens_is_noticed_and_changes_nothing() -> None:
+    both, other = InSync(), SyncToken()
+    send(both.token, both.changed)
+    update = changes(send(both.token, walk(both.changed, both.generator)))[0]
+    both.refuses(update, r"version 3 of odd changes version 2, but this receiver has version 1")
+    send(other, both.weights)
+    both.refuses(changes(send(other, both.changed))[0], "by another token")  # even if versions agree
 
 
 def test_a_pass_that_was_left_early_makes_the_next_send_everything() -> None:
@@ -223,31 +216,10 @@ def test_a_pass_that_was_left_early_makes_the_next_send_everything() -> None:
     assert token.version == 1
 
 
-def test_headers_and_data_travel_apart() -> None:
-    weights, generator = start(torch.bfloat16)
-    token, receiver = SyncToken(), DeltaReceiver()
-    for current in (weights, walk(weights, generator)):
-        for update in send(token, current):
-            announced = json.loads(update.header)
-            data = torch.empty(announced["data_shape"], dtype=getattr(torch, announced["data_dtype"]))
-            data.copy_(update.data)
-            receiver.apply(WeightUpdate.from_header(update.header, data))
-    assert receiver.version == 2
-
-
-def test_tied_tensors_are_packed() -> None:
-    weight = torch.randn(40, 40)
-    token, receiver = SyncToken(), DeltaReceiver()
-    for current in (weight, weight + 1e-3):
-        receive_all(receiver, send(token, {"embedding": current, "head": current}))
-        assert same_bits(receiver.tensors["embedding"], receiver.tensors["head"])
-        assert receiver.tensors["embedding"].data_ptr() != receiver.tensors["head"].data_ptr()
-
-
 def test_a_tensor_that_has_another_dtype_or_shape_now_is_sent_whole() -> None:
     token, receiver = SyncToken(), DeltaReceiver()
     for weight in (torch.randn(40, 40), torch.randn(40, 40).bfloat16(), torch.randn(40, 41).bfloat16()):
-        update = receive_all(receiver, send(token, {"w": weight}))[0]
+        update = receive(receiver, send(token, {"w": weight}))[0]
         assert update.kind == "whole"
         assert same_bits(receiver.tensors["w"], weight)
 
@@ -273,3 +245,94 @@ def test_a_tensor_that_is_not_alike_is_refused() -> None:
     for into in (torch.zeros(4, 3).bfloat16(), torch.zeros(3, 4), torch.zeros(3, 4).t()):
         with pytest.raises(ValueError, match="let the receiver hold a copy"):
             DeltaReceiver().apply(update, into=into)
+
+
+# ---- ranks send together what one process would send, and none of them sends it if they disagree
+
+
+def weights_of(step: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights after a few steps, the same on all ranks; one of them is never trained."""
+    weights, generator = start(torch.float32)
+    for _ in range(step):
+        weights = walk(weights, generator)
+    trained = {name: weight.to(device(), dtype) for name, weight in weights.items()}
+    return {"frozen": torch.ones(40, 40, device=device()), **trained}
+
+
+def sent(token: SyncToken, step: int, dtype: torch.dtype, group: dist.ProcessGroup | None) -> list[WeightUpdate]:
+    return [update for _, update in token.updates(iter(weights_of(step, dtype).items()), group)]
+
+
+def compared_with_one_process(dtype: torch.dtype) -> int:
+    """In a worker: whether ranks together send the bytes that one of them alone would; the bytes this rank keeps."""
+    together, alone = SyncToken(), SyncToken()
+    for step in range(4):
+        ours, expected = sent(together, step, dtype, dist.group.WORLD), sent(alone, step, dtype, None)
+        assert step == 0 or "frozen" not in {u.name for u in ours}
+        for mine, other in zip(ours, expected, strict=True):
+            of_both = [(u.name, u.kind, u.version, u.since) for u in (mine, other)]
+            assert of_both[0] == of_both[1]
+            assert same_bits(mine.data, other.data)
+    return together.nbytes
+
+
+@pytest.mark.parametrize(("world", "dtype"), [(3, torch.bfloat16), (4, torch.float32)], ids=str)
+def test_updates_do_not_depend_on_the_number_of_ranks(
+    pool: Callable[[int], Pool], dtype: torch.dtype, world: int
+) -> None:
+    kept = pool(world).run(compared_with_one_process, dtype)
+    total = sum(weight.nbytes for weight in weights_of(0, dtype).values())
+    assert sum(kept) == total  # each value's copy is on one rank
+    assert max(kept) <= total / world + 3 * CHUNK * dtype.itemsize
+
+
+def after_one_rank_does(what: str) -> list[str]:
+    """In a worker: the kinds of updates of a pass, after one rank has done something that the others have not."""
+    token = SyncToken()
+    sent(token, 0, torch.float32, dist.group.WORLD)
+    if dist.get_rank() == 1:
+        if what == "resets":
+            token.reset()
+        elif what == "comes with a new token":
+            token = SyncToken()
+    if what == "fails at the end":  # all took part in all collectives, but one did not see the iterator end
+        updates = token.updates(weights_of(1, torch.float32).items(), dist.group.WORLD)
+        for _ in range(len(SHAPES) - 1):  # the empty one has not changed
+            last = next(updates)
+        if dist.get_rank() == 1:
+            updates.close()
+        else:
+            assert next(updates, None) is None
+        assert last[0] == "more"
+    return [update.kind for update in sent(token, 2, torch.float32, dist.group.WORLD)]
+
+
+WHAT = ("resets", "comes with a new token", "fails at the end")
+
+
+def disagree() -> tuple[list[list[str]], int]:
+    """In a worker: kinds after one rank has done something alone, and the bytes that it keeps of small tensors."""
+    rank = dist.get_rank()
+    with pytest.raises(ValueError, match=r"block: 256 on ranks 0, 2-3, 64 on rank 1"):
+        sent(SyncToken(block=64 if rank == 1 else 256), 0, torch.float32, dist.group.WORLD)
+    tokens = [SyncToken(), SyncToken()]
+    for token in tokens:
+        sent(token, 0, torch.float32, dist.group.WORLD)
+    with pytest.raises(ValueError, match=r"ranks were given different arguments: stream"):
+        sent(tokens[rank // 2], 1, torch.float32, dist.group.WORLD)
+    token = SyncToken()
+    weights = ((str(number), torch.zeros(CHUNK, device=device())) for number in range(8))
+    assert len(list(token.updates(weights, dist.group.WORLD))) == 8
+    return [after_one_rank_does(what) for what in WHAT], token.nbytes
+
+
+def test_ranks_that_disagree_raise_or_send_everything_together(pool: Callable[[int], Pool]) -> None:
+    for kinds, nbytes in pool(4).run(disagree):
+        assert kinds == [["whole"] * (len(SHAPES) + 1)] * len(WHAT)
+        assert nbytes == 2 * 4 * CHUNK  # of eight tensors of a chunk each: spread over ranks
+
+
+@pytest.mark.parametrize("block", [16, 100, 8192])
+def test_a_block_that_no_codec_has_is_refused(block: int) -> None:
+    with pytest.raises(ValueError, match=f"block is {block}"):
+        SyncToken(block=block)

@@ -1,4 +1,4 @@
-"""Several saves into one folder, killed anywhere: what loads is one whole base, and no files pile up."""
+"""Saving a frozen base is all or nothing, wherever it is interrupted and whoever else saves into the folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import fcntl
 import functools
 import os
 import random
+import resource
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,11 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import frozen_files as files
-from harness.disk import FILE_SIZE, Killed, at_steps, dying_at, quantized, stored_in
+from harness.disk import FILE_SIZE, STEPS, Killed, at_steps, dying_at, failing_at, quantized, stored_in
 from harness.messages import collected
 from harness.pool import Pool, start_method
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
-from fsdp_zpp import save_frozen_params
+from fsdp_zpp import load_frozen_params, quantize_frozen_params, save_frozen_params
 from fsdp_zpp.frozen.files import drafts, tensor_files
 from fsdp_zpp.frozen.files.drafts import Draft
 
@@ -36,14 +39,85 @@ def save(seed: int, folder: Path) -> None:
     save_frozen_params(base_of(seed), folder, max_file_size=FILE_SIZE)
 
 
-def outputs(count: int) -> list[torch.Tensor]:
-    return [files.output_of(files.rounded(files.make_base(seed))) for seed in range(count)]
-
-
-def which(found: torch.Tensor, expected: list[torch.Tensor]) -> int:
-    """The seed of the base that computes ``found``."""
-    (seed,) = (seed for seed, output in enumerate(expected) if torch.equal(found, output))
+def which(found: Tensor, count: int) -> int:
+    """The seed, of ``count``, of the base that computes ``found``."""
+    (seed,) = (seed for seed in range(count) if torch.equal(found, output_of(seed)))
     return seed
+
+
+@functools.cache
+def output_of(seed: int) -> Tensor:
+    return files.output_of(files.rounded(files.make_base(seed)))
+
+
+def count_files(folder: Path) -> int:
+    return len(list(folder.iterdir()))
+
+
+# ---- one save
+
+
+def test_a_save_that_ends_anywhere_leaves_the_older_base_or_the_newer(tmp_path: Path) -> None:
+    step, ended = 0, True
+    while ended:
+        for end in (dying_at, failing_at):
+            folder = tmp_path / f"{end.__name__}{step}"
+            save(0, folder)
+            with end(step) as steps, suppress(Killed, RuntimeError):
+                save(1, folder)
+            ended = len(steps.begun) > step
+            assert which(stored_in(folder), 2) == ("replace" in steps.done)
+            save(1, folder)  # which also clears up
+            assert which(stored_in(folder), 2) == 1
+            assert count_files(folder) == count_files(tmp_path / "dying_at0")
+        step += 1
+    assert set(steps.done) == {name for _, name in STEPS}
+    to_disk = [name for name in steps.done if name in ("save_file", "fsync", "replace")]
+    assert to_disk[-4:] == ["fsync", "fsync", "replace", "fsync"]
+    assert to_disk[:-4] == ["save_file", "fsync"] * (len(to_disk[:-4]) // 2)
+
+
+def test_a_save_that_can_not_be_made_leaves_what_was_there(tmp_path: Path) -> None:
+    save_frozen_params(base_of(0), tmp_path)
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    said = r"could not be saved to .*; what was there before still is"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_SIZE, hard))
+    try:
+        with pytest.raises(RuntimeError, match=said):
+            save_frozen_params(base_of(1), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+    assert which(stored_in(tmp_path), 2) == 0
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(RuntimeError, match=said):
+        save(1, tmp_path / "file")
+
+
+def test_a_loaded_base_outlives_its_files_and_other_files_stay(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "frozen_base-notes.txt", "frozen_base-mine.safetensors"):
+        (tmp_path / name).write_text("mine")
+    save_frozen_params(base_of(1), tmp_path)
+    save_frozen_params(base_of(0), tmp_path)
+    assert count_files(tmp_path) == 5
+    net = files.make_empty()
+    load_frozen_params(net, tmp_path)
+    save_frozen_params(net, tmp_path)  # over the files that it came from
+    assert which(files.output_of(net), 1) == which(stored_in(tmp_path), 1) == 0
+
+
+def test_buffers_that_are_not_persistent_are_not_saved(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).requires_grad_(False)
+    net.register_buffer("angles", torch.arange(4.0), persistent=False)
+    quantize_frozen_params(net)
+    save_frozen_params(net, tmp_path)
+    names = {key for file in tmp_path.glob("*.safetensors") for key in load_file(file)}
+    of_norm = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    assert names == {"0.weight.codes", "0.weight.scales", "0.bias", *(f"1.{name}" for name in of_norm)}
+
+
+# ---- several saves
 
 
 def steps_of_a_save(folder: Path) -> int:
@@ -74,35 +148,31 @@ def both(folder: Path, second_at: int, second_dies: int = NEVER, first_dies: int
 
 
 def test_a_save_within_any_step_of_another_leaves_one_of_them_whole_and_nothing_else(tmp_path: Path) -> None:
-    expected = outputs(3)
     steps = steps_of_a_save(tmp_path / "one")
-    files_of_one = len(list((tmp_path / "one").iterdir()))
     for step in range(steps):
         folder = tmp_path / str(step)
         save(0, folder)
         last = both(folder, step)
-        assert which(stored_in(folder), expected) == last, step
-        assert len(list(folder.iterdir())) == files_of_one, step
+        assert which(stored_in(folder), 3) == last, step
+        assert count_files(folder) == count_files(tmp_path / "one"), step
 
 
 def test_saves_that_are_killed_anywhere_leave_one_whole_base_and_the_next_clears_up(tmp_path: Path) -> None:
-    expected = outputs(4)
     steps = steps_of_a_save(tmp_path / "one")
-    files_of_one = len(list((tmp_path / "one").iterdir()))
     dice = random.Random(0)
     for trial in range(60):
         folder = tmp_path / str(trial)
         save(0, folder)
         second_at, second_dies, first_dies = (dice.randrange(steps) for _ in range(3))
         last = both(folder, second_at, second_dies, first_dies)
-        assert which(stored_in(folder), expected) == last, trial
+        assert which(stored_in(folder), 3) == last, trial
         save(3, folder)
-        assert which(stored_in(folder), expected) == 3
-        assert len(list(folder.iterdir())) == files_of_one, trial
+        assert which(stored_in(folder), 4) == 3
+        assert count_files(folder) == count_files(tmp_path / "one"), trial
 
 
 def test_what_loads_while_a_save_replaces_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, open_file, opened = outputs(2), tensor_files.open_file, []
+    open_file, opened = tensor_files.open_file, []
 
     def opens(at: int, path: Path, *rest: Any) -> Any:
         opened.append(path)
@@ -116,19 +186,19 @@ def test_what_loads_while_a_save_replaces_it_is_whole(tmp_path: Path, monkeypatc
         save(0, tmp_path)
         opened.clear()
         monkeypatch.setattr(tensor_files, "open_file", functools.partial(opens, at))
-        assert which(stored_in(tmp_path), expected) == 1
+        assert which(stored_in(tmp_path), 2) == 1
 
 
 def saved_at_once(folder: str) -> list[int]:
     """In a worker: which base loads each time after all ranks have saved one of their own into the same folder."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    base, expected = quantized(dist.get_rank(), alone), outputs(2)
+    base = quantized(dist.get_rank(), alone)
     found = []
     for _ in range(10):
         dist.barrier()
         save_frozen_params(base, folder, max_file_size=FILE_SIZE)
         dist.barrier()
-        found.append(which(stored_in(Path(folder), alone), expected))
+        found.append(which(stored_in(Path(folder), alone), 2))
     return found
 
 
@@ -147,13 +217,13 @@ def die_in_a_save(folder: str) -> None:
 
 def test_files_of_a_process_that_died_are_removed(tmp_path: Path) -> None:
     save(0, tmp_path)
-    before = len(list(tmp_path.iterdir()))
+    before = count_files(tmp_path)
     process = start_method().Process(target=die_in_a_save, args=(str(tmp_path),))
     process.start()
     process.join()
-    assert len(list(tmp_path.iterdir())) == before + 2
+    assert count_files(tmp_path) == before + 2
     save(1, tmp_path)
-    assert len(list(tmp_path.iterdir())) == before
+    assert count_files(tmp_path) == before
 
 
 def test_files_of_another_machine_stay_and_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
