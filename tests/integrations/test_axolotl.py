@@ -1,49 +1,81 @@
-"""axolotl with a strategy: its losses, checkpoints and adapters, and what its configuration may not ask for."""
+"""axolotl with a strategy: its losses, checkpoints and adapters, and what its configuration may not ask for.
+
+axolotl does not mean to train in several processes on CPUs. Of its ways to place a model only that of ``fsdp_config``
+needs no GPU, but for a mesh of GPUs, which the strategy's plugin leaves out.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import yaml
-from framework_workers import framework_workers
 from harness import lora
+from harness.covering import over_each
+from harness.launch import ROOT
 from harness.pool import Pool, device_type
+from hugging_face import logged, new_job, shard_trainer_by_own_fsdp
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from tiny_chats import TOKENS, framework_workers, write_model
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
-from fsdp_zpp import NF4, Int8
+from fsdp_zpp import NF4, Int8, traffic
 
 pytest.importorskip("axolotl")
 
-from axolotl_training import (
-    EXAMPLE,
-    NO_KERNELS,
-    OWN,
-    PARTLY_FROZEN,
-    TOKENS,
-    WHOLE,
-    import_axolotl,
-    merge,
-    options_for,
-    trained,
-    write_models_and_texts,
-)
+from axolotl.integrations.base import BasePlugin, PluginManager
+from axolotl.loaders import ModelLoader
 
+os.environ["AXOLOTL_DO_NOT_TRACK"] = "1"  # which axolotl looks at when it begins to train, here and in workers
+
+Workers = Callable[..., list[Any]]
+EXAMPLE = ROOT / "examples" / "axolotl_lora.yaml"
 NODES = {"gpus_per_node": 2}
+FULL = {"fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}
+
+
+class OwnShardingPlugin(BasePlugin):
+    """axolotl's own FSDP2, which accelerate does not choose on a CPU."""
+
+    def register(self, cfg: Any) -> None:
+        if device_type() == "cpu":
+            ModelLoader.use_parallel_config = None
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        shard_trainer_by_own_fsdp(trainer)
+
+
+OWN = FULL | {
+    "plugins": [f"test_axolotl.{OwnShardingPlugin.__name__}"],
+    "fsdp_zpp": None,
+    "fsdp_version": 2,
+    "experimental_skip_move_to_device": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
+}
+"""Options of the example without a strategy."""
+NO_KERNELS = dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"), False)
+"""axolotl sets them where the base is not quantized, and some run on GPUs alone."""
+WHOLE = {"adapter": None, "learning_rate": 2e-3, "val_set_size": 16, "eval_steps": 2}
+"""Options of the example without adapters, and with evaluations."""
+PARTLY_FROZEN = WHOLE | {"unfrozen_parameters": ["model.layers.1.*", "model.norm.*"]}
+"""Options of the example without adapters, of which the last layer and the norm are trained."""
 
 
 @pytest.fixture(autouse=True)
 def _on_cpus_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    from axolotl.loaders import ModelLoader
-
     monkeypatch.setattr(ModelLoader, "use_parallel_config", ModelLoader.use_parallel_config)  # which the plugin changes
     if device_type() == "cpu":
         monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
@@ -51,22 +83,99 @@ def _on_cpus_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a small model, its tokenizer of bytes, and texts."""
+    """Return a folder with a small model in fp32, the same in bf16, their tokenizer of bytes, and texts."""
     folder = tmp_path_factory.mktemp("axolotl")
-    write_models_and_texts(folder)
+    for name, dtype in {"model": torch.float32, "bf16": torch.bfloat16}.items():
+        write_model(folder / name, dtype)
+    texts = [f"{a} plus {b} is {a + b}" for a in range(16) for b in range(8)]
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return folder
 
 
+def import_axolotl() -> None:
+    """In a worker: import axolotl."""
+    import axolotl.cli.config
+    import axolotl.common.datasets
+    import axolotl.core.trainers
+    import axolotl.train  # noqa: F401
+
+
 @pytest.fixture(scope="module")
-def workers() -> Iterator[Callable[..., list[Any]]]:
-    """Return ``workers(function, *args)`` on four ranks, in processes of their own: axolotl patches much there."""
+def workers() -> Iterator[Workers]:
+    """Return ``workers(function, *args)`` on four ranks."""
     yield from framework_workers(import_axolotl)
 
 
+@contextmanager
+def axolotl_job() -> Iterator[None]:
+    """Return a context in which axolotl runs as its command would run it, and after which it keeps nothing."""
+    on_cpu = {"ACCELERATE_USE_CPU": "true"} if device_type() == "cpu" else {}
+    PluginManager.get_instance().plugins.clear()
+    with (
+        new_job(),
+        patch.dict(os.environ, {"HF_HUB_OFFLINE": "1"} | on_cpu),
+        patch.object(sys, "argv", ["axolotl"]),
+        patch("axolotl.utils.distributed.distributed_state", None),  # which accelerate has forgotten
+        patch("axolotl.train.cleanup_distributed"),  # the workers' process group outlives a job
+        patch.object(ModelLoader, "use_parallel_config", ModelLoader.use_parallel_config),  # which plugins change
+    ):
+        yield
+
+
+def options_for(folder: Path, output: Path) -> dict[str, Any]:
+    """Return the options for the small model: four steps of two micro-batches."""
+    return {
+        "base_model": str(folder / "model"),
+        "datasets": [{"path": str(folder / "texts.jsonl"), "ds_type": "json", "type": "completion"}],
+        "dataset_prepared_path": str(folder / "prepared"),
+        "dataset_num_proc": 1,
+        "dataloader_num_workers": 0,  # a pool's workers may have no processes of their own
+        "output_dir": str(output),
+        "sequence_len": 64,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 4,
+        "save_steps": 2,
+        "learning_rate": 5e-3,
+        "lr_scheduler": "constant",
+        "optimizer": "adamw_torch",
+        "bf16": False,
+    }
+
+
+@dataclass
+class Result:
+    """Results that a training leaves behind: also logits of the sharded model, and the folder of the best checkpoint,
+    if one was to be found.
+    """
+
+    losses: list[float]
+    evaluated: list[float]
+    logits: Tensor
+    sent: dict[str, Any] | None
+    best: str | None
+
+
+def trained(options: dict[str, Any]) -> Result:
+    """In a worker: a training by axolotl's own functions."""
+    with axolotl_job():
+        from axolotl.cli.args import TrainerCliArgs
+        from axolotl.cli.config import load_cfg
+        from axolotl.common.datasets import load_datasets
+        from axolotl.train import train
+
+        torch.manual_seed(0)  # axolotl makes adapters before it sets a seed
+        cfg = load_cfg(str(EXAMPLE), **options)
+        model, _, trainer = train(cfg=cfg, dataset_meta=load_datasets(cfg=cfg, cli_args=TrainerCliArgs()))
+        assert isinstance(trainer.model, FSDPModule)  # by itself accelerate would choose DDP on a CPU
+        with torch.no_grad():
+            logits = model(input_ids=TOKENS.to(trainer.args.device)).logits.float().cpu()
+        sent = None if options["fsdp_zpp"] is None else traffic(model)
+        best = trainer.state.best_model_checkpoint
+        return Result(logged(trainer, "loss"), logged(trainer, "eval_loss"), logits, sent, best)
+
+
 @pytest.mark.parametrize("kind", ["adapters", "whole"])
-def test_losses_are_those_of_axolotls_own_fsdp(
-    workers: Callable[..., list[Any]], folder: Path, tmp_path: Path, kind: str
-) -> None:
+def test_losses_are_those_of_axolotls_own_fsdp(workers: Workers, folder: Path, tmp_path: Path, kind: str) -> None:
     options = NO_KERNELS | (WHOLE if kind == "whole" else {})
     own, plain, zeropp = (
         workers(trained, options_for(folder, tmp_path / name) | options | each)[0]
@@ -84,13 +193,44 @@ def test_losses_are_those_of_axolotls_own_fsdp(
     for hop in ("gather", "reduce"):
         assert 0 < 4 * zeropp.sent[hop]["inter"] < plain.sent[hop]["inter"]
     if kind == "whole":
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
-        torch.testing.assert_close(loaded(input_ids=TOKENS).logits, plain.logits, rtol=1e-4, atol=1e-4)
+        check_files(tmp_path / "plain", folder, "full", "none", plain.logits)
+
+
+KINDS: dict[str, dict[str, Any]] = {"full": WHOLE, "lora": {}, "partly frozen": PARTLY_FROZEN}
+FROZEN = {"none": None, "mixzpp": Int8(64), "nf4": NF4(64)}
+
+
+def options_of(folder: Path, output: Path, kind: str, frozen: str) -> dict[str, Any]:
+    """Return the example's options for a cell of the matrix; checkpoints of what is no adapter are full ones."""
+    codec = {"none": None, "mixzpp": "int8:64", "nf4": "nf4:64"}[frozen]
+    # Without a codec of weights, or the model would compute with weights that differ from those in files.
+    strategy = {"preset": "mixzpp", "weights": None, "frozen": codec} | NODES
+    options = options_for(folder, output) | NO_KERNELS | KINDS[kind] | ({} if kind == "lora" else FULL)
+    return options | {"fsdp_zpp": strategy}
+
+
+def logits_of(files: Path, folder: Path, kind: str, frozen: str) -> Tensor:
+    """Compute, in one process, the logits of files, of adapters on what the base was rounded to."""
+    if kind != "lora":
+        return AutoModelForCausalLM.from_pretrained(files, dtype=torch.float32)(input_ids=TOKENS).logits
+    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    if (codec := FROZEN[frozen]) is not None:
+        for parameter in base.parameters():
+            if parameter.dim() == 2:
+                lora.round_weight(parameter, codec)
+    return PeftModel.from_pretrained(base, files).eval()(input_ids=TOKENS).logits
+
+
+def check_files(files: Path, folder: Path, kind: str, frozen: str, logits: Tensor) -> None:
+    """Check that files answer as the sharded model did, and that a model that is no adapter has every tensor."""
+    torch.testing.assert_close(logits_of(files, folder, kind, frozen), logits, rtol=1e-4, atol=1e-4)
+    if kind != "lora":
+        assert load_file(files / "model.safetensors").keys() == load_file(folder / "model/model.safetensors").keys()
 
 
 @pytest.mark.parametrize("kind", ["quantized", "head trained", "whole"])
 def test_the_example_resumes_bit_for_bit_and_leaves_what_is_read_without_it(
-    workers: Callable[..., list[Any]], folder: Path, tmp_path: Path, kind: str
+    workers: Workers, folder: Path, tmp_path: Path, kind: str
 ) -> None:
     # Without a codec of weights, or the model would compute with weights that differ from those in files.
     strategy = yaml.safe_load(EXAMPLE.read_text())["fsdp_zpp"] | {"weights": None} | NODES
@@ -111,89 +251,37 @@ def test_the_example_resumes_bit_for_bit_and_leaves_what_is_read_without_it(
     assert resumed.evaluated == first.evaluated[:2] + first.evaluated[1:]  # and before the first after a checkpoint
     assert torch.equal(resumed.logits, first.logits)
     assert first.losses[-1] < first.losses[0]
-    if kind == "whole":
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    else:
-        base = AutoModelForCausalLM.from_pretrained(folder / "model")
-        if kind == "quantized":
-            for parameter in base.parameters():
-                if parameter.dim() == 2:
-                    lora.round_weight(parameter, NF4(64))
-        loaded = PeftModel.from_pretrained(base, tmp_path).eval()
-    torch.testing.assert_close(loaded(input_ids=TOKENS).logits, first.logits, rtol=1e-4, atol=1e-4)
+    cell = ("full", "none") if kind == "whole" else ("lora", "nf4" if kind == "quantized" else "none")
+    check_files(tmp_path, folder, *cell, first.logits)
 
 
-KINDS: dict[str, dict[str, Any]] = {"full": WHOLE, "lora": {}, "partly frozen": PARTLY_FROZEN}
-FROZEN = {"none": None, "mixzpp": Int8(64), "nf4": NF4(64)}
-FULL = {"fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}
-
-
-def options_of(folder: Path, output: Path, kind: str, frozen: str) -> dict[str, Any]:
-    """Return the example's options for a cell of the matrix; checkpoints of what is no adapter are full ones."""
-    codec = {"none": None, "mixzpp": "int8:64", "nf4": "nf4:64"}[frozen]
-    # Without a codec of weights, or the model would compute with weights that differ from those in files.
-    strategy = {"preset": "mixzpp", "weights": None, "frozen": codec} | NODES
-    return (
-        options_for(folder, output)
-        | NO_KERNELS
-        | KINDS[kind]
-        | ({} if kind == "lora" else FULL)
-        | {"fsdp_zpp": strategy}
-    )
-
-
-def logits_of(files: Path, folder: Path, kind: str, frozen: str) -> Tensor:
-    """Compute, in one process, the logits of files, of adapters on what the base was rounded to."""
-    if kind != "lora":
-        return AutoModelForCausalLM.from_pretrained(files, dtype=torch.float32)(input_ids=TOKENS).logits
-    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    if (codec := FROZEN[frozen]) is not None:
-        for parameter in base.parameters():
-            if parameter.dim() == 2:
-                lora.round_weight(parameter, codec)
-    return PeftModel.from_pretrained(base, files).eval()(input_ids=TOKENS).logits
-
-
-def check_names(files: Path, folder: Path, kind: str) -> None:
-    """Check that a model that is no adapter has every tensor."""
-    if kind != "lora":
-        assert load_file(files / "model.safetensors").keys() == load_file(folder / "model/model.safetensors").keys()
-
-
-@pytest.mark.parametrize("frozen", FROZEN)
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_saved_is_whole(
-    workers: Callable[..., list[Any]], folder: Path, tmp_path: Path, kind: str, frozen: str
-) -> None:
+@over_each(kind=list(KINDS), frozen=list(FROZEN))
+def test_what_is_saved_is_whole(workers: Workers, folder: Path, tmp_path: Path, kind: str, frozen: str) -> None:
     options = options_of(folder, tmp_path, kind, frozen)
     first = workers(trained, options)[0]
     assert first.losses[-1] < first.losses[0]
     for files in (tmp_path, tmp_path / "checkpoint-4"):
-        torch.testing.assert_close(logits_of(files, folder, kind, frozen), first.logits, rtol=1e-4, atol=1e-4)
-        check_names(files, folder, kind)
+        check_files(files, folder, kind, frozen, first.logits)
     shutil.rmtree(tmp_path / "checkpoint-4")
     assert torch.equal(workers(trained, options)[0].logits, first.logits)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_best_is_saved_in_the_end(
-    workers: Callable[..., list[Any]], folder: Path, tmp_path: Path, kind: str
-) -> None:
+def test_the_best_is_saved_in_the_end(workers: Workers, folder: Path, tmp_path: Path, kind: str) -> None:
     # The best is that with the largest loss, so that the last is not the best.
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     best |= {"val_set_size": 16, "eval_steps": 2}
     result = workers(trained, options_of(folder, tmp_path, kind, "nf4") | best)[0]
     assert Path(result.best).name == "checkpoint-2"
     for files in (tmp_path, tmp_path / "checkpoint-2"):
-        torch.testing.assert_close(logits_of(files, folder, kind, "nf4"), result.logits, rtol=1e-4, atol=1e-4)
-        check_names(files, folder, kind)
+        check_files(files, folder, kind, "nf4", result.logits)
     last = logits_of(tmp_path / "checkpoint-4", folder, kind, "nf4")
     assert not torch.allclose(last, result.logits, atol=1e-3)
 
 
 @pytest.mark.parametrize("strategy", ["mixzpp", {"preset": "zeropp", "frozen": "nf4"}], ids=str)
 def test_adapters_on_a_bf16_base_are_read_without_it(
-    workers: Callable[..., list[Any]], folder: Path, tmp_path: Path, strategy: Any
+    workers: Workers, folder: Path, tmp_path: Path, strategy: Any
 ) -> None:
     options = {"base_model": str(folder / "bf16"), "bf16": True, "fsdp_zpp": strategy}
     result = workers(trained, options_for(folder, tmp_path) | options)[0]
@@ -204,6 +292,14 @@ def test_adapters_on_a_bf16_base_are_read_without_it(
     after = PeftModel.from_pretrained(base, tmp_path).eval()(input_ids=TOKENS).logits
     # The base here is not rounded to the codec.
     assert (after - result.logits).norm() < 0.3 * (after - before).norm()
+
+
+def merge(options: dict[str, Any]) -> None:
+    """In a worker: what ``axolotl merge-lora`` does."""
+    with axolotl_job():
+        from axolotl.cli.merge_lora import do_cli
+
+        do_cli(config=str(EXAMPLE), **options)
 
 
 def test_one_process_merges_adapters_by_the_same_file(folder: Path, tmp_path: Path) -> None:
@@ -247,7 +343,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 def validated(options: dict[str, Any]) -> Any:
     """Return the example's configuration as axolotl validates it on each rank."""
-    from axolotl.integrations.base import PluginManager
     from axolotl.utils.config import prepare_plugins, validate_config
     from axolotl.utils.dict import DictDefault
 
@@ -278,8 +373,9 @@ def test_several_processes_without_gpus_are_told_how_to_train(monkeypatch: pytes
 
 def test_axolotl_is_told_of_fsdp2_where_there_are_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    cfg = validated({"fsdp_zpp": {"preset": "zeropp", "weights": None, "frozen": "nf4"}})
-    assert cfg.fsdp_zpp == {"preset": "zeropp", "weights": None, "frozen": "nf4"}  # None is a value, too
+    strategy = {"preset": "zeropp", "weights": None, "frozen": "nf4"}
+    cfg = validated({"fsdp_zpp": strategy})
+    assert cfg.fsdp_zpp == strategy  # None is a value, too
     assert cfg.fsdp_version == 2
     assert cfg.fsdp_config.final_state_dict_type == "FULL_STATE_DICT"
     assert cfg.experimental_skip_move_to_device is True

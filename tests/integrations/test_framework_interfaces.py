@@ -1,4 +1,4 @@
-"""What the doors to LLaMA-Factory and ms-swift need of them, on stand-ins, for where neither is installed.
+"""What integrations need of frameworks: a version, and of LLaMA-Factory and ms-swift names, on stand-ins.
 
 The stand-ins have the names and signatures that were found in LLaMA-Factory 0.9.5 and 0.9.6.dev0 and in ms-swift
 4.6.0. Where a framework is installed, its own are compared with them.
@@ -7,16 +7,68 @@ The stand-ins have the names and signatures that were found in LLaMA-Factory 0.9
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
+import json
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from harness.launch import launch
 
+import fsdp_zpp.integrations
 from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.integrations._requirement import require
+
+VERSION = "fsdp_zpp.integrations._requirement.version"
+
+
+@pytest.mark.parametrize("framework", ["accelerate", "transformers", "lightning", "torchtitan", "axolotl"])
+def test_there_is_an_extra_and_a_module_for_each(framework: str) -> None:
+    assert framework in importlib.metadata.metadata("fsdp_zpp").get_all("Provides-Extra", [])
+    folder = Path(fsdp_zpp.integrations.__file__).parent
+    source = folder / f"{framework}.py"
+    source = source if source.exists() else folder / framework / "__init__.py"
+    assert f'require("{framework}", ' in source.read_text()
+
+
+def test_an_absent_framework_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ImportError, match=r"needs no_such_framework: run pip install '\.\[no_such_framework\]' in"):
+        require("no_such_framework", "1.0")
+    name = "fsdp_zpp.integrations.llama_factory"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with patch(VERSION, side_effect=importlib.metadata.PackageNotFoundError), pytest.raises(ImportError) as error:
+        importlib.import_module(name)
+    assert str(error.value) == (
+        "fsdp_zpp.integrations.llamafactory needs llamafactory: see docs/guides/llama-factory.md"
+    )
+
+
+@pytest.mark.parametrize(
+    ("installed", "enough"), [("1.9.1", False), ("1.13.0", True), ("1.13.0.dev1", False), ("2.0", True)]
+)
+def test_an_old_framework_is_named_with_its_version(installed: str, enough: bool) -> None:
+    with patch(VERSION, lambda name: installed):
+        if enough:
+            require("accelerate", "1.13")
+            return
+        with pytest.raises(
+            ImportError, match=f"needs accelerate 1.13 or later, and {installed} is installed: run pip install"
+        ):
+            require("accelerate", "1.13")
+
+
+def test_fsdp_zpp_itself_imports_no_framework() -> None:
+    names = ["accelerate", "transformers", "trl", "lightning", "torchtitan", "axolotl"]
+    code = f"import sys, fsdp_zpp; print([name for name in {names} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", check=True)
+    assert result.stdout.strip() == "[]"
+
 
 LLAMA_FACTORY = {
     "llamafactory/__init__.py": "",
@@ -66,44 +118,7 @@ MS_SWIFT = {
     "ms_swift-4.6.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: ms_swift\nVersion: 4.6.0\n",
 }
 SFT = {"stage": "sft", "fsdp_zpp": {"preset": "mixzpp", "gpus_per_node": 2}}
-SHARDED = "('fsdp', True), ('fsdp_config', {'state_dict_type': 'SHARDED_STATE_DICT'})"
-
-
-def run(folder: Path, files: dict[str, str], code: str) -> str:
-    """Run ``code`` where the files of a stand-in are found before any package, and return all that it prints."""
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(textwrap.dedent(text))
-    script = folder / "script.py"
-    script.write_text(textwrap.dedent(code))
-    done = launch(1, script, working=folder)
-    return done.stdout + done.stderr
-
-
-def llama_factory(folder: Path, arguments: dict[str, Any]) -> str:
-    code = f"from fsdp_zpp.integrations.llama_factory import run_exp\nrun_exp({arguments!r})"
-    return run(folder, LLAMA_FACTORY, code)
-
-
-@pytest.fixture(autouse=True)
-def _trainer() -> None:
-    pytest.importorskip("fsdp_zpp.integrations.transformers", exc_type=ImportError)
-
-
-@pytest.mark.parametrize("stage", ["sft", "dpo"])
-def test_llama_factorys_trainers_have_the_strategy_of_the_key(tmp_path: Path, stage: str) -> None:
-    printed = llama_factory(tmp_path, SFT | {"stage": stage})
-    assert printed.startswith(str(Strategy.mixzpp(gpus_per_node=2)))
-    assert "'fsdp_zpp'" not in printed
-    assert SHARDED in printed
-    assert "('use_reentrant_gc', False)" in printed
-
-
-def test_what_a_configuration_sets_stays(tmp_path: Path) -> None:
-    options = {"fsdp": False, "fsdp_config": {"state_dict_type": "FULL_STATE_DICT", "cpu_offload": True}}
-    assert str(sorted(options.items()))[1:-1] in llama_factory(tmp_path, SFT | options)
-
-
+ALL_SET = {"fsdp": False, "fsdp_config": {"state_dict_type": "FULL_STATE_DICT", "cpu_offload": True}}
 CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ({"fsdp_zpp": None}, "fsdp_zpp: give a strategy, such as fsdp_zpp: mixzpp; without one, run llamafactory-cli"),
     ({"fsdp_zpp": "mixz"}, "fsdp_zpp: preset: 'mixz' is not known"),
@@ -119,75 +134,59 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_llama_factorys_conflicts_are_refused_by_key(tmp_path: Path) -> None:
+def run(folder: Path, files: dict[str, str], code: str) -> list[str]:
+    """Run ``code`` where the files of a stand-in are found before any package, and return the lines that it prints."""
+    pytest.importorskip("fsdp_zpp.integrations.transformers", exc_type=ImportError)
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(textwrap.dedent(text))
+    (folder / "script.py").write_text(textwrap.dedent(code))
+    done = launch(1, folder / "script.py", working=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_llama_factorys_trainers_have_the_strategy_of_the_key_or_its_conflicts_are_named(tmp_path: Path) -> None:
+    (tmp_path / "sft.json").write_text(json.dumps({"stage": "sft", "fsdp_zpp": "zeropp"}))
+    calls: list[tuple[str, Any]] = [
+        *(("run_exp", SFT | options) for options in ({}, {"stage": "dpo"}, ALL_SET)),
+        ("run_sft", SFT),
+        *(("command", arguments) for arguments in (["chat"], ["train"], ["train", "sft.json"])),
+        *(("run_exp", SFT | options) for options, _ in CONFLICTS),
+        ("run_with_mca", SFT),
+    ]
     code = f"""
-        from fsdp_zpp.integrations.llama_factory import run_exp
+        import os, sys
+        from fsdp_zpp.integrations.llama_factory import main, run_exp, run_sft
 
-        for options in {[options for options, _ in CONFLICTS]!r}:
-            try:
-                run_exp({SFT!r} | options)
-            except ValueError as error:
-                print(error)
-    """
-    printed = run(tmp_path, LLAMA_FACTORY, code).splitlines()
-    for line, (_, message) in zip(printed, CONFLICTS, strict=True):
-        assert message in line
-
-
-def test_variables_that_choose_another_trainer_are_refused(tmp_path: Path) -> None:
-    code = f"""
-        import os
-        from fsdp_zpp.integrations.llama_factory import run_exp
-
-        os.environ["USE_MCA"] = "1"
-        run_exp({SFT!r})
-    """
-    assert "USE_MCA: '1' can't be combined with fsdp_zpp: it replaces the" in run(tmp_path, LLAMA_FACTORY, code)
-
-
-def test_the_command_takes_llama_factorys_names_and_a_file(tmp_path: Path) -> None:
-    (tmp_path / "sft.json").write_text('{"stage": "sft", "fsdp_zpp": "zeropp"}')
-    code = """
-        import sys
-        from fsdp_zpp.integrations.llama_factory import main
-
-        for arguments in (["chat"], ["train"], ["train", "sft.json"]):
+        def command(arguments):
             sys.argv[1:] = arguments
+            main()
+
+        def run_with_mca(options):
+            os.environ["USE_MCA"] = "1"
+            run_exp(options)
+
+        for name, options in {calls!r}:
             try:
-                main()
-            except ValueError as error:
+                globals()[name](options)
+            except (ImportError, ValueError) as error:
                 print(error)
     """
-    unknown, without, trained = run(tmp_path, LLAMA_FACTORY, code).splitlines()[:3]  # then warnings
+    sft, dpo, all_set, v1, unknown, without, of_file, *conflicts, of_variable = run(tmp_path, LLAMA_FACTORY, code)
+    for printed in (sft, dpo):
+        assert printed.startswith(str(Strategy.mixzpp(gpus_per_node=2)))
+        assert "'fsdp_zpp'" not in printed
+        assert "('fsdp', True), ('fsdp_config', {'state_dict_type': 'SHARDED_STATE_DICT'})" in printed
+        assert "('use_reentrant_gc', False)" in printed
+    assert str(sorted(ALL_SET.items()))[1:-1] in all_set
+    assert "needs llamafactory 0.9.6.dev0 or later for V1, and 0.9.5 is installed: see docs/guides/llama-fac" in v1
     assert unknown.endswith("got chat")
     assert without.startswith("give a configuration file")
-    assert trained.startswith(str(Strategy.zeropp()))
-
-
-def test_v1_needs_a_newer_llama_factory(tmp_path: Path) -> None:
-    code = f"from fsdp_zpp.integrations.llama_factory import run_sft\nrun_sft({SFT!r})"
-    last = run(tmp_path, LLAMA_FACTORY, code).splitlines()[-1]
-    assert "needs llamafactory 0.9.6.dev0 or later for V1, and 0.9.5 is installed: see docs/guides/llama-fac" in last
-
-
-def test_an_absent_llama_factory_is_named(tmp_path: Path) -> None:
-    code = """
-        import importlib.metadata as metadata
-
-        found = metadata.version
-
-        def version(name):
-            if name == "llamafactory":
-                raise metadata.PackageNotFoundError(name)
-            return found(name)
-
-        metadata.version = version
-        import fsdp_zpp.integrations.llama_factory
-    """
-    last = run(tmp_path, {}, code).splitlines()[-1]
-    assert last == (
-        "ImportError: fsdp_zpp.integrations.llamafactory needs llamafactory: see docs/guides/llama-factory.md"
-    )
+    assert of_file.startswith(str(Strategy.zeropp()))
+    for line, (_, message) in zip(conflicts, CONFLICTS, strict=True):
+        assert message in line
+    assert "USE_MCA: '1' can't be combined with fsdp_zpp: it replaces the" in of_variable
 
 
 def test_ms_swifts_trainers_have_the_strategy(tmp_path: Path) -> None:
@@ -206,7 +205,7 @@ def test_ms_swifts_trainers_have_the_strategy(tmp_path: Path) -> None:
             except (TypeError, ValueError) as error:
                 print(error)
     """
-    lines = run(tmp_path, MS_SWIFT, code).splitlines()
+    lines = run(tmp_path, MS_SWIFT, code)
     assert lines[0] == str(Strategy.mixzpp(gpus_per_node=2))
     assert lines[1].startswith("ms-swift's trainers have a strategy already, ")
     assert lines[2].startswith("strategy must be a Strategy such as Strategy.zeropp(), got 'zeropp'")
@@ -216,13 +215,9 @@ def parameters(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-def is_installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
-
-
-@pytest.mark.skipif(not is_installed("llamafactory"), reason="LLaMA-Factory is not installed")
 def test_llama_factory_is_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISABLE_VERSION_CHECK", "1")
+    pytest.importorskip("llamafactory")
     from llamafactory.extras.misc import is_env_enabled
     from llamafactory.hparams import read_args
     from llamafactory.train import tuner
@@ -237,12 +232,10 @@ def test_llama_factory_is_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         importlib.import_module(f"llamafactory.train.{stage}.workflow")
 
 
-V1 = "llamafactory.v1.plugins.trainer_plugins.distributed"
-
-
 def test_v1s_registry_is_as_recorded() -> None:
-    interface = pytest.importorskip(f"{V1}.interface")
-    engine = importlib.import_module(f"{V1}.fsdp2").FSDP2Engine
+    of_v1 = "llamafactory.v1.plugins.trainer_plugins.distributed"
+    interface = pytest.importorskip(f"{of_v1}.interface")
+    engine = importlib.import_module(f"{of_v1}.fsdp2").FSDP2Engine
     from fsdp_zpp.integrations._llama_factory_v1 import distributed_by
 
     registered = distributed_by(Strategy.zeropp())
@@ -261,9 +254,7 @@ def test_v1s_registry_is_as_recorded() -> None:
     assert parameters(engine.is_lora_module_wrap)[1:] == ["model"]
 
 
-@pytest.mark.skipif(not is_installed("swift.trainers") if is_installed("swift") else True, reason="no ms-swift")
 def test_ms_swift_is_as_recorded() -> None:
-    from swift.trainers import TrainerFactory
-
-    assert parameters(TrainerFactory.get_trainer_cls) == ["args"]
-    assert {"causal_lm", "dpo"} <= set(TrainerFactory.TRAINER_MAPPING)
+    factory = pytest.importorskip("swift.trainers").TrainerFactory
+    assert parameters(factory.get_trainer_cls) == ["args"]
+    assert {"causal_lm", "dpo"} <= set(factory.TRAINER_MAPPING)

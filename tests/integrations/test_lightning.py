@@ -2,61 +2,321 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
+import runpy
 import shutil
-from collections.abc import Callable
-from dataclasses import replace
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
+import lightning.fabric.strategies as fabric_strategies
+import lightning.pytorch.strategies as trainer_strategies
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from harness import models
 from harness.covering import over_each
-from harness.launch import launch
-from harness.messages import assert_refused, attempt
+from harness.launch import ROOT, launch
+from harness.messages import Refusal, Reply, assert_refused, attempt, collected
+from harness.offload import without_pinning
 from harness.pool import Pool, device_type, outnumber_gpus
+from lightning.fabric import Fabric
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.precision import FSDPPrecision as LightningFSDPPrecision
-from lightning_refusals import REFUSED
-from lightning_runs import (
-    Outcome,
-    Run,
-    perform,
-    run_example,
-    saved_by_model_checkpoint,
-    train_beside_tensor_parallelism,
-    without_node_size,
-)
-from lightning_ways import FABRIC_FSDP2, STOCK, TRAINER_FSDP1, TRAINER_FSDP2, WAYS, Way
-from torch import nn
+from lightning_ways import ACCELERATOR, STOCK, Way, environment, let_gather, make_strategy, ranks, shard
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp_zpp import Int4Delta, Strategy
+from fsdp_zpp import CodecState, Int4Delta, Strategy, traffic
+from fsdp_zpp.integrations.lightning import fabric as our_fabric, pytorch as our_trainer
+from fsdp_zpp.integrations.lightning.monitoring import MonitorCallback
 from fsdp_zpp.integrations.lightning.pytorch import FSDPPrecision
+from fsdp_zpp.integrations.lightning.wrapping import wrapped_on_cpu
 
+Pools = Callable[[int], Pool]
+WAYS = [Way(framework, fsdp) for framework in ("trainer", "fabric") for fsdp in ("fsdp1", "fsdp2")]
+TRAINER_FSDP1, TRAINER_FSDP2, FABRIC_FSDP1, FABRIC_FSDP2 = WAYS
+DIAGONAL = (TRAINER_FSDP1, FABRIC_FSDP2)
+"""Each framework and each FSDP once."""
 STATEFUL = Strategy.loco(weights=Int4Delta(), gpus_per_node=2)
 """Strategy with both kinds of codec state: errors of gradients, and bases of weight deltas."""
 LOCAL = Strategy.diloco(every=3, gpus_per_node=2)
+EXACT = Strategy("IIG", gpus_per_node=2)
 ROUNDING = 2e-6
 """Sums over ranks in another order change the last bits of a gradient, and a few steps of AdamW a loss by this."""
+BATCHES = 1000
+"""More than any run takes: it ends by its number of steps, in the middle of an epoch."""
 
 over_ways = pytest.mark.parametrize("way", WAYS, ids=str)
+over_diagonal = pytest.mark.parametrize(
+    "way", [way if way in DIAGONAL else pytest.param(way, marks=pytest.mark.wide) for way in WAYS], ids=str
+)
+
+
+class StockTrainerFsdp(trainer_strategies.FSDPStrategy):
+    """Lightning's own, but for CPUs, where Lightning refuses that very class, and FSDP wants to be told the device."""
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        with wrapped_on_cpu(model, self, self.kwargs) as wrapped:
+            return super()._setup_model(wrapped)
+
+
+@dataclass(frozen=True)
+class Run:
+    """How to train; ``strategy`` may be STOCK, and a checkpoint is saved after the second step."""
+
+    way: Way
+    strategy: Strategy | None
+    steps: int = 3
+    micro_batches: int = 2
+    clip: float | None = 0.5
+    full: bool = False
+    save_to: Path | None = None
+    resume: Path | None = None
+    validate: bool = False
+    offload: bool = False
+
+    @property
+    def is_stock_fsdp1(self) -> bool:
+        """Return whether Lightning does it all with FSDP1."""
+        return self.strategy is STOCK and self.way.fsdp == "fsdp1"
+
+
+@dataclass
+class Outcome:
+    """An outcome of a run, as a rank has seen it: bytes are those sent before each micro-batch and after the last."""
+
+    losses: list[float] = field(default_factory=list)
+    sent: list[dict[Any, Any]] = field(default_factory=list)
+    validation: list[float] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+class Batches:
+    """Micro-batches that depend on their number alone, and a position that the Trainer saves in checkpoints."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self.micro_batches, self.position = micro_batches, 0
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while True:
+            self.position += 1
+            yield models.batch(*divmod(self.position - 1, self.micro_batches))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def evaluation_batches() -> Tensor:
+    """Return batches by row, the same in each evaluation; the Trainer would take a list for several loaders."""
+    return torch.stack([models.batch(99, index) for index in range(2)])
+
+
+class Module(LightningModule):
+    """A LightningModule of the net, for the Trainer."""
+
+    def __init__(self, run: Run, outcome: Outcome) -> None:
+        super().__init__()
+        self.run, self.outcome, self.net = run, outcome, models.make_net()
+
+    def configure_model(self) -> None:
+        # Lightning calls this before each fit and each evaluation.
+        if self.run.way.fsdp == "fsdp2" and not isinstance(self.net, torch_fsdp.FSDPModule):
+            shard_net(self.net, self.run.strategy, self.device_mesh["data_parallel"], self.run.offload)
+
+    def configure_optimizers(self) -> Any:
+        return models.make_optimizer("adamw", self.parameters())
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        note_traffic(self.run, self.outcome, self.trainer.model)
+        loss = models.loss_of(self.net, batch)
+        self.outcome.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.outcome.validation.append(models.loss_of(self.net, batch).item())
+
+    def on_train_start(self) -> None:
+        let_gather(self.run.way, self.run.full, self.trainer.strategy)
+
+    def configure_gradient_clipping(self, *arguments: Any, **keywords: Any) -> None:
+        if not self.run.is_stock_fsdp1:
+            super().configure_gradient_clipping(*arguments, **keywords)
+        elif self.run.clip is not None:
+            # Lightning refuses to clip by the norm here; this is what its documentation says to do instead.
+            self.trainer.model.clip_grad_norm_(self.run.clip)
+
+
+def shard_net(net: nn.Module, strategy: Strategy | None, mesh: DeviceMesh | None, offload: bool = False) -> nn.Module:
+    """Shard each block and the rest by ``fully_shard``."""
+    return shard(net, net.blocks, strategy, mesh, offload)  # type: ignore[arg-type]
+
+
+def note_traffic(run: Run, outcome: Outcome, model: nn.Module) -> None:
+    """Note what ``model`` has sent so far."""
+    if run.strategy is not STOCK:
+        outcome.sent.append(traffic(model))
+
+
+def strategy_of(run: Run) -> Any:
+    """Return the strategy of Lightning, or ours in its place."""
+    stock = {
+        "trainer": SimpleNamespace(
+            FSDPStrategy=StockTrainerFsdp, ModelParallelStrategy=trainer_strategies.ModelParallelStrategy
+        ),
+        "fabric": fabric_strategies,
+    }[run.way.framework]
+    return make_strategy(
+        run.way,
+        run.strategy or "FULL_SHARD",
+        full=run.full,
+        layer=models.Block,
+        parallelize=lambda net, mesh: shard_net(net, run.strategy, mesh["data_parallel"], run.offload),
+        offload=run.offload,
+        source=stock if run.strategy is STOCK else None,
+    )
+
+
+def perform(run: Run) -> Outcome:
+    """In a worker: train, and evaluate if asked to."""
+    outcome = Outcome()
+    pinning = without_pinning() if run.offload else contextlib.nullcontext()
+    with environment(), pinning, collected() as records:
+        if run.way.framework == "trainer":
+            often = {"every_n_train_steps": 2, "save_top_k": -1}
+            saving = ModelCheckpoint(run.save_to, "{step}", enable_version_counter=False, **often)
+            train_by_trainer(run, outcome, *([] if run.save_to is None else [saving]))
+        else:
+            train_by_fabric(run, outcome)
+    outcome.warnings = [message for level, message in records if level == "WARNING"]
+    return outcome
+
+
+def train_by_trainer(run: Run, outcome: Outcome, *callbacks: Callback) -> None:
+    """Train as users of the Trainer do."""
+    trainer = Trainer(
+        accelerator=ACCELERATOR,
+        **ranks(),
+        strategy=strategy_of(run),
+        max_steps=run.steps,
+        accumulate_grad_batches=run.micro_batches,
+        gradient_clip_val=None if run.is_stock_fsdp1 else run.clip,
+        callbacks=list(callbacks),
+        enable_checkpointing=run.save_to is not None,
+        num_sanity_val_steps=0,
+        val_check_interval=run.micro_batches if run.validate else BATCHES,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Module(run, outcome)
+    trainer.fit(module, Batches(run.micro_batches), evaluation_batches(), ckpt_path=run.resume)
+    note_traffic(run, outcome, trainer.model)
+    if run.validate:
+        trainer.validate(module, evaluation_batches(), verbose=False)
+
+
+def train_by_fabric(run: Run, outcome: Outcome) -> None:
+    """Train as users of Fabric do."""
+    fabric = Fabric(accelerator=ACCELERATOR, **ranks(), strategy=strategy_of(run))
+    fabric.launch()
+    # One after the other: ModelParallelStrategy can't set up both together.
+    model = fabric.setup_module(models.make_net())
+    let_gather(run.way, run.full, fabric.strategy)
+    optimizer = fabric.setup_optimizers(models.make_optimizer("adamw", model.parameters()))
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    if run.resume is not None:
+        fabric.load(run.resume, state)
+    for step in range(state["step"], run.steps):
+        for index in range(run.micro_batches):
+            note_traffic(run, outcome, model)
+            with fabric.no_backward_sync(model, enabled=index < run.micro_batches - 1):
+                loss = models.loss_of(model, models.batch(step, index))
+                fabric.backward(loss / run.micro_batches)
+            outcome.losses.append(loss.item())
+        if run.clip is not None:
+            fabric.clip_gradients(model, optimizer, max_norm=run.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        if run.validate:
+            evaluate(model, outcome)
+        if run.save_to is not None and step == 1:
+            fabric.save(run.save_to / "step=2.ckpt", state | {"step": step + 1})
+    note_traffic(run, outcome, model)
+    if run.validate:
+        evaluate(model, outcome)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, outcome: Outcome) -> None:
+    """Evaluate as users of Fabric do."""
+    model.eval()
+    outcome.validation += [models.loss_of(model, batch).item() for batch in evaluation_batches()]
+    model.train()
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A training with a checkpoint after its second step, which others go on from or are compared with."""
+
+    run: Run
+    outcomes: list[Outcome]
+
+    @property
+    def checkpoint(self) -> Path:
+        assert self.run.save_to is not None
+        return self.run.save_to / "step=2.ckpt"
+
+
+Outcomes = Callable[[Run], list[Outcome]]
+Saves = Callable[[Run], Saved]
 
 
 @pytest.fixture(scope="module")
-def outcomes(pool: Callable[[int], Pool]) -> Callable[[Run], list[Outcome]]:
+def outcomes(pool: Pools) -> Outcomes:
     """Return ``outcomes(run)``: what each of four ranks has seen, trained once for all tests that compare with it."""
-    trained: dict[Run, list[Outcome]] = {}
+    return lambda run: pool(4).once(perform, run)
 
-    def get(run: Run) -> list[Outcome]:
+
+@pytest.fixture(scope="module")
+def saved(outcomes: Outcomes, tmp_path_factory: pytest.TempPathFactory) -> Saves:
+    """Return ``saved(run)``: likewise, with a checkpoint."""
+    trained: dict[Run, Saved] = {}
+
+    def get(run: Run) -> Saved:
         if run not in trained:
-            trained[run] = pool(4).run(perform, run)
+            saves = replace(run, save_to=tmp_path_factory.mktemp("lightning"))
+            trained[run] = Saved(saves, outcomes(saves))
         return trained[run]
 
     return get
 
 
+def stateful(way: Way, **others: Any) -> Run:
+    """Return a run with codec state of which one half may be resumed."""
+    return Run(way, STATEFUL, steps=4, micro_batches=1, **others)
+
+
 @over_ways
-def test_trains_and_evaluates_as_lightnings_own(outcomes: Callable[[Run], list[Outcome]], way: Way) -> None:
-    by_strategy = outcomes(Run(way, Strategy("GGG", gpus_per_node=2), validate=True))
+def test_trains_and_evaluates_as_lightnings_own(outcomes: Outcomes, way: Way) -> None:
+    by_strategy = outcomes(Run(way, EXACT, validate=True))
     # Lightning's own FSDPStrategy can't evaluate after a fit, so all are compared with its ModelParallelStrategy.
     stock = outcomes(Run(replace(way, fsdp="fsdp2"), STOCK, validate=True))
     for own, other in zip(by_strategy, stock, strict=True):
@@ -64,18 +324,32 @@ def test_trains_and_evaluates_as_lightnings_own(outcomes: Callable[[Run], list[O
         assert own.validation == pytest.approx(other.validation, rel=ROUNDING)
         assert len(own.losses) == 6
         assert len(own.validation) == 8  # two batches after each step, and after all of them
+        for step in range(3):
+            first, last, after = own.sent[2 * step :][:3]
+            assert first["reduce"]["inter"] == last["reduce"]["inter"] < after["reduce"]["inter"]
+            assert first["reduce"]["intra"] < last["reduce"]["intra"] < after["reduce"]["intra"]
 
 
-@pytest.mark.parametrize("framework", ["trainer", "fabric"])
-def test_lightnings_own_fsdp_gives_the_same_losses(outcomes: Callable[[Run], list[Outcome]], framework: str) -> None:
-    by_strategy = outcomes(Run(Way(framework, "fsdp1"), Strategy("GGG", gpus_per_node=2), validate=True))
-    stock = outcomes(Run(Way(framework, "fsdp1"), STOCK))
-    for own, other in zip(by_strategy, stock, strict=True):
+@over_diagonal
+def test_accumulation_sends_as_much_between_nodes_as_one_micro_batch(outcomes: Outcomes, way: Way) -> None:
+    several = outcomes(Run(way, EXACT, steps=2, micro_batches=3))
+    one = outcomes(Run(way, EXACT, steps=2, micro_batches=1))
+    for own, other in zip(several, one, strict=True):
+        for step in range(2):
+            _, second, third, _ = own.sent[step * 3 :][:4]
+            assert second["gather"]["inter"] == third["gather"]["inter"]
+        for kind in ("gather", "reduce"):
+            assert own.sent[-1][kind]["inter"] == other.sent[-1][kind]["inter"] > 0
+
+
+def test_lightnings_own_fsdp1_gives_the_same_losses(outcomes: Outcomes, saved: Saves) -> None:
+    by_strategy = outcomes(Run(TRAINER_FSDP1, EXACT, validate=True))
+    for own, other in zip(by_strategy, saved(Run(TRAINER_FSDP1, STOCK)).outcomes, strict=True):
         assert own.losses == pytest.approx(other.losses, rel=ROUNDING)
 
 
-@over_ways
-def test_zeropp_is_within_a_percent_of_full_shard(outcomes: Callable[[Run], list[Outcome]], way: Way) -> None:
+@over_diagonal
+def test_zeropp_is_within_a_percent_of_full_shard(outcomes: Outcomes, way: Way) -> None:
     by_strategy = outcomes(Run(way, Strategy.zeropp(gpus_per_node=2)))
     stock = outcomes(Run(replace(way, fsdp="fsdp2"), STOCK, validate=True))
     for own, other in zip(by_strategy, stock, strict=True):
@@ -83,107 +357,90 @@ def test_zeropp_is_within_a_percent_of_full_shard(outcomes: Callable[[Run], list
         assert own.losses[1:] != other.losses[1:]
 
 
-@over_ways
-def test_accumulation_sends_nothing_between_nodes_before_the_last_micro_batch(
-    outcomes: Callable[[Run], list[Outcome]], way: Way
-) -> None:
-    strategy = Strategy("IIG", gpus_per_node=2)
-    steps, micro_batches = 2, 3
-    several = outcomes(Run(way, strategy, steps=steps, micro_batches=micro_batches))
-    one = outcomes(Run(way, strategy, steps=steps, micro_batches=1))
-    for own, other in zip(several, one, strict=True):
-        for step in range(steps):
-            first, second, third, after = own.sent[step * micro_batches :][: micro_batches + 1]
-            assert first["reduce"]["inter"] == second["reduce"]["inter"] == third["reduce"]["inter"]
-            assert first["reduce"]["intra"] < second["reduce"]["intra"] < third["reduce"]["intra"]
-            assert second["gather"]["inter"] == third["gather"]["inter"]
-            assert third["reduce"]["inter"] < after["reduce"]["inter"]
-        for kind in ("gather", "reduce"):
-            assert own.sent[-1][kind]["inter"] == other.sent[-1][kind]["inter"] > 0
-
-
-@pytest.mark.parametrize(
-    ("strategy", "full"),
-    [(STATEFUL, False), (STATEFUL, True), (LOCAL, False)],
-    ids=["sharded", "full", "local steps"],
+@over_each(
+    way=WAYS,
+    kept={"sharded": (STATEFUL, False), "full": (STATEFUL, True), "local steps": (LOCAL, False)},
 )
-@over_ways
-def test_resumes_bit_for_bit(
-    outcomes: Callable[[Run], list[Outcome]], tmp_path: Path, way: Way, strategy: Strategy, full: bool
-) -> None:
-    run = Run(way, strategy, steps=4, micro_batches=1, full=full, save_to=tmp_path)
-    whole = outcomes(run)
-    rest = outcomes(replace(run, save_to=None, resume=tmp_path / "step=2.ckpt"))
-    for own, other in zip(rest, whole, strict=True):
+def test_resumes_bit_for_bit(outcomes: Outcomes, saved: Saves, way: Way, kept: tuple[Strategy, bool]) -> None:
+    strategy, full = kept
+    whole = saved(replace(stateful(way, full=full), strategy=strategy))
+    rest = outcomes(replace(whole.run, save_to=None, resume=whole.checkpoint))
+    for own, other in zip(rest, whole.outcomes, strict=True):
         assert own.losses == other.losses[2:]
         assert own.warnings == []
 
 
 @over_each(framework=["trainer", "fabric"], fsdp=["fsdp1", "fsdp2"])
 def test_offloaded_parameters_train_and_resume_as_others(
-    outcomes: Callable[[Run], list[Outcome]], tmp_path: Path, framework: str, fsdp: str
+    outcomes: Outcomes, saved: Saves, framework: str, fsdp: str
 ) -> None:
     way = Way(framework, fsdp)
     # Lightning clips by torch's function for FSDP2, whose sums of CPU gradients NCCL doesn't take.
     clip = None if device_type() == "cuda" and way.fsdp == "fsdp2" else 0.5
-    run = Run(way, STATEFUL, steps=4, micro_batches=2, clip=clip, offload=True, save_to=tmp_path)
-    kept = outcomes(replace(run, offload=False, save_to=None))
-    whole = outcomes(run)
-    rest = outcomes(replace(run, save_to=None, resume=tmp_path / "step=2.ckpt"))
-    for own, other, resumed in zip(whole, kept, rest, strict=True):
+    kept = saved(stateful(way, clip=clip)).outcomes
+    whole = saved(stateful(way, clip=clip, offload=True))
+    rest = outcomes(replace(whole.run, save_to=None, resume=whole.checkpoint))
+    for own, other, resumed in zip(whole.outcomes, kept, rest, strict=True):
         assert own.losses == pytest.approx(other.losses, rel=0 if device_type() == "cpu" else 1e-3)
-        assert resumed.losses == own.losses[4:]
+        assert resumed.losses == own.losses[2:]
         assert resumed.warnings == []
 
 
-@pytest.mark.parametrize("way", [TRAINER_FSDP1, FABRIC_FSDP2], ids=str)
+@over_diagonal
 def test_starts_over_with_a_warning_without_codec_state(
-    outcomes: Callable[[Run], list[Outcome]], tmp_path: Path, way: Way
+    outcomes: Outcomes, saved: Saves, tmp_path: Path, way: Way
 ) -> None:
-    run = Run(way, STATEFUL, save_to=tmp_path)
-    whole = outcomes(run)
+    whole = saved(stateful(way))
+    shutil.copytree(whole.checkpoint, tmp_path / "step=2.ckpt")
     shutil.rmtree(tmp_path / "step=2.ckpt" / "codecs")
-    rest = outcomes(replace(run, save_to=None, resume=tmp_path / "step=2.ckpt"))
-    for rank, (own, other) in enumerate(zip(rest, whole, strict=True)):
-        assert own.losses != other.losses[4:]
+    rest = outcomes(replace(whole.run, save_to=None, resume=tmp_path / "step=2.ckpt"))
+    for rank, (own, other) in enumerate(zip(rest, whole.outcomes, strict=True)):
+        assert own.losses != other.losses[2:]
         assert any("errors start from zero" in warning for warning in own.warnings) == (rank == 0)
 
 
 def test_a_strategy_without_codec_state_goes_on_from_lightnings_own_checkpoint(
-    outcomes: Callable[[Run], list[Outcome]], tmp_path: Path
+    outcomes: Outcomes, saved: Saves
 ) -> None:
-    run = Run(TRAINER_FSDP1, STOCK, save_to=tmp_path)
-    whole = outcomes(run)
+    whole = saved(Run(TRAINER_FSDP1, STOCK))
     zeropp = Strategy.zeropp(gpus_per_node=2)
-    rest = outcomes(replace(run, strategy=zeropp, save_to=None, resume=tmp_path / "step=2.ckpt"))
-    assert not (tmp_path / "step=2.ckpt" / "codecs").exists()
-    for own, other in zip(rest, whole, strict=True):
+    rest = outcomes(replace(whole.run, strategy=zeropp, save_to=None, resume=whole.checkpoint))
+    assert not (whole.checkpoint / "codecs").exists()
+    for own, other in zip(rest, whole.outcomes, strict=True):
         assert own.losses == pytest.approx(other.losses[4:], rel=1e-2)
         assert own.warnings == []
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
-def test_codec_state_is_removed_with_its_checkpoint_and_found_by_a_link(
-    pool: Callable[[int], Pool], outcomes: Callable[[Run], list[Outcome]], tmp_path: Path, full: bool
+def saved_by_callbacks(run: Run, weights: Path) -> None:
+    """In a worker: train with a ModelCheckpoint that keeps the last of several checkpoints, and a link to it, and one
+    that keeps weights alone.
+    """
+    often = {"filename": "{step}", "every_n_train_steps": 1}
+    savings = [
+        ModelCheckpoint(run.save_to, save_last="link", **often),
+        ModelCheckpoint(weights, save_weights_only=True, mode="max", **often),  # or Lightning takes them for one
+    ]
+    with environment():
+        train_by_trainer(replace(run, steps=2), Outcome(), *savings)
+
+
+@pytest.mark.parametrize("full", [pytest.param(False, marks=pytest.mark.wide), True], ids=["sharded", "full"])
+def test_codec_state_goes_with_its_checkpoint_alone(
+    pool: Pools, outcomes: Outcomes, saved: Saves, tmp_path: Path, full: bool
 ) -> None:
-    run = Run(TRAINER_FSDP2, STATEFUL, full=full, save_to=tmp_path)
-    pool(4).run(saved_by_model_checkpoint, run)
-    expected = {"last.ckpt", "step=2.ckpt"} | ({"step=2.ckpt.codecs"} if full else set())
-    assert {path.name for path in tmp_path.iterdir()} == expected
-    rest = outcomes(replace(run, save_to=None, resume=tmp_path / "last.ckpt"))
-    whole = outcomes(Run(TRAINER_FSDP2, STATEFUL))
-    assert [own.losses for own in rest] == [other.losses[4:] for other in whole]
+    run = replace(stateful(TRAINER_FSDP2), full=full, save_to=tmp_path / "all")
+    pool(4).run(saved_by_callbacks, run, tmp_path / "weights")
+    # The first checkpoint was removed, and its codec state with it.
+    beside = {"step=2.ckpt.codecs"} if full else set()
+    assert {path.name for path in (tmp_path / "all").iterdir()} == {"last.ckpt", "step=2.ckpt"} | beside
+    assert {path.name for path in (tmp_path / "weights").iterdir()} == {"step=2.ckpt"}
+    assert not (tmp_path / "weights" / "step=2.ckpt" / "codecs").exists()
+    rest = outcomes(replace(run, save_to=None, resume=tmp_path / "all" / "last.ckpt"))
+    whole = saved(stateful(TRAINER_FSDP2, full=full)).outcomes
+    assert [own.losses for own in rest] == [other.losses[2:] for other in whole]
 
 
-def test_a_checkpoint_of_weights_alone_has_no_codec_state(pool: Callable[[int], Pool], tmp_path: Path) -> None:
-    run = Run(TRAINER_FSDP2, STATEFUL, full=True, save_to=tmp_path, weights_only=True)
-    pool(4).run(saved_by_model_checkpoint, run)
-    assert {path.name for path in tmp_path.iterdir()} == {"last.ckpt", "step=2.ckpt"}
-
-
-def test_codec_state_goes_when_its_checkpoint_is_overwritten(
-    outcomes: Callable[[Run], list[Outcome]], tmp_path: Path
-) -> None:
+def test_codec_state_goes_when_its_checkpoint_is_overwritten(outcomes: Outcomes, tmp_path: Path) -> None:
     for strategy, expected in ((STATEFUL, True), (Strategy.zeropp(gpus_per_node=2), False)):
         outcomes(Run(FABRIC_FSDP2, strategy, steps=2, full=True, save_to=tmp_path))
         assert (tmp_path / "step=2.ckpt.codecs").exists() == expected
@@ -203,43 +460,191 @@ def test_clips_the_norm_of_the_whole_model_alone(model: nn.Module, optimizers: i
         FSDPPrecision(LightningFSDPPrecision("32-true"), strategy).clip_grad_by_norm(mock.Mock(), 1.0)
 
 
+class Kept(MonitorCallback):
+    """A monitor that keeps what a LightningModule has logged after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *others: Any) -> None:
+        before = self._done
+        super().on_train_batch_end(trainer, pl_module, *others)
+        if self._done != before:
+            self.logged.append({name: float(figure) for name, figure in trainer.callback_metrics.items()})
+
+
+def monitored(way: Way) -> list[dict[str, float]]:
+    """In a worker: what is logged after each step of two micro-batches."""
+    with environment():
+        train_by_trainer(Run(way, Strategy("GGG", gpus_per_node=2)), Outcome(), kept := Kept())
+    return kept.logged
+
+
+@pytest.mark.parametrize("way", [pytest.param(TRAINER_FSDP1, marks=pytest.mark.wide), TRAINER_FSDP2], ids=str)
+def test_a_monitor_logs_each_step(pool: Pools, way: Way) -> None:
+    for steps in pool(4).run(monitored, way):
+        numbers = [figures.get("fsdp_zpp/step", 0) for figures in steps]
+        if device_type() == "cpu":
+            assert numbers == [1, 2, 3]
+        else:  # which may have yet to complete a step when it ends for the host; the latest one is logged again
+            assert numbers[-1] > 0
+            assert numbers == sorted(numbers)
+            assert all(number <= own for own, number in enumerate(numbers, start=1))
+        inter, share = "fsdp_zpp/weights/inter/bytes", "fsdp_zpp/inter/share"
+        assert all(figures[inter] > 0 and figures[share] >= 1 for figures in steps if inter in figures)
+
+
+ZEROPP = Strategy.zeropp(gpus_per_node=2)
+
+
+def _set_up(kind: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
+    with environment():
+        fabric = Fabric(accelerator=ACCELERATOR, **ranks(), strategy=kind(*arguments, **keywords))
+        fabric.launch()
+        fabric.setup_module(models.make_net())
+
+
+def _data_for_some_ranks_of_a_trainer() -> None:
+    strategy = our_trainer.ModelParallelStrategy(**TWO_DIMENSIONS)
+    with environment():
+        trainer = Trainer(accelerator=ACCELERATOR, **ranks(), strategy=strategy, logger=False, barebones=True)
+        module = Module(Run(TRAINER_FSDP2, ZEROPP), Outcome())
+        shard_net(module.net, ZEROPP, None)
+        trainer.fit(module, Batches(1))
+
+
+def _codec_state_in_state() -> None:
+    net = shard_net(models.make_net(), ZEROPP, None)
+    our_fabric.FSDPStrategy().save_checkpoint("", {"model": net, "codecs": CodecState(net)})
+
+
+TWO_DIMENSIONS = {"data_parallel_size": 2, "tensor_parallel_size": 2}
+REFUSED: dict[str, Refusal] = {
+    "the class Strategy": (
+        lambda: our_trainer.FSDPStrategy(sharding_strategy=Strategy),
+        TypeError,
+        "did you mean Strategy()?",
+    ),
+    "HYBRID_SHARD's mesh": (
+        lambda: our_fabric.FSDPStrategy(sharding_strategy=ZEROPP, device_mesh=(2, 2)),
+        ValueError,
+        'Strategy("III", gpus_per_node=...)',
+    ),
+    "a Trainer's strategy in Fabric": (
+        lambda: Fabric(accelerator=ACCELERATOR, strategy=our_trainer.FSDPStrategy(sharding_strategy=ZEROPP)),
+        ValueError,
+        "for the Trainer of lightning.pytorch",
+    ),
+    "offloading on a CPU": (
+        lambda: _set_up(our_fabric.FSDPStrategy, sharding_strategy=ZEROPP, cpu_offload=True),
+        ValueError,
+        "needs an accelerator to offload from",
+    ),
+    "full state dicts on a CPU": (
+        lambda: _set_up(our_fabric.FSDPStrategy, sharding_strategy=ZEROPP, state_dict_type="full"),
+        ValueError,
+        'pass state_dict_type="sharded"',
+    ),
+    "data for some ranks": (
+        lambda: _set_up(our_fabric.ModelParallelStrategy, lambda net, mesh: shard_net(net, ZEROPP, None)),
+        ValueError,
+        "pass data_parallel_size=4, tensor_parallel_size=1",
+    ),
+    "both dimensions of the mesh": (
+        lambda: _set_up(
+            our_fabric.ModelParallelStrategy, lambda net, mesh: shard_net(net, ZEROPP, mesh), **TWO_DIMENSIONS
+        ),
+        ValueError,
+        'mesh=device_mesh["data_par',
+    ),
+    "data for some ranks of a Trainer": (_data_for_some_ranks_of_a_trainer, ValueError, 'mesh=device_mesh["data_par'),
+    "codec state in Fabric's state": (_codec_state_in_state, TypeError, "leave it out"),
+}
+
+
+def attempt_named(name: str) -> Reply:
+    """In a worker: what comes of a call that is to be refused."""
+    return attempt(REFUSED[name])
+
+
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_on_every_rank(pool: Callable[[int], Pool], name: str) -> None:
+def test_refused_on_every_rank(pool: Pools, name: str) -> None:
     if name.endswith("on a CPU") and device_type() != "cpu":
         pytest.skip("GPUs can")
     if name == "data for some ranks" and outnumber_gpus(4):
         pytest.skip("Lightning's default has as many ranks share data as there are nodes, here one a rank")
-    refusal = REFUSED[name]
-    assert_refused(pool(4).run(attempt, refusal), refusal)
+    assert_refused(pool(4).run(attempt_named, name), REFUSED[name])
 
 
-@pytest.mark.parametrize("levels", ["GGG", "III"])
-def test_works_beside_tensor_parallelism(pool: Callable[[int], Pool], levels: str) -> None:
+def train_beside_tensor_parallelism(strategy: Strategy | None) -> list[float]:
+    """In a worker: the losses of two data-parallel pairs of ranks that share each block."""
+    layout: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+    def parallelize(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        for block in net.blocks:
+            parallelize_module(block, mesh["tensor_parallel"], layout)
+        return shard_net(net, strategy, mesh["data_parallel"])
+
+    with environment():
+        source: Any = fabric_strategies if strategy is STOCK else our_fabric
+        own = source.ModelParallelStrategy(parallelize, data_parallel_size=2, tensor_parallel_size=2)
+        fabric = Fabric(accelerator=ACCELERATOR, **ranks(), strategy=own)
+        fabric.launch()
+        model = fabric.setup_module(models.make_net(hidden=36))
+        optimizer = fabric.setup_optimizers(models.make_optimizer("adamw", model.parameters()))
+        losses = []
+        for step in range(2):
+            loss = models.loss_of(model, models.batch(step, 0, rank=dist.get_rank() // 2))
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+
+@pytest.mark.parametrize("levels", [pytest.param("GGG", marks=pytest.mark.wide), "III"])
+def test_works_beside_tensor_parallelism(pool: Pools, levels: str) -> None:
     stock = pool(4).once(train_beside_tensor_parallelism, STOCK)
     by_strategy = pool(4).run(train_beside_tensor_parallelism, Strategy(levels, gpus_per_node=1))
     assert by_strategy == [pytest.approx(losses, rel=ROUNDING) for losses in stock]
 
 
+def without_node_size(run: Run) -> Outcome:
+    """In a worker: train where the launcher has not said how many processes a node has, as Lightning's own does not."""
+    with mock.patch.dict(os.environ):
+        del os.environ["LOCAL_WORLD_SIZE"]
+        return perform(run)
+
+
 @pytest.mark.skipif(outnumber_gpus(4), reason="ranks that share a GPU are of different nodes")
-@over_ways
-def test_nodes_are_as_lightning_has_started_them(pool: Callable[[int], Pool], way: Way) -> None:
+@over_diagonal
+def test_nodes_are_as_lightning_has_started_them(pool: Pools, way: Way) -> None:
     for outcome in pool(4).run(without_node_size, Run(way, Strategy("IGG"), steps=1, micro_batches=1)):
         assert outcome.sent[-1]["gather"]["inter"] == 0  # four processes on one node
 
 
-@pytest.mark.skipif(outnumber_gpus(4), reason="the example takes a GPU a rank")
-def test_example_resumes_in_new_processes(pool: Callable[[int], Pool], tmp_path: Path) -> None:
-    tiny = ["--preset", "loco", "--gpus-per-node", "2", "--hidden", "32", "--layers", "2", "--output", str(tmp_path)]
+def run_example(arguments: list[str]) -> str:
+    """In a worker: what examples/lightning_finetune.py prints."""
+    printed = io.StringIO()
+    with environment(), mock.patch.object(sys, "argv", ["", *arguments]), contextlib.redirect_stdout(printed):
+        runpy.run_path(str(ROOT / "examples" / "lightning_finetune.py"), run_name="__main__")
+    return printed.getvalue()
+
+
+@pytest.mark.skipif(outnumber_gpus(2), reason="the example takes a GPU a rank")
+def test_example_resumes_in_new_processes(pool: Pools, tmp_path: Path) -> None:
+    tiny = ["--preset", "loco", "--gpus-per-node", "1", "--hidden", "32", "--layers", "2", "--output", str(tmp_path)]
 
     def losses(printed: str) -> list[float]:
         return [float(loss) for loss in re.findall(r"^micro-batch \d+: loss (.*)$", printed, re.MULTILINE)]
 
     def run_here(*options: str) -> list[float]:
-        return losses(pool(4).run(run_example, [*tiny, *options])[0])
+        return losses(pool(2).run(run_example, [*tiny, *options])[0])
 
     whole, half = run_here("--steps", "4"), run_here("--steps", "2")
     resume = ["--steps", "4", "--resume", str(tmp_path / "step-2.ckpt")]
-    rest = launch(4, "examples/lightning_finetune.py", *tiny, *resume, on_cpu=device_type() == "cpu")
+    rest = launch(2, "examples/lightning_finetune.py", *tiny, *resume, on_cpu=device_type() == "cpu")
     assert rest.returncode == 0, rest.stdout + rest.stderr
     assert half + losses(rest.stdout) == whole
     assert len(whole) == 8

@@ -1,42 +1,70 @@
-"""Trainer and SFTTrainer with a strategy: as with their own FSDP2, with checkpoints, best model and adapters."""
+"""Trainer with a strategy: as with its own FSDP2, with checkpoints, the best model, adapters and a monitor.
+
+Also models that ``from_pretrained`` shards, or loads in few bits, before Trainer has them.
+"""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from accelerate.utils import FullyShardedDataParallelPlugin
-from fuzz.optimizers import ScheduleFree
-from harness import llama
+import torch.distributed as dist
+from fuzz.modules import ScheduleFree
+from harness import llama, models
+from harness.covering import over_each
 from harness.offload import without_pinning
 from harness.pool import Pool, device_type
-from hugging_face import choose_own_fsdp, new_job
+from hugging_face import (
+    SMALL_EXAMPLE,
+    STEPS,
+    TOKENS,
+    logged,
+    make_trainer,
+    new_job,
+    run_example,
+    shard_trainer_by_own_fsdp,
+)
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.torch_version import TorchVersion
-from trainer_training import TOKENS, logged, make_trainer
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainerCallback
+from transformers.distributed import DistributedConfig
+from transformers.distributed.utils import gather_full_state_dict
 
-from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, traffic
-from fsdp_zpp.integrations.transformers import use_strategy
+from fsdp_zpp import (
+    NF4,
+    Int4,
+    Int4Delta,
+    Int8,
+    LocalSteps,
+    LoCo,
+    Strategy,
+    dequantize_frozen_params,
+    quantize_frozen_params,
+    traffic,
+)
+from fsdp_zpp.frozen.modules import FrozenModule
+from fsdp_zpp.integrations.transformers import MonitorCallback, use_strategy, with_strategy
+from fsdp_zpp.runtime.unit import unit_of
 
-ACCELERATE = TorchVersion(version("accelerate"))
+Pools = Callable[[int], Pool]
 PLAIN = Strategy("GGG", gpus_per_node=2)
 ZEROPP = Strategy.zeropp(gpus_per_node=2)
 STATEFUL = Strategy("IIG", weights=Int4Delta(64), gradients=Int4(64), error_feedback=LoCo(), gpus_per_node=2)
 LOCAL = Strategy("III", local_steps=LocalSteps(3, codec=Int4(64)), gpus_per_node=2)
-WHOLE = ("whole", "local steps")
-"""Kinds of training that change all weights."""
-"""With all that codecs keep from step to step."""
+"""STATEFUL and LOCAL have all that codecs keep from step to step."""
 QUANTIZED = Strategy("IGG", gradients=Int4(64), frozen=Int8(64), gpus_per_node=2)
 """Strategy without a codec of weights, or the model would compute with adapters that differ from those in files."""
+WHOLE = ("whole", "local steps")
+"""Kinds of training that change all weights."""
 
 
 def trained(folder: str, strategy: Strategy | None, options: dict[str, Any]) -> tuple[list[float], list[float], Any]:
@@ -44,8 +72,7 @@ def trained(folder: str, strategy: Strategy | None, options: dict[str, Any]) -> 
     with new_job():
         trainer = make_trainer(folder, llama.make_base(), **options)
         if strategy is None:
-            choose_own_fsdp(trainer.accelerator, FullyShardedDataParallelPlugin(fsdp_version=2))
-            trainer.is_fsdp_enabled = True
+            shard_trainer_by_own_fsdp(trainer)
         else:
             use_strategy(trainer, strategy)
         trainer.train()
@@ -53,8 +80,8 @@ def trained(folder: str, strategy: Strategy | None, options: dict[str, Any]) -> 
         return logged(trainer, "loss"), logged(trainer, "eval_loss"), sent
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_losses_are_those_of_trainers_own_fsdp(pool: Callable[[int], Pool], tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.wide)])
+def test_losses_are_those_of_trainers_own_fsdp(pool: Pools, tmp_path: Path, precision: str) -> None:
     options = {"bf16": precision == "bf16"}
     own, plain, zeropp = (pool(4).run(trained, str(tmp_path), each, options)[0] for each in (None, PLAIN, ZEROPP))
     rounding = 1e-4 if precision == "fp32" else 5e-3  # Trainer logs four digits; sums in bf16 depend on their order
@@ -68,73 +95,41 @@ def test_losses_are_those_of_trainers_own_fsdp(pool: Callable[[int], Pool], tmp_
 
 
 OFFLOAD: dict[str, Any] = {"fsdp": True, "fsdp_config": {"cpu_offload": True, "state_dict_type": "SHARDED_STATE_DICT"}}
+FULL: dict[str, Any] = {"fsdp": True, "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}
 
 
-def trained_offloaded(folder: str, strategy: Strategy) -> tuple[list[float], list[float], str]:
-    """In a worker: the losses of a training whose parameters are on the CPU, and where optimizer state is."""
-    with new_job(), without_pinning():
-        trainer = use_strategy(make_trainer(folder, llama.make_base(), **OFFLOAD), strategy)
-        trainer.train()
-        states = trainer.optimizer.optimizer.state.values()
-        (device,) = {value.device.type for state in states for value in state.values()}
-        return logged(trainer, "loss"), logged(trainer, "eval_loss"), device
+def make_model(kind: str) -> nn.Module:
+    """Return a whole Llama, or one with adapters."""
+    if kind in WHOLE:
+        return llama.make_base()
+    return llama.adapt(llama.make_base(llama.ADAPTED), {"default": "lora"})
 
 
-@pytest.mark.parametrize("strategy", [STATEFUL, LOCAL], ids=["stateful", "local steps"])
-def test_offloaded_parameters_train_as_others(pool: Callable[[int], Pool], tmp_path: Path, strategy: Strategy) -> None:
-    *offloaded, device = pool(4).run(trained_offloaded, str(tmp_path), strategy)[0]
-    *kept, _ = pool(4).run(trained, str(tmp_path), strategy, {})[0]
-    assert device == "cpu"
-    for which in range(2):
-        assert offloaded[which] == pytest.approx(kept[which], rel=0 if device_type() == "cpu" else 1e-3)
-
-
-def resumed(folder: str, kind: str, options: dict[str, Any]) -> tuple[list[list[float]], list[dict[str, Tensor]]]:
-    """In a worker: losses and weights after a training, and after one that goes on from its middle."""
+def resumed(folder: str, kind: str, options: dict[str, Any]) -> tuple[list[list[float]], list[dict[str, Tensor]], str]:
+    """In a worker: losses and weights after a training, and after one that goes on from its middle; and where optimizer
+    state is.
+    """
     losses, weights = [], []
     for middle in (None, f"{folder}/checkpoint-2"):
         with new_job(), without_pinning():
-            model = make_model("whole" if kind in WHOLE else kind)
-            trainer = make_trainer(folder, model, save_strategy="steps", save_steps=2, **options)
+            trainer = make_trainer(folder, make_model(kind), save_strategy="steps", save_steps=2, **options)
             use_strategy(trainer, {"quantized": QUANTIZED, "local steps": LOCAL}.get(kind, STATEFUL))
             trainer.train(resume_from_checkpoint=middle)
             losses.append(logged(trainer, "loss") + logged(trainer, "eval_loss"))
             weights.append(trainer.accelerator.get_state_dict(trainer.model))
-    return losses, weights
+            states = trainer.optimizer.optimizer.state.values()
+            (device,) = {value.device.type for state in states for value in state.values()}
+    return losses, weights, device
 
 
-def make_model(kind: str) -> nn.Module:
-    """Return a whole Llama, one of which the last layer is trained, or one with adapters."""
-    if kind == "whole":
-        return llama.make_base()
-    if kind == "partly frozen":
-        model = llama.make_base().requires_grad_(False)
-        model.model.layers[-1].requires_grad_(True)
-        return model
-    return llama.adapt(llama.make_base(llama.ADAPTED), {"default": "lora"})
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("whole", {}),
-        ("whole", {"fsdp": True, "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}),
-        ("lora", {}),
-        ("local steps", {}),
-        ("whole", OFFLOAD),
-        ("quantized", OFFLOAD),
-        ("quantized", {}),
-        pytest.param(
-            "quantized",
-            {"fsdp": True, "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}},
-            marks=pytest.mark.skipif(ACCELERATE < "1.15", reason="accelerate saves rank 0's shards alone, so refused"),
-        ),
-    ],
+@over_each(
+    kind=["whole", "local steps", "lora", "quantized"],
+    options={"sharded": {}, "offloaded": OFFLOAD, "full": FULL},
 )
-def test_a_training_is_resumed_bit_for_bit(
-    pool: Callable[[int], Pool], tmp_path: Path, kind: str, options: dict[str, Any]
-) -> None:
-    (losses, losses_again), (weights, weights_again) = pool(4).run(resumed, str(tmp_path), kind, options)[0]
+def test_a_training_is_resumed_bit_for_bit(pool: Pools, tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    if kind not in WHOLE and options is FULL and TorchVersion(version("accelerate")) < "1.15":
+        pytest.skip("accelerate saves rank 0's shards alone, so refused")
+    (losses, losses_again), (weights, weights_again), device = pool(4).run(resumed, str(tmp_path), kind, options)[0]
     assert losses_again == losses
     assert weights
     assert all(torch.equal(weights_again[name], weight) for name, weight in weights.items())
@@ -142,8 +137,13 @@ def test_a_training_is_resumed_bit_for_bit(
     assert ("codecs" in files) == (kind != "quantized")  # whose strategy keeps nothing
     assert ("adapter_model.safetensors" in files) == (kind not in WHOLE)
     if kind not in WHOLE:
-        assert saved_names(tmp_path / "checkpoint-2")
-        assert all("lora" in name for name in saved_names(tmp_path / "checkpoint-2"))  # and nothing of the base
+        names = saved_names(tmp_path / "checkpoint-2")
+        assert names
+        assert all("lora" in name for name in names)  # and nothing of the base
+    if options is OFFLOAD:
+        assert device == "cpu"
+        kept = pool(4).run(resumed, str(tmp_path / "kept"), kind, {})[0][0][0]
+        assert losses == pytest.approx(kept, rel=0 if device_type() == "cpu" else 1e-3)
 
 
 def saved_names(checkpoint: Path) -> list[str]:
@@ -172,15 +172,10 @@ class Generation(TrainerCallback):
 
 def evaluated(folder: str, kind: str, strategy: Strategy) -> tuple[Any, ...]:
     """In a worker: a training with evaluations around it, the best model of which is saved."""
+    saves = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
     with new_job():
-        trainer = make_trainer(
-            folder,
-            make_model(kind),
-            save_strategy="steps",
-            save_steps=2,
-            load_best_model_at_end=True,
-            greater_is_better=True,  # so that the last one is not the best
-        )
+        # The greater, the better, so that the last one is not the best.
+        trainer = make_trainer(folder, make_model(kind), greater_is_better=True, **saves)
         generation = Generation()
         trainer.add_callback(generation)
         use_strategy(trainer, strategy)
@@ -193,22 +188,18 @@ def evaluated(folder: str, kind: str, strategy: Strategy) -> tuple[Any, ...]:
         return before, logged(trainer, "eval_loss"), after, logits, generation.generated
 
 
-@pytest.mark.parametrize(
-    ("kind", "strategy"), [("whole", PLAIN), ("partly frozen", QUANTIZED), ("quantized", QUANTIZED), ("lora", PLAIN)]
-)
+@pytest.mark.parametrize(("kind", "strategy"), [("whole", PLAIN), ("quantized", QUANTIZED)], ids=["whole", "quantized"])
 def test_the_best_model_is_evaluated_and_saved_for_plain_use(
-    pool: Callable[[int], Pool], tmp_path: Path, kind: str, strategy: Strategy
+    pool: Pools, tmp_path: Path, kind: str, strategy: Strategy
 ) -> None:
     results = pool(4).run(evaluated, str(tmp_path), kind, strategy)
     before, during, after, logits, generated = results[0]
     assert before > during[0] > during[1]
     assert after == pytest.approx(during[0], rel=1e-6)
-    unsharded = llama.rounded_base(Int8(64), llama.ADAPTED) if kind == "quantized" else llama.make_base(llama.ADAPTED)
-    base = unsharded.cpu()
-    if kind in ("whole", "partly frozen"):
+    if kind == "whole":
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     else:
-        loaded = PeftModel.from_pretrained(base, tmp_path / "saved")
+        loaded = PeftModel.from_pretrained(llama.rounded_base(Int8(64), llama.ADAPTED).cpu(), tmp_path / "saved")
     torch.testing.assert_close(loaded(input_ids=TOKENS).logits, logits, rtol=1e-4, atol=1e-4)
     assert all(each[-1] == generated for each in results)  # each rank generates
     best = loaded.generate(input_ids=TOKENS, max_new_tokens=8, do_sample=False)
@@ -216,10 +207,10 @@ def test_the_best_model_is_evaluated_and_saved_for_plain_use(
 
 
 class Own(Trainer):
-    """Overrides what users override, as they do."""
+    """Overrides what users override, as they do; trains other weights than it evaluates."""
 
     def create_optimizer(self) -> torch.optim.Optimizer:  # type: ignore[override]
-        self.optimizer = torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
+        self.optimizer = ScheduleFree(self.model.parameters())
         return self.optimizer
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -227,51 +218,65 @@ class Own(Trainer):
         Path(output_dir or "", f"own{self.args.process_index}").touch()
 
 
-def saved_by_own(folder: str, kind: str) -> str:
-    """In a worker: the optimizer that has trained; the model is saved."""
-    with new_job():
-        trainer = use_strategy(make_trainer(folder, make_model(kind), cls=Own), PLAIN)
-        trainer.train()
-        trainer.save_model(folder)
-        return type(trainer.optimizer.optimizer).__name__
-
-
-@pytest.mark.parametrize("kind", ["whole", "lora"])
-def test_what_users_override_is_called(pool: Callable[[int], Pool], tmp_path: Path, kind: str) -> None:
-    assert pool(4).run(saved_by_own, str(tmp_path), kind) == ["SGD"] * 4
-    files = {path.name for path in tmp_path.iterdir()}
-    assert files >= {f"own{rank}" for rank in range(4)}
-    assert ("model.safetensors" if kind == "whole" else "adapter_model.safetensors") in files
-
-
-class Averaging(Trainer):
-    """Trains other weights than it evaluates."""
-
-    def create_optimizer(self) -> torch.optim.Optimizer:  # type: ignore[override]
-        self.optimizer = ScheduleFree(self.model.parameters())
-        return self.optimizer
-
-
-def averaged(folder: str, levels: str, of_class: bool) -> list[float]:
+def trained_by_own(folder: str, levels: str, of_class: bool) -> list[float]:
     """In a worker: the losses of a training and of evaluations in it; of a class's trainer, or of one that is there."""
     strategy = Strategy(levels, gpus_per_node=2)
     with new_job():
-        cls = use_strategy(Averaging, strategy) if of_class else Averaging
+        cls = use_strategy(Own, strategy) if of_class else Own
         trainer = make_trainer(folder, llama.make_base(), cls=cls)
         if not of_class:
             use_strategy(trainer, strategy)
         trainer.train()
+        trainer.save_model(folder)
+        assert isinstance(trainer.optimizer.optimizer, ScheduleFree)
         return logged(trainer, "loss") + logged(trainer, "eval_loss")
 
 
-@pytest.mark.parametrize("of_class", [False, True], ids=["instance", "class"])
-def test_optimizers_may_evaluate_other_weights_than_they_train(
-    pool: Callable[[int], Pool], tmp_path: Path, of_class: bool
-) -> None:
+def test_what_users_override_is_called_and_evaluated_weights_may_be_others(pool: Pools, tmp_path: Path) -> None:
     # Weights are kept from one forward to the next, or never.
-    refreshed, fresh = (pool(4).run(averaged, str(tmp_path), levels, of_class)[0] for levels in ("IGG", "GGG"))
-    assert refreshed == pytest.approx(fresh, rel=1e-4)
-    assert len(refreshed) == 6
+    of_instance, of_class, fresh = (
+        pool(4).run(trained_by_own, str(tmp_path), *arguments)[0]
+        for arguments in (("IGG", False), ("IGG", True), ("GGG", False))
+    )
+    assert of_instance == of_class == pytest.approx(fresh, rel=1e-4)
+    assert len(fresh) == 6
+    assert {path.name for path in tmp_path.iterdir()} >= {*(f"own{rank}" for rank in range(4)), "model.safetensors"}
+
+
+INTER, SHARE = "fsdp_zpp/weights/inter/bytes", "fsdp_zpp/inter/share"
+
+
+class Reporter(TrainerCallback):
+    """Keeps what those who report to TensorBoard and the like are given."""
+
+    def __init__(self) -> None:
+        self.reported: list[dict[str, float]] = []
+
+    def on_log(self, *arguments: Any, **others: Any) -> None:
+        self.reported.append(dict(others["logs"]))
+
+
+def reported(folder: str) -> list[dict[str, float]]:
+    """In a worker: what a trainer's monitor reports in a training after one that has failed."""
+    with new_job():
+        trainer = use_strategy(make_trainer(folder, llama.make_base(), eval_strategy="no"), PLAIN)
+        reporter, failing = Reporter(), TrainerCallback()
+        failing.on_step_end = Mock(side_effect=RuntimeError("failed"))  # type: ignore[method-assign]
+        for callback in (MonitorCallback(trainer), failing):
+            trainer.add_callback(callback)
+        with pytest.raises(RuntimeError, match="failed"):
+            trainer.train()
+        trainer.remove_callback(failing)
+        trainer.add_callback(reporter)
+        trainer.train()
+        return [logs for logs in reporter.reported if "loss" in logs]
+
+
+def test_trainer_reports_each_step_also_after_a_failure(pool: Pools, tmp_path: Path) -> None:
+    logs = pool(4).run(reported, str(tmp_path))[0]
+    assert [each["fsdp_zpp/step"] for each in logs] == list(range(1, STEPS + 1))
+    # Without codecs and with all gradients reduced at the end, as FULL_SHARD; its scopes reduce every micro-batch.
+    assert all(each[INTER] > 0 and each[SHARE] >= 1 for each in logs)
 
 
 def refused(folder: str, kind: str) -> str:
@@ -281,12 +286,7 @@ def refused(folder: str, kind: str) -> str:
         "only": {"save_only_model": True},
         "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
         "FSDP1": {"fsdp": True, "fsdp_config": {"version": 1, "sync_module_states": False}},
-        "adapters": {
-            "fsdp": True,
-            "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"},
-            "save_strategy": "steps",
-            "save_steps": 2,
-        },
+        "adapters": FULL | {"save_strategy": "steps", "save_steps": 2},
     }.get(kind, {})
     is_old = patch("fsdp_zpp.integrations._requirement.version", lambda name: "1.14.0")
     with new_job(), is_old if kind == "adapters" else nullcontext():
@@ -310,19 +310,276 @@ def refused(folder: str, kind: str) -> str:
         ("adapters", "needs accelerate 1.15 or later for checkpoints of adapters with FULL_STATE_DICT"),
     ],
 )
-def test_what_cannot_be_is_refused_on_every_rank(
-    pool: Callable[[int], Pool], tmp_path: Path, kind: str, message: str
-) -> None:
+def test_what_cannot_be_is_refused_on_every_rank(pool: Pools, tmp_path: Path, kind: str, message: str) -> None:
     for error in pool(4).run(refused, str(tmp_path), kind):
         assert message in error
 
 
 def test_what_a_class_cannot_have_is_refused() -> None:
-    sharding = use_strategy(Averaging, PLAIN)
-    assert issubclass(sharding, Averaging)
-    with pytest.raises(ValueError, match="StrategyAveraging has a strategy already, "):
+    sharding = use_strategy(Own, PLAIN)
+    assert issubclass(sharding, Own)
+    with pytest.raises(ValueError, match="StrategyOwn has a strategy already, "):
         use_strategy(sharding, PLAIN)
     with pytest.raises(TypeError, match="strategy must be a Strategy such as"):
-        use_strategy(Averaging, "zeropp")  # type: ignore[arg-type]
+        use_strategy(Own, "zeropp")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="use_strategy takes a Trainer or a class derived from it, got dict"):
         use_strategy(dict, PLAIN)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("options", [pytest.param([], marks=pytest.mark.wide), ["--lora"]], ids=["full", "lora"])
+def test_the_example_goes_on(tmp_path: Path, options: list[str]) -> None:
+    arguments = [*SMALL_EXAMPLE, *options, "--steps", "4", "--output", tmp_path]
+    final = tmp_path / "final" / ("adapter_model.safetensors" if options else "model.safetensors")
+    whole = run_example("hf_trainer.py", *arguments)
+    saved = final.read_bytes()
+    shutil.rmtree(tmp_path / "checkpoint-4")  # as if it had been killed before
+    second = run_example("hf_trainer.py", *arguments, "--resume")
+    assert len(whole) == 4
+    assert second == whole[2:]
+    assert final.read_bytes() == saved
+
+
+shards_when_loading = pytest.mark.skipif(TorchVersion(version("transformers")) < "5.24", reason="refused")
+Sizes = dict[str, int]
+EXPERTS: Sizes = {"fsdp_size": 4, "ep_size": 2}
+ON_TENSOR_RANKS: Sizes = {"fsdp_size": 2, "tp_size": 2, "ep_size": 2}
+HSDP: Sizes = {"dp_replicate_size": 2, "fsdp_size": 2}
+MIXTURE: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 64),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_experts"), 4),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
+
+def loaded_sharded(folder: str, sizes: Sizes, strategy: Strategy | None, experts: Strategy | None = None) -> Any:
+    """Save a mixture of experts, the same on every rank, and load it sharded."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **MIXTURE))
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            # Logits that are apart; and experts that are clearly chosen, which no codec's rounding changes.
+            parameter.data.mul_(20 if name.endswith("gate.weight") else 2)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    config = DistributedConfig(**sizes)
+    if strategy is not None:
+        config = with_strategy(config, strategy, experts=experts)
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+
+
+def trained_where_loaded(
+    folder: str, sizes: Sizes, strategy: Strategy | None, experts: Strategy | None = None
+) -> tuple[tuple[list[float], ...], Tensor, str]:
+    """In a worker: the losses of Trainer's training and evaluations, and the norms of gradients; what the model answers
+    after it, which Trainer has saved; and what is said to a strategy for the trainer.
+    """
+    saves = {} if strategy is None else {"save_strategy": "steps", "save_steps": STEPS, "save_only_model": True}
+    with new_job():
+        trainer = make_trainer(f"{folder}/out", loaded_sharded(folder, sizes, strategy, experts), **saves)
+        with pytest.raises(ValueError, match="a strategy would shard it again") as error:
+            use_strategy(trainer, ZEROPP)
+        trainer.train()
+        with torch.no_grad():
+            logits = trainer.model(input_ids=TOKENS.to(trainer.args.device)).logits.cpu()
+        return tuple(logged(trainer, what) for what in ("loss", "eval_loss", "grad_norm")), logits, str(error.value)
+
+
+WIDE_LOADS = [(EXPERTS, "GGG", None), (EXPERTS, "NNG", None), (HSDP, "III", None), (HSDP, "IIG", None)]
+
+
+@shards_when_loading
+@pytest.mark.parametrize(
+    ("sizes", "levels", "of_experts"),
+    [
+        (EXPERTS, "IGG", "III"),
+        *(pytest.param(*row, marks=pytest.mark.wide) for row in WIDE_LOADS),
+    ],
+    ids=lambda each: each if isinstance(each, str) else " ".join(each or ["same"]),
+)
+def test_trainer_trains_models_that_were_loaded_sharded(
+    pool: Pools, tmp_path: Path, sizes: Sizes, levels: str, of_experts: str | None
+) -> None:
+    experts = of_experts and Strategy(of_experts, gpus_per_node=1)
+    delta = Strategy.zeropp(weights=Int4Delta(64), gpus_per_node=1)
+    (own, _, _), (plain, logits, refusal), (zeropp, _, _) = (
+        pool(4).run(trained_where_loaded, str(folder), sizes, *strategies)[0]
+        for folder, strategies in (
+            (tmp_path / "own", (None, None)),
+            (tmp_path / "plain", (Strategy(levels, gpus_per_node=2), experts)),
+            (tmp_path / "zeropp", (ZEROPP, delta if experts else None)),
+        )
+    )
+    losses, evaluations, norms = own
+    assert losses[-1] < losses[0] - 0.1
+    assert plain[0] == pytest.approx(losses, rel=1e-5)
+    assert plain[1] == pytest.approx(evaluations, rel=1e-5)
+    assert plain[2] == pytest.approx(norms, rel=1e-4)
+    assert zeropp[0] == pytest.approx(losses, rel=0.02)
+    assert zeropp[0] != pytest.approx(losses, rel=1e-6)
+    assert "and then give Trainer no strategy" in refusal
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "plain" / "out" / f"checkpoint-{STEPS}")
+    torch.testing.assert_close(saved(input_ids=TOKENS).logits, logits, rtol=1e-4, atol=1e-4)
+
+
+def weights_and_copies(folder: str, strategy: Strategy | None) -> tuple[dict[str, Tensor], list[str]]:
+    """In a worker: trained weights, and what differs between ranks of tensor parallelism that have copies of it."""
+    with new_job():
+        model = loaded_sharded(folder, ON_TENSOR_RANKS, strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
+    fsdp, tp = (model._mesh_manager.get_mesh(name) for name in ("fsdp", "tp"))
+    for step in range(STEPS):
+        tokens = torch.randint(
+            64, (2, 16), generator=torch.Generator().manual_seed(100 * step + fsdp.get_local_rank())
+        ).to(models.device())
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    differing = []
+    for name, parameter in model.named_parameters():
+        if {"tp", "ep"} & set(parameter.device_mesh.mesh_dim_names):
+            continue
+        local = parameter.to_local().detach().contiguous()
+        ranks = [torch.empty_like(local) for _ in range(2)]
+        dist.all_gather(ranks, local, group=tp.get_group())
+        differing += [] if torch.equal(*ranks) else [name]
+    return gather_full_state_dict(model), differing
+
+
+@shards_when_loading
+@pytest.mark.parametrize(
+    "levels", ["III", *(pytest.param(levels, marks=pytest.mark.wide) for levels in ("GGG", "IIG"))]
+)
+def test_tensor_and_expert_parallelism_train_as_with_torchs_fsdp(pool: Pools, tmp_path: Path, levels: str) -> None:
+    (own, _), (weights, differing) = (
+        pool(4).run(weights_and_copies, str(tmp_path), strategy)[0]
+        for strategy in (None, Strategy(levels, gpus_per_node=1))
+    )
+    assert differing == []
+    assert weights.keys() == own.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, own[name], rtol=1e-4, atol=1e-5)
+
+
+@shards_when_loading
+def test_copies_on_tensor_parallel_ranks_stay_equal_bit_for_bit(pool: Pools, tmp_path: Path) -> None:
+    for _, differing in pool(4).run(weights_and_copies, str(tmp_path), Strategy.zeropp(gpus_per_node=1)):
+        assert differing == []
+
+
+def parts(folder: str, sizes: Sizes, strategy: Strategy, experts: Strategy | None) -> list[int]:
+    """In a worker: into how many parts a dense weight and the experts of a layer are split."""
+    with new_job():
+        layer = loaded_sharded(folder, sizes, strategy, experts).model.layers[0]
+        weights: list[Any] = [layer.self_attn.q_proj.weight, layer.mlp.experts.down_proj]
+        return [each.numel() // each.to_local().numel() for each in weights]
+
+
+IN_NODES = Strategy("III", gpus_per_node=2)
+
+
+@shards_when_loading
+@pytest.mark.parametrize(
+    ("sizes", "strategy", "experts", "expected"),
+    [
+        # Copies of an expert are two ranks apart, each on another node.
+        (EXPERTS, IN_NODES, None, [2, 2]),
+        (EXPERTS, IN_NODES, Strategy("GGG"), [2, 4]),
+        ({"fsdp_size": 4, "ep_size": 4}, IN_NODES, None, [2, 4]),
+        pytest.param(EXPERTS, PLAIN, None, [4, 4], marks=pytest.mark.wide),
+        pytest.param(ON_TENSOR_RANKS, Strategy("III", gpus_per_node=1), None, [2, 2], marks=pytest.mark.wide),
+        (HSDP, IN_NODES, None, [2, 2]),
+    ],
+    ids=lambda each: each.levels if isinstance(each, Strategy) else None,
+)
+def test_experts_are_sharded_over_the_same_nodes_or_by_their_own_strategy(
+    pool: Pools,
+    tmp_path: Path,
+    sizes: Sizes,
+    strategy: Strategy,
+    experts: Strategy | None,
+    expected: list[int],
+) -> None:
+    assert pool(4).run(parts, str(tmp_path), sizes, strategy, experts) == [expected] * 4
+
+
+@shards_when_loading
+def test_strategies_that_cannot_shard_while_loading_are_refused() -> None:
+    sizes, zeropp = DistributedConfig(**EXPERTS), Strategy.zeropp()
+    with pytest.raises(TypeError, match="takes a DistributedConfig of transformers, got"):
+        with_strategy({}, zeropp)  # type: ignore[arg-type]
+    for arguments in ({"strategy": "zeropp"}, {"strategy": zeropp, "experts": "zeropp"}):
+        with pytest.raises(TypeError, match="strategy must be a Strategy such as"):
+            with_strategy(sizes, **arguments)
+    with pytest.raises(ValueError, match="from_pretrained loads them after that"):
+        with_strategy(sizes, Strategy("IGG", frozen=NF4()))
+    with pytest.raises(ValueError, match="has a strategy already"):
+        with_strategy(with_strategy(sizes, zeropp), zeropp)
+    with pytest.raises(ValueError, match="this DistributedConfig has one: set fsdp_size"):
+        with_strategy(DistributedConfig(tp_size=2), zeropp)
+    with pytest.raises(ValueError, match="ep_size is 1: leave it out"):
+        with_strategy(DistributedConfig(fsdp_size=4), zeropp, experts=zeropp)
+    with pytest.raises(ValueError, match="makes nodes of 3 ranks, and the copies of an expert are ep_size=2 ranks"):
+        with_strategy(sizes, Strategy.zeropp(gpus_per_node=3))
+
+
+def kinds_of_units(folder: str) -> list[bool]:
+    """In a worker: whether a strategy has sharded a model loaded with one, and the next, loaded without."""
+    sizes, strategy = {"fsdp_size": 2}, Strategy.zeropp(gpus_per_node=1)
+    return [any(map(unit_of, loaded_sharded(folder, sizes, each).modules())) for each in (strategy, None)]
+
+
+@shards_when_loading
+def test_without_a_strategy_torch_shards_while_loading(pool: Pools, tmp_path: Path) -> None:
+    assert pool(2).run(kinds_of_units, str(tmp_path)) == [[True, False]] * 2
+
+
+BITS: dict[str, dict[str, Any]] = {
+    # As axolotl loads them.
+    "4 bits": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_quant_storage": torch.bfloat16,
+    },
+    "8 bits": {"load_in_8bit": True},
+}
+
+
+def trained_in_few_bits(folder: str, bits: str, frozen: Any) -> tuple[list[float], list[float], int]:
+    """In a worker: the losses of a training, those of plain layers of the same values, and how many are quantized."""
+    losses, quantized = [], 0
+    for is_plain in (False, True):
+        with new_job():
+            config = BitsAndBytesConfig(**BITS[bits])
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                folder, quantization_config=config, device_map=models.device(), dtype=torch.float32
+            ).requires_grad_(False)
+            if is_plain:
+                quantize_frozen_params(model, frozen, dtype=torch.float32)
+                dequantize_frozen_params(model)
+                for name in ("is_loaded_in_4bit", "is_loaded_in_8bit", "hf_quantizer", "quantization_method"):
+                    vars(model).pop(name, None)
+                model.is_quantized = False
+            without: dict[str, Any] = {"weights": None, "gradients": None, "gpus_per_node": 2}
+            strategy = Strategy.mixzpp(**without, frozen=None if is_plain else frozen)
+            trainer = use_strategy(make_trainer(f"{folder}/out", llama.adapt(model, {"default": "lora"})), strategy)
+            trainer.train()
+            quantized += sum(isinstance(module, FrozenModule) for module in trainer.model.modules())
+            losses.append(logged(trainer, "loss") + logged(trainer, "eval_loss"))
+    return losses[0], losses[1], quantized
+
+
+@over_each(bits=list(BITS), frozen={"as stored": "as stored", "auto": "auto", "int8": Int8(64)})
+def test_adapters_train_on_bitsandbytes_layers_as_on_plain_ones(
+    pool: Pools, tmp_path: Path, bits: str, frozen: Any
+) -> None:
+    llama.make_base().save_pretrained(tmp_path)
+    for losses, plain, quantized in pool(4).run(trained_in_few_bits, str(tmp_path), bits, frozen):
+        assert quantized == (14 if frozen == "as stored" else 16)
+        assert len(losses) == 6
+        assert losses == pytest.approx(plain, rel=1e-4)  # Trainer logs few digits

@@ -1,8 +1,10 @@
-"""TRL's trainers with a reference model: both models are sharded by the strategy, and training is as with DDP."""
+"""TRL's trainers with a strategy: with a reference model, with a vLLM server, and the example of fine-tuning."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +12,30 @@ import pytest
 import torch
 from harness import llama
 from harness.pool import Pool, device_type
-from hugging_face import new_job
+from hugging_face import logged, new_job, run_example
+from peft import LoraConfig, PeftModel
 from tokenizers import Tokenizer, models as token_models, pre_tokenizers
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from fsdp_zpp import Strategy, traffic
+from fsdp_zpp import Int8, Strategy, traffic
 from fsdp_zpp.integrations.transformers import use_strategy
 
 datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
 
-STEPS = 4
+Pools = Callable[[int], Pool]
 HPZ = Strategy("IGG", gpus_per_node=2)
 """Strategy that keeps weights from one forward to the next, and rounds nothing."""
-WORDS = ["<pad>", "<eos>", *map(str, range(2, llama.VOCABULARY))]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of numbers."""
-    vocabulary = {word: number for number, word in enumerate(WORDS)}
-    words = Tokenizer(token_models.WordLevel(vocabulary, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    words = ["<pad>", "<eos>", *map(str, range(2, llama.VOCABULARY))]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    by_words = Tokenizer(token_models.WordLevel(vocabulary, unk_token="<pad>"))
+    by_words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=by_words, pad_token="<pad>", eos_token="<eos>")
 
 
 def texts(seed: int, length: int = 8) -> list[str]:
@@ -40,70 +44,181 @@ def texts(seed: int, length: int = 8) -> list[str]:
     return [" ".join(map(str, row.tolist())) for row in numbers]
 
 
-def make(kind: str, base: Path, strategy: Strategy | None, sync: bool) -> Any:
-    """Return a trainer of TRL with a reference, with a strategy or without."""
-    cls = {"dpo": trl.DPOTrainer, "kto": trl.KTOTrainer, "grpo": trl.GRPOTrainer}[kind]
-    configuration = {"dpo": trl.DPOConfig, "kto": trl.KTOConfig, "grpo": trl.GRPOConfig}[kind]
-    options: dict[str, Any] = {
-        "output_dir": str(base / "out"),
-        "use_cpu": device_type() == "cpu",
-        "bf16": False,
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 2e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
-    }
-    if sync:
-        options |= {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
-    prompts = {"prompt": texts(0)}
-    if kind == "dpo":
-        data = prompts | {"chosen": texts(1), "rejected": texts(2)}
-    elif kind == "kto":
-        data = prompts | {"completion": texts(1), "label": [number % 2 == 0 for number in range(32)]}
-    else:
-        data = prompts
-        options |= {"beta": 0.1, "num_generations": 2, "max_completion_length": 6}
-    model, reference = (LlamaForCausalLM.from_pretrained(base) for _ in range(2))
-    judges: dict[str, Any] = {"reward_funcs": reward} if kind == "grpo" else {"ref_model": reference}
-    if strategy is not None:
-        cls = use_strategy(cls, strategy)
-    return cls(
-        model=model,  # from where GRPO takes its reference, too
-        args=configuration(**options),
-        train_dataset=datasets.Dataset.from_dict(data),
-        processing_class=tokenizer(),
-        **judges,
-    )
-
-
 def reward(completions: list[str], **others: Any) -> list[float]:
     """Reward large numbers."""
     return [sum(float(word) for word in text.split() if word.isdigit()) / 500 for text in completions]
 
 
-def trained(kind: str, base: Path, strategy: Strategy | None, sync: bool) -> tuple[list[float], int, int]:
+def make(kind: str, base: Path, strategy: Strategy | None, data: dict[str, Any], **options: Any) -> Any:
+    """Return a trainer of TRL on some data; of its own arguments some are the trainer's, and others configure it."""
+    cls, configuration = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
+    own = {name: options.pop(name) for name in ("ref_model", "reward_funcs", "peft_config") if name in options}
+    configured = configuration(
+        **{
+            "output_dir": str(base / "out"),
+            "use_cpu": device_type() == "cpu",
+            "bf16": False,
+            "per_device_train_batch_size": 2,
+            "learning_rate": 2e-3,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            "gradient_checkpointing": False,
+        }
+        | options
+    )
+    return (cls if strategy is None else use_strategy(cls, strategy))(
+        model=LlamaForCausalLM.from_pretrained(base),  # from where GRPO takes its reference, too
+        args=configured,
+        train_dataset=datasets.Dataset.from_dict(data),
+        processing_class=tokenizer(),
+        **own,
+    )
+
+
+GRPO: dict[str, Any] = {"reward_funcs": reward, "num_generations": 2, "max_completion_length": 6}
+SYNCHRONIZED: dict[str, Any] = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+
+
+def trained(kind: str, base: Path, strategy: Strategy | None, options: dict[str, Any]) -> tuple[list[float], list[int]]:
     """In a worker: the losses of a training, and the units of both models."""
+    data: dict[str, Any] = {
+        "DPO": {"chosen": texts(1), "rejected": texts(2)},
+        "KTO": {"completion": texts(1), "label": [number % 2 == 0 for number in range(32)]},
+        "GRPO": {},
+    }[kind]
+    reference = {} if kind == "GRPO" else {"ref_model": LlamaForCausalLM.from_pretrained(base)}
     with new_job():
-        trainer = make(kind, base, strategy, sync)
+        trainer = make(kind, base, strategy, {"prompt": texts(0)} | data, max_steps=4, **reference | options)
         trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         models = (trainer.model, trainer.ref_model)
-        first, second = (sum(isinstance(module, FSDPModule) for module in model.modules()) for model in models)
         if strategy is not None:
             assert all(traffic(model)["gather"]["inter"] for model in models)
-        return losses, first, second
+        units = [sum(isinstance(module, FSDPModule) for module in model.modules()) for model in models]
+        return logged(trainer, "loss"), units
 
 
-@pytest.mark.parametrize(("kind", "sync"), [("dpo", False), ("dpo", True), ("kto", False), ("grpo", False)])
-def test_losses_are_those_of_ddp(pool: Callable[[int], Pool], tmp_path: Path, kind: str, sync: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("DPO", SYNCHRONIZED),
+        ("GRPO", GRPO | {"beta": 0.1}),
+        pytest.param("DPO", {}, marks=pytest.mark.wide),
+        pytest.param("KTO", {}, marks=pytest.mark.wide),
+    ],
+    ids=["dpo, synchronized", "grpo", "dpo", "kto"],
+)
+def test_losses_are_those_of_ddp(pool: Pools, tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     llama.make_base().save_pretrained(tmp_path)
-    (expected, *_), (losses, *units) = (
-        pool(4).run(trained, kind, tmp_path, strategy, sync)[0] for strategy in (None, HPZ)
+    (expected, _), (losses, units) = (
+        pool(4).run(trained, kind, tmp_path, strategy, options)[0] for strategy in (None, HPZ)
     )
     assert expected[-1] != pytest.approx(expected[0], rel=1e-3)
     assert losses == pytest.approx(expected, rel=1e-3)
     assert units == [3, 3]
+
+
+class Client:
+    """TRL's client of a server, with the server: a model of transformers, which samples with what it was sent."""
+
+    def __init__(self, base: Path) -> None:
+        self.model = LlamaForCausalLM.from_pretrained(base)
+        self.sent: list[dict[str, Tensor]] = []
+        self.generator = torch.Generator().manual_seed(0)
+
+    def init_communicator(self, device: object) -> None:
+        pass
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def update_named_params(
+        self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, Tensor]]
+    ) -> None:
+        sent = dict(named_params)
+        assert [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in sent.items()] == metadata
+        loaded = self.model.load_state_dict({name: tensor.cpu() for name, tensor in sent.items()}, strict=False)
+        assert not loaded.unexpected_keys
+        assert loaded.missing_keys == ["lm_head.weight"] * self.model.config.tie_word_embeddings
+        self.sent.append({name: tensor.cpu().clone() for name, tensor in sent.items()})
+
+    def reset_prefix_cache(self) -> None:
+        pass
+
+    @torch.no_grad()
+    def generate(self, prompts: list[list[int]], n: int, max_tokens: int, **others: Any) -> dict[str, Any]:
+        completions, logprobs = [], []
+        for prompt in prompts:
+            for _ in range(n):
+                tokens, chosen = list(prompt), []
+                for _ in range(max_tokens):
+                    scores = self.model(torch.tensor([tokens])).logits[0, -1].float().log_softmax(-1)
+                    tokens.append(int(torch.multinomial(scores.exp(), 1, generator=self.generator)))
+                    chosen.append([scores[tokens[-1]].item()])
+                completions.append(tokens[len(prompt) :])
+                logprobs.append(chosen)
+        return {"prompt_ids": prompts, "completion_ids": completions, "logprobs": logprobs}
+
+
+def trained_with_a_server(base: Path, strategy: Strategy, adapters: bool) -> tuple[list[float], int, float]:
+    """In a worker: how far the server's log-probabilities are from the training's, how often this rank has sent it
+    weights, and how far these have moved at least from one time to the next.
+    """
+    vllm_generation = pytest.importorskip("trl.generation.vllm_generation")
+    client = Client(base)
+    server = GRPO | {"use_vllm": True, "vllm_mode": "server", "learning_rate": 2e-2, "max_steps": 3}
+    lora = LoraConfig(r=4, target_modules=llama.TARGETS) if adapters else None
+    with new_job(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+        patch.setattr(vllm_generation, "VLLMClient", lambda **arguments: client)
+        trainer = make("GRPO", base, strategy, {"prompt": texts(0)}, **server, peft_config=lora)
+        trainer.train()
+        differences = logged(trainer, "sampling/sampling_logp_difference/max")
+    moved = [
+        max((first[name] - last[name]).abs().max().item() for name in first)
+        for first, last in zip(client.sent, client.sent[1:], strict=False)
+    ]
+    return differences, len(client.sent), min(moved, default=0.0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "adapters", "tied"),
+    [
+        (HPZ, False, True),
+        (Strategy("IGG", gpus_per_node=2, frozen=Int8()), True, False),
+        pytest.param(HPZ, True, False, marks=pytest.mark.wide),
+    ],
+    ids=["all trained", "adapters on a quantized base", "adapters"],
+)
+def test_the_server_has_the_weights_of_the_training_before_each_generation(
+    pool: Pools, tmp_path: Path, strategy: Strategy, adapters: bool, tied: bool
+) -> None:
+    pytest.importorskip("trl.generation.vllm_generation")
+    llama.make_base(tied=tied).cpu().save_pretrained(tmp_path)
+    results = pool(4).run(trained_with_a_server, tmp_path, strategy, adapters)
+    differences, sent, moved = results[0]
+    assert sent == 3
+    assert moved > 1e-4  # what the server had before would not do
+    assert len(differences) == 3
+    assert max(differences) < 1e-3
+    assert [result[1] for result in results[1:]] == [0, 0, 0]  # rank 0 alone has a client
+
+
+def test_the_example_goes_on(tmp_path: Path) -> None:
+    base, out = tmp_path / "base", tmp_path / "out"
+    llama.make_base(llama.ADAPTED).cpu().save_pretrained(base)
+    tokenizer().save_pretrained(base)
+    lines = [" ".join(str(n % 100 + 2) for n in range(first, first + 30)) for first in range(100)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    arguments = ["--model", base, "--data", tmp_path / "texts.jsonl", "--gpus-per-node", "1", "--output", out]
+    whole = run_example("trl_sft.py", *arguments, "--steps", "4")
+    saved = (out / "final" / "adapter_model.safetensors").read_bytes()
+    shutil.rmtree(out / "checkpoint-4")
+    second = run_example("trl_sft.py", *arguments, "--steps", "4", "--resume")
+    assert len(whole) == 4
+    assert second == whole[2:]
+    assert (out / "final" / "adapter_model.safetensors").read_bytes() == saved
+    adapted = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base), out / "final")
+    tokens = torch.tensor([tokenizer().encode(lines[0])])
+    assert adapted(input_ids=tokens, labels=tokens).loss < llama.make_base().cpu()(tokens, labels=tokens).loss
