@@ -1,32 +1,79 @@
-"""The studies of the loss, end to end on four processes as two nodes of two, and what their tables are made of."""
+"""The studies of the loss: tiny runs of each, as nodes of a few processes, their names, their tables and figures."""
 
 from __future__ import annotations
 
 import json
-from datetime import datetime
+import math
+import re
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from harness.benchmarks import BENCHMARKS, tiny_study
-from harness.launch import launch
+from harness.benchmarks import load, tiny_study
+from harness.launch import ROOT, launch
 
+from fsdp_zpp import Int4, Int8, LocalSteps, LoCo, TopK
+
+configurations = load("loss", "configurations")
+local_gaps = load("loss", "local_gaps")
+muon_table = load("loss", "muon_table")
+diloco_table = load("loss", "diloco_table")
+dtensor_collectives = load("loss", "dtensor_collectives")
 TINY = "--gpus-per-node 2 --hidden 32 --layers 1 --sequence 64 --batch 4 --lr 1e-2".split()
-RESULTS = sorted((BENCHMARKS / "loss" / "results").rglob("*.json"))
+Result = dict[str, Any]
 
 
-def run(study: str, *options: str | Path) -> CompletedProcess[str]:
-    """What a study does."""
-    return launch(4, "benchmarks/loss/run.py", study, *options, on_cpu=True)
+def run(ranks: int, study: str, *options: str | Path) -> CompletedProcess[str]:
+    """Run a study, which must not fail."""
+    done = launch(ranks, "benchmarks/loss/run.py", study, *options, on_cpu=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def results_in(folder: Path) -> dict[str, Result]:
+    return {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def losses_of(row: dict[str, Any]) -> list[float]:
+    return [loss for _, loss in row["validation"]]
+
+
+@pytest.mark.parametrize(
+    ("study", "options", "message"),
+    [
+        ("compare", "--strategy full_shard", "--strategy full_shard is what others are compared with"),
+        ("compare", "--strategy zeropp --weights int9", "--weights: 'int9' is not a codec"),
+        ("compare", "--levels INN", "levels 'INN' is not legal"),
+        ("compare", "--resume anywhere", "--resume and --stop-at are for one run"),
+        ("local-steps", "--configs int4", "'int4' is unknown"),
+        ("local-steps", "--configs local32:int5", "'local32:int5' is unknown"),
+        ("local-steps", "--configs local32:int4:later3", "changes 'later'"),
+        ("local-steps", "--configs local32:none+loco", "error_feedback corrects the error of the codec"),
+        ("local-steps", "--configs full_shard@fast", "could not convert string to float"),
+        ("muon", "--configs muon:IGG,lion:IGG", "unknown configurations ['lion:IGG']"),
+        ("diloco-scaling", "--nodes 1 --configs local30:none", "local steps are for several; got 'local30:none'"),
+    ],
+)
+def test_unknown_options_are_refused(
+    study: str, options: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")  # as run.py has it
+    module = load("loss", study.replace("-", "_"))
+    with pytest.raises(SystemExit) as exited:
+        module.main(options.split())
+    assert exited.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+# ---- compare, and convergence
 
 
 def compare(folder: Path, *options: str) -> tuple[list[dict[str, Any]], str]:
     """The rows of a comparison on a little text, and what it prints."""
     text = folder / "text.txt"
     text.write_text("".join(f"{a} plus {b} makes {a + b}.\n" for a in range(60) for b in range(60)))
-    done = run("compare", "--data", text, "--output", folder, *TINY, *options)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run(4, "compare", "--data", text, "--output", folder, *TINY, *options)
     result = json.loads((folder / "result.json").read_text())
     assert result["manifest"]["command"].startswith("torchrun --nproc-per-node 4 benchmarks/loss/run.py compare --data")
     return result["rows"], done.stdout
@@ -48,7 +95,7 @@ def test_compares_strategies_with_full_shard(tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("adapter", [[], ["--fsdp2"]], ids=["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("adapter", [pytest.param([], marks=pytest.mark.wide), ["--fsdp2"]], ids=["fsdp1", "fsdp2"])
 def test_full_precision_sends_what_full_shard_is_said_to_send(tmp_path: Path, adapter: list[str]) -> None:
     # FULL_SHARD's no_sync keeps gradients whole on each rank, which is the scope N.
     (full_shard, ours), _ = compare(tmp_path, "--steps", "3", "--micro-batches", "2", "--strategy", "GNG", *adapter)
@@ -56,40 +103,270 @@ def test_full_precision_sends_what_full_shard_is_said_to_send(tmp_path: Path, ad
     assert ours["losses"] == pytest.approx(full_shard["losses"], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--strategy full_shard", "--strategy full_shard is what others are compared with"),
-        ("--strategy zeropp --weights int9", "--weights: 'int9' is not a codec"),
-        ("--levels INN", "levels 'INN' is not legal"),
-        ("--resume anywhere", "--resume and --stop-at are for one run"),
-    ],
-)
-def test_what_compares_nothing_is_refused(options: str, message: str) -> None:
-    refused = launch(1, "benchmarks/loss/run.py", "compare", *options.split(), on_cpu=True)
-    assert refused.returncode == 2
-    assert message in refused.stderr
-
-
-def test_convergence_trains_what_is_not_there_yet(tmp_path: Path) -> None:
-    for configurations in ("full_shard,int2", "full_shard,int2,w8:int4+loco"):
-        done = run("convergence", "--worker", *tiny_study(), "--output", tmp_path, "--configs", configurations)
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("w8:int4+loco, seed 0: ")
-    results = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+def test_convergence_starts_from_the_same_weights(tmp_path: Path) -> None:
+    names = "full_shard,int2,w8:int4+loco"
+    run(4, "convergence", "--worker", *tiny_study(), "--output", tmp_path, "--configs", names)
+    results = results_in(tmp_path)
     assert results.keys() == {"full_shard-seed0.json", "int2-seed0.json", "w8-int4+loco-seed0.json"}
     full_shard, int2 = (results[f"{name}-seed0.json"]["rows"][0] for name in ("full_shard", "int2"))
-    assert full_shard["validation"][0] == int2["validation"][0]  # the same weights
+    assert full_shard["validation"][0] == int2["validation"][0]
     assert full_shard["validation"][-1] != int2["validation"][-1]
 
 
-def test_results_say_how_they_were_made() -> None:
-    for path in RESULTS:
-        result = json.loads(path.read_text())
-        made = result["manifest"]
-        assert made.keys() - {"recovered", "note"} == {"date", "machine", "versions", "commit", "command"}, path
-        assert datetime.fromisoformat(made["date"]).tzinfo, path
-        assert made["versions"]["torch"], path
-        assert made.get("recovered") or not made["commit"].endswith("+dirty"), path
-        assert result["arguments"], path
-        assert result["rows"], path
+# ---- local steps
+
+
+def diloco(**options: Any) -> LocalSteps:
+    """Local steps with DiLoCo's momentum."""
+    return LocalSteps(outer_momentum=0.9, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("local32:none", diloco(every=32, codec=None)),
+        ("local128:int8", diloco(every=128, codec=Int8(128))),
+        ("local8:int4", diloco(every=8, codec=Int4(128))),
+        ("local32:int4+loco", diloco(every=32, codec=Int4(128), error_feedback=LoCo(beta=0.8))),
+        ("local32:int4:at-once", diloco(every=32, codec=Int4(128), spread=False)),
+        ("local32:int4:overlap1:mix0.5", diloco(every=32, codec=Int4(128), overlap=1, mix=0.5)),
+        ("local32:int4:outer0.5:momentum0.8", LocalSteps(every=32, codec=Int4(128), outer_lr=0.5, outer_momentum=0.8)),
+        ("local32:none:momentum-auto", LocalSteps(every=32, codec=None, outer_momentum="auto")),
+        ("local8-1024-32:int4:start256", diloco(every=((0, 8), (1024, 32)), codec=Int4(128), start=256)),
+        ("local32:int4:moments3", diloco(every=32, codec=Int4(128), moments_every=3)),
+        (
+            "local32:topk+loco",
+            LocalSteps(
+                every=32,
+                codec=TopK(),
+                error_feedback=LoCo(beta=0, decay=0.95, reset_every=0),
+                outer_lr=1,
+                outer_momentum=0,
+                nesterov=False,
+            ),
+        ),
+        (
+            "local32:int4:outer1:momentum0",
+            LocalSteps(every=32, codec=Int4(128), outer_lr=1, outer_momentum=0, nesterov=False),
+        ),
+    ],
+)
+def test_names_say_how_nodes_exchange(name: str, meant: LocalSteps) -> None:
+    assert configurations.local_steps(name) == meant
+    assert configurations.sharding(name, 1).local_steps == meant
+
+
+def test_all_names_of_the_study_are_of_strategies() -> None:
+    for name in local_gaps.LOCAL_NAMES:
+        configurations.sharding(name, 1)
+
+
+def test_trains_on_two_nodes_what_is_not_there_yet(tmp_path: Path) -> None:
+    options = [*tiny_study(), "--validate-every", "4", "--output", str(tmp_path), "--lr", "5e-3"]
+    for names in ("full_shard@1e-2", "full_shard@1e-2,full_shard,local3:int4+loco,local3:none:at-once:overlap1"):
+        done = run(2, "local-steps", "--worker", *options, "--configs", names)
+    assert done.stdout.startswith("2x1-full_shard-lr0.005, seed 0: ")
+    results = results_in(tmp_path)
+    assert results.keys() == {
+        "2x1-full_shard-lr0.01-seed0.json",
+        "2x1-full_shard-lr0.005-seed0.json",
+        "2x1-local3-int4+loco-lr0.005-seed0.json",
+        "2x1-local3-none-at-once-overlap1-lr0.005-seed0.json",
+    }
+    assert {result["arguments"]["lr"] for result in results.values()} == {5e-3, 1e-2}
+    rows = [result["rows"][0] for result in results.values()]
+    assert len({tuple(row["validation"][0]) for row in rows}) == 1  # the same weights
+    for row in rows:
+        losses = losses_of(row)
+        assert len(losses) == 3
+        assert losses[-1] < losses[0]
+        # A last exchange changes what nodes agree on, and FULL_SHARD has none.
+        assert (row["before_last_exchange"] is None) == (row["name"] == "full_shard")
+        assert row["before_last_exchange"] != losses[-1]
+    at_once = rows[-1]
+    assert at_once["name"] == "local3:none:at-once:overlap1"
+    # After four of eight steps nodes agree on the exchange after the third.
+    assert at_once["validation"][1][1] != at_once["validation"][0][1]
+
+
+def record(name: str, lr: float, seed: int, loss: float, nodes: int = 2) -> dict[str, Any]:
+    """The result of a run, as far as tables go."""
+    row = {"name": name, "seed": seed, "parameters": 25.7e6, "validation": [[0, 5.0], [1000, loss]]}
+    return {"arguments": {"nodes": nodes, "lr": lr}, "rows": [row]}
+
+
+RECORDS = [
+    record("full_shard", 1e-3, 0, 1.0),
+    record("full_shard", 2e-3, 0, 0.9),
+    record("full_shard", 2e-3, 1, 0.8),
+    record("local32:int4", 1e-3, 0, 0.99),
+    record("local8:int4", 1e-3, 0, 0.909),
+    record("local8:int4", 1e-3, 1, 0.816),
+    record("local8:int4", 2e-3, 0, math.nan),
+    record("full_shard", 2e-3, 0, 2.0, nodes=4),
+    record("local32:int4+loco:overlap1", 1e-3, 0, 2.02, nodes=4),
+    record("local32:int4+loco", 1e-3, 0, 2.01, nodes=4),
+]
+
+
+def test_gaps_are_between_the_best_learning_rates_on_as_many_nodes_and_the_same_seeds() -> None:
+    assert local_gaps.table(RECORDS).splitlines()[2:] == [
+        "| 2 | full_shard | 0.002 | 2 | 0.8500 ± 0.0707 |  |",
+        "| 2 | local8:int4 | 0.001 | 2 | 0.8625 ± 0.0658 | +1.50 ± 0.71 |",
+        "| 2 | local32:int4 | 0.001 | 1 | 0.9900 | +10.00 |",
+        "| 4 | full_shard | 0.002 | 1 | 2.0000 |  |",
+        "| 4 | local32:int4+loco | 0.001 | 1 | 2.0100 | +0.50 |",
+        "| 4 | local32:int4+loco:overlap1 | 0.001 | 1 | 2.0200 | +1.00 |",
+    ]
+    assert local_gaps.learning_rates(RECORDS).splitlines() == [
+        "| nodes | configuration | seeds | lr 0.001 | lr 0.002 |",
+        "|---|---|---|---|---|",
+        "| 2 | full_shard | 0 | 1.0000 | **0.9000** |",
+        "| 2 | local8:int4 | 0 | **0.9090** | nan |",
+    ]
+    # Without a common seed, the learning rate with most seeds counts.
+    others = (record("full_shard", 2e-3, seed, 2.0) for seed in (1, 2))
+    assert local_gaps.TunedRuns([record("full_shard", 1e-3, 0, 1.0), *others]).rates == {"full_shard": 2e-3}
+    other = record("local32:int4", 1e-3, 0, 0.9)
+    other["arguments"]["text"] = "another"
+    with pytest.raises(ValueError, match=r"different settings can't be compared: \[\('text', 'another'\)\]"):
+        local_gaps.table([*RECORDS, other])
+
+
+def test_draws_what_was_trained_at_three_places_or_more_and_says_it_in_words() -> None:
+    figures = load("loss", "local_figures")
+    some = [record(f"local{every}:int4+loco:at-once", 1e-3, 0, 1 + every / 100) for every in (8, 32)]
+    started = [record(f"local32:none:start{start}", 1e-3, 0, 1.5, nodes=4) for start in (4, 8)]
+
+    def drawn(*more: dict[str, Any]) -> str:
+        return "".join(re.findall(r"<text[^>]*>([^<]*)</text>", figures.local_steps_svg(local_gaps.by_nodes(more))))
+
+    assert drawn(*RECORDS, *some, *started) == ""
+    more = record("local128:int4+loco:at-once", 1e-3, 0, 1.35)
+    assert "4 bits, error feedback, exchanged at once" in drawn(*RECORDS, *some, more)
+    assert "+50.0" in drawn(*RECORDS, *some, more)  # 1.35 where the reference has 0.9
+    steady = record("local32:none", 1e-3, 0, 1.9, nodes=4)
+    text = drawn(*RECORDS, *some, *started, steady)
+    assert "4 nodes, full precision, every 32 steps" in text
+    assert "Synchronous steps at the start" in text
+    assert "25.7 M parameters" in text
+
+
+# ---- DiLoCo's recipe
+
+
+def test_gaps_are_above_the_best_synchronous_run_with_the_same_seed_and_data() -> None:
+    def result(nodes: int, name: str, lr: float, loss: float, seed: int = 0, tokens: int = 700_000_000) -> Result:
+        arguments = {"nodes": nodes, "lr": lr, "batch": 48 // nodes, "tokens": tokens}
+        return {"arguments": arguments, "rows": [{"name": name, "seed": seed, "validation": [[0, 5.0], [9, loss]]}]}
+
+    results = [
+        result(1, "synchronous", 0.005, 0.4),
+        result(1, "synchronous", 0.005, 0.6, seed=1),
+        result(1, "synchronous", 0.01, 0.5),
+        result(2, "local30:none", 0.005, 0.404),
+        result(2, "local30:none", 0.005, 0.618, seed=1),
+        result(2, "local30:none", 0.005, 0.411, seed=2),
+        result(1, "synchronous", 0.005, 0.5, tokens=350_000_000),
+        result(2, "local30:none", 0.005, 0.52, tokens=350_000_000),
+        result(2, "local30:int8", 0.005, 0.52, seed=1, tokens=350_000_000),
+    ]
+    assert diloco_table.table(results).splitlines()[2:] == [
+        "| 1 | synchronous | 700 M | 0.0050, 48 | 2 | 0.5000 ± 0.1414 |  |  |",
+        "| 1 | synchronous | 700 M | 0.0100, 48 | 1 | 0.5000 |  |  |",
+        "| 2 | local30:none | 700 M | 0.0050, 48 | 3 | 0.4777 ± 0.1216 | +2.00 ± 1.41 | +0.7 |",
+        "| 1 | synchronous | 350 M | 0.0050, 48 | 1 | 0.5000 |  |  |",
+        "| 2 | local30:int8 | 350 M | 0.0050, 48 | 1 | 0.5200 |  |  |",
+        "| 2 | local30:none | 350 M | 0.0050, 48 | 1 | 0.5200 | +4.00 |  |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "name"),
+    [pytest.param(1, "synchronous", marks=pytest.mark.wide), (2, "local3:int4+loco:outer0.6")],
+)
+def test_diloco_trains_by_the_recipe(tmp_path: Path, nodes: int, name: str) -> None:
+    options = [*tiny_study(), "--output", str(tmp_path), "--nodes", str(nodes), "--configs", name, "--no-compiled"]
+    run(nodes, "diloco-scaling", "--worker", *options)
+    (result,) = results_in(tmp_path).values()
+    losses = losses_of(result["rows"][0])
+    assert losses[-1] < losses[0]
+
+
+def test_more_replicas_take_a_higher_learning_rate() -> None:
+    """These are the paper's fits."""
+    study = load("loss", "diloco_scaling")
+    rates = [study.parse(["--nodes", str(nodes)]).lr for nodes in (1, 2)]
+    assert rates == [pytest.approx(0.0050, rel=0.01), pytest.approx(0.0061, rel=0.01)]
+
+
+# ---- Muon
+
+EXACT = ("full_shard", "IGG", "III")
+HIDDEN, INTERMEDIATE = 32, 64
+MATRICES = HIDDEN * 3 * HIDDEN + HIDDEN * HIDDEN + 2 * HIDDEN * INTERMEDIATE
+"""Values in the matrices of the one layer of a tiny study's model."""
+
+
+@pytest.mark.parametrize(
+    "shardings",
+    [["unsharded", "full_shard", "III"], pytest.param(muon_table.SHARDINGS, marks=pytest.mark.wide)],
+    ids=["some", "all"],
+)
+def test_bytes_and_losses_of_muon_on_two_nodes_of_two(tmp_path: Path, shardings: list[str]) -> None:
+    names = [f"{optimizer}:{sharding}" for optimizer in muon_table.OPTIMIZERS for sharding in shardings]
+    options = ("--tokens", "2e3", "--configs", ",".join(names))
+    run(4, "muon", "--worker", *tiny_study(), *options, "--output", tmp_path)
+    rows = {row["name"]: row for result in results_in(tmp_path).values() for row in result["rows"]}
+    assert rows.keys() == set(names)
+    for optimizer in muon_table.OPTIMIZERS:
+        unsharded = rows[f"{optimizer}:unsharded"]
+        assert unsharded["validation"][-1][1] < unsharded["validation"][0][1]
+        for sharding in {*EXACT} & {*shardings}:  # Newton-Schulz iterates in bf16
+            assert losses_of(rows[f"{optimizer}:{sharding}"]) == pytest.approx(losses_of(unsharded), rel=1e-3)
+    assert losses_of(rows["muon:unsharded"]) != pytest.approx(losses_of(rows["adamw:unsharded"]), rel=1e-3)
+    gathered = 4 * MATRICES
+    for sharding in shardings:
+        assert rows[f"adamw:{sharding}"]["sent_by_optimizer"] == {"inter": 0, "intra": 0}
+        expected = {"inter": gathered / 4, "intra": gathered / 2}  # a quarter of the matrices to the other node
+        if sharding in ("III", "zeropp-III"):
+            expected = {"inter": 0, "intra": gathered / 2}
+        if sharding == "unsharded":
+            expected = {"inter": 0, "intra": 0}
+        assert rows[f"muon:{sharding}"]["sent_by_optimizer"] == expected
+        # The optimizer has no part in what the model sends.
+        assert rows[f"muon:{sharding}"]["sent_by_model"] == rows[f"adamw:{sharding}"]["sent_by_model"]
+    sent = {sharding: rows[f"muon:{sharding}"]["sent_by_model"] for sharding in shardings}
+    assert sent["III"]["inter"] < sent["full_shard"]["inter"]
+    if "zeropp" in sent:
+        assert sent["zeropp"]["inter"] < sent["IGG"]["inter"] < sent["full_shard"]["inter"]
+        assert sent["zeropp-III"]["inter"] < sent["III"]["inter"]
+
+
+def test_bytes_of_collectives() -> None:
+    # 8 bytes of a rank go to 3 others, two of which are on the other node: once there, then on.
+    sent = {"all_gather_into_tensor": (8, 16), "reduce_scatter_tensor": (2, 4), "all_reduce": (4, 8)}
+    for name, (inter, intra) in sent.items():
+        assert dtensor_collectives.Collective(name, 8, 2, 4).sent == {"inter": inter, "intra": intra}
+    with pytest.raises(NotImplementedError, match="the bytes of broadcast are unknown"):
+        _ = dtensor_collectives.Collective("broadcast", 8, 2, 4).sent
+
+
+def test_gaps_of_muon_are_to_the_same_optimizer_without_sharding() -> None:
+    def record(name: str, loss: float, inter: float, model: dict[str, int] | None) -> Result:
+        row = {"name": name, "seed": 0, "validation": [[0, 5.0], [1000, loss]], "sent_by_model": model}
+        return {"rows": [row | {"sent_by_optimizer": {"inter": inter, "intra": 2e6}}]}
+
+    model = {"inter": 3_000_000, "intra": 1}
+    records = [
+        record("adamw:unsharded", 2.0, 0, None),
+        record("muon:unsharded", 1.0, 0, None),
+        record("muon:III", 1.1, 0, model),
+        record("muon:IGG", 1.2, 1.5e6, model),
+    ]
+    assert muon_table.table(records).splitlines()[2:] == [
+        "| AdamW | unsharded | 1 | 2.0000 |  |  | 0 | 2.00 MB |",
+        "| Muon | unsharded | 1 | 1.0000 |  |  | 0 | 2.00 MB |",
+        "| Muon | IGG | 1 | 1.2000 | +20.00 | 3.00 MB | 1.50 MB | 2.00 MB |",
+        "| Muon | III | 1 | 1.1000 | +10.00 | 3.00 MB | 0 | 2.00 MB |",
+    ]

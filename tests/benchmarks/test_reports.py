@@ -1,4 +1,4 @@
-"""Tables and figures of the pages of results are what the results say, and each result says how it was made."""
+"""Pages of results show what the results say, in words, and each result says how it was made."""
 
 from __future__ import annotations
 
@@ -12,31 +12,76 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness.benchmarks import BENCHMARKS, load
+from harness.benchmarks import BENCHMARKS, RAW_NAME, load
 from harness.launch import launch
 
 from fsdp_zpp.bench.result_file import write
 
 PAGES = {"step": ("step-time", "lora"), "loss": ("loss",), "kernels": ("kernels",), "scale": ("scale",)}
 """The pages of docs/results that show a folder's results."""
-FOLDERS = ("step", "kernels", "scale")
-"""Those whose results are one file each; of those of loss, test_loss.py says what they have."""
+
 DOCS = BENCHMARKS.parent / "docs"
-RESULTS = [path for folder in FOLDERS for path in sorted((BENCHMARKS / folder / "results").glob("*.json"))]
+RESULTS = sorted(BENCHMARKS.glob("*/results/**/*.json"))
 REQUIRED = {"date", "machine", "versions", "commit", "command"}
 manifest = load("common", "manifest")
 result_pages = load("common", "result_pages")
 result_files = load("common", "result_files")
+in_words = load("common", "words").in_words
 
 
 def report(folder: Path, *options: str) -> CompletedProcess[str]:
-    """What a folder's report.py does."""
+    """Run a folder's report.py."""
     return launch(1, folder / "report.py", *options)
 
 
 def page(name: str) -> str:
     """A page of results."""
     return (DOCS / "results" / f"{name}.md").read_text()
+
+
+# ---- results
+
+
+def test_results_say_how_they_were_made() -> None:
+    for path in RESULTS:
+        result = json.loads(path.read_text())
+        made, of_loss = result["manifest"], "loss" in path.parts
+        assert made.keys() >= REQUIRED, path
+        assert datetime.fromisoformat(made["date"]).tzinfo, path
+        assert made["versions"]["torch"], path
+        assert result["arguments"], path
+        assert result["rows"], path
+        if of_loss:
+            assert made.keys() - {"recovered", "note"} == REQUIRED, path
+            assert made.get("recovered") or not made["commit"].endswith("+dirty"), path
+        else:
+            assert made["machine"].get("gpu") or made["machine"].get("cpu"), path
+            assert made.get("recovered") or re.fullmatch(r"[0-9a-f]{40}(\+dirty)?", made["commit"]), path
+            assert made["command"] or (made["recovered"] and "script of its own" in made["note"]), path
+    assert {path.relative_to(BENCHMARKS).parts[0] for path in RESULTS} == set(PAGES)
+
+
+def test_a_new_result_has_the_same_form(tmp_path: Path) -> None:
+    arguments = SimpleNamespace(steps=3, out=tmp_path, worker=False)
+    write(tmp_path / "new.json", manifest.manifest(["python", "a b.py"]), arguments, [{"step_ms": 1.0}])
+    [(name, result)] = result_files.read(tmp_path).items()
+    assert name == "new"
+    assert result["manifest"].keys() == REQUIRED
+    assert result["manifest"]["command"] == "python 'a b.py'"
+    assert result["arguments"] == {"steps": 3}
+    assert result["rows"] == [{"step_ms": 1.0}]
+
+
+@pytest.mark.parametrize("folder", ["step", "kernels", "scale"])
+def test_scripts_put_nothing_on_the_path_but_common(folder: str) -> None:
+    """A folder ``kernels`` on the path would hide Hugging Face's package of that name."""
+    lines = [line for path in (BENCHMARKS / folder).glob("*.py") for line in path.read_text().splitlines()]
+    assert {line for line in lines if "sys.path" in line} == {
+        'sys.path.append(str(Path(__file__).parents[1] / "common"))'
+    }
+
+
+# ---- pages
 
 
 @pytest.mark.parametrize("folder", sorted(path.parent.name for path in BENCHMARKS.glob("*/report.py")))
@@ -102,16 +147,27 @@ def test_pages_name_every_result(folder: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for names in PAGES.values() for name in names])
-def test_tables_can_be_read(name: str) -> None:
-    for table in result_pages.MARKED.finditer(page(name)):
-        columns = {line.count("|") - 1 for line in table.group().splitlines() if line.startswith("|")}
-        assert len(columns) == 1
-        assert columns.pop() <= 8, table["name"]
+def test_conclusions_come_first_and_their_figures_are_in_tables(name: str) -> None:
+    """Fractions are, with as many digits; whole numbers are often counts or sizes."""
+    text = page(name)
+    tables = list(result_pages.MARKED.finditer(text))
+    for table in tables:
+        (columns,) = {line.count("|") - 1 for line in table.group().splitlines() if line.startswith("|")}
+        assert columns <= 8, table["name"]
+    conclusions = text.partition("\n## ")[0].partition("![")[0]
+    what, expect, bad = re.split(r"\n(?:What to expect.*|Bad news):\n", conclusions)
+    assert len(what) > 200
+    assert 3 <= len(re.findall("^- ", expect, re.MULTILINE)) <= 6
+    assert re.findall("^- ", bad, re.MULTILINE)
+    known = {abs(float(figure)) for table in tables for figure in re.findall(r"\d+(?:\.\d+)?", table.group())}
+    for figure in re.findall(r"(?<![\d.])\d+\.\d+(?![\d.]| ?[BM]\b)", expect + bad):
+        digits = len(figure.partition(".")[2])
+        assert any(abs(one - float(figure)) <= 0.5001 * 10**-digits for one in known), figure
 
 
 @pytest.mark.parametrize("name", PAGES["step"])
 def test_step_times_in_prose_are_in_tables(name: str) -> None:
-    """Those of 200 ms and more; what is less is often a difference. But for what is said to be in no result file."""
+    """Shorter ones than 200 ms are often differences, and some are said to be in no result file."""
     tables = "".join(table.group() for table in result_pages.MARKED.finditer(page("step-time") + page("lora")))
     prose = re.sub(r"[^.]*in no result file", "", result_pages.MARKED.sub("", page(name)))
     said = {
@@ -120,20 +176,19 @@ def test_step_times_in_prose_are_in_tables(name: str) -> None:
     assert {time for time in said if time >= 200} <= set(map(float, re.findall(r"\d+(?:\.\d+)?", tables)))
 
 
-@pytest.mark.parametrize("name", [name for names in PAGES.values() for name in names])
-def test_conclusions_come_first_and_their_figures_are_in_tables(name: str) -> None:
-    """Fractions are, with as many digits; whole numbers are often counts or sizes."""
-    text = page(name)
-    conclusions = text.partition("\n## ")[0].partition("![")[0]
-    what, expect, bad = re.split(r"\n(?:What to expect.*|Bad news):\n", conclusions)
-    assert len(what) > 200
-    assert 3 <= len(re.findall("^- ", expect, re.MULTILINE)) <= 6
-    assert re.findall("^- ", bad, re.MULTILINE)
-    tables = "".join(table.group() for table in result_pages.MARKED.finditer(text))
-    known = {abs(float(figure)) for figure in re.findall(r"\d+(?:\.\d+)?", tables)}
-    for figure in re.findall(r"(?<![\d.])\d+\.\d+(?![\d.]| ?[BM]\b)", expect + bad):
-        digits = len(figure.partition(".")[2])
-        assert any(abs(one - float(figure)) <= 0.5001 * 10**-digits for one in known), figure
+def test_the_first_page_shows_each_training_beside_torchs_strategies() -> None:
+    first_page = load("step", "first_page")
+    times = {"fsdp2:full_shard": 900.0, "full_shard": 800.0, first_page.HSDP: 300.0}
+    for training in first_page.TRAININGS:
+        times |= {strategy: 100.0 + 50 * place for place, strategy in enumerate(training.ours.values())}
+    rows = [{"strategy": name, "step_ms": step} for name, step in times.items()]
+    results = {training.run: {"rows": rows} for training in first_page.TRAININGS}
+    lines = first_page.table(results).splitlines()[2:]
+    assert lines[0].endswith("| 900 | 300 | 100, with deltas 150 | 6.0x to 9.0x | 2.0x to 3.0x |")
+    assert lines[2].endswith("| 800 | 300 | 100 | 8.0x | 3.0x |")
+
+
+# ---- figures
 
 
 def test_svg_is_the_same_each_time_and_takes_its_ink_from_the_page() -> None:
@@ -159,47 +214,33 @@ def test_svg_is_the_same_each_time_and_takes_its_ink_from_the_page() -> None:
     assert not charts.COLORS.keys() & set(re.findall(r"#[0-9a-f]{6}", drawing))
 
 
-def test_the_first_page_shows_each_training_beside_torchs_strategies() -> None:
-    first_page = load("step", "first_page")
-    times = {"fsdp2:full_shard": 900.0, "full_shard": 800.0, first_page.HSDP: 300.0}
-    for training in first_page.TRAININGS:
-        times |= {strategy: 100.0 + 50 * place for place, strategy in enumerate(training.ours.values())}
-    rows = [{"strategy": name, "step_ms": step} for name, step in times.items()]
-    results = {training.run: {"rows": rows} for training in first_page.TRAININGS}
-    lines = first_page.table(results).splitlines()[2:]
-    assert lines[0].endswith("| 900 | 300 | 100, with deltas 150 | 6.0x to 9.0x | 2.0x to 3.0x |")
-    assert lines[2].endswith("| 800 | 300 | 100 | 8.0x | 3.0x |")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("full_shard", "FSDP FULL_SHARD"),
+        ("fsdp2:zeropp-delta", "FSDP2 zeropp, Int4Delta"),
+        ("int4", "4 bits"),
+        ("int4x2+loco-beta0", "4 bits, Classical feedback"),
+        ("w8:int4c+loco", "8-bit weights, 4 bits, LoCo"),
+        ("w8:full_shard", "8-bit weights, full precision"),
+        ("int4+loco:outer0.7:at-once", "4 bits, error feedback, outer rate 0.7, exchanged at once"),
+        ("local32:none:momentum-auto", "full precision, momentum auto, every 32 steps"),
+        ("local30:none:at-once:outer0.6", "full precision, exchanged at once, outer rate 0.6, every 30 steps"),
+        ("local8-1024-32:int8", "8 bits, every 8-1024-32 steps"),
+    ],
+)
+def test_names_become_words(name: str, words: str) -> None:
+    assert in_words(name) == words
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: f"{path.parts[-3]}/{path.stem}")
-def test_a_result_says_how_it_was_made(path: Path) -> None:
-    result = json.loads(path.read_text())
-    made = result["manifest"]
-    assert made.keys() >= REQUIRED
-    assert datetime.fromisoformat(made["date"]).tzinfo
-    assert made["machine"].get("gpu") or made["machine"].get("cpu")
-    assert made["versions"]["torch"]
-    assert made.get("recovered") or re.fullmatch(r"[0-9a-f]{40}(\+dirty)?", made["commit"])
-    assert made["command"] or (made["recovered"] and "script of its own" in made["note"])
-    assert result["arguments"]
-    assert result["rows"]
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_scripts_put_nothing_on_the_path_but_common(folder: str) -> None:
-    """Not benchmarks/, whose folder ``kernels`` would hide Hugging Face's package of that name."""
-    lines = [line for path in (BENCHMARKS / folder).glob("*.py") for line in path.read_text().splitlines()]
-    assert {line for line in lines if "sys.path" in line} == {
-        'sys.path.append(str(Path(__file__).parents[1] / "common"))'
-    }
-
-
-def test_a_new_result_has_the_same_form(tmp_path: Path) -> None:
-    arguments = SimpleNamespace(steps=3, out=tmp_path, worker=False)
-    write(tmp_path / "new.json", manifest.manifest(["python", "a b.py"]), arguments, [{"step_ms": 1.0}])
-    [(name, result)] = result_files.read(tmp_path).items()
-    assert name == "new"
-    assert result["manifest"].keys() == REQUIRED
-    assert result["manifest"]["command"] == "python 'a b.py'"
-    assert result["arguments"] == {"steps": 3}
-    assert result["rows"] == [{"step_ms": 1.0}]
+def test_all_names_of_results_become_words_and_local_steps_differ() -> None:
+    of_loss = [
+        path for kind in ("convergence", "local", "diloco") for path in BENCHMARKS.glob(f"loss/results/{kind}*/*.json")
+    ]
+    words = {name: in_words(name) for name in {json.loads(path.read_text())["rows"][0]["name"] for path in of_loss}}
+    assert not [text for text in words.values() if RAW_NAME.search(text)]
+    assert [name for name in words if RAW_NAME.search(name)]  # so it finds them
+    local = [text for name, text in words.items() if name.startswith("local")]
+    assert len(set(local)) == len(local) > 20
+    with pytest.raises(ValueError, match="'later3' is no known change"):
+        in_words("local32:int4:later3")

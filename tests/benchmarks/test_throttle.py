@@ -8,16 +8,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from harness.benchmarks import load
 from harness.launch import ROOT
 
 throttle = load("common", "throttle")
 emulated_nodes = load("loss", "emulated_nodes")
 needs_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="a C compiler makes the throttle")
-
 RANK = """
 import json, os, socket, sys
 mine = socket.socket()
@@ -48,20 +49,13 @@ class Rank:
         self.address = self.read()
 
     def read(self) -> Any:
-        """What it prints next."""
-        assert self.process.stdout
         return json.loads(self.process.stdout.readline())
 
     def write_to(self, other: Rank) -> int:
         """Have it write to another one; the bytes that it could write at once."""
-        assert self.process.stdin
         self.process.stdin.write(json.dumps(other.address) + "\n")
         self.process.stdin.flush()
         return int(self.read())
-
-    def end(self) -> None:
-        """End it and wait for it."""
-        self.process.communicate()
 
 
 @needs_compiler
@@ -82,9 +76,31 @@ def test_a_node_shares_one_bucket_for_what_it_sends_to_others() -> None:
         assert throttle.sent_by_nodes(buckets) == [first, back]
     finally:
         for rank in ranks:
-            rank.end()
+            rank.process.communicate()
 
 
+@needs_compiler
+def test_a_script_starts_itself_again_on_two_nodes_of_two(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+        assert command[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+        assert command[5:] == ["run.py", "compare", "--gpus-per-node=2"]
+        assert json.loads(os.environ[emulated_nodes.STARTED_BY]) == ["run.py", "compare"]
+        assert emulated_nodes.throttled_to() == 2
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(sys, "argv", ["run.py", "compare"])
+    monkeypatch.setattr(emulated_nodes, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit) as exited:
+        emulated_nodes.start(None, 2.0)
+    assert exited.value.code == 3
+    assert "2 nodes of 2; links between them are throttled to 2 Gbit/s a node" in capsys.readouterr().out
+
+
+@pytest.mark.wide
 @needs_compiler
 def test_compares_on_slow_links_and_says_so(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"

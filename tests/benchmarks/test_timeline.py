@@ -1,4 +1,4 @@
-"""What a picture of a step is drawn from, and the ratios of steps that are taken in turn."""
+"""The data that a picture of a step is drawn from, and the ratios of steps that are taken in turn."""
 
 from __future__ import annotations
 

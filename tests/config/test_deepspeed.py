@@ -1,4 +1,4 @@
-"""DeepSpeed configurations: what they become, where they are read from, and what is logged of them."""
+"""DeepSpeed configurations: what they become, what is logged of them, and what is refused. No key is passed over."""
 
 from __future__ import annotations
 
@@ -10,9 +10,78 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_configs import HUGGING_FACE, INT4_BOTH, LOCO, QUANTIZED, ZEROPP, from_zero, refusal
+from hypothesis import HealthCheck, given, settings, strategies as st
 
-from fsdp_zpp import Int8, LoCo, Strategy
+from fsdp_zpp import Int4, Int8, LoCo, Strategy
+from fsdp_zpp.config.deepspeed.keys import (
+    OFFLOAD_KEYS,
+    TOP_REFUSED,
+    TOP_SCRIPT,
+    TOP_WITHOUT_EFFECT,
+    ZERO_REFUSED,
+    ZERO_SCRIPT,
+    ZERO_WITHOUT_EFFECT,
+)
+
+# The zero_optimization of DeepSpeed's ZeRO++ tutorial.
+ZEROPP = {
+    "stage": 3,
+    "reduce_bucket_size": 10000000,
+    "reduce_scatter": True,
+    "zero_quantized_weights": True,
+    "zero_hpz_partition_size": 16,
+    "zero_quantized_gradients": True,
+    "contiguous_gradients": True,
+    "overlap_comm": True,
+}
+
+# ZeRO-3 as projects around Hugging Face's Trainer ship it.
+HUGGING_FACE: dict[str, Any] = {
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto"}},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "none", "pin_memory": True},
+        "offload_param": {"device": "none", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+QUANTIZED = {"stage": 3, "zero_quantized_gradients": True}
+LOCO = QUANTIZED | {"zeropp_loco_param": {"err_beta": 0.5, "reset_T": 512}}
+INT4_BOTH = {"gradients": Int4(128), "intra_gradients": Int4(128)}
+
+
+def from_zero(**zero: Any) -> Strategy:
+    return Strategy.from_deepspeed({"zero_optimization": zero})
+
+
+def refusal(config: Any, error: type[Exception] = ValueError) -> str:
+    with pytest.raises(error) as raised:
+        Strategy.from_deepspeed(config)
+    return str(raised.value)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+# ---- strategies
 
 
 @pytest.mark.parametrize(
@@ -35,11 +104,12 @@ from fsdp_zpp import Int8, LoCo, Strategy
         ({"stage": 3, "mics_shard_size": 4}, Strategy("III", gpus_per_node=4)),
         ({"stage": 3, "mics_shard_size": 4, "mics_hierarchical_params_gather": True}, Strategy.mics(gpus_per_node=4)),
         ({"stage": 3, "mics_shard_size": -1}, Strategy("GGG")),
-        ({"paro_strategy": "IIG"}, Strategy("IIG")),
+        *(({"paro_strategy": name}, Strategy(name)) for name in "NII NIG ING IIG IGG NNG NGG GGG".split()),
         ({"paro_strategy": None, "stage": 1}, Strategy("NNG")),
         ({"paro_strategy": "NGG", "stage": 2}, Strategy("NGG")),
         ({"paro_strategy": "GGG", "zero_quantized_weights": True}, Strategy("GGG", weights=Int8(256))),
         ({"stage": 2, "offload_optimizer": None, "cpu_offload": False, "offload_param": {}}, Strategy("NGG")),
+        ({"stage": 3, "offload_param": {"device": None}}, Strategy("GGG")),
     ],
 )
 def test_a_configuration_becomes_the_strategy_that_deepspeed_would_run(
@@ -48,68 +118,54 @@ def test_a_configuration_becomes_the_strategy_that_deepspeed_would_run(
     assert from_zero(**zero) == strategy
 
 
-@pytest.mark.parametrize("name", ["NII", "NIG", "ING", "IIG", "IGG", "NNG", "NGG", "GGG"])
-def test_every_paro_strategy_of_deepspeeds_branch_is_taken(name: str) -> None:
-    assert from_zero(paro_strategy=name) == Strategy(name)
-
-
-def test_the_configuration_that_hugging_face_ships_is_zero_3() -> None:
+def test_configurations_as_they_are_shipped(caplog: pytest.LogCaptureFixture) -> None:
+    before = copy.deepcopy(HUGGING_FACE)
     assert Strategy.from_deepspeed(HUGGING_FACE) == Strategy("GGG")
-
-
-def test_a_configuration_without_zero_is_replicated_as_in_deepspeed() -> None:
+    assert before == HUGGING_FACE
+    # Without ZeRO, all is replicated, as in DeepSpeed.
     assert Strategy.from_deepspeed({"train_batch_size": 8}) == Strategy("NNN")
     assert Strategy.from_deepspeed({"zero_optimization": None}) == Strategy("NNN")
+    # OpenRLHF writes values that change nothing, either.
+    defaults = {"data_types": {"grad_accum_dtype": None}, "prescale_gradients": False, "gradient_clipping": 1.0}
+    assert Strategy.from_deepspeed(defaults | {"zero_optimization": {"stage": 2}}) == Strategy("NGG")
+    assert not warnings_of(caplog)
 
 
-def test_loco_keeps_errors_as_deepspeed_does() -> None:
-    expected = LoCo(beta=0.5, reset_every=512, hops="both", dtype=Int8(256))
-    assert from_zero(**LOCO) == Strategy("GGG", **INT4_BOTH, error_feedback=expected)
+def test_loco_keeps_errors_as_deepspeed_does_and_has_the_defaults_that_it_documents() -> None:
+    kept = {"hops": "both", "dtype": Int8(256)}
+    assert from_zero(**LOCO) == Strategy("GGG", **INT4_BOTH, error_feedback=LoCo(beta=0.5, reset_every=512, **kept))
+    for absent in ({}, {"err_beta": None, "reset_T": None}):
+        found = from_zero(**QUANTIZED, zeropp_loco_param=absent).error_feedback
+        assert found == LoCo(beta=0.8, reset_every=1024, **kept)
 
 
-def test_loco_has_the_defaults_that_deepspeed_documents() -> None:
-    expected = LoCo(beta=0.8, reset_every=1024, hops="both", dtype=Int8(256))
-    assert from_zero(**QUANTIZED, zeropp_loco_param={}).error_feedback == expected
+def test_null_is_not_set(caplog: pytest.LogCaptureFixture) -> None:
+    quantized = "zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights"
+    offloads = "offload_param offload_optimizer cpu_offload"
+    for (
+        key
+    ) in f"zero_hpz_partition_size mics_shard_size zeropp_loco_param paro_strategy {quantized} {offloads}".split():
+        assert from_zero(stage=3, **{key: None}) == Strategy("GGG")
+    assert not warnings_of(caplog)
 
 
-@pytest.mark.parametrize("as_type", [str, Path])
-def test_a_file_is_read_by_its_path(tmp_path: Path, as_type: type) -> None:
-    file = tmp_path / "ds_config.json"
+def test_a_file_is_read_by_its_path(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
     file.write_text(json.dumps({"zero_optimization": ZEROPP}))
-    assert Strategy.from_deepspeed(as_type(file)) == from_zero(**ZEROPP)
-
-
-@pytest.mark.parametrize(
-    ("text", "error", "message"),
-    [
+    assert Strategy.from_deepspeed(str(file)) == Strategy.from_deepspeed(file) == from_zero(**ZEROPP)
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.json"):
+        Strategy.from_deepspeed(tmp_path / "nowhere.json")
+    for text, error, message in (
         ('{"zero_optimization": {"stage": 3}, // why', ValueError, r"ds\.json is not .* plain JSON: .*line 1"),
         ("[3]", TypeError, r"ds\.json must hold a dict, got \[3\]"),
         ('{"zero_optimization": {"stage": 3, "stage": 2}}', ValueError, "duplicate keys: stage"),
-    ],
-)
-def test_files_that_are_no_configuration_are_refused(
-    tmp_path: Path, text: str, error: type[Exception], message: str
-) -> None:
-    file = tmp_path / "ds.json"
-    file.write_text(text)
-    with pytest.raises(error, match=message):
-        Strategy.from_deepspeed(file)
+    ):
+        file.write_text(text)
+        with pytest.raises(error, match=message):
+            Strategy.from_deepspeed(file)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.json"):
-        Strategy.from_deepspeed(tmp_path / "nowhere.json")
-
-
-def test_a_configuration_is_a_dict_or_a_path() -> None:
-    assert "got 3" in refusal(3, TypeError)
-    assert 'old true is {"stage": 1}' in refusal({"zero_optimization": True}, TypeError)
-
-
-def test_the_configuration_is_not_changed() -> None:
-    config = copy.deepcopy(HUGGING_FACE)
-    Strategy.from_deepspeed(config)
-    assert config == HUGGING_FACE
+# ---- what is logged
 
 
 def test_one_log_line_sorts_all_keys_by_what_becomes_of_them(caplog: pytest.LogCaptureFixture) -> None:
@@ -141,7 +197,236 @@ def test_one_log_line_sorts_all_keys_by_what_becomes_of_them(caplog: pytest.LogC
     )
 
 
-def test_the_log_line_leaves_out_what_is_empty(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "fsdp_zpp"):
-        from_zero(stage=3)
+def test_keys_that_choose_no_strategy_are_logged_and_no_others(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fsdp_zpp")
+    zero = ((key, {"zero_optimization": {"stage": 3, key: "auto"}}) for key in ZERO_WITHOUT_EFFECT | ZERO_SCRIPT.keys())
+    top = ((key, {key: "auto", "zero_optimization": {"stage": 3}}) for key in TOP_WITHOUT_EFFECT | TOP_SCRIPT.keys())
+    for key, config in (*zero, *top):
+        caplog.clear()
+        assert Strategy.from_deepspeed(config) == Strategy("GGG")
+        assert re.search(rf": {key}\b", caplog.messages[0])
+    caplog.clear()
+    from_zero(stage=3)
     assert caplog.messages == ["DeepSpeed configuration read as Strategy(levels='GGG')"]
+
+
+@pytest.mark.parametrize(
+    ("zero", "strategy", "key", "reason"),
+    [
+        ({"stage": 2, "zero_hpz_partition_size": 8}, "NGG", "zero_hpz_partition_size=8", "ZeRO stage 2.*stage to 3"),
+        ({"zero_hpz_partition_size": 8}, "NNN", "zero_hpz_partition_size=8", "under ZeRO stage 0.* set stage to 3"),
+        ({"stage": 1, "mics_shard_size": 4}, "NNG", "mics_shard_size=4", "under ZeRO stage 1.* set stage to 3"),
+        ({"paro_strategy": "IIG", "mics_shard_size": 4}, "IIG", "mics_shard_size=4", "under PaRO's IIG"),
+        (
+            {"stage": 3, "mics_shard_size": 4, "zero_hpz_partition_size": 8},
+            Strategy.mics(gpus_per_node=4),
+            "zero_hpz_partition_size=8",
+            "beside mics_shard_size.* one of the two",
+        ),
+        ({"stage": 3, "zeropp_loco_param": {}}, "GGG", "zeropp_loco_param={}", "zero_quantized_gradients to true"),
+    ],
+)
+def test_keys_that_deepspeed_ignores_have_no_effect_and_a_warning(
+    zero: dict[str, Any], strategy: Strategy | str, key: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert from_zero(**zero) == (Strategy(strategy) if isinstance(strategy, str) else strategy)
+    [warning] = warnings_of(caplog)
+    assert warning.startswith(f"the DeepSpeed configuration has zero_optimization.{key}, which DeepSpeed ignores ")
+    assert re.search(reason, warning), warning
+
+
+@pytest.mark.parametrize("place", [{}, {"stage": 1}, {"stage": 2}, {"paro_strategy": "IIG"}, {"mics_shard_size": 4}])
+@pytest.mark.parametrize(
+    "quantized",
+    [
+        {"zero_quantized_weights": True},
+        {"zero_quantized_nontrainable_weights": True},
+        {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.7}},
+    ],
+)
+def test_quantization_that_deepspeed_ignores_is_named_with_the_strategy_that_has_it(
+    place: dict[str, Any], quantized: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    if "mics_shard_size" in place:
+        place = {"stage": 3} | place
+    plain = from_zero(**place)
+    caplog.clear()
+    assert from_zero(**place, **quantized) == plain
+    [warning] = warnings_of(caplog)
+    assert all(key in warning for key in quantized)
+    # The strategy that the warning names is of the same places, with the codecs that stage 3 would have had.
+    written = re.search(r"write (Strategy\(.*\)) to quantize", warning)
+    assert written is not None
+    requested = from_zero(stage=3, **quantized)
+    suggested = eval(written.group(1), {"Strategy": Strategy, "Int4": Int4, "Int8": Int8, "LoCo": LoCo})
+    assert (suggested.levels, suggested.gpus_per_node) == (plain.levels, plain.gpus_per_node)
+    for part in ("weights", "gradients", "intra_gradients", "error_feedback", "frozen"):
+        assert getattr(suggested, part) == getattr(requested, part)
+
+
+# ---- no key is passed over
+
+# Each key has one fate; the sets are DeepSpeed's zero_optimization, written out as an oracle of its own.
+DEEPSPEEDS_ZERO_KEYS = """
+    stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions
+    allgather_bucket_size overlap_comm load_from_fp32_weights elastic_checkpoint offload_param offload_optimizer zenflow
+    sub_group_size cpu_offload_param cpu_offload_use_pin_memory cpu_offload stage3_prefetch_bucket_size
+    stage3_param_persistence_threshold stage3_model_persistence_threshold stage3_max_live_parameters
+    stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save stage3_module_granularity_threshold
+    stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential stage3_partition_stream_chunk_size
+    stage3_gather_fp16_weights_on_model_save ignore_unused_parameters legacy_stage1 round_robin_gradients
+    zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients
+    zeropp_loco_param mics_shard_size mics_hierarchical_params_gather memory_efficient_linear
+    pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings enable_sanity_checks
+    save_muon_momentum_buffer_in_memory leaf_module
+""".split()
+
+
+@pytest.mark.parametrize("key", DEEPSPEEDS_ZERO_KEYS)
+def test_every_key_of_deepspeed_is_translated_logged_or_refused(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    values = {"stage": 2, "zero_hpz_partition_size": 2, "mics_shard_size": 2, "zeropp_loco_param": {"err_beta": 0.5}}
+    offloads = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    base = QUANTIZED if key == "zeropp_loco_param" else {"stage": 3}
+    with caplog.at_level(logging.INFO, "fsdp_zpp"):
+        before = from_zero(**base)
+        caplog.clear()
+        try:
+            strategy = from_zero(**base | {key: (values | offloads).get(key, True)})
+        except ValueError as error:
+            assert str(error).startswith(f"zero_optimization.{key}=")  # noqa: PT017
+            assert "unknown" not in str(error)  # noqa: PT017
+            return
+    assert strategy != before or re.search(rf"\b{key}\b", caplog.messages[0])
+
+
+ZERO_KEYS = {*DEEPSPEEDS_ZERO_KEYS, *ZERO_WITHOUT_EFFECT, *ZERO_SCRIPT, *ZERO_REFUSED, "paro_strategy"}
+TOP_KEYS = {*TOP_WITHOUT_EFFECT, *TOP_SCRIPT, *TOP_REFUSED, "zero_optimization"}
+KNOWN = sorted(ZERO_KEYS | TOP_KEYS | {*OFFLOAD_KEYS, "err_beta", "reset_T"})
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    key=st.one_of(
+        st.text(max_size=20),
+        st.tuples(st.sampled_from(KNOWN), st.sampled_from("s_X")).map("".join),
+        st.sampled_from(KNOWN).map(lambda known: known[1:]),
+    ).filter(lambda key: key not in KNOWN),
+    value=st.sampled_from([None, False, True, 0, "auto", {}]),
+)
+def test_any_unknown_key_raises(key: str, value: object) -> None:
+    for where, config in {
+        "": {key: value, "zero_optimization": {"stage": 3}},
+        "zero_optimization.": {"zero_optimization": {"stage": 3, key: value}},
+        "zero_optimization.offload_param.": {"zero_optimization": {"offload_param": {key: value}}},
+        "zero_optimization.zeropp_loco_param.": {"zero_optimization": QUANTIZED | {"zeropp_loco_param": {key: value}}},
+    }.items():
+        message = refusal(config)
+        assert message.startswith(f"{where}{key}={value!r} in the DeepSpeed configuration: unknown key; ")
+
+
+@pytest.mark.parametrize(
+    ("config", "hint"),
+    [
+        ({"zero_optimisation": {"stage": 3}}, "did you mean 'zero_optimization'?"),
+        ({"zero_optimization": {"zero_quantised_weights": True}}, "did you mean 'zero_quantized_weights'?"),
+        ({"zero_optimization": {"hpz_partition_size": 8}}, "did you mean 'zero_hpz_partition_size'?"),
+        ({"stage": 3}, 'it belongs inside "zero_optimization"'),
+        ({"zero_optimization": {"bf16": {"enabled": True}}}, 'it belongs outside "zero_optimization"'),
+        ({"zero_optimization": {"qqq": 1}}, "correct or remove it"),
+        ({7: 1}, "correct or remove it"),
+    ],
+)
+def test_unknown_keys_get_a_hint(config: dict[str, Any], hint: str) -> None:
+    assert refusal(config).endswith(f"unknown key; {hint}")
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize("key", sorted(TOP_REFUSED))
+def test_top_level_keys_that_cannot_be_honoured_raise_unless_they_are_off(key: str) -> None:
+    for on in ({"enabled": True}, {"anything": 1}, True, "fp32", "auto", 2):
+        assert refusal({key: on}).startswith(f"{key}={on!r} in the DeepSpeed configuration: can't be honoured")
+    for off in ({"enabled": False}, {}, None, False):
+        assert Strategy.from_deepspeed({key: off, "zero_optimization": {"stage": 3}}) == Strategy("GGG")
+
+
+def test_values_that_change_nothing_are_accepted() -> None:
+    changes = {"gradient_allreduce_op": ("mean", "sum"), "sequence_parallel_size": (1, 4)}
+    for key, (off, on) in (changes | {"tensor_parallel": ({"autotp_size": 1}, {"autotp_size": 4})}).items():
+        assert Strategy.from_deepspeed({key: off}) == Strategy("NNN")
+        assert "remove it" in refusal({key: on})
+
+
+@pytest.mark.parametrize(
+    ("zero", "key", "reason"),
+    [
+        ({"stage": 4}, "stage=4", "0, 1, 2 or 3"),
+        ({"stage": -1}, "stage=-1", "at least 0"),
+        ({"stage": "auto"}, "stage='auto'", "write the value"),
+        ({"stage": 3, "zero_hpz_partition_size": "auto"}, "zero_hpz_partition_size", "write the value"),
+        ({"stage": 3, "zero_quantized_weights": "auto"}, "zero_quantized_weights", "write the value"),
+        ({"stage": 3, "zero_hpz_partition_size": -8}, "zero_hpz_partition_size=-8", "at least 0"),
+        ({"stage": 3, "mics_shard_size": -8}, "mics_shard_size=-8", "at least -1"),
+        ({"paro_strategy": "IIG", "stage": 3}, "paro_strategy='IIG'", "contradicts stage=3, which is GGG"),
+        ({"paro_strategy": "NGG", "stage": 1}, "paro_strategy='NGG'", "contradicts stage=1, which is NNG"),
+        ({"paro_strategy": "NIN"}, "paro_strategy='NIN'", "one of NNG, NGG, GGG, NII"),
+        ({"paro_strategy": "III"}, "paro_strategy='III'", r"write Strategy\(letters\)"),
+        (LOCO | {"zeropp_loco_param": {"err_beta": 1}}, "zeropp_loco_param.err_beta=1", r"in \[0, 1\)"),
+        (LOCO | {"zeropp_loco_param": {"err_beta": "auto"}}, "zeropp_loco_param.err_beta='auto'", "write the value"),
+        (LOCO | {"zeropp_loco_param": {"reset_T": 0}}, "zeropp_loco_param.reset_T=0", "at least 1"),
+        (LOCO | {"zeropp_loco_param": {"beta": 0.8}}, "zeropp_loco_param.beta=0.8", "did you mean 'err_beta'"),
+        ({"offload_param": {"device": "cpu"}}, "offload_param", r"CPUOffload\(offload_params=True\)"),
+        ({"offload_optimizer": {"device": "cpu"}}, "offload_optimizer", r"CPUOffloadPolicy\(\) to fully_shard"),
+        ({"offload_param": {"device": "nvme"}}, "offload_param", "no device 'nvme' to offload to, only cpu"),
+        ({"offload_param": {"device": "auto"}}, "offload_param.device='auto'", "write the value"),
+        ({"offload_param": {"devise": "cpu"}}, "offload_param.devise='cpu'", "did you mean 'device'"),
+        ({"cpu_offload": True}, "cpu_offload=True", "CPUOffload"),
+        ({"cpu_offload_param": True}, "cpu_offload_param=True", "CPUOffload"),
+        ({"stage": 2, "zenflow": {"topk_ratio": 0.1}}, "zenflow", "another optimizer step"),
+    ],
+)
+def test_errors_name_key_and_value_and_say_what_to_do(zero: dict[str, Any], key: str, reason: str) -> None:
+    message = refusal({"zero_optimization": zero})
+    assert message.startswith(f"zero_optimization.{key}")
+    assert re.search(reason, message), message
+
+
+def test_values_of_a_wrong_type_are_refused() -> None:
+    for zero in (
+        *({"stage": stage} for stage in ("3", True, None, 2.5, float("nan"))),
+        {"zero_hpz_partition_size": "8"},
+        {"zero_quantized_weights": 1},
+        {"zero_quantized_gradients": "true"},
+        {"zeropp_loco_param": 0.8},
+        QUANTIZED | {"zeropp_loco_param": {"err_beta": "0.8"}},
+        QUANTIZED | {"zeropp_loco_param": {"reset_T": True}},
+        {"offload_param": "cpu"},
+        {"cpu_offload": "cpu"},
+    ):
+        culprit = list(zero)[-1]
+        message = refusal({"zero_optimization": zero}, TypeError)
+        assert re.match(rf"zero_optimization\.{culprit}.* must be ", message), zero
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    zero = {"stage": 7, "zero_quantized_weigths": True, "offload_param": {"device": "cpu"}, "sub_group_size": "auto"}
+    message = refusal({"zero_optimization": zero, "bf17": {}, "elasticity": {"enabled": True}})
+    first, *others = message.splitlines()
+    assert first == "5 keys are wrong:"
+    keys = [re.match(r"- ([\w.]+)=.* in the DeepSpeed configuration: ", other) for other in others]
+    assert [key.group(1) for key in keys if key is not None] == [
+        "bf17",
+        "zero_optimization.zero_quantized_weigths",
+        "elasticity",
+        "zero_optimization.offload_param",
+        "zero_optimization.stage",
+    ]
+
+
+def test_several_values_of_a_wrong_type_are_one_type_error() -> None:
+    message = refusal({"zero_optimization": {"stage": "3", "zero_quantized_weights": 1}}, TypeError)
+    assert "must be a whole number" in message
+    assert "must be true or false" in message
+    assert "got 3" in refusal(3, TypeError)
+    assert 'old true is {"stage": 1}' in refusal({"zero_optimization": True}, TypeError)

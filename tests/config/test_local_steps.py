@@ -1,4 +1,4 @@
-"""Local steps: what is refused, and which fragments are due after which step."""
+"""Local steps: what is refused, the fragments that are due after each step, outer momentum, and elastic nodes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import assume, given, strategies as st
 
-from fsdp_zpp import NF4, Int4, Int4Delta, LoCo, TopK
-from fsdp_zpp.config.local_steps import LocalSteps
+from fsdp_zpp import NF4, Elastic, Int4, Int4Delta, LocalSteps, LoCo, Strategy, TopK
+from fsdp_zpp.config.outer_momentum import (
+    MOST_MOMENTUM,
+    TARGET_GAIN,
+    aligned_gain,
+    correlation_of_changes,
+    fitting_momentum,
+)
 
 
 @pytest.mark.parametrize(
@@ -57,11 +63,24 @@ from fsdp_zpp.config.local_steps import LocalSteps
         ({"codec": NF4()}, ValueError, "for frozen weights alone"),
         ({"error_feedback": True}, TypeError, "error_feedback must be a LoCo or None, got True"),
         ({"codec": None, "error_feedback": LoCo()}, ValueError, "codec=None has no error"),
+        ({"max_nodes": 0}, ValueError, "min_nodes must be 1 or more and max_nodes no fewer, got min_nodes=1 and max"),
+        ({"max_nodes": 2, "min_nodes": 3}, ValueError, "min_nodes=3 and max_nodes=2"),
+        ({"max_nodes": 2.0}, TypeError, "max_nodes must be an int of 1 or more nodes, got 2.0"),
+        ({"max_nodes": True}, TypeError, "got True"),
+        ({"max_nodes": 2, "endpoint": "login1"}, ValueError, "endpoint must be host:port such as 'login1:29400'"),
+        ({"max_nodes": 2, "endpoint": ":29400"}, ValueError, "got ':29400'"),
+        ({"max_nodes": 2, "endpoint": "login1:0"}, ValueError, "got 'login1:0'"),
+        ({"max_nodes": 2, "endpoint": 29400}, TypeError, "endpoint must be a text such as"),
+        ({"max_nodes": 2, "run_id": ""}, TypeError, "run_id must be a text that is not empty, got ''"),
+        ({"max_nodes": 2, "timeout": 0}, ValueError, "timeout must be a number of seconds above 0, got 0"),
+        ({"max_nodes": 2, "heartbeat": "1"}, ValueError, "heartbeat must be a number of seconds above 0, got '1'"),
+        ({"max_nodes": 2, "last_call": 1}, ValueError, "last_call must be a number of seconds above 1, got 1"),
+        ({"max_nodes": 2, "join_timeout": float("inf")}, ValueError, "join_timeout must be .* got inf"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        LocalSteps(**arguments)
+        (Elastic if "max_nodes" in arguments else LocalSteps)(**arguments)
 
 
 def test_it_is_a_value() -> None:
@@ -78,15 +97,12 @@ def test_it_is_a_value() -> None:
     )
     assert str(LocalSteps(moments_every=3)).endswith("momentum auto, moments in 1 of 3 exchanges as int8(128)")
     assert str(LocalSteps(moments_every=1)).endswith("momentum auto, moments in each exchange as int8(128)")
+    assert str(LocalSteps(elastic=Elastic(4, min_nodes=2))).endswith(", among 2 to 4 nodes that come and go")
 
 
-@given(every=st.integers(1, 200), fragments=st.integers(1, 200), first=st.integers(1, 10**6), spread=st.booleans())
-def test_each_fragment_is_due_once_in_any_steps_in_a_row(every: int, fragments: int, first: int, spread: bool) -> None:
-    config = LocalSteps(every=every, spread=spread)
-    due = [config.due(step, fragments) for step in range(first, first + every)]
-    assert sorted(index for indices in due for index in indices) == list(range(fragments))
-    most = math.ceil(fragments / every) if spread else fragments
-    assert max(map(len, due)) <= most
+# ---- when exchanges are due
+
+every_steps = st.integers(1, 200)
 
 
 @st.composite
@@ -94,6 +110,18 @@ def schedules(draw: st.DrawFn) -> tuple[tuple[int, int], ...]:
     """Segments of any lengths, whole numbers of exchanges or not."""
     begins = sorted({0, *draw(st.lists(st.integers(1, 500), max_size=4))})
     return tuple((begin, draw(st.integers(1, 60))) for begin in begins)
+
+
+@given(every=every_steps, fragments=st.integers(1, 200), first=st.integers(1, 10**6), spread=st.booleans())
+def test_each_fragment_is_due_once_in_any_steps_in_a_row_and_the_last_with_the_last_step(
+    every: int, fragments: int, first: int, spread: bool
+) -> None:
+    config = LocalSteps(every=every, spread=spread)
+    due = [config.due(step, fragments) for step in range(first, first + every)]
+    assert sorted(index for indices in due for index in indices) == list(range(fragments))
+    most = math.ceil(fragments / every) if spread else fragments
+    assert max(map(len, due)) <= most
+    assert fragments - 1 in config.due(3 * every, fragments)
 
 
 @given(schedule=schedules(), fragments=st.integers(1, 50), spread=st.booleans(), data=st.data())
@@ -121,6 +149,82 @@ def test_steps_are_synchronous_before_the_start_and_after_the_stop(
     assert config.has_synchronous_steps == any(map(config.is_synchronous, range(200)))
 
 
-@given(every=st.integers(1, 200), fragments=st.integers(1, 200), spread=st.booleans())
-def test_the_last_fragment_comes_with_the_last_step(every: int, fragments: int, spread: bool) -> None:
-    assert fragments - 1 in LocalSteps(every=every, spread=spread).due(3 * every, fragments)
+# ---- outer momentum, beside sums and searches that share no formula with it
+
+rates = st.floats(0.05, TARGET_GAIN - 0.01)
+correlations = st.floats(-1, 1)
+
+
+def settled_gain(lr: float, momentum: float, correlation: float, nesterov: bool) -> float:
+    """The gain after many exchanges of changes that are k exchanges apart and correlate by correlation^k."""
+    along = 0.0  # the momentum kept, along the next change
+    for k in range(1000, 0, -1):
+        along += momentum ** (k - 1) * correlation**k
+    return aligned_gain(lr, momentum, along, nesterov=nesterov)
+
+
+@given(lr=rates, correlation=correlations, nesterov=st.booleans())
+def test_it_is_the_largest_that_keeps_to_the_target(lr: float, correlation: float, nesterov: bool) -> None:
+    momentum = fitting_momentum(lr, correlation, nesterov=nesterov)
+    assert 0 < momentum <= MOST_MOMENTUM
+    gain = settled_gain(lr, momentum, correlation, nesterov)
+    assert gain <= TARGET_GAIN + 1e-9
+    if correlation >= 0 and momentum < MOST_MOMENTUM:
+        assert gain == pytest.approx(TARGET_GAIN)
+    assert momentum == fitting_momentum(lr, -correlation, nesterov=nesterov)
+
+
+@given(
+    momentum=st.floats(0, MOST_MOMENTUM),
+    correlation=correlations,
+    any_momentum=st.floats(0, 0.99),
+    alignment=st.floats(-1e30, 1e30),
+)
+def test_the_correlation_is_that_at_which_the_momentum_has_settled(
+    momentum: float, correlation: float, any_momentum: float, alignment: float
+) -> None:
+    settled = sum(momentum ** (k - 1) * correlation**k for k in range(1, 1000))
+    assert correlation_of_changes(momentum, settled) == pytest.approx(correlation, abs=1e-9)
+    assert -1 <= correlation_of_changes(any_momentum, alignment) <= 1
+
+
+@given(lr=rates, momentum=st.floats(0, 0.99), alignment=st.floats(-10, 10), nesterov=st.booleans())
+def test_the_gain_is_that_of_a_step_along_the_change(
+    lr: float, momentum: float, alignment: float, nesterov: bool
+) -> None:
+    # Along the change, in units of it: the momentum kept is ``alignment``, the change 1.
+    assume(abs(alignment) > 1e-3)
+    buffer = momentum * alignment + 1
+    step = lr * (1 + momentum * buffer if nesterov else buffer)
+    assert aligned_gain(lr, momentum, alignment, nesterov=nesterov) == pytest.approx(step, abs=1e-9)
+
+
+def test_the_defaults_of_diloco() -> None:
+    alike, unrelated = (settled_gain(0.7, 0.9, correlation, nesterov=True) for correlation in (1.0, 0.0))
+    assert (alike, unrelated) == (pytest.approx(7), pytest.approx(1.33))
+    assert fitting_momentum(0.7, 1.0, nesterov=True) == pytest.approx(0.5)
+    assert fitting_momentum(0.7, 0.0, nesterov=True) == 0.9
+
+
+# ---- elastic nodes
+
+
+def test_local_steps_refuse_what_elastic_nodes_cannot_do() -> None:
+    with pytest.raises(ValueError, match=r"overlap=2 leaves an exchange under way .*: pass overlap=0"):
+        LocalSteps(overlap=2, elastic=Elastic(2))
+    for name, value in {"start": 5, "stop": 9, "moments_every": 3}.items():
+        with pytest.raises(ValueError, match=f"elastic nodes do not support {name}={value!r}, .*: leave it out"):
+            LocalSteps(elastic=Elastic(2), **{name: value})
+    with pytest.raises(TypeError, match=r"elastic must be Elastic\(...\) or None, got 2"):
+        LocalSteps(elastic=2)
+    with pytest.raises(TypeError, match="elastic is an argument of LocalSteps, too"):
+        Strategy.diloco(elastic=Elastic(2), local_steps=LocalSteps())
+
+
+def test_the_endpoint_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FSDP_ZPP_ENDPOINT", raising=False)
+    with pytest.raises(ValueError, match=r"pass Elastic.endpoint='host:port'. or set FSDP_ZPP_ENDPOINT"):
+        Elastic(2).address()
+    monkeypatch.setenv("FSDP_ZPP_ENDPOINT", "login1:29400")
+    assert Elastic(2).address() == ("login1", 29400)
+    assert Elastic(2, endpoint="[::1]:5").address() == ("::1", 5)

@@ -1,17 +1,17 @@
-"""Strategy objects: what it accepts, what it refuses and how it says so."""
+"""Strategies: the letters that are legal, what is refused and how, presets, and what is active on a layout."""
 
 from __future__ import annotations
 
 import dataclasses
 import pickle
-import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
-from harness.strategies import FOURTEEN
+from harness.strategies import FOURTEEN, INSIDE, INSIDE_WITH_FEEDBACK, PRESETS
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
@@ -30,8 +30,9 @@ from fsdp_zpp import (
     plan,
     quantize_frozen_params,
 )
-from fsdp_zpp.config.mapping import PRESETS
+from fsdp_zpp.config.mapping import PRESETS as NAMES
 from fsdp_zpp.config.strategy_arguments import StrategyArguments
+from fsdp_zpp.config.topology import Topology
 
 TORCHS = {
     "FULL_SHARD": "GGG",
@@ -41,6 +42,8 @@ TORCHS = {
     "NO_SHARD": "NNN",
 }
 """The letters of torch's strategies, or those that come closest."""
+
+# ---- what is refused
 
 
 def test_fourteen_combinations_of_scopes_are_legal_and_no_others() -> None:
@@ -53,50 +56,41 @@ def test_fourteen_combinations_of_scopes_are_legal_and_no_others() -> None:
     assert legal == set(FOURTEEN)
 
 
-@pytest.mark.parametrize("scopes", ["", "GG", "GGGG", "ggg", "XGG", "G G"])
-def test_scopes_are_three_of_the_letters_n_i_g(scopes: str) -> None:
-    with pytest.raises(ValueError, match="three of the letters N, I, G; legal are NNN"):
-        Strategy(scopes)
-
-
-@pytest.mark.parametrize("name", ["zeropp", "ZeroPP", "zero-3", "mixzp", "diloco"])
-def test_the_name_of_a_preset_is_recognized(name: str) -> None:
-    with pytest.raises(ValueError, match=r"three of the letters N, I, G \(did you mean Strategy\.\w+\(\)\?\); legal"):
-        Strategy(name)
-
-
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        ("iig", "did you mean 'IIG'?"),
-        ("ggg", "did you mean 'GGG'?"),
-        *((name, f"torch's {name} is {letters!r}") for name, letters in TORCHS.items()),
-        ("hybrid_shard", "torch's HYBRID_SHARD is 'III'"),
-        ("ShardingStrategy.NO_SHARD", "torch's NO_SHARD is 'NNN'"),
+        *((wrong, "") for wrong in ("", "GG", "GGGG", "XGG", "G G")),
+        *(
+            (name, r"\(did you mean Strategy\.\w+\(\)\?\)")
+            for name in ("zeropp", "ZeroPP", "zero-3", "mixzp", "diloco")
+        ),
+        ("iig", r"did you mean 'IIG'\?$"),
+        ("ggg", r"did you mean 'GGG'\?$"),
+        *((name, f"torch's {name} is {letters!r}$") for name, letters in TORCHS.items()),
+        ("hybrid_shard", "torch's HYBRID_SHARD is 'III'$"),
+        ("ShardingStrategy.NO_SHARD", "torch's NO_SHARD is 'NNN'$"),
     ],
 )
 def test_letters_that_were_meant_are_named(given: str, meant: str) -> None:
-    with pytest.raises(ValueError, match=f"three of the letters N, I, G; legal are .*{re.escape(meant)}$"):
+    with pytest.raises(ValueError, match=f"three of the letters N, I, G.*{meant}") as raised:
         Strategy(given)
+    assert "legal are NNN" in str(raised.value)
 
 
 @pytest.mark.parametrize("name", TORCHS)
 def test_a_strategy_of_torch_as_levels_is_told_its_letters(name: str) -> None:
     with pytest.raises(TypeError, match=f"torch's {name} is '{TORCHS[name]}'"):
-        Strategy(ShardingStrategy[name])  # type: ignore[arg-type]
+        Strategy(ShardingStrategy[name])
 
 
 CALLS: dict[str, tuple[Callable[..., object], str, str]] = {
     "Strategy": (Strategy, "gpu_per_node", "gpus_per_node"),
-    **{name: (getattr(Strategy, name), "gpu_per_node", "gpus_per_node") for name in PRESETS},
+    **{name: (getattr(Strategy, name), "gpu_per_node", "gpus_per_node") for name in NAMES},
     "diloco's own": (Strategy.diloco, "evry", "every"),
     "LoCo": (LoCo, "betta", "beta"),
     "LocalSteps": (LocalSteps, "evry", "every"),
     "Elastic": (Elastic, "max_node", "max_nodes"),
-    "Int8": (Int8, "blok", "block"),
-    "Int4": (Int4, "blok", "block"),
-    "Int4Delta": (Int4Delta, "blok", "block"),
-    "NF4": (NF4, "blok", "block"),
+    **{codec.__name__: (codec, "blok", "block") for codec in (Int8, Int4, Int4Delta, NF4)},
     "TopK": (TopK, "frac", "fraction"),
     "QuantizedReduceState": (QuantizedReduceState, "gpu_per_node", "gpus_per_node"),
     "fully_shard": (partial(fully_shard, nn.Linear(2, 2), strategy=Strategy()), "mp_polcy", "mp_policy"),
@@ -112,57 +106,68 @@ def test_a_misspelt_argument_is_told_what_was_meant(name: str) -> None:
         call(**{given: 2})
 
 
-def test_an_argument_like_no_other_is_told_what_is_allowed() -> None:
-    with pytest.raises(TypeError, match="Int8 has no argument 'xyz'; allowed are block"):
-        Int8(xyz=2)  # type: ignore[call-arg]
-
-
 LOCAL = {"levels": "III", "local_steps": LocalSteps()}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("kind", "arguments", "error", "message"),
     [
-        ({"levels": 3}, TypeError, "three letters"),
-        ({"weights": 8}, TypeError, "weights must be a codec such as Int8"),
-        ({"weights": Int8}, TypeError, r"did you mean Int8\(\)"),
-        ({"gradients": "int4"}, TypeError, "gradients must be a codec"),
-        ({"intra_gradients": "int8"}, TypeError, "intra_gradients must be a codec"),
-        ({"frozen": 1}, TypeError, "frozen must be a codec"),
-        ({"error_feedback": True}, TypeError, "error_feedback must be a LoCo"),
-        ({"error_feedback": LoCo()}, ValueError, "gradients=None has no error"),
-        ({"local_steps": 64}, TypeError, r"local_steps must be LocalSteps\(...\) or None, got 64"),
-        ({"local_steps": LocalSteps()}, ValueError, "under levels 'GGG' a node holds only a part of the optimizer"),
-        ({"levels": "IIG", "local_steps": LocalSteps()}, ValueError, "choose I or N for the optimizer, such as 'III'"),
+        (Int8, {"xyz": 2}, TypeError, "Int8 has no argument 'xyz'; allowed are block"),
+        (Strategy, {"levels": 3}, TypeError, "three letters"),
+        (Strategy, {"weights": 8}, TypeError, "weights must be a codec such as Int8"),
+        (Strategy, {"weights": Int8}, TypeError, r"did you mean Int8\(\)"),
+        (Strategy, {"gradients": "int4"}, TypeError, "gradients must be a codec"),
+        (Strategy, {"intra_gradients": "int8"}, TypeError, "intra_gradients must be a codec"),
+        (Strategy, {"frozen": 1}, TypeError, "frozen must be a codec"),
+        (Strategy, {"error_feedback": True}, TypeError, "error_feedback must be a LoCo"),
+        (Strategy, {"error_feedback": LoCo()}, ValueError, "gradients=None has no error"),
+        (Strategy, {"local_steps": 64}, TypeError, r"local_steps must be LocalSteps\(...\) or None, got 64"),
+        (Strategy, LOCAL | {"levels": "GGG"}, ValueError, "under levels 'GGG' a node holds only a part of the optim"),
+        (Strategy, LOCAL | {"levels": "IIG"}, ValueError, "choose I or N for the optimizer, such as 'III'"),
+        (Strategy, LOCAL | {"gradients": Int4()}, ValueError, "a stop; or encode the exchanges with LocalSteps"),
         (
-            LOCAL | {"gradients": Int4()},
+            Strategy,
+            LOCAL | {"intra_gradients": Int8(), "error_feedback": LoCo()},
             ValueError,
-            "give it a start or a stop; or encode the exchanges with LocalSteps",
+            "pass LocalSteps.error_feedback",
         ),
-        (LOCAL | {"intra_gradients": Int8(), "error_feedback": LoCo()}, ValueError, "pass LocalSteps.error_feedback"),
-        ({"gpus_per_node": 0}, ValueError, "at least 1, got 0"),
-        ({"gpus_per_node": 2.0}, TypeError, "positive int"),
-        ({"gpus_per_node": True}, TypeError, "positive int"),
+        (Strategy, {"gpus_per_node": 0}, ValueError, "at least 1, got 0"),
+        (Strategy, {"gpus_per_node": 2.0}, TypeError, "positive int"),
+        (Strategy, {"gpus_per_node": True}, TypeError, "positive int"),
+        *(
+            (Strategy, {"levels": levels, "weights": Int4Delta()}, ValueError, "secondary shard in each node, which")
+            for levels in ("GGG", "NNG", "III", "NNN")
+        ),
+        *(
+            (
+                Strategy,
+                {"levels": "IGG", name: Int4Delta()},
+                ValueError,
+                f"{name} can't be Int4Delta.*for weights alone: a delta needs a base",
+            )
+            for name in ("gradients", "intra_gradients", "frozen")
+        ),
+        (Strategy.diloco, {"every": 8, "local_steps": LocalSteps(8)}, TypeError, "pass one of them"),
+        (Strategy.diloco, {"local_steps": None}, ValueError, "leave it out for the defaults, or choose mics"),
+        (LoCo, {"beta": 1.0}, ValueError, "beta"),
+        (LoCo, {"beta": -0.1}, ValueError, "beta"),
+        (LoCo, {"reset_every": -1}, ValueError, "reset_every"),
+        (LoCo, {"reset_every": 1.5}, ValueError, "reset_every"),
+        (LoCo, {"hops": "intra"}, ValueError, "hops"),
+        *(
+            (Topology, {"world": world, "gpus_per_node": gpus}, ValueError, "a world of .* and gpus_per_node=.*; allow")
+            for world, gpus in ((4, 3), (6, 4), (2, 4), (4, 0))
+        ),
     ],
 )
-def test_wrong_arguments_say_what_is_allowed(arguments: dict, error: type[Exception], message: str) -> None:
+def test_wrong_arguments_say_what_is_allowed(
+    kind: Callable[..., object], arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
-        Strategy(**arguments)
+        kind(**arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"beta": 1.0}, "beta"),
-        ({"beta": -0.1}, "beta"),
-        ({"reset_every": -1}, "reset_every"),
-        ({"reset_every": 1.5}, "reset_every"),
-        ({"hops": "intra"}, "hops"),
-    ],
-)
-def test_loco_refuses_values_out_of_range(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LoCo(**arguments)
+# ---- values
 
 
 def test_strategies_compare_hash_and_pickle_as_values() -> None:
@@ -176,14 +181,11 @@ def test_strategies_compare_hash_and_pickle_as_values() -> None:
 
 
 def test_presets_are_shorthand_for_strategies() -> None:
-    presets = {name: getattr(Strategy, name)() for name in "zeropp mixzpp loco zero1 zero2 zero3 mics".split()}
-    scopes = {name: preset.levels for name, preset in presets.items()}
-    assert scopes == dict.fromkeys(("zeropp", "mixzpp", "loco"), "IGG") | {
-        "zero1": "NNG",
-        "zero2": "NGG",
-        "zero3": "GGG",
-        "mics": "III",
-    }
+    presets = {name: getattr(Strategy, name)() for name in NAMES}
+    of_zero = {"zero1": "NNG", "zero2": "NGG", "zero3": "GGG"}
+    assert {name: preset.levels for name, preset in presets.items()} == of_zero | dict.fromkeys(
+        ("zeropp", "mixzpp", "loco"), "IGG"
+    ) | dict.fromkeys(("mics", "diloco"), "III")
     assert presets["mixzpp"].frozen == "auto"
     assert presets["loco"].error_feedback == LoCo()
     assert Strategy.zeropp(levels="GGG", weights=None) == Strategy("GGG", gradients=Int4(128))
@@ -191,11 +193,6 @@ def test_presets_are_shorthand_for_strategies() -> None:
     assert Strategy.diloco(levels="NNN") == Strategy("NNN", local_steps=LocalSteps(64))
     assert Strategy.diloco(8).local_steps == LocalSteps(8)
     assert Strategy.diloco(local_steps=LocalSteps(8, codec=None)).local_steps == LocalSteps(8, codec=None)
-    with pytest.raises(TypeError, match="pass one of them"):
-        Strategy.diloco(8, local_steps=LocalSteps(8))
-
-
-def test_presets_take_the_arguments_of_a_strategy() -> None:
     assert get_type_hints(StrategyArguments).keys() == {field.name for field in dataclasses.fields(Strategy)}
 
 
@@ -206,13 +203,54 @@ def test_gradients_are_finer_on_the_intra_node_hop_by_default() -> None:
     assert Strategy(intra_gradients=Int8(32)).gradient_codecs == (Int8(32), None)
 
 
-@pytest.mark.parametrize("scopes", ["GGG", "NNG", "III", "NNN"])
-def test_differences_need_a_secondary_shard(scopes: str) -> None:
-    with pytest.raises(ValueError, match="secondary shard in each node, which"):
-        Strategy(scopes, weights=Int4Delta())
+# ---- on a layout
 
 
-@pytest.mark.parametrize("name", ["gradients", "intra_gradients", "frozen"])
-def test_only_weights_can_be_sent_as_differences(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} can't be Int4Delta.*for weights alone: a delta needs a base"):
-        Strategy("IGG", **{name: Int4Delta()})
+def test_hops_join_the_ranks_of_a_node_and_those_of_one_local_index() -> None:
+    topology = Topology(6, 2)
+    assert topology.intra_partition() == [[0, 1], [2, 3], [4, 5]]
+    assert topology.inter_partition() == [[0, 2, 4], [1, 3, 5]]
+
+
+ONE = Topology(4, 4)
+
+
+def test_on_one_node_only_codecs_named_for_it_are_active() -> None:
+    for strategy in PRESETS.values():
+        resolved = strategy.resolve(ONE)
+        assert (resolved.weights, resolved.gradient_codecs, resolved.error_feedback) == (None, (None, None), None)
+        assert "".join(resolved.scopes) == "GGG"
+        for topology in (Topology(4, 2), Topology(4, 1)):
+            resolved = strategy.resolve(topology)
+            assert resolved.weights == strategy.weights
+            assert resolved.gradient_codecs == strategy.gradient_codecs
+            assert resolved.error_feedback == strategy.error_feedback
+    assert Strategy.mixzpp().resolve(ONE).frozen == Int8(256)
+    for feedback in (INSIDE_WITH_FEEDBACK.error_feedback, None):
+        resolved = replace(INSIDE_WITH_FEEDBACK, error_feedback=feedback).resolve(ONE)
+        assert resolved.gradient_codecs == (INSIDE_WITH_FEEDBACK.gradient_codecs[0], None)
+        assert resolved.error_feedback == feedback
+    assert replace(INSIDE, error_feedback=LoCo()).resolve(ONE).error_feedback is None
+
+
+def test_gradients_accumulate_before_the_first_hop_that_has_error_feedback() -> None:
+    two, ones = Topology(4, 2), Topology(4, 1)
+    assert [Strategy(levels).resolve(ones).scopes for levels in ("III", "IIG")] == [("N", "N", "N"), ("I", "N", "G")]
+    for strategy, topology, scope in (
+        (Strategy.zeropp(), two, "G"),
+        (Strategy.loco(), two, "I"),
+        (Strategy.loco(), ones, "N"),
+        (Strategy.loco(error_feedback=LoCo(hops="both")), two, "N"),
+    ):
+        assert strategy.resolve(topology).scopes.gradients == scope
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_on_its_own_a_node_has_neither_codecs_nor_errors_of_the_other_hop(gpus: int) -> None:
+    for levels, feedback in product(("III", "INI", "NNN"), (None, LoCo(), LoCo(hops="both"))):
+        alone = Strategy(levels, local_steps=LocalSteps()).resolve(Topology(4, gpus)).within_node()
+        strategy = Strategy(levels, gradients=Int4(), error_feedback=feedback, local_steps=LocalSteps(start=8))
+        assert replace(strategy.resolve(Topology(4, gpus)).within_node()) == alone
+        named = replace(strategy, intra_gradients=Int8(32)).resolve(Topology(4, gpus)).within_node()
+        assert named.gradient_codecs == (Int8(32), None)
+        assert named.error_feedback == (feedback if feedback is not None and feedback.hops == "both" else None)

@@ -11,7 +11,7 @@ import yaml
 from harness.strategies import FOURTEEN
 from hypothesis import given, settings, strategies as st
 
-from fsdp_zpp import NF4, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, TopK
+from fsdp_zpp import NF4, Elastic, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, TopK
 
 BLOCKS = st.sampled_from([64, 128, 256, 4096])
 INT8 = st.builds(Int8, BLOCKS)
@@ -43,6 +43,11 @@ LOCAL_STEPS = st.builds(
     start=st.integers(0, 50),
     stop=st.none() | st.integers(51, 99),
     moments_every=st.none() | st.integers(1, 9),
+) | st.builds(
+    LocalSteps,
+    elastic=st.builds(
+        Elastic, st.integers(4, 9), min_nodes=st.integers(1, 4), endpoint=st.none() | st.just("login1:5")
+    ),
 )
 
 
@@ -65,20 +70,13 @@ def legal_strategies(draw: st.DrawFn) -> Strategy:
     )
 
 
-@pytest.mark.parametrize("off", [None, False])
-def test_diloco_without_local_steps_is_not_silently_mics(off: object) -> None:
-    with pytest.raises(ValueError, match="leave it out for the defaults, or choose mics"):
-        Strategy.from_dict({"preset": "diloco", "local_steps": off})
-    with pytest.raises(ValueError, match="leave it out for the defaults, or choose mics"):
-        Strategy.diloco(local_steps=None)
-
-
 @settings(deadline=None)
 @given(legal_strategies())
 def test_every_strategy_comes_back_from_files(strategy: Strategy) -> None:
     mapping = strategy.to_dict()
     assert Strategy.from_dict(json.loads(json.dumps(mapping))) == strategy
     assert Strategy.from_dict(yaml.safe_load(yaml.safe_dump(mapping))) == strategy
+    assert len({strategy, Strategy.from_dict(mapping)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -128,11 +126,16 @@ def test_every_strategy_comes_back_from_files(strategy: Strategy) -> None:
             "{levels: III, local_steps: {codec: {codec: topk, block: 512}, error_feedback: true}}",
             Strategy("III", local_steps=LocalSteps(codec=TopK(block=512), error_feedback=LoCo())),
         ),
+        ("{preset: diloco, local_steps: {every: 8, elastic: {max_nodes: 4}}}", Strategy.diloco(8, Elastic(4))),
+        ("{preset: diloco, local_steps: {elastic: false}}", Strategy.diloco()),
         ("{}", Strategy()),
     ],
 )
 def test_mappings_are_read_as_they_are_written_in_yaml(text: str, strategy: Strategy) -> None:
     assert Strategy.from_dict(yaml.safe_load(text)) == strategy
+
+
+DILOCO = {"preset": "diloco"}
 
 
 @pytest.mark.parametrize(
@@ -186,6 +189,24 @@ def test_mappings_are_read_as_they_are_written_in_yaml(text: str, strategy: Stra
             {"local_steps": {"error_feedback": {"betas": 1}}},
             ValueError,
             "^local_steps.error_feedback.betas: unknown key",
+        ),
+        (DILOCO | {"local_steps": None}, ValueError, "leave it out for the defaults, or choose mics"),
+        (DILOCO | {"local_steps": False}, ValueError, "leave it out for the defaults, or choose mics"),
+        (
+            DILOCO | {"local_steps": {"elastic": {"max_node": 4}}},
+            ValueError,
+            "local_steps.elastic.max_node: unknown key; did you mean local_steps.elastic.max_nodes?",
+        ),
+        (DILOCO | {"local_steps": {"elastic": {"max_nodes": 0}}}, ValueError, "local_steps.elastic: min_nodes must be"),
+        (
+            DILOCO | {"local_steps": {"elastic": True}},
+            (TypeError, ValueError),
+            "must be false or a mapping with max_node",
+        ),
+        (
+            DILOCO | {"local_steps": {"elastic": 4}},
+            (TypeError, ValueError),
+            "must be true, false or .* arguments, got 4",
         ),
         ({"gpus_per_node": "8"}, TypeError, "^gpus_per_node must be a positive int"),
     ],

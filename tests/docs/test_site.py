@@ -7,19 +7,27 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
+from collections import defaultdict
 from html import unescape
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from harness.launch import ROOT, launch
-from pages import PAGES
+from harness.benchmarks import BENCHMARKS, RAW_NAME, load
+from harness.launch import ROOT
+from test_code_blocks import PAGES
 from test_troubleshooting import entries, normalized
 
 import fsdp_zpp
+from fsdp_zpp.__main__ import main
 
 LINES, WORDS = 130, 1200
 """README has fewer: two minutes' reading."""
+FIGURES = sorted((ROOT / "docs" / "figures").iterdir())
+REPORTS = {path.parent.name: load(path.parent.name, "report") for path in sorted(BENCHMARKS.glob("*/report.py"))}
+
+# ---- the built site
 
 
 @pytest.fixture(scope="module")
@@ -34,48 +42,41 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_public_name_is_in_the_reference(site: Path) -> None:
-    shown = "".join(page.read_text() for page in (site / "reference").rglob("*.html"))
-    missing = [name for name in fsdp_zpp.__all__ if f'id="fsdp_zpp.{name}"' not in shown]
-    assert not missing
-
-
-def test_pages_show_the_version_of_the_package(site: Path) -> None:
-    for page in site.rglob("*.html"):
-        assert f"fsdp_zpp {version('fsdp_zpp')}</title>" in page.read_text(), page.relative_to(site)
-
-
-def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+def test_the_site_has_public_names_and_the_version_and_loads_nothing_from_elsewhere(site: Path) -> None:
+    pages = {page.relative_to(site): page.read_text() for page in site.rglob("*.html")}
+    reference = "".join(text for page, text in pages.items() if page.parts[0] == "reference")
+    assert not [name for name in fsdp_zpp.__all__ if f'id="fsdp_zpp.{name}"' not in reference]
+    title = f"fsdp_zpp {version('fsdp_zpp')}</title>"
+    assert not [page for page, text in pages.items() if title not in text]
     loads = re.compile(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"')
-    loaded = {found for page in site.rglob("*.html") for found in loads.findall(page.read_text())}
-    assert not loaded
+    assert not {found for text in pages.values() for found in loads.findall(text)}
 
 
-def test_a_search_finds_each_message_by_itself(site: Path) -> None:
+def test_a_search_finds_each_message_by_itself_and_parts_of_names(site: Path) -> None:
     index = json.loads((site / "search" / "search_index.json").read_text())
     titles = {normalized(unescape(re.sub("<.*?>", "", section["title"]))) for section in index["docs"]}
-    missing = [f"{entry}: {entry.text}" for entry in entries() if entry.text not in titles]
-    assert not missing
-
-
-def test_a_search_finds_parts_of_names_but_does_not_split_them(site: Path) -> None:
-    index = json.loads((site / "search" / "search_index.json").read_text())
+    assert not [f"{entry}: {entry.text}" for entry in entries() if entry.text not in titles]
     assert index["config"]["fields"].keys() == {"title", "text", "tags", "parts"}
-    assert "_" not in index["config"]["separator"]
+    assert "_" not in index["config"]["separator"]  # which would split names
     sections = [section for section in index["docs"] if "LOCAL_WORLD_SIZE" in section["text"]]
     assert sections
     assert all({"WORLD_SIZE", "SIZE"} <= set(section["parts"].split()) for section in sections)
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: str(page.relative_to(ROOT)))
-def test_each_page_says_first_what_it_is_for(page: Path) -> None:
+# ---- pages
+
+
+def test_each_page_says_first_what_it_is_for() -> None:
     """In a paragraph right under its title."""
-    assert re.match(r"# .+\n\n[A-Za-z`\[]", page.read_text())
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    assert not [page for page in pages if not re.match(r"# .+\n\n[A-Za-z`\[]", page.read_text())]
 
 
 @pytest.mark.parametrize("name", ["plan", "bench"])
-def test_the_command_line_is_shown_as_it_prints_itself(name: str) -> None:
-    help_text = launch(1, "-m", "fsdp_zpp", name, "--help").stdout
+def test_the_command_line_is_shown_as_it_prints_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    help_text = capsys.readouterr().out
     options = help_text[help_text.index("model:\n") : help_text.index("Example:")]
     shown = (ROOT / "docs/reference/command-line.md").read_text()
     assert "".join(options.split()) in "".join(shown.split())  # lines are broken for a terminal's width
@@ -93,10 +94,79 @@ def test_links_of_pages_outside_the_site_lead_somewhere() -> None:
 def test_figures_have_a_place_and_pages_have_their_figures() -> None:
     text = "".join(page.read_text() for page in PAGES)
     shown = set(re.findall(r"figures/([\w.-]+)", text))
-    assert shown == {figure.name for figure in (ROOT / "docs" / "figures").iterdir()}
+    assert shown == {figure.name for figure in FIGURES}
 
 
 def test_readme_is_read_in_two_minutes() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) < LINES
     assert len(text.split()) < WORDS
+
+
+# ---- the page on stability
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in (ROOT / "docs/stability.md").read_text().partition("## Tested versions")[2].splitlines()
+    if line.startswith("| ") and not line.startswith("| Package")
+]
+
+
+def test_versions_are_those_of_results() -> None:
+    versions = defaultdict(set)  # by package and whether there was a GPU
+    for path in (ROOT / "benchmarks").glob("*/results/**/*.json"):
+        manifest = json.loads(path.read_text())["manifest"]
+        for package, measured in manifest["versions"].items():
+            if measured.count(".") > 1:  # some are rounded to what a run printed
+                versions[package, "gpu" in manifest["machine"]].add(measured.partition("+")[0])
+    shown = {}
+    for package, _, on_gpus, on_cpus in ROWS:
+        shown |= {(package, True): on_gpus, (package, False): on_cpus}
+    assert len(shown) == 2 * len(ROWS) > 10
+    assert shown == {place: ", ".join(sorted(versions[place])) or "-" for place in shown}
+
+
+def test_required_versions_are_those_of_the_project() -> None:
+    extras = [each for extra in PROJECT["optional-dependencies"].values() for each in extra]
+    required = dict(
+        re.match(r"([\w-]+)(.*)", each).groups()
+        for each in (*extras, *PROJECT["optional-dependencies"]["transformers"], *PROJECT["dependencies"])
+    )
+    required["python"] = PROJECT["requires-python"]
+    assert {package: needed for package, needed, *_ in ROWS} == {package: required[package] for package, *_ in ROWS}
+
+
+# ---- figures
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda path: path.name)
+def test_a_figure_fills_its_column_and_is_legible_and_speaks_in_words(figure: Path) -> None:
+    svg = figure.read_text()
+    [head] = re.findall(r"<svg [^>]*>", svg)
+    assert not re.search(r"\s(width|height)=", head), "with a size of its own it does not fill a column"
+    [(width, height)] = re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', head)
+    assert float(width) == 640
+    assert float(height) < 1.2 * float(width)
+    sizes = [float(size) for size in re.findall(r"font(?:-size)?:[^;}]*?([\d.]+)px", svg)]
+    assert min(sizes) >= 16, "as large as the text of a page of 640 pixels"
+    light, dark = (set(re.findall(r"--(\w+):", part)) for part in svg.partition("prefers-color-scheme: dark")[::2])
+    assert light >= set(re.findall(r"var\(--(\w+)\)", svg)) - {"none"}
+    assert "ink" in dark <= light
+    texts = re.findall(r"<(?:text|title|tspan)[^>]*>([^<]*)<", svg)
+    assert texts
+    assert not [text for text in texts if RAW_NAME.search(text.replace("fsdp_zpp", ""))]
+
+
+def test_a_chart_says_where_it_is_from_and_what_draws_it() -> None:
+    """That it is what the command draws, test_reports.py says."""
+    drawn = {name: folder for folder, report in REPORTS.items() for name in getattr(report, "FIGURES", {})}
+    assert drawn.keys() <= {figure.name for figure in FIGURES}
+    assert len(drawn) > 5
+    for figure in FIGURES:
+        svg, folder = figure.read_text(), drawn.get(figure.name)
+        assert (folder is not None) == ("Matplotlib" in svg), figure
+        if folder is not None:
+            [(results, names, command)] = re.findall(r"<!-- From `(\S+)`: (.*) Drawn by: python (\S+) -->", svg)
+            assert (results, command) == (f"benchmarks/{folder}/results", f"benchmarks/{folder}/report.py")
+            assert all((ROOT / results / name).exists() for name in re.findall(r"`(\S+)`", names)), figure

@@ -1,4 +1,9 @@
-"""The examples of weight updates: engines, as stand-ins have them, hold what the training has, after each update."""
+"""The examples of weight updates: engines, as stand-ins have them, hold what the training has, after each update.
+
+vLLM 0.33, SGLang 0.5.23 and verl 0.9.1 need GPUs or Ray. Their stand-ins are the parts that examples/rl calls: servers
+listen on localhost and speak those engines' HTTP routes, with the fields, orders of calls and refusals that their
+sources have. Where an engine broadcasts over NCCL, tensors go through a queue, or a group of gloo.
+"""
 
 from __future__ import annotations
 
@@ -6,44 +11,125 @@ import asyncio
 import base64
 import importlib
 import json
-from collections.abc import Callable
-from contextlib import nullcontext
+import pickle
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from queue import Queue
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+from unittest import mock
 
-import engine_stubs
 import pytest
+import requests
 import torch
 import torch.distributed as dist
-from engine_stubs import VLLM, LoRAModel, modules, server
 from harness import llama, models
 from harness.adapter import Adapter, Case
-from harness.covering import over_adapters
+from harness.covering import ADAPTERS
 from harness.fsdp2 import Fsdp2
+from harness.launch import ROOT
 from harness.pool import Pool
 from harness.training import train
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from sglang_stub import SGLang, sglang
-from torch import Tensor
-from verl_stub import Rollout, Worker, verl
+from torch import Tensor, nn
 
 from fsdp_zpp import Strategy, SyncToken, WeightUpdate, fully_shard, gathered_weights, save_adapter
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins receive on the CPU")
-
 CASE = Case(steps=1, model=(("width", 66), ("hidden", 91), ("blocks", 2)), frozen=True)
 ZEROPP = Strategy.zeropp(gpus_per_node=2)
+Routes = Mapping[str, Callable[..., object]]
+Modules = dict[str, Mapping[str, object]]
+
+# ---- what engines have in common
 
 
-def expected(model: Any) -> dict[str, Tensor]:
-    return dict(gathered_weights(model, dtype=torch.bfloat16))
+@contextmanager
+def modules(**contents: Mapping[str, object]) -> Iterator[Callable[[str], Any]]:
+    """Have modules, named with ``__`` for dots, whose parents are packages; yield what imports an example."""
+    before = set(sys.modules)
+    for dotted, content in contents.items():
+        parts = dotted.split("__")
+        for length in range(1, len(parts) + 1):
+            name = ".".join(parts[:length])
+            if name not in sys.modules:
+                sys.modules[name] = ModuleType(name)
+                if length > 1:
+                    setattr(sys.modules[".".join(parts[: length - 1])], parts[length - 1], sys.modules[name])
+        vars(sys.modules[".".join(parts)]).update(content)
+    sys.path.insert(0, str(ROOT / "examples/rl"))
+    try:
+        yield importlib.import_module
+    finally:
+        sys.path.remove(str(ROOT / "examples/rl"))
+        for name in set(sys.modules) - before:
+            del sys.modules[name]
+
+
+@contextmanager
+def server(routes: Routes) -> Iterator[str]:
+    """Serve POST requests with JSON bodies, whose fields are arguments; yield the address. Errors are status 500."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, answer = 200, {"message": "done"}
+            try:
+                routes[self.path.removeprefix("/")](**(json.loads(body or b"{}") or {}))
+            except Exception as error:  # as servers do
+                status, answer = 500, {"message": f"{type(error).__name__}: {error}"}
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    served = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=served.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{served.server_port}"
+    finally:
+        served.shutdown()
+        thread.join()
+        served.server_close()
+
+
+@contextmanager
+def server_for_all(routes: Routes, on: int) -> Iterator[str]:
+    """In a worker: a server beside the rank ``on``, whose address all ranks have."""
+    with server(routes) if dist.get_rank() == on else nullcontext() as url:
+        urls = [url]
+        dist.broadcast_object_list(urls, src=on)
+        yield urls[0]
+        dist.barrier()  # it listens until all are done
+
+
+class EngineModel(nn.Module):
+    """An engine's model: holds what it was last given by each name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: dict[str, Tensor] = {}
+        self.calls: list[set[str]] = []
+
+    def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        self.calls.append(set())
+        for name, tensor in named:
+            self.loaded[name] = tensor.clone()
+            self.calls[-1].add(name)
 
 
 def check_close(loaded: dict[str, Tensor], model: Any, exact: bool, on: int = 0) -> None:
     """Compare what an engine beside the rank ``on`` holds with the model's weights."""
-    truth = expected(model)
+    truth = dict(gathered_weights(model, dtype=torch.bfloat16))
     if dist.get_rank() != on:
         assert not loaded
         return
@@ -54,110 +140,455 @@ def check_close(loaded: dict[str, Tensor], model: Any, exact: bool, on: int = 0)
         torch.testing.assert_close(loaded[name], tensor, rtol=0 if exact else 2**-7, atol=tolerance)
 
 
-def url_for_all(url: str | None) -> str:
-    urls = [url]
-    dist.broadcast_object_list(urls, src=0)
-    assert urls[0] is not None
-    return urls[0]
+def assert_equal(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensors[name], tensor), name
 
 
-def with_vllm(adapter: Adapter, changes: bool) -> None:
-    """In a worker: three updates of a vLLM server, one of which it refuses if they are changes."""
+# ---- vLLM
+
+
+@dataclass
+class NCCLTrainerInitInfo:
+    master_address: str
+    master_port: int
+    world_size: int
+    rank: int = field(kw_only=True)
+
+
+@dataclass
+class UpdateInfo:
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+@dataclass(frozen=True)
+class ParamMeta:
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class HTTPClient:
+    """``HTTPVLLMWeightSyncClient``, as it is in vLLM."""
+
+    def __init__(self, base_url: str, timeout: float = 300) -> None:
+        self.base_url, self.timeout = base_url, timeout
+
+    def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
+        requests.post(f"{self.base_url}/{path}", json=json, timeout=self.timeout).raise_for_status()
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._post("init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self._post("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._post("update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._post("finish_weight_update", {"weight_version": weight_version} if weight_version is not None else None)
+
+
+WIRE: Queue[Tensor] = Queue()
+"""Tensors that are broadcast and not yet received."""
+
+
+def packed_nccl_broadcast_producer(
+    iterator: Iterator[Any],
+    group: Queue[Tensor],
+    src: int,
+    post_iter_func: Callable[[Any], Tensor],
+    buffer_size_bytes: int,
+    num_buffers: int,
+) -> None:
+    for named in iterator:
+        group.put(post_iter_func(named).contiguous().view(-1).view(torch.uint8).clone())
+
+
+class TrainerEngine:
+    """``NCCLTrainerWeightTransferEngine``, which sends what a source has by itself; the examples send changes by it."""
+
+    packed_buffer_size_bytes, packed_num_buffers = 2**30, 2
+
+    def __init__(self, init_info: NCCLTrainerInitInfo, client: HTTPClient, source: Any) -> None:
+        self.is_sender, self.client, self.source = init_info.rank == 0, client, source
+        self.model_update_group = WIRE
+
+    @classmethod
+    def trainer_init(cls, init_info: NCCLTrainerInitInfo, *, client: HTTPClient, source: Any) -> TrainerEngine:
+        engine = cls(init_info, client, source)
+        assert all(isinstance(meta, ParamMeta) for meta in source.metadata)
+        if engine.is_sender:
+            client.init_weight_transfer_engine({"world_size": init_info.world_size, "rank_offset": 1})
+        return engine
+
+
+class WorkerEngine:
+    """``NCCLWeightTransferEngine``: reloads the model layer by layer, so that all of it must be loaded again."""
+
+    def __init__(self, config: object, vllm_config: object, device: object, model: EngineModel) -> None:
+        self.model = model
+        self.before: dict[str, Tensor] = {}
+
+    def start_weight_update(self) -> None:
+        self.before, self.model.loaded = self.model.loaded, {}
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        received = []
+        for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True):
+            received.append((name, WIRE.get(timeout=60).view(getattr(torch, dtype)).view(shape)))
+        self.model.load_weights(received)
+
+    def finish_weight_update(self) -> None:
+        missing = self.before.keys() - self.model.loaded.keys()
+        assert not missing, f"a layer is half loaded: {missing}"
+
+
+class VLLM:
+    """A server's worker, and its state of an update."""
+
+    def __init__(self, make_engine: Callable[..., WorkerEngine]) -> None:
+        self.model = EngineModel()
+        self.engine = make_engine(None, None, None, self.model)
+        self.active = False
+        self.version: str | None = None
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        assert init_info["rank_offset"] == 1
+
+    def start(self) -> None:
+        if self.active:
+            raise RuntimeError("start_weight_update called while a weight update is already active.")
+        self.engine.start_weight_update()
+        self.active = True
+
+    def update(self, update_info: dict[str, Any]) -> None:
+        if not self.active:
+            raise RuntimeError("start_weight_update must be called before update_weights.")
+        try:
+            self.engine.receive_weights(UpdateInfo(**update_info))
+        except BaseException:
+            self.active = False
+            raise
+
+    def finish(self, weight_version: str | None = None) -> None:
+        if not self.active:
+            raise RuntimeError("finish_weight_update called without a matching start_weight_update.")
+        self.engine.finish_weight_update()
+        self.active, self.version = False, weight_version
+
+    def routes(self) -> Routes:
+        return {
+            "init_weight_transfer_engine": self.init,
+            "start_weight_update": self.start,
+            "update_weights": self.update,
+            "finish_weight_update": self.finish,
+        }
+
+
+class EngineFactory:
+    registry: ClassVar[dict[str, type[WorkerEngine]]] = {}
+
+    @classmethod
+    def register_engine(cls, name: str, engine: type[WorkerEngine]) -> None:
+        cls.registry[name] = engine
+
+
+class PEFTHelper:
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.r = config["r"]
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> PEFTHelper:
+        return cls(config)
+
+    def validate_legal(self, lora_config: Any) -> None:
+        if self.r > lora_config.max_lora_rank:
+            raise ValueError(f"LoRA rank {self.r} is greater than max_lora_rank {lora_config.max_lora_rank}.")
+
+
+class LoRAModel:
+    def __init__(self, number: int, tensors: dict[str, Tensor]) -> None:
+        self.id, self.tensors = number, tensors
+
+    @classmethod
+    def from_lora_tensors(
+        cls, lora_model_id: int, tensors: dict[str, Tensor], peft_helper: PEFTHelper, device: str, dtype: torch.dtype
+    ) -> LoRAModel:
+        assert all(name.split(".")[-2] in ("lora_A", "lora_B") for name in tensors), "names are as in PEFT's files"
+        return cls(lora_model_id, {name: tensor.to(device, dtype) for name, tensor in tensors.items()})
+
+
+def vllm() -> Modules:
+    """The modules of vLLM that the examples import."""
+    EngineFactory.registry.clear()
+    transfer = "vllm__distributed__weight_transfer__"
+    return {
+        f"{transfer}base": {"ParamMeta": ParamMeta, "WeightSource": object},
+        f"{transfer}clients": {"HTTPVLLMWeightSyncClient": HTTPClient},
+        f"{transfer}factory": {"WeightTransferEngineFactory": EngineFactory},
+        f"{transfer}packed_tensor": {"packed_nccl_broadcast_producer": packed_nccl_broadcast_producer},
+        f"{transfer}nccl_engine": {
+            "NCCLTrainerInitInfo": NCCLTrainerInitInfo,
+            "NCCLTrainerWeightTransferEngine": TrainerEngine,
+            "NCCLWeightTransferEngine": WorkerEngine,
+            "NCCLWeightTransferUpdateInfo": UpdateInfo,
+        },
+        "vllm__lora__lora_model": {"LoRAModel": LoRAModel},
+        "vllm__lora__peft_helper": {"PEFTHelper": PEFTHelper},
+    }
+
+
+def with_vllm(adapter: Adapter) -> None:
+    """In a worker: whole weights for vLLM's engines, and updates of a server by changes, one of which it refuses."""
     model = adapter.make(CASE, ZEROPP)
-    with modules(**engine_stubs.vllm()):
-        trainer, worker = importlib.import_module("vllm_trainer"), importlib.import_module("vllm_worker")
-        engine_of = engine_stubs.EngineFactory.registry["fsdp_zpp"] if changes else engine_stubs.WorkerEngine
-        vllm = VLLM(engine_of)
-        assert engine_stubs.EngineFactory.registry["fsdp_zpp"] is worker.UpdateTransferEngine
-        with server(vllm.routes()) if dist.get_rank() == 0 else nullcontext() as url:
-            engine = trainer.connect(trainer.GatheredSource(model), url_for_all(url), "localhost", 1, workers=1)
-            token = SyncToken()
+    with modules(**vllm()) as example:
+        trainer, worker = example("vllm_trainer"), example("vllm_worker")
+        assert EngineFactory.registry["fsdp_zpp"] is worker.UpdateTransferEngine
+        changes, token = VLLM(worker.UpdateTransferEngine), SyncToken()
+        with server_for_all(changes.routes(), on=0) as url:
+            source = trainer.GatheredSource(model)
+            engine = trainer.connect(source, url, "localhost", 1, workers=1)
             for step in range(3):
-                if not changes:
-                    engine.send_weights()
-                else:
-                    trainer.send_changes(engine, model, token)
-                    assert dist.get_rank() or vllm.version == str(step + 1)
-                check_close(vllm.model.loaded, model, exact=not changes or step == 0)
+                whole = dict(source.iter_full())
+                check_close(whole, model, exact=True, on=dist.get_rank())
+                shapes = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in whole.items()]
+                assert shapes == [(meta.name, meta.dtype, meta.shape) for meta in source.metadata]
+                trainer.send_changes(engine, model, token)
+                assert dist.get_rank() or changes.version == str(step + 1)
+                check_close(changes.model.loaded, model, exact=step == 0)
                 train(adapter, model, CASE, first_step=step)
-            if not changes:
-                return
             if dist.get_rank() == 0:
-                vllm.engine._updates.receiver.__init__("cpu")  # type: ignore[attr-defined]  # as if it had started anew
-            before = vllm.model.loaded
+                changes.engine._updates.receiver.__init__("cpu")  # as if it had started anew
+            before = changes.model.loaded
             with pytest.raises(RuntimeError, match=r"the engine did not take the weights: .* joined late"):
                 trainer.send_changes(engine, model, token)
-            assert vllm.model.loaded is before, "the model stays as it is"
+            assert changes.model.loaded is before, "the model stays as it is"
             trainer.send_changes(engine, model, token)
-            check_close(vllm.model.loaded, model, exact=True)
+            check_close(changes.model.loaded, model, exact=True)
 
 
-@over_adapters
-@pytest.mark.parametrize("changes", [False, True], ids=["whole", "changes"])
-def test_vllm_holds_the_weights(pool: Callable[[int], Pool], adapter: Adapter, changes: bool) -> None:
-    pool(4).run(with_vllm, adapter, changes)
+# ---- SGLang
 
 
-def with_sglang(adapter: Adapter, changes: bool) -> None:
-    """In a worker: updates of an SGLang server, which runs beside rank 1's training."""
+class SGLang:
+    """A server's worker, whose side of the group that ``init_weights_update_group`` makes is ``group``."""
+
+    loaders = ("sglang_loader.load_updates",)
+    """The names in ``--custom-weight-loader``."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.model = EngineModel()
+        self.adapters: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {}
+        self.version: str | None = None
+        self.flushed = 0
+        self._group = group
+        self._groups: dict[str, dist.ProcessGroup | None] = {}
+        self._session = False
+
+    def begin(self) -> None:
+        self._session = True
+
+    def end(self) -> None:
+        self._session = False
+
+    def from_tensor(
+        self, serialized_named_tensors: list[str], load_format: str, flush_cache: bool, weight_version: str
+    ) -> None:
+        self._check_session("update_weights_from_tensor")
+        if load_format not in self.loaders:
+            raise NotImplementedError(f"Unknown load_format={load_format}")
+        named = pickle.loads(base64.b64decode(serialized_named_tensors[0], validate=True))
+        module, _, function = load_format.rpartition(".")
+        getattr(importlib.import_module(module), function)(self.model, named)
+        self.version = weight_version
+        self.flushed += flush_cache
+
+    def init_group(self, rank_offset: int, world_size: int, group_name: str, backend: str, **address: Any) -> None:
+        assert (rank_offset, world_size, backend) == (1, 2, "gloo")
+        self._groups[group_name] = self._group
+
+    def from_distributed(self, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str) -> None:
+        self._check_session("update_weights_from_distributed")
+        weights = []
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+            weight = torch.empty(shape, dtype=getattr(torch, dtype))
+            dist.broadcast(weight, src=0, group=self._groups[group_name])
+            weights.append((name, weight))
+        self.model.load_weights(weights)
+
+    def load_adapter(self, lora_name: str, config_dict: dict[str, Any], serialized_named_tensors: list[str]) -> None:
+        if lora_name in self.adapters:
+            raise ValueError(f"LoRA adapter {lora_name} is loaded already")
+        self.adapters[lora_name] = (config_dict, pickle.loads(base64.b64decode(serialized_named_tensors[0])))
+
+    def unload_adapter(self, lora_name: str) -> None:
+        del self.adapters[lora_name]
+
+    def flush(self) -> None:
+        self.flushed += 1
+
+    def _check_session(self, call: str) -> None:
+        if not self._session:
+            raise RuntimeError(f"{call} must run between begin_weight_update() and end_weight_update()")
+
+    def routes(self) -> Routes:
+        return {
+            "begin_weight_update": self.begin,
+            "end_weight_update": self.end,
+            "update_weights_from_tensor": self.from_tensor,
+            "init_weights_update_group": self.init_group,
+            "update_weights_from_distributed": self.from_distributed,
+            "load_lora_adapter_from_tensors": self.load_adapter,
+            "unload_lora_adapter": self.unload_adapter,
+            "flush_cache": self.flush,
+        }
+
+
+def sglang(group: dist.ProcessGroup | None) -> Modules:
+    """The module of SGLang that the trainer's example imports, whose group on rank 0 is ``group``."""
+    return {"sglang__srt__utils": {"init_custom_process_group": lambda **arguments: group}}
+
+
+def with_sglang(adapter: Adapter) -> None:
+    """In a worker: updates of two SGLang servers beside rank 1's training, of whole weights and of changes."""
     model = adapter.make(CASE, ZEROPP)
-    rank = dist.get_rank()
-    of_both = dist.new_group([0, 1], backend="gloo")
-    stub = SGLang(["sglang_loader.load_updates"], of_both)
-    with modules(**sglang(of_both)):
-        trainer = importlib.import_module("sglang_trainer")
-        with server(stub.routes()) if rank == 1 else nullcontext() as url:
-            urls = [url]
-            dist.broadcast_object_list(urls, src=1)
-            group = None if changes else trainer.connect(urls[0], "localhost", 1, workers=1, backend="gloo")
-            token = SyncToken()
+    rank, of_both = dist.get_rank(), dist.new_group([0, 1], backend="gloo")
+    whole, changes, token = SGLang(of_both), SGLang(), SyncToken()
+    with modules(**sglang(of_both)) as example:
+        trainer = example("sglang_trainer")
+        with server_for_all(whole.routes(), on=1) as url, server_for_all(changes.routes(), on=1) as url_of_changes:
+            group = trainer.connect(url, "localhost", 1, workers=1, backend="gloo")
             for step in range(3):
-                if changes:
-                    trainer.send_changes(urls[0], model, token)
-                    assert rank != 1 or (stub.version, stub.flushed) == (str(step + 1), step + 1)
-                else:
-                    trainer.send_weights(urls[0], model, group)
-                check_close(stub.model.loaded, model, exact=not changes or step == 0, on=1)
+                trainer.send_weights(url, model, group)
+                check_close(whole.model.loaded, model, exact=True, on=1)
+                trainer.send_changes(url_of_changes, model, token)
+                assert rank != 1 or (changes.version, changes.flushed) == (str(step + 1), step + 1)
+                check_close(changes.model.loaded, model, exact=step == 0, on=1)
                 train(adapter, model, CASE, first_step=step)
-            dist.barrier()  # the server listens until all are done
-    if changes and rank == 1:
-        assert "blocks.0.up.weight" in stub.model.calls[0], "everything is sent at first"
-        assert not any("blocks.0." in name for call in stub.model.calls[1:] for name in call), "that is frozen"
+    if rank == 1:
+        assert "blocks.0.up.weight" in changes.model.calls[0], "everything is sent at first"
+        assert not any("blocks.0." in name for call in changes.model.calls[1:] for name in call), "that is frozen"
 
 
-@over_adapters
-@pytest.mark.parametrize("changes", [False, True], ids=["whole", "changes"])
-def test_sglang_holds_the_weights(pool: Callable[[int], Pool], adapter: Adapter, changes: bool) -> None:
-    pool(4).run(with_sglang, adapter, changes)
+# ---- verl
 
 
-def with_verl(changes: bool) -> None:
-    """In a worker: updates of a rollout, beside the trainer or by the checkpoint engine."""
-    with modules(**verl()):
-        importlib.import_module("verl_weights")
-        changed = importlib.import_module("verl_changes")
-        fsdp_utils = importlib.import_module("verl.utils.fsdp_utils")
+class Registry:
+    """``CheckpointEngineRegistry``."""
+
+    def __init__(self) -> None:
+        self._registry: dict[str, type] = {}
+
+    def register(self, backend: str) -> Callable[[type], type]:
+        return lambda cls: self._registry.setdefault(backend, cls)
+
+    def get(self, backend: str) -> type:
+        return self._registry[backend]
+
+
+class NCCLCheckpointEngine:
+    """Rank 0 of the trainer sends; the others walk the generator. A rollout receives views of a buffer."""
+
+    wire: ClassVar[Queue[tuple[str, Tensor] | None]] = Queue()
+    """Tensors that rank 0 has broadcast."""
+
+    async def send_weights(self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None) -> None:
+        for name, weight in weights:
+            if dist.get_rank() == 0:
+                self.wire.put((name, weight.clone()))
+        if dist.get_rank() == 0:
+            self.wire.put(None)
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Tensor]]:
+        while (named := self.wire.get(timeout=60)) is not None:
+            yield named
+
+
+class FSDPEngine:
+    """The model and what an engine's ``get_per_tensor_param`` reads of the configuration."""
+
+    get_per_tensor_param: Callable[..., Any]
+
+    def __init__(self, module: Any, merge: bool = False) -> None:
+        self.module, self.model_config = module, SimpleNamespace(lora={"merge": merge})
+
+
+class Rollout:
+    """Holds what a rollout was given."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, Tensor] = {}
+        self.last: list[str] = []
+        self.adapter: dict[str, Any] | None = None
+
+    async def update_weights(self, weights: Any, peft_config: dict[str, Any] | None = None, **options: Any) -> None:
+        self.adapter, self.last = peft_config, []
+        named = [each async for each in weights] if hasattr(weights, "__aiter__") else list(weights)
+        for name, weight in named:
+            self.last.append(name)
+            self.loaded[name] = weight.clone()
+
+
+def update_rollout(engine: FSDPEngine, rollout: Rollout) -> None:
+    """As ``ActorRolloutRefWorker.update_weights`` does beside the trainer."""
+    weights, peft_config = engine.get_per_tensor_param(layered_summon=False, base_sync_done=True)
+    asyncio.run(rollout.update_weights(weights, peft_config=peft_config, base_sync_done=True, global_steps=0))
+
+
+def verl() -> Modules:
+    """The modules of verl that the example imports."""
+    registry = Registry()
+    registry.register("nccl")(NCCLCheckpointEngine)
+    return {
+        "verl__checkpoint_engine__base": {"CheckpointEngineRegistry": registry},
+        "verl__utils__fsdp_utils": {"fully_shard": None},
+        "verl__workers__engine__fsdp__transformer_impl": {"FSDPEngine": type("FSDPEngine", (FSDPEngine,), {})},
+    }
+
+
+def with_verl(adapter: Adapter) -> None:
+    """In a worker: updates of two rollouts, beside the trainer and by the checkpoint engine."""
+    with modules(**verl()) as example:
+        example("verl_weights")
+        changed, fsdp_utils = example("verl_changes"), example("verl.utils.fsdp_utils")
         net = models.make_net(**dict(CASE.model), frozen=True)
         for module in (*net.blocks, net):
             fsdp_utils.fully_shard(module, mesh=None, reshard_after_forward=True)
-        engine_class = importlib.import_module("verl.workers.engine.fsdp.transformer_impl").FSDPEngine
-        sender, receiver = (changed.DeltaCheckpointEngine(bucket_size=1) for _ in range(2))
-        rollout = Rollout()
-        worker = Worker(engine_class(net), rollout, sender if changes else None)
+        engine = example("verl.workers.engine.fsdp.transformer_impl").FSDPEngine(net)
+        sender, receiver = (changed.DeltaCheckpointEngine() for _ in range(2))
+        beside, apart = Rollout(), Rollout()
         for step in range(3):
-            asyncio.run(worker.update_weights(step))
-            if changes and dist.get_rank() == 0:
-                asyncio.run(rollout.update_weights(receiver.receive_weights(step)))
-            on = 0 if changes else dist.get_rank()  # where a rollout is
-            check_close(rollout.loaded, net, exact=not changes or step == 0, on=on)
-            train(Fsdp2(), net, CASE, first_step=step)
-        if changes and dist.get_rank() == 0:
-            assert not any("blocks.0." in name for name in rollout.last), "that is frozen"
+            update_rollout(engine, beside)
+            check_close(beside.loaded, net, exact=True, on=dist.get_rank())
+            weights, _ = engine.get_per_tensor_param()
+            asyncio.run(sender.send_weights(weights, global_steps=step))
+            if dist.get_rank() == 0:
+                asyncio.run(apart.update_weights(receiver.receive_weights(step)))
+            check_close(apart.loaded, net, exact=step == 0)
+            train(adapter, net, CASE, first_step=step)
+        assert not any("blocks.0." in name for name in apart.last), "that is frozen"
 
 
-@pytest.mark.parametrize("changes", [False, True], ids=["whole", "changes"])
-def test_verls_rollout_holds_the_weights(pool: Callable[[int], Pool], changes: bool) -> None:
-    pool(4).run(with_verl, changes)
+@pytest.mark.parametrize(
+    ("engine", "adapter"),
+    [
+        (with_vllm, ADAPTERS[0]),
+        (with_sglang, ADAPTERS[1]),
+        (with_verl, Fsdp2()),
+        pytest.param(with_vllm, ADAPTERS[1], marks=pytest.mark.wide),
+        pytest.param(with_sglang, ADAPTERS[0], marks=pytest.mark.wide),
+    ],
+)
+def test_engines_hold_the_weights(pool: Callable[[int], Pool], engine: Callable[..., None], adapter: Adapter) -> None:
+    pool(4).run(engine, adapter)
+
+
+# ---- adapters
 
 
 def adapted() -> Any:
@@ -178,72 +609,46 @@ def adapters_in_memory(folder: Path) -> None:
     save_adapter(model, folder)
     saved = {name: tensor.bfloat16() for name, tensor in load_file(folder / "adapter_model.safetensors").items()}
     config = json.loads((folder / "adapter_config.json").read_text())
-    packed = WeightUpdate.pack(
-        update for _, update in gathered_weights(model, adapters_only=True, dtype=torch.bfloat16, since=SyncToken())
-    )
+    updates = gathered_weights(model, adapters_only=True, dtype=torch.bfloat16, since=SyncToken())
+    packed = base64.b64encode(WeightUpdate.pack(update for _, update in updates)).decode()
 
-    with modules(**engine_stubs.vllm()):
-        extension = importlib.import_module("vllm_worker").AdapterExtension
-        manager = AdapterManager()
-        worker = type("Worker", (extension,), {})()
-        worker.model_runner = SimpleNamespace(
-            lora_manager=SimpleNamespace(
-                _adapter_manager=manager, lora_config=SimpleNamespace(max_lora_rank=8, lora_dtype=torch.bfloat16)
-            )
-        )
-        for _ in range(2):  # the second replaces the first
-            worker.set_adapter("1", json.dumps(config), base64.b64encode(packed).decode())
-        assert_equal(manager.active[1].tensors, saved)
+    with modules(**vllm()) as example:
+        worker, adapters = type("Worker", (example("vllm_worker").AdapterExtension,), {})(), mock.Mock()
+        limits = SimpleNamespace(max_lora_rank=8, lora_dtype=torch.bfloat16)
+        manager = SimpleNamespace(_adapter_manager=adapters, lora_config=limits)
+        worker.model_runner = SimpleNamespace(lora_manager=manager)
+        worker.set_adapter("1", json.dumps(config), packed)
+        ((sent,), _) = adapters.add_adapter.call_args
+        assert_equal(sent.tensors, saved)
+        # It replaces one of that number.
+        assert adapters.mock_calls == [
+            mock.call.remove_adapter(1),
+            mock.call.add_adapter(sent),
+            mock.call.activate_adapter(1),
+        ]
         with pytest.raises(ValueError, match="greater than max_lora_rank"):
-            worker.set_adapter("1", json.dumps(config | {"r": 64}), base64.b64encode(packed).decode())
+            worker.set_adapter("1", json.dumps(config | {"r": 64}), packed)
 
-    stub = SGLang([])
-    with modules(**sglang(None)), server(stub.routes()) if dist.get_rank() == 0 else nullcontext() as url:
-        trainer = importlib.import_module("sglang_trainer")
+    stub = SGLang()
+    with modules(**sglang(None)) as example, server_for_all(stub.routes(), on=0) as url:
         for _ in range(2):
-            trainer.send_adapter(url, model, config, "policy")
+            example("sglang_trainer").send_adapter(url, model, config, "policy")
         if dist.get_rank() == 0:
             assert stub.adapters["policy"][0] == config
             assert_equal(stub.adapters["policy"][1], saved)
 
-    with modules(**verl()):
-        importlib.import_module("verl_weights")
-        engine_class = importlib.import_module("verl.workers.engine.fsdp.transformer_impl").FSDPEngine
-        rollout = Rollout()
-        asyncio.run(Worker(engine_class(model), rollout).update_weights(0))
-        assert rollout.adapter is not None
+    with modules(**verl()) as example:
+        example("verl_weights")
+        engine = example("verl.workers.engine.fsdp.transformer_impl").FSDPEngine
+        rollout, merged = Rollout(), Rollout()
+        update_rollout(engine(model), rollout)
         assert rollout.adapter["r"] == config["r"]
         assert_equal(rollout.loaded, saved)
-        merged = Rollout()
-        asyncio.run(Worker(engine_class(model, merge=True), merged).update_weights(0))
+        update_rollout(engine(model, merge=True), merged)
         assert merged.adapter is None
         assert_equal(merged.loaded, dict(gathered_weights(model, merged=True, dtype=torch.bfloat16)))
         with pytest.raises(ValueError, match="the rollout must read the base itself"):
-            engine_class(model).get_per_tensor_param(base_sync_done=False)
-
-
-class AdapterManager:
-    """vLLM's adapters of a worker."""
-
-    def __init__(self) -> None:
-        self.registered: dict[int, LoRAModel] = {}
-        self.active: dict[int, LoRAModel] = {}
-
-    def remove_adapter(self, number: int) -> bool:
-        self.active.pop(number, None)
-        return self.registered.pop(number, None) is not None
-
-    def add_adapter(self, adapter: LoRAModel) -> bool:
-        return self.registered.setdefault(adapter.id, adapter) is adapter
-
-    def activate_adapter(self, number: int) -> bool:
-        return self.active.setdefault(number, self.registered[number]) is not None
-
-
-def assert_equal(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert tensors.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(tensors[name], tensor), name
+            engine(model).get_per_tensor_param(base_sync_done=False)
 
 
 def test_adapters_reach_engines_in_memory(pool: Callable[[int], Pool], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed as dist
-from harness.covering import over_pairs
+from harness.covering import over_each
 from harness.launch import ROOT, launch
 from harness.models import device
 from harness.pool import Pool
@@ -94,8 +94,7 @@ def both(
     return compared, [dict(network.sent), sent]
 
 
-@over_pairs(
-    rest=False,
+@over_each(
     layout=LAYOUTS,
     numel=[1, 77, WHOLE, 3001],
     kind=["fp32", "bf16", "half steps", "uneven", "tiny", "inf", "nan"],
@@ -124,7 +123,7 @@ def test_prints_what_each_hop_sends_and_the_errors() -> None:
     assert 0 < float(errors[1][1]) < 20
 
 
-@pytest.mark.parametrize("gpus", ["1", "3", "4"])
+@pytest.mark.parametrize("gpus", ["3", *(pytest.param(gpus, marks=pytest.mark.wide) for gpus in ("1", "4"))])
 def test_refuses_what_has_no_two_hops(gpus: str) -> None:
     done = launch(4, EXAMPLE, "--gpus-per-node", gpus, on_cpu=True)
     assert done.returncode == 1

@@ -1,20 +1,30 @@
-"""Plans beside tensor, pipeline, context and expert parallelism: what a rank has and sends, and the report."""
+"""Plans beside tensor, pipeline, context and expert parallelism: where ranks lie, what they have and send, reports."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import pytest
-from harness.strategies import PARO
-from hypothesis import given, strategies as st
-from torch import nn
+import torch
+from harness.covering import SCOPES
+from harness.models import device
+from harness.pool import Pool, device_type
+from harness.strategies import FOURTEEN, PARO
+from hypothesis import example, given, settings, strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp_zpp import Int4, Int8, LocalSteps, Strategy, choose_strategy, plan
-from fsdp_zpp.__main__ import main
-from fsdp_zpp.config.levels import LEGAL_LEVELS
+from fsdp_zpp import Int4, Int8, Strategy, fully_shard, plan, traffic
 from fsdp_zpp.config.topology import Topology
+from fsdp_zpp.planner.axes import Axes
+from fsdp_zpp.planner.config import Cluster
 from fsdp_zpp.planner.json_report import plan_to_json
 from fsdp_zpp.planner.memory import Memory
 from fsdp_zpp.planner.model_config import LayerShape, Routing
@@ -32,6 +42,9 @@ MOE = ModelSize(
 """96 elements in the root, and four layers of 128 dense elements and 512 in experts."""
 
 
+# ---- what a rank has and sends
+
+
 def _without_fixed(memory: Memory) -> list[int]:
     return [getattr(memory, name) for name in ("parameters", "shard", "optimizer", "gradients", "errors", "working")]
 
@@ -42,7 +55,7 @@ def test_tensor_parallelism_is_a_smaller_model_on_fewer_ranks(codecs: dict[str, 
     half = ModelSize((Unit(320, 32, count=3), Unit(48, reshard_after_forward=False)))
     work = {"micro_batches": 3, "tokens": 1000, "tflops": 100, **codecs, **GBPS}
     beside, alone = plan(whole, nodes=4, gpus_per_node=8, tp=2, **work), plan(half, nodes=4, gpus_per_node=4, **work)
-    for levels in LEGAL_LEVELS:
+    for levels in FOURTEEN:
         assert beside[levels].strategy == alone[levels].strategy
         assert (beside[levels].volume, beside[levels].memory) == (alone[levels].volume, alone[levels].memory)
         assert beside[levels].time.computation == alone[levels].time.computation
@@ -56,7 +69,7 @@ def test_experts_are_a_model_of_their_own_on_their_ranks(own: str | None, codecs
     work = {"micro_batches": 3, **codecs, **GBPS}
     made = plan(MOE, nodes=4, gpus_per_node=8, tp=2, ep=4, experts_strategy=own, **work)
     of_dense, of_experts = (plan(size, nodes=4, gpus_per_node=n, **work) for size, n in ((dense, 4), (experts, 2)))
-    for levels in LEGAL_LEVELS:
+    for levels in FOURTEEN:
         found, apart = made[levels], of_experts[own or levels]
         assert found.experts.strategy == apart.strategy
         assert found.experts.topology == Topology(8, 2)
@@ -78,7 +91,7 @@ def test_context_parallel_ranks_are_data_parallel_ranks() -> None:
 @pytest.mark.parametrize(
     ("units", "stages", "elements"),
     [
-        # Of seven layers, two stages have four and three; of the root, half each.
+        # Two stages have four and three of seven layers, and half the root each.
         ((Unit(10, reshard_after_forward=False), Unit(100, count=7)), 2, 405),
         # The larger layers spread evenly, and so do the smaller ones.
         ((Unit(10, count=3), Unit(100, count=58)), 16, 400),
@@ -101,7 +114,7 @@ def test_activations_along_each_axis() -> None:
     own = 100 * 16 * 2 // 2
     assert dict(made.activations) == {
         "tp": Volume(0, 3 * 2 * 8 * own),
-        # Of the four context-parallel ranks two are on a node; keys and values are as large as activations here.
+        # Two of the four context-parallel ranks are on a node; keys and values are as large as activations here.
         "cp": Volume(2 * (each := 3 * 2 * 3 * own), each),
         # Each token goes to four experts and back; of eight ranks three others are on the node.
         "ep": Volume(4 * (each := 3 * 2 * 4 * own * 4 // 8), 3 * each),
@@ -112,24 +125,18 @@ def test_activations_along_each_axis() -> None:
     assert dict(three.activations) == {"pp": Volume(100 * 16 * 2, 100 * 16 * 2)}  # two stages on a node
 
 
-class _Mixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleDict(self._layer()) for _ in range(2))
-
-    @staticmethod
-    def _layer() -> dict[str, nn.Module]:
-        experts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(8))
-        return {"router": nn.Linear(4, 8), "experts": experts, "shared_experts": nn.Linear(4, 4, bias=False)}
-
-
 def test_routed_experts_of_a_module_are_known_and_shared_ones_are_dense() -> None:
-    layer = Unit(40 + 8 * 16 + 16, count=2, expert_trainable=8 * 16)
-    assert module_size(_Mixture()).units == (layer,)
-    frozen = _Mixture()
-    for each in frozen.layers:
+    def layer() -> nn.ModuleDict:
+        experts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(8))
+        return nn.ModuleDict(
+            {"router": nn.Linear(4, 8), "experts": experts, "shared_experts": nn.Linear(4, 4, bias=False)}
+        )
+
+    model = nn.ModuleDict({"layers": nn.ModuleList(layer() for _ in range(2))})
+    assert module_size(model).units == (Unit(40 + 8 * 16 + 16, count=2, expert_trainable=8 * 16),)
+    for each in model["layers"]:
         each["experts"].requires_grad_(False)
-    assert module_size(frozen).units == (Unit(56, 128, 2, expert_frozen=128),)
+    assert module_size(model).units == (Unit(56, 128, 2, expert_frozen=128),)
 
 
 @given(st.integers(1, MOE.params))
@@ -138,42 +145,8 @@ def test_shares_of_experts_are_those_of_their_units(trainable: int) -> None:
     assert (split.routing, split.layer) == (MOE.routing, MOE.layer)
     assert abs(split.experts - MOE.experts) <= split.count
     for unit in split.units:
-        assert abs(
-            unit.expert_trainable * unit.numel - unit.trainable * (unit.expert_trainable + unit.expert_frozen)
-        ) <= (unit.numel)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"tp": 0}, ValueError, "tp must be a whole number of at least 1, got 0"),
-        ({"ep": "2"}, TypeError, "ep must be a number, got '2'"),
-        ({"tp": 3}, ValueError, r"tp=3 x pp=1 x cp=1 is 3 ranks, which does not divide the 32 .* 4, 8, 16, 32\]"),
-        ({"tp": 2, "pp": 2, "cp": 16}, ValueError, "is 64 ranks, which does not divide the 32"),
-        ({"pp": 4, "ep": 16}, ValueError, r"ep=16 does not divide the 8 ranks of a pipeline stage; .*\[1, 2, 4, 8\]"),
-        ({"ep": 16}, ValueError, "ep=16 does not divide the 8 experts of a layer"),
-        ({"pp": 8}, ValueError, "pp=8 must be at most the number of layers, 4"),
-        (
-            {"nodes": 2, "gpus_per_node": 6, "tp": 4},
-            ValueError,
-            "4 tensor-parallel ranks at a distance of 1 do not lie",
-        ),
-        ({"params": 1e6, "ep": 2}, ValueError, "the model has none that the planner knows of"),
-        ({"params": 1e6, "experts_strategy": "IGG"}, ValueError, "the model has none that the planner knows of"),
-        ({"experts_strategy": "GGI"}, ValueError, "levels 'GGI' is not legal"),
-        ({"experts_strategy": Int8()}, TypeError, "experts_strategy must be a Strategy, three letters"),
-        (
-            {"ep": 8, "experts_strategy": Strategy(gpus_per_node=8)},
-            ValueError,
-            "experts_strategy has gpus_per_node=8, but 1 of the ranks",
-        ),
-        ({"tp": 2, "local_steps": LocalSteps(4)}, ValueError, "local steps are not planned beside"),
-        ({"experts_strategy": Strategy.diloco()}, ValueError, "local steps are not planned beside"),
-    ],
-)
-def test_degrees_that_do_not_fit_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        plan(**{"params": MOE, **PARO, **options})
+        experts = unit.expert_trainable + unit.expert_frozen
+        assert abs(unit.expert_trainable * unit.numel - unit.trainable * experts) <= unit.numel
 
 
 def test_experts_may_have_codecs_of_their_own() -> None:
@@ -183,6 +156,58 @@ def test_experts_may_have_codecs_of_their_own() -> None:
         Strategy("III", weights=Int4(32), gpus_per_node=2)
     }
     assert made.choice.strategy.weights is None
+
+
+# ---- where ranks lie
+
+
+def groups_of(axes: Axes, world: int) -> dict[str, list[list[int]]]:
+    """All groups of ranks along each axis, by going through the ranks."""
+    stage, found = world // axes.pp, defaultdict(lambda: defaultdict(list))
+    data = stage // (axes.tp * axes.cp)
+    for rank, (pp, dp, cp, tp) in enumerate(product(*map(range, (axes.pp, data, axes.cp, axes.tp)))):
+        ep, shard = (dp * axes.cp * axes.tp + cp * axes.tp + tp) % axes.ep, rank % stage // axes.ep
+        found["dense"][pp, tp].append(rank)
+        found["experts"][(pp, tp) if axes.ep == 1 else (pp, ep)].append(rank)
+        found["tp"][pp, dp, cp].append(rank)
+        found["cp"][pp, dp, tp].append(rank)
+        found["ep"][pp, shard].append(rank)
+        found["pp"][dp, cp, tp].append(rank)
+    return {axis: list(groups.values()) for axis, groups in found.items()}
+
+
+degree = st.sampled_from([1, 2, 3, 4, 6, 8])
+
+
+@settings(deadline=None, max_examples=300)
+@given(nodes=st.integers(1, 6), gpus=st.sampled_from([1, 2, 3, 4, 6, 8]), tp=degree, pp=degree, cp=degree, ep=degree)
+@example(nodes=4, gpus=8, tp=2, pp=2, cp=2, ep=8)
+@example(nodes=6, gpus=8, tp=8, pp=3, cp=1, ep=4)
+def test_ranks_lie_where_going_through_them_finds_them(
+    nodes: int, gpus: int, tp: int, pp: int, cp: int, ep: int
+) -> None:
+    axes, cluster = Axes(tp, pp, cp, ep), Cluster(nodes, gpus, **GBPS)
+    world = nodes * gpus
+    if world % (tp * pp * cp) or (world // pp) % ep:
+        with pytest.raises(ValueError, match="does not divide the"):
+            axes.check(cluster)
+        return
+    shares = {
+        axis: {count for group in groups for count in Counter(rank // gpus for rank in group).values()}
+        for axis, groups in groups_of(axes, world).items()
+    }
+    if any(len(counts) > 1 for counts in shares.values()):
+        with pytest.raises(ValueError, match="do not lie on nodes of"):
+            axes.check(cluster)
+        return
+    axes.check(cluster)
+    found = {"dense": axes.dense_ranks(cluster), "experts": axes.expert_ranks(cluster), **axes.others(cluster)}
+    for axis, ranks in found.items():
+        (share,) = shares[axis]
+        assert ranks.topology(cluster) == Topology(len(groups_of(axes, world)[axis][0]), share), axis
+
+
+# ---- notes and reports
 
 
 def test_codecs_of_stages_that_share_a_node_have_no_effect() -> None:
@@ -204,10 +229,8 @@ def test_a_note_says_that_stacks_of_fewer_experts_than_ranks_are_padded() -> Non
 def test_the_report_says_where_ranks_lie_and_what_each_axis_sends() -> None:
     made = plan(MOE, **PARO, tp=2, ep=4, experts_strategy="IIG", tokens=100, tflops=1)
     lines = str(made).splitlines()
-    assert (
-        "tp 2, pp 1, cp 1, ep 4; dense parameters sharded over 16 ranks, 4 a node, experts over 8 ranks, 2 a node"
-        in (lines[2])
-    )
+    degrees = "tp 2, pp 1, cp 1, ep 4; dense parameters sharded over 16 ranks, 4 a node, experts over 8 ranks, 2 a node"
+    assert degrees in lines[2]
     start = lines.index(next(line for line in lines if line.startswith(f"GB a step under {made.choice.name}:")))
     axes = [line.split("  ")[1].strip() for line in lines[start + 1 : start + 5]]
     assert axes == ["dp, dense parameters", "dp, experts (IIG)", "tp, activations *", "ep, activations *"]
@@ -232,42 +255,152 @@ def test_plans_of_data_parallelism_alone_do_not_speak_of_axes() -> None:
     assert "ranks" not in report["strategies"]["GGG"]
 
 
-QWEN = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "moe_intermediate_size": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "vocab_size": 64,
+# ---- bytes of a training
+
+WIDTH, LAYERS, EXPERTS, MICRO_BATCHES = 64, 2, 4, 3
+
+
+class Experts(nn.Module):
+    """A matrix for each expert, all of which see all values."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.matrices = nn.Parameter(torch.randn(experts, WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.unsqueeze(0) @ self.matrices).mean(0)
+
+
+class Layer(nn.Module):
+    """Two matrices and experts. Plans don't count biases, norms and routers, which are copied or not encoded."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.experts = Experts(experts) if experts else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.experts(self.down(self.up(x)))
+
+
+class Model(nn.Module):
+    """Layers, and a head that is as wide as there are stages."""
+
+    def __init__(self, stages: int = 1, experts: int = 0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(experts) for _ in range(stages * LAYERS))
+        self.head = nn.Linear(WIDTH, stages * WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Parallelisms on four ranks, as ``plan`` takes them, and the schedule of a pipeline."""
+
+    axes: dict[str, int]
+    experts_strategy: str | None = None
+    gpus_per_node: int = 2
+    schedule: Any = None
+    codecs: dict[str, Any] = field(default_factory=dict)
+
+    def degree(self, axis: str) -> int:
+        return self.axes.get(axis, 1)
+
+    @property
+    def experts(self) -> int:
+        return EXPERTS if "ep" in self.axes or self.experts_strategy else 0
+
+
+CASES = {
+    "tp and ep": Case({"tp": 2, "ep": 2}, codecs=CODECS),
+    "ep, experts by IGG": Case({"ep": 2}, experts_strategy="IGG", codecs=CODECS),
+    "experts by IIG": Case({}, experts_strategy="IIG"),
+    "pp, GPipe": Case({"pp": 2}, gpus_per_node=1, schedule=ScheduleGPipe),
+    "pp, 1F1B": Case({"pp": 2}, gpus_per_node=1, schedule=Schedule1F1B, codecs=CODECS),
 }
 
 
-def test_options_and_a_config_of_experts_reach_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(QWEN))
-    options = "--nodes 2 --gpus-per-node 4 --inter-gbps 100 --intra-gbps 2400 --tokens 64 --tflops 1"
-    axes = "--tp 2 --pp 2 --cp 2 --ep 2 --experts-strategy NNG"
-    assert main(["plan", "--model", str(path), *options.split(), *axes.split(), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["axes"] == {"tp": 2, "pp": 2, "cp": 2, "ep": 2}
-    assert found["model"]["units"][1]["expert_trainable"] == 4 * 3 * 16 * 8
-    assert found["strategies"]["III"]["experts"]["levels"] == "NNG"
-    # Keys of one head of 8, values as well.
-    sent = found["estimated_activation_bytes_per_gpu"]
-    assert sent["cp"] == {"inter": 0, "intra": 3 * 2 * 64 * 8 * 2 // 2}
-    with pytest.raises(SystemExit):
-        main(["plan", "--model", str(path), *options.split(), "--ep", "8"])
-    assert "ep=8 does not divide the 4 experts of a layer" in capsys.readouterr().err
+def meshes(case: Case) -> tuple[DeviceMesh, DeviceMesh]:
+    """In a worker: the ranks that dense parameters are sharded over, and those that experts are."""
+    tp, pp, ep = (case.degree(axis) for axis in ("tp", "pp", "ep"))
+    dense = init_device_mesh(device_type(), (pp, 4 // (pp * tp), tp), mesh_dim_names=("pp", "dp", "tp"))
+    experts = init_device_mesh(device_type(), (4 // ep, ep), mesh_dim_names=("efsdp", "ep"))
+    return dense, experts["efsdp"]
 
 
-def test_choose_strategy_takes_other_parallelisms() -> None:
-    cluster = {"nodes": 2, "gpus_per_node": 4, "gpu_memory": 80, **GBPS}
-    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(4))})
-    chosen = choose_strategy(model, **cluster, tp=2, pp=2)
-    assert chosen == plan(module_size(model), **cluster, tp=2, pp=2).choice.strategy
-    assert chosen.gpus_per_node == 2
+def sharded(case: Case, dense: DeviceMesh, experts: DeviceMesh, planned: Any) -> Any:
+    """In a worker: a model, or a stage of one, sharded by the strategies of ``planned``."""
+    torch.manual_seed(0)
+    model = Model(experts=case.experts // case.degree("ep")).to(device())
+    if "tp" in case.axes:
+        ways = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel(), "head": ColwiseParallel()}
+        parallelize_module(model, dense["tp"], ways)
+    for layer in model.layers:
+        if case.experts:
+            fully_shard(layer.experts, strategy=planned.experts.strategy, mesh=experts)
+        fully_shard(layer, strategy=planned.strategy, mesh=dense["dp"])
+    return fully_shard(model, strategy=planned.strategy, mesh=dense["dp"])
+
+
+def step_of(case: Case, model: Any, dense: DeviceMesh) -> Callable[[], object]:
+    """In a worker: a function that makes the micro-batches of a step."""
+    batch = torch.ones(2 * MICRO_BATCHES, WIDTH, device=device())
+    if "pp" in case.axes:
+        stages = dense["pp"]
+        stage = PipelineStage(model, stages.get_local_rank(), stages.size(), device(), group=stages.get_group())
+        schedule = case.schedule(stage, MICRO_BATCHES, loss_fn=lambda output, target: output.square().mean())
+        is_first = stages.get_local_rank() == 0
+        return lambda: schedule.step(batch) if is_first else schedule.step(target=batch)
+
+    def step() -> None:
+        for index, micro_batch in enumerate(batch.chunk(MICRO_BATCHES)):
+            model.set_requires_gradient_sync(index == MICRO_BATCHES - 1)
+            model.set_is_last_backward(index == MICRO_BATCHES - 1)
+            model(micro_batch).square().mean().backward()
+
+    return step
+
+
+def sent(*modules: nn.Module) -> Volume:
+    """In a worker: what has been sent for modules so far."""
+    counted = [traffic(module) for module in modules]
+    return Volume(*(sum(hops[hop] for each in counted for hops in each.values()) for hop in ("inter", "intra")))
+
+
+def counted_and_planned(case: Case) -> dict[str, tuple[list[Volume], list[Volume]]]:
+    """In a worker, by letters: bytes of a step, and those of experts among them, as counted and as planned."""
+    size = module_size(Model(case.degree("pp"), case.experts))
+    cluster = {"nodes": 4 // case.gpus_per_node, "gpus_per_node": case.gpus_per_node, "inter_gbps": 1, "intra_gbps": 1}
+    options: dict[str, Any] = case.axes | case.codecs | {"experts_strategy": case.experts_strategy}
+    dtypes = {"compute": torch.float32, "reduce": torch.float32}
+    made = plan(size, **cluster, **options, **dtypes, micro_batches=MICRO_BATCHES)
+    dense, experts = meshes(case)
+    found = {}
+    for letters in SCOPES:
+        planned = made[letters]
+        model = sharded(case, dense, experts, planned)
+        of_experts = [layer.experts for layer in model.layers] if case.experts else []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
+        step, counted = step_of(case, model, dense), []
+        for _ in range(2):  # in the second step, weights that nodes keep have been gathered before
+            before = sent(model), sent(*of_experts)
+            step()
+            optimizer.step()
+            optimizer.zero_grad()
+            after = sent(model), sent(*of_experts)
+            counted = [Volume(b.inter - a.inter, b.intra - a.intra) for a, b in zip(before, after, strict=True)]
+        found[letters] = counted, [planned.volume, planned.experts.volume if case.experts else Volume()]
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_planned_bytes_are_those_that_are_counted(case: str, pool: Callable[[int], Pool]) -> None:
+    for found in pool(4).run(counted_and_planned, CASES[case]):
+        assert list(found) == list(SCOPES)
+        assert {letters: counted for letters, (counted, _) in found.items()} == {
+            letters: planned for letters, (_, planned) in found.items()
+        }

@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch import nn
 
-from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, choose_strategy, plan
+from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, plan
 from fsdp_zpp.planner.choice import TOLERANCE
 from fsdp_zpp.planner.config import GIB, Cluster
 from fsdp_zpp.planner.step_time import StepTime, with_exchanges
 from fsdp_zpp.planner.volume import Volume
 
 LETTERS = "NNN NNI NII INI III".split()
-"""Those that can have local steps."""
+"""The letters that can have local steps."""
 CLUSTER = {"nodes": 4, "gpus_per_node": 8, "inter_gbps": 100, "intra_gbps": 2400, "presets": False}
 SLOW = CLUSTER | {"inter_gbps": 0.1}
 local_steps = st.builds(
@@ -52,16 +51,15 @@ def waited(step: float, fragment: float, fragments: int, config: LocalSteps) -> 
 @given(
     step=st.integers(1, 20),
     fragment=st.integers(1, 200),
-    spacing=st.integers(1, 6),
-    fragments=st.integers(1, 6),
-    several=st.booleans(),
+    counts=st.tuples(st.integers(1, 6), st.integers(1, 6), st.booleans()),
     overlap=st.integers(0, 36),
     spread=st.booleans(),
 )
 def test_training_waits_as_when_the_steps_are_played_out(
-    step: int, fragment: int, spacing: int, fragments: int, several: bool, overlap: int, spread: bool
+    step: int, fragment: int, counts: tuple[int, int, bool], overlap: int, spread: bool
 ) -> None:
     # Evenly spread: one fragment every few steps, or several of them in each.
+    fragments, spacing, several = counts
     every, count = (fragments, fragments * spacing) if several else (fragments * spacing, fragments)
     config = LocalSteps(every, overlap=min(overlap, every - 1), spread=spread)
     # A fragment takes ``fragment`` milliseconds at 8 Gbit/s.
@@ -72,10 +70,15 @@ def test_training_waits_as_when_the_steps_are_played_out(
     assert found.total == found.computation + found.wait
 
 
-def test_moments_are_waited_for_in_spite_of_an_overlap() -> None:
+def test_moments_and_what_is_put_together_inside_a_node_are_waited_for_in_spite_of_an_overlap() -> None:
     cluster, config = Cluster(2, 2, inter_gbps=8, intra_gbps=80), LocalSteps(10, overlap=9, moments_every=4)
+    step, sent = StepTime(0, 0.1, 0.2), Volume(inter=10**6, intra=10**8)
+    found = with_exchanges(step, sent, 10, cluster, LocalSteps(10, overlap=9))
+    assert found.wait == pytest.approx(0.001)  # 10 ms a round of 10 steps, and none for what goes between nodes
+    assert found.exchange == pytest.approx(0.001 + 0.0002)  # both GPUs of a node send 1 MB in 10 steps
+    assert found.total == pytest.approx(0.201)
     alone, beside = (
-        with_exchanges(StepTime(0, 0.1, 0.2), Volume(inter=10**6), 10, cluster, config, moments)
+        with_exchanges(step, Volume(inter=10**6), 10, cluster, config, moments)
         for moments in (Volume(), Volume(inter=10**8, intra=10**8))
     )
     # In 40 steps, both GPUs of a node send 100 MB to the other one, and each 100 MB inside.
@@ -83,55 +86,41 @@ def test_moments_are_waited_for_in_spite_of_an_overlap() -> None:
 
 
 def test_moments_are_sent_more_rarely_than_weights() -> None:
-    plans = [
-        plan(64e6, **CLUSTER, local_steps=LocalSteps(10, moments_every=every))["III every 10"] for every in (None, 1, 3)
-    ]
-    plain, always, third = (made.volume.inter for made in plans)
+    plain, always, third = (
+        plan(64e6, **CLUSTER, local_steps=LocalSteps(10, moments_every=every))["III every 10"].volume.inter
+        for every in (None, 1, 3)
+    )
     assert always - plain == pytest.approx(3 * (third - plain), rel=1e-3)
     # Two moments in 8 bits beside changes of weights in 4, with scales of 32 bits for 128 values.
     assert always / plain == pytest.approx(1 + 2 * (8 + 0.25) / (4 + 0.25), rel=1e-3)
 
 
-def test_what_is_put_together_inside_a_node_is_waited_for() -> None:
-    cluster, config = Cluster(2, 2, inter_gbps=8, intra_gbps=80), LocalSteps(10, overlap=9)
-    found = with_exchanges(StepTime(0, 0.1, 0.2), Volume(inter=10**6, intra=10**8), 10, cluster, config)
-    assert found.wait == pytest.approx(0.001)  # 10 ms a round of 10 steps, and none for what goes between nodes
-    assert found.exchange == pytest.approx(0.001 + 0.0002)  # both GPUs of a node send 1 MB in 10 steps
-    assert found.total == pytest.approx(0.201)
+JOBS = st.fixed_dictionaries(
+    {
+        "params": st.integers(100, 10**12),
+        "nodes": st.integers(1, 64),
+        "gpus_per_node": st.integers(1, 16),
+        "inter_gbps": st.floats(0.01, 1000),
+        "micro_batches": st.integers(1, 8),
+        "gpu_memory": st.floats(5, 500) | st.none(),
+    }
+)
+COMPUTED = st.sampled_from([{}, {"tokens": 4096, "tflops": 200}])
+CODECS = st.sampled_from([{}, {"weights": Int4Delta(), "gradients": Int4(128), "error_feedback": LoCo()}])
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    params=st.integers(100, 10**12),
-    config=local_steps,
-    nodes=st.integers(1, 64),
-    gpus=st.integers(1, 16),
-    micro_batches=st.integers(1, 8),
-    inter=st.floats(0.01, 1000),
-    gpu_memory=st.floats(5, 500) | st.none(),
-    computed=st.sampled_from([{}, {"tokens": 4096, "tflops": 200}]),
-    codecs=st.sampled_from([{}, {"weights": Int4Delta(), "gradients": Int4(128), "error_feedback": LoCo()}]),
-)
+@given(job=JOBS, config=local_steps, computed=COMPUTED, codecs=CODECS)
 def test_plans_with_local_steps_follow_their_laws(
-    params: int,
-    config: LocalSteps,
-    nodes: int,
-    gpus: int,
-    micro_batches: int,
-    inter: float,
-    gpu_memory: float | None,
-    computed: dict[str, Any],
-    codecs: dict[str, Any],
+    job: dict[str, Any], config: LocalSteps, computed: dict[str, Any], codecs: dict[str, Any]
 ) -> None:
-    cluster = {"nodes": nodes, "gpus_per_node": gpus, "inter_gbps": inter, "intra_gbps": 2400}
-    common = cluster | computed | codecs | {"gpu_memory": gpu_memory, "presets": False}
-    plain = plan(params, micro_batches=micro_batches, **common)
-    made = plan(params, micro_batches=micro_batches, **common, local_steps=config)
-    # Those that train in step are as they were.
+    asked = job | computed | codecs | {"intra_gbps": 2400, "presets": False}
+    plain, made = plan(**asked), plan(**asked, local_steps=config)
+    # Strategies that train in step are as they were.
     assert made.estimates[:14] == plain.estimates
     local = made.estimates[14:]
-    assert sorted(estimate.levels for estimate in local) == sorted(LETTERS if nodes > 1 else [])
-    if nodes == 1:
+    assert sorted(estimate.levels for estimate in local) == sorted(LETTERS if job["nodes"] > 1 else [])
+    if job["nodes"] == 1:
         assert (made.choice, made.reason) == (plain.choice, plain.reason)
         return
     fastest, in_step = (min((e.time.total for e in of if e.fits), default=inf) for of in (local, plain.estimates))
@@ -143,26 +132,21 @@ def test_plans_with_local_steps_follow_their_laws(
         assert made.choice == plain.choice
         faster = made.choice is not None and fastest < made.choice.time.total
         assert ("too small a gain to change the mathematics for" in made.reason) == faster
-    longer = plan(params, micro_batches=micro_batches + 1, **common, local_steps=config)
-    rarer = plan(
-        params,
-        micro_batches=micro_batches,
-        **common,
-        local_steps=dataclasses.replace(config, every=2 * config.every, overlap=2 * config.overlap),
-    )
+    longer = plan(**asked | {"micro_batches": job["micro_batches"] + 1}, local_steps=config)
+    rarer = plan(**asked, local_steps=dataclasses.replace(config, every=2 * config.every, overlap=2 * config.overlap))
     for estimate, later, half in zip(local, longer.estimates[14:], rarer.estimates[14:], strict=True):
         strategy = estimate.strategy
         assert made[estimate.name] is estimate
         assert (strategy.levels, strategy.local_steps, strategy.gradients) == (estimate.levels, config, None)
-        # What goes between nodes is the exchanges alone.
+        # Nothing but exchanges goes between nodes.
         assert 0 < estimate.volume.inter == later.volume.inter
         assert abs(2 * half.volume.inter - estimate.volume.inter) <= 2  # both are rounded up
         assert half.memory == estimate.memory
         assert half.time.exchange == pytest.approx(estimate.time.exchange / 2)
         assert 0 <= estimate.time.wait <= estimate.time.exchange * (1 + 1e-9)
         assert (estimate.memory.outer == 0) == config.offload
-        assert gpus > 1 or estimate.volume.intra == 0
-    if gpus == 1:
+        assert job["gpus_per_node"] > 1 or estimate.volume.intra == 0
+    if job["gpus_per_node"] == 1:
         assert len({(estimate.volume, estimate.memory, estimate.time) for estimate in local}) == 1
 
 
@@ -262,18 +246,3 @@ def test_one_node_has_nothing_to_exchange() -> None:
         "Local steps have no effect: there is only one node.",
     )
     assert dataclasses.replace(made, notes=plain.notes) == plain
-
-
-def test_local_steps_of_another_type_are_refused() -> None:
-    for nodes in (1, 4):
-        with pytest.raises(TypeError, match=r"local_steps must be LocalSteps\(\.\.\.\) or None, got 64"):
-            plan(7e9, **CLUSTER | {"nodes": nodes}, local_steps=64)
-
-
-def test_choose_strategy_proposes_local_steps_only_if_they_are_given() -> None:
-    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(64, 64) for _ in range(4)), "head": nn.Linear(64, 2)})
-    asked = SLOW | {"gpu_memory": 80}
-    assert choose_strategy(model, **asked).local_steps is None
-    assert choose_strategy(model, **asked, local_steps=LocalSteps(every=8)).local_steps == LocalSteps(every=8)
-    fast = asked | {"inter_gbps": 1e9, "tokens": 10**6, "tflops": 1}
-    assert choose_strategy(model, **fast, local_steps=LocalSteps(every=8)).local_steps is None

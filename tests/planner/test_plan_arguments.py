@@ -1,22 +1,30 @@
-"""What the planner is given: values that it refuses, what has no effect, and sizes of models."""
+"""Arguments of a plan: what is refused, what is noted, hardware by name, and the lines that make strategies."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from typing import Any
 
 import pytest
 import torch
-from harness.strategies import PARO, sizes
+from harness.strategies import FOURTEEN, PARO
 from hypothesis import given, strategies as st
-from torch import nn
 
-from fsdp_zpp import Int4, Int8, LoCo, plan
+from fsdp_zpp import NF4, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, plan
+from fsdp_zpp.planner.catalog import GPUS, LINKS, NETWORKS, gpu_named, link_named, network_named
 from fsdp_zpp.planner.json_report import plan_to_json
-from fsdp_zpp.planner.model_size import ModelSize, Unit, equal_units, module_size
+from fsdp_zpp.planner.model_config import Routing
+from fsdp_zpp.planner.model_size import ModelSize, Unit
+from fsdp_zpp.planner.paste import line_of
 
-CODECS = {"weights": Int8(64), "gradients": Int4(32), "error_feedback": LoCo(hops="both")}
-ONE_NODE = {"nodes": 1, "gpus_per_node": 8, "intra_gbps": 2400, "micro_batches": 2, "presets": False}
+CODECS: dict[str, Any] = {"weights": Int8(64), "gradients": Int4(32), "error_feedback": LoCo(hops="both")}
+ONE_NODE: dict[str, Any] = {"nodes": 1, "gpus_per_node": 8, "intra_gbps": 2400, "micro_batches": 2, "presets": False}
+NAMED: dict[str, Any] = {"inter_gbps": None, "intra_gbps": None}
+HOST: dict[str, Any] = {"cpu_offload": True, "host_gbps": 8}
+EXPERTS = ModelSize(
+    (Unit(96, reshard_after_forward=False), Unit(640, count=4, expert_trainable=512)), routing=Routing(8, 4)
+)
+"""Four layers of 128 dense elements and 512 in eight experts."""
 
 
 @pytest.mark.parametrize(
@@ -49,10 +57,57 @@ ONE_NODE = {"nodes": 1, "gpus_per_node": 8, "intra_gbps": 2400, "micro_batches":
         ({"compute": torch.int8}, ValueError, "compute must be one of torch.float32, .* got torch.int8"),
         ({"reduce": "bf16"}, TypeError, "reduce must be a torch.dtype, got 'bf16'"),
         ({"optimizer_bytes": -1}, ValueError, "optimizer_bytes must be"),
+        ({"local_steps": 64}, TypeError, r"local_steps must be LocalSteps\(\.\.\.\) or None, got 64"),
+        ({"nodes": 1, "local_steps": 64}, TypeError, r"local_steps must be LocalSteps\(\.\.\.\) or None, got 64"),
+        # hardware by name
+        (
+            {"gpu": "a1000"},
+            ValueError,
+            r"gpu 'a1000' is not in the catalog; did you mean a100\? allowed are a10, a100,",
+        ),
+        ({"link": "usb"}, ValueError, "link 'usb' is not in the catalog; allowed are nvlink3,"),
+        ({"net": "10gb"}, ValueError, r"net '10gb' is not in the catalog; did you mean 10gbe\?"),
+        ({"net": "0x10gbe"}, ValueError, "net '0x10gbe' is not in the catalog"),
+        ({"gpu": "a100", "utilization": 1.5}, ValueError, "utilization is a share .*, above 0 and up to 1, got 1.5"),
+        ({"utilization": 0.5}, ValueError, "utilization=0.5 is a share of a GPU's peak; name the gpu, or give tflops"),
+        (NAMED | {"launch_ms": -1, "gpu": "a100", "net": "10gbe"}, ValueError, "launch_ms must be at least 0, got -1"),
+        (NAMED | {"gpu": "a100"}, ValueError, "inter_gbps is missing"),
+        # other parallelisms
+        ({"tp": 0}, ValueError, "tp must be a whole number of at least 1, got 0"),
+        ({"ep": "2"}, TypeError, "ep must be a number, got '2'"),
+        ({"tp": 3}, ValueError, r"tp=3 x pp=1 x cp=1 is 3 ranks, which does not divide the 32 .* 4, 8, 16, 32\]"),
+        ({"tp": 2, "pp": 2, "cp": 16}, ValueError, "is 64 ranks, which does not divide the 32"),
+        ({"params": EXPERTS, "pp": 4, "ep": 16}, ValueError, r"ep=16 does not divide the 8 ranks .*\[1, 2, 4, 8\]"),
+        ({"params": EXPERTS, "ep": 16}, ValueError, "ep=16 does not divide the 8 experts of a layer"),
+        ({"params": EXPERTS, "pp": 8}, ValueError, "pp=8 must be at most the number of layers, 4"),
+        (
+            {"nodes": 2, "gpus_per_node": 6, "tp": 4},
+            ValueError,
+            "4 tensor-parallel ranks at a distance of 1 do not lie",
+        ),
+        ({"ep": 2}, ValueError, "the model has none that the planner knows of"),
+        ({"experts_strategy": "IGG"}, ValueError, "the model has none that the planner knows of"),
+        ({"params": EXPERTS, "experts_strategy": "GGI"}, ValueError, "levels 'GGI' is not legal"),
+        ({"params": EXPERTS, "experts_strategy": Int8()}, TypeError, "must be a Strategy, three letters"),
+        (
+            {"params": EXPERTS, "ep": 8, "experts_strategy": Strategy(gpus_per_node=8)},
+            ValueError,
+            "experts_strategy has gpus_per_node=8, but 1 of the ranks",
+        ),
+        ({"tp": 2, "local_steps": LocalSteps(4)}, ValueError, "local steps are not planned beside"),
+        ({"params": EXPERTS, "experts_strategy": Strategy.diloco()}, ValueError, "local steps are not planned beside"),
+        # the host
+        ({"cpu_offload": 1}, TypeError, "cpu_offload must be True or False, got 1"),
+        ({"cpu_offload": True}, ValueError, "host_gbps is missing"),
+        ({"host_gbps": 100}, ValueError, "host_gbps=100 is about CPU offload"),
+        ({"host_memory": 9, "optimizer_gbs": 2}, ValueError, "host_memory=9, optimizer_gbs=2 is about CPU offload"),
+        (HOST | {"host_gbps": 0}, ValueError, "host_gbps must be above 0, got 0"),
+        (HOST | {"host_memory": -1}, ValueError, "host_memory must be above 0, got -1"),
+        (HOST | {"optimizer_gbs": "2"}, TypeError, "optimizer_gbs must be a number"),
     ],
 )
 def test_bad_values_say_what_was_given_and_what_is_allowed(
-    arguments: dict, error: type[Exception], message: str
+    arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         plan(**{"params": 1e9, **PARO, **arguments})
@@ -65,61 +120,6 @@ def test_notes_name_arguments_that_have_nothing_to_do() -> None:
         assert f"{said} has no effect" in notes
     assert "No memory limit" in notes
     assert "no effect" not in " ".join(plan(1e9, trainable=1e6, **PARO, **asked).notes)
-
-
-@given(st.integers(1, 10**6), st.data())
-def test_equal_units_add_up(params: int, data: st.DataObject) -> None:
-    trainable, count = data.draw(st.integers(1, params)), data.draw(st.integers(1, 100))
-    size = equal_units(params, trainable, count)
-    assert (size.params, size.trainable, size.count) == (params, trainable, count)
-    for numels in ([unit.trainable for unit in size.units], [unit.frozen for unit in size.units]):
-        assert max(numels) - min(numels) <= 1
-
-
-def _model(tie: bool = False) -> nn.Module:
-    model = nn.ModuleDict({"embed": nn.Embedding(10, 4), "body": nn.ModuleDict(), "head": nn.Linear(4, 10, bias=False)})
-    model["body"]["layers"] = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(3))
-    if tie:
-        model["head"].weight = model["embed"].weight
-    return model
-
-
-def test_units_of_a_module_are_its_layers_and_the_root() -> None:
-    root, layers = Unit(80, 0, reshard_after_forward=False), Unit(30, 0, count=3)
-    assert module_size(_model()).units == (root, layers)
-    assert module_size(_model(tie=True)).units == (dataclasses.replace(root, trainable=40), layers)
-    assert module_size(nn.Linear(3, 3)).units == (Unit(12, reshard_after_forward=False),)
-    lora = _model().requires_grad_(False)
-    lora["body"]["layers"][1][1].requires_grad_(True)
-    assert module_size(lora).units == (Unit(0, 80, 1, False), Unit(0, 30, 2), Unit(10, 20, 1))
-
-
-def test_a_layer_that_occurs_twice_counts_once() -> None:
-    layer = nn.Linear(2, 2)
-    assert module_size(nn.ModuleDict({"layers": nn.ModuleList([layer, layer])})).units == (Unit(6),)
-
-
-def test_models_without_anything_to_train_are_refused() -> None:
-    with pytest.raises(ValueError, match="nothing is trainable of 12 parameters"):
-        module_size(nn.Linear(3, 3).requires_grad_(False))
-    with pytest.raises(TypeError, match=r"must be an nn\.Module"):
-        module_size("model")
-
-
-def test_units_of_a_model_and_a_number_of_units_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="units=4 was given, but the model has its own 4"):
-        plan(module_size(_model()), units=4, **PARO)
-
-
-@given(sizes, st.data())
-def test_shares_of_units_add_up(units: tuple[Unit, ...], data: st.DataObject) -> None:
-    size = ModelSize(units)
-    trainable = data.draw(st.integers(1, size.params))
-    split = size.with_trainable(trainable)
-    assert (split.params, split.trainable, split.count) == (size.params, trainable, size.count)
-    for unit in split.units:
-        # Of elements of the model, each unit has the same share, up to rounding its own and the sum so far.
-        assert abs(unit.trainable - unit.numel * trainable / size.params) <= 2
 
 
 def test_codecs_change_nothing_on_one_node_and_the_notes_say_so() -> None:
@@ -143,3 +143,97 @@ def test_a_codec_for_the_hop_inside_counts() -> None:
     assert made["GGG"].volume.intra < 0.9 * plain["GGG"].volume.intra
     assert "as int8(64) inside, error feedback" in str(made)
     assert "intra_gradients" not in " ".join(made.notes)
+
+
+# ---- hardware by name
+
+
+def test_each_figure_has_a_source_and_each_gpu_a_link() -> None:
+    for entry in (*GPUS.values(), *LINKS.values(), *NETWORKS.values()):
+        assert len(entry.source) > 10
+    assert {gpu.link for gpu in GPUS.values()} <= LINKS.keys()
+    assert {name for name, link in LINKS.items() if link.fast} == {name for name in LINKS if name.startswith("nvlink")}
+    assert all(link.gbps > 400 for link in LINKS.values() if link.fast)
+
+
+def test_bandwidths_of_buses_are_lanes_times_rates_and_those_of_several_cards_add_up() -> None:
+    # 16 lanes of 8, 16 and 32 GT/s, of which 128 of 130 bits are data.
+    for name, rate in (("pcie3", 8), ("pcie4", 16), ("pcie5", 32)):
+        assert LINKS[name].gbps == pytest.approx(16 * rate * 128 / 130, rel=1e-3)
+    for name, network in NETWORKS.items():
+        assert name.startswith("ib-") or network.gbps == float(name.removesuffix("gbe"))
+    assert network_named("8xib-ndr").gbps == 8 * network_named("ib-ndr").gbps == 3200
+
+
+def test_names_reach_the_plan_and_numbers_override_them() -> None:
+    cluster: dict[str, Any] = {"nodes": 2, "gpus_per_node": 8, "tokens": 4096}
+    named = plan(1e9, **cluster, gpu="h100", net="100gbe")
+    assert named.cluster.inter_gbps == 100
+    assert named.cluster.intra_gbps == link_named("nvlink4").gbps / 2
+    assert (named.budget.gpu_memory, named.work.tflops) == (80, 0.4 * gpu_named("h100").tflops)
+    # Forward and backward take 6 FLOPs a parameter and token; the CPU launches 32 units, in 5 ms each.
+    assert named["FULL_SHARD"].time.computation == pytest.approx(6 * 1e9 * 4096 / (0.4 * 989e12))
+    assert named["FULL_SHARD"].time.launch == pytest.approx(32 * 0.005)
+    assert named["zeropp"].time.launch > named["FULL_SHARD"].time.launch
+    numbers: dict[str, Any] = {"inter_gbps": 7, "intra_gbps": 8, "gpu_memory": 9, "tflops": 10, "launch_ms": 0}
+    given_too = plan(1e9, **cluster, gpu="h100", net="100gbe", **numbers)
+    assert given_too == plan(1e9, **cluster, **numbers)
+
+
+# ---- lines that make strategies
+
+
+@pytest.mark.parametrize(
+    ("strategy", "call"),
+    [
+        (Strategy(), "Strategy.zero3()"),
+        (Strategy("IGG"), 'Strategy("IGG")'),
+        (Strategy.zeropp(), "Strategy.zeropp()"),
+        (Strategy.zeropp(levels="IIG"), 'Strategy.zeropp(levels="IIG")'),
+        (Strategy.zeropp(weights=Int4Delta()), "Strategy.zeropp(weights=Int4Delta())"),
+        (Strategy.mixzpp(frozen=NF4(64)), "Strategy.mixzpp(frozen=NF4())"),
+        (Strategy.loco(gradients=Int4(2048)), "Strategy.loco(gradients=Int4(block=2048))"),
+        (Strategy("IGG", weights=Int8(64)), 'Strategy("IGG", weights=Int8(block=64))'),
+        (Strategy.diloco(8), "Strategy.diloco(local_steps=LocalSteps(every=8))"),
+        (
+            Strategy("NNI", local_steps=LocalSteps(16, codec=None, overlap=2)),
+            'Strategy("NNI", local_steps=LocalSteps(every=16, codec=None, overlap=2))',
+        ),
+    ],
+)
+def test_lines_are_the_shortest_that_make_a_strategy(strategy: Strategy, call: str) -> None:
+    line = line_of(strategy)
+    assert line.endswith(f"; strategy = {call}")
+    assert made_by(line) == strategy
+
+
+def made_by(line: str) -> Strategy:
+    """The value of ``strategy`` after a line."""
+    names: dict[str, Any] = {}
+    exec(line, names)
+    return names["strategy"]
+
+
+codecs = st.sampled_from([None, Int8(256), Int8(64), Int4(128), Int4(32)])
+
+
+@given(
+    levels=st.sampled_from(FOURTEEN),
+    weights=codecs,
+    gradients=codecs,
+    frozen=codecs,
+    feedback=st.sampled_from([None, LoCo(), LoCo(beta=0.5, dtype=Int8(32))]),
+)
+def test_lines_make_any_strategy(levels: str, weights: Any, gradients: Any, frozen: Any, feedback: Any) -> None:
+    feedback = None if gradients is None else feedback
+    strategy = Strategy(levels, weights=weights, gradients=gradients, frozen=frozen, error_feedback=feedback)
+    assert made_by(line_of(strategy)) == strategy
+    assert made_by(line_of(strategy, gpus_per_node=1)) != strategy
+
+
+def test_each_row_has_a_line_that_makes_what_it_is_of() -> None:
+    made = plan(1e9, nodes=2, gpus_per_node=8, gpu="rtx4090", net="10gbe", micro_batches=2)
+    for row in made.rows:
+        found = made_by(row.paste)
+        assert row.torch in (None, getattr(found, "name", None))
+        assert row.torch or found == row.candidate.strategy

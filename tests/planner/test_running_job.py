@@ -5,36 +5,35 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness.covering import over_each
 from harness.launch import launch
 from harness.links import NONE, Sets, machine
-from harness.pool import Pool, WorkerError, device_type
-from harness.wiretap import wiretap
+from harness.pool import Pool, WorkerError
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
-from fsdp_zpp import Int4, Int8, Strategy, choose_strategy, plan
+from fsdp_zpp import Int8, LocalSteps, Strategy, choose_strategy, plan
 from fsdp_zpp.collectives.links import find_links
-from fsdp_zpp.config.levels import LEGAL_LEVELS
-from fsdp_zpp.config.topology import Topology
 from fsdp_zpp.planner import bandwidth, running_job
 from fsdp_zpp.planner.bandwidth import Bandwidth, links_are_slow, measure_bandwidth, world
-from fsdp_zpp.planner.config import Precision
 from fsdp_zpp.planner.model_size import module_size
 from fsdp_zpp.planner.report import Plan
-from fsdp_zpp.planner.volume import Volume, step_volume
 
-ENCODED = {"weights": Int8(64), "gradients": Int4(32)}
 MEASURE = ["-m", "fsdp_zpp", "plan", "--params", "7e6", "--measure", "0.5", "--gpus-per-node", "2"]
+CLUSTER: dict[str, Any] = {"nodes": 4, "gpus_per_node": 8, "inter_gbps": 100, "intra_gbps": 2400}
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4)).requires_grad_(False)
+    return nn.ModuleDict({"layers": layers, "head": nn.Linear(64, 2, bias=False)})
+
+
+# ---- bandwidths
 
 
 def test_the_command_measures_bandwidths_that_are_not_given() -> None:
@@ -53,106 +52,11 @@ def test_errors_under_torchrun_are_printed_once() -> None:
     assert result.stderr.count("inter_gbps is missing: there are 2 nodes") == 1
 
 
-# ---- functions that run in the workers
-
-
 def _measure_by_a_clock_of_our_own(gpus_per_node: int) -> Bandwidth:
     """Each look at the clock finds rank + 1 seconds gone by."""
     clock = itertools.count(step=dist.get_rank() + 1)
     with mock.patch.object(bandwidth, "time", mock.Mock(perf_counter=clock.__next__)):
         return measure_bandwidth(world(), gpus_per_node, mib=0.25, repetitions=3)
-
-
-def _measure(gpus_per_node: int) -> Bandwidth:
-    return measure_bandwidth(world(), gpus_per_node, mib=0.25, repetitions=2)
-
-
-def _model() -> nn.Module:
-    torch.manual_seed(0)
-    # Without biases: codecs leave them as they are, which plans don't count.
-    layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
-    model = nn.ModuleDict({"layers": layers, "head": nn.Linear(64, 2, bias=False)})
-    model["layers"].requires_grad_(False)
-    return model
-
-
-def _choose(arguments: dict[str, Any]) -> Strategy:
-    return choose_strategy(_model(), **arguments)
-
-
-def _choose_by_measuring(arguments: dict[str, Any]) -> tuple[Strategy, Bandwidth]:
-    measured: list[Bandwidth] = []
-
-    def small(*args: Any) -> Bandwidth:
-        measured.append(measure_bandwidth(*args, mib=0.25, repetitions=2))
-        return measured[-1]
-
-    with mock.patch.object(running_job, "measure_bandwidth", small):
-        strategy = choose_strategy(_model(), **arguments)
-    return strategy, *measured
-
-
-def _sent_and_planned(
-    gpus_per_node: int, codecs: dict[str, Any], micro_batches: int
-) -> dict[str, tuple[Volume, Volume]]:
-    """What the second of two steps sends on 4 ranks, by scopes: counted on the collectives, and planned."""
-    device = torch.device("cuda", torch.cuda.current_device()) if device_type() == "cuda" else torch.device("cpu")
-    found = {}
-    for scopes in LEGAL_LEVELS:
-        strategy = Strategy(scopes, gpus_per_node=gpus_per_node, **codecs)
-        blocks = _model()
-        blocks["layers"][2:].requires_grad_(True)
-        size = module_size(blocks)
-        model = FullyShardedDataParallel(
-            nn.Sequential(*blocks["layers"], blocks["head"]),
-            sharding_strategy=strategy,
-            device_id=device,
-            auto_wrap_policy=_wrap_policy(blocks),
-            use_orig_params=False,  # with it, FSDP pads each parameter
-        )
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        for _ in range(2):
-            with wiretap(gpus_per_node) as tap:
-                for micro_batch in range(micro_batches):
-                    with model.no_sync() if micro_batch < micro_batches - 1 else nullcontext():
-                        model(torch.ones(2, 64, device=device, requires_grad=True)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        precision = Precision(compute=torch.float32, reduce=torch.float32)
-        found[scopes] = (
-            Volume(tap.total("inter"), tap.total("intra")),
-            step_volume(size, strategy.resolve(Topology(4, gpus_per_node)), micro_batches, precision),
-        )
-    return found
-
-
-def _wrap_policy(blocks: nn.Module) -> Any:
-    """Wraps the layers, and leaves the head to the root."""
-    layers = set(blocks["layers"])
-    return partial(lambda_auto_wrap_policy, lambda_fn=lambda module: module in layers)
-
-
-# ---- tests
-
-
-LAYOUTS = {
-    "plain": (2, {}),
-    "encoded": (2, ENCODED),
-    "one node": (4, ENCODED),
-    "one node encoded inside": (4, ENCODED | {"intra_gradients": Int8(64)}),
-}
-
-
-@over_each(layout=LAYOUTS, micro_batches=[1, 3])
-def test_planned_bytes_are_those_that_are_sent(
-    layout: tuple[int, dict[str, Any]], micro_batches: int, pool: Callable[[int], Pool]
-) -> None:
-    gpus_per_node, codecs = layout
-    for found in pool(4).run(_sent_and_planned, gpus_per_node, codecs, micro_batches):
-        assert len(found) == 14
-        assert {scopes: counted for scopes, (counted, _) in found.items()} == {
-            scopes: planned for scopes, (_, planned) in found.items()
-        }
 
 
 @pytest.mark.parametrize(("gpus_per_node", "inter", "intra"), [(1, 3, None), (2, 2 * 1, 1), (4, None, 3)])
@@ -169,15 +73,33 @@ def test_bandwidths_are_bytes_over_the_slowest_ranks_time(
         assert found.intra_gbps == (None if intra is None else pytest.approx(intra * per_second))
 
 
-def test_all_ranks_measure_the_same_bandwidths(pool: Callable[[int], Pool]) -> None:
-    results = pool(4).run(_measure, 2)
+def _choose_by_measuring(arguments: dict[str, Any]) -> tuple[Strategy, Bandwidth]:
+    """In a worker: what is chosen, and the bandwidths that it was measured with."""
+    measured: list[Bandwidth] = []
+
+    def small(*args: Any) -> Bandwidth:
+        measured.append(measure_bandwidth(*args, mib=0.25, repetitions=2))
+        return measured[-1]
+
+    with mock.patch.object(running_job, "measure_bandwidth", small):
+        strategy = choose_strategy(_model(), **arguments)
+    return strategy, *measured
+
+
+def test_all_ranks_measure_the_same_bandwidths_and_choose_by_them(pool: Callable[[int], Pool]) -> None:
+    results = pool(4).run(_choose_by_measuring, {"gpus_per_node": 2, "gpu_memory": 80, "intra_gbps": 50})
     assert len(set(results)) == 1
-    assert min(results[0].inter_gbps, results[0].intra_gbps) > 0
+    strategy, measured = results[0]
+    assert min(measured.inter_gbps, measured.intra_gbps) > 0
+    layout = {"nodes": 2, "gpus_per_node": 2, "inter_gbps": measured.inter_gbps, "intra_gbps": 50}
+    assert strategy == plan(module_size(_model()), **layout, gpu_memory=80).choice.strategy
 
 
-def test_impossible_layouts_are_refused(pool: Callable[[int], Pool]) -> None:
-    with pytest.raises(WorkerError, match="divisible by gpus_per_node"):
-        pool(2).run(_measure, 3)
+# ---- layouts and links
+
+
+def _choose(arguments: dict[str, Any]) -> Strategy:
+    return choose_strategy(_model(), **arguments)
 
 
 def test_choose_strategy_takes_the_layout_from_the_running_job(pool: Callable[[int], Pool]) -> None:
@@ -187,16 +109,8 @@ def test_choose_strategy_takes_the_layout_from_the_running_job(pool: Callable[[i
     # Without gpus_per_node, torchrun's: all four on one node.
     (one_node,) = set(pool(4).run(_choose, {"intra_gbps": 50, "gpu_memory": 80}))
     assert one_node.gpus_per_node == 4
-
-
-def test_choose_strategy_measures_bandwidths(pool: Callable[[int], Pool]) -> None:
-    results = pool(4).run(_choose_by_measuring, {"gpus_per_node": 2, "gpu_memory": 80, "intra_gbps": 50})
-    strategies, measured = zip(*results, strict=True)
-    assert len(set(strategies)) == len(set(measured)) == 1
-    made = plan(
-        module_size(_model()), nodes=2, gpus_per_node=2, inter_gbps=measured[0].inter_gbps, intra_gbps=50, gpu_memory=80
-    )
-    assert strategies[0] == made.choice.strategy
+    with pytest.raises(WorkerError, match="divisible by gpus_per_node"):
+        pool(2).run(_measure_by_a_clock_of_our_own, 3)
 
 
 def _choose_on(sets: Sets | None, differs: bool, arguments: dict[str, Any]) -> tuple[bool, bool | str | None]:
@@ -237,35 +151,55 @@ def test_ranks_agree_on_whether_links_are_asked(pool: Callable[[int], Pool]) -> 
         assert "links asked of the machine: True on ranks 0-2, False on rank 3" in error
 
 
-@pytest.mark.parametrize(("sets", "slow"), [(NONE, True), ([(0, 1, 2, 3)], False), (None, True)])
-def test_speed_decides_only_where_the_machine_says_nothing(
-    pool: Callable[[int], Pool], sets: Sets | None, slow: bool
-) -> None:
-    assert pool(4).run(_are_slow, sets, Bandwidth(1, 4, None, 60.0)) == [slow] * 4
-
-
 def _are_slow(sets: Sets | None, measured: Bandwidth) -> bool | None:
     with machine(sets):
         return links_are_slow(world(), measured)
 
 
-def test_choose_strategy_works_without_a_job_on_a_given_cluster() -> None:
-    cluster = {"nodes": 4, "gpus_per_node": 8, "inter_gbps": 100, "intra_gbps": 2400}
-    chosen = partial(choose_strategy, _model())
-    made = plan(module_size(_model()), **cluster, gpu_memory=80, micro_batches=3)
-    assert chosen(**cluster, gpu_memory=80, micro_batches=3) == made.choice.strategy
-    with pytest.raises(ValueError, match="got nodes=None and gpus_per_node=8, and no process group is initialized"):
-        chosen(gpus_per_node=8, inter_gbps=100, intra_gbps=2400)
-    with pytest.raises(ValueError, match="inter_gbps is missing"):
-        chosen(nodes=4, gpus_per_node=8, intra_gbps=2400)
-    with pytest.raises(ValueError, match=r"Nothing fits in 0\.5 GiB a GPU: the smallest, mixzpp .*, takes"):
-        chosen(**cluster, gpu_memory=0.5)
-    with pytest.raises(TypeError, match="microbatches"):
-        chosen(**cluster, microbatches=3)
-    with pytest.raises(TypeError, match=r"must be an nn\.Module"):
-        choose_strategy(7e9, **cluster)
-    with pytest.raises(ValueError, match="nothing is trainable"):
-        choose_strategy(_model().requires_grad_(False), **cluster)
+def test_speed_decides_only_where_the_machine_says_nothing(pool: Callable[[int], Pool]) -> None:
+    for sets, slow in ((NONE, True), ([(0, 1, 2, 3)], False), (None, True)):
+        assert pool(4).run(_are_slow, sets, Bandwidth(1, 4, None, 60.0)) == [slow] * 4
+
+
+# ---- without a job
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"micro_batches": 3},
+        {"tp": 2, "pp": 2},
+        {"cpu_offload": True, "host_gbps": 8},
+        {"inter_gbps": 0.1, "local_steps": LocalSteps(every=8), "presets": False},
+        {"inter_gbps": 1e9, "tokens": 10**6, "tflops": 1, "local_steps": LocalSteps(every=8)},
+    ],
+    ids=lambda options: ", ".join(options),
+)
+def test_the_strategy_of_a_given_cluster_is_the_choice_of_its_plan(options: dict[str, Any]) -> None:
+    asked = CLUSTER | {"gpu_memory": 80} | options
+    chosen = choose_strategy(_model(), **asked)
+    assert chosen == plan(module_size(_model()), **asked).choice.strategy
+    assert chosen.gpus_per_node in (1, 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"nodes": None}, ValueError, "got nodes=None and gpus_per_node=8, and no process group is initialized"),
+        ({"inter_gbps": None}, ValueError, "inter_gbps is missing"),
+        ({"gpu_memory": 0.5}, ValueError, r"Nothing fits in 0\.5 GiB a GPU: the smallest, mixzpp .*, takes"),
+        ({"microbatches": 3}, TypeError, "microbatches"),
+        ({"model": 7e9}, TypeError, r"must be an nn\.Module"),
+        ({"model": nn.Linear(2, 2).requires_grad_(False)}, ValueError, "nothing is trainable"),
+        ({"cpu_offload": True}, ValueError, "host_gbps is missing"),
+    ],
+    ids=str,
+)
+def test_what_has_no_choice_is_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    if "cpu_offload" in changes and torch.cuda.is_available():
+        pytest.skip("the link to the host could be measured")
+    with pytest.raises(error, match=message):
+        choose_strategy(**{"model": _model()} | CLUSTER | changes)
 
 
 def test_the_memory_of_the_gpu_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

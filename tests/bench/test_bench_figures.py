@@ -1,20 +1,24 @@
-"""The chart of a bench: speedups at bars, and texts that all have room."""
+"""Figures of a bench: the chart, whose texts all have room, and the share of communication that is not hidden."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import random
 import re
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, strategies as st
 
 from fsdp_zpp.bench.chart import OURS, PEER, Bar, draw_steps, steps_figure
+from fsdp_zpp.bench.overlap import Interval, exposed, overlap, union
 
 
 def row(label: str, step_ms: float, peak_gib: float | None, is_torchs: bool = False) -> dict[str, Any]:
-    """What a bench measures of a strategy, as far as it is drawn."""
+    """Measurements of a strategy, as far as they are drawn."""
     times = {"step_ms": step_ms, "fastest_ms": 0.9 * step_ms, "slowest_ms": 1.2 * step_ms}
     return {"strategy": label, "label": label, "is_torchs": is_torchs, "peak_gib": peak_gib, **times}
 
@@ -43,7 +47,7 @@ def test_each_strategy_has_its_time_its_speedup_and_its_memory(tmp_path: Path) -
         draw_steps(ROWS[2:], tmp_path / "none.svg")
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_texts_neither_leave_the_figure_nor_touch_each_other(seed: int) -> None:
     chosen = random.Random(seed)
     bars = []
@@ -60,3 +64,42 @@ def test_texts_neither_leave_the_figure_nor_touch_each_other(seed: int) -> None:
         assert figure.bbox.x0 - 1 <= box.x0 <= box.x1 <= figure.bbox.x1 + 1
         assert figure.bbox.y0 <= box.y0 <= box.y1 <= figure.bbox.y1
     assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
+
+
+INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda pair: (pair[0], sum(pair))))
+
+
+def ticks(intervals: list[Interval]) -> set[int]:
+    """Every whole unit of time that the intervals cover."""
+    return {tick for start, end in intervals for tick in range(int(start), int(end))}
+
+
+@given(INTERVALS, INTERVALS)
+def test_exposed_time_is_what_counting_ticks_gives(communication: list[Interval], computation: list[Interval]) -> None:
+    busy, alone = exposed(communication, computation)
+    assert busy == len(ticks(communication))
+    assert alone == len(ticks(communication) - ticks(computation))
+    merged = union(communication)
+    assert ticks(merged) == ticks(communication)
+    assert all(left[1] < right[0] for left, right in pairwise(merged))
+
+
+def share(folder: Path, events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The shares of a trace of two steps."""
+    trace = folder / "trace.json.gz"
+    with gzip.open(trace, "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    return overlap(trace, steps=2)
+
+
+def test_a_trace_counts_kernels_and_no_annotations(tmp_path: Path) -> None:
+    events = [
+        {"cat": "kernel", "name": "ncclDevKernel_AllGather_RING_LL", "ts": 0, "dur": 6000},
+        {"cat": "kernel", "name": "gemm", "ts": 4000, "dur": 4000},
+        {"cat": "gpu_user_annotation", "name": "nccl:all_gather", "ts": 0, "dur": 9000},
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 0, "dur": 1000},
+        {"ph": "M", "name": "process_name"},
+    ]
+    shown = {"communication_ms": 3.0, "exposed_ms": 2.0, "exposed_share": pytest.approx(2 / 3)}
+    assert share(tmp_path, events) == shown
+    assert share(tmp_path, [])["exposed_share"] is None

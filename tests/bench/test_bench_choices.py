@@ -1,0 +1,243 @@
+"""Strategies of a bench: which a run tries, which can't fit, and which its rows recommend."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fsdp_zpp import NF4, Int4Delta, Int8, Strategy
+from fsdp_zpp.bench.arguments import named_contenders
+from fsdp_zpp.bench.candidates import candidates
+from fsdp_zpp.bench.contenders import NAMES, contender
+from fsdp_zpp.bench.fitting import Planner
+from fsdp_zpp.bench.links import Link, Links
+from fsdp_zpp.bench.recommendation import is_clearly_faster, recommend
+from fsdp_zpp.bench.task import Task
+from fsdp_zpp.planner.model_size import ModelSize, Unit, equal_units
+
+CONFIG = SimpleNamespace()
+FAST, PCIE, SOCKETS = Link(2000, 1990, 2010), Link(200, 199, 201), Link(20, 19, 21)
+BOX, TWO_NODES = Links(1, 2, None, FAST), Links(2, 4, SOCKETS, FAST)
+
+
+def planner(links: Links, free: float | None = None, size: ModelSize | None = None, **work: Any) -> Planner:
+    """The planner of a run of a model of 1.3 B parameters."""
+    task = Task(CONFIG, links.nodes, links.gpus_per_node, **work)
+    return Planner(size or equal_units(1.3e9), task, links, free)
+
+
+# ---- what a run tries
+
+
+def test_nodes_and_links_decide_what_is_tried() -> None:
+    in_a_box = candidates(planner(BOX), None)
+    assert in_a_box[0] == "full_shard"
+    assert "hybrid_shard" not in in_a_box
+    assert {"zeropp-alone", "zeropp-delta-alone", "zeropp-GGG-alone"} <= set(in_a_box)
+    assert all(name.endswith("-alone") for name in in_a_box[1:])
+    # Several nodes try their GPUs as nodes only where links inside are slow.
+    on_nodes = candidates(planner(TWO_NODES), None)
+    assert on_nodes[:4] == ["full_shard", "hybrid_shard", "zeropp", "zeropp-delta"]
+    assert not [name for name in on_nodes if name.endswith("-alone")]
+    assert "zeropp-alone" in candidates(planner(Links(2, 4, SOCKETS, PCIE)), None)
+    # Accumulation adds those that reduce between nodes once a step.
+    assert {"zeropp-IIG", "zeropp-delta-IIG"} <= set(candidates(planner(TWO_NODES, micro_batches=4), None))
+    assert "zeropp-delta-IIG" not in on_nodes
+
+
+def test_the_planners_first_are_tried_once_whatever_their_letters() -> None:
+    """On nodes of one, I is N: five letters of zeropp are two."""
+    links = Links(2, 1, SOCKETS, None)
+    names = candidates(planner(links), None)
+    found = [contender(name) for name in names if name.startswith("zeropp-") and len(name) == len("zeropp-IGG")]
+    topology = planner(links).best(1)[0].topology
+    scopes = [one.strategy.resolve(topology).scopes for one in found]
+    assert len(scopes) == len(set(scopes)) >= 2
+
+
+def test_adapters_try_sharded_and_whole_bases() -> None:
+    size = ModelSize((Unit(10, 10**6, 4),))
+    names = candidates(planner(BOX, size=size, lora=16), None)
+    assert names[0] == "full_shard"
+    assert {"once-zeropp", "once-zeropp-int4", "once-zeropp-alone", "once-zeropp-int4-alone", "mixzpp"} <= set(names)
+    of_one = ["full_shard", "once-zeropp-nf4", "once-zeropp-nf4-alone", "mixzpp-nf4"]
+    assert candidates(planner(BOX, size=size, lora=16), "nf4") == of_one
+    on_nodes = candidates(planner(TWO_NODES, size=size, lora=16), "int8")
+    assert on_nodes == ["full_shard", "hybrid_shard", "once-zeropp", "mixzpp"]
+
+
+def test_names_make_the_strategies_that_their_code_makes() -> None:
+    for name in NAMES:
+        one = contender(name)
+        assert one.is_torchs or isinstance(one.strategy, Strategy)
+        assert one.label
+    known = {"Strategy": Strategy, "Int4Delta": Int4Delta, "Int8": Int8, "NF4": NF4}
+    for name in ("zeropp", "zeropp-delta-IIG", "IIG", "zeropp-GGG-alone", "mixzpp-nf4", "loco"):
+        one = contender(name)
+        assert eval(one.code, known) == one.strategy
+    assert contender("zeropp-alone").strategy.gpus_per_node == 1
+    assert contender("once-zeropp-nf4").base == NF4()
+    assert contender("once-zeropp").code == (
+        "quantize_frozen_params(model, Int8(256)), then wrap the whole model once by Strategy.zeropp()"
+    )
+
+
+def test_strategies_are_told_the_size_of_a_node_that_was_given() -> None:
+    full, plain, alone = named_contenders("full_shard,zeropp,fsdp1:zeropp-alone", 4, lora=False)
+    assert full.is_torchs
+    assert (plain.strategy.gpus_per_node, alone.strategy.gpus_per_node) == (4, 1)
+    assert (plain.fsdp2, alone.fsdp2) == (True, False)
+    assert named_contenders("zeropp", None, lora=False)[0].strategy == Strategy.zeropp()
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("zeroqq", "'zeroqq' is not a strategy; allowed are full_shard, "),
+        ("full_shard-alone", "'full_shard-alone' is not a strategy"),
+        ("zeropp,mixzpp", "--strategies mixzpp is for a frozen base, which --lora has"),
+        ("once-zeropp", "--strategies once-zeropp is for a frozen base"),
+    ],
+)
+def test_names_that_make_no_strategy_are_refused(names: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        named_contenders(names, None, lora=False)
+
+
+# ---- what fits
+
+
+def test_what_cannot_fit_is_left_out_with_both_figures() -> None:
+    made = planner(TWO_NODES, free=6.0)
+    assert made.does_not_fit(contender("full_shard"), 0.0) == ""
+    needed = made.states_gib(contender("NNN"))
+    assert made.does_not_fit(contender("NNN"), 1.0) == f"left out: needs about {needed + 1:.1f} GiB, 6.0 are free"
+    assert made.does_not_fit(contender("full_shard"), 6.0)  # activations count, too
+    assert planner(TWO_NODES).does_not_fit(contender("NNN"), 1e9) == ""  # no limit is known on CPUs
+
+
+def test_memory_is_the_planners() -> None:
+    made = planner(TWO_NODES)
+    # The planner adds activations and a reserve, of 2 GiB each.
+    by_levels = {one.levels: one.memory.total / 2**30 - 4 for one in made.best(4)}
+    for name, levels in {"IIG": "IIG", "full_shard": "GGG", "hybrid_shard": "III"}.items():
+        assert made.states_gib(contender(name)) == pytest.approx(by_levels[levels])
+    assert made.states_gib(contender("zeropp-alone")) == made.states_gib(contender("zeropp").on_nodes_of(1))
+    # Whole gradients of all but the last micro-batch, in bf16; the shard's in fp32 come after them.
+    gradients = (2 - 4 / 8) * 1.3e9 / 2**30
+    accumulating = planner(TWO_NODES, micro_batches=4).states_gib(contender("full_shard"))
+    assert accumulating == pytest.approx(by_levels["GGG"] + gradients)
+    assert made.states_gib(contender("diloco-8")) is None
+
+
+def test_a_base_takes_its_codes_once_whole_or_sharded() -> None:
+    made = planner(Links(1, 4, None, FAST), size=ModelSize((Unit(10**4, 10**8, 10),)), lora=16)
+    whole, sharded = (made.states_gib(contender(name)) for name in ("once-zeropp-alone", "once-zeropp"))
+    codes = Int8().nbytes(10**9) / 2**30
+    assert sharded == made.states_gib(contender("mixzpp"))
+    # Three quarters of them are elsewhere, and two of ten units are in flight.
+    assert whole - sharded == pytest.approx((0.75 - 0.2) * codes, rel=0.01)
+
+
+def test_slow_links_split_the_machine_for_strategies_that_name_no_node_size() -> None:
+    slow = planner(Links(1, 4, None, PCIE, are_slow=True))
+    assert slow.states_gib(contender("zeropp")) == slow.states_gib(contender("zeropp-alone"))
+    fast = planner(Links(1, 4, None, FAST))
+    assert fast.states_gib(contender("zeropp")) != fast.states_gib(contender("zeropp-alone"))
+    assert fast.states_gib(contender("hybrid_shard")) == fast.states_gib(contender("full_shard"))
+
+
+def test_links_of_nodes_of_one_are_those_inside_the_node_and_noisy_ones_have_a_warning() -> None:
+    one = Links(1, 4, None, PCIE)
+    assert one.layout_of(1) == Links(4, 1, PCIE, None)
+    assert one.layout_of(None) is one
+    assert TWO_NODES.layout_of(1) == Links(8, 1, SOCKETS, None)
+    assert len(one.lines()) == 2
+    noisy = Links(1, 4, None, Link(200, 120, 210)).lines()
+    assert noisy[1] == "inside a node, a rank: 200 Gbit/s (120 to 210)"
+    assert noisy[2].startswith("warning: that link is noisy (45% between rounds)")
+
+
+# ---- what rows recommend
+
+
+def row(name: str, ms: float, peak: float | None = 10.0, spread: float = 0.01) -> dict[str, Any]:
+    """A row whose steps differ by ``spread`` of their median."""
+    return named(name) | {
+        "step_ms": ms,
+        "fastest_ms": ms * (1 - spread),
+        "slowest_ms": ms * (1 + spread),
+        "quartiles_ms": [ms * (1 - spread / 2), ms * (1 + spread / 2)],
+        "peak_gib": peak,
+    }
+
+
+def failed(name: str, why: str = "out of memory") -> dict[str, Any]:
+    """A row of a strategy that failed on some rank."""
+    return named(name) | {"failed": why}
+
+
+def named(name: str) -> dict[str, Any]:
+    one = contender(name)
+    return {"strategy": name, "label": one.label, "code": one.code, "is_torchs": one.is_torchs}
+
+
+def line(*rows: dict[str, Any]) -> str:
+    return recommend(list(rows)).line
+
+
+def chosen(*rows: dict[str, Any]) -> str | None:
+    return recommend(list(rows)).strategy
+
+
+def test_the_line_names_what_to_paste_and_the_gain_over_both_of_torchs() -> None:
+    rows = row("full_shard", 907, 51.5), row("hybrid_shard", 660, 60), row("zeropp-alone", 343, 52.7)
+    assert chosen(*rows) == "zeropp-alone"
+    assert line(*rows) == "use Strategy.zeropp(gpus_per_node=1): 2.6x FULL_SHARD, 1.9x HSDP, +1.2 GiB"
+    on_cpus = row("full_shard", 300, None), row("zeropp", 200, None)
+    assert line(*on_cpus) == "use Strategy.zeropp(): 1.5x FULL_SHARD"
+    assert line(row("zeropp", 100)) == "use Strategy.zeropp(): 100 ms a step"
+    hsdp = row("full_shard", 200), row("hybrid_shard", 100, 14.0), row("zeropp", 99)
+    assert chosen(*hsdp) == "hybrid_shard"
+    assert line(*hsdp) == "use HSDP: 2.0x FULL_SHARD, +4.0 GiB"
+
+
+def test_a_gain_within_the_noise_is_none_and_the_line_says_by_how_much() -> None:
+    noisy = row("full_shard", 100, spread=0.2), row("zeropp", 90, spread=0.2)
+    assert chosen(*noisy) == "full_shard"
+    assert line(*noisy) == (
+        "stay with FULL_SHARD: the best other, zeropp(), is 1.11x as fast, which is within the noise (FULL_SHARD's own "
+        "steps differ by 40%)"
+    )
+    assert chosen(row("full_shard", 100), row("zeropp", 90)) == "zeropp"  # the same gain, without noise
+    assert chosen(row("full_shard", 100, spread=0), row("zeropp", 99, spread=0)) == "full_shard"  # a hundredth
+    slower = row("full_shard", 100), row("zeropp", 130), row("zeropp-delta", 120)
+    assert line(*slower) == ("stay with FULL_SHARD: the best other, zeropp(weights=Int4Delta()), is 1.20x slower")
+
+
+def test_of_equals_the_first_is_taken_and_of_others_the_fastest() -> None:
+    full, delta = row("full_shard", 200), row("zeropp-delta", 100)
+    assert chosen(full, row("zeropp", 102), delta) == "zeropp"
+    assert chosen(full, row("zeropp", 110), delta) == "zeropp-delta"
+    # Noise never makes it take what is much slower.
+    noisy = row("zeropp", 150, spread=0.5), row("zeropp-delta", 120, spread=0.5)
+    assert chosen(row("full_shard", 300), *noisy) == "zeropp-delta"
+
+
+def test_what_failed_is_named_and_no_choice() -> None:
+    without_full = failed("full_shard"), row("hybrid_shard", 210, 30), row("zeropp", 100, 20)
+    assert line(*without_full) == "use Strategy.zeropp(): FULL_SHARD: out of memory, 2.1x HSDP"
+    others = failed("zeropp", "RuntimeError: on rank 1"), failed("hybrid_shard", "left out: ...")
+    assert line(row("full_shard", 200), *others) == "stay with FULL_SHARD: nothing else could be measured"
+    none = failed("full_shard"), failed("zeropp", "not installed: peft")
+    assert chosen(*none) is None
+    assert line(*none) == "nothing could be measured: FULL_SHARD: out of memory; zeropp(): not installed: peft"
+
+
+def test_faster_by_noise_is_not_clearly_faster() -> None:
+    slow, fast = row("full_shard", 100, spread=0.1), row("zeropp", 92, spread=0.1)
+    assert not is_clearly_faster(fast, slow)
+    assert is_clearly_faster(row("zeropp", 80, spread=0.1), slow)
+    assert not is_clearly_faster(slow, fast)

@@ -1,0 +1,371 @@
+"""Plans against what training sends and keeps, counted on real collectives, and buffers against their peak."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import models
+from harness.adapter import Case as Training
+from harness.fsdp2 import Fsdp2
+from harness.launch import in_fake_world
+from harness.offload import offloading
+from harness.pool import Pool
+from harness.strategies import FOURTEEN
+from harness.training import train
+from harness.wiretap import wiretap
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fsdp_zpp import Codec, Int4, Int8, LocalSteps, LoCo, Strategy, TopK, plan
+from fsdp_zpp.collectives.hops import Traffic
+from fsdp_zpp.collectives.mesh import process_mesh
+from fsdp_zpp.collectives.moment_average import MomentAverage
+from fsdp_zpp.collectives.node_share import NodeShare
+from fsdp_zpp.collectives.outer_step import OuterStep
+from fsdp_zpp.config.local_steps import MOMENT_CODEC
+from fsdp_zpp.config.topology import Topology
+from fsdp_zpp.frozen.base import FrozenBase
+from fsdp_zpp.planner.config import MemoryBudget, Precision
+from fsdp_zpp.planner.exchange import exchange_memory, exchange_volume, moment_buffers, moment_volume
+from fsdp_zpp.planner.frozen_base import gathers_of
+from fsdp_zpp.planner.memory import memory_per_gpu
+from fsdp_zpp.planner.model_size import ModelSize, Unit, module_size
+from fsdp_zpp.planner.volume import Volume, step_volume
+from fsdp_zpp.runtime.fragment import Fragment
+from fsdp_zpp.runtime.unit import StrategyUnit, named_units
+
+FULL = Precision(compute=torch.float32, reduce=torch.float32)
+WIDTH = 64  # whose square is the least that is quantized, in whole blocks on every rank
+
+
+class Layer(nn.Module):
+    """Matrices that are trained or not, without biases: codecs leave those as they are, which plans don't count."""
+
+    def __init__(self, *trained: bool) -> None:
+        super().__init__()
+        self.matrices = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(own) for own in trained))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.matrices(x)
+
+
+class Model(nn.Module):
+    """Layers and a head; frozen are two layers or, as a base, a matrix of each layer, the embedding and the head."""
+
+    def __init__(self, with_base: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        # FSDP1 refuses units that are frozen in part, but for what is quantized.
+        kinds = [(True, False)] * 4 if with_base else [(False,), (False,), (True,), (True,)]
+        self.embedding = nn.Embedding(WIDTH, WIDTH).requires_grad_(False) if with_base else None
+        self.layers = nn.ModuleList(Layer(*trained) for trained in kinds)
+        self.head = nn.Linear(WIDTH, WIDTH if with_base else 2, bias=False).requires_grad_(not with_base)
+
+    def forward(self) -> Tensor:
+        device = self.head.weight.device
+        if self.embedding is None:
+            x = torch.ones(2, WIDTH, device=device, requires_grad=True)
+        else:
+            x = self.embedding(torch.arange(4, device=device))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training on four ranks, under all letters that the options of the strategy allow."""
+
+    gpus_per_node: int
+    micro_batches: int
+    options: dict[str, Any]
+
+    @property
+    def letters(self) -> list[str]:
+        return "NNN NNI NII INI III".split() if "local_steps" in self.options else FOURTEEN
+
+
+ENCODED = {"weights": Int8(64), "gradients": Int4(32)}
+WITH_FEEDBACK = LocalSteps(every=2, codec=Int4(32), error_feedback=LoCo(dtype=Int8(32)), overlap=1)
+LARGEST = LocalSteps(every=2, codec=TopK(0.1, 4, 256), error_feedback=LoCo(beta=0, decay=0.9))
+CASES = {
+    "plain": Case(2, 1, {}),
+    "encoded": Case(2, 3, ENCODED),
+    "one node": Case(4, 1, ENCODED),
+    "one node encoded inside": Case(4, 3, ENCODED | {"intra_gradients": Int8(64)}),
+    "quantized base": Case(2, 2, {"frozen": Int8(256)}),
+    "exchanges as by default": Case(1, 3, {"local_steps": LocalSteps(every=3)}),
+    "unencoded at once": Case(
+        2, 1, {"local_steps": LocalSteps(every=2, codec=None, spread=False), "weights": Int8(64)}
+    ),
+    "encoded, with feedback, on the way": Case(
+        2,
+        3,
+        {
+            "local_steps": WITH_FEEDBACK,
+            "weights": Int8(64),
+            "intra_gradients": Int8(32),
+            "error_feedback": LoCo(hops="both"),
+        },
+    ),
+    "the largest alone": Case(1, 1, {"local_steps": LARGEST}),
+    "with moments": Case(2, 1, {"local_steps": LocalSteps(every=2, moments_every=2)}),
+}
+
+
+def counted_and_planned(case: Case) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """In a worker, by letters: what is sent until all repeats, and bytes of a base, of outer state and of errors."""
+    found = {}
+    for letters in case.letters:
+        strategy = Strategy(letters, gpus_per_node=case.gpus_per_node, **case.options)
+        model = FullyShardedDataParallel(
+            Model(strategy.frozen is not None).to(models.device()),
+            sharding_strategy=strategy,
+            device_id=models.device(),
+            auto_wrap_policy=ModuleWrapPolicy({Layer}),
+            use_orig_params=False,  # with it, FSDP pads each parameter
+        )
+        sent = {"sent": sent_until_all_repeats(model, strategy, case.micro_batches)}
+        found[letters] = sent | bytes_kept(model), planned(strategy, case.micro_batches)
+    return found
+
+
+def period_of(local_steps: LocalSteps | None) -> int:
+    return 1 if local_steps is None else local_steps.every * (local_steps.moments_every or 1)
+
+
+def sent_until_all_repeats(model: Any, strategy: Strategy, micro_batches: int) -> Volume:
+    # The first step gathers what nodes keep from then on. In the third round, each step has an exchange of the round
+    # before behind it, all of them with moments or none.
+    first = 1 if strategy.local_steps is None else 2 * strategy.local_steps.every
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    sent = Volume()
+    for step in range(first + period_of(strategy.local_steps)):
+        with wiretap(strategy.gpus_per_node) as tap:
+            for micro_batch in range(micro_batches):
+                with model.no_sync() if micro_batch < micro_batches - 1 else nullcontext():
+                    model().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step >= first:
+            sent += Volume(tap.total("inter"), tap.total("intra"))
+    return sent
+
+
+def bytes_in(state: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+
+
+def bytes_kept(model: nn.Module) -> dict[str, int]:
+    units = [unit for unit in named_units(model) if isinstance(unit, StrategyUnit)]
+    exchanges = [unit.fragment.outer.state_dict() for unit in units if unit.fragment and unit.fragment.outer.names]
+    bases = FrozenBase.below(model)
+    return {
+        "outer": bytes_in([(each["agreed"], each["momentum"]) for each in exchanges]),
+        # The fit is two numbers a unit, which are left out.
+        "errors of exchanges": bytes_in([(each["errors"], each["errors_back"]) for each in exchanges]),
+        "errors of gradients": bytes_in([unit.errors.state_dict() for unit in units if unit.errors is not None]),
+        "base": sum(unit.nbytes for base in bases for unit in base.units),
+        "gathered": sum(base.units[0]._buffers.nbytes for base in bases),  # which no public name shows
+    }
+
+
+def planned(strategy: Strategy, micro_batches: int) -> dict[str, Any]:
+    size, resolved = (
+        module_size(Model(strategy.frozen is not None)),
+        strategy.resolve(Topology(4, strategy.gpus_per_node)),
+    )
+    local_steps, codec = strategy.local_steps, strategy.frozen
+    inside = resolved if local_steps is None else resolved.within_node()
+    without_base = ModelSize(tuple(replace(unit, frozen=0) for unit in size.units))
+    memory, less = (memory_per_gpu(each, inside, micro_batches, FULL, MemoryBudget()) for each in (size, without_base))
+    in_step = step_volume(size, inside, micro_batches, FULL)
+    period = period_of(local_steps)
+    sent, outer, errors = Volume(period * in_step.inter, period * in_step.intra), 0, 0
+    if local_steps is not None:
+        assert in_step.inter == 0
+        exchange = (size, resolved, local_steps, FULL)
+        sent += moment_volume(*exchange)
+        for _ in range(local_steps.moments_every or 1):
+            sent += exchange_volume(*exchange)
+        outer, errors = exchange_memory(*exchange).outer, exchange_memory(*exchange).errors
+    of_base = memory.parameters + memory.shard - less.parameters - less.shard
+    return {
+        "sent": sent,
+        "outer": outer,
+        "errors of exchanges": errors,
+        "errors of gradients": memory.errors,
+        "base": 0 if codec is None else of_base,
+        "gathered": 0 if codec is None else gathers_of(size, codec, resolved).buffers,
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_planned_bytes_are_those_that_are_sent_and_kept(case: str, pool: Callable[[int], Pool]) -> None:
+    for found in pool(4).run(counted_and_planned, CASES[case]):
+        assert list(found) == CASES[case].letters
+        assert {letters: counted for letters, (counted, _) in found.items()} == {
+            letters: planned for letters, (_, planned) in found.items()
+        }
+
+
+def held_by_the_host(levels: str) -> tuple[int, int]:
+    """In a worker: the bytes of parameters, gradients and Adam's moments on the CPU, and those that are planned."""
+    adapter, sizes = offloading(Fsdp2()), (("width", 16), ("hidden", 32), ("vocabulary", 64))
+    case = Training(clip=None, steps=1, model=sizes)
+    two: dict[str, Any] = {"nodes": 2, "gpus_per_node": 2, "inter_gbps": 1, "intra_gbps": 1, "host_gbps": 8}
+    made = plan(module_size(models.make_net(**dict(case.model))), **two, cpu_offload=True)
+    model: Any = adapter.make(case, Strategy(levels, gpus_per_node=2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    held = 0
+
+    def count(step: int, optimizer: torch.optim.Optimizer) -> None:
+        nonlocal held
+        for p in model.parameters():
+            moments = (optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"])
+            tensors = [adapter.local(each) for each in (p, p.grad, *moments)]
+            assert all(each.device.type == "cpu" for each in tensors)
+            held += sum(each.nbytes for each in tensors)
+
+    train(adapter, model, case, after_step=count, optimizer=optimizer)
+    return held, made[levels].memory.host
+
+
+@pytest.mark.parametrize("levels", ["IGG", "III", pytest.param("NNN", marks=pytest.mark.wide)])
+def test_planned_bytes_on_the_host_are_those_that_are_held(pool: Callable[[int], Pool], levels: str) -> None:
+    for held, planned in pool(4).run(held_by_the_host, levels):
+        assert held == planned
+
+
+class PeakOfNewMemory(TorchDispatchMode):
+    """The most bytes of new tensors that live at a time in the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id(storage) for storage in self._storages((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        for storage in self._storages(out):
+            if id(storage) not in given and id(storage) not in self._live:
+                self._live[id(storage)] = storage.nbytes()
+                weakref.finalize(storage, self._live.pop, id(storage))
+        self.peak = max(self.peak, sum(self._live.values()))
+        return out
+
+    @staticmethod
+    def _storages(of: Any) -> list[torch.UntypedStorage]:
+        # A storage's Python object lives as long as its memory.
+        return [leaf.untyped_storage() for leaf in tree_leaves(of) if isinstance(leaf, Tensor)]
+
+
+@dataclass(frozen=True)
+class Fused(Codec):
+    """Allocates payloads and nothing else, as kernels of a GPU do; ``share`` values become a byte."""
+
+    share: int
+    share_back: int = 0
+
+    def for_sum_of(self, peers: int) -> Codec:
+        return Fused(self.share_back) if self.share_back else self
+
+    def nbytes(self, numel: int) -> int:
+        return numel // self.share + 16
+
+    def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
+        chunks = rows * cols
+        return torch.zeros(chunks, self.nbytes(values.numel() // chunks), dtype=torch.uint8)
+
+    def decode(self, payload: Tensor, out: Tensor, rows: int, cols: int) -> None:
+        out.zero_()
+
+    def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
+        out.zero_()
+
+
+class FusedInt8(Fused):
+    """Allocates payloads of the size of those of moments, and nothing else."""
+
+    block_numel = 128
+
+    def nbytes(self, numel: int) -> int:
+        return MOMENT_CODEC.nbytes(numel)
+
+
+Peaks = dict[tuple[str, str, str], tuple[int, int]]
+
+
+def peaks(gpus_per_node: int, numel: int) -> tuple[Peaks, int]:
+    """In a fake world: most bytes at a time of an exchange's buffers, as counted and as planned, and of moments'."""
+    mesh = process_mesh(dist.group.WORLD, gpus_per_node)
+    size, found = ModelSize((Unit(numel, count=3),)), {}
+    ways = [(None, None), (Fused(2), None), (Fused(8), None), (Fused(8, 1), None), (Fused(8), LoCo())]
+    for letters, (codec, feedback), dtype in product(("III", "NNN"), ways, (torch.float32, torch.bfloat16)):
+        local_steps = LocalSteps(codec=codec, error_feedback=feedback)
+        resolved = Strategy(letters).resolve(mesh.topology)
+        replicated = resolved.scopes.optimizer == "N"
+        held = torch.ones(numel if replicated else -(-numel // gpus_per_node), dtype=dtype)
+        share = NodeShare(mesh.own_node(), Traffic()) if replicated and gpus_per_node > 1 else None
+        outer = OuterStep(local_steps, mesh, Traffic())
+        fragment = Fragment(local_steps, outer, share, partial(dict, weight=held), dict, partial(list, ["weight"]), int)
+        for _ in range(2):  # the first makes the errors
+            fragment.note_trained()
+            with PeakOfNewMemory() as memory:
+                fragment.send(1)
+                fragment.receive(1.0)
+        planned = exchange_memory(size, resolved, local_steps, Precision(storage=dtype)).working
+        found[letters, f"{codec}, {feedback}", str(dtype)] = memory.peak, planned
+    average, moment = MomentAverage(mesh, FusedInt8(1), Traffic(), "unit"), torch.ones(numel)
+    with PeakOfNewMemory() as memory:
+        average.average({"weight": moment}, {"weight": ()})
+    return found, memory.peak
+
+
+# Torch's fake backend keeps no tensor: threads of a true one may, for a moment after a collective.
+@pytest.mark.parametrize(
+    ("world", "gpus_per_node"),
+    [(4, 1), (24, 4), *(pytest.param(*wide, marks=pytest.mark.wide) for wide in ((4, 2), (32, 8)))],
+)
+def test_planned_buffers_of_exchanges_and_moments_are_their_peaks(world: int, gpus_per_node: int) -> None:
+    numel, nodes = 100_001, world // gpus_per_node
+    found, of_moments = in_fake_world(world, gpus_per_node, peaks, gpus_per_node, numel)
+    assert len(found) == 20
+    assert {key: counted for key, (counted, _) in found.items()} == {
+        key: planned for key, (_, planned) in found.items()
+    }
+    assert of_moments == pytest.approx(moment_buffers(-(-numel // nodes), nodes), rel=0.05)
+
+
+def test_moments_need_buffers_where_those_of_weights_are_smaller() -> None:
+    size, resolved = ModelSize((Unit(1_280_000),)), Strategy("III").resolve(Topology(8, 1))
+    plain, averaged, never = (
+        exchange_memory(size, resolved, LocalSteps(moments_every=every), precision).working
+        for every, precision in ((None, FULL), (3, FULL), (3, replace(FULL, optimizer_bytes=0)))
+    )
+    assert plain == never < averaged == moment_buffers(160_000, 8)
+
+
+def test_offloaded_state_takes_no_memory_of_the_gpu_but_a_copy_on_the_way() -> None:
+    size, resolved = ModelSize((Unit(8000, count=3), Unit(0, 8000))), Strategy("III").resolve(Topology(8, 2))
+    kept, offloaded = (
+        exchange_memory(size, resolved, LocalSteps(offload=offload, error_feedback=LoCo()), FULL)
+        for offload in (False, True)
+    )
+    assert (kept.outer, offloaded.outer) == (3 * 4 * (4000 + 1000), 0)
+    # The chunks of four nodes there and one back, in fp32; and of one unit, its change and the agreed weights.
+    assert kept.errors == offloaded.errors == 3 * 4 * (4000 + 1000)
+    assert offloaded.working == 2 * 4 * 4000 > kept.working

@@ -1,0 +1,448 @@
+"""Planned bytes and memory: by the definition, a step played out event by event, and of sizes of models."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from harness.strategies import FOURTEEN, PARO, sizes
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+from fsdp_zpp import NF4, Codec, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, plan
+from fsdp_zpp.config.topology import Topology
+from fsdp_zpp.planner.catalog import GPUS, LINKS
+from fsdp_zpp.planner.config import GIB, Precision
+from fsdp_zpp.planner.frozen_base import gathers_of
+from fsdp_zpp.planner.hardware import OF_HOST_LINK, OPTIMIZER_GBS
+from fsdp_zpp.planner.model_size import ModelSize, Unit, equal_units, module_size
+from fsdp_zpp.planner.volume import Volume, step_volume
+
+TWO: dict[str, Any] = {"nodes": 2, "gpus_per_node": 2, "inter_gbps": 1, "intra_gbps": 1}
+HOST: dict[str, Any] = {"cpu_offload": True, "host_gbps": 8}
+
+# ---- bytes that are sent
+
+
+class Job(NamedTuple):
+    """A cluster, and what is trained on it."""
+
+    nodes: int
+    gpus: int
+    micro_batches: int
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+
+
+def played_out(numel: int, trainable: bool, reshard: bool, strategy: Strategy, job: Job) -> Counter[str]:
+    """The bytes of a rank in a step, by going through the step: an oracle that shares no formula with the planner."""
+    p, g, o = strategy.levels
+    nodes, gpus, micro_batches, *dtypes = job
+    itemsizes = [dtype.itemsize for dtype in dtypes]
+    sent: Counter[str] = Counter(inter=0, intra=0)
+
+    def size(codec: Codec | None, values: int, itemsize: int) -> int:
+        return values * itemsize if codec is None else codec.nbytes(values)
+
+    def chunk(parts: int) -> int:
+        return (numel + parts - 1) // parts
+
+    weights, (intra, inter) = strategy.weights, strategy.gradient_codecs
+    if nodes == 1:  # codecs are for the slow network, but for that which was asked for inside a node by name
+        weights, intra, inter = None, None if strategy.intra_gradients == "auto" else intra, None
+    codec = weights
+    if not trainable and strategy.frozen is not None:
+        return sent  # not by itself: see base_played_out
+    on_node = on_rank = not trainable
+    for micro_batch in range(micro_batches):
+        for _ in range(2 if reshard else 1):
+            if o == "I" and not (p == "N" and on_rank):
+                sent["intra"] += size(codec, chunk(gpus), itemsizes[0]) * (gpus - 1)
+            elif o == "G" and not (p == "N" and on_rank):
+                shard = size(codec, chunk(nodes * gpus), itemsizes[0])
+                if p != "I" or not on_node:
+                    sent["inter"] += shard * (nodes - 1)
+                sent["intra"] += nodes * shard * (gpus - 1)
+            on_node = on_rank = True
+        if trainable:
+            last = micro_batch == micro_batches - 1
+            share = nodes * size(intra, chunk(nodes * gpus), itemsizes[1]) if o == "G" else 0
+            if g != "N" or last:
+                sent["intra"] += (share or size(intra, chunk(gpus), itemsizes[1])) * (gpus - 1)
+            if g == "G" or last:
+                sent["inter"] += size(inter, chunk(nodes * gpus), itemsizes[1]) * (nodes - 1)
+            if last and o != "G":
+                back = size(inter if nodes > 1 else intra, chunk(nodes * gpus), itemsizes[1])
+                sent["inter"] += back * (nodes - 1)
+                sent["intra"] += nodes * back * (gpus - 1) if o == "N" else 0
+    return sent
+
+
+def base_played_out(units: tuple[Unit, ...], strategy: Strategy, job: Job) -> Counter[str]:
+    """The bytes that a rank sends of a quantized base, of which two units stay gathered on the way and back.
+
+    They are the one in use and the one before or, where that is known already, the one after it.
+    """
+    codec, scope = strategy.frozen, strategy.levels[0]
+    nodes, gpus, micro_batches, *_ = job
+    if codec is None or scope == "N" or gpus == 1:
+        return Counter()
+    parts = gpus if scope == "I" else nodes * gpus
+
+    def gathered(numel: int) -> int:
+        blocks = (numel + parts * codec.block - 1) // (parts * codec.block)
+        return parts * codec.nbytes(blocks * codec.block)
+
+    roots = [unit.frozen for unit in units if not unit.reshard_after_forward]
+    layers = [unit.frozen for unit in units if unit.reshard_after_forward for _ in range(unit.count)]
+    there = [*(numel // 2 for numel in roots), *layers, *(numel - numel // 2 for numel in roots)]
+    way = [*enumerate(there), *reversed([*enumerate(there)][len(roots) :])]
+    way = [stop for stop in way if stop[1]]
+    if not layers:
+        return Counter(intra=2 * micro_batches * sum(map(gathered, there)) // gpus * (gpus - 1))
+    sent, held = 0, set()
+    for _ in range(3):
+        sent = 0
+        for i, stop in enumerate(way):
+            following = next((s for s in way[i + 1 :] + way if s != stop), stop)
+            sent += sum(gathered(numel) for _, numel in {stop, following} - held)
+            held = {stop, following}
+    return Counter(intra=micro_batches * (sent // gpus * (gpus - 1)))
+
+
+codecs = st.sampled_from([None, Int8(32), Int8(256), Int4(32), Int4(128)])
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+few = st.integers(1, 3)
+SENT = {"weights": codecs, "gradients": codecs, "intra_gradients": codecs | st.just("auto"), "frozen": codecs}
+
+
+@settings(deadline=None, max_examples=60)
+@given(units=sizes, asked=st.fixed_dictionaries(SENT), job=st.builds(Job, few, few, few, dtypes, dtypes))
+def test_bytes_are_those_of_the_step_played_out(units: tuple[Unit, ...], asked: dict[str, Any], job: Job) -> None:
+    for scopes in FOURTEEN:
+        strategy = Strategy(scopes, **asked)
+        expected: Counter[str] = Counter()
+        for unit, trainable in itertools.product(units, (True, False)):
+            numel = unit.trainable if trainable else unit.frozen
+            one = played_out(numel, trainable, unit.reshard_after_forward, strategy, job)
+            expected.update({hop: unit.count * sent for hop, sent in one.items()})
+        expected.update(base_played_out(units, strategy, job))
+        resolved = strategy.resolve(Topology(job.nodes * job.gpus, job.gpus))
+        found = step_volume(ModelSize(units), resolved, job.micro_batches, Precision(job.dtype, job.reduce_dtype))
+        assert found == Volume(expected["inter"], expected["intra"]), scopes
+
+
+def test_differences_halve_what_weights_send_between_nodes() -> None:
+    cluster = {"nodes": 4, "gpus_per_node": 8, "inter_gbps": 100, "intra_gbps": 2400}
+    differences, whole = (plan(7e9, **cluster, weights=codec) for codec in (Int4Delta(), Int8(256)))
+    assert differences["IGG"].strategy.weights == Int4Delta()
+    assert differences["GGG"].strategy.weights == Int8(256)
+    assert "weights as int8(256), changes as int4(256)" in str(differences)
+    assert differences["GGG"].volume == whole["GGG"].volume
+    assert differences["IGG"].memory == whole["IGG"].memory
+    saved = whole["IGG"].volume.inter - differences["IGG"].volume.inter
+    shard, others = 7e9 / 32, 3
+    assert saved == pytest.approx(shard * others / 2, rel=0.01)
+
+
+def test_each_further_unit_of_a_base_adds_the_same_bytes() -> None:
+    codec = Int8(256)
+    resolved = Strategy("IGG", frozen=codec).resolve(Topology(4, 2))
+
+    def sent(layers: int) -> int:
+        size = ModelSize((Unit(8, 8192, reshard_after_forward=False), Unit(8, 4096, layers)))
+        return gathers_of(size, codec, resolved).sent
+
+    in_both_directions = 2 * codec.nbytes(2048)
+    assert {sent(n + 1) - sent(n) for n in range(3, 12)} == {in_both_directions}
+
+
+# ---- memory
+
+STATES = {  # 100 trainable elements on 2 x 2 in 16-bit compute: weights, shard, optimizer, gradients
+    "NNN": (0, 400, 800, 400),
+    "NNI": (200, 200, 400, 400),
+    "NII": (200, 200, 400, 200),
+    "INI": (0, 200, 400, 400),
+    "III": (0, 200, 400, 200),
+    "NNG": (200, 100, 200, 400),
+    "NIG": (200, 100, 200, 200),
+    "NGG": (200, 100, 200, 100),
+    "ING": (100, 100, 200, 400),
+    "IIG": (100, 100, 200, 200),
+    "IGG": (100, 100, 200, 100),
+    "GNG": (0, 100, 200, 400),
+    "GIG": (0, 100, 200, 200),
+    "GGG": (0, 100, 200, 100),
+}
+
+
+def test_each_state_takes_its_scopes_share() -> None:
+    made, single = (plan(100, units=1, **TWO, micro_batches=n) for n in (2, 1))
+    for scopes, states in STATES.items():
+        memory = made[scopes].memory
+        assert (memory.parameters, memory.shard, memory.optimizer, memory.gradients) == states
+        # A single micro-batch leaves nothing to accumulate but the shard's own gradient.
+        assert single[scopes].memory.gradients == memory.shard
+    odd = plan(101, units=1, **TWO, micro_batches=2)["IIG"].memory
+    assert (odd.parameters, odd.shard, odd.gradients) == (2 * 26 * 2, 26 * 4, 2 * 26 * 4)
+
+
+def test_frozen_weights_have_no_gradient_and_no_optimizer_state() -> None:
+    two = TWO | {"micro_batches": 2, "presets": False}
+    size = ModelSize((Unit(trainable=0, frozen=4096), Unit(trainable=4, frozen=0)))
+    for frozen_storage, width in ((None, 4), (torch.bfloat16, 2)):
+        memory = plan(size, **two, frozen_storage=frozen_storage)["IIG"].memory
+        assert (memory.parameters, memory.shard) == (2 * 2048 + 4, width * 1024 + 4)
+        assert (memory.optimizer, memory.gradients) == (8, 8)
+    encoded = plan(size, **two, frozen=Int8(256))
+    # 1024 codes and 4 scales a shard; of those a rank has its own, its node's, or all.
+    assert {scopes: encoded[scopes].memory.parameters for scopes in ("GIG", "IIG", "NIG")} == {
+        "GIG": 2 * 1040,  # as under I: a node keeps what its first gather has brought there
+        "IIG": 2 * 1040 + 4,
+        "NIG": 4 * 1040 + 8,
+    }
+    assert all(encoded[scopes].memory.shard == 4 for scopes in ("GIG", "IIG", "NIG"))
+
+
+def test_working_memory_is_the_kept_unit_and_two_more_and_a_gradient() -> None:
+    size = ModelSize((Unit(50, reshard_after_forward=False), Unit(100, 7, count=2), Unit(30, 1000)))
+    made = plan(size, **TWO)
+    gradient = 100 * (2 + 4)
+    assert made["GGG"].memory.working == 2 * (50 + 1030 + 107) + gradient
+    assert made["NIG"].memory.working == gradient  # the weights are there already
+    one_layer = plan(100, units=1, **TWO)
+    assert one_layer["GGG"].memory.working == 2 * 100 + gradient
+
+
+def test_activations_and_reserve_are_gib_and_decide_what_fits() -> None:
+    small = TWO | {"params": 1000, "activations": 3}
+    memory = plan(**small, reserve=0.5)["GGG"].memory
+    assert (memory.activations, memory.reserve) == (3 * GIB, GIB // 2)
+    states = memory.total - memory.activations - memory.reserve
+    exactly = memory.total / GIB
+    assert plan(**small, reserve=0.5, gpu_memory=exactly)["GGG"].fits
+    assert not plan(**small, reserve=0.5, gpu_memory=exactly - 1 / GIB)["GGG"].fits
+    assert states == sum(getattr(memory, name) for name in ("parameters", "shard", "optimizer", "gradients", "working"))
+
+
+# ---- offload
+
+SIZE = ModelSize((Unit(4000, 8000, reshard_after_forward=False), Unit(12000, 400, count=3)))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_shards_their_gradients_and_optimizer_state_move_to_the_host(micro_batches: int) -> None:
+    asked: dict[str, Any] = TWO | {"micro_batches": micro_batches, "presets": False}
+    on_gpu, on_host = plan(SIZE, **asked), plan(SIZE, **asked, **HOST)
+    for levels in FOURTEEN:
+        kept, moved = on_gpu[levels].memory, on_host[levels].memory
+        trained = 40000 // {"N": 1, "I": 2, "G": 4}[levels[2]]
+        assert kept.host == moved.shard == moved.optimizer == 0
+        assert moved.host == kept.shard + kept.optimizer + 4 * trained
+        assert (moved.parameters, moved.errors) == (kept.parameters, kept.errors)
+        # Accumulated gradients stay; the shard's own gradient goes.
+        assert moved.gradients == (0 if micro_batches == 1 else kept.gradients)
+        # The two largest units' shards are copied to the GPU at a time.
+        assert moved.working - kept.working == 2 * 4 * 12400 * trained // 40000
+
+
+COPIES = {  # of trained and frozen shards: three layers that are gathered again in the backward, a root that is not
+    "GGG": (2, 2),
+    "III": (2, 2),
+    "NNN": (2, 2),
+    "IGG": (1, 0),
+    "NIG": (1, 0),
+    "NII": (1, 0),
+}
+
+
+@pytest.mark.parametrize(("levels", "copies"), COPIES.items())
+def test_a_shard_is_copied_whenever_it_is_gathered_from_and_its_gradient_once(
+    levels: str, copies: tuple[int, int]
+) -> None:
+    time = plan(SIZE, **TWO, **HOST, micro_batches=2, presets=False)[levels].time
+    ranks = {"N": 1, "I": 2, "G": 4}[levels[2]]
+    of_root = [2 * max(each - 1, 0) or each for each in copies]  # in each of two micro-batches, but once a step
+    of_layer = [4 if each == 2 else each for each in copies]
+    down = of_layer[0] * 36000 + of_layer[1] * 1200 + of_root[0] * 4000 + of_root[1] * 8000
+    assert time.host == pytest.approx(4 * (down + 40000) / ranks / 1e9)
+    assert time.optimizer == pytest.approx(2 * 28 * 40000 / ranks / (OPTIMIZER_GBS * 1e9))
+    assert time.communication == time.host + time.inter + time.intra
+
+
+def test_the_optimizer_comes_after_what_is_hidden() -> None:
+    asked: dict[str, Any] = TWO | HOST | {"tokens": 1000, "tflops": 1e-3, "optimizer_gbs": 0.5}
+    time = plan(SIZE, **asked)["IGG"].time
+    assert time.computation > time.communication
+    assert time.total == time.computation + time.optimizer > time.computation
+    assert time.optimizer == pytest.approx(2 * 28 * 10000 / 0.5e9)
+
+
+def test_a_base_and_exchanges_are_planned_as_without_offload() -> None:
+    kept, moved = (plan(SIZE, **TWO, **each, frozen=NF4())["IGG"].memory for each in ({}, HOST))
+    assert moved.parameters == kept.parameters
+    assert moved.host == 4 * (1 + 2 + 1) * 10000
+    local_steps = LocalSteps(4, error_feedback=LoCo())
+    here, there = (plan(SIZE, **TWO, **each, local_steps=local_steps)["III every 4"] for each in ({}, HOST))
+    assert (there.memory.outer, there.memory.errors) == (here.memory.outer, here.memory.errors)
+    assert (there.volume, there.time.exchange) == (here.volume, here.time.exchange)
+
+
+def test_the_hosts_memory_is_a_limit_of_a_node() -> None:
+    host = plan(SIZE, **TWO, **HOST)["III"].memory.host
+    exactly = 2 * host / GIB
+    fits = [
+        {row.name for row in plan(SIZE, **TWO, **HOST, host_memory=limit).rows if row.fits}
+        for limit in (exactly, exactly - 1 / GIB)
+    ]
+    assert "III" in fits[0] - fits[1]
+    assert "GGG" in fits[1]
+    made = plan(SIZE, **TWO, **HOST, host_memory=1 / GIB)
+    assert made.choice is None
+    assert "of a node's host: of what fits on the GPU, the smallest, " in made.reason
+    assert "does not fit in 9.31323e-10 GiB of a node's host:" in str(made)
+
+
+def test_where_nothing_fits_offload_is_proposed_if_that_would() -> None:
+    asked: dict[str, Any] = {"nodes": 1, "gpus_per_node": 4, "gpu": "a100-40gb", "micro_batches": 4, "tokens": 4096}
+    made = plan(13e9, **asked)
+    assert made.choice is None
+    (hint,) = [note for note in made.notes if note.startswith("With CPU offload")]
+    offloaded = plan(13e9, **asked, cpu_offload=True)
+    fitting = [row for row in offloaded.rows if row.fits]
+    assert f"{len(fitting)} of {len(offloaded.rows)} would fit: " in hint
+    smallest = min(fitting, key=lambda row: row.memory.total)
+    assert f" {smallest.name} takes {smallest.gib:.1f} GiB a GPU, and {smallest.memory.host / GIB:.1f} GiB" in hint
+    assert offloaded.choice in fitting
+    assert not any(note.startswith("With CPU offload") for note in plan(1e9, **asked).notes)
+    assert not any(note.startswith("With CPU offload") for note in plan(200e9, **asked).notes)
+
+
+def test_each_gpu_has_a_link_to_its_host() -> None:
+    for name, gpu in GPUS.items():
+        assert LINKS[gpu.host].gbps < 600
+        offload = plan(1e9, nodes=1, gpus_per_node=1, gpu=name, cpu_offload=True).budget.offload
+        assert offload is not None
+        assert offload.gbps == OF_HOST_LINK * LINKS[gpu.host].gbps
+        assert gpu.link == gpu.host or LINKS[gpu.link].fast
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "That is assumed, not measured: pass host_gbps (--host-gbps) and optimizer_gbs (--optimizer-gbs) as "),
+        ({"host_gbps": 100}, "Of these, one is assumed, not measured: pass optimizer_gbs (--optimizer-gbs) as "),
+        ({"optimizer_gbs": 100}, "Of these, one is assumed, not measured: pass host_gbps (--host-gbps) as "),
+        ({"host_gbps": 100, "optimizer_gbs": 100}, None),
+    ],
+)
+def test_what_is_assumed_of_a_host_is_said(given: dict[str, float], said: str | None) -> None:
+    made = plan(1e9, nodes=1, gpus_per_node=4, gpu="h100", cpu_offload=True, **given)
+    notes = [note for note in made.notes if "assumed, not measured" in note]
+    assert len(notes) == (said is not None)
+    assert said is None or notes[0].startswith(said)
+    assert said is None or notes[0] in str(made)
+
+
+# ---- sizes of models
+
+
+@given(st.integers(1, 10**6), st.data())
+def test_equal_units_add_up(params: int, data: st.DataObject) -> None:
+    trainable, count = data.draw(st.integers(1, params)), data.draw(st.integers(1, 100))
+    size = equal_units(params, trainable, count)
+    assert (size.params, size.trainable, size.count) == (params, trainable, count)
+    for numels in ([unit.trainable for unit in size.units], [unit.frozen for unit in size.units]):
+        assert max(numels) - min(numels) <= 1
+
+
+@given(sizes, st.data())
+def test_shares_of_units_add_up(units: tuple[Unit, ...], data: st.DataObject) -> None:
+    size = ModelSize(units)
+    trainable = data.draw(st.integers(1, size.params))
+    split = size.with_trainable(trainable)
+    assert (split.params, split.trainable, split.count) == (size.params, trainable, size.count)
+    for unit in split.units:
+        # Each unit has the same share of its elements, up to rounding its own and the sum so far.
+        assert abs(unit.trainable - unit.numel * trainable / size.params) <= 2
+
+
+def _model(tie: bool = False) -> nn.Module:
+    model = nn.ModuleDict({"embed": nn.Embedding(10, 4), "body": nn.ModuleDict(), "head": nn.Linear(4, 10, bias=False)})
+    model["body"]["layers"] = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(3))
+    if tie:
+        model["head"].weight = model["embed"].weight
+    return model
+
+
+def test_units_of_a_module_are_its_layers_and_the_root() -> None:
+    root, layers = Unit(80, 0, reshard_after_forward=False), Unit(30, 0, count=3)
+    size = module_size(_model())
+    assert size.units == (root, layers)
+    assert (size.idle_trainable, size.idle_frozen) == (0, 0)
+    assert module_size(_model(tie=True)).units == (dataclasses.replace(root, trainable=40), layers)
+    assert module_size(nn.Linear(3, 3)).units == (Unit(12, reshard_after_forward=False),)
+    layer = nn.Linear(2, 2)
+    assert module_size(nn.ModuleDict({"layers": nn.ModuleList([layer, layer])})).units == (Unit(6),)
+    lora = _model().requires_grad_(False)
+    lora["body"]["layers"][1][1].requires_grad_(True)
+    assert module_size(lora).units == (Unit(0, 80, 1, False), Unit(0, 30, 2), Unit(10, 20, 1))
+
+
+def test_sizes_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="nothing is trainable of 12 parameters"):
+        module_size(nn.Linear(3, 3).requires_grad_(False))
+    with pytest.raises(TypeError, match=r"must be an nn\.Module"):
+        module_size("model")
+    with pytest.raises(ValueError, match="units=4 was given, but the model has its own 4"):
+        plan(module_size(_model()), units=4, **PARO)
+    with pytest.raises(ValueError, match="idle_frozen must be at most 3, got 4"):
+        ModelSize((Unit(1, 3),), idle_frozen=4)
+
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8, "intermediate_size": 12},
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 12, "head_dim": 8},
+    "deepseek_v3": {
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 12,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+    },
+}
+
+
+def mixture(kind: str) -> nn.Module:
+    """A model without values of three layers with eight experts that are 12 wide, of which a token sees two."""
+    common = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
+    common |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind, **common | EXPERTS[kind])
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_only_experts_that_a_token_is_routed_to_count_as_computation(kind: str) -> None:
+    model, layers = mixture(kind), 2 if kind == "deepseek_v3" else 3
+    idle = layers * 6 * 3 * 16 * 12
+    size = module_size(model)
+    assert (size.idle_trainable, size.idle_frozen) == (idle, 0)
+    assert size.params == sum(p.numel() for p in model.parameters())
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    frozen = module_size(model)
+    assert (frozen.idle_trainable, frozen.idle_frozen) == (0, idle)
+    split = size.with_trainable(size.params // 4)
+    assert (split.idle_trainable, split.idle_trainable + split.idle_frozen) == (idle // 4, idle)
+    active = {size: 6 * (size.trainable - idle), frozen: 6 * frozen.trainable + 4 * (frozen.frozen - idle)}
+    for each, flops in active.items():
+        found = plan(each, **TWO, tokens=1000, tflops=1)["GGG"].time.computation
+        assert found == pytest.approx(flops * 1000 / 1e12)
