@@ -316,7 +316,7 @@ class _Meeting:
 
 
 class _Work:
-    """What ``async_op=True`` returns."""
+    """The handle that ``async_op=True`` returns."""
 
     def __init__(self, job: Loopback, rank: int, meeting: _Meeting) -> None:
         self._job, self._rank, self._meeting = job, rank, meeting

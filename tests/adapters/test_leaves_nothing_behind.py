@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import random
@@ -18,6 +17,7 @@ from harness import models
 from harness.adapter import Adapter, Case
 from harness.covering import ADAPTERS, over_each
 from harness.launch import groups_of_this_rank
+from harness.live_bytes import tensors_and_objects
 from harness.pool import Pools, device_type, free_port, init_process_group, start_method
 from harness.training import train
 from torch import Tensor, nn
@@ -33,32 +33,6 @@ OF_SUBSETS = {
     "III": Strategy("III", gradients=Int4(32), error_feedback=LoCo(), gpus_per_node=1),
     "loco": Strategy.loco(gpus_per_node=1),
 }
-
-
-def tensors_and_objects() -> dict[str, int]:
-    """Tensors and their bytes, objects of this package, and entries of what its functions keep."""
-    dist.barrier()
-    gc.collect()
-    objects = gc.get_objects()
-    tensors = [each for each in objects if isinstance(each, Tensor)]
-    kept = [each for each in objects if isinstance(each, functools._lru_cache_wrapper)]
-    return {
-        "tensors": len(tensors),
-        "tensor bytes": sum({s.data_ptr(): s.nbytes() for s in map(_storage, tensors) if s is not None}.values()),
-        "objects of the package": sum(str(type(each).__module__).startswith("fsdp_zpp") for each in objects),
-        "functions' results": sum(
-            f.cache_info().currsize for f in kept if str(getattr(f, "__module__", "")).startswith("fsdp_zpp")
-        ),
-    }
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    try:
-        storage = tensor.untyped_storage()
-        storage.data_ptr()
-    except (NotImplementedError, RuntimeError):  # that of a subclass or of a fake
-        return None
-    return storage
 
 
 class Mixture(nn.Module):

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from harness import lora, models
 from harness.adapter import Adapter, Case
 from harness.covering import over_adapters
 from harness.fsdp2 import Fsdp2
 from harness.impatient_pool import ImpatientPool
+from harness.live_bytes import tensors_and_objects
 from harness.pool import Pool, device_type, shared_folder
 from harness.training import load, logits, save
 from torch import Tensor, nn
@@ -224,12 +224,10 @@ def left_behind(training: Training) -> dict[str, int]:
 
 
 def _held(training: Training) -> dict[str, int]:
-    dist.barrier()
-    gc.collect()
-    found = [each for each in gc.get_objects() if isinstance(each, Tensor)]
+    counts = tensors_and_objects()
     # torch 2.11 caches operations on DTensors by the numbers in them, too, a step size or a coefficient to clip with:
     # each step of stock fully_shard, too, leaves objects behind.
-    return {
+    return counts | {
         "process groups": len(c10d._world.pg_map),
         "threads": len(os.listdir("/proc/self/task")),
         "file descriptors": len(os.listdir("/proc/self/fd")),
@@ -237,8 +235,6 @@ def _held(training: Training) -> dict[str, int]:
         "method hooks": _method_hooks(),
         "module hooks": sum(map(_hooks_of, training.model.modules())) + _global_module_hooks(),
         "tensor hooks": sum(len(p._backward_hooks or ()) + _after_hooks(p) for p in training.model.parameters()),
-        "tensors": len(found),
-        "tensor bytes": sum({s.data_ptr(): s.nbytes() for s in map(_storage, found) if s is not None}.values()),
         "objects": len(gc.get_objects()) if torch.__version__ >= (2, 13) else -1,
         "resident bytes": _resident_bytes(),
     }
@@ -270,15 +266,6 @@ def _global_module_hooks() -> int:
 
 def _after_hooks(parameter: Tensor) -> int:
     return len(parameter._post_accumulate_grad_hooks or ())
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    try:
-        storage = tensor.untyped_storage()
-        storage.data_ptr()
-    except (NotImplementedError, RuntimeError):  # that of a subclass or of a fake
-        return None
-    return storage
 
 
 def _resident_bytes() -> int:

@@ -1,4 +1,4 @@
-"""What only FullyShardedDataParallel has: full parameters, states of optimizers, offloading, and its refusals."""
+"""Features of FullyShardedDataParallel alone: full parameters, states of optimizers, offloading, and its refusals."""
 
 from __future__ import annotations
 

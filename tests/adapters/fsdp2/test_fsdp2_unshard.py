@@ -50,7 +50,7 @@ class CopiesIn(TorchDispatchMode):
 
 @dataclass
 class Gathers:
-    """What the gathers of a model do."""
+    """Counts of what the gathers of a model do."""
 
     copies: int  # of shards, before a collective in a first forward
     names: set[str]  # that torch has for them in a second forward, as a profiler sees it
@@ -82,7 +82,7 @@ def test_encoded_units_are_gathered_when_they_are_unsharded_without_a_copy_under
     for gathers in pool(4).run(gathers_of, strategy):
         assert gathers.copies == 0
         assert gathers.count == times
-        # What scope N keeps from the first forward is not gathered in the second.
+        # Scope N keeps weights from the first forward, and does not gather them in the second.
         assert gathers.names == (set() if strategy.parameters == "N" else stock.names)
 
 

@@ -1,4 +1,4 @@
-"""What only fully_shard takes and its modules' methods do, with a strategy; some methods are newer than torch 2.11."""
+"""Arguments of fully_shard alone and methods of its modules, with a strategy; some are newer than torch 2.11."""
 
 from __future__ import annotations
 

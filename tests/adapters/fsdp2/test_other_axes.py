@@ -242,7 +242,7 @@ def _whole(value: Any) -> Tensor:
 
 @dataclass
 class Outcome:
-    """What a rank has seen of a training by a strategy and of one by torch."""
+    """Observations of a rank, of a training by a strategy and of one by torch."""
 
     losses: list[float]  # by a strategy
     expected: list[float]  # by torch
@@ -509,7 +509,7 @@ class Pipeline:
         self.first, self.last, size = 0 in indices, stages - 1 in indices, LAYERS // stages
         self.parts = {index: nn.Sequential(*mixtures(LAYERS)[index * size : (index + 1) * size]) for index in indices}
         for part in self.parts.values():
-            # Of layers that are units of their own, torch 2.13 gets wrong gradients in zero-bubble schedules.
+            # Layers that are units of their own get wrong gradients from torch 2.13 in zero-bubble schedules.
             for module in (part,) if kind == "zbv" else (*part, part):
                 Fsdp2().apply(module, strategy, mesh=mesh["dp"])
         group = mesh["pp"].get_group()
