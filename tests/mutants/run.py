@@ -281,12 +281,18 @@ def _first_killer(tests: Sequence[str], mutant: Mutant, copy: Copy, suite: Suite
     for lot in (tests[:FIRST], tests[FIRST:]):
         left = lot
         while left and (ended := copy.run(left, suite.limit(left))).by:
-            # A run without mutants has said which tests fail; what hangs may have had too little time.
-            is_clear = not ended.is_test or (suite.passed(ended.by) and not ended.hangs)
-            if is_clear or _passes_without(ended.by, mutant, copy, suite, results):
+            if not ended.is_test or _fails_by(ended, mutant, copy, suite, results):
                 return ended.by
             left = [test for test in left if test != ended.by]
     return ""
+
+
+def _fails_by(ended: Ended, mutant: Mutant, copy: Copy, suite: Suite, results: Results) -> bool:
+    """Whether a test that failed among others fails alone, too, and passes without ``mutant``."""
+    if not ended.hangs and not copy.run([ended.by], suite.limit([ended.by])).by:
+        return False
+    # A run without mutants has said which tests fail; what hangs may have had too little time.
+    return (suite.passed(ended.by) and not ended.hangs) or _passes_without(ended.by, mutant, copy, suite, results)
 
 
 def _passes_without(test: str, mutant: Mutant, copy: Copy, suite: Suite, results: Results) -> bool:
