@@ -11,7 +11,6 @@ from fsdp_zpp import Codec, Int4, Int8, TopK
 from fsdp_zpp.codecs.top_k import REACH, TopKOfSum
 
 BITS = (2, 4, 8)
-GRIDS = [(1, 1), (1, 3), (3, 1), (2, 3)]
 codecs = st.builds(
     TopK, st.sampled_from([0.001, 0.02, 0.1, 0.5]), st.sampled_from(BITS), st.sampled_from([128, 256, 4096])
 )
@@ -70,9 +69,9 @@ def expected_places(codec: TopK, values: Tensor) -> set[int]:
     return places
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(codec=codecs, numel=numels, dtype=dtypes, seed=st.integers(0, 99))
-def test_the_largest_values_of_each_block_are_sent_and_no_others(
+def test_the_largest_values_of_each_block_are_sent_within_half_a_step_and_no_others(
     codec: TopK, numel: int, dtype: torch.dtype, seed: int
 ) -> None:
     values = heavy_tailed(numel, seed, dtype)
@@ -89,34 +88,20 @@ def test_the_largest_values_of_each_block_are_sent_and_no_others(
         assert len(set(found[place])) == 1
         assert decoded[place].item() == pytest.approx(found[place][0], rel=1e-5)
         assert decoded[place].sign() == values[place].sign()
+    for block, levels in zip(values.float().split(codec.block), decoded.split(codec.block), strict=True):
+        check_levels(codec, block[levels != 0].abs().double(), levels[levels != 0].abs().double())
 
 
-@settings(deadline=None, max_examples=40)
-@given(
-    codec=codecs,
-    numel=numels.filter(bool),
-    grid=st.sampled_from(GRIDS),
-    seed=st.integers(0, 99),
-)
-def test_kept_values_are_within_half_a_step(codec: TopK, numel: int, grid: tuple[int, int], seed: int) -> None:
-    rows, cols = grid
-    values = heavy_tailed(rows * cols * numel, seed)
-    payload = codec.encode(values, rows, cols)
-    assert payload.shape == (rows * cols, codec.nbytes(numel))
-    out = torch.empty_like(values)
-    codec.decode(payload, out, cols, rows)
-    for kept, sent in zip(values.split(numel), out.split(numel), strict=True):
-        for block, decoded in zip(kept.split(codec.block), sent.split(codec.block), strict=True):
-            sizes, levels = block[decoded != 0].abs().double(), decoded[decoded != 0].abs().double()
-            if not len(sizes):
-                assert not block.any()
-            elif codec.bits == 2:
-                assert len(levels.unique()) <= 2
-                assert levels.sum().item() == pytest.approx(sizes.sum().item(), rel=1e-5)
-            else:
-                span = (sizes.max() / sizes.min()).log()
-                half = span / (2 ** (codec.bits - 1) - 1) / 2
-                assert (levels / sizes).log().abs().max() <= half * (1 + 1e-4) + 1e-5
+def check_levels(codec: TopK, sizes: Tensor, levels: Tensor) -> None:
+    """Fail unless the levels of a block are within half a step of the sizes that were kept."""
+    if not len(sizes):
+        return
+    if codec.bits == 2:
+        assert len(levels.unique()) <= 2
+        assert levels.sum().item() == pytest.approx(sizes.sum().item(), rel=1e-5)
+    else:
+        half = (sizes.max() / sizes.min()).log() / (2 ** (codec.bits - 1) - 1) / 2
+        assert (levels / sizes).log().abs().max() <= half * (1 + 1e-4) + 1e-5
 
 
 def best_two_levels(sizes: Tensor) -> float:
@@ -152,14 +137,7 @@ def test_the_largest_numbers_come_through_and_the_smallest_as_zeros(bits: int) -
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_what_follows_a_block_does_not_matter_to_it(bits: int) -> None:
-    codec, values = TopK(0.1, bits, 256), heavy_tailed(100)
-    padded = torch.cat((values, torch.zeros(156), heavy_tailed(500, 1)))
-    assert torch.equal(round_trip(codec, values), round_trip(codec, padded)[:100])
-
-
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("peers", [1, 2, 3, 16])
+@pytest.mark.parametrize("peers", [1, 3, 16])
 def test_a_sum_keeps_all_that_its_peers_kept(bits: int, peers: int) -> None:
     codec = TopK(bits=bits)
     back = codec.for_sum_of(peers)

@@ -15,9 +15,11 @@ from harness.models import device
 from torch import Tensor
 
 from fsdp_zpp import Codec, Int4, Int8, LocalSteps, LoCo, TopK
+from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
 from fsdp_zpp.collectives.hops import Traffic
 from fsdp_zpp.collectives.mesh import process_mesh
 from fsdp_zpp.collectives.moment_average import MomentAverage
+from fsdp_zpp.collectives.outer_optimizer import OuterOptimizer
 from fsdp_zpp.collectives.outer_step import OuterStep
 
 OnRanks = Callable[..., list[Any]]
@@ -38,12 +40,10 @@ def sparse(codec: Codec = SPARSE, **feedback: Any) -> LocalSteps:
 CONFIGS = {
     "fp32": LocalSteps(codec=None),
     "int8": LocalSteps(codec=Int8(32)),
-    "int4": LocalSteps(codec=Int4(32)),
     "int4, feedback": LocalSteps(codec=Int4(32), error_feedback=LoCo()),
     "int4, feedback in int8": LocalSteps(codec=Int4(64), error_feedback=LoCo(dtype=Int8(128))),
     "int4, reset every 2": LocalSteps(codec=Int4(32), error_feedback=LoCo(reset_every=2)),
     "top 4 bits": sparse(),
-    "top 2 bits": sparse(TopK(0.05, 2, 256)),
     "top 8 bits, int8": sparse(TopK(0.3, 8, 128), dtype=Int8(128)),
 }
 
@@ -110,8 +110,16 @@ def peers_of(rank: int, layout: tuple[int, int]) -> range:
     return range(rank % layout[1], layout[0] * layout[1], layout[1])
 
 
-@over_each(config=CONFIGS, layout=LAYOUTS, dtype=[torch.bfloat16, torch.float32])
-def test_nodes_agree_bit_for_bit_and_go_on_from_a_checkpoint(
+def nbytes_between_nodes(config: LocalSteps, nodes: int, chunk: int) -> tuple[int, int]:
+    """Return the bytes to each other node of its chunks of changes, and of updates from each chunk's owner."""
+    codec = config.codec
+    there = 4 * chunk if codec is None else codec.nbytes(chunk)
+    back = 4 * chunk if codec is None else codec.for_sum_of(nodes).nbytes(chunk)
+    return ROUNDS * (nodes - 1) * there, ROUNDS * (nodes - 1) * back
+
+
+@over_each(rest=False, config=CONFIGS, layout=LAYOUTS, dtype=[torch.bfloat16, torch.float32])
+def test_nodes_agree_bit_for_bit_count_each_byte_and_go_on_from_a_checkpoint(
     on_ranks: OnRanks, config: LocalSteps, layout: tuple[int, int], dtype: torch.dtype
 ) -> None:
     results, resumed = (on_ranks(*layout, train, config, dtype, after) for after in (None, 2))
@@ -124,17 +132,7 @@ def test_nodes_agree_bit_for_bit_and_go_on_from_a_checkpoint(
         assert torch.equal(found["agreed"], again["agreed"])
         for one, other in zip(found["errors"], again["errors"], strict=True):
             assert one is other is None or torch.equal(one, other)
-
-
-@over_each(config=CONFIGS, layout=LAYOUTS)
-def test_each_byte_between_nodes_is_counted(on_ranks: OnRanks, config: LocalSteps, layout: tuple[int, int]) -> None:
-    codec, nodes = config.codec, layout[0]
-    for found in on_ranks(*layout, train, config):
-        chunk = found["chunk"]
-        there = 4 * chunk if codec is None else codec.nbytes(chunk)
-        back = 4 * chunk if codec is None else codec.for_sum_of(nodes).nbytes(chunk)
-        # To each other node its chunk of the changes, and from each chunk's owner the update.
-        there, back = (ROUNDS * (nodes - 1) * nbytes for nbytes in (there, back))
+        there, back = nbytes_between_nodes(config, layout[0], found["chunk"])
         assert found["counted"] == {("reduce", "inter"): there, ("gather", "inter"): back}
         assert found["sent"] == {("all_to_all", "inter"): there, ("all_gather", "inter"): back}
 
@@ -153,6 +151,7 @@ def by_sgd(config: LocalSteps, layout: tuple[int, int], local: int) -> list[Tens
 
 
 @over_each(
+    rest=False,
     config={
         "Nesterov": LocalSteps(codec=None, outer_momentum=0.9),
         "momentum": LocalSteps(codec=None, outer_momentum=0.9, nesterov=False),
@@ -205,14 +204,14 @@ def by_hand(layout: tuple[int, int], local: int, decay: float) -> list[Tensor]:
     return after
 
 
-@over_each(layout=LAYOUTS, decay=[1.0, 0.95, 0.5])
+@over_each(rest=False, layout=LAYOUTS, decay=[1.0, 0.95])
 def test_it_is_sparseloco(on_ranks: OnRanks, layout: tuple[int, int], decay: float) -> None:
     for rank, found in enumerate(on_ranks(*layout, train, sparse(decay=decay), torch.float32, None, SHAPES[-1:])):
         for ours, theirs in zip(found["after"], by_hand(layout, rank % layout[1], decay), strict=True):
             assert (ours - theirs).abs().max() < 1e-6
 
 
-@over_each(layout=LAYOUTS, beta=[0.0, 0.5], codec=[SPARSE, Int4(32)])
+@over_each(rest=False, layout=LAYOUTS, beta=[0.0, 0.5], codec=[SPARSE, Int4(32)])
 def test_what_was_sent_and_the_errors_are_all_changes(
     on_ranks: OnRanks, layout: tuple[int, int], beta: float, codec: Codec
 ) -> None:
@@ -355,7 +354,7 @@ def each_average(
             yield value, [node[name] for node in nodes], largest
 
 
-@over_each(dtype=[torch.float32, torch.bfloat16, torch.float64], layout=LAYOUTS)
+@over_each(rest=False, dtype=[torch.float32, torch.bfloat16], layout=LAYOUTS)
 def test_moments_without_a_codec_are_averaged_as_plain_torch_does(
     on_ranks: OnRanks, layout: tuple[int, int], dtype: torch.dtype
 ) -> None:
@@ -367,7 +366,7 @@ def test_moments_without_a_codec_are_averaged_as_plain_torch_does(
         assert ((value - each.mean(0)).abs() <= rounding + torch.finfo(dtype).eps * each.mean(0).abs()).all()
 
 
-@over_each(layout=LAYOUTS, kind=["first", "second"])
+@over_each(rest=False, layout=LAYOUTS, kind=["first", "second"])
 def test_moments_in_int8_are_off_by_no_more_than_half_a_code_of_the_roots_each_way(
     on_ranks: OnRanks, layout: tuple[int, int], kind: str
 ) -> None:
@@ -384,7 +383,7 @@ def test_moments_in_int8_are_off_by_no_more_than_half_a_code_of_the_roots_each_w
     assert all(sent == {("reduce", "inter"): nbytes, ("gather", "inter"): nbytes} for _, sent in results)
 
 
-@pytest.mark.parametrize("unseen", [0.0, 1e-12, 1e-4])
+@pytest.mark.parametrize("unseen", [0.0, 1e-4])
 def test_no_update_blows_up(on_ranks: OnRanks, unseen: float) -> None:
     """Adam's largest update, of 64 rows of which each node saw every other, and of the others a share of the moment."""
 
@@ -413,8 +412,7 @@ def test_no_update_blows_up(on_ranks: OnRanks, unseen: float) -> None:
 # ---- copies
 
 EXCHANGES: dict[str, Any] = {
-    **{name: CONFIGS[name] for name in ("int8", "int4, feedback", "int4, feedback in int8", "top 4 bits")},
-    "top 2 bits": sparse(TopK(0.1, 2, 128)),
+    **{name: CONFIGS[name] for name in ("int8", "int4, feedback in int8", "top 4 bits")},
     "moments": None,
 }
 
@@ -448,3 +446,47 @@ def test_copies_do_not_depend_on_what_else_is_exchanged(on_ranks: OnRanks, confi
     for names in (["own", "copy"], ["copy", "own"]):
         beside = on_ranks(2, 2, exchanged, [names, ["copy"]] * 2)
         assert all(torch.equal(copy, alone[0]) for copy in (*alone, *beside))
+
+
+# ---- the outer optimizer, whose fitted momentum adapters/test_local_training.py compares with a search
+
+ONE_PART = FlatLayout.dense([Piece(0, "a", 37)])
+
+
+def started(config: LocalSteps) -> OuterOptimizer:
+    optimizer = OuterOptimizer(config)
+    optimizer.start("a", 37, *[torch.device("cpu")] * 2)
+    return optimizer
+
+
+@pytest.mark.parametrize("products", [(0.0, 0.0), (1.0, float("inf")), (float("nan"), 1.0)], ids=str)
+def test_what_is_not_finite_leaves_the_momentum(products: tuple[float, float]) -> None:
+    optimizer = started(LocalSteps(outer_momentum="auto"))
+    optimizer.step(torch.ones(37), ONE_PART)
+    optimizer.fit((0.2, 1.0))
+    optimizer.step(torch.ones(37), ONE_PART)
+    before = optimizer.state_dict()[1]["correlation"]
+    assert before < 1  # as it is at first
+    assert optimizer.fit(products) is None
+    assert optimizer.state_dict()[1]["correlation"] == before
+
+
+@pytest.mark.parametrize("warms_up", [False, True])
+def test_a_resumed_training_takes_the_momentum_that_it_is_given(warms_up: bool) -> None:
+    saved = started(LocalSteps(outer_momentum=0.5))
+    saved.step(torch.ones(37), ONE_PART)
+    resumed = started(LocalSteps(outer_momentum=0.8))
+    resumed.load_state_dict(*saved.state_dict())
+    if warms_up:
+        resumed.warm_up({"a": torch.ones(37)})
+    else:
+        resumed.step(torch.ones(37), ONE_PART)
+    assert torch.equal(resumed.state_dict()[0]["a"], torch.full((37,), 1.8))
+
+
+def test_a_rank_without_values_adds_nothing() -> None:
+    optimizer = started(LocalSteps(outer_momentum=0.8))
+    optimizer.step(torch.ones(37), ONE_PART)
+    assert optimizer.products.tolist() == [0, 37]
+    optimizer.clear_products()
+    assert optimizer.products.tolist() == [0, 0]

@@ -1,10 +1,10 @@
-"""Two-hop gather and two-hop reduce: laws that hold for any size, layout, dtype and codec."""
+"""Two-hop gather and two-hop reduce: laws that hold for any size, layout, dtype and codec, and over steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import product
+from functools import partial
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,8 @@ from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.hops import Traffic
 from fsdp_zpp.collectives.mesh import ProcessMesh, process_mesh
-from fsdp_zpp.collectives.reduction_order import ReductionOrder
-from fsdp_zpp.collectives.secondary_shard import StaleSecondaryError
+from fsdp_zpp.collectives.prefetch import SecondaryShardPrefetcher, in_chunks
+from fsdp_zpp.collectives.secondary_shard import ShardValues
 from fsdp_zpp.collectives.weight_gather import WeightGather
 
 OnRanks = Callable[..., list[Any]]
@@ -133,8 +133,9 @@ def test_reduce_is_the_mean_within_half_a_step_a_hop(
 
 
 @over_each(
+    rest=False,
     layout=LAYOUTS[1:],
-    codec_and_special=list(product([None, Int8(64), Int4(64)], [float("nan"), float("inf"), -float("inf")])),
+    codec_and_special=list(product([None, Int8(64), Int4(64)], [float("nan"), -float("inf")])),
 )
 def test_non_finite_values_come_through(
     on_ranks: OnRanks, layout: tuple[int, int], codec_and_special: tuple[Codec | None, float]
@@ -196,7 +197,7 @@ def test_only_the_second_part_of_a_reduction_crosses_nodes(on_ranks: OnRanks, sc
         assert same
 
 
-@over_each(scopes=[*SCOPES, "late"], layout=[(2, 2), (2, 1), (1, 2)], dtype=[torch.bfloat16, torch.float32])
+@over_each(rest=False, scopes=[*SCOPES, "late"], layout=[(2, 2), (2, 1), (1, 2)], dtype=[torch.bfloat16, torch.float32])
 def test_micro_batches_add_up_in_fp32(
     on_ranks: OnRanks, scopes: str, layout: tuple[int, int], dtype: torch.dtype
 ) -> None:
@@ -264,18 +265,35 @@ EXACT = [False, True, False, True]
 LAYOUT = FlatLayout.dense(PIECES, EXACT)
 
 
-@dataclass
 class Given:
-    """The source of a shard that is there at any time."""
+    """Source of a shard that is there at any time, or that can't be read ahead.
 
-    shard: Tensor
-    of_unit: FlatLayout
+    Args:
+        shard: The shard.
+        layout: What lies where in it.
+        can_be_read: Whether it can be read ahead.
+    """
 
-    def layout(self, numel: int) -> FlatLayout:
-        return self.of_unit
+    def __init__(self, shard: Tensor, layout: FlatLayout | None = None, can_be_read: bool = True) -> None:
+        self._shard, self._layout, self._can_be_read = shard, layout or FlatLayout.dense(()), can_be_read
+
+    def can_be_read(self) -> bool:
+        return self._can_be_read
+
+    def prepare_read(self) -> int:
+        return self._shard.numel()
+
+    def read(self) -> ShardValues:
+        return ShardValues([self._shard], self._shard.numel(), None, True)
 
     def is_trained(self) -> bool:
         return True
+
+    def layout(self, numel: int) -> FlatLayout:
+        return self._layout
+
+    def shard_version(self) -> None:
+        return None
 
 
 def cut(anywhere: bool, parts: int) -> tuple[FlatLayout, Tensor]:
@@ -321,6 +339,7 @@ def test_small_weights_are_gathered_exactly_and_shards_stay_as_they_are(
 
 
 @over_each(
+    rest=False,
     layout=[(2, 2), (3, 1), (1, 2)],
     keep=["G", "I", "N"],
     codecs=[(Int8(64), Int4(32)), (None, Int4(32)), (Int8(64), None)],
@@ -367,27 +386,6 @@ def test_copies_do_not_depend_on_their_neighbours(on_ranks: OnRanks, keep: str) 
         assert torch.equal(one, other)
 
 
-# ---- errors
-
-
-def test_an_unannounced_write_is_an_error(on_ranks: OnRanks) -> None:
-    def stale_gather() -> str:
-        weights = WeightGather(process_mesh(dist.group.WORLD), Int8(), True, Traffic(), label="layers.0")
-        shard, out = torch.ones(5, device=device()), torch.empty(10, device=device())
-        weights(shard, out, shard._version)
-        shard.mul_(2)
-        with pytest.raises(StaleSecondaryError) as caught:
-            weights(shard, out, shard._version)
-        weights.secondary.mark_stale()
-        weights(shard, out, shard._version)
-        torch.testing.assert_close(out, torch.full_like(out, 2.0), rtol=0.5 / 127, atol=0)  # half a step
-        return str(caught.value)
-
-    for message in on_ranks(2, 1, stale_gather):
-        assert "layers.0" in message
-        assert "fsdp_zpp.invalidate(model)" in message
-
-
 def test_wrong_sizes_are_errors_before_any_collective(on_ranks: OnRanks) -> None:
     def wrong_sizes() -> None:
         mesh, everyone = process_mesh(dist.group.WORLD), dist.group.WORLD
@@ -402,40 +400,166 @@ def test_wrong_sizes_are_errors_before_any_collective(on_ranks: OnRanks) -> None
     on_ranks(2, 1, wrong_sizes)
 
 
-# ---- the order of reductions
+# ---- secondary shards over the steps of a training
+
+DELTAS = Int4Delta(64, whole=Int8(64))
+DELTA_NUMEL = 333
 
 
-@dataclass(eq=False)
-class Unit:
-    """A unit, which ranks may have gathered for the micro-batch or not."""
-
-    name: str
-    takes_part: bool = True
-
-    def __repr__(self) -> str:
-        return self.name
+def gather_of_all(codec: Codec | None = DELTAS) -> WeightGather:
+    """On a rank: the gather of a unit over all ranks, as launched."""
+    return WeightGather(process_mesh(dist.group.WORLD), codec, True, Traffic())
 
 
-def test_units_reduce_in_one_order_whatever_order_autograd_finishes_them_in() -> None:
-    """See [Note: The order of reductions]."""
-    a, b, c = units = [Unit(name) for name in "abc"]
-    order = ReductionOrder(units)
-    assert [order.finished(unit) for unit in (b, c, a)] == [[], [c, b], [a]]
-    assert order.remaining() == []
-    # The order of the last synchronized backward.
-    order = ReductionOrder(units)
-    for unit in (b, a, c, b):
-        order.synchronized.append(unit)
-    order.restart()
-    assert order.remaining() == [b, a, c]
-    # A unit without a gradient comes last.
-    order = ReductionOrder(units)
-    assert [order.finished(unit) for unit in (c, a)] == [[c], []]
-    assert order.remaining() == [b, a]
-    # So does one that is gathered after its turn.
-    order, b.takes_part = ReductionOrder(units), False
-    assert [order.finished(unit) for unit in (c, a)] == [[c], [a]]
-    b.takes_part = True
-    assert order.finished(b) == []
-    assert order.remaining() == [b]
-    assert order.remaining() == [c, b, a]
+def sent_by(gather: WeightGather) -> int:
+    """The bytes that a gather has sent between nodes."""
+    assert gather.secondary.hop is not None
+    return gather.secondary.hop.traffic.sent.get(("gather", "inter"), 0)
+
+
+def followed(dtype: torch.dtype) -> list[tuple[float, Tensor]]:
+    """On a rank: over 12 steps of a walk, the error of what is gathered against its bound, and what is gathered.
+
+    The bound: half a step of the 4-bit change, against what was held, and half one of the 8 bits that it is kept in.
+    """
+    world, gather = dist.get_world_size(), gather_of_all()
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(world, DELTA_NUMEL, generator=generator)
+    held = torch.zeros(world, DELTA_NUMEL)
+    results = []
+
+    def half_step(values: Tensor, codec: Codec) -> Tensor:
+        return 1.02 * torch.from_numpy(half_steps(values.numpy(), codec, DELTA_NUMEL))
+
+    for step in range(12):
+        out = torch.empty(world * DELTA_NUMEL, dtype=dtype, device=device())
+        gather(weights[dist.get_rank()].to(device()), out)
+        now = out.float().cpu().view(world, DELTA_NUMEL)
+        rounding = now.abs() * torch.finfo(dtype).eps
+        worst = 0.0
+        for rank in range(world):
+            bound = half_step(now[rank], DELTAS.whole) + rounding[rank]
+            if step:
+                bound += half_step(weights[rank] - held[rank], DELTAS.changes) + 2 * rounding[rank]
+            worst = max(worst, ((now[rank] - weights[rank]).abs() / bound.clamp(min=1e-30)).max().item())
+        results.append((worst, now))
+        held = now
+        weights = weights + 0.01 * torch.randn(world, DELTA_NUMEL, generator=generator)
+        gather.secondary.mark_stale(by_step=True)
+    return results
+
+
+@over_each(rest=False, dtype=[torch.float32, torch.bfloat16], layout=[(2, 2), (4, 1)])
+def test_gathered_weights_stay_within_half_a_step_of_the_true_ones(
+    on_ranks: OnRanks, layout: tuple[int, int], dtype: torch.dtype
+) -> None:
+    first, *others = on_ranks(*layout, followed, dtype)
+    assert max(error for error, _ in first) <= 1
+    for other in others:
+        assert all(torch.equal(one[1], same[1]) for one, same in zip(first, other, strict=True))
+
+
+def test_a_change_is_sent_after_a_step_and_whole_weights_after_any_other_event(on_ranks: OnRanks) -> None:
+    def after_events() -> list[int]:
+        gather = gather_of_all()
+        stale = gather.secondary.mark_stale
+        sent = [0]
+        for event in (lambda: None, partial(stale, by_step=True), stale, lambda: None):
+            event()
+            gather(torch.ones(DELTA_NUMEL, device=device()), torch.empty(4 * DELTA_NUMEL, device=device()))
+            sent.append(sent_by(gather))
+        return [after - before for before, after in pairwise(sent)]
+
+    whole, change = Int8(64).nbytes(DELTA_NUMEL), Int4(64).nbytes(DELTA_NUMEL)
+    assert on_ranks(2, 2, after_events) == [[whole, change, whole, 0]] * 4
+
+
+# ---- prefetching
+
+
+def three_units(codec: Codec, numel: int, together: int, *readable: bool) -> tuple[list[WeightGather], list[Tensor]]:
+    """On a rank: gathers with one prefetcher, and shards that have the rank's number as their values."""
+    gathers = [gather_of_all(codec) for _ in range(3)]
+    shards = [torch.full((numel,), float(dist.get_rank() + 1), device=device()) for _ in gathers]
+    prefetcher = SecondaryShardPrefetcher((gather.secondary for gather in gathers), together)
+    for gather, shard, can_be_read in zip(gathers, shards, readable or [True] * 3, strict=True):
+        gather.prefetcher = prefetcher
+        gather.secondary.source = Given(shard, can_be_read=can_be_read)  # type: ignore[assignment]
+    return gathers, shards
+
+
+@pytest.mark.parametrize(
+    ("units_together", "readable", "expected"),
+    [
+        (0, (), [3, 2, 2]),  # a unit that is not used is prefetched in vain once
+        (0, (True, False, True), [3, 2, 2]),
+        (0, (True, False, False), [2, 2, 2]),
+        (1.9, (), [3, 2, 2]),
+        (2, (), [2, 1, 1]),
+        (3, (), [1, 1, 1]),
+    ],
+)
+def test_stale_units_are_sent_with_the_first_small_neighbours_together(
+    on_ranks: OnRanks, units_together: float, readable: tuple[bool, ...], expected: list[int]
+) -> None:
+    def inter_node_gathers_of_forwards_without_the_last_unit() -> list[int]:
+        gathers, shards = three_units(Int8(), 64, int(units_together * Int8().nbytes(64)), *readable)
+        everyone: Any = dist.group.WORLD
+        counts = [0]
+        for _ in expected:
+            for gather, shard in zip(gathers[:2], shards, strict=False):
+                gather(shard, out := torch.empty(4 * 64, device=device()))
+                whole = torch.arange(1.0, 5.0, device=device()).repeat_interleave(64)
+                torch.testing.assert_close(out, whole, rtol=0.5 / 127, atol=0)  # half a step
+            counts.append(everyone.calls["all_gather", "inter"])
+            for gather in gathers:
+                gather.secondary.mark_stale()
+        return [after - before for before, after in pairwise(counts)]
+
+    assert on_ranks(2, 2, inter_node_gathers_of_forwards_without_the_last_unit) == [expected] * 4
+
+
+def test_what_units_send_together_is_each_ones_own(on_ranks: OnRanks) -> None:
+    def deltas_of_three_units() -> tuple[list[int], list[bool]]:
+        gathers, shards = three_units(Int4Delta(), 512, 2**20)
+        for _ in range(3):
+            for gather, shard in zip(gathers[:2], shards, strict=False):
+                gather(shard, torch.empty(4 * 512, device=device()))
+            for gather in gathers:
+                gather.secondary.mark_stale(by_step=True)
+        bases = [gather.secondary.base for gather in gathers]
+        apart = [base is not None and base.untyped_storage().nbytes() == base.nbytes for base in bases]
+        return [sent_by(gather) for gather in gathers], apart
+
+    codec = Int4Delta()
+    once, twice_more = codec.nbytes(512), 2 * codec.changes.nbytes(512)
+    for sent, apart in on_ranks(2, 2, deltas_of_three_units):
+        assert sent == [once + twice_more, once + twice_more, once]
+        # One that is not sent any more must not keep the memory of those that it was sent with.
+        assert apart == [False, False, True]
+
+
+def test_a_model_is_sent_in_a_few_chunks_of_one_group_each(on_ranks: OnRanks) -> None:
+    def check() -> None:
+        for units, least, most, expected in (
+            ([8] * 8, 0, 1000, [[8, 8]] * 4),
+            ([8] * 9, 0, 1000, [[8, 8]] * 4 + [[8]]),
+            ([8] * 8, 64, 1000, [[8] * 8]),
+            ([8] * 8, 63, 1000, [[8] * 7, [8]]),
+            ([8] * 8, 0, 8, [[8]] * 8),
+            ([100, 4, 4, 4], 0, 1000, [[100], [4, 4, 4]]),
+            ([4, 100, 4], 0, 50, [[4], [100], [4]]),
+            ([8], 0, 1, [[8]]),
+        ):
+            sizes = {gather_of_all().secondary: size for size in units}
+            chunks = in_chunks(list(sizes.items()), least_nbytes=least, most_nbytes=most)
+            assert [[sizes[shard] for shard in chunk] for chunk in chunks] == expected
+        assert dist.group.WORLD is not None
+        ones, others = (
+            [WeightGather(process_mesh(dist.group.WORLD, gpus), None, True, Traffic()).secondary for _ in range(2)]
+            for gpus in (1, 2)
+        )
+        chunks = in_chunks([(shard, 8) for shard in (*ones, *others)], least_nbytes=1000)
+        assert chunks == [ones, others]
+
+    on_ranks(2, 2, check)

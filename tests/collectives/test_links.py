@@ -12,7 +12,6 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 from harness.links import NONE, Sets, machine, reports_of
-from hypothesis import given, strategies as st
 
 from fsdp_zpp.collectives import _nvml, links
 from fsdp_zpp.collectives._nvml import nvlink_peers
@@ -50,15 +49,6 @@ def test_nodes_are_equal_sets_of_consecutive_ranks_that_nvlink_joins(sets: Sets,
     assert links.node_size == size
     assert str(links).startswith(text)
     assert links.are_slow == (size != 8)
-
-
-@given(st.permutations(range(8)))
-def test_the_order_of_gpus_decides_whether_pairs_are_neighbours(order: Sequence[int]) -> None:
-    reports = reports_of(8, PAIRS)
-    links = concluded([reports[gpu] for gpu in order])
-    neighbours = all(order[rank] // 2 == order[rank + 1] // 2 for rank in range(0, 8, 2))
-    assert links.node_size == (2 if neighbours else None)
-    assert {frozenset(order[rank] for rank in ranks) for ranks in links.sets} == {frozenset(pair) for pair in PAIRS}
 
 
 def test_only_links_within_a_host_and_a_group_count() -> None:
@@ -101,19 +91,6 @@ def test_nothing_is_concluded_from_what_is_not_known(unknown: GpuReport) -> None
     reports = reports_of(4, NONE)
     known = links_from([*reports[:3], unknown], Topology(4, 4))
     assert (known is not None) == (unknown.gpu == "GPU-3")
-
-
-@given(st.lists(st.sets(st.integers(0, 7), min_size=2), max_size=3), st.randoms())
-def test_reports_that_contradict_each_other_make_a_link_slow(sets: Sets, random: Any) -> None:
-    reports = reports_of(8, sets)
-    one, other = random.sample(range(8), 2)
-    gpu = reports[other].gpu
-    denied = replace(reports[one], joined=reports[one].joined - {gpu}, apart=reports[one].apart | {gpu})
-    whole = links_from([*reports[:one], denied, *reports[one + 1 :]], BOX)
-    halved = {one: reports[one].joined - {gpu}, other: reports[other].joined - {reports[one].gpu}}
-    expected = [replace(each, joined=halved.get(rank, each.joined)) for rank, each in enumerate(reports)]
-    expected[one] = replace(expected[one], apart=denied.apart)
-    assert whole == links_from(expected, BOX)
 
 
 # ---- between ranks

@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 from harness import models
 from harness.adapter import Adapter, Case
-from harness.covering import over_pairs
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
 from harness.pool import free_port, start_method
 from torch import Tensor
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from fsdp_zpp import (
     Elastic,
@@ -196,6 +196,8 @@ def run_rank(training: Training, node: int, rank: int, gpus: int, port: int, end
 def work(training: Training, node: int, endpoint: str, path: Path) -> None:
     """Train as a rank of a node, as the environment has it, and write down what happens."""
     torch.set_num_threads(1)
+    # Of each record torch finds out the caller's name, for a log, by a walk through all modules.
+    dynamic_rendezvous.get_method_name = lambda depth=2: ""
     with path.open("a", buffering=1) as file:
         sys.stderr = file
 
@@ -358,17 +360,9 @@ def check(nodes: list[Node], spared: set[int], fewest: int, returned: int, forks
 
 def test_a_rank_that_is_killed_restarts_its_node_alone(tmp_path: Path) -> None:
     local_steps = LocalSteps(5, codec=Int4(32), spread=False)
-    training = Training(levels="NNN", steps=40, members=2, first=2, local_steps=local_steps)
-    nodes = Jobs(training, 2, tmp_path).run((12, "kill rank", 1))
+    training = Training(Fsdp1(), "NNN", steps=24, members=2, first=2, local_steps=local_steps, counts_tokens=True)
+    nodes = Jobs(training, 2, tmp_path).run((8, "kill rank", 1))
     check(nodes, {0}, fewest=2, returned=1)
-
-
-@pytest.mark.slow
-def test_a_node_that_is_killed_returns(tmp_path: Path) -> None:
-    training = Training(adapter=Fsdp1(), counts_tokens=True, fewest=3)
-    nodes = Jobs(training, 1, tmp_path).run((20, "kill", 1), (20, "start", 1))
-    # Any three of four nodes have one in common with any other three that was not killed.
-    check(nodes, {0, 2, 3}, fewest=4, returned=1, forks=False)
 
 
 @pytest.mark.slow
@@ -380,7 +374,7 @@ def test_a_node_that_is_stopped_finds_that_the_others_have_gone_on(tmp_path: Pat
 
 
 @pytest.mark.slow
-@over_pairs(rest=False, adapter=[Fsdp1(), Fsdp2()], gpus=[1, 2], seed=[0, 1])
+@pytest.mark.parametrize(("adapter", "gpus", "seed"), [(Fsdp1(), 2, 0), (Fsdp2(), 1, 1)], ids=["fsdp1", "fsdp2"])
 def test_nodes_come_and_go_at_random_moments(tmp_path: Path, adapter: Adapter, gpus: int, seed: int) -> None:
     training, chance = Training(adapter=adapter, steps=400, pace=0.1, first=3), random.Random(seed)
     at = [45 * place + chance.randrange(30, 70) for place in range(6)]

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,11 +18,13 @@ import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Adapter, Case
 from harness.covering import ADAPTERS, over_adapters, over_each
+from harness.fsdp2 import Fsdp2
 from harness.messages import attempt
 from harness.pool import TIMEOUT, Pool, free_port
 from harness.training import train
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from fsdp_zpp import (
     CodecState,
@@ -88,20 +91,10 @@ def test_a_member_that_comes_too_late_obeys_those_that_have_given_up(port: int) 
     assert [member(port, 3, timeout).decide(failed=False) for timeout in (AT_ONCE, AT_ONCE, LONG)] == [False] * 3
 
 
-def test_a_member_that_was_stopped_commits_when_it_asks_again(port: int) -> None:
-    stopped = dist.PrefixStore("fsdp_zpp.run", client(port))
-    assert stopped.add("0/0/done", 1) == 1  # and is stopped
-    assert member(port, 2).decide(failed=False)
-    assert stopped.compare_set("0/0/decision", "", "retry") == b"commit"
-
-
-@pytest.mark.parametrize("counted", [True, False])
-def test_a_round_that_begins_closes_those_before(port: int, counted: bool) -> None:
+def test_a_round_that_begins_closes_those_before(port: int) -> None:
     first, second, third = (member(port, round_number=number) for number in (0, 2, 3))
     first.close_earlier_rounds()
     assert [first.decide(failed=False) for _ in range(3)] == [True] * 3
-    if not counted:  # a member was stopped before it has counted these
-        client(port).delete_key("fsdp_zpp.run/0/committed")
     second.close_earlier_rounds()
     assert second.decide(failed=False)
     assert not first.decide(failed=False)  # all of its members were taken for lost, and train on
@@ -116,7 +109,7 @@ def test_rounds_never_commit_side_by_side(port: int) -> None:
     def commits(number: int) -> list[tuple[int, int]]:
         own, store, found = member(port, round_number=number), client(port), []
         own.close_earlier_rounds()
-        for _ in range(100):
+        for _ in range(30):
             before = store.add("order", 1)
             if not own.decide(failed=False):
                 break
@@ -126,7 +119,7 @@ def test_rounds_never_commit_side_by_side(port: int) -> None:
     with ThreadPoolExecutor(3) as threads:
         rounds = list(threads.map(commits, range(3)))
     assert order.add("order", 0) > 0
-    assert len(rounds[-1]) == 100  # nobody closes the last round
+    assert len(rounds[-1]) == 30  # nobody closes the last round
     for earlier, later in itertools.combinations([each for each in rounds if each], 2):
         assert earlier[-1][0] < later[0][1]  # its last commit has begun before the later one's first was over
 
@@ -177,7 +170,7 @@ def distance_from_weighted_mean(trained: Sequence[int]) -> float:
     return max(differences)
 
 
-@pytest.mark.parametrize("trained", [(1, 1, 1, 1), (3, 0, 7, 1000), (0, 0, 0, 2)], ids=str)
+@pytest.mark.parametrize("trained", [(3, 0, 7, 1000), (0, 0, 0, 2)], ids=str)
 def test_changes_are_averaged_by_what_nodes_have_trained(pool: Callable[[int], Pool], trained: tuple[int, ...]) -> None:
     assert max(pool(4).run(distance_from_weighted_mean, trained)) < 1e-6
 
@@ -200,11 +193,11 @@ def momentum_after_a_loss(left: list[int], then: list[int]) -> dict[str, list[Te
 
 @pytest.mark.parametrize(
     ("left", "then"),
-    [([0, 1, 3], [0, 1, 3]), ([2], [2, 0, 1, 3]), ([3, 0], [0, 3]), ([0, 1, 2, 3], [3, 2, 1, 0])],
-    ids=["one is lost", "all but one are lost, then return", "half are lost, then swap", "places change"],
+    [([0, 1, 3], [0, 1, 3]), ([2], [2, 0, 1, 3])],
+    ids=["one is lost", "all but one are lost, then return"],
 )
 def test_chunks_of_the_momentum_change_owners(pool: Callable[[int], Pool], left: list[int], then: list[int]) -> None:
-    left, then = sorted(left), sorted(then)  # as torch orders the ranks of a group
+    then = sorted(then)  # as torch orders the ranks of a group
     found = pool(4).run(momentum_after_a_loss, left, then)
     for name, shape in SHAPES.items():
         numel = torch.Size(shape).numel()
@@ -248,16 +241,19 @@ def test_an_exchange_is_taken_back_bit_for_bit(pool: Callable[[int], Pool]) -> N
 # ---- a node that is the only one
 
 MEAN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False, "codec": None}
-CASE = Case(steps=6, clip=None)
+CASE = Case(steps=4, clip=None)
 
 
 @contextmanager
 def alone(levels: str = "III", **local_steps: Any) -> Iterator[Strategy]:
     """In a worker: the strategy of a node that is the only one, with a store of its own."""
+    # Of each record torch finds out the caller's name, for a log, by a walk through all modules.
+    quick = mock.patch.object(dynamic_rendezvous, "get_method_name", return_value="")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
     endpoint = from_first_rank(f"127.0.0.1:{store.port}" if store is not None else "")
     elastic = Elastic(1, endpoint=endpoint, run_id=endpoint, heartbeat=0.5)  # models of other tests may not be gone yet
-    yield Strategy(levels, local_steps=LocalSteps(**local_steps, elastic=elastic))
+    with quick:
+        yield Strategy(levels, local_steps=LocalSteps(**local_steps, elastic=elastic))
     gc.collect()  # the model has a thread that would ask for the store
     dist.barrier()
 
@@ -277,13 +273,13 @@ def distance_from_stock(adapter: Adapter, levels: str, every: int) -> tuple[floa
     return models.distance(*weights), place
 
 
-@over_each(adapter=ADAPTERS, levels=["III", "NNN", "INI"], every=[1, 3])
+@over_each(rest=False, adapter=ADAPTERS, levels=["III", "NNN"], every=[1, 2])
 def test_a_node_alone_trains_as_without_exchanges(
     pool: Callable[[int], Pool], adapter: Adapter, levels: str, every: int
 ) -> None:
     for distance, place in pool(2).run(distance_from_stock, adapter, levels, every):
         assert distance < 2e-5
-        assert place == (0, 1, 6)
+        assert place == (0, 1, 4)
 
 
 def come_apart(adapter: Adapter, strategy: Strategy, steps: int) -> str:
@@ -308,7 +304,7 @@ def apart_in_a_node(adapter: Adapter, meets: bool) -> str:
         return come_apart(adapter, strategy, 1 if meets else 2)
 
 
-@over_each(adapter=ADAPTERS, meets=[False, True])
+@over_each(rest=False, adapter=ADAPTERS, meets=[False, True])
 def test_ranks_of_a_node_at_different_places_are_told(
     pool: Callable[[int], Pool], adapter: Adapter, meets: bool
 ) -> None:
@@ -322,15 +318,15 @@ def differing_after_resuming(adapter: Adapter) -> list[str]:
     """In a worker: the weights that differ in a training that was interrupted."""
     ends = []
     for interrupted in (False, True):
-        with alone(every=4, codec=Int4(32), error_feedback=LoCo()) as strategy:
+        with alone(every=2, codec=Int4(32), error_feedback=LoCo()) as strategy:
             model = adapter.make(CASE, strategy)
             optimizer = models.make_optimizer("adamw", model.parameters())
-            for step in range(10):
-                if step == 5:
+            for step in range(6):
+                if step == 3:
                     # The errors of exchanges start from zero where nodes meet, as they do after a restart.
                     (training,) = {unit.local_training for unit in named_units(model) if isinstance(unit, StrategyUnit)}
                     training._members.disconnect()
-                if interrupted and step == 5:
+                if interrupted and step == 3:
                     saved = CodecState(model, optimizer).state_dict()
                     resumed = adapter.make(CASE, strategy)
                     adapter.load_from(model, resumed, adapter.state_dict_kinds[0])
@@ -341,7 +337,7 @@ def differing_after_resuming(adapter: Adapter) -> list[str]:
                 models.loss_of(model, models.batch(step, 0)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            assert members(model).step == 10
+            assert members(model).step == 6
             exchange_weights(model)
             ends.append(adapter.full_weights(model))
             end_training(model)
@@ -361,9 +357,9 @@ def error_of(call: Callable[[], object]) -> str:
     return str(error.value)
 
 
-def refusals(adapter: Adapter) -> list[str]:
+def refusals() -> list[str]:
     """In a worker: errors of what can't be."""
-    said = []
+    adapter, said = Fsdp2(), []
     nobody = Strategy.diloco(elastic=Elastic(1, endpoint=f"127.0.0.1:{from_first_rank(free_port())}", join_timeout=0.5))
     two_nodes = replace(nobody, gpus_per_node=1)
     said.append(error_of(lambda: adapter.make(CASE, two_nodes)))
@@ -385,8 +381,7 @@ def refusals(adapter: Adapter) -> list[str]:
     return said
 
 
-@over_adapters
-def test_what_cannot_be_is_refused_on_all_ranks(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+def test_what_cannot_be_is_refused_on_all_ranks(pool: Callable[[int], Pool]) -> None:
     parts = (
         "elastic nodes are jobs of their own, but this job of 2 ranks has its model on 2 nodes x 1",
         "has not run a forward yet",
@@ -395,7 +390,7 @@ def test_what_cannot_be_is_refused_on_all_ranks(pool: Callable[[int], Pool], ada
         "tokens must be an int of 0 or more, got -1",
         "the training has ended: nodes of the run",
     )
-    for said in pool(2).run(refusals, adapter):
+    for said in pool(2).run(refusals):
         for text, part in zip(said, parts, strict=True):
             assert part in text
 

@@ -30,7 +30,7 @@ FSDP2 = Fsdp2()
 HPZ, ZEROPP = Strategy("IGG", gpus_per_node=2), Strategy.zeropp(gpus_per_node=2)
 QWZ = Strategy("GGG", weights=Int8(256), gpus_per_node=2)
 ENCODED = [ZEROPP, QWZ, Strategy("NGG", weights=Int8(256), gpus_per_node=2)]
-MICRO_BATCHES = Case(micro_batches=2)
+MICRO_BATCHES = Case(steps=2, micro_batches=2)
 
 
 # ---- what a gather does
@@ -92,7 +92,7 @@ def with_embedding_apart(in_the_backward: bool) -> tuple[dict[str, Tensor], int]
     FSDP2.apply(net.embedding, QWZ)
     net.embedding.set_unshard_in_backward(in_the_backward)
     model = FSDP2.shard(net, Case(), QWZ)
-    train(FSDP2, model, Case())
+    train(FSDP2, model, Case(steps=2))
     return FSDP2.full_weights(model), sum(traffic(model)["gather"].values())
 
 
@@ -119,8 +119,8 @@ def ahead(model: Any) -> None:
 
 def by_hand(model: Any) -> None:
     """Asked for by the user, who waits or has FSDP wait."""
-    model.blocks[0].register_forward_pre_hook(lambda *_: model.blocks[1].unshard())
-    model.blocks[1].register_forward_pre_hook(lambda *_: model.blocks[2].unshard(async_op=True) and None)
+    model.register_forward_pre_hook(lambda *_: model.blocks[0].unshard())
+    model.blocks[0].register_forward_pre_hook(lambda *_: model.blocks[1].unshard(async_op=True) and None)
 
 
 def trained(strategy: Strategy, way: Callable[[Any], None]) -> tuple[dict[str, Tensor], dict[str, int]]:
@@ -131,7 +131,7 @@ def trained(strategy: Strategy, way: Callable[[Any], None]) -> tuple[dict[str, T
     return adapter.full_weights(model), traffic(model)["gather"]
 
 
-@over_each(strategy=ENCODED, way=[ahead, by_hand])
+@over_each(rest=False, strategy=ENCODED, way=[ahead, by_hand])
 def test_prefetching_and_unsharding_by_hand_change_neither_weights_nor_bytes(
     pool: Callable[[int], Pool], strategy: Strategy, way: Callable[[Any], None]
 ) -> None:
@@ -170,10 +170,9 @@ def test_unshard_by_hand_gathers_the_weights_of_the_moment(pool: Callable[[int],
 
 
 class UsersGather(AllGather):
-    """A user's own all-gather, which is made at once or, if it is ``late``, when it is waited for."""
+    """A user's own all-gather, which is made when it is waited for."""
 
-    def __init__(self, late: bool) -> None:
-        self.late = late
+    def __init__(self) -> None:
         self.calls = 0
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -181,7 +180,7 @@ class UsersGather(AllGather):
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
+    ) -> dist.Work:
         self.calls += 1
 
         class Late(dist.Work):
@@ -189,40 +188,36 @@ class UsersGather(AllGather):
                 all_gather_single()(output_tensor, input_tensor.clone(), group=group)
                 return True
 
-        work = Late()
-        return work if self.late or not work.wait() else None
+        return Late()
 
 
-def gathered_late() -> bool:
-    """In a worker: whether a warm unit shows all weights after a gather that a user has set since."""
-    model = FSDP2.make(Case(), HPZ)
-    train(FSDP2, model, Case(steps=2))
-    block: Any = model.blocks[0]
-    expected = [parameter.full_tensor() for parameter in block.parameters()]
-    block.set_custom_all_gather(UsersGather(late=True))
-    block.unshard(async_op=True).wait()
-    return all(map(torch.equal, block.parameters(), expected))
+def gathered_by_the_user(strategy: Strategy) -> tuple[dict[str, Tensor], int, bool]:
+    """In a worker: the weights after a few steps of a model whose gathers, once sharded, a user has replaced.
 
-
-def test_a_gather_that_a_user_sets_is_waited_for(pool: Callable[[int], Pool]) -> None:
-    assert pool(4).run(gathered_late) == [True] * 4
-
-
-def gathered_by_the_user() -> tuple[dict[str, Tensor], int]:
-    """In a worker: the weights after a few steps of a model whose gathers, once sharded, a user has replaced."""
-    gather = UsersGather(late=False)
-    model = FSDP2.make(MICRO_BATCHES, QWZ)
+    At last, whether a warm unit that is unsharded by hand shows all of its weights.
+    """
+    gather = UsersGather()
+    model = FSDP2.make(MICRO_BATCHES, strategy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(gather)
     train(FSDP2, model, MICRO_BATCHES)
-    return FSDP2.full_weights(model), gather.calls
+    weights, block = FSDP2.full_weights(model), model.blocks[0]
+    expected = [parameter.full_tensor() for parameter in block.parameters()]
+    block.unshard(async_op=True).wait()
+    return weights, gather.calls, all(map(torch.equal, block.parameters(), expected))
 
 
-def test_a_users_all_gather_replaces_the_strategys(pool: Callable[[int], Pool]) -> None:
-    exact = pool(4).run(trained, Strategy("GGG", gpus_per_node=2), plainly)
-    for (weights, calls), (expected, _) in zip(pool(4).run(gathered_by_the_user), exact, strict=True):
+@pytest.mark.parametrize("strategy", [HPZ, QWZ], ids=str)
+def test_a_users_all_gather_replaces_the_strategys_and_is_waited_for(
+    pool: Callable[[int], Pool], strategy: Strategy
+) -> None:
+    exact = pool(4).once(trained, Strategy("GGG", gpus_per_node=2), plainly)
+    for (weights, calls, all_shown), (expected, _) in zip(
+        pool(4).run(gathered_by_the_user, strategy), exact, strict=True
+    ):
         assert calls > 0
+        assert all_shown
         assert models.distance(weights, expected) <= 1e-6
 
 
@@ -250,7 +245,7 @@ def losses_of_heads(strategy: Strategy | None) -> list[float]:
         fully_shard(model, strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     losses = []
-    for step in range(4):
+    for step in range(3):
         if strategy is not None:
             model.unshard(async_op=True)
         torch.manual_seed(step)
@@ -262,7 +257,7 @@ def losses_of_heads(strategy: Strategy | None) -> list[float]:
     return losses
 
 
-@over_each(levels=["GGG", "IGG", "NNG", "III"], nodes=[1, 2])
+@over_each(rest=False, levels=["GGG", "NNG", "III"], nodes=[1, 2])
 def test_parameters_keep_their_order_however_often_torch_initializes_a_group(
     pool: Callable[[int], Pool], levels: str, nodes: int
 ) -> None:

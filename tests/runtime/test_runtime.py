@@ -1,35 +1,152 @@
-"""A monitor's figures of each step: bytes as traffic() has them, FULL_SHARD's by its formula, and times."""
+"""Models as they run: when steps end, a monitor's figures of each, and what is said of an active strategy.
+
+Figures are bytes as traffic() has them, FULL_SHARD's by its formula, and times. adapters/test_training_laws.py has the
+line that a model logs of its strategy.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import gc
 import random
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
 from harness import models
 from harness.adapter import STOCK, Adapter, Case, Precision
-from harness.covering import ADAPTERS, SCOPES, over_adapters, over_each
-from harness.fsdp2 import Fsdp2
+from harness.covering import ADAPTERS, over_adapters, over_each
+from harness.messages import collected
 from harness.pool import Pool, device_type
+from harness.strategies import BOTH, COARSE, INSIDE_WITH_FEEDBACK
 from harness.training import train
 from harness.wiretap import wiretap
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fsdp_zpp import LocalSteps, Monitor, Strategy, monitor, traffic
+from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Monitor, Strategy, monitor, traffic
 from fsdp_zpp.collectives import hop_timer
+from fsdp_zpp.config.topology import Topology
+from fsdp_zpp.runtime import step_ends
 from fsdp_zpp.runtime.communication_waits import CommunicationWaits
-from fsdp_zpp.runtime.monitor import _Step, overlaps
+from fsdp_zpp.runtime.fragment import Fragment, FragmentState, Progress
+from fsdp_zpp.runtime.lifecycle import LifecycleHooks
+from fsdp_zpp.runtime.monitor import overlaps
+from fsdp_zpp.runtime.optimizer_modes import register_mode_hook
+from fsdp_zpp.runtime.step_ends import StepEnds
+from fsdp_zpp.runtime.summary import Coverage, StrategySummary, summarize
+
+# ---- steps and modes that models hear of
+
+SYNCHRONIZED = "synchronized"
+EVENTS: dict[str, tuple[list[tuple[str, int | None]], int]] = {
+    "after the backward": ([(SYNCHRONIZED, 4), ("step", None)], 1),
+    "two optimizers": ([(SYNCHRONIZED, 4), ("step", None), ("step", None)], 1),
+    "in the backward": ([("step", 4), ("step", 4), (SYNCHRONIZED, 4)], 1),
+    "in the backward, some at its end": ([("step", 4), (SYNCHRONIZED, 4), ("step", 4)], 1),
+    "all at the end of the backward": ([(SYNCHRONIZED, 4), ("step", 4), ("step", 4)], 1),
+    "two backwards": ([("step", 4), (SYNCHRONIZED, 4), ("step", 5), (SYNCHRONIZED, 5)], 2),
+    "in a backward within it": ([("step", 5), (SYNCHRONIZED, 4)], 1),
+    "at a user's request": ([("step", 4), ("step", 5), (SYNCHRONIZED, None)], 1),
+    "in a backward that failed": ([("step", 4), (SYNCHRONIZED, 5)], 0),
+    "in one that failed, then after another": ([("step", 4), (SYNCHRONIZED, 5), ("step", None)], 1),
+    "without gradients": ([("step", None)], 0),
+}
+
+
+class Counter:
+    """Counts steps as those of a model do: the first end after a synchronization."""
+
+    def __init__(self) -> None:
+        self.steps, self.waits = 0, False
+
+    def gradients_synchronized(self) -> None:
+        self.waits = True
+
+    def step_ended(self) -> None:
+        self.steps, self.waits = self.steps + self.waits, False
+
+
+@pytest.mark.parametrize(("events", "expected"), EVENTS.values(), ids=EVENTS)
+def test_each_step_ends_once(events: list[tuple[str, int | None]], expected: int) -> None:
+    counter = Counter()
+    ends = StepEnds([counter])
+    for event, backward in events:
+        with patch.object(step_ends, "running_backward", lambda backward=backward: backward):
+            ends.gradients_synchronized() if event == SYNCHRONIZED else ends.optimizer_stepped()
+    assert counter.steps == expected
+
+
+def sgd() -> torch.optim.SGD:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+def test_a_model_may_be_freed_in_the_middle_of_a_step() -> None:
+    models = [LifecycleHooks([]), LifecycleHooks([])]
+    alive = weakref.WeakSet(models)
+    handle = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: (models.clear(), gc.collect()))
+    another = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: None)
+    try:
+        sgd().step()
+    finally:
+        handle.remove()
+        another.remove()
+    assert len(alive) == 0
+
+
+class Averaging(torch.optim.SGD):
+    """Has the methods of schedule-free optimizers."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+def test_a_change_of_mode_is_heard_once() -> None:
+    calls: list[object] = []
+    optimizer = Averaging([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    hook = calls.append
+    remove = register_mode_hook(hook)
+    for _ in range(3):
+        optimizer.train()
+    assert len(calls) == 1
+    optimizer.eval()
+    assert len(calls) == 2
+    optimizer.load_state_dict(optimizer.state_dict())  # perhaps saved in the other mode
+    optimizer.eval()
+    assert len(calls) == 3
+    Averaging([torch.nn.Parameter(torch.zeros(1))], lr=0.1).eval()  # another one is in a mode of its own
+    assert len(calls) == 4
+    remove()
+    optimizer.train()
+    assert len(calls) == 4
+
+
+def test_progress_that_was_saved_before_exchanges_were_counted_is_read() -> None:
+    outer: Any = SimpleNamespace(names=frozenset(), label="unit")
+    fragment = Fragment(LocalSteps(), outer, None, dict, dict, list, int)
+    old: FragmentState = {
+        "progress": {"made": 7, "exchanged": 6, "arrives": None},
+        "exchanges": None,
+        "weights": {},
+        "changed": [],
+        "sent": [],
+    }
+    fragment.load_state_dict(old)
+    assert fragment.progress == Progress(made=7, exchanged=6, arrives=None, sent=0, apart=True)
+
+
+# ---- what a monitor says of each step
 
 GPUS = 2
 
 # All shapes are multiples of the ranks, so that neither FSDP pads.
 MODEL = (("blocks", 2), ("width", 32), ("hidden", 64), ("vocabulary", 16))
-STRATEGIES = {scopes: Strategy(scopes, gpus_per_node=GPUS) for scopes in SCOPES} | {
+STRATEGIES = {scopes: Strategy(scopes, gpus_per_node=GPUS) for scopes in ("IGG", "III", "NNN")} | {
     "zeropp": Strategy.zeropp(gpus_per_node=GPUS),
     "loco": Strategy.loco(gpus_per_node=GPUS),
     "local": Strategy("III", local_steps=LocalSteps(2), gpus_per_node=GPUS),
@@ -70,13 +187,13 @@ def watched(adapter: Adapter, case: Case, strategy: Strategy) -> list[tuple[dict
     return found
 
 
-@over_each(adapter=ADAPTERS, strategy=STRATEGIES, micro_batches=[1, 2])
+@over_each(rest=False, adapter=ADAPTERS, strategy=STRATEGIES, micro_batches=[1, 2])
 def test_bytes_are_those_of_traffic_and_times_are_possible(
     pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy, micro_batches: int
 ) -> None:
-    case = Case(model=MODEL, micro_batches=micro_batches)
+    case = Case(model=MODEL, steps=2, micro_batches=micro_batches)
     for steps in pool(4).run(watched, adapter, case, strategy):
-        assert [figures["step"] for figures, _ in steps] == [1, 2, 3]
+        assert [figures["step"] for figures, _ in steps] == [1, 2]
         for figures, sent in steps:
             for kind, level in HOPS:
                 nbytes, ms, exposed = (figures[f"{kind}/{level}/{what}"] for what in ("bytes", "ms", "exposed_ms"))
@@ -106,8 +223,9 @@ def stock_and_said(adapter: Adapter, case: Case) -> tuple[dict[str, int], dict[s
 
 
 @over_each(
+    rest=False,
     adapter=ADAPTERS,
-    micro_batches=[1, 3],
+    micro_batches=[1, 2],
     precision={"fp32": None, "bf16": Precision(torch.bfloat16, torch.float32)},
 )
 def test_full_shard_sends_what_is_said(
@@ -119,7 +237,7 @@ def test_full_shard_sends_what_is_said(
         assert figures["intra/full_shard_bytes"] == 2 * sent["inter"]
 
 
-KINDS = ["partly frozen", "evaluated", "without root", "without root, no_reentrant", "no_reentrant", "reentrant"]
+KINDS = ["partly frozen", "evaluated", "without root, no_reentrant", "reentrant"]
 
 
 def one_step(adapter: Adapter, strategy: Any, kind: str) -> tuple[int, dict[str, float]]:
@@ -269,13 +387,13 @@ def compiled(adapter: Adapter) -> tuple[int, int]:
     found = []
     for is_compiled in (True, False):
         torch._dynamo.reset()
-        net = models.make_net(blocks=12)  # more than dynamo compiles a function for
+        net = models.make_net(blocks=9)  # more than dynamo compiles a function for
         for block in net.blocks if is_compiled else []:
             block.compile(backend="aot_eager", fullgraph=True)
         model = adapter.shard(net, Case(), Strategy("GGG", gpus_per_node=GPUS))
         with monitor(model):
             waits = CommunicationWaits(model, torch.device("cpu"))
-            train(adapter, model, Case(steps=2))
+            train(adapter, model, Case(steps=1))
             found.append(len(waits.take()))
             waits.remove()
     return found[0], found[1]
@@ -287,29 +405,7 @@ def test_hooks_are_not_compiled(pool: Callable[[int], Pool], adapter: Adapter) -
         assert ours == eager > 0
 
 
-def offloaded() -> dict[str, float]:
-    """In a worker: figures of a model whose parameters are on the CPU."""
-    adapter = Fsdp2((("offload_policy", CPUOffloadPolicy(pin_memory=False)),))
-    case = Case(model=MODEL, clip=None)
-    [*_, (figures, _)] = watched(adapter, case, Strategy.zeropp(gpus_per_node=GPUS))
-    return figures
-
-
-def test_parameters_may_be_offloaded(pool: Callable[[int], Pool]) -> None:
-    assert all(figures["weights/inter/ms"] > 0 for figures in pool(4).run(offloaded))
-
-
 # ---- arithmetic
-
-
-def test_a_step_is_complete_when_all_its_times_have_come() -> None:
-    to_come = Mock(query=lambda: False)
-    complete = _Step(1, 0.0, 1.0, [], [(0.0, 1.0)], {}, None)
-    assert complete.is_complete()
-    assert not dataclasses.replace(complete, end=to_come).is_complete()
-    assert not dataclasses.replace(complete, waits=[(0.0, to_come)]).is_complete()
-    hop = hop_timer.TimedHop("gather", "inter", 0.0, to_come)
-    assert not dataclasses.replace(complete, hops=[hop]).is_complete()
 
 
 def test_overlaps_are_those_of_all_pairs() -> None:
@@ -322,3 +418,105 @@ def test_overlaps_are_those_of_all_pairs() -> None:
         assert sorted(overlaps(hops, waits)) == sorted(pairs)
     assert list(overlaps([(0, 10), (20, 30)], [(-1, 2), (5, 6), (9, 21)])) == [(0, 2), (5, 6), (9, 10), (20, 21)]
     assert list(overlaps([(0, 1)], [(1, 2)])) == []
+
+
+# ---- what is active of a strategy on a layout, and what is not and why
+
+ONE, ALONE = Topology(4, 4), Topology(1, 1)
+DELTA = Strategy("IGG", weights=Int4Delta(64, whole=Int8(64)), gpus_per_node=2)
+
+
+def on(topology: Topology, strategy: Strategy, error_nbytes: int = 0) -> StrategySummary:
+    return summarize(strategy, strategy.resolve(topology), error_nbytes)
+
+
+def test_a_summary_names_what_is_inactive_and_why() -> None:
+    zeropp = Strategy.zeropp()
+    two_nodes = on(Topology(4, 2), zeropp)
+    assert len(two_nodes.active) == 4
+    assert not two_nodes.inactive
+    assert str(on(ONE, zeropp)) == (
+        "weights gathered in full precision; gradients reduced in full precision; "
+        "NOT active: weights gathered as int8(256), gradients reduced as int4(128) "
+        "(one node: no gain on fast links; on slow ones, say gpus_per_node=1); "
+        "secondary shard of the weights kept in each node (one node: no inter-node hop)"
+    )
+    # A codec that was derived is not missed without its hop; one that was asked for is.
+    assert not on(Topology(4, 1), zeropp).inactive
+    assert "no intra-node hop" in str(on(Topology(4, 1), Strategy.zeropp(intra_gradients=Int8(128))))
+    (alone,) = on(Topology(1, 1), zeropp).inactive
+    assert alone.endswith("gradients reduced as int4(128) on the inter-node hop (one rank: nothing is sent)")
+    assert on(Topology(4, 2), Strategy()).active == (
+        "weights gathered in full precision",
+        "gradients reduced in full precision",
+    )
+
+
+def test_error_feedback_is_active_on_each_hop_by_itself() -> None:
+    inside = on(ONE, INSIDE_WITH_FEEDBACK, 1024)
+    assert "gradients reduced as int8(64) on the intra-node hop" in inside.active
+    assert (
+        "error feedback on the intra-node hop (beta 0.8, reset every 1024 steps, kept in fp32; 1 KiB a rank)"
+        in inside.active
+    )
+    assert "error feedback on the inter-node hop (one node: no inter-node hop)" in inside.inactive
+    assert on(ONE, Strategy("GGG", intra_gradients=Int8(64))).inactive == ()
+    assert all("one rank: nothing is sent" in text for text in on(ALONE, Strategy.loco()).inactive)
+    both = on(Topology(4, 2), replace(COARSE, error_feedback=BOTH), 1536)
+    assert (
+        "error feedback on both hops (beta 0.8, reset every 1024 steps, kept in int8(32); 1.5 KiB a rank)"
+        in both.active
+    )
+
+
+def test_weights_as_differences_are_named_with_both_codecs() -> None:
+    across, on_one_node = (on(topology, DELTA) for topology in (Topology(4, 2), ONE))
+    assert "weights gathered as int8(64), changes as int4(64)" in across.active
+    assert across.inactive == ()
+    assert on_one_node.inactive[0].startswith("weights gathered as int8(64), changes as int4(64) (one node: no gain")
+
+
+def partly(adapter: Adapter) -> list[tuple[str, str]]:
+    """In a worker: what a model logs of which only the root has a strategy, the blocks being torch's own."""
+    with collected() as records:
+        net = models.make_net()
+        for i, block in enumerate(net.blocks):
+            net.blocks[i] = adapter.wrap(block, STOCK)
+        adapter.wrap(net, Strategy.zeropp(gpus_per_node=2))(models.batch(0, 0) % 61)
+    return records
+
+
+@over_adapters
+def test_the_line_says_which_share_of_a_model_has_the_strategy(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    net = models.Net()
+    numel = sum(p.numel() for p in net.parameters())
+    own = numel - sum(p.numel() for p in net.blocks.parameters())
+    [(level, line)] = pool(4).run(partly, adapter)[0]
+    assert level == "INFO"
+    share = f"1 of 3 units, {100 * own / numel:.0f} % of parameters"
+    assert line.startswith(f"Net: IGG on 2 nodes x 2, {share}: weights gathered as int8(256); ")
+
+
+def test_a_share_is_not_rounded_to_all_or_nothing() -> None:
+    assert str(Coverage(4, 10, 4, 10)) == "4 units"
+    assert str(Coverage(1, 0, 1, 0)) == "1 unit"
+    assert str(Coverage(1, 18, 5, 100)) == "1 of 5 units, 18 % of parameters"
+    assert str(Coverage(1, 1, 5, 1000)) == "1 of 5 units, under 1 % of parameters"
+    assert str(Coverage(4, 999, 5, 1000)) == "4 of 5 units, over 99 % of parameters"
+    assert str(Coverage(1, 0, 5, 1000)) == "1 of 5 units, 0 % of parameters"
+
+
+def test_reductions_of_synchronous_and_of_local_steps_are_told_apart() -> None:
+    strategy = Strategy("III", gradients=Int4(128), error_feedback=LoCo(), local_steps=LocalSteps(8, start=100))
+    found = summarize(strategy, strategy.resolve(Topology(4, 2)))
+    assert not found.inactive
+    assert found.active[1:5] == (
+        "gradients reduced as int8(128) on the intra-node hop in synchronous steps",
+        "gradients reduced as int4(128) on the inter-node hop in synchronous steps",
+        "gradients reduced in full precision in local steps",
+        f"local steps, weights exchanged between nodes {strategy.local_steps}",
+    )
+    assert found.active[5].startswith("error feedback on the inter-node hop")
+    assert "local steps, weights" in str(summarize(strategy, strategy.resolve(Topology(4, 4))).inactive)
+    one_gpu_nodes = summarize(strategy, strategy.resolve(Topology(4, 1)))
+    assert not any(text.endswith("in local steps") for text in one_gpu_nodes.active)

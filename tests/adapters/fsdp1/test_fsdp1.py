@@ -1,4 +1,7 @@
-"""Features of FullyShardedDataParallel alone: full parameters, states of optimizers, offloading, and its refusals."""
+"""What only FullyShardedDataParallel can do: as under stock FULL_SHARD, to rounding, and what it refuses.
+
+adapters/test_training_laws.py trains with its other arguments.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,17 @@ from harness.covering import over_each
 from harness.fsdp1 import Fsdp1
 from harness.messages import Refusal, Reply, assert_refused
 from harness.pool import Pool, device_type
+from harness.steps_in_backward import stepped
 from harness.training import logits, train
 from harness.wiretap import wiretap
-from torch.distributed.fsdp import CPUOffload, FullOptimStateDictConfig, FullyShardedDataParallel as FSDP, StateDictType
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullyShardedDataParallel as FSDP,
+    MixedPrecision,
+    StateDictType,
+)
 
 from fsdp_zpp import Strategy
 from fsdp_zpp.collectives.secondary_shard import StaleSecondaryError
@@ -24,6 +35,150 @@ from fsdp_zpp.collectives.secondary_shard import StaleSecondaryError
 FSDP1, FLAT = Fsdp1(), Fsdp1(use_orig_params=False)
 TWO: Any = {"gpus_per_node": 2}
 HPZ, ZEROPP = Strategy("IGG", **TWO), Strategy.zeropp(**TWO)
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def other_values(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """The same parameter has other memory."""
+    parameter.data = parameter.data * 0.5
+
+
+def other_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Another parameter stands in its place."""
+    setattr(module, name, nn.Parameter(parameter.detach() * 0.5))
+
+
+def other_shape(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """The same values have another shape."""
+    parameter.data = parameter.data[None]
+
+
+def masked_in_forwards(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """From now on, each forward computes with other values, which nobody is told of."""
+
+    def mask(module: nn.Module, inputs: Any) -> None:
+        weights = getattr(module, name)
+        weights.data = weights.data * 0.5
+
+    if not module._forward_pre_hooks:
+        module.register_forward_pre_hook(mask)
+
+
+def trained_with_replaced(replace: Callable[..., None], strategy: Any) -> dict[str, Tensor]:
+    """In a worker: the weights of a model whose parameters were replaced between steps."""
+    case = Case(steps=1, clip=None)
+    model = FSDP1.make(case, strategy)
+    for step in range(2):
+        train(FSDP1, model, case, first_step=step)
+        for module in list(model.modules()):
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                replace(module, name, parameter)
+    train(FSDP1, model, case, first_step=2)
+    return FSDP1.full_weights(model)
+
+
+@over_each(rest=False, replace=[other_values, other_parameter, other_shape, masked_in_forwards], scopes=["IGG", "III"])
+def test_parameters_replaced_between_steps_are_trained_on(
+    pool: Callable[[int], Pool], replace: Callable[..., None], scopes: str
+) -> None:
+    ours = pool(4).run(trained_with_replaced, replace, Strategy(scopes, **TWO))
+    assert max(map(models.distance, ours, pool(4).once(trained_with_replaced, replace, STOCK))) <= 1e-6
+
+
+def give_and_take(model: FSDP) -> list[int]:
+    """The sizes, after a step, of parameters of which this rank has nothing and which were given something."""
+    absent = [parameter for parameter in model.parameters() if not parameter.numel()]
+    for parameter in absent:
+        parameter.data = parameter.new_ones(5)
+    train(FSDP1, model, Case(steps=1, clip=None), first_step=1)
+    return [parameter.numel() for parameter in absent]
+
+
+def look_in_inference_mode(model: FSDP) -> list[int]:
+    """Parameters become trainable again after a state dict was taken in inference mode."""
+    with torch.inference_mode():
+        model.state_dict()
+    train(FSDP1, model, Case(steps=1, clip=None), first_step=1)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False).requires_grad_(True)
+    return []
+
+
+def refused_on_the_way(model: FSDP) -> list[int]:
+    """Training goes on after a parameter of the wrong shape was refused, and taken back."""
+    for instance in FSDP.fsdp_modules(model):
+        handle: Any = instance._handle  # the next forward would ask it, on all ranks, of which some do not refuse
+        module, name = handle.flat_param._param_infos[0].module, handle.flat_param._param_infos[0].param_name
+        right = getattr(module, name)
+        setattr(module, name, nn.Parameter(torch.ones(3, device=right.device)))
+        if right.numel():
+            with pytest.raises(RuntimeError, match="Cannot writeback"):
+                handle._writeback_orig_params()
+        setattr(module, name, right)
+    train(FSDP1, model, Case(steps=1, clip=None), first_step=1)
+    return []
+
+
+def after_events() -> list[tuple[list[int], float]]:
+    """In a worker: what each event between steps gives, and how far the weights are from those without it."""
+    case, found = Case(steps=1, clip=None), []
+    for event in (give_and_take, look_in_inference_mode, refused_on_the_way):
+        model, undisturbed = (FSDP1.make(case, HPZ) for _ in range(2))
+        for each in (model, undisturbed):
+            train(FSDP1, each, case)
+        sizes = event(model)
+        train(FSDP1, undisturbed, case, first_step=1)
+        found.append((sizes, models.distance(FSDP1.full_weights(model), FSDP1.full_weights(undisturbed))))
+    return found
+
+
+def test_what_happens_to_parameters_between_steps_leaves_nothing(pool: Callable[[int], Pool]) -> None:
+    for found in pool(4).run(after_events):
+        for sizes, distance in found:
+            assert not any(sizes)
+            assert distance == 0
+
+
+def low_precision_gradients(keeps: bool, strategy: Strategy | None) -> tuple[set[torch.dtype], dict[str, Tensor]]:
+    """In a worker: dtypes of gradients of a backward in bf16, which may stay in it, and the gradients."""
+    policy = MixedPrecision(BF16, BF16 if keeps else FP32, BF16, keeps, cast_forward_inputs=True)
+    adapter = Fsdp1(arguments=(("mixed_precision", policy),))
+    model = adapter.make(Case(), strategy)
+    models.loss_of(model, models.batch(0, 0)).backward()
+    dtypes = {p.grad.dtype for p in model.parameters() if p.grad is not None and p.grad.numel()}
+    return dtypes, {} if keeps else adapter.full_gradients(model)
+
+
+@over_each(rest=False, keeps=[True, False], strategy=[HPZ, Strategy("NNN", **TWO)])
+def test_gradients_of_inputs_that_are_cast_and_those_kept_in_low_precision_are_as_under_stock(
+    pool: Callable[[int], Pool], keeps: bool, strategy: Strategy
+) -> None:
+    ours, stock = (pool(4).once(low_precision_gradients, keeps, each) for each in (strategy, STOCK))
+    for (dtypes, gradients), (expected_dtypes, expected) in zip(ours, stock, strict=True):
+        assert dtypes == expected_dtypes == {BF16 if keeps else FP32}
+        assert keeps or models.distance(gradients, expected) <= 1e-6
+
+
+@over_each(rest=False, scopes=["IGG", "III", "NNG"], micro_batches=[1, 2])
+def test_steps_in_the_backward_equal_stock(pool: Callable[[int], Pool], scopes: str, micro_batches: int) -> None:
+    ours = pool(4).run(stepped, Fsdp1(), Strategy(scopes, **TWO), micro_batches)
+    stock = pool(4).once(stepped, Fsdp1(), STOCK, micro_batches)
+    assert max(map(models.distance, ours, stock)) <= 1e-6
+
+
+def synchronized(scopes: str) -> float:
+    """In a worker: the distance of weights that only rank 0 had, from rank 0's."""
+    adapter = Fsdp1(arguments=(("sync_module_states", True),))
+    strategy = Strategy(scopes, **TWO)
+    net = models.make_net(seed=dist.get_rank())
+    weights = adapter.full_weights(adapter.shard(net, Case(), strategy))
+    return models.distance(weights, {name: p.detach().cpu() for name, p in models.make_net().named_parameters()})
+
+
+@pytest.mark.skipif(device_type() == "cpu", reason="torch synchronizes module states on accelerators only")
+@pytest.mark.parametrize("scopes", ["NNN", "III"])
+def test_module_states_are_synchronized_over_all_nodes(pool: Callable[[int], Pool], scopes: str) -> None:
+    assert pool(4).run(synchronized, scopes) == [0] * 4
 
 
 # ---- summon_full_params
@@ -45,7 +200,7 @@ def writeback(adapter: Fsdp1, strategy: Strategy) -> None:
         assert torch.equal(after, logits(stock))
 
 
-@over_each(adapter=[FSDP1, FLAT], strategy={"hpZ": HPZ, "zeropp": ZEROPP})
+@over_each(rest=False, adapter=[FSDP1, FLAT], strategy={"hpZ": HPZ, "zeropp": ZEROPP})
 def test_the_next_forward_sees_what_summon_full_params_wrote(
     pool: Callable[[int], Pool], adapter: Fsdp1, strategy: Strategy
 ) -> None:
@@ -119,7 +274,7 @@ def test_summoning_in_a_world_of_one_changes_nothing(pool: Callable[[int], Pool]
 
 def resume(kind: StateDictType) -> None:
     """In a worker: training resumed from model and optimizer state equals the uninterrupted run, bit for bit."""
-    case = Case(optimizer="adamw", steps=3)
+    case = Case(optimizer="adamw", steps=2)
     full = kind is StateDictType.FULL_STATE_DICT
     everywhere = (kind, None, FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)) if full else (kind,)
     straight = FSDP1.make(case, ZEROPP)
@@ -214,15 +369,14 @@ def test_bad_input_is_refused_on_every_rank(pool: Callable[[int], Pool]) -> None
         assert_refused([of_rank[name] for of_rank in replies], refusal)
 
 
-def third_letters_mixed(others: str) -> None:
+def third_letters_mixed() -> None:
     """In a worker: the first forward of a block that is sharded inside of nodes, the rest otherwise."""
     net = models.make_net()
     net.blocks[0] = FSDP(net.blocks[0], sharding_strategy=Strategy("III", **TWO), device_id=models.device())
-    model = FSDP(net, sharding_strategy=Strategy(others, **TWO), device_id=models.device())
+    model = FSDP(net, sharding_strategy=Strategy("GGG", **TWO), device_id=models.device())
     with pytest.raises(ValueError, match=r"blocks\.0 is sharded inside nodes"):
         models.loss_of(model, models.batch(0, 0))
 
 
-@pytest.mark.parametrize("others", ["GGG", "NNN"])
-def test_all_units_must_shard_over_one_group(pool: Callable[[int], Pool], others: str) -> None:
-    pool(4).run(third_letters_mixed, others)
+def test_all_units_must_shard_over_one_group(pool: Callable[[int], Pool]) -> None:
+    pool(4).run(third_letters_mixed)

@@ -1,0 +1,372 @@
+"""What is done with gradients that are sharded over meshes: clipping over several, and Muon on whole matrices."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import chain
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import models
+from harness.adapter import STOCK, Case
+from harness.benchmarks import load
+from harness.covering import over_each
+from harness.fsdp1 import Fsdp1
+from harness.fsdp2 import Fsdp2
+from harness.messages import Refusal, Reply, assert_refused, attempt
+from harness.pool import Pool, device_type
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fsdp_zpp import LocalSteps, Strategy, clip_grad_norm_, exchange_weights, fully_shard
+
+FSDP2 = Fsdp2()
+
+# ---- clipping by the norm of gradients over different meshes, which torch refuses
+
+TOLERANCE = 1e-6
+"""Of norms and gradients, relative: sums of the same fp32 values in another order."""
+
+
+def shard(net: models.Net, levels: list[str | None]) -> models.Net:
+    """Shard each block, and the rest, by strategies of their own; None is torch's own ``fully_shard``."""
+    for module, letters in zip([*net.blocks, net], levels, strict=True):
+        FSDP2.apply(module, STOCK if letters is None else Strategy(letters, gpus_per_node=2))
+    return net
+
+
+def norm_and_gradients(net: Any, clip: Callable[..., Tensor], **arguments: Any) -> tuple[float, dict[str, Tensor]]:
+    """Make a backward and clip; return the norm before that, and all gradients."""
+    models.loss_of(net, models.batch(0, 0)).backward()
+    norm: Any = clip(net.parameters(), 0.1, **arguments)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm), FSDP2.full_gradients(net)
+
+
+def differences(ours: tuple[float, dict[str, Tensor]], expected: tuple[float, dict[str, Tensor]]) -> float:
+    return max(abs(ours[0] / expected[0] - 1), models.distance(ours[1], expected[1]))
+
+
+def difference_from_torch(levels: list[str | None], norm_type: float, foreach: bool | None) -> tuple[float, float]:
+    """In a worker: how far our clipping of different parts is from torch's of one mesh; and the norm."""
+    # With three rows for four ranks one has nothing of a parameter, of which torch has no largest value.
+    sizes = {} if math.isinf(norm_type) else {"hidden": 3}
+    arguments = {"norm_type": norm_type, "foreach": foreach}
+    net = shard(models.make_net(**sizes), levels)
+    expected = shard(models.make_net(**sizes), [None] * 3)
+    ours = norm_and_gradients(net, clip_grad_norm_, **arguments)
+    return differences(ours, norm_and_gradients(expected, torch.nn.utils.clip_grad_norm_, **arguments)), ours[0]
+
+
+@over_each(
+    rest=False,
+    norm_type=[2.0, 3.0, math.inf],
+    levels={"several": ["III", "NNN", "GGG"], "one": ["GGG"] * 3, "torch": ["III", None, None]},
+)
+def test_norm_is_that_of_one_mesh(pool: Callable[[int], Pool], levels: list[str | None], norm_type: float) -> None:
+    foreach = None if norm_type == 2.0 else False
+    found, norms = zip(*pool(4).run(difference_from_torch, levels, norm_type, foreach), strict=True)
+    assert max(found) <= TOLERANCE
+    assert len(set(norms)) == 1
+
+
+def largest_of_uneven_shards() -> float:
+    """In a worker: how far the largest value is off where some ranks have nothing of a parameter."""
+    net = shard(models.make_net(hidden=3), ["III", "GGG", "GGG"])
+    norm, _ = norm_and_gradients(net, clip_grad_norm_, norm_type=math.inf)
+    whole = shard(models.make_net(hidden=3), [None] * 3)
+    models.loss_of(whole, models.batch(0, 0)).backward()
+    return norm - max(float(gradient.abs().max()) for gradient in FSDP2.full_gradients(whole).values())
+
+
+def test_largest_value_takes_ranks_that_hold_nothing(pool: Callable[[int], Pool]) -> None:
+    assert max(map(abs, pool(4).run(largest_of_uneven_shards))) <= TOLERANCE
+
+
+class Block(nn.Module):
+    """Linears that tensor parallelism splits, and a norm of which each of its ranks has a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def sharded_beside(axis: str, levels: str) -> tuple[nn.Module, DeviceMesh | None]:
+    """In a worker: a block after a backward, split along another axis, too; and the mesh of stages, if it is one."""
+    names, sizes = {"tp": (("dp", "tp"), (2, 2)), "ep": (("efsdp", "ep"), (2, 2)), "pp": (("pp", "dp"), (2, 2))}[axis]
+    mesh = init_device_mesh(device_type(), sizes, mesh_dim_names=names)
+    torch.manual_seed(mesh["pp"].get_local_rank() if axis == "pp" else 0)
+    block: Any = Block().to(models.device())
+    if axis == "tp":
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if axis == "ep":
+        experts = distribute_tensor(torch.randn(4, 6, 6, device=models.device()), mesh["ep"], [Shard(0)])
+        block.experts = nn.ParameterList([nn.Parameter(experts)])
+        fully_shard(block.experts, mesh=mesh["efsdp"], strategy=Strategy(levels, gpus_per_node=1))
+        fully_shard(block, mesh=mesh["efsdp", "ep"]._flatten(), strategy=Strategy("GGG", gpus_per_node=2))
+    else:
+        fully_shard(block, mesh=mesh["dp"], strategy=Strategy(levels, gpus_per_node=mesh["dp"].size() // 2))
+    torch.manual_seed(dist.get_rank() // 2 if axis == "tp" else dist.get_rank())
+    loss = block(torch.randn(4, 6, device=models.device())).square().mean()
+    if axis == "ep":
+        block.experts.unshard()  # which has no forward of its own
+        loss = loss + block.experts[0].to_local().sin().sum()
+    loss.backward()
+    return block, mesh["pp"] if axis == "pp" else None
+
+
+def differences_from_definition(axis: str, levels: str, norm_type: float) -> float:
+    """In a worker: how far a norm and the clipped gradients are from what they are by definition."""
+    block, stages = sharded_beside(axis, levels)
+    whole = {name: p.grad.full_tensor().clone() for name, p in block.named_parameters() if p.grad is not None}
+    assert len(whole) == 6 + (axis == "ep")
+    values = [gradient.flatten().cpu() for gradient in whole.values()]
+    if stages is not None:
+        of_stages: list[Any] = [None] * 2
+        dist.all_gather_object(of_stages, values, group=stages.get_group())
+        values = of_stages[0] + of_stages[1]
+    expected = float(torch.cat(values).norm(norm_type))
+    norm = float(clip_grad_norm_(block.parameters(), 1e-4, norm_type, pp_mesh=stages))
+    clipped = {name: p.grad.full_tensor() for name, p in block.named_parameters() if p.grad is not None}
+    return differences((norm, clipped), (expected, {n: g * (1e-4 / (expected + 1e-6)) for n, g in whole.items()}))
+
+
+@pytest.mark.parametrize(
+    ("axis", "levels", "norm_type"),
+    [
+        ("tp", "III", 2.0),
+        ("ep", "III", 2.0),
+        ("pp", "GGG", 2.0),
+        ("pp", "III", math.inf),
+    ],
+)
+def test_norm_counts_copies_once_and_what_is_elsewhere_too(
+    pool: Callable[[int], Pool], axis: str, levels: str, norm_type: float
+) -> None:
+    found = pool(4).run(differences_from_definition, axis, levels, norm_type)
+    assert max(found) <= TOLERANCE
+
+
+def of_unreduced_and_plain_gradients() -> tuple[float, list[float]]:
+    """In a worker: clip a parameter whose gradient is left to be summed, one that has none here, and plain ones."""
+    mesh = init_device_mesh(device_type(), (4,))
+    ones = torch.ones(4, device=models.device())
+    summed, sometimes = (nn.Parameter(distribute_tensor(ones, mesh, [Shard(0)])) for _ in range(2))
+    plain = nn.Parameter(ones.clone())
+    summed.grad = DTensor.from_local(ones, mesh, [Partial()])  # fours, of which a rank has one
+    if dist.get_rank() == 0:
+        sometimes.grad = DTensor.from_local(6 * ones[:1], mesh, [Shard(0)], shape=ones.shape, stride=ones.stride())
+    plain.grad = 3 * ones
+    norm = clip_grad_norm_([summed, plain, sometimes], 1.0)
+    return float(norm), [float(plain.grad[0]), float(summed.grad.to_local()[0])]
+
+
+def test_gradients_may_be_unreduced_missing_or_plain(pool: Callable[[int], Pool]) -> None:
+    norm = math.sqrt(4 * 16 + 4 * 9 + 36)
+    for found, gradients in pool(4).run(of_unreduced_and_plain_gradients):
+        assert found == pytest.approx(norm)
+        assert gradients == pytest.approx([3 / norm, 1 / norm])
+
+
+def test_no_gradients_have_a_norm_of_zero() -> None:
+    assert clip_grad_norm_([], 1.0) == 0
+    assert clip_grad_norm_(nn.Parameter(torch.ones(2)), 1.0) == 0
+
+
+def error_of_a_nan() -> None:
+    """In a worker: clipping raises if one rank has a gradient that is not a number."""
+    net = shard(models.make_net(), ["III", "GGG", "GGG"])
+    models.loss_of(net, models.batch(0, 0)).backward()
+    if dist.get_rank() == 1:
+        gradient: Any = net.head.weight.grad
+        gradient.to_local().fill_(math.nan)
+    for norm_type, norm in ((2.0, "nan"), (math.inf, "inf")):
+        with pytest.raises(RuntimeError, match=f"the norm of the gradients is {norm}, so they can't be clipped"):
+            clip_grad_norm_(net.parameters(), 1.0, norm_type, error_if_nonfinite=True)
+
+
+def test_a_norm_that_is_not_finite_raises_on_every_rank(pool: Callable[[int], Pool]) -> None:
+    pool(4).run(error_of_a_nan)
+
+
+def flattened() -> None:
+    clip_grad_norm_(Fsdp1().make(Case(), STOCK).parameters(), 1.0)
+
+
+REFUSALS: dict[str, Refusal] = {
+    "negative": (lambda: clip_grad_norm_([], 1.0, -1.0), ValueError, "norm_type must be above 0, got -1.0"),
+    "fsdp1": (flattened, ValueError, "call model.clip_grad_norm_(max_norm) of the outermost"),
+}
+
+
+def attempts() -> dict[str, Reply]:
+    """In a worker: how each call is refused."""
+    return {name: attempt(refusal) for name, refusal in REFUSALS.items()}
+
+
+def test_what_has_no_norm_is_refused(pool: Callable[[int], Pool]) -> None:
+    replies = pool(4).run(attempts)
+    for name, refusal in REFUSALS.items():
+        assert_refused([of_rank[name] for of_rank in replies], refusal)
+
+
+def clipped_by_torch(inner: str, outer: str | None) -> list[str]:
+    """In a worker: what torch's clipping says of a block and the rest of a net with other scopes, or with torch's.
+
+    It is given a generator of parameters, and a list.
+    """
+    net = models.make_net()
+    fully_shard(net.blocks[0], strategy=Strategy(inner, gpus_per_node=2))
+    torch_fully_shard(net) if outer is None else fully_shard(net, strategy=Strategy(outer, gpus_per_node=2))
+    models.loss_of(net, models.batch(0, 0)).backward()
+    said = []
+    for parameters in (net.parameters(), list(net.parameters())):
+        try:
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "named"),
+    [
+        ("III", "NNN", ["Strategy(levels='III', gpus_per_node=2)", "Strategy(levels='NNN', gpus_per_node=2)"]),
+        ("III", None, ["Strategy(levels='III', gpus_per_node=2)", "torch's own fully_shard"]),
+        ("IGG", "NGG", []),
+    ],
+)
+def test_torch_names_the_strategies_and_the_remedy(
+    pool: Callable[[int], Pool], inner: str, outer: str | None, named: list[str]
+) -> None:
+    for said in chain(*pool(4).run(clipped_by_torch, inner, outer)):
+        assert bool(said) == bool(named)
+        assert all(name in said for name in [*named, "fsdp_zpp.clip_grad_norm_" if named else ""]), said
+
+
+# ---- Muon, torch's and the one of the guide, on shards of every scope
+
+dtensor_collectives = load("loss", "dtensor_collectives")
+STEPS = 2
+ROWS = {"even": 32, "uneven": 37, "few": 3}
+"""Rows of the matrices: a multiple of the four ranks, not a multiple, and fewer than ranks."""
+Muon = Callable[..., torch.optim.Optimizer]
+
+
+def whole_muon(matrices: Any, **arguments: Any) -> torch.optim.Optimizer:
+    """Make the optimizer of the guide."""
+    optimizer: torch.optim.Optimizer = load("loss", "guides_muon").whole_muon(matrices, **arguments)
+    return optimizer
+
+
+@contextmanager
+def in_fp32() -> Iterator[None]:
+    """Have Muon iterate in fp32, not in bf16, where a rounding error of a gradient becomes one of 2^-8."""
+    with patch.object(Tensor, "bfloat16", lambda self: self.clone()):
+        yield
+
+
+def step_all(net: nn.Module, rows: int, muon: Muon) -> Callable[[], Counter[str]]:
+    """Return the step of two optimizers, Muon for the matrices of blocks, which returns its collectives by hop."""
+    matrices = [p for name, p in net.named_parameters() if "blocks" in name and p.ndim == 2]
+    assert {p.shape[0] for p in matrices} == {rows, 22}
+    others = [p for name, p in net.named_parameters() if "blocks" not in name or p.ndim != 2]
+    optimizers = muon(matrices, lr=0.02), torch.optim.SGD(others, lr=0.1)
+
+    def step() -> Counter[str]:
+        with dtensor_collectives.DTensorCollectives(2) as collectives:
+            for optimizer in optimizers:
+                optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        return Counter(collective.hop for collective in collectives.made)
+
+    return step
+
+
+def trained(strategy: Any, rows: int, muon: Muon) -> tuple[dict[str, Tensor], Counter[str]]:
+    """In a worker: the weights after some steps, and the collectives of optimizers in the last one."""
+    net = FSDP2.make(Case(model=(("hidden", rows),)), strategy)
+    step, hops = step_all(net, rows, muon), Counter[str]()
+    for index in range(STEPS):
+        models.loss_of(net, models.batch(index, 0)).backward()
+        hops = step()
+    return FSDP2.full_weights(net), hops
+
+
+@cache
+def trained_alone(rows: int) -> dict[str, Tensor]:
+    """Train with torch's Muon on this rank alone, on the batches of all ranks."""
+    net, world = models.make_net(hidden=rows), dist.get_world_size()
+    step = step_all(net, rows, torch.optim.Muon)
+    for index in range(STEPS):
+        for rank in range(world):
+            (models.loss_of(net, models.batch(index, 0, rank)) / world).backward()
+        step()
+    return {name: parameter.detach().cpu() for name, parameter in net.named_parameters()}
+
+
+def compared_to_one_rank(levels: str, rows: int, muon: Muon) -> tuple[float, Counter[str]]:
+    """In a worker: how far training in a scope is from that on one rank, and the collectives of a step."""
+    with in_fp32():
+        weights, hops = trained(Strategy(levels, gpus_per_node=2), rows, muon)
+        return models.distance(weights, trained_alone(rows)), hops
+
+
+@pytest.mark.parametrize(
+    ("muon", "levels", "rows"),
+    [(torch.optim.Muon, "IGG", "uneven"), (whole_muon, "GGG", "few"), (whole_muon, "III", "even")],
+)
+def test_muon_trains_as_torchs_on_one_rank_and_keeps_to_the_hop_of_its_shards(
+    pool: Callable[[int], Pool], muon: Muon, levels: str, rows: str
+) -> None:
+    hop = "intra" if levels == "III" else "inter"
+    for distance, hops in pool(4).run(compared_to_one_rank, levels, ROWS[rows], muon):
+        assert distance <= 1e-5
+        assert set(hops) == {hop}
+        if muon is whole_muon:
+            assert hops[hop] == 4  # once a matrix
+
+
+def locally(muon: Muon, levels: str) -> dict[str, Any]:
+    """In a worker: training with Muon inside nodes of two, as in MuLoCo (arXiv 2505.23725)."""
+    strategy = Strategy(levels, local_steps=LocalSteps(2), gpus_per_node=2)
+    net = FSDP2.make(Case(model=(("hidden", 32),)), strategy)
+    step, losses, hops = step_all(net, 32, muon), [], Counter[str]()
+    for _ in range(4):
+        loss = models.loss_of(net, models.batch(0, 0))
+        loss.backward()
+        hops += step()
+        losses.append(loss.item())
+    weights = [FSDP2.full_weights(net)]
+    exchange_weights(net)
+    return {"hops": set(hops), "losses": losses, "weights": [*weights, FSDP2.full_weights(net)]}
+
+
+@pytest.mark.parametrize(
+    ("levels", "muon"),
+    [("III", torch.optim.Muon), ("NNN", whole_muon)],
+)
+def test_nodes_train_on_their_own_with_muon(pool: Callable[[int], Pool], muon: Muon, levels: str) -> None:
+    results = pool(4).run(locally, muon, levels)
+    for rank, found in enumerate(results):
+        before, after = (models.distance(*pair) for pair in zip(found["weights"], results[0]["weights"], strict=True))
+        assert after == 0
+        assert (before > 0) == (rank >= 2)  # on the other node
+        assert found["losses"][-1] < found["losses"][0]
+        # The optimizer sends nothing between nodes.
+        assert found["hops"] == ({"intra"} if levels == "III" else set())

@@ -1,0 +1,770 @@
+"""Ops as callers and torch see them, and their Triton kernels: the same bits as the reference.
+
+Kernels are compiled on a GPU and interpreted elsewhere, as Python, which allows for more than the compiler. So this
+file is a script, too, which compiles one kernel of each kind for an H100 or H200 on a machine without one. It prints
+the names of the kernels compiled, and those of all kernels. It runs in a process of its own, since whether kernels are
+compiled or interpreted is settled where they are defined.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from harness.covering import over_each
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from fsdp_zpp import Int8
+from fsdp_zpp.collectives.held_errors import Extent, HeldErrors
+from fsdp_zpp.kernels import (
+    PayloadLayout,
+    _ops,
+    add_delta,
+    dequantize,
+    dequantize_nf4_rows,
+    dequantize_rows,
+    dequantize_sum,
+    dequantize_sum_quantize,
+    dequantize_sum_quantize_with_feedback,
+    dispatch,
+    quantize,
+    quantize_delta,
+    quantize_with_feedback,
+    triton_backend,
+)
+from fsdp_zpp.kernels.triton_backend.launch import Launch
+from fsdp_zpp.kernels.triton_backend.tiling import (
+    Tiling,
+    delta_tiling,
+    feedback_tiling,
+    group,
+    quantize_tiling,
+    sum_feedback_tiling,
+    sum_quantize_tiling,
+    sum_tiling,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # 0 * Inf, interpreted
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+EXPONENTS = {torch.float32: (-149, 120), torch.bfloat16: (-133, 120), torch.float16: (-24, 12)}
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where Triton kernels run here: compiled on a GPU, interpreted elsewhere."""
+JUNK = 0xAB
+CHUNKS, GRID = 6, (2, 3)
+BETA, SCALE = 0.8, 0.3
+
+
+def normal(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Make values that look like weights."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def holed(numel: int, dtype: torch.dtype = torch.float32, every: int = 997) -> Tensor:
+    """Make values that look like weights, some of them NaN."""
+    values = normal(numel, dtype)
+    values[::every] = torch.nan
+    return values
+
+
+def payload(numel: int, bits: int, block: int, *lead: int, chunks: int = CHUNKS) -> Tensor:
+    """Make payloads, as many as ``lead`` says; all but the first lose a block to a NaN."""
+    made = []
+    for seed in range(torch.Size(lead).numel()):
+        values = normal(chunks * numel, seed=seed + 1)
+        values[seed * 997 : seed * 997 + 1] = torch.nan if seed else 0.5
+        made.append(quantize(values, 1, chunks, bits, block))
+    return torch.stack(made).view(*lead, chunks, made[0].shape[1])
+
+
+def apart(rows: Tensor) -> Tensor:
+    """Return the same rows between others of a larger payload."""
+    larger = torch.full((len(rows), rows.shape[1] + 80), JUNK, dtype=torch.uint8)
+    larger[:, 32 : 32 + rows.shape[1]] = rows
+    return larger[:, 32 : 32 + rows.shape[1]]
+
+
+def nf4_rows(numel: int, block: int, chunks: int = CHUNKS) -> Tensor:
+    """Make rows of random codes and scales, one of them NaN."""
+    layout, generator = PayloadLayout(4, block), torch.Generator().manual_seed(numel)
+    rows = torch.randint(256, (chunks, layout.nbytes(numel)), dtype=torch.uint8, generator=generator)
+    layout.scales(rows, numel).copy_(torch.rand(chunks, layout.blocks(numel), generator=generator))
+    layout.scales(rows, numel)[-1:, -1:] = torch.nan
+    return rows
+
+
+CALLS: dict[str, tuple[Any, Callable[[int], tuple[Any, ...]]]] = {
+    "quantize": (quantize, lambda n: (holed(CHUNKS * n), *GRID, 4, 32)),
+    "dequantize": (dequantize, lambda n: (payload(n, 8, 64), holed(CHUNKS * n), *GRID, 8, 64)),
+    "sum of 3": (dequantize_sum, lambda n: (payload(n, 8, 256, 3), holed(CHUNKS * n), *GRID, 8, 256, SCALE)),
+    "sum of 9": (dequantize_sum, lambda n: (payload(n, 4, 128, 9), holed(CHUNKS * n), *GRID, 4, 128, SCALE)),
+    "sum encoded": (dequantize_sum_quantize, lambda n: (payload(n, 8, 64, 3), n, *GRID, 8, 64, 4, 32, SCALE)),
+    "feedback": (
+        quantize_with_feedback,
+        lambda n: (holed(CHUNKS * n), normal(CHUNKS * n), *GRID, 4, 64, 0, BETA),
+    ),
+    "feedback in int8": (
+        quantize_with_feedback,
+        lambda n: (holed(CHUNKS * n), payload(n, 8, 128), *GRID, 4, 64, 128, BETA),
+    ),
+    "sum with feedback": (
+        dequantize_sum_quantize_with_feedback,
+        lambda n: (payload(n, 8, 64, 3), normal(CHUNKS * n), n, 8, 64, 4, 32, SCALE, 0, BETA),
+    ),
+    "sum with feedback in int8": (
+        dequantize_sum_quantize_with_feedback,
+        lambda n: (payload(n, 4, 32, 2), payload(n, 8, 128), n, 4, 32, 8, 64, SCALE, 128, BETA),
+    ),
+    "delta": (quantize_delta, lambda n: (holed(CHUNKS * n), payload(n, 8, 64), 8, 64, 4, 32)),
+    "delta added": (add_delta, lambda n: (payload(n, 8, 64), payload(n, 4, 32), n, 8, 64, 4, 32)),
+    "rows": (dequantize_rows, lambda n: (apart(payload(n, 8, 64)), torch.empty(CHUNKS, n), 8, 64)),
+    "rows of nf4": (
+        dequantize_nf4_rows,
+        lambda n: (apart(nf4_rows(n // 64 * 64, 64)), torch.empty(CHUNKS, n // 64 * 64), 64),
+    ),
+}
+"""An op and its arguments, given the number of values in a chunk."""
+CASE_OF = {op: case for case, (op, _) in CALLS.items()}
+"""A case of each op."""
+TAKES_TAILS = [case for case in CALLS if not case.startswith("rows")]
+
+
+def arguments_of(op: Any, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """Return a call's arguments by name, but for those that are left out."""
+    return dict(zip(inspect.signature(op).parameters, arguments, strict=False))
+
+
+def with_tails(op: Any, arguments: tuple[Any, ...], tail: int) -> tuple[Any, ...]:
+    """Return the arguments of the call whose payloads end in tails of junk, each as it is in no other row."""
+    given = arguments_of(op, arguments)
+    for name, rows in given.items():
+        if name in ("payload", "base", "delta"):
+            seed = torch.Generator().manual_seed(tail)
+            junk = torch.randint(256, (*rows.shape[:-1], 4 * tail), dtype=torch.uint8, generator=seed)
+            given[name] = torch.cat([rows, junk], dim=-1)
+    return (*copied(tuple(given.values())), tail)
+
+
+def copied(arguments: tuple[Any, ...], device: torch.device | str = "cpu") -> tuple[Any, ...]:
+    """Return the arguments of the same call on tensors of its own."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        if tensor.is_contiguous():
+            return tensor.to(device, copy=True)
+        return tensor._base.to(device, copy=True).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    return tuple(copy(each) if isinstance(each, Tensor) else each for each in arguments)
+
+
+def on_triton(op: Callable[..., Any], *args: Any) -> Any:
+    """Run an op in Triton on whatever device its tensors are.
+
+    Whatever the kernels fail to write, padding included, or write to a tail, shows.
+    """
+    new_empty_strided = Tensor.new_empty_strided
+
+    def poisoned(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = new_empty_strided(self, *args, **kwargs)
+        return out.fill_(JUNK) if out.dtype == torch.uint8 else out
+
+    with patch.object(_ops, "backend_for", lambda tensor: triton_backend):
+        call = op.__wrapped__(*args)  # type: ignore[attr-defined]
+    with patch.object(Tensor, "new_empty_strided", poisoned):
+        return call(*[arg for arg in args if isinstance(arg, Tensor | float)])
+
+
+def check_triton(op: Any, *arguments: Any) -> Tensor | None:
+    """Compare a call in Triton to the reference bit for bit; return what the reference returns."""
+    there, here = copied(arguments, DEVICE), arguments_of(op, copied(arguments))
+    out = here.get("out")
+    if out is not None:
+        here["out"] = out.float()
+    returned, result = op(*here.values()), on_triton(op, *there)
+    if returned is not None:
+        assert torch.equal(result.cpu(), returned)
+    for name, after in arguments_of(op, there).items():
+        if isinstance(after, Tensor):
+            expected = as_stored(here[name], after.dtype) if name == "out" else here[name]
+            assert same(after.cpu(), expected), name
+    return returned
+
+
+def as_stored(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return fp32 values as a kernel stores them. The interpreter, unlike GPUs, truncates to bf16."""
+    if DEVICE.type == "cpu" and dtype == torch.bfloat16:
+        values = (values.view(torch.int32) & -0x10000).view(torch.float32)
+    return values.to(dtype)
+
+
+def same(actual: Tensor, expected: Tensor) -> bool:
+    """Return whether two tensors are equal, with NaN equal to NaN: its bits differ between processors."""
+    if not actual.is_floating_point():
+        return torch.equal(actual, expected)
+    return torch.equal(actual.isnan(), expected.isnan()) and torch.equal(actual.nan_to_num(), expected.nan_to_num())
+
+
+# ---- kernels beside the reference
+
+SHAPES = [
+    (8, 32, 1, 2, 3),
+    (4, 32, 34, 2, 3),
+    (8, 64, 2500, 1, 2),
+    (8, 4096, 4097, 1, 1),
+    (4, 128, 4096, 1, 1),
+    (4, 256, 2175, 2, 1),
+]
+"""Bits, block, values in a chunk, and the grid of chunks.
+
+A partial block, a partial word, whole tiles, a tile and a bit; aligned and not; padded scales and not.
+"""
+ERROR_BLOCKS = [0, 64, 1024]
+AGAIN = [(8, 256, 4, 128, 4096, 1), (4, 32, 8, 4096, 4099, 1), (8, 4096, 8, 32, 1023, 2), (4, 128, 4, 256, 130, 3)]
+"""Bits and block, those of what is encoded again, values in a chunk, and chunks."""
+DELTAS = [(8, 256, 4, 256, 4096, 1), (8, 64, 4, 4096, 4097, 1), (8, 32, 4, 64, 1, 3), (4, 128, 8, 64, 1026, 2)]
+"""The same of a base and of what is a delta against it."""
+
+
+@over_each(shape=SHAPES, dtype=DTYPES)
+def test_quantize(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    bits, block, numel, *grid = shape
+    count, piece = grid[0] * grid[1] * numel, block * 2 // 3
+    exponents = torch.randint(*EXPONENTS[dtype], (count // piece + 1,), generator=torch.Generator().manual_seed(0))
+    # Magnitudes that jump within blocks, over all of the dtype's range.
+    values = (normal(count).double() * 2.0 ** exponents.repeat_interleave(piece)[:count]).to(dtype)
+    values[:: 7 * block] = torch.nan
+    values[1 :: 5 * block] = -torch.inf
+    values[3 * block : 4 * block] = 0
+    if DEVICE.type == "cpu" and dtype == torch.bfloat16:
+        # The interpreter converts bf16's subnormals wrongly.
+        values[values.abs() < torch.finfo(dtype).smallest_normal] = 0
+    check_triton(quantize, values, *grid, bits, block)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_ties_round_to_even(bits: int) -> None:
+    qmax = PayloadLayout(bits, 256).qmax
+    values = (torch.arange(256) % (2 * qmax + 1) - qmax) * 0.5 * 2.0**-130
+    values[0] = qmax * 2.0**-130
+    check_triton(quantize, values, 1, 1, bits, 256)
+
+
+@over_each(rest=False, shape=SHAPES, dtype=DTYPES, count=[1, 2, 8, 9])
+def test_sums(shape: tuple[int, ...], dtype: torch.dtype, count: int) -> None:
+    bits, block, numel, rows, cols = shape
+    sent = payload(numel, bits, block, count, chunks=rows * cols)
+    out = torch.full((rows * cols * numel,), 3, dtype=dtype)
+    check_triton(dequantize_sum, sent, out, rows, cols, bits, block, 1 / count)
+    check_triton(dequantize, sent[-1].clone(), out, cols, rows, bits, block)
+
+
+@over_each(shape=AGAIN, count=[1, 3, 9])
+def test_sums_that_are_encoded_again(shape: tuple[int, ...], count: int) -> None:
+    *layouts, numel, chunks = shape
+    sent = payload(numel, *layouts[:2], count, chunks=2 * chunks)
+    check_triton(dequantize_sum_quantize, sent, numel, 2, chunks, *layouts, 0.3)
+
+
+def errors_of(chunks: int, numel: int, error_block: int) -> Tensor:
+    """Make errors left by earlier steps."""
+    values = normal(chunks * numel, seed=7) * 0.1
+    return quantize(values, 1, chunks, 8, error_block) if error_block else values
+
+
+@over_each(rest=False, shape=SHAPES, error_block=ERROR_BLOCKS, dtype=DTYPES)
+def test_feedback(shape: tuple[int, ...], error_block: int, dtype: torch.dtype) -> None:
+    bits, block, numel, rows, cols = shape
+    values, errors = holed(rows * cols * numel, dtype, 7 * block), errors_of(rows * cols, numel, error_block)
+    check_triton(quantize_with_feedback, values, errors, rows, cols, bits, block, error_block, BETA)
+
+
+@over_each(rest=False, shape=AGAIN, error_block=ERROR_BLOCKS, count=[1, 3, 9])
+def test_sums_with_feedback(shape: tuple[int, ...], error_block: int, count: int) -> None:
+    *layouts, numel, chunks = shape
+    sent, rest = payload(numel, *layouts[:2], count, chunks=chunks), (numel, *layouts, 0.3, error_block, BETA)
+    check_triton(dequantize_sum_quantize_with_feedback, sent, errors_of(chunks, numel, error_block), *rest)
+
+
+def test_feedback_keeps_the_signs_of_zeros() -> None:
+    values, errors = (zeros.repeat(32) for zeros in (torch.tensor([-0.0, 0.0, -0.0, 0.0]), torch.tensor([-0.0, 0.0])))
+    errors = errors.repeat(2)
+    values[0] = 1.0  # one block is not all zeros, the others are
+    there = copied((values, errors), DEVICE)
+    on_triton(quantize_with_feedback, *there, 1, 1, 8, 32, 0, BETA)
+    quantize_with_feedback(values, errors, 1, 1, 8, 32, 0, BETA)
+    assert torch.equal(there[1].cpu().view(torch.int32), errors.view(torch.int32))
+    assert errors.view(torch.int32).count_nonzero() > 0  # some are -0
+
+
+@pytest.mark.parametrize("error_block", ERROR_BLOCKS)
+def test_errors_that_decay_between_calls(error_block: int) -> None:
+    numel, rest = 1100, (1, 1, 4, 128, error_block, 0.0)
+    extent, codec = Extent(numel, (0,)), Int8(error_block) if error_block else None
+    ours, wanted = (HeldErrors.zeros(extent, codec, place) for place in (DEVICE, torch.device("cpu")))
+    for step, decay in enumerate((0.95, 0.3, 0.95)):
+        values = normal(numel, seed=step)
+        expected = quantize_with_feedback(values, wanted.state, *rest)
+        assert torch.equal(on_triton(quantize_with_feedback, values.to(DEVICE), ours.state, *rest).cpu(), expected)
+        assert torch.equal(ours.state.cpu(), wanted.state)
+        for errors in (ours, wanted):
+            errors.decay(decay)
+
+
+@over_each(shape=DELTAS, dtype=DTYPES)
+def test_deltas(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    *layouts, numel, chunks = shape
+    base, values = payload(numel, *layouts[:2], 2, chunks=chunks)[1].clone(), normal(chunks * numel, dtype)
+    values[numel // 3] = torch.inf
+    delta = check_triton(quantize_delta, values, base, *layouts)
+    assert delta is not None
+    check_triton(add_delta, base, delta, numel, *layouts)
+
+
+@over_each(shape=SHAPES, dtype=DTYPES)
+def test_rows_that_lie_apart(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    bits, block, numel, rows, cols = shape
+    out = torch.empty(rows * cols * numel, dtype=dtype)
+    check_triton(dequantize_rows, apart(payload(numel, bits, block, 2, chunks=rows * cols)[1]), out, bits, block)
+
+
+@over_each(shape=[(64, 64, 3), (64, 64 * 41, 1), (128, 4096, 1), (256, 256 * 17, 1), (4096, 4096, 2)], dtype=DTYPES)
+def test_rows_of_nf4(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    block, numel, chunks = shape
+    out = torch.empty(chunks * numel, dtype=dtype)
+    check_triton(dequantize_nf4_rows, apart(nf4_rows(numel, block, chunks)), out, block)
+
+
+@over_each(rest=False, case=TAKES_TAILS, numel=[33, 300, 0], tail=[4, 12])
+def test_no_kernel_reads_or_writes_tails(case: str, numel: int, tail: int) -> None:
+    op, make = CALLS[case]
+    rest = make(numel)
+    arguments = with_tails(op, rest, tail)
+    given, there = copied(arguments), copied(arguments, DEVICE)
+    coded, result = op(*rest), on_triton(op, *there)
+    for before, without, after in zip(given, rest, there, strict=False):
+        if isinstance(before, Tensor):
+            # Payloads are as they were, and the call without tails has written the rest, too.
+            expected = before if before.shape != without.shape else without
+            assert torch.equal(after.cpu().view(torch.uint8), expected.view(torch.uint8))
+    if coded is not None:
+        nbytes = coded.shape[-1]
+        assert result.shape == (CHUNKS, nbytes + 4 * tail)
+        assert torch.equal(result[:, :nbytes].cpu(), coded)
+        assert (result[:, nbytes:] == JUNK).all()
+
+
+def test_chunks_without_values() -> None:
+    nothing = torch.empty(0, device=DEVICE)
+    assert on_triton(quantize, nothing, 2, 3, 8, 256).shape == (6, 0)
+    sent = torch.empty(4, 6, 0, dtype=torch.uint8, device=DEVICE)
+    on_triton(dequantize_sum, sent, nothing, 2, 3, 8, 256, 1.0)
+    assert on_triton(dequantize_sum_quantize, sent, 0, 2, 3, 8, 256, 8, 256, 1.0).shape == (6, 0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 16 GiB of GPU memory")
+def test_offsets_past_32_bits() -> None:
+    chunks, numel = 3, 3 * 2**28 + 8
+    values = torch.empty(chunks * numel, dtype=torch.bfloat16, device=DEVICE)
+    last = normal(numel // 2**10, torch.bfloat16)
+    values.zero_()[-len(last) :] = last.to(DEVICE)
+    sent = quantize(values, 1, chunks, 8, 256)
+    out = torch.full_like(values, torch.nan)
+    dequantize(sent, out, chunks, 1, 8, 256)
+    assert not out[:-numel].any()
+    torch.testing.assert_close(out[-len(last) :].cpu(), last, rtol=0, atol=0.03)
+
+
+# ---- compiled
+
+MODULES: list[ModuleType] = [
+    getattr(triton_backend, name) for name in ("quantize_sum", "feedback", "delta", "rows", "nf4")
+]
+COMPILED: dict[str, str] = {}
+"""The names of kernels, by what tells apart those compiled from one function."""
+
+
+class Hopper:
+    """Driver that has as much as compiling takes."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only() -> None:
+    """Make launches from now on compile and do nothing else."""
+    run = JITFunction.run
+
+    def compile_and_stop(self: JITFunction[Any], *args: Any, warmup: bool, **kwargs: Any) -> None:
+        COMPILED[run(self, *args, warmup=True, **kwargs).hash] = self.__name__
+
+    driver.set_active(Hopper())
+    JITFunction.run = compile_and_stop
+
+
+def launch_each_op(tail: int) -> None:
+    """Launch the kernels of all ops, of rows that end in a tail."""
+    for op, case in CASE_OF.items():
+        arguments = CALLS[case][1](1001)
+        on_triton(op, *(with_tails(op, arguments, tail) if case in TAKES_TAILS else arguments))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="all tests compile where there is a GPU")
+def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
+    compiled, functions = (set(line.split()) for line in done.stdout.splitlines())
+    assert compiled == {name for name in functions if name.endswith("_kernel")}
+
+
+# ---- calls
+
+each_op = pytest.mark.parametrize("op", CASE_OF, ids=lambda op: op.__name__)
+
+
+def arguments(op: Any) -> tuple[Any, ...]:
+    arguments: tuple[Any, ...] = CALLS[CASE_OF[op]][1](64)
+    return arguments
+
+
+def values(dtype: torch.dtype = torch.float32) -> Tensor:
+    return normal(600, dtype)
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Note each call that is prepared, from none on; reaches into ops, since preparing shows in nothing but time."""
+    noted: list[str] = []
+    choose = _ops.backend_for
+
+    def note_and_choose(tensor: Tensor) -> ModuleType:
+        noted.append(str(tensor.device))
+        return choose(tensor)
+
+    monkeypatch.setattr(_ops, "backend_for", note_and_choose)
+    for op in CASE_OF:
+        monkeypatch.setattr(op, "_prepared", {})
+    return noted
+
+
+def result_of(op: Callable[..., Any], given: tuple[Any, ...]) -> list[Tensor]:
+    """Return what a call returns and writes."""
+    returned = op(*given)
+    return [each for each in (returned, *given) if isinstance(each, Tensor)]
+
+
+@each_op
+def test_a_second_call_checks_and_prepares_nothing(
+    op: Callable[..., Any], prepared: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = arguments(op)
+    prepared.clear()
+    first = result_of(op, copied(given))
+    assert len(prepared) == 1
+    for name in [name for name in vars(_ops) if name.startswith("check_") or name == "PayloadLayout"]:
+        monkeypatch.setattr(_ops, name, None)
+    second = result_of(op, copied(given))
+    in_torch = result_of(getattr(torch.ops.fsdp_zpp, op.__name__), copied(given))
+    assert len(prepared) == 1
+    for one, other, third in zip(first, second, in_torch, strict=True):
+        assert same(one, other)
+        assert same(one, third)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [dequantize_sum, dequantize_sum_quantize, quantize_with_feedback, dequantize_sum_quantize_with_feedback],
+    ids=lambda op: op.__name__,
+)
+def test_a_prepared_call_serves_other_values_and_factors(
+    op: Callable[..., Any], prepared: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    for factor in (1.0, 0.25):
+        given: Any = tuple(factor * each if isinstance(each, float) else each for each in arguments(op))
+        if given[0].is_floating_point():
+            given[0].mul_(factor)
+        calls.append((given, result_of(op, copied(given))))
+    monkeypatch.setattr(op, "_prepared", {})
+    monkeypatch.setattr(_ops, "backend_for", lambda tensor: prepared.append("triton") or triton_backend)
+    prepared.clear()
+    for given, expected in calls:
+        for one, other in zip(result_of(op, copied(given, DEVICE)), expected, strict=True):
+            assert same(one.cpu(), other)
+    assert len(prepared) == 1
+
+
+def test_what_differs_is_prepared_anew(prepared: list[str]) -> None:
+    unaligned = torch.frombuffer(bytearray(4 * 600 + 16), dtype=torch.float32, offset=4)[:600]
+    assert (unaligned.data_ptr() % 16, unaligned.storage_offset()) == (4, 0)
+    calls = [
+        (values(), 1, 2, 8, 64),
+        (values(torch.bfloat16), 1, 2, 8, 64),
+        (torch.zeros(900), 1, 2, 8, 64),
+        (torch.zeros(601)[1:], 1, 2, 8, 64),
+        (unaligned, 1, 2, 8, 64),
+        (torch.zeros(600, device="meta"), 1, 2, 8, 64),
+        (values(), 2, 1, 8, 64),
+        (values(), 1, 2, 4, 64),
+        (values(), 1, 2, 8, 32),
+    ]
+    for _ in range(2):
+        for call in calls:
+            quantize(*call)
+    assert len(prepared) == len(calls)
+    assert quantize(*calls[5]).is_meta
+
+
+def test_rows_at_other_distances_are_prepared_anew(prepared: list[str]) -> None:
+    rows, (expected, out) = quantize(values(), 1, 3, 8, 64), torch.empty(2, 3, 200)
+    dequantize(rows, expected.view(-1), 1, 3, 8, 64)
+    prepared.clear()
+    for each in (rows, apart(rows), rows.repeat(1, 3)[:, : rows.shape[1]]):
+        for _ in range(2):
+            dequantize_rows(each, out.zero_(), 8, 64)
+            assert torch.equal(out, expected)
+    assert len(prepared) == 3
+
+
+def test_arguments_may_be_named(prepared: list[str]) -> None:
+    expected = quantize(values(), 1, 2, 8, 64)
+    assert torch.equal(quantize(values(), 1, block=64, bits=8, cols=2), expected)
+    assert len(prepared) == 1
+    with pytest.raises(TypeError, match="bits"):
+        quantize(values(), 1, 2, 8, 64, bits=8)
+
+
+def test_ever_new_shapes_do_not_add_up(prepared: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_MAX_PREPARED", 3)
+    for numel in range(1, 20):
+        assert quantize(torch.ones(numel), 1, 1, 8, 32).shape == (1, PayloadLayout(8, 32).nbytes(numel))
+        assert len(quantize._prepared) <= 3
+
+
+def test_no_tensor_is_kept(prepared: list[str]) -> None:
+    kept = {op: [weakref.ref(each) for each in result_of(op, arguments(op))] for op in CASE_OF}
+    assert len(prepared) >= len(CASE_OF)
+    gc.collect()
+    assert not {op for op, tensors in kept.items() if any(each() is not None for each in tensors)}
+
+
+def test_parameters_and_gradients_go_through_torch(prepared: list[str]) -> None:
+    expected = quantize(values(), 1, 2, 8, 64)
+    for each in (torch.nn.Parameter(values()), torch.nn.Parameter(values(), requires_grad=False)):
+        assert torch.equal(quantize(each, 1, 2, 8, 64), expected)
+    assert len(prepared) == 1
+
+
+def test_compiled_code_calls_ops() -> None:
+    def there_and_back(tensor: Tensor) -> Tensor:
+        out = torch.empty_like(tensor)
+        dequantize(quantize(tensor * 2, 1, 2, 8, block=64), out, 2, 1, 8, 64)
+        return out
+
+    compiled = torch.compile(there_and_back, backend="aot_eager", fullgraph=True, dynamic=True)
+    for numel in (600, 400, 100):
+        tensor = normal(numel, torch.float32)
+        assert torch.equal(compiled(tensor), there_and_back(tensor))
+
+
+# ---- as torch sees them
+
+
+@over_each(rest=False, case=list(CALLS), numel=[300, 0])
+def test_opcheck(case: str, numel: int) -> None:
+    op, make = CALLS[case]
+    registered, given = getattr(torch.ops.fsdp_zpp, op.__name__).default, make(numel)
+    torch.library.opcheck(registered, given)
+    if case in TAKES_TAILS:
+        # Without the values of tails, which differ from call to call.
+        tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(registered, with_tails(op, given, 8), test_utils=tests)
+
+
+# ---- what they refuse
+
+ROWS_APART = apart(torch.zeros(3, PayloadLayout(8, 64).nbytes(300), dtype=torch.uint8))
+HELD = torch.zeros(2, PayloadLayout(8, 64).nbytes(300), dtype=torch.uint8)
+CHANGE = torch.zeros(2, PayloadLayout(4, 64).nbytes(300), dtype=torch.uint8)
+
+
+def bytes_(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.uint8)
+
+
+def quantizing(given: Tensor | None = None, rows: int = 2, cols: int = 3, bits: int = 8, tail: int = 0) -> Any:
+    return lambda: quantize(torch.zeros(60) if given is None else given, rows, cols, bits, 32, tail)
+
+
+def dequantizing(payload: Tensor, out: Tensor | None = None, tail: int = 0) -> Any:
+    return lambda: dequantize(payload, torch.zeros(60) if out is None else out, 2, 3, 8, 32, tail)
+
+
+def requantizing(payload: Tensor, numel: int = 10) -> Any:
+    return lambda: dequantize_sum_quantize(payload, numel, 2, 3, 8, 32, 4, 32, 1.0)
+
+
+def feeding_back(errors: Tensor, error_block: int) -> Any:
+    return lambda: quantize_with_feedback(torch.zeros(100), errors, 1, 1, 4, 64, error_block, 0.8)
+
+
+def decoding_rows(payload: Tensor, numel: int) -> Any:
+    return lambda: dequantize_rows(payload, torch.empty(numel), 8, 64)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (quantizing(torch.zeros(60).double()), TypeError, "values is torch.float64, but can be torch.bfloat16"),
+        (quantizing(torch.zeros(6, 10)), ValueError, r"values has shape \(6, 10\) .* must be flat"),
+        (quantizing(torch.zeros(120)[::2]), ValueError, r"strides \(2,\), but must be flat and contiguous"),
+        (lambda: quantize(values(), 1, 2, 8), TypeError, "block"),
+        (lambda: quantize(values(), 1, 2, 8, 64, 0, 1), TypeError, "arguments"),
+        (quantizing(torch.zeros(61)), ValueError, "61 values, which do not divide into 2 x 3 chunks"),
+        (quantizing(rows=0), ValueError, "rows is 0, but must be from 1 to 65535"),
+        (quantizing(bits=5), ValueError, "bits is 5"),
+        (quantizing(tail=6), ValueError, "tail is 6, but a row ends in a multiple of 4 fp32 values"),
+        (dequantizing(bytes_(6, 32).float()), TypeError, "payload is torch.float32, but must be torch.uint8"),
+        (dequantizing(bytes_(6, 48)), ValueError, r"payload has shape \(6, 48\), but 6 chunks .* make \(6, 32\)"),
+        (dequantizing(bytes_(6, 64)[:, :32]), ValueError, r"payload has strides \(64, 1\) .* be contiguous"),
+        (dequantizing(bytes_(200)[8:].view(6, 32)), ValueError, "starts at byte 8 .* multiple of 16"),
+        (dequantizing(bytes_(6, 48), tail=8), ValueError, r"bits 8, block 32 and tail 8 make \(6, 64\)"),
+        (dequantizing(bytes_(6, 32), torch.zeros(60).int()), TypeError, "out is torch.int32"),
+        (dequantizing(bytes_(6, 32), torch.zeros(60, device="meta")), ValueError, "is on cpu and out is on meta"),
+        (requantizing(bytes_(6, 32)), ValueError, r"but 6 chunks of 10 values .* make \(peers, 6, 32\)"),
+        (requantizing(bytes_(2, 6, 32), numel=-1), ValueError, "numel is -1"),
+        (feeding_back(torch.zeros(100, dtype=torch.bfloat16), 0), TypeError, "float32"),
+        (feeding_back(torch.zeros(99), 0), ValueError, r"\(100,\)"),
+        (feeding_back(bytes_(1, 100), 64), ValueError, "make"),
+        (lambda: quantize_delta(torch.zeros(600), HELD.float(), 8, 64, 4, 64), TypeError, r"must be torch\.uint8"),
+        (lambda: add_delta(HELD[0], CHANGE, 300, 8, 64, 4, 64), ValueError, "payload has shape"),
+        (lambda: add_delta(HELD, HELD, 300, 8, 64, 4, 64), ValueError, "2 chunks of 300 values with bits 4"),
+        (decoding_rows(ROWS_APART.float(), 900), TypeError, "must be torch.uint8"),
+        (decoding_rows(ROWS_APART[0], 900), ValueError, "two axes"),
+        (decoding_rows(ROWS_APART, 960), ValueError, "rows of 336 bytes"),
+        (decoding_rows(ROWS_APART.t().contiguous().t(), 900), ValueError, "rows must be contiguous"),
+        (decoding_rows(bytes_(3, 344)[:, 8:], 900), ValueError, "multiples of 16"),
+        (lambda: dequantize_nf4_rows(CHANGE, torch.empty(600), 64), ValueError, "whole blocks of 64"),
+    ],
+)
+def test_wrong_arguments_are_refused_and_named_every_time(
+    call: Callable[[], object], error: type[Exception], message: str
+) -> None:
+    for _ in range(2):
+        for right in (quantizing(), dequantizing(bytes_(6, 32)), requantizing(bytes_(2, 6, 32))):
+            right()
+        with pytest.raises(error, match=message):
+            call()
+
+
+# ---- launches
+
+
+class Kernel:
+    """A kernel of two tensors, a factor and two fixed arguments that notes how it is launched."""
+
+    arg_names = ("payload_ptr", "out_ptr", "factor", "numel", "BLOCK")
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., dict[tuple[int, int, int], Any]]:
+        def compile_and_launch(*args: Any, **options: Any) -> Any:
+            assert options == {"num_warps": 2, "maxnreg": 64, "enable_fp_fusion": False}
+            self.compiled.append(args)
+            return {grid: lambda *args: self.launched.append(args)}
+
+        return compile_and_launch
+
+
+def launch_of(kernel: Kernel) -> Launch:
+    return Launch(kernel, (3, 2, 1), Tiling(64, 2, 64), BLOCK=64, numel=10)
+
+
+def test_the_jit_is_asked_once() -> None:
+    kernel = Kernel()
+    launch = launch_of(kernel)
+    payload, out = torch.zeros(16, dtype=torch.uint8), torch.zeros(8)
+    for factor in (1, 0.5, 2.0):
+        launch(payload, out, factor)
+    ((words, first_out, factor, *fixed),) = kernel.compiled
+    assert (words.dtype, words.data_ptr()) == (torch.int32, payload.data_ptr())
+    assert first_out is out
+    assert (factor, type(factor)) == (1, float)
+    assert fixed == [10, 64]
+    assert kernel.launched == [(payload, out, factor, 10, 64) for factor in (0.5, 2.0)]
+
+
+def test_only_another_device_than_the_current_one_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, entered = Kernel(), []
+    launch, tensor = launch_of(kernel), torch.zeros(8)
+    launch(tensor, tensor, 0.5)
+    launch._device = 1  # that of the tensors, on a machine with two GPUs
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext(entered.append(index)))
+    for current in (0, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
+        launch(tensor, tensor, 0.5)
+        assert entered == [1]
+    assert len(kernel.launched) == 2
+
+
+# ---- how work is cut
+
+MAX_WARPS = 32  # of a program, on any GPU
+REGISTERS = 2**16  # of a multiprocessor, likewise
+layouts = st.builds(PayloadLayout, st.sampled_from([4, 8]), st.integers(5, 12).map(lambda power: 2**power))
+
+
+@settings(deadline=None, max_examples=30)
+@given(layouts, layouts, st.integers(1, 64))
+def test_a_tile_is_whole_blocks_and_whole_warps(one: PayloadLayout, other: PayloadLayout, peers: int) -> None:
+    of_values, of_codes = group(torch.bfloat16, one), 128 // one.bits
+    cut: list[tuple[Tiling, list[PayloadLayout], int]] = [
+        (quantize_tiling(one), [one], of_values),
+        (sum_tiling(peers, one), [one], of_values),
+        (sum_quantize_tiling(peers, one, other), [one, other], of_codes),
+        (feedback_tiling(one, other), [one, other], of_values),
+        (sum_feedback_tiling(one, other, None), [one, other], 16),
+        (sum_feedback_tiling(one, other, one), [one, other], 16),
+        (delta_tiling(one, other), [one, other], 16),
+    ]
+    for tiling, touched, grouped in cut:
+        assert 1 <= tiling.num_warps <= MAX_WARPS
+        threads = tiling.num_warps * 32
+        assert tiling.tile % threads == 0
+        assert all(tiling.tile % layout.block == 0 for layout in touched)
+        assert tiling.tile // threads >= grouped  # or threads would hold the same group
+        assert tiling.max_registers is None or threads * tiling.max_registers <= REGISTERS
+
+
+if __name__ == "__main__":
+    compile_only()
+    launch_each_op(tail=0)
+    first = len(COMPILED)
+    launch_each_op(tail=4)  # one unit, for which Triton would specialize
+    assert len(COMPILED) == first
+    print(*sorted(set(COMPILED.values())))
+    print(*sorted(name for module in MODULES for name, each in vars(module).items() if isinstance(each, JITFunction)))
