@@ -17,7 +17,10 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from harness.launch import launch
 from harness.pool import device_type
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
 from transformers import Trainer, TrainingArguments
+
+from fsdp_zpp.adapters.fsdp2._torch import groups_of, state_of
 
 STEPS = 4
 TOKENS = torch.arange(1, 13).view(1, -1)
@@ -62,6 +65,15 @@ def shard_trainer_by_own_fsdp(trainer: Trainer) -> None:
     """Make a trainer shard by accelerate's own FSDP2, which it does not choose on a CPU."""
     choose_own_fsdp(trainer.accelerator, fsdp2_plugin())
     trainer.is_fsdp_enabled = True
+
+
+def offloads(model: nn.Module) -> bool:
+    """Return whether all units of a model are offloaded: on a CPU, private names of torch's FSDP2 alone tell."""
+    units = [each for each in model.modules() if isinstance(each, FullyShardedDataParallel)]
+    groups = [group for each in model.modules() if isinstance(each, FSDPModule) for group in groups_of(state_of(each))]
+    of_units = {each.cpu_offload.offload_params for each in units}
+    (is_offloaded,) = of_units | {isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups}
+    return is_offloaded
 
 
 def make_trainer(folder: str, model: nn.Module, cls: type[Trainer] = Trainer, **options: Any) -> Trainer:

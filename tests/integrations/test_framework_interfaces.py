@@ -1,15 +1,13 @@
-"""What integrations need of frameworks: a version, and of LLaMA-Factory and ms-swift names, on stand-ins.
+"""The interfaces of frameworks that integrations need: a version, and names, on stand-ins where none is installed.
 
-The stand-ins have the names and signatures that were found in LLaMA-Factory 0.9.5 and 0.9.6.dev0 and in ms-swift
-4.6.0. Where a framework is installed, its own are compared with them.
+The stand-ins have the names and signatures that were found in Axolotl 0.19, LLaMA-Factory 0.9.5 and ms-swift 4.6.0.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.metadata
-import importlib.util
-import inspect
 import json
 import subprocess
 import sys
@@ -117,6 +115,13 @@ MS_SWIFT = {
     """,
     "ms_swift-4.6.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: ms_swift\nVersion: 4.6.0\n",
 }
+AXOLOTL = {
+    "axolotl/__init__.py": "",
+    "axolotl/integrations/__init__.py": "",
+    "axolotl/integrations/base.py": "class BasePlugin: ...",
+    "axolotl/loaders.py": "class ModelLoader: ...",
+    "axolotl-0.19.dist-info/METADATA": "Metadata-Version: 2.1\nName: axolotl\nVersion: 0.19\n",
+}
 SFT = {"stage": "sft", "fsdp_zpp": {"preset": "mixzpp", "gpus_per_node": 2}}
 ALL_SET = {"fsdp": False, "fsdp_config": {"state_dict_type": "FULL_STATE_DICT", "cpu_offload": True}}
 CONFLICTS: list[tuple[dict[str, Any], str]] = [
@@ -132,6 +137,67 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ({"pissa_convert": True}, "convert them after the training"),
     ({"stage": "ppo"}, "stage: 'ppo' can't be combined with fsdp_zpp: it has not been tried"),
 ]
+
+
+PACKED = {"load_in_4bit": True, "fsdp_zpp": "zeropp"}
+AXOLOTLS_CONFLICTS: list[tuple[dict[str, Any], str]] = [
+    ({"fsdp_zpp": None}, "fsdp_zpp: give the plugin a strategy, such as fsdp_zpp: zeropp"),
+    ({"fsdp_zpp": "zerop"}, "fsdp_zpp: preset: 'zerop' is not known; allowed are zeropp"),
+    ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "a strategy is for torch's FSDP"),
+    ({"fsdp": ["full_shard"]}, "axolotl has deprecated it"),
+    ({"fsdp_version": 1}, "a strategy needs FSDP2"),
+    ({"fsdp_config": {"offload_params": True}}, "fsdp_config.offload_params: True can't be combined with fsdp_zpp"),
+    ({"fsdp_config": {"final_state_dict_type": "SHARDED_STATE_DICT"}}, "fsdp_config.final_state_dict_type: "),
+    ({"adapter": "lora", "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}, "of the adapters alone"),
+    ({"dp_replicate_size": 2}, "fsdp_zpp: {levels: III, gpus_per_node"),
+    ({"dp_shard_size": 2}, "set levels and gpus_per_node"),
+    (PACKED, "fsdp_zpp: {frozen: as stored}"),
+    ({"torch_compile": True}, "torch_compile: True can't be combined with fsdp_zpp"),
+    ({"optimizer": "muon"}, "such as adamw_torch_fused"),
+    ({"unfrozen_parameters": ["^lm_head.weight$[:64]"]}, "name whole parameters"),
+    ({"lora_o_kernel": True}, "frozen= is there to avoid"),
+]
+
+
+def test_axolotl_is_told_of_fsdp2_in_several_processes_and_conflicts_are_named(tmp_path: Path) -> None:
+    code = f"""
+        import os
+        from fsdp_zpp.integrations.axolotl import StrategyArgs, StrategyPlugin, check_configuration
+
+        def registered(world, **config):
+            os.environ["WORLD_SIZE"] = str(world)
+            StrategyPlugin().register(config)
+            return config
+
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        print(registered(4, fsdp_zpp="zeropp", fsdp_config={{"activation_checkpointing": True}}))
+        print(registered(1, fsdp_zpp="mixzpp"))
+        check_configuration({PACKED | {"fsdp_zpp": {"preset": "zeropp", "frozen": "as stored"}}!r})
+        plugin = "fsdp_zpp.integrations.axolotl.StrategyPlugin"
+        for options in {[options for options, _ in AXOLOTLS_CONFLICTS]!r}:
+            try:
+                StrategyArgs(fsdp_zpp=options.get("fsdp_zpp", "mixzpp"))
+                check_configuration({{"fsdp_zpp": "mixzpp", "plugins": [plugin]}} | options)
+            except ValueError as error:
+                print(*str(error).splitlines())
+        print(StrategyPlugin().get_input_args())
+    """
+    several, one, *conflicts, arguments = run(tmp_path, AXOLOTL, code)
+    assert ast.literal_eval(several) == {
+        "fsdp_zpp": "zeropp",
+        "fsdp_config": {
+            "state_dict_type": "SHARDED_STATE_DICT",
+            "final_state_dict_type": "FULL_STATE_DICT",
+            "activation_checkpointing": True,
+        },
+        "fsdp_version": 2,
+        "experimental_skip_move_to_device": True,
+    }
+    kernels = [f"lora_{name}_kernel" for name in ("mlp", "qkv", "o", "embedding")]
+    assert ast.literal_eval(one) == {"fsdp_zpp": "mixzpp"} | dict.fromkeys(kernels, False)
+    for line, (_, message) in zip(conflicts, AXOLOTLS_CONFLICTS, strict=True):
+        assert message in line
+    assert arguments == "fsdp_zpp.integrations.axolotl.StrategyArgs"
 
 
 def run(folder: Path, files: dict[str, str], code: str) -> list[str]:
@@ -189,72 +255,42 @@ def test_llama_factorys_trainers_have_the_strategy_of_the_key_or_its_conflicts_a
     assert "USE_MCA: '1' can't be combined with fsdp_zpp: it replaces the" in of_variable
 
 
-def test_ms_swifts_trainers_have_the_strategy(tmp_path: Path) -> None:
-    code = """
+MS_SWIFTS_CONFLICTS: list[tuple[dict[str, Any], str]] = [
+    ({"deepspeed": "zero3"}, "deepspeed: 'zero3' can't be combined with fsdp_zpp: a strategy is for torch's FSDP"),
+    ({"quant_method": "bnb"}, "use Strategy.mixzpp(frozen=NF4())"),
+    ({"use_swift_lora": True}, "PEFT's adapters alone"),
+    ({"use_ray": True}, "NPROC_PER_NODE"),
+    ({"tuner_backend": "unsloth"}, "one process"),
+    ({"sequence_parallel_size": 2}, "has not been tried"),
+    ({"optimizer": "muon"}, "whole matrices"),
+    ({"rlhf_type": "grpo"}, "rlhf_type: 'grpo' can't be combined with fsdp_zpp: it has not been tried"),
+]
+
+
+def test_ms_swifts_trainers_have_the_strategy_or_its_conflicts_are_named(tmp_path: Path) -> None:
+    code = f"""
         from types import SimpleNamespace
         from swift.trainers import TrainerFactory
         from fsdp_zpp import Strategy
         from fsdp_zpp.integrations.ms_swift import use_strategy
 
+        def trainer(**options):
+            args = dict(tuner_backend="peft", sequence_parallel_size=1, optimizer=None, task_type="causal_lm")
+            return TrainerFactory.get_trainer_cls(SimpleNamespace(**args | options))
+
         use_strategy(Strategy.mixzpp(gpus_per_node=2))
-        args = dict(tuner_backend="peft", sequence_parallel_size=1, optimizer=None, task_type="causal_lm")
-        print(TrainerFactory.get_trainer_cls(SimpleNamespace(**args)).strategy)
-        for wrong in (Strategy.zeropp(), "zeropp"):
+        print(trainer().strategy)
+        calls = [(use_strategy, (Strategy.zeropp(),), {{}}), (use_strategy, ("zeropp",), {{}})]
+        calls += [(trainer, (), options) for options in {[options for options, _ in MS_SWIFTS_CONFLICTS]!r}]
+        for function, arguments, options in calls:
             try:
-                use_strategy(wrong)
+                function(*arguments, **options)
             except (TypeError, ValueError) as error:
                 print(error)
     """
-    lines = run(tmp_path, MS_SWIFT, code)
-    assert lines[0] == str(Strategy.mixzpp(gpus_per_node=2))
-    assert lines[1].startswith("ms-swift's trainers have a strategy already, ")
-    assert lines[2].startswith("strategy must be a Strategy such as Strategy.zeropp(), got 'zeropp'")
-
-
-def parameters(function: Any) -> list[str]:
-    return list(inspect.signature(function).parameters)
-
-
-def test_llama_factory_is_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DISABLE_VERSION_CHECK", "1")
-    pytest.importorskip("llamafactory")
-    from llamafactory.extras.misc import is_env_enabled
-    from llamafactory.hparams import read_args
-    from llamafactory.train import tuner
-
-    from fsdp_zpp.integrations.llama_factory import TRAINERS
-
-    assert parameters(tuner.run_exp) == ["args", "callbacks"]
-    assert parameters(read_args) == ["args"]
-    assert parameters(is_env_enabled) == ["env_var", "default"]
-    for stage, name in TRAINERS.items():
-        assert hasattr(importlib.import_module(f"llamafactory.train.{stage}.trainer"), name)
-        importlib.import_module(f"llamafactory.train.{stage}.workflow")
-
-
-def test_v1s_registry_is_as_recorded() -> None:
-    of_v1 = "llamafactory.v1.plugins.trainer_plugins.distributed"
-    interface = pytest.importorskip(f"{of_v1}.interface")
-    engine = importlib.import_module(f"{of_v1}.fsdp2").FSDP2Engine
-    from fsdp_zpp.integrations._llama_factory_v1 import distributed_by
-
-    registered = distributed_by(Strategy.zeropp())
-    methods = {
-        "shard_model": ["model", "dist_config", "kwargs"],
-        "save_model": ["model", "output_dir", "processor"],
-        "save_checkpoint": ["model", "optimizer", "ckpt_dir", "kwargs"],
-        "load_checkpoint": ["model", "optimizer", "ckpt_dir", "kwargs"],
-    }
-    for name, expected in methods.items():
-        assert parameters(getattr(interface.FSDP2Distributed, name)) == expected
-        assert len(parameters(getattr(registered, name))) == len(expected)
-    assert parameters(interface.DistributedPlugin("fsdp2").register) == []
-    assert parameters(engine.__init__)[1:] == ["dist_config", "bf16"]
-    assert parameters(engine.prepare_model)[1:] == ["model", "ignored_params"]
-    assert parameters(engine.is_lora_module_wrap)[1:] == ["model"]
-
-
-def test_ms_swift_is_as_recorded() -> None:
-    factory = pytest.importorskip("swift.trainers").TrainerFactory
-    assert parameters(factory.get_trainer_cls) == ["args"]
-    assert {"causal_lm", "dpo"} <= set(factory.TRAINER_MAPPING)
+    own, again, wrong, *conflicts = run(tmp_path, MS_SWIFT, code)
+    assert own == str(Strategy.mixzpp(gpus_per_node=2))
+    assert again.startswith("ms-swift's trainers have a strategy already, ")
+    assert wrong.startswith("strategy must be a Strategy such as Strategy.zeropp(), got 'zeropp'")
+    for line, (_, message) in zip(conflicts, MS_SWIFTS_CONFLICTS, strict=True):
+        assert message in line

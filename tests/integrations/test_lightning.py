@@ -28,6 +28,7 @@ from harness.launch import ROOT, launch
 from harness.messages import Refusal, Reply, assert_refused, attempt, collected
 from harness.offload import without_pinning
 from harness.pool import Pool, device_type, outnumber_gpus
+from hugging_face import offloads
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -59,9 +60,7 @@ BATCHES = 1000
 """More than any run takes: it ends by its number of steps, in the middle of an epoch."""
 
 over_ways = pytest.mark.parametrize("way", WAYS, ids=str)
-over_diagonal = pytest.mark.parametrize(
-    "way", [way if way in DIAGONAL else pytest.param(way, marks=pytest.mark.wide) for way in WAYS], ids=str
-)
+over_diagonal = pytest.mark.parametrize("way", DIAGONAL, ids=str)
 
 
 class StockTrainerFsdp(trainer_strategies.FSDPStrategy):
@@ -101,6 +100,7 @@ class Outcome:
     sent: list[dict[Any, Any]] = field(default_factory=list)
     validation: list[float] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    is_offloaded: bool = False
 
 
 class Batches:
@@ -170,9 +170,10 @@ def shard_net(net: nn.Module, strategy: Strategy | None, mesh: DeviceMesh | None
 
 
 def note_traffic(run: Run, outcome: Outcome, model: nn.Module) -> None:
-    """Note what ``model`` has sent so far."""
+    """Note what ``model`` has sent so far, and whether it is offloaded."""
     if run.strategy is not STOCK:
         outcome.sent.append(traffic(model))
+    outcome.is_offloaded = offloads(model)
 
 
 def strategy_of(run: Run) -> Any:
@@ -331,24 +332,6 @@ def test_trains_and_evaluates_as_lightnings_own(outcomes: Outcomes, way: Way) ->
 
 
 @over_diagonal
-def test_accumulation_sends_as_much_between_nodes_as_one_micro_batch(outcomes: Outcomes, way: Way) -> None:
-    several = outcomes(Run(way, EXACT, steps=2, micro_batches=3))
-    one = outcomes(Run(way, EXACT, steps=2, micro_batches=1))
-    for own, other in zip(several, one, strict=True):
-        for step in range(2):
-            _, second, third, _ = own.sent[step * 3 :][:4]
-            assert second["gather"]["inter"] == third["gather"]["inter"]
-        for kind in ("gather", "reduce"):
-            assert own.sent[-1][kind]["inter"] == other.sent[-1][kind]["inter"] > 0
-
-
-def test_lightnings_own_fsdp1_gives_the_same_losses(outcomes: Outcomes, saved: Saves) -> None:
-    by_strategy = outcomes(Run(TRAINER_FSDP1, EXACT, validate=True))
-    for own, other in zip(by_strategy, saved(Run(TRAINER_FSDP1, STOCK)).outcomes, strict=True):
-        assert own.losses == pytest.approx(other.losses, rel=ROUNDING)
-
-
-@over_diagonal
 def test_zeropp_is_within_a_percent_of_full_shard(outcomes: Outcomes, way: Way) -> None:
     by_strategy = outcomes(Run(way, Strategy.zeropp(gpus_per_node=2)))
     stock = outcomes(Run(replace(way, fsdp="fsdp2"), STOCK, validate=True))
@@ -358,6 +341,7 @@ def test_zeropp_is_within_a_percent_of_full_shard(outcomes: Outcomes, way: Way) 
 
 
 @over_each(
+    rest=False,
     way=WAYS,
     kept={"sharded": (STATEFUL, False), "full": (STATEFUL, True), "local steps": (LOCAL, False)},
 )
@@ -370,17 +354,16 @@ def test_resumes_bit_for_bit(outcomes: Outcomes, saved: Saves, way: Way, kept: t
         assert own.warnings == []
 
 
-@over_each(framework=["trainer", "fabric"], fsdp=["fsdp1", "fsdp2"])
-def test_offloaded_parameters_train_and_resume_as_others(
-    outcomes: Outcomes, saved: Saves, framework: str, fsdp: str
-) -> None:
-    way = Way(framework, fsdp)
+@over_diagonal
+def test_offloaded_parameters_train_and_resume_as_others(outcomes: Outcomes, saved: Saves, way: Way) -> None:
     # Lightning clips by torch's function for FSDP2, whose sums of CPU gradients NCCL doesn't take.
     clip = None if device_type() == "cuda" and way.fsdp == "fsdp2" else 0.5
     kept = saved(stateful(way, clip=clip)).outcomes
     whole = saved(stateful(way, clip=clip, offload=True))
     rest = outcomes(replace(whole.run, save_to=None, resume=whole.checkpoint))
     for own, other, resumed in zip(whole.outcomes, kept, rest, strict=True):
+        assert own.is_offloaded
+        assert not other.is_offloaded
         assert own.losses == pytest.approx(other.losses, rel=0 if device_type() == "cpu" else 1e-3)
         assert resumed.losses == own.losses[2:]
         assert resumed.warnings == []
@@ -399,16 +382,35 @@ def test_starts_over_with_a_warning_without_codec_state(
         assert any("errors start from zero" in warning for warning in own.warnings) == (rank == 0)
 
 
-def test_a_strategy_without_codec_state_goes_on_from_lightnings_own_checkpoint(
+def test_losses_are_those_of_lightnings_own_fsdp1_and_go_on_from_its_checkpoint(
     outcomes: Outcomes, saved: Saves
 ) -> None:
     whole = saved(Run(TRAINER_FSDP1, STOCK))
-    zeropp = Strategy.zeropp(gpus_per_node=2)
-    rest = outcomes(replace(whole.run, strategy=zeropp, save_to=None, resume=whole.checkpoint))
+    by_strategy = outcomes(Run(TRAINER_FSDP1, EXACT, validate=True))
+    rest = outcomes(
+        replace(whole.run, strategy=Strategy.zeropp(gpus_per_node=2), save_to=None, resume=whole.checkpoint)
+    )
     assert not (whole.checkpoint / "codecs").exists()
-    for own, other in zip(rest, whole.outcomes, strict=True):
-        assert own.losses == pytest.approx(other.losses[4:], rel=1e-2)
-        assert own.warnings == []
+    for stock, own, resumed in zip(whole.outcomes, by_strategy, rest, strict=True):
+        assert own.losses == pytest.approx(stock.losses, rel=ROUNDING)
+        assert resumed.losses == pytest.approx(stock.losses[4:], rel=1e-2)
+        assert resumed.warnings == []
+
+
+def resumed_from_a_cut_off_save(run: Run) -> str:
+    """In a worker: what is said to a checkpoint whose save was cut off."""
+    with pytest.raises(ValueError, match="was cut off") as error:
+        perform(run)
+    return str(error.value)
+
+
+@over_diagonal
+def test_a_checkpoint_whose_save_was_cut_off_is_refused(pool: Pools, saved: Saves, tmp_path: Path, way: Way) -> None:
+    whole = saved(stateful(way))
+    shutil.copytree(whole.checkpoint, checkpoint := tmp_path / "step=2.ckpt")
+    (checkpoint / "save_was_cut_off").touch()
+    for error in pool(4).run(resumed_from_a_cut_off_save, replace(whole.run, save_to=None, resume=checkpoint)):
+        assert error.startswith(f"the last save of {checkpoint} was cut off")
 
 
 def saved_by_callbacks(run: Run, weights: Path) -> None:
@@ -424,19 +426,16 @@ def saved_by_callbacks(run: Run, weights: Path) -> None:
         train_by_trainer(replace(run, steps=2), Outcome(), *savings)
 
 
-@pytest.mark.parametrize("full", [pytest.param(False, marks=pytest.mark.wide), True], ids=["sharded", "full"])
 def test_codec_state_goes_with_its_checkpoint_alone(
-    pool: Pools, outcomes: Outcomes, saved: Saves, tmp_path: Path, full: bool
+    pool: Pools, outcomes: Outcomes, saved: Saves, tmp_path: Path
 ) -> None:
-    run = replace(stateful(TRAINER_FSDP2), full=full, save_to=tmp_path / "all")
+    run = replace(stateful(TRAINER_FSDP2, full=True), save_to=tmp_path / "all")
     pool(4).run(saved_by_callbacks, run, tmp_path / "weights")
     # The first checkpoint was removed, and its codec state with it.
-    beside = {"step=2.ckpt.codecs"} if full else set()
-    assert {path.name for path in (tmp_path / "all").iterdir()} == {"last.ckpt", "step=2.ckpt"} | beside
+    assert {path.name for path in (tmp_path / "all").iterdir()} == {"last.ckpt", "step=2.ckpt", "step=2.ckpt.codecs"}
     assert {path.name for path in (tmp_path / "weights").iterdir()} == {"step=2.ckpt"}
-    assert not (tmp_path / "weights" / "step=2.ckpt" / "codecs").exists()
     rest = outcomes(replace(run, save_to=None, resume=tmp_path / "all" / "last.ckpt"))
-    whole = saved(stateful(TRAINER_FSDP2, full=full)).outcomes
+    whole = saved(stateful(TRAINER_FSDP2, full=True)).outcomes
     assert [own.losses for own in rest] == [other.losses[2:] for other in whole]
 
 
@@ -474,16 +473,15 @@ class Kept(MonitorCallback):
             self.logged.append({name: float(figure) for name, figure in trainer.callback_metrics.items()})
 
 
-def monitored(way: Way) -> list[dict[str, float]]:
+def monitored() -> list[dict[str, float]]:
     """In a worker: what is logged after each step of two micro-batches."""
     with environment():
-        train_by_trainer(Run(way, Strategy("GGG", gpus_per_node=2)), Outcome(), kept := Kept())
+        train_by_trainer(Run(TRAINER_FSDP2, Strategy("GGG", gpus_per_node=2)), Outcome(), kept := Kept())
     return kept.logged
 
 
-@pytest.mark.parametrize("way", [pytest.param(TRAINER_FSDP1, marks=pytest.mark.wide), TRAINER_FSDP2], ids=str)
-def test_a_monitor_logs_each_step(pool: Pools, way: Way) -> None:
-    for steps in pool(4).run(monitored, way):
+def test_a_monitor_logs_each_step(pool: Pools) -> None:
+    for steps in pool(4).run(monitored):
         numbers = [figures.get("fsdp_zpp/step", 0) for figures in steps]
         if device_type() == "cpu":
             assert numbers == [1, 2, 3]
@@ -503,15 +501,6 @@ def _set_up(kind: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
         fabric = Fabric(accelerator=ACCELERATOR, **ranks(), strategy=kind(*arguments, **keywords))
         fabric.launch()
         fabric.setup_module(models.make_net())
-
-
-def _data_for_some_ranks_of_a_trainer() -> None:
-    strategy = our_trainer.ModelParallelStrategy(**TWO_DIMENSIONS)
-    with environment():
-        trainer = Trainer(accelerator=ACCELERATOR, **ranks(), strategy=strategy, logger=False, barebones=True)
-        module = Module(Run(TRAINER_FSDP2, ZEROPP), Outcome())
-        shard_net(module.net, ZEROPP, None)
-        trainer.fit(module, Batches(1))
 
 
 def _codec_state_in_state() -> None:
@@ -558,7 +547,6 @@ REFUSED: dict[str, Refusal] = {
         ValueError,
         'mesh=device_mesh["data_par',
     ),
-    "data for some ranks of a Trainer": (_data_for_some_ranks_of_a_trainer, ValueError, 'mesh=device_mesh["data_par'),
     "codec state in Fabric's state": (_codec_state_in_state, TypeError, "leave it out"),
 }
 
@@ -603,10 +591,10 @@ def train_beside_tensor_parallelism(strategy: Strategy | None) -> list[float]:
         return losses
 
 
-@pytest.mark.parametrize("levels", [pytest.param("GGG", marks=pytest.mark.wide), "III"])
-def test_works_beside_tensor_parallelism(pool: Pools, levels: str) -> None:
-    stock = pool(4).once(train_beside_tensor_parallelism, STOCK)
-    by_strategy = pool(4).run(train_beside_tensor_parallelism, Strategy(levels, gpus_per_node=1))
+def test_works_beside_tensor_parallelism(pool: Pools) -> None:
+    stock, by_strategy = (
+        pool(4).run(train_beside_tensor_parallelism, each) for each in (STOCK, Strategy("III", gpus_per_node=1))
+    )
     assert by_strategy == [pytest.approx(losses, rel=ROUNDING) for losses in stock]
 
 
@@ -648,7 +636,7 @@ def test_example_resumes_in_new_processes(pool: Pools, tmp_path: Path) -> None:
     assert rest.returncode == 0, rest.stdout + rest.stderr
     assert half + losses(rest.stdout) == whole
     assert len(whole) == 8
-    assert run_here("--steps", "4", "--fsdp2") == pytest.approx(whole, rel=1e-2)
+    assert run_here("--steps", "1", "--fsdp2") == pytest.approx(whole[:2], rel=1e-2)
     sent = dict(re.findall(r"'(gather|reduce)': {'inter': (\d+)", rest.stdout))
     assert int(sent["gather"]) > 0
     assert int(sent["reduce"]) > 0
