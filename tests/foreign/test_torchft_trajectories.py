@@ -11,16 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from harness.adapter import Adapter
-from harness.covering import ADAPTERS, over_pairs
+from harness.covering import ADAPTERS, over_each
 from harness.pool import Pool
 from torch import Tensor, nn
 
 from fsdp_zpp import LocalSteps, Strategy, agreed_weights
-
-pytestmark = pytest.mark.slow
 
 OWN = [1.0 - 2 * step for step in range(16)]
 """Where a weight goes that takes over nothing."""
@@ -61,12 +58,6 @@ TRAJECTORIES = {
             [1, -1, -3, -5, -7, -9, -17, -19, -21, -23, -25, -27, -32, -34, -36, -38],
         ),
         {0: (1, 1), 3: (-11, 1), 6: (-11, -23), 9: (-29, -23), 12: (-29, -35)},
-    ),
-    "none of them": Trajectory(
-        0,
-        1.0,
-        (OWN, OWN),
-        {0: (1, 1), 3: (-11, 1), 6: (-11, -23), 9: (-23, -23), 12: (-23, -23)},
     ),
     "all of them, a step late": Trajectory(
         1,
@@ -135,7 +126,7 @@ def replayed(adapter: Adapter, trajectory: Trajectory) -> tuple[list[list[float]
     return [layer.seen[trajectory.delay :] for layer in layers], agreed
 
 
-@over_pairs(adapter=ADAPTERS, trajectory=TRAJECTORIES)
+@over_each(rest=False, adapter=ADAPTERS, trajectory=TRAJECTORIES)
 def test_trajectories_of_torchft(pool: Callable[[int], Pool], adapter: Adapter, trajectory: Trajectory) -> None:
     for layers, agreed in pool(2).run(replayed, adapter, trajectory):
         assert layers == [list(each) for each in trajectory.layers]

@@ -49,33 +49,27 @@ def backward(model: Any, alone: bool) -> dict[str, Tensor]:
 
 def computes(adapter: Adapter, kind: str) -> None:
     """In a worker: logits are the oracle's, bit for bit, wherever the base is and however it is quantized."""
-    for scopes, codec, experts in (
-        ("IGG", CODEC, "grouped_mm"),
-        ("GGG", Int4(32), "batched_mm"),
-        ("NNN", NF4(64), "eager"),
-        ("IIG", Int8(256), "eager"),
-    ):
+    for scopes, codec, experts in (("IGG", NF4(64), "eager"), ("GGG", Int4(32), "batched_mm")):
         model = moe.make_base(kind, experts=experts).requires_grad_(False)
         model.lm_head.requires_grad_(True)
         oracle = moe.rounded_base(codec, kind, experts=experts)
         oracle.lm_head = moe.make_base(kind).lm_head
         model = moe.shard(adapter, model, Strategy(scopes, frozen=codec, gpus_per_node=2))
-        for _ in range(2):
-            assert torch.equal(llama.logits_of(model), llama.logits_of(oracle)), scopes
+        assert torch.equal(llama.logits_of(model), llama.logits_of(oracle)), scopes
 
 
-@over_each(adapter=ADAPTERS, kind=moe.KINDS)
+@over_each(rest=False, adapter=ADAPTERS, kind=moe.KINDS)
 def test_forward_equals_the_dequantized_model(pool: Callable[[int], Pool], adapter: Adapter, kind: str) -> None:
     pool(4).run(computes, adapter, kind)
 
 
-def adapted(adapter: Adapter, kind: str, experts: bool, quantized_first: bool) -> None:
+def adapted(adapter: Adapter, kind: str, quantized_first: bool) -> None:
     """In a worker: with an adapter logits, greedy tokens and gradients are the oracle's."""
     base = moe.make_base(kind)
     if quantized_first:
         quantize_frozen_params(base.requires_grad_(False), CODEC, gpus_per_node=2)
-    model = moe.shard(adapter, moe.adapt(base, experts), MIXZPP)
-    alone = moe.adapt(moe.rounded_base(CODEC, kind), experts)
+    model = moe.shard(adapter, moe.adapt(base), MIXZPP)
+    alone = moe.adapt(moe.rounded_base(CODEC, kind))
     assert torch.equal(llama.logits_of(model), llama.logits_of(alone))
     tokens = llama.greedy_tokens(model, 8)
     assert tokens == llama.greedy_tokens(alone, 8)
@@ -85,16 +79,15 @@ def adapted(adapter: Adapter, kind: str, experts: bool, quantized_first: bool) -
 
 
 @over_each(
+    rest=False,
     adapter=ADAPTERS,
     case={
-        "attention": ("qwen3", False, True),
-        "adapters first": ("qwen3", True, False),
-        "quantized first": ("qwen3", True, True),
-        "deepseek": ("deepseek", True, True),
+        "adapters first": ("qwen3", False),
+        "quantized first": ("deepseek", True),
     },
 )
 def test_adapters_generate_and_get_gradients_as_on_the_dequantized_model(
-    pool: Callable[[int], Pool], adapter: Adapter, case: tuple[str, bool, bool]
+    pool: Callable[[int], Pool], adapter: Adapter, case: tuple[str, bool]
 ) -> None:
     pool(4).run(adapted, adapter, *case)
 
@@ -143,7 +136,7 @@ def loaded(adapter: Adapter, kind: str, path: str) -> list[Tensor]:
     return [llama.logits_of(model), llama.logits_of(alone)]
 
 
-@over_each(adapter=ADAPTERS, kind=moe.KINDS)
+@over_each(rest=False, adapter=ADAPTERS, kind=moe.KINDS)
 def test_a_saved_base_and_adapter_load_at_another_world_size(
     pool: Callable[[int], Pool], adapter: Adapter, kind: str, tmp_path: Path
 ) -> None:

@@ -27,7 +27,7 @@ from fsdp_zpp.frozen.stored.awq import Awq
 from fsdp_zpp.frozen.stored.bitsandbytes import FourBit, Int8Rows
 from fsdp_zpp.frozen.stored.detect import find_stored
 from fsdp_zpp.frozen.stored.format import stored_in
-from fsdp_zpp.frozen.stored.fp8 import Fp8, block_of
+from fsdp_zpp.frozen.stored.fp8 import Fp8
 from fsdp_zpp.frozen.stored.gptq import Gptq
 from fsdp_zpp.frozen.stored.mxfp4 import Mxfp4
 from fsdp_zpp.frozen.stored.nvfp4 import Nvfp4
@@ -52,15 +52,6 @@ COMPRESSED = {"quant_method": "compressed-tensors"}
 def same(one: Tensor, other: Tensor) -> bool:
     """Whether both are equal bit for bit, dtype and all."""
     return one.dtype == other.dtype and torch.equal(one, other)
-
-
-def test_compressed_tensors_reads_the_same_nvfp4() -> None:
-    from compressed_tensors.quantization.quant_scheme import NVFP4A16
-
-    parts, values = by_hand.nvfp4(48, 128)
-    scheme = QuantizationScheme(targets=["Linear"], **NVFP4A16)
-    read = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized").decompress(parts, scheme)
-    assert same(read["weight"], values.bfloat16())
 
 
 # ---- formats
@@ -288,53 +279,6 @@ def test_integers_are_read_as_compressed_tensors_reads_them(
     assert equal(ours.bfloat16(), read_by_owner(parts, scheme, f"{format}-quantized"))
 
 
-@PROPERTY
-@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from([1, 3, 16]), st.integers(1, 33), st.booleans())
-def test_fp8_is_read_as_transformers_reads_it(down: int, across: int, height: int, width: int, e8m0: bool) -> None:
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-
-    # It divides shapes, so that no block may end within a weight.
-    codes = random_bytes(down * height, across * width, seed=height).view(torch.float8_e4m3fn)
-    scales = random_bytes(down, across, seed=width).clamp(60, 190) if e8m0 else random_scales(down, across, seed=width)
-    config = {"quant_method": "fp8", "weight_block_size": [height, width], "scale_fmt": "ue8m0" if e8m0 else "float"}
-    theirs = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
-    assert equal(read({"a.weight": codes, "a.weight_scale_inv": scales}, config), theirs)
-
-
-@PROPERTY
-@given(st.integers(1, 3), st.integers(1, 40), st.integers(1, 3), st.integers(0, 99))
-def test_mxfp4_is_read_as_transformers_reads_it_but_for_nan(experts: int, out: int, groups: int, seed: int) -> None:
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    blocks, scales = random_bytes(experts, out, groups, 16, seed=seed), random_bytes(experts, out, groups, seed=seed)
-    ours = read({"e_blocks": blocks, "e_scales": scales}, {"quant_method": "mxfp4"})
-    nan = (scales == 255).repeat_interleave(32, dim=-1).mT
-    assert torch.equal(ours.isnan(), nan)
-    assert torch.equal(ours[~nan], convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)[~nan])
-
-
-@PROPERTY
-@given(st.integers(1, 24), st.integers(1, 24), st.integers(1, 24), st.integers(1, 24), st.booleans())
-def test_blocks_that_nothing_states_are_read_only_if_there_are_no_others(
-    rows: int, columns: int, height: int, width: int, stack: bool
-) -> None:
-    lead = (3,) if stack else ()
-    grid = -(-rows // height), -(-columns // width)
-    every = [(h, w) for h in range(1, rows + 1) for w in range(1, columns + 1)]
-    possible = [(h, w) for h, w in every if (-(-rows // h), -(-columns // w)) == grid]
-    shapes = torch.Size((*lead, rows, columns)), (*lead, *grid)
-    if (grid[0] > 1 and len({h for h, _ in possible}) > 1) or (grid[1] > 1 and len({w for _, w in possible}) > 1):
-        with pytest.raises(ValueError, match=r"nothing says which values share one of the scales of a_scale"):
-            block_of(*shapes, None, "a_scale")
-    else:
-        block = block_of(*shapes, None, "a_scale")
-        alike = [
-            min(size, whole) if parts > 1 else whole
-            for size, whole, parts in zip(block, (rows, columns), grid, strict=True)
-        ]
-        assert tuple(alike) == max(possible)
-
-
 def test_stacks_have_scales_for_all_each_matrix_row_column_or_block() -> None:
     codes = random_bytes(2, 8, 16, seed=0).clamp(0, 100).view(torch.float8_e4m3fn)
     rows, columns = torch.arange(8), torch.arange(16)
@@ -384,19 +328,7 @@ REAL: dict[str, dict[str, Any]] = {
         **{"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0"},
         "weight_block_size": [128, 128],
     },
-    "AutoFP8": {
-        "quant_method": "fp8",
-        "activation_scheme": "static",
-        "ignored_layers": [],
-        "kv_cache_scheme": "static",
-    },
     "Ministral": {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False},
-    "Qwen2.5, GPTQ": {
-        **{"batch_size": 1, "bits": 4, "block_name_to_quantize": None, "cache_block_outputs": True, "dataset": None},
-        **{"damp_percent": 0.01, "desc_act": False, "exllama_config": {"version": 1}, "group_size": 128, "sym": True},
-        **{"max_input_length": None, "model_seqlen": None, "modules_in_block_to_quantize": None, "tokenizer": None},
-        **{"quant_method": "gptq", "true_sequential": True, "use_cuda_fp16": False, "use_exllama": True},
-    },
     "gptqmodel": {
         **{"bits": 4, "dynamic": {"-:.*gate": {}, "+:.*down": {"bits": 8, "group_size": 32}}, "group_size": 128},
         **{"desc_act": False, "lm_head": False, "method": "gptq", "quant_method": "gptq", "format": "gptq"},
@@ -423,9 +355,8 @@ REAL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_configurations_of_published_checkpoints_are_known(name: str) -> None:
-    assert find_stored(Tensors(), REAL[name]) == {}
+def test_configurations_of_published_checkpoints_are_known() -> None:
+    assert [find_stored(Tensors(), config) for config in REAL.values()] == [{}] * len(REAL)
 
 
 KIMI = REAL["Kimi-K2-Thinking"]
@@ -440,35 +371,20 @@ def with_weights(**changes: Any) -> dict[str, Any]:
 CHANGED: dict[str, tuple[dict[str, Any], str]] = {
     "a transform": (KIMI | {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, "transform_config"),
     "sparse": (KIMI | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "format 'sparse-24-bitmask'"),
-    "sparse, unknown": (KIMI | {"sparsity_config": {"mask": "2:4"}}, "sparsity_config.mask '2:4'"),
-    "experts": (KIMI | {"moe_sparsity_config": {"method": "novice"}}, "moe_sparsity_config"),
-    "a status": (KIMI | {"quantization_status": "rotated"}, "quantization_status 'rotated'"),
     "a group's": (KIMI | {"config_groups": {"a": {"targets": [], **UNKNOWN}}}, "config_groups.a.rotated_by"),
     "weights'": (with_weights(**UNKNOWN), "config_groups.*.weights.rotated_by"),
-    "weights' type": (with_weights(type="codebook"), "weights.type 'codebook'"),
-    "weights that are dynamic": (with_weights(dynamic=True), "weights.dynamic True"),
     "zero points in bf16": (with_weights(zp_dtype="torch.bfloat16"), "zp_dtype 'torch.bfloat16'"),
     "no block": (with_weights(strategy="block"), "the strategy 'block' with group_size 32 and block_structure None"),
-    "no group": (with_weights(group_size=None), "the strategy 'group' with group_size None"),
     "a preset": (KIMI | {"config_groups": {"W3A16": ["Linear"]}}, "config_groups.W3A16 ['Linear']"),
-    "a pattern": (KIMI | {"config_groups": {"W4A16": ["re:("]}}, "the pattern '(', which is no"),
-    "groups in a list": (COMPRESSED | {"config_groups": ["Linear"]}, "groups ['Linear'], and a mapping belongs"),
     "a group that is none": (COMPRESSED | {"config_groups": {"group_0": 4}}, "group_0 4, and a mapping belongs"),
-    "a group's format": (COMPRESSED | {"config_groups": {"0": {"format": 4}}}, "format 4, and a string belongs"),
-    "sparse, a name": (COMPRESSED | {"sparsity_config": "none"}, "sparsity_config 'none', and a mapping belongs"),
     "another format": (COMPRESSED | {"format": "marlin-24"}, "format 'marlin-24'"),
     "no configuration": ({}, "a.qweight is of GPTQ or AWQ, but no config.json"),
-    "gptq, another format": ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
     "awq, another version": ({"quant_method": "awq", "version": "gemv"}, "version 'gemv'"),
     "awq, 8 bits": ({"quant_method": "awq", "bits": 8}, "bits 8"),
     "gptq, rotated": (REAL["gptqmodel"] | {"rotation": "hadamard"}, "rotation 'hadamard'"),
-    "gptq, an adapter": (REAL["gptqmodel"] | {"adapter": {"rank": 8}}, "adapter {'rank': 8}"),
-    "gptq in int16": (REAL["gptqmodel"] | {"pack_dtype": "int16"}, "pack_dtype 'int16'"),
     "gptq, two versions": (REAL["gptqmodel"] | {"format": "gptq_v2"}, "checkpoint_format"),
-    "gptq, marlin": (REAL["gptqmodel"] | {"is_marlin_format": True}, "is_marlin_format True"),
     "gptq, one layer": (REAL["gptqmodel"] | {"dynamic": {"a": {"rotation": "hadamard"}}}, "dynamic.*.rotation"),
     "awq, another packing": (REAL["autoawq"] | {"backend": "llm-awq"}, "backend 'llm-awq'"),
-    "fp8, divided": (REAL["Ministral"] | {"weight_scale_semantics": "inverse"}, "weight_scale_semantics 'inverse'"),
     "fp8, experts": (REAL["DeepSeek-V3.1"] | {"expert_dtype": "fp4"}, "expert_dtype 'fp4'"),
     "bitsandbytes": ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "af4"}, "bnb_4bit_quant_type 'af4'"),
 }
@@ -502,19 +418,13 @@ UNORDERED = without(ORDERED, "g_idx")
 GPTQ4 = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 MISFITS: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
     "fp8, other blocks": (as_fp8(2, 2), SQUARES, "needs a scale for each 64 x 64 of (256, 256)"),
-    "fp8, one scale": (as_fp8(), SQUARES, "needs a scale for each 64 x 64 of (256, 256)"),
     "fp8, nothing said": (as_fp8(2, 2), FP8, "nothing says which values share"),
-    "fp8, nothing at all": (as_fp8(2, 2), {}, "nothing says which values share"),
-    "fp8, a vector of blocks": (as_fp8(128), FP8, "nothing says which values share"),
-    "fp8, columns for rows": (as_fp8(1, 256), ROWS, "needs a scale for each 1 x all of"),
     "fp8, two scales": (as_fp8() | {"weight_scale_inv": torch.ones(())}, FP8, "needs one of them"),
     "fp8 of another kind": (as_fp8(), FP8 | {"fmt": "e5m2"}, "needs e5m2, as config.json says in fmt"),
-    "fp8, bytes": (as_fp8() | {"weight_scale": torch.ones(256, 1).byte()}, ROWS, "needs fp32, bf16 or fp16, by"),
     "fp8, zero points": (as_fp8(256, 1) | {"weight_zero_point": torch.ones(256, 1)}, ROWS, "zero points other than 0"),
     "fp8 for int": (as_fp8(256, 1), KIMI, "a.weight as float codes, but no group of config_groups"),
     "fp8, columns of a stack": (as_fp8(2, 8, 1, shape=(2, 8, 8)), {"quant_method": "fbgemm_fp8"}, "for each column of"),
     "int, other groups": (PACKED, with_weights(group_size=64), "needs scales by the strategy group with group_size 64"),
-    "int of other bits": (PACKED, with_weights(num_bits=8), "bits of a.weight_shape"),
     "int, asymmetric": (PACKED, with_weights(symmetric=False), "weight_zero_point as missing"),
     "int, symmetric": (ASYMMETRIC, KIMI, "needs none, since config.json says that it is symmetric"),
     "int, an order": (PACKED, with_weights(actorder="group"), "weight_g_idx as missing"),
@@ -525,13 +435,6 @@ MISFITS: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
     ),
     "gptq, an order": (UNORDERED, GPTQ4 | {"desc_act": True}, "a.g_idx as missing"),
     "gptq, other groups": (UNORDERED, GPTQ4 | {"group_size": 64}, "groups of 64, the group_size of config.json"),
-    "gptq, no group size": (UNORDERED, {"quant_method": "gptq", "bits": 4}, "their group_size in config.json"),
-    "gptq of 3 bits": (
-        ORDERED | {"g_idx": torch.zeros(170, dtype=torch.int32)},
-        {"quant_method": "gptq", "bits": 3},
-        "4 and 8",
-    ),
-    "gptq of other bits": (ORDERED, GPTQ4 | {"bits": 8}, "needs 8 bits, as config.json says"),
     "awq, other groups": (by_hand.awq(48, 128)[0], REAL["autoawq"], "groups of 128, the group_size of config.json"),
     "scales of what is not compressed": (
         {"weight": torch.zeros(4, 4), "weight_scale": torch.ones(4, 1)},
@@ -544,14 +447,6 @@ MISFITS: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", MISFITS)
 def test_what_the_configuration_says_is_not_replaced(case: str) -> None:
     refused(*MISFITS[case])
-
-
-def test_groups_of_gptq_may_end_within_a_weight() -> None:
-    parts, _ = by_hand.gptq(16, 96, group=48)  # two groups, which are taken for one of 64 and one of 32 inputs
-    config = GPTQ4 | {"dynamic": {"+:a": {"group_size": 64}}}
-    order = {"g_idx": (torch.arange(96) // 64).int()}
-    expected = read({f"b.{name}": part for name, part in (parts | order).items()}, config)
-    assert torch.equal(read({f"a.{name}": part for name, part in without(parts, "g_idx").items()}, config), expected)
 
 
 def test_the_group_of_a_weight_is_that_of_its_name_before_its_class() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,12 +26,11 @@ from peft import (
     PeftModel,
     PrefixTuningConfig,
     PromptTuningConfig,
-    VeraConfig,
     get_peft_model,
     get_peft_model_state_dict,
 )
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import LlamaForCausalLM
@@ -45,7 +43,6 @@ from fsdp_zpp import (
     quantize_frozen_params,
     save_adapter,
 )
-from fsdp_zpp.inference import merged_layer
 
 CODEC = Int8(64)
 MIXZPP = Strategy("IGG", frozen=CODEC, gpus_per_node=2)
@@ -93,9 +90,9 @@ def steps(model: Any, alone: bool, count: int = 2, optimizer: Any = None) -> dic
 
 
 def losses_on_one_batch(model: Any) -> list[float]:
-    """In a worker: losses of three steps, of batches that are the same on all ranks."""
+    """In a worker: losses of two steps, of batches that are the same on all ranks."""
     optimizer, losses = optimizer_of(model), []
-    for step in range(3):
+    for step in range(2):
         loss = llama.loss_of(model, llama.tokens(step, 0))
         loss.backward()
         optimizer.step()
@@ -106,7 +103,6 @@ def losses_on_one_batch(model: Any) -> list[float]:
 
 METHODS: dict[str, Callable[[], PeftConfig]] = {
     "prompt tuning": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-    "vera": lambda: VeraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"]),
     "ia3": lambda: IA3Config(
         task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]
     ),
@@ -129,42 +125,19 @@ def by_method(adapter: Adapter, method: str, folder: str) -> None:
     assert torch.equal(llama.logits_of(loaded), llama.logits_of(model))
 
 
-@over_each(adapter=ADAPTERS, method=list(METHODS))
+@over_each(rest=False, adapter=ADAPTERS, method=list(METHODS))
 def test_other_methods_of_peft_train_as_on_one_device(
     pool: Callable[[int], Pool], adapter: Adapter, method: str, tmp_path: Path
 ) -> None:
     pool(4).run(by_method, adapter, method, str(tmp_path))
 
 
-def generates(adapter: Adapter, scope: str, by_layer: bool, tied: bool) -> None:
-    """In a worker: greedy tokens after a step are those of the dequantized model on one device."""
-    strategy = Strategy(f"{scope}GG", frozen=CODEC, gpus_per_node=2)
-    model, alone = sharded(adapter, LORA, strategy, by_layer, tied=tied), oracle(LORA, tied=tied)
-    steps(model, alone=False, count=1)
-    steps(alone, alone=True, count=1)
-    tokens = llama.greedy_tokens(model, 12)
-    assert tokens == llama.greedy_tokens(alone, 12)
-    assert len(set(tokens)) > 4
-
-
-@over_each(
-    adapter=ADAPTERS,
-    case={"by layer": ("I", True, False), "tied, once": ("G", False, True), "tied, by layer": ("G", True, True)},
-)
-def test_generation_equals_the_dequantized_models(
-    pool: Callable[[int], Pool], adapter: Adapter, case: tuple[str, bool, bool]
-) -> None:
-    pool(4).run(generates, adapter, *case)
-
-
 def in_any_order(adapter: Adapter) -> list[bool]:
     """In a worker: whether logits are the oracle's, whichever comes first, and under torch's own sharding, too."""
     same = []
     for dtype, quantized_first, strategy in (
-        (torch.float32, True, EXACT),
         (torch.float32, False, STOCK),
         (torch.bfloat16, True, EXACT),
-        (torch.bfloat16, False, EXACT),
     ):
         base = llama.make_base(dtype)
         if quantized_first:
@@ -179,7 +152,7 @@ def in_any_order(adapter: Adapter) -> list[bool]:
 
 @over_adapters
 def test_adapters_may_be_added_before_or_after_quantizing(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    assert pool(4).run(in_any_order, adapter) == [[True] * 4] * 4
+    assert pool(4).run(in_any_order, adapter) == [[True] * 2] * 4
 
 
 def in_16_bits(adapter: Adapter, strategy: Strategy) -> None:
@@ -192,7 +165,7 @@ def in_16_bits(adapter: Adapter, strategy: Strategy) -> None:
     assert ours[-1] != ours[0]
 
 
-@over_each(adapter=ADAPTERS, scopes=["GGG", "IGG", "NNG", "IIG"])
+@over_each(rest=False, adapter=ADAPTERS, scopes=["GGG", "NNG"])
 def test_a_base_in_16_bits_trains_beside_adapters_in_32(
     pool: Callable[[int], Pool], adapter: Adapter, scopes: str
 ) -> None:
@@ -205,7 +178,7 @@ def gathers_of_adapters(adapter: Adapter) -> list[int]:
     counts = []
     for adapters in (LORA, {"default": "lora", "b": "lora", "c": "lora"}):
         model = sharded(adapter, adapters, Strategy("IGG", weights=Int8(64), frozen=CODEC, gpus_per_node=2))
-        steps(model, alone=False)
+        steps(model, alone=False, count=1)
         with patch.object(dist, name, wraps=getattr(dist, name)) as gather:
             steps(model, alone=False, count=1)
         counts.append(gather.call_count)
@@ -252,8 +225,8 @@ def saved_and_loaded(adapter: Adapter, kind: str, scopes: str, tied: bool, folde
     model = sharded(adapter, adapters, Strategy(scopes, frozen=CODEC, gpus_per_node=2), tied=tied)
     alone = oracle(adapters, tied=tied)
     optimizer = optimizer_of(model)
-    steps(model, alone=False, optimizer=optimizer)
-    trained = steps(alone, alone=True)
+    steps(model, alone=False, count=1, optimizer=optimizer)
+    trained = steps(alone, alone=True, count=1)
     before = llama.logits_of(model)
     save_adapter(model, folder, adapters=["default"])
     assert torch.equal(llama.logits_of(model), before)
@@ -261,6 +234,10 @@ def saved_and_loaded(adapter: Adapter, kind: str, scopes: str, tied: bool, folde
     assert torch.equal(llama.logits_of(loaded), before)
     named = dict(loaded.named_parameters())
     assert models.distance({name: named[name].detach() for name in trained}, trained) <= 1e-4
+    if kind == "lora":
+        tokens = llama.greedy_tokens(model, 8)
+        assert tokens == llama.greedy_tokens(loaded, 8)
+        assert len(set(tokens)) > 4
     if not tied:
         assert_handed_out(model, loaded, folder)
     steps(model, alone=False, count=1, optimizer=optimizer)
@@ -270,10 +247,11 @@ def saved_and_loaded(adapter: Adapter, kind: str, scopes: str, tied: bool, folde
 
 
 @over_each(
+    rest=False,
     adapter=ADAPTERS,
     case={
-        **{kind: (kind, "IGG", False) for kind in ("lora", "rslora", "dora", "embedding", "head trained", *TIED)},
-        **{f"{kind}, tied": (kind, "IGG", True) for kind in TIED},
+        **{kind: (kind, "IGG", False) for kind in ("lora", "dora", "head trained", "tokens")},
+        "embedding trained, tied": ("embedding trained", "GGG", True),
         "replicas": ("lora", "NNN", False),
     },
 )
@@ -293,7 +271,7 @@ def in_full_precision(adapter: Adapter, kind: str, folder: str) -> None:
     assert_handed_out(model, llama.adapt(llama.make_base(dtype), adapters), folder)
 
 
-@over_each(adapter=ADAPTERS, kind=[kind for kind in llama.KINDS if kind != "tied embedding"])  # which can't be sharded
+@over_each(rest=False, adapter=ADAPTERS, kind=["lora", "dora", "embedding", "tokens"])
 def test_adapters_are_merged_into_full_precision_as_peft_merges_them(
     pool: Callable[[int], Pool], adapter: Adapter, kind: str, tmp_path: Path
 ) -> None:
@@ -336,9 +314,8 @@ def test_adapters_are_switched_disabled_saved_and_merged_as_on_one_device(
     assert pool(4).run(several, adapter, str(tmp_path)) == [[True] * 7] * 4
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_an_adapter_merges_into_a_dequantized_base_alone(kind: str) -> None:
-    model = llama.adapt(llama.make_base(), {"default": kind})
+def test_an_adapter_merges_into_a_dequantized_base_alone() -> None:
+    model = llama.adapt(llama.make_base(), {"default": "dora"})
     quantize_frozen_params(model, CODEC)
     expected = llama.logits_of(model)
     with pytest.raises(RuntimeError, match=r"call fsdp_zpp\.dequantize_frozen_params"):
@@ -457,7 +434,7 @@ def refused_and_saved(adapter: Adapter, scopes: str, adapted: bool, folder: str)
     return replies, left, all(torch.equal(loaded[name], value.cpu()) for name, value in before.items())
 
 
-@over_each(adapter=ADAPTERS, adapted={"whole": False, "adapted": True}, scopes=["GGG", "IGG", "III", "NNG"])
+@over_each(rest=False, adapter=ADAPTERS, adapted={"whole": False, "adapted": True}, scopes=["IGG", "NNG"])
 def test_save_pretrained_of_a_sharded_model_is_refused_on_every_rank(
     pool: Callable[[int], Pool], adapter: Adapter, adapted: bool, scopes: str, tmp_path: Path
 ) -> None:
@@ -491,7 +468,7 @@ def test_save_pretrained_works_where_ranks_hold_whole_weights(pool: Callable[[in
 
 # ---- the memory that merging takes
 
-COPIES = {"lora": 2, "embedding": 2, "dora": 4, "two adapters": 3}
+COPIES = {"lora": 2, "dora": 4, "two adapters": 3}
 """Copies that PEFT makes of the weight that it merges into, in the dtype of the adapters."""
 
 
@@ -508,69 +485,35 @@ def make(adapter: Adapter, kind: str, is_quantized: bool) -> Any:
     return model
 
 
-@dataclass
-class Merges:
-    """Notes what merges take, and keeps it out of the peak of ``live``.
-
-    Attributes:
-        live: Counts the bytes, if they are counted.
-        largest: The most bytes of parameters that a merge was given.
-        copies: The most that a merge has allocated, in copies of its largest parameter in fp32.
-    """
-
-    live: LiveBytes | None = None
-    largest: int = 0
-    copies: float = 0
-
-    def __call__(self, layer: nn.Module, values: Any) -> dict[str, Tensor]:
-        given = [tensor for of_module in values.values() for tensor in of_module.values()]
-        self.largest = max(self.largest, sum(tensor.nbytes for tensor in given))
-        if self.live is None:
-            return _merge(layer, values)
-        live, peak, bound, before = self.live, self.live.peak, self.live.bound, self.live.now
-        live.peak, live.bound = before, float("inf")
-        merged = _merge(layer, values)
-        self.copies = max(self.copies, (live.peak - before) / max(4 * tensor.numel() for tensor in given))
-        live.peak, live.bound = peak, bound  # what is left of it counts with the next allocation
-        return merged
-
-
-_merge = merged_layer._merge
-
-
-def taken(adapter: Adapter, kind: str, is_quantized: bool, dtype: torch.dtype | None) -> tuple[int, int, float]:
-    """In a worker: the most that is alive but for what merges allocate, what may be, and their copies."""
-    model, merges = make(adapter, kind, is_quantized), Merges()
-    with patch.object(merged_layer, "_merge", merges):
-        full = {name: weight.nbytes for name, weight in gathered_weights(model, merged=True, dtype=dtype)}
+def taken(adapter: Adapter, kind: str, is_quantized: bool, dtype: torch.dtype | None) -> tuple[int, int]:
+    """In a worker: the most bytes that are alive while weights are merged, and how many may be."""
+    model = make(adapter, kind, is_quantized)
+    full = dict(gathered_weights(model, merged=True, dtype=dtype))
     units: dict[str, int] = {}
-    for name, nbytes in full.items():
+    for name, weight in full.items():
         unit = ".".join(name.split(".")[:3])  # a layer, or one of the modules beside them
-        units[unit] = units.get(unit, 0) + nbytes
-    # A tensor that the caller has may be there beside the next one, which is merged as it is stored, and then cast.
-    held = max(full.values())
-    allowed = max(*units.values(), held + max(held, merges.largest + held * (dtype is not None)))
+        units[unit] = units.get(unit, 0) + weight.nbytes
+    # A tensor that the caller has may be there beside the next one, which is merged in fp32, and then cast.
+    held = max(weight.nbytes for weight in full.values())
+    allowed = max(*units.values(), 2 * held) + COPIES[kind] * 4 * max(weight.numel() for weight in full.values())
+    del full, weight
     with LiveBytes(allowed) as live:
-        merges = Merges(live)
-        with patch.object(merged_layer, "_merge", merges):
-            for _ in gathered_weights(model, merged=True, dtype=dtype):
-                pass
-    return live.peak, allowed, merges.copies
+        for _ in gathered_weights(model, merged=True, dtype=dtype):
+            pass
+    return live.peak, allowed
 
 
-@over_each(
-    kind=list(COPIES),
-    how={
-        "fsdp1 quantized": (ADAPTERS[0], True, None),
-        "fsdp2": (ADAPTERS[1], False, torch.bfloat16),
-        "fsdp2 quantized": (ADAPTERS[1], True, torch.bfloat16),
-        "fsdp1": (ADAPTERS[0], False, None),
-    },
+@pytest.mark.parametrize(
+    ("adapter", "kind", "is_quantized", "dtype"),
+    [
+        (ADAPTERS[0], "lora", True, None),
+        (ADAPTERS[1], "dora", True, torch.bfloat16),
+        (ADAPTERS[1], "two adapters", False, torch.bfloat16),
+    ],
+    ids=str,
 )
 def test_merging_takes_one_unit_and_the_copies_that_peft_makes(
-    pool: Callable[[int], Pool], kind: str, how: tuple[Adapter, bool, torch.dtype | None]
+    pool: Callable[[int], Pool], adapter: Adapter, kind: str, is_quantized: bool, dtype: torch.dtype | None
 ) -> None:
-    adapter, is_quantized, dtype = how
-    for peak, allowed, copies in pool(4).run(taken, adapter, kind, is_quantized, dtype):
+    for peak, allowed in pool(4).run(taken, adapter, kind, is_quantized, dtype):
         assert 0 < peak <= allowed
-        assert 0 < copies <= COPIES[kind] * 1.05  # and vectors

@@ -74,17 +74,6 @@ def test_adapters_of_parameters_act_on_quantized_layers(
     pool(4).run(adapted_parameters, adapter, *case)
 
 
-def test_an_adapter_of_parameters_merges_into_a_dequantized_base_alone() -> None:
-    model = quantized(first=True)
-    expected = llama.logits_of(model)
-    with pytest.raises(RuntimeError, match=r"call fsdp_zpp\.dequantize_frozen_params"):
-        model.merge_adapter()
-    assert torch.equal(llama.logits_of(model), expected)
-    dequantize_frozen_params(model)
-    merged = model.merge_and_unload()
-    torch.testing.assert_close(llama.logits_of(merged), expected, rtol=1e-4, atol=1e-4)
-
-
 def test_a_layer_computes_with_a_replaced_weight_in_the_dtype_of_its_input() -> None:
     model = get_peft_model(
         nn.Sequential(nn.Linear(64, 64)), LoraConfig(target_modules=[], target_parameters=["0.weight"])

@@ -7,24 +7,114 @@ import functools
 import os
 import random
 import resource
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import frozen_files as files
-from harness.disk import FILE_SIZE, STEPS, Killed, at_steps, dying_at, failing_at, quantized, stored_in
+from harness import frozen_files as files, models
 from harness.messages import collected
 from harness.pool import Pool, start_method
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fsdp_zpp import load_frozen_params, quantize_frozen_params, save_frozen_params
-from fsdp_zpp.frozen.files import drafts, tensor_files
+from fsdp_zpp.frozen.files import base_writer, drafts, tensor_files
 from fsdp_zpp.frozen.files.drafts import Draft
+
+# ---- the disk, step by step
+
+FILE_SIZE = 20_000  # smaller than a base, so that there are several files
+STEPS: list[tuple[Any, str]] = [
+    (base_writer, "save_file"),
+    (os, "fsync"),
+    (fcntl, "flock"),
+    *((Path, name) for name in ("mkdir", "open", "iterdir", "replace", "unlink")),
+]
+_ORIGINALS = [
+    # The order of steps is what matters, and to wait for a disk takes long.
+    (owner, name, (lambda descriptor: None) if name == "fsync" else getattr(owner, name))
+    for owner, name in STEPS
+]
+
+
+class Killed(BaseException):
+    """Ends a process: nothing that it does afterwards has an effect."""
+
+
+@dataclass
+class Steps:
+    """The steps of a save that were begun, and those that had an effect."""
+
+    begun: list[str] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def at_steps(happen: Callable[[int], None]) -> Iterator[Steps]:
+    """Let ``happen(number)`` run before each step of a save.
+
+    In such a context within ``happen``, the steps are those of the inner one alone.
+    """
+    steps = Steps()
+
+    def watched(name: str, original: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            steps.begun.append(name)
+            happen(len(steps.begun) - 1)
+            result = original(*arguments, **options)
+            steps.done.append(name)
+            return result
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, original in _ORIGINALS:
+            patch.setattr(owner, name, watched(name, original))
+        yield steps
+
+
+@contextmanager
+def dying_at(step: int) -> Iterator[Steps]:
+    """Kill what saves at a step."""
+
+    def happen(number: int) -> None:
+        if number >= step:
+            raise Killed
+
+    with at_steps(happen) as steps:
+        yield steps
+
+
+@contextmanager
+def failing_at(step: int) -> Iterator[Steps]:
+    """Let a step fail."""
+
+    def happen(number: int) -> None:
+        if number == step:
+            raise OSError("No space left on device")
+
+    with at_steps(happen) as steps:
+        yield steps
+
+
+def quantized(seed: int, group: dist.ProcessGroup | None = None) -> models.Net:
+    """A base on the CPU that differs from those of other seeds."""
+    base = files.make_base(seed)
+    quantize_frozen_params(base, files.CODEC, process_group=group, device="cpu")
+    return base
+
+
+def stored_in(folder: Path, group: dist.ProcessGroup | None = None) -> Tensor:
+    """What a base computes that is loaded from a folder."""
+    net = files.make_empty()
+    load_frozen_params(net, folder, process_group=group, device="cpu")
+    return files.output_of(net)
+
 
 NEVER = 10**6
 base_of = functools.cache(quantized)
@@ -160,7 +250,7 @@ def test_a_save_within_any_step_of_another_leaves_one_of_them_whole_and_nothing_
 def test_saves_that_are_killed_anywhere_leave_one_whole_base_and_the_next_clears_up(tmp_path: Path) -> None:
     steps = steps_of_a_save(tmp_path / "one")
     dice = random.Random(0)
-    for trial in range(60):
+    for trial in range(30):
         folder = tmp_path / str(trial)
         save(0, folder)
         second_at, second_dies, first_dies = (dice.randrange(steps) for _ in range(3))
@@ -194,7 +284,7 @@ def saved_at_once(folder: str) -> list[int]:
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     base = quantized(dist.get_rank(), alone)
     found = []
-    for _ in range(10):
+    for _ in range(5):
         dist.barrier()
         save_frozen_params(base, folder, max_file_size=FILE_SIZE)
         dist.barrier()
@@ -205,7 +295,7 @@ def saved_at_once(folder: str) -> list[int]:
 def test_jobs_that_save_at_once_leave_one_of_their_bases(pool: Callable[[int], Pool], tmp_path: Path) -> None:
     for found in pool(2).run(saved_at_once, str(tmp_path)):
         assert set(found) <= {0, 1}
-        assert len(found) == 10
+        assert len(found) == 5
 
 
 def die_in_a_save(folder: str) -> None:

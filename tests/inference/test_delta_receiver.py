@@ -97,7 +97,7 @@ def by_definition(base: Tensor, payload: Tensor, block: int) -> Tensor:
 def test_changes_are_added_as_the_format_says_and_stay_within_half_a_step(dtype: torch.dtype, block: int) -> None:
     weights, generator = start(dtype)
     token, receiver = SyncToken(block=block), DeltaReceiver()
-    for step in range(12):
+    for step in range(4):
         held = {name: tensor.clone() for name, tensor in receiver.tensors.items()}
         updates = send(token, weights)
         for update in updates:
@@ -123,7 +123,7 @@ def test_receivers_and_trainer_hold_the_same_bits_however_updates_arrive() -> No
     token, receiver, in_place = SyncToken(), DeltaReceiver(), DeltaReceiver()
     weights["tied"] = weights["odd"]
     engine = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    for number in range(100):
+    for number in range(20):
         updates = send(token, weights)
         loaded = dict(receiver.updated(updates))
         receive(receiver, updates)  # again, which changes nothing
