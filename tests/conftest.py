@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Triton's interpreter runs the kernels where there is no GPU. It must be chosen before Triton is imported, whose own
@@ -18,6 +19,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from harness.pool import Pool, too_few_gpus
+
+settings.register_profile("few", deadline=None, max_examples=30)
+settings.load_profile("few")
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +41,7 @@ def pool() -> Iterator[Callable[[int], Pool]]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options by which more or fewer tests run."""
-    parser.addoption("--wide", action="store_true", help="run the grids, too: about three quarters of an hour more")
+    parser.addoption("--wide", action="store_true", help="run the grids, too: five minutes more")
     parser.addoption("--wide-part", metavar="K/N", type=_part, help="run one part in N of the grids, with K from 0")
     parser.addoption("--shard", metavar="K/N", type=_part, help="run one part in N of the tests alone, with K from 0")
 

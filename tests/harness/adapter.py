@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_zpp import Strategy
-
 from . import models
 
 STOCK = None
@@ -29,32 +27,18 @@ class Precision:
 
 @dataclass(frozen=True)
 class Case:
-    """A net and how to train it, in terms that both FSDPs know.
+    """A net and how to train it, in terms that both FSDPs know."""
 
-    Args:
-        model: Arguments of :class:`models.Net`.
-        frozen: Freezes the first block.
-        precision: Mixed precision.
-        wrap_blocks: Whether blocks are units of their own.
-        checkpointing: ``inside`` or ``outside`` of a unit, and ``reentrant`` or ``no_reentrant``.
-        optimizer: See :func:`models.make_optimizer`.
-        steps: Optimizer steps.
-        micro_batches: Backwards a step.
-        synced: Whether each of them synchronizes gradients, or the last one only.
-        clip: Largest norm of the gradient.
-        scaler: Whether there is a gradient scaler.
-    """
-
-    model: tuple[tuple[str, Any], ...] = ()
-    frozen: bool = False
+    model: tuple[tuple[str, Any], ...] = ()  # arguments of models.Net
+    frozen: bool = False  # the first block
     precision: Precision | None = None
-    wrap_blocks: bool = True
-    checkpointing: str = "none"
-    optimizer: str = "sgd"
+    wrap_blocks: bool = True  # blocks are units of their own
+    checkpointing: str = "none"  # "inside" or "outside" of a unit, and "reentrant" or "no_reentrant"
+    optimizer: str = "sgd"  # see models.make_optimizer
     steps: int = 3
-    micro_batches: int = 1
-    synced: bool = False
-    clip: float | None = 0.5
+    micro_batches: int = 1  # of a step
+    synced: bool = False  # each of them synchronizes gradients, or the last one only
+    clip: float | None = 0.5  # the largest norm of the gradient
     scaler: bool = False
 
 
@@ -81,9 +65,7 @@ class Adapter(ABC):
         return self.apply(module, strategy, **arguments)
 
     @abstractmethod
-    def shard(
-        self, net: models.Net, case: Case, strategy: Strategy | None, group: dist.ProcessGroup | None = None
-    ) -> Any:
+    def shard(self, net: models.Net, case: Case, strategy: Any, group: dist.ProcessGroup | None = None) -> Any:
         """Shard a net unit by unit."""
 
     @abstractmethod
@@ -91,8 +73,7 @@ class Adapter(ABC):
         """The context of one of several backwards that a step accumulates."""
 
     @abstractmethod
-    def clip(self, model: Any, norm: float) -> None:
-        """Clip the gradient's norm."""
+    def clip(self, model: Any, norm: float) -> None: ...
 
     @abstractmethod
     def local(self, parameter: nn.Parameter) -> Tensor:
@@ -100,11 +81,11 @@ class Adapter(ABC):
 
     @abstractmethod
     def full_weights(self, model: Any) -> dict[str, Tensor]:
-        """Full-precision weights on the CPU, by name. Collective."""
+        """In fp32 on the CPU, by name. Collective."""
 
     @abstractmethod
     def full_gradients(self, model: Any) -> dict[str, Tensor]:
-        """Gradients on the CPU, by name, of all that have one. Collective."""
+        """On the CPU, by name, of all that have one. Collective."""
 
     @abstractmethod
     def load_from(self, source: Any, target: Any, kind: str) -> None:

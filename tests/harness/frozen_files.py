@@ -21,7 +21,7 @@ INDEX = "frozen_base.safetensors.index.json"
 
 def make_base(seed: int = 0, tied: bool = False, **arguments: Any) -> models.Net:
     """A frozen net with norms, biases and persistent buffers, all of them random."""
-    net = models.Net(**lora.SIZES | {"blocks": 2, "tied": tied} | arguments).requires_grad_(False)
+    net = models.Net(**lora.SIZES | {"tied": tied} | arguments).requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for tensor in (*net.parameters(), *net.buffers()):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
@@ -31,7 +31,7 @@ def make_base(seed: int = 0, tied: bool = False, **arguments: Any) -> models.Net
 def make_empty(**arguments: Any) -> models.Net:
     """The same without values; ties hold."""
     with torch.device("meta"):
-        return models.Net(**lora.SIZES | {"blocks": 2} | arguments).requires_grad_(False)
+        return models.Net(**lora.SIZES | arguments).requires_grad_(False)
 
 
 def rounded(net: models.Net) -> models.Net:

@@ -19,17 +19,9 @@ from .pool import device_type
 
 @dataclass(frozen=True)
 class Fsdp1(Adapter):
-    """FullyShardedDataParallel.
-
-    Args:
-        use_orig_params: Whether optimizers see the original parameters or the flat ones.
-        mesh: Whether it is given a device mesh, which makes its checkpoints hold DTensors.
-        arguments: More of torch's arguments.
-    """
-
-    use_orig_params: bool = True
-    mesh: bool = False
-    arguments: tuple[tuple[str, Any], ...] = ()
+    use_orig_params: bool = True  # optimizers see the original parameters, not the flat ones
+    mesh: bool = False  # it is given a device mesh, which makes its checkpoints hold DTensors
+    arguments: tuple[tuple[str, Any], ...] = ()  # more of torch's
 
     torch_name: ClassVar[str] = "FullyShardedDataParallel"
     mesh_argument: ClassVar[str] = "device_mesh"

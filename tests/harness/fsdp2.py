@@ -28,19 +28,10 @@ FULL = StateDictOptions(full_state_dict=True)
 
 @dataclass(frozen=True)
 class Fsdp2(Adapter):
-    """fully_shard.
-
-    Args:
-        arguments: More of torch's arguments.
-        tune: Called with the sharded model.
-        pairs: Whether the first two blocks are one unit.
-        keep_unsharded: Whether parameters stay unsharded from one micro-batch of a step to the next.
-    """
-
-    arguments: tuple[tuple[str, Any], ...] = ()
-    tune: Callable[[Any], None] | None = None
-    pairs: bool = False
-    keep_unsharded: bool = False
+    arguments: tuple[tuple[str, Any], ...] = ()  # more of torch's
+    tune: Callable[[Any], None] | None = None  # called with the sharded model
+    pairs: bool = False  # the first two blocks are one unit
+    keep_unsharded: bool = False  # from one micro-batch of a step to the next
 
     torch_name: ClassVar[str] = "fully_shard"
     mesh_argument: ClassVar[str] = "mesh"

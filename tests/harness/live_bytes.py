@@ -1,9 +1,7 @@
-"""Counts what is alive: bytes of tensors that a block of code allocates, and all tensors and objects of a process."""
+"""Counts the bytes of tensors that a block of code allocates and that are alive."""
 
 from __future__ import annotations
 
-import functools
-import gc
 import os
 import time
 import weakref
@@ -11,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -66,29 +63,3 @@ class LiveBytes(TorchDispatchMode):
 def _storages(values: Any) -> list[torch.UntypedStorage]:
     tensors = [value for value in tree_iter(values) if type(value) in (Tensor, torch.nn.Parameter)]
     return [tensor.untyped_storage() for tensor in tensors if tensor.device.type != "meta"]
-
-
-def tensors_and_objects() -> dict[str, int]:
-    """Tensors and their bytes, objects of this package, and entries of what its functions keep."""
-    dist.barrier()
-    gc.collect()
-    objects = gc.get_objects()
-    tensors = [each for each in objects if isinstance(each, Tensor)]
-    kept = [each for each in objects if isinstance(each, functools._lru_cache_wrapper)]
-    return {
-        "tensors": len(tensors),
-        "tensor bytes": sum({s.data_ptr(): s.nbytes() for s in map(_storage_of, tensors) if s is not None}.values()),
-        "objects of the package": sum(str(type(each).__module__).startswith("fsdp_zpp") for each in objects),
-        "functions' results": sum(
-            f.cache_info().currsize for f in kept if str(getattr(f, "__module__", "")).startswith("fsdp_zpp")
-        ),
-    }
-
-
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    try:
-        storage = tensor.untyped_storage()
-        storage.data_ptr()
-    except (NotImplementedError, RuntimeError):  # that of a subclass or of a fake
-        return None
-    return storage

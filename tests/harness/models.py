@@ -36,35 +36,24 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Embedding, blocks, head.
-
-    Args:
-        blocks: Number of blocks.
-        width: Size of the hidden state.
-        hidden: Size inside of a block.
-        vocabulary: Number of tokens.
-        tied: The head shares the embedding's weight.
-        twice: The first block runs twice in a forward.
-        unused: Adds a block that no forward runs.
-    """
+    """Embedding, blocks, head."""
 
     def __init__(
         self,
-        blocks: int = 3,
+        blocks: int = 2,
         width: int = 22,
         hidden: int = 37,
         vocabulary: int = 61,
-        tied: bool = False,
-        twice: bool = False,
-        unused: bool = False,
+        tied: bool = False,  # the head shares the embedding's weight
+        twice: bool = False,  # the first block runs twice in a forward
+        unused: bool = False,  # there is a block that no forward runs
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(blocks))
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.twice = twice
-        self.skipped: int | None = None
-        """The block that forwards leave out, if any; may be set at any time."""
+        self.skipped: int | None = None  # the block that forwards leave out; may be set at any time
         self.unused = Block(width, hidden) if unused else None
         if tied:
             self.head.weight = self.embedding.weight
@@ -96,11 +85,8 @@ def make_net(seed: int = 0, frozen: bool = False, **arguments: Any) -> Net:
 def recompute(model: nn.Module, kind: str, is_target: Callable[[nn.Module], bool]) -> None:
     """Recompute the target modules in the backward; ``kind`` ends in "reentrant" or "no_reentrant"."""
     impl = CheckpointImpl.NO_REENTRANT if kind.endswith("no_reentrant") else CheckpointImpl.REENTRANT
-    apply_activation_checkpointing(
-        model,
-        checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, checkpoint_impl=impl),
-        check_fn=is_target,
-    )
+    wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=impl)
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=is_target)
 
 
 class PlainSgd:

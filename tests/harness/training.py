@@ -136,13 +136,6 @@ def mean_loss(model: Any, step: int) -> float:
     return loss.item() / dist.get_world_size()
 
 
-def loss_after(adapter: Adapter, case: Case, strategy: Strategy | None, at: int = 0) -> float:
-    """In a worker: the mean loss of step ``at`` over all ranks, evaluated after training."""
-    model = adapter.make(case, strategy)
-    train(adapter, model, case)
-    return mean_loss(model, at)
-
-
 def make_scaler(enabled: bool = True) -> ShardedGradScaler:
     """A scaler whose scale grows with every step."""
     return ShardedGradScaler(device=device_type(), init_scale=2.0**10, growth_interval=1, enabled=enabled)
