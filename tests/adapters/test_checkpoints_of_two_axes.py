@@ -16,12 +16,12 @@ from harness.fsdp1 import Fsdp1
 from harness.messages import collected
 from harness.pool import Pool, device_type
 from harness.training import load, save
-from test_tensor_parallelism import TWO, WIDTH, Block
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from two_axes import TWO, WIDTH, Block
 
 from fsdp_zpp import CodecState, Int4, Int4Delta, LoCo, Strategy
 
@@ -122,9 +122,10 @@ def loaded(adapter: Adapter, strategy: Strategy, shape: Shape, path: str) -> tup
 
 
 @over_each(
+    rest=False,
     adapter=ADAPTERS,
-    levels=[("III", "III"), ("IGG", "IGG"), ("III", "IGG"), ("IGG", "III")],
-    shapes=[((4, 2), (2, 2)), ((4, 2), (4, 1)), ((4, 1), (4, 2)), ((4, 2), (2, 4))],
+    levels=[("III", "IGG"), ("IGG", "III")],
+    shapes=[((4, 2), (2, 2)), ((4, 2), (4, 1)), ((4, 1), (4, 2))],
 )
 def test_a_checkpoint_is_loaded_on_another_mesh(
     pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, levels: tuple[str, str], shapes: tuple[Shape, Shape]

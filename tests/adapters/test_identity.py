@@ -79,7 +79,7 @@ def accumulated(adapter: Adapter, strategy: Any, change: str) -> dict[str, Tenso
     return adapter.full_gradients(model)
 
 
-@over_each(2, scopes=SCOPES, change=list(CHANGES))
+@over_each(rest=False, scopes=SCOPES, change=list(CHANGES))
 def test_gradients_stay_with_their_parameters(pool: Pools, scopes: str, change: str) -> None:
     expected = pool(4).once(accumulated, Fsdp2(), STOCK, change)
     found = pool(4).run(accumulated, Fsdp2(), Strategy(scopes, gpus_per_node=2), change)
@@ -101,7 +101,9 @@ def divided(strategy: Any, dtype: torch.dtype | None, factor: float | None) -> T
 
 
 @over_each(
-    scopes=[*SCOPES, "zeropp"], how=[(torch.float16, None), (None, 10.0), (torch.float16, 10.0), (torch.float32, None)]
+    rest=False,
+    scopes=[*SCOPES, "zeropp"],
+    how=[(torch.float16, None), (None, 10.0), (torch.float16, 10.0), (torch.float32, None)],
 )
 def test_earlier_micro_batches_are_divided_like_the_last(
     pool: Pools, scopes: str, how: tuple[torch.dtype | None, float | None]
@@ -159,7 +161,7 @@ WAITING = {
 }
 
 
-@over_each(adapter=ADAPTERS, scopes=("IGG", "IIG", "III", "NNN"), waiting=WAITING)
+@over_each(rest=False, adapter=ADAPTERS, scopes=("IGG", "IIG", "III", "NNN"), waiting=WAITING)
 def test_errors_wait_for_their_parameters(
     pool: Pools, adapter: Adapter, scopes: str, waiting: tuple[LoCo, str]
 ) -> None:
@@ -184,74 +186,58 @@ FREE = tuple(f"heads.{i}.weight" for i in range(HEADS))
 STEPS = 45
 
 
-def head_of(step: int, uses: str) -> int:
-    """The head that this rank uses.
-
-    Args:
-        step: Another one in each.
-        uses: ``"alike"`` if all ranks use one head; ``"nodes"`` and ``"ranks"`` if each node, or each rank of a node,
-            uses another one.
-    """
-    return (step + {"alike": 0, "nodes": dist.get_rank() // 2, "ranks": dist.get_rank() % 2}[uses]) % 3
+def head_of(step: int, alike: bool) -> int:
+    """The head that this rank uses, another one in each step; unless ranks are alike, the last one is a head ahead."""
+    return (step + (not alike and dist.get_rank() == 3)) % 3
 
 
-def in_turn(adapter: Adapter, strategy: Any, uses: str) -> tuple[dict[str, Tensor], list[frozenset[str]]]:
+def in_turn(adapter: Adapter, strategy: Any, alike: bool) -> tuple[dict[str, Tensor], list[frozenset[str]]]:
     """In a worker: summed gradients, and which parameters had none in each step."""
     model, sums, without = adapter.wrap(make_heads(), strategy), {}, []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for step in range(STEPS):
-        model(inputs(step), [head_of(step, uses)]).backward()
+        model(inputs(step), [head_of(step, alike)]).backward()
         gradients = adapter.full_gradients(model)
         without.append(without_gradient(model))
         for name, gradient in gradients.items():
             sums[name] = sums.get(name, 0.0) + gradient
-            used = {f"heads.{(step + each) % 3}.weight" for each in ((0,) if uses == "alike" else (0, 1))}
+            used = {f"heads.{(step + each) % 3}.weight" for each in ((0,) if alike else (0, 1))}
             assert name in used or name not in FREE or not gradient.any(), f"{name} got a gradient in step {step}"
         optimizer.step()
         optimizer.zero_grad()
     return sums, without
 
 
-def exact_in_turn(uses: str) -> dict[str, Tensor]:
+def exact_in_turn(alike: bool) -> dict[str, Tensor]:
     """In a worker: the means over ranks of the gradients that ``in_turn`` sums."""
     model = make_heads()
     for step in range(STEPS):
-        model(inputs(step), [head_of(step, uses)]).backward()
+        model(inputs(step), [head_of(step, alike)]).backward()
     return mean_gradients(model)
 
 
-def assert_sums_are_exact(pool: Pools, adapter: Adapter, scopes: str, config: LoCo, uses: str) -> list[frozenset[str]]:
-    """Return the parameters that had no gradient in each step."""
+TURNS = {
+    f"{adapter}-{'alike' if alike else 'one ahead'}": (adapter, alike)
+    for alike in (True, False)
+    for adapter in ADAPTERS
+}
+
+
+@over_each(rest=False, scopes=["GGG", "IIG", "III", "NNG", "NNN"], turns=TURNS, config=IN_TURN)
+def test_heads_in_turn_get_all_of_their_gradients_and_no_others(
+    pool: Pools, scopes: str, turns: tuple[Adapter, bool], config: LoCo
+) -> None:
+    """Errors of a head wait until any rank uses it again; in between it has no gradient, as in stock."""
+    adapter, alike = turns
     codecs = {"gradients": Int4(2048), "intra_gradients": Int8(128) if config.hops == "both" else None}
     strategy = Strategy(scopes, error_feedback=config, gpus_per_node=2, **codecs)
-    exact = pool(4).once(exact_in_turn, uses)[0]
-    ours, without = pool(4).run(in_turn, adapter, strategy, uses)[0]
+    exact = pool(4).once(exact_in_turn, alike)[0]
+    ours, without = pool(4).run(in_turn, adapter, strategy, alike)[0]
     for name in ours:
         assert (ours[name] - exact[name]).norm() <= 0.08 * exact[name].norm() + 1e-7, name
-    return without
-
-
-@over_each(adapter=ADAPTERS, scopes=["GGG", "IIG", "III", "NNG", "NNN"], config=IN_TURN)
-def test_heads_in_turn_get_all_of_their_gradients_and_no_others(
-    pool: Pools, adapter: Adapter, scopes: str, config: LoCo
-) -> None:
-    """Errors of a head wait until it is used again; in between it has no gradient, as in stock."""
-    _, without_in_stock = pool(4).once(in_turn, adapter, STOCK, "alike")[0]
-    assert assert_sums_are_exact(pool, adapter, scopes, config, "alike") == without_in_stock
-
-
-@over_each(
-    adapter=ADAPTERS,
-    scopes=("IGG", "IIG", "III", "NNN"),
-    config=IN_TURN,
-    uses=("nodes", "ranks"),
-)
-def test_ranks_may_use_other_heads_where_errors_are_fed_back(
-    pool: Pools, adapter: Adapter, scopes: str, config: LoCo, uses: str
-) -> None:
-    """All ranks get the gradient of a head that any of them has used."""
-    without = assert_sums_are_exact(pool, adapter, scopes, config, uses)
-    if adapter.torch_name == "fully_shard":  # a flat parameter has one gradient for all
+    if alike:
+        assert without == pool(4).once(in_turn, adapter, STOCK, alike)[0][1]
+    elif adapter.torch_name == "fully_shard":  # a flat parameter has one gradient for all
         assert without == [frozenset({f"heads.{(step + 2) % 3}.weight", "heads.3.weight"}) for step in range(STEPS)]
 
 
@@ -271,7 +257,7 @@ def scaled_in_turn(adapter: Adapter, strategy: Strategy, overflow_at: int | None
     return adapter.full_weights(model)
 
 
-@over_each(adapter=ADAPTERS, scopes=("IGG", "III", "NNN"), config=IN_TURN, overflow_at=(1, 4))
+@over_each(rest=False, adapter=ADAPTERS, scopes=("IGG", "III", "NNN"), config=IN_TURN, overflow_at=(1, 4))
 def test_scalers_leave_what_waits_as_it_was(
     pool: Pools, adapter: Adapter, scopes: str, config: LoCo, overflow_at: int
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ import torch
 import torch.distributed as dist
 from harness import models
 from harness.adapter import Adapter, Case
-from harness.covering import over_adapters
+from harness.covering import ADAPTERS
 from harness.fsdp1 import Fsdp1
-from harness.pool import Pool, device_type, start_method
+from harness.pool import Pools, device_type, start_method
 from harness.training import train
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -45,14 +44,14 @@ class Job:
     backend: str = "gloo"
 
 
-JOBS = (Job(), Job(is_turned=True), Job(2, 1), Job(4, 1, backend="cpu:gloo"))
+JOBS = (Job(), Job(2, 1, is_turned=True), Job(4, 1, backend="cpu:gloo"))
 
 
-def strategies(scopes: Sequence[str], gpus_per_node: int) -> Iterator[tuple[str, Strategy]]:
-    for each in scopes:
-        yield each, Strategy(each, gpus_per_node=gpus_per_node)
-    yield "loco", Strategy.loco(gpus_per_node=gpus_per_node)
-    yield "local steps", Strategy.diloco(gpus_per_node=gpus_per_node, local_steps=LocalSteps(2))
+def strategies(gpus_per_node: int) -> dict[str, Strategy]:
+    return {
+        "loco": Strategy.loco(gpus_per_node=gpus_per_node),
+        "local steps": Strategy("NNN", gpus_per_node=gpus_per_node, local_steps=LocalSteps(2)),
+    }
 
 
 def found_by_a_mesh(parameter: Any) -> dict[str, Any]:
@@ -81,12 +80,10 @@ def state_dicts(model: Any, optimizer: Any, full: bool) -> dict[str, Any]:
     return {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in (of_model | states).items()}
 
 
-def found_in_a_job(
-    adapter: Adapter, scopes: Sequence[str], gpus_per_node: int, kept: list[Any] | None = None
-) -> dict[str, Any]:
+def found_in_a_job(adapter: Adapter, gpus_per_node: int, kept: list[Any] | None = None) -> dict[str, Any]:
     """In a worker: what models under each strategy give; they live on in ``kept``."""
     found: dict[str, Any] = {}
-    for name, strategy in strategies(scopes, gpus_per_node):
+    for name, strategy in strategies(gpus_per_node).items():
         is_fsdp1 = isinstance(adapter, Fsdp1)
         if is_fsdp1:  # its sharded state dicts are DTensors only with a mesh
             mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
@@ -112,7 +109,7 @@ def _plain(value: Any) -> Any:
     return whole.tolist() if isinstance(whole, Tensor) else whole
 
 
-def in_turn(process: int, adapter: Adapter, scopes: Sequence[str], folder: str) -> None:
+def in_turn(process: int, folder: str) -> None:
     """A process that takes part in all jobs that have a rank for it."""
     torch.set_num_threads(1)
     kept: list[Any] = []
@@ -125,26 +122,20 @@ def in_turn(process: int, adapter: Adapter, scopes: Sequence[str], folder: str) 
             job.backend, init_method=f"file://{folder}/store{number}", rank=rank, world_size=job.world
         )
         if job.is_turned:
-            init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "inner"))
+            init_device_mesh(device_type(), (2, job.world // 2), mesh_dim_names=("outer", "inner"))
         kept = kept[len(kept) // 2 :]  # some outlive their job
-        found = found_in_a_job(adapter, scopes, job.gpus_per_node, kept)
+        found = [found_in_a_job(adapter, job.gpus_per_node, kept) for adapter in ADAPTERS]
         torch.save(found, Path(folder, f"{number} {rank}"))
         dist.barrier()
         dist.destroy_process_group()
 
 
 @pytest.mark.skipif(device_type() == "cuda", reason="processes are their ranks, also in smaller jobs")
-@pytest.mark.parametrize(
-    "scopes", [("IIG", "NNN"), pytest.param(("GGG", "IGG", "III", "NNG"), marks=pytest.mark.wide)], ids="-".join
-)
-@over_adapters
-def test_jobs_of_a_process_give_what_each_gives_alone(
-    pool: Callable[[int], Pool], adapter: Adapter, scopes: Sequence[str], tmp_path: Path
-) -> None:
-    start_processes(in_turn, (adapter, scopes, str(tmp_path)), 4, start_method=start_method().get_start_method())
+def test_jobs_of_a_process_give_what_each_gives_alone(pool: Pools, tmp_path: Path) -> None:
+    start_processes(in_turn, (str(tmp_path),), 4, start_method=start_method().get_start_method())
     for number, job in enumerate(JOBS):
-        of_job = pool(job.world).once(found_in_a_job, adapter, scopes, job.gpus_per_node)
-        for rank, alone in enumerate(of_job):
-            found = torch.load(tmp_path / f"{number} {rank}")
-            for name, expected in alone.items():
-                assert found[name] == expected, (number, rank, name)
+        for i, adapter in enumerate(ADAPTERS):
+            for rank, alone in enumerate(pool(job.world).run(found_in_a_job, adapter, job.gpus_per_node)):
+                found = torch.load(tmp_path / f"{number} {rank}")[i]
+                for name, expected in alone.items():
+                    assert found[name] == expected, (number, adapter, rank, name)

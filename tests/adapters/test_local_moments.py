@@ -123,7 +123,7 @@ def exact_means(adapter: Adapter, layout: tuple[str, int], optimizer: str) -> tu
     return off, differing(before), differing(after)
 
 
-@over_each(adapter=WITH_FLAT, layout=LAYOUTS, optimizer=list(OPTIMIZERS))
+@over_each(rest=False, adapter=WITH_FLAT, layout=LAYOUTS, optimizer=list(OPTIMIZERS))
 def test_an_exact_average_is_the_mean_of_every_optimizer_of_torch(
     pool: Callable[[int], Pool], adapter: Adapter, layout: tuple[str, int], optimizer: str
 ) -> None:
@@ -148,6 +148,7 @@ def moments_differ(adapter: Adapter, layout: tuple[str, int], case: Case, option
 
 
 @over_each(
+    rest=False,
     adapter=WITH_FLAT,
     layout=[("III", 1), ("III", 2), ("NNN", 2)],
     overlap=[0, 1],
@@ -272,7 +273,7 @@ REFUSED = {
 }
 
 
-@over_each(adapter=ADAPTERS, name=list(REFUSED))
+@over_each(rest=False, adapter=ADAPTERS, name=list(REFUSED))
 def test_what_cannot_be_averaged_is_said_on_every_rank(
     pool: Callable[[int], Pool], adapter: Adapter, name: str
 ) -> None:

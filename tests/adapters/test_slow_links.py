@@ -76,7 +76,7 @@ def same_as_named(adapter: Adapter, sets: Sets, gpus_per_node: int) -> tuple[set
 LAYOUTS = {"pairs": (PAIRS, 2, "2 nodes x 2"), "none": (NONE, 1, "4 nodes x 1"), "all": (JOINED, 4, "1 node x 4")}
 
 
-@over_each(adapter=ADAPTERS, layout=LAYOUTS)
+@over_each(rest=False, adapter=ADAPTERS, layout=LAYOUTS)
 def test_gpus_that_nvlink_joins_are_nodes_as_if_these_were_named(
     pool: Callable[[int], Pool], adapter: Adapter, layout: tuple[Sets, int, str]
 ) -> None:
@@ -129,7 +129,7 @@ LINES = [
 ]
 
 
-@over_each(adapter=ADAPTERS, said=LINES)
+@over_each(rest=False, adapter=ADAPTERS, said=LINES)
 def test_the_line_says_what_links_decide(
     pool: Callable[[int], Pool], adapter: Adapter, said: tuple[Strategy, Sets, str, str]
 ) -> None:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fuzz.modules import ScheduleFree
 from harness import models
 from harness.adapter import STOCK, Adapter, Case
-from harness.covering import ADAPTERS, SCOPES, over_adapters, over_each, over_pairs
+from harness.covering import ADAPTERS, over_adapters, over_each, over_pairs
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
-from harness.pool import Pool, shared_folder
+from harness.late_hops import CYCLES, late_hops
+from harness.pool import Pool, device_type, shared_folder
+from harness.strategies import FOURTEEN, PRESETS
 from harness.training import load, logits, mean_loss, save, train
 from harness.wiretap import wiretap
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 
-from fsdp_zpp import CodecState, Int4Delta, Int8, Strategy, invalidate
+from fsdp_zpp import CodecState, Int4Delta, Int8, Strategy, fully_shard, invalidate
 from fsdp_zpp.collectives.secondary_shard import StaleSecondaryError
 
 HPZ, ZEROPP = Strategy("IGG", gpus_per_node=2), Strategy.zeropp(gpus_per_node=2)
@@ -36,27 +41,17 @@ def inner(model: Any) -> models.Net:
 
 
 def unknown_optimizer(adapter: Adapter, model: Any) -> list[Tensor]:
-    """It announces no steps, after one that does."""
-    train(adapter, model, Case(steps=3))
-    train(adapter, model, Case(steps=3), optimizer=models.PlainSgd(model), first_step=3)
-    return []
-
-
-def unknown_optimizer_alone(adapter: Adapter, model: Any) -> list[Tensor]:
-    train(adapter, model, Case(steps=3), optimizer=models.PlainSgd(model))
+    """It announces no steps, neither before nor after one that does."""
+    for first_step, optimizer in ((0, models.PlainSgd(model)), (2, None), (3, models.PlainSgd(model))):
+        train(adapter, model, Case(steps=2 if first_step == 0 else 1), optimizer=optimizer, first_step=first_step)
     return []
 
 
 def optimizer_of_what_this_rank_holds(adapter: Adapter, model: Any) -> list[Tensor]:
     """Some ranks' optimizers hold nothing of some units."""
     held = [p for p in model.parameters() if adapter.local(p).numel()]
-    case = Case(steps=3, micro_batches=2, synced=True)
+    case = Case(steps=2, micro_batches=2, synced=True)
     train(adapter, model, case, optimizer=torch.optim.SGD(held, lr=0.1))
-    return []
-
-
-def two_steps_for_one_backward(adapter: Adapter, model: Any) -> list[Tensor]:
-    train(adapter, model, Case(steps=3), after_step=lambda step, optimizer: optimizer.step())
     return []
 
 
@@ -74,7 +69,7 @@ def two_optimizers(adapter: Adapter, model: Any) -> list[Tensor]:
 def forwards_between(adapter: Adapter, model: Any) -> list[Tensor]:
     """An evaluation before each step, and one after it, before its gradients are gone."""
     optimizer, found = models.make_optimizer("sgd", model.parameters()), []
-    for step in range(3):
+    for step in range(2):
         models.loss_of(model, models.batch(step, 0)).backward()
         found.append(logits(model))
         optimizer.step()
@@ -89,7 +84,7 @@ def inference_mode_between(adapter: Adapter, model: Any) -> list[Tensor]:
     torch has the first forward of all not be in inference mode.
     """
     optimizer, found = models.make_optimizer("sgd", model.parameters()), []
-    for step in range(3):
+    for step in range(2):
         train(adapter, model, Case(steps=2), optimizer=optimizer, first_step=2 * step)
         with torch.inference_mode():
             found.append(models.loss_of(model, models.batch(step, 5)).clone())
@@ -146,7 +141,7 @@ def left_out_before_a_step(adapter: Adapter, model: Any) -> list[Tensor]:
     optimizer = models.make_optimizer("sgd", model.parameters())
     logits(model)
     models.loss_of(model, models.batch(0, 0)).backward()
-    inner(model).skipped = 2
+    inner(model).skipped = 1
     logits(model)
     inner(model).skipped = None
     optimizer.step()
@@ -155,9 +150,7 @@ def left_out_before_a_step(adapter: Adapter, model: Any) -> list[Tensor]:
 
 WAYS = [
     unknown_optimizer,
-    unknown_optimizer_alone,
     optimizer_of_what_this_rank_holds,
-    two_steps_for_one_backward,
     two_optimizers,
     forwards_between,
     inference_mode_between,
@@ -186,16 +179,21 @@ def computed(way: Way, adapter: Adapter, strategy: Strategy, told: bool) -> dict
 
 
 PREFETCHING, FLAT = Fsdp1(arguments=(("forward_prefetch", True),)), Fsdp1(use_orig_params=False)
-STRATEGIES = {scopes: Strategy(scopes, gpus_per_node=2) for scopes in SCOPES} | {
+# In the order of ways, so that each meets a strategy under which it matters.
+STRATEGIES = {scopes: Strategy(scopes, gpus_per_node=2) for scopes in ("IGG", "IIG", "III", "NNN")} | {
+    "IGG on nodes of one": Strategy("IGG", gpus_per_node=1),
     "zeropp": ZEROPP,
     "NGG int8": Strategy.zeropp(levels="NGG", gpus_per_node=2),
-    "IGG on nodes of one": Strategy("IGG", gpus_per_node=1),
+    "NNG": Strategy("NNG", gpus_per_node=2),
     "NGG on one node": Strategy("NGG", gpus_per_node=4),
+    "GGG": Strategy("GGG", gpus_per_node=2),
 }
 # Not with differences: what is told is sent whole, what is not as a change.
 
 
-@over_each(2, way=WAYS, adapter={"fsdp1": PREFETCHING, "fsdp2": Fsdp2(), "fsdp1 flat": FLAT}, strategy=STRATEGIES)
+@over_each(
+    2, rest=False, way=WAYS, adapter={"fsdp1": PREFETCHING, "fsdp2": Fsdp2(), "fsdp1 flat": FLAT}, strategy=STRATEGIES
+)
 def test_weights_are_never_stale(pool: Callable[[int], Pool], way: Way, adapter: Adapter, strategy: Strategy) -> None:
     if way is replaced_after_a_step:
         adapter = PREFETCHING  # parameters of others are DTensors, or are the shard
@@ -232,7 +230,7 @@ def test_an_unannounced_write_raises(pool: Callable[[int], Pool], adapter: Adapt
         assert "call fsdp_zpp.invalidate(model) on every rank" in message
 
 
-@over_pairs(adapter=ADAPTERS, scopes=["IGG", "NNG", "NGG", "NII"])
+@over_each(rest=False, adapter=ADAPTERS, scopes=["IGG", "NNG", "NGG", "NII"])
 def test_an_announced_write_is_used(pool: Callable[[int], Pool], adapter: Adapter, scopes: str) -> None:
     strategy = Strategy(scopes, gpus_per_node=2)
     ours = pool(4).run(write_behind_its_back, adapter, strategy, True)
@@ -246,7 +244,7 @@ def written_in_a_forward(adapter: Adapter, tell: bool) -> str:
     model = adapter.make(Case(), ZEROPP)
     train(adapter, model, ONE_STEP)
     net = inner(model)
-    last = list(net.blocks[2].parameters())
+    last = list(net.blocks[-1].parameters())
 
     def write(*unused: Any) -> None:
         for parameter in last:
@@ -313,14 +311,14 @@ def test_a_unit_that_a_forward_leaves_out_is_gathered_when_used_again(
 
 def resumed(adapter: Adapter, path: str, looked_at: bool, codecs_last: bool) -> None:
     """In a worker: a training that goes on, and one that goes on from its checkpoint, are the same."""
-    case = Case(steps=3)
+    case = Case(steps=2)
     first, second = adapter.make(case, DELTAS), adapter.make(case, DELTAS)
     optimizers = [models.make_optimizer("adamw-foreach", model.parameters()) for model in (first, second)]
     train(adapter, first, case, optimizer=optimizers[0])
     if looked_at:
         mean_loss(first, 0)  # an evaluation gathers what the last step changed
     save(first, optimizers[0], CodecState(first), path)
-    expected = train(adapter, first, case, optimizer=optimizers[0], first_step=3)
+    expected = train(adapter, first, case, optimizer=optimizers[0], first_step=2)
     codecs = CodecState(second)
     assert len(codecs.state_dict()) > 1  # also before a first forward: torch.distributed.checkpoint asks, then loads
     if codecs_last:
@@ -331,11 +329,12 @@ def resumed(adapter: Adapter, path: str, looked_at: bool, codecs_last: bool) -> 
         codecs.load_state_dict(state["codecs"])
     else:  # it has had no step yet, and torch makes one to have states of the optimizer to load into
         load(second, optimizers[1], codecs, path)
-    assert train(adapter, second, case, optimizer=optimizers[1], first_step=3) == expected
+    assert train(adapter, second, case, optimizer=optimizers[1], first_step=2) == expected
     assert models.distance(adapter.full_weights(second), adapter.full_weights(first)) == 0
 
 
 @over_pairs(
+    rest=False,
     adapter=ADAPTERS,
     looked_at={"after a step": False, "after an evaluation": True},
     codecs_last={"codecs first": False, "codecs last": True},
@@ -390,3 +389,84 @@ def test_a_resumed_model_computes_with_weights_that_changed_since(
     pool: Callable[[int], Pool], adapter: Adapter, how: str
 ) -> None:
     assert pool(4).run(computes_with_changed_weights, adapter, how) == [True] * 4
+
+
+# ---- hops that take long: nothing reads what another stream has yet to make, or reuses its memory
+
+on_a_gpu = pytest.mark.skipif(device_type() == "cpu", reason="on a CPU all is done in turn")
+WITHOUT_CODECS = {scopes: Strategy(scopes, gpus_per_node=2) for scopes in FOURTEEN}
+LATE_STRATEGIES = WITHOUT_CODECS | {name: replace(preset, gpus_per_node=2) for name, preset in PRESETS.items()}
+CASE = Case(micro_batches=2, steps=3)
+
+
+def compared(adapter: Adapter, strategy: Strategy, level: str) -> list[str]:
+    """In a worker: the weights that differ once hops of a level have taken long."""
+    weights: list[dict[str, Any]] = []
+    for levels in ((), (level,)):
+        model = adapter.make(CASE, strategy)
+        with late_hops(*levels):
+            train(adapter, model, CASE)
+        weights.append(adapter.full_weights(model))
+    return [name for name, value in weights[0].items() if not torch.equal(value, weights[1][name])]
+
+
+@on_a_gpu
+@over_pairs(rest=False, adapter=ADAPTERS, strategy=LATE_STRATEGIES, level=("inter", "intra"))
+def test_late_hops_change_no_weights(
+    pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy, level: str
+) -> None:
+    assert pool(4).run(compared, adapter, strategy, level) == [[]] * 4
+
+
+def with_a_hook_in_a_stream(levels: tuple[str, ...]) -> dict[str, Tensor]:
+    """In a worker: weights of a training whose all-reduce hooks run in a stream of the user's."""
+    model = Fsdp2().make(CASE, ZEROPP)
+    stream = torch.cuda.Stream()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_all_reduce_hook(lambda gradient: None, stream=stream)
+    with late_hops(*levels):
+        train(Fsdp2(), model, CASE)
+    return Fsdp2().full_weights(model)
+
+
+@on_a_gpu
+def test_a_hook_may_have_a_stream_of_its_own(pool: Callable[[int], Pool]) -> None:
+    in_time, late = (pool(4).run(with_a_hook_in_a_stream, levels) for levels in ((), ("inter",)))
+    for ours, theirs in zip(in_time, late, strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def with_slow_layers(cycles: int) -> list[float]:
+    """In a worker: losses of a frozen bf16 base with trained layers in fp32, whose layers compute for long."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(256, 256).bfloat16().requires_grad_(False), Cast(cycles)) for _ in range(4)]
+    model = nn.Sequential(*layers).to(models.device())
+    for layer in model:
+        fully_shard(layer, strategy=ZEROPP)
+    fully_shard(model, strategy=ZEROPP)
+    losses = []
+    for step in range(3):
+        x = torch.randn(8, 256, generator=torch.Generator().manual_seed(step)).bfloat16().to(models.device())
+        loss = model(x).float().square().mean()
+        loss.backward()
+        invalidate(model)  # after which torch's own copy of what was gathered is made once more
+        losses.append(loss)
+    return [loss.item() for loss in losses]
+
+
+class Cast(nn.Module):
+    """A trained layer in fp32 between others in bf16, which computes for long."""
+
+    def __init__(self, cycles: int) -> None:
+        super().__init__()
+        self.layer, self.cycles = nn.Linear(256, 256), cycles
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.cuda._sleep(self.cycles)
+        return self.layer(x.float()).bfloat16()
+
+
+@on_a_gpu
+def test_slow_layers_compute_with_their_own_weights(pool: Callable[[int], Pool]) -> None:
+    assert pool(4).run(with_slow_layers, CYCLES) == pool(4).run(with_slow_layers, 1)

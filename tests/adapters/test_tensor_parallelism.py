@@ -1,13 +1,13 @@
 """Data parallelism over two nodes of two, beside tensor parallelism over two ranks.
 
 Neither knows of the other, or an SPMD mesh has both: parameters are DTensors already, and ``dp_mesh_dims`` names the
-data-parallel dimensions.
+data-parallel dimensions. Nodes that train on their own leave copies equal, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,18 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import models
 from harness.adapter import Adapter
-from harness.covering import ADAPTERS, SCOPES
+from harness.covering import ADAPTERS, over_adapters, over_each
+from harness.messages import attempt
 from harness.pool import Pool, device_type
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from two_axes import DATA_PARALLEL, STEPS, TWO, Trained, batch, make, optimizer_of, trained
 
 from fsdp_zpp import (
+    Codec,
     Int4,
     Int4Delta,
     Int8,
@@ -39,75 +41,6 @@ from fsdp_zpp import (
     fully_shard,
     traffic,
 )
-
-WIDTH, HIDDEN, DATA_PARALLEL, STEPS = 40, 80, 4, 4
-TWO: dict[str, Any] = {"gpus_per_node": 2}
-
-
-class Block(nn.Module):
-    """Two linears that tensor parallelism splits, and beside them a norm and matrices of which each rank has a copy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, HIDDEN)
-        self.latent = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.down = nn.Linear(HIDDEN, WIDTH)
-        self.mixer = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        return x + self.down(torch.relu(self.up(x))) + self.mixer(self.latent(x))
-
-
-def make() -> Any:
-    """Make the net that all trainings start from."""
-    torch.manual_seed(0)
-    return nn.Sequential(Block(), Block()).to(models.device())
-
-
-def optimizer_of(net: nn.Module, rate: float = 0.3) -> torch.optim.Optimizer:
-    """Make an optimizer that amplifies no difference of gradients, as Adam does near zero."""
-    return torch.optim.SGD(net.parameters(), lr=rate, momentum=0.9, foreach=False)
-
-
-def batch(step: int, rank: int) -> Tensor:
-    """Make the batch of a data-parallel rank."""
-    torch.manual_seed(100 * step + rank)
-    return torch.randn(4, WIDTH).to(models.device())
-
-
-@dataclass
-class Trained:
-    """A net after its training."""
-
-    model: Any
-    mesh: DeviceMesh  # of data and tensor parallelism
-    losses: list[float]  # this rank's
-
-
-@cache
-def mesh_of_two() -> DeviceMesh:
-    """In a worker: the mesh of data x tensor parallelism, whose groups all trainings share."""
-    return init_device_mesh(device_type(), (DATA_PARALLEL, 2), mesh_dim_names=("dp", "tp"))
-
-
-def trained(adapter: Adapter, strategy: Strategy, steps: int = STEPS, rate: float = 0.3) -> Trained:
-    """Train a net under a strategy beside tensor parallelism."""
-    mesh, net = mesh_of_two(), make()
-    for place, block in enumerate(net):
-        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        net[place] = adapter.wrap(block, strategy, **{adapter.mesh_argument: mesh["dp"]})
-    model: Any = adapter.wrap(net, strategy, **{adapter.mesh_argument: mesh["dp"]})
-    optimizer = optimizer_of(model, rate)
-    losses = []
-    for step in range(steps):
-        loss = model(batch(step, mesh["dp"].get_local_rank())).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Trained(model, mesh, losses)
 
 
 @cache
@@ -158,16 +91,23 @@ CODED = {
     "kept": Strategy("NNG", weights=Int8(64), gradients=Int8(1024), intra_gradients=None, **TWO),
     "replicas": Strategy("NNN", gradients=Int4(32), **TWO),
 }
-BY_DEFAULT = ("fsdp1, IGG", "fsdp2, III", "fsdp1, LoCo", "fsdp2, LoCo within nodes")
+ROWS = {
+    "fsdp1, exact": (ADAPTERS[0], Strategy("IGG", **TWO)),
+    "fsdp2, exact": (ADAPTERS[1], Strategy("III", **TWO)),
+    "fsdp1, coded": (ADAPTERS[0], CODED["LoCo"]),
+    "fsdp2, coded": (ADAPTERS[1], CODED["LoCo within nodes"]),
+}
+WIDE = {f"{adapter}, {name}": (adapter, CODED[name]) for adapter in ADAPTERS for name in ("delta", "kept")} | {
+    f"fsdp2, {name}": (ADAPTERS[1], strategy)
+    for name, strategy in (("replicas", CODED["replicas"]), ("NNN", Strategy("NNN", **TWO)))
+}
 
 
 @pytest.mark.parametrize(
     ("adapter", "strategy"),
     [
-        pytest.param(adapter, strategy, id=row, marks=() if row in BY_DEFAULT else pytest.mark.wide)
-        for adapter in ADAPTERS
-        for name, strategy in ({each: Strategy(each, **TWO) for each in SCOPES} | CODED).items()
-        if (row := f"{adapter}, {name}") not in ("fsdp1, NNN", "fsdp1, replicas")  # which are refused
+        pytest.param(*values, id=row, marks=() if row in ROWS else pytest.mark.wide)
+        for row, values in (ROWS | WIDE).items()
     ],
 )
 def test_training_is_as_on_one_rank_and_copies_are_equal_bit_for_bit(
@@ -261,11 +201,9 @@ def of_mesh(dims: dict[str, Any], levels: str, by_default: bool = False, **argum
 @pytest.mark.parametrize(
     ("dims", "strategy"),
     [
-        *(of_mesh(BOTH, levels, levels == "III") for levels in ("GGG", "IGG", "NNG", "III", "IIG", "INI", "NNN")),
-        *(of_mesh(REPLICAS, levels, levels == "IIG") for levels in ("IGG", "NNG", "III", "IIG", "INI", "NNN")),
+        *(of_mesh(BOTH, levels, levels == "III") for levels in ("GGG", "NNG", "III", "INI", "NNN")),
+        *(of_mesh(REPLICAS, levels, levels == "IIG") for levels in ("IIG", "NNN")),
         of_mesh(BOTH, "III", True, gradients=Int4(), error_feedback=LoCo()),
-        of_mesh(BOTH, "IIG", weights=Int8(64), gradients=Int4(32)),
-        of_mesh(BOTH, "NNN", gradients=Int4(32)),
         of_mesh(BOTH, "III", True, local_steps=LocalSteps(1, codec=Int4(32), error_feedback=LoCo())),
     ],
 )
@@ -311,12 +249,80 @@ def differs_after_loading(saved_by: Strategy, loaded_by: Strategy, path: Path) -
 
 
 @needs_dims
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [("III", "IGG"), *(pytest.param(*each, marks=pytest.mark.wide) for each in (("IGG", "NNN"), ("NNN", "III")))],
-)
-def test_a_checkpoint_is_loaded_under_another_scope(
-    pool: Callable[[int], Pool], tmp_path: Path, saved: str, loaded: str
-) -> None:
-    strategies = (Strategy(levels, **TWO) for levels in (saved, loaded))
+def test_a_checkpoint_is_loaded_under_another_scope(pool: Callable[[int], Pool], tmp_path: Path) -> None:
+    strategies = (Strategy(levels, **TWO) for levels in ("III", "IGG"))
     assert pool(8).run(differs_after_loading, *strategies, tmp_path) == [False] * 8
+
+
+# ---- nodes that train on their own
+
+ROUNDS = 6
+LOCAL = {
+    "int8, moments": LocalSteps(2, codec=Int8(64), moments_every=1),
+    "fragments, overlap": LocalSteps(3, codec=Int4(32), error_feedback=LoCo(dtype=Int8(128)), overlap=1, mix=0.5),
+    "a start and a stop": LocalSteps(2, codec=Int4(512), spread=False, start=2, stop=5),
+}
+
+
+def exchanged(adapter: Adapter, strategy: Strategy) -> tuple[dict[str, float], list[float]]:
+    """In a worker: how far copies are apart after a training and a last exchange, and the losses of all ranks."""
+    net = trained(adapter, strategy, ROUNDS, rate=0.1)
+    before = copies_that_differ(net)
+    exchange_weights(net.model)
+    losses = torch.tensor(net.losses, device=models.device())
+    dist.all_reduce(losses)
+    return before | copies_that_differ(net), losses.tolist()
+
+
+@over_each(adapter=ADAPTERS, name=list(LOCAL))
+def test_copies_stay_equal_bit_for_bit(pool: Callable[[int], Pool], adapter: Adapter, name: str) -> None:
+    local = LOCAL[name]
+    uncoded = replace(local, codec=None, error_feedback=None)
+    coded, exact = (
+        pool(8).run(exchanged, adapter, Strategy.diloco(local_steps=each, **TWO)) for each in (local, uncoded)
+    )
+    assert [differing for differing, _ in coded] == [{}] * 8
+    losses, expected = coded[0][1], exact[0][1]
+    assert losses == pytest.approx(expected, rel=2e-2)
+    assert losses != expected
+
+
+class Whole(Int8):
+    """A codec that does not tell which values of a chunk depend on each other."""
+
+    block_numel = Codec.block_numel
+
+
+def without_blocks(adapter: Adapter) -> tuple[str, str]:
+    """In a worker: the error of such a codec."""
+    strategy = Strategy.diloco(local_steps=LocalSteps(2, codec=Whole(64)), **TWO)
+    return attempt((partial(trained, adapter, strategy), NotImplementedError, ""))[:2]
+
+
+@over_adapters
+def test_a_codec_without_blocks_is_refused(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    for kind, text in pool(8).run(without_blocks, adapter):
+        assert kind == "NotImplementedError", text
+        assert "up.weight is sharded already: the codec's block_numel is 0" in text
+
+
+def apart(adapter: Adapter) -> tuple[str, str]:
+    """In a worker: the error if one node exchanges before a forward, and the other in a call."""
+    net = trained(adapter, Strategy.diloco(local_steps=LocalSteps(2, spread=False), **TWO), 2)
+
+    def run() -> None:
+        if net.mesh["dp"].get_local_rank() < 2:
+            exchange_weights(net.model)
+        else:
+            net.model(batch(2, 0))
+
+    return attempt((run, ValueError, ""))[:2]
+
+
+@over_adapters
+def test_nodes_at_different_places_are_told(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    for kind, text in pool(8).run(apart, adapter):
+        assert kind == "ValueError", text
+        assert "an exchange of weights between nodes: ranks were given different arguments: place: " in text
+        assert "in exchange_weights on ranks " in text
+        assert "before the forward of step 3 on ranks " in text

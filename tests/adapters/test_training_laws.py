@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -219,24 +219,20 @@ def over(*groups: Group, where: Callable[[Row], bool] = lambda row: True) -> pyt
     return pytest.mark.parametrize("row", [each for group in groups for each in group if where(each.values[0])])
 
 
-ODD = {"blocks": 2}
 NETS: dict[str, dict[str, Any]] = {
-    "even": {"blocks": 2, "width": 24, "hidden": 36, "vocabulary": 64},
-    "tied": ODD | {"tied": True},
-    "twice": ODD | {"twice": True},
-    "frozen and unused": ODD | {"unused": True},
+    "tied": {"tied": True},
+    "twice": {"twice": True},
+    "frozen and unused": {"unused": True},
 }
+EVEN = (("width", 24), ("hidden", 36), ("vocabulary", 64))
 MICRO_BATCHES = {"one": {}, "no sync": {"micro_batches": 3}, "synced": {"micro_batches": 3, "synced": True}}
 UNITS: dict[str, dict[str, Any]] = {
     "blocks": {},
     "one unit": {"wrap_blocks": False},
     "reentrant": {"checkpointing": "inside reentrant"},
-    "no_reentrant": {"checkpointing": "inside no_reentrant"},
 }
-OPTIMIZERS = ("sgd", "adamw", "adamw-foreach", "adamw-fused")
 LAYOUTS = {"2x2": (4, 2), "4x1": (4, 1), "1x4": (4, 4)}
 """Nodes and GPUs of each; the number of ranks and of GPUs a node."""
-EIGHT_RANKS = {"4x2": (8, 2)}
 
 
 def bound_of(optimizer: str) -> float:
@@ -263,33 +259,25 @@ def exact(
     return Row(adapter, Strategy(scopes, gpus_per_node=layout[1]), case, layout[0], bound_of(optimizer))
 
 
-OTHERS = {
-    "net": list(NETS),
-    "micro_batches": MICRO_BATCHES,
-    "units": UNITS,
-    "optimizer": OPTIMIZERS,
-}
+OTHERS = {"net": list(NETS), "micro_batches": MICRO_BATCHES, "units": UNITS, "optimizer": ["sgd", "adamw-fused"]}
 # NNI reduces as none of the others does, and the other seven as one of these.
 EXACT = rows(
     "exact", exact, over_pairs(rest=False, adapter=ADAPTERS, scopes=[*SCOPES, "NNI"], layout=LAYOUTS, **OTHERS)
 )
 ALL_SCOPES = rows(
-    "all scopes",
-    exact,
-    over_pairs(rest=False, adapter=ADAPTERS, scopes=LEGAL_LEVELS, layout=LAYOUTS | EIGHT_RANKS, **OTHERS),
+    "all scopes", exact, over_pairs(rest=False, adapter=ADAPTERS, scopes=LEGAL_LEVELS, layout=LAYOUTS, **OTHERS)
 )
 EXACT += [pytest.param(*each.values, id=each.id, marks=pytest.mark.wide) for each in ALL_SCOPES]
+ON_FOUR_NODES = Row(
+    ADAPTERS[0], Strategy("IIG", gpus_per_node=2), Case(EVEN, steps=2, micro_batches=2), world=8, bound=1e-6
+)
+EXACT.append(pytest.param(ON_FOUR_NODES, id="4x2"))
+# Rounding does not grow from step to step, and one block has no other to prefetch.
 EXACT += [
     pytest.param(
-        exact(adapter, scopes, (8, 2), "even", MICRO_BATCHES["no sync"], UNITS["blocks"], "sgd"),
-        id=f"4x2-{adapter}-{scopes}",
+        Row(adapter, Strategy(scopes, gpus_per_node=2), Case((("blocks", 1),), steps=10), bound=1e-6),
+        id=f"10 steps-{adapter}",
     )
-    for adapter, scopes in zip(ADAPTERS, ("IIG", "III"), strict=True)
-]
-
-# Rounding does not grow from step to step.
-EXACT += [
-    pytest.param(Row(adapter, Strategy(scopes, gpus_per_node=2), Case(steps=20), bound=1e-6), id=f"20 steps-{adapter}")
     for adapter, scopes in zip(ADAPTERS, ("IGG", "III"), strict=True)
 ]
 
@@ -334,17 +322,17 @@ def fsdp2(**arguments: Any) -> Fsdp2:
     return Fsdp2(arguments=tuple(arguments.items()))
 
 
+THREE_BLOCKS = {"model": (("blocks", 3),)}
 ARGUMENTS: dict[str, tuple[Adapter, dict[str, Any]]] = {
-    "flat": (Fsdp1(use_orig_params=False), {}),
-    "flat no sync": (Fsdp1(use_orig_params=False), {"micro_batches": 2}),
-    "flat tied": (Fsdp1(use_orig_params=False), {"model": (("tied", True),)}),
-    "no limit": (fsdp1(limit_all_gathers=False), {}),
-    "forward prefetch": (fsdp1(forward_prefetch=True), {}),
-    "backward post": (fsdp1(backward_prefetch=BackwardPrefetch.BACKWARD_POST), {}),
-    "no backward prefetch": (fsdp1(backward_prefetch=None), {}),
+    "flat": (Fsdp1(use_orig_params=False), {"model": (("tied", True),), "micro_batches": 2}),
+    "no limit, backward post": (
+        fsdp1(limit_all_gathers=False, backward_prefetch=BackwardPrefetch.BACKWARD_POST),
+        THREE_BLOCKS,
+    ),
+    "forward prefetch alone": (fsdp1(forward_prefetch=True, backward_prefetch=None), THREE_BLOCKS),
     "outside no_reentrant": (Fsdp1(), {"checkpointing": "outside no_reentrant"}),
     "outside reentrant": (Fsdp1(), {"checkpointing": "outside reentrant"}),
-    "a list of modules": (Fsdp2(pairs=True), {}),
+    "a list of modules": (Fsdp2(pairs=True), THREE_BLOCKS),
     "keep after forward": (fsdp2(reshard_after_forward=False), {}),
     "reshard after forward": (fsdp2(reshard_after_forward=True), {}),
     "no sync kept unsharded": (Fsdp2(keep_unsharded=True), {"micro_batches": 3}),
@@ -353,23 +341,22 @@ ARGUMENTS: dict[str, tuple[Adapter, dict[str, Any]]] = {
         fsdp2(shard_placement_fn=second_dimension),
         {"model": (("width", 24), ("hidden", 36))},
     ),
-    "prefetch": (Fsdp2(tune=prefetch), {}),
-    "async unshard": (Fsdp2(tune=unshard_async), {}),
-    "divided by 1": (divided(1.0), {"clip": None}),
+    "prefetch": (Fsdp2(tune=prefetch), THREE_BLOCKS),
+    "async unshard": (Fsdp2(tune=unshard_async), THREE_BLOCKS),
     "divided by 3": (divided(3.0), {"clip": None}),
     "premultiplied by 1/3": (divided(3.0, force_sum=False), {"clip": None}),
-    "premultiplied by 1/4": (divided(4.0, force_sum=False), {"clip": None}),
     "cpu offload": (fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=False)), {"clip": None}),
 }
 
 
 def with_arguments(name: str, scopes: str) -> Row | None:
-    if (name, scopes) == ("reshard after forward", "NNG"):
-        return None  # what is to be kept unsharded can't be resharded after the forward
+    # What is to be kept unsharded can't be resharded after the forward, and is shown as shards after a backward.
+    if scopes == "NNG" and name in ("reshard after forward", "synced kept unsharded"):
+        return None
     adapter, case = ARGUMENTS[name]
     # Gloo can't premultiply; torch's own are forced to sum, which is the same but for rounding.
-    stock = {"premultiplied by 1/3": divided(3.0), "premultiplied by 1/4": divided(4.0)}.get(name)
-    return Row(adapter, Strategy(scopes, gpus_per_node=2), Case(**case), bound=1e-6, stock=stock)
+    stock = divided(3.0) if name == "premultiplied by 1/3" else None
+    return Row(adapter, Strategy(scopes, gpus_per_node=2), Case(steps=2, **case), bound=1e-6, stock=stock)
 
 
 WITH_ARGUMENTS = rows("arguments", with_arguments, over_each(name=list(ARGUMENTS), scopes=SCOPES))
@@ -387,23 +374,20 @@ def coded(adapter: Adapter, scopes: str) -> Row:
     return Row(adapter, strategy, case, near=(0.05, 0.05))
 
 
-# Scopes that are compared with each other are trained under one adapter; the other one is wide.
+# Scopes that are compared with each other are trained under one adapter.
 CODED = [
-    pytest.param(coded(adapter, scopes), id=f"coded-{adapter}-{scopes}", marks=[] if turn else pytest.mark.wide)
-    for place, like in enumerate(LIKE)
+    pytest.param(coded(adapter, scopes), id=f"coded-{adapter}-{scopes}")
+    for adapter, like in zip(ADAPTERS * 3, LIKE, strict=True)
     for scopes in like
-    for adapter, turn in zip(ADAPTERS, (place % 2 == 0, place % 2 == 1), strict=True)
 ]
 
 CODECS = {
-    "int8 weights": (Strategy("GGG", weights=Int8(64)), (0.05, 0.05)),
     "int4 weights": (Strategy("GGG", weights=Int4(32)), None),
-    "int8 gradients": (Strategy("GGG", gradients=Int8(64)), (0.02, 0.02)),
     "int4 gradients": (Strategy("IGG", gradients=Int4(32)), (0.2, 0.3)),
     "int4 between only": (Strategy("GGG", gradients=Int4(32), intra_gradients=None), (0.2, 0.3)),
     "inside": (INSIDE_WITH_FEEDBACK, (0.2, 0.3)),
     "zeropp NGG": (Strategy.zeropp(levels="NGG"), None),
-} | {name: (strategy, None) for name, strategy in PRESETS.items() if name != "loco both"}
+} | {name: (PRESETS[name], None) for name in ("zeropp", "loco", "delta")}
 """Strategies, and how far the whole gradient and that of a parameter may be from stock's.
 
 A wrong mean, order or dtype would be off by far more than quantization noise.
@@ -425,13 +409,22 @@ def with_codecs(
     return row if has_codecs else replace(row, bound=0.0, near=None)
 
 
-WITH_CODECS = rows(
-    "codecs",
-    with_codecs,
-    over_pairs(rest=False, adapter=ADAPTERS, codecs=CODECS, layout=LAYOUTS, precision={"fp32": None, "bf16": BF16}),
-)
+def on_layouts(names: Iterable[str], *layouts: str) -> Group:
+    return rows(
+        "codecs",
+        with_codecs,
+        over_pairs(
+            rest=False,
+            adapter=ADAPTERS,
+            codecs={name: CODECS[name] for name in names},
+            layout={name: LAYOUTS[name] for name in layouts},
+            precision={"fp32": None, "bf16": BF16},
+        ),
+    )
 
 
+# On one node most codecs are for a hop that there is not.
+WITH_CODECS = [*on_layouts(CODECS, "2x2", "4x1"), *on_layouts(("inside", "zeropp NGG", "delta"), "1x4")]
 ALONE = [
     pytest.param(Row(adapter, Strategy.zeropp(gpus_per_node=1), Case(), 1, bound=0.0), id=f"alone-{adapter}")
     for adapter in ADAPTERS
@@ -482,7 +475,7 @@ def test_forwards_compute_with_the_weights_of_the_moment(pool: Callable[[int], P
         if codec is None or used.ndim == 1:
             assert torch.equal(used, exact.to(used.dtype))
         elif step == 0 or not isinstance(codec, Int4Delta):  # whose steps are those of changes from then on
-            rounding = 0 if used.dtype == torch.float32 else 2**-9 * exact.abs().max()
+            rounding = 0 if used.dtype == torch.float32 else 2**-8 * exact.abs().max()  # bf16 has 8 bits
             assert 0 < (used.float() - exact).abs().max() <= bounds[step] + rounding
     for other in others:
         assert all(torch.equal(a, b) for (*_, a), (*_, b) in zip(other.used, first.used, strict=True))
@@ -562,7 +555,7 @@ def test_a_codec_named_for_the_hop_inside_stays_on_one_node(pool: Callable[[int]
         in_fp32 = in_stock.total("intra", "reduce_scatter") * (1 if row.case.precision is None else 2)
         assert 0 < tap.total("intra", "all_to_all") < 0.35 * in_fp32
         assert 1e-6 < models.distance(ours.steps[-1][0], stock.steps[-1][0]) < 0.05
-        assert len(ours.kept) == 4
+        assert len(ours.kept) == 3
         assert all("errors of" in name for name in ours.kept)
 
 
@@ -604,7 +597,7 @@ INTER, INTRA = ("all_gather", "inter"), ("all_gather", "intra")
 def test_secondary_shards_and_they_alone_are_sent_before_the_first_unit_computes(
     pool: Callable[[int], Pool], row: Row
 ) -> None:
-    units = 4  # the root and three blocks; secondary shards as small as these go as one
+    units = 3  # the root and two blocks; secondary shards as small as these go as one
     kept = row.strategy.parameters != "G"
     for record in records(pool, row):
         order = record.taps["evaluation"].order
@@ -622,7 +615,7 @@ def test_each_state_is_cut_into_the_shards_of_the_optimizers_scope(pool: Callabl
     held = [record.held for record in records(pool, row)]
     # FSDP's alignment belongs to no parameter, so shards differ in size, but together they are the model.
     assert [sum(of_state) for of_state in zip(*held, strict=True)] == [total * row.world / shards] * 3
-    if row.case.model == tuple(NETS["even"].items()):
+    if row.case.model == EVEN:
         assert all(one == pytest.approx(total / shards, rel=0.02) for of_rank in held for one in of_rank)
 
 
@@ -634,7 +627,7 @@ def test_modules_show_what_stock_would_show(pool: Callable[[int], Pool], row: Ro
             assert ours.shown[phase] == shown, phase
 
 
-@over(EXACT, where=lambda row: isinstance(row.adapter, Fsdp1) and row.strategy.levels != "NNN")
+@over(EXACT, where=lambda row: isinstance(row.adapter, Fsdp1) and "".join(row.resolved.scopes) != "NNN")
 def test_gradients_are_shown_after_the_last_micro_batch(pool: Callable[[int], Pool], row: Row) -> None:
     """FSDP1 would take accumulated ones for a user's own and copy them, while another stream may still be at them."""
     first = 0 if row.case.synced else row.case.micro_batches - 1
@@ -674,7 +667,7 @@ def differently_seeded(adapter: Adapter, scopes: str) -> tuple[str, int]:
     return "", 0
 
 
-@over_each(adapter=ADAPTERS, scopes=LEGAL_LEVELS)
+@over_each(rest=False, adapter=ADAPTERS, scopes=[*SCOPES, "NNI"])
 def test_replicas_must_start_equal(pool: Callable[[int], Pool], adapter: Adapter, scopes: str) -> None:
     for said, lines in pool(4).run(differently_seeded, adapter, scopes):
         assert ("they hold different weights" in said) == (scopes[2] != "G")
@@ -696,20 +689,18 @@ def names_in_a_profile(adapter: Adapter) -> set[str]:
 @over_adapters
 def test_every_phase_of_every_unit_has_a_name_in_profiles(pool: Callable[[int], Pool], adapter: Adapter) -> None:
     for names in pool(4).run(names_in_a_profile, adapter):
-        assert names >= {f"fsdp_zpp::{phase} (blocks.{i})" for phase in PHASES for i in range(3)}
+        assert names >= {f"fsdp_zpp::{phase} (blocks.{i})" for phase in PHASES for i in range(2)}
         # Units as small as these are prefetched together, in a hop that is named after the first and the last.
-        assert any(re.fullmatch(r"fsdp_zpp::inter_all_gather \(.* to blocks\.2\)", name) for name in names)
+        assert any(re.fullmatch(r"fsdp_zpp::inter_all_gather \(.* to blocks\.1\)", name) for name in names)
 
 
 # ---- larger trainings
 
 
 # Large enough for scales and padding to weigh what they do in a real model. The root has no weight to speak of.
-LARGE = (("blocks", 6), ("width", 192), ("hidden", 1024), ("vocabulary", 3))
-SMALL_NBYTES = 4 * 6 * (2 * 192 + 1024)  # norms and biases, which are sent exactly
+LARGE = (("blocks", 3), ("width", 192), ("hidden", 1024), ("vocabulary", 3))
 IN_BF16 = Case(model=LARGE, precision=BF16, steps=1, clip=None)
 LARGE_STRATEGIES = {
-    "hpZ": Strategy("IGG", gpus_per_node=2),
     "zeropp": Strategy.zeropp(gpus_per_node=2),
     "int8": Strategy("IGG", weights=Int8(64), gpus_per_node=2),
     "delta": Strategy("IGG", weights=Int4Delta(64, whole=Int8(64)), gpus_per_node=2),
@@ -738,13 +729,3 @@ def test_zeropp_sends_a_quarter_between_nodes_and_differences_half(
         of_delta, whole = (sent[name][rank][1]["gather"] for name in ("delta", "int8"))
         assert of_delta["intra"] == whole["intra"]
         assert 0.4 < of_delta["inter"] / whole["inter"] < 0.62
-
-
-@pytest.mark.parametrize("name", ["hpZ", "zeropp"])
-def test_both_adapters_send_the_same_bytes(pool: Callable[[int], Pool], name: str) -> None:
-    """But for small parameters: a flat parameter has them anywhere, and all rows have room for those of the fullest."""
-    one, other = (pool(4).once(bytes_sent, adapter, LARGE_STRATEGIES[name]) for adapter in ADAPTERS)
-    for (_, sent), (_, expected) in zip(one, other, strict=True):
-        for kind in ("gather", "reduce"):
-            for hop, rows in (("inter", 1), ("intra", 2 * (2 if kind == "gather" else 1))):
-                assert sent[kind][hop] == pytest.approx(expected[kind][hop], rel=2e-3, abs=rows * SMALL_NBYTES)

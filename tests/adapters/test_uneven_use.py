@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -11,15 +11,63 @@ import torch
 import torch.distributed as dist
 from harness import models
 from harness.adapter import Adapter, Case, on_cpu
-from harness.covering import ADAPTERS, SCOPES, over_each, over_pairs
+from harness.covering import ADAPTERS, over_each, over_pairs
 from harness.fsdp2 import Fsdp2
 from harness.pool import Pools
 from harness.training import logits, train
-from heads import WIDTH, Heads, average, inputs, shard_heads
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp_zpp import Int4, Int8, LoCo, Strategy, fully_shard
+from fsdp_zpp import Int4, Int8, LoCo, Strategy
+
+WIDTH = 6
+HEADS = {"a": 3, "b": 5, "c": 3, "d": 4}
+"""Outputs of each head: two are of one size, and none divides by the ranks."""
+
+
+class Heads(nn.Module):
+    """A trunk and some heads, of which a forward uses what ``uses`` says, in that order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Linear(WIDTH, WIDTH)
+        self.heads = nn.ModuleDict({name: nn.Linear(WIDTH, size) for name, size in HEADS.items()})
+        self.uses: str = "abcd"
+        self.runs_all = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.trunk(x)
+        losses = {name: self.heads[name](x).square().mean() for name in (HEADS if self.runs_all else self.uses)}
+        return sum((losses[name] for name in self.uses), start=x.square().mean())
+
+
+def shard_heads(adapter: Adapter, strategy: Any, apart: bool, **arguments: Any) -> tuple[Any, Heads]:
+    """In a worker: the sharded model, and what is inside of it; ``apart`` makes every head a unit."""
+    net = Heads().to(models.device())
+    if apart:
+        for name, head in net.heads.items():
+            net.heads[name] = adapter.wrap(head, strategy, **arguments)
+    return adapter.wrap(net, strategy, **arguments), net
+
+
+def inputs(step: int, micro_batch: int) -> Tensor:
+    """Other ones on each rank."""
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro_batch + 7919 * dist.get_rank())
+    return torch.randn(2, WIDTH, generator=generator).to(models.device())
+
+
+def average(parameters: Iterable[nn.Parameter]) -> None:
+    """Give every parameter that any rank has used the mean of its gradients."""
+    for p in parameters:
+        used = torch.tensor(float(p.grad is not None), device=models.device())
+        gradient = torch.zeros_like(p) if p.grad is None else p.grad
+        dist.all_reduce(gradient)
+        dist.all_reduce(used)
+        p.grad = gradient / dist.get_world_size() if used else None
+
+
+# ---- ranks that use different parameters
 
 Uses = list[list[str]]
 """For each micro-batch of a step, what each rank uses."""
@@ -40,7 +88,7 @@ def distance_from_unsharded(
     unused: bool = False,
     run_all: bool = False,
 ) -> float:
-    """In a worker: how far two rounds of steps of AdamW get from those of a model that is not sharded.
+    """In a worker: how far steps of AdamW get from those of a model that is not sharded.
 
     Args:
         adapter: Shards it.
@@ -60,7 +108,7 @@ def distance_from_unsharded(
     # FSDP1 has one gradient for all parameters of a unit, so that AdamW decays what nobody uses.
     decay = 0.1 if adapter.torch_name == "fully_shard" and not unused else 0.0
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, eps=0.1, weight_decay=decay) for m in (model, plain)]
-    for step, uses in enumerate(steps * 2):
+    for step, uses in enumerate(steps):
         for micro_batch, by_rank in enumerate(uses):
             net.uses = plain.uses = by_rank[dist.get_rank()]
             last = micro_batch == len(uses) - 1
@@ -76,12 +124,12 @@ def distance_from_unsharded(
     return models.distance(adapter.full_weights(model), on_cpu(dict(plain.named_parameters())))
 
 
-@over_pairs(adapter=ADAPTERS, scopes=SCOPES)
+@over_pairs(adapter=ADAPTERS, scopes=["GGG", "IIG", "III", "NNG", "NNN"])
 def test_gradients_are_those_of_all_ranks(pool: Pools, adapter: Adapter, scopes: str) -> None:
     assert max(pool(4).run(distance_from_unsharded, adapter, scopes, WITHIN_A_UNIT)) <= 1e-6
 
 
-@pytest.mark.parametrize("scopes", SCOPES)
+@pytest.mark.parametrize("scopes", ["GGG", "IIG", "NNG"])
 def test_unused_parameters_may_be_reduced(pool: Pools, scopes: str) -> None:
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         pytest.skip("torch 2.13 has set_reduce_scatter_unused_params")
@@ -91,7 +139,7 @@ def test_unused_parameters_may_be_reduced(pool: Pools, scopes: str) -> None:
 BETWEEN_UNITS: Uses = [["a", "b", "abd", ""], ["abcd"] * 4]
 
 
-@over_each(scopes=["NGG", "NIG", "NNG", "NII", "NNI"], adapter=ADAPTERS)
+@over_each(rest=False, scopes=["NGG", "NIG", "NNG", "NII", "NNI"], adapter=ADAPTERS)
 def test_gradients_of_units_that_only_some_ranks_use_are_those_of_all_ranks(
     pool: Pools, adapter: Adapter, scopes: str
 ) -> None:
@@ -99,7 +147,7 @@ def test_gradients_of_units_that_only_some_ranks_use_are_those_of_all_ranks(
 
     What is gathered again for the backward must be used on all ranks, as with torch's own sharding.
     """
-    found = pool(4).run(distance_from_unsharded, adapter, scopes, [BETWEEN_UNITS], True, False, False, True)
+    found = pool(4).run(distance_from_unsharded, adapter, scopes, [BETWEEN_UNITS] * 2, True, False, False, True)
     assert max(found) <= 1e-6
 
 
@@ -107,9 +155,9 @@ ORDERS: Uses = [["abcd"] * 4, ["ad", "da", "bc", "dcba"], ["b", "", "a", "cab"],
 """In the first micro-batch all heads are gathered; in the last, all ranks reduce in one order, as torch's own must."""
 
 
-@pytest.mark.parametrize("scopes", ["GGG", "IGG", "NIG", "NNG", "III"])
+@pytest.mark.parametrize("scopes", ["GGG", "NIG", "NNG"])
 def test_units_that_stay_gathered_may_be_used_in_any_order(pool: Pools, scopes: str) -> None:
-    assert max(pool(4).run(distance_from_unsharded, Fsdp2(), scopes, [ORDERS], True, True)) <= 1e-6
+    assert max(pool(4).run(distance_from_unsharded, Fsdp2(), scopes, [ORDERS] * 2, True, True)) <= 1e-6
 
 
 def untouched(adapter: Adapter, scopes: str, micro_batches: int, feedback: LoCo | None) -> tuple[bool, float]:
@@ -130,6 +178,7 @@ def untouched(adapter: Adapter, scopes: str, micro_batches: int, feedback: LoCo 
 
 
 @over_each(
+    rest=False,
     scopes=["NNN", "III", "NNG", "IIG", "GGG"],
     micro_batches=[1, 2],
     feedback={"none": None, "inter": LoCo(), "both": LoCo(hops="both")},
@@ -141,35 +190,76 @@ def test_a_parameter_that_no_forward_uses_gets_no_gradient(
     assert pool(4).run(untouched, Fsdp2(), scopes, micro_batches, feedback) == [(False, 0.0)] * 4
 
 
-class Shift(nn.Module):
-    """A scale and a shift, of which a forward may leave out the shift."""
+# ---- what a micro-batch leaves out
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
-        self.shifts = True
+Backwards = list[tuple[bool, bool]]
+"""Whether each micro-batch of a step synchronizes, and whether it leaves out a block."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale + self.shift if self.shifts else x * self.scale
-
-
-def hooks_of_a_step(strategy: Strategy) -> dict[str, int]:
-    """In a worker: how often hooks run in a step in which one rank uses a parameter, before the last micro-batch."""
-    net: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), Shift()).to(models.device())
-    fully_shard([net[0], net[1]], strategy=strategy)
-    fully_shard(net, strategy=strategy)
-    runs: Counter[str] = Counter()
-    for name, parameter in net.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: runs.update([name]))
-    for micro_batch, net[1].shifts in enumerate((dist.get_rank() == 1, False)):
-        net.set_requires_gradient_sync(micro_batch == 1)
-        net(inputs(0, micro_batch)).square().mean().backward()
-    return dict(runs)
+LEFT_OUT: dict[str, Backwards] = {
+    "by the last": [(False, False), (True, True)],
+    # Stock FSDP1 is no oracle: it forgets the block's gradient if another micro-batch runs it before the last.
+    "after a reduction": [(True, False), (False, True), (True, True)],
+}
 
 
-def test_hooks_of_modules_in_one_call_run_once(pool: Pools) -> None:
-    expected = dict.fromkeys(("0.weight", "0.bias", "1.scale", "1.shift"), 1)
-    assert pool(4).run(hooks_of_a_step, Strategy("IIG", gpus_per_node=2)) == [expected] * 4
+def distances_of_steps(adapter: Adapter, backwards: Backwards, scopes: str) -> list[float]:
+    """In a worker: the distances of gradients and weights from a net that is not sharded, after each of two steps."""
+    model, net = adapter.make(Case(), Strategy(scopes, gpus_per_node=2)), models.make_net()
+    inner = next(module for module in model.modules() if isinstance(module, models.Net))
+    optimizers = [models.make_optimizer("sgd", m.parameters()) for m in (model, net)]
+    distances = []
+    for step in range(2):
+        for micro_batch, (synced, skips) in enumerate(backwards):
+            inner.skipped = net.skipped = 1 if skips else None
+            with adapter.micro_batch(model, synced, False):
+                models.loss_of(model, models.batch(step, micro_batch)).backward()
+            models.loss_of(net, models.batch(step, micro_batch)).backward()
+            if synced and not skips:
+                logits(model)  # gathers the block, which the next micro-batches leave out
+        average(net.parameters())
+        exact = {name: p.grad.cpu() for name, p in net.named_parameters()}
+        distances.append(models.distance(adapter.full_gradients(model), exact))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        exact = {name: p.detach().cpu() for name, p in net.named_parameters()}
+        distances.append(models.distance(adapter.full_weights(model), exact))
+    return distances
+
+
+@over_pairs(rest=False, adapter=ADAPTERS, backwards=LEFT_OUT, scopes=["GGG", "IIG", "III", "NNG"])
+def test_micro_batches_may_leave_out_a_unit_that_others_have_used(
+    pool: Pools, adapter: Adapter, backwards: Backwards, scopes: str
+) -> None:
+    assert max(map(max, pool(4).run(distances_of_steps, adapter, backwards, scopes))) <= 1e-6
+
+
+# ---- sums in fp32
+
+
+def gradient_of_accumulation(adapter: Adapter, strategy: Any, micro_batches: int) -> Tensor:
+    """In a worker: the trunk's full gradient of many micro-batches, in bf16, or in fp64 for None."""
+    net = Heads().to(models.device())
+    if strategy is None:
+        net = net.to(torch.bfloat16).double()
+        for micro_batch in range(micro_batches):
+            net(inputs(0, micro_batch).bfloat16().double()).backward()
+        average(net.parameters())
+        return net.trunk.weight.grad.cpu()
+    net = net.to(torch.bfloat16)
+    model = adapter.wrap(net, strategy)
+    for micro_batch in range(micro_batches):
+        with adapter.micro_batch(model, micro_batch == micro_batches - 1, False):
+            model(inputs(0, micro_batch).bfloat16()).backward()
+    return next(g for name, g in adapter.full_gradients(model).items() if name.endswith("trunk.weight")).double()
+
+
+@over_each(rest=False, adapter=ADAPTERS, where={"GGG": ("GGG", 2), "IIG": ("IIG", 2), "one node": ("NNG", 4)})
+def test_many_bf16_micro_batches_are_summed_in_fp32(pool: Pools, adapter: Adapter, where: tuple[str, int]) -> None:
+    exact = pool(4).once(gradient_of_accumulation, adapter, None, 96)[0]
+    ours = pool(4).run(gradient_of_accumulation, adapter, Strategy(where[0], gpus_per_node=where[1]), 96)[0]
+    # A sum in bf16, which has 8 bits, is 0.005 to 0.01 off; one in fp32 of as many rounded gradients far less.
+    assert (ours - exact).norm() / exact.norm() <= 0.003
 
 
 # ---- gradients that are cleared
@@ -191,6 +281,7 @@ def discarded(adapter: Adapter, scopes: str, clear: str) -> float:
 
 
 @over_each(
+    rest=False,
     adapter=ADAPTERS,
     scopes=["NNN", "NII", "III", "NNG", "IIG", "GGG"],
     clear=["optimizer", "model", "what is wrapped"],
@@ -212,7 +303,7 @@ def left_after_an_evaluation(adapter: Adapter, scopes: str) -> list[float]:
     return left
 
 
-@over_each(adapter=ADAPTERS, scopes=["GGG", "NGG", "NII", "NNG"])
+@over_each(rest=False, adapter=ADAPTERS, scopes=["GGG", "NGG", "NII", "NNG"])
 def test_zero_grad_of_an_unsharded_model_reaches_what_the_optimizer_reads(
     pool: Pools, adapter: Adapter, scopes: str
 ) -> None:
@@ -257,7 +348,9 @@ def of_another_optimizer(adapter: Adapter, scopes: str, moved: bool) -> list[flo
 
 
 @over_each(
-    adapter=ADAPTERS, case={"GGG": ("GGG", False), "IIG": ("IIG", False), "NNG": ("NNG", False), "moved": ("NNG", True)}
+    rest=False,
+    adapter=ADAPTERS,
+    case={"GGG": ("GGG", False), "IIG": ("IIG", False), "NNG": ("NNG", False), "moved": ("NNG", True)},
 )
 def test_an_optimizer_drops_only_gradients_of_its_own_parameters(
     pool: Pools, adapter: Adapter, case: tuple[str, bool]

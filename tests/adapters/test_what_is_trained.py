@@ -11,13 +11,15 @@ import torch
 from harness import lora, models
 from harness.adapter import STOCK, Adapter, Case
 from harness.covering import ADAPTERS, over_each
+from harness.fsdp2 import Fsdp2
 from harness.pool import Pools
 from harness.training import logits, train
 from harness.wiretap import wiretap
 from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity
 from torch.optim import Optimizer
 
-from fsdp_zpp import Int8, Strategy, invalidate
+from fsdp_zpp import Int4Delta, Int8, Strategy, invalidate
 from fsdp_zpp.collectives.secondary_shard import SecondaryShard
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -198,33 +200,20 @@ def distance_after(way: Way, optimizer: str, adapter: Adapter, strategy: Strateg
     return max(map(models.distance, ours, stock_weights_after(way, optimizer, adapter)))
 
 
-# Each of these scopes keeps weights in its own way; in this order, each optimizer meets both and both adapters.
-PLACES = {
-    "fsdp1-IGG": (ADAPTERS[0], "IGG"),
-    "fsdp1-NGG": (ADAPTERS[0], "NGG"),
-    "fsdp2-NGG": (ADAPTERS[1], "NGG"),
-    "fsdp2-IGG": (ADAPTERS[1], "IGG"),
-}
-OPTIMIZERS = ("adamw", "adamw-fused")
-
-
-@over_each(2, place=PLACES, way=WAYS, optimizer=OPTIMIZERS)
-def test_weights_equal_stock(pool: Pools, place: tuple[Adapter, str], way: Way, optimizer: str) -> None:
-    strategy = Strategy(place[1], gpus_per_node=1)
-    # AdamW divides by gradients' magnitudes, which multiplies the rounding of small ones.
-    assert max(pool(2).run(distance_after, way, optimizer, place[0], strategy)) <= 1e-4
-
-
-OTHERS = {scopes: Strategy(scopes, gpus_per_node=2) for scopes in ("GGG", "IIG", "NNG", "III", "NII", "NNN")} | {
+STRATEGIES = {scopes: Strategy(scopes, gpus_per_node=2) for scopes in ("IGG", "NGG", "IIG", "NNG", "III", "NNN")} | {
     f"encoded {scopes}": Strategy(scopes, weights=Int8(64), gradients=Int8(64), gpus_per_node=2)
-    for scopes in ("GGG", "IGG", "IIG", "NGG", "NNG")
+    for scopes in ("IGG", "NGG", "NNG")
 }
+# In this order, each way meets both adapters and each adapter both optimizers.
+PLACES = {f"{adapter}-{name}": (adapter, name) for name in ("adamw", "adamw-fused") for adapter in ADAPTERS}
 
 
-@over_each(adapter=ADAPTERS, way=WAYS, strategy=OTHERS, optimizer=OPTIMIZERS)
-def test_weights_are_those_that_there_are_under_every_scope(
-    pool: Pools, adapter: Adapter, way: Way, strategy: Strategy, optimizer: str
+@over_each(2, rest=False, way=WAYS, strategy=STRATEGIES, place=PLACES)
+def test_weights_are_those_that_there_are_and_equal_stocks(
+    pool: Pools, way: Way, strategy: Strategy, place: tuple[Adapter, str]
 ) -> None:
+    adapter, optimizer = place
+    # AdamW divides by gradients' magnitudes, which multiplies the rounding of small ones.
     assert max(pool(4).run(distance_after, way, optimizer, adapter, strategy)) <= 1e-4
 
 
@@ -242,7 +231,7 @@ def adapted_weights(adapter: Adapter, strategy: Any) -> tuple[dict[str, Tensor],
         net.blocks[i] = adapter.wrap(block, strategy)
     model = adapter.wrap(net, strategy)
     optimizer = models.make_optimizer("adamw", trainable(model))
-    train(adapter, model, Case(steps=3, micro_batches=2), optimizer=optimizer)
+    train(adapter, model, Case(steps=2, micro_batches=2), optimizer=optimizer)
     loss = models.loss_of(model, models.batch(9, 0))
     with wiretap(2) as tap:
         loss.backward()
@@ -251,7 +240,7 @@ def adapted_weights(adapter: Adapter, strategy: Any) -> tuple[dict[str, Tensor],
     return adapter.full_weights(model), reduced, allocated
 
 
-@over_each(adapter=ADAPTERS, scopes=("GGG", "IGG", "NNG", "III"))
+@over_each(rest=False, adapter=ADAPTERS, scopes=("GGG", "IGG", "NNG", "III"))
 def test_frozen_parameters_are_neither_given_gradients_nor_reduced(pool: Pools, adapter: Adapter, scopes: str) -> None:
     trained = sum(p.nbytes for p in trainable(lora.make_net()))
     stock, _, _ = pool(4).once(adapted_weights, adapter, STOCK)[0]
@@ -282,6 +271,56 @@ def gathered_in_a_later_step(adapter: Adapter, strategy: Strategy) -> set[str]:
     return gathered
 
 
-@over_each(adapter=ADAPTERS, scopes=("IGG", "NGG", "NNI"))
+@over_each(rest=False, adapter=ADAPTERS, scopes=("IGG", "NGG", "NNI"))
 def test_what_is_frozen_and_kept_is_gathered_once(pool: Pools, adapter: Adapter, scopes: str) -> None:
     assert pool(4).run(gathered_in_a_later_step, adapter, Strategy(scopes, gpus_per_node=2)) == [{"root"}] * 4
+
+
+# ---- several dtypes in one unit
+
+
+class Adapted(nn.Module):
+    """A bf16 base with fp32 adapters, as PEFT makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(64, 64).to(torch.bfloat16).requires_grad_(False)
+        self.down, self.up = nn.Linear(64, 8, bias=False), nn.Linear(8, 64, bias=False)
+        self.norm = nn.LayerNorm(64).to(torch.bfloat16).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x.bfloat16()) + self.up(self.down(x)).bfloat16()
+        return self.norm(y)[..., :32].float().square().mean()
+
+
+def two_dtypes(strategy: Any, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """In a worker: losses, and gradients of the first step."""
+    torch.manual_seed(0)
+    net = Adapted().to(models.device())
+    model = Fsdp2().wrap(net, strategy)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    losses, first = [], {}
+    for step in range(steps):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).to(models.device())
+        loss = model(x)
+        loss.backward()
+        first = first or Fsdp2().full_gradients(model)
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, first
+
+
+@over_each(
+    rest=False, scopes=["GGG", "IGG", "III", "NNG", "NGG"], weights=[Int8(64), Int4Delta(64, whole=Int8(64)), None]
+)
+def test_a_unit_may_have_two_dtypes(pool: Pools, scopes: str, weights: Any) -> None:
+    if scopes != "IGG" and isinstance(weights, Int4Delta):
+        weights = Int8(32)
+    strategy = Strategy(scopes, weights=weights, gpus_per_node=2)
+    (losses, gradients), (stock_losses, stock) = (pool(4).once(two_dtypes, each, 4)[0] for each in (strategy, STOCK))
+    if weights is None:
+        assert losses == stock_losses
+    for name, gradient in stock.items():
+        assert cosine_similarity(gradients[name].flatten(), gradient.flatten(), dim=0) > 0.99, name
+    assert losses[-1] < losses[0] * 1.5

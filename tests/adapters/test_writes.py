@@ -70,7 +70,7 @@ def written(adapter: Adapter, strategy: Strategy, ranks: list[int], announce: bo
         return str(error)
 
 
-@over_each(adapter=ADAPTERS, strategy=STRATEGIES, ranks={"one": [2], "a node": [0, 1], "all": [0, 1, 2, 3]})
+@over_each(rest=False, adapter=ADAPTERS, strategy=STRATEGIES, ranks={"one": [2], "a node": [0, 1], "all": [0, 1, 2, 3]})
 def test_every_rank_raises_if_any_has_written(
     pool: Pools, adapter: Adapter, strategy: Strategy, ranks: list[int]
 ) -> None:
@@ -96,7 +96,7 @@ def checked_training(adapter: Adapter, strategy: Strategy) -> bool:
     return all(torch.equal(weights[0][name], value) for name, value in weights[1].items())
 
 
-@over_each(adapter=ADAPTERS, strategy={name: STRATEGIES[name] for name in ("IGG", "NNG", "zeropp", "encoded NGG")})
+@over_each(rest=False, adapter=ADAPTERS, strategy={name: STRATEGIES[name] for name in ("encoded NGG", "zeropp")})
 def test_training_is_the_same(pool: Pools, adapter: Adapter, strategy: Strategy) -> None:
     assert pool(4).run(checked_training, adapter, strategy) == [True] * 4
 
@@ -149,7 +149,7 @@ def load_checkpoint(model: Any, loads: Callable[[dict[str, Any], str], None]) ->
 
 
 def load_by_node(state: dict[str, Any], folder: str) -> None:
-    with this_node(2) as node:
+    with this_node(1) as node:
         dcp.load(state, checkpoint_id=folder, process_group=node)
 
 
@@ -292,8 +292,9 @@ def test_the_table_has_the_rows_that_are_measured() -> None:
 
 
 @over_each(
+    rest=False,
     use={f"{name}-{'checked' * on}": (*COLUMNS[name], on) for on in (False, True) for name in COLUMNS},
-    strategy={name: STRATEGIES[name] for name in ("IGG", "zeropp")},
+    strategy={"IGG": Strategy("IGG", gpus_per_node=1), "zeropp": Strategy.zeropp(gpus_per_node=1)},
 )
 def test_what_comes_of_a_write_is_in_the_table(pool: Pools, use: tuple[Adapter, int, bool], strategy: Strategy) -> None:
     """Under the check, every write is noticed."""
@@ -302,4 +303,4 @@ def test_what_comes_of_a_write_is_in_the_table(pool: Pools, use: tuple[Adapter, 
         row: LINES[row][index].replace("**not counted**", "counted" if checked else "**not counted**") for row in HERE
     }
     expected = {row: [said[row]] * len(ROWS[row]) for row in HERE if said[row]}
-    assert pool(4).run(outcomes, adapter, strategy, index, checked) == [expected] * 4
+    assert pool(2).run(outcomes, adapter, strategy, index, checked) == [expected] * 2
