@@ -110,6 +110,7 @@ def alone(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Alone:
     return Alone(folder, install_alone(built / f"fsdp_zpp-{VERSION}-py3-none-any.whl", folder))
 
 
+@pytest.mark.wide
 def test_the_wheel_works_with_its_dependencies_alone(alone: Alone, tmp_path: Path) -> None:
     assert alone.run("-m", "fsdp_zpp", "--version").stdout == f"fsdp_zpp {VERSION}\n"
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -121,6 +122,7 @@ def test_the_wheel_works_with_its_dependencies_alone(alone: Alone, tmp_path: Pat
 INTEGRATIONS = ("accelerate", "transformers", "torchtitan", "axolotl", "lightning.pytorch", "lightning.fabric")
 
 
+@pytest.mark.wide
 def test_an_integration_without_its_framework_says_what_to_install(alone: Alone) -> None:
     code = f"""
 import importlib

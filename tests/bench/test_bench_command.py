@@ -99,6 +99,7 @@ def test_all_parameters_are_trained_under_each_strategy(tmp_path: Path) -> None:
     assert "between nodes, a whole node: " in printed
 
 
+@pytest.mark.wide
 def test_adapters_of_a_mixture_are_trained_on_each_kind_of_base(tmp_path: Path) -> None:
     result, _ = bench(tmp_path, QWEN, "--lora", "4", "--frozen", "int8", "--checkpointing")
     rows = {row["strategy"]: row for row in result["rows"]}

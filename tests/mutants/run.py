@@ -200,7 +200,7 @@ class Suite:
         tests = [] if self._map is None else [test for test in self._map.tests_reaching(mutant) if test in known]
         if not tests:
             folders = FOLDERS.get(path.split("/")[1], "").split()
-            tests = [test for each in folders for test in self.tests if test.startswith(f"tests/{each}/")]
+            tests = [test for each in folders for test in self.tests if test.startswith(f"tests/{each}/")] or self.tests
         if first in known:
             tests = list(dict.fromkeys([first, *tests]))
         functions: dict[str, str] = {}
