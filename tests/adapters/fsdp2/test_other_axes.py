@@ -49,6 +49,7 @@ from fsdp_zpp import (
     traffic,
 )
 from fsdp_zpp.runtime.unit import StrategyUnit, named_units
+from fsdp_zpp.torch_internals import major_minor
 
 WIDTH, HIDDEN, EXPERTS, MICRO_BATCHES, ROWS, STEPS, BYTES = 24, 96, 4, 2, 4, 2, 4
 TWO: dict[str, Any] = {"gpus_per_node": 2}
@@ -435,6 +436,7 @@ def levels_of_a_list(order: tuple[int, int]) -> list[str]:
     return sorted(unit.strategy.levels for unit in units)
 
 
+@pytest.mark.skipif(major_minor(torch.__version__) < (2, 12), reason="this torch makes one group of a module")
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_overrides_of_one_module_of_a_list_leave_the_others(
     pool: Callable[[int], Pool], order: tuple[int, int]
