@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing.connection
 import os
 import runpy
@@ -11,9 +12,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -96,6 +99,14 @@ def _main(
         sys.argv = arguments
         sys.path.insert(0, str(working / Path(arguments[0]).parent))
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+def printed_by(script: str, arguments: list[str]) -> str:
+    """In a worker: the output of a script of the repository that is run as one of this worker's ranks."""
+    printed = io.StringIO()
+    with mock.patch.object(sys, "argv", [script, *arguments]), redirect_stdout(printed):
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    return printed.getvalue()
 
 
 def in_fake_world(world: int, gpus_per_node: int, function: Callable[..., Any], *args: Any) -> Any:

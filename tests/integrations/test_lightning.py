@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import re
-import runpy
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from harness import models
 from harness.covering import over_each
-from harness.launch import ROOT, launch
+from harness.launch import launch, printed_by
 from harness.messages import Refusal, Reply, assert_refused, attempt, collected
 from harness.offload import without_pinning
 from harness.pool import Pool, device_type, outnumber_gpus
@@ -614,10 +611,8 @@ def test_nodes_are_as_lightning_has_started_them(pool: Pools, way: Way) -> None:
 
 def run_example(arguments: list[str]) -> str:
     """In a worker: what examples/lightning_finetune.py prints."""
-    printed = io.StringIO()
-    with environment(), mock.patch.object(sys, "argv", ["", *arguments]), contextlib.redirect_stdout(printed):
-        runpy.run_path(str(ROOT / "examples" / "lightning_finetune.py"), run_name="__main__")
-    return printed.getvalue()
+    with environment():
+        return printed_by("examples/lightning_finetune.py", arguments)
 
 
 @pytest.mark.skipif(outnumber_gpus(2), reason="the example takes a GPU a rank")

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
-import runpy
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from harness import llama
-from harness.launch import ROOT
+from harness.launch import printed_by
 from harness.pool import Pool, device_type
 from hugging_face import logged, new_job
 from peft import LoraConfig, PeftModel
@@ -198,10 +193,8 @@ def test_the_server_has_the_weights_of_the_training_before_each_generation(
 
 def run_example(arguments: list[str]) -> str:
     """In a worker: what examples/trl_sft.py prints."""
-    printed = io.StringIO()
-    with new_job(), mock.patch.object(sys, "argv", ["", *arguments]), contextlib.redirect_stdout(printed):
-        runpy.run_path(str(ROOT / "examples" / "trl_sft.py"), run_name="__main__")
-    return printed.getvalue()
+    with new_job():
+        return printed_by("examples/trl_sft.py", arguments)
 
 
 def test_the_example_goes_on(pool: Pools, tmp_path: Path) -> None:
