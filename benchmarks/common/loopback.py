@@ -63,7 +63,7 @@ _Counts = Counter[tuple[str, str]]
 
 
 def on_ranks(nodes: int, gpus_per_node: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return what ``function(*args)`` returns on each rank of a job that lasts no longer."""
+    """Call ``function(*args)`` on each rank of a job that lasts no longer; return the results by rank."""
     return Loopback(nodes, gpus_per_node).run(function, *args)
 
 

@@ -257,7 +257,7 @@ def hooked_otherwise(adapter: Adapter, differs: bool) -> None:
 
 
 def differences(adapter: Adapter) -> dict[str, Mistake]:
-    """What the last rank is told or does differently."""
+    """The difference in what the last rank is told or does."""
 
     def given(call: Callable[[Any], object], usual: Any, other: Any, said: str) -> Mistake:
         return Mistake(lambda differs: call(other if differs else usual), said, by=("last",))
@@ -657,7 +657,7 @@ PLACES: Places = {
     "codec state": ("step load_codec_state forward", "the first use of codec state that was loaded"),
     "codec state, shown": ("step load_codec_state show", "the first use of codec state that was loaded"),
 }
-"""What a node may do after the backward of a second step, with what errors say of it."""
+"""Actions of a node after the backward of a second step, each with the words of its error."""
 APART: Places = {
     "weights": ("step load_weights forward", "at the first use of weights that were loaded"),
     "weights, shown": ("step load_weights show", "at the first use of weights that were loaded"),

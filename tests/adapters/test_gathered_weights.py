@@ -396,7 +396,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def held_by_sender(token: SyncToken) -> dict[str, Tensor]:
-    """What all ranks' tokens together take receivers to hold."""
+    """The weights that receivers hold, as all ranks' tokens together say."""
     # Private: only the token has it, and nothing else shows that both sides decode alike.
     parts: list[dict[str, tuple[int, Tensor]]] = [{}] * dist.get_world_size()
     own = {name: (held.values.start, held.base.cpu()) for name, held in token._sent.items()}

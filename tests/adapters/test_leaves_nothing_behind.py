@@ -45,11 +45,11 @@ from fsdp_zpp import (
 from fsdp_zpp.runtime import method_hooks
 
 Held = dict[str, int]
-"""What a process has."""
+"""The counts of a process."""
 
 
 def least(look: Callable[[], Held]) -> Held:
-    """What is there at each of three looks; gloo's thread may not yet have let go of its last tensor."""
+    """The counts at each of three looks; gloo's thread may not yet have let go of its last tensor."""
     looks = [look() for _ in range(3)]
     return {name: min(each[name] for each in looks) for name in looks[0]}
 
@@ -306,7 +306,7 @@ HOOKED = (torch.optim.Optimizer, nn.Module, torch.amp.GradScaler, ShardedGradSca
 
 
 def left_behind(training: Training) -> Held:
-    """What a process has, at a moment at which the training holds as much as at any other such moment."""
+    """The counts of a process, at a moment at which the training holds as much as at any other such moment."""
     training.renew_optimizers()
     for _ in range(2):
         training.step()

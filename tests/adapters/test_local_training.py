@@ -235,7 +235,7 @@ class Simulation:
         self.receive(step, lambda name: True, mix=1.0)
 
     def weights(self, node: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """Of a node."""
+        """The weights of a node, by name."""
         return {name: p.detach().to(dtype, copy=True) for name, p in self.nets[node].named_parameters()}
 
     @property

@@ -189,7 +189,7 @@ class Row:
 
     @property
     def kept_hops(self) -> set[str]:
-        """Those that weights need not cross again, since a rank or a node keeps them."""
+        """The hops that weights need not cross again, since a rank or a node keeps them."""
         beyond = {"N": self.hops, "I": self.hops & {"inter"}, "G": set()}[self.strategy.parameters]
         return beyond - {"I": {"inter"}, "N": self.hops, "G": set()}[self.strategy.optimizer]
 

@@ -62,7 +62,7 @@ BARE = (
 )
 SUMMING = [codec for codec in BARE if not isinstance(codec, NF4)]
 FOLLOWING = [Int8(64), Int4(32), Int4Delta(32, Int8(64)), FullPrecision(torch.bfloat16), TopK(0.5, 8, 128), Halves()]
-"""Those with kernels for a sum that is encoded again, and some of those without."""
+"""Codecs with kernels for a sum that is encoded again, and some of those without."""
 SHAPES = [(1, 1, 300), (1, 3, 33), (3, 1, 1), (2, 3, 33), (2, 3, 300)]
 """Grids of chunks, and values in a chunk."""
 TAILED = [exact_tail(codec, TAIL) for codec in FOLLOWING]

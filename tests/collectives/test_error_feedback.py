@@ -87,7 +87,7 @@ SHAPES = [
 def test_what_is_left_out_comes_later_also_of_parameters_that_ranks_do_not_use_meanwhile(
     on_ranks: OnRanks, shape: tuple[int, str, Any], beta: float, dtype: torch.dtype
 ) -> None:
-    """What no rank uses comes as zeros."""
+    """A parameter that no rank uses comes as zeros."""
     gpus, keep, hops = shape
     if hops == "inter" and gpus > 1:
         dtype = torch.float32  # since what goes inside a node is rounded, too

@@ -168,7 +168,7 @@ def test_without_a_codec_it_is_sgd_on_the_mean_of_changes(
 
 
 def decoded(codec: Codec, values: Tensor) -> Tensor:
-    """What a chunk decodes to."""
+    """The values that a chunk decodes to."""
     out = torch.empty_like(values)
     codec.decode(codec.encode(values, 1, 1), out, 1, 1)
     return out
@@ -345,7 +345,7 @@ def power(root: Tensor) -> Tensor:
 def each_average(
     results: list[Any], layout: tuple[int, int], kind: str
 ) -> Iterator[tuple[Tensor, list[Tensor], Tensor]]:
-    """Of each rank and moment: the average, equal on all nodes bit for bit, nodes' moments, and their largest root."""
+    """For each rank and moment: the average, equal on all nodes bit for bit, nodes' moments, and their largest root."""
     for rank, (found, _) in enumerate(results):
         nodes = [moments_of(other, kind) for other in peers_of(rank, layout)]
         largest = max(root(each).abs().max() for node in nodes for each in node.values() if each.numel())

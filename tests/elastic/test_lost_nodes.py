@@ -249,7 +249,7 @@ class Node:
         self.processes = []
 
     def read(self, life: int = -1, rank: int = 0) -> list[dict[str, Any]]:
-        """What a rank has written down."""
+        """The notes of a rank."""
         path = self.lives[life][rank] if self.lives else Path()
         lines = path.read_text().splitlines() if path.is_file() else []
         return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]

@@ -1,4 +1,4 @@
-"""What elastic nodes are built on, and a node that is the only one."""
+"""The base of elastic nodes, and a node that is the only one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a frozen base costs: bytes at rest and on the wire, gathers, decodes, memory."""
+"""The cost of a frozen base: bytes at rest and on the wire, gathers, decodes, memory."""
 
 from __future__ import annotations
 

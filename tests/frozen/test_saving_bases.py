@@ -110,7 +110,7 @@ def quantized(seed: int, group: dist.ProcessGroup | None = None) -> models.Net:
 
 
 def stored_in(folder: Path, group: dist.ProcessGroup | None = None) -> Tensor:
-    """What a base computes that is loaded from a folder."""
+    """The output of a base that is loaded from a folder."""
     net = files.make_empty()
     load_frozen_params(net, folder, process_group=group, device="cpu")
     return files.output_of(net)

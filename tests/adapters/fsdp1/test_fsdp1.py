@@ -1,4 +1,4 @@
-"""What only FullyShardedDataParallel can do: as under stock FULL_SHARD, to rounding, and what it refuses.
+"""Features that FullyShardedDataParallel alone has: as under stock FULL_SHARD, to rounding, and what it refuses.
 
 adapters/test_training_laws.py trains with its other arguments.
 """

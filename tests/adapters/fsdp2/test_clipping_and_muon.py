@@ -1,4 +1,4 @@
-"""What is done with gradients that are sharded over meshes: clipping over several, and Muon on whole matrices."""
+"""Gradients that are sharded over meshes: clipping over several, and Muon on whole matrices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FSDP2 = Fsdp2()
 # ---- clipping by the norm of gradients over different meshes, which torch refuses
 
 TOLERANCE = 1e-6
-"""Of norms and gradients, relative: sums of the same fp32 values in another order."""
+"""The relative tolerance of norms and gradients: sums of the same fp32 values in another order."""
 
 
 def shard(net: models.Net, levels: list[str | None]) -> models.Net:

@@ -166,7 +166,7 @@ CONVERT: dict[str, Callable[[Any], None]] = {
     "mxfp8 weights": partial(quantize, kind="mxfp8 weights"),
 }
 ENCODE_THEMSELVES = ("rows", "float8 gathers", "int8 weights")
-"""What their names begin with."""
+"""The start of their names."""
 
 
 def row(kind: str, *others: Any) -> Any:
