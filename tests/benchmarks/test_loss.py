@@ -124,7 +124,6 @@ def diloco(**options: Any) -> LocalSteps:
     ("name", "meant"),
     [
         ("local32:none", diloco(every=32, codec=None)),
-        ("local128:int8", diloco(every=128, codec=Int8(128))),
         ("local32:int4+loco", diloco(every=32, codec=Int4(128), error_feedback=LoCo(beta=0.8))),
         ("local32:int4:overlap1:mix0.5", diloco(every=32, codec=Int4(128), overlap=1, mix=0.5)),
         ("local32:int4:outer0.5:momentum0.8", LocalSteps(every=32, codec=Int4(128), outer_lr=0.5, outer_momentum=0.8)),

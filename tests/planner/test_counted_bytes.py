@@ -332,8 +332,8 @@ def test_moments_need_buffers_where_those_of_weights_are_smaller() -> None:
         for every, precision in ((None, FULL), (3, FULL), (3, replace(FULL, optimizer_bytes=0)))
     )
     assert plain == never < averaged
-    # A rank's 160,000 moments in fp32, and payloads sent and received of 8 bits with scales of 32 bits for 128 values.
-    assert averaged == pytest.approx(160_000 * (4 + 2 * (1 + 4 / 128)), rel=0.01)
+    # All moments in fp32, and payloads sent and received of 8 bits with scales of 32 bits for 128 values.
+    assert averaged == pytest.approx(1_280_000 * (4 + 2 * (1 + 4 / 128)), rel=0.01)
 
 
 def test_offloaded_state_takes_no_memory_of_the_gpu_but_a_copy_on_the_way() -> None:
