@@ -13,7 +13,7 @@ import pytest
 from harness.benchmarks import load, tiny_study
 from harness.launch import ROOT, launch
 
-from fsdp_zpp import Int4, Int8, LocalSteps, LoCo, TopK
+from fsdp_zpp import Int4, LocalSteps, LoCo, TopK
 
 configurations = load("loss", "configurations")
 local_gaps = load("loss", "local_gaps")
@@ -326,23 +326,3 @@ def test_bytes_of_collectives() -> None:
         assert dtensor_collectives.Collective(name, 8, 2, 4).sent == {"inter": inter, "intra": intra}
     with pytest.raises(NotImplementedError, match="the bytes of broadcast are unknown"):
         _ = dtensor_collectives.Collective("broadcast", 8, 2, 4).sent
-
-
-def test_gaps_of_muon_are_to_the_same_optimizer_without_sharding() -> None:
-    def record(name: str, loss: float, inter: float, model: dict[str, int] | None) -> Result:
-        row = {"name": name, "seed": 0, "validation": [[0, 5.0], [1000, loss]], "sent_by_model": model}
-        return {"rows": [row | {"sent_by_optimizer": {"inter": inter, "intra": 2e6}}]}
-
-    model = {"inter": 3_000_000, "intra": 1}
-    records = [
-        record("adamw:unsharded", 2.0, 0, None),
-        record("muon:unsharded", 1.0, 0, None),
-        record("muon:III", 1.1, 0, model),
-        record("muon:IGG", 1.2, 1.5e6, model),
-    ]
-    assert muon_table.table(records).splitlines()[2:] == [
-        "| AdamW | unsharded | 1 | 2.0000 |  |  | 0 | 2.00 MB |",
-        "| Muon | unsharded | 1 | 1.0000 |  |  | 0 | 2.00 MB |",
-        "| Muon | IGG | 1 | 1.2000 | +20.00 | 3.00 MB | 1.50 MB | 2.00 MB |",
-        "| Muon | III | 1 | 1.1000 | +10.00 | 3.00 MB | 0 | 2.00 MB |",
-    ]

@@ -121,21 +121,6 @@ def test_a_table_without_a_place_is_an_error() -> None:
         result_pages.with_tables(text, {"one": "new", "two": "new"})
 
 
-@pytest.mark.parametrize(
-    ("layout", "shown"),
-    [
-        ({}, "2 x A"),
-        ({"gpus": None, "nodes": 2, "gpus_per_node": 2}, "4 x A"),
-        ({"gpus": 1, "nodes": 2, "gpus_per_node": 1}, "1 x A"),
-    ],
-)
-def test_an_origin_counts_the_gpus_of_all_nodes_and_tells_of_changes(layout: dict[str, Any], shown: str) -> None:
-    """The manifest is that of rank 0, which sees the GPUs of its own node."""
-    made = {"date": "2026-01-02T03:04", "commit": f"{'ab' * 20}+dirty", "machine": {"gpu": "A", "gpus": 2}}
-    result = {"manifest": made | {"versions": {}}, "arguments": layout}
-    assert result_pages.origin(result) == f"2026-01-02, commit abababa with changes, {shown}"
-
-
 @pytest.mark.parametrize("folder", PAGES)
 def test_pages_name_every_result(folder: str) -> None:
     text = "".join(map(page, PAGES[folder]))
@@ -174,18 +159,6 @@ def test_step_times_in_prose_are_in_tables(name: str) -> None:
         float(figure) for pair in re.findall(r"(?:([\d.]+) and )?([\d.]+) ms\b", prose) for figure in pair if figure
     }
     assert {time for time in said if time >= 200} <= set(map(float, re.findall(r"\d+(?:\.\d+)?", tables)))
-
-
-def test_the_first_page_shows_each_training_beside_torchs_strategies() -> None:
-    first_page = load("step", "first_page")
-    times = {"fsdp2:full_shard": 900.0, "full_shard": 800.0, first_page.HSDP: 300.0}
-    for training in first_page.TRAININGS:
-        times |= {strategy: 100.0 + 50 * place for place, strategy in enumerate(training.ours.values())}
-    rows = [{"strategy": name, "step_ms": step} for name, step in times.items()]
-    results = {training.run: {"rows": rows} for training in first_page.TRAININGS}
-    lines = first_page.table(results).splitlines()[2:]
-    assert lines[0].endswith("| 900 | 300 | 100, with deltas 150 | 6.0x to 9.0x | 2.0x to 3.0x |")
-    assert lines[2].endswith("| 800 | 300 | 100 | 8.0x | 3.0x |")
 
 
 # ---- figures
