@@ -22,6 +22,8 @@ from build.util import project_wheel_metadata
 from harness.launch import ROOT
 from packaging.requirements import Requirement
 
+from fsdp_zpp.__main__ import main
+
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 NOT_DISTRIBUTED = shutil.ignore_patterns(
     ".git", ".venv", "*.egg-info", "build", "dist", "runs", "__pycache__", ".*_cache"
@@ -141,7 +143,10 @@ for name in {INTEGRATIONS}:
         assert error.startswith(expected), done.stderr
 
 
-def test_the_version_is_the_same_everywhere() -> None:
+def test_the_version_is_the_same_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"fsdp_zpp {VERSION}\n"
     installed = metadata.version("fsdp_zpp")
     assert installed == VERSION, f"{installed} is installed: remove .venv/ready, and ./run installs {VERSION}"
     for page in ("docs/install.md", "docs/reference/command-line.md"):

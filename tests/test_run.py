@@ -1,19 +1,25 @@
-"""Installation and tests by ``./run``: its commands are watched, with stand-ins for python, pip and nvidia-smi.
+"""Commands of ``./run``, watched with stand-ins for python, pip and nvidia-smi, and ``python -m fsdp_zpp env``.
 
-Git's hook and GitHub run these commands and, but for torch of another version, no others.
+Git's hook and GitHub run commands of ``./run`` and, but for torch of another version, no others.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from harness.launch import ROOT
+
+from fsdp_zpp.__main__ import main
 
 RUN = ROOT / "run"
 STAND_INS = {
@@ -30,16 +36,16 @@ STAND_INS = {
 }
 
 
-def commands(folder: Path, command: str = "test", *, gpu: bool, torch: bool) -> list[str]:
+def commands(folder: Path, command: str = "test", *, gpu: bool, own_torch: bool) -> list[str]:
     """Return what ``./run command`` calls in a fresh clone.
 
     Args:
         folder: An empty one.
         command: One of those of ``./run``.
         gpu: Whether the machine has a GPU.
-        torch: Whether it has a torch of its own.
+        own_torch: Whether it has a torch of its own.
     """
-    result = attempt(folder, command, PYTHON="python", GPU=str(int(gpu)), TORCH=str(int(torch)))
+    result = attempt(folder, command, PYTHON="python", GPU=str(int(gpu)), TORCH=str(int(own_torch)))
     assert result.returncode == 0, result.stderr
     return (folder / "log").read_text().splitlines()
 
@@ -59,25 +65,23 @@ def attempt(folder: Path, command: str = "test", *options: str, **variables: str
     return subprocess.run(command_line, cwd=folder, env=environment, capture_output=True, text=True, timeout=30)
 
 
-@pytest.mark.parametrize(("gpu", "version"), [(True, "2.15.0"), (False, "2.13.0")], ids=["GPU", "no GPU"])
-def test_torch_is_the_newest_with_a_gpu_and_small_without(tmp_path: Path, gpu: bool, version: str) -> None:
-    called = commands(tmp_path, gpu=gpu, torch=False)
-    assert called.index(f"pip install --quiet torch=={version}") < called.index(
-        "pip install --quiet --editable .[test]"
-    )
+@pytest.mark.parametrize(("gpu", "newest"), [(True, "2.15.0"), (False, "2.13.0")], ids=["GPU", "no GPU"])
+def test_torch_is_the_newest_with_a_gpu_and_small_without(tmp_path: Path, gpu: bool, newest: str) -> None:
+    called = commands(tmp_path, gpu=gpu, own_torch=False)
+    assert called.index(f"pip install --quiet torch=={newest}") < called.index("pip install --quiet --editable .[test]")
     assert "python -m venv --clear .venv" in called
 
 
 @pytest.mark.parametrize("gpu", [True, False], ids=["GPU", "no GPU"])
 def test_a_machine_keeps_its_own_torch(tmp_path: Path, gpu: bool) -> None:
-    called = commands(tmp_path, gpu=gpu, torch=True)
+    called = commands(tmp_path, gpu=gpu, own_torch=True)
     assert "python -m venv --clear --system-site-packages .venv" in called
     assert not any("torch==" in call for call in called)
 
 
 @pytest.mark.parametrize(("gpu", "call"), [(True, "pytest "), (False, "pytest -n 2 --dist worksteal")], ids=str)
 def test_two_tests_at_once_without_a_gpu(tmp_path: Path, gpu: bool, call: str) -> None:
-    assert commands(tmp_path, gpu=gpu, torch=True)[-1] == call
+    assert commands(tmp_path, gpu=gpu, own_torch=True)[-1] == call
 
 
 def test_it_says_at_once_how_long_the_whole_suite_takes(tmp_path: Path) -> None:
@@ -139,3 +143,57 @@ def test_github_asks_for_what_env_prints() -> None:
         fields = {field["id"]: field for field in yaml.safe_load(form.read_text())["body"] if "id" in field}
         assert "`python -m fsdp_zpp env`" in fields["env"]["attributes"]["label"]
     assert "python -m fsdp_zpp env" in (folder / "pull_request_template.md").read_text()
+
+
+# ---- what a bug report needs
+
+
+def test_env_names_versions_the_job_and_what_communication_depends_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
+    for name in ("HF_TOKEN", "TORCH_HUB_TOKEN"):
+        monkeypatch.setenv(name, "secret")
+    assert main(["env", "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert "secret" not in printed
+    sections = json.loads(printed)
+    assert sections["versions"]["torch"] == torch.__version__
+    assert sections["versions"]["triton"] == version("triton")
+    assert sections["versions"]["python"] == sys.version.split()[0]
+    assert len(sections["GPUs"]) == torch.cuda.device_count()
+    assert (sections["nodes"]["LOCAL_WORLD_SIZE"], sections["nodes"]["GROUP_WORLD_SIZE"]) == ("4", "2")
+    assert sections["variables"]["NCCL_SOCKET_IFNAME"] == "eth1"
+    assert sections["variables"]["TORCH_HUB_TOKEN"] == "(hidden)"
+    assert "HF_TOKEN" not in sections["variables"]
+
+    assert main(["env"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split() == ["NCCL_SOCKET_IFNAME", "eth1"] for line in lines)
+
+
+def test_one_rank_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert main(["env"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_under_srun_its_first_task_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2)")
+    printed = []
+    for task in ("0", "1"):
+        monkeypatch.setenv("SLURM_PROCID", task)
+        assert main(["env", "--json"]) == 0
+        printed.append(capsys.readouterr().out)
+    assert json.loads(printed[0])["nodes"]["SLURM_STEP_TASKS_PER_NODE"] == "8(x2)"
+    assert printed[1] == ""
+
+
+def test_without_a_launcher_env_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert main(["env"]) == 0
+    assert "LOCAL_WORLD_SIZE is not set" in capsys.readouterr().out

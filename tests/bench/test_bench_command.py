@@ -54,7 +54,7 @@ def bench(folder: Path, values: dict[str, Any], *options: str) -> tuple[dict[str
 
 
 def test_all_parameters_are_trained_under_each_strategy(tmp_path: Path) -> None:
-    names = ["full_shard", "GGG", "hybrid_shard", "zeropp", "fsdp1:zeropp-delta", "zeropp-IIG-alone"]
+    names = ["full_shard", "hybrid_shard", "zeropp", "fsdp1:zeropp-delta"]
     chart = tmp_path / "bench.svg"
     more = ("--micro-batches", "2", "--strategies", ",".join(names), "--chart", str(chart))
     result, printed = bench(tmp_path, LLAMA, *more)
@@ -64,10 +64,9 @@ def test_all_parameters_are_trained_under_each_strategy(tmp_path: Path) -> None:
         assert "failed" not in row
         assert 0 < row["fastest_ms"] <= row["quartiles_ms"][0] <= row["quartiles_ms"][1] <= row["slowest_ms"]
         assert row["tokens_per_s"] == pytest.approx(4 * 2 * 16 / row["step_ms"] * 1e3)
-    # The same data and weights; GGG is FULL_SHARD that reduces each micro-batch.
+    # The same data and weights.
     losses = {name: row["loss"] for name, row in rows.items()}
-    assert losses["GGG"][0] == losses["full_shard"][0] == losses["hybrid_shard"][0]
-    assert losses["GGG"] == pytest.approx(losses["full_shard"], rel=1e-3)
+    assert losses["full_shard"][0] == losses["hybrid_shard"][0]
     for loss in losses.values():
         assert loss == pytest.approx(losses["full_shard"], rel=0.01)
         assert loss[0] == pytest.approx(math.log(64), rel=0.05)
@@ -113,16 +112,13 @@ def test_adapters_of_a_mixture_are_trained_on_each_kind_of_base(tmp_path: Path) 
     )
 
 
-@pytest.mark.parametrize("option", ["--json", pytest.param("--chart", marks=pytest.mark.wide)])
-def test_a_file_that_can_not_be_written_is_an_error_on_all_ranks_before_anything_is_measured(
-    option: str, tmp_path: Path
-) -> None:
+def test_a_file_that_can_not_be_written_is_an_error_on_all_ranks_before_anything_is_measured(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    path = tmp_path / "file" / "bench.svg"
-    command = ["--model", config(tmp_path / "model", LLAMA), *WORK, option, path]
+    path = tmp_path / "file" / "bench.json"
+    command = ["--model", config(tmp_path / "model", LLAMA), *WORK, "--json", path]
     done = launch(2, "-m", "fsdp_zpp", "bench", *command, on_cpu=True)
     assert done.returncode != 0
-    assert f"{option} {path} can't be written" in done.stderr
+    assert f"--json {path} can't be written" in done.stderr
     assert "measuring the links" not in done.stderr
 
 
@@ -160,7 +156,6 @@ def test_a_failure_on_one_rank_is_every_ranks_row_and_the_run_goes_on(pool: Call
         ((), "bench runs under torchrun only: torchrun --nproc-per-node NUMBER_OF_GPUS -m fsdp_zpp bench --model ..."),
         (("--frozen", "int8"), "--frozen int8 quantizes a frozen base, which --lora has; add --lora 16, say"),
         (("--steps", "1"), "--steps must be a whole number of at least 2, got 1.0"),
-        (("--lora", "0.5"), "--lora must be a whole number of at least 1, got 0.5"),
         (("--sequence", "2049"), "--sequence must be at most 2,048, the positions that the model has, got 2,049"),
         (("--chart", "bench.txt"), "--chart bench.txt is not an image; allowed are the suffixes ."),
         (("--frozen", "int7"), "argument --frozen: invalid choice: 'int7' (choose from"),
@@ -235,9 +230,3 @@ def test_adapters_stand_beside_a_frozen_base_in_bf16(model_type: str) -> None:
     assert trainable
     assert all("lora_" in name and dtype == torch.float32 for name, dtype in trainable.items())
     assert {p.dtype for p in parameters.values() if not p.requires_grad} == {torch.bfloat16}
-
-
-def test_layers_are_those_that_the_planner_takes_for_units() -> None:
-    model = network(task("llama"))
-    assert [index for _, index in layer_places(model)] == [0, 1]
-    assert all(layers is model.model.layers for layers, _ in layer_places(model))

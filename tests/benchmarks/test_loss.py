@@ -13,7 +13,7 @@ import pytest
 from harness.benchmarks import load, tiny_study
 from harness.launch import ROOT, launch
 
-from fsdp_zpp import Int4, Int8, LocalSteps, LoCo, TopK
+from fsdp_zpp import Int4, LocalSteps, LoCo, TopK
 
 configurations = load("loss", "configurations")
 local_gaps = load("loss", "local_gaps")
@@ -95,10 +95,9 @@ def test_compares_strategies_with_full_shard(tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("adapter", [pytest.param([], marks=pytest.mark.wide), ["--fsdp2"]], ids=["fsdp1", "fsdp2"])
-def test_full_precision_sends_what_full_shard_is_said_to_send(tmp_path: Path, adapter: list[str]) -> None:
+def test_full_precision_sends_what_full_shard_is_said_to_send(tmp_path: Path) -> None:
     # FULL_SHARD's no_sync keeps gradients whole on each rank, which is the scope N.
-    (full_shard, ours), _ = compare(tmp_path, "--steps", "3", "--micro-batches", "2", "--strategy", "GNG", *adapter)
+    (full_shard, ours), _ = compare(tmp_path, "--steps", "2", "--micro-batches", "2", "--strategy", "GNG", "--fsdp2")
     assert ours["sent_per_step"] == full_shard["sent_per_step"]
     assert ours["losses"] == pytest.approx(full_shard["losses"], rel=1e-4)
 
@@ -125,15 +124,11 @@ def diloco(**options: Any) -> LocalSteps:
     ("name", "meant"),
     [
         ("local32:none", diloco(every=32, codec=None)),
-        ("local128:int8", diloco(every=128, codec=Int8(128))),
-        ("local8:int4", diloco(every=8, codec=Int4(128))),
         ("local32:int4+loco", diloco(every=32, codec=Int4(128), error_feedback=LoCo(beta=0.8))),
-        ("local32:int4:at-once", diloco(every=32, codec=Int4(128), spread=False)),
         ("local32:int4:overlap1:mix0.5", diloco(every=32, codec=Int4(128), overlap=1, mix=0.5)),
         ("local32:int4:outer0.5:momentum0.8", LocalSteps(every=32, codec=Int4(128), outer_lr=0.5, outer_momentum=0.8)),
         ("local32:none:momentum-auto", LocalSteps(every=32, codec=None, outer_momentum="auto")),
         ("local8-1024-32:int4:start256", diloco(every=((0, 8), (1024, 32)), codec=Int4(128), start=256)),
-        ("local32:int4:moments3", diloco(every=32, codec=Int4(128), moments_every=3)),
         (
             "local32:topk+loco",
             LocalSteps(
@@ -281,39 +276,24 @@ def test_gaps_are_above_the_best_synchronous_run_with_the_same_seed_and_data() -
     ]
 
 
-@pytest.mark.parametrize(
-    ("nodes", "name"),
-    [pytest.param(1, "synchronous", marks=pytest.mark.wide), (2, "local3:int4+loco:outer0.6")],
-)
-def test_diloco_trains_by_the_recipe(tmp_path: Path, nodes: int, name: str) -> None:
-    options = [*tiny_study(), "--output", str(tmp_path), "--nodes", str(nodes), "--configs", name, "--no-compiled"]
-    run(nodes, "diloco-scaling", "--worker", *options)
+def test_diloco_trains_by_the_recipe(tmp_path: Path) -> None:
+    name = "local3:int4+loco:outer0.6"
+    options = [*tiny_study(), "--output", str(tmp_path), "--nodes", "2", "--configs", name, "--no-compiled"]
+    run(2, "diloco-scaling", "--worker", *options)
     (result,) = results_in(tmp_path).values()
     losses = losses_of(result["rows"][0])
     assert losses[-1] < losses[0]
 
 
-def test_more_replicas_take_a_higher_learning_rate() -> None:
-    """These are the paper's fits."""
-    study = load("loss", "diloco_scaling")
-    rates = [study.parse(["--nodes", str(nodes)]).lr for nodes in (1, 2)]
-    assert rates == [pytest.approx(0.0050, rel=0.01), pytest.approx(0.0061, rel=0.01)]
-
-
 # ---- Muon
 
-EXACT = ("full_shard", "IGG", "III")
 HIDDEN, INTERMEDIATE = 32, 64
 MATRICES = HIDDEN * 3 * HIDDEN + HIDDEN * HIDDEN + 2 * HIDDEN * INTERMEDIATE
 """Values in the matrices of the one layer of a tiny study's model."""
 
 
-@pytest.mark.parametrize(
-    "shardings",
-    [["unsharded", "full_shard", "III"], pytest.param(muon_table.SHARDINGS, marks=pytest.mark.wide)],
-    ids=["some", "all"],
-)
-def test_bytes_and_losses_of_muon_on_two_nodes_of_two(tmp_path: Path, shardings: list[str]) -> None:
+def test_bytes_and_losses_of_muon_on_two_nodes_of_two(tmp_path: Path) -> None:
+    shardings = ["unsharded", "full_shard", "III"]
     names = [f"{optimizer}:{sharding}" for optimizer in muon_table.OPTIMIZERS for sharding in shardings]
     options = ("--tokens", "2e3", "--configs", ",".join(names))
     run(4, "muon", "--worker", *tiny_study(), *options, "--output", tmp_path)
@@ -322,25 +302,21 @@ def test_bytes_and_losses_of_muon_on_two_nodes_of_two(tmp_path: Path, shardings:
     for optimizer in muon_table.OPTIMIZERS:
         unsharded = rows[f"{optimizer}:unsharded"]
         assert unsharded["validation"][-1][1] < unsharded["validation"][0][1]
-        for sharding in {*EXACT} & {*shardings}:  # Newton-Schulz iterates in bf16
+        for sharding in ("full_shard", "III"):  # Newton-Schulz iterates in bf16
             assert losses_of(rows[f"{optimizer}:{sharding}"]) == pytest.approx(losses_of(unsharded), rel=1e-3)
     assert losses_of(rows["muon:unsharded"]) != pytest.approx(losses_of(rows["adamw:unsharded"]), rel=1e-3)
     gathered = 4 * MATRICES
     for sharding in shardings:
         assert rows[f"adamw:{sharding}"]["sent_by_optimizer"] == {"inter": 0, "intra": 0}
-        expected = {"inter": gathered / 4, "intra": gathered / 2}  # a quarter of the matrices to the other node
-        if sharding in ("III", "zeropp-III"):
-            expected = {"inter": 0, "intra": gathered / 2}
-        if sharding == "unsharded":
-            expected = {"inter": 0, "intra": 0}
-        assert rows[f"muon:{sharding}"]["sent_by_optimizer"] == expected
+        # A quarter of the matrices goes to the other node.
+        inter, intra = {"unsharded": (0, 0), "full_shard": (gathered / 4, gathered / 2), "III": (0, gathered / 2)}[
+            sharding
+        ]
+        assert rows[f"muon:{sharding}"]["sent_by_optimizer"] == {"inter": inter, "intra": intra}
         # The optimizer has no part in what the model sends.
         assert rows[f"muon:{sharding}"]["sent_by_model"] == rows[f"adamw:{sharding}"]["sent_by_model"]
     sent = {sharding: rows[f"muon:{sharding}"]["sent_by_model"] for sharding in shardings}
     assert sent["III"]["inter"] < sent["full_shard"]["inter"]
-    if "zeropp" in sent:
-        assert sent["zeropp"]["inter"] < sent["IGG"]["inter"] < sent["full_shard"]["inter"]
-        assert sent["zeropp-III"]["inter"] < sent["III"]["inter"]
 
 
 def test_bytes_of_collectives() -> None:
@@ -350,23 +326,3 @@ def test_bytes_of_collectives() -> None:
         assert dtensor_collectives.Collective(name, 8, 2, 4).sent == {"inter": inter, "intra": intra}
     with pytest.raises(NotImplementedError, match="the bytes of broadcast are unknown"):
         _ = dtensor_collectives.Collective("broadcast", 8, 2, 4).sent
-
-
-def test_gaps_of_muon_are_to_the_same_optimizer_without_sharding() -> None:
-    def record(name: str, loss: float, inter: float, model: dict[str, int] | None) -> Result:
-        row = {"name": name, "seed": 0, "validation": [[0, 5.0], [1000, loss]], "sent_by_model": model}
-        return {"rows": [row | {"sent_by_optimizer": {"inter": inter, "intra": 2e6}}]}
-
-    model = {"inter": 3_000_000, "intra": 1}
-    records = [
-        record("adamw:unsharded", 2.0, 0, None),
-        record("muon:unsharded", 1.0, 0, None),
-        record("muon:III", 1.1, 0, model),
-        record("muon:IGG", 1.2, 1.5e6, model),
-    ]
-    assert muon_table.table(records).splitlines()[2:] == [
-        "| AdamW | unsharded | 1 | 2.0000 |  |  | 0 | 2.00 MB |",
-        "| Muon | unsharded | 1 | 1.0000 |  |  | 0 | 2.00 MB |",
-        "| Muon | IGG | 1 | 1.2000 | +20.00 | 3.00 MB | 1.50 MB | 2.00 MB |",
-        "| Muon | III | 1 | 1.1000 | +10.00 | 3.00 MB | 0 | 2.00 MB |",
-    ]

@@ -1,4 +1,4 @@
-"""Pages of results show what the results say, in words, and each result says how it was made."""
+"""Pages of results show what the results say, in words; each result says how it was made; traces become pictures."""
 
 from __future__ import annotations
 
@@ -121,21 +121,6 @@ def test_a_table_without_a_place_is_an_error() -> None:
         result_pages.with_tables(text, {"one": "new", "two": "new"})
 
 
-@pytest.mark.parametrize(
-    ("layout", "shown"),
-    [
-        ({}, "2 x A"),
-        ({"gpus": None, "nodes": 2, "gpus_per_node": 2}, "4 x A"),
-        ({"gpus": 1, "nodes": 2, "gpus_per_node": 1}, "1 x A"),
-    ],
-)
-def test_an_origin_counts_the_gpus_of_all_nodes_and_tells_of_changes(layout: dict[str, Any], shown: str) -> None:
-    """The manifest is that of rank 0, which sees the GPUs of its own node."""
-    made = {"date": "2026-01-02T03:04", "commit": f"{'ab' * 20}+dirty", "machine": {"gpu": "A", "gpus": 2}}
-    result = {"manifest": made | {"versions": {}}, "arguments": layout}
-    assert result_pages.origin(result) == f"2026-01-02, commit abababa with changes, {shown}"
-
-
 @pytest.mark.parametrize("folder", PAGES)
 def test_pages_name_every_result(folder: str) -> None:
     text = "".join(map(page, PAGES[folder]))
@@ -174,18 +159,6 @@ def test_step_times_in_prose_are_in_tables(name: str) -> None:
         float(figure) for pair in re.findall(r"(?:([\d.]+) and )?([\d.]+) ms\b", prose) for figure in pair if figure
     }
     assert {time for time in said if time >= 200} <= set(map(float, re.findall(r"\d+(?:\.\d+)?", tables)))
-
-
-def test_the_first_page_shows_each_training_beside_torchs_strategies() -> None:
-    first_page = load("step", "first_page")
-    times = {"fsdp2:full_shard": 900.0, "full_shard": 800.0, first_page.HSDP: 300.0}
-    for training in first_page.TRAININGS:
-        times |= {strategy: 100.0 + 50 * place for place, strategy in enumerate(training.ours.values())}
-    rows = [{"strategy": name, "step_ms": step} for name, step in times.items()]
-    results = {training.run: {"rows": rows} for training in first_page.TRAININGS}
-    lines = first_page.table(results).splitlines()[2:]
-    assert lines[0].endswith("| 900 | 300 | 100, with deltas 150 | 6.0x to 9.0x | 2.0x to 3.0x |")
-    assert lines[2].endswith("| 800 | 300 | 100 | 8.0x | 3.0x |")
 
 
 # ---- figures
@@ -244,3 +217,77 @@ def test_all_names_of_results_become_words_and_local_steps_differ() -> None:
     assert len(set(local)) == len(local) > 20
     with pytest.raises(ValueError, match="'later3' is no known change"):
         in_words("local32:int4:later3")
+
+
+# ---- traces of steps
+
+timeline = load("step", "timeline")
+BETWEEN, COMPUTATION, INSIDE = timeline.BETWEEN, timeline.COMPUTATION, timeline.INSIDE
+lanes, last_step, rows_of, summary = timeline.lanes, timeline.last_step, timeline.rows_of, timeline.summary
+figures = load("step", "figures")
+paired = load("step", "interleaved").paired
+
+
+def kernel(name: str, start: float, duration: float, ranks: str | None = None) -> dict[str, Any]:
+    """A kernel's event in a trace, times in ms."""
+    arguments = {} if ranks is None else {"Process Group Ranks": ranks}
+    return {"cat": "kernel", "name": name, "ts": 1e3 * start, "dur": 1e3 * duration, "args": arguments}
+
+
+def optimizer(end: float) -> dict[str, Any]:
+    """An optimizer step's annotation on the GPU, times in ms."""
+    return {"cat": "gpu_user_annotation", "name": "Optimizer.step#SGD.step", "ts": 1e3 * end - 500, "dur": 500}
+
+
+TRACE = [
+    optimizer(100),
+    kernel("ncclDevKernel_AllGather_RING_LL", 90, 20, "[0, 2]"),  # half of it before the step
+    kernel("ncclDevKernel_AllGather_RING_LL", 112, 4, "[2, 3]"),
+    kernel("ncclDevKernel_SendRecv", 120, 10, "[0, 1, 2, 3]"),
+    kernel("gemm", 115, 10),
+    {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 1e6, "args": {}},
+    optimizer(150),
+]
+
+
+def test_who_talks_decides_the_lane() -> None:
+    found = lanes(TRACE, gpus_per_node=2)
+    assert [kind for kind, _ in found[BETWEEN]] == ["gather", "reduce"]
+    assert [interval for _, interval in found[INSIDE]] == [(112e3, 116e3)]
+    assert [interval for _, interval in found[COMPUTATION]] == [(115e3, 125e3)]
+    assert not lanes(TRACE, gpus_per_node=4)[BETWEEN]
+
+
+def test_a_step_lies_between_two_optimizer_steps() -> None:
+    step = last_step(TRACE)
+    assert step == (100e3, 150e3)
+    assert summary(lanes(TRACE, gpus_per_node=2), step) == [
+        "a step of 50 ms",
+        "inter-node: 20.0 ms, of which 5.0 ms beside others",
+        "intra-node: 4.0 ms, of which 1.0 ms beside others",
+        "computation: 10.0 ms, of which 6.0 ms beside others",
+    ]
+    with pytest.raises(ValueError, match="but the trace has 1 of them"):
+        last_step(TRACE[:-1])
+
+
+def test_a_picture_shows_what_each_lane_does_in_a_step() -> None:
+    trace = [*TRACE, kernel("gemm", 125.05, 5)]  # so soon after the other that no gap could be seen
+    rows = rows_of(lanes(trace, gpus_per_node=2), last_step(trace))
+    assert [tuple(row.values()) for row in rows] == [
+        (BETWEEN, "gather", 0, 10),
+        (BETWEEN, "reduce", 20, 30),
+        (INSIDE, "gather", 12, 16),
+        (COMPUTATION, "", 15, 30.05),
+    ]
+    drawing = figures.trace({"rows": rows, "step_ms": 50})
+    shown = re.findall(r">([A-Z][a-z-]+)<", drawing)
+    assert shown == ["Inter-node", "Intra-node", "Computation", "Weights", "Gradients"]
+    assert drawing.count("var(--gradients)") > 1
+    assert drawing.count("var(--weights)") > 1
+
+
+def test_ratios_of_steps_are_of_a_round() -> None:
+    drifting = [1.0, 2.0, 4.0, 8.0, 16.0]
+    assert paired(drifting, drifting) == [1.0, 1.0, 1.0]
+    assert paired([3.0 * time for time in drifting], drifting) == [3.0, 3.0, 3.0]

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from harness.benchmarks import load
-from harness.launch import ROOT
 
 throttle = load("common", "throttle")
 emulated_nodes = load("loss", "emulated_nodes")
@@ -98,25 +97,6 @@ def test_a_script_starts_itself_again_on_two_nodes_of_two(
         emulated_nodes.start(None, 2.0)
     assert exited.value.code == 3
     assert "2 nodes of 2; links between them are throttled to 2 Gbit/s a node" in capsys.readouterr().out
-
-
-@pytest.mark.wide
-@needs_compiler
-def test_compares_on_slow_links_and_says_so(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"{a} plus {b} makes {a + b}.\n" for a in range(60) for b in range(60)))
-    options = f"--data {text} --output {tmp_path} --hidden 32 --layers 1 --sequence 64 --steps 3 --gbps 2"
-    command = [sys.executable, "benchmarks/loss/run.py", "compare", *options.split()]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("2 nodes of 2; links between them are throttled to 2 Gbit/s a node")
-    assert "full_shard: step 3 of 3, loss " in done.stdout
-    assert "Over 3 steps, on links of 2 Gbit/s between nodes:\n- zeropp sends " in done.stdout
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert result["arguments"]["gbps"] == 2
-    assert result["arguments"]["gpus_per_node"] == 2
-    assert result["manifest"]["command"].startswith("python benchmarks/loss/run.py compare --data")
 
 
 @pytest.mark.parametrize(

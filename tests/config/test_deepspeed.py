@@ -92,24 +92,18 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
         ({"stage": 1}, Strategy("NNG")),
         ({"stage": 2}, Strategy("NGG")),
         ({"stage": 3}, Strategy("GGG")),
-        ({"stage": 3.0}, Strategy("GGG")),
         (ZEROPP, Strategy("IGG", weights=Int8(256), **INT4_BOTH, gpus_per_node=16)),
         ({"stage": 3, "zero_hpz_partition_size": 8}, Strategy("IGG", gpus_per_node=8)),
         ({"stage": 3, "zero_hpz_partition_size": 1}, Strategy("GGG")),
-        ({"stage": 2, "zero_hpz_partition_size": 0}, Strategy("NGG")),
         ({"stage": 3, "zero_quantized_weights": True}, Strategy("GGG", weights=Int8(256))),
-        ({"stage": 1, "zero_quantized_weights": False}, Strategy("NNG")),
         (QUANTIZED, Strategy("GGG", **INT4_BOTH)),
         ({"stage": 3, "zero_quantized_nontrainable_weights": True}, Strategy("GGG", frozen="auto")),
         ({"stage": 3, "mics_shard_size": 4}, Strategy("III", gpus_per_node=4)),
         ({"stage": 3, "mics_shard_size": 4, "mics_hierarchical_params_gather": True}, Strategy.mics(gpus_per_node=4)),
-        ({"stage": 3, "mics_shard_size": -1}, Strategy("GGG")),
         *(({"paro_strategy": name}, Strategy(name)) for name in "NII NIG ING IIG IGG NNG NGG GGG".split()),
         ({"paro_strategy": None, "stage": 1}, Strategy("NNG")),
-        ({"paro_strategy": "NGG", "stage": 2}, Strategy("NGG")),
         ({"paro_strategy": "GGG", "zero_quantized_weights": True}, Strategy("GGG", weights=Int8(256))),
         ({"stage": 2, "offload_optimizer": None, "cpu_offload": False, "offload_param": {}}, Strategy("NGG")),
-        ({"stage": 3, "offload_param": {"device": None}}, Strategy("GGG")),
     ],
 )
 def test_a_configuration_becomes_the_strategy_that_deepspeed_would_run(
@@ -214,8 +208,6 @@ def test_keys_that_choose_no_strategy_are_logged_and_no_others(caplog: pytest.Lo
     ("zero", "strategy", "key", "reason"),
     [
         ({"stage": 2, "zero_hpz_partition_size": 8}, "NGG", "zero_hpz_partition_size=8", "ZeRO stage 2.*stage to 3"),
-        ({"zero_hpz_partition_size": 8}, "NNN", "zero_hpz_partition_size=8", "under ZeRO stage 0.* set stage to 3"),
-        ({"stage": 1, "mics_shard_size": 4}, "NNG", "mics_shard_size=4", "under ZeRO stage 1.* set stage to 3"),
         ({"paro_strategy": "IIG", "mics_shard_size": 4}, "IIG", "mics_shard_size=4", "under PaRO's IIG"),
         (
             {"stage": 3, "mics_shard_size": 4, "zero_hpz_partition_size": 8},
@@ -235,7 +227,7 @@ def test_keys_that_deepspeed_ignores_have_no_effect_and_a_warning(
     assert re.search(reason, warning), warning
 
 
-@pytest.mark.parametrize("place", [{}, {"stage": 1}, {"stage": 2}, {"paro_strategy": "IIG"}, {"mics_shard_size": 4}])
+@pytest.mark.parametrize("place", [{"stage": 2}, {"paro_strategy": "IIG"}, {"mics_shard_size": 4}])
 @pytest.mark.parametrize(
     "quantized",
     [
@@ -328,12 +320,10 @@ def test_any_unknown_key_raises(key: str, value: object) -> None:
     ("config", "hint"),
     [
         ({"zero_optimisation": {"stage": 3}}, "did you mean 'zero_optimization'?"),
-        ({"zero_optimization": {"zero_quantised_weights": True}}, "did you mean 'zero_quantized_weights'?"),
         ({"zero_optimization": {"hpz_partition_size": 8}}, "did you mean 'zero_hpz_partition_size'?"),
         ({"stage": 3}, 'it belongs inside "zero_optimization"'),
         ({"zero_optimization": {"bf16": {"enabled": True}}}, 'it belongs outside "zero_optimization"'),
         ({"zero_optimization": {"qqq": 1}}, "correct or remove it"),
-        ({7: 1}, "correct or remove it"),
     ],
 )
 def test_unknown_keys_get_a_hint(config: dict[str, Any], hint: str) -> None:
@@ -364,25 +354,16 @@ def test_values_that_change_nothing_are_accepted() -> None:
         ({"stage": 4}, "stage=4", "0, 1, 2 or 3"),
         ({"stage": -1}, "stage=-1", "at least 0"),
         ({"stage": "auto"}, "stage='auto'", "write the value"),
-        ({"stage": 3, "zero_hpz_partition_size": "auto"}, "zero_hpz_partition_size", "write the value"),
-        ({"stage": 3, "zero_quantized_weights": "auto"}, "zero_quantized_weights", "write the value"),
-        ({"stage": 3, "zero_hpz_partition_size": -8}, "zero_hpz_partition_size=-8", "at least 0"),
         ({"stage": 3, "mics_shard_size": -8}, "mics_shard_size=-8", "at least -1"),
         ({"paro_strategy": "IIG", "stage": 3}, "paro_strategy='IIG'", "contradicts stage=3, which is GGG"),
-        ({"paro_strategy": "NGG", "stage": 1}, "paro_strategy='NGG'", "contradicts stage=1, which is NNG"),
         ({"paro_strategy": "NIN"}, "paro_strategy='NIN'", "one of NNG, NGG, GGG, NII"),
-        ({"paro_strategy": "III"}, "paro_strategy='III'", r"write Strategy\(letters\)"),
         (LOCO | {"zeropp_loco_param": {"err_beta": 1}}, "zeropp_loco_param.err_beta=1", r"in \[0, 1\)"),
-        (LOCO | {"zeropp_loco_param": {"err_beta": "auto"}}, "zeropp_loco_param.err_beta='auto'", "write the value"),
         (LOCO | {"zeropp_loco_param": {"reset_T": 0}}, "zeropp_loco_param.reset_T=0", "at least 1"),
         (LOCO | {"zeropp_loco_param": {"beta": 0.8}}, "zeropp_loco_param.beta=0.8", "did you mean 'err_beta'"),
         ({"offload_param": {"device": "cpu"}}, "offload_param", r"CPUOffload\(offload_params=True\)"),
-        ({"offload_optimizer": {"device": "cpu"}}, "offload_optimizer", r"CPUOffloadPolicy\(\) to fully_shard"),
         ({"offload_param": {"device": "nvme"}}, "offload_param", "no device 'nvme' to offload to, only cpu"),
-        ({"offload_param": {"device": "auto"}}, "offload_param.device='auto'", "write the value"),
         ({"offload_param": {"devise": "cpu"}}, "offload_param.devise='cpu'", "did you mean 'device'"),
         ({"cpu_offload": True}, "cpu_offload=True", "CPUOffload"),
-        ({"cpu_offload_param": True}, "cpu_offload_param=True", "CPUOffload"),
         ({"stage": 2, "zenflow": {"topk_ratio": 0.1}}, "zenflow", "another optimizer step"),
     ],
 )
@@ -394,7 +375,7 @@ def test_errors_name_key_and_value_and_say_what_to_do(zero: dict[str, Any], key:
 
 def test_values_of_a_wrong_type_are_refused() -> None:
     for zero in (
-        *({"stage": stage} for stage in ("3", True, None, 2.5, float("nan"))),
+        *({"stage": stage} for stage in ("3", True, 2.5)),
         {"zero_hpz_partition_size": "8"},
         {"zero_quantized_weights": 1},
         {"zero_quantized_gradients": "true"},
@@ -428,5 +409,4 @@ def test_several_values_of_a_wrong_type_are_one_type_error() -> None:
     message = refusal({"zero_optimization": {"stage": "3", "zero_quantized_weights": 1}}, TypeError)
     assert "must be a whole number" in message
     assert "must be true or false" in message
-    assert "got 3" in refusal(3, TypeError)
     assert 'old true is {"stage": 1}' in refusal({"zero_optimization": True}, TypeError)

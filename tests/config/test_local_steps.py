@@ -23,40 +23,22 @@ from fsdp_zpp.config.outer_momentum import (
     [
         ({"every": 0}, ValueError, "every must be an int of 1 or more optimizer steps, or a tuple of pairs .*; got 0"),
         ({"every": [[0, 8]]}, ValueError, r"or a tuple of pairs .*; got \[\[0, 8\]\]"),
-        ({"every": ()}, ValueError, r"ints of 0 or more and of 1 or more; got \(\)"),
-        ({"every": (0, 8)}, ValueError, r"got \(0, 8\)"),
-        ({"every": ((0, 8, 1),)}, ValueError, r"got \(\(0, 8, 1\),\)"),
-        ({"every": ((0, True),)}, ValueError, "got .*True"),
-        ({"every": ((0, 8), (10, 0))}, ValueError, "ints of 0 or more and of 1 or more"),
         ({"every": ((1, 8),)}, ValueError, "every must begin with from_step 0"),
         ({"every": ((0, 8), (10, 4), (10, 2))}, ValueError, "each from_step be above the one before; got .*10, 2"),
         ({"every": ((0, 8), (10, 4)), "overlap": 4}, ValueError, "below every=4, so that"),
         ({"every": ((0, 8), (10, 4)), "stop": 10}, ValueError, "begins at stop=10 or after it"),
         ({"start": -1}, ValueError, "start must be an int of 0 or more synchronous steps at the beginning, got -1"),
-        ({"start": True}, ValueError, "got True"),
         ({"stop": 0}, ValueError, "stop must be None or an int above start=0, .*; got 0"),
-        ({"start": 8, "stop": 8}, ValueError, "above start=8, .*; got 8"),
-        ({"stop": 8.0}, ValueError, "got 8.0"),
-        ({"every": 1.5}, ValueError, "got 1.5"),
-        ({"every": True}, ValueError, "got True"),
         ({"outer_lr": 0}, ValueError, "outer_lr must be a number above 0, got 0"),
-        ({"outer_lr": float("nan")}, ValueError, "got nan"),
-        ({"outer_lr": float("inf")}, ValueError, "got inf"),
         ({"outer_momentum": 1}, ValueError, r"outer_momentum must be 'auto' or in \[0, 1\), got 1"),
-        ({"outer_momentum": "0.9"}, ValueError, "got '0.9'"),
-        ({"outer_momentum": True}, ValueError, "got True"),
         ({"outer_momentum": "auto", "outer_lr": 1.4}, ValueError, "outer_lr=1.4 leaves no room for momentum"),
         ({"outer_momentum": 0}, ValueError, "pass nesterov=False"),
         ({"nesterov": 1}, TypeError, "nesterov must be True or False, got 1"),
         ({"spread": None}, TypeError, "spread must be True or False, got None"),
         ({"overlap": -1}, ValueError, "overlap must be an int of 0 or more optimizer steps and below every=64"),
-        ({"overlap": 8, "every": 8}, ValueError, "below every=8, so that an exchange arrives before the next; got 8"),
-        ({"overlap": True}, ValueError, "got True"),
         ({"mix": -0.1}, ValueError, r"mix must be in \[0, 1\], got -0.1"),
-        ({"mix": 1.5}, ValueError, "got 1.5"),
         ({"offload": 1}, TypeError, "offload must be True or False, got 1"),
         ({"moments_every": 0}, ValueError, "moments_every must be an int of 1 or more exchanges, or None, .* got 0"),
-        ({"moments_every": True}, ValueError, "got True"),
         ({"codec": "int4"}, TypeError, "codec must be a codec such as Int4"),
         ({"codec": Int4Delta()}, ValueError, "for weights alone: a delta needs a base"),
         ({"codec": TopK()}, ValueError, "leaves out most of a change, which is lost without error feedback: pass"),
@@ -64,16 +46,11 @@ from fsdp_zpp.config.outer_momentum import (
         ({"error_feedback": True}, TypeError, "error_feedback must be a LoCo or None, got True"),
         ({"codec": None, "error_feedback": LoCo()}, ValueError, "codec=None has no error"),
         ({"max_nodes": 0}, ValueError, "min_nodes must be 1 or more and max_nodes no fewer, got min_nodes=1 and max"),
-        ({"max_nodes": 2, "min_nodes": 3}, ValueError, "min_nodes=3 and max_nodes=2"),
         ({"max_nodes": 2.0}, TypeError, "max_nodes must be an int of 1 or more nodes, got 2.0"),
-        ({"max_nodes": True}, TypeError, "got True"),
         ({"max_nodes": 2, "endpoint": "login1"}, ValueError, "endpoint must be host:port such as 'login1:29400'"),
-        ({"max_nodes": 2, "endpoint": ":29400"}, ValueError, "got ':29400'"),
-        ({"max_nodes": 2, "endpoint": "login1:0"}, ValueError, "got 'login1:0'"),
         ({"max_nodes": 2, "endpoint": 29400}, TypeError, "endpoint must be a text such as"),
         ({"max_nodes": 2, "run_id": ""}, TypeError, "run_id must be a text that is not empty, got ''"),
         ({"max_nodes": 2, "timeout": 0}, ValueError, "timeout must be a number of seconds above 0, got 0"),
-        ({"max_nodes": 2, "heartbeat": "1"}, ValueError, "heartbeat must be a number of seconds above 0, got '1'"),
         ({"max_nodes": 2, "last_call": 1}, ValueError, "last_call must be a number of seconds above 1, got 1"),
         ({"max_nodes": 2, "join_timeout": float("inf")}, ValueError, "join_timeout must be .* got inf"),
     ],
@@ -85,18 +62,14 @@ def test_what_cannot_be_is_refused(arguments: dict[str, Any], error: type[Except
 
 def test_it_is_a_value() -> None:
     assert LocalSteps() == LocalSteps(every=64, codec=Int4(128))
-    assert len({LocalSteps(), LocalSteps(every=8), LocalSteps()}) == 2
+    assert len({LocalSteps(((0, 8), (100, 32))), LocalSteps(((0, 8), (100, 32))), LocalSteps(((0, 8),))}) == 2
     assert str(LocalSteps()) == "every 64 steps as int4(128), outer lr 0.7, Nesterov momentum auto"
     assert str(LocalSteps(overlap=2, mix=0.5)).endswith("momentum auto, arriving 2 steps later, mixed in at 0.5")
-    assert str(LocalSteps(outer_momentum=0.9)).endswith("outer lr 0.7, Nesterov momentum 0.9")
-    assert str(LocalSteps(mix=0)).endswith("mixed in at 0")
-    assert len({LocalSteps(((0, 8), (100, 32))), LocalSteps(((0, 8), (100, 32))), LocalSteps(((0, 8),))}) == 2
     assert str(LocalSteps(((0, 8), (100, 32)), start=50, stop=900, nesterov=False)) == (
         "every 8 steps, from step 100 on every 32 as int4(128), outer lr 0.7, momentum auto, after 50 synchronous "
         "steps, synchronous again from step 900 on"
     )
     assert str(LocalSteps(moments_every=3)).endswith("momentum auto, moments in 1 of 3 exchanges as int8(128)")
-    assert str(LocalSteps(moments_every=1)).endswith("momentum auto, moments in each exchange as int8(128)")
     assert str(LocalSteps(elastic=Elastic(4, min_nodes=2))).endswith(", among 2 to 4 nodes that come and go")
 
 

@@ -59,15 +59,10 @@ def test_fourteen_combinations_of_scopes_are_legal_and_no_others() -> None:
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        *((wrong, "") for wrong in ("", "GG", "GGGG", "XGG", "G G")),
-        *(
-            (name, r"\(did you mean Strategy\.\w+\(\)\?\)")
-            for name in ("zeropp", "ZeroPP", "zero-3", "mixzp", "diloco")
-        ),
+        *((wrong, "") for wrong in ("", "GG", "GGGG", "XGG")),
+        *((name, r"\(did you mean Strategy\.\w+\(\)\?\)") for name in ("ZeroPP", "zero-3", "mixzp")),
         ("iig", r"did you mean 'IIG'\?$"),
-        ("ggg", r"did you mean 'GGG'\?$"),
         *((name, f"torch's {name} is {letters!r}$") for name, letters in TORCHS.items()),
-        ("hybrid_shard", "torch's HYBRID_SHARD is 'III'$"),
         ("ShardingStrategy.NO_SHARD", "torch's NO_SHARD is 'NNN'$"),
     ],
 )
@@ -116,14 +111,10 @@ LOCAL = {"levels": "III", "local_steps": LocalSteps()}
         (Strategy, {"levels": 3}, TypeError, "three letters"),
         (Strategy, {"weights": 8}, TypeError, "weights must be a codec such as Int8"),
         (Strategy, {"weights": Int8}, TypeError, r"did you mean Int8\(\)"),
-        (Strategy, {"gradients": "int4"}, TypeError, "gradients must be a codec"),
-        (Strategy, {"intra_gradients": "int8"}, TypeError, "intra_gradients must be a codec"),
-        (Strategy, {"frozen": 1}, TypeError, "frozen must be a codec"),
         (Strategy, {"error_feedback": True}, TypeError, "error_feedback must be a LoCo"),
         (Strategy, {"error_feedback": LoCo()}, ValueError, "gradients=None has no error"),
         (Strategy, {"local_steps": 64}, TypeError, r"local_steps must be LocalSteps\(...\) or None, got 64"),
         (Strategy, LOCAL | {"levels": "GGG"}, ValueError, "under levels 'GGG' a node holds only a part of the optim"),
-        (Strategy, LOCAL | {"levels": "IIG"}, ValueError, "choose I or N for the optimizer, such as 'III'"),
         (Strategy, LOCAL | {"gradients": Int4()}, ValueError, "a stop; or encode the exchanges with LocalSteps"),
         (
             Strategy,
@@ -132,11 +123,10 @@ LOCAL = {"levels": "III", "local_steps": LocalSteps()}
             "pass LocalSteps.error_feedback",
         ),
         (Strategy, {"gpus_per_node": 0}, ValueError, "at least 1, got 0"),
-        (Strategy, {"gpus_per_node": 2.0}, TypeError, "positive int"),
         (Strategy, {"gpus_per_node": True}, TypeError, "positive int"),
         *(
             (Strategy, {"levels": levels, "weights": Int4Delta()}, ValueError, "secondary shard in each node, which")
-            for levels in ("GGG", "NNG", "III", "NNN")
+            for levels in ("GGG", "III")
         ),
         *(
             (
@@ -145,18 +135,16 @@ LOCAL = {"levels": "III", "local_steps": LocalSteps()}
                 ValueError,
                 f"{name} can't be Int4Delta.*for weights alone: a delta needs a base",
             )
-            for name in ("gradients", "intra_gradients", "frozen")
+            for name in ("gradients", "frozen")
         ),
         (Strategy.diloco, {"every": 8, "local_steps": LocalSteps(8)}, TypeError, "pass one of them"),
         (Strategy.diloco, {"local_steps": None}, ValueError, "leave it out for the defaults, or choose mics"),
         (LoCo, {"beta": 1.0}, ValueError, "beta"),
-        (LoCo, {"beta": -0.1}, ValueError, "beta"),
         (LoCo, {"reset_every": -1}, ValueError, "reset_every"),
-        (LoCo, {"reset_every": 1.5}, ValueError, "reset_every"),
         (LoCo, {"hops": "intra"}, ValueError, "hops"),
         *(
             (Topology, {"world": world, "gpus_per_node": gpus}, ValueError, "a world of .* and gpus_per_node=.*; allow")
-            for world, gpus in ((4, 3), (6, 4), (2, 4), (4, 0))
+            for world, gpus in ((6, 4), (4, 0))
         ),
     ],
 )

@@ -89,8 +89,6 @@ def test_every_strategy_comes_back_from_files(strategy: Strategy) -> None:
         ),
         ("{preset: mixzpp, frozen: nf4}", Strategy.mixzpp(frozen=NF4())),
         ("{levels: GGG, weights: 'int8:128', gradients: none}", Strategy("GGG", weights=Int8(128))),
-        ("{preset: zeropp, intra_gradients: null}", Strategy.zeropp(intra_gradients=None)),
-        ("{preset: zeropp, intra_gradients: auto}", Strategy.zeropp()),
         (
             "{levels: IGG, weights: {codec: int4delta, block: 64, whole: 'int8:32'}}",
             Strategy("IGG", weights=Int4Delta(64, Int8(32))),
@@ -106,29 +104,16 @@ def test_every_strategy_comes_back_from_files(strategy: Strategy) -> None:
             Strategy.diloco(local_steps=LocalSteps(8, codec=None)),
         ),
         (
-            "{preset: diloco, local_steps: {outer_momentum: auto, mix: 0}}",
-            Strategy.diloco(local_steps=LocalSteps(outer_momentum="auto", mix=0)),
-        ),
-        (
             "{levels: III, gradients: int4, local_steps: {every: [[0, 8], [1000, 32]], start: 100, stop: 5000}}",
             Strategy("III", gradients=Int4(), local_steps=LocalSteps(((0, 8), (1000, 32)), start=100, stop=5000)),
         ),
         ("{levels: INI, local_steps: true}", Strategy("INI", local_steps=LocalSteps())),
         (
-            "{levels: III, local_steps: {codec: 'int8:64', error_feedback: {dtype: int8}}}",
-            Strategy("III", local_steps=LocalSteps(codec=Int8(64), error_feedback=LoCo(dtype=Int8()))),
-        ),
-        (
             "{levels: III, local_steps: {codec: 'topk:0.01:2', error_feedback: {beta: 0, decay: 0.95}}}",
             Strategy("III", local_steps=LocalSteps(codec=TopK(0.01, 2), error_feedback=LoCo(beta=0, decay=0.95))),
         ),
-        (
-            "{levels: III, local_steps: {codec: {codec: topk, block: 512}, error_feedback: true}}",
-            Strategy("III", local_steps=LocalSteps(codec=TopK(block=512), error_feedback=LoCo())),
-        ),
         ("{preset: diloco, local_steps: {every: 8, elastic: {max_nodes: 4}}}", Strategy.diloco(8, Elastic(4))),
         ("{preset: diloco, local_steps: {elastic: false}}", Strategy.diloco()),
-        ("{}", Strategy()),
     ],
 )
 def test_mappings_are_read_as_they_are_written_in_yaml(text: str, strategy: Strategy) -> None:
@@ -144,25 +129,13 @@ DILOCO = {"preset": "diloco"}
         (3, TypeError, "name of a preset .zeropp, .* or a mapping, got 3"),
         ("zerop", ValueError, "^preset: 'zerop' is not known; allowed are zeropp, mixzpp"),
         ({"preset": None, "level": "IGG"}, ValueError, "^level: unknown key; did you mean levels"),
-        ({"stage": 3}, ValueError, "^stage: unknown key; allowed are preset, levels, weights"),
         ({"levels": "GGI"}, ValueError, "^levels 'GGI' is not legal"),
         ({"weights": "int7"}, ValueError, "^weights: 'int7' is not a codec; allowed are none, int8"),
-        ({"weights": "int8:x"}, ValueError, "^weights: 'int8:x' is not a codec: a block is a number"),
         ({"weights": "int8:100"}, ValueError, "^weights: .*100"),
-        ({"weights": "int8:64:2"}, ValueError, "^weights: 'int8:64:2' is not a codec: int8 takes block alone, as in"),
-        ({"weights": "topk:much"}, ValueError, "^weights: 'topk:much' is not a codec: a fraction is a number, as in"),
-        ({"weights": "topk:0.1:4:64"}, ValueError, "^weights: TopK's block must be a power of two"),
-        ({"weights": "topk"}, ValueError, "^weights can't be TopK.*, which is for exchanges of local steps"),
         ({"local_steps": {"codec": "topk"}}, ValueError, "^local_steps: codec=TopK.* is lost without error feedback"),
         ({"weights": 8}, TypeError, "^weights: a codec is a name such as 'int8:256'"),
         ({"weights": {"block": 64}}, ValueError, "^weights: .* does not say which codec it is"),
         ({"weights": {"codec": "int8", "blocks": 64}}, ValueError, "^weights: 'blocks' is not an argument of Int8"),
-        (
-            {"weights": {"codec": "int4delta", "whole": "int4"}},
-            TypeError,
-            "^weights: Int4Delta's whole must be an Int8",
-        ),
-        ({"gradients": "nf4"}, ValueError, "^gradients can't be NF4"),
         (
             {"error_feedback": {"beta": 2}, "gradients": "int4"},
             ValueError,
@@ -173,42 +146,21 @@ DILOCO = {"preset": "diloco"}
             ValueError,
             "^error_feedback.betas: unknown key; did you mean error_feedback.beta",
         ),
-        ({"error_feedback": {"dtype": "int9"}}, ValueError, "^error_feedback.dtype: 'int9' is not a codec"),
         ({"error_feedback": "inter"}, TypeError, "^error_feedback: must be true, false or a mapping"),
-        (
-            {"levels": "III", "local_steps": 8},
-            TypeError,
-            "^local_steps: must be true, false or a mapping of LocalSteps",
-        ),
         ({"local_steps": {"every": 0}}, ValueError, "^local_steps: every must be"),
-        ({"local_steps": {"every": [8, 32]}}, ValueError, "^local_steps: every must be"),
-        ({"local_steps": {"every": [[8, 32]]}}, ValueError, "^local_steps: every must begin with from_step 0"),
         ({"local_steps": {"evry": 8}}, ValueError, "^local_steps.evry: unknown key; did you mean local_steps.every"),
         ({"local_steps": {"codec": "int9"}}, ValueError, "^local_steps.codec: 'int9' is not a codec"),
-        (
-            {"local_steps": {"error_feedback": {"betas": 1}}},
-            ValueError,
-            "^local_steps.error_feedback.betas: unknown key",
-        ),
         (DILOCO | {"local_steps": None}, ValueError, "leave it out for the defaults, or choose mics"),
-        (DILOCO | {"local_steps": False}, ValueError, "leave it out for the defaults, or choose mics"),
         (
             DILOCO | {"local_steps": {"elastic": {"max_node": 4}}},
             ValueError,
             "local_steps.elastic.max_node: unknown key; did you mean local_steps.elastic.max_nodes?",
         ),
-        (DILOCO | {"local_steps": {"elastic": {"max_nodes": 0}}}, ValueError, "local_steps.elastic: min_nodes must be"),
         (
             DILOCO | {"local_steps": {"elastic": True}},
             (TypeError, ValueError),
             "must be false or a mapping with max_node",
         ),
-        (
-            DILOCO | {"local_steps": {"elastic": 4}},
-            (TypeError, ValueError),
-            "must be true, false or .* arguments, got 4",
-        ),
-        ({"gpus_per_node": "8"}, TypeError, "^gpus_per_node must be a positive int"),
     ],
 )
 def test_errors_name_the_key(mapping: Any, error: type[Exception], message: str) -> None:

@@ -580,8 +580,6 @@ def with_verl(adapter: Adapter) -> None:
         (with_vllm, ADAPTERS[0]),
         (with_sglang, ADAPTERS[1]),
         (with_verl, Fsdp2()),
-        pytest.param(with_vllm, ADAPTERS[1], marks=pytest.mark.wide),
-        pytest.param(with_sglang, ADAPTERS[0], marks=pytest.mark.wide),
     ],
 )
 def test_engines_hold_the_weights(pool: Callable[[int], Pool], engine: Callable[..., None], adapter: Adapter) -> None:

@@ -1,20 +1,31 @@
-"""The training example, end to end on four processes as two nodes of two, and the notebook, without Jupyter."""
+"""Training and fine-tuning examples on four processes as two nodes of two, the notebook, and the scripts for Slurm."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
+import re
 import shlex
+import stat
+import subprocess
+import sys
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
+from harness import llama
 from harness.launch import ROOT, launch
+from harness.pool import free_port
+from peft import PeftModel
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+
+from fsdp_zpp import load_frozen_params
 
 TINY = "--gpus-per-node 2 --hidden 32 --layers 2 --sequence 64 --batch 4 --lr 1e-2 --steps 4 --micro-batches 2".split()
 
@@ -51,9 +62,8 @@ def saved(checkpoint: Path) -> list[Any]:
     return tree_leaves(list(decoded))
 
 
-@pytest.mark.parametrize("adapter", [["--fsdp2"], pytest.param([], marks=pytest.mark.wide)], ids=["fsdp2", "fsdp1"])
-def test_resumed_run_ends_like_an_uninterrupted_one_bit_for_bit(tmp_path: Path, text: Path, adapter: list[str]) -> None:
-    options = ["--strategy", "loco", *adapter]  # whose errors are in the checkpoint, too
+def test_resumed_run_ends_like_an_uninterrupted_one_bit_for_bit(tmp_path: Path, text: Path) -> None:
+    options = ["--strategy", "loco", "--fsdp2"]  # errors of LoCo are in the checkpoint, too
     whole = train(text, tmp_path / "whole", *options)
     half = train(text, tmp_path / "half", *options, "--stop-at", "2")
     resume = ("--resume", tmp_path / "half" / "step-2")
@@ -70,13 +80,9 @@ def test_resumed_run_ends_like_an_uninterrupted_one_bit_for_bit(tmp_path: Path, 
     assert "step-2 is at step 2: nothing is left to train until step 2" in again.stderr
 
 
-@pytest.mark.parametrize(
-    "options",
-    [["full_shard"], *(pytest.param(each, marks=pytest.mark.wide) for each in (["full_shard", "--fsdp2"], ["IIG"]))],
-    ids=" ".join,
-)
-def test_trains_under_torchs_own_and_under_scopes(tmp_path: Path, text: Path, options: list[str]) -> None:
-    losses = train(text, tmp_path, "--strategy", *options)
+@pytest.mark.parametrize("strategy", ["full_shard", "IIG"])
+def test_trains_under_torchs_own_and_under_scopes(tmp_path: Path, text: Path, strategy: str) -> None:
+    losses = train(text, tmp_path, "--strategy", strategy)
     assert losses[-1] < 0.9 * losses[0]
     assert (tmp_path / "step-4" / ".metadata").exists()
 
@@ -131,3 +137,191 @@ def test_its_cells_run_and_say_what_the_text_says(tmp_path: Path, monkeypatch: p
     assert results["zeropp"]["losses"][-1] == pytest.approx(results["full_shard"]["losses"][-1], rel=0.05)
     assert results["zeropp"]["losses"][-1] < 0.5 * results["zeropp"]["losses"][0]
     assert (tmp_path / "own.json").exists()
+
+
+# ---- fine-tuning
+
+LINES = "".join(f"{a} and {b}\n" for a in range(60) for b in range(60))
+
+
+def fine_tune(script: str, folder: Path, *options: str | Path) -> tuple[list[float], str]:
+    """Train the model in ``folder`` on bytes that it knows; return the losses that are printed, and all that is."""
+    (folder / "text.txt").write_text(LINES)
+    command = [f"examples/{script}", "--gpus-per-node", "2", "--model", folder / "model"]
+    command += ["--data", folder / "text.txt", "--sequence", "32", "--batch", "2"]
+    done = launch(4, *command, *options, on_cpu=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", done.stdout, re.MULTILINE)], done.stdout
+
+
+def loss_of(model: torch.nn.Module) -> float:
+    tokens = torch.tensor([list(b"12 and 34\n56 and 7")])
+    return model(input_ids=tokens, labels=tokens).loss.item()
+
+
+# ---- all parameters of a model in files
+
+
+def make_model(folder: Path, tied: bool) -> dict[str, torch.Tensor]:
+    """Save a model as several files; return its weights."""
+    model = llama.make_base(torch.bfloat16, tied).cpu()
+    model.save_pretrained(folder / "model", max_shard_size="60KB")
+    assert len(list((folder / "model").glob("*.safetensors"))) > 1
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(("tied", "adapter"), [(True, []), (False, ["--fsdp1"])], ids=["tied", "untied-fsdp1"])
+def test_what_was_read_is_what_is_exported(tmp_path: Path, adapter: list[str], tied: bool) -> None:
+    weights = make_model(tmp_path, tied)
+    fine_tune("finetune_full.py", tmp_path, *adapter, "--output", tmp_path / "result", "--steps", "1", "--lr", "0")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
+    assert exported.dtype == torch.bfloat16
+    assert exported.config.architectures == ["LlamaForCausalLM"]
+    assert exported.config.tie_word_embeddings == tied
+    assert exported.state_dict().keys() == weights.keys()
+    assert all(torch.equal(weights[name], value) for name, value in exported.state_dict().items())
+
+
+def test_all_parameters_learn(tmp_path: Path) -> None:
+    make_model(tmp_path, tied=True)
+    options = ("--output", tmp_path / "result", "--steps", "20", "--lr", "1e-2", "--strategy", "IGG")
+    (first, *_, last), _ = fine_tune("finetune_full.py", tmp_path, *options)
+    assert last < 0.7 * first
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "result", dtype=torch.float32)
+    assert loss_of(exported) < 1.3 * last
+
+
+def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
+    make_model(tmp_path, tied=False)
+    (file, *_) = sorted((tmp_path / "model").glob("*.safetensors"))
+    file.unlink()
+    with pytest.raises(AssertionError, match="has no"):
+        fine_tune("finetune_full.py", tmp_path, "--output", tmp_path / "result", "--steps", "1")
+
+
+# ---- adapters on a quantized base
+
+
+def train_adapters(folder: Path, *options: str | Path) -> tuple[list[float], int]:
+    """The losses, and the bytes of gathers between nodes that the example says were sent."""
+    options = ("--steps", "24", "--lr", "1e-2", "--rank", "4", "--output", folder / "out", *options)
+    losses, printed = fine_tune("finetune_lora.py", folder, *options)
+    assert losses[-1] < 0.8 * losses[0]
+    sent = re.search(r"'gather': {.*?'inter': (\d+)", printed)
+    return losses, int(sent[1]) if sent else 0
+
+
+@pytest.mark.parametrize(
+    ("options", "tied"),
+    [(["--fsdp2"], False), pytest.param([], True, marks=pytest.mark.wide)],
+    ids=["fsdp2", "fsdp1-tied"],
+)
+def test_adapters_learn_on_a_quantized_base_and_plain_peft_loads_them(
+    tmp_path: Path, options: list[str], tied: bool
+) -> None:
+    llama.make_base(llama.ADAPTED, tied).cpu().save_pretrained(tmp_path / "model")
+    quantized, sent = train_adapters(tmp_path, "--save-base", tmp_path / "quantized", *options)
+    adapted = PeftModel.from_pretrained(llama.make_base(llama.ADAPTED, tied).cpu(), tmp_path / "out" / "adapter")
+    base = sum(parameter.numel() for name, parameter in adapted.named_parameters() if "lora" not in name)
+    # All that goes between nodes in all steps is less than the base once, which full precision sends in every step.
+    assert 0 < sent < 4 * base
+    empty = llama.make_base(llama.ADAPTED, tied).cpu().requires_grad_(False)
+    load_frozen_params(empty, tmp_path / "quantized")
+    assert loss_of(PeftModel.from_pretrained(empty, tmp_path / "out" / "adapter")) < 3
+    if tied:
+        dense, nothing_counted = train_adapters(tmp_path, "--full-shard")
+        # The base is rounded to a part in 254 of each block's largest value.
+        assert quantized[-1] == pytest.approx(dense[-1], rel=0.03)
+        assert nothing_counted == 0
+
+
+# ---- jobs of Slurm, under a fake srun that really starts the ranks
+
+SCRIPTS = sorted(script.name for script in (ROOT / "examples").glob("*.sbatch"))
+JOB = free_port() - 20000
+PORT = 20000 + JOB % 20000
+"""Which the scripts make of a job's number."""
+SRUN = """#!{python}
+import os, subprocess, sys
+
+command = sys.argv[1:]
+while command[0].startswith("--"):
+    del command[0]
+nodes, tasks = 2, int(os.environ["SLURM_NTASKS_PER_NODE"])
+started = []
+for rank in range(nodes * tasks):
+    node, local = divmod(rank, tasks)
+    own = dict(SLURM_PROCID=rank, SLURM_LOCALID=local, SLURM_NODEID=node, SLURM_NTASKS=nodes * tasks)
+    own |= dict(SLURM_STEP_TASKS_PER_NODE=f"{{tasks}}(x{{nodes}})")
+    started.append(subprocess.Popen(command, env=os.environ | {{name: str(value) for name, value in own.items()}}))
+sys.exit(max(process.wait() for process in started))
+"""
+SCONTROL = """#!/bin/sh
+[ "$*" = "show hostnames n[1-2]" ] && printf '127.0.0.1\\n127.0.0.2\\n'
+"""
+TRAINING = """
+import logging
+
+import torch
+import torch.distributed as dist
+
+from fsdp_zpp import Strategy, fully_shard
+
+logging.basicConfig(level=logging.INFO)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = fully_shard(torch.nn.Linear(64, 64), strategy=Strategy.zeropp())
+model(torch.ones(1, 64)).sum().backward()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+SHIM = """#!/bin/sh
+echo "${RANK-} ${LOCAL_RANK-} ${WORLD_SIZE-} ${MASTER_ADDR-} ${MASTER_PORT-} $(basename "$0") $*"
+"""
+"""Prints how it is started."""
+ARGUMENTS = ("train.py", "--steps", "3")
+
+
+def run_script(script: str, folder: Path, gpus: int, *arguments: str | Path, **fakes: str) -> CompletedProcess[str]:
+    """Run a script as a job of two nodes, with a fake Slurm, and other fakes, first on its path."""
+    for name, text in {"srun": SRUN.format(python=sys.executable), "scontrol": SCONTROL, **fakes}.items():
+        file = folder / name
+        file.write_text(text)
+        file.chmod(file.stat().st_mode | stat.S_IEXEC)
+    text = (ROOT / "examples" / script).read_text()
+    (tasks,) = [line.split("=")[1].split()[0] for line in text.splitlines() if "ntasks-per-node" in line]
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    job = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": str(JOB), "SLURM_NNODES": "2"}
+    # The scripts are for eight GPUs a node.
+    job |= {"SLURM_NTASKS_PER_NODE": str(min(gpus, int(tasks))), "SLURM_GPUS_ON_NODE": str(gpus)}
+    environment = kept | job | {"PATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = ["bash", ROOT / "examples" / script, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_srun_starts_ranks_that_know_their_places(tmp_path: Path) -> None:
+    done = run_script("slurm_srun.sbatch", tmp_path, 2, *ARGUMENTS, python=SHIM)
+    assert sorted(done.stdout.splitlines()) == [
+        f"{rank} {rank % 2} 4 127.0.0.1 {PORT} python {' '.join(ARGUMENTS)}" for rank in range(4)
+    ]
+
+
+def test_srun_starts_a_torchrun_on_each_node(tmp_path: Path) -> None:
+    done = run_script("slurm_torchrun.sbatch", tmp_path, 2, *ARGUMENTS, torchrun=SHIM)
+    first, second = done.stdout.splitlines()
+    meeting = f"--rdzv-backend c10d --rdzv-id {JOB} --rdzv-endpoint 127.0.0.1:{PORT}"
+    assert first == second
+    assert first.endswith(f"torchrun --nnodes 2 --nproc-per-node 2 {meeting} {' '.join(ARGUMENTS)}")
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_ranks_train_on_two_nodes_of_two(script: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINING)
+    done = run_script(script, tmp_path, 2, tmp_path / "train.py")
+    assert "Linear: IGG on 2 nodes x 2, 1 unit" in done.stderr

@@ -95,6 +95,7 @@ def both(
 
 
 @over_each(
+    rest=False,
     layout=LAYOUTS,
     numel=[1, 77, WHOLE, 3001],
     kind=["fp32", "bf16", "half steps", "uneven", "tiny", "inf", "nan"],
@@ -123,8 +124,7 @@ def test_prints_what_each_hop_sends_and_the_errors() -> None:
     assert 0 < float(errors[1][1]) < 20
 
 
-@pytest.mark.parametrize("gpus", ["3", *(pytest.param(gpus, marks=pytest.mark.wide) for gpus in ("1", "4"))])
-def test_refuses_what_has_no_two_hops(gpus: str) -> None:
-    done = launch(4, EXAMPLE, "--gpus-per-node", gpus, on_cpu=True)
+def test_refuses_what_has_no_two_hops() -> None:
+    done = launch(4, EXAMPLE, "--gpus-per-node", "3", on_cpu=True)
     assert done.returncode == 1
-    assert f"--gpus-per-node is {gpus}, but 4 ranks must form two nodes or more" in done.stderr
+    assert "--gpus-per-node is 3, but 4 ranks must form two nodes or more" in done.stderr

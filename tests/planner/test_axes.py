@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness.covering import SCOPES
 from harness.models import device
 from harness.pool import Pool, device_type
 from harness.strategies import FOURTEEN, PARO
@@ -226,7 +225,7 @@ def test_a_note_says_that_stacks_of_fewer_experts_than_ranks_are_padded() -> Non
     assert "Experts are sharded" not in " ".join(enough.notes)
 
 
-def test_the_report_says_where_ranks_lie_and_what_each_axis_sends() -> None:
+def test_the_report_says_where_ranks_lie_and_what_each_axis_sends_if_there_are_any() -> None:
     made = plan(MOE, **PARO, tp=2, ep=4, experts_strategy="IIG", tokens=100, tflops=1)
     lines = str(made).splitlines()
     degrees = "tp 2, pp 1, cp 1, ep 4; dense parameters sharded over 16 ranks, 4 a node, experts over 8 ranks, 2 a node"
@@ -243,21 +242,16 @@ def test_the_report_says_where_ranks_lie_and_what_each_axis_sends() -> None:
     assert strategy["ranks"] == {"world": 16, "gpus_per_node": 4}
     assert strategy["experts"]["levels"] == "IIG"
     assert strategy["experts"]["sent_bytes_per_gpu"] == vars(made["GGG"].experts.volume)
-
-
-def test_plans_of_data_parallelism_alone_do_not_speak_of_axes() -> None:
-    made = plan(MOE, **PARO)
-    assert "axis" not in str(made)
-    assert "ep 1" not in str(made)
-    report = json.loads(plan_to_json(made))
-    assert not {"axes", "estimated_activation_bytes_per_gpu"} & set(report)
-    assert set(report["model"]["units"][0]) == {"trainable", "frozen", "count", "reshard_after_forward"}
-    assert "ranks" not in report["strategies"]["GGG"]
+    alone = plan(MOE, **PARO)
+    assert "axis" not in str(alone)
+    assert not {"axes", "estimated_activation_bytes_per_gpu"} & set(json.loads(plan_to_json(alone)))
 
 
 # ---- bytes of a training
 
 WIDTH, LAYERS, EXPERTS, MICRO_BATCHES = 64, 2, 4, 3
+LETTERS = ["IGG", "III"]
+"""With and without bytes of weights between nodes; test_plan_bytes.py has all letters."""
 
 
 class Experts(nn.Module):
@@ -380,7 +374,7 @@ def counted_and_planned(case: Case) -> dict[str, tuple[list[Volume], list[Volume
     made = plan(size, **cluster, **options, **dtypes, micro_batches=MICRO_BATCHES)
     dense, experts = meshes(case)
     found = {}
-    for letters in SCOPES:
+    for letters in LETTERS:
         planned = made[letters]
         model = sharded(case, dense, experts, planned)
         of_experts = [layer.experts for layer in model.layers] if case.experts else []
@@ -400,7 +394,7 @@ def counted_and_planned(case: Case) -> dict[str, tuple[list[Volume], list[Volume
 @pytest.mark.parametrize("case", CASES)
 def test_planned_bytes_are_those_that_are_counted(case: str, pool: Callable[[int], Pool]) -> None:
     for found in pool(4).run(counted_and_planned, CASES[case]):
-        assert list(found) == list(SCOPES)
+        assert list(found) == LETTERS
         assert {letters: counted for letters, (counted, _) in found.items()} == {
             letters: planned for letters, (_, planned) in found.items()
         }

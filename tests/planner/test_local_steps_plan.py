@@ -150,20 +150,11 @@ def test_plans_with_local_steps_follow_their_laws(
         assert len({(estimate.volume, estimate.memory, estimate.time) for estimate in local}) == 1
 
 
-def test_choose_strategy_proposes_local_steps_only_where_they_save_time() -> None:
-    batch = {"tokens": 8192, "tflops": 200, "gpu_memory": 80}
-    fast = plan(7e9, **CLUSTER | {"inter_gbps": 3200}, **batch, local_steps=LocalSteps(overlap=4))
-    assert fast.choice.strategy.local_steps is None
-    assert fast["III every 64"].time.total == fast.choice.time.total  # computation hides both
-    slow = plan(7e9, **SLOW, **batch, local_steps=LocalSteps())
+def test_local_steps_are_chosen_on_a_slow_network_and_the_reason_names_the_fastest_in_step() -> None:
+    slow = plan(7e9, **SLOW, tokens=8192, tflops=200, gpu_memory=80, local_steps=LocalSteps())
     assert slow.choice.strategy.local_steps == LocalSteps()
     in_step = min((e for e in slow.estimates[:14] if e.fits), key=lambda estimate: estimate.time.total)
     assert f"It changes the mathematics; of those that do not, {in_step.name} is the fastest, at" in slow.reason
-    assert slow.reason.startswith(f"{slow.choice.name} takes ")
-    # Weights that are frozen cross no nodes under III, so exchanges save next to nothing of its time.
-    tuned = plan(70e9, trainable=210e6, **CLUSTER, micro_batches=10, gpu_memory=80, local_steps=LocalSteps())
-    assert tuned.choice.strategy.local_steps is None
-    assert "too small a gain to change the mathematics for" in tuned.reason
 
 
 def test_local_steps_are_chosen_if_nothing_else_fits() -> None:
@@ -175,29 +166,6 @@ def test_local_steps_are_chosen_if_nothing_else_fits() -> None:
     made = plan(7e9, **cluster, **small, **asked, gpu_memory=least)
     assert made.choice.strategy.local_steps is not None
     assert "It changes the mathematics; without that, nothing fits." in made.reason
-
-
-def test_less_memory_alone_does_not_make_local_steps_the_choice() -> None:
-    # Plain SGD in 16 bits, so that outer state on the CPU is all that local steps add, and errors only the others have.
-    small = {"units": 1000, "storage": torch.bfloat16, "optimizer_bytes": 0}
-    hidden = {"nodes": 2, "gpus_per_node": 1, "inter_gbps": 3200, "tokens": 10**5, "tflops": 100}
-    codecs = {"gradients": Int4(128), "error_feedback": LoCo()}
-    made = plan(7e9, **hidden, **small, **codecs, local_steps=LocalSteps(overlap=32, offload=True))
-    smallest = min(made.estimates, key=lambda estimate: estimate.memory.total)
-    assert smallest.strategy.local_steps is not None
-    assert smallest.time.total == made.choice.time.total
-    assert made.choice.strategy.local_steps is None
-
-
-def test_computation_hides_no_exchange_that_training_waits_for() -> None:
-    batch = {"tokens": 8192, "tflops": 200}
-    waiting, overlapped = (plan(7e9, **SLOW, **batch, local_steps=LocalSteps(overlap=n)) for n in (0, 63))
-    estimate, hidden = (made["III every 64"].time for made in (waiting, overlapped))
-    assert estimate.total == pytest.approx(estimate.computation + estimate.exchange)
-    assert hidden.exchange == estimate.exchange
-    # 32 fragments have one start in each second step, and all steps have one on its way.
-    assert hidden.total == pytest.approx(max(hidden.computation, hidden.exchange))
-    assert "computation hides" not in waiting.reason
 
 
 def test_codecs_of_gradients_between_nodes_are_left_out_and_the_notes_say_so() -> None:
@@ -222,7 +190,7 @@ def test_memory_is_enough_for_synchronous_steps_and_figures_are_of_the_last_segm
     schedule = ((0, 8), (1000, 32))
     plain = plan(7e9, **CLUSTER, **asked)
     alone = plan(7e9, **CLUSTER, local_steps=LocalSteps(32), micro_batches=2)
-    for start, stop in ((100, None), (0, 5000), (100, 5000)):
+    for start, stop in ((100, None), (0, 5000)):
         made = plan(7e9, **CLUSTER, **asked, local_steps=LocalSteps(schedule, start=start, stop=stop))
         for levels in LETTERS:
             found, on_its_own = made[f"{levels} every 32"], alone[f"{levels} every 32"]

@@ -10,8 +10,8 @@ import torch
 from harness.strategies import FOURTEEN, PARO
 from hypothesis import given, strategies as st
 
-from fsdp_zpp import NF4, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, plan
-from fsdp_zpp.planner.catalog import GPUS, LINKS, NETWORKS, gpu_named, link_named, network_named
+from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, plan
+from fsdp_zpp.planner.catalog import GPUS, LINKS, NETWORKS, gpu_named, link_named
 from fsdp_zpp.planner.json_report import plan_to_json
 from fsdp_zpp.planner.model_config import Routing
 from fsdp_zpp.planner.model_size import ModelSize, Unit
@@ -31,52 +31,35 @@ EXPERTS = ModelSize(
     ("arguments", "error", "message"),
     [
         ({"params": 0}, ValueError, "params must be a whole number of at least 1, got 0"),
-        ({"params": 1.5}, ValueError, "params must be a whole number of at least 1, got 1.5"),
         ({"params": "7e9"}, TypeError, "params must be a number, got '7e9'"),
         ({"params": float("inf")}, ValueError, "params must be finite"),
         ({"trainable": 0}, ValueError, "trainable must be a whole number of at least 1"),
         ({"trainable": 2e9}, ValueError, "at most the number of parameters, 1,000,000,000, got 2,000,000,000"),
-        ({"units": 0}, ValueError, "units must be"),
-        ({"nodes": 0}, ValueError, "nodes must be a whole number of at least 1, got 0"),
         ({"nodes": True}, TypeError, "nodes must be a number, got True"),
         ({"gpus_per_node": 2.5}, ValueError, "gpus_per_node must be a whole number"),
         ({"inter_gbps": None}, ValueError, "inter_gbps is missing: there are 4 nodes"),
         ({"intra_gbps": None}, ValueError, "intra_gbps is missing: there are 8 GPUs a node"),
         ({"inter_gbps": 0}, ValueError, "inter_gbps must be above 0, got 0"),
-        ({"intra_gbps": float("nan")}, ValueError, "intra_gbps must be finite"),
-        ({"micro_batches": 0}, ValueError, "micro_batches must be"),
         ({"tokens": 4096}, ValueError, "got tokens=4096 and tflops=None; give both"),
-        ({"tflops": 100}, ValueError, "give both"),
-        ({"tokens": 0, "tflops": 100}, ValueError, "tokens must be"),
-        ({"tokens": 1, "tflops": -1}, ValueError, "tflops must be above 0"),
-        ({"gpu_memory": 0}, ValueError, "gpu_memory must be above 0"),
         ({"activations": -1}, ValueError, "activations must be at least 0, got -1"),
-        ({"reserve": -1}, ValueError, "reserve must be at least 0"),
         ({"weights": 8}, TypeError, "weights must be a codec"),
         ({"frozen": Int8(), "frozen_storage": torch.bfloat16}, ValueError, "frozen_storage=torch.bfloat16 has no mean"),
         ({"compute": torch.int8}, ValueError, "compute must be one of torch.float32, .* got torch.int8"),
         ({"reduce": "bf16"}, TypeError, "reduce must be a torch.dtype, got 'bf16'"),
-        ({"optimizer_bytes": -1}, ValueError, "optimizer_bytes must be"),
         ({"local_steps": 64}, TypeError, r"local_steps must be LocalSteps\(\.\.\.\) or None, got 64"),
-        ({"nodes": 1, "local_steps": 64}, TypeError, r"local_steps must be LocalSteps\(\.\.\.\) or None, got 64"),
         # hardware by name
         (
             {"gpu": "a1000"},
             ValueError,
             r"gpu 'a1000' is not in the catalog; did you mean a100\? allowed are a10, a100,",
         ),
-        ({"link": "usb"}, ValueError, "link 'usb' is not in the catalog; allowed are nvlink3,"),
-        ({"net": "10gb"}, ValueError, r"net '10gb' is not in the catalog; did you mean 10gbe\?"),
         ({"net": "0x10gbe"}, ValueError, "net '0x10gbe' is not in the catalog"),
         ({"gpu": "a100", "utilization": 1.5}, ValueError, "utilization is a share .*, above 0 and up to 1, got 1.5"),
         ({"utilization": 0.5}, ValueError, "utilization=0.5 is a share of a GPU's peak; name the gpu, or give tflops"),
         (NAMED | {"launch_ms": -1, "gpu": "a100", "net": "10gbe"}, ValueError, "launch_ms must be at least 0, got -1"),
-        (NAMED | {"gpu": "a100"}, ValueError, "inter_gbps is missing"),
         # other parallelisms
         ({"tp": 0}, ValueError, "tp must be a whole number of at least 1, got 0"),
-        ({"ep": "2"}, TypeError, "ep must be a number, got '2'"),
         ({"tp": 3}, ValueError, r"tp=3 x pp=1 x cp=1 is 3 ranks, which does not divide the 32 .* 4, 8, 16, 32\]"),
-        ({"tp": 2, "pp": 2, "cp": 16}, ValueError, "is 64 ranks, which does not divide the 32"),
         ({"params": EXPERTS, "pp": 4, "ep": 16}, ValueError, r"ep=16 does not divide the 8 ranks .*\[1, 2, 4, 8\]"),
         ({"params": EXPERTS, "ep": 16}, ValueError, "ep=16 does not divide the 8 experts of a layer"),
         ({"params": EXPERTS, "pp": 8}, ValueError, "pp=8 must be at most the number of layers, 4"),
@@ -85,7 +68,6 @@ EXPERTS = ModelSize(
             ValueError,
             "4 tensor-parallel ranks at a distance of 1 do not lie",
         ),
-        ({"ep": 2}, ValueError, "the model has none that the planner knows of"),
         ({"experts_strategy": "IGG"}, ValueError, "the model has none that the planner knows of"),
         ({"params": EXPERTS, "experts_strategy": "GGI"}, ValueError, "levels 'GGI' is not legal"),
         ({"params": EXPERTS, "experts_strategy": Int8()}, TypeError, "must be a Strategy, three letters"),
@@ -95,15 +77,10 @@ EXPERTS = ModelSize(
             "experts_strategy has gpus_per_node=8, but 1 of the ranks",
         ),
         ({"tp": 2, "local_steps": LocalSteps(4)}, ValueError, "local steps are not planned beside"),
-        ({"params": EXPERTS, "experts_strategy": Strategy.diloco()}, ValueError, "local steps are not planned beside"),
         # the host
         ({"cpu_offload": 1}, TypeError, "cpu_offload must be True or False, got 1"),
         ({"cpu_offload": True}, ValueError, "host_gbps is missing"),
         ({"host_gbps": 100}, ValueError, "host_gbps=100 is about CPU offload"),
-        ({"host_memory": 9, "optimizer_gbs": 2}, ValueError, "host_memory=9, optimizer_gbs=2 is about CPU offload"),
-        (HOST | {"host_gbps": 0}, ValueError, "host_gbps must be above 0, got 0"),
-        (HOST | {"host_memory": -1}, ValueError, "host_memory must be above 0, got -1"),
-        (HOST | {"optimizer_gbs": "2"}, TypeError, "optimizer_gbs must be a number"),
     ],
 )
 def test_bad_values_say_what_was_given_and_what_is_allowed(
@@ -156,15 +133,6 @@ def test_each_figure_has_a_source_and_each_gpu_a_link() -> None:
     assert all(link.gbps > 400 for link in LINKS.values() if link.fast)
 
 
-def test_bandwidths_of_buses_are_lanes_times_rates_and_those_of_several_cards_add_up() -> None:
-    # 16 lanes of 8, 16 and 32 GT/s, of which 128 of 130 bits are data.
-    for name, rate in (("pcie3", 8), ("pcie4", 16), ("pcie5", 32)):
-        assert LINKS[name].gbps == pytest.approx(16 * rate * 128 / 130, rel=1e-3)
-    for name, network in NETWORKS.items():
-        assert name.startswith("ib-") or network.gbps == float(name.removesuffix("gbe"))
-    assert network_named("8xib-ndr").gbps == 8 * network_named("ib-ndr").gbps == 3200
-
-
 def test_names_reach_the_plan_and_numbers_override_them() -> None:
     cluster: dict[str, Any] = {"nodes": 2, "gpus_per_node": 8, "tokens": 4096}
     named = plan(1e9, **cluster, gpu="h100", net="100gbe")
@@ -187,14 +155,9 @@ def test_names_reach_the_plan_and_numbers_override_them() -> None:
     ("strategy", "call"),
     [
         (Strategy(), "Strategy.zero3()"),
-        (Strategy("IGG"), 'Strategy("IGG")'),
-        (Strategy.zeropp(), "Strategy.zeropp()"),
         (Strategy.zeropp(levels="IIG"), 'Strategy.zeropp(levels="IIG")'),
         (Strategy.zeropp(weights=Int4Delta()), "Strategy.zeropp(weights=Int4Delta())"),
-        (Strategy.mixzpp(frozen=NF4(64)), "Strategy.mixzpp(frozen=NF4())"),
-        (Strategy.loco(gradients=Int4(2048)), "Strategy.loco(gradients=Int4(block=2048))"),
         (Strategy("IGG", weights=Int8(64)), 'Strategy("IGG", weights=Int8(block=64))'),
-        (Strategy.diloco(8), "Strategy.diloco(local_steps=LocalSteps(every=8))"),
         (
             Strategy("NNI", local_steps=LocalSteps(16, codec=None, overlap=2)),
             'Strategy("NNI", local_steps=LocalSteps(every=16, codec=None, overlap=2))',

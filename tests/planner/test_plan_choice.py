@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -106,12 +105,7 @@ KNOWN: dict[str, tuple[dict[str, Any], str | None, str]] = {
     ),
     # Full gradients fit here, and summing them on the rank saves the hop inside the node: NNG before PaRO's NII.
     "a small model": (LLAMA_7B | PARO, "NNG", ""),
-    # With activations that leave no room for full gradients, what is left is NII's time, in less memory.
-    "a small model in little memory": (LLAMA_7B | PARO | {"activations": 40}, "NIG", ""),
-    # Codecs make NII faster still: NIG's update sends 8-bit weights where NII's sends 4-bit gradients.
-    "the same with codecs": (LLAMA_7B | PARO | ENCODED | {"activations": 40}, "NII", ""),
     "PaRO's batches": (LLAMA_7B | PARO | PUBLISHED, "IIG", ""),
-    "PaRO's batches of the large model": (LLAMA_65B | PARO | PUBLISHED, "IIG", ""),
     # PaRO took ING. IGG takes 2.9 % longer, for gradients that cross nodes in all micro-batches, and the least memory.
     "fine-tuning": (
         TUNED | PARO,
@@ -123,7 +117,6 @@ KNOWN: dict[str, tuple[dict[str, Any], str | None, str]] = {
         "IIG",
         "computation hides their communication; of these it sends the least and takes the least",
     ),
-    "all is hidden on one node": (LLAMA_7B | PARO | HIDDEN | {"nodes": 1}, "GGG", ""),
     "of equals the usual": (
         {"params": 1e9, "presets": False, "nodes": 1, "gpus_per_node": 8, "intra_gbps": 2400},
         "NNG",
@@ -131,7 +124,6 @@ KNOWN: dict[str, tuple[dict[str, Any], str | None, str]] = {
     ),
     "A100s": (A100S, "zeropp IIG", ""),
     "A100s on a slower network": (A100S | {"net": "25gbe"}, "zeropp IIG Int4Delta", ""),
-    "A100s, letters alone": (A100S | {"presets": False}, "IIG", ""),
     "codecs that gain nothing": (
         PAIR | {"net": "8xib-ndr"},
         "FULL_SHARD",
@@ -161,63 +153,22 @@ def test_the_choice_carries_the_codecs_and_the_layout() -> None:
     assert made.choice.strategy == Strategy(made.choice.levels, **asked, gpus_per_node=8)
 
 
-def test_plans_are_values_of_any_size() -> None:
-    made = plan(1e15, **PARO | {"nodes": 10**9})
-    assert made["IIG"].inter_node_bytes == pytest.approx(4e15, rel=0.01)
-    assert made == plan(1e15, **PARO | {"nodes": 10**9})
+def test_a_name_that_is_not_in_the_plan_is_told_those_that_are() -> None:
     with pytest.raises(KeyError, match="'NGN'; there are NNN, NNI"):
-        made["NGN"]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        made.choice = None
+        plan(1e9, **PARO)["NGN"]
 
 
 # ---- PaRO
 
-# GB in PaRO's accounting: 2P / D(p) + 2Pt / D(g) + 12Pt / D(os), 7B and 65B; GB out of a node in a step of the 7B.
-PARO_TABLE = {
-    "NNN": (112.0, 1040.0, 21.0),
-    "NNI": (38.5, 357.5, 21.0),
-    "NII": (26.2, 243.8, 21.0),
-    "INI": (26.2, 243.8, 21.0),
-    "III": (14.0, 130.0, 21.0),
-    "NNG": (30.6, 284.4, 21.0),
-    "NIG": (18.4, 170.6, 21.0),
-    "NGG": (17.1, 158.4, 115.5),
-    "ING": (18.4, 170.6, 21.0),
-    "IIG": (6.1, 56.9, 21.0),
-    "IGG": (4.8, 44.7, 115.5),
-    "GNG": (17.1, 158.4, 220.5),
-    "GIG": (4.8, 44.7, 220.5),
-    "GGG": (3.5, 32.5, 315.0),
-}
+# GB out of a node in a step of the 7B, from PaRO's table.
+PARO_SENT = dict.fromkeys(CONSTANT_BETWEEN_NODES, 21.0)
+PARO_SENT |= {"NGG": 115.5, "IGG": 115.5, "GNG": 220.5, "GIG": 220.5, "GGG": 315.0}
 
 
 def test_bytes_between_nodes_are_paros() -> None:
     made = plan(**LLAMA_7B, **PARO)
-    for scopes, (_, _, sent) in PARO_TABLE.items():
+    for scopes, sent in PARO_SENT.items():
         assert made[scopes].inter_node_bytes / 1e9 == pytest.approx(sent, abs=0.05)  # the table has one decimal
-
-
-def test_frozen_weights_cross_nodes_only_where_they_are_sharded_over_all() -> None:
-    params, trainable, left_in_node = 65e9, 0.003 * 65e9, 3 / 4
-    per_step = {"NGG": 22 * trainable, "IGG": 22 * trainable, "GGG": 40 * params + 20 * trainable}
-    per_step |= dict.fromkeys(("GNG", "GIG"), 40 * params + 2 * trainable)
-    made = plan(params, trainable=trainable, units=80, **PARO)
-    for scopes in FOURTEEN:
-        expected = left_in_node * per_step.get(scopes, 4 * trainable)
-        assert made[scopes].inter_node_bytes == pytest.approx(expected, rel=1e-5)  # padding
-
-
-@pytest.mark.parametrize(("size", "column"), [(LLAMA_7B, 0), (LLAMA_65B, 1)])
-def test_memory_is_paros_but_for_two_known_differences(size: dict, column: int) -> None:
-    made = plan(**size, **PARO)
-    for scopes, row in PARO_TABLE.items():
-        memory = made[scopes].memory
-        # Gradients are summed in fp32, not in 16 bits; weights sharded like the optimizer's have no 16-bit copy.
-        parts = {"N": 1, "I": 8, "G": 32}[scopes[0]]
-        copy = 2 * size["params"] / parts if scopes[0] == scopes[2] else 0
-        paros = memory.parameters + memory.shard + memory.optimizer + memory.gradients / 2 + copy
-        assert paros / 1e9 == pytest.approx(row[column], abs=0.07)  # one decimal, 26.25 is 26.2 there
 
 
 def test_what_paro_found_holds() -> None:
@@ -236,9 +187,6 @@ def test_what_paro_found_holds() -> None:
     hidden = {e.levels for e in published.estimates if e.time.total == e.time.computation}
     assert {"NII", "IIG", "III"} <= hidden
     assert not hidden & {"NGG", "IGG", "GNG", "GIG", "GGG"}
-    least = plan(**LLAMA_7B, **PARO, **HIDDEN)
-    sent = {e.levels for e in least.estimates if e.time.inter == least.choice.time.inter}
-    assert sent == {*CONSTANT_BETWEEN_NODES}
 
 
 # ---- clusters that people have
@@ -267,16 +215,6 @@ def test_over_a_slow_network_the_choice_has_codecs() -> None:
     chosen = choose_strategy(model, **box)
     assert chosen.gradients is not None
     assert chosen.gpus_per_node == 1
-
-
-def test_gains_that_are_not_hidden_for_sure_are_not_relied_on() -> None:
-    # Codecs take away more than a thirtieth of the step.
-    close = plan(**PAIR, inter_gbps=500)
-    assert close["HYBRID_SHARD"].time.total == pytest.approx(close.choice.time.total)
-    assert close.choice.strategy.gradients is not None
-    over_nvlink = plan(**A100S | {"nodes": 1, "gpu": "h100"})
-    assert {row.torch for row in over_nvlink.rows} == {"FULL_SHARD", None}
-    assert not any(row.title for row in over_nvlink.rows if row.torch is None)
 
 
 def test_each_gpu_of_a_box_without_nvlink_is_a_node_to_codecs_under_optimizer_scope_g_alone() -> None:
@@ -331,14 +269,6 @@ def test_boxes_over_a_network_get_a_node_size_by_their_links(net: str, link: str
     assert ("gpus_per_node=1" in made.choice.paste) == (advice == "pass")
 
 
-def test_a_hop_of_single_gpus_goes_out_of_the_box_and_stays_in_it_by_how_many_peers_are_where() -> None:
-    made = plan(LLAMA_8B, **THREE_LEVELS, net="10gbe")
-    own = made["zeropp, nodes of 1"].volume
-    flat = plan(LLAMA_8B, nodes=32, gpus_per_node=1, inter_gbps=1)["zeropp"].volume
-    assert own.inter + own.intra == flat.inter
-    assert own.intra / own.inter == pytest.approx(7 / 24)
-
-
 @pytest.mark.parametrize("cluster", [{"nodes": 1, "gpus_per_node": 8}, {"nodes": 8, "gpus_per_node": 1}], ids=str)
 def test_the_strategy_of_torchs_row_fits_though_gradients_accumulate_in_fp32_here(cluster: dict[str, int]) -> None:
     made = plan(20e9, **cluster, gpu="a100", net="8xib-ndr", micro_batches=4, tokens=4096)
@@ -350,17 +280,6 @@ def test_the_strategy_of_torchs_row_fits_though_gradients_accumulate_in_fp32_her
     assert made["FULL_SHARD"].strategy.levels == "GGG"
     roomy = plan(1e9, **cluster, gpu="a100", net="8xib-ndr", micro_batches=4, tokens=4096)
     assert roomy["FULL_SHARD"].strategy.levels == "GNG"
-
-
-def test_a_model_that_is_frozen_in_part_is_compared_under_zeropp_too() -> None:
-    cluster = {"nodes": 2, "gpus_per_node": 8, "gpu": "a100", "net": "100gbe", "tokens": 4096}
-    names = {row.name for row in plan(7e9, trainable=6.9e9, **cluster).rows}
-    assert {"zeropp", "loco", "mixzpp"} <= names
-    named = {row.name for row in plan(7e9, trainable=6.9e9, **cluster, frozen=NF4(64)).rows if row.title}
-    assert named == {"FULL_SHARD", "HYBRID_SHARD", "mixzpp nf4(64)"}
-    box = [row.name for row in plan(**BOX_4090).rows if row.title]
-    assert "mixzpp, nodes of 1" in box
-    assert "zeropp, nodes of 1" not in box  # each GPU is a node to it already
 
 
 # ---- results that were measured

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.strategies import FOURTEEN, PARO
+from harness.strategies import PARO
 
 from fsdp_zpp import Int4, Int8, LocalSteps, LoCo, plan
 from fsdp_zpp.__main__ import main
@@ -138,9 +138,7 @@ def test_if_nothing_fits_it_says_so_and_exits_with_1(capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out)["choice"] is None
 
 
-@pytest.mark.parametrize(
-    ("text", "number"), [("8B", 8e9), ("1.5b", 1.5e9), ("124M", 124e6), ("2T", 2e12), ("7e9", 7e9)]
-)
+@pytest.mark.parametrize(("text", "number"), [("1.5b", 1.5e9), ("124M", 124e6), ("2T", 2e12)])
 def test_numbers_of_parameters_have_suffixes(text: str, number: float, capsys: pytest.CaptureFixture[str]) -> None:
     job = [*CLUSTER, "--trainable", "10M"]
     assert figures(capsys, "--params", text, *job) == figures(capsys, "--params", str(int(number)), *job)
@@ -195,17 +193,6 @@ def test_the_table_marks_strategies_with_local_steps() -> None:
     assert "errors" not in str(plan(7e9, **PARO, local_steps=LocalSteps()))
 
 
-def test_without_local_steps_no_report_speaks_of_them() -> None:
-    made = plan(7e9, **PARO)
-    table, report = str(made), json.loads(plan_to_json(made))
-    assert not any(word in table for word in ("outer", "local", "*", "mathematics"))
-    assert "local_steps" not in report
-    assert sorted(report["strategies"]) == sorted(FOURTEEN)
-    for figures in report["strategies"].values():
-        assert "outer" not in figures["memory_bytes"]
-        assert figures["seconds"].keys() == {"inter", "intra", "computation", "launch", "communication", "step"}
-
-
 def test_options_of_local_steps_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--local-steps 32 --exchange-codec int8:128 --exchange-feedback int8:64 --exchange-overlap 4 "
     options += "--exchange-at-once --exchange-offload --exchange-moments-every 3"
@@ -252,16 +239,9 @@ def test_options_of_offload_reach_the_plan(capsys: pytest.CaptureFixture[str]) -
 # ---- charts
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        ["--gpu-memory", "6", "--tokens", "9", "--tflops", "9"],
-    ],
-)
-def test_plot_is_an_image(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_is_an_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.png"
-    main(["plan", *JOB, *arguments, "--plot", str(path)])
+    main(["plan", *JOB, "--tokens", "9", "--tflops", "9", "--plot", str(path)])
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     captured = capsys.readouterr()
     assert f"wrote {path}" in captured.err
@@ -290,42 +270,25 @@ def test_the_chart_names_strategies_with_local_steps(tmp_path: Path) -> None:
         ([], "one of the arguments --params --model is required"),
         (["--params", "7e9", "--model", "x"], "not allowed with argument"),
         (["--params", "many"], "invalid float value: 'many'"),
-        (["--params", "8X"], "invalid float value: '8X'; a number of parameters is written 8e9, or 8B with a suffix"),
         (["--params", "7e9"], "--nodes and --gpus-per-node must be given, or --measure under torchrun"),
-        (["--params", "7e9", "--nodes", "2"], "--gpus-per-node must be given"),
         ([*JOB, "--inter-gbps", "-1"], "inter_gbps must be above 0, got -1.0"),
         ([*JOB, "--trainable", "0.003"], "got '0.003'; a share has a percent sign, 0.3%"),
-        ([*JOB, "--trainable", "101%"], "above 0% and up to 100%, got '101%'"),
         ([*JOB, "--trainable", "0%"], "above 0% and up to 100%, got '0%'"),
-        ([*JOB, "--trainable", "few"], "got 'few'"),
-        ([*JOB, "--weights", "int7"], "'int7' is not a codec; allowed are none, int8, int4"),
         ([*JOB, "--weights", "int88"], "allowed are none, int8, int4, int4delta, nf4, topk; did you mean int8?"),
-        ([*JOB, "--weights", "int8:"], "'int8:' is not a codec"),
         ([*JOB, "--weights", "int8:100"], "a block is a power of two"),
         ([*JOB, "--weights", "auto"], "weights can't be 'auto', which is for frozen weights alone"),
-        ([*JOB, "--compute", "int8"], "'int8' is not a dtype; allowed are fp32, bf16, fp16"),
         ([*JOB, "--compute", "b16"], "allowed are fp32, bf16, fp16; did you mean bf16?"),
         ([*JOB, "--measure"], "--measure has nothing to measure"),
-        (["--params", "7e9", "--measure"], "--measure runs under torchrun"),
         (["--model", "nowhere/config.json", *CLUSTER], "no such file: nowhere/config.json"),
-        ([*JOB, "--plot", "plan.xyz"], "xyz"),
         ([*JOB, "--plot", "no/such/folder/plan.png"], "no/such/folder/plan.png"),
-        ([*JOB, "--speed", "1"], "unrecognized arguments: --speed 1"),
         ([*JOB, "--gpu-per-node", "8"], "unrecognized arguments: --gpu-per-node 8; did you mean --gpus-per-node?"),
         # before the hub is asked for the model
         (["--model", "no/model", *CLUSTER, "--net", "100gb"], "net '100gb' is not in the catalog"),
-        (["--model", "no/model", *CLUSTER, "--gpu", "a1000"], "gpu 'a1000' is not in the catalog"),
         (["--model", "no/model", *CLUSTER, "--experts-strategy", "iig"], "did you mean 'IIG'?"),
         # local steps
         ([*JOB, "--local-steps", "0"], "--local-steps must be a whole number of at least 1, got 0"),
-        ([*JOB, "--local-steps", "1.5"], "--local-steps must be a whole number of at least 1, got 1.5"),
         ([*JOB, "--local-steps", "8", "--exchange-overlap", "8"], "overlap must be an int of 0 or more"),
         ([*JOB, "--local-steps", "8", "--exchange-codec", "int4delta"], "for weights alone: a delta needs a base"),
-        ([*JOB, "--local-steps", "8", "--exchange-feedback", "int4"], "dtype must be Int8(...) or None"),
-        (
-            [*JOB, *"--local-steps 8 --exchange-codec none --exchange-feedback none".split()],
-            "codec=None has no error",
-        ),
         (
             [*JOB, *"--exchange-overlap 1 --exchange-offload".split()],
             "--exchange-overlap and --exchange-offload: needs --local-steps",
