@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import models
 from harness.adapter import Adapter, Case
-from harness.covering import ADAPTERS, WITH_FLAT
+from harness.covering import over_adapters, over_adapters_and_flat
 from harness.fsdp1 import Fsdp1
 from harness.messages import collected
 from harness.pool import Pools
@@ -95,17 +95,6 @@ def recomputed(adapter: Adapter) -> None:
         trained(Case(steps=STEPS, checkpointing=kind))(adapter)
 
 
-def several_losses(adapter: Adapter) -> None:
-    model, optimizer = make(adapter)
-
-    def work(step: int) -> None:
-        logits = model(models.batch(step, 0)[:, :-1] % 61)
-        logits.square().mean().backward(retain_graph=True)
-        logits.abs().mean().backward()
-
-    steps_of(optimizer, work)
-
-
 def once(adapter: Adapter) -> None:
     model, optimizer = make(adapter)
     steps_of(optimizer, lambda step: [loss_of(model, step).backward() for _ in range(1 + step % 2)])
@@ -142,20 +131,13 @@ def frozen_within_a_loss(adapter: Adapter) -> None:
     steps_of(torch.optim.SGD([image], lr=0.1), lambda step: judge(image * 2).square().mean().backward())
 
 
-def an_optimizer_that_torch_does_not_know(adapter: Adapter) -> None:
-    model = adapter.make(Case(), ZEROPP)
-    steps_of(models.PlainSgd(model), lambda step: loss_of(model, step).backward())
-
-
 RIGHT: dict[str, Train] = {
     "accumulated": trained(Case(steps=STEPS, micro_batches=3)),
     "recomputed": recomputed,
-    "several losses": several_losses,
     "once": once,
     "cleared between": cleared_between,
     "as a GAN": as_a_gan,
     "frozen within a loss": frozen_within_a_loss,
-    "an optimizer that torch does not know": an_optimizer_that_torch_does_not_know,
     "frozen units that are not stepped": frozen_block("IGG", only_trained=True),
     "frozen units that are sent anyway": frozen_block("GGG", only_trained=False),
 }
@@ -173,7 +155,7 @@ def told(adapter: Adapter, names: Sequence[str]) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-@pytest.mark.parametrize("adapter", WITH_FLAT, ids=str)
+@over_adapters_and_flat
 def test_a_mistake_is_told_once_by_the_first_rank(pool: Pools, adapter: Adapter, name: str) -> None:
     first, other = (of_rank[name] for of_rank in pool(2).once(told, adapter, list(MISTAKES)))
     assert other == []
@@ -185,8 +167,6 @@ def test_a_mistake_is_told_once_by_the_first_rank(pool: Pools, adapter: Adapter,
     assert MISTAKES[name][1] in message
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS, ids=str)
+@over_adapters
 def test_what_is_right_is_not_warned_of(pool: Pools, adapter: Adapter) -> None:
-    # torch can't run a backward of FSDP1's twice, with its own strategies either
-    names = [name for name in RIGHT if (adapter, name) != (Fsdp1(), "several losses")]
-    assert pool(2).run(told, adapter, names) == [{name: [] for name in names}] * 2
+    assert pool(2).run(told, adapter, list(RIGHT)) == [{name: [] for name in RIGHT}] * 2

@@ -1,7 +1,4 @@
-"""Offloaded parameters train as others, also where optimizers step in the backward.
-
-Optimizers in the backward send what a step after it sends; on offloaded parameters they step behind it.
-"""
+"""Offloaded parameters train as others; optimizers in the backward send and train what a step after it does."""
 
 from __future__ import annotations
 
@@ -23,15 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
-from fsdp_zpp.collectives.arriving_gradients import UNITS_BEHIND, ArrivingGradients
 
 TWO: Any = {"gpus_per_node": 2}
 CODECS: Any = {"weights": Int8(64), "gradients": Int4(64), **TWO}
-
-
-def sgd(model: Any) -> torch.optim.Optimizer:
-    """Return an optimizer whose steps are the same on CPUs and GPUs: products with a power of two are exact."""
-    return torch.optim.SGD(model.parameters(), lr=0.125)
 
 
 def distance_from_kept(adapter: Adapter, case: Case, strategy: Strategy) -> float:
@@ -40,31 +31,20 @@ def distance_from_kept(adapter: Adapter, case: Case, strategy: Strategy) -> floa
     with without_pinning(), scales_that_have_arrived():
         for each in (adapter, offloading(adapter)):
             model = each.make(case, strategy, group)
-            train(each, model, case, optimizer=sgd(model))
+            # Products with a power of two are exact, so that steps are the same on CPUs and GPUs.
+            train(each, model, case, optimizer=torch.optim.SGD(model.parameters(), lr=0.125))
             weights.append(each.full_weights(model))
     return models.distance(*weights)
 
 
 LONG = Case(clip=None, steps=4, micro_batches=2)
 TRAININGS = {
-    "tied": (
-        replace(LONG, model=(("tied", True),)),
-        Strategy("IGG", **CODECS | {"weights": Int4Delta(64, Int8(64))}),
-    ),
+    "tied": (replace(LONG, model=(("tied", True),)), Strategy("IGG", **CODECS | {"weights": Int4Delta(64, Int8(64))})),
     "clipped": (replace(LONG, clip=0.01), Strategy("IIG", error_feedback=LoCo(), **CODECS)),
-    "scaled": (
-        Case(clip=0.01, scaler=True, steps=4),
-        Strategy("IGG", error_feedback=LoCo(reset_every=3), **CODECS),
-    ),
+    "scaled": (Case(clip=0.01, scaler=True, steps=4), Strategy("IGG", error_feedback=LoCo(reset_every=3), **CODECS)),
     "quantized": (Case(clip=None, frozen=True), Strategy("IGG", frozen=Int8(64), gradients=Int4(64), **TWO)),
-    "local steps": (
-        LONG,
-        Strategy("III", local_steps=LocalSteps(2, codec=Int4(64), error_feedback=LoCo()), **TWO),
-    ),
-    "local steps whose state is on the CPU": (
-        LONG,
-        Strategy("NNN", local_steps=LocalSteps(2, overlap=1, offload=True), **TWO),
-    ),
+    "local steps": (LONG, Strategy("III", local_steps=LocalSteps(2, codec=Int4(64), error_feedback=LoCo()), **TWO)),
+    "local steps on the CPU": (LONG, Strategy("NNN", local_steps=LocalSteps(2, overlap=1, offload=True), **TWO)),
 }
 
 
@@ -96,7 +76,7 @@ class Counting(torch.optim.SGD):
 
 
 def trained(
-    adapter: Adapter, strategy: Strategy, in_backward: bool, micro_batches: int = 1
+    adapter: Adapter, strategy: Strategy, in_backward: bool, micro_batches: int
 ) -> tuple[list[Any], dict[str, Tensor], list[str]]:
     """Return what steps send, the weights, and in which order the last one stepped and went on with the backward."""
     model = make(adapter, strategy, Counting, lr=0.125) if in_backward else adapter.make(Case(), strategy)
@@ -115,8 +95,7 @@ def trained(
             optimizer.zero_grad()
 
     sent = [sent_in(lambda number=number: step(number), model, gpus_per_node=2)[0].sent for number in range(3)]
-    order = list(Counting.notes)
-    return sent, adapter.full_weights(model), order
+    return sent, adapter.full_weights(model), list(Counting.notes)
 
 
 def compared(adapter: Adapter, strategy: Strategy, offloads: bool, micro_batches: int) -> None:
@@ -157,14 +136,14 @@ def test_steps_in_the_backward_send_and_train_what_others_do(
 
 def after_an_exception(adapter: Adapter) -> float:
     """In a worker: the distance from a training without the step whose backward has failed in the last block."""
-    strategy, weights = Strategy("IGG", **TWO), []
+    weights = []
 
     def fail(module: nn.Module, gradients: Any) -> None:
         raise FloatingPointError
 
     with without_pinning():
         for failing in (False, True):
-            model = make(offloading(adapter), strategy, Counting, lr=0.125)
+            model = make(offloading(adapter), Strategy("IGG", **TWO), Counting, lr=0.125)
             for step in range(3):
                 if failing and step == 1:
                     handle = model.blocks[0].up.register_full_backward_pre_hook(fail)
@@ -185,17 +164,3 @@ def test_an_exception_in_a_backward_drops_the_steps_that_waited(pool: Pools, ada
     if adapter.torch_name == "fully_shard" and not hasattr(FSDPModule, "reset_iter_state"):
         pytest.skip("torch's fully_shard recovers from exceptions since 2.13")
     assert pool(4).run(after_an_exception, adapter) == [0.0] * 4
-
-
-def test_steps_are_made_in_order_and_once() -> None:
-    arriving, made = ArrivingGradients(), list[int]()
-    for unit in range(5):
-        arriving.step_on_arrival(None, lambda unit=unit: made.append(unit))
-        assert made == list(range(max(unit + 1 - UNITS_BEHIND, 0)))
-    arriving.step_all()
-    arriving.step_all()
-    assert made == list(range(5))
-    arriving.step_on_arrival(None, lambda: made.append(5))
-    arriving.drop()
-    arriving.step_all()
-    assert made == list(range(5))

@@ -18,7 +18,7 @@ from harness.covering import ADAPTERS, over_adapters, over_each
 from harness.fsdp1 import Fsdp1
 from harness.links import NONE, Sets, machine
 from harness.messages import collected
-from harness.pool import Pool, device_type
+from harness.pool import Pools, device_type
 from harness.strategies import INSIDE, PRESETS
 from harness.training import train
 from harness.wiretap import wiretap
@@ -49,27 +49,22 @@ STAYING = [
     Strategy("NNN", gradients=Int4(32)),
 ]
 CASE = Case(steps=2, micro_batches=2, clip=None)
-over_adapters_and_hook = pytest.mark.parametrize("adapter", [*ADAPTERS, None], ids=["fsdp1", "fsdp2", "hook"])
 
 
 def nodes_of(model: Any) -> set[str]:
     return {str(unit.ranks.topology) for unit in named_units(model)}
 
 
-def trained(adapter: Adapter, strategy: Strategy, sets: Sets) -> tuple[set[str], Any, Any]:
-    """A model's nodes, its weights after training, and what the collectives of that have sent."""
-    with machine(sets):
-        model = adapter.make(CASE, strategy)
-        with wiretap(1) as tap:
-            train(adapter, model, CASE)
-    return nodes_of(model), adapter.full_weights(model), tap.sent
-
-
 def same_as_named(adapter: Adapter, sets: Sets, gpus_per_node: int) -> tuple[set[str], bool]:
     """In a worker: a model's nodes, and whether weights and bytes are those of a strategy that names them."""
-    nodes, ours, sent = trained(adapter, Strategy.zeropp(), sets)
-    _, named, sent_named = trained(adapter, Strategy.zeropp(gpus_per_node=gpus_per_node), sets)
-    assert sent
+    found = []
+    for strategy in (Strategy.zeropp(), Strategy.zeropp(gpus_per_node=gpus_per_node)):
+        with machine(sets), wiretap(1) as tap:
+            model = adapter.make(CASE, strategy)
+            train(adapter, model, CASE)
+        assert tap.sent
+        found.append((nodes_of(model), adapter.full_weights(model), tap.sent))
+    (nodes, ours, sent), (_, named, sent_named) = found
     return nodes, all(torch.equal(ours[name], named[name]) for name in named) and sent == sent_named
 
 
@@ -78,7 +73,7 @@ LAYOUTS = {"pairs": (PAIRS, 2, "2 nodes x 2"), "none": (NONE, 1, "4 nodes x 1"),
 
 @over_each(rest=False, adapter=ADAPTERS, layout=LAYOUTS)
 def test_gpus_that_nvlink_joins_are_nodes_as_if_these_were_named(
-    pool: Callable[[int], Pool], adapter: Adapter, layout: tuple[Sets, int, str]
+    pool: Pools, adapter: Adapter, layout: tuple[Sets, int, str]
 ) -> None:
     sets, gpus_per_node, nodes = layout
     assert pool(4).run(same_as_named, adapter, sets, gpus_per_node) == [({nodes}, True)] * 4
@@ -96,20 +91,17 @@ def nodes_of_each(adapter: Adapter, strategies: Sequence[Strategy], sets: Sets) 
 
 
 @over_adapters
-def test_nodes_follow_links_if_a_strategy_gains_much_by_that_at_little_cost(
-    pool: Callable[[int], Pool], adapter: Adapter
-) -> None:
+def test_nodes_follow_links_if_a_strategy_gains_much_by_that_at_little_cost(pool: Pools, adapter: Adapter) -> None:
     assert pool(4).run(nodes_of_each, adapter, FOLLOWING, NONE) == [["4 nodes x 1"] * len(FOLLOWING)] * 4
     for sets in (NONE, PAIRS):
         assert pool(4).run(nodes_of_each, adapter, STAYING, sets) == [["1 node x 4"] * len(STAYING)] * 4
 
 
-def nodes_and_line(adapter: Adapter, strategy: Strategy, sets: Sets, launched: int = 4) -> tuple[set[str], Any]:
-    """In a worker: a model's nodes and what it logs, if the launcher has started so many ranks on each host."""
+def lines_of(adapter: Adapter, strategy: Strategy, sets: Sets, launched: int) -> list[tuple[str, str]]:
+    """In a worker: what a model logs, if the launcher has started so many ranks on each host."""
     with machine(sets), patch.dict(os.environ, LOCAL_WORLD_SIZE=str(launched)), collected() as records:
-        model = adapter.make(Case(), strategy)
-        models.loss_of(model, models.batch(0, 0))
-    return nodes_of(model), [(level, line.split("; ", 1)[1]) for level, line in records]
+        models.loss_of(adapter.make(Case(), strategy), models.batch(0, 0))
+    return records
 
 
 LINES = [
@@ -130,23 +122,21 @@ LINES = [
 
 
 @over_each(rest=False, adapter=ADAPTERS, said=LINES)
-def test_the_line_says_what_links_decide(
-    pool: Callable[[int], Pool], adapter: Adapter, said: tuple[Strategy, Sets, str, str]
-) -> None:
+def test_the_line_says_what_links_decide(pool: Pools, adapter: Adapter, said: tuple[Strategy, Sets, str, str]) -> None:
     strategy, sets, level, text = said
-    [(_, [(logged, line)]), *others] = pool(4).run(nodes_and_line, adapter, strategy, sets)
+    [(logged, line)], *others = pool(4).run(lines_of, adapter, strategy, sets, 4)
     assert logged == level
     assert text in line
-    assert [lines for _, lines in others] == [[]] * 3
+    assert others == [[]] * 3
 
 
 @over_adapters
-def test_several_hosts_stay_the_nodes(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    first, *others = pool(4).run(nodes_and_line, adapter, Strategy.zeropp(), NONE, 2)
-    assert [nodes for nodes, _ in (first, *others)] == [{"2 nodes x 2"}] * 4
-    [(level, line)] = first[1]
+def test_several_hosts_stay_the_nodes(pool: Pools, adapter: Adapter) -> None:
+    [(level, line)], *others = pool(4).run(lines_of, adapter, Strategy.zeropp(), NONE, 2)
     assert level == "INFO"
+    assert " on 2 nodes x 2, " in line
     assert line.endswith("; 2 GPUs a node without NVLink: the hop inside nodes is slow, too")
+    assert others == [[]] * 3
 
 
 def price(adapter: Adapter, strategy: Strategy) -> tuple[str, int, int]:
@@ -169,7 +159,7 @@ def size(text: str) -> float:
 
 
 @over_adapters
-def test_the_line_names_the_bytes_that_each_gpu_takes(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+def test_the_line_names_the_bytes_that_each_gpu_takes(pool: Pools, adapter: Adapter) -> None:
     line, weights, sums = pool(4).run(price, adapter, Strategy.zeropp(levels="IIG"))[0]
     named = re.search(r"which takes (.*) a GPU for encoded weights and up to (.*) a GPU for gradients while", line)
     assert named is not None
@@ -180,91 +170,73 @@ def test_the_line_names_the_bytes_that_each_gpu_takes(pool: Callable[[int], Pool
     assert f"which takes {named[1]} a GPU for encoded weights; gpus_per_node=4 to override" in line
 
 
-def in_halves(adapter: Adapter) -> set[str]:
-    """In a worker: nodes of a model on this half of the job; NVLink joins the ranks of the first half."""
+def on_a_half(adapter: Adapter) -> Any:
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    with machine([(0, 1)]):
-        model = adapter.make(CASE, Strategy.zeropp(), halves[dist.get_rank() // 2])
-        models.loss_of(model, models.batch(0, 0))
-    return nodes_of(model)
+    return adapter.make(CASE, Strategy.zeropp(), halves[dist.get_rank() // 2])
 
 
-@over_adapters
-def test_each_group_of_a_job_has_links_of_its_own(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    assert pool(4).run(in_halves, adapter) == [{"1 node x 2"}] * 2 + [{"2 nodes x 1"}] * 2
-
-
-def overridden(adapter: Adapter) -> dict[str, str]:
-    """In a worker: the nodes of a net and of its blocks, whose strategies gain by different ones."""
-    with machine(NONE):
-        net = models.make_net()
-        strategy = Strategy("IGG", overrides={"Block": Strategy.zeropp()})
-        for place, block in enumerate(net.blocks):
-            net.blocks[place] = adapter.wrap(block, strategy)
-        model: Any = adapter.wrap(net, strategy)
-        train(adapter, model, CASE)
-    return {unit.strategy.levels + str(unit.strategy.weights): str(unit.ranks.topology) for unit in named_units(model)}
-
-
-@over_adapters
-def test_each_strategy_of_a_model_decides_by_itself(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    assert pool(4).run(overridden, adapter) == [{"IGGNone": "1 node x 4", "IGGint8(256)": "4 nodes x 1"}] * 4
-
-
-def on_a_mesh(adapter: Adapter) -> set[str]:
-    """In a worker: a mesh of nodes x ranks names the nodes."""
+def on_a_mesh_of_nodes(adapter: Adapter) -> Any:
     mesh = init_device_mesh(device_type(), (1, 4), mesh_dim_names=("replicate", "shard"))
-    with machine(NONE):
-        model: Any = adapter.wrap(models.make_net(), Strategy.zeropp(), **{adapter.mesh_argument: mesh})
+    return adapter.wrap(models.make_net(), Strategy.zeropp(), **{adapter.mesh_argument: mesh})
+
+
+def with_several_strategies(adapter: Adapter) -> Any:
+    net = models.make_net()
+    strategy = Strategy("IGG", overrides={"Block": Strategy.zeropp()})
+    for place, block in enumerate(net.blocks):
+        net.blocks[place] = adapter.wrap(block, strategy)
+    return adapter.wrap(net, strategy)
+
+
+def nodes_by_strategy(adapter: Adapter, make: Callable[[Adapter], Any], sets: Sets) -> dict[str, str]:
+    """In a worker: the nodes of a model, by the codec of the weights."""
+    with machine(sets):
+        model = make(adapter)
         models.loss_of(model, models.batch(0, 0))
-    return nodes_of(model)
+    return {str(unit.strategy.weights): str(unit.ranks.topology) for unit in named_units(model)}
 
 
 @over_adapters
-def test_a_mesh_of_nodes_names_them(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    assert pool(4).run(on_a_mesh, adapter) == [{"1 node x 4"}] * 4
+def test_each_group_and_each_strategy_of_a_model_decides_by_itself_and_a_mesh_for_all(
+    pool: Pools, adapter: Adapter
+) -> None:
+    on_halves = pool(4).run(nodes_by_strategy, adapter, on_a_half, [(0, 1)])
+    assert [nodes["int8(256)"] for nodes in on_halves] == ["1 node x 2"] * 2 + ["2 nodes x 1"] * 2
+    by_strategy = pool(4).run(nodes_by_strategy, adapter, with_several_strategies, NONE)
+    assert by_strategy == [{"None": "1 node x 4", "int8(256)": "4 nodes x 1"}] * 4
+    on_a_mesh = pool(4).run(nodes_by_strategy, adapter, on_a_mesh_of_nodes, NONE)
+    assert on_a_mesh == [{"int8(256)": "1 node x 4"}] * 4
 
 
-def hooked(codec: Any, sets: Sets, gpus_per_node: int | None, loco: LoCo | None = None) -> tuple[str, Any, str]:
-    """In a worker: the nodes of a hook, the weights that it trains, and what it logs."""
-    adapter = Fsdp1()
-    with machine(sets), collected() as records:
-        model = adapter.make(CASE, STOCK)
-        state = QuantizedReduceState(codec, gpus_per_node=gpus_per_node, error_feedback=loco)
+def hooked(codec: Any, loco: LoCo | None = None) -> tuple[str, list[str]]:
+    """In a worker: the nodes of a hook where there is no NVLink, and what it logs."""
+    with machine(NONE), collected() as records:
+        model = Fsdp1().make(CASE, STOCK)
+        state = QuantizedReduceState(codec, error_feedback=loco)
         model.register_comm_hook(state, quantized_reduce_hook)
-        train(adapter, model, CASE)
-    return str(state.mesh.topology), adapter.full_weights(model), "".join(line for _, line in records)
+        train(Fsdp1(), model, CASE)
+    return str(state.mesh.topology), [line for _, line in records]
 
 
-def test_a_hook_follows_links_too(pool: Callable[[int], Pool]) -> None:
-    by_links, named = (pool(4).run(hooked, Int4(32), NONE, gpus_per_node)[0] for gpus_per_node in (None, 1))
-    assert by_links[0] == named[0] == "4 nodes x 1"
-    assert all(torch.equal(by_links[1][name], value) for name, value in named[1].items())
-    assert by_links[2].endswith("; 4 GPUs without NVLink: each counts as a node; gpus_per_node=4 to override")
-    assert pool(4).run(hooked, None, NONE, None)[0][0] == "1 node x 4"
-    assert pool(4).run(hooked, Int4(32), NONE, None, LoCo())[0][0] == "1 node x 4"
+def test_a_hook_follows_links_too(pool: Pools) -> None:
+    nodes, [line] = pool(4).run(hooked, Int4(32))[0]
+    assert nodes == "4 nodes x 1"
+    assert line.endswith("; 4 GPUs without NVLink: each counts as a node; gpus_per_node=4 to override")
+    assert pool(4).run(hooked, None)[0][0] == "1 node x 4"
+    assert pool(4).run(hooked, Int4(32), LoCo())[0][0] == "1 node x 4"
 
 
-def placed(adapter: Adapter | None, gpus_per_node: int | None) -> object:
-    """In a worker: a model, or a hook, on nodes of this size."""
-    if adapter is None:
-        return QuantizedReduceState(Int4(32), gpus_per_node=gpus_per_node)
-    return adapter.wrap(models.make_net(), Strategy.zeropp(gpus_per_node=gpus_per_node))
-
-
-def named_on_one_rank(adapter: Adapter | None) -> str:
-    """In a worker: what a model, or a hook, raises if the last rank alone names the nodes, and links would be asked."""
+def named_on_one_rank(adapter: Adapter) -> str:
+    """In a worker: what a model raises if the last rank alone names the nodes, and links would be asked."""
     gpus_per_node = 4 if dist.get_rank() == 3 else None
     with machine(NONE):
         with pytest.raises(ValueError, match="ranks were given") as raised:
-            placed(adapter, gpus_per_node)
+            adapter.wrap(models.make_net(), Strategy.zeropp(gpus_per_node=gpus_per_node))
         assert known_links(dist.group.WORLD) is None
     return str(raised.value)
 
 
-@over_adapters_and_hook
-def test_nodes_that_some_ranks_name_are_an_error_before_links_are_asked(
-    pool: Callable[[int], Pool], adapter: Adapter | None
-) -> None:
+@over_adapters
+def test_nodes_that_some_ranks_name_are_an_error_before_links_are_asked(pool: Pools, adapter: Adapter) -> None:
     text = "ranks were given different arguments: gpus_per_node: 4 (as launched) on ranks 0-2, 4 on rank 3"
     assert all(text in error for error in pool(4).run(named_on_one_rank, adapter))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import models
 from harness.adapter import STOCK, Adapter, Case
-from harness.covering import ADAPTERS, WITH_FLAT, over_adapters_and_flat, over_each
+from harness.covering import WITH_FLAT, over_adapters_and_flat, over_each
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
+from harness.messages import attempt
 from harness.pool import Pools
 from harness.training import logits, train
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -62,12 +63,23 @@ def test_state_dicts_are_full_precision_at_every_moment(pool: Pools, adapter: Ad
     pool(4).run(true_at_every_moment, adapter)
 
 
+CASE = Case(steps=1, optimizer="adamw-foreach")
+
+
+def two_trained(adapter: Adapter, source: Strategy | None, target: Strategy | None) -> list[tuple[Any, Any]]:
+    """In a worker: two models and their optimizers, which have trained on other batches."""
+    found = []
+    for strategy, first_step in ((source, 0), (target, 50)):
+        model = adapter.make(CASE, strategy)
+        optimizer = models.make_optimizer(CASE.optimizer, model.parameters())
+        train(adapter, model, CASE, optimizer=optimizer, first_step=first_step)
+        found.append((model, optimizer))
+    return found
+
+
 def load(adapter: Adapter, kind: str, source: Strategy | None, target: Strategy | None) -> None:
     """In a worker: a trained model's state dict, loaded into another model that has trained already."""
-    case = Case(steps=1)
-    first, second = adapter.make(case, source), adapter.make(case, target)
-    train(adapter, first, case)
-    train(adapter, second, case, first_step=50)
+    (first, _), (second, _) = two_trained(adapter, source, target)
     # So that there is a secondary shard to become stale. Stock FSDP keeps its root unsharded after a forward, and
     # does not notice that a local state dict is loaded.
     before = logits(second) if kind != "LOCAL_STATE_DICT" or target is not STOCK else None
@@ -95,27 +107,24 @@ def test_state_dicts_pass_between_ours_and_stock(
     pool(4).run(load, *kind, *direction)
 
 
+def assert_train_alike(adapter: Adapter, trainings: list[tuple[Any, Any]]) -> None:
+    losses = [train(adapter, model, CASE, optimizer=optimizer, first_step=1) for model, optimizer in trainings]
+    assert losses[0] == losses[1]
+    assert models.distance(*(adapter.full_weights(model) for model, _ in trainings)) == 0
+
+
 def checkpoint(adapter: Adapter, source: Strategy | None, target: Strategy | None, path: str) -> None:
     """In a worker: model and optimizer through torch.distributed.checkpoint."""
-    case = Case(steps=1, optimizer="adamw-foreach")
-    first, second = adapter.make(case, source), adapter.make(case, target)
-    optimizers = [models.make_optimizer(case.optimizer, model.parameters()) for model in (first, second)]
-    train(adapter, first, case, optimizer=optimizers[0])
-    train(adapter, second, case, optimizer=optimizers[1], first_step=50)
-    model_state, optimizer_state = get_state_dict(first, optimizers[0])
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
-    expected = adapter.full_weights(first)
-    expected_losses = train(adapter, first, case, optimizer=optimizers[0], first_step=1)
-
-    model_state, optimizer_state = get_state_dict(second, optimizers[1])
-    loaded = {"model": model_state, "optimizer": optimizer_state}
+    trainings = two_trained(adapter, source, target)
+    weights, state = get_state_dict(*trainings[0])
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+    weights, state = get_state_dict(*trainings[1])
+    loaded = {"model": weights, "optimizer": state}
     dcp.load(loaded, checkpoint_id=path)
-    set_state_dict(second, optimizers[1], model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    assert models.distance(adapter.full_weights(second), expected) == 0
-    losses = train(adapter, second, case, optimizer=optimizers[1], first_step=1)
+    set_state_dict(*trainings[1], model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    assert models.distance(*(adapter.full_weights(model) for model, _ in trainings)) == 0
     if source == target:  # resuming is exact
-        assert losses == expected_losses
-        assert models.distance(adapter.full_weights(second), adapter.full_weights(first)) == 0
+        assert_train_alike(adapter, trainings)
 
 
 BETWEEN_SCOPES = {
@@ -135,23 +144,15 @@ def test_distributed_checkpoints_pass_between_strategies_and_stock(
 
 def load_from_rank_0(adapter: Adapter, scopes: str, gpus_per_node: int) -> None:
     """In a worker: the full state of an optimizer, which rank 0 alone holds, loaded on all ranks."""
-    case = Case(steps=1, optimizer="adamw-foreach")
     strategy = Strategy(scopes, gpus_per_node=gpus_per_node)
-    first, second = adapter.make(case, strategy), adapter.make(case, strategy)
-    optimizers = [models.make_optimizer(case.optimizer, model.parameters()) for model in (first, second)]
-    train(adapter, first, case, optimizer=optimizers[0])
-    train(adapter, second, case, optimizer=optimizers[1], first_step=50)
+    trainings = two_trained(adapter, strategy, strategy)
+    second, its_optimizer = trainings[1]
     # Copied: what is not sharded is shared with the optimizer, and both would train it.
-    weights, state = copy.deepcopy(get_state_dict(first, optimizers[0], options=FULL))
+    weights, state = copy.deepcopy(get_state_dict(*trainings[0], options=FULL))
     set_model_state_dict(second, weights, options=FULL)
     from_rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_optimizer_state_dict(second, optimizers[1], state if dist.get_rank() == 0 else {}, options=from_rank_0)
-    losses = [
-        train(adapter, model, case, optimizer=optimizer, first_step=1)
-        for model, optimizer in zip((first, second), optimizers, strict=True)
-    ]
-    assert losses[0] == losses[1]
-    assert models.distance(adapter.full_weights(second), adapter.full_weights(first)) == 0
+    set_optimizer_state_dict(second, its_optimizer, state if dist.get_rank() == 0 else {}, options=from_rank_0)
+    assert_train_alike(adapter, trainings)
 
 
 @over_each(rest=False, adapter=WITH_FLAT, layout=[("III", 1), ("NNN", 2), ("NII", 2)])
@@ -238,29 +239,12 @@ def test_a_moved_model_computes_and_trains_with_the_weights_that_it_has_then(
     pool(4).run(after_each_move, adapter, Strategy(scopes, gpus_per_node=2))
 
 
-def training_with_moves(adapter: Adapter, strategy: Strategy | None) -> dict[str, Tensor]:
-    """In a worker: weights after a training in which the model is moved after each step."""
-    model = adapter.make(Case(), strategy)
-    train(adapter, model, Case(steps=3, micro_batches=2), after_step=lambda step, optimizer: copied(adapter, model))
-    return adapter.full_weights(model)
-
-
-@over_each(rest=False, adapter=ADAPTERS, strategy={"IGG": HPZ, "NNG": Strategy("NNG", gpus_per_node=2)})
-def test_a_training_with_moves_equals_stock(pool: Pools, adapter: Adapter, strategy: Strategy) -> None:
-    ours, stock = (pool(4).run(training_with_moves, adapter, each) for each in (strategy, STOCK))
-    assert max(map(models.distance, ours, stock)) <= 1e-6
-
-
 def cast(adapter: Adapter, strategy: Strategy | None) -> tuple[str, str]:
     """In a worker: what a forward raises of a model that was cast after its first one, and what that says."""
     model = adapter.make(Case(), strategy)
     logits(model)
     model.half()
-    try:
-        logits(model)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "no error", ""
+    return attempt((partial(logits, model), Exception, ""))[:2]
 
 
 @over_each(rest=False, adapter=WITH_FLAT, strategy={"hpZ": HPZ, "zeropp": ZEROPP})

@@ -37,20 +37,11 @@ contenders = load("scale", "contenders")
 BLOCKS = 8
 UNITS = BLOCKS + 1  # the root is one, too, and not resharded between forward and backward
 GATHERS = 2 * BLOCKS + 1
-COPIES = (
-    "copy_",
-    "_foreach_copy_",
-    "_to_copy",
-    "clone",
-    "cat",
-    "chunk_cat",
-    "split_with_sizes_copy",
-    "all_gather_copy_in",
-)
+COPIES = "copy_ _foreach_copy_ _to_copy clone cat chunk_cat split_with_sizes_copy all_gather_copy_in".split()
 
 
 class Cost(NamedTuple):
-    """What a step has called: collectives by hop, ops of kernels, torch's copies, and functions of Python and C."""
+    """Calls of a step: collectives by hop, ops of kernels, torch's copies, and functions of Python and C."""
 
     collectives: Counter[tuple[str, str]]
     kernels: Counter[str]
@@ -70,20 +61,22 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def functions_called(step: Callable[[], None]) -> int:
-    """How many functions a step calls."""
-    count = 0
-
-    def profile(frame: FrameType, event: str, arg: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(profile)
+def profiled(function: Callable[[], object], note: Callable[[FrameType, str, Any], None]) -> None:
+    sys.setprofile(note)
     try:
-        step()
+        function()
     finally:
         sys.setprofile(None)
-    return count
+
+
+def functions_called(step: Callable[[], None]) -> int:
+    events: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, arg: Any) -> None:
+        events[event] += 1
+
+    profiled(step, note)
+    return events["call"] + events["c_call"]
 
 
 def cost_of(name: str) -> Cost:
@@ -167,7 +160,6 @@ def test_four_micro_batches_cross_nodes_once_and_call_fewer_functions_than_hsdp(
 PACKAGE = Path(fsdp_zpp.__file__).parent
 DECODERS = str(PACKAGE / "kernels")  # where the CPU's reference decodes one peer at a time
 A_VIEW_FOR_EVERY_RANK = "chunk"  # one call, but as many tensors as ranks
-SMALL, LARGE = 16, 1024
 STRATEGIES = {"GGG": Strategy("GGG"), "NNN": Strategy("NNN"), "loco": Strategy.loco()}
 # Clipping reduces norms over a mesh of torch's.
 CASE = Case(steps=1, micro_batches=2, clip=None)
@@ -178,18 +170,14 @@ def calls_in(function: Callable[[], object], folder: Path = PACKAGE) -> Counter[
     calls: Counter[str] = Counter()
     within = str(folder)
 
-    def profile(frame: FrameType, event: str, arg: Any) -> None:
+    def note(frame: FrameType, event: str, arg: Any) -> None:
         path = frame.f_code.co_filename
         if event == "call" and path.startswith(within) and not path.startswith(DECODERS):
             calls[f"{path}: {frame.f_code.co_qualname}"] += 1
-        elif event == "c_call" and arg.__name__ == "chunk":
+        elif event == "c_call" and arg.__name__ == A_VIEW_FOR_EVERY_RANK:
             calls[A_VIEW_FOR_EVERY_RANK] += 1
 
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
+    profiled(function, note)
     return calls
 
 
@@ -220,26 +208,14 @@ def all_step_counts() -> dict[tuple[str, str], tuple[Any, ...]]:
     return {(str(a), name): step_counts(a, strategy) for a in ADAPTERS for name, strategy in STRATEGIES.items()}
 
 
-@cache
-def counts_at(world: int) -> dict[tuple[str, str], tuple[Any, ...]]:
-    return in_fake_world(world, contenders.GPUS_PER_NODE, all_step_counts)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("adapter", ADAPTERS, ids=str)
-def test_a_step_is_the_same_work_on_any_world(adapter: Adapter, strategy: str) -> None:
-    few, many = (counts_at(world)[str(adapter), strategy] for world in (SMALL, LARGE))
-    for at_few, at_many in zip(few, many, strict=True):
-        assert at_few == at_many
-    collectives, calls, _ = many
-    assert collectives
-    assert calls
-    assert not calls[A_VIEW_FOR_EVERY_RANK]
-
-
-def test_groups_are_made_once() -> None:
-    for world in (SMALL, LARGE):
-        assert sum(groups for *_, groups in counts_at(world).values()) <= 3  # of the two hops, and of the rank alone
+def test_a_step_is_the_same_work_on_any_world_and_groups_are_made_once() -> None:
+    few, many = (in_fake_world(world, contenders.GPUS_PER_NODE, all_step_counts) for world in (16, 1024))
+    for contender, (collectives, calls, _) in many.items():
+        assert few[contender] == many[contender], contender
+        assert collectives
+        assert calls
+        assert not calls[A_VIEW_FOR_EVERY_RANK], contender
+    assert sum(groups for *_, groups in many.values()) <= 3  # of the two hops, and of the rank alone
 
 
 def test_a_plan_takes_no_longer_for_more_gpus() -> None:

@@ -1,7 +1,6 @@
-"""Data parallelism over two nodes of two, beside tensor parallelism over two ranks.
+"""Data parallelism over two nodes of two, beside tensor parallelism over two ranks; an SPMD mesh may have both.
 
-Neither knows of the other, or an SPMD mesh has both: parameters are DTensors already, and ``dp_mesh_dims`` names the
-data-parallel dimensions. Nodes that train on their own leave copies equal, too.
+Parameters of such a mesh are DTensors already, and ``dp_mesh_dims`` names the data-parallel dimensions.
 """
 
 from __future__ import annotations
@@ -9,21 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from harness import models
 from harness.adapter import Adapter
 from harness.covering import ADAPTERS, over_adapters, over_each
 from harness.messages import attempt
-from harness.pool import Pool, device_type
+from harness.pool import Pools, device_type
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from two_axes import DATA_PARALLEL, STEPS, TWO, Trained, batch, make, optimizer_of, trained
@@ -31,7 +28,6 @@ from two_axes import DATA_PARALLEL, STEPS, TWO, Trained, batch, make, optimizer_
 from fsdp_zpp import (
     Codec,
     Int4,
-    Int4Delta,
     Int8,
     LocalSteps,
     LoCo,
@@ -83,42 +79,24 @@ def outcome(adapter: Adapter, strategy: Strategy) -> tuple[float, dict[str, floa
     return max(distances), copies_that_differ(net)
 
 
-CODED = {
-    "zeropp": Strategy.zeropp(**TWO),
-    "delta": Strategy.zeropp(weights=Int4Delta(), **TWO),
-    "LoCo": Strategy("IIG", gradients=Int4(), error_feedback=LoCo(dtype=Int8(1024)), **TWO),
-    "LoCo within nodes": Strategy("III", gradients=Int4(), error_feedback=LoCo(), **TWO),
-    "kept": Strategy("NNG", weights=Int8(64), gradients=Int8(1024), intra_gradients=None, **TWO),
-    "replicas": Strategy("NNN", gradients=Int4(32), **TWO),
-}
-ROWS = {
+TRAININGS = {
     "fsdp1, exact": (ADAPTERS[0], Strategy("IGG", **TWO)),
     "fsdp2, exact": (ADAPTERS[1], Strategy("III", **TWO)),
-    "fsdp1, coded": (ADAPTERS[0], CODED["LoCo"]),
-    "fsdp2, coded": (ADAPTERS[1], CODED["LoCo within nodes"]),
-}
-WIDE = {f"{adapter}, {name}": (adapter, CODED[name]) for adapter in ADAPTERS for name in ("delta", "kept")} | {
-    f"fsdp2, {name}": (ADAPTERS[1], strategy)
-    for name, strategy in (("replicas", CODED["replicas"]), ("NNN", Strategy("NNN", **TWO)))
+    "fsdp1, LoCo": (ADAPTERS[0], Strategy("IIG", gradients=Int4(), error_feedback=LoCo(dtype=Int8(1024)), **TWO)),
+    "fsdp2, LoCo": (ADAPTERS[1], Strategy("III", gradients=Int4(), error_feedback=LoCo(), **TWO)),
 }
 
 
-@pytest.mark.parametrize(
-    ("adapter", "strategy"),
-    [
-        pytest.param(*values, id=row, marks=() if row in ROWS else pytest.mark.wide)
-        for row, values in (ROWS | WIDE).items()
-    ],
-)
+@over_each(rest=False, training=TRAININGS)
 def test_training_is_as_on_one_rank_and_copies_are_equal_bit_for_bit(
-    pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy
+    pool: Pools, training: tuple[Adapter, Strategy]
 ) -> None:
-    for distance, differing in pool(8).run(outcome, adapter, strategy):
+    for distance, differing in pool(8).run(outcome, *training):
         assert differing == {}
-        assert distance <= 1e-6 or strategy in CODED.values()
+        assert distance <= 1e-6 or training[1].gradients is not None
 
 
-def test_no_shard_of_what_is_sharded_already_is_refused(pool: Callable[[int], Pool]) -> None:
+def test_no_shard_of_what_is_sharded_already_is_refused(pool: Pools) -> None:
     with pytest.raises(Exception, match="NO_SHARD, which can't be combined with another parallelism"):
         pool(8).run(outcome, ADAPTERS[0], Strategy("NNN", **TWO))
 
@@ -190,26 +168,18 @@ def outcome_on_mesh(strategy: Strategy, dims: dict[str, Any]) -> tuple[float, bo
     return float((weights - stock_weights()).abs().max()), not torch.equal(first, weights)
 
 
-def of_mesh(dims: dict[str, Any], levels: str, by_default: bool = False, **arguments: Any) -> Any:
-    """Return the parameters of a test."""
-    strategy = Strategy(levels, gpus_per_node=2, **arguments)
-    name = f"{'shards' if dims is BOTH else 'replicas'}, {levels}, {', '.join(arguments) or 'exact'}"
-    return pytest.param(dims, strategy, id=name, marks=() if by_default else pytest.mark.wide)
+ON_MESH: dict[str, tuple[dict[str, Any], Strategy]] = {
+    "shards, III": (BOTH, Strategy("III", **TWO)),
+    "replicas, IIG": (REPLICAS, Strategy("IIG", **TWO)),
+    "coded gradients": (BOTH, Strategy("III", gradients=Int4(), error_feedback=LoCo(), **TWO)),
+    "local steps": (BOTH, Strategy("III", local_steps=LocalSteps(1, codec=Int4(32), error_feedback=LoCo()), **TWO)),
+}
 
 
 @needs_dims
-@pytest.mark.parametrize(
-    ("dims", "strategy"),
-    [
-        *(of_mesh(BOTH, levels, levels == "III") for levels in ("GGG", "NNG", "III", "INI", "NNN")),
-        *(of_mesh(REPLICAS, levels, levels == "IIG") for levels in ("IIG", "NNN")),
-        of_mesh(BOTH, "III", True, gradients=Int4(), error_feedback=LoCo()),
-        of_mesh(BOTH, "III", True, local_steps=LocalSteps(1, codec=Int4(32), error_feedback=LoCo())),
-    ],
-)
-def test_all_data_parallel_dimensions_are_sharded_over(
-    pool: Callable[[int], Pool], dims: dict[str, Any], strategy: Strategy
-) -> None:
+@over_each(rest=False, training=ON_MESH)
+def test_all_data_parallel_dimensions_are_sharded_over(pool: Pools, training: tuple[dict[str, Any], Strategy]) -> None:
+    dims, strategy = training
     exact = strategy.gradients is None and strategy.local_steps is None
     for distance, differs in pool(8).run(outcome_on_mesh, strategy, dims):
         assert not differs
@@ -219,39 +189,17 @@ def test_all_data_parallel_dimensions_are_sharded_over(
 def sharded_on_one_dimension(levels: str) -> None:
     """In a worker: shard inside nodes of two where data parallelism has one dimension of four."""
     mesh = init_device_mesh(device_type(), (4, 2), mesh_dim_names=("dp", "tp"))
-    fully_shard(
-        on_mesh(mesh),
-        strategy=Strategy(levels, **TWO),
-        mesh=mesh,
-        dp_mesh_dims=fsdp.DataParallelMeshDims(shard="dp"),
-    )
+    dims = fsdp.DataParallelMeshDims(shard="dp")
+    fully_shard(on_mesh(mesh), strategy=Strategy(levels, **TWO), mesh=mesh, dp_mesh_dims=dims)
 
 
 @needs_dims
-def test_meshes_without_a_dimension_of_nodes_or_over_all_of_them_are_refused(pool: Callable[[int], Pool]) -> None:
+def test_meshes_without_a_dimension_of_nodes_or_over_all_of_them_are_refused(pool: Pools) -> None:
     pool(8).run(sharded_on_one_dimension, "NNN")
     with pytest.raises(Exception, match="'III' shards inside nodes of 2 ranks, which are no data-parallel dimensions"):
         pool(8).run(sharded_on_one_dimension, "III")
     with pytest.raises(Exception, match=r"use Strategy\('III'\) for HSDP"):
         pool(8).run(outcome_on_mesh, Strategy("GGG", **TWO), REPLICAS)
-
-
-def differs_after_loading(saved_by: Strategy, loaded_by: Strategy, path: Path) -> bool:
-    """In a worker: whether a net that loads what another strategy has saved has other weights."""
-    net = trained_on_mesh(partial(fully_shard, strategy=saved_by), clip_grad_norm_, BOTH)
-    dcp.save({"model": get_model_state_dict(net)}, checkpoint_id=path)
-    other = on_mesh(mesh_of_three())
-    fully_shard(other, strategy=loaded_by, mesh=mesh_of_three(), dp_mesh_dims=fsdp.DataParallelMeshDims(**BOTH))
-    state = {"model": get_model_state_dict(other)}
-    dcp.load(state, checkpoint_id=path)
-    set_model_state_dict(other, state["model"])
-    return not torch.equal(weights_of(net), weights_of(other))
-
-
-@needs_dims
-def test_a_checkpoint_is_loaded_under_another_scope(pool: Callable[[int], Pool], tmp_path: Path) -> None:
-    strategies = (Strategy(levels, **TWO) for levels in ("III", "IGG"))
-    assert pool(8).run(differs_after_loading, *strategies, tmp_path) == [False] * 8
 
 
 # ---- nodes that train on their own
@@ -275,7 +223,7 @@ def exchanged(adapter: Adapter, strategy: Strategy) -> tuple[dict[str, float], l
 
 
 @over_each(adapter=ADAPTERS, name=list(LOCAL))
-def test_copies_stay_equal_bit_for_bit(pool: Callable[[int], Pool], adapter: Adapter, name: str) -> None:
+def test_copies_stay_equal_bit_for_bit(pool: Pools, adapter: Adapter, name: str) -> None:
     local = LOCAL[name]
     uncoded = replace(local, codec=None, error_feedback=None)
     coded, exact = (
@@ -300,29 +248,7 @@ def without_blocks(adapter: Adapter) -> tuple[str, str]:
 
 
 @over_adapters
-def test_a_codec_without_blocks_is_refused(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+def test_a_codec_without_blocks_is_refused(pool: Pools, adapter: Adapter) -> None:
     for kind, text in pool(8).run(without_blocks, adapter):
         assert kind == "NotImplementedError", text
         assert "up.weight is sharded already: the codec's block_numel is 0" in text
-
-
-def apart(adapter: Adapter) -> tuple[str, str]:
-    """In a worker: the error if one node exchanges before a forward, and the other in a call."""
-    net = trained(adapter, Strategy.diloco(local_steps=LocalSteps(2, spread=False), **TWO), 2)
-
-    def run() -> None:
-        if net.mesh["dp"].get_local_rank() < 2:
-            exchange_weights(net.model)
-        else:
-            net.model(batch(2, 0))
-
-    return attempt((run, ValueError, ""))[:2]
-
-
-@over_adapters
-def test_nodes_at_different_places_are_told(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    for kind, text in pool(8).run(apart, adapter):
-        assert kind == "ValueError", text
-        assert "an exchange of weights between nodes: ranks were given different arguments: place: " in text
-        assert "in exchange_weights on ranks " in text
-        assert "before the forward of step 3 on ranks " in text

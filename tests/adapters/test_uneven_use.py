@@ -42,15 +42,6 @@ class Heads(nn.Module):
         return sum((losses[name] for name in self.uses), start=x.square().mean())
 
 
-def shard_heads(adapter: Adapter, strategy: Any, apart: bool, **arguments: Any) -> tuple[Any, Heads]:
-    """In a worker: the sharded model, and what is inside of it; ``apart`` makes every head a unit."""
-    net = Heads().to(models.device())
-    if apart:
-        for name, head in net.heads.items():
-            net.heads[name] = adapter.wrap(head, strategy, **arguments)
-    return adapter.wrap(net, strategy, **arguments), net
-
-
 def inputs(step: int, micro_batch: int) -> Tensor:
     """Other ones on each rank."""
     generator = torch.Generator().manual_seed(100 * step + 10 * micro_batch + 7919 * dist.get_rank())
@@ -79,41 +70,29 @@ WITHIN_A_UNIT: list[Uses] = [
 ]
 
 
-def distance_from_unsharded(
-    adapter: Adapter,
-    scopes: str,
-    steps: list[Uses],
-    apart: bool = False,
-    keep: bool = False,
-    unused: bool = False,
-    run_all: bool = False,
-) -> float:
+def distance_from_unsharded(adapter: Adapter, scopes: str, steps: list[Uses], way: str) -> float:
     """In a worker: how far steps of AdamW get from those of a model that is not sharded.
 
-    Args:
-        adapter: Shards it.
-        scopes: The strategy's.
-        steps: What each rank uses in each micro-batch.
-        apart: Whether every head is a unit.
-        keep: Whether what is gathered stays gathered in a step.
-        unused: Whether fully_shard is told to reduce what is not used.
-        run_all: Whether ranks run the heads that they don't use, too.
+    Every head is a unit if all of them are "run" or "kept" gathered in a step; fully_shard may reduce "unused" ones.
     """
-    arguments = {"reshard_after_forward": False} if keep and scopes[0] != "N" else {}
-    model, net = shard_heads(adapter, Strategy(scopes, gpus_per_node=2), apart, **arguments)
-    plain = Heads().to(models.device())
-    net.runs_all = run_all
-    if unused:
+    net, plain = Heads().to(models.device()), Heads().to(models.device())
+    strategy = Strategy(scopes, gpus_per_node=2)
+    arguments = {"reshard_after_forward": False} if way == "kept" and scopes[0] != "N" else {}
+    for name, head in net.heads.items() if way in ("run", "kept") else ():
+        net.heads[name] = adapter.wrap(head, strategy, **arguments)
+    model: Any = adapter.wrap(net, strategy, **arguments)
+    net.runs_all = way == "run"
+    if way == "unused":
         model.set_reduce_scatter_unused_params(True)
     # FSDP1 has one gradient for all parameters of a unit, so that AdamW decays what nobody uses.
-    decay = 0.1 if adapter.torch_name == "fully_shard" and not unused else 0.0
+    decay = 0.1 if adapter.torch_name == "fully_shard" and way != "unused" else 0.0
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, eps=0.1, weight_decay=decay) for m in (model, plain)]
     for step, uses in enumerate(steps):
         for micro_batch, by_rank in enumerate(uses):
             net.uses = plain.uses = by_rank[dist.get_rank()]
             last = micro_batch == len(uses) - 1
             with adapter.micro_batch(model, last, False):
-                if keep:
+                if way == "kept":
                     model.set_reshard_after_backward(last)
                 model(inputs(step, micro_batch)).backward()
             plain(inputs(step, micro_batch)).backward()
@@ -126,14 +105,14 @@ def distance_from_unsharded(
 
 @over_pairs(adapter=ADAPTERS, scopes=["GGG", "IIG", "III", "NNG", "NNN"])
 def test_gradients_are_those_of_all_ranks(pool: Pools, adapter: Adapter, scopes: str) -> None:
-    assert max(pool(4).run(distance_from_unsharded, adapter, scopes, WITHIN_A_UNIT)) <= 1e-6
+    assert max(pool(4).run(distance_from_unsharded, adapter, scopes, WITHIN_A_UNIT, "")) <= 1e-6
 
 
 @pytest.mark.parametrize("scopes", ["GGG", "IIG", "NNG"])
 def test_unused_parameters_may_be_reduced(pool: Pools, scopes: str) -> None:
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         pytest.skip("torch 2.13 has set_reduce_scatter_unused_params")
-    assert max(pool(4).run(distance_from_unsharded, Fsdp2(), scopes, WITHIN_A_UNIT, False, False, True)) <= 1e-6
+    assert max(pool(4).run(distance_from_unsharded, Fsdp2(), scopes, WITHIN_A_UNIT, "unused")) <= 1e-6
 
 
 BETWEEN_UNITS: Uses = [["a", "b", "abd", ""], ["abcd"] * 4]
@@ -143,12 +122,8 @@ BETWEEN_UNITS: Uses = [["a", "b", "abd", ""], ["abcd"] * 4]
 def test_gradients_of_units_that_only_some_ranks_use_are_those_of_all_ranks(
     pool: Pools, adapter: Adapter, scopes: str
 ) -> None:
-    """All ranks run all units; what a rank does not use is no part of its loss.
-
-    What is gathered again for the backward must be used on all ranks, as with torch's own sharding.
-    """
-    found = pool(4).run(distance_from_unsharded, adapter, scopes, [BETWEEN_UNITS] * 2, True, False, False, True)
-    assert max(found) <= 1e-6
+    """Units that are gathered again for the backward must be used on all ranks, as with torch's own sharding."""
+    assert max(pool(4).run(distance_from_unsharded, adapter, scopes, [BETWEEN_UNITS] * 2, "run")) <= 1e-6
 
 
 ORDERS: Uses = [["abcd"] * 4, ["ad", "da", "bc", "dcba"], ["b", "", "a", "cab"], ["abcd"] * 4]
@@ -157,15 +132,15 @@ ORDERS: Uses = [["abcd"] * 4, ["ad", "da", "bc", "dcba"], ["b", "", "a", "cab"],
 
 @pytest.mark.parametrize("scopes", ["GGG", "NIG", "NNG"])
 def test_units_that_stay_gathered_may_be_used_in_any_order(pool: Pools, scopes: str) -> None:
-    assert max(pool(4).run(distance_from_unsharded, Fsdp2(), scopes, [ORDERS] * 2, True, True)) <= 1e-6
+    assert max(pool(4).run(distance_from_unsharded, Fsdp2(), scopes, [ORDERS] * 2, "kept")) <= 1e-6
 
 
-def untouched(adapter: Adapter, scopes: str, micro_batches: int, feedback: LoCo | None) -> tuple[bool, float]:
+def untouched(adapter: Adapter, scopes: str, micro_batches: int, feedback: LoCo) -> tuple[bool, float]:
     """In a worker: whether a parameter that no forward uses has a gradient, and how far AdamW moved it."""
     net = models.make_net()
     net.blocks[0].extra = nn.Parameter(torch.ones(3, 5, device=models.device()))
-    codecs = {} if feedback is None else {"gradients": Int4(32), "intra_gradients": Int8(32)}
-    model = adapter.shard(net, Case(), Strategy(scopes, gpus_per_node=2, error_feedback=feedback, **codecs))
+    codecs: Any = {"gradients": Int4(32), "intra_gradients": Int8(32), "error_feedback": feedback}
+    model = adapter.shard(net, Case(), Strategy(scopes, gpus_per_node=2, **codecs))
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
     gradients = []
     for micro_batch in range(micro_batches):
@@ -181,10 +156,10 @@ def untouched(adapter: Adapter, scopes: str, micro_batches: int, feedback: LoCo 
     rest=False,
     scopes=["NNN", "III", "NNG", "IIG", "GGG"],
     micro_batches=[1, 2],
-    feedback={"none": None, "inter": LoCo(), "both": LoCo(hops="both")},
+    feedback={"inter": LoCo(), "both": LoCo(hops="both"), "int8": LoCo(dtype=Int8(32))},
 )
 def test_a_parameter_that_no_forward_uses_gets_no_gradient(
-    pool: Pools, scopes: str, micro_batches: int, feedback: LoCo | None
+    pool: Pools, scopes: str, micro_batches: int, feedback: LoCo
 ) -> None:
     """FSDP1 has one gradient for all parameters of a unit, so there they are zeros."""
     assert pool(4).run(untouched, Fsdp2(), scopes, micro_batches, feedback) == [(False, 0.0)] * 4
@@ -237,27 +212,29 @@ def test_micro_batches_may_leave_out_a_unit_that_others_have_used(
 # ---- sums in fp32
 
 
-def gradient_of_accumulation(adapter: Adapter, strategy: Any, micro_batches: int) -> Tensor:
+MANY = 96
+
+
+def gradient_of_accumulation(adapter: Adapter, strategy: Strategy | None) -> Tensor:
     """In a worker: the trunk's full gradient of many micro-batches, in bf16, or in fp64 for None."""
-    net = Heads().to(models.device())
+    net = Heads().to(models.device(), torch.bfloat16)
     if strategy is None:
-        net = net.to(torch.bfloat16).double()
-        for micro_batch in range(micro_batches):
+        net = net.double()
+        for micro_batch in range(MANY):
             net(inputs(0, micro_batch).bfloat16().double()).backward()
         average(net.parameters())
         return net.trunk.weight.grad.cpu()
-    net = net.to(torch.bfloat16)
     model = adapter.wrap(net, strategy)
-    for micro_batch in range(micro_batches):
-        with adapter.micro_batch(model, micro_batch == micro_batches - 1, False):
+    for micro_batch in range(MANY):
+        with adapter.micro_batch(model, micro_batch == MANY - 1, False):
             model(inputs(0, micro_batch).bfloat16()).backward()
-    return next(g for name, g in adapter.full_gradients(model).items() if name.endswith("trunk.weight")).double()
+    return adapter.full_gradients(model)["trunk.weight"].double()
 
 
 @over_each(rest=False, adapter=ADAPTERS, where={"GGG": ("GGG", 2), "IIG": ("IIG", 2), "one node": ("NNG", 4)})
 def test_many_bf16_micro_batches_are_summed_in_fp32(pool: Pools, adapter: Adapter, where: tuple[str, int]) -> None:
-    exact = pool(4).once(gradient_of_accumulation, adapter, None, 96)[0]
-    ours = pool(4).run(gradient_of_accumulation, adapter, Strategy(where[0], gpus_per_node=where[1]), 96)[0]
+    exact = pool(4).once(gradient_of_accumulation, adapter, None)[0]
+    ours = pool(4).run(gradient_of_accumulation, adapter, Strategy(where[0], gpus_per_node=where[1]))[0]
     # A sum in bf16, which has 8 bits, is 0.005 to 0.01 off; one in fp32 of as many rounded gradients far less.
     assert (ours - exact).norm() / exact.norm() <= 0.003
 
@@ -311,26 +288,16 @@ def test_zero_grad_of_an_unsharded_model_reaches_what_the_optimizer_reads(
         assert not any(left)
 
 
-class Scale(nn.Module):
-    """One number, of which three of four ranks hold no element."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
-def of_another_optimizer(adapter: Adapter, scopes: str, moved: bool) -> list[float]:
-    """In a worker: gradients of a number and of the rest, each over the exact one, after the other's was cleared."""
+def distance_of_gradients(adapter: Adapter, scopes: str, moved: bool) -> float:
+    """In a worker: how far gradients are from the exact ones, of which an optimizer has cleared a part in between."""
     torch.manual_seed(0)
-    net = nn.Sequential(Scale(), nn.Linear(WIDTH, WIDTH, bias=False)).to(models.device())
+    # A PReLU has one number, of which three of four ranks hold nothing.
+    net = nn.Sequential(nn.PReLU(), nn.Linear(WIDTH, WIDTH, bias=False)).to(models.device())
     plain = copy.deepcopy(net)
     strategy = Strategy(scopes, gpus_per_node=2)
     net[0], net[1] = (adapter.wrap(part, strategy) for part in net)
-    model = adapter.wrap(net, strategy)
-    own, rest = (torch.optim.SGD(part.parameters(), lr=0.1) for part in net)
+    model: Any = adapter.wrap(net, strategy)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in net]
     if moved:
         model._apply(torch.clone)
     for micro_batch in range(2):
@@ -338,13 +305,11 @@ def of_another_optimizer(adapter: Adapter, scopes: str, moved: bool) -> list[flo
             model(inputs(0, micro_batch)).square().sum().backward()
         plain(inputs(0, micro_batch)).square().sum().backward()
         if micro_batch == 0:
-            rest.zero_grad()
-            plain[1].weight.grad = None
-    del own
+            optimizers[1].zero_grad()
+            plain[1].zero_grad()
     average(plain.parameters())
-    exact = on_cpu({name: p.grad for name, p in plain.named_parameters()})
-    ours = adapter.full_gradients(model)
-    return [models.distance({name: ours[name]}, {name: exact[name]}) for name in exact]
+    exact = on_cpu({name: p.grad for name, p in plain.named_parameters() if p.grad is not None})
+    return models.distance(adapter.full_gradients(model), exact)
 
 
 @over_each(
@@ -355,5 +320,4 @@ def of_another_optimizer(adapter: Adapter, scopes: str, moved: bool) -> list[flo
 def test_an_optimizer_drops_only_gradients_of_its_own_parameters(
     pool: Pools, adapter: Adapter, case: tuple[str, bool]
 ) -> None:
-    for distances in pool(4).run(of_another_optimizer, adapter, *case):
-        assert max(distances) <= 1e-6
+    assert max(pool(4).run(distance_of_gradients, adapter, *case)) <= 1e-6

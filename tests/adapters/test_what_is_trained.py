@@ -1,4 +1,4 @@
-"""What is trained may change at any time, and forwards compute with the weights that there are; the rest is free."""
+"""Parameters may be frozen and trained at any time; forwards compute with the weights that there are."""
 
 from __future__ import annotations
 
@@ -35,53 +35,29 @@ def backward(model: Any, step: int) -> None:
     models.loss_of(model, models.batch(step, 0)).backward()
 
 
-def step_of(optimizer: Optimizer, set_to_none: bool = True) -> None:
+def step_of(optimizer: Optimizer) -> None:
     optimizer.step()
-    optimizer.zero_grad(set_to_none)
+    optimizer.zero_grad()
 
 
-def adapters_off_around_a_reference(model: Any, make: Make) -> Iterator[None]:
+def adapters_off_around_a_reference_and_the_step(model: Any, make: Make) -> Iterator[None]:
     """As PEFT's ``disable_adapter()``, which sets ``requires_grad`` of what modules show."""
     model.requires_grad_(False)
-    adapters = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    optimizer = make(p for module in adapters for p in module.parameters())
+    adapters = nn.ModuleList(module for module in model.modules() if isinstance(module, nn.Linear))
+    optimizer = make(adapters.parameters())
     for step in range(3):
-        for module in adapters:
-            module.requires_grad_(False)
         logits(model)
-        for module in adapters:
-            module.requires_grad_(True)
+        adapters.requires_grad_(True)
         backward(model, step)
+        adapters.requires_grad_(False)
         step_of(optimizer)
-        yield
-
-
-def adapters_off_before_the_step(model: Any, make: Make) -> Iterator[None]:
-    """Nothing requires a gradient when the optimizer steps."""
-    optimizer = make(model.parameters())
-    for step in range(3):
-        backward(model, step)
-        model.requires_grad_(False)
-        step_of(optimizer)
-        yield
-        model.requires_grad_(True)
-
-
-def frozen_but_stepped(model: Any, make: Make) -> Iterator[None]:
-    """Gradients of zero, so weight decay and momentum go on."""
-    optimizer = make(model.parameters())
-    for step in range(4):
-        if step == 2:
-            block(model, 0).requires_grad_(False)
-        backward(model, step)
-        step_of(optimizer, set_to_none=False)
         yield
 
 
 def frozen_and_given_gradients(model: Any, make: Make) -> Iterator[None]:
     """Nothing is ever trained, as with evolution strategies; only the step says that weights change.
 
-    Not the root, which stock FSDP keeps unsharded after an evaluation, old weights and all.
+    The root is left out, since stock FSDP keeps it unsharded after an evaluation, old weights and all.
     """
     model.requires_grad_(False)
     held = list(block(model, 0).parameters())
@@ -96,7 +72,6 @@ def frozen_and_given_gradients(model: Any, make: Make) -> Iterator[None]:
 
 
 def unfrozen_into_a_new_group(model: Any, make: Make) -> Iterator[None]:
-    """The optimizer gets it when it is unfrozen."""
     block(model, 0).requires_grad_(False)
     optimizer = make(p for p in model.parameters() if p.requires_grad)
     for step in range(4):
@@ -109,30 +84,7 @@ def unfrozen_into_a_new_group(model: Any, make: Make) -> Iterator[None]:
         yield
 
 
-def optimizer_made_after_an_evaluation(model: Any, make: Make) -> Iterator[None]:
-    """Of blocks, whose units are resharded by then."""
-    logits(model)
-    optimizer = make(block(model, 0).parameters())
-    for step in range(2):
-        backward(model, step)
-        step_of(optimizer)
-        yield
-
-
-def frozen_after_an_evaluation(model: Any, make: Make) -> Iterator[None]:
-    """Its optimizer was made before."""
-    optimizer = make(model.parameters())
-    for step in range(3):
-        logits(model)
-        if step == 1:
-            block(model, 1).requires_grad_(False)
-        backward(model, step)
-        step_of(optimizer)
-        yield
-
-
 def two_optimizers_and_a_frozen_part(model: Any, make: Make) -> Iterator[None]:
-    """One of them holds it, and steps in its turn."""
     optimizers = [make(list(block(model, i).parameters())) for i in (0, 1)]
     for step in range(4):
         block(model, 0).requires_grad_(step < 2)
@@ -161,13 +113,9 @@ def perturbed_within_the_step(model: Any, make: Make) -> Iterator[None]:
 
 
 WAYS: list[Way] = [
-    adapters_off_around_a_reference,
-    adapters_off_before_the_step,
-    frozen_but_stepped,
+    adapters_off_around_a_reference_and_the_step,
     frozen_and_given_gradients,
     unfrozen_into_a_new_group,
-    optimizer_made_after_an_evaluation,
-    frozen_after_an_evaluation,
     two_optimizers_and_a_frozen_part,
     perturbed_within_the_step,
 ]
@@ -293,33 +241,35 @@ class Adapted(nn.Module):
         return self.norm(y)[..., :32].float().square().mean()
 
 
-def two_dtypes(strategy: Any, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+def two_dtypes(strategy: Strategy | None) -> tuple[list[float], dict[str, Tensor]]:
     """In a worker: losses, and gradients of the first step."""
     torch.manual_seed(0)
-    net = Adapted().to(models.device())
-    model = Fsdp2().wrap(net, strategy)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    model = Fsdp2().wrap(Adapted().to(models.device()), strategy)
+    optimizer = torch.optim.AdamW(trainable(model), lr=1e-2, fused=True)
     losses, first = [], {}
-    for step in range(steps):
+    for step in range(4):
         x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).to(models.device())
         loss = model(x)
         loss.backward()
         first = first or Fsdp2().full_gradients(model)
         losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
+        step_of(optimizer)
     return losses, first
 
 
-@over_each(
-    rest=False, scopes=["GGG", "IGG", "III", "NNG", "NGG"], weights=[Int8(64), Int4Delta(64, whole=Int8(64)), None]
-)
-def test_a_unit_may_have_two_dtypes(pool: Pools, scopes: str, weights: Any) -> None:
-    if scopes != "IGG" and isinstance(weights, Int4Delta):
-        weights = Int8(32)
-    strategy = Strategy(scopes, weights=weights, gpus_per_node=2)
-    (losses, gradients), (stock_losses, stock) = (pool(4).once(two_dtypes, each, 4)[0] for each in (strategy, STOCK))
-    if weights is None:
+OF_TWO_DTYPES = {
+    "GGG": Strategy("GGG", weights=Int8(64), gpus_per_node=2),
+    "deltas": Strategy("IGG", weights=Int4Delta(64, whole=Int8(64)), gpus_per_node=2),
+    "III": Strategy("III", gpus_per_node=2),
+    "NNG": Strategy("NNG", weights=Int8(64), gpus_per_node=2),
+    "NGG": Strategy("NGG", weights=Int8(32), gpus_per_node=2),
+}
+
+
+@over_each(rest=False, strategy=OF_TWO_DTYPES)
+def test_a_unit_may_have_two_dtypes(pool: Pools, strategy: Strategy) -> None:
+    (losses, gradients), (stock_losses, stock) = (pool(4).once(two_dtypes, each)[0] for each in (strategy, STOCK))
+    if strategy.weights is None:
         assert losses == stock_losses
     for name, gradient in stock.items():
         assert cosine_similarity(gradients[name].flatten(), gradient.flatten(), dim=0) > 0.99, name

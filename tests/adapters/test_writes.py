@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from harness.training import logits, train
 from local_nodes import this_node
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
@@ -36,15 +35,11 @@ from fsdp_zpp.runtime.unit import StrategyUnit, named_units
 @contextmanager
 def checked_weights(on: bool = True) -> Iterator[None]:
     """Have models that are made in the context compare what gathers reuse with the shards, or not."""
-    before = os.environ.pop(CHECK, None)
-    if on:
-        os.environ[CHECK] = "1"
-    try:
-        yield
-    finally:
+    with patch.dict(os.environ):
         os.environ.pop(CHECK, None)
-        if before is not None:
-            os.environ[CHECK] = before
+        if on:
+            os.environ[CHECK] = "1"
+        yield
 
 
 STRATEGIES = {scopes: Strategy(scopes, gpus_per_node=2) for scopes in ("IGG", "IIG", "NGG", "NNG", "NII")} | {
@@ -153,24 +148,6 @@ def load_by_node(state: dict[str, Any], folder: str) -> None:
         dcp.load(state, checkpoint_id=folder, process_group=node)
 
 
-def load_by_old_name(state: dict[str, Any], folder: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        dcp.load_state_dict(state, dcp.FileSystemReader(folder))
-
-
-class Failing(dcp.DefaultLoadPlanner):
-    """Fails once something has been written."""
-
-    def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
-        raise OSError("no more")
-
-
-def load_and_fail(state: dict[str, Any], folder: str) -> None:
-    with suppress(CheckpointException):
-        dcp.load(state, checkpoint_id=folder, planner=Failing())
-
-
 def restored_optimizer(model: Any) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.load_state_dict(optimizer.state_dict())
@@ -207,8 +184,6 @@ ROWS: dict[str, list[Way]] = {
     ],
     "`dcp.load(get_model_state_dict(model))`, on all ranks": [
         partial(load_checkpoint, loads=lambda state, folder: dcp.load(state, checkpoint_id=folder)),
-        partial(load_checkpoint, loads=load_by_old_name),
-        partial(load_checkpoint, loads=load_and_fail),
     ],
     "`dcp.load` with `no_dist=True`, or on some ranks": [
         partial(load_checkpoint, loads=lambda state, folder: dcp.load(state, checkpoint_id=folder, no_dist=True)),
