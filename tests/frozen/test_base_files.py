@@ -17,7 +17,7 @@ from harness.adapter import Adapter, Case
 from harness.covering import ADAPTERS, over_each
 from harness.frozen_files import refused
 from harness.messages import Reply, assert_refused, attempt
-from harness.pool import Pool
+from harness.pool import Pools
 from peft import PromptTuningConfig, VeraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -374,7 +374,7 @@ def on_rank_2(folder: str) -> dict[str, tuple[Reply, bool]]:
     return found
 
 
-def test_what_one_rank_reads_wrong_is_an_error_on_all(pool: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_what_one_rank_reads_wrong_is_an_error_on_all(pool: Pools, tmp_path: Path) -> None:
     for kind in ("checkpoint", "base", "another save"):
         for name in ("whole", "broken"):
             if kind == "checkpoint":
@@ -533,7 +533,7 @@ def from_checkpoint(adapter: Adapter, codec: Codec, path: str) -> tuple[bool, in
 
 @over_each(rest=False, adapter=ADAPTERS, codec=CODECS[1:], max_shard_size={"one file": "1GB", "several": "60KB"})
 def test_quantizing_from_a_checkpoint_reads_the_own_rows_alone(
-    pool: Callable[[int], Pool], adapter: Adapter, codec: Codec, max_shard_size: str, tmp_path: Path
+    pool: Pools, adapter: Adapter, codec: Codec, max_shard_size: str, tmp_path: Path
 ) -> None:
     llama.make_base().save_pretrained(tmp_path, max_shard_size=max_shard_size)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (max_shard_size == "60KB")
@@ -575,7 +575,7 @@ def loaded(adapter: Adapter, scope: str, gpus_per_node: int, path: str) -> Tenso
 
 @over_each(rest=False, adapter=ADAPTERS, scope=["N", "I", "G"], codec=CODECS)
 def test_saved_and_loaded_at_other_world_sizes(
-    pool: Callable[[int], Pool], adapter: Adapter, scope: str, codec: Codec, tmp_path: Path
+    pool: Pools, adapter: Adapter, scope: str, codec: Codec, tmp_path: Path
 ) -> None:
     expected = pool(4).run(saved, adapter, codec, scope, str(tmp_path))[0]
     assert len(list(tmp_path.glob("*.safetensors"))) > 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from harness import llama, models
 from harness.adapter import Adapter
 from harness.covering import ADAPTERS, over_each
-from harness.pool import Pool
+from harness.pool import Pools
 from peft import PeftModel
 from torch import Tensor, nn
 
@@ -59,7 +58,7 @@ def computes(adapter: Adapter, kind: str) -> None:
 
 
 @over_each(rest=False, adapter=ADAPTERS, kind=moe.KINDS)
-def test_forward_equals_the_dequantized_model(pool: Callable[[int], Pool], adapter: Adapter, kind: str) -> None:
+def test_forward_equals_the_dequantized_model(pool: Pools, adapter: Adapter, kind: str) -> None:
     pool(4).run(computes, adapter, kind)
 
 
@@ -87,7 +86,7 @@ def adapted(adapter: Adapter, kind: str, quantized_first: bool) -> None:
     },
 )
 def test_adapters_generate_and_get_gradients_as_on_the_dequantized_model(
-    pool: Callable[[int], Pool], adapter: Adapter, case: tuple[str, bool]
+    pool: Pools, adapter: Adapter, case: tuple[str, bool]
 ) -> None:
     pool(4).run(adapted, adapter, *case)
 
@@ -138,7 +137,7 @@ def loaded(adapter: Adapter, kind: str, path: str) -> list[Tensor]:
 
 @over_each(rest=False, adapter=ADAPTERS, kind=moe.KINDS)
 def test_a_saved_base_and_adapter_load_at_another_world_size(
-    pool: Callable[[int], Pool], adapter: Adapter, kind: str, tmp_path: Path
+    pool: Pools, adapter: Adapter, kind: str, tmp_path: Path
 ) -> None:
     expected = pool(4).run(saved, adapter, kind, str(tmp_path))[0]
     for logits in pool(2).run(loaded, adapter, kind, str(tmp_path)):
@@ -187,5 +186,5 @@ def rows_alone() -> None:
         assert torch.equal(net.stack, dense)
 
 
-def test_one_matrix_of_a_stack_is_dequantized_alone(pool: Callable[[int], Pool]) -> None:
+def test_one_matrix_of_a_stack_is_dequantized_alone(pool: Pools) -> None:
     pool(4).run(rows_alone)

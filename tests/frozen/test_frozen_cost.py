@@ -13,7 +13,7 @@ import torch
 from harness import llama, lora, models
 from harness.adapter import Adapter, Case
 from harness.covering import ADAPTERS, over_adapters, over_each
-from harness.pool import Pool
+from harness.pool import Pools
 from harness.wiretap import Wiretap, sent_in
 from torch import Tensor, nn
 
@@ -58,9 +58,7 @@ def sent_in_steps(scope: str) -> tuple[int, int, int, list[tuple[Wiretap, dict[s
 
 
 @pytest.mark.parametrize(("scope", "share"), SHARES.items())
-def test_a_base_takes_its_scopes_share_and_crosses_nodes_once(
-    pool: Callable[[int], Pool], scope: str, share: float
-) -> None:
+def test_a_base_takes_its_scopes_share_and_crosses_nodes_once(pool: Pools, scope: str, share: float) -> None:
     for parameters, reported, held, ((first, counted), *others) in pool(4).run(sent_in_steps, scope):
         assert parameters * share < reported <= 1.02 * parameters * share
         # Under G what the first gather leaves in each node replaces the shard.
@@ -120,7 +118,7 @@ def under_a_strategy(adapter: Adapter, scope: str) -> dict[str, Any]:
 
 @over_each(rest=False, adapter=ADAPTERS, scope=["G", "I"])
 def test_a_strategy_gathers_a_unit_once_a_pass_and_keeps_no_copy_in_full_precision(
-    pool: Callable[[int], Pool], adapter: Adapter, scope: str
+    pool: Pools, adapter: Adapter, scope: str
 ) -> None:
     parameters = sum(p.numel() for p in models.Net(**LARGE).parameters() if p.dim() == 2)
     blocks, others = 2, 2  # embedding and head
@@ -150,9 +148,7 @@ def unit_labels(adapter: Adapter) -> list[tuple[str, int]]:
 
 
 @over_adapters
-def test_layers_of_a_model_that_is_wrapped_once_are_units_of_the_base(
-    pool: Callable[[int], Pool], adapter: Adapter
-) -> None:
+def test_layers_of_a_model_that_is_wrapped_once_are_units_of_the_base(pool: Pools, adapter: Adapter) -> None:
     for labels in pool(2).run(unit_labels, adapter):
         assert sorted(labels) == [("frozen 0", 2), *((f"frozen 0.blocks.{index}", 2) for index in range(2))]
 
@@ -243,7 +239,7 @@ LAUNCHES = [
 @on_cpus
 @pytest.mark.parametrize(("adapter", "codec", "checkpointing"), LAUNCHES, ids=str)
 def test_one_gather_a_unit_and_pass_and_one_decode_a_use(
-    pool: Callable[[int], Pool], adapter: Adapter, codec: Codec, checkpointing: str
+    pool: Pools, adapter: Adapter, codec: Codec, checkpointing: str
 ) -> None:
     for labels, decoded, uses, weights, of_forward in pool(2).run(launched_in_a_step, adapter, codec, checkpointing):
         # Embedding, two layers, head. The forward's last two are still there when the backward comes to them, and so

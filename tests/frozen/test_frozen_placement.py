@@ -5,7 +5,6 @@ It lies on the nodes of the strategy around it, or over the host, unless nodes a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -20,7 +19,7 @@ from harness.covering import ADAPTERS, over_adapters, over_each
 from harness.fsdp1 import Fsdp1
 from harness.links import NONE, machine
 from harness.messages import collected
-from harness.pool import Pool
+from harness.pool import Pools
 from harness.wiretap import wiretap
 from torch import Tensor, nn
 
@@ -71,9 +70,7 @@ def by_strategy(adapter: Adapter, scopes: str, codec: Codec) -> list[bool]:
 
 
 @over_each(rest=False, adapter=ADAPTERS, scopes=["IGG", "GGG", "NNN"], codec=[Int8(256), Int8(64), Int4(32), NF4(64)])
-def test_forward_equals_the_dequantized_model(
-    pool: Callable[[int], Pool], adapter: Adapter, scopes: str, codec: Codec
-) -> None:
+def test_forward_equals_the_dequantized_model(pool: Pools, adapter: Adapter, scopes: str, codec: Codec) -> None:
     assert pool(4).run(by_strategy, adapter, scopes, codec) == [[True] * 2] * 4
 
 
@@ -94,7 +91,7 @@ def on_nodes(adapter: Adapter, strategy: Strategy | None, placement: str) -> lis
     strategy={"stock": STOCK, "IIG": Strategy("IIG", gpus_per_node=2), "GGG": Strategy("GGG", gpus_per_node=2)},
 )
 def test_forward_is_the_same_quantized_before_wrapping_and_on_any_placement(
-    pool: Callable[[int], Pool], adapter: Adapter, strategy: Any, placement: str
+    pool: Pools, adapter: Adapter, strategy: Any, placement: str
 ) -> None:
     assert pool(4).run(on_nodes, adapter, strategy, placement) == [[True] * 4] * 4
 
@@ -148,9 +145,7 @@ def _rows() -> list[Any]:
 
 
 @pytest.mark.parametrize(("adapter", "scopes", "case"), _rows())
-def test_it_trains_as_the_dequantized_model(
-    pool: Callable[[int], Pool], adapter: Adapter, scopes: str, case: Case
-) -> None:
+def test_it_trains_as_the_dequantized_model(pool: Pools, adapter: Adapter, scopes: str, case: Case) -> None:
     strategy = Strategy(scopes, frozen=Int8(256), gpus_per_node=2)
     for gradients, weights in pool(4).run(distances, adapter, strategy, case):
         assert gradients <= 1e-5
@@ -190,9 +185,7 @@ def quantized_first(adapter: Adapter, codec: Codec, scope: str) -> list[Any]:
 
 
 @over_each(rest=False, adapter=ADAPTERS, case=[(Int8(256), "N"), (Int4(32), "G"), (NF4(64), "I")])
-def test_the_strategy_says_where_a_base_lies(
-    pool: Callable[[int], Pool], adapter: Adapter, case: tuple[Codec, str]
-) -> None:
+def test_the_strategy_says_where_a_base_lies(pool: Pools, adapter: Adapter, case: tuple[Codec, str]) -> None:
     scope = case[1]
     expected = [{f"{scope} on 1 node x 4"}, {f"{scope} on 2 nodes x 2"}, True, 0]
     assert pool(4).run(quantized_first, adapter, *case) == [expected] * 4
@@ -228,9 +221,7 @@ def placed(adapter: Adapter) -> dict[str, Any]:
 
 
 @over_adapters
-def test_nodes_named_by_the_user_stay_and_other_bases_follow_the_strategy(
-    pool: Callable[[int], Pool], adapter: Adapter
-) -> None:
+def test_nodes_named_by_the_user_stay_and_other_bases_follow_the_strategy(pool: Pools, adapter: Adapter) -> None:
     two = {"I on 2 nodes x 2"}
     for found in pool(4).run(placed, adapter):
         assert found["named"] == {"I on 4 nodes x 1"}
@@ -282,7 +273,7 @@ def on_slow_links(adapter: Adapter, codec: Codec, way: str, folder: Path) -> tup
 
 @over_each(rest=False, adapter=ADAPTERS, codec=[Int8(64), NF4(64)], way=["by the strategy", "before", "from a file"])
 def test_a_base_stays_sharded_over_the_host(
-    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, codec: Codec, way: str
+    pool: Pools, tmp_path: Path, adapter: Adapter, codec: Codec, way: str
 ) -> None:
     results = pool(4).run(on_slow_links, adapter, codec, way, tmp_path)
     for nodes, places, held, parameters, same, told in results:
@@ -308,6 +299,6 @@ def with_nodes_named(adapter: Adapter) -> tuple[Any, Any, Any]:
 
 
 @over_adapters
-def test_nodes_that_are_named_place_it(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+def test_nodes_that_are_named_place_it(pool: Pools, adapter: Adapter) -> None:
     alone, host = {"I on 4 nodes x 1"}, {"I on 1 node x 4"}
     assert pool(4).run(with_nodes_named, adapter) == [(alone, alone, host)] * 4

@@ -17,7 +17,7 @@ from harness.adapter import STOCK, Adapter
 from harness.covering import ADAPTERS, over_adapters, over_each
 from harness.links import NONE, machine
 from harness.messages import collected
-from harness.pool import Pool, device_type
+from harness.pool import Pools, device_type
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -120,7 +120,7 @@ def arrives(adapter: Adapter, strategy: Any, parts: bool, flat: bool) -> None:
 
 
 @over_each(rest=False, adapter=ADAPTERS, name=list(STRATEGIES), how=["whole", "parts", "flat parts"])
-def test_packed_weights_arrive_unchanged(pool: Callable[[int], Pool], adapter: Adapter, name: str, how: str) -> None:
+def test_packed_weights_arrive_unchanged(pool: Pools, adapter: Adapter, name: str, how: str) -> None:
     pool(4).run(arrives, adapter, STRATEGIES[name], "parts" in how, "flat" in how)
 
 
@@ -176,7 +176,7 @@ STORED = {
     width=[64, 48],  # the smaller has fewer values than a strategy takes over
 )
 def test_adapters_train_beside_packed_layers_of_any_storage(
-    pool: Callable[[int], Pool], storage: torch.dtype, name: str, width: int
+    pool: Pools, storage: torch.dtype, name: str, width: int
 ) -> None:
     strategy, arguments = STORED[name]
     width = width if strategy.frozen is None else 48
@@ -203,7 +203,7 @@ def all_warnings() -> list[list[str]]:
     return [warned(mesh=mesh), warned(reshard_after_forward=2), warned(torch.uint8, reshard_after_forward=2)]
 
 
-def test_a_warning_says_that_torch_will_change_packed_values_but_for_bytes(pool: Callable[[int], Pool]) -> None:
+def test_a_warning_says_that_torch_will_change_packed_values_but_for_bytes(pool: Pools) -> None:
     first, *others = pool(4).run(all_warnings)
     assert others == [[[], [], []]] * 3
     assert [len(texts) for texts in first] == [1, 1, 0]
@@ -257,9 +257,7 @@ def said(adapter: Adapter) -> tuple[Any, ...]:
 
 
 @over_adapters
-def test_it_is_said_that_packed_values_are_gathered_as_they_are_or_can_not_be(
-    pool: Callable[[int], Pool], adapter: Adapter
-) -> None:
+def test_it_is_said_that_packed_values_are_gathered_as_they_are_or_can_not_be(pool: Pools, adapter: Adapter) -> None:
     (first, by_frozen, slow, (four, eight)), *others = pool(4).run(said, adapter)
     assert all(of_rank[:2] == ([], []) for of_rank in others)
     [(level, line)] = first
@@ -353,7 +351,7 @@ def packs_itself() -> None:
             assert torch.equal(model(x()), x() @ values.T), scopes
 
 
-def test_a_tensor_that_packs_itself_is_gathered_as_it_is(pool: Callable[[int], Pool]) -> None:
+def test_a_tensor_that_packs_itself_is_gathered_as_it_is(pool: Pools) -> None:
     pool(4).run(packs_itself)
 
 
@@ -473,7 +471,7 @@ def under_strategies(adapter: Adapter) -> list[str]:
 
 
 @over_adapters
-def test_strategies_keep_packed_layers_unless_a_codec_is_named(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+def test_strategies_keep_packed_layers_unless_a_codec_is_named(pool: Pools, adapter: Adapter) -> None:
     lines = pool(4).run(under_strategies, adapter)[0]
     assert any("frozen base as int8(256), but 2 of 3 weights as stored, sharded inside" in line for line in lines)
 
@@ -504,5 +502,5 @@ def takes_the_first_ranks() -> None:
         torch.testing.assert_close(layer.weight.dequantize(), layer_of(seed=0)[1], rtol=0, atol=bound)
 
 
-def test_the_first_ranks_codes_are_broadcast(pool: Callable[[int], Pool]) -> None:
+def test_the_first_ranks_codes_are_broadcast(pool: Pools) -> None:
     pool(2).run(takes_the_first_ranks)

@@ -19,7 +19,7 @@ from harness.fsdp1 import Fsdp1
 from harness.live_bytes import LiveBytes
 from harness.messages import Reply, attempt
 from harness.models import device
-from harness.pool import Pool
+from harness.pool import Pools
 from peft import (
     IA3Config,
     PeftConfig,
@@ -127,7 +127,7 @@ def by_method(adapter: Adapter, method: str, folder: str) -> None:
 
 @over_each(rest=False, adapter=ADAPTERS, method=list(METHODS))
 def test_other_methods_of_peft_train_as_on_one_device(
-    pool: Callable[[int], Pool], adapter: Adapter, method: str, tmp_path: Path
+    pool: Pools, adapter: Adapter, method: str, tmp_path: Path
 ) -> None:
     pool(4).run(by_method, adapter, method, str(tmp_path))
 
@@ -151,7 +151,7 @@ def in_any_order(adapter: Adapter) -> list[bool]:
 
 
 @over_adapters
-def test_adapters_may_be_added_before_or_after_quantizing(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+def test_adapters_may_be_added_before_or_after_quantizing(pool: Pools, adapter: Adapter) -> None:
     assert pool(4).run(in_any_order, adapter) == [[True] * 2] * 4
 
 
@@ -166,9 +166,7 @@ def in_16_bits(adapter: Adapter, strategy: Strategy) -> None:
 
 
 @over_each(rest=False, adapter=ADAPTERS, scopes=["GGG", "NNG"])
-def test_a_base_in_16_bits_trains_beside_adapters_in_32(
-    pool: Callable[[int], Pool], adapter: Adapter, scopes: str
-) -> None:
+def test_a_base_in_16_bits_trains_beside_adapters_in_32(pool: Pools, adapter: Adapter, scopes: str) -> None:
     pool(4).run(in_16_bits, adapter, Strategy(scopes, weights=CODEC, gradients=CODEC, frozen=CODEC, gpus_per_node=2))
 
 
@@ -186,7 +184,7 @@ def gathers_of_adapters(adapter: Adapter) -> list[int]:
 
 
 @over_adapters
-def test_more_adapters_take_no_more_collectives(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+def test_more_adapters_take_no_more_collectives(pool: Pools, adapter: Adapter) -> None:
     for one, three in pool(4).run(gathers_of_adapters, adapter):
         assert one == three
         # Per layer: the base twice; adapters two hops and one; FSDP1 what else is frozen, twice. And the root.
@@ -256,7 +254,7 @@ def saved_and_loaded(adapter: Adapter, kind: str, scopes: str, tied: bool, folde
     },
 )
 def test_a_saved_adapter_loads_on_one_device_and_merges_bit_for_bit(
-    pool: Callable[[int], Pool], adapter: Adapter, case: tuple[str, str, bool], tmp_path: Path
+    pool: Pools, adapter: Adapter, case: tuple[str, str, bool], tmp_path: Path
 ) -> None:
     pool(4).run(saved_and_loaded, adapter, *case, str(tmp_path))
 
@@ -273,7 +271,7 @@ def in_full_precision(adapter: Adapter, kind: str, folder: str) -> None:
 
 @over_each(rest=False, adapter=ADAPTERS, kind=["lora", "dora", "embedding", "tokens"])
 def test_adapters_are_merged_into_full_precision_as_peft_merges_them(
-    pool: Callable[[int], Pool], adapter: Adapter, kind: str, tmp_path: Path
+    pool: Pools, adapter: Adapter, kind: str, tmp_path: Path
 ) -> None:
     pool(4).run(in_full_precision, adapter, kind, str(tmp_path))
 
@@ -309,7 +307,7 @@ def several(adapter: Adapter, folder: str) -> list[bool]:
 
 @over_adapters
 def test_adapters_are_switched_disabled_saved_and_merged_as_on_one_device(
-    pool: Callable[[int], Pool], adapter: Adapter, tmp_path: Path
+    pool: Pools, adapter: Adapter, tmp_path: Path
 ) -> None:
     assert pool(4).run(several, adapter, str(tmp_path)) == [[True] * 7] * 4
 
@@ -349,7 +347,7 @@ def refused_ties(adapter: Adapter) -> str:
 
 
 # fully_shard itself refuses parameters that are not contiguous.
-def test_ties_that_sharding_loses_are_refused(pool: Callable[[int], Pool]) -> None:
+def test_ties_that_sharding_loses_are_refused(pool: Pools) -> None:
     for said in pool(4).run(refused_ties, Fsdp1()):
         assert said.startswith("the adapter 'default' has ensure_weight_tying=True and targets a tied embedding")
 
@@ -363,7 +361,7 @@ def saved_where_it_can_not_be(path: str) -> str:
     return ""
 
 
-def test_a_failure_to_save_is_an_error_on_all_ranks(pool: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_a_failure_to_save_is_an_error_on_all_ranks(pool: Pools, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("")
     for said in pool(2).run(saved_where_it_can_not_be, str(path)):
@@ -436,7 +434,7 @@ def refused_and_saved(adapter: Adapter, scopes: str, adapted: bool, folder: str)
 
 @over_each(rest=False, adapter=ADAPTERS, adapted={"whole": False, "adapted": True}, scopes=["IGG", "NNG"])
 def test_save_pretrained_of_a_sharded_model_is_refused_on_every_rank(
-    pool: Callable[[int], Pool], adapter: Adapter, adapted: bool, scopes: str, tmp_path: Path
+    pool: Pools, adapter: Adapter, adapted: bool, scopes: str, tmp_path: Path
 ) -> None:
     for replies, left, whole in pool(4).run(refused_and_saved, adapter, scopes, adapted, str(tmp_path)):
         for kind, text, sent in replies:
@@ -462,7 +460,7 @@ def saved_where_weights_are_whole(folder: str) -> list[bool]:
     return equal
 
 
-def test_save_pretrained_works_where_ranks_hold_whole_weights(pool: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_save_pretrained_works_where_ranks_hold_whole_weights(pool: Pools, tmp_path: Path) -> None:
     assert pool(4).run(saved_where_weights_are_whole, str(tmp_path)) == [[True, True]] * 4
 
 
@@ -513,7 +511,7 @@ def taken(adapter: Adapter, kind: str, is_quantized: bool, dtype: torch.dtype | 
     ids=str,
 )
 def test_merging_takes_one_unit_and_the_copies_that_peft_makes(
-    pool: Callable[[int], Pool], adapter: Adapter, kind: str, is_quantized: bool, dtype: torch.dtype | None
+    pool: Pools, adapter: Adapter, kind: str, is_quantized: bool, dtype: torch.dtype | None
 ) -> None:
     for peak, allowed in pool(4).run(taken, adapter, kind, is_quantized, dtype):
         assert 0 < peak <= allowed

@@ -16,7 +16,7 @@ from harness import frozen_files, llama, lora, models
 from harness.adapter import STOCK, Adapter, Case
 from harness.covering import over_adapters
 from harness.messages import Refusal, Reply, assert_refused, attempt, collected
-from harness.pool import Pool
+from harness.pool import Pools
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
@@ -61,9 +61,7 @@ def said(adapter: Adapter) -> tuple[Any, ...]:
 
 
 @over_adapters
-def test_a_call_quantizes_what_was_frozen_since_and_rank_0_logs_one_line(
-    pool: Callable[[int], Pool], adapter: Adapter
-) -> None:
+def test_a_call_quantizes_what_was_frozen_since_and_rank_0_logs_one_line(pool: Pools, adapter: Adapter) -> None:
     ((reports, lines), by_strategy, nothing), *others = pool(4).run(said, adapter)
     block, table = 66 * 91, 66 * 71
     assert reports == [
@@ -142,7 +140,7 @@ def attempts(adapter: Adapter) -> dict[str, Reply]:
 
 
 @over_adapters
-def test_bad_input_is_refused_on_every_rank(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+def test_bad_input_is_refused_on_every_rank(pool: Pools, adapter: Adapter) -> None:
     replies = pool(4).run(attempts, adapter)
     for name, refusal in refusals_of(adapter).items():
         assert_refused([of_rank[name] for of_rank in replies], refusal)
@@ -165,7 +163,7 @@ def differently_seeded() -> tuple[list[str], bool]:
     return texts, torch.equal(weights["blocks.0.up.base"].dequantize(), oracle)
 
 
-def test_replicas_of_a_base_must_be_equal_unless_rank_0s_are_sent(pool: Callable[[int], Pool]) -> None:
+def test_replicas_of_a_base_must_be_equal_unless_rank_0s_are_sent(pool: Pools) -> None:
     for texts, same in pool(4).run(differently_seeded):
         for first, retried in (texts[:2], texts[2:]):
             assert "the frozen base of Net: " in first
@@ -297,9 +295,7 @@ def trained_after_inference(kind: str, scope: str) -> tuple[bool, list[float], l
 
 
 @pytest.mark.parametrize(("kind", "scope"), [("lora", "I"), ("dora", "G")])
-def test_a_first_forward_in_inference_mode_changes_nothing_in_training(
-    pool: Callable[[int], Pool], kind: str, scope: str
-) -> None:
+def test_a_first_forward_in_inference_mode_changes_nothing_in_training(pool: Pools, kind: str, scope: str) -> None:
     for same, ours, expected in pool(2).run(trained_after_inference, kind, scope):
         assert same
         assert ours == expected

@@ -12,7 +12,7 @@ import torch
 from harness import llama, models
 from harness.adapter import Adapter
 from harness.covering import ADAPTERS, over_each
-from harness.pool import Pool
+from harness.pool import Pools
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
@@ -69,7 +69,7 @@ def adapted_parameters(adapter: Adapter, first: bool, dtype: torch.dtype) -> Non
 
 @over_each(adapter=ADAPTERS, case={"fp32": (False, torch.float32), "bf16, quantized first": (True, torch.bfloat16)})
 def test_adapters_of_parameters_act_on_quantized_layers(
-    pool: Callable[[int], Pool], adapter: Adapter, case: tuple[bool, torch.dtype]
+    pool: Pools, adapter: Adapter, case: tuple[bool, torch.dtype]
 ) -> None:
     pool(4).run(adapted_parameters, adapter, *case)
 

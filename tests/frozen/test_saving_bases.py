@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from harness import frozen_files as files, models
 from harness.messages import collected
-from harness.pool import Pool, start_method
+from harness.pool import Pools, start_method
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -292,7 +292,7 @@ def saved_at_once(folder: str) -> list[int]:
     return found
 
 
-def test_jobs_that_save_at_once_leave_one_of_their_bases(pool: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_jobs_that_save_at_once_leave_one_of_their_bases(pool: Pools, tmp_path: Path) -> None:
     for found in pool(2).run(saved_at_once, str(tmp_path)):
         assert set(found) <= {0, 1}
         assert len(found) == 5

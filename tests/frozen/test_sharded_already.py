@@ -14,7 +14,7 @@ from harness.covering import WITH_FLAT, over_each
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
 from harness.messages import Reply, assert_refused, attempt
-from harness.pool import Pool, device_type
+from harness.pool import Pools, device_type
 from harness.strategies import CODEC, quantize
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
@@ -139,7 +139,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_however_weights_are_sharded_they_are_refused(pool: Callable[[int], Pool]) -> None:
+def test_however_weights_are_sharded_they_are_refused(pool: Pools) -> None:
     replies = pool(4).run(attempts)
     said = {name: message for name, (_, message) in MODELS.items()} | dict.fromkeys(OPTIONS, f"first.{SHARDED}")
     for name, message in said.items():
@@ -169,7 +169,7 @@ def wrapped(adapter: Adapter, strategy: Any, wrap_blocks: bool, folder: str) -> 
     wrap_blocks={"by block": True, "once": False},
 )
 def test_a_wrapped_model_is_refused_and_goes_on_as_it_was(
-    pool: Callable[[int], Pool], adapter: Adapter, strategy: Any, wrap_blocks: bool, tmp_path: Path
+    pool: Pools, adapter: Adapter, strategy: Any, wrap_blocks: bool, tmp_path: Path
 ) -> None:
     by_call, by_files = zip(*pool(4).run(wrapped, adapter, strategy, wrap_blocks, str(tmp_path)), strict=True)
     assert_refused(list(by_call), (quantize, ValueError, SHARDED))
@@ -227,5 +227,5 @@ def all_ways() -> dict[str, tuple[list[str], float]]:
     return {by: quantized_in_part(by) for by in WAYS}
 
 
-def test_what_is_not_sharded_is_quantized(pool: Callable[[int], Pool]) -> None:
+def test_what_is_not_sharded_is_quantized(pool: Pools) -> None:
     assert pool(4).run(all_ways) == [dict.fromkeys(WAYS, (["second"], 0.0))] * 4

@@ -26,7 +26,7 @@ from harness.adapter import Adapter
 from harness.covering import ADAPTERS
 from harness.frozen_files import refused
 from harness.live_bytes import LiveBytes
-from harness.pool import Pool
+from harness.pool import Pools
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -598,7 +598,7 @@ def on_one_rank(good: Path, bad: Path, other: Path) -> list[str]:
     return texts
 
 
-def test_what_one_rank_can_not_read_is_an_error_on_all(pool: Callable[[int], Pool], copied: Made) -> None:
+def test_what_one_rank_can_not_read_is_an_error_on_all(pool: Pools, copied: Made) -> None:
     good, bad, other = copied("fp8"), copied("fp8"), copied("fp8, other blocks")
     change(bad, dropped(f"{KEY}_scale_inv"))
     for texts in pool(2).run(on_one_rank, good, bad, other):
@@ -656,7 +656,7 @@ def trained(adapter: Adapter, folder: Path, scope: str, path: str) -> Tensor:
     ids=str,
 )
 def test_lora_trains_and_its_adapter_loads_beside_the_checkpoint(
-    pool: Callable[[int], Pool], made: Made, name: str, scope: str, adapter: Adapter, tmp_path: Path
+    pool: Pools, made: Made, name: str, scope: str, adapter: Adapter, tmp_path: Path
 ) -> None:
     folder = made(name)
     ours = pool(4).run(trained, adapter, folder, scope, str(tmp_path))[0]
@@ -683,9 +683,7 @@ def memory_of_reading(folder: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("format", ["gptq4 in order of activations", "fp8"])
-def test_a_rank_that_reads_needs_memory_for_its_shard_and_two_tensors(
-    pool: Callable[[int], Pool], tmp_path: Path, format: str
-) -> None:
+def test_a_rank_that_reads_needs_memory_for_its_shard_and_two_tensors(pool: Pools, tmp_path: Path, format: str) -> None:
     config, write = FORMATS[format]
     tensors = {f"{layer}.{end}": part for layer in range(LAYERS) for end, part in write(WIDTH, WIDTH, layer)[0].items()}
     save_file(tensors, tmp_path / FILE)

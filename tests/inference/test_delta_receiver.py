@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.models import device
-from harness.pool import Pool
+from harness.pool import Pools
 from safetensors.torch import save
 from torch import Tensor
 
@@ -277,9 +277,7 @@ def compared_with_one_process(dtype: torch.dtype) -> int:
 
 
 @pytest.mark.parametrize(("world", "dtype"), [(3, torch.bfloat16), (4, torch.float32)], ids=str)
-def test_updates_do_not_depend_on_the_number_of_ranks(
-    pool: Callable[[int], Pool], dtype: torch.dtype, world: int
-) -> None:
+def test_updates_do_not_depend_on_the_number_of_ranks(pool: Pools, dtype: torch.dtype, world: int) -> None:
     kept = pool(world).run(compared_with_one_process, dtype)
     total = sum(weight.nbytes for weight in weights_of(0, dtype).values())
     assert sum(kept) == total  # each value's copy is on one rank
@@ -326,7 +324,7 @@ def disagree() -> tuple[list[list[str]], int]:
     return [after_one_rank_does(what) for what in WHAT], token.nbytes
 
 
-def test_ranks_that_disagree_raise_or_send_everything_together(pool: Callable[[int], Pool]) -> None:
+def test_ranks_that_disagree_raise_or_send_everything_together(pool: Pools) -> None:
     for kinds, nbytes in pool(4).run(disagree):
         assert kinds == [["whole"] * (len(SHAPES) + 1)] * len(WHAT)
         assert nbytes == 2 * 4 * CHUNK  # of eight tensors of a chunk each: spread over ranks
