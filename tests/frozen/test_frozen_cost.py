@@ -12,12 +12,12 @@ import pytest
 import torch
 from harness import llama, lora, models
 from harness.adapter import Adapter, Case
-from harness.covering import ADAPTERS, over_adapters, over_each
+from harness.covering import ADAPTERS, over_each
 from harness.pool import Pools
 from harness.wiretap import Wiretap, sent_in
 from torch import Tensor, nn
 
-from fsdp_zpp import NF4, Int4, Int8, Strategy, quantize_frozen_params, traffic
+from fsdp_zpp import NF4, Int4, Int8, Strategy, quantize_frozen_params
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.collectives.hops import Hop
 from fsdp_zpp.frozen.base import FrozenBase
@@ -137,28 +137,6 @@ def test_a_strategy_gathers_a_unit_once_a_pass_and_keeps_no_copy_in_full_precisi
             assert of_all - of_base <= blocks * (3 + 2) + 4
 
 
-def unit_labels(adapter: Adapter) -> list[tuple[str, int]]:
-    """In a worker: units, and how many weights each has, of a model that is wrapped once, inside of another."""
-    outer = nn.Sequential(lora.make_net())
-    quantize_frozen_params(outer, gpus_per_node=2)
-    outer[0] = adapter.shard(outer[0], Case(wrap_blocks=False), Strategy(gpus_per_node=2))
-    models.loss_of(outer[0], models.batch(0, 0))
-    (base,) = FrozenBase.below(outer)
-    return [(unit.label, len(unit.weights)) for unit in base.units]
-
-
-@over_adapters
-def test_layers_of_a_model_that_is_wrapped_once_are_units_of_the_base(pool: Pools, adapter: Adapter) -> None:
-    for labels in pool(2).run(unit_labels, adapter):
-        assert sorted(labels) == [("frozen 0", 2), *((f"frozen 0.blocks.{index}", 2) for index in range(2))]
-
-
-def test_traffic_counts_a_base_without_fsdp() -> None:
-    net = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
-    quantize_frozen_params(net)
-    assert traffic(net)["gather"] == {"inter": 0, "intra": 0}
-
-
 # ---- launches: on a GPU a step of LoRA waits for the CPU if a weight takes more than a decode and little beside
 
 DECODES = {"dequantize_rows": dequantize_rows, "dequantize_nf4_rows": dequantize_nf4_rows}
@@ -228,6 +206,7 @@ def launched_in_a_step(adapter: Adapter, codec: Codec, checkpointing: str) -> tu
     return of_step, len(decoded), len(uses), len(base.weights), sorted(of_forward)
 
 
+# Layers are units of the base also where a model is wrapped once.
 LAUNCHES = [
     (ADAPTERS[0], Int8(256), "off"),
     (ADAPTERS[1], Int4(32), "reentrant"),
@@ -248,17 +227,6 @@ def test_one_gather_a_unit_and_pass_and_one_decode_a_use(
         assert decoded == uses
         assert uses <= weights * (2 if checkpointing == "off" else 3)
         assert len(of_forward) == len(set(of_forward)) == 4  # in a row of forwards
-
-
-def test_a_base_that_is_prepared_has_the_levels_on_its_device() -> None:
-    levels_on.cache_clear()
-    net = lora.make_net(**LARGE)
-    quantize_frozen_params(net, NF4(64))
-    for base in FrozenBase.below(net):
-        base.prepare()
-    assert levels_on.cache_info().misses == 1
-    models.loss_of(net, models.batch(0, 0, rank=0)).backward()
-    assert levels_on.cache_info().misses == 1  # so that no forward waits for a copy
 
 
 def test_levels_are_those_of_the_paper_whatever_mode_asks_first() -> None:
