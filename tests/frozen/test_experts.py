@@ -62,8 +62,8 @@ def test_forward_equals_the_dequantized_model(pool: Pools, adapter: Adapter, kin
     pool(4).run(computes, adapter, kind)
 
 
-def adapted(adapter: Adapter, kind: str, quantized_first: bool) -> None:
-    """In a worker: with an adapter logits, greedy tokens and gradients are the oracle's."""
+def adapted(adapter: Adapter, kind: str, quantized_first: bool, folder: str) -> None:
+    """In a worker: with an adapter logits, greedy tokens, gradients, merged weights and files are the oracle's."""
     base = moe.make_base(kind)
     if quantized_first:
         quantize_frozen_params(base.requires_grad_(False), CODEC, gpus_per_node=2)
@@ -75,20 +75,34 @@ def adapted(adapter: Adapter, kind: str, quantized_first: bool) -> None:
     assert len(set(tokens)) > 4
     backward(model, alone=False)
     assert models.distance(adapter.full_gradients(model), backward(alone, alone=True)) <= 1e-5
+    logits = llama.logits_of(model)
+    save_frozen_params(model, f"{folder}/base")
+    save_adapter(model, f"{folder}/adapter")
+    assert torch.equal(llama.logits_of(loaded(adapter, kind, folder)), logits)
+    merged, expected = dict(gathered_weights(model, merged=True)), alone.merge_and_unload().state_dict()
+    assert merged.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(merged[name], value)] == []
+
+
+def loaded(adapter: Adapter, kind: str, folder: str) -> Any:
+    """In a worker: a model that base and adapter were loaded into, over other nodes."""
+    base = moe.make_base(kind).requires_grad_(False)
+    for parameter in base.parameters():
+        parameter.data.zero_()
+    load_frozen_params(base, f"{folder}/base", gpus_per_node=1)
+    model = PeftModel.from_pretrained(base, f"{folder}/adapter", is_trainable=True)
+    return moe.shard(adapter, model, Strategy("GGG", gpus_per_node=1))
 
 
 @over_each(
     rest=False,
     adapter=ADAPTERS,
-    case={
-        "adapters first": ("qwen3", False),
-        "quantized first": ("deepseek", True),
-    },
+    case={"adapters first": ("qwen3", False), "quantized first": ("deepseek", True)},
 )
-def test_adapters_generate_and_get_gradients_as_on_the_dequantized_model(
-    pool: Pools, adapter: Adapter, case: tuple[str, bool]
+def test_adapters_generate_train_merge_and_are_saved_as_on_the_dequantized_model(
+    pool: Pools, adapter: Adapter, case: tuple[str, bool], tmp_path: Path
 ) -> None:
-    pool(4).run(adapted, adapter, *case)
+    pool(4).run(adapted, adapter, *case, str(tmp_path))
 
 
 @pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
@@ -107,73 +121,16 @@ def test_nothing_dense_is_kept_for_the_backward(kind: str, experts: str) -> None
     loss.backward()
 
 
-# ---- to and from files
-
-
-def saved(adapter: Adapter, kind: str, path: str) -> Tensor:
-    """In a worker: logits of a model whose base and adapter are saved, and whose experts merge as PEFT merges them."""
-    model = moe.shard(adapter, moe.adapt(moe.make_base(kind)), MIXZPP)
-    logits = llama.logits_of(model)
-    save_frozen_params(model, f"{path}/base")
-    save_adapter(model, f"{path}/adapter")
-    merged = dict(gathered_weights(model, merged=True))
-    expected = moe.adapt(moe.rounded_base(CODEC, kind)).merge_and_unload().state_dict()
-    assert merged.keys() == expected.keys()
-    assert [name for name, value in expected.items() if not torch.equal(merged[name], value)] == []
-    return logits
-
-
-def loaded(adapter: Adapter, kind: str, path: str) -> list[Tensor]:
-    """In a worker: logits of models that both were loaded into, sharded and alone."""
-    base = moe.make_base(kind).requires_grad_(False)
-    for parameter in base.parameters():
-        parameter.data.zero_()
-    load_frozen_params(base, f"{path}/base", gpus_per_node=1)
-    model = PeftModel.from_pretrained(base, f"{path}/adapter", is_trainable=True)
-    alone = PeftModel.from_pretrained(moe.rounded_base(CODEC, kind), f"{path}/adapter")
-    model = moe.shard(adapter, model, Strategy("GGG", gpus_per_node=1))
-    return [llama.logits_of(model), llama.logits_of(alone)]
-
-
-@over_each(rest=False, adapter=ADAPTERS, kind=moe.KINDS)
-def test_a_saved_base_and_adapter_load_at_another_world_size(
-    pool: Pools, adapter: Adapter, kind: str, tmp_path: Path
-) -> None:
-    expected = pool(4).run(saved, adapter, kind, str(tmp_path))[0]
-    for logits in pool(2).run(loaded, adapter, kind, str(tmp_path)):
-        assert all(torch.equal(each, expected) for each in logits)
-
-
 # ---- one stack
-
-
-class Experts(nn.Module):
-    """Stacks of matrices: one that is large enough, one of a single matrix, and a convolution's weight."""
-
-    def __init__(self, experts: int, rows: int, columns: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stack = nn.Parameter(torch.randn(experts, rows, columns))
-        self.positions = nn.Parameter(torch.randn(1, 64, 64))
-        self.router = nn.Parameter(torch.randn(64, 64))
-        self.convolution = nn.Conv1d(64, 64, 3, bias=False)
-
-
-def test_stacks_of_matrices_are_quantized() -> None:
-    net = Experts(5, 32, 48).requires_grad_(False)
-    report = quantize_frozen_params(net)
-    assert (report.weights, report.parameters) == (1, 5 * 32 * 48)
-    assert report.left == {
-        "of Experts, not nn.Linear or nn.Embedding": ("positions", "router"),
-        "of Conv1d, not nn.Linear or nn.Embedding": ("convolution.weight",),
-    }
 
 
 def rows_alone() -> None:
     """In a worker: each matrix of a stack is, dequantized alone, what it is in all of it."""
     codecs = ((Int8(64), 64), (Int8(64), 33), (Int4(128), 64), (NF4(64), 64))
     for scope, (codec, rows) in product("NIG", codecs):
-        net = Experts(5, rows, 40).to(models.device()).requires_grad_(False)
+        torch.manual_seed(0)
+        net = nn.Module()
+        net.stack = nn.Parameter(torch.randn(5, rows, 40, device=models.device()), requires_grad=False)
         whole = net.stack.detach().clone()
         quantize_frozen_params(net, codec, placement=scope, gpus_per_node=2)
         dense = net.stack + 0
@@ -182,7 +139,7 @@ def rows_alone() -> None:
         assert torch.equal(net.stack.transpose(1, 2)[3] + 0, dense[3].T)
         assert (dense - whole).norm() < 0.2 * whole.norm()
         dequantize_frozen_params(net)
-        assert type(net) is Experts
+        assert type(net) is nn.Module
         assert torch.equal(net.stack, dense)
 
 

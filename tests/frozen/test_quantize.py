@@ -17,7 +17,7 @@ from harness.adapter import STOCK, Adapter, Case
 from harness.covering import over_adapters
 from harness.messages import Refusal, Reply, assert_refused, attempt, collected
 from harness.pool import Pools
-from torch import Tensor, nn
+from torch import nn
 from transformers import LlamaForCausalLM
 
 from fsdp_zpp import NF4, Int4, Int8, Strategy, dequantize_frozen_params, quantize_frozen_params
@@ -33,7 +33,7 @@ CODEC = Int8(64)
 
 def frozen_in_two_goes(adapter: Adapter) -> tuple[list[Any], list[tuple[str, str]]]:
     """In a worker: reports of a model whose head is frozen later, and what was logged."""
-    net = lora.make_net(tied=False)
+    net = lora.make_net()
     net.head.requires_grad_(True)
     with collected() as records:
         first = quantize_frozen_params(net, Int8(256), gpus_per_node=2)
@@ -79,23 +79,25 @@ def test_a_call_quantizes_what_was_frozen_since_and_rank_0_logs_one_line(pool: P
     assert all((of_two[1], first, second) == ([], [], []) for of_two, first, second in others)
 
 
-def test_large_matrices_of_linear_and_embedding_are_quantized_and_the_rest_is_named() -> None:
+def test_large_matrices_of_linear_and_embedding_and_stacks_are_quantized_and_the_rest_is_named() -> None:
     net = nn.Module()
     net.small, net.large = nn.Linear(8, 8), nn.Linear(64, 64)
     net.trainable, net.kernel = nn.Linear(64, 64), nn.Conv2d(16, 16, 5)
     net.bounded, net.double = nn.Embedding(64, 64, max_norm=1.0), nn.Linear(64, 64).double()
+    net.stack, net.positions = (nn.Parameter(torch.randn(count, 64, 64)) for count in (5, 1))
     net.parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(64, 64, bias=False))
     net.requires_grad_(False)
     net.trainable.requires_grad_(True)
     net.also = nn.Linear(64, 64, bias=False)
     net.also.weight = net.large.weight
     report = quantize_frozen_params(net)
-    assert (report.weights, report.parameters) == (1, 4096)
+    assert (report.weights, report.parameters) == (2, 6 * 4096)
     assert net.also.weight.frozen is net.large.weight.frozen
     assert {reason: names[0] for reason, names in report.left.items()} == {
         "smaller than 4096 values": "small.weight",
         "1-D": "small.bias",
         "of Conv2d, not nn.Linear or nn.Embedding": "kernel.weight",
+        "of Module, not nn.Linear or nn.Embedding": "positions",
         "an nn.Embedding with max_norm, which writes to it": "bounded.weight",
         "a Parameter of torch.float64": "double.weight",
         "of ParametrizationList, not nn.Linear or nn.Embedding": "parametrized.parametrizations.weight.original0",
@@ -124,13 +126,6 @@ def refusals_of(adapter: Adapter) -> dict[str, Refusal]:
         "meta": (quantized(net=on_meta), ValueError, "embedding.weight is on the meta device"),
         "meta by strategy": (lambda: adapter.apply(on_meta(), mixzpp), ValueError, "is on the meta device"),
         "no such file": (quantized(checkpoint="nowhere.safetensors"), ValueError, "there is no nowhere.safetensors"),
-        "wrapped": (
-            quantized(
-                net=lambda: adapter.shard(lora.make_net(), Case(), Strategy(gpus_per_node=2)), sync_module_states=True
-            ),
-            ValueError,
-            "is sharded by FSDP already; call quantize_frozen_params(model, 'auto') before you wrap",
-        ),
     }
 
 
@@ -146,30 +141,23 @@ def test_bad_input_is_refused_on_every_rank(pool: Pools, adapter: Adapter) -> No
         assert_refused([of_rank[name] for of_rank in replies], refusal)
 
 
-def differently_seeded() -> tuple[list[str], bool]:
-    """In a worker: what uses of bases say whose weights differ between ranks, and what comes of sending rank 0's."""
-    texts = []
+def differently_seeded() -> None:
+    """In a worker: uses of a base are refused whose weights differ between ranks, unless rank 0's are sent."""
     for scope in ("N", "I"):
         net = lora.make_net(seed=dist.get_rank())
         quantize_frozen_params(net, placement=scope, gpus_per_node=2)
         for _ in range(2):
-            with pytest.raises(ValueError, match="frozen base") as caught:
+            with pytest.raises(ValueError, match=r"the frozen base of Net: .*they hold different weights"):
                 net(models.batch(0, 0)[:, :-1] % 71)
-            texts.append(str(caught.value))
     net = lora.make_net(seed=dist.get_rank())
     quantize_frozen_params(net, gpus_per_node=2, sync_module_states=True)
     weights = {path: frozen for path, _, frozen in frozen_modules(net)}
     oracle = lora.rounded_net(Int8(256)).blocks[0].up.base.weight
-    return texts, torch.equal(weights["blocks.0.up.base"].dequantize(), oracle)
+    assert torch.equal(weights["blocks.0.up.base"].dequantize(), oracle)
 
 
 def test_replicas_of_a_base_must_be_equal_unless_rank_0s_are_sent(pool: Pools) -> None:
-    for texts, same in pool(4).run(differently_seeded):
-        for first, retried in (texts[:2], texts[2:]):
-            assert "the frozen base of Net: " in first
-            assert "they hold different weights" in first
-            assert retried == first
-        assert same
+    pool(4).run(differently_seeded)
 
 
 # ---- modules
@@ -221,7 +209,7 @@ def test_writes_to_a_quantized_weight_are_refused(write: Callable[[nn.Linear], A
         write(net[0])
 
 
-def quantized(tied: bool = True) -> LlamaForCausalLM:
+def quantized_llama(tied: bool = True) -> LlamaForCausalLM:
     """A Llama whose base is quantized."""
     model = llama.make_base(tied=tied).requires_grad_(False)
     quantize_frozen_params(model, CODEC)
@@ -229,7 +217,7 @@ def quantized(tied: bool = True) -> LlamaForCausalLM:
 
 
 def test_tied_modules_show_one_tensor_and_so_do_their_copies() -> None:
-    model = quantized()
+    model = quantized_llama()
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert isinstance(model.lm_head.weight, nn.Parameter)
     copied, expected = copy.deepcopy(model), llama.logits_of(model)
@@ -245,7 +233,7 @@ def test_tied_modules_show_one_tensor_and_so_do_their_copies() -> None:
 
 
 def test_tie_weights_ties_quantized_modules() -> None:
-    untied = quantized(tied=False)
+    untied = quantized_llama(tied=False)
     assert untied.lm_head.weight is not untied.model.embed_tokens.weight
     untied.config.tie_word_embeddings = True
     untied.tie_weights()
@@ -256,7 +244,7 @@ def test_tie_weights_ties_quantized_modules() -> None:
 
 
 def test_save_pretrained_refuses_to_leave_the_base_out(tmp_path: Path) -> None:
-    model = quantized()
+    model = quantized_llama()
     expected = llama.logits_of(model)
     with pytest.raises(RuntimeError, match=r"15 weights of this LlamaForCausalLM .*save_frozen_params\(model, path\)"):
         model.save_pretrained(tmp_path)
@@ -277,28 +265,22 @@ def test_save_pretrained_refuses_to_leave_the_base_out(tmp_path: Path) -> None:
 # Under either FSDP a first forward in inference mode is torch's to refuse: its own parameters are made there, too.
 
 
-def trained_after(kind: str, scope: str, inference: bool) -> tuple[Tensor, list[float]]:
-    """In a worker: logits of a first forward in inference mode, or without gradients, and losses from then on."""
-    model: Any = llama.adapt(llama.make_base(tied=True), {"default": kind})
-    quantize_frozen_params(model, CODEC, placement=scope, gpus_per_node=1 if scope == "G" else 2)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    with torch.inference_mode() if inference else torch.no_grad():
-        logits = model(input_ids=llama.tokens(99, 0)).logits.cpu()
-    return logits, llama.train(model, optimizer)
-
-
-def trained_after_inference(kind: str, scope: str) -> tuple[bool, list[float], list[float]]:
-    """In a worker: whether logits agree, and losses, with inference mode and without."""
-    ours, losses = trained_after(kind, scope, True)
-    theirs, expected = trained_after(kind, scope, False)
-    return torch.equal(ours, theirs), losses, expected
+def trained_after_inference(kind: str, scope: str) -> None:
+    """In a worker: a first forward computes as much with inference mode as without, and so does a training after it."""
+    outcomes = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        model: Any = llama.adapt(llama.make_base(tied=True), {"default": kind})
+        quantize_frozen_params(model, CODEC, placement=scope, gpus_per_node=1 if scope == "G" else 2)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        with mode():
+            logits = model(input_ids=llama.tokens(99, 0)).logits.tolist()
+        outcomes.append((logits, llama.train(model, optimizer)))
+    assert outcomes[0] == outcomes[1]
 
 
 @pytest.mark.parametrize(("kind", "scope"), [("lora", "I"), ("dora", "G")])
 def test_a_first_forward_in_inference_mode_changes_nothing_in_training(pool: Pools, kind: str, scope: str) -> None:
-    for same, ours, expected in pool(2).run(trained_after_inference, kind, scope):
-        assert same
-        assert ours == expected
+    pool(2).run(trained_after_inference, kind, scope)
 
 
 @pytest.mark.parametrize("codec", [Int4(128), NF4(64)], ids=str)

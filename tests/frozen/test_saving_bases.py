@@ -301,5 +301,5 @@ def test_a_draft_that_another_save_locks_first_is_left_to_it(tmp_path: Path, mon
         flock(file, operation)
 
     monkeypatch.setattr(fcntl, "flock", slow)
-    draft = Draft(tmp_path)
-    assert Path(others[0].name) != draft._path
+    Draft(tmp_path).publish("{}")
+    assert {path.name for path in tmp_path.iterdir()} == {files.INDEX, Path(others[0].name).name}
