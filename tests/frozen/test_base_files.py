@@ -34,7 +34,6 @@ Make = Callable[..., models.Net]
 
 
 def save(folder: Path, **arguments: Any) -> Path:
-    """A saved base."""
     base = files.make_base(**arguments)
     quantize_frozen_params(base, files.CODEC)
     save_frozen_params(base, folder)
@@ -58,7 +57,6 @@ def write_checkpoint(path: Path, tensors: dict[str, Tensor], changes: dict[str, 
 
 
 def write_index(path: Path, where: dict[str, Any]) -> Path:
-    """An index that says in which files tensors are."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"weight_map": where}))
     return path
@@ -273,7 +271,6 @@ def test_an_index_names_files_of_its_folder(tmp_path: Path) -> None:
 
 
 def of_weight(**said: Any) -> Callable[[dict[str, Any]], None]:
-    """An index that says something else of a weight."""
     return lambda index: index["metadata"]["weights"][WEIGHT].update(said)
 
 
@@ -348,7 +345,6 @@ DIFFERENT = {
 
 
 def on_rank_2(folder: Path) -> None:
-    """In a worker: rank 2 sees other files than the others."""
     for kind, said in DIFFERENT.items():
         own = folder / kind / ("broken" if dist.get_rank() == 2 else "whole")
         refused(files.make_base(seed=1), quantizing(own) if kind == "checkpoint" else loading(own), said)
@@ -380,7 +376,6 @@ def empty(tied: bool = False, tie: bool = True) -> nn.Module:
 
 
 def logits_of(model: nn.Module) -> Tensor:
-    """Logits of a fixed batch, without ranks."""
     return llama.logits_of(model.to(models.device()))
 
 
@@ -480,7 +475,6 @@ def test_an_expert_that_is_missing_or_of_another_shape_is_named(tmp_path: Path) 
 
 
 def from_checkpoint(adapter: Adapter, codec: Codec, path: str) -> None:
-    """In a worker: a model without values comes out as the oracle, of whose weights this rank reads its part."""
     sizes: list[int] = []
     original = TensorFiles.values
 
@@ -510,7 +504,6 @@ def test_quantizing_from_a_checkpoint_reads_the_own_rows_alone(
 
 
 def logits_of_net(model: Any) -> Tensor:
-    """In a worker: logits of a batch that is the same on every rank."""
     with torch.no_grad():
         return model(models.batch(99, 0, rank=0)[:, :-1] % model.embedding.num_embeddings)
 
@@ -529,7 +522,6 @@ def saved(adapter: Adapter, codec: Codec, scope: str, path: str) -> Tensor:
 
 
 def loaded(adapter: Adapter, scope: str, gpus_per_node: int, path: str) -> Tensor:
-    """In a worker: logits of a net that the base was loaded into."""
     net = lora.make_net()
     for tensor in (*net.parameters(), *net.buffers()):
         if not tensor.requires_grad:

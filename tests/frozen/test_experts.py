@@ -9,7 +9,6 @@ from typing import Any
 import moe
 import pytest
 import torch
-import torch.distributed as dist
 from harness import llama, models
 from harness.adapter import Adapter
 from harness.covering import ADAPTERS, over_each
@@ -35,19 +34,10 @@ CODEC = Int8(64)
 MIXZPP = Strategy("IGG", frozen=CODEC, gpus_per_node=2)
 
 
-def backward(model: Any, alone: bool) -> dict[str, Tensor]:
-    """In a worker: leave the mean gradient of all ranks' batches on ``model``; ``alone`` takes them all itself."""
-    ranks = range(dist.get_world_size()) if alone else [dist.get_rank()]
-    for rank in ranks:
-        (llama.loss_of(model, llama.tokens(0, rank)) / len(ranks)).backward()
-    return {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
-
-
 # ---- what is computed
 
 
 def computes(adapter: Adapter, kind: str) -> None:
-    """In a worker: logits are the oracle's, bit for bit, wherever the base is and however it is quantized."""
     for scopes, codec, experts in (("IGG", NF4(64), "eager"), ("GGG", Int4(32), "batched_mm")):
         model = moe.make_base(kind, experts=experts).requires_grad_(False)
         model.lm_head.requires_grad_(True)
@@ -63,7 +53,6 @@ def test_forward_equals_the_dequantized_model(pool: Pools, adapter: Adapter, kin
 
 
 def adapted(adapter: Adapter, kind: str, quantized_first: bool, folder: str) -> None:
-    """In a worker: with an adapter logits, greedy tokens, gradients, merged weights and files are the oracle's."""
     base = moe.make_base(kind)
     if quantized_first:
         quantize_frozen_params(base.requires_grad_(False), CODEC, gpus_per_node=2)
@@ -73,8 +62,8 @@ def adapted(adapter: Adapter, kind: str, quantized_first: bool, folder: str) -> 
     tokens = llama.greedy_tokens(model, 8)
     assert tokens == llama.greedy_tokens(alone, 8)
     assert len(set(tokens)) > 4
-    backward(model, alone=False)
-    assert models.distance(adapter.full_gradients(model), backward(alone, alone=True)) <= 1e-5
+    moe.backward(model, alone=False)
+    assert models.distance(adapter.full_gradients(model), moe.backward(alone, alone=True)) <= 1e-5
     logits = llama.logits_of(model)
     save_frozen_params(model, f"{folder}/base")
     save_adapter(model, f"{folder}/adapter")
@@ -95,9 +84,7 @@ def loaded(adapter: Adapter, kind: str, folder: str) -> Any:
 
 
 @over_each(
-    rest=False,
-    adapter=ADAPTERS,
-    case={"adapters first": ("qwen3", False), "quantized first": ("deepseek", True)},
+    rest=False, adapter=ADAPTERS, case={"adapters first": ("qwen3", False), "quantized first": ("deepseek", True)}
 )
 def test_adapters_generate_train_merge_and_are_saved_as_on_the_dequantized_model(
     pool: Pools, adapter: Adapter, case: tuple[str, bool], tmp_path: Path
@@ -111,7 +98,7 @@ def test_nothing_dense_is_kept_for_the_backward(kind: str, experts: str) -> None
     model = moe.make_base(kind, experts=experts).requires_grad_(False)
     smallest = min(p[0].numel() for p in moe.chosen(model).values() if p.dim() == 3)
     quantize_frozen_params(model, CODEC)
-    model = moe.adapt(model, experts=False)
+    model = moe.adapt(model, parameters=())
     plain = {p.data_ptr() for p in model.parameters()}
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
@@ -125,7 +112,6 @@ def test_nothing_dense_is_kept_for_the_backward(kind: str, experts: str) -> None
 
 
 def rows_alone() -> None:
-    """In a worker: each matrix of a stack is, dequantized alone, what it is in all of it."""
     codecs = ((Int8(64), 64), (Int8(64), 33), (Int4(128), 64), (NF4(64), 64))
     for scope, (codec, rows) in product("NIG", codecs):
         torch.manual_seed(0)

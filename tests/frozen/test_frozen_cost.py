@@ -176,7 +176,6 @@ def adapted(adapter: Adapter, codec: Codec, checkpointing: str) -> Any:
 
 
 def step_of(model: Any) -> None:
-    """In a worker: a forward and a backward."""
     llama.loss_of(model, llama.tokens(0)).backward()
     model.zero_grad()
 

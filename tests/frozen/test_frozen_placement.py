@@ -53,7 +53,6 @@ def computes_as_dequantized(model: Any, codec: Codec) -> None:
 
 
 def by_strategy(adapter: Adapter, scopes: str, codec: Codec) -> None:
-    """In a worker: a net that its strategy quantizes computes as the oracle."""
     strategy = Strategy(scopes, frozen=codec, gpus_per_node=2)
     computes_as_dequantized(adapter.shard(lora.make_net(), Case(), strategy), codec)
 
@@ -64,7 +63,6 @@ def test_forward_equals_the_dequantized_model(pool: Pools, adapter: Adapter, sco
 
 
 def on_nodes(adapter: Adapter, strategy: Strategy | None, placement: str) -> None:
-    """In a worker: nets that are quantized before compute as the oracle, on nodes of all sizes."""
     for gpus_per_node in (1, 2):
         net = lora.make_net()
         quantize_frozen_params(net, placement=placement, gpus_per_node=gpus_per_node)
@@ -100,7 +98,6 @@ CASES = {
 
 
 def trains_as_dequantized(adapter: Adapter, scopes: str, case: Case) -> None:
-    """In a worker: the first gradients and the last weights are the oracle's."""
     model, net = lora.make_net(**dict(case.model)), lora.rounded_net(Int8(256), **dict(case.model))
     if case.checkpointing.startswith("inside"):
         models.recompute(model, case.checkpointing, lambda module: isinstance(module, models.Block))
@@ -132,7 +129,6 @@ TWO = Strategy("IGG", gpus_per_node=2)
 
 
 def places_of(model: nn.Module) -> set[str]:
-    """Where a model's base lies."""
     return {f"{w.placement.scope} on {w.placement.mesh.topology}" for _, _, w in frozen_modules(model)}
 
 
@@ -146,7 +142,6 @@ def used(model: Any, codec: Codec) -> tuple[bool, int]:
 
 
 def quantized_first(adapter: Adapter, codec: Codec, scope: str) -> None:
-    """In a worker: a base that is quantized without a word on nodes, then wrapped by a strategy that knows them."""
     net = lora.make_net()
     quantize_frozen_params(net, codec, placement=scope)
     assert places_of(net) == {f"{scope} on 1 node x 4"}
@@ -161,7 +156,6 @@ def test_the_strategy_says_where_a_base_lies(pool: Pools, adapter: Adapter, case
 
 
 def placed(adapter: Adapter) -> None:
-    """In a worker: bases whose nodes were named, that came late, that were used, and of two strategies."""
     two = {"I on 2 nodes x 2"}
     net = lora.make_net()
     quantize_frozen_params(net, gpus_per_node=1)
@@ -201,7 +195,6 @@ LARGE: dict[str, Any] = {"width": 256, "hidden": 688, "vocabulary": 512}
 
 
 def trained(adapter: Adapter, model: Any) -> dict[str, Tensor]:
-    """In a worker: trained weights after a step."""
     optimizer = models.make_optimizer("sgd", [p for p in model.parameters() if p.requires_grad])
     models.loss_of(model, models.batch(0, 0)).backward()
     optimizer.step()
@@ -246,7 +239,6 @@ def test_a_base_stays_sharded_over_the_host(
 
 
 def with_nodes_named(adapter: Adapter) -> None:
-    """In a worker: bases where the strategy, or the call that quantizes, names nodes, or neither does."""
     alone, host = {"I on 4 nodes x 1"}, {"I on 1 node x 4"}
     with machine(NONE):
         assert places_of(adapter.shard(lora.make_net(), Case(), Strategy.mixzpp(gpus_per_node=1))) == alone

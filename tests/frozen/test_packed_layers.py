@@ -66,7 +66,6 @@ def make(storage: torch.dtype = torch.bfloat16) -> Packed:
 
 
 def x(rows: int = 4) -> Tensor:
-    """An input."""
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(5)).bfloat16().to(models.device())
 
 
@@ -211,7 +210,6 @@ def wrapped(adapter: Adapter, strategy: Strategy, *units: str) -> Any:
 
 
 def logged(adapter: Adapter, strategy: Strategy) -> list[tuple[str, str]]:
-    """In a worker: what that model logs."""
     with collected() as records:
         wrapped(adapter, strategy, "second", "trained")(x())
     return records
@@ -240,7 +238,6 @@ def refusals(adapter: Adapter) -> list[str]:
 
 
 def said(adapter: Adapter) -> tuple[Any, ...]:
-    """In a worker: what an adapter logs and refuses."""
     strategies = Strategy.zeropp(gpus_per_node=2), Strategy.mixzpp(gpus_per_node=2, frozen=Int8(64))
     return *(logged(adapter, strategy) for strategy in strategies), on_slow_links(adapter), refusals(adapter)
 
@@ -395,7 +392,6 @@ def test_an_adapter_on_a_packed_layer_works_on(bits: int) -> None:
 
 
 def takes_the_first_ranks() -> None:
-    """In a worker: layers have the first rank's values, which other ranks' differ from."""
     options: dict[str, Any] = {"min_numel": 1, "gpus_per_node": 1, "sync_module_states": True, "dtype": torch.float32}
     for codec, layer_of in product(("as stored", Int8(64)), (eight_bits, fp8)):
         layer, _ = layer_of(seed=dist.get_rank())

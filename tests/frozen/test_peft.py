@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import bitsandbytes as bnb
+import moe
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,14 +36,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import LlamaForCausalLM
 
-from fsdp_zpp import (
-    Int8,
-    Strategy,
-    dequantize_frozen_params,
-    gathered_weights,
-    quantize_frozen_params,
-    save_adapter,
-)
+from fsdp_zpp import Int8, Strategy, dequantize_frozen_params, gathered_weights, quantize_frozen_params, save_adapter
 
 CODEC = Int8(64)
 MIXZPP = Strategy("IGG", frozen=CODEC, gpus_per_node=2)
@@ -80,9 +74,7 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
 def step(model: Any, alone: bool, optimizer: Any = None) -> dict[str, Tensor]:
     """In a worker: train; ``alone`` takes all ranks' batches. Returns trainable weights, if they are whole."""
     optimizer = optimizer or optimizer_of(model)
-    ranks = range(dist.get_world_size()) if alone else [dist.get_rank()]
-    for rank in ranks:
-        (llama.loss_of(model, llama.tokens(0, rank)) / len(ranks)).backward()
+    moe.backward(model, alone)
     optimizer.step()
     optimizer.zero_grad()
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
@@ -112,7 +104,6 @@ METHODS: dict[str, Callable[[], PeftConfig]] = {
 
 
 def by_method(adapter: Adapter, method: str, folder: str) -> None:
-    """In a worker: a method trains on a base quantized first as on the oracle, and loads there once it is saved."""
     made = []
     for each in (quantized(), llama.rounded_base(CODEC)):
         torch.manual_seed(3)
@@ -133,7 +124,6 @@ def test_other_methods_of_peft_train_as_on_one_device(
 
 
 def in_16_bits(adapter: Adapter, strategy: Strategy) -> None:
-    """In a worker: losses on a base in bf16 are those of the oracle."""
     alone = oracle(LORA, dtype=torch.bfloat16)
     assert {p.dtype for p in alone.parameters()} == {torch.bfloat16, torch.float32}  # as PEFT makes them
     model = llama.shard(adapter, llama.adapt(llama.make_base(torch.bfloat16), LORA), strategy)
@@ -148,7 +138,6 @@ def test_a_base_in_16_bits_trains_beside_adapters_in_32(pool: Pools, adapter: Ad
 
 
 def gathers_of_adapters(adapter: Adapter) -> list[int]:
-    """In a worker: all-gathers in a warm step, with one adapter and with three."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     counts = []
     for adapters in (LORA, {"default": "lora", "b": "lora", "c": "lora"}):
@@ -195,7 +184,6 @@ def assert_handed_out(model: Any, alone: PeftModel, folder: str) -> None:
 
 
 def saved_and_loaded(adapter: Adapter, kind: str, scopes: str, tied: bool, folder: str) -> None:
-    """In a worker: a trained adapter loads on one device as it is, near one trained there, and training goes on."""
     adapters = {"default": kind} | ({} if tied else {"other": "lora"})
     model = sharded(adapter, adapters, Strategy(scopes, frozen=CODEC, gpus_per_node=2), tied=tied)
     alone = oracle(adapters, tied=tied)
@@ -237,7 +225,6 @@ def test_a_saved_adapter_loads_on_one_device_and_merges_bit_for_bit(
 
 
 def in_full_precision(adapter: Adapter, kind: str, folder: str) -> None:
-    """In a worker: the same of a base that is not quantized."""
     adapters = {"chosen": kind, "other": "rslora"}
     dtype = torch.float32 if adapter == ADAPTERS[0] else llama.ADAPTED  # PEFT's adapters are in fp32
     model = llama.shard(adapter, llama.adapt(llama.make_base(dtype), adapters), EXACT)
@@ -254,7 +241,6 @@ def test_adapters_are_merged_into_full_precision_as_peft_merges_them(
 
 
 def several(adapter: Adapter, folder: str) -> None:
-    """In a worker: switching, disabling and saving two adapters does what it does on one device."""
     both = {"default": "lora", "other": "rslora"}
     model, alone = sharded(adapter, both), oracle(both)
     ours = llama.peft_of(model)
@@ -315,7 +301,6 @@ def test_ties_that_sharding_loses_are_refused(pool: Pools) -> None:
 
 
 def saved_where_it_can_not_be(path: str) -> None:
-    """In a worker: a file is in the place of a folder."""
     with pytest.raises(RuntimeError, match=f"^the adapter could not be saved to {path}"):
         save_adapter(llama.adapt(llama.make_base(), LORA), path)
 
@@ -401,7 +386,6 @@ def test_save_pretrained_of_a_sharded_model_is_refused_on_every_rank(
 
 
 def saved_where_weights_are_whole(folder: str) -> None:
-    """In a worker: transformers saves all of a model that each rank holds, or that is summoned."""
     for scopes in ("NNN", "IGG"):
         model = llama.shard(Fsdp1(), llama.make_base(), Strategy(scopes, gpus_per_node=2))
         with nullcontext() if scopes == "NNN" else FullyShardedDataParallel.summon_full_params(model, writeback=False):

@@ -56,7 +56,6 @@ def logged(adapter: Adapter, frozen: bool) -> list[tuple[str, str]]:
 
 
 def said(adapter: Adapter) -> tuple[Any, ...]:
-    """In a worker: what is reported and logged, in each way to quantize."""
     return frozen_in_two_goes(adapter), logged(adapter, frozen=True), logged(adapter, frozen=False)
 
 
@@ -64,10 +63,7 @@ def said(adapter: Adapter) -> tuple[Any, ...]:
 def test_a_call_quantizes_what_was_frozen_since_and_rank_0_logs_one_line(pool: Pools, adapter: Adapter) -> None:
     ((reports, lines), by_strategy, nothing), *others = pool(4).run(said, adapter)
     block, table = 66 * 91, 66 * 71
-    assert reports == [
-        (5, 4 * block + table, 4 * (4 * block + table), ["1-D"]),
-        (1, table, 4 * table, ["1-D"]),
-    ]
+    assert reports == [(5, 4 * block + table, 4 * (4 * block + table), ["1-D"]), (1, table, 4 * table, ["1-D"])]
     assert [level for level, _ in lines + by_strategy] == ["INFO"] * 4
     where = "frozen base as int8(256), sharded inside nodes on 2 nodes x 2"
     assert lines[0][1].startswith(f"Net: {where}: 5 weights, ")
@@ -108,7 +104,6 @@ def test_large_matrices_of_linear_and_embedding_and_stacks_are_quantized_and_the
 
 
 def refusals_of(adapter: Adapter) -> dict[str, Refusal]:
-    """Calls that are refused, by name."""
 
     def quantized(*arguments: Any, net: Callable[[], Any] = lora.make_net, **options: Any) -> Callable[[], Any]:
         return lambda: quantize_frozen_params(net(), *arguments, **{"gpus_per_node": 2} | options)
@@ -130,7 +125,6 @@ def refusals_of(adapter: Adapter) -> dict[str, Refusal]:
 
 
 def attempts(adapter: Adapter) -> dict[str, Reply]:
-    """In a worker: how each call is refused."""
     return {name: attempt(refusal) for name, refusal in refusals_of(adapter).items()}
 
 
@@ -142,7 +136,6 @@ def test_bad_input_is_refused_on_every_rank(pool: Pools, adapter: Adapter) -> No
 
 
 def differently_seeded() -> None:
-    """In a worker: uses of a base are refused whose weights differ between ranks, unless rank 0's are sent."""
     for scope in ("N", "I"):
         net = lora.make_net(seed=dist.get_rank())
         quantize_frozen_params(net, placement=scope, gpus_per_node=2)
@@ -210,7 +203,6 @@ def test_writes_to_a_quantized_weight_are_refused(write: Callable[[nn.Linear], A
 
 
 def quantized_llama(tied: bool = True) -> LlamaForCausalLM:
-    """A Llama whose base is quantized."""
     model = llama.make_base(tied=tied).requires_grad_(False)
     quantize_frozen_params(model, CODEC)
     return model

@@ -6,13 +6,14 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import moe
 import pytest
 import torch
-from harness import llama, models
+from harness import llama, lora, models
 from harness.adapter import Adapter
 from harness.covering import ADAPTERS, over_each
 from harness.pool import Pools
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
 
@@ -23,30 +24,20 @@ TARGETS = ["q_proj.weight", "down_proj.weight", "embed_tokens.weight"]
 """Weights of linear layers and of an embedding, as PEFT's ``target_parameters`` names them."""
 
 
-def adapt(base: nn.Module) -> PeftModel:
-    """Add an adapter of parameters whose B is not zero."""
-    torch.manual_seed(1)
-    options: dict[str, Any] = {"target_modules": ["v_proj"], "r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}
-    model = get_peft_model(base, LoraConfig(target_parameters=TARGETS, **options))
-    generator = torch.Generator().manual_seed(2)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model
-
-
 def gradients(model: Any) -> dict[str, Tensor]:
     """The gradients of one batch, the same on every rank."""
     llama.loss_of(model, llama.tokens(0, 0)).backward()
-    return {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
+    return lora.gradients_of(model)
 
 
 def adapted_parameters(adapter: Adapter, first: bool, dtype: torch.dtype) -> None:
-    """In a worker: logits are the oracle's, with adapter and without, and so are its gradients."""
-    base, alone = llama.make_base(dtype).requires_grad_(False), adapt(llama.rounded_base(CODEC, dtype))
+    base, alone = (
+        llama.make_base(dtype).requires_grad_(False),
+        moe.adapt(llama.rounded_base(CODEC, dtype), "v_proj", TARGETS),
+    )
     if first:
         quantize_frozen_params(base, CODEC, gpus_per_node=2)
-    model = adapt(base)
+    model = moe.adapt(base, "v_proj", TARGETS)
     if not first:
         quantize_frozen_params(model, CODEC, gpus_per_node=2)
     model = llama.shard(adapter, model, Strategy("IGG", gpus_per_node=2))

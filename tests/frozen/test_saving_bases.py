@@ -76,7 +76,6 @@ def at_steps(happen: Callable[[int], None]) -> Iterator[Steps]:
 
 
 def dying_at(step: int) -> AbstractContextManager[Steps]:
-    """Kill what saves at a step."""
 
     def happen(number: int) -> None:
         if number >= step:
@@ -86,7 +85,6 @@ def dying_at(step: int) -> AbstractContextManager[Steps]:
 
 
 def failing_at(step: int) -> AbstractContextManager[Steps]:
-    """Let a step fail."""
 
     def happen(number: int) -> None:
         if number == step:
@@ -103,7 +101,6 @@ def quantized(seed: int, group: dist.ProcessGroup | None = None) -> models.Net:
 
 
 def stored_in(folder: Path, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The output of a base that is loaded from a folder."""
     net = files.make_empty()
     load_frozen_params(net, folder, process_group=group, device="cpu")
     return files.output_of(net)

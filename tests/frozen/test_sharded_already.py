@@ -46,7 +46,6 @@ class PartlyFrozen(nn.Module):
 
 
 def flat(module: nn.Module, **arguments: Any) -> FullyShardedDataParallel:
-    """In a worker: one unit of torch's FullyShardedDataParallel."""
     return FullyShardedDataParallel(module, **{"use_orig_params": True, "device_id": models.device()} | arguments)
 
 
@@ -64,14 +63,12 @@ def sharded(by: Callable[..., Any], **arguments: Any) -> Any:
 
 
 def gathered() -> Any:
-    """In a worker: a net that is told to gather its weights."""
     net = sharded(fully_shard)
     net.unshard()
     return net
 
 
 def tensor_parallel() -> Any:
-    """In a worker: a frozen linear layer that is split inside of nodes."""
     mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     net = nn.Sequential(nn.Linear(64, 64)).to(models.device()).requires_grad_(False)
     return parallelize_module(net, mesh["tp"], {"0": ColwiseParallel()})
@@ -98,7 +95,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def attempts() -> dict[str, Reply]:
-    """In a worker: how each model is refused, wherever its weights are to come from."""
     replies = {name: attempt((partial(quantize, make()), ValueError, "")) for name, (make, _) in MODELS.items()}
     for name, options in OPTIONS.items():
         replies[name] = attempt((partial(quantize, gathered(), **options), ValueError, ""))
@@ -171,7 +167,6 @@ def ignored_by_flat(net: Any, strategy: Strategy) -> Any:
 
 
 def quantized_in_part() -> None:
-    """In a worker: the one layer that FSDP does not have is quantized, whoever has the others."""
     for shard in (first_by_fully_shard, first_by_flat, ignored_by_fully_shard, ignored_by_flat):
         net, alone = PartlyFrozen(), PartlyFrozen()
         lora.round_weight(alone.second.weight, CODEC)

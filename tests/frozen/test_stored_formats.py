@@ -61,7 +61,6 @@ SIZES = llama.CONFIG | {"hidden_size": 128, "intermediate_size": 256}
 
 
 def _plain(folder: Path) -> Path:
-    """A checkpoint in full precision."""
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
     model.to("cpu", torch.bfloat16).save_pretrained(folder)
@@ -145,10 +144,6 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[int, int, int], by_hand.Store
         _GPTQ | {"bits": 4, "sym": True, "desc_act": True},
         lambda o, i, s: by_hand.gptq(o, i, s, group=_group(i), sym=True, act=True),
     ),
-    "gptq8 v2": (
-        _GPTQ | {"bits": 8, "sym": False, "checkpoint_format": "gptq_v2"},
-        lambda o, i, s: by_hand.gptq(o, i, s, group=_group(i), bits=8, v2=True),
-    ),
     "awq": (
         {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
         lambda o, i, s: by_hand.awq(o, i, s, group=_group(i)),
@@ -211,7 +206,7 @@ def _by_hand(folder: Path, kind: str, format: str, **options: Any) -> None:
 BY_HAND = {
     f"{kind} {format}": partial(_by_hand, kind=kind, format=format)
     for kind, formats in {
-        "llama": ("gptq4 in order of activations", "gptq8 v2", "int8 by rows", "int8 plain", "nvfp4"),
+        "llama": ("gptq4 in order of activations", "int8 by rows", "int8 plain", "nvfp4"),
         "qwen3": ("gptq4", "awq", "int4", "fp8 by rows"),
         "deepseek": ("fp8",),
         "gpt_oss": ("mxfp4",),
@@ -259,7 +254,6 @@ def _constructed(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def empty(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The frozen model without values."""
     with init_empty_weights():
         return _constructed(folder, dtype)
 
@@ -440,7 +434,6 @@ def reading(folder: Path, codec: Any) -> Callable[[Any], Any]:
 
 
 def change(folder: Path, act: Change) -> None:
-    """Edit the tensors of a checkpoint."""
     tensors = {key: value.clone() for key, value in load_file(folder / FILE).items()}
     act(tensors)
     save_file(tensors, folder / FILE, {"format": "pt"})
@@ -563,7 +556,6 @@ def test_without_a_configuration_names_and_dtypes_tell(copied: Made) -> None:
 
 
 def on_one_rank(good: Path, bad: Path, other: Path) -> None:
-    """In a worker: errors where one rank's files are broken, or of other blocks."""
     for folder, said in ((bad, f"{KEY}_scale_inv, which is missing"), (other, "read different files from")):
         refused(empty(good), reading(folder if dist.get_rank() == 1 else good, AS_STORED), said)
 
@@ -577,19 +569,11 @@ def test_what_one_rank_can_not_read_is_an_error_on_all(pool: Pools, copied: Made
 # ---- sharded
 
 
-def backward(model: Any, alone: bool) -> None:
-    """In a worker: leave the mean gradient of all ranks' batches on ``model``; ``alone`` takes them all itself."""
-    ranks = range(dist.get_world_size()) if alone else [dist.get_rank()]
-    for rank in ranks:
-        (llama.loss_of(model, llama.tokens(0, rank)) / len(ranks)).backward()
-
-
 def relative(one: Tensor, other: Tensor) -> float:
     return ((one.float() - other).norm() / other.norm()).item()
 
 
 def trained(adapter: Adapter, folder: Path, scope: str, path: str) -> Tensor:
-    """In a worker: an adapter is trained as on the oracle, and plain PEFT loads it there; logits with it."""
     base = empty(folder)
     # The default size of a node is all four ranks, so that the base moves to the strategy's nodes of two.
     nodes = None if scope == "I" else 2
@@ -599,10 +583,9 @@ def trained(adapter: Adapter, folder: Path, scope: str, path: str) -> Tensor:
     assert torch.equal(llama.logits_of(model), llama.logits_of(alone))
     trainable = ([p for p in each.parameters() if p.requires_grad] for each in (model, alone))
     optimizers = [torch.optim.SGD(parameters, lr=0.05) for parameters in trainable]
-    backward(model, alone=False)
-    backward(alone, alone=True)
-    # Sums over ranks in another order.
-    assert models.distance(adapter.full_gradients(model), lora.gradients_of(alone)) <= 1e-5
+    moe.backward(model, alone=False)
+    expected = moe.backward(alone, alone=True)
+    assert models.distance(adapter.full_gradients(model), expected) <= 1e-5  # sums over ranks in another order
     for optimizer in optimizers:
         optimizer.step()
     logits = llama.logits_of(model)
