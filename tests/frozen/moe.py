@@ -62,13 +62,13 @@ def construct(kind: str, experts: str = "grouped_mm", **options: Any) -> Any:
     return model
 
 
-def make_base(kind: str, dtype: torch.dtype = torch.float32, experts: str = "grouped_mm", **options: Any) -> Any:
+def make_base(kind: str, experts: str = "grouped_mm", **options: Any) -> Any:
     """The base, the same on every rank; ``experts`` is transformers' implementation of them."""
     torch.manual_seed(0)
     model = construct(kind, experts, **options)
     for parameter in model.parameters():
         parameter.data.mul_(3)  # logits that are far apart, so that greedy tokens are clear
-    return model.to(models.device(), dtype)
+    return model.to(models.device())
 
 
 def chosen(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -113,7 +113,6 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def shard(adapter: Adapter, model: nn.Module, strategy: Any) -> Any:
-    """Shard it, one unit a layer."""
     if adapter.torch_name == "fully_shard":
         for layer in layers_of(model):
             adapter.apply(layer, strategy)

@@ -11,6 +11,7 @@ from typing import Any
 import packed_codes_by_hand as by_hand
 import pytest
 import torch
+import transformers
 from bitsandbytes import functional
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
@@ -274,23 +275,20 @@ def test_stacks_have_scales_for_all_each_matrix_row_column_or_block() -> None:
         assert torch.equal(read({"e": codes, "e_scale": scales}, config), codes.float() * each)
 
 
-METHODS = {
-    "FineGrainedFP8": ("fp8", {}),
-    "FbgemmFp8": ("fbgemm_fp8", {}),
-    "BitsAndBytes": ("bitsandbytes", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
-    "GPTQ": ("gptq", {"bits": 4, "tokenizer": "a", "dataset": ["b"], "desc_act": True}),
-    "Awq": ("awq", {"modules_to_not_convert": ["lm_head"]}),
-    "Mxfp4": ("mxfp4", {"modules_to_not_convert": ["lm_head"]}),
-}
+METHODS: list[tuple[str, str, dict[str, Any]]] = [
+    ("FineGrainedFP8Config", "fp8", {}),
+    ("FbgemmFp8Config", "fbgemm_fp8", {}),
+    ("BitsAndBytesConfig", "bitsandbytes", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+    ("GPTQConfig", "gptq", {"bits": 4, "tokenizer": "a", "dataset": ["b"], "desc_act": True}),
+    ("AwqConfig", "awq", {"modules_to_not_convert": ["lm_head"]}),
+    ("Mxfp4Config", "mxfp4", {"modules_to_not_convert": ["lm_head"]}),
+]
 UNKNOWN = {"rotated_by": "hadamard"}
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_all_that_transformers_writes_is_known_and_nothing_else(name: str) -> None:
-    import transformers
-
-    method, arguments = METHODS[name]
-    written = getattr(transformers, f"{name}Config")(**arguments).to_dict()
+@pytest.mark.parametrize(("name", "method", "arguments"), METHODS)
+def test_all_that_transformers_writes_is_known_and_nothing_else(name: str, method: str, arguments: Any) -> None:
+    written = getattr(transformers, name)(**arguments).to_dict()
     config = json.loads(json.dumps(written, default=str)) | {"quant_method": method}
     assert find_stored(Tensors(), config) == {}
     assert find_stored(Tensors(), config | {"nothing": None, "empty": {}}) == {}

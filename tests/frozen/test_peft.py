@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +19,7 @@ from harness.adapter import Adapter
 from harness.covering import ADAPTERS, over_adapters, over_each
 from harness.fsdp1 import Fsdp1
 from harness.live_bytes import LiveBytes
-from harness.messages import Reply, attempt
+from harness.messages import attempt
 from harness.models import device
 from harness.pool import Pools
 from peft import (
@@ -137,7 +138,7 @@ def test_a_base_in_16_bits_trains_beside_adapters_in_32(pool: Pools, adapter: Ad
     pool(4).run(in_16_bits, adapter, Strategy(scopes, weights=CODEC, gradients=CODEC, frozen=CODEC, gpus_per_node=2))
 
 
-def gathers_of_adapters(adapter: Adapter) -> list[int]:
+def gathers_of_adapters(adapter: Adapter) -> None:
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     counts = []
     for adapters in (LORA, {"default": "lora", "b": "lora", "c": "lora"}):
@@ -146,15 +147,14 @@ def gathers_of_adapters(adapter: Adapter) -> list[int]:
         with patch.object(dist, name, wraps=getattr(dist, name)) as gather:
             step(model, alone=False)
         counts.append(gather.call_count)
-    return counts
+    assert counts[0] == counts[1]
+    # Per layer: the base twice; adapters two hops and one; FSDP1 what else is frozen, twice. And the root.
+    assert 0 < counts[0] <= llama.CONFIG["num_hidden_layers"] * (2 + 3 + 2) + 6
 
 
 @over_adapters
 def test_more_adapters_take_no_more_collectives(pool: Pools, adapter: Adapter) -> None:
-    for one, three in pool(4).run(gathers_of_adapters, adapter):
-        assert one == three
-        # Per layer: the base twice; adapters two hops and one; FSDP1 what else is frozen, twice. And the root.
-        assert 0 < one <= llama.CONFIG["num_hidden_layers"] * (2 + 3 + 2) + 6
+    pool(4).run(gathers_of_adapters, adapter)
 
 
 # ---- saved, and merged
@@ -168,7 +168,6 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Tensor]) -> None:
 
 
 def assert_handed_out(model: Any, alone: PeftModel, folder: str) -> None:
-    """In a worker: weights are merged as of an unsharded model, and the adapter is what save_adapter has written."""
     weights = dict(gathered_weights(model, merged=True))
     of_one = dict(gathered_weights(model, merged=True, dtype=torch.bfloat16, rank=1))
     active = alone.active_adapter
@@ -311,15 +310,12 @@ def test_a_failure_to_save_is_an_error_on_all_ranks(pool: Pools, tmp_path: Path)
     pool(2).run(saved_where_it_can_not_be, str(path))
 
 
-def test_models_without_the_adapter_are_refused() -> None:
+def test_what_can_not_be_saved_or_handed_out_is_refused() -> None:
+    base = llama.make_base()
     with pytest.raises(ValueError, match="no PeftModel in this LlamaForCausalLM"):
-        save_adapter(llama.make_base(), "nowhere")
+        save_adapter(base, "nowhere")
     with pytest.raises(ValueError, match=r"no adapter \['missing'\] in this model; choose from \['default'\]"):
         save_adapter(llama.adapt(llama.make_base(), LORA), "nowhere", adapters=["missing"])
-
-
-def test_what_can_not_be_handed_out_is_refused() -> None:
-    base = llama.make_base()
     with pytest.raises(ValueError, match="there is no PeftModel in this LlamaForCausalLM"):
         gathered_weights(base, merged=True)
     prompts = get_peft_model(llama.make_base(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
@@ -349,19 +345,21 @@ def test_what_can_not_be_handed_out_is_refused() -> None:
 # ---- save_pretrained, transformers' and PEFT's
 
 
-def refused_and_saved(adapter: Adapter, scopes: str, adapted: bool, folder: str) -> tuple[list[Reply], list[str]]:
-    """In a worker: how calls without a state dict are refused, and what they left; one with it saves all."""
+def refused_and_saved(adapter: Adapter, scopes: str, adapted: bool, folder: str) -> None:
+    """In a worker: calls without a state dict are refused and leave nothing; one with it saves all."""
     model: Any = llama.make_base()
     if adapted:
         model = llama.adapt(model, LORA)
     model = llama.shard(adapter, model, Strategy(scopes, gpus_per_node=2))
     inner, is_first = llama.peft_of(model), dist.get_rank() == 0
-    replies = [
-        attempt((lambda given=given: inner.save_pretrained(folder, **given), RuntimeError, ""))
-        for given in ({}, {"is_main_process": is_first}, {"state_dict": None})
-    ]
+    for given in ({}, {"is_main_process": is_first}, {"state_dict": None}):
+        kind, text, sent = attempt((partial(inner.save_pretrained, folder, **given), RuntimeError, ""))
+        assert (kind, sent) == ("RuntimeError", 0)
+        assert "is sharded, and save_pretrained would write what one rank holds" in text
+        assert "fsdp_zpp.save_adapter(model, path)" in text
+        assert "full state dict" in text
     dist.barrier()
-    left = [path.name for path in Path(folder).glob("*.safetensors")]
+    assert not list(Path(folder).glob("*.safetensors"))
     dist.barrier()
     if not adapted:
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
@@ -369,20 +367,13 @@ def refused_and_saved(adapter: Adapter, scopes: str, adapted: bool, folder: str)
             inner.save_pretrained(folder, state_dict=state)
         dist.barrier()
         assert_same(LlamaForCausalLM.from_pretrained(folder).state_dict(), llama.make_base().state_dict())
-    return replies, left
 
 
 @over_each(rest=False, adapter=ADAPTERS, adapted={"whole": False, "adapted": True}, scopes=["IGG", "NNG"])
 def test_save_pretrained_of_a_sharded_model_is_refused_on_every_rank(
     pool: Pools, adapter: Adapter, adapted: bool, scopes: str, tmp_path: Path
 ) -> None:
-    for replies, left in pool(4).run(refused_and_saved, adapter, scopes, adapted, str(tmp_path)):
-        for kind, text, sent in replies:
-            assert (kind, sent) == ("RuntimeError", 0)
-            assert "is sharded, and save_pretrained would write what one rank holds" in text
-            assert "fsdp_zpp.save_adapter(model, path)" in text
-            assert "full state dict" in text
-        assert left == []
+    pool(4).run(refused_and_saved, adapter, scopes, adapted, str(tmp_path))
 
 
 def saved_where_weights_are_whole(folder: str) -> None:
@@ -419,8 +410,7 @@ def make(adapter: Adapter, kind: str, is_quantized: bool) -> Any:
     return model
 
 
-def taken(adapter: Adapter, kind: str, is_quantized: bool, dtype: torch.dtype | None) -> tuple[int, int]:
-    """In a worker: the most bytes that are alive while weights are merged, and how many may be."""
+def taken(adapter: Adapter, kind: str, is_quantized: bool, dtype: torch.dtype | None) -> None:
     model = make(adapter, kind, is_quantized)
     full = dict(gathered_weights(model, merged=True, dtype=dtype))
     units: dict[str, int] = {}
@@ -434,7 +424,7 @@ def taken(adapter: Adapter, kind: str, is_quantized: bool, dtype: torch.dtype | 
     with LiveBytes(allowed) as live:
         for _ in gathered_weights(model, merged=True, dtype=dtype):
             pass
-    return live.peak, allowed
+    assert 0 < live.peak <= allowed
 
 
 MERGED = [
@@ -448,5 +438,4 @@ MERGED = [
 def test_merging_takes_one_unit_and_the_copies_that_peft_makes(
     pool: Pools, adapter: Adapter, kind: str, is_quantized: bool, dtype: torch.dtype | None
 ) -> None:
-    for peak, allowed in pool(4).run(taken, adapter, kind, is_quantized, dtype):
-        assert 0 < peak <= allowed
+    pool(4).run(taken, adapter, kind, is_quantized, dtype)

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from harness import frozen_files as files, models
 from harness.messages import collected
 from harness.pool import Pools
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdp_zpp import load_frozen_params, quantize_frozen_params, save_frozen_params
 from fsdp_zpp.frozen.files import base_writer, drafts, tensor_files
@@ -185,16 +184,6 @@ def test_a_loaded_base_outlives_its_files_and_other_files_stay(tmp_path: Path) -
     load_frozen_params(net, tmp_path)
     save_frozen_params(net, tmp_path)  # over the files that it came from
     assert which(files.output_of(net), 1) == which(stored_in(tmp_path), 1) == 0
-
-
-def test_buffers_that_are_not_persistent_are_not_saved(tmp_path: Path) -> None:
-    net = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).requires_grad_(False)
-    net.register_buffer("angles", torch.arange(4.0), persistent=False)
-    quantize_frozen_params(net)
-    save_frozen_params(net, tmp_path)
-    names = {key for file in tmp_path.glob("*.safetensors") for key in load_file(file)}
-    of_norm = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-    assert names == {"0.weight.codes", "0.weight.scales", "0.bias", *(f"1.{name}" for name in of_norm)}
 
 
 # ---- several saves

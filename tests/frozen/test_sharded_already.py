@@ -74,37 +74,32 @@ def tensor_parallel() -> Any:
     return parallelize_module(net, mesh["tp"], {"0": ColwiseParallel()})
 
 
-KEEPS_GATHERED = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+SHARD_GRAD_OP = ShardingStrategy.SHARD_GRAD_OP
 ANOTHER = "is sharded by another parallelism (tensor parallelism, or FSDP around this module), and a frozen base"
-MODELS: dict[str, tuple[Callable[[], Any], str]] = {
-    "flat": (lambda: sharded(flat), f"first.{SHARDED}"),
-    "flat, kept": (lambda: used(sharded(flat, **KEEPS_GATHERED)), f"first.{SHARDED}"),
-    "flat, a layer": (lambda: sharded(flat).module.first, SHARDED),
-    "used": (lambda: used(sharded(fully_shard)), f"first.{SHARDED}"),
-    "gathered": (gathered, f"first.{SHARDED}"),
-    "kept": (lambda: used(sharded(zeropp_shard, strategy=Strategy("NNG", gpus_per_node=2))), f"first.{SHARDED}"),
-    "a layer": (lambda: sharded(fully_shard).first, ANOTHER),
-    "tensor parallel": (tensor_parallel, f"0.weight {ANOTHER}"),
-}
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "broadcast": {"sync_module_states": True},
-    "from a checkpoint": {"checkpoint": torch.zeros},
+REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "flat": (lambda: sharded(flat), {}, f"first.{SHARDED}"),
+    "flat, kept": (lambda: used(sharded(flat, sharding_strategy=SHARD_GRAD_OP)), {}, f"first.{SHARDED}"),
+    "flat, a layer": (lambda: sharded(flat).module.first, {}, SHARDED),
+    "used": (lambda: used(sharded(fully_shard)), {}, f"first.{SHARDED}"),
+    "gathered": (gathered, {}, f"first.{SHARDED}"),
+    "kept": (lambda: used(sharded(zeropp_shard, strategy=Strategy("NNG", gpus_per_node=2))), {}, f"first.{SHARDED}"),
+    "a layer": (lambda: sharded(fully_shard).first, {}, ANOTHER),
+    "tensor parallel": (tensor_parallel, {}, f"0.weight {ANOTHER}"),
+    "broadcast": (gathered, {"sync_module_states": True}, f"first.{SHARDED}"),
+    "from a checkpoint": (gathered, {"checkpoint": torch.zeros}, f"first.{SHARDED}"),
 }
 
 
 def attempts() -> dict[str, Reply]:
-    replies = {name: attempt((partial(quantize, make()), ValueError, "")) for name, (make, _) in MODELS.items()}
-    for name, options in OPTIONS.items():
-        replies[name] = attempt((partial(quantize, gathered(), **options), ValueError, ""))
-    return replies
+    return {
+        name: attempt((partial(quantize, make(), **options), ValueError, ""))
+        for name, (make, options, _) in REFUSED.items()
+    }
 
 
 def test_however_weights_are_sharded_they_are_refused(pool: Pools) -> None:
     replies = pool(4).run(attempts)
-    said = {name: message for name, (_, message) in MODELS.items()} | dict.fromkeys(OPTIONS, f"first.{SHARDED}")
-    for name, message in said.items():
+    for name, (_, _, message) in REFUSED.items():
         assert_refused([of_rank[name] for of_rank in replies], (quantize, ValueError, message))
 
 

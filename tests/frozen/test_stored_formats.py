@@ -106,15 +106,10 @@ def _write_values(folder: Path) -> None:
     save_file(values, folder / "values" / FILE, {"format": "pt"})
 
 
+_nf4 = partial(_bitsandbytes, load_in_4bit=True, bnb_4bit_quant_type="nf4")
 OWNERS: dict[str, Callable[[Path], None]] = {
-    "nf4": partial(_bitsandbytes, load_in_4bit=True, bnb_4bit_quant_type="nf4"),
-    "nf4, nested": partial(
-        _bitsandbytes,
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_quant_storage="bfloat16",
-    ),
+    "nf4": _nf4,
+    "nf4, nested": partial(_nf4, bnb_4bit_use_double_quant=True, bnb_4bit_quant_storage="bfloat16"),
     "fp4": partial(_bitsandbytes, load_in_4bit=True, bnb_4bit_quant_type="fp4"),
     "int8": partial(_bitsandbytes, load_in_8bit=True),
     "fp8": _fp8,
@@ -397,10 +392,13 @@ def test_the_name_stands_for_a_codec_of_frozen_weights_alone() -> None:
 # ---- stacks of experts that can't be kept
 
 
-def test_matrices_that_end_within_a_block_can_not_be_kept(tmp_path: Path) -> None:
+def test_matrices_that_end_within_a_block_can_only_be_encoded_anew(tmp_path: Path) -> None:
     _by_hand(tmp_path, "qwen3", "fp8", moe_intermediate_size=48)
     said = "can't stay as stored: a matrix of shape"
     refused(empty(tmp_path), reading(tmp_path, AS_STORED), "the stack model.layers.0.mlp.experts.", said)
+    model = empty(tmp_path)
+    quantize_frozen_params(model, Int8(64), checkpoint=tmp_path)
+    assert torch.equal(llama.logits_of(model), llama.logits_of(dequantized(tmp_path, codec=Int8(64))))
 
 
 def test_stacks_of_experts_in_different_orders_can_only_be_encoded_anew(tmp_path: Path) -> None:
@@ -501,24 +499,18 @@ def test_tensors_that_do_not_fit_are_named(copied: Made, name: str) -> None:
         refused(empty(folder), reading(folder, codec), f"{folder / FILE} is not a complete safetensors file")
 
 
-SETTINGS: list[tuple[Any, str]] = [
-    ({"quant_method": "of tomorrow"}, "quantized by 'of tomorrow'; those that can be read are fp8, "),
-    ({"quant_method": ["fp8"]}, "quant_method ['fp8'], and a string belongs"),
-    ({"weight_block_size": [32]}, "weight_block_size [32], and two sizes belong"),
-    ({"weight_block_size": "x"}, "weight_block_size 'x', and a list belongs"),
-]
-
-
 def test_settings_of_another_kind_are_named(copied: Made) -> None:
     folder = copied("fp8")
     model, path = empty(folder), folder / "config.json"
-    content = json.loads(path.read_text())
-    for settings, message in SETTINGS:
-        config = content["quantization_config"] | settings
-        path.write_text(json.dumps(content | {"quantization_config": config}))
+    for config, message in (
+        ({"quant_method": "of tomorrow"}, "quantized by 'of tomorrow'; those that can be read are fp8, "),
+        ({"quant_method": ["fp8"]}, "quant_method ['fp8'], and a string belongs"),
+        ({"quant_method": "fp8", "weight_block_size": [32]}, "weight_block_size [32], and two sizes belong"),
+        ({"quant_method": "fp8", "weight_block_size": "x"}, "weight_block_size 'x', and a list belongs"),
+        (["fp8"], "quantization_config ['fp8'], and a mapping belongs"),
+    ):
+        path.write_text(json.dumps({"quantization_config": config}))
         refused(model, reading(folder, AS_STORED), message)
-    path.write_text('{"quantization_config": ["fp8"]}')
-    refused(model, reading(folder, AS_STORED), "quantization_config ['fp8'], and a mapping belongs")
     path.write_text("{")
     refused(model, reading(folder, AS_STORED), f"{path} can't be read as JSON")
     state = model.state_dict()
@@ -545,14 +537,11 @@ def test_a_configuration_is_found_where_its_library_writes_it(copied: Made) -> N
 
 
 def test_without_a_configuration_names_and_dtypes_tell(copied: Made) -> None:
-    for name in ("nf4, nested", "int8", "fp8"):
+    for name in ("nf4, nested", "int8"):
         folder = copied(name)
         model = empty(folder)
         (folder / "config.json").unlink()
-        if name == "fp8":  # whose blocks nothing states
-            refused(model, reading(folder, AS_STORED), "nothing says which values share one of the scales of")
-        else:
-            assert quantize_frozen_params(model, AS_STORED, checkpoint=folder).weights == 14
+        assert quantize_frozen_params(model, AS_STORED, checkpoint=folder).weights == 14
 
 
 def on_one_rank(good: Path, bad: Path, other: Path) -> None:
@@ -567,10 +556,6 @@ def test_what_one_rank_can_not_read_is_an_error_on_all(pool: Pools, copied: Made
 
 
 # ---- sharded
-
-
-def relative(one: Tensor, other: Tensor) -> float:
-    return ((one.float() - other).norm() / other.norm()).item()
 
 
 def trained(adapter: Adapter, folder: Path, scope: str, path: str) -> Tensor:
@@ -589,7 +574,7 @@ def trained(adapter: Adapter, folder: Path, scope: str, path: str) -> Tensor:
     for optimizer in optimizers:
         optimizer.step()
     logits = llama.logits_of(model)
-    assert relative(logits, llama.logits_of(alone)) <= 1e-5
+    assert models.distance({"logits": logits}, {"logits": llama.logits_of(alone)}) <= 1e-5
     save_adapter(model, path)
     loaded = PeftModel.from_pretrained(dequantized(folder), path).to(models.device())
     assert torch.equal(llama.logits_of(loaded), logits)
@@ -619,20 +604,20 @@ def test_lora_trains_and_merges_and_its_adapter_loads_beside_the_checkpoint(
     theirs = llama.logits_of(PeftModel.from_pretrained(base, tmp_path), on=CPU)
     if exact:
         assert torch.equal(theirs, ours)
-    else:
-        assert relative(theirs, ours) < 0.03  # bf16, in which LLM.int8 rounds activations, too
+    else:  # bf16, in which LLM.int8 rounds activations, too
+        assert models.distance({"logits": theirs.float()}, {"logits": ours}) < 0.03
 
 
 LAYERS, WIDTH = 32, 256
 
 
-def memory_of_reading(folder: Path) -> tuple[int, int]:
-    """In a worker: the most bytes that are alive while it reads a checkpoint, and those of its shard."""
+def memory_of_reading(folder: Path) -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(LAYERS)))
     with LiveBytes(math.inf) as live:
         report = quantize_frozen_params(model.requires_grad_(False), AS_STORED, checkpoint=folder, gpus_per_node=4)
-    return live.peak, report.bytes_after
+    assert 4 * report.bytes_after >= LAYERS * WIDTH**2 / 2  # each has its quarter of at least four bits a value
+    assert report.bytes_after <= live.peak <= report.bytes_after + 2 * 2 * WIDTH**2  # two tensors in bf16
 
 
 @pytest.mark.parametrize("format", ["gptq4 in order of activations", "fp8"])
@@ -641,6 +626,4 @@ def test_a_rank_that_reads_needs_memory_for_its_shard_and_two_tensors(pool: Pool
     tensors = {f"{layer}.{end}": part for layer in range(LAYERS) for end, part in write(WIDTH, WIDTH, layer)[0].items()}
     save_file(tensors, tmp_path / FILE)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
-    for peak, shard in pool(4).run(memory_of_reading, tmp_path):
-        assert 4 * shard >= LAYERS * WIDTH**2 / 2  # each has its quarter of at least four bits a value
-        assert shard <= peak <= shard + 2 * 2 * WIDTH**2  # two tensors in bf16
+    pool(4).run(memory_of_reading, tmp_path)

@@ -171,28 +171,26 @@ def test_what_is_not_finite_arrives_and_goes_again(dtype: torch.dtype, value: fl
     assert {u.name: u.kind for u in send(both.token, walk(healed, both.generator))}["odd"] == "delta"
 
 
-def test_a_late_receiver_is_told_to_ask_for_everything() -> None:
-    both, late = InSync(), DeltaReceiver()
-    update = change_in(send(both.token, both.changed))
-    with pytest.raises(OutOfSyncError, match="has no version of it: it joined late"):
-        late.apply(update)
-    both.token.reset()
-    receive(late, send(both.token, both.weights))
-    assert all(same_bits(late.tensors[name], weight) for name, weight in both.weights.items())
-
-
-def test_a_missed_update_or_another_tokens_is_noticed_and_changes_nothing() -> None:
+def test_what_a_receiver_has_no_version_for_is_noticed_and_changes_nothing() -> None:
     both, other = InSync(), SyncToken()
     held = {name: tensor.clone() for name, tensor in both.receiver.tensors.items()}
-    send(both.token, both.changed)
+    of_late = change_in(send(both.token, both.changed))
     missed = change_in(send(both.token, walk(both.changed, both.generator)))
     send(other, both.weights)
     of_other = change_in(send(other, both.changed))  # even if versions agree
     said = "version 3 of odd changes version 2, but this receiver has version 1"
-    for update, message in ((missed, said), (of_other, "by another token")):
+    late = DeltaReceiver()
+    for receiver, update, message in (
+        (both.receiver, missed, said),
+        (both.receiver, of_other, "by another token"),
+        (late, of_late, "has no version of it: it joined late"),
+    ):
         with pytest.raises(OutOfSyncError, match=message):
-            both.receiver.apply(update)
-        assert all(same_bits(both.receiver.tensors[name], tensor) for name, tensor in held.items())
+            receiver.apply(update)
+    assert all(same_bits(both.receiver.tensors[name], tensor) for name, tensor in held.items())
+    both.token.reset()
+    receive(late, send(both.token, both.weights))
+    assert all(same_bits(late.tensors[name], weight) for name, weight in both.weights.items())
 
 
 def test_a_pass_that_was_left_early_makes_the_next_send_everything() -> None:
