@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import moe
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from peft import PromptTuningConfig, VeraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_zpp import NF4, Int4, Int8, Strategy, load_frozen_params, quantize_frozen_params, save_frozen_params
 from fsdp_zpp.codecs.base import Codec
@@ -420,45 +419,6 @@ def test_adapters_are_no_part_of_the_base(tmp_path: Path, make: Callable[[nn.Mod
     load_frozen_params(adapted, tmp_path)
     of_adapter = lora.values_of(adapted)
     assert all(torch.equal(of_adapter[name], value) for name, value in lora.values_of(make(llama.make_base())).items())
-
-
-def experts(kind: str) -> Any:
-    """A small MoE model whose routers have learned a bias, if they have one, which is a buffer."""
-    torch.manual_seed(0)
-    mixtral = MixtralConfig(**llama.CONFIG | {"num_local_experts": 4})
-    model: Any = MixtralForCausalLM(mixtral) if kind == "mixtral" else moe.construct(kind)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(torch.randn(buffer.shape))
-    return model.to(models.device()).requires_grad_(False)
-
-
-@pytest.mark.parametrize("kind", ["deepseek", "qwen3", "mixtral"])
-def test_experts_are_stacked_as_files_are_read(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    experts(kind).save_pretrained(tmp_path / "base")  # which has experts one by one
-    assert any(".experts.3." in key for key in load_file(tmp_path / "base" / "model.safetensors"))
-    base = experts(kind)
-    quantize_frozen_params(base, files.CODEC)
-    expected = logits_of(base)
-    save_frozen_params(base, tmp_path / "quantized")
-    for call in (quantizing(tmp_path / "base"), loading(tmp_path / "quantized")):
-        with init_empty_weights():
-            model = type(base)(base.config)
-        call(model.requires_grad_(False))
-        assert torch.equal(logits_of(model), expected)
-    assert "no place for" not in caplog.text
-
-
-def test_an_expert_that_is_missing_or_of_another_shape_is_named(tmp_path: Path) -> None:
-    experts("qwen3").save_pretrained(tmp_path)
-    path, part = tmp_path / "model.safetensors", "model.layers.0.mlp.experts.2.up_proj.weight"
-    state = load_file(path)
-    for value, messages in (
-        (None, ["has no model.layers.0.mlp.experts.gate_up_proj"]),
-        (torch.zeros(1, 64), ["experts of ", "gate_up_proj differ in shape"]),
-    ):
-        write_checkpoint(path, state, {part: value})
-        refused(experts("qwen3"), quantizing(path), *messages)
 
 
 # ---- several ranks

@@ -9,12 +9,16 @@ from typing import Any
 import moe
 import pytest
 import torch
+from accelerate import init_empty_weights
 from harness import llama, models
 from harness.adapter import Adapter
 from harness.covering import ADAPTERS, over_each
+from harness.frozen_files import refused
 from harness.pool import Pools
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from fsdp_zpp import (
     NF4,
@@ -74,7 +78,6 @@ def adapted(adapter: Adapter, kind: str, quantized_first: bool, folder: str) -> 
 
 
 def loaded(adapter: Adapter, kind: str, folder: str) -> Any:
-    """In a worker: a model that base and adapter were loaded into, over other nodes."""
     base = moe.make_base(kind).requires_grad_(False)
     for parameter in base.parameters():
         parameter.data.zero_()
@@ -106,6 +109,49 @@ def test_nothing_dense_is_kept_for_the_backward(kind: str, experts: str) -> None
     dense = [tensor for tensor in kept if not isinstance(tensor, FrozenTensor) and tensor.data_ptr() not in plain]
     assert max(tensor.numel() for tensor in dense) < smallest
     loss.backward()
+
+
+# ---- files that have experts one by one
+
+
+def learned(kind: str) -> Any:
+    """A frozen model whose routers have learned a bias, if they have one, which is a buffer."""
+    torch.manual_seed(0)
+    mixtral = MixtralConfig(**llama.CONFIG | {"num_local_experts": 4})
+    model: Any = MixtralForCausalLM(mixtral) if kind == "mixtral" else moe.construct(kind)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape))
+    return model.to(models.device()).requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", ["deepseek", "qwen3", "mixtral"])
+def test_experts_are_stacked_as_files_are_read(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    learned(kind).save_pretrained(tmp_path / "base")
+    assert any(".experts.3." in key for key in load_file(tmp_path / "base" / "model.safetensors"))
+    base = learned(kind)
+    quantize_frozen_params(base, CODEC)
+    expected = llama.logits_of(base)
+    save_frozen_params(base, tmp_path / "quantized")
+    with init_empty_weights():
+        from_checkpoint, from_base = (type(base)(base.config).requires_grad_(False) for _ in range(2))
+    quantize_frozen_params(from_checkpoint, CODEC, checkpoint=tmp_path / "base")
+    load_frozen_params(from_base, tmp_path / "quantized")
+    for model in (from_checkpoint, from_base):
+        assert torch.equal(llama.logits_of(model.to(models.device())), expected)
+    assert "no place for" not in caplog.text
+
+
+def test_an_expert_that_is_missing_or_of_another_shape_is_named(tmp_path: Path) -> None:
+    learned("qwen3").save_pretrained(tmp_path)
+    path, part = tmp_path / "model.safetensors", "model.layers.0.mlp.experts.2.up_proj.weight"
+    others = {key: value.clone() for key, value in load_file(path).items() if key != part}
+    for change, messages in (
+        ({}, ["has no model.layers.0.mlp.experts.gate_up_proj"]),
+        ({part: torch.zeros(1, 64)}, ["experts of ", "gate_up_proj differ in shape"]),
+    ):
+        save_file(others | change, path)
+        refused(learned("qwen3"), lambda net: quantize_frozen_params(net, CODEC, checkpoint=path), *messages)
 
 
 # ---- one stack

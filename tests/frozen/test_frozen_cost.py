@@ -47,7 +47,6 @@ def gathers() -> Iterator[list[str]]:
 
 
 def gathered_in_backwards(scope: str, share: float) -> None:
-    """In a worker: three backwards of a base under no FSDP."""
     net = lora.make_net(**LARGE)
     parameters = sum(p.numel() for p in net.parameters() if p.dim() == 2 and not p.requires_grad)
     reported = quantize_frozen_params(net, Int8(256), placement=scope, gpus_per_node=2).bytes_after

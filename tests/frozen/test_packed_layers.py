@@ -62,7 +62,6 @@ class Packed(nn.Module):
 
 
 def make(storage: torch.dtype = torch.bfloat16) -> Packed:
-    """The model in bf16, the same on every rank."""
     return Packed(storage).to(models.device(), torch.bfloat16)
 
 

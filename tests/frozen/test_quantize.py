@@ -32,7 +32,6 @@ CODEC = Int8(64)
 
 
 def frozen_in_two_goes(adapter: Adapter) -> list[tuple[str, str]]:
-    """In a worker: what is logged of a model whose head is frozen later."""
     block, table = 66 * 91, 66 * 71
     net = lora.make_net()
     net.head.requires_grad_(True)
