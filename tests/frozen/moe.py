@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from harness import llama, lora, models
 from harness.adapter import Adapter
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import (
     DeepseekV3Config,
@@ -38,6 +40,7 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 KINDS = ("qwen3", "deepseek")
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 LAYERS = (Qwen3MoeDecoderLayer, DeepseekV3DecoderLayer, GptOssDecoderLayer)
 
 
@@ -59,13 +62,13 @@ def construct(kind: str, experts: str = "grouped_mm", **options: Any) -> Any:
     return model
 
 
-def make_base(kind: str, dtype: torch.dtype = torch.float32, experts: str = "grouped_mm", **options: Any) -> Any:
+def make_base(kind: str, experts: str = "grouped_mm", **options: Any) -> Any:
     """The base, the same on every rank; ``experts`` is transformers' implementation of them."""
     torch.manual_seed(0)
     model = construct(kind, experts, **options)
     for parameter in model.parameters():
         parameter.data.mul_(3)  # logits that are far apart, so that greedy tokens are clear
-    return model.to(models.device(), dtype)
+    return model.to(models.device())
 
 
 def chosen(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -85,13 +88,11 @@ def rounded_base(codec: Codec, kind: str, **options: Any) -> Any:
     return model
 
 
-def adapt(base: nn.Module, experts: bool = True) -> PeftModel:
-    """Add an adapter to the attention, or to the experts, too, whose B is not zero."""
+def adapt(base: nn.Module, module: str = "o_proj", parameters: Sequence[str] = EXPERTS) -> PeftModel:
+    """Add an adapter to some modules, and to parameters, whose B is not zero."""
     torch.manual_seed(1)
-    options: dict[str, Any] = {"target_modules": ["o_proj"], "r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}
-    if experts:
-        options["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    model = get_peft_model(base, LoraConfig(**options))
+    options: dict[str, Any] = {"target_modules": [module], "r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}
+    model = get_peft_model(base, LoraConfig(target_parameters=list(parameters), **options))
     generator = torch.Generator().manual_seed(2)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -99,13 +100,19 @@ def adapt(base: nn.Module, experts: bool = True) -> PeftModel:
     return model
 
 
+def backward(model: Any, alone: bool) -> dict[str, Tensor]:
+    """In a worker: leave the mean gradient of all ranks' batches on ``model``; ``alone`` takes them all itself."""
+    ranks = range(dist.get_world_size()) if alone else [dist.get_rank()]
+    for rank in ranks:
+        (llama.loss_of(model, llama.tokens(0, rank)) / len(ranks)).backward()
+    return lora.gradients_of(model)
+
+
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Its decoder layers."""
     return [module for module in model.modules() if isinstance(module, LAYERS)]
 
 
 def shard(adapter: Adapter, model: nn.Module, strategy: Any) -> Any:
-    """Shard it, one unit a layer."""
     if adapter.torch_name == "fully_shard":
         for layer in layers_of(model):
             adapter.apply(layer, strategy)

@@ -64,12 +64,7 @@ def gptq(
     qzeros = words(zeros.T, bits)
     if not v2:
         qzeros = (qzeros.long() - sum(1 << (bits * i) for i in range(32 // bits))).to(torch.int32)
-    parts = {
-        "qweight": words(codes, bits).T,
-        "qzeros": qzeros,
-        "scales": scales.T,
-        "g_idx": group_of.int(),
-    }
+    parts = {"qweight": words(codes, bits).T, "qzeros": qzeros, "scales": scales.T, "g_idx": group_of.int()}
     return {name: part.contiguous() for name, part in parts.items()}, _values(codes, zeros, scales, group_of)
 
 
@@ -90,11 +85,7 @@ def packed_integers(
     zeros = torch.full((out, groups), 2 ** (bits - 1)) if sym else _codes((out, groups), bits, seed + 1)
     scales = _scales((out, groups), torch.bfloat16, seed + 2, bits)
     group_of = _groups(inputs, group or inputs, act, seed + 3)
-    parts = {
-        "weight_packed": words(codes, bits),
-        "weight_scale": scales,
-        "weight_shape": torch.tensor([out, inputs]),
-    }
+    parts = {"weight_packed": words(codes, bits), "weight_scale": scales, "weight_shape": torch.tensor([out, inputs])}
     if not sym:
         parts["weight_zero_point"] = words(zeros.T, bits).T.contiguous()
     if act:

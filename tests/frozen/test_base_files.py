@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import moe
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,13 +15,12 @@ from harness import frozen_files as files, llama, lora, models
 from harness.adapter import Adapter, Case
 from harness.covering import ADAPTERS, over_each
 from harness.frozen_files import refused
-from harness.messages import Reply, assert_refused, attempt
-from harness.pool import Pool
+from harness.pool import Pools
 from peft import PromptTuningConfig, VeraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_zpp import NF4, Int4, Int8, Strategy, load_frozen_params, quantize_frozen_params, save_frozen_params
 from fsdp_zpp.codecs.base import Codec
@@ -35,7 +33,6 @@ Make = Callable[..., models.Net]
 
 
 def save(folder: Path, **arguments: Any) -> Path:
-    """A saved base."""
     base = files.make_base(**arguments)
     quantize_frozen_params(base, files.CODEC)
     save_frozen_params(base, folder)
@@ -59,7 +56,6 @@ def write_checkpoint(path: Path, tensors: dict[str, Tensor], changes: dict[str, 
 
 
 def write_index(path: Path, where: dict[str, Any]) -> Path:
-    """An index that says in which files tensors are."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"weight_map": where}))
     return path
@@ -76,25 +72,14 @@ def overwrite(file: Path) -> None:
 
 @EITHER
 def test_all_of_a_checkpoint_is_loaded_and_copied(tmp_path: Path, make: Make) -> None:
-    path = write_checkpoint(tmp_path / "model.safetensors", files.make_base().state_dict())
-    net = make(**({"seed": 1} if make is files.make_base else {}))
-    quantize_frozen_params(net, files.CODEC, checkpoint=tmp_path)
+    state = files.make_base().state_dict()
+    path = write_checkpoint(tmp_path / "model.safetensors", state)
+    nets = [make(**({"seed": 1} if make is files.make_base else {})) for _ in range(2)]
+    for net, checkpoint in zip(nets, (tmp_path, state.__getitem__), strict=True):
+        quantize_frozen_params(net, files.CODEC, checkpoint=checkpoint)
     overwrite(path)
-    assert torch.equal(files.output_of(net), files.output_of(files.rounded(files.make_base())))
-
-
-def test_buffers_are_loaded_from_a_checkpoint(tmp_path: Path) -> None:
-    def make() -> nn.Sequential:
-        return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).requires_grad_(False)
-
-    trained = make()
-    for _ in range(3):
-        trained(torch.randn(8, 64))
-    write_checkpoint(tmp_path / "model.safetensors", trained.state_dict())
-    for net in (make(), make().to("meta")):
-        quantize_frozen_params(net, files.CODEC, checkpoint=tmp_path)
-        for name, value in trained[1].state_dict().items():
-            assert torch.equal(net[1].state_dict()[name], value)
+    for net in nets:
+        assert torch.equal(files.output_of(net), files.output_of(files.rounded(files.make_base())))
 
 
 @EITHER
@@ -106,7 +91,7 @@ def test_a_checkpoint_that_lacks_a_tensor_or_has_another_shape_is_refused(
     path = write_checkpoint(tmp_path / "model.safetensors", state, {name: None})
     refused(make(), quantizing(path), f"has no {name}; it has", str(path), "complete checkpoint")
     rest = {key: value for key, value in state.items() if key != name}
-    refused(make(), quantizing(lambda key: rest[key]), f"has no {name}", "is asked for all")
+    refused(make(), quantizing(rest.__getitem__), f"has no {name}", "is asked for all")
     write_checkpoint(path, state, {name: torch.ones(1)})
     refused(make(), quantizing(path), f"{name} is (", f"in the model and (1,) in the checkpoint's {path}")
     refused(make(), quantizing(lambda key: torch.ones(1) if key == name else state[key]), f"{name} is (", "(1,) in")
@@ -147,16 +132,23 @@ def test_a_tied_weight_may_be_stored_twice_if_both_are_equal(tmp_path: Path) -> 
     refused(files.make_empty(tied=True), quantizing(path), "ties embedding.weight and head.weight, but they differ in")
 
 
-def test_computed_buffers_on_meta_are_refused(tmp_path: Path) -> None:
+def test_buffers_are_loaded_and_saved_but_for_computed_ones_which_are_refused_on_meta(tmp_path: Path) -> None:
     def make() -> nn.Module:
-        net = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
+        net = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).requires_grad_(False)
         net.register_buffer("angles", torch.arange(4.0), persistent=False)
         return net
 
-    path = write_checkpoint(tmp_path / "model.safetensors", make().state_dict())
-    for checkpoint in (path, lambda name: torch.zeros(64, 64)):
-        refused(make().to("meta"), quantizing(checkpoint), "angles is on the meta device", "init_empty_weights")
-    quantize_frozen_params(make(), files.CODEC, checkpoint=path)
+    trained, net = make(), make()
+    trained(torch.randn(8, 64))
+    path = write_checkpoint(tmp_path / "model.safetensors", trained.state_dict())
+    refused(make().to("meta"), quantizing(path), "angles is on the meta device", "init_empty_weights")
+    quantize_frozen_params(net, files.CODEC, checkpoint=path)
+    for name, value in trained[1].state_dict().items():
+        assert torch.equal(net[1].state_dict()[name], value)
+    save_frozen_params(net, tmp_path / "base")
+    index = json.loads((tmp_path / "base" / files.INDEX).read_text())
+    of_norm = {f"1.{name}" for name in net[1].state_dict()}
+    assert set(index["weight_map"]) == {"0.weight.codes", "0.weight.scales", "0.bias"} | of_norm
 
 
 def test_of_several_files_the_models_is_read(tmp_path: Path) -> None:
@@ -192,7 +184,6 @@ MISFITS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "untied": ({}, {"tied": True}, ("ties embedding.weight and head.weight", files.INDEX)),
     "another shape": ({}, {"hidden": 90}, ("is (90, 66) in the model and (91, 66) in",)),
 }
-"""For a base, how it was made, how the model is made that it is loaded into, and what is said."""
 
 
 @EITHER
@@ -206,7 +197,6 @@ def test_a_model_that_is_trained_or_quantized_already_is_refused(tmp_path: Path)
     net = files.make_base()
     net.head.requires_grad_(True)
     refused(net, loading(save(tmp_path)), "has head.weight as a quantized weight", "trainable")
-    net = files.make_base()
     quantize_frozen_params(net)
     refused(net, loading(tmp_path), "which is already quantized in this Net")
 
@@ -286,21 +276,16 @@ def test_an_index_names_files_of_its_folder(tmp_path: Path) -> None:
 
 
 def of_weight(**said: Any) -> Callable[[dict[str, Any]], None]:
-    """An index that says something else of a weight."""
     return lambda index: index["metadata"]["weights"][WEIGHT].update(said)
 
 
 WRONG_INDEX: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "format": (lambda index: index["metadata"].pop("format"), "is not the index of a quantized base"),
     "version": (lambda index: index["metadata"].update(version=2), "has the format version 2, but this fsdp_zpp reads"),
-    "weights": (lambda index: index["metadata"].update(weights=[]), "is not the index of a quantized base"),
     "weight map": (lambda index: index.pop("weight_map"), "it has no weight_map"),
-    "weight": (lambda index: index["metadata"]["weights"].update({WEIGHT: 3}), "not a quantized weight"),
     "shape": (of_weight(shape=[91, -66]), "not a quantized weight"),
     "codec": (of_weight(codec="Int3"), "not a quantized weight"),
-    "no block": (of_weight(block=63), "not a quantized weight"),
     "another block": (of_weight(block=32), "in blocks of 32"),
-    "another codec": (of_weight(codec="Int4"), "Int4 in blocks of 64"),
     "no codes": (lambda index: index["weight_map"].pop(f"{WEIGHT}.codes"), f"has no {WEIGHT}.codes"),
     "..": (lambda index: index["weight_map"].update({f"{WEIGHT}.codes": "../x.safetensors"}), "not in its folder"),
 }
@@ -319,7 +304,6 @@ def test_a_wrong_index_of_a_base_is_refused(tmp_path: Path) -> None:
 WRONG_TENSORS: dict[str, Callable[[Tensor], Tensor]] = {
     "longer": lambda values: torch.cat([values, values[:64]]),
     "shorter": lambda values: values[:-1],
-    "2-D": lambda values: values[None],
     "dtype": lambda values: values.to(torch.float16),
 }
 
@@ -356,26 +340,21 @@ def test_weights_that_are_not_finite_are_not_quantized(tmp_path: Path, value: fl
     refused(files.make_empty(), quantizing(path), message, "give a complete one")
 
 
-def on_rank_2(folder: str) -> dict[str, tuple[Reply, bool]]:
-    """In a worker: what is said where rank 2 sees other files than the others, and whether the net is as it was."""
-    found = {}
-    for kind in ("checkpoint", "base", "another save"):
-        own = Path(folder, kind, "broken" if dist.get_rank() == 2 else "whole")
-        net = files.make_base(seed=1)
-        before = files.snapshot(net)
-
-        def load(kind: str = kind, net: nn.Module = net, own: Path = own) -> None:
-            if kind == "checkpoint":
-                quantize_frozen_params(net, files.CODEC, checkpoint=own, gpus_per_node=2)
-            else:
-                load_frozen_params(net, own, gpus_per_node=2)
-
-        found[kind] = attempt((load, ValueError, "")), files.snapshot(net) == before
-    return found
+DIFFERENT = {
+    "checkpoint": "not a complete safetensors",
+    "base": "not a complete safetensors",
+    "another save": "rank 2 read different files from rank 0",
+}
 
 
-def test_what_one_rank_reads_wrong_is_an_error_on_all(pool: Callable[[int], Pool], tmp_path: Path) -> None:
-    for kind in ("checkpoint", "base", "another save"):
+def on_rank_2(folder: Path) -> None:
+    for kind, said in DIFFERENT.items():
+        own = folder / kind / ("broken" if dist.get_rank() == 2 else "whole")
+        refused(files.make_base(seed=1), quantizing(own) if kind == "checkpoint" else loading(own), said)
+
+
+def test_what_one_rank_reads_wrong_is_an_error_on_all(pool: Pools, tmp_path: Path) -> None:
+    for kind in DIFFERENT:
         for name in ("whole", "broken"):
             if kind == "checkpoint":
                 write_checkpoint(tmp_path / kind / name / "model.safetensors", files.make_base().state_dict())
@@ -384,11 +363,7 @@ def test_what_one_rank_reads_wrong_is_an_error_on_all(pool: Callable[[int], Pool
         if kind != "another save":
             (broken,) = (tmp_path / kind / "broken").glob("*.safetensors")
             broken.write_bytes(broken.read_bytes()[:-1])
-    found = pool(4).run(on_rank_2, str(tmp_path))
-    for kind in found[0]:
-        message = "rank 2 read different files from rank 0" if kind == "another save" else "not a complete safetensors"
-        assert_refused([of_rank[kind][0] for of_rank in found], (None, ValueError, message))
-        assert [of_rank[kind][1] for of_rank in found] == [True] * 4
+    pool(4).run(on_rank_2, tmp_path)
 
 
 # ---- the recipe for models that don't fit: without values, quantized from files, adapted, saved, loaded
@@ -404,25 +379,7 @@ def empty(tied: bool = False, tie: bool = True) -> nn.Module:
 
 
 def logits_of(model: nn.Module) -> Tensor:
-    """Logits of a fixed batch, without ranks."""
     return llama.logits_of(model.to(models.device()))
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_the_recipe_computes_what_the_dequantized_model_does(tmp_path: Path, tied: bool) -> None:
-    base = llama.make_base(tied=tied)
-    base.save_pretrained(tmp_path / "base")
-    oracle = llama.rounded_base(files.CODEC, tied=tied)
-    expected = logits_of(oracle)
-    model, other, by_function = (empty(tied) for _ in range(3))
-    quantize_frozen_params(model, files.CODEC, checkpoint=tmp_path / "base")
-    quantize_frozen_params(by_function, files.CODEC, checkpoint=lambda name: base.state_dict()[name])
-    save_frozen_params(model, tmp_path / "quantized")
-    load_frozen_params(other, tmp_path / "quantized")
-    adapted = logits_of(llama.adapt(oracle, {"default": "lora"}))
-    for one in (model, other, by_function):
-        assert torch.equal(logits_of(one), expected)
-        assert torch.equal(logits_of(llama.adapt(one, {"default": "lora"})), adapted)
 
 
 def test_a_broken_tie_is_named(tmp_path: Path) -> None:
@@ -439,9 +396,7 @@ def test_a_broken_tie_is_named(tmp_path: Path) -> None:
 
 
 ADAPTED: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "lora": lambda base: llama.adapt(base, {"default": "lora", "other": "rslora"}),
-    "dora": lambda base: llama.adapt(base, {"default": "dora"}),
-    "head trained": lambda base: llama.adapt(base, {"default": "lora", "other": "head trained"}),
+    "lora": lambda base: llama.adapt(base, {"default": "lora", "other": "head trained"}),
     "vera": lambda base: get_peft_model(base, VeraConfig(target_modules=["q_proj", "v_proj"], r=4)),
     "prompt": lambda base: get_peft_model(
         base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2, num_layers=2, token_dim=64)
@@ -462,57 +417,14 @@ def test_adapters_are_no_part_of_the_base(tmp_path: Path, make: Callable[[nn.Mod
     assert torch.equal(logits_of(plain), logits_of(llama.rounded_base(files.CODEC)))
     adapted = make(llama.make_base().requires_grad_(False))
     load_frozen_params(adapted, tmp_path)
-    of_adapter = {n: p for n, p in adapted.named_parameters() if p.requires_grad}
-    expected = {n: p for n, p in make(llama.make_base()).named_parameters() if p.requires_grad}
-    assert all(torch.equal(of_adapter[name], value) for name, value in expected.items())
-
-
-def experts(kind: str) -> Any:
-    """A small MoE model whose routers have learned a bias, if they have one, which is a buffer."""
-    torch.manual_seed(0)
-    if kind == "mixtral":
-        model: Any = MixtralForCausalLM(MixtralConfig(**llama.CONFIG | {"num_local_experts": 4}))
-    else:
-        model = moe.construct(kind)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(torch.randn(buffer.shape))
-    return model.to(models.device()).requires_grad_(False)
-
-
-@pytest.mark.parametrize("kind", ["deepseek", "qwen3", "mixtral"])
-def test_experts_are_stacked_as_files_are_read(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    experts(kind).save_pretrained(tmp_path / "base")  # which has experts one by one
-    assert any(".experts.3." in key for key in load_file(tmp_path / "base" / "model.safetensors"))
-    base = experts(kind)
-    quantize_frozen_params(base, files.CODEC)
-    expected = logits_of(base)
-    save_frozen_params(base, tmp_path / "quantized")
-    for call in (quantizing(tmp_path / "base"), loading(tmp_path / "quantized")):
-        with init_empty_weights():
-            model = type(base)(base.config)
-        call(model.requires_grad_(False))
-        assert torch.equal(logits_of(model), expected)
-    assert "no place for" not in caplog.text
-
-
-def test_an_expert_that_is_missing_or_of_another_shape_is_named(tmp_path: Path) -> None:
-    experts("qwen3").save_pretrained(tmp_path)
-    path, part = tmp_path / "model.safetensors", "model.layers.0.mlp.experts.2.up_proj.weight"
-    state = load_file(path)
-    for value, messages in (
-        (None, ["has no model.layers.0.mlp.experts.gate_up_proj"]),
-        (torch.zeros(1, 64), ["experts of ", "gate_up_proj differ in shape"]),
-    ):
-        write_checkpoint(path, state, {part: value})
-        refused(experts("qwen3"), quantizing(path), *messages)
+    of_adapter = lora.values_of(adapted)
+    assert all(torch.equal(of_adapter[name], value) for name, value in lora.values_of(make(llama.make_base())).items())
 
 
 # ---- several ranks
 
 
-def from_checkpoint(adapter: Adapter, codec: Codec, path: str) -> tuple[bool, int, int]:
-    """In a worker: whether a model without values comes out as the oracle, and the most values read at once."""
+def from_checkpoint(adapter: Adapter, codec: Codec, path: str) -> None:
     sizes: list[int] = []
     original = TensorFiles.values
 
@@ -527,23 +439,21 @@ def from_checkpoint(adapter: Adapter, codec: Codec, path: str) -> tuple[bool, in
         quantize_frozen_params(model, codec, checkpoint=path, gpus_per_node=2)
     model = llama.shard(adapter, llama.adapt(model, {"default": "lora"}), Strategy("IGG", gpus_per_node=2))
     alone = llama.adapt(llama.rounded_base(codec), {"default": "lora"})
+    assert torch.equal(llama.logits_of(model), llama.logits_of(alone))
     largest = llama.VOCABULARY * llama.CONFIG["hidden_size"]
-    return torch.equal(llama.logits_of(model), llama.logits_of(alone)), max(sizes), largest
+    assert max(sizes) <= 0.55 * largest  # the rows that half of the largest weight lies in
 
 
 @over_each(rest=False, adapter=ADAPTERS, codec=CODECS[1:], max_shard_size={"one file": "1GB", "several": "60KB"})
 def test_quantizing_from_a_checkpoint_reads_the_own_rows_alone(
-    pool: Callable[[int], Pool], adapter: Adapter, codec: Codec, max_shard_size: str, tmp_path: Path
+    pool: Pools, adapter: Adapter, codec: Codec, max_shard_size: str, tmp_path: Path
 ) -> None:
     llama.make_base().save_pretrained(tmp_path, max_shard_size=max_shard_size)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (max_shard_size == "60KB")
-    for same, read_at_once, largest in pool(4).run(from_checkpoint, adapter, codec, str(tmp_path)):
-        assert same
-        assert read_at_once <= 0.55 * largest  # the rows that half of the largest weight lies in
+    pool(4).run(from_checkpoint, adapter, codec, str(tmp_path))
 
 
 def logits_of_net(model: Any) -> Tensor:
-    """In a worker: logits of a batch that is the same on every rank."""
     with torch.no_grad():
         return model(models.batch(99, 0, rank=0)[:, :-1] % model.embedding.num_embeddings)
 
@@ -561,8 +471,7 @@ def saved(adapter: Adapter, codec: Codec, scope: str, path: str) -> Tensor:
     return before
 
 
-def loaded(adapter: Adapter, scope: str, gpus_per_node: int, path: str) -> Tensor:
-    """In a worker: logits of a net that the base was loaded into."""
+def loaded(adapter: Adapter, scope: str, gpus_per_node: int, path: str, expected: Tensor) -> None:
     net = lora.make_net()
     for tensor in (*net.parameters(), *net.buffers()):
         if not tensor.requires_grad:
@@ -570,15 +479,15 @@ def loaded(adapter: Adapter, scope: str, gpus_per_node: int, path: str) -> Tenso
     report = load_frozen_params(net, path, placement=scope, gpus_per_node=gpus_per_node)
     assert report.weights == 6
     assert set(report.left) == {"not quantized in the files"}
-    return logits_of_net(adapter.shard(net, Case(), Strategy("GGG", gpus_per_node=gpus_per_node)))
+    model = adapter.shard(net, Case(), Strategy("GGG", gpus_per_node=gpus_per_node))
+    assert torch.equal(logits_of_net(model), expected)
 
 
 @over_each(rest=False, adapter=ADAPTERS, scope=["N", "I", "G"], codec=CODECS)
 def test_saved_and_loaded_at_other_world_sizes(
-    pool: Callable[[int], Pool], adapter: Adapter, scope: str, codec: Codec, tmp_path: Path
+    pool: Pools, adapter: Adapter, scope: str, codec: Codec, tmp_path: Path
 ) -> None:
     expected = pool(4).run(saved, adapter, codec, scope, str(tmp_path))[0]
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     for world, gpus_per_node in ((2, 2), (4, 4)):
-        for logits in pool(world).run(loaded, adapter, scope, gpus_per_node, str(tmp_path)):
-            assert torch.equal(logits, expected)
+        pool(world).run(loaded, adapter, scope, gpus_per_node, str(tmp_path), expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,16 @@ from typing import Any
 import moe
 import pytest
 import torch
-import torch.distributed as dist
+from accelerate import init_empty_weights
 from harness import llama, models
 from harness.adapter import Adapter
 from harness.covering import ADAPTERS, over_each
-from harness.pool import Pool
+from harness.frozen_files import refused
+from harness.pool import Pools
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from fsdp_zpp import (
     NF4,
@@ -36,19 +38,10 @@ CODEC = Int8(64)
 MIXZPP = Strategy("IGG", frozen=CODEC, gpus_per_node=2)
 
 
-def backward(model: Any, alone: bool) -> dict[str, Tensor]:
-    """In a worker: leave the mean gradient of all ranks' batches on ``model``; ``alone`` takes them all itself."""
-    ranks = range(dist.get_world_size()) if alone else [dist.get_rank()]
-    for rank in ranks:
-        (llama.loss_of(model, llama.tokens(0, rank)) / len(ranks)).backward()
-    return {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
-
-
 # ---- what is computed
 
 
 def computes(adapter: Adapter, kind: str) -> None:
-    """In a worker: logits are the oracle's, bit for bit, wherever the base is and however it is quantized."""
     for scopes, codec, experts in (("IGG", NF4(64), "eager"), ("GGG", Int4(32), "batched_mm")):
         model = moe.make_base(kind, experts=experts).requires_grad_(False)
         model.lm_head.requires_grad_(True)
@@ -59,12 +52,11 @@ def computes(adapter: Adapter, kind: str) -> None:
 
 
 @over_each(rest=False, adapter=ADAPTERS, kind=moe.KINDS)
-def test_forward_equals_the_dequantized_model(pool: Callable[[int], Pool], adapter: Adapter, kind: str) -> None:
+def test_forward_equals_the_dequantized_model(pool: Pools, adapter: Adapter, kind: str) -> None:
     pool(4).run(computes, adapter, kind)
 
 
-def adapted(adapter: Adapter, kind: str, quantized_first: bool) -> None:
-    """In a worker: with an adapter logits, greedy tokens and gradients are the oracle's."""
+def adapted(adapter: Adapter, kind: str, quantized_first: bool, folder: str) -> None:
     base = moe.make_base(kind)
     if quantized_first:
         quantize_frozen_params(base.requires_grad_(False), CODEC, gpus_per_node=2)
@@ -74,22 +66,33 @@ def adapted(adapter: Adapter, kind: str, quantized_first: bool) -> None:
     tokens = llama.greedy_tokens(model, 8)
     assert tokens == llama.greedy_tokens(alone, 8)
     assert len(set(tokens)) > 4
-    backward(model, alone=False)
-    assert models.distance(adapter.full_gradients(model), backward(alone, alone=True)) <= 1e-5
+    moe.backward(model, alone=False)
+    assert models.distance(adapter.full_gradients(model), moe.backward(alone, alone=True)) <= 1e-5
+    logits = llama.logits_of(model)
+    save_frozen_params(model, f"{folder}/base")
+    save_adapter(model, f"{folder}/adapter")
+    assert torch.equal(llama.logits_of(loaded(adapter, kind, folder)), logits)
+    merged, expected = dict(gathered_weights(model, merged=True)), alone.merge_and_unload().state_dict()
+    assert merged.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(merged[name], value)] == []
+
+
+def loaded(adapter: Adapter, kind: str, folder: str) -> Any:
+    base = moe.make_base(kind).requires_grad_(False)
+    for parameter in base.parameters():
+        parameter.data.zero_()
+    load_frozen_params(base, f"{folder}/base", gpus_per_node=1)
+    model = PeftModel.from_pretrained(base, f"{folder}/adapter", is_trainable=True)
+    return moe.shard(adapter, model, Strategy("GGG", gpus_per_node=1))
 
 
 @over_each(
-    rest=False,
-    adapter=ADAPTERS,
-    case={
-        "adapters first": ("qwen3", False),
-        "quantized first": ("deepseek", True),
-    },
+    rest=False, adapter=ADAPTERS, case={"adapters first": ("qwen3", False), "quantized first": ("deepseek", True)}
 )
-def test_adapters_generate_and_get_gradients_as_on_the_dequantized_model(
-    pool: Callable[[int], Pool], adapter: Adapter, case: tuple[str, bool]
+def test_adapters_generate_train_merge_and_are_saved_as_on_the_dequantized_model(
+    pool: Pools, adapter: Adapter, case: tuple[str, bool], tmp_path: Path
 ) -> None:
-    pool(4).run(adapted, adapter, *case)
+    pool(4).run(adapted, adapter, *case, str(tmp_path))
 
 
 @pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
@@ -98,7 +101,7 @@ def test_nothing_dense_is_kept_for_the_backward(kind: str, experts: str) -> None
     model = moe.make_base(kind, experts=experts).requires_grad_(False)
     smallest = min(p[0].numel() for p in moe.chosen(model).values() if p.dim() == 3)
     quantize_frozen_params(model, CODEC)
-    model = moe.adapt(model, experts=False)
+    model = moe.adapt(model, parameters=())
     plain = {p.data_ptr() for p in model.parameters()}
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
@@ -108,73 +111,58 @@ def test_nothing_dense_is_kept_for_the_backward(kind: str, experts: str) -> None
     loss.backward()
 
 
-# ---- to and from files
+# ---- files that have experts one by one
 
 
-def saved(adapter: Adapter, kind: str, path: str) -> Tensor:
-    """In a worker: logits of a model whose base and adapter are saved, and whose experts merge as PEFT merges them."""
-    model = moe.shard(adapter, moe.adapt(moe.make_base(kind)), MIXZPP)
-    logits = llama.logits_of(model)
-    save_frozen_params(model, f"{path}/base")
-    save_adapter(model, f"{path}/adapter")
-    merged = dict(gathered_weights(model, merged=True))
-    expected = moe.adapt(moe.rounded_base(CODEC, kind)).merge_and_unload().state_dict()
-    assert merged.keys() == expected.keys()
-    assert [name for name, value in expected.items() if not torch.equal(merged[name], value)] == []
-    return logits
+def learned(kind: str) -> Any:
+    """A frozen model whose routers have learned a bias, if they have one, which is a buffer."""
+    torch.manual_seed(0)
+    mixtral = MixtralConfig(**llama.CONFIG | {"num_local_experts": 4})
+    model: Any = MixtralForCausalLM(mixtral) if kind == "mixtral" else moe.construct(kind)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape))
+    return model.to(models.device()).requires_grad_(False)
 
 
-def loaded(adapter: Adapter, kind: str, path: str) -> list[Tensor]:
-    """In a worker: logits of models that both were loaded into, sharded and alone."""
-    base = moe.make_base(kind).requires_grad_(False)
-    for parameter in base.parameters():
-        parameter.data.zero_()
-    load_frozen_params(base, f"{path}/base", gpus_per_node=1)
-    model = PeftModel.from_pretrained(base, f"{path}/adapter", is_trainable=True)
-    alone = PeftModel.from_pretrained(moe.rounded_base(CODEC, kind), f"{path}/adapter")
-    model = moe.shard(adapter, model, Strategy("GGG", gpus_per_node=1))
-    return [llama.logits_of(model), llama.logits_of(alone)]
+@pytest.mark.parametrize("kind", ["deepseek", "qwen3", "mixtral"])
+def test_experts_are_stacked_as_files_are_read(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    learned(kind).save_pretrained(tmp_path / "base")
+    assert any(".experts.3." in key for key in load_file(tmp_path / "base" / "model.safetensors"))
+    base = learned(kind)
+    quantize_frozen_params(base, CODEC)
+    expected = llama.logits_of(base)
+    save_frozen_params(base, tmp_path / "quantized")
+    with init_empty_weights():
+        from_checkpoint, from_base = (type(base)(base.config).requires_grad_(False) for _ in range(2))
+    quantize_frozen_params(from_checkpoint, CODEC, checkpoint=tmp_path / "base")
+    load_frozen_params(from_base, tmp_path / "quantized")
+    for model in (from_checkpoint, from_base):
+        assert torch.equal(llama.logits_of(model.to(models.device())), expected)
+    assert "no place for" not in caplog.text
 
 
-@over_each(rest=False, adapter=ADAPTERS, kind=moe.KINDS)
-def test_a_saved_base_and_adapter_load_at_another_world_size(
-    pool: Callable[[int], Pool], adapter: Adapter, kind: str, tmp_path: Path
-) -> None:
-    expected = pool(4).run(saved, adapter, kind, str(tmp_path))[0]
-    for logits in pool(2).run(loaded, adapter, kind, str(tmp_path)):
-        assert all(torch.equal(each, expected) for each in logits)
+def test_an_expert_that_is_missing_or_of_another_shape_is_named(tmp_path: Path) -> None:
+    learned("qwen3").save_pretrained(tmp_path)
+    path, part = tmp_path / "model.safetensors", "model.layers.0.mlp.experts.2.up_proj.weight"
+    others = {key: value.clone() for key, value in load_file(path).items() if key != part}
+    for change, messages in (
+        ({}, ["has no model.layers.0.mlp.experts.gate_up_proj"]),
+        ({part: torch.zeros(1, 64)}, ["experts of ", "gate_up_proj differ in shape"]),
+    ):
+        save_file(others | change, path)
+        refused(learned("qwen3"), lambda net: quantize_frozen_params(net, CODEC, checkpoint=path), *messages)
 
 
 # ---- one stack
 
 
-class Experts(nn.Module):
-    """Stacks of matrices: one that is large enough, one of a single matrix, and a convolution's weight."""
-
-    def __init__(self, experts: int, rows: int, columns: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stack = nn.Parameter(torch.randn(experts, rows, columns))
-        self.positions = nn.Parameter(torch.randn(1, 64, 64))
-        self.router = nn.Parameter(torch.randn(64, 64))
-        self.convolution = nn.Conv1d(64, 64, 3, bias=False)
-
-
-def test_stacks_of_matrices_are_quantized() -> None:
-    net = Experts(5, 32, 48).requires_grad_(False)
-    report = quantize_frozen_params(net)
-    assert (report.weights, report.parameters) == (1, 5 * 32 * 48)
-    assert report.left == {
-        "of Experts, not nn.Linear or nn.Embedding": ("positions", "router"),
-        "of Conv1d, not nn.Linear or nn.Embedding": ("convolution.weight",),
-    }
-
-
 def rows_alone() -> None:
-    """In a worker: each matrix of a stack is, dequantized alone, what it is in all of it."""
     codecs = ((Int8(64), 64), (Int8(64), 33), (Int4(128), 64), (NF4(64), 64))
     for scope, (codec, rows) in product("NIG", codecs):
-        net = Experts(5, rows, 40).to(models.device()).requires_grad_(False)
+        torch.manual_seed(0)
+        net = nn.Module()
+        net.stack = nn.Parameter(torch.randn(5, rows, 40, device=models.device()), requires_grad=False)
         whole = net.stack.detach().clone()
         quantize_frozen_params(net, codec, placement=scope, gpus_per_node=2)
         dense = net.stack + 0
@@ -183,9 +171,9 @@ def rows_alone() -> None:
         assert torch.equal(net.stack.transpose(1, 2)[3] + 0, dense[3].T)
         assert (dense - whole).norm() < 0.2 * whole.norm()
         dequantize_frozen_params(net)
-        assert type(net) is Experts
+        assert type(net) is nn.Module
         assert torch.equal(net.stack, dense)
 
 
-def test_one_matrix_of_a_stack_is_dequantized_alone(pool: Callable[[int], Pool]) -> None:
+def test_one_matrix_of_a_stack_is_dequantized_alone(pool: Pools) -> None:
     pool(4).run(rows_alone)

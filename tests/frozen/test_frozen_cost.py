@@ -12,12 +12,12 @@ import pytest
 import torch
 from harness import llama, lora, models
 from harness.adapter import Adapter, Case
-from harness.covering import ADAPTERS, over_adapters, over_each
-from harness.pool import Pool
-from harness.wiretap import Wiretap, sent_in
+from harness.covering import ADAPTERS, over_each
+from harness.pool import Pools
+from harness.wiretap import sent_in, wiretap
 from torch import Tensor, nn
 
-from fsdp_zpp import NF4, Int4, Int8, Strategy, quantize_frozen_params, traffic
+from fsdp_zpp import NF4, Int4, Int8, Strategy, quantize_frozen_params
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.collectives.hops import Hop
 from fsdp_zpp.frozen.base import FrozenBase
@@ -27,7 +27,6 @@ from fsdp_zpp.kernels import dequantize_nf4_rows, dequantize_rows, reference
 from fsdp_zpp.kernels.nf4 import LEVELS, levels_on
 
 LARGE: dict[str, Any] = {"width": 256, "hidden": 688, "vocabulary": 512}
-SHARES = {"N": 1.0, "I": 1 / 2, "G": 1 / 4}
 
 
 @contextmanager
@@ -47,35 +46,33 @@ def gathers() -> Iterator[list[str]]:
 # ---- bytes
 
 
-def sent_in_steps(scope: str) -> tuple[int, int, int, list[tuple[Wiretap, dict[str, int]]]]:
-    """In a worker: the size of a base under no FSDP, as reported and held, and what three backwards gather of it."""
+def gathered_in_backwards(scope: str, share: float) -> None:
     net = lora.make_net(**LARGE)
     parameters = sum(p.numel() for p in net.parameters() if p.dim() == 2 and not p.requires_grad)
-    report = quantize_frozen_params(net, Int8(256), placement=scope, gpus_per_node=2)
-    sent = [sent_in(lambda: models.loss_of(net, models.batch(0, 0)).backward(), net, 2) for _ in range(3)]
+    reported = quantize_frozen_params(net, Int8(256), placement=scope, gpus_per_node=2).bytes_after
+    assert parameters * share < reported <= 1.02 * parameters * share
+    (tap, first), *later = [
+        sent_in(lambda: models.loss_of(net, models.batch(0, 0)).backward(), net, gpus_per_node=2) for _ in range(3)
+    ]
+    # Under G what the first gather leaves in each node replaces the shard.
     held = sum(unit.nbytes for unit in {weight.holder for _, _, weight in frozen_modules(net)})
-    return parameters, report.bytes_after, held, [(tap, counted["gather"]) for tap, counted in sent]
+    assert held == (2 * reported if scope == "G" else reported)
+    assert tap.total("inter") == first["gather"]["inter"]
+    if scope == "G":
+        assert parameters / 4 < first["gather"]["inter"] <= 1.02 * parameters / 4
+    else:
+        assert first["gather"]["inter"] == 0
+    for tap, counted in later:
+        assert tap.total("inter") == counted["gather"]["inter"] == 0
+        assert tap.total("intra") == counted["gather"]["intra"]
+        # Each rank sends its half at most twice, once for the forward and once for the backward.
+        assert (counted["gather"]["intra"] > 0) == (scope != "N")
+        assert counted["gather"]["intra"] <= 2 * 1.02 * parameters / 2
 
 
-@pytest.mark.parametrize(("scope", "share"), SHARES.items())
-def test_a_base_takes_its_scopes_share_and_crosses_nodes_once(
-    pool: Callable[[int], Pool], scope: str, share: float
-) -> None:
-    for parameters, reported, held, ((first, counted), *others) in pool(4).run(sent_in_steps, scope):
-        assert parameters * share < reported <= 1.02 * parameters * share
-        # Under G what the first gather leaves in each node replaces the shard.
-        assert held == (2 * reported if scope == "G" else reported)
-        assert first.total("inter") == counted["inter"]
-        if scope == "G":
-            assert parameters / 4 < counted["inter"] <= 1.02 * parameters / 4
-        else:
-            assert counted["inter"] == 0
-        for tap, counted in others:
-            assert tap.total("inter") == counted["inter"] == 0
-            assert tap.total("intra") == counted["intra"]
-            # Each rank sends its half at most twice, once for the forward and once for the backward.
-            assert (counted["intra"] > 0) == (scope != "N")
-            assert counted["intra"] <= 2 * 1.02 * parameters / 2
+@pytest.mark.parametrize(("scope", "share"), [("N", 1.0), ("I", 1 / 2), ("G", 1 / 4)])
+def test_a_base_takes_its_scopes_share_and_crosses_nodes_once(pool: Pools, scope: str, share: float) -> None:
+    pool(4).run(gathered_in_backwards, scope, share)
 
 
 def large_floats() -> list[int]:
@@ -85,82 +82,38 @@ def large_floats() -> list[int]:
     return [t.numel() for t in tensors if t.numel() >= largest and t.untyped_storage().nbytes() > 0]
 
 
-def under_a_strategy(adapter: Adapter, scope: str) -> dict[str, Any]:
-    """In a worker: what three steps under a strategy that quantizes send, gather and keep."""
+def under_a_strategy(adapter: Adapter, scope: str) -> None:
     net = lora.make_net(**LARGE)
+    parameters = sum(p.numel() for p in net.parameters() if p.dim() == 2)
     strategy = Strategy(f"{scope}GG", weights=Int8(256), frozen=Int8(256), gpus_per_node=2)
     model = adapter.shard(net, Case(), strategy)
     optimizer = models.make_optimizer("sgd", [p for p in model.parameters() if p.requires_grad])
-    base = next(iter(frozen_modules(model)))[2].base
-    found: dict[str, Any] = {"sent": [], "dense": []}
+    sent = next(iter(frozen_modules(model)))[2].base.traffic.sent
     gc.collect()
     before = len(large_floats())
-
-    def step() -> None:
-        loss = models.loss_of(model, models.batch(len(found["sent"]), 0))
-        is_last = len(found["sent"]) == 2
-        found["dense"] += large_floats()[before:] if is_last else []
-        loss.backward()
-        if is_last:
-            gc.collect()
-            found["dense"] += large_floats()[before:]
-        found["gradients"] = [n for n, p in model.named_parameters() if not p.requires_grad and p.grad is not None]
+    for step in range(3):
+        crossed = sent.get(("gather", "inter"), 0)
+        with wiretap(2) as tap:
+            loss = models.loss_of(model, models.batch(step, 0))
+            in_forward = large_floats()[before:]
+            loss.backward()
+        gc.collect()
+        after_backward = large_floats()[before:]
+        assert not [name for name, p in model.named_parameters() if not p.requires_grad and p.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
-
-    for _ in range(3):
-        crossed = base.traffic.sent.get(("gather", "inter"), 0)
-        with gathers() as labels:
-            tap, _ = sent_in(step, model, 2)
-        crossed = base.traffic.sent.get(("gather", "inter"), 0) - crossed
-        found["sent"].append((crossed, tap.total("inter", "all_gather")))
-    of_base = sum(label.startswith("frozen ") and "frozen of" not in label for label in labels)
-    return found | {"gathers of the base": of_base, "gathers": len(labels)}
+        crossed = sent.get(("gather", "inter"), 0) - crossed
+        assert (crossed > 0) == (step == 0 and scope == "G")
+        if step > 0:  # the adapters', and what else FSDP has
+            assert 0 < tap.total("inter", "all_gather") < 0.05 * parameters
+    assert in_forward == after_backward == []
 
 
 @over_each(rest=False, adapter=ADAPTERS, scope=["G", "I"])
-def test_a_strategy_gathers_a_unit_once_a_pass_and_keeps_no_copy_in_full_precision(
-    pool: Callable[[int], Pool], adapter: Adapter, scope: str
+def test_under_a_strategy_a_base_crosses_nodes_once_and_has_no_copy_in_full_precision(
+    pool: Pools, adapter: Adapter, scope: str
 ) -> None:
-    parameters = sum(p.numel() for p in models.Net(**LARGE).parameters() if p.dim() == 2)
-    blocks, others = 2, 2  # embedding and head
-    for found in pool(4).run(under_a_strategy, adapter, scope):
-        assert (found["dense"], found["gradients"]) == ([], [])
-        (first, _), *later = found["sent"]
-        assert (first > 0) == (scope == "G")
-        for of_base, of_all in later:
-            assert of_base == 0
-            assert 0 < of_all < 0.05 * parameters  # the adapters', and what else FSDP has
-        of_base, of_all = found["gathers of the base"], found["gathers"]
-        assert blocks <= of_base <= 2 * (blocks + others)
-        # A unit of adapters takes two hops in the forward and one in the backward, and FSDP1 has a unit of what else
-        # is frozen (norms, biases), whose secondary shard stays: two in all. Four adapters a block don't count.
-        if scope == "I":
-            assert of_all - of_base <= blocks * (3 + 2) + 4
-
-
-def unit_labels(adapter: Adapter) -> list[tuple[str, int]]:
-    """In a worker: units, and how many weights each has, of a model that is wrapped once, inside of another."""
-    outer = nn.Sequential(lora.make_net())
-    quantize_frozen_params(outer, gpus_per_node=2)
-    outer[0] = adapter.shard(outer[0], Case(wrap_blocks=False), Strategy(gpus_per_node=2))
-    models.loss_of(outer[0], models.batch(0, 0))
-    (base,) = FrozenBase.below(outer)
-    return [(unit.label, len(unit.weights)) for unit in base.units]
-
-
-@over_adapters
-def test_layers_of_a_model_that_is_wrapped_once_are_units_of_the_base(
-    pool: Callable[[int], Pool], adapter: Adapter
-) -> None:
-    for labels in pool(2).run(unit_labels, adapter):
-        assert sorted(labels) == [("frozen 0", 2), *((f"frozen 0.blocks.{index}", 2) for index in range(2))]
-
-
-def test_traffic_counts_a_base_without_fsdp() -> None:
-    net = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
-    quantize_frozen_params(net)
-    assert traffic(net)["gather"] == {"inter": 0, "intra": 0}
+    pool(4).run(under_a_strategy, adapter, scope)
 
 
 # ---- launches: on a GPU a step of LoRA waits for the CPU if a weight takes more than a decode and little beside
@@ -190,7 +143,6 @@ def decodes() -> Iterator[list[int]]:
 
 
 def adapted(adapter: Adapter, codec: Codec, checkpointing: str) -> Any:
-    """In a worker: a Llama of two layers on a base that two ranks share."""
     model = llama.adapt(llama.make_base(llama.ADAPTED), {"a": "lora"})
     if checkpointing != "off":
         options = {"use_reentrant": checkpointing == "reentrant"}
@@ -202,19 +154,17 @@ def adapted(adapter: Adapter, codec: Codec, checkpointing: str) -> Any:
 
 
 def step_of(model: Any) -> None:
-    """In a worker: a forward and a backward."""
     llama.loss_of(model, llama.tokens(0)).backward()
     model.zero_grad()
 
 
-def launched_in_a_step(adapter: Adapter, codec: Codec, checkpointing: str) -> tuple[Any, ...]:
-    """In a worker: the units that a warm step gathers, decodes and uses of weights, the weights, and a forward's."""
-    model = adapted(adapter, codec, checkpointing.removeprefix("compiled "))
-    for layer in llama.layers_of(model) if checkpointing.startswith("compiled") else []:
-        layer.compile(backend="aot_eager")  # others build code, which takes long and launches the same
+def launched_in_a_step(adapter: Adapter, codec: Codec, checkpointing: str) -> None:
+    """In a worker: gathers, decodes and uses of weights in a warm step, and gathers in a row of forwards."""
+    model = adapted(adapter, codec, checkpointing)
     for _ in range(2):
         step_of(model)
     (base,) = FrozenBase.below(model)
+    units = {unit.label for unit in base.units}
     uses: list[FrozenWeight] = []
     dense = FrozenWeight.dense
 
@@ -222,47 +172,32 @@ def launched_in_a_step(adapter: Adapter, codec: Codec, checkpointing: str) -> tu
         uses.append(self)
         return dense(self, *args)
 
-    with gathers() as labels, patch.object(FrozenWeight, "dense", using), decodes() as decoded:
+    with gathers() as of_step, patch.object(FrozenWeight, "dense", using), decodes() as decoded:
         step_of(model)
     for _ in range(3):
         with gathers() as of_forward:
             llama.logits_of(model)
-    units = {unit.label for unit in base.units}
-    of_step, of_forward = ([label for label in each if label in units] for each in (labels, of_forward))
-    return of_step, len(decoded), len(uses), len(base.weights), sorted(of_forward)
+    # Embedding, two layers, head. The forward's last two are still there when the backward comes to them, and so
+    # is a layer that has just been recomputed. What remains are two gathers in each direction.
+    assert len([label for label in of_step if label in units]) == 4, of_step
+    assert len(decoded) == len(uses) <= len(base.weights) * (2 if checkpointing == "off" else 3)
+    assert sorted(label for label in of_forward if label in units) == sorted(units)
 
 
+# Layers are units of the base also where a model is wrapped once.
 LAUNCHES = [
     (ADAPTERS[0], Int8(256), "off"),
     (ADAPTERS[1], Int4(32), "reentrant"),
     (ADAPTERS[1], NF4(4096), "no_reentrant"),
-    pytest.param(ADAPTERS[0], NF4(64), "compiled no_reentrant", marks=pytest.mark.wide),
 ]
 
 
 @on_cpus
 @pytest.mark.parametrize(("adapter", "codec", "checkpointing"), LAUNCHES, ids=str)
 def test_one_gather_a_unit_and_pass_and_one_decode_a_use(
-    pool: Callable[[int], Pool], adapter: Adapter, codec: Codec, checkpointing: str
+    pool: Pools, adapter: Adapter, codec: Codec, checkpointing: str
 ) -> None:
-    for labels, decoded, uses, weights, of_forward in pool(2).run(launched_in_a_step, adapter, codec, checkpointing):
-        # Embedding, two layers, head. The forward's last two are still there when the backward comes to them, and so
-        # is a layer that has just been recomputed. What remains are two gathers in each direction.
-        assert len(labels) == 4, labels
-        assert decoded == uses
-        assert uses <= weights * (2 if checkpointing == "off" else 3)
-        assert len(of_forward) == len(set(of_forward)) == 4  # in a row of forwards
-
-
-def test_a_base_that_is_prepared_has_the_levels_on_its_device() -> None:
-    levels_on.cache_clear()
-    net = lora.make_net(**LARGE)
-    quantize_frozen_params(net, NF4(64))
-    for base in FrozenBase.below(net):
-        base.prepare()
-    assert levels_on.cache_info().misses == 1
-    models.loss_of(net, models.batch(0, 0, rank=0)).backward()
-    assert levels_on.cache_info().misses == 1  # so that no forward waits for a copy
+    pool(2).run(launched_in_a_step, adapter, codec, checkpointing)
 
 
 def test_levels_are_those_of_the_paper_whatever_mode_asks_first() -> None:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import bitsandbytes as bnb
+import moe
 import pytest
 import torch
 import torch.distributed as dist
 from harness import llama, models
-from harness.adapter import STOCK, Adapter
+from harness.adapter import Adapter
 from harness.covering import ADAPTERS, over_adapters, over_each
 from harness.fsdp1 import Fsdp1
 from harness.live_bytes import LiveBytes
-from harness.messages import Reply, attempt
+from harness.messages import attempt
 from harness.models import device
-from harness.pool import Pool
+from harness.pool import Pools
 from peft import (
     IA3Config,
     PeftConfig,
@@ -35,14 +37,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import LlamaForCausalLM
 
-from fsdp_zpp import (
-    Int8,
-    Strategy,
-    dequantize_frozen_params,
-    gathered_weights,
-    quantize_frozen_params,
-    save_adapter,
-)
+from fsdp_zpp import Int8, Strategy, dequantize_frozen_params, gathered_weights, quantize_frozen_params, save_adapter
 
 CODEC = Int8(64)
 MIXZPP = Strategy("IGG", frozen=CODEC, gpus_per_node=2)
@@ -53,20 +48,23 @@ TIED = ("tokens", "embedding trained")
 
 
 def oracle(adapters: dict[str, str], **options: Any) -> PeftModel:
-    """In a worker: the dequantized model on one device."""
+    """The dequantized model on one device."""
     return llama.adapt(llama.rounded_base(CODEC, **options), adapters)
 
 
-def sharded(
-    adapter: Adapter, adapters: dict[str, str], strategy: Any = MIXZPP, by_layer: bool = True, **options: Any
-) -> Any:
+def quantized(tied: bool = False, placement: str = "I") -> LlamaForCausalLM:
+    """In a worker: the base, quantized before any adapter is added."""
+    base = llama.make_base(tied=tied).requires_grad_(False)
+    quantize_frozen_params(base, CODEC, placement=placement, gpus_per_node=2)
+    return base
+
+
+def sharded(adapter: Adapter, adapters: dict[str, str], strategy: Strategy = MIXZPP, tied: bool = False) -> Any:
     """In a worker: the model under a strategy that implies quantizing."""
-    base = llama.make_base(**options)
-    if set(adapters.values()) & {"dora", "head trained", *TIED}:
-        # PEFT computes the magnitudes that it starts with from the weights, and copies what it is to train.
-        base.requires_grad_(False)
-        quantize_frozen_params(base, CODEC, placement=strategy.parameters, gpus_per_node=2)
-    return llama.shard(adapter, llama.adapt(base, adapters), strategy, by_layer)
+    # PEFT computes the magnitudes that it starts with from the weights, and copies what it is to train.
+    first = set(adapters.values()) & {"dora", "head trained", *TIED}
+    base = quantized(tied, strategy.parameters) if first else llama.make_base(tied=tied)
+    return llama.shard(adapter, llama.adapt(base, adapters), strategy)
 
 
 def optimizer_of(model: Any) -> torch.optim.Optimizer:
@@ -74,15 +72,12 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
 
 
-def steps(model: Any, alone: bool, count: int = 2, optimizer: Any = None) -> dict[str, Tensor]:
+def step(model: Any, alone: bool, optimizer: Any = None) -> dict[str, Tensor]:
     """In a worker: train; ``alone`` takes all ranks' batches. Returns trainable weights, if they are whole."""
     optimizer = optimizer or optimizer_of(model)
-    ranks = range(dist.get_world_size()) if alone else [dist.get_rank()]
-    for step in range(count):
-        for rank in ranks:
-            (llama.loss_of(model, llama.tokens(step, rank)) / len(ranks)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    moe.backward(model, alone)
+    optimizer.step()
+    optimizer.zero_grad()
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -110,11 +105,8 @@ METHODS: dict[str, Callable[[], PeftConfig]] = {
 
 
 def by_method(adapter: Adapter, method: str, folder: str) -> None:
-    """In a worker: a method trains on a base quantized first as on the oracle, and loads there once it is saved."""
-    base = llama.make_base().requires_grad_(False)
-    quantize_frozen_params(base, CODEC, gpus_per_node=2)
     made = []
-    for each in (base, llama.rounded_base(CODEC)):
+    for each in (quantized(), llama.rounded_base(CODEC)):
         torch.manual_seed(3)
         made.append(get_peft_model(each, METHODS[method]()).to(device()))
     assert made[0].get_nb_trainable_parameters() == made[1].get_nb_trainable_parameters()
@@ -127,36 +119,12 @@ def by_method(adapter: Adapter, method: str, folder: str) -> None:
 
 @over_each(rest=False, adapter=ADAPTERS, method=list(METHODS))
 def test_other_methods_of_peft_train_as_on_one_device(
-    pool: Callable[[int], Pool], adapter: Adapter, method: str, tmp_path: Path
+    pool: Pools, adapter: Adapter, method: str, tmp_path: Path
 ) -> None:
     pool(4).run(by_method, adapter, method, str(tmp_path))
 
 
-def in_any_order(adapter: Adapter) -> list[bool]:
-    """In a worker: whether logits are the oracle's, whichever comes first, and under torch's own sharding, too."""
-    same = []
-    for dtype, quantized_first, strategy in (
-        (torch.float32, False, STOCK),
-        (torch.bfloat16, True, EXACT),
-    ):
-        base = llama.make_base(dtype)
-        if quantized_first:
-            quantize_frozen_params(base.requires_grad_(False), CODEC, gpus_per_node=2)
-        model = llama.adapt(base, LORA)
-        if not quantized_first:
-            quantize_frozen_params(model, CODEC, gpus_per_node=2)
-        logits = llama.logits_of(llama.shard(adapter, model, strategy))
-        same.append(torch.equal(logits, llama.logits_of(oracle(LORA, dtype=dtype))))
-    return same
-
-
-@over_adapters
-def test_adapters_may_be_added_before_or_after_quantizing(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    assert pool(4).run(in_any_order, adapter) == [[True] * 2] * 4
-
-
 def in_16_bits(adapter: Adapter, strategy: Strategy) -> None:
-    """In a worker: losses on a base in bf16 are those of the oracle."""
     alone = oracle(LORA, dtype=torch.bfloat16)
     assert {p.dtype for p in alone.parameters()} == {torch.bfloat16, torch.float32}  # as PEFT makes them
     model = llama.shard(adapter, llama.adapt(llama.make_base(torch.bfloat16), LORA), strategy)
@@ -166,31 +134,27 @@ def in_16_bits(adapter: Adapter, strategy: Strategy) -> None:
 
 
 @over_each(rest=False, adapter=ADAPTERS, scopes=["GGG", "NNG"])
-def test_a_base_in_16_bits_trains_beside_adapters_in_32(
-    pool: Callable[[int], Pool], adapter: Adapter, scopes: str
-) -> None:
+def test_a_base_in_16_bits_trains_beside_adapters_in_32(pool: Pools, adapter: Adapter, scopes: str) -> None:
     pool(4).run(in_16_bits, adapter, Strategy(scopes, weights=CODEC, gradients=CODEC, frozen=CODEC, gpus_per_node=2))
 
 
-def gathers_of_adapters(adapter: Adapter) -> list[int]:
-    """In a worker: all-gathers in a warm step, with one adapter and with three."""
+def gathers_of_adapters(adapter: Adapter) -> None:
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     counts = []
     for adapters in (LORA, {"default": "lora", "b": "lora", "c": "lora"}):
         model = sharded(adapter, adapters, Strategy("IGG", weights=Int8(64), frozen=CODEC, gpus_per_node=2))
-        steps(model, alone=False, count=1)
+        step(model, alone=False)
         with patch.object(dist, name, wraps=getattr(dist, name)) as gather:
-            steps(model, alone=False, count=1)
+            step(model, alone=False)
         counts.append(gather.call_count)
-    return counts
+    assert counts[0] == counts[1]
+    # Per layer: the base twice; adapters two hops and one; FSDP1 what else is frozen, twice. And the root.
+    assert 0 < counts[0] <= llama.CONFIG["num_hidden_layers"] * (2 + 3 + 2) + 6
 
 
 @over_adapters
-def test_more_adapters_take_no_more_collectives(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    for one, three in pool(4).run(gathers_of_adapters, adapter):
-        assert one == three
-        # Per layer: the base twice; adapters two hops and one; FSDP1 what else is frozen, twice. And the root.
-        assert 0 < one <= llama.CONFIG["num_hidden_layers"] * (2 + 3 + 2) + 6
+def test_more_adapters_take_no_more_collectives(pool: Pools, adapter: Adapter) -> None:
+    pool(4).run(gathers_of_adapters, adapter)
 
 
 # ---- saved, and merged
@@ -204,7 +168,6 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Tensor]) -> None:
 
 
 def assert_handed_out(model: Any, alone: PeftModel, folder: str) -> None:
-    """In a worker: weights are merged as of an unsharded model, and the adapter is what save_adapter has written."""
     weights = dict(gathered_weights(model, merged=True))
     of_one = dict(gathered_weights(model, merged=True, dtype=torch.bfloat16, rank=1))
     active = alone.active_adapter
@@ -220,13 +183,12 @@ def assert_handed_out(model: Any, alone: PeftModel, folder: str) -> None:
 
 
 def saved_and_loaded(adapter: Adapter, kind: str, scopes: str, tied: bool, folder: str) -> None:
-    """In a worker: a trained adapter loads on one device as it is, near one trained there, and training goes on."""
     adapters = {"default": kind} | ({} if tied else {"other": "lora"})
     model = sharded(adapter, adapters, Strategy(scopes, frozen=CODEC, gpus_per_node=2), tied=tied)
     alone = oracle(adapters, tied=tied)
     optimizer = optimizer_of(model)
-    steps(model, alone=False, count=1, optimizer=optimizer)
-    trained = steps(alone, alone=True, count=1)
+    step(model, alone=False, optimizer=optimizer)
+    trained = step(alone, alone=True)
     before = llama.logits_of(model)
     save_adapter(model, folder, adapters=["default"])
     assert torch.equal(llama.logits_of(model), before)
@@ -240,8 +202,8 @@ def saved_and_loaded(adapter: Adapter, kind: str, scopes: str, tied: bool, folde
         assert len(set(tokens)) > 4
     if not tied:
         assert_handed_out(model, loaded, folder)
-    steps(model, alone=False, count=1, optimizer=optimizer)
-    steps(alone, alone=True, count=1)
+    step(model, alone=False, optimizer=optimizer)
+    step(alone, alone=True)
     ours, theirs = llama.logits_of(model), llama.logits_of(alone)
     assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
 
@@ -256,13 +218,12 @@ def saved_and_loaded(adapter: Adapter, kind: str, scopes: str, tied: bool, folde
     },
 )
 def test_a_saved_adapter_loads_on_one_device_and_merges_bit_for_bit(
-    pool: Callable[[int], Pool], adapter: Adapter, case: tuple[str, str, bool], tmp_path: Path
+    pool: Pools, adapter: Adapter, case: tuple[str, str, bool], tmp_path: Path
 ) -> None:
     pool(4).run(saved_and_loaded, adapter, *case, str(tmp_path))
 
 
 def in_full_precision(adapter: Adapter, kind: str, folder: str) -> None:
-    """In a worker: the same of a base that is not quantized."""
     adapters = {"chosen": kind, "other": "rslora"}
     dtype = torch.float32 if adapter == ADAPTERS[0] else llama.ADAPTED  # PEFT's adapters are in fp32
     model = llama.shard(adapter, llama.adapt(llama.make_base(dtype), adapters), EXACT)
@@ -273,45 +234,42 @@ def in_full_precision(adapter: Adapter, kind: str, folder: str) -> None:
 
 @over_each(rest=False, adapter=ADAPTERS, kind=["lora", "dora", "embedding", "tokens"])
 def test_adapters_are_merged_into_full_precision_as_peft_merges_them(
-    pool: Callable[[int], Pool], adapter: Adapter, kind: str, tmp_path: Path
+    pool: Pools, adapter: Adapter, kind: str, tmp_path: Path
 ) -> None:
     pool(4).run(in_full_precision, adapter, kind, str(tmp_path))
 
 
-def several(adapter: Adapter, folder: str) -> list[bool]:
-    """In a worker: whether switching, disabling and saving two adapters does what it does on one device."""
+def several(adapter: Adapter, folder: str) -> None:
     both = {"default": "lora", "other": "rslora"}
     model, alone = sharded(adapter, both), oracle(both)
     ours = llama.peft_of(model)
-    same = []
     for name in ("default", "other", "default"):
         for each in (ours, alone):
             each.set_adapter(name)
-        same.append(torch.equal(llama.logits_of(model), llama.logits_of(alone)))
+        assert torch.equal(llama.logits_of(model), llama.logits_of(alone))
         of_adapter = get_peft_model_state_dict(alone, adapter_name=name)
         assert_same(dict(gathered_weights(model, adapters_only=True)), of_adapter)
         merged = oracle(both)
         merged.set_adapter(name)
         assert_same(dict(gathered_weights(model, merged=True)), merged.merge_and_unload().state_dict())
     with ours.disable_adapter(), alone.disable_adapter():
-        same.append(torch.equal(llama.logits_of(model), llama.logits_of(alone)))
+        assert torch.equal(llama.logits_of(model), llama.logits_of(alone))
     with alone.disable_adapter():
-        same.append(not torch.equal(llama.logits_of(model), llama.logits_of(alone)))
+        assert not torch.equal(llama.logits_of(model), llama.logits_of(alone))
     save_adapter(model, folder)
     loaded = PeftModel.from_pretrained(llama.rounded_base(CODEC), folder)
     loaded.load_adapter(f"{folder}/other", "other")
     for name in both:
         for each in (loaded, alone):
             each.set_adapter(name, inference_mode=True)
-        same.append(torch.equal(llama.logits_of(loaded), llama.logits_of(alone)))
-    return same
+        assert torch.equal(llama.logits_of(loaded), llama.logits_of(alone))
 
 
 @over_adapters
 def test_adapters_are_switched_disabled_saved_and_merged_as_on_one_device(
-    pool: Callable[[int], Pool], adapter: Adapter, tmp_path: Path
+    pool: Pools, adapter: Adapter, tmp_path: Path
 ) -> None:
-    assert pool(4).run(several, adapter, str(tmp_path)) == [[True] * 7] * 4
+    pool(4).run(several, adapter, str(tmp_path))
 
 
 def test_an_adapter_merges_into_a_dequantized_base_alone() -> None:
@@ -326,59 +284,38 @@ def test_an_adapter_merges_into_a_dequantized_base_alone() -> None:
     torch.testing.assert_close(llama.logits_of(merged), expected, rtol=1e-4, atol=1e-4)
 
 
-def one_by_one(model: Any) -> torch.optim.Optimizer:
-    """In a worker: an optimizer for views of one memory, which a kernel for several parameters updates in no order."""
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, foreach=False, fused=False)
-
-
-def refused_ties(adapter: Adapter) -> str:
-    """In a worker: what is said to adapters that are views of one memory, which works where nothing is sharded."""
-    base = llama.make_base(tied=True).requires_grad_(False)
-    quantize_frozen_params(base, CODEC, gpus_per_node=2)
-    model, alone = llama.adapt(base, {"default": "tied embedding"}), oracle({"default": "tied embedding"}, tied=True)
-    assert torch.equal(llama.logits_of(model), llama.logits_of(alone))
-    trained = [steps(each, alone=True, optimizer=one_by_one(each)) for each in (model, alone)]
-    assert models.distance(*trained) <= 1e-5
-    base = llama.make_base(tied=True)
-    model = llama.shard(adapter, llama.adapt(base, {"default": "tied embedding"}), MIXZPP)
-    try:
+def refused_ties() -> None:
+    """In a worker: adapters that are views of one memory work where nothing is sharded, and are refused elsewhere."""
+    adapters = {"default": "tied embedding"}
+    model = llama.adapt(quantized(tied=True), adapters)
+    assert torch.equal(llama.logits_of(model), llama.logits_of(oracle(adapters, tied=True)))
+    model = sharded(Fsdp1(), adapters, tied=True)
+    with pytest.raises(ValueError, match="'default' has ensure_weight_tying=True and targets a tied embedding"):
         llama.logits_of(model)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 # fully_shard itself refuses parameters that are not contiguous.
-def test_ties_that_sharding_loses_are_refused(pool: Callable[[int], Pool]) -> None:
-    for said in pool(4).run(refused_ties, Fsdp1()):
-        assert said.startswith("the adapter 'default' has ensure_weight_tying=True and targets a tied embedding")
+def test_ties_that_sharding_loses_are_refused(pool: Pools) -> None:
+    pool(4).run(refused_ties)
 
 
-def saved_where_it_can_not_be(path: str) -> str:
-    """In a worker: what saving to a file says."""
-    try:
+def saved_where_it_can_not_be(path: str) -> None:
+    with pytest.raises(RuntimeError, match=f"^the adapter could not be saved to {path}"):
         save_adapter(llama.adapt(llama.make_base(), LORA), path)
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
-def test_a_failure_to_save_is_an_error_on_all_ranks(pool: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_a_failure_to_save_is_an_error_on_all_ranks(pool: Pools, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("")
-    for said in pool(2).run(saved_where_it_can_not_be, str(path)):
-        assert said.startswith(f"the adapter could not be saved to {path}")
+    pool(2).run(saved_where_it_can_not_be, str(path))
 
 
-def test_models_without_the_adapter_are_refused() -> None:
+def test_what_can_not_be_saved_or_handed_out_is_refused() -> None:
+    base = llama.make_base()
     with pytest.raises(ValueError, match="no PeftModel in this LlamaForCausalLM"):
-        save_adapter(llama.make_base(), "nowhere")
+        save_adapter(base, "nowhere")
     with pytest.raises(ValueError, match=r"no adapter \['missing'\] in this model; choose from \['default'\]"):
         save_adapter(llama.adapt(llama.make_base(), LORA), "nowhere", adapters=["missing"])
-
-
-def test_what_can_not_be_handed_out_is_refused() -> None:
-    base = llama.make_base()
     with pytest.raises(ValueError, match="there is no PeftModel in this LlamaForCausalLM"):
         gathered_weights(base, merged=True)
     prompts = get_peft_model(llama.make_base(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
@@ -408,49 +345,38 @@ def test_what_can_not_be_handed_out_is_refused() -> None:
 # ---- save_pretrained, transformers' and PEFT's
 
 
-def refused_and_saved(adapter: Adapter, scopes: str, adapted: bool, folder: str) -> tuple[list[Reply], list[str], bool]:
-    """In a worker: how calls without a state dict are refused, what they left, and whether one with it saves all."""
+def refused_and_saved(adapter: Adapter, scopes: str, adapted: bool, folder: str) -> None:
+    """In a worker: calls without a state dict are refused and leave nothing; one with it saves all."""
     model: Any = llama.make_base()
     if adapted:
-        model = llama.adapt(model.requires_grad_(False), LORA)
-    before = {name: value.clone() for name, value in llama.make_base().state_dict().items()}
+        model = llama.adapt(model, LORA)
     model = llama.shard(adapter, model, Strategy(scopes, gpus_per_node=2))
     inner, is_first = llama.peft_of(model), dist.get_rank() == 0
-    replies = [
-        attempt((lambda given=given: inner.save_pretrained(folder, **given), RuntimeError, ""))
-        for given in ({}, {"is_main_process": is_first}, {"state_dict": None})
-    ]
+    for given in ({}, {"is_main_process": is_first}, {"state_dict": None}):
+        kind, text, sent = attempt((partial(inner.save_pretrained, folder, **given), RuntimeError, ""))
+        assert (kind, sent) == ("RuntimeError", 0)
+        assert "is sharded, and save_pretrained would write what one rank holds" in text
+        assert "fsdp_zpp.save_adapter(model, path)" in text
+        assert "full state dict" in text
     dist.barrier()
-    left = [path.name for path in Path(folder).glob("*.safetensors")]
+    assert not list(Path(folder).glob("*.safetensors"))
     dist.barrier()
-    if adapted:
-        save_adapter(model, folder)
-        return replies, left, (Path(folder) / "adapter_model.safetensors").exists()
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    if is_first:
-        inner.save_pretrained(folder, state_dict=state)
-    dist.barrier()
-    loaded = LlamaForCausalLM.from_pretrained(folder).state_dict()
-    return replies, left, all(torch.equal(loaded[name], value.cpu()) for name, value in before.items())
+    if not adapted:
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        if is_first:
+            inner.save_pretrained(folder, state_dict=state)
+        dist.barrier()
+        assert_same(LlamaForCausalLM.from_pretrained(folder).state_dict(), llama.make_base().state_dict())
 
 
 @over_each(rest=False, adapter=ADAPTERS, adapted={"whole": False, "adapted": True}, scopes=["IGG", "NNG"])
 def test_save_pretrained_of_a_sharded_model_is_refused_on_every_rank(
-    pool: Callable[[int], Pool], adapter: Adapter, adapted: bool, scopes: str, tmp_path: Path
+    pool: Pools, adapter: Adapter, adapted: bool, scopes: str, tmp_path: Path
 ) -> None:
-    for replies, left, whole in pool(4).run(refused_and_saved, adapter, scopes, adapted, str(tmp_path)):
-        for kind, text, sent in replies:
-            assert (kind, sent) == ("RuntimeError", 0)
-            assert "is sharded, and save_pretrained would write what one rank holds" in text
-            assert "fsdp_zpp.save_adapter(model, path)" in text
-            assert "full state dict" in text
-        assert left == []
-        assert whole
+    pool(4).run(refused_and_saved, adapter, scopes, adapted, str(tmp_path))
 
 
-def saved_where_weights_are_whole(folder: str) -> list[bool]:
-    """In a worker: whether transformers saves all of a model that each rank holds, or that is summoned."""
-    expected, equal = llama.make_base().state_dict(), []
+def saved_where_weights_are_whole(folder: str) -> None:
     for scopes in ("NNN", "IGG"):
         model = llama.shard(Fsdp1(), llama.make_base(), Strategy(scopes, gpus_per_node=2))
         with nullcontext() if scopes == "NNN" else FullyShardedDataParallel.summon_full_params(model, writeback=False):
@@ -458,12 +384,11 @@ def saved_where_weights_are_whole(folder: str) -> list[bool]:
             model.module.save_pretrained(f"{folder}/{dist.get_rank()} {scopes}")
         dist.barrier()
         loaded = LlamaForCausalLM.from_pretrained(f"{folder}/0 {scopes}").state_dict()
-        equal.append(all(torch.equal(loaded[name], value.cpu()) for name, value in expected.items()))
-    return equal
+        assert_same(loaded, llama.make_base().state_dict())
 
 
-def test_save_pretrained_works_where_ranks_hold_whole_weights(pool: Callable[[int], Pool], tmp_path: Path) -> None:
-    assert pool(4).run(saved_where_weights_are_whole, str(tmp_path)) == [[True, True]] * 4
+def test_save_pretrained_works_where_ranks_hold_whole_weights(pool: Pools, tmp_path: Path) -> None:
+    pool(4).run(saved_where_weights_are_whole, str(tmp_path))
 
 
 # ---- the memory that merging takes
@@ -485,8 +410,7 @@ def make(adapter: Adapter, kind: str, is_quantized: bool) -> Any:
     return model
 
 
-def taken(adapter: Adapter, kind: str, is_quantized: bool, dtype: torch.dtype | None) -> tuple[int, int]:
-    """In a worker: the most bytes that are alive while weights are merged, and how many may be."""
+def taken(adapter: Adapter, kind: str, is_quantized: bool, dtype: torch.dtype | None) -> None:
     model = make(adapter, kind, is_quantized)
     full = dict(gathered_weights(model, merged=True, dtype=dtype))
     units: dict[str, int] = {}
@@ -500,20 +424,18 @@ def taken(adapter: Adapter, kind: str, is_quantized: bool, dtype: torch.dtype | 
     with LiveBytes(allowed) as live:
         for _ in gathered_weights(model, merged=True, dtype=dtype):
             pass
-    return live.peak, allowed
+    assert 0 < live.peak <= allowed
 
 
-@pytest.mark.parametrize(
-    ("adapter", "kind", "is_quantized", "dtype"),
-    [
-        (ADAPTERS[0], "lora", True, None),
-        (ADAPTERS[1], "dora", True, torch.bfloat16),
-        (ADAPTERS[1], "two adapters", False, torch.bfloat16),
-    ],
-    ids=str,
-)
+MERGED = [
+    (ADAPTERS[0], "lora", True, None),
+    (ADAPTERS[1], "dora", True, torch.bfloat16),
+    (ADAPTERS[1], "two adapters", False, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("adapter", "kind", "is_quantized", "dtype"), MERGED, ids=str)
 def test_merging_takes_one_unit_and_the_copies_that_peft_makes(
-    pool: Callable[[int], Pool], adapter: Adapter, kind: str, is_quantized: bool, dtype: torch.dtype | None
+    pool: Pools, adapter: Adapter, kind: str, is_quantized: bool, dtype: torch.dtype | None
 ) -> None:
-    for peak, allowed in pool(4).run(taken, adapter, kind, is_quantized, dtype):
-        assert 0 < peak <= allowed
+    pool(4).run(taken, adapter, kind, is_quantized, dtype)

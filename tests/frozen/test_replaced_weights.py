@@ -3,59 +3,42 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
+import moe
 import pytest
 import torch
-from harness import llama, models
+from harness import llama, lora, models
 from harness.adapter import Adapter
 from harness.covering import ADAPTERS, over_each
-from harness.pool import Pool
-from peft import LoraConfig, PeftModel, get_peft_model
+from harness.pool import Pools
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from fsdp_zpp import Int8, Strategy, dequantize_frozen_params, quantize_frozen_params
 
 CODEC = Int8(64)
 TARGETS = ["q_proj.weight", "down_proj.weight", "embed_tokens.weight"]
-"""Weights of linear layers and of an embedding, as PEFT's ``target_parameters`` names them."""
-
-
-def adapt(base: nn.Module) -> PeftModel:
-    """Add an adapter of parameters whose B is not zero."""
-    torch.manual_seed(1)
-    options: dict[str, Any] = {"target_modules": ["v_proj"], "r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}
-    model = get_peft_model(base, LoraConfig(target_parameters=TARGETS, **options))
-    generator = torch.Generator().manual_seed(2)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model
-
-
-def quantized(first: bool, dtype: torch.dtype = torch.float32) -> PeftModel:
-    """The adapted model with a quantized base; ``first`` quantizes before the adapter is added."""
-    base = llama.make_base(dtype).requires_grad_(False)
-    if first:
-        quantize_frozen_params(base, CODEC, gpus_per_node=2)
-    model = adapt(base)
-    if not first:
-        quantize_frozen_params(model, CODEC, gpus_per_node=2)
-    return model
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
     """The gradients of one batch, the same on every rank."""
     llama.loss_of(model, llama.tokens(0, 0)).backward()
-    return {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
+    return lora.gradients_of(model)
 
 
 def adapted_parameters(adapter: Adapter, first: bool, dtype: torch.dtype) -> None:
-    """In a worker: logits are the oracle's, with adapter and without, and so are its gradients."""
-    model, alone = quantized(first, dtype), adapt(llama.rounded_base(CODEC, dtype))
+    base, alone = (
+        llama.make_base(dtype).requires_grad_(False),
+        moe.adapt(llama.rounded_base(CODEC, dtype), "v_proj", TARGETS),
+    )
+    if first:
+        quantize_frozen_params(base, CODEC, gpus_per_node=2)
+    model = moe.adapt(base, "v_proj", TARGETS)
+    if not first:
+        quantize_frozen_params(model, CODEC, gpus_per_node=2)
     model = llama.shard(adapter, model, Strategy("IGG", gpus_per_node=2))
     assert torch.equal(llama.logits_of(model), llama.logits_of(alone))
     with llama.peft_of(model).disable_adapter(), alone.disable_adapter():
@@ -69,15 +52,14 @@ def adapted_parameters(adapter: Adapter, first: bool, dtype: torch.dtype) -> Non
 
 @over_each(adapter=ADAPTERS, case={"fp32": (False, torch.float32), "bf16, quantized first": (True, torch.bfloat16)})
 def test_adapters_of_parameters_act_on_quantized_layers(
-    pool: Callable[[int], Pool], adapter: Adapter, case: tuple[bool, torch.dtype]
+    pool: Pools, adapter: Adapter, case: tuple[bool, torch.dtype]
 ) -> None:
     pool(4).run(adapted_parameters, adapter, *case)
 
 
 def test_a_layer_computes_with_a_replaced_weight_in_the_dtype_of_its_input() -> None:
-    model = get_peft_model(
-        nn.Sequential(nn.Linear(64, 64)), LoraConfig(target_modules=[], target_parameters=["0.weight"])
-    )
+    config = LoraConfig(target_modules=[], target_parameters=["0.weight"])
+    model = get_peft_model(nn.Sequential(nn.Linear(64, 64)), config)
     quantize_frozen_params(model, CODEC, min_numel=1)
     x = torch.randn(2, 64)
     assert model(x.bfloat16()).dtype == torch.bfloat16
@@ -126,11 +108,8 @@ def pre_hook(module: nn.Module) -> None:
 
 COMPUTED: dict[str, Callable[[nn.Module], Any]] = {
     "parametrize": lambda module: parametrize.register_parametrization(module, "weight", Doubled()),
-    "weight norm": lambda module: parametrizations.weight_norm(module),
-    "old weight norm": lambda module: weight_norm(module),
-    "old spectral norm": lambda module: spectral_norm(module),
+    "weight norm": parametrizations.weight_norm,
     "pruned": lambda module: prune.l1_unstructured(module, "weight", 0.5),
-    "masked": lambda module: prune.custom_from_mask(module, "weight", torch.zeros_like(module.weight)),
     "set in a hook": pre_hook,
     "deleted": lambda module: delattr(module, "weight"),
     "called with another": lambda module: torch.func.functional_call(
@@ -150,22 +129,18 @@ def test_what_computes_a_quantized_weight_from_others_is_refused(kind: str, way:
         COMPUTED[way](module)
         module(MODULES[kind][1]())
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # the old norms
-        with pytest.raises(RuntimeError, match=r"weight is frozen and quantized, so .*dequantize_frozen_params"):
-            replace_and_compute()
+    with pytest.raises(RuntimeError, match=r"weight is frozen and quantized, so .*dequantize_frozen_params"):
+        replace_and_compute()
     if way != "set in a hook":
         assert torch.equal(module(MODULES[kind][1]()), expected)
 
 
-@pytest.mark.parametrize("way", ["parametrize", "weight norm", "old weight norm", "pruned", "masked"])
+@pytest.mark.parametrize("way", ["parametrize", "weight norm", "pruned"])
 @over_modules
 def test_a_weight_that_is_computed_from_others_before_is_right_afterwards(kind: str, way: str) -> None:
     module, plain = frozen_module(kind), frozen_module(kind)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        COMPUTED[way](module)
-        COMPUTED[way](plain)
+    COMPUTED[way](module)
+    COMPUTED[way](plain)
     quantize_frozen_params(module.requires_grad_(False), Int8(64), min_numel=1)
     x = MODULES[kind][1]()
     torch.testing.assert_close(module(x), plain(x), rtol=0.02, atol=0.2)  # of sums of 64 values quantized to 8 bits
@@ -198,6 +173,3 @@ def test_other_weights_of_a_quantized_layer_may_be_computed_from_others() -> Non
     for use in (copy.deepcopy, dequantize_frozen_params):
         with pytest.raises(RuntimeError, match=r"bias of a .*FrozenLinear .* is parametrized"):
             use(layer)
-    parametrize.remove_parametrizations(layer, "bias")
-    dequantize_frozen_params(layer)
-    torch.testing.assert_close(layer(x), before + layer.bias / 2)

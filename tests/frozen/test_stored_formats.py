@@ -21,13 +21,13 @@ import torch.distributed as dist
 import transformers
 from accelerate import init_empty_weights
 from bitsandbytes import functional
-from harness import frozen_files, llama, lora, models
+from harness import llama, lora, models
 from harness.adapter import Adapter
 from harness.covering import ADAPTERS
 from harness.frozen_files import refused
 from harness.live_bytes import LiveBytes
-from harness.pool import Pool
-from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from harness.pool import Pools
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, FineGrainedFP8Config, LlamaConfig
@@ -61,7 +61,6 @@ SIZES = llama.CONFIG | {"hidden_size": 128, "intermediate_size": 256}
 
 
 def _plain(folder: Path) -> Path:
-    """A checkpoint in full precision."""
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
     model.to("cpu", torch.bfloat16).save_pretrained(folder)
@@ -107,15 +106,10 @@ def _write_values(folder: Path) -> None:
     save_file(values, folder / "values" / FILE, {"format": "pt"})
 
 
+_nf4 = partial(_bitsandbytes, load_in_4bit=True, bnb_4bit_quant_type="nf4")
 OWNERS: dict[str, Callable[[Path], None]] = {
-    "nf4": partial(_bitsandbytes, load_in_4bit=True, bnb_4bit_quant_type="nf4"),
-    "nf4, nested": partial(
-        _bitsandbytes,
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_quant_storage="bfloat16",
-    ),
+    "nf4": _nf4,
+    "nf4, nested": partial(_nf4, bnb_4bit_use_double_quant=True, bnb_4bit_quant_storage="bfloat16"),
     "fp4": partial(_bitsandbytes, load_in_4bit=True, bnb_4bit_quant_type="fp4"),
     "int8": partial(_bitsandbytes, load_in_8bit=True),
     "fp8": _fp8,
@@ -144,10 +138,6 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[int, int, int], by_hand.Store
     "gptq4 in order of activations": (
         _GPTQ | {"bits": 4, "sym": True, "desc_act": True},
         lambda o, i, s: by_hand.gptq(o, i, s, group=_group(i), sym=True, act=True),
-    ),
-    "gptq8 v2": (
-        _GPTQ | {"bits": 8, "sym": False, "checkpoint_format": "gptq_v2"},
-        lambda o, i, s: by_hand.gptq(o, i, s, group=_group(i), bits=8, v2=True),
     ),
     "awq": (
         {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
@@ -211,7 +201,7 @@ def _by_hand(folder: Path, kind: str, format: str, **options: Any) -> None:
 BY_HAND = {
     f"{kind} {format}": partial(_by_hand, kind=kind, format=format)
     for kind, formats in {
-        "llama": ("gptq4 in order of activations", "gptq8 v2", "int8 by rows", "int8 plain", "nvfp4"),
+        "llama": ("gptq4 in order of activations", "int8 by rows", "int8 plain", "nvfp4"),
         "qwen3": ("gptq4", "awq", "int4", "fp8 by rows"),
         "deepseek": ("fp8",),
         "gpt_oss": ("mxfp4",),
@@ -247,28 +237,25 @@ def copied(made: Made, tmp_path: Path) -> Made:
 # ---- models of a checkpoint
 
 
-def _constructed(folder: Path, dtype: torch.dtype, experts: str) -> Any:
+def _constructed(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     config = AutoConfig.from_pretrained(folder)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
     if moe.layers_of(model):
-        model.set_experts_implementation(experts)
+        model.set_experts_implementation("grouped_mm")
     return model.requires_grad_(False)
 
 
-def empty(folder: Path, dtype: torch.dtype = torch.float32, experts: str = "grouped_mm") -> Any:
-    """The frozen model without values."""
+def empty(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     with init_empty_weights():
-        return _constructed(folder, dtype, experts)
+        return _constructed(folder, dtype)
 
 
-def dequantized(
-    folder: Path, dtype: torch.dtype = torch.float32, experts: str = "grouped_mm", codec: Codec | None = None
-) -> Any:
+def dequantized(folder: Path, codec: Codec | None = None) -> Any:
     """The oracle: the model of the values that the checkpoint stands for, as a codec leaves them if there is one."""
-    model = _constructed(folder, dtype, experts)
+    model = _constructed(folder)
     model.load_state_dict(load_file(folder / "values" / FILE))
     model.to(models.device())
     for parameter in moe.chosen(model).values() if codec is not None else ():
@@ -276,7 +263,7 @@ def dequantized(
     return model
 
 
-def owners_model(folder: Path, dtype: torch.dtype = torch.bfloat16, dequantize: bool = True) -> Any:
+def owners_model(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
     """The model as transformers loads it on a CPU, with the library that owns the format."""
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     how: dict[str, Any] = {"dtype": dtype, "device_map": "cpu", "output_loading_info": True}
@@ -378,29 +365,13 @@ def test_weights_equal_those_that_transformers_dequantizes(made: Made, name: str
             assert torch.equal(value.bfloat16(), expected[key].to(models.device(), torch.bfloat16)), key
 
 
-@pytest.mark.parametrize("name", ["nf4", "int8"])
-def test_adapters_are_merged_into_a_base_as_it_was_stored(made: Made, name: str) -> None:
-    folder = made(name)
-    base = empty(folder)
-    quantize_frozen_params(base, AS_STORED, checkpoint=folder)
-    ours, alone = adapt(base), adapt(dequantized(folder))
-    set_peft_model_state_dict(alone, get_peft_model_state_dict(ours))
-    expected = alone.merge_and_unload().state_dict()
-    merged = dict(gathered_weights(ours, merged=True))
-    assert merged.keys() == expected.keys()
-    assert all(torch.equal(merged[key], value) for key, value in expected.items())
-
-
 def test_a_base_that_is_kept_is_told_from_another_and_not_saved_again(copied: Made, tmp_path: Path) -> None:
     folder = copied("fp4")
-    first, same, other = (empty(folder) for _ in range(3))
-    for model in (first, same):
-        quantize_frozen_params(model, AS_STORED, checkpoint=folder)
+    first, other = empty(folder), empty(folder)
+    quantize_frozen_params(first, AS_STORED, checkpoint=folder)
     described = describe_base(first)
-    assert len(described) == 14
-    check_base(same, described, "here")
-    key = f"{KEY}.absmax"
-    change(folder, lambda tensors: tensors.update({key: tensors[key] * 2}))
+    check_base(first, described, "here")
+    change(folder, replaced(f"{KEY}.absmax", lambda scales: scales * 2))
     quantize_frozen_params(other, AS_STORED, checkpoint=folder)
     with pytest.raises(ValueError, match=r"1 of the 14 quantized weights of this LlamaForCausalLM differ"):
         check_base(other, described, "here")
@@ -441,11 +412,9 @@ def test_stacks_of_experts_in_different_orders_can_only_be_encoded_anew(tmp_path
     encoded = {name for name, weight in weights.items() if weight.codec == Int8(256)}
     # The inputs of the down projections are of one group.
     assert {name.rpartition(".")[2] for name in encoded} == {"gate_up_proj", "weight"}
-    assert len(encoded) == 4
     assert (report.weights, report.stored) == (10, 6)
-    for name, parameter in moe.chosen(exact).items():
-        if name in encoded:
-            lora.round_weight(parameter, Int8(256))
+    for name in encoded:
+        lora.round_weight(exact.get_parameter(name), Int8(256))
     assert torch.equal(llama.logits_of(model), llama.logits_of(exact))
 
 
@@ -463,7 +432,6 @@ def reading(folder: Path, codec: Any) -> Callable[[Any], Any]:
 
 
 def change(folder: Path, act: Change) -> None:
-    """Edit the tensors of a checkpoint."""
     tensors = {key: value.clone() for key, value in load_file(folder / FILE).items()}
     act(tensors)
     save_file(tensors, folder / FILE, {"format": "pt"})
@@ -531,24 +499,18 @@ def test_tensors_that_do_not_fit_are_named(copied: Made, name: str) -> None:
         refused(empty(folder), reading(folder, codec), f"{folder / FILE} is not a complete safetensors file")
 
 
-SETTINGS: list[tuple[Any, str]] = [
-    ({"quant_method": "of tomorrow"}, "quantized by 'of tomorrow'; those that can be read are fp8, "),
-    ({"quant_method": ["fp8"]}, "quant_method ['fp8'], and a string belongs"),
-    ({"weight_block_size": [32]}, "weight_block_size [32], and two sizes belong"),
-    ({"weight_block_size": "x"}, "weight_block_size 'x', and a list belongs"),
-]
-
-
 def test_settings_of_another_kind_are_named(copied: Made) -> None:
     folder = copied("fp8")
     model, path = empty(folder), folder / "config.json"
-    content = json.loads(path.read_text())
-    for settings, message in SETTINGS:
-        config = content["quantization_config"] | settings
-        path.write_text(json.dumps(content | {"quantization_config": config}))
+    for config, message in (
+        ({"quant_method": "of tomorrow"}, "quantized by 'of tomorrow'; those that can be read are fp8, "),
+        ({"quant_method": ["fp8"]}, "quant_method ['fp8'], and a string belongs"),
+        ({"quant_method": "fp8", "weight_block_size": [32]}, "weight_block_size [32], and two sizes belong"),
+        ({"quant_method": "fp8", "weight_block_size": "x"}, "weight_block_size 'x', and a list belongs"),
+        (["fp8"], "quantization_config ['fp8'], and a mapping belongs"),
+    ):
+        path.write_text(json.dumps({"quantization_config": config}))
         refused(model, reading(folder, AS_STORED), message)
-    path.write_text('{"quantization_config": ["fp8"]}')
-    refused(model, reading(folder, AS_STORED), "quantization_config ['fp8'], and a mapping belongs")
     path.write_text("{")
     refused(model, reading(folder, AS_STORED), f"{path} can't be read as JSON")
     state = model.state_dict()
@@ -575,53 +537,28 @@ def test_a_configuration_is_found_where_its_library_writes_it(copied: Made) -> N
 
 
 def test_without_a_configuration_names_and_dtypes_tell(copied: Made) -> None:
-    for name in ("nf4, nested", "int8", "fp8"):
+    for name in ("nf4, nested", "int8"):
         folder = copied(name)
         model = empty(folder)
         (folder / "config.json").unlink()
-        if name == "fp8":  # whose blocks nothing states
-            refused(model, reading(folder, AS_STORED), "nothing says which values share one of the scales of")
-        else:
-            assert quantize_frozen_params(model, AS_STORED, checkpoint=folder).weights == 14
+        assert quantize_frozen_params(model, AS_STORED, checkpoint=folder).weights == 14
 
 
-def on_one_rank(good: Path, bad: Path, other: Path) -> list[str]:
-    """In a worker: errors where one rank's files are broken, or of other blocks; the model stays as before."""
-    texts = []
-    for folder, codec in itertools.product((bad, other), EITHER):
-        model = empty(good)
-        before = frozen_files.snapshot(model)
-        with pytest.raises(ValueError, match=r"_scale_inv, which is missing|read different files from") as error:
-            quantize_frozen_params(model, codec, checkpoint=folder if dist.get_rank() == 1 else good, gpus_per_node=1)
-        assert frozen_files.snapshot(model) == before
-        texts.append(str(error.value))
-    return texts
+def on_one_rank(good: Path, bad: Path, other: Path) -> None:
+    for folder, said in ((bad, f"{KEY}_scale_inv, which is missing"), (other, "read different files from")):
+        refused(empty(good), reading(folder if dist.get_rank() == 1 else good, AS_STORED), said)
 
 
-def test_what_one_rank_can_not_read_is_an_error_on_all(pool: Callable[[int], Pool], copied: Made) -> None:
+def test_what_one_rank_can_not_read_is_an_error_on_all(pool: Pools, copied: Made) -> None:
     good, bad, other = copied("fp8"), copied("fp8"), copied("fp8, other blocks")
     change(bad, dropped(f"{KEY}_scale_inv"))
-    for texts in pool(2).run(on_one_rank, good, bad, other):
-        assert all(f"{KEY}_scale_inv, which is missing" in text for text in texts[:2])
-        assert all("read different files from" in text for text in texts[2:])
+    pool(2).run(on_one_rank, good, bad, other)
 
 
 # ---- sharded
 
 
-def backward(model: Any, alone: bool) -> None:
-    """In a worker: leave the mean gradient of all ranks' batches on ``model``; ``alone`` takes them all itself."""
-    ranks = range(dist.get_world_size()) if alone else [dist.get_rank()]
-    for rank in ranks:
-        (llama.loss_of(model, llama.tokens(0, rank)) / len(ranks)).backward()
-
-
-def relative(one: Tensor, other: Tensor) -> float:
-    return ((one.float() - other).norm() / other.norm()).item()
-
-
 def trained(adapter: Adapter, folder: Path, scope: str, path: str) -> Tensor:
-    """In a worker: an adapter is trained as on the oracle, and plain PEFT loads it there; logits with it."""
     base = empty(folder)
     # The default size of a node is all four ranks, so that the base moves to the strategy's nodes of two.
     nodes = None if scope == "I" else 2
@@ -631,32 +568,33 @@ def trained(adapter: Adapter, folder: Path, scope: str, path: str) -> Tensor:
     assert torch.equal(llama.logits_of(model), llama.logits_of(alone))
     trainable = ([p for p in each.parameters() if p.requires_grad] for each in (model, alone))
     optimizers = [torch.optim.SGD(parameters, lr=0.05) for parameters in trainable]
-    backward(model, alone=False)
-    backward(alone, alone=True)
-    # Sums over ranks in another order.
-    assert models.distance(adapter.full_gradients(model), lora.gradients_of(alone)) <= 1e-5
+    moe.backward(model, alone=False)
+    expected = moe.backward(alone, alone=True)
+    assert models.distance(adapter.full_gradients(model), expected) <= 1e-5  # sums over ranks in another order
     for optimizer in optimizers:
         optimizer.step()
     logits = llama.logits_of(model)
-    assert relative(logits, llama.logits_of(alone)) <= 1e-5
+    assert models.distance({"logits": logits}, {"logits": llama.logits_of(alone)}) <= 1e-5
     save_adapter(model, path)
     loaded = PeftModel.from_pretrained(dequantized(folder), path).to(models.device())
     assert torch.equal(llama.logits_of(loaded), logits)
+    merged, expected = dict(gathered_weights(model, merged=True)), loaded.merge_and_unload().state_dict()
+    assert merged.keys() == expected.keys()
+    assert all(torch.equal(merged[key], value) for key, value in expected.items())
     return logits
 
 
-@pytest.mark.parametrize(
-    ("name", "scope", "adapter"),
-    [
-        ("nf4, nested", "I", ADAPTERS[0]),
-        ("deepseek fp8", "G", ADAPTERS[1]),
-        ("gpt_oss mxfp4", "I", ADAPTERS[1]),
-        ("int8", "G", ADAPTERS[0]),
-    ],
-    ids=str,
-)
-def test_lora_trains_and_its_adapter_loads_beside_the_checkpoint(
-    pool: Callable[[int], Pool], made: Made, name: str, scope: str, adapter: Adapter, tmp_path: Path
+TRAINED = [
+    ("nf4, nested", "I", ADAPTERS[0]),
+    ("deepseek fp8", "G", ADAPTERS[1]),
+    ("gpt_oss mxfp4", "I", ADAPTERS[1]),
+    ("int8", "G", ADAPTERS[0]),
+]
+
+
+@pytest.mark.parametrize(("name", "scope", "adapter"), TRAINED, ids=str)
+def test_lora_trains_and_merges_and_its_adapter_loads_beside_the_checkpoint(
+    pool: Pools, made: Made, name: str, scope: str, adapter: Adapter, tmp_path: Path
 ) -> None:
     folder = made(name)
     ours = pool(4).run(trained, adapter, folder, scope, str(tmp_path))[0]
@@ -666,30 +604,26 @@ def test_lora_trains_and_its_adapter_loads_beside_the_checkpoint(
     theirs = llama.logits_of(PeftModel.from_pretrained(base, tmp_path), on=CPU)
     if exact:
         assert torch.equal(theirs, ours)
-    else:
-        assert relative(theirs, ours) < 0.03  # bf16, in which LLM.int8 rounds activations, too
+    else:  # bf16, in which LLM.int8 rounds activations, too
+        assert models.distance({"logits": theirs.float()}, {"logits": ours}) < 0.03
 
 
 LAYERS, WIDTH = 32, 256
 
 
-def memory_of_reading(folder: Path) -> tuple[int, int]:
-    """In a worker: the most bytes that are alive while it reads a checkpoint, and those of its shard."""
+def memory_of_reading(folder: Path) -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(LAYERS)))
     with LiveBytes(math.inf) as live:
         report = quantize_frozen_params(model.requires_grad_(False), AS_STORED, checkpoint=folder, gpus_per_node=4)
-    return live.peak, report.bytes_after
+    assert 4 * report.bytes_after >= LAYERS * WIDTH**2 / 2  # each has its quarter of at least four bits a value
+    assert report.bytes_after <= live.peak <= report.bytes_after + 2 * 2 * WIDTH**2  # two tensors in bf16
 
 
 @pytest.mark.parametrize("format", ["gptq4 in order of activations", "fp8"])
-def test_a_rank_that_reads_needs_memory_for_its_shard_and_two_tensors(
-    pool: Callable[[int], Pool], tmp_path: Path, format: str
-) -> None:
+def test_a_rank_that_reads_needs_memory_for_its_shard_and_two_tensors(pool: Pools, tmp_path: Path, format: str) -> None:
     config, write = FORMATS[format]
     tensors = {f"{layer}.{end}": part for layer in range(LAYERS) for end, part in write(WIDTH, WIDTH, layer)[0].items()}
     save_file(tensors, tmp_path / FILE)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
-    for peak, shard in pool(4).run(memory_of_reading, tmp_path):
-        assert 4 * shard >= LAYERS * WIDTH**2 / 2  # each has its quarter of at least four bits a value
-        assert shard <= peak <= shard + 2 * 2 * WIDTH**2  # two tensors in bf16
+    pool(4).run(memory_of_reading, tmp_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.models import device
-from harness.pool import Pool
+from harness.pool import Pools
 from safetensors.torch import save
 from torch import Tensor
 
@@ -62,17 +62,10 @@ class InSync:
         self.token, self.receiver = SyncToken(), DeltaReceiver()
         receive(self.receiver, send(self.token, self.weights))
         self.changed = walk(self.weights, self.generator)
-        self.held = {name: tensor.clone() for name, tensor in self.receiver.tensors.items()}
-
-    def refuses(self, update: WeightUpdate, message: str) -> None:
-        """Assert that an update is refused and changes nothing."""
-        with pytest.raises(OutOfSyncError, match=message):
-            self.receiver.apply(update)
-        assert all(same_bits(self.receiver.tensors[name], tensor) for name, tensor in self.held.items())
 
 
-def changes(updates: list[WeightUpdate]) -> list[WeightUpdate]:
-    return [update for update in updates if update.kind == "delta"]
+def change_in(updates: list[WeightUpdate]) -> WeightUpdate:
+    return next(update for update in updates if update.kind == "delta")
 
 
 def by_definition(base: Tensor, payload: Tensor, block: int) -> Tensor:
@@ -142,22 +135,15 @@ def test_receivers_and_trainer_hold_the_same_bits_however_updates_arrive() -> No
     assert receiver.tensors["tied"].data_ptr() != receiver.tensors["odd"].data_ptr()
 
 
-def test_changes_take_27_hundredths_of_bf16() -> None:
-    weights = {"matrix": torch.randn(512, 300).bfloat16(), "norm": torch.randn(300).bfloat16()}
+def test_what_has_changed_alone_is_sent_in_27_hundredths_of_bf16() -> None:
+    trained = torch.randn(512, 300).bfloat16()
+    others = {"frozen": torch.randn(64, 64), "codes": torch.arange(9, dtype=torch.uint8)}
     token = SyncToken()
-    send(token, weights)
-    updates = send(token, walk(weights, torch.Generator().manual_seed(1)))
-    assert {update.kind for update in updates} == {"delta"}
-    assert sum(update.nbytes for update in updates) <= 0.27 * sum(weight.nbytes for weight in weights.values())
-
-
-def test_what_has_not_changed_is_not_sent() -> None:
-    frozen, trained = torch.randn(64, 64), torch.randn(64, 64)
-    token = SyncToken()
-    codes = torch.arange(9, dtype=torch.uint8)
-    send(token, {"frozen": frozen, "trained": trained, "codes": codes})
-    assert [u.name for u in send(token, {"frozen": frozen, "trained": trained + 1e-3, "codes": codes})] == ["trained"]
-    assert [u.kind for u in send(token, {"codes": codes.flip(0)})] == ["whole"]
+    send(token, {"trained": trained, **others})
+    (update,) = send(token, walk({"trained": trained}, torch.Generator().manual_seed(1)) | others)
+    assert (update.name, update.kind) == ("trained", "delta")
+    assert update.nbytes <= 0.27 * trained.nbytes
+    assert [u.kind for u in send(token, {"codes": others["codes"].flip(0)})] == ["whole"]
 
 
 def test_passes_without_a_step_between_come_nearer() -> None:
@@ -172,9 +158,7 @@ def test_passes_without_a_step_between_come_nearer() -> None:
     assert send(both.token, both.changed) == []
 
 
-@pytest.mark.parametrize(
-    ("dtype", "value"), list(zip(DTYPES, (float("nan"), float("inf"), -float("inf")), strict=True)), ids=str
-)
+@pytest.mark.parametrize(("dtype", "value"), list(zip(DTYPES, (math.nan, math.inf, -math.inf), strict=True)), ids=str)
 def test_what_is_not_finite_arrives_and_goes_again(dtype: torch.dtype, value: float) -> None:
     both = InSync(dtype)
     both.changed["odd"][5, 5] = value
@@ -187,23 +171,26 @@ def test_what_is_not_finite_arrives_and_goes_again(dtype: torch.dtype, value: fl
     assert {u.name: u.kind for u in send(both.token, walk(healed, both.generator))}["odd"] == "delta"
 
 
-def test_a_late_receiver_is_told_to_ask_for_everything() -> None:
-    both, late = InSync(), DeltaReceiver()
-    update = changes(send(both.token, both.changed))[0]
-    with pytest.raises(OutOfSyncError, match="has no version of it: it joined late"):
-        late.apply(update)
+def test_what_a_receiver_has_no_version_for_is_noticed_and_changes_nothing() -> None:
+    both, other = InSync(), SyncToken()
+    held = {name: tensor.clone() for name, tensor in both.receiver.tensors.items()}
+    of_late = change_in(send(both.token, both.changed))
+    missed = change_in(send(both.token, walk(both.changed, both.generator)))
+    send(other, both.weights)
+    of_other = change_in(send(other, both.changed))  # even if versions agree
+    said = "version 3 of odd changes version 2, but this receiver has version 1"
+    late = DeltaReceiver()
+    for receiver, update, message in (
+        (both.receiver, missed, said),
+        (both.receiver, of_other, "by another token"),
+        (late, of_late, "has no version of it: it joined late"),
+    ):
+        with pytest.raises(OutOfSyncError, match=message):
+            receiver.apply(update)
+    assert all(same_bits(both.receiver.tensors[name], tensor) for name, tensor in held.items())
     both.token.reset()
     receive(late, send(both.token, both.weights))
     assert all(same_bits(late.tensors[name], weight) for name, weight in both.weights.items())
-
-
-def test_a_missed_update_or_another_tokens_is_noticed_and_changes_nothing() -> None:
-    both, other = InSync(), SyncToken()
-    send(both.token, both.changed)
-    update = changes(send(both.token, walk(both.changed, both.generator)))[0]
-    both.refuses(update, r"version 3 of odd changes version 2, but this receiver has version 1")
-    send(other, both.weights)
-    both.refuses(changes(send(other, both.changed))[0], "by another token")  # even if versions agree
 
 
 def test_a_pass_that_was_left_early_makes_the_next_send_everything() -> None:
@@ -224,27 +211,24 @@ def test_a_tensor_that_has_another_dtype_or_shape_now_is_sent_whole() -> None:
         assert same_bits(receiver.tensors["w"], weight)
 
 
-def test_what_is_no_update_is_refused() -> None:
+def test_what_is_no_update_and_tensors_and_blocks_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="are no packed weight updates"):
         WeightUpdate.unpack(b"nonsense")
     with pytest.raises(ValueError, match="a safetensors file, but no packed weight updates"):
         WeightUpdate.unpack(save({"weight": torch.zeros(2)}))
-    update = send(SyncToken(), {"w": torch.zeros(3, 3)})[0]
-    with pytest.raises(ValueError, match=r"'model\.norm\.weight' is no header of a weight update"):
-        WeightUpdate.from_header("model.norm.weight", update.data)
-    with pytest.raises(ValueError, match="is no header of a weight update"):
-        WeightUpdate.from_header('{"name": "w"}', update.data)
-    with pytest.raises(ValueError, match=r"the whole update of w has data of dtype torch\.float32 and shape"):
-        WeightUpdate.from_header(update.header, update.data[:2])
-    with pytest.raises(ValueError, match=r"the whole update of w has data of dtype torch\.uint8"):
-        WeightUpdate.from_header(update.header, update.data.byte())
-
-
-def test_a_tensor_that_is_not_alike_is_refused() -> None:
     update = send(SyncToken(), {"w": torch.zeros(4, 3)})[0]
+    for header in ("model.norm.weight", '{"name": "w"}'):
+        with pytest.raises(ValueError, match=f"'{header}' is no header of a weight update"):
+            WeightUpdate.from_header(header, update.data)
+    for data in (update.data[:2], update.data.byte()):
+        with pytest.raises(ValueError, match=f"the whole update of w has data of dtype {data.dtype} and shape"):
+            WeightUpdate.from_header(update.header, data)
     for into in (torch.zeros(4, 3).bfloat16(), torch.zeros(3, 4), torch.zeros(3, 4).t()):
         with pytest.raises(ValueError, match="let the receiver hold a copy"):
             DeltaReceiver().apply(update, into=into)
+    for block in (16, 100, 8192):
+        with pytest.raises(ValueError, match=f"block is {block}"):
+            SyncToken(block=block)
 
 
 # ---- ranks send together what one process would send, and none of them sends it if they disagree
@@ -277,42 +261,28 @@ def compared_with_one_process(dtype: torch.dtype) -> int:
 
 
 @pytest.mark.parametrize(("world", "dtype"), [(3, torch.bfloat16), (4, torch.float32)], ids=str)
-def test_updates_do_not_depend_on_the_number_of_ranks(
-    pool: Callable[[int], Pool], dtype: torch.dtype, world: int
-) -> None:
+def test_updates_do_not_depend_on_the_number_of_ranks(pool: Pools, dtype: torch.dtype, world: int) -> None:
     kept = pool(world).run(compared_with_one_process, dtype)
     total = sum(weight.nbytes for weight in weights_of(0, dtype).values())
     assert sum(kept) == total  # each value's copy is on one rank
     assert max(kept) <= total / world + 3 * CHUNK * dtype.itemsize
 
 
-def after_one_rank_does(what: str) -> list[str]:
-    """In a worker: the kinds of updates of a pass, after one rank has done something that the others have not."""
-    token = SyncToken()
-    sent(token, 0, torch.float32, dist.group.WORLD)
-    if dist.get_rank() == 1:
-        if what == "resets":
-            token.reset()
-        elif what == "comes with a new token":
-            token = SyncToken()
-    if what == "fails at the end":  # all took part in all collectives, but one did not see the iterator end
-        updates = token.updates(weights_of(1, torch.float32).items(), dist.group.WORLD)
-        for _ in range(len(SHAPES) - 1):  # the empty one has not changed
-            last = next(updates)
-        if dist.get_rank() == 1:
-            updates.close()
-        else:
-            assert next(updates, None) is None
-        assert last[0] == "more"
-    return [update.kind for update in sent(token, 2, torch.float32, dist.group.WORLD)]
-
-
-WHAT = ("resets", "comes with a new token", "fails at the end")
-
-
 def disagree() -> tuple[list[list[str]], int]:
     """In a worker: kinds after one rank has done something alone, and the bytes that it keeps of small tensors."""
-    rank = dist.get_rank()
+    rank, kinds = dist.get_rank(), []
+    for does in ("resets", "fails at the end"):
+        token = SyncToken()
+        sent(token, 0, torch.float32, dist.group.WORLD)
+        if does == "resets" and rank == 1:
+            token.reset()
+        elif does == "fails at the end":  # all took part in all collectives, but one did not see the iterator end
+            updates = token.updates(weights_of(1, torch.float32).items(), dist.group.WORLD)
+            for _ in range(len(SHAPES) - 1):  # the empty one has not changed
+                last = next(updates)
+            assert last[0] == "more"
+            updates.close() if rank == 1 else list(updates)
+        kinds.append([update.kind for update in sent(token, 2, torch.float32, dist.group.WORLD)])
     with pytest.raises(ValueError, match=r"block: 256 on ranks 0, 2-3, 64 on rank 1"):
         sent(SyncToken(block=64 if rank == 1 else 256), 0, torch.float32, dist.group.WORLD)
     tokens = [SyncToken(), SyncToken()]
@@ -323,16 +293,10 @@ def disagree() -> tuple[list[list[str]], int]:
     token = SyncToken()
     weights = ((str(number), torch.zeros(CHUNK, device=device())) for number in range(8))
     assert len(list(token.updates(weights, dist.group.WORLD))) == 8
-    return [after_one_rank_does(what) for what in WHAT], token.nbytes
+    return kinds, token.nbytes
 
 
-def test_ranks_that_disagree_raise_or_send_everything_together(pool: Callable[[int], Pool]) -> None:
+def test_ranks_that_disagree_raise_or_send_everything_together(pool: Pools) -> None:
     for kinds, nbytes in pool(4).run(disagree):
-        assert kinds == [["whole"] * (len(SHAPES) + 1)] * len(WHAT)
+        assert kinds == [["whole"] * (len(SHAPES) + 1)] * 2
         assert nbytes == 2 * 4 * CHUNK  # of eight tensors of a chunk each: spread over ranks
-
-
-@pytest.mark.parametrize("block", [16, 100, 8192])
-def test_a_block_that_no_codec_has_is_refused(block: int) -> None:
-    with pytest.raises(ValueError, match=f"block is {block}"):
-        SyncToken(block=block)
