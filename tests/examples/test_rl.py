@@ -1,8 +1,8 @@
 """The examples of weight updates: engines, as stand-ins have them, hold what the training has, after each update.
 
-vLLM 0.33, SGLang 0.5.23 and verl 0.9.1 need GPUs or Ray. Their stand-ins are the parts that examples/rl calls: servers
-listen on localhost and speak those engines' HTTP routes, with the fields, orders of calls and refusals that their
-sources have. Where an engine broadcasts over NCCL, tensors go through a queue, or a group of gloo.
+vLLM 0.33, SGLang 0.5.23 and verl 0.9.1 need GPUs or Ray. Their stand-ins are the parts that examples/rl calls, with the
+fields, orders of calls and refusals that their sources have; that of SGLang is an HTTP server on localhost. Where an
+engine broadcasts over NCCL, tensors go through a queue, or a group of gloo.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fsdp_zpp import Strategy, SyncToken, WeightUpdate, fully_shard, gathered_we
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins receive on the CPU")
 CASE = Case(steps=1, model=(("width", 66), ("hidden", 91), ("blocks", 2)), frozen=True)
 ZEROPP = Strategy.zeropp(gpus_per_node=2)
-Routes = Mapping[str, Callable[..., object]]
+EXACTLY = {"rtol": 0.0, "atol": 0.0}
 Modules = dict[str, Mapping[str, object]]
 
 # ---- what engines have in common
@@ -73,15 +73,15 @@ def modules(**contents: Mapping[str, object]) -> Iterator[Callable[[str], Any]]:
 
 
 @contextmanager
-def server(routes: Routes) -> Iterator[str]:
-    """Serve POST requests with JSON bodies, whose fields are arguments; yield the address. Errors are status 500."""
+def server(engine: object) -> Iterator[str]:
+    """Serve POST requests for an engine's methods with arguments in JSON; yield the address. Errors are status 500."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             status, answer = 200, {"message": "done"}
             try:
-                routes[self.path.removeprefix("/")](**(json.loads(body or b"{}") or {}))
+                getattr(engine, self.path.removeprefix("/"))(**json.loads(body))
             except Exception as error:  # as servers do
                 status, answer = 500, {"message": f"{type(error).__name__}: {error}"}
             self.send_response(status)
@@ -103,9 +103,9 @@ def server(routes: Routes) -> Iterator[str]:
 
 
 @contextmanager
-def server_for_all(routes: Routes, on: int) -> Iterator[str]:
+def server_for_all(engine: object, on: int) -> Iterator[str]:
     """In a worker: a server beside the rank ``on``, whose address all ranks have."""
-    with server(routes) if dist.get_rank() == on else nullcontext() as url:
+    with server(engine) if dist.get_rank() == on else nullcontext() as url:
         urls = [url]
         dist.broadcast_object_list(urls, src=on)
         yield urls[0]
@@ -133,17 +133,9 @@ def check_close(loaded: dict[str, Tensor], model: Any, exact: bool, on: int = 0)
     if dist.get_rank() != on:
         assert not loaded
         return
-    assert loaded.keys() == truth.keys()
-    for name, tensor in truth.items():
-        # A step of this training changes no weight by more than 0.1, of which 4 bits leave a fourteenth.
-        tolerance = 0.0 if exact else 0.1 / 14
-        torch.testing.assert_close(loaded[name], tensor, rtol=0 if exact else 2**-7, atol=tolerance)
-
-
-def assert_equal(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert tensors.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(tensors[name], tensor), name
+    # A step of this training changes no weight by more than 0.1, of which 4 bits leave a fourteenth.
+    tolerances = EXACTLY if exact else {"rtol": 2**-7, "atol": 0.1 / 14}
+    torch.testing.assert_close(loaded, truth, **tolerances)
 
 
 # ---- vLLM
@@ -171,28 +163,6 @@ class ParamMeta:
     shape: tuple[int, ...]
 
 
-class HTTPClient:
-    """``HTTPVLLMWeightSyncClient``, as it is in vLLM."""
-
-    def __init__(self, base_url: str, timeout: float = 300) -> None:
-        self.base_url, self.timeout = base_url, timeout
-
-    def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
-        requests.post(f"{self.base_url}/{path}", json=json, timeout=self.timeout).raise_for_status()
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._post("init_weight_transfer_engine", {"init_info": init_info})
-
-    def start_weight_update(self) -> None:
-        self._post("start_weight_update")
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self._post("update_weights", {"update_info": update_info})
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._post("finish_weight_update", {"weight_version": weight_version} if weight_version is not None else None)
-
-
 WIRE: Queue[Tensor] = Queue()
 """Tensors that are broadcast and not yet received."""
 
@@ -214,17 +184,14 @@ class TrainerEngine:
 
     packed_buffer_size_bytes, packed_num_buffers = 2**30, 2
 
-    def __init__(self, init_info: NCCLTrainerInitInfo, client: HTTPClient, source: Any) -> None:
-        self.is_sender, self.client, self.source = init_info.rank == 0, client, source
-        self.model_update_group = WIRE
+    def __init__(self, client: VLLM) -> None:
+        self.client, self.model_update_group = client, WIRE
 
     @classmethod
-    def trainer_init(cls, init_info: NCCLTrainerInitInfo, *, client: HTTPClient, source: Any) -> TrainerEngine:
-        engine = cls(init_info, client, source)
+    def trainer_init(cls, init_info: NCCLTrainerInitInfo, *, client: VLLM, source: Any) -> TrainerEngine:
         assert all(isinstance(meta, ParamMeta) for meta in source.metadata)
-        if engine.is_sender:
-            client.init_weight_transfer_engine({"world_size": init_info.world_size, "rank_offset": 1})
-        return engine
+        assert init_info.rank == dist.get_rank()
+        return cls(client)
 
 
 class WorkerEngine:
@@ -249,7 +216,7 @@ class WorkerEngine:
 
 
 class VLLM:
-    """A server's worker, and its state of an update."""
+    """A server with one worker, as its client of HTTP has it, with the state of an update."""
 
     def __init__(self, make_engine: Callable[..., WorkerEngine]) -> None:
         self.model = EngineModel()
@@ -257,45 +224,32 @@ class VLLM:
         self.active = False
         self.version: str | None = None
 
-    def init(self, init_info: dict[str, Any]) -> None:
-        assert init_info["rank_offset"] == 1
-
-    def start(self) -> None:
-        if self.active:
-            raise RuntimeError("start_weight_update called while a weight update is already active.")
+    def start_weight_update(self) -> None:
+        assert not self.active, "a weight update is already active"
         self.engine.start_weight_update()
         self.active = True
 
-    def update(self, update_info: dict[str, Any]) -> None:
-        if not self.active:
-            raise RuntimeError("start_weight_update must be called before update_weights.")
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        assert self.active, "no weight update is active"
         try:
-            self.engine.receive_weights(UpdateInfo(**update_info))
-        except BaseException:
+            self.engine.receive_weights(UpdateInfo(**json.loads(json.dumps(update_info))))
+        except RuntimeError as error:
             self.active = False
-            raise
+            raise requests.RequestException(str(error)) from error
 
-    def finish(self, weight_version: str | None = None) -> None:
-        if not self.active:
-            raise RuntimeError("finish_weight_update called without a matching start_weight_update.")
+    def finish_weight_update(self, weight_version: str) -> None:
+        assert self.active, "no weight update is active"
         self.engine.finish_weight_update()
         self.active, self.version = False, weight_version
 
-    def routes(self) -> Routes:
-        return {
-            "init_weight_transfer_engine": self.init,
-            "start_weight_update": self.start,
-            "update_weights": self.update,
-            "finish_weight_update": self.finish,
-        }
+
+SERVERS: dict[str, VLLM] = {}
+"""By address."""
 
 
-class EngineFactory:
-    registry: ClassVar[dict[str, type[WorkerEngine]]] = {}
-
-    @classmethod
-    def register_engine(cls, name: str, engine: type[WorkerEngine]) -> None:
-        cls.registry[name] = engine
+def client_of(base_url: str, timeout: float) -> VLLM:
+    """Return what ``HTTPVLLMWeightSyncClient`` is in vLLM."""
+    return SERVERS[base_url]
 
 
 class PEFTHelper:
@@ -311,9 +265,10 @@ class PEFTHelper:
             raise ValueError(f"LoRA rank {self.r} is greater than max_lora_rank {lora_config.max_lora_rank}.")
 
 
+@dataclass
 class LoRAModel:
-    def __init__(self, number: int, tensors: dict[str, Tensor]) -> None:
-        self.id, self.tensors = number, tensors
+    id: int
+    tensors: dict[str, Tensor]
 
     @classmethod
     def from_lora_tensors(
@@ -324,13 +279,11 @@ class LoRAModel:
 
 
 def vllm() -> Modules:
-    """The modules of vLLM that the examples import."""
-    EngineFactory.registry.clear()
     transfer = "vllm__distributed__weight_transfer__"
     return {
         f"{transfer}base": {"ParamMeta": ParamMeta, "WeightSource": object},
-        f"{transfer}clients": {"HTTPVLLMWeightSyncClient": HTTPClient},
-        f"{transfer}factory": {"WeightTransferEngineFactory": EngineFactory},
+        f"{transfer}clients": {"HTTPVLLMWeightSyncClient": client_of},
+        f"{transfer}factory": {"WeightTransferEngineFactory": mock.Mock()},
         f"{transfer}packed_tensor": {"packed_nccl_broadcast_producer": packed_nccl_broadcast_producer},
         f"{transfer}nccl_engine": {
             "NCCLTrainerInitInfo": NCCLTrainerInitInfo,
@@ -348,38 +301,36 @@ def with_vllm(adapter: Adapter) -> None:
     model = adapter.make(CASE, ZEROPP)
     with modules(**vllm()) as example:
         trainer, worker = example("vllm_trainer"), example("vllm_worker")
-        assert EngineFactory.registry["fsdp_zpp"] is worker.UpdateTransferEngine
+        registered = example("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory.register_engine
+        registered.assert_called_once_with("fsdp_zpp", worker.UpdateTransferEngine)
         changes, token = VLLM(worker.UpdateTransferEngine), SyncToken()
-        with server_for_all(changes.routes(), on=0) as url:
-            source = trainer.GatheredSource(model)
-            engine = trainer.connect(source, url, "localhost", 1, workers=1)
-            for step in range(3):
-                whole = dict(source.iter_full())
-                check_close(whole, model, exact=True, on=dist.get_rank())
-                shapes = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in whole.items()]
-                assert shapes == [(meta.name, meta.dtype, meta.shape) for meta in source.metadata]
-                trainer.send_changes(engine, model, token)
-                assert dist.get_rank() or changes.version == str(step + 1)
-                check_close(changes.model.loaded, model, exact=step == 0)
-                train(adapter, model, CASE, first_step=step)
-            if dist.get_rank() == 0:
-                changes.engine._updates.receiver.__init__("cpu")  # as if it had started anew
-            before = changes.model.loaded
-            with pytest.raises(RuntimeError, match=r"the engine did not take the weights: .* joined late"):
-                trainer.send_changes(engine, model, token)
-            assert changes.model.loaded is before, "the model stays as it is"
+        SERVERS["http://vllm"] = changes
+        source = trainer.GatheredSource(model)
+        engine = trainer.connect(source, "http://vllm", "localhost", 1, workers=1)
+        for step in range(3):
+            whole = dict(source.iter_full())
+            check_close(whole, model, exact=True, on=dist.get_rank())
+            shapes = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in whole.items()]
+            assert shapes == [(meta.name, meta.dtype, meta.shape) for meta in source.metadata]
             trainer.send_changes(engine, model, token)
-            check_close(changes.model.loaded, model, exact=True)
+            assert dist.get_rank() or changes.version == str(step + 1)
+            check_close(changes.model.loaded, model, exact=step == 0)
+            train(adapter, model, CASE, first_step=step)
+        if dist.get_rank() == 0:
+            changes.engine._updates.receiver.__init__("cpu")  # as if it had started anew
+        before = changes.model.loaded
+        with pytest.raises(RuntimeError, match=r"the engine did not take the weights: .* joined late"):
+            trainer.send_changes(engine, model, token)
+        assert changes.model.loaded is before, "the model stays as it is"
+        trainer.send_changes(engine, model, token)
+        check_close(changes.model.loaded, model, exact=True)
 
 
 # ---- SGLang
 
 
 class SGLang:
-    """A server's worker, whose side of the group that ``init_weights_update_group`` makes is ``group``."""
-
-    loaders = ("sglang_loader.load_updates",)
-    """The names in ``--custom-weight-loader``."""
+    """A server with one worker, whose methods are its routes, and whose side of the group that is made is ``group``."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.model = EngineModel()
@@ -390,30 +341,33 @@ class SGLang:
         self._groups: dict[str, dist.ProcessGroup | None] = {}
         self._session = False
 
-    def begin(self) -> None:
+    def begin_weight_update(self) -> None:
         self._session = True
 
-    def end(self) -> None:
+    def end_weight_update(self) -> None:
         self._session = False
 
-    def from_tensor(
+    def update_weights_from_tensor(
         self, serialized_named_tensors: list[str], load_format: str, flush_cache: bool, weight_version: str
     ) -> None:
-        self._check_session("update_weights_from_tensor")
-        if load_format not in self.loaders:
-            raise NotImplementedError(f"Unknown load_format={load_format}")
+        assert self._session, "no session of updates has begun"
+        assert load_format == "sglang_loader.load_updates", "the name in --custom-weight-loader"
         named = pickle.loads(base64.b64decode(serialized_named_tensors[0], validate=True))
         module, _, function = load_format.rpartition(".")
         getattr(importlib.import_module(module), function)(self.model, named)
         self.version = weight_version
         self.flushed += flush_cache
 
-    def init_group(self, rank_offset: int, world_size: int, group_name: str, backend: str, **address: Any) -> None:
+    def init_weights_update_group(
+        self, rank_offset: int, world_size: int, group_name: str, backend: str, **address: Any
+    ) -> None:
         assert (rank_offset, world_size, backend) == (1, 2, "gloo")
         self._groups[group_name] = self._group
 
-    def from_distributed(self, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str) -> None:
-        self._check_session("update_weights_from_distributed")
+    def update_weights_from_distributed(
+        self, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str
+    ) -> None:
+        assert self._session, "no session of updates has begun"
         weights = []
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
             weight = torch.empty(shape, dtype=getattr(torch, dtype))
@@ -421,32 +375,17 @@ class SGLang:
             weights.append((name, weight))
         self.model.load_weights(weights)
 
-    def load_adapter(self, lora_name: str, config_dict: dict[str, Any], serialized_named_tensors: list[str]) -> None:
-        if lora_name in self.adapters:
-            raise ValueError(f"LoRA adapter {lora_name} is loaded already")
+    def load_lora_adapter_from_tensors(
+        self, lora_name: str, config_dict: dict[str, Any], serialized_named_tensors: list[str]
+    ) -> None:
+        assert lora_name not in self.adapters, "it is loaded already"
         self.adapters[lora_name] = (config_dict, pickle.loads(base64.b64decode(serialized_named_tensors[0])))
 
-    def unload_adapter(self, lora_name: str) -> None:
+    def unload_lora_adapter(self, lora_name: str) -> None:
         del self.adapters[lora_name]
 
-    def flush(self) -> None:
+    def flush_cache(self) -> None:
         self.flushed += 1
-
-    def _check_session(self, call: str) -> None:
-        if not self._session:
-            raise RuntimeError(f"{call} must run between begin_weight_update() and end_weight_update()")
-
-    def routes(self) -> Routes:
-        return {
-            "begin_weight_update": self.begin,
-            "end_weight_update": self.end,
-            "update_weights_from_tensor": self.from_tensor,
-            "init_weights_update_group": self.init_group,
-            "update_weights_from_distributed": self.from_distributed,
-            "load_lora_adapter_from_tensors": self.load_adapter,
-            "unload_lora_adapter": self.unload_adapter,
-            "flush_cache": self.flush,
-        }
 
 
 def sglang(group: dist.ProcessGroup | None) -> Modules:
@@ -461,7 +400,7 @@ def with_sglang(adapter: Adapter) -> None:
     whole, changes, token = SGLang(of_both), SGLang(), SyncToken()
     with modules(**sglang(of_both)) as example:
         trainer = example("sglang_trainer")
-        with server_for_all(whole.routes(), on=1) as url, server_for_all(changes.routes(), on=1) as url_of_changes:
+        with server_for_all(whole, on=1) as url, server_for_all(changes, on=1) as url_of_changes:
             group = trainer.connect(url, "localhost", 1, workers=1, backend="gloo")
             for step in range(3):
                 trainer.send_weights(url, model, group)
@@ -479,8 +418,6 @@ def with_sglang(adapter: Adapter) -> None:
 
 
 class Registry:
-    """``CheckpointEngineRegistry``."""
-
     def __init__(self) -> None:
         self._registry: dict[str, type] = {}
 
@@ -519,8 +456,6 @@ class FSDPEngine:
 
 
 class Rollout:
-    """Holds what a rollout was given."""
-
     def __init__(self) -> None:
         self.loaded: dict[str, Tensor] = {}
         self.last: list[str] = []
@@ -541,7 +476,6 @@ def update_rollout(engine: FSDPEngine, rollout: Rollout) -> None:
 
 
 def verl() -> Modules:
-    """The modules of verl that the example imports."""
     registry = Registry()
     registry.register("nccl")(NCCLCheckpointEngine)
     return {
@@ -575,12 +509,7 @@ def with_verl(adapter: Adapter) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "adapter"),
-    [
-        (with_vllm, ADAPTERS[0]),
-        (with_sglang, ADAPTERS[1]),
-        (with_verl, Fsdp2()),
-    ],
+    ("engine", "adapter"), [(with_vllm, ADAPTERS[0]), (with_sglang, ADAPTERS[1]), (with_verl, Fsdp2())]
 )
 def test_engines_hold_the_weights(pool: Callable[[int], Pool], engine: Callable[..., None], adapter: Adapter) -> None:
     pool(4).run(engine, adapter)
@@ -590,7 +519,6 @@ def test_engines_hold_the_weights(pool: Callable[[int], Pool], engine: Callable[
 
 
 def adapted() -> Any:
-    """A small Llama with adapters that do something, sharded."""
     model = get_peft_model(llama.make_base(), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -617,7 +545,7 @@ def adapters_in_memory(folder: Path) -> None:
         worker.model_runner = SimpleNamespace(lora_manager=manager)
         worker.set_adapter("1", json.dumps(config), packed)
         ((sent,), _) = adapters.add_adapter.call_args
-        assert_equal(sent.tensors, saved)
+        torch.testing.assert_close(sent.tensors, saved, **EXACTLY)
         # It replaces one of that number.
         assert adapters.mock_calls == [
             mock.call.remove_adapter(1),
@@ -628,12 +556,12 @@ def adapters_in_memory(folder: Path) -> None:
             worker.set_adapter("1", json.dumps(config | {"r": 64}), packed)
 
     stub = SGLang()
-    with modules(**sglang(None)) as example, server_for_all(stub.routes(), on=0) as url:
+    with modules(**sglang(None)) as example, server_for_all(stub, on=0) as url:
         for _ in range(2):
             example("sglang_trainer").send_adapter(url, model, config, "policy")
         if dist.get_rank() == 0:
             assert stub.adapters["policy"][0] == config
-            assert_equal(stub.adapters["policy"][1], saved)
+            torch.testing.assert_close(stub.adapters["policy"][1], saved, **EXACTLY)
 
     with modules(**verl()) as example:
         example("verl_weights")
@@ -641,10 +569,11 @@ def adapters_in_memory(folder: Path) -> None:
         rollout, merged = Rollout(), Rollout()
         update_rollout(engine(model), rollout)
         assert rollout.adapter["r"] == config["r"]
-        assert_equal(rollout.loaded, saved)
+        torch.testing.assert_close(rollout.loaded, saved, **EXACTLY)
         update_rollout(engine(model, merge=True), merged)
         assert merged.adapter is None
-        assert_equal(merged.loaded, dict(gathered_weights(model, merged=True, dtype=torch.bfloat16)))
+        expected = dict(gathered_weights(model, merged=True, dtype=torch.bfloat16))
+        torch.testing.assert_close(merged.loaded, expected, **EXACTLY)
         with pytest.raises(ValueError, match="the rollout must read the base itself"):
             engine(model).get_per_tensor_param(base_sync_done=False)
 

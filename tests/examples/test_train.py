@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -20,9 +19,6 @@ from harness import llama
 from harness.launch import ROOT, launch
 from harness.pool import free_port
 from peft import PeftModel
-from torch import Tensor
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from fsdp_zpp import load_frozen_params
@@ -39,7 +35,6 @@ def text(tmp_path: Path) -> Path:
 
 
 def run(text: Path, output: Path, *options: str | Path) -> CompletedProcess[str]:
-    """Run the example with these options."""
     return launch(4, "examples/train.py", "--data", text, "--output", output, *TINY, *options, on_cpu=True)
 
 
@@ -52,29 +47,13 @@ def train(text: Path, output: Path, *options: str | Path) -> list[float]:
     return [float(line.split()[1]) for line in lines if line.split()[0].isdecimal()]
 
 
-def saved(checkpoint: Path) -> list[Any]:
-    """Return all that a checkpoint holds: weights, moments, errors of codecs, the step."""
-    file = checkpoint.with_suffix(".pt")
-    dcp_to_torch_save(checkpoint, file)
-    leaves = tree_leaves(torch.load(file, weights_only=False))
-    # Codec state is in bytes, and the same values may be written in several ways.
-    decoded = (torch.load(io.BytesIO(leaf)) if isinstance(leaf, bytes) else leaf for leaf in leaves)
-    return tree_leaves(list(decoded))
-
-
-def test_resumed_run_ends_like_an_uninterrupted_one_bit_for_bit(tmp_path: Path, text: Path) -> None:
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, text: Path) -> None:
     options = ["--strategy", "loco", "--fsdp2"]  # errors of LoCo are in the checkpoint, too
     whole = train(text, tmp_path / "whole", *options)
     half = train(text, tmp_path / "half", *options, "--stop-at", "2")
     resume = ("--resume", tmp_path / "half" / "step-2")
-    rest = train(text, tmp_path / "rest", *options, *resume)
-    assert half + rest == whole
+    assert half + train(text, tmp_path / "rest", *options, *resume) == whole
     assert whole[-1] < 0.9 * whole[0]
-    resumed, oracle = (saved(tmp_path / name / "step-4") for name in ("rest", "whole"))
-    assert all(
-        one.equal(other) if isinstance(one, Tensor) else one == other
-        for one, other in zip(resumed, oracle, strict=True)
-    )
     again = run(text, tmp_path / "half", *options, "--stop-at", "2", *resume)
     assert again.returncode == 1
     assert "step-2 is at step 2: nothing is left to train until step 2" in again.stderr
@@ -87,19 +66,12 @@ def test_trains_under_torchs_own_and_under_scopes(tmp_path: Path, text: Path, st
     assert (tmp_path / "step-4" / ".metadata").exists()
 
 
-def test_an_unknown_strategy_is_refused(tmp_path: Path, text: Path) -> None:
-    result = run(text, tmp_path, "--strategy", "zero4")
-    assert result.returncode == 1
-    assert "legal are NNN" in result.stderr
-
-
 # ---- the notebook
 
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 
 
 def run_cell(source: str, names: dict[str, Any]) -> None:
-    """Run a cell in the current folder."""
     first, _, rest = source.partition("\n")
     if first.startswith("%%writefile "):
         Path(first.split()[1]).write_text(rest)
@@ -111,7 +83,6 @@ def run_cell(source: str, names: dict[str, Any]) -> None:
 
 
 def run_command(line: str) -> None:
-    """Run a line of a shell in the current folder."""
     match shlex.split(line.removeprefix("!")):
         case ["OMP_NUM_THREADS=1", "torchrun", "--nproc-per-node", processes, *command]:
             done = launch(int(processes), *command, timeout=200, on_cpu=True, working=Path.cwd())
@@ -159,9 +130,6 @@ def loss_of(model: torch.nn.Module) -> float:
     return model(input_ids=tokens, labels=tokens).loss.item()
 
 
-# ---- all parameters of a model in files
-
-
 def make_model(folder: Path, tied: bool) -> dict[str, torch.Tensor]:
     """Save a model as several files; return its weights."""
     model = llama.make_base(torch.bfloat16, tied).cpu()
@@ -191,53 +159,24 @@ def test_all_parameters_learn(tmp_path: Path) -> None:
     assert loss_of(exported) < 1.3 * last
 
 
-def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
-    make_model(tmp_path, tied=False)
-    (file, *_) = sorted((tmp_path / "model").glob("*.safetensors"))
-    file.unlink()
-    with pytest.raises(AssertionError, match="has no"):
-        fine_tune("finetune_full.py", tmp_path, "--output", tmp_path / "result", "--steps", "1")
-
-
-# ---- adapters on a quantized base
-
-
-def train_adapters(folder: Path, *options: str | Path) -> tuple[list[float], int]:
-    """The losses, and the bytes of gathers between nodes that the example says were sent."""
-    options = ("--steps", "24", "--lr", "1e-2", "--rank", "4", "--output", folder / "out", *options)
-    losses, printed = fine_tune("finetune_lora.py", folder, *options)
+def test_adapters_learn_on_a_quantized_base_and_plain_peft_loads_them(tmp_path: Path) -> None:
+    llama.make_base(llama.ADAPTED).cpu().save_pretrained(tmp_path / "model")
+    options = ("--steps", "24", "--lr", "1e-2", "--rank", "4", "--fsdp2")
+    outputs = ("--output", tmp_path / "out", "--save-base", tmp_path / "quantized")
+    losses, printed = fine_tune("finetune_lora.py", tmp_path, *options, *outputs)
     assert losses[-1] < 0.8 * losses[0]
-    sent = re.search(r"'gather': {.*?'inter': (\d+)", printed)
-    return losses, int(sent[1]) if sent else 0
-
-
-@pytest.mark.parametrize(
-    ("options", "tied"),
-    [(["--fsdp2"], False), pytest.param([], True, marks=pytest.mark.wide)],
-    ids=["fsdp2", "fsdp1-tied"],
-)
-def test_adapters_learn_on_a_quantized_base_and_plain_peft_loads_them(
-    tmp_path: Path, options: list[str], tied: bool
-) -> None:
-    llama.make_base(llama.ADAPTED, tied).cpu().save_pretrained(tmp_path / "model")
-    quantized, sent = train_adapters(tmp_path, "--save-base", tmp_path / "quantized", *options)
-    adapted = PeftModel.from_pretrained(llama.make_base(llama.ADAPTED, tied).cpu(), tmp_path / "out" / "adapter")
+    adapted = PeftModel.from_pretrained(llama.make_base(llama.ADAPTED).cpu(), tmp_path / "out" / "adapter")
     base = sum(parameter.numel() for name, parameter in adapted.named_parameters() if "lora" not in name)
+    sent, *_ = re.findall(r"'gather': {.*?'inter': (\d+)", printed)
     # All that goes between nodes in all steps is less than the base once, which full precision sends in every step.
-    assert 0 < sent < 4 * base
-    empty = llama.make_base(llama.ADAPTED, tied).cpu().requires_grad_(False)
+    assert 0 < int(sent) < 4 * base
+    empty = llama.make_base(llama.ADAPTED).cpu().requires_grad_(False)
     load_frozen_params(empty, tmp_path / "quantized")
     assert loss_of(PeftModel.from_pretrained(empty, tmp_path / "out" / "adapter")) < 3
-    if tied:
-        dense, nothing_counted = train_adapters(tmp_path, "--full-shard")
-        # The base is rounded to a part in 254 of each block's largest value.
-        assert quantized[-1] == pytest.approx(dense[-1], rel=0.03)
-        assert nothing_counted == 0
 
 
 # ---- jobs of Slurm, under a fake srun that really starts the ranks
 
-SCRIPTS = sorted(script.name for script in (ROOT / "examples").glob("*.sbatch"))
 JOB = free_port() - 20000
 PORT = 20000 + JOB % 20000
 """Which the scripts make of a job's number."""
@@ -259,24 +198,6 @@ sys.exit(max(process.wait() for process in started))
 SCONTROL = """#!/bin/sh
 [ "$*" = "show hostnames n[1-2]" ] && printf '127.0.0.1\\n127.0.0.2\\n'
 """
-TRAINING = """
-import logging
-
-import torch
-import torch.distributed as dist
-
-from fsdp_zpp import Strategy, fully_shard
-
-logging.basicConfig(level=logging.INFO)
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = fully_shard(torch.nn.Linear(64, 64), strategy=Strategy.zeropp())
-model(torch.ones(1, 64)).sum().backward()
-dist.barrier()
-dist.destroy_process_group()
-"""
-
-
 SHIM = """#!/bin/sh
 echo "${RANK-} ${LOCAL_RANK-} ${WORLD_SIZE-} ${MASTER_ADDR-} ${MASTER_PORT-} $(basename "$0") $*"
 """
@@ -317,11 +238,3 @@ def test_srun_starts_a_torchrun_on_each_node(tmp_path: Path) -> None:
     meeting = f"--rdzv-backend c10d --rdzv-id {JOB} --rdzv-endpoint 127.0.0.1:{PORT}"
     assert first == second
     assert first.endswith(f"torchrun --nnodes 2 --nproc-per-node 2 {meeting} {' '.join(ARGUMENTS)}")
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_ranks_train_on_two_nodes_of_two(script: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAINING)
-    done = run_script(script, tmp_path, 2, tmp_path / "train.py")
-    assert "Linear: IGG on 2 nodes x 2, 1 unit" in done.stderr

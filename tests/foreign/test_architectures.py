@@ -21,59 +21,33 @@ from fsdp_zpp.config.levels import LEGAL_LEVELS
 
 pytestmark = pytest.mark.wide
 
-_SIZES: dict[str, Any] = {
+ARCHITECTURES = (
+    "llama gemma2 gemma3_text phi3 gpt2 gpt_neox opt bloom mixtral qwen3_moe deepseek_v3 ernie4_5_moe".split()
+)
+DROPOUTS = ("attention_dropout", "dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop", "hidden_dropout")
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    **dict.fromkeys(DROPOUTS, 0.0),
+    **dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "max_position_embeddings", "n_positions"), 128),
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 2),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 4),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("head_dim", "v_head_dim", "kv_lora_rank", "query_pre_attn_scalar"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "n_group"), 2),
+    **dict.fromkeys(("topk_group", "first_k_dense_replace", "moe_num_shared_experts"), 1),
     "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_DEEPSEEK = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "kv_lora_rank": 16,
     "q_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
-    "head_dim": 8,
-    "first_k_dense_replace": 1,
     "moe_intermediate_size": 32,
+    "moe_layer_start_index": 0,
+    "do_layer_norm_before": True,
 }
-_GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 128}
-
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "gemma2": {"query_pre_attn_scalar": 16},
-    "gemma3_text": {"query_pre_attn_scalar": 16},
-    "phi3": {},
-    "gpt2": _GPT2,
-    "gpt_neox": {},
-    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64, "do_layer_norm_before": True},
-    "bloom": {"n_layer": 2, "n_head": 4},
-    "mixtral": _EXPERTS,
-    "qwen3_moe": _EXPERTS,
-    "deepseek_v3": _DEEPSEEK,
-    "ernie4_5_moe": _EXPERTS | {"moe_layer_start_index": 0, "moe_num_shared_experts": 1},
-}
-"""By the name of the type, what it needs beside the sizes that all have."""
+"""Sizes by all names that architectures have for them; each ignores those of others."""
 
 
 def config_of(architecture: str) -> PretrainedConfig:
-    """The configuration of a small model."""
-    dropout = dict.fromkeys(
-        ("attention_dropout", "dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop", "hidden_dropout"), 0.0
-    )
-    return AutoConfig.for_model(architecture, **_SIZES | dropout | ARCHITECTURES[architecture])
+    return AutoConfig.for_model(architecture, **SIZES | ({"head_dim": 8} if architecture == "deepseek_v3" else {}))
 
 
 STEPS = 6
@@ -90,22 +64,18 @@ def make(architecture: str, strategy: Strategy | None) -> nn.Module:
     for name, parameter in model.named_parameters():
         if name.endswith(("mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.gate.weight")):
             parameter.data.mul_(CLEAR)
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == 2 and type(module[0]) is not nn.Linear:
-            if any("experts" in name for name, each in model.named_modules() if each is module):
-                continue
-            for layer in module:
-                Fsdp2().apply(layer, strategy)
+    for name, module in list(model.named_modules()):
+        is_list = isinstance(module, nn.ModuleList) and len(module) == 2 and type(module[0]) is not nn.Linear
+        for layer in module if is_list and "experts" not in name else []:
+            Fsdp2().apply(layer, strategy)
     return Fsdp2().apply(model, strategy)
 
 
 def batch() -> Tensor:
-    """Tokens, the same on every rank."""
     return torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(0)).to(models.device())
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Cross entropy of the next token."""
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
@@ -140,6 +110,6 @@ def check_training(architecture: str, strategy: Strategy) -> None:
         torch.testing.assert_close(weights[name], expected, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
 
 
-@over_each(rest=False, architecture=list(ARCHITECTURES), levels=LEGAL_LEVELS)
+@over_each(rest=False, architecture=ARCHITECTURES, levels=LEGAL_LEVELS)
 def test_exact_strategies_train_as_stock(pool: Callable[[int], Pool], architecture: str, levels: str) -> None:
     pool(4).run(check_training, architecture, Strategy(levels, gpus_per_node=2))

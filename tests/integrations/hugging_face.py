@@ -105,7 +105,6 @@ def _rows(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
 
 
 def logged(trainer: Trainer, what: str) -> list[float]:
-    """Return what a trainer has logged under this name."""
     return [entry[what] for entry in trainer.state.log_history if what in entry]
 
 

@@ -10,6 +10,8 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import lightning.fabric.strategies as fabric_strategies
+import lightning.pytorch.strategies as trainer_strategies
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
@@ -41,7 +43,6 @@ class Way:
 def shard(
     model: nn.Module, layers: Iterable[nn.Module], strategy: Strategy | None, mesh: Any, offload: bool = False
 ) -> nn.Module:
-    """Shard each layer and the rest by ``fully_shard``."""
     arguments: dict[str, Any] = {"mesh": mesh} | ({"offload_policy": offload_policy()} if offload else {})
     for module in (*layers, model):
         if strategy is STOCK:
@@ -53,19 +54,20 @@ def shard(
 
 def make_strategy(
     way: Way,
-    sharding: Strategy | str,
+    sharding: Strategy | None,
     *,
     full: bool,
     layer: type[nn.Module],
     parallelize: Callable[[nn.Module, DeviceMesh], nn.Module],
     offload: bool = False,
-    source: Any = None,
 ) -> Any:
-    """Return our strategy of Lightning's kind, or that of another ``source``; with ``full``, checkpoints are files.
+    """Return our strategy of Lightning's kind, or its own of FSDP2; with ``full``, checkpoints are files.
 
     FSDP1 wraps each ``layer`` and is told to ``offload``, and Fabric's FSDP2 shards by ``parallelize``.
     """
-    source = source or {"trainer": pytorch, "fabric": fabric}[way.framework]
+    sources = {"trainer": (trainer_strategies, pytorch), "fabric": (fabric_strategies, fabric)}
+    stock, own = sources[way.framework]
+    source: Any = stock if sharding is STOCK else own
     if way.fsdp == "fsdp2":
         return source.ModelParallelStrategy(
             **({"parallelize_fn": parallelize} if way.framework == "fabric" else {}),

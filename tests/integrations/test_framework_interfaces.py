@@ -19,20 +19,15 @@ from unittest.mock import patch
 import pytest
 from harness.launch import launch
 
-import fsdp_zpp.integrations
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.integrations._requirement import require
 
 VERSION = "fsdp_zpp.integrations._requirement.version"
 
 
-@pytest.mark.parametrize("framework", ["accelerate", "transformers", "lightning", "torchtitan", "axolotl"])
-def test_there_is_an_extra_and_a_module_for_each(framework: str) -> None:
-    assert framework in importlib.metadata.metadata("fsdp_zpp").get_all("Provides-Extra", [])
-    folder = Path(fsdp_zpp.integrations.__file__).parent
-    source = folder / f"{framework}.py"
-    source = source if source.exists() else folder / framework / "__init__.py"
-    assert f'require("{framework}", ' in source.read_text()
+def test_each_has_an_extra() -> None:
+    extras = importlib.metadata.metadata("fsdp_zpp").get_all("Provides-Extra", [])
+    assert {"accelerate", "transformers", "lightning", "torchtitan", "axolotl"} <= {*extras}
 
 
 def test_an_absent_framework_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,18 +42,14 @@ def test_an_absent_framework_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("installed", "enough"), [("1.9.1", False), ("1.13.0", True), ("1.13.0.dev1", False), ("2.0", True)]
-)
-def test_an_old_framework_is_named_with_its_version(installed: str, enough: bool) -> None:
-    with patch(VERSION, lambda name: installed):
-        if enough:
+@pytest.mark.parametrize("installed", ["1.9.1", "1.13.0.dev1"])
+def test_an_old_framework_is_named_with_its_version(installed: str) -> None:
+    for enough in ("1.13.0", "2.0"):
+        with patch(VERSION, return_value=enough):
             require("accelerate", "1.13")
-            return
-        with pytest.raises(
-            ImportError, match=f"needs accelerate 1.13 or later, and {installed} is installed: run pip install"
-        ):
-            require("accelerate", "1.13")
+    told = f"needs accelerate 1.13 or later, and {installed} is installed: run pip install"
+    with patch(VERSION, return_value=installed), pytest.raises(ImportError, match=told):
+        require("accelerate", "1.13")
 
 
 def test_fsdp_zpp_itself_imports_no_framework() -> None:

@@ -8,23 +8,20 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import lightning.fabric.strategies as fabric_strategies
-import lightning.pytorch.strategies as trainer_strategies
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from harness import models
 from harness.covering import over_each
 from harness.launch import launch, printed_by
 from harness.messages import Refusal, Reply, assert_refused, attempt, collected
 from harness.offload import without_pinning
-from harness.pool import Pool, device_type, outnumber_gpus
+from harness.pool import Pools, device_type, outnumber_gpus
 from hugging_face import offloads
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
@@ -34,15 +31,12 @@ from lightning_ways import ACCELERATOR, STOCK, Way, environment, let_gather, mak
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_zpp import CodecState, Int4Delta, Strategy, traffic
 from fsdp_zpp.integrations.lightning import fabric as our_fabric, pytorch as our_trainer
 from fsdp_zpp.integrations.lightning.monitoring import MonitorCallback
 from fsdp_zpp.integrations.lightning.pytorch import FSDPPrecision
-from fsdp_zpp.integrations.lightning.wrapping import wrapped_on_cpu
 
-Pools = Callable[[int], Pool]
 WAYS = [Way(framework, fsdp) for framework in ("trainer", "fabric") for fsdp in ("fsdp1", "fsdp2")]
 TRAINER_FSDP1, TRAINER_FSDP2, FABRIC_FSDP1, FABRIC_FSDP2 = WAYS
 DIAGONAL = (TRAINER_FSDP1, FABRIC_FSDP2)
@@ -56,16 +50,7 @@ ROUNDING = 2e-6
 BATCHES = 1000
 """More than any run takes: it ends by its number of steps, in the middle of an epoch."""
 
-over_ways = pytest.mark.parametrize("way", WAYS, ids=str)
 over_diagonal = pytest.mark.parametrize("way", DIAGONAL, ids=str)
-
-
-class StockTrainerFsdp(trainer_strategies.FSDPStrategy):
-    """Lightning's own, but for CPUs, where Lightning refuses that very class, and FSDP wants to be told the device."""
-
-    def _setup_model(self, model: nn.Module) -> nn.Module:
-        with wrapped_on_cpu(model, self, self.kwargs) as wrapped:
-            return super()._setup_model(wrapped)
 
 
 @dataclass(frozen=True)
@@ -84,9 +69,13 @@ class Run:
     offload: bool = False
 
     @property
-    def is_stock_fsdp1(self) -> bool:
-        """Return whether Lightning does it all with FSDP1."""
-        return self.strategy is STOCK and self.way.fsdp == "fsdp1"
+    def checkpoint(self) -> Path:
+        assert self.save_to is not None
+        return self.save_to / "step=2.ckpt"
+
+    def resumed(self, **others: Any) -> Run:
+        """Return a run that goes on from the checkpoint of this one."""
+        return replace(self, **{"save_to": None, "resume": self.checkpoint} | others)
 
 
 @dataclass
@@ -122,13 +111,11 @@ class Batches:
 
 
 def evaluation_batches() -> Tensor:
-    """Return batches by row, the same in each evaluation; the Trainer would take a list for several loaders."""
+    # By row: the Trainer would take a list for several loaders.
     return torch.stack([models.batch(99, index) for index in range(2)])
 
 
 class Module(LightningModule):
-    """A LightningModule of the net, for the Trainer."""
-
     def __init__(self, run: Run, outcome: Outcome) -> None:
         super().__init__()
         self.run, self.outcome, self.net = run, outcome, models.make_net()
@@ -153,16 +140,8 @@ class Module(LightningModule):
     def on_train_start(self) -> None:
         let_gather(self.run.way, self.run.full, self.trainer.strategy)
 
-    def configure_gradient_clipping(self, *arguments: Any, **keywords: Any) -> None:
-        if not self.run.is_stock_fsdp1:
-            super().configure_gradient_clipping(*arguments, **keywords)
-        elif self.run.clip is not None:
-            # Lightning refuses to clip by the norm here; this is what its documentation says to do instead.
-            self.trainer.model.clip_grad_norm_(self.run.clip)
-
 
 def shard_net(net: nn.Module, strategy: Strategy | None, mesh: DeviceMesh | None, offload: bool = False) -> nn.Module:
-    """Shard each block and the rest by ``fully_shard``."""
     return shard(net, net.blocks, strategy, mesh, offload)  # type: ignore[arg-type]
 
 
@@ -174,26 +153,17 @@ def note_traffic(run: Run, outcome: Outcome, model: nn.Module) -> None:
 
 
 def strategy_of(run: Run) -> Any:
-    """Return the strategy of Lightning, or ours in its place."""
-    stock = {
-        "trainer": SimpleNamespace(
-            FSDPStrategy=StockTrainerFsdp, ModelParallelStrategy=trainer_strategies.ModelParallelStrategy
-        ),
-        "fabric": fabric_strategies,
-    }[run.way.framework]
     return make_strategy(
         run.way,
-        run.strategy or "FULL_SHARD",
+        run.strategy,
         full=run.full,
         layer=models.Block,
         parallelize=lambda net, mesh: shard_net(net, run.strategy, mesh["data_parallel"], run.offload),
         offload=run.offload,
-        source=stock if run.strategy is STOCK else None,
     )
 
 
 def perform(run: Run) -> Outcome:
-    """In a worker: train, and evaluate if asked to."""
     outcome = Outcome()
     pinning = without_pinning() if run.offload else contextlib.nullcontext()
     with environment(), pinning, collected() as records:
@@ -208,14 +178,13 @@ def perform(run: Run) -> Outcome:
 
 
 def train_by_trainer(run: Run, outcome: Outcome, *callbacks: Callback) -> None:
-    """Train as users of the Trainer do."""
     trainer = Trainer(
         accelerator=ACCELERATOR,
         **ranks(),
         strategy=strategy_of(run),
         max_steps=run.steps,
         accumulate_grad_batches=run.micro_batches,
-        gradient_clip_val=None if run.is_stock_fsdp1 else run.clip,
+        gradient_clip_val=run.clip,
         callbacks=list(callbacks),
         enable_checkpointing=run.save_to is not None,
         num_sanity_val_steps=0,
@@ -232,7 +201,6 @@ def train_by_trainer(run: Run, outcome: Outcome, *callbacks: Callback) -> None:
 
 
 def train_by_fabric(run: Run, outcome: Outcome) -> None:
-    """Train as users of Fabric do."""
     fabric = Fabric(accelerator=ACCELERATOR, **ranks(), strategy=strategy_of(run))
     fabric.launch()
     # One after the other: ModelParallelStrategy can't set up both together.
@@ -264,27 +232,13 @@ def train_by_fabric(run: Run, outcome: Outcome) -> None:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, outcome: Outcome) -> None:
-    """Evaluate as users of Fabric do."""
     model.eval()
     outcome.validation += [models.loss_of(model, batch).item() for batch in evaluation_batches()]
     model.train()
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A training with a checkpoint after its second step, which others go on from or are compared with."""
-
-    run: Run
-    outcomes: list[Outcome]
-
-    @property
-    def checkpoint(self) -> Path:
-        assert self.run.save_to is not None
-        return self.run.save_to / "step=2.ckpt"
-
-
 Outcomes = Callable[[Run], list[Outcome]]
-Saves = Callable[[Run], Saved]
+Saves = Callable[[Run], tuple[Run, list[Outcome]]]
 
 
 @pytest.fixture(scope="module")
@@ -295,14 +249,12 @@ def outcomes(pool: Pools) -> Outcomes:
 
 @pytest.fixture(scope="module")
 def saved(outcomes: Outcomes, tmp_path_factory: pytest.TempPathFactory) -> Saves:
-    """Return ``saved(run)``: likewise, with a checkpoint."""
-    trained: dict[Run, Saved] = {}
+    """Return ``saved(run)``: the run, with a checkpoint after its second step, and its outcomes."""
 
-    def get(run: Run) -> Saved:
-        if run not in trained:
-            saves = replace(run, save_to=tmp_path_factory.mktemp("lightning"))
-            trained[run] = Saved(saves, outcomes(saves))
-        return trained[run]
+    @cache
+    def get(run: Run) -> tuple[Run, list[Outcome]]:
+        saves = replace(run, save_to=tmp_path_factory.mktemp("lightning"))
+        return saves, outcomes(saves)
 
     return get
 
@@ -312,7 +264,7 @@ def stateful(way: Way, **others: Any) -> Run:
     return Run(way, STATEFUL, steps=4, micro_batches=1, **others)
 
 
-@over_ways
+@pytest.mark.parametrize("way", WAYS, ids=str)
 def test_trains_and_evaluates_as_lightnings_own(outcomes: Outcomes, way: Way) -> None:
     by_strategy = outcomes(Run(way, EXACT, validate=True))
     # Lightning's own FSDPStrategy can't evaluate after a fit, so all are compared with its ModelParallelStrategy.
@@ -338,15 +290,12 @@ def test_zeropp_is_within_a_percent_of_full_shard(outcomes: Outcomes, way: Way) 
 
 
 @over_each(
-    rest=False,
-    way=WAYS,
-    kept={"sharded": (STATEFUL, False), "full": (STATEFUL, True), "local steps": (LOCAL, False)},
+    rest=False, way=WAYS, kept={"sharded": (STATEFUL, False), "full": (STATEFUL, True), "local steps": (LOCAL, False)}
 )
 def test_resumes_bit_for_bit(outcomes: Outcomes, saved: Saves, way: Way, kept: tuple[Strategy, bool]) -> None:
     strategy, full = kept
-    whole = saved(replace(stateful(way, full=full), strategy=strategy))
-    rest = outcomes(replace(whole.run, save_to=None, resume=whole.checkpoint))
-    for own, other in zip(rest, whole.outcomes, strict=True):
+    run, whole = saved(replace(stateful(way, full=full), strategy=strategy))
+    for own, other in zip(outcomes(run.resumed()), whole, strict=True):
         assert own.losses == other.losses[2:]
         assert own.warnings == []
 
@@ -355,10 +304,9 @@ def test_resumes_bit_for_bit(outcomes: Outcomes, saved: Saves, way: Way, kept: t
 def test_offloaded_parameters_train_and_resume_as_others(outcomes: Outcomes, saved: Saves, way: Way) -> None:
     # Lightning clips by torch's function for FSDP2, whose sums of CPU gradients NCCL doesn't take.
     clip = None if device_type() == "cuda" and way.fsdp == "fsdp2" else 0.5
-    kept = saved(stateful(way, clip=clip)).outcomes
-    whole = saved(stateful(way, clip=clip, offload=True))
-    rest = outcomes(replace(whole.run, save_to=None, resume=whole.checkpoint))
-    for own, other, resumed in zip(whole.outcomes, kept, rest, strict=True):
+    _, kept = saved(stateful(way, clip=clip))
+    run, whole = saved(stateful(way, clip=clip, offload=True))
+    for own, other, resumed in zip(whole, kept, outcomes(run.resumed()), strict=True):
         assert own.is_offloaded
         assert not other.is_offloaded
         assert own.losses == pytest.approx(other.losses, rel=0 if device_type() == "cpu" else 1e-3)
@@ -370,50 +318,39 @@ def test_offloaded_parameters_train_and_resume_as_others(outcomes: Outcomes, sav
 def test_starts_over_with_a_warning_without_codec_state(
     outcomes: Outcomes, saved: Saves, tmp_path: Path, way: Way
 ) -> None:
-    whole = saved(stateful(way))
-    shutil.copytree(whole.checkpoint, tmp_path / "step=2.ckpt")
+    run, whole = saved(stateful(way))
+    shutil.copytree(run.checkpoint, tmp_path / "step=2.ckpt")
     shutil.rmtree(tmp_path / "step=2.ckpt" / "codecs")
-    rest = outcomes(replace(whole.run, save_to=None, resume=tmp_path / "step=2.ckpt"))
-    for rank, (own, other) in enumerate(zip(rest, whole.outcomes, strict=True)):
+    rest = outcomes(run.resumed(resume=tmp_path / "step=2.ckpt"))
+    for rank, (own, other) in enumerate(zip(rest, whole, strict=True)):
         assert own.losses != other.losses[2:]
         assert any("errors start from zero" in warning for warning in own.warnings) == (rank == 0)
 
 
-def test_losses_are_those_of_lightnings_own_fsdp1_and_go_on_from_its_checkpoint(
-    outcomes: Outcomes, saved: Saves
-) -> None:
-    whole = saved(Run(TRAINER_FSDP1, STOCK))
-    by_strategy = outcomes(Run(TRAINER_FSDP1, EXACT, validate=True))
-    rest = outcomes(
-        replace(whole.run, strategy=Strategy.zeropp(gpus_per_node=2), save_to=None, resume=whole.checkpoint)
-    )
-    assert not (whole.checkpoint / "codecs").exists()
-    for stock, own, resumed in zip(whole.outcomes, by_strategy, rest, strict=True):
-        assert own.losses == pytest.approx(stock.losses, rel=ROUNDING)
+def test_goes_on_from_lightnings_own_checkpoint(outcomes: Outcomes, saved: Saves) -> None:
+    run, whole = saved(Run(TRAINER_FSDP2, STOCK))
+    assert not (run.checkpoint / "codecs").exists()
+    rest = outcomes(run.resumed(strategy=Strategy.zeropp(gpus_per_node=2)))
+    for stock, resumed in zip(whole, rest, strict=True):
         assert resumed.losses == pytest.approx(stock.losses[4:], rel=1e-2)
         assert resumed.warnings == []
 
 
-def resumed_from_a_cut_off_save(run: Run) -> str:
-    """In a worker: what is said to a checkpoint whose save was cut off."""
-    with pytest.raises(ValueError, match="was cut off") as error:
+def resume_from_a_cut_off_save(run: Run) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"the last save of {run.resume} was cut off")):
         perform(run)
-    return str(error.value)
 
 
 @over_diagonal
 def test_a_checkpoint_whose_save_was_cut_off_is_refused(pool: Pools, saved: Saves, tmp_path: Path, way: Way) -> None:
-    whole = saved(stateful(way))
-    shutil.copytree(whole.checkpoint, checkpoint := tmp_path / "step=2.ckpt")
+    run, _ = saved(stateful(way))
+    shutil.copytree(run.checkpoint, checkpoint := tmp_path / "step=2.ckpt")
     (checkpoint / "save_was_cut_off").touch()
-    for error in pool(4).run(resumed_from_a_cut_off_save, replace(whole.run, save_to=None, resume=checkpoint)):
-        assert error.startswith(f"the last save of {checkpoint} was cut off")
+    pool(4).run(resume_from_a_cut_off_save, run.resumed(resume=checkpoint))
 
 
 def saved_by_callbacks(run: Run, weights: Path) -> None:
-    """In a worker: train with a ModelCheckpoint that keeps the last of several checkpoints, and a link to it, and one
-    that keeps weights alone.
-    """
+    """In a worker: train with checkpoints of which the last is kept, with a link to it, and others of weights alone."""
     often = {"filename": "{step}", "every_n_train_steps": 1}
     savings = [
         ModelCheckpoint(run.save_to, save_last="link", **often),
@@ -431,8 +368,8 @@ def test_codec_state_goes_with_its_checkpoint_alone(
     # The first checkpoint was removed, and its codec state with it.
     assert {path.name for path in (tmp_path / "all").iterdir()} == {"last.ckpt", "step=2.ckpt", "step=2.ckpt.codecs"}
     assert {path.name for path in (tmp_path / "weights").iterdir()} == {"step=2.ckpt"}
-    rest = outcomes(replace(run, save_to=None, resume=tmp_path / "all" / "last.ckpt"))
-    whole = saved(stateful(TRAINER_FSDP2, full=True)).outcomes
+    rest = outcomes(run.resumed(resume=tmp_path / "all" / "last.ckpt"))
+    _, whole = saved(stateful(TRAINER_FSDP2, full=True))
     assert [own.losses for own in rest] == [other.losses[2:] for other in whole]
 
 
@@ -456,25 +393,22 @@ def test_clips_the_norm_of_the_whole_model_alone(model: nn.Module, optimizers: i
         FSDPPrecision(LightningFSDPPrecision("32-true"), strategy).clip_grad_by_norm(mock.Mock(), 1.0)
 
 
-class Kept(MonitorCallback):
-    """A monitor that keeps what a LightningModule has logged after each step."""
+class Keeps(Callback):
+    """Keeps what a LightningModule has logged after each micro-batch."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.logged: list[dict[str, float]] = []
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *others: Any) -> None:
-        before = self._done
-        super().on_train_batch_end(trainer, pl_module, *others)
-        if self._done != before:
-            self.logged.append({name: float(figure) for name, figure in trainer.callback_metrics.items()})
+    def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
+        self.logged.append({name: float(figure) for name, figure in trainer.callback_metrics.items()})
 
 
 def monitored() -> list[dict[str, float]]:
     """In a worker: what is logged after each step of two micro-batches."""
+    run = Run(TRAINER_FSDP2, Strategy("GGG", gpus_per_node=2))
     with environment():
-        train_by_trainer(Run(TRAINER_FSDP2, Strategy("GGG", gpus_per_node=2)), Outcome(), kept := Kept())
-    return kept.logged
+        train_by_trainer(run, Outcome(), MonitorCallback(), keeps := Keeps())
+    return keeps.logged[1::2]
 
 
 def test_a_monitor_logs_each_step(pool: Pools) -> None:
@@ -549,7 +483,6 @@ REFUSED: dict[str, Refusal] = {
 
 
 def attempt_named(name: str) -> Reply:
-    """In a worker: what comes of a call that is to be refused."""
     return attempt(REFUSED[name])
 
 
@@ -560,39 +493,6 @@ def test_refused_on_every_rank(pool: Pools, name: str) -> None:
     if name == "data for some ranks" and outnumber_gpus(4):
         pytest.skip("Lightning's default has as many ranks share data as there are nodes, here one a rank")
     assert_refused(pool(4).run(attempt_named, name), REFUSED[name])
-
-
-def train_beside_tensor_parallelism(strategy: Strategy | None) -> list[float]:
-    """In a worker: the losses of two data-parallel pairs of ranks that share each block."""
-    layout: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-
-    def parallelize(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        for block in net.blocks:
-            parallelize_module(block, mesh["tensor_parallel"], layout)
-        return shard_net(net, strategy, mesh["data_parallel"])
-
-    with environment():
-        source: Any = fabric_strategies if strategy is STOCK else our_fabric
-        own = source.ModelParallelStrategy(parallelize, data_parallel_size=2, tensor_parallel_size=2)
-        fabric = Fabric(accelerator=ACCELERATOR, **ranks(), strategy=own)
-        fabric.launch()
-        model = fabric.setup_module(models.make_net(hidden=36))
-        optimizer = fabric.setup_optimizers(models.make_optimizer("adamw", model.parameters()))
-        losses = []
-        for step in range(2):
-            loss = models.loss_of(model, models.batch(step, 0, rank=dist.get_rank() // 2))
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-
-def test_works_beside_tensor_parallelism(pool: Pools) -> None:
-    stock, by_strategy = (
-        pool(4).run(train_beside_tensor_parallelism, each) for each in (STOCK, Strategy("III", gpus_per_node=1))
-    )
-    assert by_strategy == [pytest.approx(losses, rel=ROUNDING) for losses in stock]
 
 
 def without_node_size(run: Run) -> Outcome:
@@ -610,7 +510,6 @@ def test_nodes_are_as_lightning_has_started_them(pool: Pools, way: Way) -> None:
 
 
 def run_example(arguments: list[str]) -> str:
-    """In a worker: what examples/lightning_finetune.py prints."""
     with environment():
         return printed_by("examples/lightning_finetune.py", arguments)
 

@@ -1,7 +1,6 @@
-"""Axolotl, LLaMA-Factory, its V1 and ms-swift with a strategy, each where it is installed: losses, adapters, models.
+"""Axolotl, LLaMA-Factory, its V1 and ms-swift with a strategy, each in an environment where it is installed.
 
-Their requirements exclude each other's, and some of the other tests': each needs an environment of its own. None means
-to train in several processes on CPUs, so tests choose FSDP for them where a strategy does not.
+None means to train in several processes on CPUs, so tests choose FSDP for them where a strategy does not.
 """
 
 from __future__ import annotations
@@ -43,6 +42,18 @@ SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
 TOKENS = torch.arange(3, 35).view(2, 16)
 QUESTIONS = [(f"{a} plus {b}?", f"{a + b}") for a in range(8) for b in range(8)]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
+COMMON: dict[str, Any] = {
+    "max_steps": 4,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 5e-3,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "save_steps": 2,
+    "report_to": "none",
+    "dataloader_num_workers": 0,  # a pool's workers may have no processes of their own
+}
+"""Arguments of Trainer that LLaMA-Factory and ms-swift take."""
 StrategyKey = dict[str, Any] | None
 """A strategy as configuration files have it; None is the framework's own FSDP2."""
 
@@ -93,7 +104,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Result:
-    """Results that a training leaves behind: also logits of the sharded model, and the strategy's traffic."""
+    """Losses, logits of the sharded model, and the strategy's traffic."""
 
     losses: list[float]
     logits: Tensor
@@ -101,7 +112,6 @@ class Result:
 
 
 def result_of(model: nn.Module, losses: list[float], strategy: StrategyKey) -> Result:
-    """Return what a training has left behind."""
     assert isinstance(model, FSDPModule)  # by itself accelerate would choose DDP on a CPU
     was_training = model.training
     model.eval()
@@ -199,8 +209,6 @@ def train_by_axolotl(folder: Path, output: Path, kind: str, strategy: StrategyKe
 
 
 class Keeps(TrainerCallback):
-    """Keeps what a training leaves behind."""
-
     def __init__(self, strategy: StrategyKey) -> None:
         self.strategy, self.results = strategy, list[Result]()
 
@@ -225,7 +233,6 @@ def llama_factorys_own_fsdp(stage: str) -> Iterator[None]:
 
 
 def train_by_llama_factory(folder: Path, output: Path, kind: str, strategy: StrategyKey, resumes: bool) -> Result:
-    """Train by LLaMA-Factory's own functions."""
     own: dict[str, Any] = {
         "adapters": {},
         "bf16 adapters": {"bf16": True, "model_name_or_path": str(folder / "bf16")},
@@ -244,17 +251,9 @@ def train_by_llama_factory(folder: Path, output: Path, kind: str, strategy: Stra
         "cutoff_len": 128,
         "output_dir": str(output),
         "overwrite_cache": True,
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 5e-3,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_steps": 2,
-        "report_to": "none",
         "preprocessing_num_workers": 1,
-        "dataloader_num_workers": 0,  # a pool's workers may have no processes of their own
         "use_cpu": device_type() == "cpu",
+        **COMMON,
         **({"resume_from_checkpoint": str(output / "checkpoint-2")} if resumes else {}),
         **own,
     }
@@ -273,7 +272,6 @@ def train_by_llama_factory(folder: Path, output: Path, kind: str, strategy: Stra
 
 
 def train_by_v1(folder: Path, output: Path, kind: str, strategy: StrategyKey, resumes: bool) -> Result:
-    """Train by the functions of LLaMA-Factory's V1."""
     adapters = {"name": "lora", "r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": "all"}
     arguments: dict[str, Any] = {
         "model": str(folder / ("bf16" if kind == "bf16 adapters" else "model")),
@@ -343,7 +341,6 @@ def ms_swift_by(strategy: StrategyKey) -> Iterator[None]:
 
 
 def train_by_ms_swift(folder: Path, output: Path, kind: str, strategy: StrategyKey, resumes: bool) -> Result:
-    """Train by ms-swift's own functions."""
     own: dict[str, Any] = {
         "adapters": {},
         "bf16 adapters": {"model": folder / "bf16", "torch_dtype": "bfloat16", "bf16": "true"},
@@ -366,20 +363,12 @@ def train_by_ms_swift(folder: Path, output: Path, kind: str, strategy: StrategyK
         "target_modules": "all-linear",
         "lora_dropout": 0,
         "max_length": 128,
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 5e-3,
-        "lr_scheduler_type": "constant",
         "warmup_ratio": 0,
-        "logging_steps": 1,
-        "save_steps": 2,
         "eval_strategy": "no",
         "dataset_num_proc": 1,
-        "dataloader_num_workers": 0,  # a pool's workers may have no processes of their own
-        "report_to": "none",
         "check_model": "false",
         "use_cpu": str(device_type() == "cpu").lower(),
+        **COMMON,
         **({"resume_from_checkpoint": output / "checkpoint-2"} if resumes else {}),
         **own,
     }
@@ -412,19 +401,13 @@ TRAIN: dict[str, tuple[str, Callable[..., Result]]] = {
 """By framework the module without which it is not there, and a function that trains four steps of two micro-batches."""
 
 
-def trained(framework: str, *arguments: Any, resumes: bool = False) -> Result:
-    """In a worker: a training as a framework's command would run it."""
+def trained(framework: str, resumes: bool, *arguments: Any) -> Result:
+    """In a worker: a training as a framework's command would run it, or its rest from the second step on."""
     with new_job(), patch.dict(os.environ, {"HF_HUB_OFFLINE": "1"}):
         return TRAIN[framework][1](*arguments, resumes)
 
 
-def resumed(framework: str, *arguments: Any) -> Result:
-    """In a worker: likewise, from its checkpoint after the second step."""
-    return trained(framework, *arguments, resumes=True)
-
-
 def import_framework(framework: str) -> None:
-    """In a worker: import a framework."""
     importlib.import_module(TRAIN[framework][0])
 
 
@@ -443,7 +426,6 @@ def workers() -> Iterator[Workers]:
 
 @pytest.fixture(params=TRAIN)
 def framework(request: pytest.FixtureRequest, workers: Workers) -> str:
-    """Return the name of a framework that is installed."""
     pytest.importorskip(TRAIN[request.param][0], exc_type=ImportError)
     workers(import_framework, request.param)  # takes so long that it is no part of a training's time
     return request.param
@@ -466,7 +448,7 @@ def test_losses_are_those_of_its_own_fsdp(
     if kind == "dpo" and framework in ("axolotl", "V1"):
         pytest.skip("not tried")
     own, plain, zeropp = (
-        workers(trained, framework, folder, tmp_path / str(number), kind, strategy)
+        workers(trained, framework, False, folder, tmp_path / str(number), kind, strategy)
         for number, strategy in enumerate((None, PLAIN, ZEROPP))
     )
     assert own.losses[-1] < 0.97 * own.losses[0]
@@ -484,8 +466,8 @@ def test_losses_are_those_of_its_own_fsdp(
 def test_adapters_on_a_quantized_bf16_base_resume_bit_for_bit_and_are_read_by_plain_peft(
     workers: Workers, framework: str, folder: Path, tmp_path: Path
 ) -> None:
-    arguments = (framework, folder, tmp_path, "bf16 adapters", MIXZPP)
-    first = workers(trained, *arguments)
+    arguments = (folder, tmp_path, "bf16 adapters", MIXZPP)
+    first = workers(trained, framework, False, *arguments)
     assert first.losses[-1] < first.losses[0]
     base = LlamaForCausalLM.from_pretrained(folder / "bf16", dtype=torch.float32)
     for parameter in base.parameters():
@@ -496,6 +478,6 @@ def test_adapters_on_a_quantized_bf16_base_resume_bit_for_bit_and_are_read_by_pl
     with loaded.disable_adapter():
         assert not torch.allclose(loaded(input_ids=TOKENS).logits, first.logits, rtol=0.05, atol=0.05)
     shutil.rmtree(tmp_path / "checkpoint-4")
-    again = workers(resumed, *arguments)
+    again = workers(trained, framework, True, *arguments)
     assert again.losses[-2:] == first.losses[-2:]
     assert torch.equal(again.logits, first.logits)
