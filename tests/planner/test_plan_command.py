@@ -138,10 +138,10 @@ def test_if_nothing_fits_it_says_so_and_exits_with_1(capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out)["choice"] is None
 
 
-@pytest.mark.parametrize(("text", "number"), [("1.5b", 1.5e9), ("124M", 124e6), ("2T", 2e12)])
-def test_numbers_of_parameters_have_suffixes(text: str, number: float, capsys: pytest.CaptureFixture[str]) -> None:
-    job = [*CLUSTER, "--trainable", "10M"]
-    assert figures(capsys, "--params", text, *job) == figures(capsys, "--params", str(int(number)), *job)
+def test_numbers_of_parameters_have_suffixes(capsys: pytest.CaptureFixture[str]) -> None:
+    for text, number in (("1.5b", "1500000000"), ("124M", "124000000"), ("2T", "2000000000000")):
+        found, same = (figures(capsys, "--params", params, *CLUSTER, "--trainable", "10M") for params in (text, number))
+        assert found == same
 
 
 def test_a_model_is_sized_from_its_config(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +172,6 @@ def test_options_and_a_config_of_experts_reach_the_plan(config: Path, capsys: py
 
 # ---- local steps
 
-LOCAL_LETTERS = "NNN NNI NII INI III".split()
 LOCAL_CLUSTER: dict[str, Any] = {"nodes": 4, "gpus_per_node": 8, "inter_gbps": 100, "intra_gbps": 2400}
 LOCAL_JOB = "--params 7e9 --no-presets --nodes 4 --gpus-per-node 8 --inter-gbps 100 --intra-gbps 2400".split()
 
@@ -181,12 +180,8 @@ def test_the_table_marks_strategies_with_local_steps() -> None:
     made = plan(7e9, **PARO, local_steps=LocalSteps(error_feedback=LoCo()))
     lines = str(made).splitlines()
     assert "*: weights exchanged between nodes every 64 steps as int4(128) with error feedback" in lines[3]
-    rows = [line[3:].split("  ")[0] for line in lines if line[:3] in ("-> ", "   ") and line[3:6].strip()]
-    assert sorted(rows) == sorted(estimate.name for estimate in made.estimates)
-    assert len(rows) == 19
-    assert {line[3:].split("  ")[0] for line in lines if "local steps *" in line} == {
-        f"{x} every 64" for x in LOCAL_LETTERS
-    }
+    marked = [line[3:].split("  ")[0] for line in lines if "local steps *" in line]
+    assert sorted(marked) == sorted(f"{letters} every 64" for letters in "NNN NNI NII INI III".split())
     assert sum(line.startswith("* changes the mathematics") for line in lines) == 1
     header = next(line for line in lines if "known as" in line).split()
     assert {"outer", "errors"} <= set(header)
@@ -239,26 +234,23 @@ def test_options_of_offload_reach_the_plan(capsys: pytest.CaptureFixture[str]) -
 # ---- charts
 
 
-def test_plot_is_an_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "plan.png"
-    main(["plan", *JOB, "--tokens", "9", "--tflops", "9", "--plot", str(path)])
-    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+def test_plots_are_images_that_name_strategies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    png, svg = tmp_path / "plan.png", tmp_path / "plan.svg"
+    assert f"wrote {png}" in plotted(capsys, png, *JOB, "--tokens", "9", "--tflops", "9")
+    assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    plotted(capsys, svg, *LOCAL_JOB, "--inter-gbps", "0.1", "--local-steps", "64")
+    assert "every 64" in svg.read_text()
+    # A single GPU has no times to put on a log axis.
+    plotted(capsys, svg, *"--params 1e6 --nodes 1 --gpus-per-node 1".split())
+    assert "<svg" in svg.read_text()
+
+
+def plotted(capsys: pytest.CaptureFixture[str], path: Path, *arguments: str) -> str:
+    """What a plan whose chart is drawn says beside its table."""
+    assert main(["plan", *arguments, "--plot", str(path)]) == 0
     captured = capsys.readouterr()
-    assert f"wrote {path}" in captured.err
     assert "predicted" in captured.out
-
-
-def test_plot_of_a_single_gpu_has_no_times_to_put_on_a_log_axis(tmp_path: Path) -> None:
-    assert main(["plan", *"--params 1e6 --nodes 1 --gpus-per-node 1 --plot".split(), str(tmp_path / "a.svg")]) == 0
-    text = (tmp_path / "a.svg").read_text()
-    assert "<svg" in text
-
-
-def test_the_chart_names_strategies_with_local_steps(tmp_path: Path) -> None:
-    path = tmp_path / "plan.svg"
-    job = [*LOCAL_JOB, "--inter-gbps", "0.1", "--local-steps", "64"]
-    assert main(["plan", *job, "--plot", str(path)]) == 0
-    assert "every 64" in path.read_text()
+    return captured.err
 
 
 # ---- refusals
@@ -268,14 +260,10 @@ def test_the_chart_names_strategies_with_local_steps(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ([], "one of the arguments --params --model is required"),
-        (["--params", "7e9", "--model", "x"], "not allowed with argument"),
-        (["--params", "many"], "invalid float value: 'many'"),
         (["--params", "7e9"], "--nodes and --gpus-per-node must be given, or --measure under torchrun"),
         ([*JOB, "--inter-gbps", "-1"], "inter_gbps must be above 0, got -1.0"),
         ([*JOB, "--trainable", "0.003"], "got '0.003'; a share has a percent sign, 0.3%"),
-        ([*JOB, "--trainable", "0%"], "above 0% and up to 100%, got '0%'"),
         ([*JOB, "--weights", "int88"], "allowed are none, int8, int4, int4delta, nf4, topk; did you mean int8?"),
-        ([*JOB, "--weights", "int8:100"], "a block is a power of two"),
         ([*JOB, "--weights", "auto"], "weights can't be 'auto', which is for frozen weights alone"),
         ([*JOB, "--compute", "b16"], "allowed are fp32, bf16, fp16; did you mean bf16?"),
         ([*JOB, "--measure"], "--measure has nothing to measure"),
@@ -285,14 +273,8 @@ def test_the_chart_names_strategies_with_local_steps(tmp_path: Path) -> None:
         # before the hub is asked for the model
         (["--model", "no/model", *CLUSTER, "--net", "100gb"], "net '100gb' is not in the catalog"),
         (["--model", "no/model", *CLUSTER, "--experts-strategy", "iig"], "did you mean 'IIG'?"),
-        # local steps
-        ([*JOB, "--local-steps", "0"], "--local-steps must be a whole number of at least 1, got 0"),
         ([*JOB, "--local-steps", "8", "--exchange-overlap", "8"], "overlap must be an int of 0 or more"),
-        ([*JOB, "--local-steps", "8", "--exchange-codec", "int4delta"], "for weights alone: a delta needs a base"),
-        (
-            [*JOB, *"--exchange-overlap 1 --exchange-offload".split()],
-            "--exchange-overlap and --exchange-offload: needs --local-steps",
-        ),
+        ([*JOB, "--exchange-overlap", "1", "--exchange-offload"], "--exchange-offload: needs --local-steps"),
     ],
 )
 def test_wrong_options_exit_with_2_and_say_why(
@@ -306,11 +288,9 @@ def test_models_that_cannot_be_sized_are_refused(
 ) -> None:
     model = ("--model", str(config), *CLUSTER)
     assert "--units 4 goes with --params" in refused(capsys, *model, "--units", "4")
-    for wrong in ({"hidden_size": "wide"}, {"num_attention_heads": 0}, {"vocab_size": -1}, {"model_type": "no such"}):
-        config.write_text(json.dumps(LLAMA | wrong))
+    for wrong in (LLAMA | {"num_attention_heads": 0}, LLAMA | {"model_type": "no such"}, {"model_type": "vit"}):
+        config.write_text(json.dumps(wrong))
         assert "is not a causal language model that transformers can build" in refused(capsys, *model)
-    config.write_text(json.dumps({"model_type": "vit"}))
-    assert "is not a causal language model that transformers can build" in refused(capsys, *model)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     error = refused(capsys, "--model", "nobody/no-such-model", *CLUSTER)
     assert "error: the hub could not be reached for the config of nobody/no-such-model" in error
@@ -327,10 +307,3 @@ def test_missing_packages_are_named(
     error = refused(capsys, *size, *CLUSTER, option, str(tmp_path / "x.png"))
     assert package in error
     assert "pip install '.[examples]' in your clone" in error
-
-
-def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main([])
-    assert exit_.value.code == 2
-    assert "COMMAND" in capsys.readouterr().err
