@@ -32,7 +32,7 @@ NOT_DISTRIBUTED = shutil.ignore_patterns(
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the source distribution and a wheel that was built from it."""
+    """A folder with the source distribution and a wheel that was built from it."""
     source = tmp_path_factory.mktemp("source") / "fsdp_zpp"
     shutil.copytree(ROOT, source, ignore=NOT_DISTRIBUTED, symlinks=True)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", source / "dist", source]
@@ -41,29 +41,22 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return source / "dist"
 
 
-def test_the_wheel_has_all_modules_and_nothing_else(built: Path) -> None:
+def test_distributions_have_all_modules_and_ask_for_all_that_these_import(built: Path) -> None:
     with ZipFile(built / f"fsdp_zpp-{VERSION}-py3-none-any.whl") as wheel:
         packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        described = wheel.read(f"fsdp_zpp-{VERSION}.dist-info/METADATA").decode()
     own = {str(path.relative_to(ROOT)) for path in (ROOT / "fsdp_zpp").rglob("*.py")}
     assert packed == own | {"fsdp_zpp/py.typed"}
-
-
-def test_the_wheel_asks_for_all_that_it_imports_or_has_torch_and_safetensors_import(built: Path) -> None:
-    with ZipFile(built / f"fsdp_zpp-{VERSION}-py3-none-any.whl") as wheel:
-        described = wheel.read(f"fsdp_zpp-{VERSION}.dist-info/METADATA").decode()
-    required = re.findall(r"^Requires-Dist: ([a-z_-]+)[^;\n]*$", described, re.MULTILINE)
     # Without NumPy, torch.distributed's *_object* functions and safetensors' save_file raise.
+    required = re.findall(r"^Requires-Dist: ([a-z_-]+)[^;\n]*$", described, re.MULTILINE)
     assert sorted(required) == ["numpy", "safetensors", "torch", "triton"]
-
-
-def test_the_source_distribution_has_the_licence_and_readme(built: Path) -> None:
     with tarfile.open(built / f"fsdp_zpp-{VERSION}.tar.gz") as archive:
-        packed = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"LICENSE", "README.md", "pyproject.toml", "fsdp_zpp/__init__.py"} <= packed
+        sources = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "pyproject.toml", "fsdp_zpp/__init__.py"} <= sources
 
 
 def install_alone(wheel: Path, environment: Path) -> Path:
-    """Install a wheel and its dependencies, but nothing else, in a new environment; return its site-packages."""
+    """Install a wheel and its dependencies, but nothing else, in a new environment; its site-packages."""
     venv.create(environment, with_pip=True)
     install = [environment / "bin/python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
     subprocess.run(install, check=True, capture_output=True)
@@ -77,16 +70,15 @@ def install_alone(wheel: Path, environment: Path) -> Path:
 
 
 def dependencies(name: str) -> set[str]:
-    """Return the names of all that an installed distribution depends on, directly or not, without extras."""
+    """The names of all that an installed distribution depends on, directly or not, without extras."""
     names: set[str] = set()
     pending = [name]
     while pending:
-        for line in metadata.requires(pending.pop()) or []:
-            requirement = Requirement(line)
-            if requirement.name in names or not (requirement.marker is None or requirement.marker.evaluate()):
-                continue
-            names.add(requirement.name)
-            pending.append(requirement.name)
+        for requirement in map(Requirement, metadata.requires(pending.pop()) or []):
+            applies = requirement.marker is None or requirement.marker.evaluate()
+            if applies and requirement.name not in names:
+                names.add(requirement.name)
+                pending.append(requirement.name)
     return names
 
 
@@ -107,7 +99,6 @@ class Alone:
 
 @pytest.fixture(scope="module")
 def alone(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """Return such an environment."""
     folder = tmp_path_factory.mktemp("alone")
     return Alone(folder, install_alone(built / f"fsdp_zpp-{VERSION}-py3-none-any.whl", folder))
 
@@ -133,8 +124,6 @@ for name in {INTEGRATIONS}:
         importlib.import_module(f"fsdp_zpp.integrations.{{name}}")
     except ImportError as error:
         print(error)
-    else:
-        print(name, "could be imported")
 """
     done = alone.run("-c", code)
     for integration, error in zip(INTEGRATIONS, done.stdout.splitlines(), strict=True):
@@ -165,7 +154,7 @@ def test_the_changelog_has_a_section_of_this_version() -> None:
 
 
 def described(folder: Path, urls: str) -> str:
-    """Return the long description of a package whose pyproject.toml has this table of addresses, not its own."""
+    """The long description of a package whose pyproject.toml has this table of addresses, not its own."""
     for name in ("LICENSE", "README.md", "setup.py"):
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "fsdp_zpp", folder / "fsdp_zpp", ignore=NOT_DISTRIBUTED)
@@ -178,21 +167,20 @@ def described(folder: Path, urls: str) -> str:
     return built["Description"]
 
 
-def html(text: str) -> str:
-    """Return Markdown as it is shown."""
-    return markdown.markdown(text, extensions=["fenced_code", "tables"])
-
-
 def test_readme_on_an_index_links_to_the_files_of_its_version(tmp_path: Path) -> None:
     repository = "https://git.example/us/fsdp_zpp"
-    shown = html(described(tmp_path, f'[project.urls]\nRepository = "{repository}"\n'))
+    description = described(tmp_path, f'[project.urls]\nRepository = "{repository}"\n')
+    shown, own = (
+        markdown.markdown(text, extensions=["fenced_code", "tables"])
+        for text in (description, (ROOT / "README.md").read_text())
+    )
     links = re.findall(r'(href|src)="([^"]+)"', shown)
     assert len(links) > 20
     for kind, link in links:
         base = f"{repository}/{'raw' if kind == 'src' else 'blob'}/v{VERSION}/"
         assert link.startswith(base)
         assert (ROOT / link.removeprefix(base).partition("#")[0]).is_file(), link
-    assert re.sub(rf"{repository}/\w+/v{VERSION}/", "", shown) == html((ROOT / "README.md").read_text())
+    assert re.sub(rf"{repository}/\w+/v{VERSION}/", "", shown) == own
 
 
 def test_readme_stays_as_it_is_while_no_repository_is_known(tmp_path: Path) -> None:
