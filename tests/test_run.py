@@ -127,14 +127,6 @@ def test_github_runs_lint_and_all_shards_on_the_oldest_and_the_newest_torch() ->
     assert versions == [int(supported[1]), int(supported[2]) - 1]
 
 
-def test_github_asks_for_what_env_prints() -> None:
-    folder = ROOT / ".github"
-    for form in (folder / "ISSUE_TEMPLATE").iterdir():
-        fields = {field["id"]: field for field in yaml.safe_load(form.read_text())["body"] if "id" in field}
-        assert "`python -m fsdp_zpp env`" in fields["env"]["attributes"]["label"]
-    assert "python -m fsdp_zpp env" in (folder / "pull_request_template.md").read_text()
-
-
 # ---- what a bug report needs
 
 

@@ -140,17 +140,6 @@ def test_conclusions_come_first_and_their_figures_are_in_tables(name: str) -> No
         assert any(abs(one - float(figure)) <= 0.5001 * 10**-digits for one in known), figure
 
 
-@pytest.mark.parametrize("name", PAGES["step"])
-def test_step_times_in_prose_are_in_tables(name: str) -> None:
-    """Shorter ones than 200 ms are often differences, and some are said to be in no result file."""
-    tables = "".join(table.group() for table in result_pages.MARKED.finditer(page("step-time") + page("lora")))
-    prose = re.sub(r"[^.]*in no result file", "", result_pages.MARKED.sub("", page(name)))
-    said = {
-        float(figure) for pair in re.findall(r"(?:([\d.]+) and )?([\d.]+) ms\b", prose) for figure in pair if figure
-    }
-    assert {time for time in said if time >= 200} <= set(map(float, re.findall(r"\d+(?:\.\d+)?", tables)))
-
-
 # ---- figures
 
 
