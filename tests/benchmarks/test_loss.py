@@ -19,7 +19,6 @@ configurations = load("loss", "configurations")
 local_gaps = load("loss", "local_gaps")
 muon_table = load("loss", "muon_table")
 diloco_table = load("loss", "diloco_table")
-dtensor_collectives = load("loss", "dtensor_collectives")
 TINY = "--gpus-per-node 2 --hidden 32 --layers 1 --sequence 64 --batch 4 --lr 1e-2".split()
 Result = dict[str, Any]
 
@@ -281,12 +280,3 @@ def test_bytes_and_losses_of_muon_on_two_nodes_of_two(tmp_path: Path) -> None:
         # The optimizer has no part in what the model sends.
         assert rows[f"muon:{sharding}"]["sent_by_model"] == rows[f"adamw:{sharding}"]["sent_by_model"]
     assert rows["muon:III"]["sent_by_model"]["inter"] < rows["muon:full_shard"]["sent_by_model"]["inter"]
-
-
-def test_bytes_of_collectives() -> None:
-    # 8 bytes of a rank go to 3 others, two of which are on the other node: once there, then on.
-    sent = {"all_gather_into_tensor": (8, 16), "reduce_scatter_tensor": (2, 4), "all_reduce": (4, 8)}
-    for name, (inter, intra) in sent.items():
-        assert dtensor_collectives.Collective(name, 8, 2, 4).sent == {"inter": inter, "intra": intra}
-    with pytest.raises(NotImplementedError, match="the bytes of broadcast are unknown"):
-        _ = dtensor_collectives.Collective("broadcast", 8, 2, 4).sent

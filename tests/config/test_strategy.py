@@ -81,7 +81,6 @@ CALLS: dict[str, tuple[Callable[..., object], str, str]] = {
     "Strategy": (Strategy, "gpu_per_node", "gpus_per_node"),
     **{name: (getattr(Strategy, name), "gpu_per_node", "gpus_per_node") for name in NAMES},
     "diloco's own": (Strategy.diloco, "evry", "every"),
-    "LoCo": (LoCo, "betta", "beta"),
     "LocalSteps": (LocalSteps, "evry", "every"),
     "Elastic": (Elastic, "max_node", "max_nodes"),
     **{codec.__name__: (codec, "blok", "block") for codec in (Int8, Int4, Int4Delta, NF4)},
