@@ -244,11 +244,12 @@ def test_every_key_of_deepspeed_is_known() -> None:
 
 def test_an_unknown_key_raises_wherever_it_is_and_whatever_its_value() -> None:
     for key, value in (("stag", None), ("zero_hpz_partition_sizes", False), ("", 0), ("Stage", "auto")):
+        own = {key: value}
         for where, config in {
-            "": {key: value, "zero_optimization": {"stage": 3}},
-            "zero_optimization.": {"zero_optimization": {"stage": 3, key: value}},
-            "zero_optimization.offload_param.": {"zero_optimization": {"offload_param": {key: value}}},
-            "zero_optimization.zeropp_loco_param.": {"zero_optimization": {"zeropp_loco_param": {key: value}}},
+            "": own | {"zero_optimization": {"stage": 3}},
+            "zero_optimization.": {"zero_optimization": own | {"stage": 3}},
+            "zero_optimization.offload_param.": {"zero_optimization": {"offload_param": own}},
+            "zero_optimization.zeropp_loco_param.": {"zero_optimization": QUANTIZED | {"zeropp_loco_param": own}},
         }.items():
             message = refusal(config)
             assert message.startswith(f"{where}{key}={value!r} in the DeepSpeed configuration: unknown key; ")

@@ -86,14 +86,6 @@ def test_codecs_change_nothing_on_one_node_and_the_notes_say_so() -> None:
     assert set(json.loads(plan_to_json(made))["codecs"].values()) == {None}
 
 
-def test_a_codec_for_the_hop_inside_counts() -> None:
-    plain, made = plan(1e9, **ONE_NODE), plan(1e9, **ONE_NODE, **CODECS, intra_gradients=Int8(64))
-    assert made["GGG"].memory.errors > 3e9
-    assert made["GGG"].volume.intra < 0.9 * plain["GGG"].volume.intra
-    assert "as int8(64) inside, error feedback" in str(made)
-    assert "intra_gradients" not in " ".join(made.notes)
-
-
 # ---- hardware by name
 
 

@@ -104,7 +104,7 @@ KNOWN: dict[str, tuple[dict[str, Any], str | None, str]] = {
     # PaRO took ING. IGG takes 2.9 % longer, for gradients that cross nodes in all micro-batches, and the least memory.
     "fine-tuning": (TUNED | PARO, "IGG", "5 of the 8 that fit are as fast within 3 %; of these it takes the least"),
     "all is hidden": (LLAMA_7B | PARO | HIDDEN, "IIG", "computation hides their communication; of these it sends the"),
-    "of equals the usual": ({"params": 1e9} | PARO | {"nodes": 1}, "NNG", ""),
+    "of equals the usual": ({"params": 1e9} | PARO | {"nodes": 1, "micro_batches": 1, "gpu_memory": None}, "NNG", ""),
     "A100s": (A100S, "zeropp IIG", ""),
     "A100s on a slower network": (A100S | {"net": "25gbe"}, "zeropp IIG Int4Delta", ""),
     "codecs that gain nothing": (PAIR | {"net": "8xib-ndr"}, "FULL_SHARD", "of these without codecs it takes the"),

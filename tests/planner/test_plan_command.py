@@ -213,7 +213,7 @@ def test_plots_are_images_that_name_strategies(tmp_path: Path, capsys: pytest.Ca
     png, svg = tmp_path / "plan.png", tmp_path / "plan.svg"
     assert f"wrote {png}" in plotted(capsys, png, *JOB, "--tokens", "9", "--tflops", "9")
     assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    plotted(capsys, svg, *JOB, "--no-presets", "--inter-gbps", "0.1", "--local-steps", "64")
+    plotted(capsys, svg, *JOB, "--params", "7e9", "--inter-gbps", "0.1", "--local-steps", "64")
     assert "every 64" in svg.read_text()
     # A single GPU has no times to put on a log axis.
     plotted(capsys, svg, *"--params 1e6 --nodes 1 --gpus-per-node 1".split())
