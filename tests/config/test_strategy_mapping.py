@@ -94,7 +94,9 @@ def test_every_strategy_comes_back_from_files(strategy: Strategy) -> None:
         ("{levels: INI, local_steps: true}", Strategy("INI", local_steps=LocalSteps())),
         (
             "{levels: III, local_steps: {every: [[0, 8], [99, 32]], codec: 'topk:0.01:2', error_feedback: {beta: 0}}}",
-            Strategy("III", local_steps=LocalSteps(((0, 8), (99, 32)), TopK(0.01, 2), LoCo(beta=0))),
+            Strategy(
+                "III", local_steps=LocalSteps(((0, 8), (99, 32)), codec=TopK(0.01, 2), error_feedback=LoCo(beta=0))
+            ),
         ),
         ("{preset: diloco, local_steps: {every: 8, elastic: {max_nodes: 4}}}", Strategy.diloco(8, Elastic(4))),
     ],

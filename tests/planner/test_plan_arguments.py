@@ -124,7 +124,10 @@ FEEDBACK = LoCo(beta=0.5, dtype=Int8(32))
         (Strategy.zeropp(levels="IIG"), 'Strategy.zeropp(levels="IIG")'),
         (Strategy.zeropp(weights=Int4Delta()), "Strategy.zeropp(weights=Int4Delta())"),
         (Strategy("IGG", weights=Int8(64)), 'Strategy("IGG", weights=Int8(block=64))'),
-        (Strategy.loco(error_feedback=FEEDBACK), "Strategy.loco(error_feedback=LoCo(beta=0.5, dtype=Int8(block=32)))"),
+        (
+            Strategy.zeropp(error_feedback=FEEDBACK),
+            "Strategy.zeropp(error_feedback=LoCo(beta=0.5, dtype=Int8(block=32)))",
+        ),
         (Strategy("NNI", local_steps=LocalSteps(16)), 'Strategy("NNI", local_steps=LocalSteps(every=16))'),
     ],
 )
