@@ -92,11 +92,10 @@ def test_every_strategy_comes_back_from_files(strategy: Strategy) -> None:
         ("{preset: loco, error_feedback: false}", Strategy.zeropp()),
         ("{preset: diloco, local_steps: {codec: none}}", Strategy.diloco(local_steps=LocalSteps(codec=None))),
         ("{levels: INI, local_steps: true}", Strategy("INI", local_steps=LocalSteps())),
+        ("{preset: diloco, local_steps: {every: [[0, 8], [99, 32]]}}", Strategy.diloco(((0, 8), (99, 32)))),
         (
-            "{levels: III, local_steps: {every: [[0, 8], [99, 32]], codec: 'topk:0.01:2', error_feedback: {beta: 0}}}",
-            Strategy(
-                "III", local_steps=LocalSteps(((0, 8), (99, 32)), codec=TopK(0.01, 2), error_feedback=LoCo(beta=0))
-            ),
+            "{levels: III, local_steps: {codec: 'topk:0.01:2', error_feedback: {beta: 0}}}",
+            Strategy("III", local_steps=LocalSteps(codec=TopK(0.01, 2), error_feedback=LoCo(beta=0))),
         ),
         ("{preset: diloco, local_steps: {every: 8, elastic: {max_nodes: 4}}}", Strategy.diloco(8, Elastic(4))),
     ],

@@ -114,8 +114,6 @@ def test_names_reach_the_plan_and_numbers_override_them() -> None:
 
 # ---- lines that make strategies
 
-FEEDBACK = LoCo(beta=0.5, dtype=Int8(32))
-
 
 @pytest.mark.parametrize(
     ("strategy", "call"),
@@ -124,10 +122,7 @@ FEEDBACK = LoCo(beta=0.5, dtype=Int8(32))
         (Strategy.zeropp(levels="IIG"), 'Strategy.zeropp(levels="IIG")'),
         (Strategy.zeropp(weights=Int4Delta()), "Strategy.zeropp(weights=Int4Delta())"),
         (Strategy("IGG", weights=Int8(64)), 'Strategy("IGG", weights=Int8(block=64))'),
-        (
-            Strategy.zeropp(error_feedback=FEEDBACK),
-            "Strategy.zeropp(error_feedback=LoCo(beta=0.5, dtype=Int8(block=32)))",
-        ),
+        (Strategy.zeropp(error_feedback=LoCo(beta=0.5)), "Strategy.zeropp(error_feedback=LoCo(beta=0.5))"),
         (Strategy("NNI", local_steps=LocalSteps(16)), 'Strategy("NNI", local_steps=LocalSteps(every=16))'),
     ],
 )
