@@ -116,16 +116,12 @@ def test_mappings_are_read_as_they_are_written_in_yaml(text: str, strategy: Stra
         ({"weights": {"block": 64}}, ValueError, "^weights: .* does not say which codec it is"),
         ({"weights": {"codec": "int8", "blocks": 64}}, ValueError, "^weights: 'blocks' is not an argument of Int8"),
         ({"error_feedback": {"beta": 2}}, ValueError, r"^error_feedback: beta must be in \[0, 1\)"),
-        (
-            {"error_feedback": {"betas": 0.5}},
-            ValueError,
-            "^error_feedback.betas: unknown key; did you mean error_feedb",
-        ),
+        ({"error_feedback": {"betas": 0.5}}, ValueError, "^error_feedback.betas: unknown key; did you mean error_"),
         ({"error_feedback": "inter"}, TypeError, "^error_feedback: must be true, false or a mapping"),
         ({"local_steps": {"every": 0}}, ValueError, "^local_steps: every must be"),
         ({"preset": "diloco", "local_steps": None}, ValueError, "leave it out for the defaults, or choose mics"),
         ({"local_steps": {"elastic": {"max_node": 4}}}, ValueError, "did you mean local_steps.elastic.max_nodes?"),
-        ({"local_steps": {"elastic": True}}, ValueError, "must be false or a mapping with max_node"),
+        ({"local_steps": {"elastic": True}}, TypeError, "must be false or a mapping with max_node"),
     ],
 )
 def test_errors_name_the_key(mapping: Any, error: type[Exception], message: str) -> None:
