@@ -26,8 +26,8 @@ def make(adapter: str) -> nn.Module:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     if adapter == "fully_shard":
         return fsdp_zpp.fully_shard(model, strategy=STRATEGY)
-    on_cpu: dict[str, Any] = {"device_id": torch.device("cpu")}
-    return FullyShardedDataParallel(model, use_orig_params=True, sharding_strategy=STRATEGY, **on_cpu)
+    options: dict[str, Any] = {"device_id": torch.device("cpu"), "sharding_strategy": STRATEGY}
+    return FullyShardedDataParallel(model, use_orig_params=True, **options)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> float:

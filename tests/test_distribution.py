@@ -10,7 +10,6 @@ import sys
 import tarfile
 import tomllib
 import venv
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from zipfile import ZipFile
@@ -32,7 +31,7 @@ NOT_DISTRIBUTED = shutil.ignore_patterns(
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the source distribution and a wheel that was built from it."""
+    """A folder with the source distribution and a wheel that was built from it."""
     source = tmp_path_factory.mktemp("source") / "fsdp_zpp"
     shutil.copytree(ROOT, source, ignore=NOT_DISTRIBUTED, symlinks=True)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", source / "dist", source]
@@ -41,29 +40,22 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return source / "dist"
 
 
-def test_the_wheel_has_all_modules_and_nothing_else(built: Path) -> None:
+def test_distributions_have_all_modules_and_ask_for_all_that_these_import(built: Path) -> None:
     with ZipFile(built / f"fsdp_zpp-{VERSION}-py3-none-any.whl") as wheel:
         packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        described = wheel.read(f"fsdp_zpp-{VERSION}.dist-info/METADATA").decode()
     own = {str(path.relative_to(ROOT)) for path in (ROOT / "fsdp_zpp").rglob("*.py")}
     assert packed == own | {"fsdp_zpp/py.typed"}
-
-
-def test_the_wheel_asks_for_all_that_it_imports_or_has_torch_and_safetensors_import(built: Path) -> None:
-    with ZipFile(built / f"fsdp_zpp-{VERSION}-py3-none-any.whl") as wheel:
-        described = wheel.read(f"fsdp_zpp-{VERSION}.dist-info/METADATA").decode()
-    required = re.findall(r"^Requires-Dist: ([a-z_-]+)[^;\n]*$", described, re.MULTILINE)
     # Without NumPy, torch.distributed's *_object* functions and safetensors' save_file raise.
+    required = re.findall(r"^Requires-Dist: ([a-z_-]+)[^;\n]*$", described, re.MULTILINE)
     assert sorted(required) == ["numpy", "safetensors", "torch", "triton"]
-
-
-def test_the_source_distribution_has_the_licence_and_readme(built: Path) -> None:
     with tarfile.open(built / f"fsdp_zpp-{VERSION}.tar.gz") as archive:
-        packed = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"LICENSE", "README.md", "pyproject.toml", "fsdp_zpp/__init__.py"} <= packed
+        sources = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "pyproject.toml", "fsdp_zpp/__init__.py"} <= sources
 
 
-def install_alone(wheel: Path, environment: Path) -> Path:
-    """Install a wheel and its dependencies, but nothing else, in a new environment; return its site-packages."""
+def install_alone(wheel: Path, environment: Path) -> None:
+    """Install a wheel and its dependencies, but nothing else, in a new environment."""
     venv.create(environment, with_pip=True)
     install = [environment / "bin/python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
     subprocess.run(install, check=True, capture_output=True)
@@ -73,59 +65,51 @@ def install_alone(wheel: Path, environment: Path) -> Path:
         for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
             if not (site / top).exists():  # pip's own setuptools, say
                 (site / top).symlink_to(Path(str(distribution.locate_file(top))))
-    return site
 
 
 def dependencies(name: str) -> set[str]:
-    """Return the names of all that an installed distribution depends on, directly or not, without extras."""
+    """The names of all that an installed distribution depends on, directly or not, without extras."""
     names: set[str] = set()
     pending = [name]
     while pending:
-        for line in metadata.requires(pending.pop()) or []:
-            requirement = Requirement(line)
-            if requirement.name in names or not (requirement.marker is None or requirement.marker.evaluate()):
-                continue
-            names.add(requirement.name)
-            pending.append(requirement.name)
+        for requirement in map(Requirement, metadata.requires(pending.pop()) or []):
+            applies = requirement.marker is None or requirement.marker.evaluate()
+            if applies and requirement.name not in names:
+                names.add(requirement.name)
+                pending.append(requirement.name)
     return names
 
 
-@dataclass(frozen=True)
-class Alone:
-    """An environment with the wheel and its dependencies, but nothing else."""
-
-    folder: Path
-    site: Path
-
-    def run(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        """Run a program with the environment's Python."""
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        command = [self.folder / "bin/python", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, cwd=self.folder, env=environment)
-
-
 @pytest.fixture(scope="module")
-def alone(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """Return such an environment."""
+def alone(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel and its dependencies, but nothing else."""
     folder = tmp_path_factory.mktemp("alone")
-    return Alone(folder, install_alone(built / f"fsdp_zpp-{VERSION}-py3-none-any.whl", folder))
+    install_alone(built / f"fsdp_zpp-{VERSION}-py3-none-any.whl", folder)
+    return folder
+
+
+def run(environment: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a program with the Python of an environment."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [environment / "bin/python", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=environment, env=variables)
 
 
 @pytest.mark.wide
-def test_the_wheel_works_with_its_dependencies_alone(alone: Alone, tmp_path: Path) -> None:
-    assert alone.run("-m", "fsdp_zpp", "--version").stdout == f"fsdp_zpp {VERSION}\n"
+def test_the_wheel_works_with_its_dependencies_alone(alone: Path, tmp_path: Path) -> None:
+    assert run(alone, "-m", "fsdp_zpp", "--version").stdout == f"fsdp_zpp {VERSION}\n"
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    done = alone.run(*launcher, ROOT / "tests/save_and_load.py", tmp_path)
+    done = run(alone, *launcher, ROOT / "tests/save_and_load.py", tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{alone.site / 'fsdp_zpp'}\n"
+    assert Path(done.stdout).is_relative_to(alone)
 
 
 INTEGRATIONS = ("accelerate", "transformers", "torchtitan", "axolotl", "lightning.pytorch", "lightning.fabric")
 
 
 @pytest.mark.wide
-def test_an_integration_without_its_framework_says_what_to_install(alone: Alone) -> None:
+def test_an_integration_without_its_framework_says_what_to_install(alone: Path) -> None:
     code = f"""
 import importlib
 for name in {INTEGRATIONS}:
@@ -133,10 +117,8 @@ for name in {INTEGRATIONS}:
         importlib.import_module(f"fsdp_zpp.integrations.{{name}}")
     except ImportError as error:
         print(error)
-    else:
-        print(name, "could be imported")
 """
-    done = alone.run("-c", code)
+    done = run(alone, "-c", code)
     for integration, error in zip(INTEGRATIONS, done.stdout.splitlines(), strict=True):
         name = integration.partition(".")[0]
         expected = f"fsdp_zpp.integrations.{name} needs {name}: run pip install '.[{name}]' in your clone"
@@ -165,7 +147,7 @@ def test_the_changelog_has_a_section_of_this_version() -> None:
 
 
 def described(folder: Path, urls: str) -> str:
-    """Return the long description of a package whose pyproject.toml has this table of addresses, not its own."""
+    """The long description of a package whose pyproject.toml has this table of addresses, not its own."""
     for name in ("LICENSE", "README.md", "setup.py"):
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "fsdp_zpp", folder / "fsdp_zpp", ignore=NOT_DISTRIBUTED)
@@ -178,21 +160,20 @@ def described(folder: Path, urls: str) -> str:
     return built["Description"]
 
 
-def html(text: str) -> str:
-    """Return Markdown as it is shown."""
-    return markdown.markdown(text, extensions=["fenced_code", "tables"])
-
-
 def test_readme_on_an_index_links_to_the_files_of_its_version(tmp_path: Path) -> None:
     repository = "https://git.example/us/fsdp_zpp"
-    shown = html(described(tmp_path, f'[project.urls]\nRepository = "{repository}"\n'))
+    description = described(tmp_path, f'[project.urls]\nRepository = "{repository}"\n')
+    shown, own = (
+        markdown.markdown(text, extensions=["fenced_code", "tables"])
+        for text in (description, (ROOT / "README.md").read_text())
+    )
     links = re.findall(r'(href|src)="([^"]+)"', shown)
     assert len(links) > 20
     for kind, link in links:
         base = f"{repository}/{'raw' if kind == 'src' else 'blob'}/v{VERSION}/"
         assert link.startswith(base)
         assert (ROOT / link.removeprefix(base).partition("#")[0]).is_file(), link
-    assert re.sub(rf"{repository}/\w+/v{VERSION}/", "", shown) == html((ROOT / "README.md").read_text())
+    assert re.sub(rf"{repository}/\w+/v{VERSION}/", "", shown) == own
 
 
 def test_readme_stays_as_it_is_while_no_repository_is_known(tmp_path: Path) -> None:

@@ -45,10 +45,6 @@ def test_combinations_beyond_pairs_are_slow_tests() -> None:
     assert {parameters.id for parameters in over_each(**FACTORS).args[1]} >= {"x-1-yes", "y-3-no"}
 
 
-def answer() -> None:
-    """Return at once, in a worker."""
-
-
 def hang() -> None:
     """Wait for what no one does, in a worker."""
     if pool_module.dist.get_rank() == 1:
@@ -59,24 +55,19 @@ def hang() -> None:
 def test_a_worker_that_hangs_fails_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
     assert timedelta(minutes=2) > pool_module.TIMEOUT
     pool = Pool(2)
-    pool.run(answer)
+    pool.run(os.getpid)
     monkeypatch.setattr(pool_module, "TIMEOUT", timedelta(seconds=0.5))
     with pytest.raises(WorkerError, match=r"failed on ranks \[1\] of 2, first on rank 1:\nno answer in time"):
         pool.run(hang)
 
 
-def process() -> int:
-    """Return the number of this process, of which only those of a new pool have others."""
-    return os.getpid()
-
-
 @pytest.mark.skipif(device_type() == "cuda", reason="needs no GPU, and there may be one only")
 def test_a_pool_runs_what_is_to_be_run_once_once() -> None:
     pool = Pool(2)
-    first = pool.once(process)
+    first = pool.once(os.getpid)
     pool.stop()
-    assert pool.run(process) != first
-    assert pool.once(process) == first
+    assert pool.run(os.getpid) != first
+    assert pool.once(os.getpid) == first
     pool.stop()
 
 

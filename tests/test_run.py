@@ -36,22 +36,15 @@ STAND_INS = {
 }
 
 
-def commands(folder: Path, command: str = "test", *, gpu: bool, own_torch: bool) -> list[str]:
-    """Return what ``./run command`` calls in a fresh clone.
-
-    Args:
-        folder: An empty one.
-        command: One of those of ``./run``.
-        gpu: Whether the machine has a GPU.
-        own_torch: Whether it has a torch of its own.
-    """
-    result = attempt(folder, command, PYTHON="python", GPU=str(int(gpu)), TORCH=str(int(own_torch)))
+def commands(folder: Path, *, gpu: bool, own_torch: bool) -> list[str]:
+    """What ``./run test`` calls in a fresh clone, which ``folder`` becomes."""
+    result = attempt(folder, PYTHON="python", GPU=str(int(gpu)), TORCH=str(int(own_torch)))
     assert result.returncode == 0, result.stderr
     return (folder / "log").read_text().splitlines()
 
 
-def attempt(folder: Path, command: str = "test", *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run ``./run command`` in ``folder``, which it makes a clone; ``OLD=1`` makes its Python too old."""
+def attempt(folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run ``./run test`` in ``folder``, which it makes a clone; ``OLD=1`` makes its Python too old."""
     shutil.copy(RUN, folder)
     stand_ins = folder / "stand-ins"
     stand_ins.mkdir(exist_ok=True)
@@ -61,7 +54,7 @@ def attempt(folder: Path, command: str = "test", *options: str, **variables: str
         script.chmod(0o755)
     shutil.copy(stand_ins / "python", stand_ins / "python3")
     environment = {"PATH": f"{stand_ins}:{os.environ['PATH']}", "GPU": "0", "TORCH": "0", "OLD": "0"} | variables
-    command_line = ["./run", command, *options]
+    command_line = ["./run", "test", *options]
     return subprocess.run(command_line, cwd=folder, env=environment, capture_output=True, text=True, timeout=30)
 
 
@@ -72,21 +65,19 @@ def test_torch_is_the_newest_with_a_gpu_and_small_without(tmp_path: Path, gpu: b
     assert "python -m venv --clear .venv" in called
 
 
-@pytest.mark.parametrize("gpu", [True, False], ids=["GPU", "no GPU"])
-def test_a_machine_keeps_its_own_torch(tmp_path: Path, gpu: bool) -> None:
+@pytest.mark.parametrize(("gpu", "call"), [(True, "pytest "), (False, "pytest -n 2 --dist worksteal")], ids=str)
+def test_a_machine_keeps_its_own_torch_and_without_a_gpu_runs_two_tests_at_once(
+    tmp_path: Path, gpu: bool, call: str
+) -> None:
     called = commands(tmp_path, gpu=gpu, own_torch=True)
     assert "python -m venv --clear --system-site-packages .venv" in called
-    assert not any("torch==" in call for call in called)
-
-
-@pytest.mark.parametrize(("gpu", "call"), [(True, "pytest "), (False, "pytest -n 2 --dist worksteal")], ids=str)
-def test_two_tests_at_once_without_a_gpu(tmp_path: Path, gpu: bool, call: str) -> None:
-    assert commands(tmp_path, gpu=gpu, own_torch=True)[-1] == call
+    assert not any("torch==" in each for each in called)
+    assert called[-1] == call
 
 
 def test_it_says_at_once_how_long_the_whole_suite_takes(tmp_path: Path) -> None:
     for options, says_it in (((), True), (("--wide",), True), (("-m", "smoke"), False), (("tests/codecs",), False)):
-        told = attempt(tmp_path, "test", *options)
+        told = attempt(tmp_path, *options)
         assert ("minutes on two cores" in told.stderr) == says_it, options
         assert told.stderr.count("--wide") == told.stderr.count("-m smoke") == says_it
 
@@ -115,7 +106,6 @@ def test_a_try_that_failed_does_not_spoil_the_next_one(tmp_path: Path, remainder
 
 
 def test_the_hook_before_a_commit_is_lint_and_nothing_else() -> None:
-    """Check that checks and versions of tools stand in one place."""
     configured = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     hooks = [hook for repository in configured["repos"] for hook in repository["hooks"]]
     assert [(hook["entry"], hook["pass_filenames"], hook["always_run"]) for hook in hooks] == [
@@ -135,14 +125,6 @@ def test_github_runs_lint_and_all_shards_on_the_oldest_and_the_newest_torch() ->
     assert supported
     versions = [int(each["torch"].split(".")[1]) for each in matrix["environment"]]
     assert versions == [int(supported[1]), int(supported[2]) - 1]
-
-
-def test_github_asks_for_what_env_prints() -> None:
-    folder = ROOT / ".github"
-    for form in (folder / "ISSUE_TEMPLATE").iterdir():
-        fields = {field["id"]: field for field in yaml.safe_load(form.read_text())["body"] if "id" in field}
-        assert "`python -m fsdp_zpp env`" in fields["env"]["attributes"]["label"]
-    assert "python -m fsdp_zpp env" in (folder / "pull_request_template.md").read_text()
 
 
 # ---- what a bug report needs
@@ -174,26 +156,19 @@ def test_env_names_versions_the_job_and_what_communication_depends_on(
     assert any(line.split() == ["NCCL_SOCKET_IFNAME", "eth1"] for line in lines)
 
 
-def test_one_rank_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("RANK", "1")
-    assert main(["env"]) == 0
-    assert capsys.readouterr().out == ""
+def test_the_first_rank_prints_also_under_srun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def printed(launcher: dict[str, str]) -> str:
+        for name, value in launcher.items():
+            monkeypatch.setenv(name, value)
+        assert main(["env", "--json"]) == 0
+        return capsys.readouterr().out
 
-
-def test_under_srun_its_first_task_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed({"RANK": "1"}) == ""
     for name in ("RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2)")
-    printed = []
-    for task in ("0", "1"):
-        monkeypatch.setenv("SLURM_PROCID", task)
-        assert main(["env", "--json"]) == 0
-        printed.append(capsys.readouterr().out)
-    assert json.loads(printed[0])["nodes"]["SLURM_STEP_TASKS_PER_NODE"] == "8(x2)"
-    assert printed[1] == ""
-
-
-def test_without_a_launcher_env_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert main(["env"]) == 0
-    assert "LOCAL_WORLD_SIZE is not set" in capsys.readouterr().out
+    assert "LOCAL_WORLD_SIZE is not set" in printed({})
+    nodes = json.loads(printed({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_PROCID": "0"}))["nodes"]
+    assert nodes["SLURM_STEP_TASKS_PER_NODE"] == "8(x2)"
+    assert printed({"SLURM_PROCID": "1"}) == ""

@@ -93,19 +93,15 @@ def test_scopes(pool: Callable[[int], Pool], adapter: Adapter, scopes: str) -> N
 
 def losses(adapter: Adapter, strategy: Strategy) -> tuple[float, float]:
     """In a worker: the loss after three steps and an announced write, and stock's."""
-    means = []
-    for each in (strategy, STOCK):
-        model = adapter.make(Case(), each)
-        if each is not STOCK:
-            watch: Monitor = monitor(model)
-        train(adapter, model, Case(steps=3))
-        if each is not STOCK:
-            invalidate(model)
-            assert traffic(model)["gather"]["inter"] > 0
-            assert watch.step()["weights/inter/bytes"] > 0
-            watch.close()
-        means.append(mean_loss(model, 9))
-    return means[0], means[1]
+    model, stock = adapter.make(Case(), strategy), adapter.make(Case(), STOCK)
+    watch: Monitor = monitor(model)
+    for each in (model, stock):
+        train(adapter, each, Case(steps=3))
+    invalidate(model)
+    assert traffic(model)["gather"]["inter"] > 0
+    assert watch.step()["weights/inter/bytes"] > 0
+    watch.close()
+    return mean_loss(model, 9), mean_loss(stock, 9)
 
 
 @pytest.mark.parametrize("name", CODECS)

@@ -19,7 +19,6 @@ configurations = load("loss", "configurations")
 local_gaps = load("loss", "local_gaps")
 muon_table = load("loss", "muon_table")
 diloco_table = load("loss", "diloco_table")
-dtensor_collectives = load("loss", "dtensor_collectives")
 TINY = "--gpus-per-node 2 --hidden 32 --layers 1 --sequence 64 --batch 4 --lr 1e-2".split()
 Result = dict[str, Any]
 
@@ -44,13 +43,9 @@ def losses_of(row: dict[str, Any]) -> list[float]:
     [
         ("compare", "--strategy full_shard", "--strategy full_shard is what others are compared with"),
         ("compare", "--strategy zeropp --weights int9", "--weights: 'int9' is not a codec"),
-        ("compare", "--levels INN", "levels 'INN' is not legal"),
         ("compare", "--resume anywhere", "--resume and --stop-at are for one run"),
-        ("local-steps", "--configs int4", "'int4' is unknown"),
         ("local-steps", "--configs local32:int5", "'local32:int5' is unknown"),
         ("local-steps", "--configs local32:int4:later3", "changes 'later'"),
-        ("local-steps", "--configs local32:none+loco", "error_feedback corrects the error of the codec"),
-        ("local-steps", "--configs full_shard@fast", "could not convert string to float"),
         ("muon", "--configs muon:IGG,lion:IGG", "unknown configurations ['lion:IGG']"),
         ("diloco-scaling", "--nodes 1 --configs local30:none", "local steps are for several; got 'local30:none'"),
     ],
@@ -114,36 +109,19 @@ def test_convergence_starts_from_the_same_weights(tmp_path: Path) -> None:
 
 # ---- local steps
 
-
-def diloco(**options: Any) -> LocalSteps:
-    """Local steps with DiLoCo's momentum."""
-    return LocalSteps(outer_momentum=0.9, **options)
+KEPT = LoCo(beta=0, decay=0.95, reset_every=0)
+AVERAGED: dict[str, Any] = {"outer_lr": 1, "outer_momentum": 0, "nesterov": False}
 
 
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("local32:none", diloco(every=32, codec=None)),
-        ("local32:int4+loco", diloco(every=32, codec=Int4(128), error_feedback=LoCo(beta=0.8))),
-        ("local32:int4:overlap1:mix0.5", diloco(every=32, codec=Int4(128), overlap=1, mix=0.5)),
-        ("local32:int4:outer0.5:momentum0.8", LocalSteps(every=32, codec=Int4(128), outer_lr=0.5, outer_momentum=0.8)),
-        ("local32:none:momentum-auto", LocalSteps(every=32, codec=None, outer_momentum="auto")),
-        ("local8-1024-32:int4:start256", diloco(every=((0, 8), (1024, 32)), codec=Int4(128), start=256)),
-        (
-            "local32:topk+loco",
-            LocalSteps(
-                every=32,
-                codec=TopK(),
-                error_feedback=LoCo(beta=0, decay=0.95, reset_every=0),
-                outer_lr=1,
-                outer_momentum=0,
-                nesterov=False,
-            ),
-        ),
-        (
-            "local32:int4:outer1:momentum0",
-            LocalSteps(every=32, codec=Int4(128), outer_lr=1, outer_momentum=0, nesterov=False),
-        ),
+        ("local32:int4+loco", LocalSteps(32, codec=Int4(128), error_feedback=LoCo(beta=0.8), outer_momentum=0.9)),
+        ("local32:int4:overlap1:mix0.5", LocalSteps(32, codec=Int4(128), overlap=1, mix=0.5, outer_momentum=0.9)),
+        ("local32:int4:outer0.5:momentum0.8", LocalSteps(32, codec=Int4(128), outer_lr=0.5, outer_momentum=0.8)),
+        ("local8-1024-32:none:start256", LocalSteps(((0, 8), (1024, 32)), codec=None, start=256, outer_momentum=0.9)),
+        ("local32:topk+loco", LocalSteps(32, codec=TopK(), error_feedback=KEPT, **AVERAGED)),
+        ("local32:int4:outer1:momentum0", LocalSteps(32, codec=Int4(128), **AVERAGED)),
     ],
 )
 def test_names_say_how_nodes_exchange(name: str, meant: LocalSteps) -> None:
@@ -152,8 +130,7 @@ def test_names_say_how_nodes_exchange(name: str, meant: LocalSteps) -> None:
 
 
 def test_all_names_of_the_study_are_of_strategies() -> None:
-    for name in local_gaps.LOCAL_NAMES:
-        configurations.sharding(name, 1)
+    assert all(configurations.sharding(name, 1) for name in local_gaps.LOCAL_NAMES)
 
 
 def test_trains_on_two_nodes_what_is_not_there_yet(tmp_path: Path) -> None:
@@ -162,13 +139,9 @@ def test_trains_on_two_nodes_what_is_not_there_yet(tmp_path: Path) -> None:
         done = run(2, "local-steps", "--worker", *options, "--configs", names)
     assert done.stdout.startswith("2x1-full_shard-lr0.005, seed 0: ")
     results = results_in(tmp_path)
-    assert results.keys() == {
-        "2x1-full_shard-lr0.01-seed0.json",
-        "2x1-full_shard-lr0.005-seed0.json",
-        "2x1-local3-int4+loco-lr0.005-seed0.json",
-        "2x1-local3-none-at-once-overlap1-lr0.005-seed0.json",
-    }
-    assert {result["arguments"]["lr"] for result in results.values()} == {5e-3, 1e-2}
+    assert len(results) == 4
+    assert results["2x1-full_shard-lr0.01-seed0.json"]["arguments"]["lr"] == 1e-2
+    assert "2x1-local3-int4+loco-lr0.005-seed0.json" in results
     rows = [result["rows"][0] for result in results.values()]
     assert len({tuple(row["validation"][0]) for row in rows}) == 1  # the same weights
     for row in rows:
@@ -178,9 +151,8 @@ def test_trains_on_two_nodes_what_is_not_there_yet(tmp_path: Path) -> None:
         # A last exchange changes what nodes agree on, and FULL_SHARD has none.
         assert (row["before_last_exchange"] is None) == (row["name"] == "full_shard")
         assert row["before_last_exchange"] != losses[-1]
-    at_once = rows[-1]
-    assert at_once["name"] == "local3:none:at-once:overlap1"
     # After four of eight steps nodes agree on the exchange after the third.
+    at_once = results["2x1-local3-none-at-once-overlap1-lr0.005-seed0.json"]["rows"][0]
     assert at_once["validation"][1][1] != at_once["validation"][0][1]
 
 
@@ -234,17 +206,16 @@ def test_draws_what_was_trained_at_three_places_or_more_and_says_it_in_words() -
     started = [record(f"local32:none:start{start}", 1e-3, 0, 1.5, nodes=4) for start in (4, 8)]
 
     def drawn(*more: dict[str, Any]) -> str:
-        return "".join(re.findall(r"<text[^>]*>([^<]*)</text>", figures.local_steps_svg(local_gaps.by_nodes(more))))
+        records = local_gaps.by_nodes([*RECORDS, *some, *started, *more])
+        return "".join(re.findall(r"<text[^>]*>([^<]*)</text>", figures.local_steps_svg(records)))
 
-    assert drawn(*RECORDS, *some, *started) == ""
-    more = record("local128:int4+loco:at-once", 1e-3, 0, 1.35)
-    assert "4 bits, error feedback, exchanged at once" in drawn(*RECORDS, *some, more)
-    assert "+50.0" in drawn(*RECORDS, *some, more)  # 1.35 where the reference has 0.9
-    steady = record("local32:none", 1e-3, 0, 1.9, nodes=4)
-    text = drawn(*RECORDS, *some, *started, steady)
+    assert drawn() == ""
+    text = drawn(record("local128:int4+loco:at-once", 1e-3, 0, 1.35))
+    assert "4 bits, error feedback, exchanged at once" in text
+    assert "+50.0" in text  # 1.35 where the reference has 0.9
+    text = drawn(record("local32:none", 1e-3, 0, 1.9, nodes=4))
     assert "4 nodes, full precision, every 32 steps" in text
     assert "Synchronous steps at the start" in text
-    assert "25.7 M parameters" in text
 
 
 # ---- DiLoCo's recipe
@@ -277,9 +248,8 @@ def test_gaps_are_above_the_best_synchronous_run_with_the_same_seed_and_data() -
 
 
 def test_diloco_trains_by_the_recipe(tmp_path: Path) -> None:
-    name = "local3:int4+loco:outer0.6"
-    options = [*tiny_study(), "--output", str(tmp_path), "--nodes", "2", "--configs", name, "--no-compiled"]
-    run(2, "diloco-scaling", "--worker", *options)
+    options = ["--nodes", "2", "--configs", "local3:int4+loco:outer0.6", "--no-compiled"]
+    run(2, "diloco-scaling", "--worker", *tiny_study(), "--output", tmp_path, *options)
     (result,) = results_in(tmp_path).values()
     losses = losses_of(result["rows"][0])
     assert losses[-1] < losses[0]
@@ -287,14 +257,9 @@ def test_diloco_trains_by_the_recipe(tmp_path: Path) -> None:
 
 # ---- Muon
 
-HIDDEN, INTERMEDIATE = 32, 64
-MATRICES = HIDDEN * 3 * HIDDEN + HIDDEN * HIDDEN + 2 * HIDDEN * INTERMEDIATE
-"""Values in the matrices of the one layer of a tiny study's model."""
-
 
 def test_bytes_and_losses_of_muon_on_two_nodes_of_two(tmp_path: Path) -> None:
-    shardings = ["unsharded", "full_shard", "III"]
-    names = [f"{optimizer}:{sharding}" for optimizer in muon_table.OPTIMIZERS for sharding in shardings]
+    names = [f"{each}:{sharding}" for each in muon_table.OPTIMIZERS for sharding in ("unsharded", "full_shard", "III")]
     options = ("--tokens", "2e3", "--configs", ",".join(names))
     run(4, "muon", "--worker", *tiny_study(), *options, "--output", tmp_path)
     rows = {row["name"]: row for result in results_in(tmp_path).values() for row in result["rows"]}
@@ -305,24 +270,13 @@ def test_bytes_and_losses_of_muon_on_two_nodes_of_two(tmp_path: Path) -> None:
         for sharding in ("full_shard", "III"):  # Newton-Schulz iterates in bf16
             assert losses_of(rows[f"{optimizer}:{sharding}"]) == pytest.approx(losses_of(unsharded), rel=1e-3)
     assert losses_of(rows["muon:unsharded"]) != pytest.approx(losses_of(rows["adamw:unsharded"]), rel=1e-3)
-    gathered = 4 * MATRICES
-    for sharding in shardings:
+    hidden, intermediate = 32, 64
+    gathered = 4 * (4 * hidden * hidden + 2 * hidden * intermediate)
+    # A quarter of the matrices goes to the other node.
+    sent = {"unsharded": (0, 0), "full_shard": (gathered / 4, gathered / 2), "III": (0, gathered / 2)}
+    for sharding, (inter, intra) in sent.items():
         assert rows[f"adamw:{sharding}"]["sent_by_optimizer"] == {"inter": 0, "intra": 0}
-        # A quarter of the matrices goes to the other node.
-        inter, intra = {"unsharded": (0, 0), "full_shard": (gathered / 4, gathered / 2), "III": (0, gathered / 2)}[
-            sharding
-        ]
         assert rows[f"muon:{sharding}"]["sent_by_optimizer"] == {"inter": inter, "intra": intra}
         # The optimizer has no part in what the model sends.
         assert rows[f"muon:{sharding}"]["sent_by_model"] == rows[f"adamw:{sharding}"]["sent_by_model"]
-    sent = {sharding: rows[f"muon:{sharding}"]["sent_by_model"] for sharding in shardings}
-    assert sent["III"]["inter"] < sent["full_shard"]["inter"]
-
-
-def test_bytes_of_collectives() -> None:
-    # 8 bytes of a rank go to 3 others, two of which are on the other node: once there, then on.
-    sent = {"all_gather_into_tensor": (8, 16), "reduce_scatter_tensor": (2, 4), "all_reduce": (4, 8)}
-    for name, (inter, intra) in sent.items():
-        assert dtensor_collectives.Collective(name, 8, 2, 4).sent == {"inter": inter, "intra": intra}
-    with pytest.raises(NotImplementedError, match="the bytes of broadcast are unknown"):
-        _ = dtensor_collectives.Collective("broadcast", 8, 2, 4).sent
+    assert rows["muon:III"]["sent_by_model"]["inter"] < rows["muon:full_shard"]["sent_by_model"]["inter"]

@@ -7,7 +7,6 @@ import re
 import shutil
 from datetime import datetime
 from pathlib import Path
-from subprocess import CompletedProcess
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,11 +28,6 @@ result_files = load("common", "result_files")
 in_words = load("common", "words").in_words
 
 
-def report(folder: Path, *options: str) -> CompletedProcess[str]:
-    """Run a folder's report.py."""
-    return launch(1, folder / "report.py", *options)
-
-
 def page(name: str) -> str:
     """A page of results."""
     return (DOCS / "results" / f"{name}.md").read_text()
@@ -45,19 +39,16 @@ def page(name: str) -> str:
 def test_results_say_how_they_were_made() -> None:
     for path in RESULTS:
         result = json.loads(path.read_text())
-        made, of_loss = result["manifest"], "loss" in path.parts
+        made = result["manifest"]
         assert made.keys() >= REQUIRED, path
         assert datetime.fromisoformat(made["date"]).tzinfo, path
-        assert made["versions"]["torch"], path
         assert result["arguments"], path
         assert result["rows"], path
-        if of_loss:
-            assert made.keys() - {"recovered", "note"} == REQUIRED, path
-            assert made.get("recovered") or not made["commit"].endswith("+dirty"), path
-        else:
-            assert made["machine"].get("gpu") or made["machine"].get("cpu"), path
-            assert made.get("recovered") or re.fullmatch(r"[0-9a-f]{40}(\+dirty)?", made["commit"]), path
-            assert made["command"] or (made["recovered"] and "script of its own" in made["note"]), path
+        assert made["versions"]["torch"], path
+        if not made.get("recovered"):
+            assert made["command"], path
+            commit = made["commit"] if "loss" in path.parts else made["commit"].removesuffix("+dirty")
+            assert re.fullmatch("[0-9a-f]{7,40}", commit), path
     assert {path.relative_to(BENCHMARKS).parts[0] for path in RESULTS} == set(PAGES)
 
 
@@ -84,9 +75,9 @@ def test_scripts_put_nothing_on_the_path_but_common(folder: str) -> None:
 # ---- pages
 
 
-@pytest.mark.parametrize("folder", sorted(path.parent.name for path in BENCHMARKS.glob("*/report.py")))
-def test_pages_and_figures_show_what_the_results_say(folder: str) -> None:
-    checked = report(BENCHMARKS / folder, "--check")
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*/report.py")), ids=lambda path: path.parent.name)
+def test_pages_and_figures_show_what_the_results_say(path: Path) -> None:
+    checked = launch(1, path, "--check")
     assert checked.returncode == 0, checked.stderr
 
 
@@ -104,14 +95,15 @@ def test_a_measurement_that_differs_is_found_and_mended(tmp_path: Path) -> None:
     result.write_text(json.dumps(found))
     shown = [tmp_path / "docs/results/step-time.md", readme, chart]
     before = [path.read_text() for path in shown]
-    checked = report(tmp_path / "benchmarks/step", "--check")
+    report = tmp_path / "benchmarks/step/report.py"
+    checked = launch(1, report, "--check")
     assert checked.returncode != 0
     assert all(what in checked.stderr for what in ("step-time.md: eager", "README.md: first-page", "step-time.svg"))
     assert "lora-memory.svg" not in checked.stderr
     assert [path.read_text() for path in shown] == before
-    assert report(tmp_path / "benchmarks/step").returncode == 0
+    assert launch(1, report).returncode == 0
     assert all(path.read_text() != text for path, text in zip(shown, before, strict=True))
-    assert report(tmp_path / "benchmarks/step", "--check").returncode == 0
+    assert launch(1, report, "--check").returncode == 0
 
 
 def test_a_table_without_a_place_is_an_error() -> None:
@@ -124,11 +116,9 @@ def test_a_table_without_a_place_is_an_error() -> None:
 @pytest.mark.parametrize("folder", PAGES)
 def test_pages_name_every_result(folder: str) -> None:
     text = "".join(map(page, PAGES[folder]))
-    results = [
-        path.relative_to(BENCHMARKS / folder / "results") for path in (BENCHMARKS / folder / "results").iterdir()
-    ]
+    results = [path.name for path in (BENCHMARKS / folder / "results").iterdir()]
     assert results
-    assert not [path for path in results if f"`{path}`" not in text and f"`{path}/`" not in text]
+    assert not [name for name in results if f"`{name}`" not in text and f"`{name}/`" not in text]
 
 
 @pytest.mark.parametrize("name", [name for names in PAGES.values() for name in names])
@@ -150,17 +140,6 @@ def test_conclusions_come_first_and_their_figures_are_in_tables(name: str) -> No
         assert any(abs(one - float(figure)) <= 0.5001 * 10**-digits for one in known), figure
 
 
-@pytest.mark.parametrize("name", PAGES["step"])
-def test_step_times_in_prose_are_in_tables(name: str) -> None:
-    """Shorter ones than 200 ms are often differences, and some are said to be in no result file."""
-    tables = "".join(table.group() for table in result_pages.MARKED.finditer(page("step-time") + page("lora")))
-    prose = re.sub(r"[^.]*in no result file", "", result_pages.MARKED.sub("", page(name)))
-    said = {
-        float(figure) for pair in re.findall(r"(?:([\d.]+) and )?([\d.]+) ms\b", prose) for figure in pair if figure
-    }
-    assert {time for time in said if time >= 200} <= set(map(float, re.findall(r"\d+(?:\.\d+)?", tables)))
-
-
 # ---- figures
 
 
@@ -180,7 +159,6 @@ def test_svg_is_the_same_each_time_and_takes_its_ink_from_the_page() -> None:
     assert not charts.same(first, chart(1.1))  # the same texts, another bar
     other_version = first.replace("<dc:title>Matplotlib v", "<dc:title>Matplotlib v9")
     assert charts.same(other_version, chart(1.1))
-    assert not charts.same(other_version, chart(2.0))
     drawing = re.sub(r"<style>.*?</style>", "", first, flags=re.DOTALL)
     assert "prefers-color-scheme: dark" in first
     assert "var(--ink)" in drawing
@@ -192,12 +170,8 @@ def test_svg_is_the_same_each_time_and_takes_its_ink_from_the_page() -> None:
     [
         ("full_shard", "FSDP FULL_SHARD"),
         ("fsdp2:zeropp-delta", "FSDP2 zeropp, Int4Delta"),
-        ("int4", "4 bits"),
         ("int4x2+loco-beta0", "4 bits, Classical feedback"),
         ("w8:int4c+loco", "8-bit weights, 4 bits, LoCo"),
-        ("w8:full_shard", "8-bit weights, full precision"),
-        ("int4+loco:outer0.7:at-once", "4 bits, error feedback, outer rate 0.7, exchanged at once"),
-        ("local32:none:momentum-auto", "full precision, momentum auto, every 32 steps"),
         ("local30:none:at-once:outer0.6", "full precision, exchanged at once, outer rate 0.6, every 30 steps"),
         ("local8-1024-32:int8", "8 bits, every 8-1024-32 steps"),
     ],
@@ -207,10 +181,8 @@ def test_names_become_words(name: str, words: str) -> None:
 
 
 def test_all_names_of_results_become_words_and_local_steps_differ() -> None:
-    of_loss = [
-        path for kind in ("convergence", "local", "diloco") for path in BENCHMARKS.glob(f"loss/results/{kind}*/*.json")
-    ]
-    words = {name: in_words(name) for name in {json.loads(path.read_text())["rows"][0]["name"] for path in of_loss}}
+    names = {json.loads(path.read_text())["rows"][0]["name"] for path in BENCHMARKS.glob("loss/results/*/*.json")}
+    words = {name: in_words(name) for name in names if not name.startswith(("muon", "adamw"))}
     assert not [text for text in words.values() if RAW_NAME.search(text)]
     assert [name for name in words if RAW_NAME.search(name)]  # so it finds them
     local = [text for name, text in words.items() if name.startswith("local")]
@@ -234,31 +206,19 @@ def kernel(name: str, start: float, duration: float, ranks: str | None = None) -
     return {"cat": "kernel", "name": name, "ts": 1e3 * start, "dur": 1e3 * duration, "args": arguments}
 
 
-def optimizer(end: float) -> dict[str, Any]:
-    """An optimizer step's annotation on the GPU, times in ms."""
-    return {"cat": "gpu_user_annotation", "name": "Optimizer.step#SGD.step", "ts": 1e3 * end - 500, "dur": 500}
-
-
+OPTIMIZER = {"cat": "gpu_user_annotation", "name": "Optimizer.step#SGD.step", "dur": 500}
 TRACE = [
-    optimizer(100),
+    OPTIMIZER | {"ts": 99_500},
     kernel("ncclDevKernel_AllGather_RING_LL", 90, 20, "[0, 2]"),  # half of it before the step
     kernel("ncclDevKernel_AllGather_RING_LL", 112, 4, "[2, 3]"),
     kernel("ncclDevKernel_SendRecv", 120, 10, "[0, 1, 2, 3]"),
     kernel("gemm", 115, 10),
     {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 1e6, "args": {}},
-    optimizer(150),
+    OPTIMIZER | {"ts": 149_500},
 ]
 
 
-def test_who_talks_decides_the_lane() -> None:
-    found = lanes(TRACE, gpus_per_node=2)
-    assert [kind for kind, _ in found[BETWEEN]] == ["gather", "reduce"]
-    assert [interval for _, interval in found[INSIDE]] == [(112e3, 116e3)]
-    assert [interval for _, interval in found[COMPUTATION]] == [(115e3, 125e3)]
-    assert not lanes(TRACE, gpus_per_node=4)[BETWEEN]
-
-
-def test_a_step_lies_between_two_optimizer_steps() -> None:
+def test_a_step_lies_between_two_optimizer_steps_and_who_talks_decides_the_lane() -> None:
     step = last_step(TRACE)
     assert step == (100e3, 150e3)
     assert summary(lanes(TRACE, gpus_per_node=2), step) == [
@@ -267,6 +227,7 @@ def test_a_step_lies_between_two_optimizer_steps() -> None:
         "intra-node: 4.0 ms, of which 1.0 ms beside others",
         "computation: 10.0 ms, of which 6.0 ms beside others",
     ]
+    assert not lanes(TRACE, gpus_per_node=4)[BETWEEN]
     with pytest.raises(ValueError, match="but the trace has 1 of them"):
         last_step(TRACE[:-1])
 
@@ -283,8 +244,6 @@ def test_a_picture_shows_what_each_lane_does_in_a_step() -> None:
     drawing = figures.trace({"rows": rows, "step_ms": 50})
     shown = re.findall(r">([A-Z][a-z-]+)<", drawing)
     assert shown == ["Inter-node", "Intra-node", "Computation", "Weights", "Gradients"]
-    assert drawing.count("var(--gradients)") > 1
-    assert drawing.count("var(--weights)") > 1
 
 
 def test_ratios_of_steps_are_of_a_round() -> None:

@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, strategies as st
+from hypothesis import given, strategies as st
 
-from fsdp_zpp import NF4, Elastic, Int4, Int4Delta, LocalSteps, LoCo, Strategy, TopK
+from fsdp_zpp import NF4, Elastic, Int4, LocalSteps, LoCo, Strategy, TopK
 from fsdp_zpp.config.outer_momentum import (
     MOST_MOMENTUM,
     TARGET_GAIN,
@@ -22,7 +22,6 @@ from fsdp_zpp.config.outer_momentum import (
     ("arguments", "error", "message"),
     [
         ({"every": 0}, ValueError, "every must be an int of 1 or more optimizer steps, or a tuple of pairs .*; got 0"),
-        ({"every": [[0, 8]]}, ValueError, r"or a tuple of pairs .*; got \[\[0, 8\]\]"),
         ({"every": ((1, 8),)}, ValueError, "every must begin with from_step 0"),
         ({"every": ((0, 8), (10, 4), (10, 2))}, ValueError, "each from_step be above the one before; got .*10, 2"),
         ({"every": ((0, 8), (10, 4)), "overlap": 4}, ValueError, "below every=4, so that"),
@@ -30,27 +29,19 @@ from fsdp_zpp.config.outer_momentum import (
         ({"start": -1}, ValueError, "start must be an int of 0 or more synchronous steps at the beginning, got -1"),
         ({"stop": 0}, ValueError, "stop must be None or an int above start=0, .*; got 0"),
         ({"outer_lr": 0}, ValueError, "outer_lr must be a number above 0, got 0"),
-        ({"outer_momentum": 1}, ValueError, r"outer_momentum must be 'auto' or in \[0, 1\), got 1"),
         ({"outer_momentum": "auto", "outer_lr": 1.4}, ValueError, "outer_lr=1.4 leaves no room for momentum"),
         ({"outer_momentum": 0}, ValueError, "pass nesterov=False"),
         ({"nesterov": 1}, TypeError, "nesterov must be True or False, got 1"),
-        ({"spread": None}, TypeError, "spread must be True or False, got None"),
         ({"overlap": -1}, ValueError, "overlap must be an int of 0 or more optimizer steps and below every=64"),
-        ({"mix": -0.1}, ValueError, r"mix must be in \[0, 1\], got -0.1"),
-        ({"offload": 1}, TypeError, "offload must be True or False, got 1"),
         ({"moments_every": 0}, ValueError, "moments_every must be an int of 1 or more exchanges, or None, .* got 0"),
         ({"codec": "int4"}, TypeError, "codec must be a codec such as Int4"),
-        ({"codec": Int4Delta()}, ValueError, "for weights alone: a delta needs a base"),
         ({"codec": TopK()}, ValueError, "leaves out most of a change, which is lost without error feedback: pass"),
         ({"codec": NF4()}, ValueError, "for frozen weights alone"),
         ({"error_feedback": True}, TypeError, "error_feedback must be a LoCo or None, got True"),
         ({"codec": None, "error_feedback": LoCo()}, ValueError, "codec=None has no error"),
         ({"max_nodes": 0}, ValueError, "min_nodes must be 1 or more and max_nodes no fewer, got min_nodes=1 and max"),
-        ({"max_nodes": 2.0}, TypeError, "max_nodes must be an int of 1 or more nodes, got 2.0"),
         ({"max_nodes": 2, "endpoint": "login1"}, ValueError, "endpoint must be host:port such as 'login1:29400'"),
-        ({"max_nodes": 2, "endpoint": 29400}, TypeError, "endpoint must be a text such as"),
         ({"max_nodes": 2, "run_id": ""}, TypeError, "run_id must be a text that is not empty, got ''"),
-        ({"max_nodes": 2, "timeout": 0}, ValueError, "timeout must be a number of seconds above 0, got 0"),
         ({"max_nodes": 2, "last_call": 1}, ValueError, "last_call must be a number of seconds above 1, got 1"),
         ({"max_nodes": 2, "join_timeout": float("inf")}, ValueError, "join_timeout must be .* got inf"),
     ],
@@ -64,18 +55,17 @@ def test_it_is_a_value() -> None:
     assert LocalSteps() == LocalSteps(every=64, codec=Int4(128))
     assert len({LocalSteps(((0, 8), (100, 32))), LocalSteps(((0, 8), (100, 32))), LocalSteps(((0, 8),))}) == 2
     assert str(LocalSteps()) == "every 64 steps as int4(128), outer lr 0.7, Nesterov momentum auto"
-    assert str(LocalSteps(overlap=2, mix=0.5)).endswith("momentum auto, arriving 2 steps later, mixed in at 0.5")
     assert str(LocalSteps(((0, 8), (100, 32)), start=50, stop=900, nesterov=False)) == (
         "every 8 steps, from step 100 on every 32 as int4(128), outer lr 0.7, momentum auto, after 50 synchronous "
         "steps, synchronous again from step 900 on"
     )
-    assert str(LocalSteps(moments_every=3)).endswith("momentum auto, moments in 1 of 3 exchanges as int8(128)")
+    assert str(LocalSteps(overlap=2, mix=0.5, moments_every=3)).endswith(
+        "momentum auto, arriving 2 steps later, mixed in at 0.5, moments in 1 of 3 exchanges as int8(128)"
+    )
     assert str(LocalSteps(elastic=Elastic(4, min_nodes=2))).endswith(", among 2 to 4 nodes that come and go")
 
 
 # ---- when exchanges are due
-
-every_steps = st.integers(1, 200)
 
 
 @st.composite
@@ -85,7 +75,7 @@ def schedules(draw: st.DrawFn) -> tuple[tuple[int, int], ...]:
     return tuple((begin, draw(st.integers(1, 60))) for begin in begins)
 
 
-@given(every=every_steps, fragments=st.integers(1, 200), first=st.integers(1, 10**6), spread=st.booleans())
+@given(every=st.integers(1, 200), fragments=st.integers(1, 200), first=st.integers(1, 10**6), spread=st.booleans())
 def test_each_fragment_is_due_once_in_any_steps_in_a_row_and_the_last_with_the_last_step(
     every: int, fragments: int, first: int, spread: bool
 ) -> None:
@@ -98,19 +88,15 @@ def test_each_fragment_is_due_once_in_any_steps_in_a_row_and_the_last_with_the_l
 
 
 @given(schedule=schedules(), fragments=st.integers(1, 50), spread=st.booleans(), data=st.data())
-def test_each_fragment_is_due_once_in_any_steps_in_a_row_of_a_segment(
+def test_fragments_are_due_in_a_segment_as_if_training_began_with_it(
     schedule: tuple[tuple[int, int], ...], fragments: int, spread: bool, data: st.DataObject
 ) -> None:
     config, ends = LocalSteps(schedule, spread=spread), [begin for begin, _ in schedule[1:]] + [10**6]
     at = data.draw(st.integers(0, len(schedule) - 1))
-    (begin, every), end = schedule[at], ends[at]
+    begin, every = schedule[at]
     alone = LocalSteps(every, spread=spread)
-    for step in range(begin + 1, min(end, begin + 2 * every) + 1):
+    for step in range(begin + 1, min(ends[at], begin + 2 * every) + 1):
         assert config.due(step, fragments) == alone.due(step - begin, fragments)
-    if end - begin >= every:
-        first = data.draw(st.integers(begin + 1, end - every + 1))
-        due = [config.due(step, fragments) for step in range(first, first + every)]
-        assert sorted(index for indices in due for index in indices) == list(range(fragments))
 
 
 @given(start=st.integers(0, 50), length=st.integers(1, 50), made=st.integers(0, 200), stops=st.booleans())
@@ -159,17 +145,6 @@ def test_the_correlation_is_that_at_which_the_momentum_has_settled(
     settled = sum(momentum ** (k - 1) * correlation**k for k in range(1, 1000))
     assert correlation_of_changes(momentum, settled) == pytest.approx(correlation, abs=1e-9)
     assert -1 <= correlation_of_changes(any_momentum, alignment) <= 1
-
-
-@given(lr=rates, momentum=st.floats(0, 0.99), alignment=st.floats(-10, 10), nesterov=st.booleans())
-def test_the_gain_is_that_of_a_step_along_the_change(
-    lr: float, momentum: float, alignment: float, nesterov: bool
-) -> None:
-    # Along the change, in units of it: the momentum kept is ``alignment``, the change 1.
-    assume(abs(alignment) > 1e-3)
-    buffer = momentum * alignment + 1
-    step = lr * (1 + momentum * buffer if nesterov else buffer)
-    assert aligned_gain(lr, momentum, alignment, nesterov=nesterov) == pytest.approx(step, abs=1e-9)
 
 
 def test_the_defaults_of_diloco() -> None:

@@ -43,18 +43,13 @@ SINCE = {"docs/guides/experts.md": (2, 12)}
 """The torch that a page says it needs."""
 LANGUAGES = {*PYTHON, "yaml", "json", "bash", "text", "mermaid"}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")),
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").rglob("*.md"))]
 """All pages that users and newcomers read."""
 
 
 # ---- blocks
 
-_FENCE = re.compile(
-    r"^(?P<indent> *)```(?P<language>\w+)[^\n`]*\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
-)
+_FENCE = re.compile(r"(?ms)^(?P<indent> *)```(?P<language>\w+)[^\n`]*\n(?P<code>.*?)^(?P=indent)```$")
 _COMMENT = re.compile(r"<!-- (given|not run|printed by): (.+?) -->")
 
 
@@ -82,26 +77,12 @@ def blocks_of(page: Path) -> list[Block]:
     text = page.read_text()
     blocks, end = [], 0
     for fence in _FENCE.finditer(text):
-        above = dict(_COMMENT.findall(text[end : fence.start()]))
+        above = _COMMENT.findall(text[end : fence.start()])
+        said = {kind.replace(" ", "_"): words for kind, words in above}
+        line, code = text.count("\n", 0, fence.start("code")) + 1, textwrap.dedent(fence["code"])
+        blocks.append(Block(str(page.relative_to(ROOT)), line, fence["language"], code, **said))
         end = fence.end()
-        blocks.append(
-            Block(
-                page=str(page.relative_to(ROOT)),
-                line=text.count("\n", 0, fence.start("code")) + 1,
-                language=fence["language"],
-                code=textwrap.dedent(fence["code"]),
-                given=above.get("given", ""),
-                not_run=above.get("not run", ""),
-                printed_by=above.get("printed by", ""),
-            )
-        )
     return blocks
-
-
-def added_lines(diff: str) -> str:
-    """The code that a diff leaves behind."""
-    kept = [line[1:] for line in diff.splitlines() if not line.startswith("-")]
-    return textwrap.dedent("\n".join(kept)) + "\n"
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -111,12 +92,14 @@ def run_blocks(*languages: str) -> list[Block]:
     return [block for block in BLOCKS if block.language in languages and not block.not_run]
 
 
-def test_all_blocks_are_of_a_known_language() -> None:
-    """So that none is passed over: what is not run is text."""
+def test_no_block_is_passed_over() -> None:
     for page in PAGES:
         blocks = blocks_of(page)
         assert len(re.findall(r"^ *```", page.read_text(), re.MULTILINE)) == 2 * len(blocks), page
         assert {block.language for block in blocks} <= LANGUAGES, page
+    for block in BLOCKS:
+        if block.language in PYTHON and block.not_run:
+            ast.parse(block.code)
 
 
 # ---- Python
@@ -131,7 +114,10 @@ def run_python(blocks: list[Block], folder: Path) -> None:
                 # Models of before must be gone, as its process groups, before there is more of it.
                 namespace.clear()
                 namespace |= {"__name__": "__main__"} | _given(block.given or "model", folder / str(number))
-            code = added_lines(block.code) if block.language == "diff" else block.code
+            code = block.code
+            if block.language == "diff":
+                kept = [line[1:] for line in code.splitlines() if not line.startswith("-")]
+                code = textwrap.dedent("\n".join(kept)) + "\n"
             # Lines count as in the page, also in the traceback.
             padded = "\n" * (block.line - 1) + code
             exec(compile(padded, block.page, "exec", dont_inherit=True), namespace)
@@ -208,12 +194,6 @@ def test_python_runs_on_four_ranks(pool: Callable[[int], Pool], page: str, tmp_p
     pool(RANKS).run(run_python, [block for block in run_blocks(*PYTHON) if block.page == page], tmp_path)
 
 
-def test_python_that_is_not_run_is_python() -> None:
-    for block in BLOCKS:
-        if block.language in PYTHON and block.not_run:
-            ast.parse(block.code)
-
-
 # ---- configurations
 
 
@@ -239,17 +219,6 @@ def test_strategies_in_yaml_and_deepspeeds_configurations_in_json_are_taken() ->
 
 
 # ---- commands
-
-
-def run_command(options: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Run ``python -m fsdp_zpp``, which must succeed, and return the text that it prints."""
-    try:
-        code = main(options)
-    except SystemExit as exited:
-        code = exited.code
-    printed = capsys.readouterr()
-    assert not code, printed.err
-    return printed.out
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in run_blocks("bash")}))
@@ -279,7 +248,7 @@ def _check_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     match words:
         case ["export" | "cd" | "git" | "touch", *_] | ["python" | "python3", "-m", "venv", *_]:
             pass
-        case ["pip", "uninstall", *_]:
+        case ["pip", "uninstall", *_] | ["swift", "sft", "--external_plugins", "strategy.py", *_]:
             pass
         case ["pip", "install", *packages]:
             for package in packages:
@@ -288,13 +257,17 @@ def _check_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         case ["./run", what, *_]:
             assert f"    {what})" in (ROOT / "run").read_text(), words
         case ["python", "-m", "fsdp_zpp", *options] | ["fsdp_zpp", *options] if not {"--measure"} & set(words):
-            return run_command(options, capsys)
+            try:
+                code = main(options)
+            except SystemExit as exited:
+                code = exited.code
+            printed = capsys.readouterr()
+            assert not code, printed.err
+            return printed.out
         case ["torchrun", *_] if "bench" in words:
             parser = argparse.ArgumentParser()
             add_arguments(parser)
             check(parser.parse_args(words[words.index("bench") + 1 :]))
-        case ["swift", "sft", "--external_plugins", "strategy.py", *_]:  # which the page shows
-            pass
         case ["torchrun" | "python" | "accelerate", *_]:
             _check_script(words)
         case ["sbatch", script, *_] | ["axolotl", "train", script, *_]:
@@ -315,8 +288,7 @@ def _check_script(words: list[str]) -> None:
     if script.parts[-2] not in ("examples", "step", "loss", "kernels", "scale"):
         return  # the reader's own
     assert script.is_file(), script
-    source = "".join(
-        file.read_text() for folder in (script.parent, ROOT / "benchmarks" / "common") for file in folder.glob("*.py")
-    )
+    files = *script.parent.glob("*.py"), *(ROOT / "benchmarks/common").glob("*.py")
+    source = "".join(file.read_text() for file in files)
     for option in re.findall(r"--[\w-]+", " ".join(words[scripts[0] + 1 :])):
         assert f'"{option}"' in source, f"{script.name} knows no {option}"

@@ -85,16 +85,6 @@ def test_moments_and_what_is_put_together_inside_a_node_are_waited_for_in_spite_
     assert beside.wait - alone.wait == beside.exchange - alone.exchange == pytest.approx((0.2 + 0.01) / 40)
 
 
-def test_moments_are_sent_more_rarely_than_weights() -> None:
-    plain, always, third = (
-        plan(64e6, **CLUSTER, local_steps=LocalSteps(10, moments_every=every))["III every 10"].volume.inter
-        for every in (None, 1, 3)
-    )
-    assert always - plain == pytest.approx(3 * (third - plain), rel=1e-3)
-    # Two moments in 8 bits beside changes of weights in 4, with scales of 32 bits for 128 values.
-    assert always / plain == pytest.approx(1 + 2 * (8 + 0.25) / (4 + 0.25), rel=1e-3)
-
-
 JOBS = st.fixed_dictionaries(
     {
         "params": st.integers(100, 10**12),
@@ -121,7 +111,8 @@ def test_plans_with_local_steps_follow_their_laws(
     local = made.estimates[14:]
     assert sorted(estimate.levels for estimate in local) == sorted(LETTERS if job["nodes"] > 1 else [])
     if job["nodes"] == 1:
-        assert (made.choice, made.reason) == (plain.choice, plain.reason)
+        assert {*made.notes} == {*plain.notes, "Local steps have no effect: there is only one node."}
+        assert dataclasses.replace(made, notes=plain.notes) == plain
         return
     fastest, in_step = (min((e.time.total for e in of if e.fits), default=inf) for of in (local, plain.estimates))
     if made.choice in local:
@@ -150,14 +141,11 @@ def test_plans_with_local_steps_follow_their_laws(
         assert len({(estimate.volume, estimate.memory, estimate.time) for estimate in local}) == 1
 
 
-def test_local_steps_are_chosen_on_a_slow_network_and_the_reason_names_the_fastest_in_step() -> None:
+def test_local_steps_are_chosen_on_a_slow_network_or_if_nothing_else_fits() -> None:
     slow = plan(7e9, **SLOW, tokens=8192, tflops=200, gpu_memory=80, local_steps=LocalSteps())
     assert slow.choice.strategy.local_steps == LocalSteps()
     in_step = min((e for e in slow.estimates[:14] if e.fits), key=lambda estimate: estimate.time.total)
     assert f"It changes the mathematics; of those that do not, {in_step.name} is the fastest, at" in slow.reason
-
-
-def test_local_steps_are_chosen_if_nothing_else_fits() -> None:
     # Without errors of gradients and with outer state on the CPU, they take the least memory.
     asked = {"gradients": Int4(128), "error_feedback": LoCo(), "local_steps": LocalSteps(offload=True)}
     small = {"units": 1000, "storage": torch.bfloat16, "optimizer_bytes": 0}
@@ -171,16 +159,15 @@ def test_local_steps_are_chosen_if_nothing_else_fits() -> None:
 def test_codecs_of_gradients_between_nodes_are_left_out_and_the_notes_say_so() -> None:
     asked = {"weights": Int8(256), "gradients": Int4(128), "error_feedback": LoCo(hops="both")}
     made = plan(7e9, **CLUSTER, **asked, local_steps=LocalSteps())
-    assert made["III every 64"].strategy == Strategy(
-        "III", weights=Int8(256), local_steps=LocalSteps(), gpus_per_node=8
-    )
+    strategy = Strategy("III", weights=Int8(256), local_steps=LocalSteps(), gpus_per_node=8)
+    assert made["III every 64"].strategy == strategy
     assert made.notes[-1] == (
         "Local steps ignore gradients=int4(128) and error_feedback=beta 0.8, reset every 1024 steps, kept in fp32: "
         "gradients stay inside nodes, unencoded unless intra_gradients names a codec."
     )
     named = plan(7e9, **CLUSTER, **asked, intra_gradients=Int8(64), local_steps=LocalSteps())
-    strategy = named["III every 64"].strategy
-    assert (strategy.intra_gradients, strategy.error_feedback) == (Int8(64), asked["error_feedback"])
+    inside = named["III every 64"].strategy
+    assert (inside.intra_gradients, inside.error_feedback) == (Int8(64), asked["error_feedback"])
     assert named.notes[-1] == "Local steps ignore gradients=int4(128): gradients stay inside nodes."
     assert "ignore" not in " ".join(plan(7e9, **CLUSTER, weights=Int8(256), local_steps=LocalSteps()).notes)
 
@@ -204,13 +191,3 @@ def test_memory_is_enough_for_synchronous_steps_and_figures_are_of_the_last_segm
         assert made.notes[-2] == "Figures of local steps are those of the last segment, every 32 steps."
         phases = " and ".join([f"the first {start}"] * (start > 0) + [f"those from {stop} on"] * (stop is not None))
         assert made.notes[-1].startswith(f"Synchronous steps ({phases}) send what the same letters send without local")
-
-
-def test_one_node_has_nothing_to_exchange() -> None:
-    one_node = {"nodes": 1, "gpus_per_node": 8, "intra_gbps": 2400}
-    plain, made = plan(7e9, **one_node), plan(7e9, **one_node, local_steps=LocalSteps())
-    assert made.notes == (
-        *plain.notes,
-        "Local steps have no effect: there is only one node.",
-    )
-    assert dataclasses.replace(made, notes=plain.notes) == plain

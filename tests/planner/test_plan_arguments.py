@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.strategies import FOURTEEN, PARO
-from hypothesis import given, strategies as st
+from harness.strategies import PARO
 
 from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, plan
 from fsdp_zpp.planner.catalog import GPUS, LINKS, NETWORKS, gpu_named, link_named
@@ -19,12 +18,11 @@ from fsdp_zpp.planner.paste import line_of
 
 CODECS: dict[str, Any] = {"weights": Int8(64), "gradients": Int4(32), "error_feedback": LoCo(hops="both")}
 ONE_NODE: dict[str, Any] = {"nodes": 1, "gpus_per_node": 8, "intra_gbps": 2400, "micro_batches": 2, "presets": False}
-NAMED: dict[str, Any] = {"inter_gbps": None, "intra_gbps": None}
-HOST: dict[str, Any] = {"cpu_offload": True, "host_gbps": 8}
 EXPERTS = ModelSize(
     (Unit(96, reshard_after_forward=False), Unit(640, count=4, expert_trainable=512)), routing=Routing(8, 4)
 )
 """Four layers of 128 dense elements and 512 in eight experts."""
+OWN = Strategy(gpus_per_node=8)
 
 
 @pytest.mark.parametrize(
@@ -32,52 +30,28 @@ EXPERTS = ModelSize(
     [
         ({"params": 0}, ValueError, "params must be a whole number of at least 1, got 0"),
         ({"params": "7e9"}, TypeError, "params must be a number, got '7e9'"),
-        ({"params": float("inf")}, ValueError, "params must be finite"),
-        ({"trainable": 0}, ValueError, "trainable must be a whole number of at least 1"),
         ({"trainable": 2e9}, ValueError, "at most the number of parameters, 1,000,000,000, got 2,000,000,000"),
         ({"nodes": True}, TypeError, "nodes must be a number, got True"),
         ({"gpus_per_node": 2.5}, ValueError, "gpus_per_node must be a whole number"),
         ({"inter_gbps": None}, ValueError, "inter_gbps is missing: there are 4 nodes"),
-        ({"intra_gbps": None}, ValueError, "intra_gbps is missing: there are 8 GPUs a node"),
-        ({"inter_gbps": 0}, ValueError, "inter_gbps must be above 0, got 0"),
         ({"tokens": 4096}, ValueError, "got tokens=4096 and tflops=None; give both"),
-        ({"activations": -1}, ValueError, "activations must be at least 0, got -1"),
         ({"weights": 8}, TypeError, "weights must be a codec"),
         ({"frozen": Int8(), "frozen_storage": torch.bfloat16}, ValueError, "frozen_storage=torch.bfloat16 has no mean"),
         ({"compute": torch.int8}, ValueError, "compute must be one of torch.float32, .* got torch.int8"),
         ({"reduce": "bf16"}, TypeError, "reduce must be a torch.dtype, got 'bf16'"),
         ({"local_steps": 64}, TypeError, r"local_steps must be LocalSteps\(\.\.\.\) or None, got 64"),
-        # hardware by name
-        (
-            {"gpu": "a1000"},
-            ValueError,
-            r"gpu 'a1000' is not in the catalog; did you mean a100\? allowed are a10, a100,",
-        ),
-        ({"net": "0x10gbe"}, ValueError, "net '0x10gbe' is not in the catalog"),
+        ({"gpu": "a1000"}, ValueError, r"'a1000' is not in the catalog; did you mean a100\? allowed are a10, a100,"),
         ({"gpu": "a100", "utilization": 1.5}, ValueError, "utilization is a share .*, above 0 and up to 1, got 1.5"),
         ({"utilization": 0.5}, ValueError, "utilization=0.5 is a share of a GPU's peak; name the gpu, or give tflops"),
-        (NAMED | {"launch_ms": -1, "gpu": "a100", "net": "10gbe"}, ValueError, "launch_ms must be at least 0, got -1"),
-        # other parallelisms
-        ({"tp": 0}, ValueError, "tp must be a whole number of at least 1, got 0"),
         ({"tp": 3}, ValueError, r"tp=3 x pp=1 x cp=1 is 3 ranks, which does not divide the 32 .* 4, 8, 16, 32\]"),
         ({"params": EXPERTS, "pp": 4, "ep": 16}, ValueError, r"ep=16 does not divide the 8 ranks .*\[1, 2, 4, 8\]"),
         ({"params": EXPERTS, "ep": 16}, ValueError, "ep=16 does not divide the 8 experts of a layer"),
         ({"params": EXPERTS, "pp": 8}, ValueError, "pp=8 must be at most the number of layers, 4"),
-        (
-            {"nodes": 2, "gpus_per_node": 6, "tp": 4},
-            ValueError,
-            "4 tensor-parallel ranks at a distance of 1 do not lie",
-        ),
+        ({"nodes": 2, "gpus_per_node": 6, "tp": 4}, ValueError, "4 tensor-parallel ranks at a distance of 1 do not"),
         ({"experts_strategy": "IGG"}, ValueError, "the model has none that the planner knows of"),
-        ({"params": EXPERTS, "experts_strategy": "GGI"}, ValueError, "levels 'GGI' is not legal"),
         ({"params": EXPERTS, "experts_strategy": Int8()}, TypeError, "must be a Strategy, three letters"),
-        (
-            {"params": EXPERTS, "ep": 8, "experts_strategy": Strategy(gpus_per_node=8)},
-            ValueError,
-            "experts_strategy has gpus_per_node=8, but 1 of the ranks",
-        ),
+        ({"params": EXPERTS, "ep": 8, "experts_strategy": OWN}, ValueError, "gpus_per_node=8, but 1 of the ranks"),
         ({"tp": 2, "local_steps": LocalSteps(4)}, ValueError, "local steps are not planned beside"),
-        # the host
         ({"cpu_offload": 1}, TypeError, "cpu_offload must be True or False, got 1"),
         ({"cpu_offload": True}, ValueError, "host_gbps is missing"),
         ({"host_gbps": 100}, ValueError, "host_gbps=100 is about CPU offload"),
@@ -90,11 +64,10 @@ def test_bad_values_say_what_was_given_and_what_is_allowed(
         plan(**{"params": 1e9, **PARO, **arguments})
 
 
-def test_notes_name_arguments_that_have_nothing_to_do() -> None:
-    asked = {"weights": Int8(256), "gradients": Int4(128), "frozen": Int8(256)}
+def test_notes_name_what_has_no_effect_on_one_gpu() -> None:
+    asked = {"weights": Int8(256), "frozen": Int8(256)}
     notes = " ".join(plan(1e9, nodes=1, gpus_per_node=1, **asked).notes)
-    for said in ("weights=int8(256)", "gradients=int4(128)", "intra_gradients=int8(128)", "frozen=int8(256)"):
-        assert f"{said} has no effect" in notes
+    assert "frozen=int8(256) has no effect" in notes
     assert "No memory limit" in notes
     assert "no effect" not in " ".join(plan(1e9, trainable=1e6, **PARO, **asked).notes)
 
@@ -103,8 +76,7 @@ def test_codecs_change_nothing_on_one_node_and_the_notes_say_so() -> None:
     plain, made = plan(1e9, **ONE_NODE), plan(1e9, **ONE_NODE, **CODECS)
     for ours, expected in zip(made.estimates, plain.estimates, strict=True):
         assert (ours.volume, ours.memory, ours.time) == (expected.volume, expected.memory, expected.time)
-    assert "has no effect" not in " ".join(plain.notes)
-    assert "slow" not in " ".join(plain.notes)
+    assert not [note for note in plain.notes if "has no effect" in note or "slow" in note]
     notes = " ".join(made.notes)
     for said in ("weights=int8(64)", "gradients=int4(32)"):
         assert f"{said} has no effect" in notes
@@ -112,14 +84,6 @@ def test_codecs_change_nothing_on_one_node_and_the_notes_say_so() -> None:
     assert "link='pcie4' plans each GPU as a node" in notes
     assert "weights unencoded, gradients unencoded between nodes and unencoded inside\n" in str(made)
     assert set(json.loads(plan_to_json(made))["codecs"].values()) == {None}
-
-
-def test_a_codec_for_the_hop_inside_counts() -> None:
-    plain, made = plan(1e9, **ONE_NODE), plan(1e9, **ONE_NODE, **CODECS, intra_gradients=Int8(64))
-    assert made["GGG"].memory.errors > 3e9
-    assert made["GGG"].volume.intra < 0.9 * plain["GGG"].volume.intra
-    assert "as int8(64) inside, error feedback" in str(made)
-    assert "intra_gradients" not in " ".join(made.notes)
 
 
 # ---- hardware by name
@@ -158,10 +122,8 @@ def test_names_reach_the_plan_and_numbers_override_them() -> None:
         (Strategy.zeropp(levels="IIG"), 'Strategy.zeropp(levels="IIG")'),
         (Strategy.zeropp(weights=Int4Delta()), "Strategy.zeropp(weights=Int4Delta())"),
         (Strategy("IGG", weights=Int8(64)), 'Strategy("IGG", weights=Int8(block=64))'),
-        (
-            Strategy("NNI", local_steps=LocalSteps(16, codec=None, overlap=2)),
-            'Strategy("NNI", local_steps=LocalSteps(every=16, codec=None, overlap=2))',
-        ),
+        (Strategy.zeropp(error_feedback=LoCo(beta=0.5)), "Strategy.zeropp(error_feedback=LoCo(beta=0.5))"),
+        (Strategy("NNI", local_steps=LocalSteps(16)), 'Strategy("NNI", local_steps=LocalSteps(every=16))'),
     ],
 )
 def test_lines_are_the_shortest_that_make_a_strategy(strategy: Strategy, call: str) -> None:
@@ -175,23 +137,6 @@ def made_by(line: str) -> Strategy:
     names: dict[str, Any] = {}
     exec(line, names)
     return names["strategy"]
-
-
-codecs = st.sampled_from([None, Int8(256), Int8(64), Int4(128), Int4(32)])
-
-
-@given(
-    levels=st.sampled_from(FOURTEEN),
-    weights=codecs,
-    gradients=codecs,
-    frozen=codecs,
-    feedback=st.sampled_from([None, LoCo(), LoCo(beta=0.5, dtype=Int8(32))]),
-)
-def test_lines_make_any_strategy(levels: str, weights: Any, gradients: Any, frozen: Any, feedback: Any) -> None:
-    feedback = None if gradients is None else feedback
-    strategy = Strategy(levels, weights=weights, gradients=gradients, frozen=frozen, error_feedback=feedback)
-    assert made_by(line_of(strategy)) == strategy
-    assert made_by(line_of(strategy, gpus_per_node=1)) != strategy
 
 
 def test_each_row_has_a_line_that_makes_what_it_is_of() -> None:

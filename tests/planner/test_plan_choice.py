@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from harness.benchmarks import BENCHMARKS
-from harness.strategies import CONSTANT_BETWEEN_NODES, ENCODED, FOURTEEN, LLAMA_7B, LLAMA_65B, PARO
+from harness.strategies import ENCODED, FOURTEEN, LLAMA_7B, LLAMA_65B, PARO
 from hypothesis import given, settings, strategies as st
-from torch import nn
 
-from fsdp_zpp import NF4, Int4, Int8, Strategy, choose_strategy, plan
+from fsdp_zpp import NF4, Int4, Int8, Strategy, plan
 from fsdp_zpp.planner.choice import TOLERANCE, choose
 from fsdp_zpp.planner.config import GIB
 from fsdp_zpp.planner.model_size import ModelSize, Unit
@@ -29,8 +28,7 @@ def test_times_are_bytes_over_bandwidth_and_flops_over_flops_per_second() -> Non
         assert estimate.time.communication == estimate.time.inter + estimate.time.intra
         assert estimate.time.computation == pytest.approx((6 * 2e6 + 4 * 6e6) * 1000 * 10 / 100e12)
         assert estimate.time.total == max(estimate.time.communication, estimate.time.computation)
-    assert any(e.time.communication < e.time.computation for e in made.estimates)
-    assert any(e.time.communication > e.time.computation for e in made.estimates)
+    assert len({e.time.communication < e.time.computation for e in made.estimates}) == 2
 
 
 CLUSTERS = st.fixed_dictionaries(
@@ -94,47 +92,24 @@ A100S: dict[str, Any] = {"params": LLAMA_8B, "nodes": 4, "gpus_per_node": 8, "gp
 A100S |= {"micro_batches": 8, "tokens": 8192}
 PAIR: dict[str, Any] = {"params": 7e9, "nodes": 2, "gpus_per_node": 8, "gpu": "a100", "tokens": 4096}
 BOX_4090: dict[str, Any] = {"params": LLAMA_70B, "nodes": 1, "gpus_per_node": 8, "gpu": "rtx4090", "tokens": 2048}
+EACH_A_NODE: dict[str, Any] = {"nodes": 8, "gpus_per_node": 1, "inter_gbps": 100}
 KNOWN: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "PaRO's flagship": (LLAMA_65B | PARO, "IIG", ""),
     "where IIG no longer fits": (LLAMA_65B | PARO | {"activations": 8}, "IGG", ""),
     "where one fits": (LLAMA_65B | PARO | {"gpu_memory": 45}, "GGG", "only one that fits"),
-    "where none fits": (
-        LLAMA_65B | PARO | {"gpu_memory": 30},
-        None,
-        "Nothing fits in 30 GiB a GPU: the smallest, GGG, ",
-    ),
+    "where none fits": (LLAMA_65B | PARO | {"gpu_memory": 30}, None, "Nothing fits in 30 GiB a GPU: the smallest, GGG"),
     # Full gradients fit here, and summing them on the rank saves the hop inside the node: NNG before PaRO's NII.
     "a small model": (LLAMA_7B | PARO, "NNG", ""),
     "PaRO's batches": (LLAMA_7B | PARO | PUBLISHED, "IIG", ""),
     # PaRO took ING. IGG takes 2.9 % longer, for gradients that cross nodes in all micro-batches, and the least memory.
-    "fine-tuning": (
-        TUNED | PARO,
-        "IGG",
-        "5 of the 8 that fit are as fast within 3 %; of these it takes the least memory.",
-    ),
-    "all is hidden": (
-        LLAMA_7B | PARO | HIDDEN,
-        "IIG",
-        "computation hides their communication; of these it sends the least and takes the least",
-    ),
-    "of equals the usual": (
-        {"params": 1e9, "presets": False, "nodes": 1, "gpus_per_node": 8, "intra_gbps": 2400},
-        "NNG",
-        "",
-    ),
+    "fine-tuning": (TUNED | PARO, "IGG", "5 of the 8 that fit are as fast within 3 %; of these it takes the least"),
+    "all is hidden": (LLAMA_7B | PARO | HIDDEN, "IIG", "computation hides their communication; of these it sends the"),
+    "of equals the usual": ({"params": 1e9} | PARO | {"nodes": 1, "micro_batches": 1, "gpu_memory": None}, "NNG", ""),
     "A100s": (A100S, "zeropp IIG", ""),
     "A100s on a slower network": (A100S | {"net": "25gbe"}, "zeropp IIG Int4Delta", ""),
-    "codecs that gain nothing": (
-        PAIR | {"net": "8xib-ndr"},
-        "FULL_SHARD",
-        "computation hides their communication; of these without codecs it takes the least memory.",
-    ),
+    "codecs that gain nothing": (PAIR | {"net": "8xib-ndr"}, "FULL_SHARD", "of these without codecs it takes the"),
     "NVLink alone": (A100S | {"nodes": 1, "gpu": "h100"}, "FULL_SHARD", ""),
-    "a node size that puts the whole base on each GPU": (
-        BOX_4090 | {"nodes": 8, "gpus_per_node": 1, "inter_gbps": 100, "frozen": NF4(64)},
-        None,
-        "Nothing fits in 24 GiB",
-    ),
+    "the whole base on each GPU": (BOX_4090 | EACH_A_NODE | {"frozen": NF4(64)}, None, "Nothing fits in 24 GiB"),
 }
 
 
@@ -147,28 +122,15 @@ def test_known_cases(asked: dict[str, Any], chosen: str | None, reason: str) -> 
         assert not any(row.fits for row in made.rows)
 
 
-def test_the_choice_carries_the_codecs_and_the_layout() -> None:
+def test_plans_give_rows_by_name_and_a_choice_with_codecs_and_layout() -> None:
     asked = {"weights": Int8(128), "gradients": Int4(64), "intra_gradients": None, "frozen": Int8(512)}
     made = plan(65e9, trainable=1e6, **PARO, **asked)
     assert made.choice.strategy == Strategy(made.choice.levels, **asked, gpus_per_node=8)
-
-
-def test_a_name_that_is_not_in_the_plan_is_told_those_that_are() -> None:
     with pytest.raises(KeyError, match="'NGN'; there are NNN, NNI"):
-        plan(1e9, **PARO)["NGN"]
+        made["NGN"]
 
 
 # ---- PaRO
-
-# GB out of a node in a step of the 7B, from PaRO's table.
-PARO_SENT = dict.fromkeys(CONSTANT_BETWEEN_NODES, 21.0)
-PARO_SENT |= {"NGG": 115.5, "IGG": 115.5, "GNG": 220.5, "GIG": 220.5, "GGG": 315.0}
-
-
-def test_bytes_between_nodes_are_paros() -> None:
-    made = plan(**LLAMA_7B, **PARO)
-    for scopes, sent in PARO_SENT.items():
-        assert made[scopes].inter_node_bytes / 1e9 == pytest.approx(sent, abs=0.05)  # the table has one decimal
 
 
 def test_what_paro_found_holds() -> None:
@@ -205,31 +167,16 @@ def test_a_base_that_fits_no_gpu_is_sharded_over_a_box_without_nvlink(frozen: NF
     assert 0.9 * gathered < made.choice.volume.intra < gathered
 
 
-def test_over_a_slow_network_the_choice_has_codecs() -> None:
-    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(512, 512) for _ in range(8))})
-    cluster = {"nodes": 4, "gpus_per_node": 8, "inter_gbps": 25, "intra_gbps": 2400, "gpu_memory": 80}
-    chosen = choose_strategy(model, **cluster)
-    assert chosen.gradients is not None
-    assert choose_strategy(model, **cluster, presets=False).gradients is None
-    box = {"nodes": 1, "gpus_per_node": 8, "link": "pcie4", "gpu_memory": 24}
-    chosen = choose_strategy(model, **box)
-    assert chosen.gradients is not None
-    assert chosen.gpus_per_node == 1
-
-
 def test_each_gpu_of_a_box_without_nvlink_is_a_node_to_codecs_under_optimizer_scope_g_alone() -> None:
-    made = plan(LLAMA_8B, nodes=1, gpus_per_node=8, gpu="l40s", weights=Int8(256))
-    sizes = {row.levels: row.topology.gpus_per_node for row in made.rows}
+    box: dict[str, Any] = {"params": LLAMA_8B, "nodes": 1, "gpus_per_node": 8, "gpu": "l40s"}
+    sizes = {row.levels: row.topology.gpus_per_node for row in plan(**box, weights=Int8(256)).rows}
     assert sizes == {levels: 1 if levels[2] == "G" else 8 for levels in sizes}
-    plain = plan(LLAMA_8B, nodes=1, gpus_per_node=8, gpu="l40s", presets=False)
-    assert {row.topology.gpus_per_node for row in plain.rows} == {8}
-    fast = plan(LLAMA_8B, nodes=1, gpus_per_node=8, gpu="l40s", weights=Int8(256), link="nvlink-bridge")
-    assert {row.topology.gpus_per_node for row in fast.rows} == {8}
+    for other in ({"presets": False}, {"weights": Int8(256), "link": "nvlink-bridge"}):
+        assert {row.topology.gpus_per_node for row in plan(**box, **other).rows} == {8}
 
 
 def test_a_gpu_as_a_node_sends_over_its_own_link_what_the_same_cluster_sends_between_nodes() -> None:
-    box = plan(LLAMA_8B, nodes=1, gpus_per_node=8, link="pcie4", intra_gbps=100)
-    nodes = plan(LLAMA_8B, nodes=8, gpus_per_node=1, inter_gbps=100)
+    box, nodes = plan(LLAMA_8B, nodes=1, gpus_per_node=8, link="pcie4", intra_gbps=100), plan(LLAMA_8B, **EACH_A_NODE)
     for name in ("zeropp", "zeropp Int4Delta", "zeropp GGG", "zeropp NNG"):
         assert (box[name].volume.intra, box[name].volume.inter) == (nodes[name].volume.inter, 0)
         assert box[name].memory == nodes[name].memory
@@ -245,38 +192,33 @@ def test_what_people_run_today_is_planned_as_they_run_it() -> None:
     assert accumulated["FULL_SHARD"].volume == accumulated["GNG"].volume
     assert accumulated["FULL_SHARD"].memory.gradients == pytest.approx(2 * LLAMA_8B.params)
     # Stock LoRA has its base in bf16: an eighth of it on each of eight GPUs, half of that with a copy on each node.
-    lora = plan(LLAMA_70B, **two)
-    base = 2 * LLAMA_70B.frozen
-    assert lora["FULL_SHARD"].memory.shard == pytest.approx(base / 8, rel=0.01)
-    assert lora["HYBRID_SHARD"].memory.shard == pytest.approx(base / 4, rel=0.01)
     # Naming a codec for the base leaves torch's rows as they are.
-    named = plan(LLAMA_70B, **two, frozen=NF4(64))
-    for name in ("FULL_SHARD", "HYBRID_SHARD"):
+    lora, named = plan(LLAMA_70B, **two), plan(LLAMA_70B, **two, frozen=NF4(64))
+    base = 2 * LLAMA_70B.frozen
+    for name, shards in {"FULL_SHARD": 8, "HYBRID_SHARD": 4}.items():
+        assert lora[name].memory.shard == pytest.approx(base / shards, rel=0.01)
         assert (named[name].memory, named[name].volume) == (lora[name].memory, lora[name].volume)
     kept_in_fp32 = plan(LLAMA_70B, **two, frozen_storage=torch.float32)
     assert kept_in_fp32["FULL_SHARD"].memory.shard == pytest.approx(base / 4, rel=0.01)
 
 
-THREE_LEVELS: dict[str, Any] = {"nodes": 4, "gpus_per_node": 8, "gpu": "rtx5090", "gpu_memory": 200}
-
-
-@pytest.mark.parametrize(("net", "link", "advice"), [("10gbe", "pcie5", "keep"), ("8x400gbe", "pcie3", "pass")])
+@pytest.mark.parametrize(
+    ("net", "link", "advice"),
+    [("10gbe", "pcie5", "keep the machine."), ("8x400gbe", "pcie3", "pass gpus_per_node=1.")],
+)
 def test_boxes_over_a_network_get_a_node_size_by_their_links(net: str, link: str, advice: str) -> None:
-    made = plan(LLAMA_8B, **THREE_LEVELS, net=net, link=link, micro_batches=8)
+    box: dict[str, Any] = {"nodes": 4, "gpus_per_node": 8, "gpu": "rtx5090", "gpu_memory": 200}
+    made = plan(LLAMA_8B, **box, net=net, link=link, micro_batches=8)
     (note,) = (note for note in made.notes if note.startswith("Three levels"))
-    assert note.endswith({"keep": "keep the machine.", "pass": "pass gpus_per_node=1."}[advice])
-    assert (made.choice.topology.gpus_per_node == 1) == (advice == "pass")
-    assert ("gpus_per_node=1" in made.choice.paste) == (advice == "pass")
+    assert note.endswith(advice)
+    splits = advice.startswith("pass")
+    assert (made.choice.topology.gpus_per_node == 1) == ("gpus_per_node=1" in made.choice.paste) == splits
 
 
 @pytest.mark.parametrize("cluster", [{"nodes": 1, "gpus_per_node": 8}, {"nodes": 8, "gpus_per_node": 1}], ids=str)
 def test_the_strategy_of_torchs_row_fits_though_gradients_accumulate_in_fp32_here(cluster: dict[str, int]) -> None:
     made = plan(20e9, **cluster, gpu="a100", net="8xib-ndr", micro_batches=4, tokens=4096)
-    assert made["FULL_SHARD"].fits
-    assert not made["GNG"].fits
-    for row in made.rows:
-        if row.torch is not None and row.fits:
-            assert made[row.strategy.levels].fits
+    assert (made["FULL_SHARD"].fits, made["GNG"].fits, made["GGG"].fits) == (True, False, True)
     assert made["FULL_SHARD"].strategy.levels == "GGG"
     roomy = plan(1e9, **cluster, gpu="a100", net="8xib-ndr", micro_batches=4, tokens=4096)
     assert roomy["FULL_SHARD"].strategy.levels == "GNG"
@@ -397,5 +339,3 @@ def test_the_choice_is_within_a_tenth_of_the_fastest_that_was_measured() -> None
             missed[name] = chosen.name, times
     assert missed.keys() == MISSED.keys(), missed
     assert len(RESULTS) >= 20
-    stems = " ".join(RESULTS)
-    assert all(kind in stems for kind in ("1.35B-2x2", "moe-2.6B-2x1-no-p2p", "moe-2.7B-2x1-fast", "lora-70B-2x2"))

@@ -9,41 +9,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness.strategies import PARO
 
 from fsdp_zpp import Int4, Int8, LocalSteps, LoCo, plan
 from fsdp_zpp.__main__ import main
 from fsdp_zpp.planner.catalog import LINKS
-from fsdp_zpp.planner.hardware import OF_HOST_LINK, OPTIMIZER_GBS
+from fsdp_zpp.planner.hardware import OF_HOST_LINK
 from fsdp_zpp.planner.json_report import plan_to_json
 
 CLUSTER = "--nodes 16 --gpus-per-node 8 --inter-gbps 100 --intra-gbps 2400".split()
 JOB = ["--params", "70e9", *CLUSTER, "--micro-batches", "10", "--gpu-memory", "80"]
 SAME_JOB: dict[str, Any] = {"params": 70e9, "nodes": 16, "gpus_per_node": 8, "inter_gbps": 100, "intra_gbps": 2400}
 SAME_JOB |= {"micro_batches": 10, "gpu_memory": 80}
-H100_BOX = "--params 7e9 --nodes 1 --gpus-per-node 8 --gpu h100".split()
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "tie_word_embeddings": False,
-}
+CODECS: dict[str, Any] = {"weights": Int8(128), "gradients": Int4(128), "intra_gradients": None}
+CODECS |= {"error_feedback": LoCo(dtype=Int8(64))}
+DTYPES: dict[str, Any] = {"compute": torch.float32, "reduce": torch.float16, "storage": torch.bfloat16}
+EXCHANGED: dict[str, Any] = {"codec": Int8(128), "error_feedback": LoCo(dtype=Int8(64)), "overlap": 4}
+LLAMA: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
+LLAMA |= {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "vocab_size": 64}
+LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 LAYER = 4 * 16 * 16 + 3 * 16 * 32 + 2 * 16  # attention, MLP, two norms
 ROOT_UNIT = 2 * 64 * 16 + 16  # embedding, head, norm
 QWEN = LLAMA | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 2}
 QWEN |= {"num_key_value_heads": 1, "head_dim": 8, "moe_intermediate_size": 8, "num_experts": 4}
 QWEN |= {"num_experts_per_tok": 2}
-
-
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The table of a plan that something fits into."""
-    assert main(["plan", *arguments]) == 0
-    return capsys.readouterr().out
 
 
 def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -81,8 +71,7 @@ def test_the_table_is_the_plan_and_needs_no_optional_package() -> None:
     lines = str(made).splitlines()
     assert "70,000,000,000 parameters, 210,000,000 (0.3 %) trainable, in 32 units; 10 micro-batches a step" in lines[0]
     rows = [line[3:6] for line in lines if line[:3] in ("-> ", "   ") and line[3:6].strip()]
-    assert sorted(rows) == sorted(made[scopes].levels for scopes in rows)
-    assert len(rows) == 14
+    assert len(set(rows)) == len(rows) == 14
     (chosen,) = (line for line in lines if line.startswith("-> "))
     assert chosen.startswith(f"-> {made.choice.levels}")
     assert lines[-9 - len(made.notes) : -6 - len(made.notes)] == [made.reason, "", made.choice.paste]
@@ -90,43 +79,78 @@ def test_the_table_is_the_plan_and_needs_no_optional_package() -> None:
     assert sorted(fits) == sorted(estimate.levels for estimate in made.estimates if estimate.fits)
 
 
-def test_json_has_all_that_the_plan_has(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = "--weights int8:128 --gradients int4 --intra-gradients none --frozen int8 --trainable 210e6".split()
-    arguments += ["--error-feedback", "inter:int8:64"]
-    found = figures(capsys, *JOB, *arguments)
-    asked = {"weights": Int8(128), "gradients": Int4(128), "intra_gradients": None, "frozen": Int8(256)}
-    asked["error_feedback"] = LoCo(dtype=Int8(64))
-    made = plan(**SAME_JOB, trainable=210e6, **asked)
-    assert found == json.loads(plan_to_json(made))
-    assert found["choice"] == made.choice.levels
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "codecs": (
+        "--weights int8:128 --gradients int4 --intra-gradients none --frozen int8 --error-feedback inter:int8:64",
+        CODECS | {"frozen": Int8(256)},
+    ),
+    "dtypes": (
+        "--compute fp32 --reduce fp16 --storage bf16 --frozen-storage fp16 --optimizer-bytes 2",
+        DTYPES | {"frozen_storage": torch.float16, "optimizer_bytes": 2},
+    ),
+    "sizes": (
+        "--trainable 210e6 --units 7 --activations 3 --reserve 1 --tokens 4096 --tflops 50",
+        {"trainable": 210e6, "units": 7, "activations": 3, "reserve": 1, "tokens": 4096, "tflops": 50},
+    ),
+    "local steps": (
+        "--local-steps 32 --exchange-codec int8:128 --exchange-feedback int8:64 --exchange-overlap 4",
+        {"local_steps": LocalSteps(32, **EXCHANGED)},
+    ),
+    "local steps without a codec": (
+        "--local-steps 64 --exchange-codec none --exchange-at-once --exchange-offload --exchange-moments-every 3",
+        {"local_steps": LocalSteps(64, codec=None, spread=False, offload=True, moments_every=3)},
+    ),
+    "offload": (
+        "--cpu-offload --host-memory 2000 --host-gbps 100 --optimizer-gbs 50",
+        {"cpu_offload": True, "host_memory": 2000, "host_gbps": 100, "optimizer_gbs": 50},
+    ),
+    "hardware": (
+        "--nodes 8 --gpus-per-node 4 --gpu h100 --tokens 4096",
+        {"nodes": 8, "gpus_per_node": 4, "gpu": "h100", "tokens": 4096},
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "asked"), OPTIONS.values(), ids=OPTIONS)
+def test_options_reach_the_plan(options: str, asked: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    made = plan(**SAME_JOB | asked)
+    assert figures(capsys, *JOB, *options.split()) == json.loads(plan_to_json(made))
+
+
+def test_json_has_all_that_the_plan_has() -> None:
+    made = plan(**SAME_JOB, **CODECS, **DTYPES, local_steps=LocalSteps(32, **EXCHANGED))
+    found = json.loads(plan_to_json(made))
+    assert found["choice"] == made.choice.name
     assert found["codecs"] == {
         "weights": "int8(128)",
         "gradients": "int4(128)",
         "intra_gradients": None,
-        "frozen": "int8(256)",
+        "frozen": None,
         "error_feedback": "beta 0.8, reset every 1024 steps, kept in int8(64)",
     }
-    assert len(found["strategies"]) == 14
-    strategy = found["strategies"]["IIG"]
-    assert strategy["memory_bytes"]["errors"] == made["IIG"].memory.errors > 0
-    assert strategy["memory_bytes"]["total"] == made["IIG"].memory.total
-    assert strategy["inter_node_bytes"] == 8 * strategy["sent_bytes_per_gpu"]["inter"] == made["IIG"].inter_node_bytes
-    assert strategy["seconds"]["step"] == made["IIG"].time.total
+    assert found["precision"]["reduce"] == "torch.float16"
+    assert (found["local_steps"]["every"], found["local_steps"]["codec"]) == (32, "int8(128)")
+    assert found["budget_gib"] == {"gpu_memory": 80, "activations": 2, "reserve": 2}
+    assert "offload" not in found
+    for name in ("IIG", "III every 32"):
+        strategy, estimate = found["strategies"][name], made[name]
+        assert strategy["memory_bytes"]["errors"] == estimate.memory.errors > 0
+        assert strategy["memory_bytes"]["total"] == estimate.memory.total
+        assert strategy["inter_node_bytes"] == estimate.inter_node_bytes
+        assert strategy["seconds"]["step"] == estimate.time.total
+    assert found["strategies"]["III every 32"]["seconds"]["wait"] == made["III every 32"].time.wait
 
 
-def test_dtypes_sizes_and_hardware_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = "--compute fp32 --reduce fp16 --storage bf16 --frozen-storage fp16 --optimizer-bytes 2 --units 7 "
-    arguments += "--activations 3 --reserve 1 --tokens 4096 --tflops 50"
-    found = figures(capsys, *JOB, "--gpu-memory", "500", *arguments.split())
-    names = ("compute", "reduce", "storage", "frozen_storage", "optimizer_bytes", "accumulation")
-    dtypes = ("torch.float32", "torch.float16", "torch.bfloat16", "torch.float16", 2, "torch.float32")
-    assert found["precision"] == dict(zip(names, dtypes, strict=True))
-    assert found["budget_gib"] == {"gpu_memory": 500, "activations": 3, "reserve": 1}
-    assert found["work"] == {"micro_batches": 10, "tokens": 4096, "tflops": 50, "launch_ms": 0}
-    assert sum(unit["count"] for unit in found["model"]["units"]) == 7
-    named = plan(1e9, nodes=2, gpus_per_node=8, gpu="h100", net="100gbe", tokens=4096)
-    options = "--params 1e9 --nodes 2 --gpus-per-node 8 --gpu h100 --net 100gbe --tokens 4096"
-    assert printed(capsys, *options.split()) == f"{named}\n"
+def test_table_and_json_of_a_plan_with_offload_have_the_host() -> None:
+    made = plan(7e9, nodes=1, gpus_per_node=8, gpu="h100", cpu_offload=True)
+    assert " on host  " in str(made)
+    assert " shards " not in str(made).split("\n---")[0]
+    found = json.loads(plan_to_json(made))
+    assert found["offload"]["gbps"] == OF_HOST_LINK * LINKS["pcie5"].gbps
+    assert found["offload"]["assumed"] == ["host_gbps", "optimizer_gbs"]
+    strategy = found["strategies"]["GGG"]
+    assert strategy["memory_bytes"]["host"] == 16 * 7 * 10**9 // 8
+    assert strategy["seconds"]["optimizer"] > 0 < strategy["seconds"]["host"]
 
 
 def test_if_nothing_fits_it_says_so_and_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,10 +162,10 @@ def test_if_nothing_fits_it_says_so_and_exits_with_1(capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out)["choice"] is None
 
 
-@pytest.mark.parametrize(("text", "number"), [("1.5b", 1.5e9), ("124M", 124e6), ("2T", 2e12)])
-def test_numbers_of_parameters_have_suffixes(text: str, number: float, capsys: pytest.CaptureFixture[str]) -> None:
-    job = [*CLUSTER, "--trainable", "10M"]
-    assert figures(capsys, "--params", text, *job) == figures(capsys, "--params", str(int(number)), *job)
+def test_numbers_of_parameters_have_suffixes(capsys: pytest.CaptureFixture[str]) -> None:
+    for text, number in (("1.5b", "1500000000"), ("124M", "124000000"), ("2T", "2000000000000")):
+        found, same = (figures(capsys, "--params", params, *CLUSTER, "--trainable", "10M") for params in (text, number))
+        assert found == same
 
 
 def test_a_model_is_sized_from_its_config(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,95 +194,38 @@ def test_options_and_a_config_of_experts_reach_the_plan(config: Path, capsys: py
     assert "ep=8 does not divide the 4 experts of a layer" in refused(capsys, *job, "--ep", "8")
 
 
-# ---- local steps
-
-LOCAL_LETTERS = "NNN NNI NII INI III".split()
-LOCAL_CLUSTER: dict[str, Any] = {"nodes": 4, "gpus_per_node": 8, "inter_gbps": 100, "intra_gbps": 2400}
-LOCAL_JOB = "--params 7e9 --no-presets --nodes 4 --gpus-per-node 8 --inter-gbps 100 --intra-gbps 2400".split()
-
-
 def test_the_table_marks_strategies_with_local_steps() -> None:
     made = plan(7e9, **PARO, local_steps=LocalSteps(error_feedback=LoCo()))
     lines = str(made).splitlines()
     assert "*: weights exchanged between nodes every 64 steps as int4(128) with error feedback" in lines[3]
-    rows = [line[3:].split("  ")[0] for line in lines if line[:3] in ("-> ", "   ") and line[3:6].strip()]
-    assert sorted(rows) == sorted(estimate.name for estimate in made.estimates)
-    assert len(rows) == 19
-    assert {line[3:].split("  ")[0] for line in lines if "local steps *" in line} == {
-        f"{x} every 64" for x in LOCAL_LETTERS
-    }
+    marked = [line[3:].split("  ")[0] for line in lines if "local steps *" in line]
+    assert sorted(marked) == sorted(f"{letters} every 64" for letters in "NNN NNI NII INI III".split())
     assert sum(line.startswith("* changes the mathematics") for line in lines) == 1
     header = next(line for line in lines if "known as" in line).split()
     assert {"outer", "errors"} <= set(header)
     assert "errors" not in str(plan(7e9, **PARO, local_steps=LocalSteps()))
 
 
-def test_options_of_local_steps_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--local-steps 32 --exchange-codec int8:128 --exchange-feedback int8:64 --exchange-overlap 4 "
-    options += "--exchange-at-once --exchange-offload --exchange-moments-every 3"
-    sent: dict[str, Any] = {"codec": Int8(128), "error_feedback": LoCo(dtype=Int8(64)), "overlap": 4}
-    asked = LocalSteps(32, **sent, spread=False, offload=True, moments_every=3)
-    found = figures(capsys, *LOCAL_JOB, *options.split())
-    made = plan(7e9, **LOCAL_CLUSTER, presets=False, local_steps=asked)
-    assert found == json.loads(plan_to_json(made))
-    assert (found["local_steps"]["every"], found["local_steps"]["codec"]) == (32, "int8(128)")
-    strategy, estimate = found["strategies"]["III every 32"], made["III every 32"]
-    assert strategy["memory_bytes"]["errors"] == estimate.memory.errors > 0
-    assert strategy["seconds"]["wait"] == estimate.time.wait
-    assert strategy["seconds"]["step"] == estimate.time.total
-    for arguments, expected in ([], LocalSteps(64)), (["--exchange-codec", "none"], LocalSteps(64, codec=None)):
-        table = printed(capsys, *LOCAL_JOB, "--local-steps", "64", *arguments)
-        assert table == f"{plan(7e9, **LOCAL_CLUSTER, presets=False, local_steps=expected)}\n"
-
-
-# ---- offload
-
-
-def test_options_of_offload_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    job = [*H100_BOX, "--cpu-offload", "--host-memory", "2000"]
-    report = figures(capsys, *job)
-    assert report["offload"] == {
-        "gbps": OF_HOST_LINK * LINKS["pcie5"].gbps,
-        "optimizer_gbs": OPTIMIZER_GBS,
-        "memory": 2000,
-        "assumed": ["host_gbps", "optimizer_gbs"],
-    }
-    strategy = report["strategies"]["GGG"]
-    assert strategy["memory_bytes"]["host"] == 16 * 7 * 10**9 // 8
-    assert strategy["seconds"]["optimizer"] > 0 < strategy["seconds"]["host"]
-    offload = figures(capsys, *job, "--host-gbps", "100", "--optimizer-gbs", "50")["offload"]
-    assert (offload["gbps"], offload["optimizer_gbs"]) == (100, 50)
-    text = printed(capsys, *job)
-    assert " on host  " in text
-    assert " shards " not in text.split("\n---")[0]
-    report = figures(capsys, *H100_BOX)
-    assert "offload" not in report
-    assert not {"host", "optimizer"} & set(report["strategies"]["GGG"]["seconds"])
-
-
 # ---- charts
 
 
-def test_plot_is_an_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "plan.png"
-    main(["plan", *JOB, "--tokens", "9", "--tflops", "9", "--plot", str(path)])
-    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+def test_plots_are_images_that_name_strategies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    png, svg = tmp_path / "plan.png", tmp_path / "plan.svg"
+    assert f"wrote {png}" in plotted(capsys, png, *JOB, "--tokens", "9", "--tflops", "9")
+    assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    plotted(capsys, svg, *JOB, "--params", "7e9", "--inter-gbps", "0.1", "--local-steps", "64")
+    assert "every 64" in svg.read_text()
+    # A single GPU has no times to put on a log axis.
+    plotted(capsys, svg, *"--params 1e6 --nodes 1 --gpus-per-node 1".split())
+    assert "<svg" in svg.read_text()
+
+
+def plotted(capsys: pytest.CaptureFixture[str], path: Path, *arguments: str) -> str:
+    """What a plan whose chart is drawn says beside its table."""
+    assert main(["plan", *arguments, "--plot", str(path)]) == 0
     captured = capsys.readouterr()
-    assert f"wrote {path}" in captured.err
     assert "predicted" in captured.out
-
-
-def test_plot_of_a_single_gpu_has_no_times_to_put_on_a_log_axis(tmp_path: Path) -> None:
-    assert main(["plan", *"--params 1e6 --nodes 1 --gpus-per-node 1 --plot".split(), str(tmp_path / "a.svg")]) == 0
-    text = (tmp_path / "a.svg").read_text()
-    assert "<svg" in text
-
-
-def test_the_chart_names_strategies_with_local_steps(tmp_path: Path) -> None:
-    path = tmp_path / "plan.svg"
-    job = [*LOCAL_JOB, "--inter-gbps", "0.1", "--local-steps", "64"]
-    assert main(["plan", *job, "--plot", str(path)]) == 0
-    assert "every 64" in path.read_text()
+    return captured.err
 
 
 # ---- refusals
@@ -268,14 +235,10 @@ def test_the_chart_names_strategies_with_local_steps(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ([], "one of the arguments --params --model is required"),
-        (["--params", "7e9", "--model", "x"], "not allowed with argument"),
-        (["--params", "many"], "invalid float value: 'many'"),
         (["--params", "7e9"], "--nodes and --gpus-per-node must be given, or --measure under torchrun"),
         ([*JOB, "--inter-gbps", "-1"], "inter_gbps must be above 0, got -1.0"),
         ([*JOB, "--trainable", "0.003"], "got '0.003'; a share has a percent sign, 0.3%"),
-        ([*JOB, "--trainable", "0%"], "above 0% and up to 100%, got '0%'"),
         ([*JOB, "--weights", "int88"], "allowed are none, int8, int4, int4delta, nf4, topk; did you mean int8?"),
-        ([*JOB, "--weights", "int8:100"], "a block is a power of two"),
         ([*JOB, "--weights", "auto"], "weights can't be 'auto', which is for frozen weights alone"),
         ([*JOB, "--compute", "b16"], "allowed are fp32, bf16, fp16; did you mean bf16?"),
         ([*JOB, "--measure"], "--measure has nothing to measure"),
@@ -285,14 +248,8 @@ def test_the_chart_names_strategies_with_local_steps(tmp_path: Path) -> None:
         # before the hub is asked for the model
         (["--model", "no/model", *CLUSTER, "--net", "100gb"], "net '100gb' is not in the catalog"),
         (["--model", "no/model", *CLUSTER, "--experts-strategy", "iig"], "did you mean 'IIG'?"),
-        # local steps
-        ([*JOB, "--local-steps", "0"], "--local-steps must be a whole number of at least 1, got 0"),
         ([*JOB, "--local-steps", "8", "--exchange-overlap", "8"], "overlap must be an int of 0 or more"),
-        ([*JOB, "--local-steps", "8", "--exchange-codec", "int4delta"], "for weights alone: a delta needs a base"),
-        (
-            [*JOB, *"--exchange-overlap 1 --exchange-offload".split()],
-            "--exchange-overlap and --exchange-offload: needs --local-steps",
-        ),
+        ([*JOB, "--exchange-overlap", "1", "--exchange-offload"], "--exchange-offload: needs --local-steps"),
     ],
 )
 def test_wrong_options_exit_with_2_and_say_why(
@@ -306,11 +263,9 @@ def test_models_that_cannot_be_sized_are_refused(
 ) -> None:
     model = ("--model", str(config), *CLUSTER)
     assert "--units 4 goes with --params" in refused(capsys, *model, "--units", "4")
-    for wrong in ({"hidden_size": "wide"}, {"num_attention_heads": 0}, {"vocab_size": -1}, {"model_type": "no such"}):
-        config.write_text(json.dumps(LLAMA | wrong))
+    for wrong in (LLAMA | {"num_attention_heads": 0}, LLAMA | {"model_type": "no such"}, {"model_type": "vit"}):
+        config.write_text(json.dumps(wrong))
         assert "is not a causal language model that transformers can build" in refused(capsys, *model)
-    config.write_text(json.dumps({"model_type": "vit"}))
-    assert "is not a causal language model that transformers can build" in refused(capsys, *model)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     error = refused(capsys, "--model", "nobody/no-such-model", *CLUSTER)
     assert "error: the hub could not be reached for the config of nobody/no-such-model" in error
@@ -327,10 +282,3 @@ def test_missing_packages_are_named(
     error = refused(capsys, *size, *CLUSTER, option, str(tmp_path / "x.png"))
     assert package in error
     assert "pip install '.[examples]' in your clone" in error
-
-
-def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main([])
-    assert exit_.value.code == 2
-    assert "COMMAND" in capsys.readouterr().err
