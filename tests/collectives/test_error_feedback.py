@@ -18,26 +18,17 @@ from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.held_errors import Extent
 from fsdp_zpp.collectives.hops import Traffic
-from fsdp_zpp.collectives.mesh import ProcessMesh, process_mesh
-from fsdp_zpp.config.error_feedback import error_buffer_specs
+from fsdp_zpp.collectives.mesh import process_mesh
 
 OnRanks = Callable[..., list[Any]]
 CPU = torch.device("cpu")
-CODECS = (Int8(64), Int4(32))
-FED_BACK = {"inter": (None, Int4(32)), "both": CODECS}
+FED_BACK = {"inter": (None, Int4(32)), "both": (Int8(64), Int4(32))}
 """For each setting, codecs whose errors are all fed back."""
 
 PIECES = [Piece(0, "always", 150), Piece(1, "at times", 100), Piece(2, "on one rank", 83)]
 LAYOUT = FlatLayout.dense(PIECES)
 FLUSHES = 30
 """Steps without gradients, in which errors halve at least."""
-
-
-def kept_by(keep: str, mesh: ProcessMesh, numel: int) -> tuple[int, int]:
-    """Return the values of a gradient of which each rank keeps ``numel``, and where this rank's start."""
-    world, gpus = mesh.topology.world, mesh.topology.gpus_per_node
-    size = numel * {"G": world, "I": gpus, "N": 1}[keep]
-    return size, {"G": mesh.rank, "I": mesh.rank % gpus, "N": 0}[keep] * numel
 
 
 def gradient_of(step: int, rank: int, numel: int) -> Tensor:
@@ -58,12 +49,14 @@ def sums_of_steps(keep: str, config: LoCo, dtype: torch.dtype) -> tuple[float, f
     At last, the largest values that came for parameters which no rank had used.
     """
     mesh, numel = process_mesh(dist.group.WORLD), LAYOUT.numel
+    world, gpus = mesh.topology.world, mesh.topology.gpus_per_node
     reduce = GradientReduce(mesh, *FED_BACK[config.hops], Traffic(), optimizer_scope=keep, error_feedback=config)
-    size, start = kept_by(keep, mesh, numel)
+    size = numel * {"G": world, "I": gpus, "N": 1}[keep]
+    start = numel * {"G": mesh.rank, "I": mesh.rank % gpus, "N": 0}[keep]
     off, idle_came, offs = torch.zeros(numel).double(), [], []
     for step in range(12 + FLUSHES):
-        gradients = [gradient_of(step, rank, size).to(dtype) * (step < 12) for rank in range(mesh.topology.world)]
-        idle = [idle_on(step, rank) if step < 12 else [] for rank in range(mesh.topology.world)]
+        gradients = [gradient_of(step, rank, size).to(dtype) * (step < 12) for rank in range(world)]
+        idle = [idle_on(step, rank) if step < 12 else [] for rank in range(world)]
         for gradient, names in zip(gradients, idle, strict=True):
             for begin, end in LAYOUT.runs(names):
                 gradient.view(-1, numel)[:, begin:end] = 0
@@ -124,10 +117,12 @@ def test_idle_errors_do_not_decay_and_are_not_rounded_again_and_again(codec: Int
 def test_errors_decay_once_each_time_they_are_used(codec: Codec, dtype: Int8 | None) -> None:
     one, other = Piece(0, "one", 256), Piece(1, "other", 256)
     both, alone = FlatLayout((one, other), (0, 256), 512), FlatLayout((one,), (0,), 256)
-    values, buffer, errors = gradient_of(0, 0, 512), ErrorBuffer(0.0, dtype, 0.5), []
+    values, buffer, errors = gradient_of(0, 0, 512), ErrorBuffer(0.0, dtype, 0.45), []
     for layout in (both, alone, alone, both):
         prepared = buffer.prepare(Extent(layout.numel, (0,), layout), CPU)
         errors.append(prepared.read().clone())
+        if dtype is not None:  # scales stay short enough for exact products
+            assert not (dtype.scales(prepared.state, layout.numel).view(torch.int32) & 0xFF).any()
         if layout is both:  # the first is sent no more, and its errors decay alone
             payload = encode_with_feedback(codec, values.clone(), 1, 1, prepared)
             if len(errors) == 1:
@@ -136,51 +131,7 @@ def test_errors_decay_once_each_time_they_are_used(codec: Codec, dtype: Int8 | N
     first, second, third, fourth = errors
     assert not first.any()
     assert second.any()
-    assert torch.allclose(third, second / 2, rtol=1e-3, atol=0)
-    assert torch.allclose(fourth[:256], second / 4, rtol=2e-2, atol=1e-4)
+    assert torch.allclose(third, 0.45 * second, rtol=1e-3, atol=0)
+    assert torch.allclose(fourth[:256], 0.45**2 * second, rtol=2e-2, atol=1e-4)
     rounding = 0 if dtype is None else left_out.abs().max() / 127
-    assert ((fourth[256:] - left_out[256:] / 2).abs() <= rounding + 1e-7).all()
-
-
-def test_decayed_scales_stay_short_enough_for_exact_products() -> None:
-    codec, buffer = Int8(128), ErrorBuffer(0.0, Int8(128), 0.95)
-    for _ in range(4):
-        prepared = buffer.prepare(Extent(512, (0,)), CPU)
-        scales = codec.scales(prepared.state, 512)
-        assert not (scales.view(torch.int32) & 0xFF).any()
-        encode_with_feedback(codec, gradient_of(0, 0, 512), 1, 1, prepared)
-    assert scales.any()
-
-
-@pytest.mark.parametrize("config", [LoCo(hops="both"), LoCo(hops="both", dtype=Int8(64))], ids=str)
-def test_an_overflow_is_passed_on_and_not_fed_back(on_ranks: OnRanks, config: LoCo) -> None:
-    def reduce_three() -> list[tuple[bool, bool]]:
-        mesh = process_mesh(dist.group.WORLD)
-        reduce, finite = GradientReduce(mesh, *CODECS, Traffic(), error_feedback=config), []
-        for step in range(3):
-            gradient = gradient_of(step, mesh.rank, 4 * 333).to(device())
-            if step == 1:
-                gradient[::32] = torch.inf if mesh.rank == 0 else 0
-            reduce(gradient, out := torch.empty(333, device=device()))
-            finite.append((bool(out.isfinite().all()), bool(out.isnan().any())))
-        return finite
-
-    assert on_ranks(2, 2, reduce_three) == [[(True, False), (False, True), (True, False)]] * 4
-
-
-@pytest.mark.parametrize("keep", ["G", "I", "N"])
-@pytest.mark.parametrize("gpus", [1, 2, 4])
-def test_errors_take_as_many_bytes_as_announced(on_ranks: OnRanks, gpus: int, keep: str) -> None:
-    def bytes_of_errors(config: LoCo) -> tuple[int, int]:
-        mesh = process_mesh(dist.group.WORLD)
-        reduce = GradientReduce(mesh, *CODECS, Traffic(), optimizer_scope=keep, error_feedback=config)
-        size, _ = kept_by(keep, mesh, 333)
-        reduce(torch.ones(size, device=device()), torch.empty(333, device=device()))
-        names = error_buffer_specs(config, CODECS, keep, mesh.topology, 333)
-        buffers = [reduce.errors.buffer(name) for name in names] if reduce.errors is not None else []
-        return reduce.error_nbytes(333), sum(buffer.state.nbytes for buffer in buffers if buffer is not None)
-
-    for config in (LoCo(), LoCo(hops="both"), LoCo(hops="both", dtype=Int8(64))):
-        for announced, held in on_ranks(4 // gpus, gpus, bytes_of_errors, config):
-            assert announced == held
-            assert (held > 0) == (config.hops == "both" or gpus < 4)
+    assert ((fourth[256:] - 0.45 * left_out[256:]).abs() <= rounding + 1e-7).all()
