@@ -47,7 +47,7 @@ def shard(net: models.Net, levels: list[str | None]) -> models.Net:
 
 
 def differences(norm: float, clipped: dict[str, Tensor], before: list[dict[str, Tensor]], norm_type: float) -> float:
-    """How far a norm and clipped gradients are from the definition, by gradients before, of which these come first."""
+    """How far a norm and clipped gradients are from their definition, given gradients before: these, then others."""
     expected = float(torch.cat([g.flatten().cpu() for each in before for g in each.values()]).norm(norm_type))
     scaled = {name: gradient * (MOST / (expected + 1e-6)) for name, gradient in before[0].items()}
     return max(abs(norm / expected - 1), models.distance(clipped, scaled))

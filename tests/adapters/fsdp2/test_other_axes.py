@@ -248,8 +248,8 @@ def trained(axis: Axis, strategy: Strategy) -> Outcome:
     expected, theirs = trained_by_torch(axis)
     ours = Training(axis, by(strategy))
     losses = [loss for step in range(STEPS) for loss in ours.step(step)]
-    assert not ours.copies_differ()
     distance, sent = float((ours.weights() - theirs).norm() / theirs.norm()), traffic(ours.model)["gather"]["inter"]
+    assert not ours.copies_differ()
     return Outcome(losses, expected, distance, sent, STEPS * ours.shard_numel() * BYTES)
 
 
