@@ -16,9 +16,11 @@ from harness.models import device
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
-from fsdp_zpp import Codec, Int4, Int4Delta, Int8
+from fsdp_zpp import Codec, Int4, Int4Delta, Int8, LoCo, TopK
+from fsdp_zpp.collectives.error_buffer import ErrorBuffer, encode_with_feedback
 from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
+from fsdp_zpp.collectives.held_errors import Extent
 from fsdp_zpp.collectives.hops import Traffic
 from fsdp_zpp.collectives.mesh import ProcessMesh, process_mesh
 from fsdp_zpp.collectives.prefetch import SecondaryShardPrefetcher, in_chunks
@@ -132,16 +134,11 @@ def test_reduce_is_the_mean_within_half_a_step_a_hop(
     assert (np.abs(np.concatenate(results) - mean) <= bound).all()
 
 
-@over_each(
-    rest=False,
-    layout=LAYOUTS[1:],
-    codec_and_special=list(product([None, Int8(64), Int4(64)], [float("nan"), -float("inf")])),
-)
+@over_each(rest=False, layout=LAYOUTS[1:], codec=[None, Int8(64), Int4(64)], special=[float("nan"), -float("inf")])
 def test_non_finite_values_come_through(
-    on_ranks: OnRanks, layout: tuple[int, int], codec_and_special: tuple[Codec | None, float]
+    on_ranks: OnRanks, layout: tuple[int, int], codec: Codec | None, special: float
 ) -> None:
-    (codec, special), numel, seed = codec_and_special, 133, 70
-    dtypes = (torch.bfloat16, torch.float32)
+    numel, seed, dtypes = 133, 70, (torch.bfloat16, torch.float32)
     gathered = on_ranks(*layout, gather, codec, numel, dtypes, seed, special)
     reduced = np.concatenate(on_ranks(*layout, reduce, (codec, codec), numel, dtypes, seed, special))
     for fresh, _ in gathered:
@@ -163,9 +160,6 @@ def test_an_fp16_mean_does_not_overflow_where_the_sum_does(on_ranks: OnRanks) ->
 
 
 # ---- parts of a reduction, and micro-batches
-
-SCOPES = ["GG", "IG", "NG", "II", "NI", "NN"]
-"""How far micro-batches reduce before the last one, and which part of the sums a rank needs."""
 
 
 def parts_of(keep: str, mesh: ProcessMesh) -> tuple[int, int]:
@@ -195,35 +189,6 @@ def test_only_the_second_part_of_a_reduction_crosses_nodes(on_ranks: OnRanks, sc
         assert second["all_to_all", "inter"] == 1
         assert not second["all_to_all", "intra"]
         assert same
-
-
-@over_each(rest=False, scopes=[*SCOPES, "late"], layout=[(2, 2), (2, 1), (1, 2)], dtype=[torch.bfloat16, torch.float32])
-def test_micro_batches_add_up_in_fp32(
-    on_ranks: OnRanks, scopes: str, layout: tuple[int, int], dtype: torch.dtype
-) -> None:
-    """Sums that bf16 would round away; late ones arrive after the last reduction has begun."""
-    late, scopes = scopes == "late", scopes.replace("late", "GG")
-
-    def accumulated() -> list[float]:
-        mesh = process_mesh(dist.group.WORLD)
-        reduce = GradientReduce(mesh, None, None, Traffic(), gradient_scope=scopes[0], optimizer_scope=scopes[1])
-        parts, _ = parts_of(scopes[1], mesh)
-        for size in (4.0, *[2.0**-7] * 8):
-            reduce.accumulate(torch.full((parts * 5,), size, dtype=dtype, device=device())).finish()
-        sums, out = reduce.accumulated.sums, torch.empty(5, device=device())
-        assert sums is not None
-        arrived = sums.clone()
-        if late:
-            sums.fill_(torch.nan)
-        pending = reduce.start(torch.full((parts * 5,), 2.0, dtype=dtype, device=device()), out, 0.5, None, 4.0)
-        if late:
-            sums.copy_(arrived)
-        pending.finish()
-        assert reduce.accumulated.sums is None
-        return out.tolist()
-
-    # ((4 + 8 / 128) / 4 + 2) / 2, which bf16 has.
-    assert on_ranks(*layout, accumulated) == [[1.5078125] * 5] * (layout[0] * layout[1])
 
 
 A, B = Piece(0, "a", 40), Piece(1, "b", 24)
@@ -266,13 +231,7 @@ LAYOUT = FlatLayout.dense(PIECES, EXACT)
 
 
 class Given:
-    """Source of a shard that is there at any time, or that can't be read ahead.
-
-    Args:
-        shard: The shard.
-        layout: What lies where in it.
-        can_be_read: Whether it can be read ahead.
-    """
+    """Source of a shard that is there at any time, or that can't be read ahead."""
 
     def __init__(self, shard: Tensor, layout: FlatLayout | None = None, can_be_read: bool = True) -> None:
         self._shard, self._layout, self._can_be_read = shard, layout or FlatLayout.dense(()), can_be_read
@@ -364,26 +323,6 @@ def test_small_gradients_are_reduced_exactly(
 
     for anywhere, has_earlier in product((False, True), (False, True)):
         on_ranks(*layout, reduced, anywhere, has_earlier)
-
-
-@pytest.mark.parametrize("keep", "GIN")
-def test_copies_do_not_depend_on_their_neighbours(on_ranks: OnRanks, keep: str) -> None:
-    """Values that another parallelism has copied, beside those that it has sharded; a boundary cuts a block."""
-    layout = FlatLayout.dense(PIECES[:3], [False] * 3, ["copy", "copy", "own"])
-
-    def reduced(size: float) -> Tensor:
-        mesh = process_mesh(dist.group.WORLD)
-        parts, _ = parts_of(keep, mesh)
-        gradient = values(3, mesh.rank, parts * layout.numel).to(device())
-        gradient.view(parts, -1)[:, 157:] *= size
-        out = torch.empty(layout.numel, device=device())
-        GradientReduce(mesh, Int8(64), Int4(64), Traffic(), optimizer_scope=keep).start(
-            gradient, out, 1.0, layout
-        ).finish()
-        return out[:157].cpu()
-
-    for one, other in zip(on_ranks(2, 2, reduced, 1.0), on_ranks(2, 2, reduced, 1000.0), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_wrong_sizes_are_errors_before_any_collective(on_ranks: OnRanks) -> None:
@@ -542,14 +481,12 @@ def test_what_units_send_together_is_each_ones_own(on_ranks: OnRanks) -> None:
 def test_a_model_is_sent_in_a_few_chunks_of_one_group_each(on_ranks: OnRanks) -> None:
     def check() -> None:
         for units, least, most, expected in (
-            ([8] * 8, 0, 1000, [[8, 8]] * 4),
             ([8] * 9, 0, 1000, [[8, 8]] * 4 + [[8]]),
             ([8] * 8, 64, 1000, [[8] * 8]),
             ([8] * 8, 63, 1000, [[8] * 7, [8]]),
             ([8] * 8, 0, 8, [[8]] * 8),
             ([100, 4, 4, 4], 0, 1000, [[100], [4, 4, 4]]),
             ([4, 100, 4], 0, 50, [[4], [100], [4]]),
-            ([8], 0, 1, [[8]]),
         ):
             sizes = {gather_of_all().secondary: size for size in units}
             chunks = in_chunks(list(sizes.items()), least_nbytes=least, most_nbytes=most)
@@ -563,3 +500,117 @@ def test_a_model_is_sent_in_a_few_chunks_of_one_group_each(on_ranks: OnRanks) ->
         assert chunks == [ones, others]
 
     on_ranks(2, 2, check)
+
+
+# ---- error feedback: what codecs leave out does not build up
+
+CPU = torch.device("cpu")
+FED_BACK = {"inter": (None, Int4(32)), "both": (Int8(64), Int4(32))}
+"""For each setting, codecs whose errors are all fed back."""
+USED = FlatLayout.dense([Piece(0, "always", 150), Piece(1, "at times", 100), Piece(2, "on one rank", 83)])
+FLUSHES = 30
+"""Steps without gradients, in which errors halve at least."""
+
+
+def gradient_of(step: int, rank: int, numel: int) -> Tensor:
+    """Make a noisy gradient, other noise on each rank."""
+    fixed = torch.randn(numel, generator=torch.Generator().manual_seed(1))
+    noisy = torch.randn(numel, generator=torch.Generator().manual_seed(1000 * step + rank + 2))
+    return fixed + 0.3 * noisy
+
+
+def idle_on(step: int, rank: int) -> list[str]:
+    """The parameters of ``USED`` that a rank does not use in a step."""
+    return ["at times"] * (step % 2) + ["on one rank"] * (step % 3 == 2 or rank != step % 4)
+
+
+def sums_of_steps(keep: str, config: LoCo, dtype: torch.dtype) -> tuple[float, float, list[float]]:
+    """On a rank: how far what came is from the exact means after steps, and after others whose gradients are zeros.
+
+    At last, the largest values that came for parameters which no rank had used.
+    """
+    mesh, numel = process_mesh(dist.group.WORLD), USED.numel
+    (parts, own_part), world = parts_of(keep, mesh), mesh.topology.world
+    reduce = GradientReduce(mesh, *FED_BACK[config.hops], Traffic(), optimizer_scope=keep, error_feedback=config)
+    off, idle_came, offs = torch.zeros(numel).double(), [], []
+    for step in range(12 + FLUSHES):
+        gradients = [gradient_of(step, rank, parts * numel).to(dtype) * (step < 12) for rank in range(world)]
+        idle = [idle_on(step, rank) if step < 12 else [] for rank in range(world)]
+        for gradient, names in zip(gradients, idle, strict=True):
+            for begin, end in USED.runs(names):
+                gradient.view(-1, numel)[:, begin:end] = 0
+        out, own = torch.empty(numel, device=device()), gradients[mesh.rank].to(device())
+        reduce.start(own, out, layout=USED, idle=idle[mesh.rank]).finish()
+        off += out.cpu().double() - torch.stack(gradients).double().mean(0).view(parts, numel)[own_part]
+        offs.append(off.abs().max().item())
+        for begin, end in USED.runs(set.intersection(*map(set, idle))):
+            idle_came.append(out[begin:end].abs().max().item())
+    return offs[11], offs[-1], idle_came
+
+
+# One node, or one GPU a node, turns scope I into another one, and one node alone leaves nothing between nodes.
+WHERE_ERRORS_ARE = [
+    *((gpus, keep, "both") for gpus in (1, 2, 4) for keep in "GIN" if gpus == 2 or keep != "I"),
+    *((gpus, keep, "inter") for gpus, keep in ((1, "G"), (1, "N"), (2, "I"))),
+]
+
+
+@over_each(rest=False, shape=WHERE_ERRORS_ARE, beta=[0.0, 0.5], dtype=[torch.float32, torch.bfloat16])
+def test_what_is_left_out_comes_later_also_of_parameters_that_ranks_do_not_use_meanwhile(
+    on_ranks: OnRanks, shape: tuple[int, str, Any], beta: float, dtype: torch.dtype
+) -> None:
+    """A parameter that no rank uses comes as zeros."""
+    gpus, keep, hops = shape
+    if hops == "inter" and gpus > 1:
+        dtype = torch.float32  # since what goes inside a node is rounded, too
+    for before, after, idle_came in on_ranks(4 // gpus, gpus, sums_of_steps, keep, LoCo(beta=beta, hops=hops), dtype):
+        assert before > 1e-3
+        assert after < 2e-5
+        assert idle_came
+        assert max(idle_came) == 0
+
+
+@pytest.mark.parametrize("codec", [None, Int8(128)], ids=str)
+@pytest.mark.parametrize("numel", [USED.numel, 160])
+def test_idle_errors_do_not_decay_and_are_not_rounded_again_and_again(codec: Int8 | None, numel: int) -> None:
+    """Neighbours in their blocks grow in every step, and chunks may cut the layout anywhere."""
+    buffer, extent = ErrorBuffer(0.0, codec, decay=0.9), Extent(numel, (0, numel % USED.numel), USED)
+    marks = extent.marked(["at times"], CPU)
+    assert marks is not None
+    before = torch.empty(0)
+    for step in range(60):
+        values, idle = (1 + step) * gradient_of(step, 0, 2 * numel), step > 3
+        if idle:
+            values[marks] = 0
+        if step == 4:
+            before = buffer.read()[marks].clone()
+        encode_with_feedback(Int4(32), values, 1, 2, buffer.prepare(extent, CPU, ["at times"] if idle else []))
+    after = buffer.read()
+    # In int8, at most one unit of the last scale; the largest error in a block is 127 units.
+    assert (after[marks] - before).abs().max() <= (0 if codec is None else after.abs().max() / 127)
+    assert before.abs().max() > 0
+
+
+@pytest.mark.parametrize("dtype", [None, Int8(128)], ids=["fp32", "int8"])
+@pytest.mark.parametrize("codec", [TopK(0.05, 4, 128), Int8(128)], ids=["without a kernel", "with a kernel"])
+def test_errors_decay_once_each_time_they_are_used(codec: Codec, dtype: Int8 | None) -> None:
+    one, other = Piece(0, "one", 256), Piece(1, "other", 256)
+    both, alone = FlatLayout((one, other), (0, 256), 512), FlatLayout((one,), (0,), 256)
+    values, buffer, errors = gradient_of(0, 0, 512), ErrorBuffer(0.0, dtype, 0.45), []
+    for layout in (both, alone, alone, both):
+        prepared = buffer.prepare(Extent(layout.numel, (0,), layout), CPU)
+        errors.append(prepared.read().clone())
+        if dtype is not None:  # scales stay short enough for exact products
+            assert not (dtype.scales(prepared.state, layout.numel).view(torch.int32) & 0xFF).any()
+        if layout is both:  # the first is sent no more, and its errors decay alone
+            payload = encode_with_feedback(codec, values.clone(), 1, 1, prepared)
+            if len(errors) == 1:
+                codec.decode(payload, left_out := torch.empty(512), 1, 1)
+                left_out = values - left_out
+    first, second, third, fourth = errors
+    assert not first.any()
+    assert second.any()
+    assert torch.allclose(third, 0.45 * second, rtol=1e-3, atol=0)
+    assert torch.allclose(fourth[:256], 0.45**2 * second, rtol=2e-2, atol=1e-4)
+    rounding = 0 if dtype is None else left_out.abs().max() / 127
+    assert ((fourth[256:] - 0.45 * left_out[256:]).abs() <= rounding + 1e-7).all()

@@ -77,11 +77,6 @@ REFUSALS: dict[str, Refusal] = {
         "NO_SHARD",
     ),
     "another group": (lambda: hooked(of_a_pair()), ValueError, "this model is sharded over [0, 1, 2, 3]"),
-    "gradient of another group": (
-        lambda: quantized_reduce_hook(of_a_pair(), torch.ones(8), torch.ones(2)),
-        ValueError,
-        "another process group",
-    ),
     "on a strategy": (on_a_strategy, AssertionError, "already registered"),
 }
 

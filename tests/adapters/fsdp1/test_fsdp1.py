@@ -21,13 +21,7 @@ from harness.steps_in_backward import stepped
 from harness.training import logits, train
 from harness.wiretap import wiretap
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullyShardedDataParallel as FSDP,
-    MixedPrecision,
-    StateDictType,
-)
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel as FSDP, MixedPrecision, StateDictType
 
 from fsdp_zpp import Strategy
 from fsdp_zpp.collectives.secondary_shard import StaleSecondaryError
@@ -85,58 +79,38 @@ def test_parameters_replaced_between_steps_are_trained_on(
     assert max(map(models.distance, ours, pool(4).once(trained_with_replaced, replace, STOCK))) <= 1e-6
 
 
-def give_and_take(model: FSDP) -> list[int]:
-    """The sizes, after a step, of parameters of which this rank has nothing and which were given something."""
+def give_and_take(model: FSDP) -> None:
+    """Parameters of which this rank has nothing are given something, and have nothing again after a step."""
     absent = [parameter for parameter in model.parameters() if not parameter.numel()]
     for parameter in absent:
         parameter.data = parameter.new_ones(5)
     train(FSDP1, model, Case(steps=1, clip=None), first_step=1)
-    return [parameter.numel() for parameter in absent]
+    assert not any(parameter.numel() for parameter in absent)
 
 
-def look_in_inference_mode(model: FSDP) -> list[int]:
+def look_in_inference_mode(model: FSDP) -> None:
     """Parameters become trainable again after a state dict was taken in inference mode."""
     with torch.inference_mode():
         model.state_dict()
     train(FSDP1, model, Case(steps=1, clip=None), first_step=1)
     for parameter in model.parameters():
         parameter.requires_grad_(False).requires_grad_(True)
-    return []
 
 
-def refused_on_the_way(model: FSDP) -> list[int]:
-    """Training goes on after a parameter of the wrong shape was refused, and taken back."""
-    for instance in FSDP.fsdp_modules(model):
-        handle: Any = instance._handle  # the next forward would ask it, on all ranks, of which some do not refuse
-        module, name = handle.flat_param._param_infos[0].module, handle.flat_param._param_infos[0].param_name
-        right = getattr(module, name)
-        setattr(module, name, nn.Parameter(torch.ones(3, device=right.device)))
-        if right.numel():
-            with pytest.raises(RuntimeError, match="Cannot writeback"):
-                handle._writeback_orig_params()
-        setattr(module, name, right)
-    train(FSDP1, model, Case(steps=1, clip=None), first_step=1)
-    return []
-
-
-def after_events() -> list[tuple[list[int], float]]:
-    """In a worker: what each event between steps gives, and how far the weights are from those without it."""
-    case, found = Case(steps=1, clip=None), []
-    for event in (give_and_take, look_in_inference_mode, refused_on_the_way):
-        model, undisturbed = (FSDP1.make(case, HPZ) for _ in range(2))
-        for each in (model, undisturbed):
-            train(FSDP1, each, case)
-        sizes = event(model)
-        train(FSDP1, undisturbed, case, first_step=1)
-        found.append((sizes, models.distance(FSDP1.full_weights(model), FSDP1.full_weights(undisturbed))))
-    return found
+def distance_after(event: Callable[[FSDP], None]) -> float:
+    """In a worker: how far weights are, after an event and a step, from those without the event."""
+    case = Case(steps=1, clip=None)
+    model, undisturbed = (FSDP1.make(case, HPZ) for _ in range(2))
+    for each in (model, undisturbed):
+        train(FSDP1, each, case)
+    event(model)
+    train(FSDP1, undisturbed, case, first_step=1)
+    return models.distance(FSDP1.full_weights(model), FSDP1.full_weights(undisturbed))
 
 
 def test_what_happens_to_parameters_between_steps_leaves_nothing(pool: Callable[[int], Pool]) -> None:
-    for found in pool(4).run(after_events):
-        for sizes, distance in found:
-            assert not any(sizes)
-            assert distance == 0
+    for event in (give_and_take, look_in_inference_mode):
+        assert pool(4).run(distance_after, event) == [0] * 4
 
 
 def low_precision_gradients(keeps: bool, strategy: Strategy | None) -> tuple[set[torch.dtype], dict[str, Tensor]]:
@@ -231,74 +205,20 @@ def summoned(model: FSDP) -> None:
         pass
 
 
-def written_then(look: Callable[[FSDP], object]) -> str:
-    """In a worker: what a forward says after parameters were replaced unannounced, which FSDP itself sees later."""
-    model = FSDP1.make(Case(), HPZ)
-    logits(model)
-    for parameter in model.parameters():
-        parameter.data = parameter.data * 1.5
-    look(model)
-    try:
+def looked_at_after_a_write() -> None:
+    """In a worker: parameters are replaced unannounced, which FSDP itself sees later, and then looked at, or not."""
+    for look in (lambda model: None, summoned, FSDP.state_dict):
+        model = FSDP1.make(Case(), HPZ)
         logits(model)
-    except StaleSecondaryError:
-        return "raises"
-    return "old weights"
-
-
-def all_written_then() -> list[str]:
-    """In a worker: the same for a model that nothing looks at, and by each way to look at it."""
-    return [written_then(look) for look in (lambda model: None, summoned, lambda model: model.state_dict())]
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 1.5
+        look(model)
+        with pytest.raises(StaleSecondaryError):
+            logits(model)
 
 
 def test_summoning_or_saving_does_not_hide_an_unannounced_write(pool: Callable[[int], Pool]) -> None:
-    assert pool(4).run(all_written_then) == [["raises"] * 3] * 4
-
-
-def summon_alone() -> float:
-    """In a worker: in a group of this rank alone, the distance that a summon moves the weights by."""
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    model = FSDP1.make(Case(), Strategy.zeropp(), groups[dist.get_rank()])
-    train(FSDP1, model, Case(steps=2))
-    before = FSDP1.full_weights(model)
-    with FSDP.summon_full_params(model):
-        pass
-    return models.distance(FSDP1.full_weights(model), before)
-
-
-def test_summoning_in_a_world_of_one_changes_nothing(pool: Callable[[int], Pool]) -> None:
-    assert pool(2).run(summon_alone) == [0, 0]
-
-
-# ---- states of optimizers
-
-
-def resume(kind: StateDictType) -> None:
-    """In a worker: training resumed from model and optimizer state equals the uninterrupted run, bit for bit."""
-    case = Case(optimizer="adamw", steps=2)
-    full = kind is StateDictType.FULL_STATE_DICT
-    everywhere = (kind, None, FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)) if full else (kind,)
-    straight = FSDP1.make(case, ZEROPP)
-    optimizer = models.make_optimizer(case.optimizer, straight.parameters())
-    train(FSDP1, straight, case, optimizer=optimizer)
-    with FSDP.state_dict_type(straight, *everywhere):
-        model_state = {name: value.clone() for name, value in straight.state_dict().items()}
-        optimizer_state = FSDP.optim_state_dict(straight, optimizer)
-    expected = train(FSDP1, straight, case, optimizer=optimizer, first_step=case.steps)
-
-    resumed = FSDP1.make(case, ZEROPP)
-    fresh = models.make_optimizer(case.optimizer, resumed.parameters())
-    with FSDP.state_dict_type(resumed, *everywhere):
-        resumed.load_state_dict(model_state)
-        fresh.load_state_dict(FSDP.optim_state_dict_to_load(resumed, fresh, optimizer_state))
-    assert train(FSDP1, resumed, case, optimizer=fresh, first_step=case.steps) == expected
-    assert models.distance(FSDP1.full_weights(resumed), FSDP1.full_weights(straight)) == 0
-
-
-@pytest.mark.parametrize(
-    "kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT], ids=lambda kind: kind.name
-)
-def test_resume_is_exact(pool: Callable[[int], Pool], kind: StateDictType) -> None:
-    pool(4).run(resume, kind)
+    pool(4).run(looked_at_after_a_write)
 
 
 # ---- offloading by hand
@@ -339,6 +259,13 @@ def name_of_a_strategy() -> None:
     FSDP(models.make_net(), sharding_strategy="IGG", device_id=models.device())  # type: ignore[arg-type]
 
 
+def third_letters_mixed() -> None:
+    net = models.make_net()
+    net.blocks[0] = FSDP(net.blocks[0], sharding_strategy=Strategy("III", **TWO), device_id=models.device())
+    model = FSDP(net, sharding_strategy=Strategy("GGG", **TWO), device_id=models.device())
+    models.loss_of(model, models.batch(0, 0))
+
+
 def local_state_dict() -> None:
     """Take one that torch fails to make on some ranks."""
     model = FLAT.make(Case(), Strategy("NII", **TWO))
@@ -349,6 +276,7 @@ def local_state_dict() -> None:
 REFUSALS: dict[str, Refusal] = {
     "HYBRID_SHARD's groups": (pair_of_groups, ValueError, "pair of groups"),
     "a string": (name_of_a_strategy, TypeError, "must be a Strategy such as Strategy.zeropp()"),
+    "other scopes of optimizers": (third_letters_mixed, ValueError, "blocks.0 is sharded inside nodes"),
     "a local state dict": (local_state_dict, ValueError, "use SHARDED_STATE_DICT or FULL_STATE_DICT"),
 }
 
@@ -367,16 +295,3 @@ def test_bad_input_is_refused_on_every_rank(pool: Callable[[int], Pool]) -> None
     replies = pool(4).run(attempts)
     for name, refusal in REFUSALS.items():
         assert_refused([of_rank[name] for of_rank in replies], refusal)
-
-
-def third_letters_mixed() -> None:
-    """In a worker: the first forward of a block that is sharded inside of nodes, the rest otherwise."""
-    net = models.make_net()
-    net.blocks[0] = FSDP(net.blocks[0], sharding_strategy=Strategy("III", **TWO), device_id=models.device())
-    model = FSDP(net, sharding_strategy=Strategy("GGG", **TWO), device_id=models.device())
-    with pytest.raises(ValueError, match=r"blocks\.0 is sharded inside nodes"):
-        models.loss_of(model, models.batch(0, 0))
-
-
-def test_all_units_must_shard_over_one_group(pool: Callable[[int], Pool]) -> None:
-    pool(4).run(third_letters_mixed)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -28,7 +27,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp_zpp import LocalSteps, Strategy, clip_grad_norm_, exchange_weights, fully_shard
+from fsdp_zpp import Strategy, clip_grad_norm_, fully_shard
 
 FSDP2 = Fsdp2()
 
@@ -36,6 +35,8 @@ FSDP2 = Fsdp2()
 
 TOLERANCE = 1e-6
 """The relative tolerance of norms and gradients: sums of the same fp32 values in another order."""
+MOST = 1e-4
+"""What gradients are clipped to."""
 
 
 def shard(net: models.Net, levels: list[str | None]) -> models.Net:
@@ -45,26 +46,20 @@ def shard(net: models.Net, levels: list[str | None]) -> models.Net:
     return net
 
 
-def norm_and_gradients(net: Any, clip: Callable[..., Tensor], **arguments: Any) -> tuple[float, dict[str, Tensor]]:
-    """Make a backward and clip; return the norm before that, and all gradients."""
+def differences(norm: float, clipped: dict[str, Tensor], before: list[dict[str, Tensor]], norm_type: float) -> float:
+    """How far a norm and clipped gradients are from their definition, given gradients before: these, then others."""
+    expected = float(torch.cat([g.flatten().cpu() for each in before for g in each.values()]).norm(norm_type))
+    scaled = {name: gradient * (MOST / (expected + 1e-6)) for name, gradient in before[0].items()}
+    return max(abs(norm / expected - 1), models.distance(clipped, scaled))
+
+
+def differences_of_parts(levels: list[str | None], norm_type: float) -> tuple[float, float]:
+    """In a worker: how far clipping of parts with scopes of their own is from its definition; and the norm."""
+    net = shard(models.make_net(hidden=3), levels)  # with three rows for four ranks one has nothing of a parameter
     models.loss_of(net, models.batch(0, 0)).backward()
-    norm: Any = clip(net.parameters(), 0.1, **arguments)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm), FSDP2.full_gradients(net)
-
-
-def differences(ours: tuple[float, dict[str, Tensor]], expected: tuple[float, dict[str, Tensor]]) -> float:
-    return max(abs(ours[0] / expected[0] - 1), models.distance(ours[1], expected[1]))
-
-
-def difference_from_torch(levels: list[str | None], norm_type: float, foreach: bool | None) -> tuple[float, float]:
-    """In a worker: how far our clipping of different parts is from torch's of one mesh; and the norm."""
-    # With three rows for four ranks one has nothing of a parameter, of which torch has no largest value.
-    sizes = {} if math.isinf(norm_type) else {"hidden": 3}
-    arguments = {"norm_type": norm_type, "foreach": foreach}
-    net = shard(models.make_net(**sizes), levels)
-    expected = shard(models.make_net(**sizes), [None] * 3)
-    ours = norm_and_gradients(net, clip_grad_norm_, **arguments)
-    return differences(ours, norm_and_gradients(expected, torch.nn.utils.clip_grad_norm_, **arguments)), ours[0]
+    before = FSDP2.full_gradients(net)
+    norm = float(clip_grad_norm_(net.parameters(), MOST, norm_type, foreach=None if norm_type == 2.0 else False))
+    return differences(norm, FSDP2.full_gradients(net), [before], norm_type), norm
 
 
 @over_each(
@@ -73,23 +68,9 @@ def difference_from_torch(levels: list[str | None], norm_type: float, foreach: b
     levels={"several": ["III", "NNN", "GGG"], "one": ["GGG"] * 3, "torch": ["III", None, None]},
 )
 def test_norm_is_that_of_one_mesh(pool: Callable[[int], Pool], levels: list[str | None], norm_type: float) -> None:
-    foreach = None if norm_type == 2.0 else False
-    found, norms = zip(*pool(4).run(difference_from_torch, levels, norm_type, foreach), strict=True)
+    found, norms = zip(*pool(4).run(differences_of_parts, levels, norm_type), strict=True)
     assert max(found) <= TOLERANCE
     assert len(set(norms)) == 1
-
-
-def largest_of_uneven_shards() -> float:
-    """In a worker: how far the largest value is off where some ranks have nothing of a parameter."""
-    net = shard(models.make_net(hidden=3), ["III", "GGG", "GGG"])
-    norm, _ = norm_and_gradients(net, clip_grad_norm_, norm_type=math.inf)
-    whole = shard(models.make_net(hidden=3), [None] * 3)
-    models.loss_of(whole, models.batch(0, 0)).backward()
-    return norm - max(float(gradient.abs().max()) for gradient in FSDP2.full_gradients(whole).values())
-
-
-def test_largest_value_takes_ranks_that_hold_nothing(pool: Callable[[int], Pool]) -> None:
-    assert max(map(abs, pool(4).run(largest_of_uneven_shards))) <= TOLERANCE
 
 
 class Block(nn.Module):
@@ -128,36 +109,32 @@ def sharded_beside(axis: str, levels: str) -> tuple[nn.Module, DeviceMesh | None
     return block, mesh["pp"] if axis == "pp" else None
 
 
-def differences_from_definition(axis: str, levels: str, norm_type: float) -> float:
-    """In a worker: how far a norm and the clipped gradients are from what they are by definition."""
+def differences_beside(axis: str, levels: str, norm_type: float) -> float:
+    """In a worker: how far clipping of what is split along another axis, too, is from its definition."""
     block, stages = sharded_beside(axis, levels)
-    whole = {name: p.grad.full_tensor().clone() for name, p in block.named_parameters() if p.grad is not None}
-    assert len(whole) == 6 + (axis == "ep")
-    values = [gradient.flatten().cpu() for gradient in whole.values()]
+    before: list[Any] = [{name: gradient.clone() for name, gradient in whole_gradients(block).items()}]
+    assert len(before[0]) == 6 + (axis == "ep")
     if stages is not None:
         of_stages: list[Any] = [None] * 2
-        dist.all_gather_object(of_stages, values, group=stages.get_group())
-        values = of_stages[0] + of_stages[1]
-    expected = float(torch.cat(values).norm(norm_type))
-    norm = float(clip_grad_norm_(block.parameters(), 1e-4, norm_type, pp_mesh=stages))
-    clipped = {name: p.grad.full_tensor() for name, p in block.named_parameters() if p.grad is not None}
-    return differences((norm, clipped), (expected, {n: g * (1e-4 / (expected + 1e-6)) for n, g in whole.items()}))
+        dist.all_gather_object(of_stages, before[0], group=stages.get_group())
+        before.append(of_stages[1 - stages.get_local_rank()])
+    norm = float(clip_grad_norm_(block.parameters(), MOST, norm_type, pp_mesh=stages))
+    return differences(norm, whole_gradients(block), before, norm_type)
+
+
+def whole_gradients(block: nn.Module) -> dict[str, Tensor]:
+    gradients: dict[str, Any] = {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
+    return {name: gradient.full_tensor() for name, gradient in gradients.items()}
 
 
 @pytest.mark.parametrize(
     ("axis", "levels", "norm_type"),
-    [
-        ("tp", "III", 2.0),
-        ("ep", "III", 2.0),
-        ("pp", "GGG", 2.0),
-        ("pp", "III", math.inf),
-    ],
+    [("tp", "III", 2.0), ("ep", "III", 2.0), ("pp", "GGG", 2.0), ("pp", "III", math.inf)],
 )
 def test_norm_counts_copies_once_and_what_is_elsewhere_too(
     pool: Callable[[int], Pool], axis: str, levels: str, norm_type: float
 ) -> None:
-    found = pool(4).run(differences_from_definition, axis, levels, norm_type)
-    assert max(found) <= TOLERANCE
+    assert max(pool(4).run(differences_beside, axis, levels, norm_type)) <= TOLERANCE
 
 
 def of_unreduced_and_plain_gradients() -> tuple[float, list[float]]:
@@ -262,8 +239,6 @@ def test_torch_names_the_strategies_and_the_remedy(
 
 dtensor_collectives = load("loss", "dtensor_collectives")
 STEPS = 2
-ROWS = {"even": 32, "uneven": 37, "few": 3}
-"""Rows of the matrices: a multiple of the four ranks, not a multiple, and fewer than ranks."""
 Muon = Callable[..., torch.optim.Optimizer]
 
 
@@ -271,13 +246,6 @@ def whole_muon(matrices: Any, **arguments: Any) -> torch.optim.Optimizer:
     """Make the optimizer of the guide."""
     optimizer: torch.optim.Optimizer = load("loss", "guides_muon").whole_muon(matrices, **arguments)
     return optimizer
-
-
-@contextmanager
-def in_fp32() -> Iterator[None]:
-    """Have Muon iterate in fp32, not in bf16, where a rounding error of a gradient becomes one of 2^-8."""
-    with patch.object(Tensor, "bfloat16", lambda self: self.clone()):
-        yield
 
 
 def step_all(net: nn.Module, rows: int, muon: Muon) -> Callable[[], Counter[str]]:
@@ -298,16 +266,6 @@ def step_all(net: nn.Module, rows: int, muon: Muon) -> Callable[[], Counter[str]
     return step
 
 
-def trained(strategy: Any, rows: int, muon: Muon) -> tuple[dict[str, Tensor], Counter[str]]:
-    """In a worker: the weights after some steps, and the collectives of optimizers in the last one."""
-    net = FSDP2.make(Case(model=(("hidden", rows),)), strategy)
-    step, hops = step_all(net, rows, muon), Counter[str]()
-    for index in range(STEPS):
-        models.loss_of(net, models.batch(index, 0)).backward()
-        hops = step()
-    return FSDP2.full_weights(net), hops
-
-
 @cache
 def trained_alone(rows: int) -> dict[str, Tensor]:
     """Train with torch's Muon on this rank alone, on the batches of all ranks."""
@@ -321,52 +279,33 @@ def trained_alone(rows: int) -> dict[str, Tensor]:
 
 
 def compared_to_one_rank(levels: str, rows: int, muon: Muon) -> tuple[float, Counter[str]]:
-    """In a worker: how far training in a scope is from that on one rank, and the collectives of a step."""
-    with in_fp32():
-        weights, hops = trained(Strategy(levels, gpus_per_node=2), rows, muon)
-        return models.distance(weights, trained_alone(rows)), hops
+    """In a worker: how far training in a scope is from that on one rank, and the collectives of the last step.
+
+    Muon iterates in fp32, not in bf16, where a rounding error of a gradient becomes one of 2^-8.
+    """
+    with patch.object(Tensor, "bfloat16", lambda self: self.clone()):
+        net = FSDP2.make(Case(model=(("hidden", rows),)), Strategy(levels, gpus_per_node=2))
+        step, hops = step_all(net, rows, muon), Counter[str]()
+        for index in range(STEPS):
+            models.loss_of(net, models.batch(index, 0)).backward()
+            hops = step()
+        return models.distance(FSDP2.full_weights(net), trained_alone(rows)), hops
 
 
 @pytest.mark.parametrize(
     ("muon", "levels", "rows"),
-    [(torch.optim.Muon, "IGG", "uneven"), (whole_muon, "GGG", "few"), (whole_muon, "III", "even")],
+    [
+        pytest.param(torch.optim.Muon, "IGG", 37, id="rows that do not divide by four"),
+        pytest.param(whole_muon, "GGG", 3, id="fewer rows than ranks"),
+        pytest.param(whole_muon, "III", 32, id="inside nodes"),
+    ],
 )
 def test_muon_trains_as_torchs_on_one_rank_and_keeps_to_the_hop_of_its_shards(
-    pool: Callable[[int], Pool], muon: Muon, levels: str, rows: str
+    pool: Callable[[int], Pool], muon: Muon, levels: str, rows: int
 ) -> None:
     hop = "intra" if levels == "III" else "inter"
-    for distance, hops in pool(4).run(compared_to_one_rank, levels, ROWS[rows], muon):
+    for distance, hops in pool(4).run(compared_to_one_rank, levels, rows, muon):
         assert distance <= 1e-5
         assert set(hops) == {hop}
         if muon is whole_muon:
             assert hops[hop] == 4  # once a matrix
-
-
-def locally(muon: Muon, levels: str) -> dict[str, Any]:
-    """In a worker: training with Muon inside nodes of two, as in MuLoCo (arXiv 2505.23725)."""
-    strategy = Strategy(levels, local_steps=LocalSteps(2), gpus_per_node=2)
-    net = FSDP2.make(Case(model=(("hidden", 32),)), strategy)
-    step, losses, hops = step_all(net, 32, muon), [], Counter[str]()
-    for _ in range(4):
-        loss = models.loss_of(net, models.batch(0, 0))
-        loss.backward()
-        hops += step()
-        losses.append(loss.item())
-    weights = [FSDP2.full_weights(net)]
-    exchange_weights(net)
-    return {"hops": set(hops), "losses": losses, "weights": [*weights, FSDP2.full_weights(net)]}
-
-
-@pytest.mark.parametrize(
-    ("levels", "muon"),
-    [("III", torch.optim.Muon), ("NNN", whole_muon)],
-)
-def test_nodes_train_on_their_own_with_muon(pool: Callable[[int], Pool], muon: Muon, levels: str) -> None:
-    results = pool(4).run(locally, muon, levels)
-    for rank, found in enumerate(results):
-        before, after = (models.distance(*pair) for pair in zip(found["weights"], results[0]["weights"], strict=True))
-        assert after == 0
-        assert (before > 0) == (rank >= 2)  # on the other node
-        assert found["losses"][-1] < found["losses"][0]
-        # The optimizer sends nothing between nodes.
-        assert found["hops"] == ({"intra"} if levels == "III" else set())

@@ -1,17 +1,15 @@
-"""How fully_shard's groups are gathered when their weights have a codec: what is copied, when, and by whom."""
+"""How fully_shard's groups are gathered when their weights have a codec: when, and by whom."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import models
-from harness.adapter import STOCK, Case
+from harness.adapter import Case
 from harness.covering import over_each
 from harness.fsdp2 import Fsdp2
 from harness.pool import Pool
@@ -19,12 +17,9 @@ from harness.training import logits, train
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
-from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_zpp import Int8, Strategy, fully_shard, invalidate, traffic
 from fsdp_zpp.collectives.hops import all_gather_single
-from fsdp_zpp.collectives.weight_gather import WeightGather
 
 FSDP2 = Fsdp2()
 HPZ, ZEROPP = Strategy("IGG", gpus_per_node=2), Strategy.zeropp(gpus_per_node=2)
@@ -34,56 +29,6 @@ MICRO_BATCHES = Case(steps=2, micro_batches=2)
 
 
 # ---- what a gather does
-
-
-class CopiesIn(TorchDispatchMode):
-    """Counts the copies of shards that torch makes before a collective."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.fsdp.all_gather_copy_in.default
-        return func(*args, **(kwargs or {}))
-
-
-@dataclass
-class Gathers:
-    """Counts of what the gathers of a model do."""
-
-    copies: int  # of shards, before a collective in a first forward
-    names: set[str]  # that torch has for them in a second forward, as a profiler sees it
-    count: int  # of units that are gathered by ours in a step of two micro-batches
-
-
-def gathers_of(strategy: Strategy | None) -> Gathers:
-    """In a worker: of a model under a strategy."""
-    model = FSDP2.make(MICRO_BATCHES, strategy)
-    with CopiesIn() as copies:
-        models.loss_of(model, models.batch(0, 0))
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        models.loss_of(model, models.batch(0, 0))
-    names = {event.name for event in profiler.events() if event.name.startswith("FSDP::all_gather")}
-    fresh = FSDP2.make(MICRO_BATCHES, strategy)
-    with mock.patch.object(WeightGather, "__call__", autospec=True, side_effect=WeightGather.__call__) as gather:
-        train(FSDP2, fresh, replace(MICRO_BATCHES, steps=1))
-    return Gathers(copies.count, names, gather.call_count)
-
-
-@pytest.mark.parametrize("strategy", ENCODED, ids=str)
-def test_encoded_units_are_gathered_when_they_are_unsharded_without_a_copy_under_torchs_names(
-    pool: Callable[[int], Pool], strategy: Strategy
-) -> None:
-    stock, blocks = pool(4).once(gathers_of, STOCK)[0], len(models.Net().blocks)
-    assert stock.copies == blocks + 1
-    # The root, as torch has it, stays unsharded from its forward to its backward; what scope N keeps, for the step.
-    times = blocks + 1 if strategy.parameters == "N" else 2 * (2 * blocks + 1)
-    for gathers in pool(4).run(gathers_of, strategy):
-        assert gathers.copies == 0
-        assert gathers.count == times
-        # Scope N keeps weights from the first forward, and does not gather them in the second.
-        assert gathers.names == (set() if strategy.parameters == "N" else stock.names)
 
 
 def with_embedding_apart(in_the_backward: bool) -> tuple[dict[str, Tensor], int]:
@@ -237,8 +182,11 @@ class Heads(nn.Module):
         return sum((head(x) * 10.0**place for place, head in enumerate(self.heads)), x.new_zeros(()))
 
 
-def losses_of_heads(strategy: Strategy | None) -> list[float]:
-    """In a worker: the losses of a training that unshards by hand before each forward, as torch's tutorial does."""
+def trained_heads(strategy: Strategy | None, early: bool = True) -> tuple[list[float], int]:
+    """In a worker: the losses of a training, and what its gathers send between nodes.
+
+    It may unshard by hand before each forward, as torch's tutorial does.
+    """
     torch.manual_seed(0)
     model: Any = Heads().to(models.device())
     if strategy is not None:
@@ -246,7 +194,7 @@ def losses_of_heads(strategy: Strategy | None) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     losses = []
     for step in range(3):
-        if strategy is not None:
+        if strategy is not None and early:
             model.unshard(async_op=True)
         torch.manual_seed(step)
         loss = model(torch.randn(4, 256).to(models.device())).square().mean()
@@ -254,28 +202,17 @@ def losses_of_heads(strategy: Strategy | None) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses
+    return losses, 0 if strategy is None else traffic(model)["gather"]["inter"]
 
 
 @over_each(rest=False, levels=["GGG", "NNG", "III"], nodes=[1, 2])
 def test_parameters_keep_their_order_however_often_torch_initializes_a_group(
     pool: Callable[[int], Pool], levels: str, nodes: int
 ) -> None:
-    expected = pool(4).once(losses_of_heads, None)[0]
-    for losses in pool(4).run(losses_of_heads, Strategy(levels, gpus_per_node=4 // nodes)):
+    expected, _ = pool(4).once(trained_heads, None)[0]
+    for losses, _ in pool(4).run(trained_heads, Strategy(levels, gpus_per_node=4 // nodes)):
         assert losses == pytest.approx(expected, rel=1e-4)
 
 
-def bytes_of_a_forward(early: bool) -> int:
-    """In a worker: what a forward sends between nodes, maybe after an ``unshard()`` before FQNs are known."""
-    model: Any = fully_shard(Heads().to(models.device()), strategy=QWZ)
-    if early:
-        model.unshard()
-        model.reshard()
-    before = traffic(model)["gather"]["inter"]
-    model(torch.ones(4, 256, device=models.device()))
-    return traffic(model)["gather"]["inter"] - before
-
-
-def test_an_unshard_before_the_first_forward_leaves_bytes_as_they_are(pool: Callable[[int], Pool]) -> None:
-    assert pool(4).run(bytes_of_a_forward, True) == pool(4).run(bytes_of_a_forward, False)
+def test_an_unshard_before_the_first_forward_changes_neither_losses_nor_bytes(pool: Callable[[int], Pool]) -> None:
+    assert pool(4).run(trained_heads, QWZ, True) == pool(4).run(trained_heads, QWZ, False)

@@ -42,16 +42,6 @@ def needs(method: str) -> pytest.MarkDecorator:
 # ---- the end of a backward
 
 
-def backwards(model: Any, step: int, synced: tuple[bool, ...], skipped: tuple[int | None, ...]) -> None:
-    """One step's micro-batches; each may leave out a block."""
-    for i, (sync, skip) in enumerate(zip(synced, skipped, strict=True)):
-        model.set_requires_gradient_sync(sync)
-        model.set_is_last_backward(sync)
-        model.skipped = skip
-        models.loss_of(model, models.batch(step, i)).backward()
-    model.skipped = None
-
-
 def two_steps(
     strategy: Strategy | None, last_synced: bool = True, finalize: Callable[[Any], None] | None = None
 ) -> list[dict[str, Tensor]]:
@@ -62,7 +52,12 @@ def two_steps(
     optimizer = models.make_optimizer("sgd", model.parameters())
     steps = []
     for step in range(2):
-        backwards(model, step, (False, last_synced), (0, 1))
+        for micro_batch, synced in enumerate((False, last_synced)):
+            model.set_requires_gradient_sync(synced)
+            model.set_is_last_backward(synced)
+            model.skipped = micro_batch  # a block that is left out
+            models.loss_of(model, models.batch(step, micro_batch)).backward()
+        model.skipped = None
         if finalize is not None:
             model.set_requires_gradient_sync(True)
             finalize(model)
@@ -72,12 +67,12 @@ def two_steps(
     return [*steps, FSDP2.full_weights(model)]
 
 
-def manual_finalization(last_synced: bool, async_op: bool) -> None:
-    """In a worker: over all strategies."""
+def manual_finalization(last_synced: bool) -> None:
+    """In a worker: over all strategies, by a handle if the last backward was not synchronized."""
 
     def finalize(model: Any) -> None:
-        handle = model.finalize_backward(async_op=async_op)
-        if async_op:
+        handle = model.finalize_backward(async_op=not last_synced)
+        if not last_synced:
             handle.wait()
 
     stock = two_steps(STOCK)
@@ -89,49 +84,9 @@ def manual_finalization(last_synced: bool, async_op: bool) -> None:
 
 
 @needs("set_manual_backward_finalization")
-@pytest.mark.parametrize(
-    ("last_synced", "async_op"),
-    [
-        pytest.param(True, False, id="last synchronized, wait"),
-        pytest.param(False, True, id="none synchronized, handle"),
-    ],
-)
-def test_a_step_may_be_ended_by_finalize_backward(
-    pool: Callable[[int], Pool], last_synced: bool, async_op: bool
-) -> None:
-    pool(4).run(manual_finalization, last_synced, async_op)
-
-
-def recovered(strategy: Strategy, where: str) -> dict[str, Tensor]:
-    """In a worker: gradients of a step after one whose second micro-batch has failed in its forward or backward."""
-    model: Any = FSDP2.make(Case(), strategy)
-    backwards(model, 0, (False,), (None,))
-
-    def fail(module: nn.Module, args: Any) -> None:
-        raise FloatingPointError
-
-    handle = getattr(model.blocks[1], f"register_{where}_pre_hook")(fail)
-    with pytest.raises(FloatingPointError):
-        backwards(model, 0, (False,), (None,))
-    handle.remove()
-    model.reset_iter_state()
-    backwards(model, 1, (False, True), (0, 1))
-    return FSDP2.full_gradients(model)
-
-
-def recoveries() -> None:
-    """In a worker: over strategies without codecs, against a model that nothing has failed in."""
-    fresh: Any = FSDP2.make(Case(), STOCK)
-    backwards(fresh, 1, (False, True), (0, 1))
-    expected = FSDP2.full_gradients(fresh)
-    for strategy in PLAIN:
-        for where in ("forward", "full_backward") if strategy == HPZ else ("full_backward",):
-            assert models.distance(recovered(strategy, where), expected) <= 1e-6, (strategy, where)
-
-
-@needs("reset_iter_state")
-def test_reset_iter_state_recovers_from_an_exception(pool: Callable[[int], Pool]) -> None:
-    pool(4).run(recoveries)
+@pytest.mark.parametrize("last_synced", [True, False])
+def test_a_step_may_be_ended_by_finalize_backward(pool: Callable[[int], Pool], last_synced: bool) -> None:
+    pool(4).run(manual_finalization, last_synced)
 
 
 # ---- reductions
@@ -398,21 +353,6 @@ def test_a_model_sharded_in_part_by_a_strategy_equals_stock_also_under_an_optimi
     assert max(pool(4).run(mixed_with_stock)) <= 1e-6
 
 
-def module_without_parameters() -> int:
-    """In a worker: a module that has nothing of its own to shard is left to torch."""
-    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    for layer in net:
-        fully_shard(layer, strategy=HPZ)
-    assert fully_shard(net, strategy=HPZ) is net
-    net(torch.ones(2, 6, device=models.device())).sum().backward()
-    assert fully_shard.state(net) is net._get_fsdp_state()
-    return traffic(net)["gather"]["inter"]
-
-
-def test_a_module_without_parameters_of_its_own_is_left_to_torch(pool: Callable[[int], Pool]) -> None:
-    assert min(pool(4).run(module_without_parameters)) > 0
-
-
 # ---- where nothing tells the nodes, a plain strategy is torch's own
 
 
@@ -455,8 +395,8 @@ def _of_a_net(strategy: Any = FLAT, **arguments: Any) -> Callable[[], Any]:
     return lambda: fully_shard(models.make_net(), strategy=strategy, **arguments)
 
 
-def _model_first(strategy: Strategy) -> None:
-    net = models.make_net()
+def _model_first(levels: str) -> None:
+    net, strategy = models.make_net(), Strategy(levels, **TWO)
     fully_shard(net, strategy=strategy)
     fully_shard(net.blocks[0], strategy=strategy)
 
@@ -480,23 +420,10 @@ REFUSALS: dict[str, Refusal] = {
         ValueError,
         "reshard_after_forward=True contradicts 'NNG'",
     ),
-    "dimensions of a mesh": (
-        lambda: fully_shard(models.make_net(), strategy=FLAT, mesh=_mesh("dp", "tp")),
-        ValueError,
-        "use Strategy('III') for HSDP",
-    ),
-    "a mesh for a parameter": (
-        _of_a_net(shard_placement_fn=lambda p: "elsewhere"),
-        ValueError,
-        "must return a Shard or None",
-    ),
-    "the model before its layers": (lambda: _model_first(FLAT), ValueError, "shard layers before the model"),
-    "the model before its layers, inside nodes": (
-        lambda: _model_first(Strategy("III", **TWO)),
-        ValueError,
-        "norm.weight is sharded already",
-    ),
-    "unknown argument": (_of_a_net(mesch=1), TypeError, "mesch"),
+    "dimensions of a mesh": (lambda: _of_a_net(mesh=_mesh("dp", "tp"))(), ValueError, "use Strategy('III') for HSDP"),
+    "a place of no kind": (_of_a_net(shard_placement_fn=lambda p: "elsewhere"), ValueError, "a Shard or None"),
+    "the model before its layers": (lambda: _model_first("GGG"), ValueError, "shard layers before the model"),
+    "the same inside nodes": (lambda: _model_first("III"), ValueError, "norm.weight is sharded already"),
     "dtypes of a frozen base": (_override_of_frozen, ValueError, "mp_policy has a param_dtype_override_fn"),
 }
 if device_type() == "cpu":  # where torch would only say that memory can't be pinned

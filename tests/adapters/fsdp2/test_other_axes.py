@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -58,11 +58,6 @@ Wrap = Callable[..., Any]
 needs_meshes = pytest.mark.skipif(
     not hasattr(_fsdp_common, "ShardPlacementResult"), reason="this torch has no mesh for a parameter"
 )
-
-
-def wide(*row: Any) -> Any:
-    """Return a row of a test in the wide tier."""
-    return pytest.param(*row, marks=pytest.mark.wide)
 
 
 # ---- a mixture, and how it is split and trained
@@ -135,41 +130,30 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def by(strategy: Strategy) -> Wrap:
-    """Return ``fully_shard`` with a strategy."""
     return partial(fully_shard, strategy=strategy)
 
 
-@dataclass(frozen=True)
-class Axis:
-    """A mesh, by the names of its dimensions, of which all but ``tp`` have data of their own."""
+class Axis(NamedTuple):
+    """A mesh of dimensions, of which all but ``tp`` have data of their own."""
 
-    shape: tuple[tuple[str, int], ...]
-    gpus_per_node: int  # among ranks that have data of their own
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
     sums: bool = False  # gradients are summed and losses divided, since experts have seen the tokens of all ranks
-
-    @property
-    def world(self) -> int:
-        """The number of ranks."""
-        return math.prod(size for _, size in self.shape)
-
-    def has(self, name: str) -> bool:
-        """Tell whether the mesh has a dimension."""
-        return name in dict(self.shape)
 
 
 AXES = {
-    "across": Axis((("efsdp", 2), ("ep", 2)), 2),  # the same experts are on both nodes
-    "within": Axis((("ep", 2), ("efsdp", 2)), 2),
-    "one mesh": Axis((("dp", 4),), 2),
-    "tp x ep": Axis((("efsdp", 2), ("ep", 2), ("tp", 2)), 2, sums=True),
+    "across": Axis(("efsdp", "ep"), (2, 2)),  # the same experts are on both nodes
+    "within": Axis(("ep", "efsdp"), (2, 2)),
+    "one mesh": Axis(("dp",), (4,)),
+    "tp x ep": Axis(("efsdp", "ep", "tp"), (2, 2, 2), sums=True),
 }
 
 
 @cache  # DTensors remember meshes of these ranks, so that their groups must stay
 def meshes(axis: Axis) -> tuple[DeviceMesh, DeviceMesh]:
     """In a worker: the mesh of an axis, and the 1-D one of its data-parallel ranks."""
-    names, sizes = zip(*axis.shape, strict=True)
-    mesh, data = init_device_mesh(device_type(), sizes, mesh_dim_names=names), [name for name in names if name != "tp"]
+    mesh = init_device_mesh(device_type(), axis.sizes, mesh_dim_names=axis.names)
+    data = [name for name in axis.names if name != "tp"]
     return mesh, mesh[data[0]] if len(data) == 1 else mesh[tuple(data)]._flatten("_".join(data))
 
 
@@ -186,10 +170,10 @@ class Training:
         self.mesh, self.data = meshes(axis)
         self.model: Any = nn.Sequential(*mixtures(2))
         for block in self.model:
-            if axis.has("tp"):
+            if "tp" in axis.names:
                 parallelize_module(block, self.mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
             own = {}
-            if axis.has("ep"):
+            if "ep" in axis.names:
                 block.experts.spread(self.mesh["ep"])
                 own = {"shard_placement_fn": on_their_mesh(block, self.mesh)}
             wrap(block, mesh=self.data, **own)
@@ -201,7 +185,7 @@ class Training:
         self.optimizer = optimizer_of(self.model.parameters())
 
     def step(self, step: int) -> list[float]:
-        """Make a step of two micro-batches; return their losses."""
+        """Return the losses of two micro-batches."""
         losses: list[Tensor] = []
         parts = (each.chunk(MICRO_BATCHES) for each in batch(step, self.data.get_local_rank()))
         for i, (inputs, target) in enumerate(zip(*parts, strict=True)):
@@ -248,7 +232,6 @@ class Outcome:
     losses: list[float]  # by a strategy
     expected: list[float]  # by torch
     distance: float  # between the weights, relative to them
-    copies_differ: bool  # from those of another rank
     sent: int  # bytes that were gathered between nodes
     once_a_step: int  # what they are if each shard crosses nodes once a step
 
@@ -261,21 +244,17 @@ def trained_by_torch(axis: Axis) -> tuple[list[float], Tensor]:
 
 
 def trained(axis: Axis, strategy: Strategy) -> Outcome:
-    """In a worker: train by a strategy and by torch."""
+    """In a worker: train by a strategy, which leaves copies equal, and by torch."""
     expected, theirs = trained_by_torch(axis)
     ours = Training(axis, by(strategy))
     losses = [loss for step in range(STEPS) for loss in ours.step(step)]
     distance, sent = float((ours.weights() - theirs).norm() / theirs.norm()), traffic(ours.model)["gather"]["inter"]
-    return Outcome(losses, expected, distance, ours.copies_differ(), sent, STEPS * ours.shard_numel() * BYTES)
+    assert not ours.copies_differ()
+    return Outcome(losses, expected, distance, sent, STEPS * ours.shard_numel() * BYTES)
 
 
 def outcomes_of(pool: Callable[[int], Pool], axis: str, strategy: Strategy) -> list[Outcome]:
-    """Train on all ranks; check that copies are equal."""
-    outcomes = pool(AXES[axis].world).run(
-        trained, AXES[axis], replace(strategy, gpus_per_node=AXES[axis].gpus_per_node)
-    )
-    assert not any(outcome.copies_differ for outcome in outcomes)
-    return outcomes
+    return pool(math.prod(AXES[axis].sizes)).run(trained, AXES[axis], replace(strategy, **TWO))
 
 
 def check_equal(outcomes: list[Outcome]) -> None:
@@ -294,8 +273,8 @@ def check_equal(outcomes: list[Outcome]) -> None:
         ("across", "NNN"),
         ("across", "IIG"),
         ("tp x ep", "NNG"),
-        wide("within", "GGG"),
-        wide("tp x ep", "III"),
+        pytest.param("within", "GGG", marks=pytest.mark.wide),
+        pytest.param("tp x ep", "III", marks=pytest.mark.wide),
     ],
 )
 def test_experts_on_a_mesh_of_their_own_train_as_with_torch(
@@ -326,8 +305,8 @@ CODED = {
         ("across", "of experts"),
         ("across", "kept"),
         ("tp x ep", "LoCo"),
-        wide("across", "LoCo within nodes"),
-        wide("tp x ep", "delta"),
+        pytest.param("across", "LoCo within nodes", marks=pytest.mark.wide),
+        pytest.param("tp x ep", "delta", marks=pytest.mark.wide),
     ],
 )
 def test_codecs_encode_experts_too(pool: Callable[[int], Pool], axis: str, name: str) -> None:
@@ -404,27 +383,6 @@ def test_frozen_experts_are_quantized_over_their_mesh(pool: Callable[[int], Pool
         assert not any("experts." in name for name in names)
 
 
-def ranks_of_parameters(strategy: Strategy) -> dict[str, list[int]]:
-    """In a worker: the ranks of parameters' meshes, each of which was given one made for it, without ``mesh=``."""
-    block, mesh = plain_mixture()
-    everyone = mesh["efsdp", "ep"]._flatten("dp")
-
-    def place(parameter: nn.Parameter) -> Any:
-        own = mesh["efsdp"] if parameter.ndim == 3 else everyone
-        return _fsdp_common.ShardPlacementResult(Shard(0), _fsdp_common.FSDPMeshInfo(own, shard_mesh_dim=0))
-
-    by(strategy)(block, shard_placement_fn=place)
-    parameters: dict[str, Any] = dict(block.named_parameters())
-    return {name: dist.get_process_group_ranks(p.device_mesh.get_group()) for name, p in parameters.items()}
-
-
-@needs_meshes
-def test_each_parameter_is_sharded_over_the_mesh_that_it_was_given(pool: Callable[[int], Pool]) -> None:
-    for rank, ranks in enumerate(pool(4).run(ranks_of_parameters, Strategy("IGG", **TWO))):
-        for name, own in ranks.items():
-            assert own == ([rank % 2, rank % 2 + 2] if "experts." in name else [0, 1, 2, 3])
-
-
 def levels_of_a_list(order: tuple[int, int]) -> list[str]:
     """In a worker: the scopes of the units of a norm and a linear layer that are gathered together."""
     parts: list[nn.Module] = [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)]
@@ -437,11 +395,9 @@ def levels_of_a_list(order: tuple[int, int]) -> list[str]:
 
 
 @pytest.mark.skipif(major_minor(torch.__version__) < (2, 12), reason="this torch makes one group of a module")
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_overrides_of_one_module_of_a_list_leave_the_others(
-    pool: Callable[[int], Pool], order: tuple[int, int]
-) -> None:
-    assert pool(4).run(levels_of_a_list, order) == [["GGG", "IGG"]] * 4
+def test_overrides_of_one_module_of_a_list_leave_the_others(pool: Callable[[int], Pool]) -> None:
+    for order in ((0, 1), (1, 0)):
+        assert pool(4).run(levels_of_a_list, order) == [["GGG", "IGG"]] * 4
 
 
 def quantized_before() -> None:
@@ -542,7 +498,6 @@ class Pipeline:
         self.optimizer = optimizer_of([p for part in self.parts.values() for p in part.parameters()])
 
     def step(self, index: int) -> None:
-        """Make a step."""
         inputs, target = batch(index, self.rank)
         self.schedule.step(*([inputs] if self.first else []), **({"target": target} if self.last else {}))
         self.optimizer.step()
