@@ -188,15 +188,27 @@ def test_sums_are_those_of_what_peers_sent_in_their_order(codec: Codec, dtype: t
         assert torch.equal(payload, before)
 
 
-@over_pairs(rest=False, codec=FOLLOWING, following=FOLLOWING, tails=[(0, 0), (TAIL, 0), (0, TAIL), (TAIL, 40)])
-def test_sums_are_encoded_as_any_values_are(codec: Codec, following: Codec, tails: tuple[int, int]) -> None:
+@over_pairs(
+    rest=False,
+    codec=FOLLOWING,
+    following=FOLLOWING,
+    tails=[(0, 0), (TAIL, 0), (0, TAIL), (TAIL, 40), (TAIL, TAIL)],
+    kept_in=[None, Int8(64)],
+)
+def test_sums_are_encoded_as_any_values_are_and_corrected_after_the_scale(
+    codec: Codec, following: Codec, tails: tuple[int, int], kept_in: Int8 | None
+) -> None:
     source, then = (exact_tail(each, n) if n else each for each, n in zip((codec, following), tails, strict=True))
     for numel in (1, 33, 300):
         payload = peers(source, 3, 2, numel)
-        fused = source.decode_sum_encode(payload, numel, then, SCALE)
-        assert fused.shape == (2, then.nbytes(numel))
-        expected = then.encode(source.sums(payload, numel, SCALE), 1, 2)
-        assert torch.equal(coded(then, fused), coded(then, expected))
+        sums = source.sums(payload, numel, SCALE)
+        encoded = source.decode_sum_encode(payload, numel, then, SCALE)
+        assert encoded.shape == (2, then.nbytes(numel))
+        assert torch.equal(coded(then, encoded), coded(then, then.encode(sums.clone(), 1, 2)))
+        fused, apart = errors_of(2, numel, kept_in), errors_of(2, numel, kept_in)
+        encoded = decode_sum_encode_with_feedback(source, payload, numel, then, SCALE, fused)
+        assert torch.equal(coded(then, encoded), coded(then, encode_with_feedback(then, sums, 1, 2, apart)))
+        assert torch.equal(fused.state, apart.state)
 
 
 def test_nf4_can_not_be_summed_and_is_for_frozen_weights_alone() -> None:
@@ -232,16 +244,6 @@ def test_errors_are_added_before_and_what_is_left_out_is_kept(codec: Codec, kept
         new = BETA * old.double() + (1 - BETA) * left_out
         precision = new.abs().max().item() * (1e-6 if kept_in is None else 1 / 250)
         torch.testing.assert_close(errors.read().double(), new, rtol=0, atol=precision)
-
-
-@over_pairs(rest=False, codec=FOLLOWING, following=FOLLOWING, kept_in=[None, Int8(64)], tail=[0, TAIL])
-def test_sums_are_corrected_after_the_scale(codec: Codec, following: Codec, kept_in: Int8 | None, tail: int) -> None:
-    source, then = (exact_tail(each, tail) if tail else each for each in (codec, following))
-    payload, fused, apart = peers(source, 3, 2, 300), errors_of(2, 300, kept_in), errors_of(2, 300, kept_in)
-    result = decode_sum_encode_with_feedback(source, payload, 300, then, SCALE, fused)
-    expected = encode_with_feedback(then, source.sums(payload, 300, SCALE), 1, 2, apart)
-    assert torch.equal(coded(then, result), coded(then, expected))
-    assert torch.equal(fused.state, apart.state)
 
 
 @over_summing
@@ -283,12 +285,6 @@ def test_a_tail_follows_the_codecs_bytes_and_is_the_callers(codec: Codec) -> Non
             )
             assert torch.equal(out, expected)
         assert payload[:, -4 * TAIL :].view(torch.float32).isnan().all()
-
-
-@pytest.mark.parametrize("tail", [-4, 2, 5])
-def test_tails_are_multiples_of_four(tail: int) -> None:
-    with pytest.raises(ValueError, match=rf"tail is {tail}, but a row ends in a multiple of 4 fp32 values"):
-        exact_tail(Int8(), tail)
 
 
 def test_blockwise_codecs_take_one_kernel_with_their_tails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,11 +383,9 @@ def test_blocks_are_powers_of_two_in_a_codecs_range(codec: Any, least: int) -> N
     ("arguments", "message"),
     [
         ({"fraction": 0}, r"TopK's fraction must be a number in \(0, 1\], such as 0.02, got 0"),
-        ({"fraction": 2}, "got 2"),
         ({"fraction": True}, "got True"),
         ({"fraction": float("nan")}, "got nan"),
         ({"bits": 3}, "TopK's bits must be 2, 4 or 8, got 3"),
-        ({"bits": 4.0}, "got 4.0"),
     ],
 )
 def test_arguments_of_top_k_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:

@@ -30,8 +30,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from fsdp_zpp import Int8
-from fsdp_zpp.collectives.held_errors import Extent, HeldErrors
 from fsdp_zpp.kernels import (
     PayloadLayout,
     _ops,
@@ -46,6 +44,7 @@ from fsdp_zpp.kernels import (
     quantize,
     quantize_delta,
     quantize_with_feedback,
+    reference,
     triton_backend,
 )
 from fsdp_zpp.kernels.triton_backend.launch import Launch
@@ -213,10 +212,11 @@ def as_stored(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def same(actual: Tensor, expected: Tensor) -> bool:
-    """Return whether two tensors are equal, with NaN equal to NaN: its bits differ between processors."""
+    """Return whether two tensors have the same bits, but for those of NaN, which differ between processors."""
     if not actual.is_floating_point():
         return torch.equal(actual, expected)
-    return torch.equal(actual.isnan(), expected.isnan()) and torch.equal(actual.nan_to_num(), expected.nan_to_num())
+    numbers = (each.nan_to_num().view(torch.uint8) for each in (actual, expected))
+    return torch.equal(actual.isnan(), expected.isnan()) and torch.equal(*numbers)
 
 
 # ---- kernels beside the reference
@@ -235,9 +235,7 @@ A partial block, a partial word, whole tiles, a tile and a bit; aligned and not;
 """
 ERROR_BLOCKS = [0, 64, 1024]
 AGAIN = [(8, 256, 4, 128, 4096, 1), (4, 32, 8, 4096, 4099, 1), (8, 4096, 8, 32, 1023, 2), (4, 128, 4, 256, 130, 3)]
-"""Bits and block, those of what is encoded again, values in a chunk, and chunks."""
-DELTAS = [(8, 256, 4, 256, 4096, 1), (8, 64, 4, 4096, 4097, 1), (8, 32, 4, 64, 1, 3), (4, 128, 8, 64, 1026, 2)]
-"""The same of a base and of what is a delta against it."""
+"""Bits and block, those of what is encoded again or of a delta, values in a chunk, and chunks."""
 
 
 @over_each(shape=SHAPES, dtype=DTYPES)
@@ -264,20 +262,14 @@ def test_ties_round_to_even(bits: int) -> None:
     check_triton(quantize, values, 1, 1, bits, 256)
 
 
-@over_each(rest=False, shape=SHAPES, dtype=DTYPES, count=[1, 2, 8, 9])
-def test_sums(shape: tuple[int, ...], dtype: torch.dtype, count: int) -> None:
+@over_each(shape=SHAPES, dtype=DTYPES, count=[1, 2, 8, 9])
+def test_decoding(shape: tuple[int, ...], dtype: torch.dtype, count: int) -> None:
     bits, block, numel, rows, cols = shape
     sent = payload(numel, bits, block, count, chunks=rows * cols)
     out = torch.full((rows * cols * numel,), 3, dtype=dtype)
     check_triton(dequantize_sum, sent, out, rows, cols, bits, block, 1 / count)
     check_triton(dequantize, sent[-1].clone(), out, cols, rows, bits, block)
-
-
-@over_each(shape=AGAIN, count=[1, 3, 9])
-def test_sums_that_are_encoded_again(shape: tuple[int, ...], count: int) -> None:
-    *layouts, numel, chunks = shape
-    sent = payload(numel, *layouts[:2], count, chunks=2 * chunks)
-    check_triton(dequantize_sum_quantize, sent, numel, 2, chunks, *layouts, 0.3)
+    check_triton(dequantize_rows, apart(sent[-1]), out, bits, block)
 
 
 def errors_of(chunks: int, numel: int, error_block: int) -> Tensor:
@@ -294,38 +286,21 @@ def test_feedback(shape: tuple[int, ...], error_block: int, dtype: torch.dtype) 
 
 
 @over_each(rest=False, shape=AGAIN, error_block=ERROR_BLOCKS, count=[1, 3, 9])
-def test_sums_with_feedback(shape: tuple[int, ...], error_block: int, count: int) -> None:
+def test_sums_that_are_encoded_again(shape: tuple[int, ...], error_block: int, count: int) -> None:
     *layouts, numel, chunks = shape
-    sent, rest = payload(numel, *layouts[:2], count, chunks=chunks), (numel, *layouts, 0.3, error_block, BETA)
-    check_triton(dequantize_sum_quantize_with_feedback, sent, errors_of(chunks, numel, error_block), *rest)
+    sent, errors = payload(numel, *layouts[:2], count, chunks=2 * chunks), errors_of(chunks, numel, error_block)
+    check_triton(dequantize_sum_quantize, sent, numel, 2, chunks, *layouts, SCALE)
+    rest = (errors, numel, *layouts, SCALE, error_block, BETA)
+    check_triton(dequantize_sum_quantize_with_feedback, sent[:, :chunks].clone(), *rest)
 
 
 def test_feedback_keeps_the_signs_of_zeros() -> None:
-    values, errors = (zeros.repeat(32) for zeros in (torch.tensor([-0.0, 0.0, -0.0, 0.0]), torch.tensor([-0.0, 0.0])))
-    errors = errors.repeat(2)
+    values, errors = torch.tensor([-0.0, -0.0, 0.0, 0.0]).repeat(32), torch.tensor([-0.0, 0.0]).repeat(64)
     values[0] = 1.0  # one block is not all zeros, the others are
-    there = copied((values, errors), DEVICE)
-    on_triton(quantize_with_feedback, *there, 1, 1, 8, 32, 0, BETA)
-    quantize_with_feedback(values, errors, 1, 1, 8, 32, 0, BETA)
-    assert torch.equal(there[1].cpu().view(torch.int32), errors.view(torch.int32))
-    assert errors.view(torch.int32).count_nonzero() > 0  # some are -0
+    check_triton(quantize_with_feedback, values, errors, 1, 1, 8, 32, 0, BETA)
 
 
-@pytest.mark.parametrize("error_block", ERROR_BLOCKS)
-def test_errors_that_decay_between_calls(error_block: int) -> None:
-    numel, rest = 1100, (1, 1, 4, 128, error_block, 0.0)
-    extent, codec = Extent(numel, (0,)), Int8(error_block) if error_block else None
-    ours, wanted = (HeldErrors.zeros(extent, codec, place) for place in (DEVICE, torch.device("cpu")))
-    for step, decay in enumerate((0.95, 0.3, 0.95)):
-        values = normal(numel, seed=step)
-        expected = quantize_with_feedback(values, wanted.state, *rest)
-        assert torch.equal(on_triton(quantize_with_feedback, values.to(DEVICE), ours.state, *rest).cpu(), expected)
-        assert torch.equal(ours.state.cpu(), wanted.state)
-        for errors in (ours, wanted):
-            errors.decay(decay)
-
-
-@over_each(shape=DELTAS, dtype=DTYPES)
+@over_each(shape=AGAIN, dtype=DTYPES)
 def test_deltas(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     *layouts, numel, chunks = shape
     base, values = payload(numel, *layouts[:2], 2, chunks=chunks)[1].clone(), normal(chunks * numel, dtype)
@@ -333,13 +308,6 @@ def test_deltas(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     delta = check_triton(quantize_delta, values, base, *layouts)
     assert delta is not None
     check_triton(add_delta, base, delta, numel, *layouts)
-
-
-@over_each(shape=SHAPES, dtype=DTYPES)
-def test_rows_that_lie_apart(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    bits, block, numel, rows, cols = shape
-    out = torch.empty(rows * cols * numel, dtype=dtype)
-    check_triton(dequantize_rows, apart(payload(numel, bits, block, 2, chunks=rows * cols)[1]), out, bits, block)
 
 
 @over_each(shape=[(64, 64, 3), (64, 64 * 41, 1), (128, 4096, 1), (256, 256 * 17, 1), (4096, 4096, 2)], dtype=DTYPES)
@@ -366,14 +334,6 @@ def test_no_kernel_reads_or_writes_tails(case: str, numel: int, tail: int) -> No
         assert result.shape == (CHUNKS, nbytes + 4 * tail)
         assert torch.equal(result[:, :nbytes].cpu(), coded)
         assert (result[:, nbytes:] == JUNK).all()
-
-
-def test_chunks_without_values() -> None:
-    nothing = torch.empty(0, device=DEVICE)
-    assert on_triton(quantize, nothing, 2, 3, 8, 256).shape == (6, 0)
-    sent = torch.empty(4, 6, 0, dtype=torch.uint8, device=DEVICE)
-    on_triton(dequantize_sum, sent, nothing, 2, 3, 8, 256, 1.0)
-    assert on_triton(dequantize_sum_quantize, sent, 0, 2, 3, 8, 256, 8, 256, 1.0).shape == (6, 0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 16 GiB of GPU memory")
@@ -441,12 +401,14 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
 
 # ---- calls
 
-each_op = pytest.mark.parametrize("op", CASE_OF, ids=lambda op: op.__name__)
-
 
 def arguments(op: Any) -> tuple[Any, ...]:
     arguments: tuple[Any, ...] = CALLS[CASE_OF[op]][1](64)
     return arguments
+
+
+def takes_factor(op: Any) -> bool:
+    return any(isinstance(each, float) for each in arguments(op))
 
 
 def values(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -475,44 +437,31 @@ def result_of(op: Callable[..., Any], given: tuple[Any, ...]) -> list[Tensor]:
     return [each for each in (returned, *given) if isinstance(each, Tensor)]
 
 
-@each_op
-def test_a_second_call_checks_and_prepares_nothing(
-    op: Callable[..., Any], prepared: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = arguments(op)
-    prepared.clear()
-    first = result_of(op, copied(given))
-    assert len(prepared) == 1
-    for name in [name for name in vars(_ops) if name.startswith("check_") or name == "PayloadLayout"]:
-        monkeypatch.setattr(_ops, name, None)
-    second = result_of(op, copied(given))
-    in_torch = result_of(getattr(torch.ops.fsdp_zpp, op.__name__), copied(given))
-    assert len(prepared) == 1
-    for one, other, third in zip(first, second, in_torch, strict=True):
-        assert same(one, other)
-        assert same(one, third)
-
-
 @pytest.mark.parametrize(
-    "op",
-    [dequantize_sum, dequantize_sum_quantize, quantize_with_feedback, dequantize_sum_quantize_with_feedback],
-    ids=lambda op: op.__name__,
+    ("op", "backend"),
+    [*((op, reference) for op in CASE_OF), *((op, triton_backend) for op in CASE_OF if takes_factor(op))],
+    ids=lambda each: each.__name__.rpartition(".")[2],
 )
-def test_a_prepared_call_serves_other_values_and_factors(
-    op: Callable[..., Any], prepared: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_second_call_checks_and_prepares_nothing_whatever_its_values_and_factor(
+    op: Any, backend: ModuleType, prepared: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
     for factor in (1.0, 0.25):
         given: Any = tuple(factor * each if isinstance(each, float) else each for each in arguments(op))
         if given[0].is_floating_point():
             given[0].mul_(factor)
+        op._prepared.clear()
         calls.append((given, result_of(op, copied(given))))
-    monkeypatch.setattr(op, "_prepared", {})
-    monkeypatch.setattr(_ops, "backend_for", lambda tensor: prepared.append("triton") or triton_backend)
+    op._prepared.clear()
     prepared.clear()
-    for given, expected in calls:
-        for one, other in zip(result_of(op, copied(given, DEVICE)), expected, strict=True):
-            assert same(one.cpu(), other)
+    monkeypatch.setattr(_ops, "backend_for", lambda tensor: prepared.append("again") or backend)
+    place = DEVICE if backend is triton_backend else "cpu"
+    for call in (op, getattr(torch.ops.fsdp_zpp, op.__name__)):
+        for given, expected in calls:
+            for one, other in zip(result_of(call, copied(given, place)), expected, strict=True):
+                assert same(one.cpu(), other)
+            for name in [name for name in vars(_ops) if name.startswith("check_") or name == "PayloadLayout"]:
+                monkeypatch.setattr(_ops, name, None)
     assert len(prepared) == 1
 
 
@@ -548,9 +497,11 @@ def test_rows_at_other_distances_are_prepared_anew(prepared: list[str]) -> None:
     assert len(prepared) == 3
 
 
-def test_arguments_may_be_named(prepared: list[str]) -> None:
+def test_calls_of_other_forms_are_prepared_as_one(prepared: list[str]) -> None:
     expected = quantize(values(), 1, 2, 8, 64)
     assert torch.equal(quantize(values(), 1, block=64, bits=8, cols=2), expected)
+    for each in (torch.nn.Parameter(values()), torch.nn.Parameter(values(), requires_grad=False)):
+        assert torch.equal(quantize(each, 1, 2, 8, 64), expected)
     assert len(prepared) == 1
     with pytest.raises(TypeError, match="bits"):
         quantize(values(), 1, 2, 8, 64, bits=8)
@@ -568,13 +519,6 @@ def test_no_tensor_is_kept(prepared: list[str]) -> None:
     assert len(prepared) >= len(CASE_OF)
     gc.collect()
     assert not {op for op, tensors in kept.items() if any(each() is not None for each in tensors)}
-
-
-def test_parameters_and_gradients_go_through_torch(prepared: list[str]) -> None:
-    expected = quantize(values(), 1, 2, 8, 64)
-    for each in (torch.nn.Parameter(values()), torch.nn.Parameter(values(), requires_grad=False)):
-        assert torch.equal(quantize(each, 1, 2, 8, 64), expected)
-    assert len(prepared) == 1
 
 
 def test_compiled_code_calls_ops() -> None:
@@ -614,23 +558,23 @@ def bytes_(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.uint8)
 
 
-def quantizing(given: Tensor | None = None, rows: int = 2, cols: int = 3, bits: int = 8, tail: int = 0) -> Any:
-    return lambda: quantize(torch.zeros(60) if given is None else given, rows, cols, bits, 32, tail)
+def quantizing(given: Tensor | None = None, rows: int = 2, bits: int = 8) -> Any:
+    return lambda: quantize(torch.zeros(60) if given is None else given, rows, 3, bits, 32)
 
 
-def dequantizing(payload: Tensor, out: Tensor | None = None, tail: int = 0) -> Any:
-    return lambda: dequantize(payload, torch.zeros(60) if out is None else out, 2, 3, 8, 32, tail)
+def dequantizing(payload: Tensor, out: Tensor | None = None) -> Any:
+    return lambda: dequantize(payload, torch.zeros(60) if out is None else out, 2, 3, 8, 32)
 
 
 def requantizing(payload: Tensor, numel: int = 10) -> Any:
     return lambda: dequantize_sum_quantize(payload, numel, 2, 3, 8, 32, 4, 32, 1.0)
 
 
-def feeding_back(errors: Tensor, error_block: int) -> Any:
-    return lambda: quantize_with_feedback(torch.zeros(100), errors, 1, 1, 4, 64, error_block, 0.8)
+def feeding_back(errors: Tensor) -> Any:
+    return lambda: quantize_with_feedback(torch.zeros(100), errors, 1, 1, 4, 64, 0, 0.8)
 
 
-def decoding_rows(payload: Tensor, numel: int) -> Any:
+def decoding_rows(payload: Tensor, numel: int = 900) -> Any:
     return lambda: dequantize_rows(payload, torch.empty(numel), 8, 64)
 
 
@@ -640,32 +584,25 @@ def decoding_rows(payload: Tensor, numel: int) -> Any:
         (quantizing(torch.zeros(60).double()), TypeError, "values is torch.float64, but can be torch.bfloat16"),
         (quantizing(torch.zeros(6, 10)), ValueError, r"values has shape \(6, 10\) .* must be flat"),
         (quantizing(torch.zeros(120)[::2]), ValueError, r"strides \(2,\), but must be flat and contiguous"),
-        (lambda: quantize(values(), 1, 2, 8), TypeError, "block"),
-        (lambda: quantize(values(), 1, 2, 8, 64, 0, 1), TypeError, "arguments"),
         (quantizing(torch.zeros(61)), ValueError, "61 values, which do not divide into 2 x 3 chunks"),
         (quantizing(rows=0), ValueError, "rows is 0, but must be from 1 to 65535"),
         (quantizing(bits=5), ValueError, "bits is 5"),
-        (quantizing(tail=6), ValueError, "tail is 6, but a row ends in a multiple of 4 fp32 values"),
         (dequantizing(bytes_(6, 32).float()), TypeError, "payload is torch.float32, but must be torch.uint8"),
         (dequantizing(bytes_(6, 48)), ValueError, r"payload has shape \(6, 48\), but 6 chunks .* make \(6, 32\)"),
         (dequantizing(bytes_(6, 64)[:, :32]), ValueError, r"payload has strides \(64, 1\) .* be contiguous"),
         (dequantizing(bytes_(200)[8:].view(6, 32)), ValueError, "starts at byte 8 .* multiple of 16"),
-        (dequantizing(bytes_(6, 48), tail=8), ValueError, r"bits 8, block 32 and tail 8 make \(6, 64\)"),
-        (dequantizing(bytes_(6, 32), torch.zeros(60).int()), TypeError, "out is torch.int32"),
         (dequantizing(bytes_(6, 32), torch.zeros(60, device="meta")), ValueError, "is on cpu and out is on meta"),
         (requantizing(bytes_(6, 32)), ValueError, r"but 6 chunks of 10 values .* make \(peers, 6, 32\)"),
         (requantizing(bytes_(2, 6, 32), numel=-1), ValueError, "numel is -1"),
-        (feeding_back(torch.zeros(100, dtype=torch.bfloat16), 0), TypeError, "float32"),
-        (feeding_back(torch.zeros(99), 0), ValueError, r"\(100,\)"),
-        (feeding_back(bytes_(1, 100), 64), ValueError, "make"),
-        (lambda: quantize_delta(torch.zeros(600), HELD.float(), 8, 64, 4, 64), TypeError, r"must be torch\.uint8"),
+        (feeding_back(torch.zeros(100, dtype=torch.bfloat16)), TypeError, "float32"),
+        (feeding_back(torch.zeros(99)), ValueError, r"\(100,\)"),
         (lambda: add_delta(HELD[0], CHANGE, 300, 8, 64, 4, 64), ValueError, "payload has shape"),
         (lambda: add_delta(HELD, HELD, 300, 8, 64, 4, 64), ValueError, "2 chunks of 300 values with bits 4"),
-        (decoding_rows(ROWS_APART.float(), 900), TypeError, "must be torch.uint8"),
-        (decoding_rows(ROWS_APART[0], 900), ValueError, "two axes"),
+        (decoding_rows(ROWS_APART.float()), TypeError, "must be torch.uint8"),
+        (decoding_rows(ROWS_APART[0]), ValueError, "two axes"),
         (decoding_rows(ROWS_APART, 960), ValueError, "rows of 336 bytes"),
-        (decoding_rows(ROWS_APART.t().contiguous().t(), 900), ValueError, "rows must be contiguous"),
-        (decoding_rows(bytes_(3, 344)[:, 8:], 900), ValueError, "multiples of 16"),
+        (decoding_rows(ROWS_APART.t().contiguous().t()), ValueError, "rows must be contiguous"),
+        (decoding_rows(bytes_(3, 344)[:, 8:]), ValueError, "multiples of 16"),
         (lambda: dequantize_nf4_rows(CHANGE, torch.empty(600), 64), ValueError, "whole blocks of 64"),
     ],
 )
@@ -700,35 +637,24 @@ class Kernel:
         return compile_and_launch
 
 
-def launch_of(kernel: Kernel) -> Launch:
-    return Launch(kernel, (3, 2, 1), Tiling(64, 2, 64), BLOCK=64, numel=10)
-
-
-def test_the_jit_is_asked_once() -> None:
-    kernel = Kernel()
-    launch = launch_of(kernel)
+def test_the_jit_is_asked_once_and_launches_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, entered = Kernel(), []
+    launch = Launch(kernel, (3, 2, 1), Tiling(64, 2, 64), BLOCK=64, numel=10)
     payload, out = torch.zeros(16, dtype=torch.uint8), torch.zeros(8)
-    for factor in (1, 0.5, 2.0):
-        launch(payload, out, factor)
+    launch(payload, out, 1)
     ((words, first_out, factor, *fixed),) = kernel.compiled
     assert (words.dtype, words.data_ptr()) == (torch.int32, payload.data_ptr())
     assert first_out is out
     assert (factor, type(factor)) == (1, float)
     assert fixed == [10, 64]
-    assert kernel.launched == [(payload, out, factor, 10, 64) for factor in (0.5, 2.0)]
-
-
-def test_only_another_device_than_the_current_one_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, entered = Kernel(), []
-    launch, tensor = launch_of(kernel), torch.zeros(8)
-    launch(tensor, tensor, 0.5)
     launch._device = 1  # that of the tensors, on a machine with two GPUs
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext(entered.append(index)))
-    for current in (0, 1):
+    for current, factor in ((0, 0.5), (1, 2.0)):
         monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
-        launch(tensor, tensor, 0.5)
-        assert entered == [1]
-    assert len(kernel.launched) == 2
+        launch(payload, out, factor)
+    assert len(kernel.compiled) == 1
+    assert kernel.launched == [(payload, out, factor, 10, 64) for factor in (0.5, 2.0)]
+    assert entered == [1]  # only a device that is not the current one is made current
 
 
 # ---- how work is cut
