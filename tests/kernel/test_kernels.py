@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import MagicMock, Mock, patch
 
 import numpy as np
 import pytest
@@ -127,10 +127,7 @@ CALLS: dict[str, tuple[Any, Callable[[int], tuple[Any, ...]]]] = {
     "sum of 3": (dequantize_sum, lambda n: (payload(n, 8, 256, 3), holed(CHUNKS * n), *GRID, 8, 256, SCALE)),
     "sum of 9": (dequantize_sum, lambda n: (payload(n, 4, 128, 9), holed(CHUNKS * n), *GRID, 4, 128, SCALE)),
     "sum encoded": (dequantize_sum_quantize, lambda n: (payload(n, 8, 64, 3), n, *GRID, 8, 64, 4, 32, SCALE)),
-    "feedback": (
-        quantize_with_feedback,
-        lambda n: (holed(CHUNKS * n), normal(CHUNKS * n), *GRID, 4, 64, 0, BETA),
-    ),
+    "feedback": (quantize_with_feedback, lambda n: (holed(CHUNKS * n), normal(CHUNKS * n), *GRID, 4, 64, 0, BETA)),
     "feedback in int8": (
         quantize_with_feedback,
         lambda n: (holed(CHUNKS * n), payload(n, 8, 128), *GRID, 4, 64, 128, BETA),
@@ -552,9 +549,9 @@ def test_a_second_call_checks_and_prepares_nothing_whatever_its_values_and_facto
     prepared.reset_mock()
     prepared.configure_mock(side_effect=[backend])
     place = DEVICE if backend is triton_backend else "cpu"
-    for call in (op, getattr(torch.ops.fsdp_zpp, op.__name__)):
+    for form in (op, getattr(torch.ops.fsdp_zpp, op.__name__)):
         for given, expected in calls:
-            for one, other in zip(result_of(call, copied(given, place)), expected, strict=True):
+            for one, other in zip(result_of(form, copied(given, place)), expected, strict=True):
                 assert same(one.cpu(), other)
             for name in [name for name in vars(_ops) if name.startswith("check_") or name == "PayloadLayout"]:
                 monkeypatch.setattr(_ops, name, None)
@@ -718,42 +715,28 @@ def test_wrong_arguments_are_refused_and_named_every_time(
 # ---- launches
 
 
-class Kernel:
-    """A kernel of two tensors, a factor and two fixed arguments that notes how it is launched."""
-
-    arg_names = ("payload_ptr", "out_ptr", "factor", "numel", "BLOCK")
-
-    def __init__(self) -> None:
-        self.compiled: list[tuple[Any, ...]] = []
-        self.launched: list[tuple[Any, ...]] = []
-
-    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., dict[tuple[int, int, int], Any]]:
-        def compile_and_launch(*args: Any, **options: Any) -> Any:
-            assert options == {"num_warps": 2, "maxnreg": 64, "enable_fp_fusion": False}
-            self.compiled.append(args)
-            return {grid: lambda *args: self.launched.append(args)}
-
-        return compile_and_launch
-
-
 def test_the_jit_is_asked_once_and_launches_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, entered = Kernel(), []
+    entered, launched = Mock(wraps=nullcontext), Mock()
+    kernel = MagicMock(arg_names=("payload_ptr", "out_ptr", "factor", "numel", "BLOCK"))
+    kernel[3, 2, 1].return_value = {(3, 2, 1): launched}
     launch = Launch(kernel, (3, 2, 1), Tiling(64, 2, 64), BLOCK=64, numel=10)
     payload, out = torch.zeros(16, dtype=torch.uint8), torch.zeros(8)
     launch(payload, out, 1)
-    ((words, first_out, factor, *fixed),) = kernel.compiled
+    (words, first_out, factor, *fixed), options = kernel[3, 2, 1].call_args
     assert (words.dtype, words.data_ptr()) == (torch.int32, payload.data_ptr())
     assert first_out is out
     assert (factor, type(factor)) == (1, float)
     assert fixed == [10, 64]
+    assert options == {"num_warps": 2, "maxnreg": 64, "enable_fp_fusion": False}
     launch._device = 1  # that of the tensors, on a machine with two GPUs
-    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext(entered.append(index)))
+    monkeypatch.setattr(torch.cuda, "device", entered)
     for current, factor in ((0, 0.5), (1, 2.0)):
-        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
+        monkeypatch.setattr(torch.cuda, "current_device", Mock(return_value=current))
         launch(payload, out, factor)
-    assert len(kernel.compiled) == 1
-    assert kernel.launched == [(payload, out, factor, 10, 64) for factor in (0.5, 2.0)]
-    assert entered == [1]  # only a device that is not the current one is made current
+    launches = [each.args for each in launched.call_args_list]
+    assert launches == [(payload, out, factor, 10, 64) for factor in (0.5, 2.0)]
+    entered.assert_called_once_with(1)  # only a device that is not the current one is made current
+    kernel[3, 2, 1].assert_called_once()
 
 
 # ---- how work is cut

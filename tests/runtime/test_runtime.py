@@ -32,7 +32,7 @@ from fsdp_zpp.collectives import hop_timer
 from fsdp_zpp.config.topology import Topology
 from fsdp_zpp.runtime import step_ends
 from fsdp_zpp.runtime.communication_waits import CommunicationWaits
-from fsdp_zpp.runtime.fragment import Fragment, FragmentState, Progress
+from fsdp_zpp.runtime.fragment import Fragment, Progress
 from fsdp_zpp.runtime.lifecycle import LifecycleHooks
 from fsdp_zpp.runtime.monitor import overlaps
 from fsdp_zpp.runtime.optimizer_modes import register_mode_hook
@@ -123,14 +123,8 @@ def test_a_change_of_mode_is_heard_once() -> None:
 def test_progress_that_was_saved_before_exchanges_were_counted_is_read() -> None:
     outer: Any = SimpleNamespace(names=frozenset(), label="unit")
     fragment = Fragment(LocalSteps(), outer, None, dict, dict, list, int)
-    old: FragmentState = {
-        "progress": {"made": 7, "exchanged": 6, "arrives": None},
-        "exchanges": None,
-        "weights": {},
-        "changed": [],
-        "sent": [],
-    }
-    fragment.load_state_dict(old)
+    progress: Any = {"made": 7, "exchanged": 6, "arrives": None}
+    fragment.load_state_dict({"progress": progress, "exchanges": None, "weights": {}, "changed": [], "sent": []})
     assert fragment.progress == Progress(made=7, exchanged=6, arrives=None, sent=0, apart=True)
 
 
@@ -267,53 +261,47 @@ def test_full_shard_sends_what_is_said(pool: Callable[[int], Pool], adapter: Ada
 # ---- the life of a monitor
 
 
-def life(adapter: Adapter) -> dict[str, Any]:
-    """In a worker: figures around resets of traffic(), second monitors and steps that are too long, and on one node."""
-    found: dict[str, Any] = {}
-    model = adapter.make(Case(model=MODEL), GGG)
+def measure_until_closed(adapter: Adapter) -> None:
+    """In a worker: fail unless a monitor does so around resets of traffic(), second monitors and steps too long."""
+    model, once = adapter.make(Case(model=MODEL), GGG), Case(steps=1)
     with monitor(model) as watch:
         for part in (model, model.blocks):
             with pytest.raises(RuntimeError, match="another monitor measures this"):
                 monitor(part)
-        train(adapter, model, Case(steps=1))
-        found["sent"], found["reset"] = traffic(model, reset=True), traffic(model)
-        found["first"] = figures_of(watch)
-        train(adapter, model, Case(steps=1))
-        found["sent then"], found["second"] = traffic(model), figures_of(watch)
+        train(adapter, model, once)
+        sent = traffic(model, reset=True)
+        assert not any(nbytes for levels in traffic(model).values() for nbytes in levels.values())
+        first = figures_of(watch)
+        assert first["weights/inter/ms"] > 0
+        train(adapter, model, once)
+        second = figures_of(watch)
+        assert first["weights/inter/bytes"] == second["weights/inter/bytes"] == sent["gather"]["inter"]
+        assert traffic(model) == sent
         with patch.object(hop_timer, "MOST_INTERVALS", 5), patch("fsdp_zpp.runtime.monitor.MOST_INTERVALS", 5):
-            train(adapter, model, Case(steps=1))
-            found["kept"], found["long"] = len(watch._timer.hops), figures_of(watch)
-        train(adapter, model, Case(steps=1))
-        found["after the long"] = figures_of(watch)
+            train(adapter, model, once)
+            assert len(watch._timer.hops) == 5
+            long = figures_of(watch)
+        assert long["weights/inter/bytes"] > 0
+        train(adapter, model, once)
+        assert figures_of(watch).keys() - long == {
+            "/".join((*hop, what)) for hop in HOPS for what in ("ms", "exposed_ms")
+        }
     watch.close()
     with pytest.raises(RuntimeError, match="this monitor is closed"):
         watch.step()
     with monitor(model.blocks) as part:
         assert isinstance(part, Monitor)
-    train(adapter, model, Case(steps=1))
+    train(adapter, model, once)
     on_one_node = adapter.make(Case(model=MODEL), Strategy(gpus_per_node=4))
     with monitor(on_one_node) as watch:
-        train(adapter, on_one_node, Case(steps=1))
-        found["one node"] = figures_of(watch)
-    return found
+        train(adapter, on_one_node, once)
+        # Shares need all bytes, also those of torch's own collectives, which nobody counts.
+        assert not [name for name in figures_of(watch) if "share" in name or "full_shard" in name]
 
 
 @over_adapters
 def test_a_monitor_measures_until_it_is_closed(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    for found in pool(4).run(life, adapter):
-        first, second, long = found["first"], found["second"], found["long"]
-        assert first["weights/inter/ms"] > 0
-        # A reset of traffic() begins anew, for traffic() alone.
-        assert found["sent"] == found["sent then"]
-        assert not any(nbytes for levels in found["reset"].values() for nbytes in levels.values())
-        assert first["weights/inter/bytes"] == second["weights/inter/bytes"] == found["sent"]["gather"]["inter"]
-        # A long step has no times.
-        assert found["kept"] == 5
-        assert long["weights/inter/bytes"] > 0
-        times = {"/".join((*hop, what)) for hop in HOPS for what in ("ms", "exposed_ms")}
-        assert {name for name in found["after the long"] if name not in long} == times
-        # Shares need all bytes, also those of torch's own collectives, which nobody counts.
-        assert not {key for key in found["one node"] if "share" in key or "full_shard" in key}
+    pool(4).run(measure_until_closed, adapter)
 
 
 def waits_of(adapter: Adapter) -> list[tuple[int, int, int]]:
