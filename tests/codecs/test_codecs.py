@@ -26,7 +26,6 @@ from fsdp_zpp.collectives.held_errors import Extent
 from fsdp_zpp.kernels import dispatch
 
 BETA, SCALE, TAIL = 0.8, 0.3, 12
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -230,7 +229,7 @@ def test_nf4_can_not_be_summed_and_is_for_frozen_weights_alone() -> None:
 
 def errors_of(chunks: int, numel: int, codec: Int8 | None, beta: float = BETA) -> ErrorBuffer:
     """Errors that an earlier step has left."""
-    buffer = ErrorBuffer(beta, codec).prepare(Extent(numel, (0,) * chunks), CPU)
+    buffer = ErrorBuffer(beta, codec).prepare(Extent(numel, (0,) * chunks), torch.device("cpu"))
     buffer.write(0.1 * values_of(chunks * numel, 7), chunks)
     return buffer
 
@@ -383,12 +382,10 @@ def read(codec: TopK, row: bytes, numel: int) -> dict[int, list[float]]:
 
 def expected_places(codec: TopK, values: Tensor) -> set[int]:
     """An oracle of what is kept: the places of the largest, of those that reach far enough and are not 0."""
-    places = set()
+    places, most = set(), max(1, round(codec.fraction * codec.block))
     for start in range(0, len(values), codec.block):
         sizes = [abs(value) for value in values[start : start + codec.block].tolist()]
-        by_size = sorted(range(len(sizes)), key=lambda place: -sizes[place])[
-            : max(1, round(codec.fraction * codec.block))
-        ]
+        by_size = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)[:most]
         places |= {start + place for place in by_size if sizes[place] * REACH >= sizes[by_size[0]] > 0}
     return places
 

@@ -106,13 +106,6 @@ def agreed_here(model: Any) -> dict[str, Any]:
     return {"agreed": digest(dict(named)), "exchange": progress.committed, "round": progress.round}
 
 
-@torch.no_grad()
-def held_out_loss(model: Any) -> float:
-    """The loss on what no node trains on."""
-    with agreed_weights(model):
-        return torch.stack([models.loss_of(model, batch(-1, step)) for step in range(16)]).mean().item()
-
-
 def train(training: Training, node: int, endpoint: str, log: Any) -> None:
     """Train until the training has made its steps, whoever has made them."""
     adapter, gpus = training.adapter, dist.get_world_size()
@@ -135,7 +128,9 @@ def train(training: Training, node: int, endpoint: str, log: Any) -> None:
     exchange_weights(model)
     weights = digest(adapter.full_weights(model))
     fits = [unit.fragment.outer.last_fit for unit in named_units(model) if unit.fragment is not None]
-    log(held_out=held_out_loss(model), weights=weights, correlations=[each["correlation"] for each in fits])
+    with torch.no_grad(), agreed_weights(model):  # on what no node trains on
+        held_out = torch.stack([models.loss_of(model, batch(-1, step)) for step in range(16)]).mean().item()
+    log(held_out=held_out, weights=weights, correlations=[each["correlation"] for each in fits])
     end_training(model)
     del model, optimizer, loss
     gc.collect()

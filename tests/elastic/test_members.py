@@ -122,7 +122,6 @@ def test_rounds_never_commit_side_by_side(port: int) -> None:
 def test_weights_of_nodes_make_a_weighted_mean() -> None:
     for trained in itertools.product([0, 1, 5, 2**40], repeat=3):
         weights = relative_weights(trained)
-        assert sum(weights) == pytest.approx(len(trained))
         assert weights == pytest.approx([each * 3 / sum(trained) if any(trained) else 1 for each in trained])
         if len(set(trained)) == 1:
             assert weights == [1.0] * 3  # exactly: changes are then sent as they are
@@ -170,7 +169,7 @@ def test_changes_are_averaged_by_what_nodes_have_trained(pool: Callable[[int], P
     assert max(pool(4).run(distance_from_weighted_mean, trained)) < 1e-6
 
 
-def momentum_after_a_loss(left: list[int], then: list[int]) -> dict[str, list[Tensor]] | None:
+def momentum_after_a_loss(left: list[int], then: list[int]) -> dict[str, list[Tensor]]:
     """In a worker: this rank's chunks of the momentum among all, then among those ``left``, and ``then``."""
     outer = outer_step()
     outer.send(change(dist.get_rank()))
@@ -188,11 +187,10 @@ def momentum_after_a_loss(left: list[int], then: list[int]) -> dict[str, list[Te
 
 @pytest.mark.parametrize(
     ("left", "then"),
-    [([0, 1, 3], [0, 1, 3]), ([2], [2, 0, 1, 3])],
+    [([0, 1, 3], [0, 1, 3]), ([2], [0, 1, 2, 3])],
     ids=["one is lost", "all but one are lost, then return"],
 )
 def test_chunks_of_the_momentum_change_owners(pool: Callable[[int], Pool], left: list[int], then: list[int]) -> None:
-    then = sorted(then)  # as torch orders the ranks of a group
     found = pool(4).run(momentum_after_a_loss, left, then)
     for name, shape in SHAPES.items():
         numel = torch.Size(shape).numel()
