@@ -211,10 +211,9 @@ def one_step(adapter: Adapter, strategy: Any, kind: str) -> tuple[int, dict[str,
             block.up.requires_grad_(False)
     if kind.endswith("reentrant"):
         models.recompute(net, kind, lambda module: isinstance(module, models.Block))
-    if kind.startswith("without root"):
-        model = net
         for at, block in enumerate(net.blocks):
             net.blocks[at] = adapter.wrap(block, strategy)
+        model = net if kind.startswith("without root") else adapter.wrap(net, strategy)
     else:
         precision = Precision(torch.bfloat16, torch.float32) if kind == "bf16" else None
         model = adapter.shard(net, Case(precision=precision), strategy)
