@@ -531,8 +531,9 @@ def test_a_second_call_checks_and_prepares_nothing_whatever_its_values_and_facto
     op._prepared.clear()
     prepared.reset_mock()
     prepared.configure_mock(side_effect=[backend])
-    place = DEVICE if backend is triton_backend else "cpu"
-    for form in (op, getattr(torch.ops.fsdp_zpp, op.__name__)):
+    in_torch = getattr(torch.ops.fsdp_zpp, op.__name__)
+    place, forms = (DEVICE, [op]) if backend is triton_backend else ("cpu", [op, in_torch])
+    for form in forms:
         for given, expected in calls:
             for one, other in zip(result_of(form, copied(given, place)), expected, strict=True):
                 assert same(one.cpu(), other)
