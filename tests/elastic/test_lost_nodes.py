@@ -36,7 +36,6 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from fsdp_zpp import (
     Elastic,
     Int4,
-    Int8,
     LocalSteps,
     LoCo,
     Strategy,
@@ -54,8 +53,6 @@ VOCABULARY, LENGTH, SEQUENCES = 61, 17, 16
 CASE = Case(clip=None)
 LONGEST = 150.0
 """Seconds, beyond those of its steps, after which a run has failed."""
-WAITS: dict[str, Any] = {"timeout": 20.0, "heartbeat": 2.0, "last_call": 2.0, "join_timeout": 100.0}
-"""Waits of nodes on a machine that is busy with other things, too."""
 
 
 # ---- a rank of a node
@@ -63,36 +60,23 @@ WAITS: dict[str, Any] = {"timeout": 20.0, "heartbeat": 2.0, "last_call": 2.0, "j
 
 @dataclass(frozen=True)
 class Training:
-    """What all nodes train.
-
-    Args:
-        adapter: Which FSDP.
-        levels: Letters of the strategy.
-        steps: After how many steps of the training nodes end, once all members are there.
-        pace: Seconds that a step takes at least.
-        local_steps: How nodes exchange; ``elastic`` is filled in.
-        members: The most nodes.
-        fewest: The fewest nodes that train.
-        first: Nodes that begin together.
-        counts_tokens: Whether changes are weighted by tokens.
-        timeout: How long nodes wait for each other.
-        trainer: A folder, to train by transformers' Trainer.
-    """
+    """What all nodes train."""
 
     adapter: Adapter = field(default_factory=Fsdp2)
     levels: str = "III"
-    steps: int = 60
-    pace: float = 0.0
-    local_steps: LocalSteps = field(default_factory=lambda: LocalSteps(8, codec=Int4(32)))
+    steps: int = 60  # after which nodes end, once all members are there
+    pace: float = 0.0  # seconds that a step takes at least, as those of a larger model
+    local_steps: LocalSteps = field(default_factory=lambda: LocalSteps(8, codec=Int4(32), error_feedback=LoCo()))
     members: int = 4
     fewest: int = 1
-    first: int = 4
+    first: int = 4  # nodes that begin together
     counts_tokens: bool = False
-    timeout: float = WAITS["timeout"]
-    trainer: str | None = None
+    trainer: str | None = None  # a folder, to train by transformers' Trainer
 
     def strategy(self, endpoint: str) -> Strategy:
-        elastic = Elastic(self.members, self.fewest, endpoint=endpoint, **WAITS | {"timeout": self.timeout})
+        # Waits are those of nodes on a machine that is busy with other things, too.
+        waits = {"timeout": 20.0, "heartbeat": 2.0, "last_call": 2.0, "join_timeout": 100.0}
+        elastic = Elastic(self.members, self.fewest, endpoint=endpoint, **waits)
         return Strategy(self.levels, local_steps=replace(self.local_steps, elastic=elastic))
 
 
@@ -108,7 +92,6 @@ def batch(node: int, step: int) -> Tensor:
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """A hash of all values."""
     sums = hashlib.sha256()
     for name, value in sorted(tensors.items()):
         sums.update(name.encode() + value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
@@ -121,13 +104,6 @@ def agreed_here(model: Any) -> dict[str, Any]:
     named = [(f"{at} {name}", each) for at, part in enumerate(fragments) for name, each in part.outer.agreed.items()]
     progress = fragments[0].progress
     return {"agreed": digest(dict(named)), "exchange": progress.committed, "round": progress.round}
-
-
-@torch.no_grad()
-def held_out_loss(model: Any) -> float:
-    """The loss on what no node trains on."""
-    with agreed_weights(model):
-        return torch.stack([models.loss_of(model, batch(-1, step)) for step in range(16)]).mean().item()
 
 
 def train(training: Training, node: int, endpoint: str, log: Any) -> None:
@@ -148,11 +124,13 @@ def train(training: Training, node: int, endpoint: str, log: Any) -> None:
             count_tokens(model, tokens.numel() * gpus)
         _, nodes, step = members(model)
         log(step=step, nodes=nodes, loss=loss.item(), **agreed_here(model))
-        time.sleep(max(training.pace - (time.monotonic() - started), 0))  # a pace, as that of a larger model
+        time.sleep(max(training.pace - (time.monotonic() - started), 0))
     exchange_weights(model)
     weights = digest(adapter.full_weights(model))
     fits = [unit.fragment.outer.last_fit for unit in named_units(model) if unit.fragment is not None]
-    log(held_out=held_out_loss(model), weights=weights, correlations=[each["correlation"] for each in fits])
+    with torch.no_grad(), agreed_weights(model):  # on what no node trains on
+        held_out = torch.stack([models.loss_of(model, batch(-1, step)) for step in range(16)]).mean().item()
+    log(held_out=held_out, weights=weights, correlations=[each["correlation"] for each in fits])
     end_training(model)
     del model, optimizer, loss
     gc.collect()
@@ -224,20 +202,13 @@ or the last one alone (``kill rank``), after which an agent kills and starts all
 
 @dataclass
 class Node:
-    """A job of one node, of which there may have been several lives.
-
-    Args:
-        number: Its number.
-        lives: What each rank of each life has written down.
-        processes: The ranks of the present life.
-    """
+    """A job of one node, of which there may have been several lives."""
 
     number: int
-    lives: list[list[Path]] = field(default_factory=list)
-    processes: list[Any] = field(default_factory=list)
+    lives: list[list[Path]] = field(default_factory=list)  # what each rank of each life has written down
+    processes: list[Any] = field(default_factory=list)  # the ranks of the present life
 
     def signal(self, number: int) -> None:
-        """Send a signal to all ranks."""
         for process in self.processes:
             if process.is_alive():
                 os.kill(process.pid, number)
@@ -260,13 +231,7 @@ class Node:
 
 
 class Jobs:
-    """Nodes that train together, and the store over which they meet.
-
-    Args:
-        training: What they train.
-        gpus: Ranks of each node.
-        folder: Where ranks write.
-    """
+    """Nodes of ``gpus`` ranks each that train together, and the store over which they meet."""
 
     def __init__(self, training: Training, gpus: int, folder: Path) -> None:
         self.training, self.gpus, self.folder = training, gpus, folder
@@ -322,12 +287,12 @@ class Jobs:
             node.signal(signal.SIGSTOP if kind == "stop" else signal.SIGCONT)
 
 
-def check(nodes: list[Node], spared: set[int], fewest: int, returned: int, forks: bool = True) -> None:
-    """Fail unless a run has ended as it should, in which nothing happened to the nodes ``spared``.
+def check(nodes: list[Node], spared: int, fewest: int, returned: int, forks: bool = True) -> None:
+    """Fail unless a run has ended as it should, in which nothing happened to the node ``spared``.
 
     Args:
         nodes: All nodes.
-        spared: Numbers of some.
+        spared: The number of one.
         fewest: At most so many nodes have trained together at some time after all had met.
         returned: Lives, but for the first, in which a node has trained with others.
         forks: Whether nodes may have made exchanges apart, all of which had been taken for lost by others.
@@ -349,12 +314,10 @@ def check(nodes: list[Node], spared: set[int], fewest: int, returned: int, forks
     assert max(line["held_out"] for line in ends) < 3.2  # from 4.1, the logarithm of the vocabulary
     (correlations,) = {tuple(line["correlations"]) for line in ends}
     assert any(each < 1 for each in correlations)  # all are 1 until one is known
-    together = [[line["nodes"] for line in nodes[number].read(0) if "step" in line] for number in spared]
-    assert min(min(each[each.index(max(each)) :]) for each in together) <= fewest
-    assert (
-        sum(any("step" in line for line in node.read(life)) for node, life, rank in lives if life and not rank)
-        == returned
-    )
+    together = [line["nodes"] for line in nodes[spared].read(0) if "step" in line]
+    assert min(together[together.index(max(together)) :]) <= fewest
+    trained = [any("step" in line for line in node.read(life)) for node, life, rank in lives if life and not rank]
+    assert sum(trained) == returned
     assert [line["left"] for node in nodes for line in node.read() if "left" in line] == [[]] * len(nodes)
 
 
@@ -362,25 +325,18 @@ def test_a_rank_that_is_killed_restarts_its_node_alone(tmp_path: Path) -> None:
     local_steps = LocalSteps(5, codec=Int4(32), spread=False)
     training = Training(Fsdp1(), "NNN", steps=24, members=2, first=2, local_steps=local_steps, counts_tokens=True)
     nodes = Jobs(training, 2, tmp_path).run((8, "kill rank", 1))
-    check(nodes, {0}, fewest=2, returned=1)
+    check(nodes, 0, fewest=2, returned=1)
 
 
 @pytest.mark.slow
-def test_a_node_that_is_stopped_finds_that_the_others_have_gone_on(tmp_path: Path) -> None:
-    local_steps = LocalSteps(8, codec=Int8(32), error_feedback=LoCo())
-    training = Training(steps=40, members=3, fewest=2, first=3, timeout=6.0, local_steps=local_steps)
-    nodes = Jobs(training, 1, tmp_path).run((12, "stop", 0), (30, "continue", 0))
-    check(nodes, {1, 2}, fewest=2, returned=0, forks=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("adapter", "gpus", "seed"), [(Fsdp1(), 2, 0), (Fsdp2(), 1, 1)], ids=["fsdp1", "fsdp2"])
-def test_nodes_come_and_go_at_random_moments(tmp_path: Path, adapter: Adapter, gpus: int, seed: int) -> None:
-    training, chance = Training(adapter=adapter, steps=400, pace=0.1, first=3), random.Random(seed)
+@pytest.mark.parametrize(("adapter", "gpus", "fewest"), [(Fsdp1(), 2, 1), (Fsdp2(), 1, 3)], ids=["fsdp1", "fsdp2"])
+def test_nodes_come_and_go_at_random_moments(tmp_path: Path, adapter: Adapter, gpus: int, fewest: int) -> None:
+    training, chance = Training(adapter, steps=400, pace=0.1, fewest=fewest, first=3), random.Random(gpus)
     at = [45 * place + chance.randrange(30, 70) for place in range(6)]
     events = ("start", 3), ("kill", 0), ("start", 0), ("stop", 1), ("continue", 1), ("kill rank", 3)
     nodes = Jobs(training, gpus, tmp_path).run(*((step, *event) for step, event in zip(at, events, strict=True)))
-    check(nodes, {2}, fewest=3, returned=2)
+    # Any two groups of three of four nodes have one in common.
+    check(nodes, 2, fewest=3, returned=2, forks=fewest < 3)
 
 
 @pytest.mark.slow
@@ -419,7 +375,7 @@ def test_torchrun_starts_a_node_again(tmp_path: Path) -> None:
             each.kill()
             each.wait()
     second.lives.append(jobs.paths(second))
-    check(jobs.nodes, {0}, fewest=2, returned=1)
+    check(jobs.nodes, 0, fewest=2, returned=1)
 
 
 if __name__ == "__main__":  # under torchrun, which has set the environment
