@@ -279,7 +279,7 @@ def leave_early(model: nn.Module) -> None:
         for _ in range(count):
             next(gathered)
         if count % 2:
-            gathered.close()  # type: ignore[attr-defined]  # it is a generator
+            gathered.close()
         del gathered
 
 
