@@ -119,13 +119,15 @@ CODED = {
 
 def resumed(adapter: Adapter, strategy: Strategy, path: str) -> None:
     """In a worker: a training and one that resumes from its checkpoint go on alike."""
-    first, second = (Training(adapter, strategy, (4, 2), seed) for seed in (0, 1))
+    first = Training(adapter, strategy, (4, 2), seed=0)
     first.losses(0)
     save(first.model, first.optimizer, CodecState(first.model), path)
+    expected_losses, expected = first.losses(STEPS), first.state()
+    second = Training(adapter, strategy, (4, 2), seed=1)
     load(second.model, second.optimizer, CodecState(second.model), path)
-    assert second.losses(STEPS) == first.losses(STEPS)
-    weights, expected = second.state(), first.state()
-    assert [name for name, value in expected.items() if not torch.equal(value, weights[name])] == []
+    assert second.losses(STEPS) == expected_losses
+    found = second.state()
+    assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
 
 
 @over_each(adapter=ADAPTERS, strategy=CODED)
