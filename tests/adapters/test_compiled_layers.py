@@ -13,7 +13,7 @@ from harness.covering import ADAPTERS, over_adapters, over_each
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
 from harness.messages import Reply, attempt
-from harness.pool import Pool
+from harness.pool import Pools
 from harness.training import train, trained_weights
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -34,9 +34,7 @@ def compiled(adapter: Adapter, case: Case, strategy: Strategy | None) -> tuple[d
 
 
 @over_each(rest=False, adapter=ADAPTERS, scopes=["IGG", "NNG"])
-def test_compiled_blocks_train_as_stock_in_as_many_graphs(
-    pool: Callable[[int], Pool], adapter: Adapter, scopes: str
-) -> None:
+def test_compiled_blocks_train_as_stock_in_as_many_graphs(pool: Pools, adapter: Adapter, scopes: str) -> None:
     case = Case(steps=2, micro_batches=2)
     strategy = Strategy(scopes, gpus_per_node=2)
     ours, stock = pool(4).run(compiled, adapter, case, strategy), pool(4).once(compiled, adapter, case, STOCK)
@@ -46,7 +44,7 @@ def test_compiled_blocks_train_as_stock_in_as_many_graphs(
 
 
 @over_adapters
-def test_compiled_blocks_with_codecs_train_as_eager_ones(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+def test_compiled_blocks_with_codecs_train_as_eager_ones(pool: Pools, adapter: Adapter) -> None:
     """A compiled layer may add up in another order, on which a rounding can depend: far less than codecs round."""
     case, strategy = Case(steps=1), Strategy.zeropp(gpus_per_node=2)
     ours, _ = pool(4).run(compiled, adapter, case, strategy)[0]
@@ -70,7 +68,7 @@ def losses(compiled: bool) -> list[float]:
     return [*llama.train(model, optimizer), llama.logits_of(model).double().norm().item()]
 
 
-def test_compiled_layers_on_a_frozen_base_train_as_eager_ones(pool: Callable[[int], Pool]) -> None:
+def test_compiled_layers_on_a_frozen_base_train_as_eager_ones(pool: Pools) -> None:
     compiled, eager = (pool(2).run(losses, which) for which in (True, False))
     for ours, expected in zip(compiled, eager, strict=True):
         # A compiled backward adds up in another order, which on some CPUs changes the last bits of fp32.
@@ -80,48 +78,41 @@ def test_compiled_layers_on_a_frozen_base_train_as_eager_ones(pool: Callable[[in
 # ---- whole models
 
 
-def _in_place(model: nn.Module, **options: Any) -> nn.Module:
-    model.compile(backend="aot_eager", **options)
-    return model
-
-
 def _around(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return torch.compile(lambda tokens: model(tokens) * 1.0, backend="aot_eager")
 
 
-WHOLE: dict[str, Callable[[nn.Module], Any]] = {
-    "compile": lambda model: torch.compile(model, backend="aot_eager"),
-    "in place fullgraph": lambda model: _in_place(model, fullgraph=True),
-    "a function around it": _around,
-}
+def _itself(model: nn.Module) -> Any:
+    return torch.compile(model, backend="aot_eager")
 
 
-def refusal_of_a_whole_model(adapter: Adapter, how: str) -> Reply:
+def refusal_of_a_whole_model(adapter: Adapter, compiled: Callable[[nn.Module], Any]) -> Reply:
     """In a worker: how the first forward of a compiled model is refused."""
     torch._dynamo.reset()
-    model = adapter.make(Case(), Strategy("IGG", gpus_per_node=2))
-    forward = WHOLE[how](model)
+    forward = compiled(adapter.make(Case(), Strategy("IGG", gpus_per_node=2)))
     return attempt((lambda: forward(models.batch(0, 0)), RuntimeError, ""))
 
 
-@over_each(rest=False, adapter=[Fsdp1(), Fsdp1(use_orig_params=False)], how=list(WHOLE))
-def test_a_whole_fsdp1_model_is_refused_on_every_rank(pool: Callable[[int], Pool], adapter: Adapter, how: str) -> None:
-    for kind, text, sent in pool(4).run(refusal_of_a_whole_model, adapter, how):
+@over_each(rest=False, adapter=[Fsdp1(), Fsdp1(use_orig_params=False)], compiled=[_itself, _around])
+def test_a_whole_fsdp1_model_is_refused_on_every_rank(
+    pool: Pools, adapter: Adapter, compiled: Callable[[nn.Module], Any]
+) -> None:
+    for kind, text, sent in pool(4).run(refusal_of_a_whole_model, adapter, compiled):
         assert kind in ("RuntimeError", "Unsupported")
         assert "compile each layer before you wrap the model" in text
         assert sent == 0
 
 
-def losses_of_a_whole_model(strategy: Strategy | None, compiled: bool) -> list[float]:
-    """In a worker: the losses of a compiled model of fully_shard."""
+def losses_of_a_whole_model(compiled: bool) -> list[float]:
     torch._dynamo.reset()
     case = Case(steps=2)
-    model = Fsdp2().make(case, strategy)
-    return train(Fsdp2(), _in_place(model) if compiled else model, case)
+    model = Fsdp2().make(case, Strategy("IGG", gpus_per_node=2))
+    if compiled:
+        model.compile(backend="aot_eager")
+    return train(Fsdp2(), model, case)
 
 
-def test_a_whole_fsdp2_model_trains_as_the_eager_one(pool: Callable[[int], Pool]) -> None:
-    strategy = Strategy("IGG", gpus_per_node=2)
-    compiled, eager = (pool(4).run(losses_of_a_whole_model, strategy, each) for each in (True, False))
+def test_a_whole_fsdp2_model_trains_as_the_eager_one(pool: Pools) -> None:
+    compiled, eager = (pool(4).run(losses_of_a_whole_model, each) for each in (True, False))
     for ours, expected in zip(compiled, eager, strict=True):
         assert ours == pytest.approx(expected, rel=1e-5)

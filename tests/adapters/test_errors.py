@@ -29,7 +29,7 @@ from harness.training import train
 from local_nodes import ONE_BLOCK
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FSDPModule, MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 
 import fsdp_zpp
 from fsdp_zpp import (
@@ -40,7 +40,7 @@ from fsdp_zpp import (
     LoCo,
     QuantizedReduceState,
     Strategy,
-    agreed_weights,
+    SyncToken,
     exchange_weights,
     gathered_weights,
     invalidate,
@@ -62,19 +62,12 @@ WHO: dict[str, Callable[[int, int], bool]] = {
 
 
 class Mistake(NamedTuple):
-    """A mistake in a call.
+    """A mistake in a call."""
 
-    Args:
-        make: Makes the call, wrongly if the argument is true.
-        said: Parts of what is said.
-        error: The error that every rank raises; for None, its kind may differ between ranks.
-        by: Who makes it, in turn: all ranks, or one of them.
-    """
-
-    make: Callable[[bool], object]
-    said: tuple[str, ...] | str
-    error: type[Exception] | None = ValueError
-    by: tuple[str, ...] = ("all",)
+    make: Callable[[bool], object]  # makes the call, wrongly if the argument is true
+    said: tuple[str, ...] | str  # parts of what is said
+    error: type[Exception] | None = ValueError  # that every rank raises; for None, its kind may differ between ranks
+    by: tuple[str, ...] = ("all",)  # who makes it, in turn: all ranks, or one of them
 
 
 def replies_to(mistake: Mistake) -> dict[str, Reply]:
@@ -101,12 +94,6 @@ def assert_refused(mistake: Mistake, by_rank: list[dict[str, Reply]]) -> None:
 
 
 # ---- where modules are wrapped
-
-
-def sharing_a_module() -> models.Net:
-    net = models.make_net()
-    net.blocks[1].down = net.blocks[0].down
-    return net
 
 
 def sharing_a_weight() -> models.Net:
@@ -143,7 +130,6 @@ def shared_in(adapter: Adapter) -> dict[str, Mistake]:
         return Mistake(lambda wrong: adapter.shard(net(), Case(), strategy), said)
 
     return {
-        "module of siblings": sharded(sharing_a_module, "IGG", "down.weight"),
         "weight of siblings": sharded(sharing_a_weight, "III", "down.weight"),
         "module of the root": sharded(sharing_a_module_with_the_root, "NNG", "head.1.weight (unit root)"),
     }
@@ -153,14 +139,10 @@ def mistakes_in_wrapping(adapter: Adapter) -> dict[str, Mistake]:
     """Mistakes in a call, which all ranks make, or one of them alone."""
 
     def sharded(
-        strategy: Any = TWO,
-        net: Callable[[], Any] = models.make_net,
-        usual: Callable[[], nn.Module] = models.make_net,
-        usual_strategy: Strategy = TWO,
-        **arguments: Any,
+        strategy: Any = TWO, net: Callable[[], Any] = models.make_net, **arguments: Any
     ) -> Callable[[bool], object]:
         return lambda wrong: (
-            adapter.wrap(net(), strategy, **arguments) if wrong else adapter.wrap(usual(), usual_strategy)
+            adapter.wrap(net(), strategy, **arguments) if wrong else adapter.wrap(models.make_net(), TWO)
         )
 
     def on_mesh(strategy: Strategy, *names: str) -> Callable[[bool], object]:
@@ -187,14 +169,8 @@ def mistakes_in_wrapping(adapter: Adapter) -> dict[str, Mistake]:
         "a name, alone": Mistake(sharded("zeropp"), "zeropp", None, ALONE),
         "no module, alone": Mistake(sharded(net=lambda: 3), "do not make the same calls", None, ALONE),
         "doubles, alone": Mistake(sharded(net=lambda: models.make_net().double()), "torch.float64 ", None, ALONE),
-        "NaN, alone": Mistake(
-            sharded(Strategy.mixzpp(gpus_per_node=2), with_nan, files.make_base, Strategy.mixzpp(gpus_per_node=2)),
-            "blocks.1.up.weight has values that are NaN or infinite",
-            None,
-            ALONE,
-        ),
-        "a shared module, alone": Mistake(
-            lambda wrong: adapter.shard((sharing_a_module if wrong else models.make_net)(), Case(), TWO),
+        "a shared weight, alone": Mistake(
+            lambda wrong: adapter.shard((sharing_a_weight if wrong else models.make_net)(), Case(), TWO),
             "ranks were given different arguments: ",
             by=("last",),
         ),
@@ -363,107 +339,65 @@ def adapted() -> nn.Module:
     return llama.adapt(llama.make_base(), {"default": "lora"})
 
 
-NO_MODULE = (lambda: 3, "model must be an nn.Module")
-FUNCTIONS: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
-    "quantize_frozen_params": (
-        {"model": files.make_base, "gpus_per_node": 2},
-        {
-            "model": NO_MODULE,
-            "model_1": (with_nan, "blocks.1.up.weight has values that are NaN or infinite"),
-            "codec": ("int8", "codec must be a codec such as"),
-            "min_numel": (0, "min_numel must be a positive int"),
-            "dtype": (torch.int8, "dtype must be one of"),
-            "device": ("nowhere", "nowhere"),
-            "placement": ("X", "X on rank"),
-            "gpus_per_node": (3, "gpus_per_node: "),
-            "checkpoint": (3, "from a checkpoint: "),
-            "ignored_params": (3, "not iterable"),
-        },
-    ),
-    "dequantize_frozen_params": (
-        {"model": quantized},
-        {
-            "model": NO_MODULE,
-            "model_1": (files.make_base, "other quantized weights than rank"),
-        },
-    ),
-    "save_frozen_params": (
-        {"model": quantized, "path": "saved"},
-        {
-            "model": NO_MODULE,
-            "model_1": (files.make_base, "nothing of this Net is quantized"),
-            "path": (None, "path must be a folder"),
-            "max_file_size": ("5 apples", "max_file_size must be a positive number of bytes, or a text such as"),
-        },
-    ),
-    "load_frozen_params": (
-        {"model": files.make_base, "path": "base", "gpus_per_node": 2},
-        {
-            "model": NO_MODULE,
-            "path": (None, "path must be a folder"),
-            "path_1": ("missing", "which save_frozen_params writes"),
-        },
-    ),
-    "save_adapter": (
-        {"model": adapted, "path": "saved"},
-        {
-            "model": NO_MODULE,
-            "model_1": (files.make_base, "there is no PeftModel in this Net"),
-            "path": (None, "path must be a folder"),
-            "adapters": ("default", "adapters must be a list of names such as ['default'], got 'default'"),
-            "adapters_1": (["missing"], "there is no adapter ['missing'] in this model"),
-        },
-    ),
-    "gathered_weights": (
-        {"model": adapted},
-        {
-            "model": NO_MODULE,
-            "model_1": (files.make_base, "called gathered_weights with other arguments or another model than rank"),
-            "dtype": (torch.int8, "dtype must be one of"),
-            "adapters_only": ("default", "adapters_only must be a bool"),
-            "adapters_only_1": (True, "called gathered_weights with other arguments"),
-            "merged": (1, "merged must be a bool"),
-            "since": ("yesterday", "since must be a SyncToken"),
-            "rank": (2, "rank must be a rank of the model: one of [0, 1], got 2"),
-        },
-    ),
-    "exchange_weights": (
-        {"model": local},
-        {
-            "model": NO_MODULE,
-            "model_1": (models.make_net, "no part of this Net"),
-        },
-    ),
-    "QuantizedReduceState": (
-        {"codec": Int8(64), "gpus_per_node": 1},
-        {
-            "codec": (3, "codec must be"),
-            "intra_codec": (3, "intra_codec must be"),
-            "error_feedback": (3, "error_feedback must be"),
-            "gpus_per_node": (0, "gpus_per_node must be"),
-        },
-    ),
-    "choose_strategy": (
-        {"model": models.make_net, "inter_gbps": 1.0, "gpus_per_node": 1},
-        {
-            "model": NO_MODULE,
-            "nodes": (0, "nodes must be"),
-            "inter_gbps": (-1, "inter_gbps must be"),
-            "tokens": ("many", "computation time needs both tokens"),
-        },
-    ),
+def no_module() -> int:
+    return 3
+
+
+# Arguments that are right, ``model`` as a function that makes it.
+GOOD: dict[str, dict[str, Any]] = {
+    "quantize_frozen_params": {"model": files.make_base, "gpus_per_node": 2},
+    "dequantize_frozen_params": {"model": quantized},
+    "save_frozen_params": {"model": quantized, "path": "saved"},
+    "load_frozen_params": {"model": files.make_base, "path": "base", "gpus_per_node": 2},
+    "save_adapter": {"model": adapted, "path": "saved"},
+    "gathered_weights": {"model": adapted},
+    "exchange_weights": {"model": local},
+    "QuantizedReduceState": {"codec": Int8(64), "gpus_per_node": 1},
+    "choose_strategy": {"model": models.make_net, "inter_gbps": 1.0, "gpus_per_node": 1},
 }
+# Functions with an argument that is not, and a part of what is said.
+BAD: list[tuple[str, str, Any, str]] = [
+    ("quantize_frozen_params", "model", no_module, "model must be an nn.Module"),
+    ("quantize_frozen_params", "model", with_nan, "blocks.1.up.weight has values that are NaN or infinite"),
+    ("quantize_frozen_params", "codec", "int8", "codec must be a codec such as"),
+    ("quantize_frozen_params", "placement", "X", "X on rank"),
+    ("quantize_frozen_params", "gpus_per_node", 3, "gpus_per_node: "),
+    ("quantize_frozen_params", "checkpoint", 3, "from a checkpoint: "),
+    ("quantize_frozen_params", "ignored_params", 3, "not iterable"),
+    ("dequantize_frozen_params", "model", no_module, "model must be an nn.Module"),
+    ("dequantize_frozen_params", "model", files.make_base, "other quantized weights than rank"),
+    ("save_frozen_params", "model", files.make_base, "nothing of this Net is quantized"),
+    ("save_frozen_params", "path", None, "path must be a folder"),
+    ("save_frozen_params", "max_file_size", "5 apples", "must be a positive number of bytes, or a text such as"),
+    ("load_frozen_params", "model", no_module, "model must be an nn.Module"),
+    ("load_frozen_params", "path", None, "path must be a folder"),
+    ("load_frozen_params", "path", "missing", "which save_frozen_params writes"),
+    ("save_adapter", "model", files.make_base, "there is no PeftModel in this Net"),
+    ("save_adapter", "path", None, "path must be a folder"),
+    ("save_adapter", "adapters", "default", "adapters must be a list of names such as ['default'], got 'default'"),
+    ("save_adapter", "adapters", ["missing"], "there is no adapter ['missing'] in this model"),
+    ("gathered_weights", "model", no_module, "model must be an nn.Module"),
+    ("gathered_weights", "model", files.make_base, "with other arguments or another model than rank"),
+    ("gathered_weights", "dtype", torch.int8, "dtype must be one of"),
+    ("gathered_weights", "adapters_only", "default", "adapters_only must be a bool"),
+    ("gathered_weights", "adapters_only", True, "called gathered_weights with other arguments"),
+    ("gathered_weights", "merged", 1, "merged must be a bool"),
+    ("gathered_weights", "since", "yesterday", "since must be a SyncToken, which notes what receivers hold, or None"),
+    ("gathered_weights", "since", SyncToken(), "called gathered_weights with other arguments"),
+    ("gathered_weights", "rank", 2, "rank must be a rank of the model: one of [0, 1], got 2"),
+    ("exchange_weights", "model", models.make_net, "no part of this Net"),
+    ("QuantizedReduceState", "codec", 3, "codec must be"),
+    ("QuantizedReduceState", "intra_codec", 3, "intra_codec must be"),
+    ("QuantizedReduceState", "error_feedback", 3, "error_feedback must be"),
+    ("choose_strategy", "model", no_module, "model must be an nn.Module"),
+    ("choose_strategy", "nodes", 0, "nodes must be"),
+    ("choose_strategy", "tokens", "many", "computation time needs both tokens"),
+]
 
-"""Arguments that are right, and values of them that are not, each with a part of what is said.
 
-``model`` is a function that makes it. Several values of an argument are numbered.
-"""
-
-
-def replies_of(function: str) -> dict[str, dict[str, Reply]]:
+def replies_of(function: str) -> dict[int, dict[str, Reply]]:
     """In a worker: what each bad argument raises; nothing is written, and the same model then takes good ones."""
-    good, bad = FUNCTIONS[function]
-    good = {name: value() if name == "model" else value for name, value in good.items()}
+    good = {name: value() if name == "model" else value for name, value in GOOD[function].items()}
 
     def call(**wrong: Any) -> None:
         arguments = good | wrong
@@ -473,53 +407,38 @@ def replies_of(function: str) -> dict[str, dict[str, Reply]]:
         if isinstance(result, Iterator):
             list(result)
 
-    def given(argument: str) -> Mistake:
-        value, said = bad[argument]
-        name = argument.rstrip("_1")
-        changed = {name: value() if name == "model" else value}
+    def given(argument: str, value: Any, said: str) -> Mistake:
+        changed = {argument: value() if argument == "model" else value}
         return Mistake(lambda wrong: call(**changed if wrong else {}), said, None, ALONE)
 
     with shared_folder() as folder:
         if function == "load_frozen_params":
             save_frozen_params(quantized(), Path(folder, "base"))
-        replies = {argument: replies_to(given(argument)) for argument in bad}
+        replies = {i: replies_to(given(*row[1:])) for i, row in enumerate(BAD) if row[0] == function}
         assert not Path(folder, "saved").exists()
         call()
     return replies
 
 
-@pytest.mark.parametrize(
-    ("function", "argument"), [(function, argument) for function, (_, bad) in FUNCTIONS.items() for argument in bad]
-)
-def test_a_bad_argument_on_one_rank_raises_on_all(pool: Pools, function: str, argument: str) -> None:
+@pytest.mark.parametrize("row", [pytest.param(i, id="-".join(bad[:2])) for i, bad in enumerate(BAD)])
+def test_a_bad_argument_on_one_rank_raises_on_all(pool: Pools, row: int) -> None:
+    function, _, _, said = BAD[row]
     replies = pool(2).once(replies_of, function)
-    mistake = Mistake(bool, FUNCTIONS[function][1][argument][1], None, ALONE)
-    assert_refused(mistake, [of_rank[argument] for of_rank in replies])
+    assert_refused(Mistake(bool, said, None, ALONE), [of_rank[row] for of_rank in replies])
 
 
 def test_all_public_names_are_here() -> None:
-    assert set(fsdp_zpp.__all__) == NOT_COLLECTIVE | set(FUNCTIONS) | {"fully_shard"}
+    assert set(fsdp_zpp.__all__) == NOT_COLLECTIVE | set(GOOD) | {"fully_shard"}
 
 
 # ---- what goes wrong later
-
-REPLICAS = Strategy("III", gpus_per_node=2)
-
-
-def with_torchs_own_last(adapter: Adapter) -> nn.Module:
-    """A net whose nodes are replicas; torch alone manages its last block, which is initialized after the others."""
-    net = models.make_net()
-    for i, block in enumerate(net.blocks):
-        net.blocks[i] = adapter.wrap(block, REPLICAS if i < len(net.blocks) - 1 else STOCK)
-    model: nn.Module = adapter.wrap(net, REPLICAS)
-    return model
 
 
 def retried(adapter: Adapter) -> tuple[list[str], float]:
     """In a worker: what first forwards raise while a node holds other weights; how far a training, once it holds the
     same, is from one that has never failed."""
     case = Case(steps=2, micro_batches=2, clip=None)
-    model = with_torchs_own_last(adapter)
+    model, never_failed = (adapter.make(case, Strategy("III", gpus_per_node=2)) for _ in range(2))
     changed = adapter.local(next(p for p in model.parameters() if adapter.local(p).numel())).detach()
     right = changed.clone()
     changed.add_(dist.get_rank() // 2)
@@ -529,7 +448,6 @@ def retried(adapter: Adapter) -> tuple[list[str], float]:
             models.loss_of(model, models.batch(0, 0)).backward()
         texts.append(str(caught.value))
     changed.copy_(right)
-    never_failed = with_torchs_own_last(adapter)
     for each in (model, never_failed):
         train(adapter, each, case)
     return texts, models.distance(adapter.full_weights(model), adapter.full_weights(never_failed))
@@ -539,41 +457,6 @@ def retried(adapter: Adapter) -> tuple[list[str], float]:
 def test_a_retry_raises_the_same_until_the_cause_is_mended(pool: Pools, adapter: Adapter) -> None:
     results = pool(4).run(retried, adapter)
     assert results == [([results[0][0][0]] * 3, 0.0)] * 4
-
-
-def fail(module: nn.Module, gradients: Any) -> None:
-    raise FloatingPointError
-
-
-def trained_around_a_failure(adapter: Adapter, scopes: str, micro_batches: int) -> float:
-    """In a worker: the distance from a training without the step whose backward fails in its last block."""
-    case, weights = Case(steps=1, micro_batches=micro_batches), []
-    for failing in (False, True):
-        model = adapter.make(case, Strategy(scopes, gpus_per_node=2))
-        optimizer = models.make_optimizer("sgd", model.parameters())
-        for step in range(3):
-            if failing and step == 1:
-                handle = model.blocks[0].up.register_full_backward_pre_hook(fail)
-                with adapter.micro_batch(model, micro_batches == 1, False), pytest.raises(FloatingPointError):
-                    models.loss_of(model, models.batch(9, 9)).backward()
-                handle.remove()
-                if isinstance(model, FSDPModule):
-                    model.reset_iter_state()
-                else:
-                    models.loss_of(model, models.batch(8, 8))  # or torch refuses no_sync()
-                optimizer.zero_grad()
-            train(adapter, model, case, optimizer=optimizer, first_step=step)
-        weights.append(adapter.full_weights(model))
-    return models.distance(*weights)
-
-
-@over_each(rest=False, adapter=WITH_FLAT, scopes=["IIG", "NNG", "III"], micro_batches=[1, 2])
-def test_training_goes_on_after_an_exception_in_a_backward(
-    pool: Pools, adapter: Adapter, scopes: str, micro_batches: int
-) -> None:
-    if adapter.torch_name == "fully_shard" and not hasattr(FSDPModule, "reset_iter_state"):
-        pytest.skip("torch's fully_shard recovers from exceptions since 2.13")
-    assert pool(4).run(trained_around_a_failure, adapter, scopes, micro_batches) == [0.0] * 4
 
 
 def without_the_last() -> list[str]:
@@ -628,10 +511,6 @@ class LocalNode:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def show(self) -> None:
-        with agreed_weights(self.model):
-            self.forward()
-
     def exchange(self) -> None:
         exchange_weights(self.model)
 
@@ -655,13 +534,9 @@ PLACES: Places = {
     "gather": ("gather", "gathered_weights"),
     "wrap": ("wrap", "FullyShardedDataParallel(Net)|fully_shard(Net)"),
     "codec state": ("step load_codec_state forward", "the first use of codec state that was loaded"),
-    "codec state, shown": ("step load_codec_state show", "the first use of codec state that was loaded"),
 }
 """Actions of a node after the backward of a second step, each with the words of its error."""
-APART: Places = {
-    "weights": ("step load_weights forward", "at the first use of weights that were loaded"),
-    "weights, shown": ("step load_weights show", "at the first use of weights that were loaded"),
-}
+APART: Places = {"weights": ("step load_weights forward", "at the first use of weights that were loaded")}
 STEP_3 = "before the forward of step 3"
 PHASES: dict[str, tuple[dict[str, Any], Places]] = {
     "an exchange": (
@@ -705,7 +580,7 @@ def test_nodes_at_different_places_are_told_where_each_of_them_is(
     pool: Pools, adapter: Adapter, layout: tuple[str, int], phase: str
 ) -> None:
     for found in pool(2 * layout[1]).run(met, adapter, *layout, phase):
-        assert len(found) > 5
+        assert len(found) > 3
         for *pair, text in found:
             assert text.startswith("ValueError: "), (pair, text)
             for place in pair:

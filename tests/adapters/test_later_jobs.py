@@ -29,18 +29,9 @@ CASE = Case(model=(("blocks", 1),), steps=2)
 
 @dataclass(frozen=True)
 class Job:
-    """A job of a process that runs several.
-
-    Args:
-        world: Its ranks.
-        gpus_per_node: The argument of its strategies.
-        is_turned: Whether processes have ranks in reverse order, and make other groups before the model's.
-        backend: How it communicates.
-    """
-
     world: int = 4
     gpus_per_node: int = 2
-    is_turned: bool = False
+    is_turned: bool = False  # processes have ranks in reverse order, and make other groups before the model's
     backend: str = "gloo"
 
 

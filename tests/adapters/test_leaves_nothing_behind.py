@@ -25,10 +25,8 @@ from harness.pool import Pools, device_type, free_port, init_process_group, shar
 from harness.training import load, logits, save, train
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.multiprocessing.spawn import start_processes
-from torch.optim import optimizer as torch_optimizer
 
 from fsdp_zpp import (
     CodecState,
@@ -42,7 +40,6 @@ from fsdp_zpp import (
     invalidate,
     monitor,
 )
-from fsdp_zpp.runtime import method_hooks
 
 Held = dict[str, int]
 """The counts of a process."""
@@ -93,7 +90,7 @@ OF_SUBSETS = {
 
 
 class Mixture(nn.Module):
-    """Experts; a forward uses some of them."""
+    """Experts, of which a forward uses some."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,9 +198,6 @@ class Training:
 
 def evaluate(training: Training) -> None:
     logits(training.model)
-
-
-def infer(training: Training) -> None:
     with torch.inference_mode():
         logits(training.model)
 
@@ -258,14 +252,6 @@ def freeze(training: Training) -> None:
     training.block.requires_grad_(True)
 
 
-def resume(training: Training) -> None:
-    training.adapter.before_load(training.model)
-    state = get_state_dict(training.model, training.optimizers)
-    codecs = CodecState(training.model).state_dict()
-    set_state_dict(training.model, training.optimizers, model_state_dict=state[0], optim_state_dict=state[1])
-    CodecState(training.model).load_state_dict(codecs)
-
-
 def checkpoint(training: Training) -> None:
     """Save to files and go on from them, in a model that takes the place of this one."""
     # FullyShardedDataParallel, stock too, never frees a frozen unit whose last but one forward had no backward.
@@ -280,7 +266,6 @@ def checkpoint(training: Training) -> None:
 
 EVENTS: list[Callable[[Training], None]] = [
     evaluate,
-    infer,
     skip_a_step,
     drop_a_micro_batch,
     step_with_one_optimizer,
@@ -290,7 +275,6 @@ EVENTS: list[Callable[[Training], None]] = [
     write,
     move,
     freeze,
-    resume,
     checkpoint,
 ]
 
@@ -300,9 +284,6 @@ def each_event_once(training: Training) -> None:
     for event in EVENTS:
         event(training)
         training.step()
-
-
-HOOKED = (torch.optim.Optimizer, nn.Module, torch.amp.GradScaler, ShardedGradScaler)
 
 
 def left_behind(training: Training) -> Held:
@@ -321,26 +302,9 @@ def _held() -> Held:
         "process groups": len(c10d._world.pg_map),
         "threads": len(os.listdir("/proc/self/task")),
         "file descriptors": len(os.listdir("/proc/self/fd")),
-        "optimizer hooks": _optimizer_hooks(),
-        "method hooks": _method_hooks(),
         "objects": len(gc.get_objects()) if torch.__version__ >= (2, 13) else -1,
         "resident bytes": _resident_bytes(),
     }
-
-
-def _optimizer_hooks() -> int:
-    return len(torch_optimizer._global_optimizer_post_hooks) + len(torch_optimizer._global_optimizer_pre_hooks)
-
-
-def _method_hooks() -> int:
-    # Counted where they are kept, since a hook that is left behind shows nowhere else.
-    tables = {
-        id(hooks): hooks
-        for owner in HOOKED
-        for method in vars(owner).values()
-        if (hooks := getattr(method, method_hooks._HOOKS, None)) is not None
-    }
-    return len(getattr(torch.optim.Optimizer, method_hooks._STEP_HOOKS)) + sum(map(len, tables.values()))
 
 
 def _resident_bytes() -> int:

@@ -16,7 +16,7 @@ from harness.adapter import Adapter, Case, original_name
 from harness.covering import ADAPTERS, WITH_FLAT, over_each
 from harness.fsdp2 import Fsdp2
 from harness.messages import attempt
-from harness.pool import Pool
+from harness.pool import Pools
 from harness.training import train
 from local_nodes import LAYOUTS, strategy_of
 from torch import Tensor, nn
@@ -31,45 +31,22 @@ States = dict[str, dict[str, Tensor]]
 """What a rank holds of optimizers' states, by the parameter's name."""
 
 
-def several(model: nn.Module) -> list[Optimizer]:
-    """An optimizer for every other parameter."""
-    parameters = list(model.parameters())
-    return [SGD(parameters[::2], 0.01, momentum=0.9), AdamW(parameters[1::2], 3e-3)]
-
-
-OPTIMIZERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
-    "AMSGrad": lambda model: [AdamW(model.parameters(), 3e-3, amsgrad=True)],
-    "fused": lambda model: [AdamW(model.parameters(), 3e-3, fused=True)],
-    "one by one": lambda model: [AdamW(model.parameters(), 3e-3, foreach=False)],
-    "momentum": lambda model: [SGD(model.parameters(), 0.01, momentum=0.9)],
-    "RMSprop": lambda model: [RMSprop(model.parameters(), 1e-3, momentum=0.5, centered=True)],
-    "Adagrad": lambda model: [Adagrad(model.parameters(), 1e-3)],
-    "NAdam": lambda model: [NAdam(model.parameters(), 1e-3)],
-    "two": several,
-    "without states": lambda model: [SGD(model.parameters(), 0.01)],
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "AMSGrad": lambda model: AdamW(model.parameters(), 3e-3, amsgrad=True),
+    "fused": lambda model: AdamW(model.parameters(), 3e-3, fused=True),
+    "one by one": lambda model: AdamW(model.parameters(), 3e-3, foreach=False),
+    "momentum": lambda model: SGD(model.parameters(), 0.01, momentum=0.9),
+    "RMSprop": lambda model: RMSprop(model.parameters(), 1e-3, momentum=0.5, centered=True),
+    "Adagrad": lambda model: Adagrad(model.parameters(), 1e-3),
+    "NAdam": lambda model: NAdam(model.parameters(), 1e-3),
+    "without states": lambda model: SGD(model.parameters(), 0.01),
 }
 
 
-class Together:
-    """Several optimizers that step as one."""
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self.optimizers = optimizers
-
-    def step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero_grad(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-
-def states(model: nn.Module, optimizers: Sequence[Optimizer]) -> States:
+def states(model: nn.Module, optimizer: Optimizer) -> States:
     return {
         name: {
             state: local(value).cpu().clone()
-            for optimizer in optimizers
             for state, value in optimizer.state.get(parameter, {}).items()
             if value is not None
         }
@@ -81,11 +58,11 @@ def local(value: Any) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def everywhere(value: Any) -> list[Any]:
-    """Of all ranks. Collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+def on_nodes(model: nn.Module, optimizer: Optimizer, gpus_per_node: int) -> list[States]:
+    """What each node holds of the states that this rank holds of its own. Collective."""
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, states(model, optimizer))
+    return held[dist.get_rank() % gpus_per_node :: gpus_per_node]
 
 
 def average_exactly(model: nn.Module) -> None:
@@ -108,12 +85,11 @@ def differing(nodes: Sequence[States]) -> int:
 def exact_means(adapter: Adapter, layout: tuple[str, int], optimizer: str) -> tuple[float, int, int]:
     """In a worker: how many roundings a state is off the mean, and in how many states nodes differ before and after."""
     model = adapter.make(CASE, strategy_of(*layout, every=50))
-    optimizers = OPTIMIZERS[optimizer](model)
-    train(adapter, model, CASE, optimizer=Together(optimizers))
-    first = dist.get_rank() % layout[1]
-    before = everywhere(states(model, optimizers))[first :: layout[1]]
+    made = OPTIMIZERS[optimizer](model)
+    train(adapter, model, CASE, optimizer=made)
+    before = on_nodes(model, made, layout[1])
     average_exactly(model)
-    after = everywhere(states(model, optimizers))[first :: layout[1]]
+    after = on_nodes(model, made, layout[1])
     off = 0.0
     for name, of_parameter in after[0].items():
         for state, value in of_parameter.items():
@@ -125,25 +101,22 @@ def exact_means(adapter: Adapter, layout: tuple[str, int], optimizer: str) -> tu
 
 @over_each(rest=False, adapter=WITH_FLAT, layout=LAYOUTS, optimizer=list(OPTIMIZERS))
 def test_an_exact_average_is_the_mean_of_every_optimizer_of_torch(
-    pool: Callable[[int], Pool], adapter: Adapter, layout: tuple[str, int], optimizer: str
+    pool: Pools, adapter: Adapter, layout: tuple[str, int], optimizer: str
 ) -> None:
-    if optimizer == "two" and adapter == WITH_FLAT[2]:
-        optimizer = "momentum"  # there are too few flat parameters
     for off, before, after in pool(4).run(exact_means, adapter, layout, optimizer):
         assert off <= 4  # a rounding for each node
         assert (before > 0) == (optimizer != "without states")
         assert after == 0
 
 
-def moments_differ(adapter: Adapter, layout: tuple[str, int], case: Case, options: dict[str, Any]) -> list[int]:
-    """In a worker: after each step and the exchanges due after it, in how many states nodes differ."""
-    model = adapter.make(case, strategy_of(*layout, **options))
-    optimizers = OPTIMIZERS["AMSGrad"](model)
-    found = []
-    for step in range(case.steps):
-        train(adapter, model, Case(steps=1, precision=case.precision), first_step=step, optimizer=optimizers[0])
+def moments_differ(adapter: Adapter, layout: tuple[str, int], overlap: int, spread: bool) -> list[int]:
+    """In a worker: after each of 8 steps and the exchanges due after it, in how many states nodes differ."""
+    model = adapter.make(CASE, strategy_of(*layout, every=2, moments_every=2, overlap=overlap, spread=spread))
+    optimizer, found = OPTIMIZERS["AMSGrad"](model), []
+    for step in range(8):
+        train(adapter, model, Case(steps=1), first_step=step, optimizer=optimizer)
         models.loss_of(model, models.batch(0, 0))  # before which exchanges are made
-        found.append(differing(everywhere(states(model, optimizers))[dist.get_rank() % layout[1] :: layout[1]]))
+        found.append(differing(on_nodes(model, optimizer, layout[1])))
     return found
 
 
@@ -155,10 +128,9 @@ def moments_differ(adapter: Adapter, layout: tuple[str, int], case: Case, option
     spread=[False, True],
 )
 def test_nodes_are_equal_bit_for_bit_after_the_exchanges_that_include_moments(
-    pool: Callable[[int], Pool], adapter: Adapter, layout: tuple[str, int], overlap: int, spread: bool
+    pool: Pools, adapter: Adapter, layout: tuple[str, int], overlap: int, spread: bool
 ) -> None:
-    options = {"every": 2, "moments_every": 2, "overlap": overlap, "spread": spread}
-    for found in pool(4).run(moments_differ, adapter, layout, Case(steps=8), options):
+    for found in pool(4).run(moments_differ, adapter, layout, overlap, spread):
         if spread:
             assert all(found)  # some fragments were exchanged in the last step, the others have been trained since
             assert min(found[3], found[7]) < min(found[:2] + found[4:6])
@@ -167,10 +139,9 @@ def test_nodes_are_equal_bit_for_bit_after_the_exchanges_that_include_moments(
 
 
 def half_used(adapter: Adapter, exact: bool) -> tuple[int, list[float]]:
-    """In a worker: average the moments of a block that every other node has left out.
+    """In a worker: in how many states nodes differ when the moments of a block that half of them use were averaged.
 
-    Returns:
-        In how many states nodes differ, and by what factors those of the block have changed on nodes with it.
+    The second result is by what factors those of the block have changed on nodes that use it.
     """
     model = adapter.make(CASE, strategy_of("III", 2, every=50, moments_every=1))
     uses_it = dist.get_rank() < 2
@@ -178,12 +149,10 @@ def half_used(adapter: Adapter, exact: bool) -> tuple[int, list[float]]:
     net.skipped = None if uses_it else 1
     optimizer = AdamW(model.parameters(), 3e-3)
     train(adapter, model, CASE, optimizer=optimizer)
-    before = states(model, [optimizer])
-    if exact:
-        average_exactly(model)
-    else:
-        exchange_weights(model)
-    after = states(model, [optimizer])
+    before = states(model, optimizer)
+    average = average_exactly if exact else exchange_weights
+    average(model)
+    after, nodes = states(model, optimizer), on_nodes(model, optimizer, 2)
     of_block = [name for name in before if "blocks.1." in original_name(name) and name.endswith("up.weight")]
     factors = [
         (after[name][state].norm() / before[name][state].norm()).item()
@@ -191,15 +160,12 @@ def half_used(adapter: Adapter, exact: bool) -> tuple[int, list[float]]:
         for state in ("exp_avg", "exp_avg_sq")
         if uses_it and before[name]["exp_avg"].numel()
     ]
-    nodes = everywhere(after)[dist.get_rank() % 2 :: 2]
     assert all(node[name]["step"] == CASE.steps for node in nodes for name in of_block if node[name])
     return differing(nodes), factors
 
 
 @over_each(adapter=ADAPTERS, exact=[True, False])
-def test_a_node_without_states_of_a_parameter_counts_as_zeros(
-    pool: Callable[[int], Pool], adapter: Adapter, exact: bool
-) -> None:
+def test_a_node_without_states_of_a_parameter_counts_as_zeros(pool: Pools, adapter: Adapter, exact: bool) -> None:
     found = pool(4).run(half_used, adapter, exact)
     assert all(count == 0 for count, _ in found)
     factors = [factor for _, of_rank in found for factor in of_rank]
@@ -220,7 +186,7 @@ def largest_update() -> tuple[float, float]:
     for _ in range(2):
         updates = [
             (of_parameter["exp_avg"] / (of_parameter["exp_avg_sq"].sqrt() + 1e-8)).abs().max().item()
-            for of_parameter in states(model, [optimizer]).values()
+            for of_parameter in states(model, optimizer).values()
             if of_parameter and of_parameter["exp_avg"].numel()
         ]
         found.append(max(updates))
@@ -228,7 +194,7 @@ def largest_update() -> tuple[float, float]:
     return found[0], found[1]
 
 
-def test_updates_of_rows_that_one_node_saw_do_not_blow_up(pool: Callable[[int], Pool]) -> None:
+def test_updates_of_rows_that_one_node_saw_do_not_blow_up(pool: Pools) -> None:
     for before, after in pool(4).run(largest_update):
         assert 0 < after < 2 * before
 
@@ -274,9 +240,7 @@ REFUSED = {
 
 
 @over_each(rest=False, adapter=ADAPTERS, name=list(REFUSED))
-def test_what_cannot_be_averaged_is_said_on_every_rank(
-    pool: Callable[[int], Pool], adapter: Adapter, name: str
-) -> None:
+def test_what_cannot_be_averaged_is_said_on_every_rank(pool: Pools, adapter: Adapter, name: str) -> None:
     kinds, part = REFUSED[name]
     for message in pool(4).run(refused, adapter, kinds, 1):
         assert re.search(part, message), message
@@ -295,11 +259,9 @@ def without_optimizers(adapter: Adapter, levels: str) -> int:
             kept.append(optimizer)
         gc.collect()
     exchange_weights(model)
-    return differing(everywhere(states(model, [optimizer]))[dist.get_rank() % 2 :: 2])
+    return differing(on_nodes(model, optimizer, 2))
 
 
 @over_each(adapter=ADAPTERS, levels=["III", "NNN"])
-def test_an_optimizer_that_some_ranks_have_freed_is_left_out(
-    pool: Callable[[int], Pool], adapter: Adapter, levels: str
-) -> None:
+def test_an_optimizer_that_some_ranks_have_freed_is_left_out(pool: Pools, adapter: Adapter, levels: str) -> None:
     assert pool(4).run(without_optimizers, adapter, levels) == [0] * 4
