@@ -16,7 +16,7 @@ from harness import models
 from harness.adapter import STOCK, Adapter, Case, Precision
 from harness.covering import ADAPTERS, SCOPES, over_adapters, over_each, over_pairs
 from harness.pool import Pool, device_type
-from harness.strategies import COARSE, FEEDBACKS, INTER
+from harness.strategies import BOTH, COARSE, INTER
 from harness.training import make_scaler, scaled_steps, train
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -317,7 +317,7 @@ def scaled_run(
 @over_pairs(
     rest=False,
     adapter=ADAPTERS,
-    feedback=FEEDBACKS,
+    feedback={"inter": INTER, "both in int8": BOTH},
     optimizer=["sgd", "known to scalers"],
     backwards=[1, 2],
     overflow_at=[0, 2],

@@ -13,7 +13,7 @@ from harness import models
 from harness.adapter import STOCK, Adapter, original_name
 from harness.covering import ADAPTERS, over_adapters, over_each
 from harness.fsdp2 import Fsdp2
-from harness.late_hops import late_hops
+from harness.links import late_hops
 from harness.pool import Pools
 from harness.training import make_scaler, without_gradient
 from torch import Tensor, nn

@@ -5,22 +5,25 @@ Optimizers in the backward send what a step after it sends; on offloaded paramet
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import models
 from harness.adapter import Adapter, Case
 from harness.covering import ADAPTERS, over_adapters, over_each
-from harness.offload import group_for_scaling, offloading, scales_that_have_arrived, without_pinning
+from harness.offload import offloading, without_pinning
 from harness.pool import Pool, Pools, device_type
-from harness.steps_in_backward import make
-from harness.training import train
+from harness.training import stepping_in_backward, train
 from harness.wiretap import sent_in
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp.sharded_grad_scaler import _GeneralMultiDeviceReplicator
 
 from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
 from fsdp_zpp.collectives.arriving_gradients import UNITS_BEHIND, ArrivingGradients
@@ -34,9 +37,26 @@ def sgd(model: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.125)
 
 
+@contextmanager
+def scales_that_have_arrived() -> Iterator[None]:
+    """Return a context in which torch's scaler waits for what it copies from a GPU and then multiplies by."""
+    get = _GeneralMultiDeviceReplicator.get
+
+    def get_and_wait(self: _GeneralMultiDeviceReplicator, device: torch.device) -> Tensor:
+        copy = get(self, device)
+        if device.type == "cpu" and self.master.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return copy
+
+    with mock.patch.object(_GeneralMultiDeviceReplicator, "get", get_and_wait):
+        yield
+
+
 def distance_from_kept(adapter: Adapter, case: Case, strategy: Strategy) -> float:
     """In a worker: the distance of offloaded weights from others; both have trained alike."""
-    weights, group = [], group_for_scaling() if case.scaler else None
+    weights, group = [], None
+    if case.scaler and device_type() == "cuda":  # a scaler of FSDP2's offloaded gradients communicates on CPUs, too
+        group = dist.new_group(backend="cpu:gloo,cuda:nccl")
     with without_pinning(), scales_that_have_arrived():
         for each in (adapter, offloading(adapter)):
             model = each.make(case, strategy, group)
@@ -99,7 +119,8 @@ def trained(
     adapter: Adapter, strategy: Strategy, in_backward: bool, micro_batches: int = 1
 ) -> tuple[list[Any], dict[str, Tensor], list[str]]:
     """Return what steps send, the weights, and in which order the last one stepped and went on with the backward."""
-    model = make(adapter, strategy, Counting, lr=0.125) if in_backward else adapter.make(Case(), strategy)
+    made = stepping_in_backward(adapter, strategy, Counting, lr=0.125) if in_backward else None
+    model = made or adapter.make(Case(), strategy)
     optimizer = None if in_backward else Counting(model.parameters(), lr=0.125)
     for block in model.modules():
         if isinstance(block, models.Block):
@@ -164,7 +185,7 @@ def after_an_exception(adapter: Adapter) -> float:
 
     with without_pinning():
         for failing in (False, True):
-            model = make(offloading(adapter), strategy, Counting, lr=0.125)
+            model = stepping_in_backward(offloading(adapter), strategy, Counting, lr=0.125)
             for step in range(3):
                 if failing and step == 1:
                     handle = model.blocks[0].up.register_full_backward_pre_hook(fail)

@@ -17,7 +17,7 @@ from harness.adapter import STOCK, Adapter, Case
 from harness.covering import ADAPTERS, over_adapters, over_each, over_pairs
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
-from harness.late_hops import CYCLES, late_hops
+from harness.links import CYCLES, late_hops
 from harness.pool import Pool, device_type, shared_folder
 from harness.strategies import FOURTEEN, PRESETS
 from harness.training import load, logits, mean_loss, save, train

@@ -5,9 +5,10 @@ It lies on the nodes of the strategy around it, or over the host, unless nodes a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,11 @@ CASES = {
 STEPS = 2
 
 
+def trainable(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of detours alone."""
+    return {name: tensor for name, tensor in named.items() if re.search(r"\.(up|down)\.(up|down)\.", name)}
+
+
 def distances(adapter: Adapter, strategy: Strategy, case: Case) -> tuple[float, float]:
     """In a worker: how far the first gradients and the last weights are from the oracle's."""
     assert strategy.frozen is not None
@@ -125,15 +131,17 @@ def distances(adapter: Adapter, strategy: Strategy, case: Case) -> tuple[float, 
         for micro_batch in range(case.micro_batches):
             with adapter.micro_batch(model, micro_batch == case.micro_batches - 1, False):
                 (models.loss_of(model, models.batch(step, micro_batch)) / case.micro_batches).backward()
-        lora.mean_gradients(net, step, case.micro_batches)
+        for rank, micro_batch in product(range(dist.get_world_size()), range(case.micro_batches)):
+            loss = models.loss_of(net, models.batch(step, micro_batch, rank))
+            (loss / case.micro_batches / dist.get_world_size()).backward()
         if step == 0:
-            ours = lora.trainable(adapter.full_gradients(model))
+            ours = trainable(adapter.full_gradients(model))
             of_gradients.append(models.distance(ours, lora.gradients_of(net)))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    weights = lora.trainable(adapter.full_weights(model))
-    return of_gradients[0], models.distance(weights, lora.values_of(net))
+    weights = {name: p.detach().cpu() for name, p in net.named_parameters() if p.requires_grad}
+    return of_gradients[0], models.distance(trainable(adapter.full_weights(model)), weights)
 
 
 def _rows() -> list[Any]:
@@ -250,7 +258,7 @@ def trained(adapter: Adapter, model: Any) -> dict[str, Tensor]:
     optimizer = models.make_optimizer("sgd", [p for p in model.parameters() if p.requires_grad])
     models.loss_of(model, models.batch(0, 0)).backward()
     optimizer.step()
-    return lora.trainable(adapter.full_weights(model))
+    return trainable(adapter.full_weights(model))
 
 
 def made(adapter: Adapter, codec: Codec, way: str, folder: Path, strategy: Strategy, place: int | None) -> Any:
@@ -277,7 +285,8 @@ def on_slow_links(adapter: Adapter, codec: Codec, way: str, folder: Path) -> tup
     same = all(torch.equal(ours[name], value) for name, value in trained(adapter, named).items())
     told = [line for _, line in records if "stays sharded over 1 node x 4" in line]
     held = sum(unit.nbytes for unit in {weight.holder for _, _, weight in frozen_modules(model)})
-    return nodes, places_of(model), held, lora.total_parameters(lora.make_net(**LARGE)), same, told
+    matrices = sum(p.numel() for p in lora.make_net(**LARGE).parameters() if p.dim() == 2 and p.numel() >= 4096)
+    return nodes, places_of(model), held, matrices, same, told
 
 
 @over_each(rest=False, adapter=ADAPTERS, codec=[Int8(64), NF4(64)], way=["by the strategy", "before", "from a file"])

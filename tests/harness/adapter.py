@@ -1,14 +1,12 @@
-"""What tests ask of one of torch's FSDPs, so that a test is written once and runs over both."""
+"""Both of torch's FSDPs by one interface, so that a test is written once and runs over both."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import models
@@ -42,57 +40,34 @@ class Case:
     scaler: bool = False
 
 
-class Adapter(ABC):
+class Adapter:
     """One of torch's FSDPs and how it is called; its instances are values, which travel to the workers."""
 
     torch_name: ClassVar[str]
     mesh_argument: ClassVar[str]
     state_dict_kinds: ClassVar[tuple[str, ...]]
 
-    def make(self, case: Case, strategy: Any, group: dist.ProcessGroup | None = None) -> Any:
+    def make(self, case: Case, strategy: Any, group: Any = None) -> Any:
         """In a worker: a sharded net, over ``group`` or all ranks."""
         net = models.make_net(frozen=case.frozen, **dict(case.model))
         if case.checkpointing.startswith("inside"):
             models.recompute(net, case.checkpointing, lambda module: isinstance(module, models.Block))
         return self.shard(net, case, strategy, group)
 
-    @abstractmethod
-    def apply(self, module: nn.Module, strategy: Any, **arguments: Any) -> Any:
-        """Shard one module, with torch's own arguments."""
-
     def wrap(self, module: nn.Module, strategy: Any, **arguments: Any) -> Any:
         """Shard one module on this rank's device; what is sharded still has the original parameters."""
         return self.apply(module, strategy, **arguments)
 
-    @abstractmethod
-    def shard(self, net: models.Net, case: Case, strategy: Any, group: dist.ProcessGroup | None = None) -> Any:
-        """Shard a net unit by unit."""
-
-    @abstractmethod
-    def micro_batch(self, model: Any, last: bool, synced: bool) -> AbstractContextManager[None]:
-        """The context of one of several backwards that a step accumulates."""
-
-    @abstractmethod
+    # Each FSDP defines these; weights and gradients come from all ranks, in fp32 on the CPU, by name.
+    def apply(self, module: nn.Module, strategy: Any, **of_torch: Any) -> Any: ...  # one unit
+    def shard(self, net: models.Net, case: Case, strategy: Any, group: Any = None) -> Any: ...  # unit by unit
+    def micro_batch(self, model: Any, last: bool, synced: bool) -> AbstractContextManager[None]: ...  # of a step
     def clip(self, model: Any, norm: float) -> None: ...
-
-    @abstractmethod
-    def local(self, parameter: nn.Parameter) -> Tensor:
-        """What this rank holds of a parameter."""
-
-    @abstractmethod
-    def full_weights(self, model: Any) -> dict[str, Tensor]:
-        """In fp32 on the CPU, by name. Collective."""
-
-    @abstractmethod
-    def full_gradients(self, model: Any) -> dict[str, Tensor]:
-        """On the CPU, by name, of all that have one. Collective."""
-
-    @abstractmethod
-    def load_from(self, source: Any, target: Any, kind: str) -> None:
-        """Load ``source``'s state dict into ``target``, in one of ``state_dict_kinds``."""
-
-    def before_load(self, model: Any) -> None:  # noqa: B027
-        """Whatever torch wants done before a state dict is set from outside."""
+    def local(self, parameter: nn.Parameter) -> Tensor: ...  # this rank's part
+    def full_weights(self, model: Any) -> dict[str, Tensor]: ...
+    def full_gradients(self, model: Any) -> dict[str, Tensor]: ...  # of parameters that have one
+    def load_from(self, source: Any, target: Any, kind: str) -> None: ...  # a state dict of one of the kinds
+    def before_load(self, model: Any) -> None: ...  # from outside
 
 
 def original_name(name: str) -> str:

@@ -36,9 +36,7 @@ def make_empty(**arguments: Any) -> models.Net:
 
 def rounded(net: models.Net) -> models.Net:
     """The net with every matrix as its codec gives it back."""
-    for parameter in net.parameters():
-        if parameter.dim() == 2:
-            lora.round_weight(parameter, CODEC)
+    lora.round_weights(net.parameters(), CODEC)
     return net
 
 
@@ -49,11 +47,8 @@ def output_of(net: nn.Module) -> Tensor:
 
 def snapshot(net: nn.Module) -> dict[str, Any]:
     """All that a failed call must leave as it was: classes, tensors themselves, and their values."""
-    tensors = {**dict(net.named_parameters(remove_duplicate=False)), **dict(net.named_buffers())}
-    kept = {
-        name: (id(tensor), tensor.is_meta, tensor.nan_to_num().sum().item() if not tensor.is_meta else 0.0)
-        for name, tensor in tensors.items()
-    }
+    tensors = [*net.named_parameters(remove_duplicate=False), *net.named_buffers()]
+    kept = {name: (id(tensor), tensor.is_meta or tensor.nan_to_num().sum().item()) for name, tensor in tensors}
     return kept | {"frozen": [name for name, module in net.named_modules() if isinstance(module, FrozenModule)]}
 
 

@@ -37,9 +37,7 @@ class Fsdp1(Adapter):
     def wrap(self, module: nn.Module, strategy: Any, **arguments: Any) -> FullyShardedDataParallel:
         return self.apply(module, strategy, **{"use_orig_params": True, "device_id": models.device()} | arguments)
 
-    def shard(
-        self, net: models.Net, case: Case, strategy: Any, group: dist.ProcessGroup | None = None
-    ) -> FullyShardedDataParallel:
+    def shard(self, net: models.Net, case: Case, strategy: Any, group: Any = None) -> FullyShardedDataParallel:
         arguments: dict[str, Any] = {"use_orig_params": self.use_orig_params, "device_id": models.device()}
         if case.wrap_blocks:
             arguments["auto_wrap_policy"] = ModuleWrapPolicy({models.Block})

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,7 +44,7 @@ class Fsdp2(Adapter):
             return torch_fully_shard(module, **arguments)
         return fully_shard(module, strategy=strategy, **arguments)
 
-    def shard(self, net: models.Net, case: Case, strategy: Any, group: dist.ProcessGroup | None = None) -> Any:
+    def shard(self, net: models.Net, case: Case, strategy: Any, group: Any = None) -> Any:
         arguments: dict[str, Any] = {}
         if case.precision is not None:
             arguments["mp_policy"] = MixedPrecisionPolicy(case.precision.param, case.precision.reduce)
@@ -108,32 +107,16 @@ class Fsdp2(Adapter):
 
 
 def _gathered(sharded: dict[str, Any]) -> dict[str, Tensor]:
-    """Full tensors in fp32, by one collective for all of a mesh: one for each takes as long as the training."""
+    """Gather full tensors at once where one mesh has all of them: one by one takes as long as the training."""
     if len({value.device_mesh for value in sharded.values()}) != 1 or next(iter(sharded.values())).device_mesh.ndim > 1:
-        return {name: _to_device(value).full_tensor() for name, value in sharded.items()}
+        # On GPUs the process group is NCCL's, which gathers nothing from the CPU, where offloaded parameters are.
+        return {name: value.to(models.device()).full_tensor() for name, value in sharded.items()}
     mesh = next(iter(sharded.values())).device_mesh
-    pieces = {name: _pieces(value, mesh.size()) for name, value in sharded.items()}
-    flat = [_to_device(value.to_local()).detach().float().flatten() for value in sharded.values()]
-    largest = [shapes[0].numel() for shapes, _ in pieces.values()]
-    row = torch.cat([F.pad(own, (0, size - own.numel())) for own, size in zip(flat, largest, strict=True)])
-    rows = [torch.empty_like(row) for _ in range(mesh.size())]
-    dist.all_gather(rows, row, mesh.get_group())
-    split = [row.split(largest) for row in rows]
+    found: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(found, {name: v.to_local().detach().cpu() for name, v in sharded.items()}, mesh.get_group())
     full = {}
-    for i, (name, (shapes, dim)) in enumerate(pieces.items()):
-        parts = [each[i][: shape.numel()].view(shape) for each, shape in zip(split, shapes, strict=False)]
-        full[name] = torch.cat(parts, dim)
+    for name, value in sharded.items():
+        (placement,) = value.placements
+        parts = [each[name] for each in found]
+        full[name] = torch.cat(parts, placement.dim) if isinstance(placement, Shard) else parts[0]
     return full
-
-
-def _pieces(value: Any, ranks: int) -> tuple[list[torch.Size], int]:
-    """The shapes of what ranks hold, where they hold anything, and the dimension that they are cut along."""
-    (placement,) = value.placements
-    if not isinstance(placement, Shard):
-        return [value.shape], 0
-    return [part.shape for part in torch.empty(value.shape, device="meta").chunk(ranks, placement.dim)], placement.dim
-
-
-def _to_device(tensor: Any) -> Any:
-    # On GPUs the process group is NCCL's, which gathers nothing from the CPU, where offloaded parameters are.
-    return tensor.to(models.device())

@@ -19,18 +19,9 @@ from . import lora, models
 from .adapter import Adapter
 
 VOCABULARY = 131
-CONFIG: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 112,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+CONFIG: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 112}
+CONFIG |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}
+CONFIG |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 ADAPTED = torch.bfloat16
 """The dtype of bases to which documentation, examples and integrations add adapters; PEFT's are in fp32 in any case."""
 
@@ -59,9 +50,7 @@ def make_base(dtype: torch.dtype = torch.float32, tied: bool = False) -> LlamaFo
 def rounded_base(codec: Codec, dtype: torch.dtype = torch.float32, tied: bool = False) -> LlamaForCausalLM:
     """The oracle: every matrix as ``codec`` gives it back."""
     model = make_base(dtype, tied)
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            lora.round_weight(parameter, codec)
+    lora.round_weights(model.parameters(), codec)
     return model
 
 

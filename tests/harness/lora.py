@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_zpp.codecs.base import Codec
@@ -42,11 +42,15 @@ def make_net(seed: int = 0, rank: int = 3, **arguments: Any) -> models.Net:
 def rounded_net(codec: Codec, **arguments: Any) -> models.Net:
     """The oracle: that net, unsharded, with every matrix of the base as ``codec`` gives it back."""
     net = make_net(**arguments)
-    for module in net.modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, nn.Parameter) and weight.dim() == 2 and not weight.requires_grad:
-            round_weight(weight, codec)
+    round_weights([p for p in net.parameters() if not p.requires_grad], codec)
     return net
+
+
+def round_weights(weights: Iterable[nn.Parameter], codec: Codec) -> None:
+    """Replace the values of matrices by what ``codec`` gives back."""
+    for weight in weights:
+        if weight.dim() == 2:
+            round_weight(weight, codec)
 
 
 def round_weight(weight: nn.Parameter, codec: Codec) -> None:
@@ -56,33 +60,6 @@ def round_weight(weight: nn.Parameter, codec: Codec) -> None:
     weight.data = flat.view_as(weight)
 
 
-def mean_gradients(net: models.Net, step: int, micro_batches: int = 1) -> None:
-    """Leave on an unsharded net the gradients of all ranks' batches, averaged."""
-    for rank in range(dist.get_world_size()):
-        for micro_batch in range(micro_batches):
-            loss = models.loss_of(net, models.batch(step, micro_batch, rank)) / micro_batches
-            (loss / dist.get_world_size()).backward()
-
-
-def trainable(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The detours' tensors alone."""
-    return {
-        name: tensor
-        for name, tensor in named.items()
-        if ".up.up." in name or ".up.down." in name or ".down.up." in name or ".down.down." in name
-    }
-
-
-def values_of(net: nn.Module) -> dict[str, Tensor]:
-    """An unsharded net's trainable weights."""
-    return {name: p.detach().float().cpu().clone() for name, p in net.named_parameters() if p.requires_grad}
-
-
 def gradients_of(net: nn.Module) -> dict[str, Tensor]:
     """An unsharded net's gradients."""
     return {name: p.grad.float().cpu().clone() for name, p in net.named_parameters() if p.grad is not None}
-
-
-def total_parameters(net: nn.Module) -> int:
-    """Values of the matrices that are worth quantizing."""
-    return sum(p.numel() for p in net.parameters() if p.dim() == 2 and p.numel() >= 4096)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp_zpp import CodecState, Strategy
 
 from . import models
-from .adapter import STOCK, Adapter, Case, original_name
+from .adapter import Adapter, Case, original_name
+from .fsdp1 import Fsdp1
 from .pool import device_type
 
 
@@ -58,41 +61,12 @@ def trained_weights(adapter: Adapter, case: Case, strategy: Strategy | None) -> 
     return adapter.full_weights(model)
 
 
-def gradients(adapter: Adapter, case: Case, strategy: Strategy | None) -> dict[str, Tensor]:
-    """In a worker: full gradients of one backward."""
-    model = adapter.make(case, strategy)
-    loss = models.loss_of(model, models.batch(0, 0))
-    assert loss.isfinite()
-    loss.backward()
-    assert all(p.grad.dtype == p.dtype for p in model.parameters() if p.grad is not None)
-    return adapter.full_gradients(model)
-
-
 def without_gradient(model: Any) -> frozenset[str]:
     """In a worker: the names of parameters that have a gradient on no rank."""
     found: list[Any] = [None] * dist.get_world_size()
     here = {original_name(name) for name, parameter in model.named_parameters() if parameter.grad is None}
     dist.all_gather_object(found, here)
     return frozenset.intersection(*map(frozenset, found))
-
-
-Step = tuple[dict[str, Tensor], frozenset[str]]
-"""The weights after a step, and the names of parameters without a gradient."""
-
-
-def after_each_step(adapter: Adapter, case: Case, strategy: Strategy | None) -> list[Step]:
-    """In a worker: the weights and absent gradients after every step."""
-    model = adapter.make(case, strategy)
-    steps: list[Step] = []
-
-    def note(step: int, optimizer: Any) -> None:
-        steps.append((adapter.full_weights(model), without_gradient(model)))
-
-    train(adapter, model, case, after_step=note)
-    return steps
-
-
-_stock_steps: dict[str, list[Step]] = {}
 
 
 def differing_tensors(adapter: Adapter, model: Any) -> int:
@@ -102,19 +76,29 @@ def differing_tensors(adapter: Adapter, model: Any) -> int:
     return sum(any(not torch.equal(each[name], found[0][name]) for each in found) for name in found[0])
 
 
-def largest_distance(adapter: Adapter, case: Case, strategy: Strategy) -> float:
-    """In a worker: the largest distance from torch's own full sharding after any step.
+def stepping_in_backward(adapter: Adapter, strategy: Strategy | None, optimizer: Callable[..., Any], lr: float) -> Any:
+    """In a worker: a model whose parameters have an optimizer each, which steps in the backward."""
+    if isinstance(adapter, Fsdp1):
+        net = models.make_net()
+        _apply_optimizer_in_backward(optimizer, net.parameters(), {"lr": lr})
+        return adapter.shard(net, Case(), strategy)
+    model = adapter.make(Case(), strategy)
+    optimizers = {parameter: optimizer([parameter], lr=lr) for parameter in model.parameters()}
 
-    The same parameters must have had no gradient in each of them.
-    """
-    key = f"{adapter!r} {case!r}"
-    if key not in _stock_steps:
-        _stock_steps[key] = after_each_step(adapter, case, STOCK)
-    ours = after_each_step(adapter, case, strategy)
-    assert len(ours) == case.steps
-    for (_, absent), (_, in_stock) in zip(ours, _stock_steps[key], strict=True):
-        assert absent == in_stock, sorted(absent ^ in_stock)
-    return max(models.distance(mine, stock) for (mine, _), (stock, _) in zip(ours, _stock_steps[key], strict=True))
+    def step(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step)
+    return model
+
+
+def stepped_in_backward(adapter: Adapter, strategy: Strategy | None, micro_batches: int) -> dict[str, Tensor]:
+    """In a worker: weights after three steps that are made in the backward, as soon as a gradient is reduced."""
+    model = stepping_in_backward(adapter, strategy, torch.optim.SGD, lr=0.1)
+    train(adapter, model, Case(micro_batches=micro_batches, clip=None), optimizer=mock.Mock())
+    return adapter.full_weights(model)
 
 
 def logits(model: Any) -> Tensor:
