@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import models
-from harness.adapter import Adapter
+from harness.adapter import Adapter, Fsdp1
 from harness.covering import ADAPTERS, over_each
-from harness.fsdp1 import Fsdp1
 from harness.messages import collected
 from harness.pool import Pool, device_type
 from harness.training import load, save

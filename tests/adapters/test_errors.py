@@ -18,11 +18,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import frozen_files as files, llama, lora, messages, models
-from harness.adapter import STOCK, Adapter, Case
+from harness import llama, lora, messages, models
+from harness.adapter import STOCK, Adapter, Case, Fsdp1, Fsdp2
 from harness.covering import ADAPTERS, WITH_FLAT, over_adapters, over_each
-from harness.fsdp1 import Fsdp1
-from harness.fsdp2 import Fsdp2
 from harness.messages import Reply
 from harness.pool import Pool, Pools, device_type, shared_folder
 from harness.training import train
@@ -128,7 +126,7 @@ def with_integers() -> nn.Module:
 
 
 def with_nan() -> nn.Module:
-    net = files.make_base()
+    net = lora.make_base()
     net.blocks[1].up.weight[3, 5] = torch.nan
     return net
 
@@ -188,7 +186,7 @@ def mistakes_in_wrapping(adapter: Adapter) -> dict[str, Mistake]:
         "no module, alone": Mistake(sharded(net=lambda: 3), "do not make the same calls", None, ALONE),
         "doubles, alone": Mistake(sharded(net=lambda: models.make_net().double()), "torch.float64 ", None, ALONE),
         "NaN, alone": Mistake(
-            sharded(Strategy.mixzpp(gpus_per_node=2), with_nan, files.make_base, Strategy.mixzpp(gpus_per_node=2)),
+            sharded(Strategy.mixzpp(gpus_per_node=2), with_nan, lora.make_base, Strategy.mixzpp(gpus_per_node=2)),
             "blocks.1.up.weight has values that are NaN or infinite",
             None,
             ALONE,
@@ -348,8 +346,8 @@ NOT_COLLECTIVE = {
 
 
 def quantized() -> nn.Module:
-    net = files.make_base()
-    quantize_frozen_params(net, files.CODEC, gpus_per_node=2)
+    net = lora.make_base()
+    quantize_frozen_params(net, lora.CODEC, gpus_per_node=2)
     return net
 
 
@@ -366,7 +364,7 @@ def adapted() -> nn.Module:
 NO_MODULE = (lambda: 3, "model must be an nn.Module")
 FUNCTIONS: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
     "quantize_frozen_params": (
-        {"model": files.make_base, "gpus_per_node": 2},
+        {"model": lora.make_base, "gpus_per_node": 2},
         {
             "model": NO_MODULE,
             "model_1": (with_nan, "blocks.1.up.weight has values that are NaN or infinite"),
@@ -384,20 +382,20 @@ FUNCTIONS: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
         {"model": quantized},
         {
             "model": NO_MODULE,
-            "model_1": (files.make_base, "other quantized weights than rank"),
+            "model_1": (lora.make_base, "other quantized weights than rank"),
         },
     ),
     "save_frozen_params": (
         {"model": quantized, "path": "saved"},
         {
             "model": NO_MODULE,
-            "model_1": (files.make_base, "nothing of this Net is quantized"),
+            "model_1": (lora.make_base, "nothing of this Net is quantized"),
             "path": (None, "path must be a folder"),
             "max_file_size": ("5 apples", "max_file_size must be a positive number of bytes, or a text such as"),
         },
     ),
     "load_frozen_params": (
-        {"model": files.make_base, "path": "base", "gpus_per_node": 2},
+        {"model": lora.make_base, "path": "base", "gpus_per_node": 2},
         {
             "model": NO_MODULE,
             "path": (None, "path must be a folder"),
@@ -408,7 +406,7 @@ FUNCTIONS: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
         {"model": adapted, "path": "saved"},
         {
             "model": NO_MODULE,
-            "model_1": (files.make_base, "there is no PeftModel in this Net"),
+            "model_1": (lora.make_base, "there is no PeftModel in this Net"),
             "path": (None, "path must be a folder"),
             "adapters": ("default", "adapters must be a list of names such as ['default'], got 'default'"),
             "adapters_1": (["missing"], "there is no adapter ['missing'] in this model"),
@@ -418,7 +416,7 @@ FUNCTIONS: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
         {"model": adapted},
         {
             "model": NO_MODULE,
-            "model_1": (files.make_base, "called gathered_weights with other arguments or another model than rank"),
+            "model_1": (lora.make_base, "called gathered_weights with other arguments or another model than rank"),
             "dtype": (torch.int8, "dtype must be one of"),
             "adapters_only": ("default", "adapters_only must be a bool"),
             "adapters_only_1": (True, "called gathered_weights with other arguments"),

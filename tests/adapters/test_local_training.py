@@ -13,9 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import models
-from harness.adapter import Adapter, Case, Precision
+from harness.adapter import Adapter, Case, Fsdp2, Precision
 from harness.covering import ADAPTERS, over_each
-from harness.fsdp2 import Fsdp2
 from harness.messages import collected
 from harness.pool import Pool, device_type
 from harness.training import differing_tensors, mean_loss, scaled_steps, train

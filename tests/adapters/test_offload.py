@@ -5,7 +5,7 @@ Optimizers in the backward send what a step after it sends; on offloaded paramet
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -15,15 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import models
-from harness.adapter import Adapter, Case
+from harness.adapter import Adapter, Case, Fsdp1
 from harness.covering import ADAPTERS, over_adapters, over_each
 from harness.offload import offloading, without_pinning
 from harness.pool import Pool, Pools, device_type
-from harness.training import stepping_in_backward, train
+from harness.training import train
 from harness.wiretap import sent_in
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.sharded_grad_scaler import _GeneralMultiDeviceReplicator
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
 from fsdp_zpp.collectives.arriving_gradients import UNITS_BEHIND, ArrivingGradients
@@ -105,6 +106,24 @@ def test_offloaded_parameters_train_as_others(pool: Pools, adapter: Adapter, tra
 # ---- optimizers in the backward
 
 
+def stepping_in_backward(adapter: Adapter, strategy: Strategy | None, optimizer: Callable[..., Any], lr: float) -> Any:
+    """In a worker: a model whose parameters have an optimizer each, which steps in the backward."""
+    if isinstance(adapter, Fsdp1):
+        net = models.make_net()
+        _apply_optimizer_in_backward(optimizer, net.parameters(), {"lr": lr})
+        return adapter.shard(net, Case(), strategy)
+    model = adapter.make(Case(), strategy)
+    optimizers = {parameter: optimizer([parameter], lr=lr) for parameter in model.parameters()}
+
+    def step(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step)
+    return model
+
+
 class Counting(torch.optim.SGD):
     """An optimizer that notes its steps."""
 
@@ -156,6 +175,7 @@ def compared(adapter: Adapter, strategy: Strategy, offloads: bool, micro_batches
 
 IN_BACKWARD = {
     "IIG": Strategy("IIG", **TWO),
+    "NNG": Strategy("NNG", **TWO),
     "deltas": Strategy("IGG", weights=Int4Delta(), **TWO),
     "errors": Strategy.loco(**TWO),
     "local steps": Strategy("III", local_steps=LocalSteps(2, codec=Int4(64)), **TWO),

@@ -13,10 +13,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fuzz.modules import ScheduleFree
 from harness import models
-from harness.adapter import STOCK, Adapter, Case
+from harness.adapter import STOCK, Adapter, Case, Fsdp1, Fsdp2
 from harness.covering import ADAPTERS, over_adapters, over_each, over_pairs
-from harness.fsdp1 import Fsdp1
-from harness.fsdp2 import Fsdp2
 from harness.links import CYCLES, late_hops
 from harness.pool import Pool, device_type, shared_folder
 from harness.strategies import FOURTEEN, PRESETS

@@ -15,10 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import models
-from harness.adapter import STOCK, Adapter, Case, Precision
+from harness.adapter import STOCK, Adapter, Case, Fsdp1, Fsdp2, Precision
 from harness.covering import ADAPTERS, SCOPES, WITH_FLAT, over_adapters, over_each, over_pairs
-from harness.fsdp1 import Fsdp1
-from harness.fsdp2 import Fsdp2
 from harness.links import machine
 from harness.messages import collected
 from harness.pool import Pool, device_type

@@ -13,9 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import llama, models
-from harness.adapter import STOCK, Adapter
+from harness.adapter import STOCK, Adapter, Fsdp1
 from harness.covering import ADAPTERS, over_adapters, over_each
-from harness.fsdp1 import Fsdp1
 from harness.live_bytes import LiveBytes
 from harness.messages import Reply, attempt
 from harness.models import device

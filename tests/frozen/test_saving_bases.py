@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import frozen_files as files, models
+from harness import lora, models
 from harness.messages import collected
 from harness.pool import Pool, start_method
 from safetensors.torch import load_file
@@ -104,16 +104,16 @@ def failing_at(step: int) -> Iterator[Steps]:
 
 def quantized(seed: int, group: dist.ProcessGroup | None = None) -> models.Net:
     """A base on the CPU that differs from those of other seeds."""
-    base = files.make_base(seed)
-    quantize_frozen_params(base, files.CODEC, process_group=group, device="cpu")
+    base = lora.make_base(seed)
+    quantize_frozen_params(base, lora.CODEC, process_group=group, device="cpu")
     return base
 
 
 def stored_in(folder: Path, group: dist.ProcessGroup | None = None) -> Tensor:
     """The output of a base that is loaded from a folder."""
-    net = files.make_empty()
+    net = lora.make_empty()
     load_frozen_params(net, folder, process_group=group, device="cpu")
-    return files.output_of(net)
+    return lora.output_of(net)
 
 
 NEVER = 10**6
@@ -137,7 +137,7 @@ def which(found: Tensor, count: int) -> int:
 
 @functools.cache
 def output_of(seed: int) -> Tensor:
-    return files.output_of(files.rounded(files.make_base(seed)))
+    return lora.output_of(lora.rounded(lora.make_base(seed)))
 
 
 def count_files(folder: Path) -> int:
@@ -191,10 +191,10 @@ def test_a_loaded_base_outlives_its_files_and_other_files_stay(tmp_path: Path) -
     save_frozen_params(base_of(1), tmp_path)
     save_frozen_params(base_of(0), tmp_path)
     assert count_files(tmp_path) == 5
-    net = files.make_empty()
+    net = lora.make_empty()
     load_frozen_params(net, tmp_path)
     save_frozen_params(net, tmp_path)  # over the files that it came from
-    assert which(files.output_of(net), 1) == which(stored_in(tmp_path), 1) == 0
+    assert which(lora.output_of(net), 1) == which(stored_in(tmp_path), 1) == 0
 
 
 def test_buffers_that_are_not_persistent_are_not_saved(tmp_path: Path) -> None:
@@ -345,4 +345,4 @@ def test_a_draft_that_another_save_locks_first_is_left_to_it(tmp_path: Path, mon
     Path(others[0].name).unlink()
     others[0].close()
     draft.publish("{}")
-    assert [path.name for path in tmp_path.iterdir()] == [files.INDEX]
+    assert [path.name for path in tmp_path.iterdir()] == [lora.INDEX]

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 from harness import lora, models
-from harness.adapter import STOCK, Adapter, Case
+from harness.adapter import STOCK, Adapter, Case, Fsdp1, Fsdp2
 from harness.covering import WITH_FLAT, over_each
-from harness.fsdp1 import Fsdp1
-from harness.fsdp2 import Fsdp2
 from harness.messages import Reply, assert_refused, attempt
 from harness.pool import Pool, device_type
 from torch import Tensor, nn

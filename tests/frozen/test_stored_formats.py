@@ -21,11 +21,11 @@ import torch.distributed as dist
 import transformers
 from accelerate import init_empty_weights
 from bitsandbytes import functional
-from harness import frozen_files, llama, lora, models
+from harness import llama, lora, models
 from harness.adapter import Adapter
 from harness.covering import ADAPTERS
-from harness.frozen_files import refused
 from harness.live_bytes import LiveBytes
+from harness.lora import refused
 from harness.pool import Pool
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
@@ -590,10 +590,10 @@ def on_one_rank(good: Path, bad: Path, other: Path) -> list[str]:
     texts = []
     for folder, codec in itertools.product((bad, other), EITHER):
         model = empty(good)
-        before = frozen_files.snapshot(model)
+        before = lora.snapshot(model)
         with pytest.raises(ValueError, match=r"_scale_inv, which is missing|read different files from") as error:
             quantize_frozen_params(model, codec, checkpoint=folder if dist.get_rank() == 1 else good, gpus_per_node=1)
-        assert frozen_files.snapshot(model) == before
+        assert lora.snapshot(model) == before
         texts.append(str(error.value))
     return texts
 

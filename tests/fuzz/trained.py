@@ -12,9 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import models as harness_models
-from harness.adapter import STOCK, Adapter
-from harness.fsdp1 import Fsdp1
-from harness.fsdp2 import Fsdp2
+from harness.adapter import STOCK, Adapter, Fsdp1, Fsdp2
 from harness.pool import TIMEOUT, device_type
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 
-from .adapter import Adapter
-from .fsdp1 import Fsdp1
-from .fsdp2 import Fsdp2
+from .adapter import Adapter, Fsdp1, Fsdp2
 
 ADAPTERS: list[Adapter] = [Fsdp1(), Fsdp2()]
 WITH_FLAT: list[Adapter] = [*ADAPTERS, Fsdp1(use_orig_params=False)]

@@ -20,9 +20,7 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 from fsdp_zpp.adapters.fsdp1 import validation
 
-from .adapter import Adapter
-from .fsdp1 import Fsdp1
-from .fsdp2 import Fsdp2
+from .adapter import Adapter, Fsdp1, Fsdp2
 from .pool import device_type
 
 

@@ -1,24 +1,21 @@
-"""Training a sharded net, the same for every way of sharding it, and what comes of it."""
+"""Trainings of a sharded net, the same for every way of sharding it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp_zpp import CodecState, Strategy
 
 from . import models
 from .adapter import Adapter, Case, original_name
-from .fsdp1 import Fsdp1
 from .pool import device_type
 
 
@@ -32,22 +29,18 @@ def train(
 ) -> list[float]:
     """Train for ``case.steps`` steps; return the last micro-batch's loss of each."""
     optimizer = optimizer or models.make_optimizer(case.optimizer, model.parameters())
-    scaler = ShardedGradScaler(device=device_type(), init_scale=2.0**10, growth_interval=2) if case.scaler else None
+    scaler = make_scaler(case.scaler, growth_interval=2)
     losses = []
     for step in range(first_step, first_step + case.steps):
         for micro_batch in range(case.micro_batches):
             with adapter.micro_batch(model, micro_batch == case.micro_batches - 1, case.synced):
                 loss = models.loss_of(model, models.batch(step, micro_batch)) / case.micro_batches
-                (scaler.scale(loss) if scaler else loss).backward()
-        if scaler:
-            scaler.unscale_(optimizer)
+                scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
         if case.clip is not None:
             adapter.clip(model, case.clip)
-        if scaler:
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         after_step(step, optimizer)
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -76,31 +69,6 @@ def differing_tensors(adapter: Adapter, model: Any) -> int:
     return sum(any(not torch.equal(each[name], found[0][name]) for each in found) for name in found[0])
 
 
-def stepping_in_backward(adapter: Adapter, strategy: Strategy | None, optimizer: Callable[..., Any], lr: float) -> Any:
-    """In a worker: a model whose parameters have an optimizer each, which steps in the backward."""
-    if isinstance(adapter, Fsdp1):
-        net = models.make_net()
-        _apply_optimizer_in_backward(optimizer, net.parameters(), {"lr": lr})
-        return adapter.shard(net, Case(), strategy)
-    model = adapter.make(Case(), strategy)
-    optimizers = {parameter: optimizer([parameter], lr=lr) for parameter in model.parameters()}
-
-    def step(parameter: nn.Parameter) -> None:
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-
-    for parameter in optimizers:
-        parameter.register_post_accumulate_grad_hook(step)
-    return model
-
-
-def stepped_in_backward(adapter: Adapter, strategy: Strategy | None, micro_batches: int) -> dict[str, Tensor]:
-    """In a worker: weights after three steps that are made in the backward, as soon as a gradient is reduced."""
-    model = stepping_in_backward(adapter, strategy, torch.optim.SGD, lr=0.1)
-    train(adapter, model, Case(micro_batches=micro_batches, clip=None), optimizer=mock.Mock())
-    return adapter.full_weights(model)
-
-
 def logits(model: Any) -> Tensor:
     """Logits of one batch that is the same on every rank."""
     model.eval()
@@ -120,14 +88,12 @@ def mean_loss(model: Any, step: int) -> float:
     return loss.item() / dist.get_world_size()
 
 
-def make_scaler(enabled: bool = True) -> ShardedGradScaler:
-    """A scaler whose scale grows with every step."""
-    return ShardedGradScaler(device=device_type(), init_scale=2.0**10, growth_interval=1, enabled=enabled)
+def make_scaler(enabled: bool = True, growth_interval: int = 1) -> ShardedGradScaler:
+    """A scaler whose scale grows after so many steps, with every one unless said otherwise."""
+    return ShardedGradScaler(device_type(), init_scale=2.0**10, growth_interval=growth_interval, enabled=enabled)
 
 
-def scaled_steps(
-    model: Any, optimizer: Any, scaler: ShardedGradScaler, steps: Iterable[int], backwards: int = 1
-) -> None:
+def scaled_steps(model: Any, optimizer: Any, scaler: Any, steps: Iterable[int], backwards: int = 1) -> None:
     """Train with a scaler; the last backward of step -1 overflows."""
     for step in steps:
         for backward in range(backwards):

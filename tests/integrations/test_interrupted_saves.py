@@ -31,9 +31,8 @@ import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from harness import llama, models
-from harness.adapter import Case
+from harness.adapter import Case, Fsdp2
 from harness.covering import over_each
-from harness.fsdp2 import Fsdp2
 from harness.messages import collected
 from harness.pool import Pool, WorkerError, device_type
 from harness.training import train

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import messages, models
-from harness.adapter import STOCK, Case
-from harness.fsdp1 import Fsdp1
+from harness.adapter import STOCK, Case, Fsdp1
 from harness.messages import Refusal, Reply, assert_refused, collected
 from harness.pool import Pool
 from harness.strategies import COARSE

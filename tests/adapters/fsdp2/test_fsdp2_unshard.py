@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import models
-from harness.adapter import STOCK, Case
+from harness.adapter import STOCK, Case, Fsdp2
 from harness.covering import over_each
-from harness.fsdp2 import Fsdp2
 from harness.pool import Pool
 from harness.training import logits, train
 from torch import Tensor, nn
