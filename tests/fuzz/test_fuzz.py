@@ -2,8 +2,8 @@
 
 By default a few programs, always the same ones. ``./run test -m fuzz`` runs many others:
 
-    FSDP_ZPP_FUZZ=3000           how many (3000)
-    FSDP_ZPP_FUZZ_SEED=7         which; by default others each time, whose seed a failure prints
+    FSDP_ZPP_FUZZ=3000                how many (3000)
+    FSDP_ZPP_FUZZ_SEED=7              which; by default others each time, whose seed a failure prints
     FSDP_ZPP_FUZZ_WITHOUT=SAM,fused   features (fuzz/features.py) that no program has
     FSDP_ZPP_FUZZ_ONLY=SAM            the only ones that programs may have
 """
@@ -21,7 +21,7 @@ from fuzz.features import HAS_RESET, HAS_UNUSED_FLAG, is_left_out
 from fuzz.found import FOUND
 from fuzz.program import Program, as_script
 from fuzz.strategies import programs
-from harness.impatient_pool import ImpatientPool
+from fuzz.workers import Workers
 from harness.pool import WorkerError, device_type
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 
@@ -58,28 +58,8 @@ def over_kinds(others: tuple[pytest.MarkDecorator, ...] = ()) -> pytest.MarkDeco
     return pytest.mark.parametrize(("adapter", "flavour", "world", "share"), rows)
 
 
-class Workers:
-    """Pools of the sizes that programs ask for, one at a time."""
-
-    def __init__(self) -> None:
-        self._pool: ImpatientPool | None = None
-
-    def run(self, function: Callable[..., Any], program: Program) -> list[Any]:
-        """Run ``function(program)`` on as many ranks as the program has."""
-        if self._pool is None or self._pool.world != program.world:
-            self.stop()
-            self._pool = ImpatientPool(program.world)
-        return self._pool.run(function, program)
-
-    def stop(self) -> None:
-        """End the processes."""
-        if self._pool is not None:
-            self._pool.stop(kill=True)
-
-
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    """Pools for programs."""
     workers = Workers()
     yield workers
     workers.stop()
@@ -102,8 +82,6 @@ def check(workers: Workers, program: Program) -> None:
 
 
 def property_of(workers: Workers, adapter: str, flavour: str, world: int) -> Callable[[], Any]:
-    """The property, for hypothesis."""
-
     @given(programs(adapter, flavour, world))
     def equals_stock(program: Program) -> None:
         check(workers, program)

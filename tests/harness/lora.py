@@ -1,4 +1,4 @@
-"""Frozen nets with low-rank detours and without, the same with weights as a codec leaves them, and refusals of files."""
+"""Frozen nets with low-rank detours and without, also with weights as a codec leaves them, and refusals of files."""
 
 from __future__ import annotations
 
