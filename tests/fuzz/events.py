@@ -1,28 +1,12 @@
-"""What happens in steps, between their micro-batches, and between steps."""
+"""Events in steps, between their micro-batches, and between steps."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from .draft import Draft, branches_of
+from . import program as ops
+from .draft import Draft
 from .features import HAS_RESET, Feature
-from .program import (
-    Evaluation,
-    Freeze,
-    Load,
-    LoadInPlace,
-    MicroBatch,
-    Move,
-    OptimizersAnew,
-    Resume,
-    SharpStep,
-    Show,
-    Step,
-    Summon,
-    Tune,
-    Write,
-    ZeroGrad,
-)
 
 EVENTS = ("Evaluation", "Freeze", "Load", "Write", "Summon", "Move", "Resume")
 OF_FEATURES = {
@@ -43,50 +27,52 @@ def between_steps(draft: Draft) -> None:
     kinds = [kind for kind in EVENTS if not draft.local_steps or kind in ("Evaluation", "Freeze")]
     kinds += [kind for feature, kind in OF_FEATURES.items() if feature in draft.features for _ in range(3)]
     kind = draft.draw(st.sampled_from(kinds))
-    draw = draft.draw
+    draw, is_as_sharded = draft.draw, draft.frozen == draft.frozen_for_good()
     if kind == "Evaluation":
         evaluate(draft)
     elif kind == "Freeze":
         freeze(draft)
     elif kind == "Load":
-        assign = draft.adapter == "fsdp2" and draft.frozen == draft.frozen_for_good() and draft.one_in(2)
-        draft.ops.append(Load(draw(st.sampled_from(draft.load_kinds)), assign))
+        assign = draft.adapter == "fsdp2" and is_as_sharded and draft.one_in(2)
+        draft.ops.append(ops.Load(draw(st.sampled_from(draft.load_kinds)), assign))
     elif kind == "LoadInPlace":
         draft.mark(Feature.LOADS_IN_PLACE)
         evaluate(draft)  # which leaves weights that are kept
-        draft.ops.append(LoadInPlace())
+        draft.ops.append(ops.LoadInPlace())
     elif kind == "Write":
-        draft.ops.append(Write(draw(st.sampled_from(("in place", "data", "summon")))))
+        draft.ops.append(ops.Write(draw(st.sampled_from(("in place", "data", "summon")))))
     elif kind == "Resume":
-        alike = draft.frozen == draft.frozen_for_good() and Feature.TWO_IN_A_UNIT not in draft.features
         rootless = any(model.rootless for model in draft.models)
-        if alike and not rootless and all(len({i for i, _ in owned}) == 1 for owned in draft.optimizers):
-            draft.ops.append(ZeroGrad("models"))
-            draft.ops.append(Resume())
+        of_one_model = all(len({i for i, _ in owned}) == 1 for owned in draft.optimizers)
+        if is_as_sharded and not rootless and of_one_model and Feature.TWO_IN_A_UNIT not in draft.features:
+            draft.ops += [ops.ZeroGrad("models"), ops.Resume()]
     elif kind == "OptimizersAnew":
         draft.mark(Feature.OPTIMIZERS_ANEW)
         evaluate(draft)
-        draft.ops.append(OptimizersAnew())
+        draft.ops.append(ops.OptimizersAnew())
     elif kind == "Show":
-        show(draft)
+        _show(draft)
     elif kind == "Reshard":
         draft.mark(Feature.RESHARD)
-        draft.ops.append(Tune("reshard", *_unit(draft)))
+        draft.ops.append(ops.Tune("reshard", *_unit(draft)))
     else:
-        draft.ops.append(Summon() if kind == "Summon" else Move())
+        draft.ops.append(ops.Summon() if kind == "Summon" else ops.Move())
 
 
-def within_a_step(draft: Draft) -> None:
+def _within_a_step(draft: Draft) -> None:
     """Draw something between the micro-batches of a step."""
     if draft.has(Feature.FREEZE_WITHIN_STEP, 2):
         freeze(draft, within=True)
-        return
-    if draft.one_in(2):
+    elif draft.one_in(2):
         evaluate(draft)
-        return
+    else:
+        _clear_gradients(draft)
+
+
+def _clear_gradients(draft: Draft) -> None:
     owned = range(len(draft.optimizers)) if Feature.TWO_IN_A_UNIT not in draft.features else ()
     choice = draft.draw(st.sampled_from((*owned, "models", "modules")))
-    draft.ops.append(ZeroGrad(choice))
+    draft.ops.append(ops.ZeroGrad(choice))
     cleared = {
         (i, unit)
         for i, model in enumerate(draft.models)
@@ -102,20 +88,19 @@ def evaluate(draft: Draft) -> None:
     reference = has_adapters and draft.has(Feature.ADAPTERS, 2)
     # FSDP keeps tensors that it makes in its first forward, which are none to train with if they are of inference.
     inference = draft.has_run and draft.has(Feature.INFERENCE, 2)
-    unshard(draft)
-    direct = direct_call(draft)
-    draft.ops.append(Evaluation(draft.passes(False, same=True), reference, inference, direct))
+    _unshard(draft)
+    direct = _direct_call(draft)
+    draft.ops.append(ops.Evaluation(draft.passes(False, same=True), reference, inference, direct))
     if draft.has(Feature.SHOWN, 2):
-        show(draft)
+        _show(draft)
 
 
-def show(draft: Draft) -> None:
-    """Look at what modules show."""
+def _show(draft: Draft) -> None:
     draft.mark(Feature.SHOWN)
-    draft.ops.append(Show())
+    draft.ops.append(ops.Show())
 
 
-def direct_call(draft: Draft) -> tuple[int, int] | None:
+def _direct_call(draft: Draft) -> tuple[int, int] | None:
     """A unit to call by itself, once models have run."""
     if Feature.DIRECT_CALL not in draft.features or not draft.has_run or not draft.one_in(2):
         return None
@@ -126,26 +111,27 @@ def direct_call(draft: Draft) -> tuple[int, int] | None:
     return draft.draw(st.sampled_from(units))
 
 
-def unshard(draft: Draft) -> None:
+def _unshard(draft: Draft) -> None:
     """Perhaps gather a unit before a forward."""
     for feature, values in ((Feature.UNSHARD, (0,)), (Feature.UNSHARD_ASYNC, (1, 2))):
         if draft.has(feature, 2):
-            draft.ops.append(Tune("unshard", *_unit(draft), draft.draw(st.sampled_from(values))))
+            draft.ops.append(ops.Tune("unshard", *_unit(draft), draft.draw(st.sampled_from(values))))
 
 
 def set_up(draft: Draft) -> None:
     """Draw what is set before training."""
     if draft.adapter != "fsdp2":
         return
+    draw = draft.draw
     if draft.has(Feature.PREFETCH):
-        for _ in range(draft.draw(st.integers(1, 3))):
-            what = draft.draw(st.sampled_from(("forward prefetch", "backward prefetch")))
-            draft.ops.append(Tune(what, *_unit(draft), draft.draw(st.integers(1, 15))))
+        for _ in range(draw(st.integers(1, 3))):
+            what = draw(st.sampled_from(("forward prefetch", "backward prefetch")))
+            draft.ops.append(ops.Tune(what, *_unit(draft), draw(st.integers(1, 15))))
     if draft.has(Feature.DIVIDE_FACTOR):
-        for _ in range(draft.draw(st.integers(1, 2))):
-            draft.ops.append(Tune("divide factor", *_unit(draft), draft.draw(st.integers(1, 5))))
+        for _ in range(draw(st.integers(1, 2))):
+            draft.ops.append(ops.Tune("divide factor", *_unit(draft), draw(st.integers(1, 5))))
     if draft.has(Feature.RESHARD):
-        draft.ops.append(Tune("reshard after forward", *_unit(draft), draft.draw(st.integers(0, 1))))
+        draft.ops.append(ops.Tune("reshard after forward", *_unit(draft), draw(st.integers(0, 1))))
 
 
 def _unit(draft: Draft) -> tuple[int, int]:
@@ -156,18 +142,16 @@ def _unit(draft: Draft) -> tuple[int, int]:
 
 
 def freeze(draft: Draft, within: bool = False) -> None:
-    """Draw what is frozen, or no longer."""
-    parts = _parts(draft)
+    """Draw a unit or a branch that is frozen, or no longer."""
     wholes = [] if within and Feature.FREEZE_BRANCH in draft.features else _wholes(draft)
-    choices: list[tuple[int, int, int | None]] = [*((*unit, None) for unit in wholes), *parts]
+    choices: list[tuple[int, int, int | None]] = [*((*unit, None) for unit in wholes), *_parts(draft)]
     if not choices or not draft.freezes:
         return
     i, unit, branch = draft.draw(st.sampled_from(choices))
-    each = range(len(branches_of(draft.models[i])[unit])) if branch is None else [branch]
-    keys = {(i, unit, b) for b in each}
-    if within and draft.adapter == "fsdp2" and not draft.zero_unused and draft.is_uneven(keys):
+    all_keys = {(i, unit, b) for b in range(len(draft.models[i].branches[unit]))}
+    keys = all_keys if branch is None else {(i, unit, branch)}
+    if within and draft.is_uneven(keys):
         return  # could not be evened out any more
-    all_keys = {(i, unit, b) for b in range(len(branches_of(draft.models[i])[unit]))}
     if within and draft.adapter != "fsdp2" and all_keys <= draft.frozen | keys and all_keys & set(draft.pending):
         return  # stock would not reduce what has accumulated, and fused optimizers would not notice
     if within:
@@ -175,11 +159,11 @@ def freeze(draft: Draft, within: bool = False) -> None:
     elif draft.has(Feature.FREEZE_KEEPING_GRADIENTS, 1 if Feature.ZEROS in draft.features else 2):
         pass
     else:
-        draft.ops.append(ZeroGrad("models"))
+        draft.ops.append(ops.ZeroGrad("models"))
     if branch is not None:
         draft.mark(Feature.FREEZE_BRANCH)
     frozen = not keys <= draft.frozen
-    draft.ops.append(Freeze(i, unit, frozen, branch))
+    draft.ops.append(ops.Freeze(i, unit, frozen, branch))
     draft.frozen = draft.frozen | keys if frozen else draft.frozen - keys
 
 
@@ -232,28 +216,26 @@ def step(draft: Draft, scaler: bool) -> None:
     """Draw micro-batches and the steps of some optimizers."""
     draw = draft.draw
     if draft.has(Feature.SAM) or draft.has(Feature.LBFGS):
-        draft.ops.append(ZeroGrad("models"))
-        for at in range(len(draft.optimizers)):
-            draft.ops.append(SharpStep(draft.passes(True, same=True), at))
+        steps = [ops.SharpStep(draft.passes(True, same=True), at) for at in range(len(draft.optimizers))]
+        draft.ops += [ops.ZeroGrad("models"), *steps, ops.ZeroGrad("models")]
         draft.has_run = True
-        draft.ops.append(ZeroGrad("models"))
         return
     last = draw(st.integers(2 if draft.features & WITHIN_STEPS else 1, 3)) - 1
     for number in range(last + 1):
         _micro_batch(draft, number == last, scaler)
         if number < last and draft.one_in(2 if Feature.FREEZE_WITHIN_STEP in draft.features else 8):
-            within_a_step(draft)
+            _within_a_step(draft)
     all_ = tuple(range(len(draft.optimizers)))
     # With local steps, all of them: what others keep is not what the simulation keeps.
     stepping = all_ if scaler or draft.local_steps or not draft.one_in(4) else (draw(st.sampled_from(all_)),)
-    draft.ops.append(Step(stepping, clip=0.3 if draft.clips and draft.one_in(4) else None))
+    draft.ops.append(ops.Step(stepping, clip=0.3 if draft.clips and draft.one_in(4) else None))
     if draft.has(Feature.SHOWN, 3):
-        show(draft)
+        _show(draft)
     zeros = draft.has(Feature.ZEROS, 1 if Feature.FREEZE_KEEPING_GRADIENTS in draft.features else 2)
     if draft.one_in(6):
-        draft.ops.append(ZeroGrad(draw(st.sampled_from(("models", "modules"))), not zeros))
+        draft.ops.append(ops.ZeroGrad(draw(st.sampled_from(("models", "modules"))), not zeros))
     else:
-        draft.ops.extend(ZeroGrad(optimizer, not zeros) for optimizer in stepping)
+        draft.ops.extend(ops.ZeroGrad(optimizer, not zeros) for optimizer in stepping)
 
 
 def _micro_batch(draft: Draft, last: bool, scaler: bool) -> None:
@@ -264,7 +246,7 @@ def _micro_batch(draft: Draft, last: bool, scaler: bool) -> None:
         fails = draw(st.sampled_from(FAILS[draft.adapter]))
     several = {} if fails else _backwards(draft)
     same = bool(several)  # since each backward may reduce what has a gradient then
-    if direct := None if fails or last or draft.pending else direct_call(draft):
+    if direct := None if fails or last or draft.pending else _direct_call(draft):
         several, same, sync = {}, True, False
     passes = draft.passes(sync, same)
     overflows = draw(st.integers(0, draft.world - 1)) if scaler and draft.one_in(4) else None
@@ -274,20 +256,9 @@ def _micro_batch(draft: Draft, last: bool, scaler: bool) -> None:
     # What has accumulated in some units may not be even where all reduce, so the last micro-batch evens it out.
     all_reduce = last or not sync or bool(fails) or not draft.has(Feature.REQUIRES_ALL_REDUCE, 2)
     reshard = last or bool(fails) or not draft.has(Feature.RESHARD, 3)
-    unshard(draft)
-    draft.ops.append(
-        MicroBatch(
-            passes,
-            sync,
-            fails,
-            overflows,
-            unsynced=unsynced,
-            direct=direct,
-            all_reduce=all_reduce,
-            reshard=reshard,
-            **several,  # type: ignore[arg-type]
-        )
-    )
+    _unshard(draft)
+    several |= {"unsynced": unsynced, "direct": direct, "all_reduce": all_reduce, "reshard": reshard}
+    draft.ops.append(ops.MicroBatch(passes, sync, fails, overflows, **several))  # type: ignore[arg-type]
     draft.has_run = draft.has_run or direct is None
     if sync or fails:
         draft.pending.clear()
@@ -302,7 +273,7 @@ def _micro_batch(draft: Draft, last: bool, scaler: bool) -> None:
 
 def _backwards(draft: Draft) -> dict[str, object]:
     """Several forwards and backwards of a micro-batch, or none of that."""
-    if draft.pending and draft.adapter == "fsdp2" and not draft.zero_unused and draft.is_uneven(set(draft.pending)):
+    if draft.is_uneven(draft.pending):
         return {}
     if draft.has(Feature.SEVERAL_FORWARDS, 2):
         orders = ("sum", "in turn", "in reverse") if draft.adapter == "fsdp2" else ("sum",)

@@ -1,4 +1,4 @@
-"""What programs may have beyond plain steps: a registry, how often each was drawn, and a switch to leave some out.
+"""Features that programs may have beyond plain steps, how often each was drawn, and a switch to leave some out.
 
 A program has none of them, or a few that are drawn first: each then meets others often enough, and a program stays
 small. ``FSDP_ZPP_FUZZ_WITHOUT=fused,inference mode`` keeps features out of all programs, to go on past a known fault;
@@ -72,7 +72,7 @@ class Feature(Enum):
 
 
 OTHERS = ("codecs", "other worlds", "gradient law")
-"""What else can be left out: kinds of programs, and a check."""
+"""Kinds of programs, and a check, that can be left out, too."""
 
 
 def _named(variable: str) -> set[str]:
@@ -92,24 +92,18 @@ drawn: Counter[str] = Counter()
 
 
 def is_left_out(title: str) -> bool:
-    """Whether ``FSDP_ZPP_FUZZ_WITHOUT`` names it."""
+    """Return whether ``FSDP_ZPP_FUZZ_WITHOUT`` names it."""
     return title in _without
 
 
 KINDS_OF_PROGRAM = (Feature.LOCAL_STEPS, Feature.COMM_HOOK)
-NOT_WITH_LOCAL_STEPS = {
-    Feature.SAM,
-    Feature.LBFGS,
-    Feature.ROOTLESS,  # nor when roots exchange that a micro-batch leaves out
-    Feature.DIRECT_CALL,
-    Feature.SEVERAL_STRATEGIES,
-    Feature.TWO_AXES,
-    Feature.LOADS_IN_PLACE,
+NOT_WITH = {
+    "local": {  # the simulation does not know them, nor when roots exchange that a micro-batch leaves out
+        *(Feature.SAM, Feature.LBFGS, Feature.ROOTLESS, Feature.DIRECT_CALL),
+        *(Feature.SEVERAL_STRATEGIES, Feature.TWO_AXES, Feature.LOADS_IN_PLACE),
+    },
+    "hook": {Feature.SEVERAL_STRATEGIES, Feature.TWO_AXES},
 }
-"""What the simulation does not know."""
-NOT_WITH_HOOKS = {Feature.SEVERAL_STRATEGIES, Feature.TWO_AXES}
-
-
 TOGETHER = (
     (Feature.FREEZE_KEEPING_GRADIENTS, Feature.ZEROS, Feature.FUSED),
     (Feature.FREEZE_KEEPING_GRADIENTS, Feature.ZEROS),
@@ -126,7 +120,7 @@ TOGETHER = (
 
 def choices(adapter: str, flavour: str) -> list[Feature]:
     """Features that a program of an adapter may have beside its kind."""
-    out = {"local": NOT_WITH_LOCAL_STEPS, "hook": NOT_WITH_HOOKS}.get(flavour, set()) | set(KINDS_OF_PROGRAM)
+    out = NOT_WITH.get(flavour, set()) | set(KINDS_OF_PROGRAM)
     out |= set() if flavour == "codecs" else {Feature.IDLE_WITH_FEEDBACK}
     return [
         f

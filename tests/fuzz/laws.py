@@ -1,7 +1,7 @@
-"""What a run shows, and what must be so with codecs, beside staying near stock: what is wrong without comparison.
+"""The trace of a run, and laws of codecs beside staying near stock.
 
-- Weights that a forward computes with are within the codec's error of the full-precision weights: what is stale is not.
-- What is frozen for good does not change.
+- Weights that a forward computes with are within the codec's error of the full-precision weights, as no stale one is.
+- Weights that are frozen for good do not change.
 
 :class:`fuzz.references.Measured` has the law for gradients.
 """
@@ -22,7 +22,7 @@ from .program import Program
 
 @dataclass
 class Trace:
-    """What a run showed."""
+    """The results of a run."""
 
     shown: dict[str, Tensor] = field(default_factory=dict)  # losses and weights, by the number of the op
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step
@@ -71,7 +71,7 @@ class SeenWeights:
         self._seen.clear()
 
     def check(self, i: int, full: dict[str, Tensor]) -> list[str]:
-        """What has been seen of the i-th model that is not near its full weights."""
+        """Return the weights of the i-th model that were seen and are not near the full ones."""
         largest = max(float(value.abs().max()) for value in full.values())
         wrong = []
         for (model, name), seen in self._seen.items():
@@ -81,34 +81,29 @@ class SeenWeights:
             error = max(float((each.cpu() - truth).abs().max()) for each in seen)
             bound = self.bound if truth.ndim > 1 else self.of_exact
             if not error <= bound * largest and truth.isfinite().all():
-                wrong.append(
-                    f"a forward saw {name}.weight {error:.3g} from its value, the largest weight is {largest:.3g}"
-                )
+                saw = f"a forward saw {name}.weight {error:.3g} from its value"
+                wrong.append(f"{saw}, the largest weight is {largest:.3g}")
         return wrong
 
 
 def changed_though_frozen(program: Program, trace: Trace) -> list[str]:
-    """Which weights have changed from the start to the end, though they were frozen all along."""
+    """Return the weights that have changed from the start to the end, though they were frozen all along."""
     if program.with_frozen or any(isinstance(op, ops.Load | ops.LoadInPlace | ops.Write) for op in program.ops):
         return []
-    wrong = []
-    for i, model in enumerate(program.models):
-        for unit, each in enumerate(model.units):
-            for b, branch in enumerate(each.branches):
-                if branch.frozen and not (each.tied and b < 2):
-                    prefix = f"weight of model {i}: blocks.{unit}.branches.{b}."
-                    names = [name for name in trace.shown if name.startswith(f"start: {prefix}")]
-                    ends = [f"end: {name.removeprefix('start: ')}" for name in names]
-                    wrong += [
-                        f"{end} has changed though it is frozen"
-                        for name, end in zip(names, ends, strict=True)
-                        if not trace.shown[name].equal(trace.shown[end])
-                    ]
-    return wrong
+    frozen = tuple(
+        f"start: weight of model {i}: blocks.{unit}.branches.{b}."
+        for i, model in enumerate(program.models)
+        for unit, each in enumerate(model.units)
+        for b, branch in enumerate(each.branches)
+        if branch.frozen and not (each.tied and b < 2)
+    )
+    ends = {name: name.replace("start", "end", 1) for name in trace.shown if name.startswith(frozen)}
+    changed = [end for start, end in ends.items() if not trace.shown[start].equal(trace.shown[end])]
+    return [f"{end} has changed though it is frozen" for end in changed]
 
 
 def has_gradient_law(program: Program) -> bool:
-    """Whether the first step's gradient is to be checked: weights are exact until then, and nothing is fed back."""
+    """Return whether weights are exact until the first step, and nothing is fed back to its gradient."""
     s = program.strategy
     return (
         program.adapter == "fsdp2"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -45,14 +45,10 @@ class Unsharded(Run):
     def call_block(self, i: int, unit: int, x: torch.Tensor, use: tuple[int, ...]) -> torch.Tensor:
         return super().call_block(i, unit, x.double(), use)
 
-    @contextmanager
-    def _micro_batch(self, sync: bool, op: ops.MicroBatch | None = None) -> Iterator[None]:
-        yield
+    def micro_batch(self, op: ops.MicroBatch) -> AbstractContextManager[None]:
+        return nullcontext()
 
-    def _restore(self, op: ops.MicroBatch) -> None:
-        """Nothing is set."""
-
-    def _last_of_pipeline(self, op: ops.MicroBatch, last: bool) -> None:
+    def synchronize_in_pipeline(self, op: ops.MicroBatch, last: bool) -> None:
         """Nothing is synchronized."""
 
     def _recover(self) -> None:
@@ -83,7 +79,7 @@ class Unsharded(Run):
                 chosen -= set(net.blocks[op.unit].branches[0].parameters())
             self.factors |= dict.fromkeys(chosen, float(op.value))
 
-    def _clip(self, model: nn.Module, norm: float) -> None:
+    def clip(self, model: nn.Module, norm: float) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), norm)
 
     def _forget_accumulated(self, units: Any, i: int) -> None:

@@ -44,9 +44,7 @@ class Run(Trained):
         self.trace = Trace()
         self.number = 0
         super().__init__(program, strategy)
-        self.scaler = (
-            ShardedGradScaler(device=device_type(), init_scale=2.0**6, growth_interval=2) if program.scaler else None
-        )
+        self.scaler = ShardedGradScaler(device_type(), init_scale=2.0**6, growth_interval=2, enabled=program.scaler)
 
     def run(self) -> Trace:
         """Run the program to its end, or to the first exception that is not its own."""
@@ -68,8 +66,7 @@ class Run(Trained):
 
     def before_sharding(self, i: int, net: Any) -> None:
         if self.strategy is not STOCK and self.program.has_codecs:
-            if self.seen is None:
-                self.seen = SeenWeights(self.program)
+            self.seen = self.seen or SeenWeights(self.program)
             self.seen.watch(i, net)
 
     def finish(self) -> None:
@@ -88,7 +85,7 @@ class Run(Trained):
                 self.trace.shown[f"{when}: weight of model {i}: {name}"] = value
 
     def _replicas_differ(self) -> bool:
-        """Whether ranks have different weights in the end. Collective."""
+        """Return whether ranks have different weights in the end. Collective."""
         own = torch.cat([value.flatten() for name, value in self.trace.shown.items() if name.startswith("end")])
         own = own.nan_to_num(nan=-1e30)  # equal to itself
         highest, lowest = own.clone(), own.clone()
@@ -100,14 +97,13 @@ class Run(Trained):
         if self.seen is not None:
             self.seen.forget()
         try:
-            with self._micro_batch(op.sync, op):
+            with self.micro_batch(op):
                 self._run(op)
         except InTheMiddleError:
             self._recover()
             assert op.fails
         else:
             assert not op.fails
-        self._restore(op)
         # Looking at full weights reshards, which half of the programs do without.
         if self.seen is not None and self.program.observe and op.sync and not op.unsynced and op.fails is None:
             for i, model in enumerate(self.models):
@@ -122,51 +118,44 @@ class Run(Trained):
             self.trace.shown[f"op {self.number}: loss{at or ''}"] = losses[-1].detach().float().cpu()
             if op.backwards == "pipelined" and at:
                 self._backward(losses.pop(0), op, last=False)
-        if op.backwards == "sum":
-            losses = [torch.stack(losses).sum() if len(losses) > 1 else losses[0]]
+        if op.backwards == "sum" and len(losses) > 1:
+            losses = [torch.stack(losses).sum()]
         if op.backwards == "in reverse":
             losses.reverse()
-        for at, loss in enumerate(losses):
-            last = at == len(losses) - 1
+        for loss in losses:
             if op.backwards == "twice":
                 self._backward(loss, op, last=False, retain_graph=True)
-            self._backward(loss, op, last)
+            self._backward(loss, op, last=loss is losses[-1])
 
     def _backward(self, loss: Tensor, op: ops.MicroBatch, last: bool, **arguments: Any) -> None:
         if op.backwards == "pipelined":
-            self._last_of_pipeline(op, last)
+            self.synchronize_in_pipeline(op, last)
         if op.overflows == dist.get_rank() % self.program.data_ranks:
             loss = loss * float("inf")
-        (self.scaler.scale(loss) if self.scaler else loss).backward(**arguments)
+        self.scaler.scale(loss).backward(**arguments)
 
-    def _last_of_pipeline(self, op: ops.MicroBatch, last: bool) -> None:
+    def synchronize_in_pipeline(self, op: ops.MicroBatch, last: bool) -> None:
         """Synchronize gradients of the last backward only, as torch's schedules do."""
         for root in self.all_roots():
             root.set_requires_gradient_sync(op.sync and last)
             root.set_is_last_backward(last)
 
     @contextmanager
-    def _micro_batch(self, sync: bool, op: ops.MicroBatch | None = None) -> Iterator[None]:
+    def micro_batch(self, op: ops.MicroBatch) -> Iterator[None]:
+        """Return the context of a micro-batch."""
         with ExitStack() as stack:
             for root in self.all_roots():
-                if not self.is_fsdp1:
-                    root.set_requires_gradient_sync(sync)
-                    if op is not None and not op.all_reduce:
-                        root.set_requires_all_reduce(False)
-                    if op is not None and not op.reshard:
-                        root.set_reshard_after_backward(False)
-                elif not sync:
-                    stack.enter_context(root.no_sync())
-            for i, unit in op.unsynced if op is not None else ():
+                if self.is_fsdp1:
+                    stack.enter_context(nullcontext() if op.sync else root.no_sync())
+                    continue
+                root.set_requires_gradient_sync(op.sync)
+                setters = {root.set_requires_all_reduce: op.all_reduce, root.set_reshard_after_backward: op.reshard}
+                for setter in (setter for setter, value in setters.items() if not value):
+                    setter(False)
+                    stack.callback(setter, True)
+            for i, unit in op.unsynced:
                 self.units(i)[unit].set_requires_gradient_sync(False, recurse=False)
             yield
-
-    def _restore(self, op: ops.MicroBatch) -> None:
-        if self.is_fsdp1 or (op.all_reduce and op.reshard):
-            return
-        for root in self.all_roots():
-            root.set_requires_all_reduce(True)
-            root.set_reshard_after_backward(True)
 
     def _loss(
         self,
@@ -194,27 +183,21 @@ class Run(Trained):
         return self.units(i)[unit](x, use)
 
     def _without_adapters(self, i: int, use: Use) -> Use:
-        specs = [*(unit.branches for unit in self.program.models[i].units), self.program.models[i].root]
-        return tuple(
-            tuple(b for b in of_unit if not branches[b].adapter) for of_unit, branches in zip(use, specs, strict=True)
-        )
+        of_units = zip(use, self.program.models[i].branches, strict=True)
+        return tuple(tuple(b for b in used if not branches[b].adapter) for used, branches in of_units)
 
     def _between(self, op: Any, model: int, at: int, x: Tensor) -> Tensor:
         """Fail in the middle of the last model, if the op says so."""
-        fails = getattr(op, "fails", None)
-        if (
-            fails not in ("forward", "backward")
-            or model != len(self.models) - 1
-            or at != (len(op.passes[model].order) + 1) // 2
-        ):
+        fails = getattr(op, "fails", None) in ("forward", "backward") and model == len(self.models) - 1
+        if not fails or at != (len(op.passes[model].order) + 1) // 2:
             return x
-        if fails == "forward":
+
+        def fail(gradient: Tensor | None) -> Tensor:
             raise InTheMiddleError
+
+        if op.fails == "forward":
+            fail(None)
         x = x * 1.0
-
-        def fail(gradient: Tensor) -> Tensor:
-            raise InTheMiddleError
-
         x.register_hook(fail)
         return x
 
@@ -237,9 +220,9 @@ class Run(Trained):
         """Set ``requires_grad`` on whatever modules show, as PEFT does."""
         for i, spec in enumerate(self.program.models):
             for unit, each in enumerate(spec.units):
-                for b, branch in enumerate(each.branches):
+                for module, branch in zip(self.block(i, unit).branches, each.branches, strict=True):
                     if branch.adapter:
-                        self.block(i, unit).branches[b].requires_grad_(on)
+                        module.requires_grad_(on)
 
     def _show_average(self, shown: bool) -> None:
         """Have optimizers that train other weights than they evaluate change them."""
@@ -274,7 +257,7 @@ class Run(Trained):
         self.optimizers = self.make_optimizers()
 
     def _recover(self) -> None:
-        """What a user does after an exception: forget the step."""
+        """Forget the step, as a user does after an exception."""
         for i, model in enumerate(self.models):
             for root in self.roots(i):
                 if hasattr(root, "reset_iter_state"):
@@ -290,7 +273,8 @@ class Run(Trained):
         if self.program.adapter == "fsdp1 flat":
             return
         named = [(i, original_name(n), p.grad) for i, m in enumerate(self.models) for n, p in m.named_parameters()]
-        found = torch.tensor([0 if gradient is None else 1 + _has_values(gradient) for *_, gradient in named])
+        local = [p.to_local() if isinstance(p, DTensor) else p for *_, p in named]
+        found = torch.tensor([0 if gradient is None else 1 + bool((gradient != 0).any()) for gradient in local])
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         for (i, name, _), state in zip(named, found.tolist(), strict=True):
             self.trace.facts[f"op {self.number}: model {i}: {name}: gradient"] = ("None", "zeros", "values")[state]
@@ -303,23 +287,20 @@ class Run(Trained):
                     continue
                 for name, value in self.adapter.full_gradients(model).items():
                     self.trace.gradients[f"gradient of model {i}: {name}"] = value
-        if self.scaler is not None and op.clip is not None:
-            for i in op.optimizers:
-                self.scaler.unscale_(self.optimizers[i])
+        optimizers = [self.optimizers[i] for i in op.optimizers]
         if op.clip is not None:
+            for optimizer in optimizers:
+                self.scaler.unscale_(optimizer)
             for root in self.all_roots():
-                self._clip(root, op.clip)
-        for i in op.optimizers:
-            if self.scaler is None:
-                self.optimizers[i].step()
-            else:
-                self.scaler.step(self.optimizers[i])
-        if self.scaler is not None:
-            self.scaler.update()
+                self.clip(root, op.clip)
+        for optimizer in optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
         if self.program.observe:
             self.show_weights(f"op {self.number}")
 
-    def _clip(self, model: Any, norm: float) -> None:
+    def clip(self, model: Any, norm: float) -> None:
+        """Clip the gradients of a root."""
         self.adapter.clip(model, norm)
 
     def do_zerograd(self, op: ops.ZeroGrad) -> None:
@@ -332,9 +313,8 @@ class Run(Trained):
             return
         for i, model in enumerate(self.models):
             (model if op.of == "models" else self.net(i)).zero_grad(op.set_to_none)
-            if not op.set_to_none:
-                continue
-            self._forget_accumulated(range(len(self.units(i))), i)
+            if op.set_to_none:
+                self._forget_accumulated(range(len(self.units(i))), i)
 
     def _forget_accumulated(self, units: Any, i: int) -> None:
         if self.strategy is STOCK:
@@ -342,17 +322,16 @@ class Run(Trained):
                 forget_accumulated(self.units(i)[unit], nested=unit < len(self.net(i).blocks))
 
     def do_freeze(self, op: ops.Freeze) -> None:
-        unit: Any = self.units(op.model)[op.unit]
-        if op.branch is not None:
-            unit = self.block(op.model, op.unit).branches[op.branch]
-        unit.requires_grad_(not op.frozen)
+        branches = None if op.branch is None else self.block(op.model, op.unit).branches
+        part = self.units(op.model)[op.unit] if branches is None else branches[op.branch]
+        part.requires_grad_(not op.frozen)
 
     def do_sharpstep(self, op: ops.SharpStep) -> None:
         optimizer = self.optimizers[op.optimizer]
 
         def closure() -> Tensor:
             optimizer.zero_grad()
-            with self._micro_batch(True):
+            with self.micro_batch(ops.MicroBatch(op.passes)):
                 loss = self._loss(op.passes)
                 loss.backward()
             self.after_backward()
@@ -425,26 +404,14 @@ class Run(Trained):
             fsdp_zpp.CodecState(model).load_state_dict(state)
 
     def _optimizers_of(self, i: int) -> list[torch.optim.Optimizer]:
-        return [
-            optimizer
-            for optimizer, owned in zip(self.optimizers, self.program.optimizers, strict=True)
-            if {model for model, _ in owned} == {i}
-        ]
+        owned = zip(self.optimizers, self.program.optimizers, strict=True)
+        return [optimizer for optimizer, units in owned if {model for model, _ in units} == {i}]
 
 
-def _has_values(gradient: Tensor) -> bool:
-    own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return bool((own != 0).any())
-
-
+@torch.no_grad()
 def halved(state: dict[str, Any]) -> dict[str, Any]:
-    with torch.no_grad():
-        return {name: _half_of(value) for name, value in state.items()}
-
-
-def _half_of(value: Any) -> Any:
-    if not hasattr(value, "local_shards"):
-        return value * 0.5
-    for shard in value.local_shards():  # a ShardedTensor, which has no arithmetic
-        shard.tensor = shard.tensor * 0.5
-    return value
+    """Return a state dict with values halved."""
+    for value in state.values():
+        for shard in value.local_shards() if hasattr(value, "local_shards") else ():
+            shard.tensor = shard.tensor * 0.5  # of a ShardedTensor, which has no arithmetic
+    return {name: value if hasattr(value, "local_shards") else value * 0.5 for name, value in state.items()}
