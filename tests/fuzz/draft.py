@@ -58,6 +58,15 @@ class Draft:
             if branch.frozen or (model.rootless and unit == len(model.units))
         }
 
+    def units(self) -> list[tuple[int, int]]:
+        """Return the (model, unit) that are units of their own to FSDP, or roots."""
+        return [
+            (i, unit)
+            for i, model in enumerate(self.models)
+            for unit in range(len(model.units) + 1)
+            if (model.units[unit].wrapped if unit < len(model.units) else not model.rootless)
+        ]
+
     def has(self, feature: Feature, n: int = 1) -> bool:
         """Draw whether a feature, if it is one of the program's, comes here, once in n draws; mark it."""
         if feature not in self.features or (n > 1 and not self.one_in(n)):

@@ -8,55 +8,51 @@ from . import program as ops
 from .draft import Draft
 from .features import HAS_RESET, Feature
 
-EVENTS = ("Evaluation", "Freeze", "Load", "Write", "Summon", "Move", "Resume")
+EVENTS = ("evaluate", "freeze", "load", "write", "summon", "move", "resume")
 OF_FEATURES = {
-    Feature.FREEZE_BRANCH: "Freeze",
-    Feature.FREEZE_KEEPING_GRADIENTS: "Freeze",
-    Feature.FROZEN_IN_OPTIMIZER: "Freeze",
-    Feature.ADAPTERS: "Evaluation",
-    Feature.INFERENCE: "Evaluation",
-    Feature.OPTIMIZERS_ANEW: "OptimizersAnew",
-    Feature.SHOWN: "Show",
-    Feature.RESHARD: "Reshard",
-    Feature.LOADS_IN_PLACE: "LoadInPlace",
+    Feature.FREEZE_BRANCH: "freeze",
+    Feature.FREEZE_KEEPING_GRADIENTS: "freeze",
+    Feature.FROZEN_IN_OPTIMIZER: "freeze",
+    Feature.ADAPTERS: "evaluate",
+    Feature.INFERENCE: "evaluate",
+    Feature.OPTIMIZERS_ANEW: "remake_optimizers",
+    Feature.SHOWN: "show",
+    Feature.RESHARD: "reshard",
+    Feature.LOADS_IN_PLACE: "load_in_place",
 }
 
 
 def between_steps(draft: Draft) -> None:
     """Draw something between steps."""
-    kinds = [kind for kind in EVENTS if not draft.local_steps or kind in ("Evaluation", "Freeze")]
+    kinds = [kind for kind in EVENTS if not draft.local_steps or kind in ("evaluate", "freeze")]
     kinds += [kind for feature, kind in OF_FEATURES.items() if feature in draft.features for _ in range(3)]
     kind = draft.draw(st.sampled_from(kinds))
     draw, is_as_sharded = draft.draw, draft.frozen == draft.frozen_for_good()
-    if kind == "Evaluation":
+    if kind == "evaluate":
         evaluate(draft)
-    elif kind == "Freeze":
+    elif kind == "freeze":
         freeze(draft)
-    elif kind == "Load":
+    elif kind == "load":
         assign = draft.adapter == "fsdp2" and is_as_sharded and draft.one_in(2)
         draft.ops.append(ops.Load(draw(st.sampled_from(draft.load_kinds)), assign))
-    elif kind == "LoadInPlace":
-        draft.mark(Feature.LOADS_IN_PLACE)
+    elif kind in ("load_in_place", "remake_optimizers"):
+        draft.mark(Feature.LOADS_IN_PLACE if kind == "load_in_place" else Feature.OPTIMIZERS_ANEW)
         evaluate(draft)  # which leaves weights that are kept
-        draft.ops.append(ops.LoadInPlace())
-    elif kind == "Write":
+        draft.ops.append(ops.Event(kind))
+    elif kind == "write":
         draft.ops.append(ops.Write(draw(st.sampled_from(("in place", "data", "summon")))))
-    elif kind == "Resume":
+    elif kind == "resume":
         rootless = any(model.rootless for model in draft.models)
         of_one_model = all(len({i for i, _ in owned}) == 1 for owned in draft.optimizers)
         if is_as_sharded and not rootless and of_one_model and Feature.TWO_IN_A_UNIT not in draft.features:
-            draft.ops += [ops.ZeroGrad("models"), ops.Resume()]
-    elif kind == "OptimizersAnew":
-        draft.mark(Feature.OPTIMIZERS_ANEW)
-        evaluate(draft)
-        draft.ops.append(ops.OptimizersAnew())
-    elif kind == "Show":
+            draft.ops += [ops.ZeroGrad("models"), ops.Event("resume")]
+    elif kind == "show":
         _show(draft)
-    elif kind == "Reshard":
+    elif kind == "reshard":
         draft.mark(Feature.RESHARD)
         draft.ops.append(ops.Tune("reshard", *_unit(draft)))
     else:
-        draft.ops.append(ops.Summon() if kind == "Summon" else ops.Move())
+        draft.ops.append(ops.Event(kind))
 
 
 def _within_a_step(draft: Draft) -> None:
@@ -73,13 +69,8 @@ def _clear_gradients(draft: Draft) -> None:
     owned = range(len(draft.optimizers)) if Feature.TWO_IN_A_UNIT not in draft.features else ()
     choice = draft.draw(st.sampled_from((*owned, "models", "modules")))
     draft.ops.append(ops.ZeroGrad(choice))
-    cleared = {
-        (i, unit)
-        for i, model in enumerate(draft.models)
-        for unit in range(len(model.units) + 1)
-        if isinstance(choice, str) or (i, unit) in draft.optimizers[choice]
-    }
-    draft.pending = {key: ranks for key, ranks in draft.pending.items() if key[:2] not in cleared}
+    left = [] if isinstance(choice, str) else [key for key in draft.pending if key[:2] not in draft.optimizers[choice]]
+    draft.pending = {key: draft.pending[key] for key in left}
 
 
 def evaluate(draft: Draft) -> None:
@@ -97,7 +88,7 @@ def evaluate(draft: Draft) -> None:
 
 def _show(draft: Draft) -> None:
     draft.mark(Feature.SHOWN)
-    draft.ops.append(ops.Show())
+    draft.ops.append(ops.Event("show"))
 
 
 def _direct_call(draft: Draft) -> tuple[int, int] | None:
@@ -288,11 +279,6 @@ def _backwards(draft: Draft) -> dict[str, object]:
 
 def _unsynced(draft: Draft) -> tuple[tuple[int, int], ...]:
     """Some of the units, which have nothing pending that a partial synchronization would leave."""
-    units = [
-        (i, unit)
-        for i, model in enumerate(draft.models)
-        for unit in range(len(model.units) + 1)
-        if (unit == len(model.units) and not model.rootless)
-        or (unit < len(model.units) and model.units[unit].wrapped and not model.listed)
-    ]
+    listed = [i for i, model in enumerate(draft.models) if model.listed]
+    units = [(i, unit) for i, unit in draft.units() if i not in listed or unit == len(draft.models[i].units)]
     return tuple(draft.draw(st.lists(st.sampled_from(units), unique=True, min_size=1))) if units else ()

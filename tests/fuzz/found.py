@@ -10,14 +10,13 @@ from fsdp_zpp import Int8, LocalSteps, Strategy
 from .program import (
     Branch,
     Evaluation,
+    Event,
     Freeze,
     MicroBatch,
     Model,
-    Move,
     Op,
     Pass,
     Program,
-    Resume,
     Step,
     Tune,
     Unit,
@@ -54,9 +53,9 @@ FOUND = {
         "fsdp2 NGG", (RUN, Evaluation(ALL), ZeroGrad("models"), RUN, STEP)
     ),
     "optimizer states of flat parameters in a node": _program(
-        "fsdp1 flat III", (RUN, STEP, ZeroGrad(), Resume(), RUN, STEP), optimizer="adamw"
+        "fsdp1 flat III", (RUN, STEP, ZeroGrad(), Event("resume"), RUN, STEP), optimizer="adamw"
     ),
-    "a move after gradients are cleared": _program("fsdp1 IGG", (RUN, ZeroGrad(), Move(), RUN, STEP)),
+    "a move after gradients are cleared": _program("fsdp1 IGG", (RUN, ZeroGrad(), Event("move"), RUN, STEP)),
     "what only a dropped micro-batch has used": _program("fsdp2 GGG", (ACCUMULATE, ZeroGrad(), PART, STEP)),
     "an exception in a backward": _program("fsdp2 IGG", (MicroBatch(ALL, fails="backward"), PART, STEP)),
     "an exception in a backward after another micro-batch": _program(
@@ -90,7 +89,7 @@ FOUND = {
     ),
     "replaced parameters of a unit that does not run before a move": _program(
         "fsdp1 NNI",
-        (RUN, STEP, Move(), LEFT_OUT),
+        (RUN, STEP, Event("move"), LEFT_OUT),
         optimizer="replaces-data",
         observe=False,
     ),

@@ -88,7 +88,8 @@ class SeenWeights:
 
 def changed_though_frozen(program: Program, trace: Trace) -> list[str]:
     """Return the weights that have changed from the start to the end, though they were frozen all along."""
-    if program.with_frozen or any(isinstance(op, ops.Load | ops.LoadInPlace | ops.Write) for op in program.ops):
+    writes = any(isinstance(op, ops.Load | ops.Write) or op == ops.Event("load_in_place") for op in program.ops)
+    if program.with_frozen or writes:
         return []
     frozen = tuple(
         f"start: weight of model {i}: blocks.{unit}.branches.{b}."

@@ -79,6 +79,7 @@ class Net(nn.Module):
         self.recomputed = [unit.checkpointing for unit in model.units]
         if model.tied:
             self.root.branches[0].weight = self.embedding.weight
+        self.rootless = model.rootless
         if model.rootless:
             self.embedding.requires_grad_(False)
             self.root.requires_grad_(False)

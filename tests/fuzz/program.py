@@ -127,16 +127,6 @@ class SharpStep:
 
 
 @dataclass(frozen=True)
-class Show:
-    """Looks at what modules show: parameters by name, and whether they are trainable and sharded."""
-
-
-@dataclass(frozen=True)
-class OptimizersAnew:
-    """Makes new optimizers of what modules show."""
-
-
-@dataclass(frozen=True)
 class Tune:
     """Calls one of FSDPModule's methods on a unit: a key of ``METHODS`` of :mod:`fuzz.trained`."""
 
@@ -155,11 +145,6 @@ class Load:
 
 
 @dataclass(frozen=True)
-class LoadInPlace:
-    """Reads a checkpoint of the models, with values halved, into the tensors that their state dicts show."""
-
-
-@dataclass(frozen=True)
 class Write:
     """Writes to all weights: ``in place`` or through ``data``, with an announcement, or by ``summon``."""
 
@@ -167,23 +152,21 @@ class Write:
 
 
 @dataclass(frozen=True)
-class Summon:
-    """Looks at the full weights without writing them back."""
+class Event:
+    """Anything else between steps.
+
+    - ``show``: look at what modules show: parameters by name, and whether they are trainable and sharded
+    - ``remake_optimizers``: make new ones of what modules show
+    - ``load_in_place``: read a checkpoint with values halved into the tensors that state dicts show
+    - ``summon``: look at the full weights without writing them back
+    - ``move``: give every parameter other memory, as moving a model to another device and back does
+    - ``resume``: save models and optimizers, and go on with others that have loaded that
+    """
+
+    what: str
 
 
-@dataclass(frozen=True)
-class Move:
-    """Gives every parameter other memory, as moving a model to another device and back does."""
-
-
-@dataclass(frozen=True)
-class Resume:
-    """Saves models and optimizers, and goes on with others that have loaded that."""
-
-
-Training = MicroBatch | Evaluation | Step | SharpStep | ZeroGrad | Freeze
-Between = Show | OptimizersAnew | Tune | Load | LoadInPlace | Write | Summon | Move | Resume
-Op = Training | Between
+Op = MicroBatch | Evaluation | Step | SharpStep | ZeroGrad | Freeze | Tune | Load | Write | Event
 
 
 @dataclass(frozen=True)

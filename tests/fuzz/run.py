@@ -52,8 +52,7 @@ class Run(Trained):
             if self.program.has_codecs:
                 self.show_weights("start")
             for number, op in enumerate(self.program.ops):
-                self.number = number
-                getattr(self, "do_" + type(op).__name__.lower())(op)
+                self.do(number, op)
             self.finish()
             self.show_weights("end")
             self.trace.replicas_differ = self._replicas_differ()
@@ -63,6 +62,12 @@ class Run(Trained):
             at = f"op {self.number}, {self.program.ops[self.number]!r}"
             self.trace.error = f"raises {type(error).__name__}: {error}\n(at {at})\n{traceback.format_exc()}"
         return self.trace
+
+    def do(self, number: int, op: ops.Op) -> None:
+        """Run one op."""
+        self.number = number
+        what = op.what if isinstance(op, ops.Event) else type(op).__name__.lower()
+        getattr(self, f"do_{what}")(op)
 
     def before_sharding(self, i: int, net: Any) -> None:
         if self.strategy is not STOCK and self.program.has_codecs:
@@ -236,7 +241,7 @@ class Run(Trained):
         for model in self.models:
             reshard(model, self.strategy)
 
-    def do_show(self, op: ops.Show) -> None:
+    def do_show(self, op: ops.Event) -> None:
         for i, model in enumerate(self.models):
             for name, p in model.named_parameters():
                 # Ours wraps what is frozen of a unit in a unit of its own, which names show.
@@ -250,7 +255,7 @@ class Run(Trained):
                 if not self.program.has_codecs:  # of which unsharded parameters show what was decoded
                     self.trace.shown[key] = value.detach().clone().float().cpu()
 
-    def do_optimizersanew(self, op: ops.OptimizersAnew) -> None:
+    def do_remake_optimizers(self, op: ops.Event) -> None:
         if not self.is_fsdp1:
             for root in self.all_roots():
                 root.reshard()  # which torch, too, leaves unsharded after a forward
@@ -258,10 +263,10 @@ class Run(Trained):
 
     def _recover(self) -> None:
         """Forget the step, as a user does after an exception."""
+        for root in self.all_roots():
+            if hasattr(root, "reset_iter_state"):
+                root.reset_iter_state()
         for i, model in enumerate(self.models):
-            for root in self.roots(i):
-                if hasattr(root, "reset_iter_state"):
-                    root.reset_iter_state()
             model.zero_grad()
             self._forget_accumulated(range(len(self.units(i))), i)
 
@@ -361,7 +366,7 @@ class Run(Trained):
         if op.assign:
             self.optimizers = self.make_optimizers()
 
-    def do_loadinplace(self, op: ops.LoadInPlace) -> None:
+    def do_load_in_place(self, op: ops.Event) -> None:
         for model in self.models:
             reshard(model, self.strategy)
             with shared_folder() as folder:
@@ -381,16 +386,16 @@ class Run(Trained):
             if not summon and self.strategy is not STOCK:
                 fsdp_zpp.invalidate(model)
 
-    def do_summon(self, op: ops.Summon) -> None:
+    def do_summon(self, op: ops.Event) -> None:
         self.show_weights(f"op {self.number}")
 
-    def do_move(self, op: ops.Move) -> None:
+    def do_move(self, op: ops.Event) -> None:
         if self.is_fsdp1 and self.strategy is STOCK:
             return  # FSDP1 would lose gradients, and a move changes no value
         for model in self.models:
             model._apply(torch.clone)
 
-    def do_resume(self, op: ops.Resume) -> None:
+    def do_resume(self, op: ops.Event) -> None:
         saved = [get_state_dict(model, self._optimizers_of(i)) for i, model in enumerate(self.models)]
         with_codecs = self.program.has_codecs and self.strategy is not STOCK
         codecs = [fsdp_zpp.CodecState(model).state_dict() for model in self.models] if with_codecs else []
