@@ -19,12 +19,12 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     ShardingStrategy,
     StateDictType,
-    fully_shard as torch_fully_shard,
+    fully_shard as torch_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from fsdp_zpp import clip_grad_norm_, fully_shard
+from fsdp_zpp import clip_grad_norm_, fully_shard as our_shard
 
 from . import models
 from .pool import device_type, shared_folder
@@ -81,7 +81,7 @@ class Adapter:
         return self.apply(module, strategy, **arguments)
 
     def before_load(self, model: Any) -> None:
-        """Do all that torch wants done before a state dict is set from outside."""
+        """Do what torch needs before a state dict is set from outside."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Fsdp1(Adapter):
             arguments["device_mesh"] = init_device_mesh(device_type(), (dist.get_world_size(),))
         if case.precision is not None:
             param, reduce = case.precision.param, case.precision.reduce
-            arguments["mixed_precision"] = MixedPrecision(param_dtype=param, reduce_dtype=reduce, buffer_dtype=param)
+            arguments["mixed_precision"] = MixedPrecision(param, reduce, buffer_dtype=param)
         model = self.apply(net, strategy, process_group=group, **arguments | dict(self.arguments))
         if case.checkpointing.startswith("outside"):
             models.recompute(model, case.checkpointing, _is_wrapped_block)
@@ -138,11 +138,8 @@ class Fsdp1(Adapter):
             return on_cpu({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
     def load_from(self, source: FullyShardedDataParallel, target: FullyShardedDataParallel, kind: str) -> None:
-        of_kind = StateDictType[kind]
-        with (
-            FullyShardedDataParallel.state_dict_type(source, of_kind),
-            FullyShardedDataParallel.state_dict_type(target, of_kind),
-        ):
+        of_kind = FullyShardedDataParallel.state_dict_type
+        with of_kind(source, StateDictType[kind]), of_kind(target, StateDictType[kind]):
             target.load_state_dict(source.state_dict())
 
 
@@ -163,9 +160,9 @@ class Fsdp2(Adapter):
         return "fsdp2"
 
     def apply(self, module: nn.Module | list[nn.Module], strategy: Any, **arguments: Any) -> Any:
-        if strategy is STOCK:
-            return torch_fully_shard(module, **arguments)
-        return fully_shard(module, strategy=strategy, **arguments)
+        return (
+            torch_shard(module, **arguments) if strategy is STOCK else our_shard(module, strategy=strategy, **arguments)
+        )
 
     def shard(self, net: models.Net, case: Case, strategy: Any, group: Any = None) -> Any:
         arguments: dict[str, Any] = {}
@@ -198,8 +195,7 @@ class Fsdp2(Adapter):
     def clip(self, model: nn.Module, norm: float) -> None:
         # torch sums the norms of ranks where gradients are, and NCCL communicates on GPUs alone.
         is_offloaded = self.local(next(model.parameters())).device.type != device_type()
-        clip = clip_grad_norm_ if is_offloaded else torch.nn.utils.clip_grad_norm_
-        clip(model.parameters(), norm)
+        (clip_grad_norm_ if is_offloaded else nn.utils.clip_grad_norm_)(model.parameters(), norm)
 
     def local(self, parameter: nn.Parameter) -> Tensor:
         assert isinstance(parameter, DTensor)
@@ -241,12 +237,9 @@ def _gathered(sharded: dict[str, Any]) -> dict[str, Tensor]:
     mesh = next(iter(sharded.values())).device_mesh
     found: list[Any] = [None] * mesh.size()
     dist.all_gather_object(found, {name: v.to_local().detach().cpu() for name, v in sharded.items()}, mesh.get_group())
-    full = {}
-    for name, value in sharded.items():
-        (placement,) = value.placements
-        parts = [each[name] for each in found]
-        full[name] = torch.cat(parts, placement.dim) if isinstance(placement, Shard) else parts[0]
-    return full
+    full = {name: [each[name] for each in found] for name in sharded}
+    where = {name: value.placements[0] for name, value in sharded.items()}
+    return {n: torch.cat(parts, where[n].dim) if where[n].is_shard() else parts[0] for n, parts in full.items()}
 
 
 def original_name(name: str) -> str:

@@ -1,8 +1,7 @@
 """The adapters that tests run over, and parameters of tests that are too many to combine.
 
-Values that can interact meet in pairs (:func:`over_pairs`): each two in some test, though not each three. What goes
-wrong when things are combined goes wrong with two of them, hardly ever with three alone, and pairs take as many tests
-as the two largest factors have combinations, whatever else there is. Others only occur (:func:`over_each`).
+Values that can interact meet in pairs (:func:`over_pairs`), which take as many tests as the two largest factors have
+combinations: faults of combinations hardly ever need three values. Others only occur (:func:`over_each`).
 """
 
 from __future__ import annotations
@@ -21,13 +20,10 @@ WITH_FLAT: list[Adapter] = [*ADAPTERS, Fsdp1(use_orig_params=False)]
 over_adapters = pytest.mark.parametrize("adapter", ADAPTERS, ids=str)
 over_adapters_and_flat = pytest.mark.parametrize("adapter", WITH_FLAT, ids=str)
 
-SCOPES = ("GGG", "IGG", "IIG", "III", "NNG", "NNN")
-"""Every scope for every state; adapters/test_training_laws.py has all fourteen combinations."""
+SCOPES = ("GGG", "IGG", "IIG", "III", "NNG", "NNN")  # every scope for every state
 
-Factor = Collection[Any] | Mapping[str, Any]
-"""Values of one argument; a mapping gives their names in test ids."""
-Row = tuple[int, ...]
-"""The places of values in their factors."""
+Factor = Collection[Any] | Mapping[str, Any]  # values of one argument; a mapping gives their names in test ids
+Row = tuple[int, ...]  # the places of values in their factors
 
 
 def over_pairs(rest: bool = True, **factors: Factor) -> pytest.MarkDecorator:
@@ -55,14 +51,11 @@ def over_each(times: int = 1, rest: bool = True, **factors: Factor) -> pytest.Ma
 
 
 def covering_array(rows: Sequence[Row]) -> set[Row]:
-    """Return few of ``rows`` in which all pairs of values of two columns are that are in any row.
-
-    Each is one with as many pairs as any has that no earlier one has.
-    """
+    """Return few of ``rows`` with all pairs of values in them: each has as many as any that no earlier one has."""
     bits: dict[Any, int] = {}
     pairs = [sum(bits.setdefault(pair, 1 << len(bits)) for pair in combinations(enumerate(row), 2)) for row in rows]
     missing = (1 << len(bits)) - 1
-    # What a row adds only ever becomes less, so a row whose count is still right and the largest is the best one.
+    # A row only ever adds less, so one whose count is still right and the largest is the best.
     heap = [(-of_row.bit_count(), i) for i, of_row in enumerate(pairs)]
     heapify(heap)
     chosen = set()
