@@ -175,11 +175,11 @@ def compared(adapter: Adapter, strategy: Strategy, offloads: bool, micro_batches
 
 IN_BACKWARD = {
     "IIG": Strategy("IIG", **TWO),
-    "NNG": Strategy("NNG", **TWO),
     "deltas": Strategy("IGG", weights=Int4Delta(), **TWO),
     "errors": Strategy.loco(**TWO),
     "local steps": Strategy("III", local_steps=LocalSteps(2, codec=Int4(64)), **TWO),
     "overlapped local steps": Strategy("NNN", local_steps=LocalSteps(2, overlap=1), **TWO),
+    "NNG": Strategy("NNG", **TWO),
 }
 # In this order, accumulation meets both adapters, and offloading meets both with it and without it.
 USES = {

@@ -1,4 +1,4 @@
-"""Features that programs may have beyond plain steps, how often each was drawn, and a switch to leave some out.
+"""Features that programs may have beyond plain steps, and a switch to leave some out.
 
 A program has none of them, or a few that are drawn first: each then meets others often enough, and a program stays
 small. ``FSDP_ZPP_FUZZ_WITHOUT=fused,inference mode`` keeps features out of all programs, to go on past a known fault;
@@ -8,7 +8,6 @@ small. ``FSDP_ZPP_FUZZ_WITHOUT=fused,inference mode`` keeps features out of all 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from enum import Enum
 
 from torch.distributed.fsdp import FSDPModule
@@ -87,9 +86,6 @@ _without = _named("FSDP_ZPP_FUZZ_WITHOUT")
 only = _named("FSDP_ZPP_FUZZ_ONLY")
 """The features that ``FSDP_ZPP_FUZZ_ONLY`` names, if any: then every program has some of them and no others."""
 
-drawn: Counter[str] = Counter()
-"""How many programs that stock FSDP runs had each feature; ``programs`` and ``with features`` count all of them."""
-
 
 def is_left_out(title: str) -> bool:
     """Return whether ``FSDP_ZPP_FUZZ_WITHOUT`` names it."""
@@ -127,19 +123,3 @@ def choices(adapter: str, flavour: str) -> list[Feature]:
         for f in Feature
         if adapter in f.adapters and f not in out and not is_left_out(f.title) and (not only or f.title in only)
     ]
-
-
-def count(titles: tuple[str, ...]) -> None:
-    """Note that a program with these features was drawn."""
-    drawn.update(titles)
-    drawn["programs"] += 1
-    drawn["with features"] += bool(titles)
-
-
-def report() -> list[str]:
-    """Lines of ``feature: times drawn``."""
-    if not drawn:
-        return []
-    titles = ["programs", "with features", *(feature.title for feature in Feature)]
-    others = sorted(set(drawn) - set(titles))
-    return [f"{title}: {drawn[title]}" for title in (*titles, *others)]

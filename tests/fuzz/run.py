@@ -29,7 +29,7 @@ import fsdp_zpp
 from . import program as ops
 from .laws import SeenWeights, Trace, changed_though_frozen, has_gradient_law
 from .modules import InTheMiddleError
-from .program import Program, Use
+from .program import Program
 from .trained import Trained, forget_accumulated, reshard, tune
 
 ROWS = 3
@@ -79,7 +79,8 @@ class Run(Trained):
         if self.strategy is STOCK or self.program.strategy.local_steps is None:
             return
         # They exchange what is due before a forward that trains.
-        self._loss(next(op.passes for op in reversed(self.program.ops) if isinstance(op, ops.MicroBatch)))
+        passes = next(op.passes for op in reversed(self.program.ops) if isinstance(op, ops.MicroBatch))
+        self._loss(ops.MicroBatch(passes))
         for model in self.models:
             fsdp_zpp.exchange_weights(model)
 
@@ -117,7 +118,7 @@ class Run(Trained):
     def _run(self, op: ops.MicroBatch) -> None:
         losses: list[Tensor] = []
         for at in range(op.forwards):
-            losses.append(self._loss(op.passes, op, at, op.direct))
+            losses.append(self._loss(op, at))
             if op.fails == "loss":
                 raise InTheMiddleError
             self.trace.shown[f"op {self.number}: loss{at or ''}"] = losses[-1].detach().float().cpu()
@@ -162,34 +163,25 @@ class Run(Trained):
                 self.units(i)[unit].set_requires_gradient_sync(False, recurse=False)
             yield
 
-    def _loss(
-        self,
-        passes: tuple[ops.Pass, ...],
-        op: Any = None,
-        at: int = 0,
-        direct: tuple[int, int] | None = None,
-        without_adapters: bool = False,
-    ) -> Tensor:
+    def _loss(self, op: ops.MicroBatch | ops.Evaluation, at: int = 0) -> Tensor:
         rank = dist.get_rank() % self.program.data_ranks
         generator = torch.Generator().manual_seed(1000 * self.number + 100000 * at + rank)
         x = torch.randn(ROWS, self.program.models[0].width, generator=generator).to(harness_models.device())
-        for i, (model, part) in enumerate(zip(self.models, passes, strict=True)):
-            width = self.program.models[i].width
+        for i, (model, part) in enumerate(zip(self.models, op.passes, strict=True)):
+            width, use = self.program.models[i].width, part.use(rank)
             x = torch.nn.functional.pad(x, (0, max(0, width - x.shape[1])))[:, :width]
-            use = self._without_adapters(i, part.use(rank)) if without_adapters else part.use(rank)
-            if direct is None:
+            if isinstance(op, ops.Evaluation) and op.reference:
+                of_units = zip(use, self.program.models[i].branches, strict=True)
+                use = tuple(tuple(b for b in used if not branches[b].adapter) for used, branches in of_units)
+            if op.direct is None:
                 x = model(x, part.order, use, lambda at, x, i=i: self._between(op, i, at, x))
-            elif direct[0] == i:
-                x = self.call_block(i, direct[1], x, use[direct[1]])
+            elif op.direct[0] == i:
+                x = self.call_block(*op.direct, x, use[op.direct[1]])
         return (x.float() - torch.randn(x.shape, generator=generator).to(x.device)).square().mean()
 
     def call_block(self, i: int, unit: int, x: Tensor, use: tuple[int, ...]) -> Tensor:
         """Call a block by itself."""
         return self.units(i)[unit](x, use)
-
-    def _without_adapters(self, i: int, use: Use) -> Use:
-        of_units = zip(use, self.program.models[i].branches, strict=True)
-        return tuple(tuple(b for b in used if not branches[b].adapter) for used, branches in of_units)
 
     def _between(self, op: Any, model: int, at: int, x: Tensor) -> Tensor:
         """Fail in the middle of the last model, if the op says so."""
@@ -213,7 +205,7 @@ class Run(Trained):
         if op.reference:
             self._switch_adapters(False)
         with torch.inference_mode() if op.inference else torch.no_grad():
-            loss = self._loss(op.passes, direct=op.direct, without_adapters=op.reference)
+            loss = self._loss(op)
         self.trace.shown[f"op {self.number}: loss in evaluation"] = loss.detach().clone().float().cpu()
         if op.reference:
             self._switch_adapters(True)
@@ -271,11 +263,8 @@ class Run(Trained):
             self._forget_accumulated(range(len(self.units(i))), i)
 
     def _note_gradients(self) -> None:
-        """Note which parameters have a gradient on some rank, and which of these only zeros. Collective.
-
-        This rank may hold no part of one, and flat parameters have names of their own.
-        """
-        if self.program.adapter == "fsdp1 flat":
+        """Note which parameters have a gradient on any rank, and which of these only zeros. Collective."""
+        if self.program.adapter == "fsdp1 flat":  # whose parameters have names of their own
             return
         named = [(i, original_name(n), p.grad) for i, m in enumerate(self.models) for n, p in m.named_parameters()]
         local = [p.to_local() if isinstance(p, DTensor) else p for *_, p in named]
@@ -332,12 +321,12 @@ class Run(Trained):
         part.requires_grad_(not op.frozen)
 
     def do_sharpstep(self, op: ops.SharpStep) -> None:
-        optimizer = self.optimizers[op.optimizer]
+        optimizer, batch = self.optimizers[op.optimizer], ops.MicroBatch(op.passes)
 
         def closure() -> Tensor:
             optimizer.zero_grad()
-            with self.micro_batch(ops.MicroBatch(op.passes)):
-                loss = self._loss(op.passes)
+            with self.micro_batch(batch):
+                loss = self._loss(batch)
                 loss.backward()
             self.after_backward()
             # The same on all ranks, which must agree on what they do with it.

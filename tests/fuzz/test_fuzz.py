@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator
 
 import pytest
-from fuzz import compare, features
-from fuzz.features import HAS_RESET, HAS_UNUSED_FLAG, is_left_out
+from fuzz import compare
+from fuzz.features import HAS_RESET, HAS_UNUSED_FLAG, choices, is_left_out
 from fuzz.found import FOUND
 from fuzz.program import Program, as_script
 from fuzz.strategies import programs
@@ -72,7 +72,6 @@ def check(workers: Workers, program: Program) -> None:
             reject()  # torch refuses it
     except WorkerError:
         reject()
-    features.count((*program.features, *([f"{program.world} ranks"] if program.world != 4 else [])))
     try:
         differences = workers.run(compare.run_ours, program)
     except WorkerError as error:
@@ -81,12 +80,19 @@ def check(workers: Workers, program: Program) -> None:
         assert difference is None, f"rank {rank}: {difference}\n\n{as_script(program)}"
 
 
-def property_of(workers: Workers, adapter: str, flavour: str, world: int) -> Callable[[], Any]:
+def run_programs(workers: Workers, adapter: str, flavour: str, world: int, how: settings, which: int) -> None:
+    """Check random programs, and print how often each feature was drawn."""
+    drawn: Counter[str] = Counter()
+
+    @seed(which)
+    @how
     @given(programs(adapter, flavour, world))
     def equals_stock(program: Program) -> None:
         check(workers, program)
+        drawn.update(["programs", *program.features])
 
-    return equals_stock
+    equals_stock()
+    print({title: drawn[title] for title in ("programs", *(each.title for each in choices(adapter, flavour)))})
 
 
 @pytest.mark.parametrize("program", FOUND.values(), ids=FOUND)
@@ -100,8 +106,8 @@ def test_programs_that_once_differed(workers: Workers, program: Program) -> None
 
 @over_kinds(others=(pytest.mark.wide,))
 def test_random_programs_equal_stock(workers: Workers, adapter: str, flavour: str, world: int, share: int) -> None:
-    few = settings(max_examples=max(1, FEW * share // ALL_SHARES), derandomize=True, phases=[Phase.generate], **QUIET)
-    few(property_of(workers, adapter, flavour, world))()
+    few = settings(max_examples=max(1, FEW * share // ALL_SHARES), phases=[Phase.generate], **QUIET)
+    run_programs(workers, adapter, flavour, world, few, which=0)
 
 
 @pytest.mark.fuzz
@@ -110,5 +116,4 @@ def test_many_random_programs_equal_stock(workers: Workers, adapter: str, flavou
     count = max(1, int(os.environ.get("FSDP_ZPP_FUZZ", "3000")) * share // ALL_SHARES)
     which = int(os.environ.get("FSDP_ZPP_FUZZ_SEED", secrets.randbelow(1 << 32)))
     print(f"{count} programs of FSDP_ZPP_FUZZ_SEED={which}")
-    many = settings(max_examples=count, **QUIET)
-    seed(which)(many(property_of(workers, adapter, flavour, world)))()
+    run_programs(workers, adapter, flavour, world, settings(max_examples=count, **QUIET), which)

@@ -39,11 +39,9 @@ def launch(
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     environment |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     environment |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-    if on_cpu or torch.cuda.device_count() < processes:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    else:
-        # Not as clients of NVIDIA's MPS: a rank that is killed would take down all others on its GPU.
-        environment["CUDA_MPS_PIPE_DIRECTORY"] = os.devnull
+    # On GPUs, ranks are no clients of NVIDIA's MPS: one that is killed would take down all others on its GPU.
+    hides_gpus = on_cpu or torch.cuda.device_count() < processes
+    environment |= {"CUDA_VISIBLE_DEVICES": ""} if hides_gpus else {"CUDA_MPS_PIPE_DIRECTORY": os.devnull}
     with tempfile.TemporaryDirectory() as folder:
         ranks, printed = [], [[Path(folder, f"{name}{rank}") for name in ("out", "err")] for rank in range(processes)]
         for rank, files in enumerate(printed):
@@ -100,7 +98,7 @@ def in_fake_world(world: int, gpus_per_node: int, function: Callable[..., Any], 
 
 
 def groups_of_this_rank() -> int:
-    """Process groups that this rank is in."""
+    """The number of process groups that this rank is in."""
     return len(dist.distributed_c10d._world.pg_names)
 
 

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_iter
 class LiveBytes(TorchDispatchMode):
     """A context that knows the bytes that operations in it have allocated for plain tensors: ``now``, and at ``peak``.
 
-    Gloo's threads let go of what they have sent shortly after a wait for it has returned. Before ``bound``, which is
-    expected, is exceeded, they get the time for that, ten seconds in all.
+    Gloo's threads let go of a tensor shortly after the wait. They get ten seconds in all before ``bound`` is exceeded.
     """
 
     def __init__(self, bound: float) -> None:

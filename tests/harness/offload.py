@@ -1,8 +1,6 @@
-"""Parameters that are offloaded to the CPU, under either FSDP, also where there is no GPU to offload from.
+"""Parameters that are offloaded to the CPU, also where there is no GPU to offload from.
 
-On CPUs the copies between the host and the device are none, but all else that torch and the adapters do differently
-for offloaded parameters is done. FSDP1 pins memory, which torch can't without an accelerator, and so the adapter
-refuses it: here both do without.
+There FSDP1 can't pin memory, and so the adapter refuses it: here both do without, and do all else but the copies.
 """
 
 from __future__ import annotations

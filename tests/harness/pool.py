@@ -33,8 +33,7 @@ PRELOADED = """
     torchao.float8 fsdp_zpp
 """.split()
 """Modules that processes of tests import anyway, slowly; those that are not installed are left out."""
-SHARE_GPUS = "FSDP_ZPP_SHARE_GPUS"
-"""The environment variable by which workers share GPUs where there are too few: slow, since NCCL's kernels spin."""
+SHARE_GPUS = "FSDP_ZPP_SHARE_GPUS"  # has workers share GPUs where there are too few: slow, since NCCL's kernels spin
 
 
 class WorkerError(AssertionError):
@@ -80,16 +79,16 @@ def init_process_group(rank: int, world: int, port: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     torch.set_num_threads(1)
-    if device_type() == "cuda":
-        host, gpu = divmod(rank, torch.cuda.device_count())
-        if SHARE_GPUS in os.environ:
-            # NCCL refuses two ranks on one GPU, unless it takes them for those of two hosts.
-            os.environ |= {"NCCL_HOSTID": f"host{host}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
-            os.environ["LOCAL_RANK"] = str(gpu)  # from which frameworks choose a rank's GPU
-        torch.cuda.set_device(gpu)
-        dist.init_process_group("nccl", timeout=TIMEOUT, device_id=torch.device("cuda", gpu))
-    else:
+    if device_type() == "cpu":
         dist.init_process_group("gloo", timeout=TIMEOUT)
+        return
+    host, gpu = divmod(rank, torch.cuda.device_count())
+    if SHARE_GPUS in os.environ:
+        # NCCL refuses two ranks on one GPU, unless it takes them for those of two hosts.
+        os.environ |= {"NCCL_HOSTID": f"host{host}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+        os.environ["LOCAL_RANK"] = str(gpu)  # from which frameworks choose a rank's GPU
+    torch.cuda.set_device(gpu)
+    dist.init_process_group("nccl", timeout=TIMEOUT, device_id=torch.device("cuda", gpu))
 
 
 @contextmanager
@@ -105,10 +104,7 @@ def shared_folder() -> Iterator[str]:
 def _work(rank: int, world: int, port: int, pipe: Connection) -> None:
     gc.freeze()  # or each collection would walk through all of torch
     init_process_group(rank, world, port)
-    while True:
-        task = pipe.recv()
-        if task is None:
-            break
+    while (task := pipe.recv()) is not None:
         rank_names._axes.clear()  # of the mesh of an earlier test over the same ranks
         module, name, args, deadline = task
         # A rank that hangs says where, with the test's captured output, before the pool ends it.
@@ -125,8 +121,7 @@ def _work(rank: int, world: int, port: int, pipe: Connection) -> None:
 class Pool:
     """``world`` processes that run functions together, which they import by name, in one process group."""
 
-    # Process groups of a worker after which the pool starts afresh: each has a thread that gloo wakes a hundred times a
-    # second, and tests of meshes leave groups behind.
+    # The pool starts afresh after so many process groups, which tests of meshes leave: each has a thread of gloo.
     most_groups = 40
 
     def __init__(self, world: int) -> None:
@@ -194,14 +189,10 @@ class Pool:
     def stop(self, kill: bool = False) -> None:
         """End the processes."""
         for pipe, process in zip(self._pipes, self._processes, strict=True):
-            if kill:
-                process.kill()
-            else:
-                pipe.send(None)
+            process.kill() if kill else pipe.send(None)
             process.join()
             pipe.close()
         self._pipes, self._processes = [], []
 
 
-Pools = Callable[[int], Pool]
-"""The fixture ``pool``: that many workers in one process group."""
+Pools = Callable[[int], Pool]  # the fixture ``pool``: that many workers in one process group

@@ -30,8 +30,8 @@ KINDS = {
 class Wiretap:
     """Bytes that this rank sent inside of nodes and between them, by collective.
 
-    A collective over ranks on several nodes is counted as the cheapest implementation would send it: each byte
-    goes once to every other node (``inter``) or rank of the node (``intra``) that needs it.
+    The cheapest implementation counts: each byte goes once to every other node (``inter``) or rank of the node that
+    needs it.
     """
 
     gpus_per_node: int
