@@ -11,10 +11,9 @@ from harness.adapter import STOCK
 from torch.distributed.fsdp import ShardingStrategy
 
 from . import program as ops
-from .laws import Trace, has_gradient_law
 from .program import Program
 from .references import Rounded, Simulated, Unsharded, gradient_errors, is_as_exact
-from .run import Run
+from .run import Run, Trace, has_gradient_law
 from .trained import start_another_job
 
 _stock: dict[str, Trace] = {}

@@ -18,10 +18,9 @@ from torch.distributed.tensor import DTensor
 from fsdp_zpp import Int4, Int8
 
 from . import program as ops
-from .laws import MARGIN, Trace
 from .modules import Net
 from .program import Program
-from .run import Run, halved
+from .run import MARGIN, Run, Trace, halved
 from .trained import OF_A_JOB, HeldParameter, held_parameters, reshard
 
 NOT_FARTHER = 4.0

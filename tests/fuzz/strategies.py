@@ -11,8 +11,7 @@ from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
 from fsdp_zpp.config.levels import LEGAL_LEVELS
 
 from . import features as registry
-from .draft import Draft
-from .events import OF_FEATURES, between_steps, evaluate, set_up, step
+from .draft import OF_FEATURES, Draft, between_steps, evaluate, set_up, step
 from .features import HAS_UNUSED_FLAG, Feature
 from .program import Branch, Model, Program, Unit
 
