@@ -117,7 +117,7 @@ class FullTensor(ABC):
 
 
 class Whole(FullTensor):
-    """A tensor that every rank has already.
+    """A tensor that every rank has already, also as a DTensor that is replicated, or a shard over one rank.
 
     Args:
         tensor: The tensor.
@@ -130,7 +130,12 @@ class Whole(FullTensor):
         self.stored = stored or tensor.dtype
 
     def finish(self, out: Tensor | None, dtype: torch.dtype | None, to: int | None) -> Tensor | None:
-        return self._tensor.detach().to(self.as_delivered(dtype), copy=True) if gets(to) else None
+        if not gets(to):
+            return None
+        full, device = self._tensor.detach(), self._tensor.device
+        if isinstance(full, DTensor):  # which may be offloaded
+            full, device = full.to_local(), torch.device(full.device_mesh.device_type)
+        return full.to(device, self.as_delivered(dtype), copy=True)
 
 
 class ShardedRows(FullTensor):
@@ -195,8 +200,12 @@ def full_tensor_of(tensor: Tensor) -> FullTensor:
     """Return how a parameter or buffer is had in full that is none of a flat parameter's."""
     if not isinstance(tensor, DTensor):
         return Whole(tensor)
-    sharded = [dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
+    mesh = tensor.device_mesh
+    dims = [dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
+    sharded = [dim for dim in dims if mesh.size(dim) > 1]
     is_plain = type(tensor.to_local().detach()) is Tensor
+    if is_plain and not sharded:
+        return Whole(tensor)
     if len(sharded) == 1 and tensor.placements[sharded[0]] == Shard(0) and tensor.ndim and is_plain:
         return ShardedRows(tensor, sharded[0])
     return AnyDTensor(tensor)

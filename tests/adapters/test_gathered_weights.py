@@ -239,7 +239,6 @@ def peak_bytes(adapter: Adapter, strategy: Any, sizes: Any, dtype: torch.dtype |
 
 
 @over_each(
-    rest=False,
     use={f"{adapter}-{name}": (adapter, sizes) for adapter in WITH_FLAT for name, sizes in MODELS.items()},
     strategy=STRATEGIES,
     how=[(dtype, to) for dtype in (None, torch.bfloat16) for to in (None, 1)],

@@ -120,9 +120,10 @@ class Copy:
 
 def processes() -> Any:
     """How runs of pytest start: forked from one process that has imported what tests import, but nothing of ours."""
-    from harness.pool import PRELOADED  # in this process alone: it imports the package, which changes torch
+    import torch  # in this process alone, as the package, which changes torch
+    from harness.pool import PRELOADED
 
-    os.environ |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    os.environ |= {"OMP_NUM_THREADS": "1"} | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
     multiprocessing.set_forkserver_preload(["pytest", *(name for name in PRELOADED if name != PACKAGE)])
     return multiprocessing.get_context("forkserver")
 
@@ -147,7 +148,8 @@ def _run_pytest(root: Path, options: list[str], printed: Path) -> None:
     os.environ |= environment(root)
     sys.path[:] = [str(root), *(path for path in sys.path if not Path(path).is_relative_to(ROOT))]
     assert PACKAGE not in sys.modules, "the package must come from the copy"
-    sys.exit(pytest.main(options, plugins=[_Forks()]))
+    # A process that has used a GPU can't be forked.
+    sys.exit(pytest.main(options, plugins=[_Forks()] if "TRITON_INTERPRET" in os.environ else []))
 
 
 def _last_started(printed: str, tests: Sequence[str]) -> str:
