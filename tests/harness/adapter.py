@@ -11,20 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-    StateDictType,
-    fully_shard as torch_shard,
-)
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_zpp import clip_grad_norm_, fully_shard as our_shard
+from fsdp_zpp import clip_grad_norm_, fully_shard
 
 from . import models
 from .pool import device_type, shared_folder
@@ -99,14 +93,14 @@ class Fsdp1(Adapter):
     def __str__(self) -> str:
         return "fsdp1" + " flat" * (not self.use_orig_params) + " mesh" * self.mesh
 
-    def apply(self, module: nn.Module, strategy: Any, **arguments: Any) -> FullyShardedDataParallel:
-        strategy = ShardingStrategy.FULL_SHARD if strategy is STOCK else strategy
-        return FullyShardedDataParallel(module, sharding_strategy=strategy, **arguments)
+    def apply(self, module: nn.Module, strategy: Any, **arguments: Any) -> Any:
+        strategy = fsdp.ShardingStrategy.FULL_SHARD if strategy is STOCK else strategy
+        return fsdp.FullyShardedDataParallel(module, sharding_strategy=strategy, **arguments)
 
-    def wrap(self, module: nn.Module, strategy: Any, **arguments: Any) -> FullyShardedDataParallel:
+    def wrap(self, module: nn.Module, strategy: Any, **arguments: Any) -> Any:
         return self.apply(module, strategy, **{"use_orig_params": True, "device_id": models.device()} | arguments)
 
-    def shard(self, net: models.Net, case: Case, strategy: Any, group: Any = None) -> FullyShardedDataParallel:
+    def shard(self, net: models.Net, case: Case, strategy: Any, group: Any = None) -> Any:
         arguments: dict[str, Any] = {"use_orig_params": self.use_orig_params, "device_id": models.device()}
         if case.wrap_blocks:
             arguments["auto_wrap_policy"] = ModuleWrapPolicy({models.Block})
@@ -114,32 +108,32 @@ class Fsdp1(Adapter):
             arguments["device_mesh"] = init_device_mesh(device_type(), (dist.get_world_size(),))
         if case.precision is not None:
             param, reduce = case.precision.param, case.precision.reduce
-            arguments["mixed_precision"] = MixedPrecision(param, reduce, buffer_dtype=param)
+            arguments["mixed_precision"] = fsdp.MixedPrecision(param, reduce, buffer_dtype=param)
         model = self.apply(net, strategy, process_group=group, **arguments | dict(self.arguments))
         if case.checkpointing.startswith("outside"):
             models.recompute(model, case.checkpointing, _is_wrapped_block)
         return model
 
-    def micro_batch(self, model: FullyShardedDataParallel, last: bool, synced: bool) -> AbstractContextManager[None]:
+    def micro_batch(self, model: Any, last: bool, synced: bool) -> AbstractContextManager[None]:
         return nullcontext() if last or synced else model.no_sync()
 
-    def clip(self, model: FullyShardedDataParallel, norm: float) -> None:
+    def clip(self, model: Any, norm: float) -> None:
         model.clip_grad_norm_(norm)
 
     def local(self, parameter: nn.Parameter) -> Tensor:
         return parameter
 
-    def full_weights(self, model: FullyShardedDataParallel) -> dict[str, Tensor]:
-        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+    def full_weights(self, model: Any) -> dict[str, Tensor]:
+        with fsdp.FullyShardedDataParallel.summon_full_params(model, writeback=False):
             return on_cpu(dict(model.named_parameters()))
 
-    def full_gradients(self, model: FullyShardedDataParallel) -> dict[str, Tensor]:
-        with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True):
+    def full_gradients(self, model: Any) -> dict[str, Tensor]:
+        with fsdp.FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True):
             return on_cpu({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
-    def load_from(self, source: FullyShardedDataParallel, target: FullyShardedDataParallel, kind: str) -> None:
-        of_kind = FullyShardedDataParallel.state_dict_type
-        with of_kind(source, StateDictType[kind]), of_kind(target, StateDictType[kind]):
+    def load_from(self, source: Any, target: Any, kind: str) -> None:
+        of_kind = fsdp.FullyShardedDataParallel.state_dict_type
+        with of_kind(source, fsdp.StateDictType[kind]), of_kind(target, fsdp.StateDictType[kind]):
             target.load_state_dict(source.state_dict())
 
 
@@ -160,14 +154,14 @@ class Fsdp2(Adapter):
         return "fsdp2"
 
     def apply(self, module: nn.Module | list[nn.Module], strategy: Any, **arguments: Any) -> Any:
-        return (
-            torch_shard(module, **arguments) if strategy is STOCK else our_shard(module, strategy=strategy, **arguments)
-        )
+        if strategy is STOCK:
+            return torch_fully_shard(module, **arguments)
+        return fully_shard(module, strategy=strategy, **arguments)
 
     def shard(self, net: models.Net, case: Case, strategy: Any, group: Any = None) -> Any:
         arguments: dict[str, Any] = {}
         if case.precision is not None:
-            arguments["mp_policy"] = MixedPrecisionPolicy(case.precision.param, case.precision.reduce)
+            arguments["mp_policy"] = fsdp.MixedPrecisionPolicy(case.precision.param, case.precision.reduce)
             for module in net.modules():  # fully_shard leaves the dtype of buffers to the user
                 if isinstance(module, models.Block):
                     module.shift = module.shift.to(case.precision.param or torch.float32)
@@ -226,7 +220,7 @@ class Fsdp2(Adapter):
 
 
 def _is_wrapped_block(module: nn.Module) -> bool:
-    return isinstance(module, FullyShardedDataParallel) and isinstance(module.module, models.Block)
+    return isinstance(module, fsdp.FullyShardedDataParallel) and isinstance(module.module, models.Block)
 
 
 def _gathered(sharded: dict[str, Any]) -> dict[str, Tensor]:

@@ -10,11 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
 
 from .pool import device_type
 
@@ -82,8 +78,9 @@ def make_net(seed: int = 0, frozen: bool = False, **arguments: Any) -> Net:
 
 def recompute(model: nn.Module, kind: str, is_target: Callable[[nn.Module], bool]) -> None:
     """Recompute the target modules in the backward; ``kind`` ends in "reentrant" or "no_reentrant"."""
-    impl = CheckpointImpl.NO_REENTRANT if kind.endswith("no_reentrant") else CheckpointImpl.REENTRANT
-    apply_activation_checkpointing(model, partial(checkpoint_wrapper, checkpoint_impl=impl), is_target)
+    impl = wrappers.CheckpointImpl["NO_REENTRANT" if kind.endswith("no_reentrant") else "REENTRANT"]
+    wrapper = partial(wrappers.checkpoint_wrapper, checkpoint_impl=impl)
+    wrappers.apply_activation_checkpointing(model, wrapper, is_target)
 
 
 class PlainSgd:
