@@ -230,8 +230,9 @@ def _gathered(sharded: dict[str, Any]) -> dict[str, Tensor]:
         return {name: value.to(models.device()).full_tensor() for name, value in sharded.items()}
     mesh = next(iter(sharded.values())).device_mesh
     found: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(found, {name: v.to_local().detach().cpu() for name, v in sharded.items()}, mesh.get_group())
-    full = {name: [each[name] for each in found] for name in sharded}
+    own = {name: value.to_local().detach().float().cpu().numpy() for name, value in sharded.items()}  # fast to pickle
+    dist.all_gather_object(found, own, mesh.get_group())
+    full = {name: [torch.from_numpy(each[name]) for each in found] for name in sharded}
     where = {name: value.placements[0] for name, value in sharded.items()}
     return {n: torch.cat(parts, where[n].dim) if where[n].is_shard() else parts[0] for n, parts in full.items()}
 
