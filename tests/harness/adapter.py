@@ -225,10 +225,10 @@ def _is_wrapped_block(module: nn.Module) -> bool:
 
 def _gathered(sharded: dict[str, Any]) -> dict[str, Tensor]:
     """Gather full tensors at once where one mesh has all of them: one by one takes as long as the training."""
-    if len({value.device_mesh for value in sharded.values()}) != 1 or next(iter(sharded.values())).device_mesh.ndim > 1:
+    mesh, *others = {value.device_mesh for value in sharded.values()} or [None]
+    if mesh is None or mesh.ndim > 1 or others:
         # On GPUs the process group is NCCL's, which gathers nothing from the CPU, where offloaded parameters are.
         return {name: value.to(models.device()).full_tensor() for name, value in sharded.items()}
-    mesh = next(iter(sharded.values())).device_mesh
     found: list[Any] = [None] * mesh.size()
     own = {name: value.to_local().detach().float().cpu().numpy() for name, value in sharded.items()}  # fast to pickle
     dist.all_gather_object(found, own, mesh.get_group())
