@@ -114,7 +114,7 @@ def _differing_fact(ours: Trace, stock: Trace) -> str | None:
 def _rounding_error(ours: Trace, stock: Trace) -> str | None:
     """Codecs may change at most a part of the way that the training has gone."""
     ends = [name for name in ours.shown if name.startswith("end")]
-    # What has overflowed in both says nothing of rounding.
+    # Values that have overflowed in both say nothing of rounding.
     ends = [name for name in ends if not (ours.shown[name].isnan().any() and stock.shown[name].isnan().any())]
     if not ends:
         return None

@@ -366,7 +366,7 @@ WITHIN_STEPS = {
     Feature.RESHARD,
     Feature.DIRECT_CALL,
 }
-"""What only happens before the last micro-batch of a step."""
+"""Features that only show before the last micro-batch of a step."""
 
 
 def step(draft: Draft, scaler: bool) -> None:
@@ -410,7 +410,7 @@ def _micro_batch(draft: Draft, last: bool, scaler: bool) -> None:
     unsynced: tuple[tuple[int, int], ...] = ()
     if sync and not last and not fails and not several and draft.has(Feature.PARTIAL_SYNC, 2):
         unsynced = _unsynced(draft)
-    # What has accumulated in some units may not be even where all reduce, so the last micro-batch evens it out.
+    # Gradients of some units may not be even where all reduce, so the last micro-batch evens them out.
     all_reduce = last or not sync or bool(fails) or not draft.has(Feature.REQUIRES_ALL_REDUCE, 2)
     reshard = last or bool(fails) or not draft.has(Feature.RESHARD, 3)
     _unshard(draft)

@@ -42,7 +42,7 @@ class Model:
 
     @property
     def branches(self) -> list[tuple[Branch, ...]]:
-        """Those of each unit, and of the root at the end."""
+        """The branches of each unit, and of the root at the end."""
         return [*(unit.branches for unit in self.units), self.root]
 
 
@@ -214,7 +214,7 @@ class Program:
 
     @property
     def strategies(self) -> list[Strategy]:
-        """Those of all units."""
+        """The strategies of all units."""
         return [self.strategy, *([self.inner] if self.inner else [])]
 
     @property

@@ -126,7 +126,7 @@ class Unsharded(Run):
         averaged = {p: p.grad.norm() for p in own if p.grad is not None}
         super().do_step(op)
         for p, gradient in own.items():
-            # What is not cleared stays clipped, and no longer scaled.
+            # A gradient that is not cleared stays clipped, and no longer scaled.
             if gradient is not None and p.grad is not None and averaged[p] > 0 and averaged[p].isfinite():
                 gradient = gradient * (p.grad.norm() / averaged[p])
             p.grad = gradient
@@ -183,7 +183,7 @@ def is_as_exact(ours: Trace, others: Sequence[Trace], exact: Trace) -> bool:
 
 
 ERROR = {Int8: 1 / 254, Int4: 1 / 14}
-"""Of a codec, as a share of the largest value of a block."""
+"""A codec's error, as a share of the largest value of a block."""
 
 
 class Measured(Unsharded):
@@ -405,7 +405,7 @@ class Simulated(Run):
         if arriving:
             self._reshard()
         for _, weight, agreed in arriving:
-            # What nobody trains any more would be left to differ.
+            # Weights that nobody trains any more would be left to differ.
             share = mix if mix is not None else self.config.mix if weight.held.is_trained else 1.0
             weight.held.values.lerp_(agreed, share)
             weight.is_due |= share != 1

@@ -499,7 +499,7 @@ class Run(Trained):
         self.optimizers = self.make_optimizers()
         for i, (model, (weights, states)) in enumerate(zip(self.models, saved, strict=True)):
             loaded = {"model_state_dict": weights, "optim_state_dict": states}
-            # What has not had a gradient so far has no state.
+            # Parameters that have not had a gradient so far have no state.
             set_state_dict(model, self._optimizers_of(i), **loaded, options=StateDictOptions(strict=False))
         for model, state in zip(self.models, codecs, strict=False):
             fsdp_zpp.CodecState(model).load_state_dict(state)

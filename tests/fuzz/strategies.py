@@ -30,7 +30,7 @@ NODES = {2: (1, 2), 3: (1, 3), 4: (2, 2, 2, 1), 6: (2, 3, 1), 8: (2, 4)}
 PRECISIONS = ("bf16 fp32", "bf16 none", "fp16 none", "fp16 fp32", "none bf16", "none fp16")
 LOCAL_LEVELS = ("III", "INI", "NNI", "NNN")
 OPTIMIZERS = {
-    # Not SGD, whose fused kernel on CPUs is wrong in 16 bits, and which fully_shard's DTensors don't have.
+    # SGD's fused kernel on CPUs is wrong in 16 bits, and fully_shard's DTensors don't have it.
     Feature.FUSED: ("adamw fused",),
     Feature.FOREACH: ("sgd foreach", "adamw foreach"),
     Feature.SCHEDULE_FREE: ("schedule-free",),

@@ -26,7 +26,7 @@ CYCLES = 20_000_000
 
 
 def reports_of(world: int, sets: Sets) -> list[GpuReport]:
-    """What the ranks of a job on one host report."""
+    """The reports of the ranks of a job on one host."""
     gpus, reports = [f"GPU-{rank}" for rank in range(world)], []
     for rank, gpu in enumerate(gpus):
         near = {f"GPU-{other}" for part in sets if rank in part for other in part}

@@ -97,7 +97,7 @@ def rounded(net: models.Net) -> models.Net:
 
 
 def output_of(net: nn.Module) -> Tensor:
-    """What it computes from a fixed batch, without ranks."""
+    """Its output for a fixed batch, without ranks."""
     return net(torch.arange(14).view(2, 7))
 
 

@@ -42,7 +42,7 @@ KEPT = ROOT / "runs" / "mutants"
 FIRST = 40  # tests that run before the others of a stage: most mutants die by one of them
 LEAST_SECONDS = 300  # of a run of tests before it counts as a hang: a test whose ranks hang ends in two minutes itself
 STAGES = {"functions": "one row of each function", "rows": "other rows of them", "all": "other tests"}
-"""What a mutant meets, one after the other, by what ``--until`` calls it."""
+"""The stages that a mutant meets, one after the other, by their names for ``--until``."""
 FOLDERS = {
     "codecs": "codecs kernel collectives",
     "kernels": "kernel codecs collectives",
