@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,7 +152,8 @@ class Run(Trained):
         self.trace = Trace()
         self.number = 0
         super().__init__(program, strategy)
-        self.scaler = ShardedGradScaler(device_type(), init_scale=2.0**6, growth_interval=2, enabled=program.scaler)
+        make_scaler = partial(ShardedGradScaler, device_type(), init_scale=2.0**6, growth_interval=2)
+        self.scaler = make_scaler() if program.scaler else None
 
     def run(self) -> Trace:
         """Run the program to its end, or to the first exception that is not its own."""
@@ -245,7 +247,7 @@ class Run(Trained):
             self.synchronize_in_pipeline(op, last)
         if op.overflows == dist.get_rank() % self.program.data_ranks:
             loss = loss * float("inf")
-        self.scaler.scale(loss).backward(**arguments)
+        (self.scaler.scale(loss) if self.scaler else loss).backward(**arguments)
 
     def synchronize_in_pipeline(self, op: ops.MicroBatch, last: bool) -> None:
         """Synchronize gradients of the last backward only, as torch's schedules do."""
@@ -390,13 +392,14 @@ class Run(Trained):
                     self.trace.gradients[f"gradient of model {i}: {name}"] = value
         optimizers = [self.optimizers[i] for i in op.optimizers]
         if op.clip is not None:
-            for optimizer in optimizers:
+            for optimizer in optimizers if self.scaler else ():
                 self.scaler.unscale_(optimizer)
             for root in self.all_roots():
                 self.clip(root, op.clip)
         for optimizer in optimizers:
-            self.scaler.step(optimizer)
-        self.scaler.update()
+            self.scaler.step(optimizer) if self.scaler else optimizer.step()
+        if self.scaler:
+            self.scaler.update()
         if self.program.observe:
             self.show_weights(f"op {self.number}")
 

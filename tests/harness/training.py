@@ -29,18 +29,22 @@ def train(
 ) -> list[float]:
     """Train for ``case.steps`` steps; return the last micro-batch's loss of each."""
     optimizer = optimizer or models.make_optimizer(case.optimizer, model.parameters())
-    scaler = make_scaler(case.scaler, growth_interval=2)
+    scaler = make_scaler(growth_interval=2) if case.scaler else None
     losses = []
     for step in range(first_step, first_step + case.steps):
         for micro_batch in range(case.micro_batches):
             with adapter.micro_batch(model, micro_batch == case.micro_batches - 1, case.synced):
                 loss = models.loss_of(model, models.batch(step, micro_batch)) / case.micro_batches
-                scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
+                (scaler.scale(loss) if scaler else loss).backward()
+        if scaler:
+            scaler.unscale_(optimizer)
         if case.clip is not None:
             adapter.clip(model, case.clip)
-        scaler.step(optimizer)
-        scaler.update()
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
         after_step(step, optimizer)
         optimizer.zero_grad()
         losses.append(loss.item())
