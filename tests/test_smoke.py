@@ -13,13 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import llama, lora, models
-from harness.adapter import STOCK, Adapter, Case
+from harness.adapter import STOCK, Adapter, Case, Fsdp1, Fsdp2
 from harness.covering import ADAPTERS, over_adapters, over_each
-from harness.fsdp1 import Fsdp1
-from harness.fsdp2 import Fsdp2
 from harness.launch import launch
 from harness.pool import Pool
-from harness.training import largest_distance, mean_loss, train
+from harness.training import mean_loss, train, trained_weights
 from peft import PeftModel
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import ShardingStrategy
@@ -88,7 +86,8 @@ def test_every_public_name_is_here() -> None:
 @over_each(rest=False, adapter=ADAPTERS, scopes=LEGAL_LEVELS)
 def test_scopes(pool: Callable[[int], Pool], adapter: Adapter, scopes: str) -> None:
     case = Case(model=(("blocks", 1),), steps=2, micro_batches=2)
-    assert max(pool(4).run(largest_distance, adapter, case, Strategy(scopes, gpus_per_node=2))) <= 1e-6
+    ours = pool(4).run(trained_weights, adapter, case, Strategy(scopes, gpus_per_node=2))
+    assert max(map(models.distance, ours, pool(4).once(trained_weights, adapter, case, STOCK))) <= 1e-6
 
 
 def losses(adapter: Adapter, strategy: Strategy) -> tuple[float, float]:

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 from harness import llama, models
-from harness.adapter import STOCK, Adapter, Case
+from harness.adapter import STOCK, Adapter, Case, Fsdp1, Fsdp2
 from harness.covering import ADAPTERS, over_adapters, over_each
-from harness.fsdp1 import Fsdp1
-from harness.fsdp2 import Fsdp2
 from harness.messages import Reply, attempt
 from harness.pool import Pools
 from harness.training import train, trained_weights

@@ -18,11 +18,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import frozen_files as files, llama, lora, messages, models
-from harness.adapter import STOCK, Adapter, Case
+from harness import llama, lora, messages, models
+from harness.adapter import STOCK, Adapter, Case, Fsdp1, Fsdp2
 from harness.covering import ADAPTERS, WITH_FLAT, over_adapters, over_each
-from harness.fsdp1 import Fsdp1
-from harness.fsdp2 import Fsdp2
 from harness.messages import Reply
 from harness.pool import Pool, Pools, device_type, shared_folder
 from harness.training import train
@@ -115,7 +113,7 @@ def with_integers() -> nn.Module:
 
 
 def with_nan() -> nn.Module:
-    net = files.make_base()
+    net = lora.make_base()
     net.blocks[1].up.weight[3, 5] = torch.nan
     return net
 
@@ -324,8 +322,8 @@ NOT_COLLECTIVE = {
 
 
 def quantized() -> nn.Module:
-    net = files.make_base()
-    quantize_frozen_params(net, files.CODEC, gpus_per_node=2)
+    net = lora.make_base()
+    quantize_frozen_params(net, lora.CODEC, gpus_per_node=2)
     return net
 
 

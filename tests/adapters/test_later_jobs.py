@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import models
-from harness.adapter import Adapter, Case
+from harness.adapter import Adapter, Case, Fsdp1
 from harness.covering import ADAPTERS
-from harness.fsdp1 import Fsdp1
 from harness.pool import Pools, device_type, start_method
 from harness.training import train
 from torch import Tensor

@@ -17,9 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import lora, models
-from harness.adapter import Adapter, Case
+from harness.adapter import Adapter, Case, Fsdp2
 from harness.covering import ADAPTERS, over_adapters, over_each
-from harness.fsdp2 import Fsdp2
 from harness.launch import groups_of_this_rank
 from harness.pool import Pools, device_type, free_port, init_process_group, shared_folder, start_method
 from harness.training import load, logits, save, train

@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import models
-from harness.adapter import Adapter, Case, original_name
+from harness.adapter import Adapter, Case, Fsdp2, original_name
 from harness.covering import ADAPTERS, WITH_FLAT, over_each
-from harness.fsdp2 import Fsdp2
 from harness.messages import attempt
 from harness.pool import Pools
 from harness.training import train

@@ -9,10 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import models
-from harness.adapter import Adapter, Case, original_name
+from harness.adapter import Adapter, Case, Fsdp1, Fsdp2, original_name
 from harness.covering import ADAPTERS, over_adapters, over_each
-from harness.fsdp1 import Fsdp1
-from harness.fsdp2 import Fsdp2
 from harness.messages import Refusal, attempt, collected
 from harness.pool import Pools
 from harness.training import differing_tensors, train

@@ -12,9 +12,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from harness import llama, lora, models
-from harness.adapter import STOCK, Adapter, Case
+from harness.adapter import STOCK, Adapter, Case, Fsdp1
 from harness.covering import ADAPTERS, WITH_FLAT, over_each
-from harness.fsdp1 import Fsdp1
 from harness.pool import Pools, device_type
 from harness.training import train
 from peft import PeftModel

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import models
-from harness.adapter import Adapter, Case
+from harness.adapter import Adapter, Case, Fsdp1
 from harness.covering import ADAPTERS, over_adapters, over_each
-from harness.offload import group_for_scaling, offloading, scales_that_have_arrived, without_pinning
+from harness.offload import offloading, without_pinning
 from harness.pool import Pool, Pools, device_type
-from harness.steps_in_backward import make
 from harness.training import train
 from harness.wiretap import sent_in
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp.sharded_grad_scaler import _GeneralMultiDeviceReplicator
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
 
@@ -27,7 +31,9 @@ CODECS: Any = {"weights": Int8(64), "gradients": Int4(64), **TWO}
 
 def distance_from_kept(adapter: Adapter, case: Case, strategy: Strategy) -> float:
     """In a worker: the distance of offloaded weights from others; both have trained alike."""
-    weights, group = [], group_for_scaling() if case.scaler else None
+    weights, group = [], None
+    if case.scaler and device_type() == "cuda":  # a scaler of FSDP2's offloaded gradients communicates on CPUs, too
+        group = dist.new_group(backend="cpu:gloo,cuda:nccl")
     with without_pinning(), scales_that_have_arrived():
         for each in (adapter, offloading(adapter)):
             model = each.make(case, strategy, group)
@@ -65,6 +71,24 @@ def test_offloaded_parameters_train_as_others(pool: Pools, adapter: Adapter, tra
 # ---- optimizers in the backward
 
 
+def stepping_in_backward(adapter: Adapter, strategy: Strategy | None, optimizer: Callable[..., Any], lr: float) -> Any:
+    """In a worker: a model whose parameters have an optimizer each, which steps in the backward."""
+    if isinstance(adapter, Fsdp1):
+        net = models.make_net()
+        _apply_optimizer_in_backward(optimizer, net.parameters(), {"lr": lr})
+        return adapter.shard(net, Case(), strategy)
+    model = adapter.make(Case(), strategy)
+    optimizers = {parameter: optimizer([parameter], lr=lr) for parameter in model.parameters()}
+
+    def step(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step)
+    return model
+
+
 class Counting(torch.optim.SGD):
     """An optimizer that notes its steps."""
 
@@ -79,7 +103,8 @@ def trained(
     adapter: Adapter, strategy: Strategy, in_backward: bool, micro_batches: int
 ) -> tuple[list[Any], dict[str, Tensor], list[str]]:
     """Return what steps send, the weights, and in which order the last one stepped and went on with the backward."""
-    model = make(adapter, strategy, Counting, lr=0.125) if in_backward else adapter.make(Case(), strategy)
+    made = stepping_in_backward(adapter, strategy, Counting, lr=0.125) if in_backward else None
+    model = made or adapter.make(Case(), strategy)
     optimizer = None if in_backward else Counting(model.parameters(), lr=0.125)
     for block in model.modules():
         if isinstance(block, models.Block):
@@ -118,6 +143,7 @@ IN_BACKWARD = {
     "errors": Strategy.loco(**TWO),
     "local steps": Strategy("III", local_steps=LocalSteps(2, codec=Int4(64)), **TWO),
     "overlapped local steps": Strategy("NNN", local_steps=LocalSteps(2, overlap=1), **TWO),
+    "NNG": Strategy("NNG", **TWO),
 }
 # In this order, accumulation meets both adapters, and offloading meets both with it and without it.
 USES = {

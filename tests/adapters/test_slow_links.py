@@ -13,9 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import models
-from harness.adapter import STOCK, Adapter, Case
+from harness.adapter import STOCK, Adapter, Case, Fsdp1
 from harness.covering import ADAPTERS, over_adapters, over_each
-from harness.fsdp1 import Fsdp1
 from harness.links import NONE, Sets, machine
 from harness.messages import collected
 from harness.pool import Pools, device_type

@@ -15,15 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import models
-from harness.adapter import STOCK, Adapter, Case, Precision
+from harness.adapter import STOCK, Adapter, Case, Fsdp1, Fsdp2, Precision
 from harness.covering import ADAPTERS, SCOPES, WITH_FLAT, over_adapters, over_each, over_pairs
-from harness.fsdp1 import Fsdp1
-from harness.fsdp2 import Fsdp2
 from harness.links import machine
 from harness.messages import collected
 from harness.pool import Pools, device_type
 from harness.strategies import INSIDE_WITH_FEEDBACK, PRESETS
-from harness.training import Step, train, without_gradient
+from harness.training import train, without_gradient
 from harness.wiretap import Sent, Wiretap, sent_in, wiretap
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffloadPolicy
@@ -42,7 +40,7 @@ from fsdp_zpp.runtime.summary import summarize
 class Record:
     """A training as one rank sees it; phases are the forwards and backwards of its last step and evaluations."""
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[tuple[dict[str, Tensor], frozenset[str]]] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step
     used: list[tuple[str, int, Tensor]] = field(default_factory=list)  # what forwards computed with, after which step
     taps: dict[str, Wiretap] = field(default_factory=dict)  # of each phase

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import models
-from harness.adapter import Adapter, Case, on_cpu
+from harness.adapter import Adapter, Case, Fsdp2, on_cpu
 from harness.covering import ADAPTERS, over_each, over_pairs
-from harness.fsdp2 import Fsdp2
 from harness.pool import Pools
 from harness.training import logits, train
 from torch import Tensor, nn

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from harness import lora, models
-from harness.adapter import STOCK, Adapter, Case
+from harness.adapter import STOCK, Adapter, Case, Fsdp2
 from harness.covering import ADAPTERS, over_each
-from harness.fsdp2 import Fsdp2
 from harness.pool import Pools
 from harness.training import logits, train
 from harness.wiretap import wiretap

@@ -12,10 +12,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness.adapter import Adapter, Case
+from harness.adapter import Adapter, Case, Fsdp1, Fsdp2
 from harness.covering import ADAPTERS, over_each
-from harness.fsdp1 import Fsdp1
-from harness.fsdp2 import Fsdp2
 from harness.launch import ROOT
 from harness.pool import Pools, device_type, shared_folder
 from harness.training import logits, train

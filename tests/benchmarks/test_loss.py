@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+import tempfile
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from harness.benchmarks import load, tiny_study
+from harness.benchmarks import load
 from harness.launch import ROOT, launch
 
 from fsdp_zpp import Int4, LocalSteps, LoCo, TopK
@@ -28,6 +29,17 @@ def run(ranks: int, study: str, *options: str | Path) -> CompletedProcess[str]:
     done = launch(ranks, "benchmarks/loss/run.py", study, *options, on_cpu=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def tiny_study() -> list[str]:
+    """Return options with which a study trains a tiny model in a few steps on the CPU, for one seed."""
+    folder = Path(tempfile.gettempdir(), "fsdp_zpp-test-text")  # read once, it stays in the temporary folder
+    folder.mkdir(exist_ok=True)
+    for number in range(200):  # of which a few are held out
+        (folder / f"{number}.txt").write_text(f"{number} and {number} makes {2 * number}.\n" * 9)
+    model = "--sequence 64 --hidden 32 --intermediate 64 --layers 1 --heads 2"
+    work = "--device cpu --tokens 1e3 --batch 1 --validation-tokens 1e3 --seeds 0"
+    return [*model.split(), *work.split(), "--text", str(folder)]
 
 
 def results_in(folder: Path) -> dict[str, Result]:

@@ -22,9 +22,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from harness import llama
-from harness.adapter import Adapter
-from harness.fsdp1 import Fsdp1
-from harness.fsdp2 import Fsdp2
+from harness.adapter import Adapter, Fsdp1, Fsdp2
 from harness.launch import ROOT
 from harness.pool import Pool, device_type
 from peft import LoraConfig, get_peft_model

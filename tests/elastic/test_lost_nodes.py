@@ -26,9 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import models
-from harness.adapter import Adapter, Case
-from harness.fsdp1 import Fsdp1
-from harness.fsdp2 import Fsdp2
+from harness.adapter import Adapter, Case, Fsdp1, Fsdp2
 from harness.pool import free_port, start_method
 from torch import Tensor
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous

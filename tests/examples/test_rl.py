@@ -29,9 +29,8 @@ import requests
 import torch
 import torch.distributed as dist
 from harness import llama, models
-from harness.adapter import Adapter, Case
+from harness.adapter import Adapter, Case, Fsdp2
 from harness.covering import ADAPTERS
-from harness.fsdp2 import Fsdp2
 from harness.launch import ROOT
 from harness.pool import Pool
 from harness.training import train

@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import models
-from harness.adapter import STOCK
+from harness.adapter import STOCK, Fsdp2
 from harness.covering import over_each
-from harness.fsdp2 import Fsdp2
 from harness.pool import Pool
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
-from harness import frozen_files as files, llama, lora, models
+from harness import llama, lora, models
 from harness.adapter import Adapter, Case
 from harness.covering import ADAPTERS, over_each
 from harness.frozen_files import refused
@@ -28,7 +28,7 @@ from fsdp_zpp.frozen.files.tensor_files import TensorFiles
 
 CODECS = [Int8(64), Int4(32), NF4(128)]
 WEIGHT = "blocks.0.up.weight"
-EITHER = pytest.mark.parametrize("make", [files.make_base, files.make_empty], ids=["with values", "on meta"])
+EITHER = pytest.mark.parametrize("make", [lora.make_base, lora.make_empty], ids=["with values", "on meta"])
 Make = Callable[..., models.Net]
 
 
@@ -44,7 +44,7 @@ def loading(folder: Path) -> Callable[[nn.Module], Any]:
 
 
 def quantizing(checkpoint: Any) -> Callable[[nn.Module], Any]:
-    return lambda net: quantize_frozen_params(net, files.CODEC, checkpoint=checkpoint)
+    return lambda net: quantize_frozen_params(net, lora.CODEC, checkpoint=checkpoint)
 
 
 def write_checkpoint(path: Path, tensors: dict[str, Tensor], changes: dict[str, Tensor | None] | None = None) -> Path:
@@ -87,7 +87,7 @@ def test_all_of_a_checkpoint_is_loaded_and_copied(tmp_path: Path, make: Make) ->
 def test_a_checkpoint_that_lacks_a_tensor_or_has_another_shape_is_refused(
     tmp_path: Path, make: Make, name: str
 ) -> None:
-    state = files.make_base().state_dict()
+    state = lora.make_base().state_dict()
     path = write_checkpoint(tmp_path / "model.safetensors", state, {name: None})
     refused(make(), quantizing(path), f"has no {name}; it has", str(path), "complete checkpoint")
     rest = {key: value for key, value in state.items() if key != name}
@@ -98,38 +98,38 @@ def test_a_checkpoint_that_lacks_a_tensor_or_has_another_shape_is_refused(
 
 
 def test_dtypes_that_need_scales_are_refused(tmp_path: Path) -> None:
-    state = files.make_base().state_dict()
+    state = lora.make_base().state_dict()
     for dtype in (torch.float8_e4m3fn, torch.int8):
         weight = {"blocks.1.up.weight": torch.zeros(91, 66).to(dtype)}
         path = write_checkpoint(tmp_path / "model.safetensors", state, weight)
-        refused(files.make_base(), quantizing(path), "the checkpoint has blocks.1.up.weight as torch.", str(path))
+        refused(lora.make_base(), quantizing(path), "the checkpoint has blocks.1.up.weight as torch.", str(path))
 
 
 def test_a_trained_weight_may_be_missing_and_is_loaded_if_it_is_there(tmp_path: Path) -> None:
-    state = files.make_base().state_dict()
+    state = lora.make_base().state_dict()
     write_checkpoint(tmp_path / "model.safetensors", state, {"head.weight": None})
-    net = files.make_base(seed=1)
+    net = lora.make_base(seed=1)
     head = net.head.weight.requires_grad_(True)
-    quantize_frozen_params(net, files.CODEC, checkpoint=tmp_path)
-    assert torch.equal(net.head.weight, files.make_base(seed=1).head.weight)
+    quantize_frozen_params(net, lora.CODEC, checkpoint=tmp_path)
+    assert torch.equal(net.head.weight, lora.make_base(seed=1).head.weight)
     assert net.head.weight is head
-    empty = files.make_empty()
+    empty = lora.make_empty()
     empty.head.requires_grad_(True)
     refused(empty, quantizing(tmp_path), "has no head.weight")
     write_checkpoint(tmp_path / "model.safetensors", state)
-    quantize_frozen_params(empty, files.CODEC, checkpoint=tmp_path)
+    quantize_frozen_params(empty, lora.CODEC, checkpoint=tmp_path)
     assert empty.head.weight.requires_grad
-    assert torch.equal(empty.head.weight, files.make_base().head.weight)
+    assert torch.equal(empty.head.weight, lora.make_base().head.weight)
 
 
 def test_a_tied_weight_may_be_stored_twice_if_both_are_equal(tmp_path: Path) -> None:
-    state = files.make_base(tied=True).state_dict()
+    state = lora.make_base(tied=True).state_dict()
     path = write_checkpoint(tmp_path / "model.safetensors", state)
-    net = files.make_empty(tied=True)
-    quantize_frozen_params(net, files.CODEC, checkpoint=path)
-    assert torch.equal(files.output_of(net), files.output_of(files.rounded(files.make_base(tied=True))))
+    net = lora.make_empty(tied=True)
+    quantize_frozen_params(net, lora.CODEC, checkpoint=path)
+    assert torch.equal(lora.output_of(net), lora.output_of(lora.rounded(lora.make_base(tied=True))))
     write_checkpoint(path, state, {"head.weight": torch.zeros(71, 66)})
-    refused(files.make_empty(tied=True), quantizing(path), "ties embedding.weight and head.weight, but they differ in")
+    refused(lora.make_empty(tied=True), quantizing(path), "ties embedding.weight and head.weight, but they differ in")
 
 
 def test_buffers_are_loaded_and_saved_but_for_computed_ones_which_are_refused_on_meta(tmp_path: Path) -> None:
@@ -152,36 +152,36 @@ def test_buffers_are_loaded_and_saved_but_for_computed_ones_which_are_refused_on
 
 
 def test_of_several_files_the_models_is_read(tmp_path: Path) -> None:
-    state, other = files.make_base().state_dict(), {"layers.0.weight": torch.zeros(2)}
-    refused(files.make_empty(), quantizing(tmp_path), "holds neither *.safetensors nor")
+    state, other = lora.make_base().state_dict(), {"layers.0.weight": torch.zeros(2)}
+    refused(lora.make_empty(), quantizing(tmp_path), "holds neither *.safetensors nor")
     for name in ("adapter_model", "consolidated", "a"):
         save_file(other, tmp_path / f"{name}.safetensors")
         write_index(tmp_path / f"{name}.safetensors.index.json", dict.fromkeys(other, f"{name}.safetensors"))
     save(tmp_path, blocks=1)
-    refused(files.make_empty(), quantizing(tmp_path), "has no model.safetensors", "consolidated", "the path of one")
+    refused(lora.make_empty(), quantizing(tmp_path), "has no model.safetensors", "consolidated", "the path of one")
     write_checkpoint(tmp_path / "model-1.safetensors", state)
     write_index(tmp_path / "model.safetensors.index.json", dict.fromkeys(state, "model-1.safetensors"))
-    quantize_frozen_params(files.make_empty(), checkpoint=tmp_path)
+    quantize_frozen_params(lora.make_empty(), checkpoint=tmp_path)
 
 
 def test_the_only_file_is_read_unless_it_is_an_adapters_or_a_base(tmp_path: Path) -> None:
     folder = tmp_path / "a"
-    write_checkpoint(folder / "weights.safetensors", files.make_base().state_dict())
+    write_checkpoint(folder / "weights.safetensors", lora.make_base().state_dict())
     save_file({"x": torch.zeros(1)}, folder / "adapter_model.safetensors")
-    quantize_frozen_params(files.make_empty(), checkpoint=folder)
+    quantize_frozen_params(lora.make_empty(), checkpoint=folder)
     (folder / "weights.safetensors").unlink()
-    refused(files.make_empty(), quantizing(folder), "adapter_model.safetensors, which is an adapter's")
+    refused(lora.make_empty(), quantizing(folder), "adapter_model.safetensors, which is an adapter's")
     save(tmp_path / "b")
-    refused(files.make_empty(), quantizing(tmp_path / "b"), "load it with load_frozen_params")
+    refused(lora.make_empty(), quantizing(tmp_path / "b"), "load it with load_frozen_params")
 
 
 # ---- what a saved base must have
 
 MISFITS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "fewer layers": ({}, {"blocks": 4}, ("has no blocks.2.shift", "12 tensors of this Net")),
-    "more layers": ({"blocks": 3}, {}, ("has blocks.2", "no place in this Net", files.INDEX, "the architecture")),
+    "more layers": ({"blocks": 3}, {}, ("has blocks.2", "no place in this Net", lora.INDEX, "the architecture")),
     "tied": ({"tied": True}, {}, ("has no head.weight",)),
-    "untied": ({}, {"tied": True}, ("ties embedding.weight and head.weight", files.INDEX)),
+    "untied": ({}, {"tied": True}, ("ties embedding.weight and head.weight", lora.INDEX)),
     "another shape": ({}, {"hidden": 90}, ("is (90, 66) in the model and (91, 66) in",)),
 }
 
@@ -194,7 +194,7 @@ def test_files_of_another_model_are_refused(tmp_path: Path, make: Make, case: st
 
 
 def test_a_model_that_is_trained_or_quantized_already_is_refused(tmp_path: Path) -> None:
-    net = files.make_base()
+    net = lora.make_base()
     net.head.requires_grad_(True)
     refused(net, loading(save(tmp_path)), "has head.weight as a quantized weight", "trainable")
     quantize_frozen_params(net)
@@ -203,16 +203,16 @@ def test_a_model_that_is_trained_or_quantized_already_is_refused(tmp_path: Path)
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_all_of_a_base_is_loaded_and_copied(tmp_path: Path, tied: bool) -> None:
-    expected = files.output_of(files.rounded(files.make_base(tied=tied)))
+    expected = lora.output_of(lora.rounded(lora.make_base(tied=tied)))
     save(tmp_path, tied=tied)
-    nets = [files.make_base(seed=1, tied=tied), files.make_empty(tied=tied)]
+    nets = [lora.make_base(seed=1, tied=tied), lora.make_empty(tied=tied)]
     for net in nets:
         load_frozen_params(net, tmp_path)
     (file,) = tmp_path.glob("*.safetensors")
     overwrite(file)
     for net in nets:
-        assert torch.equal(net.blocks[1].shift, files.make_base(tied=tied).blocks[1].shift)
-        assert torch.equal(files.output_of(net), expected)
+        assert torch.equal(net.blocks[1].shift, lora.make_base(tied=tied).blocks[1].shift)
+        assert torch.equal(lora.output_of(net), expected)
 
 
 def test_files_are_in_the_documented_format(tmp_path: Path) -> None:
@@ -239,40 +239,40 @@ def test_files_are_in_the_documented_format(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n", b"null"])
 def test_corrupt_files_are_named(tmp_path: Path, content: bytes) -> None:
-    state = files.make_base().state_dict()
+    state = lora.make_base().state_dict()
     path = write_checkpoint(tmp_path / "model.safetensors", state)
     whole = path.read_bytes()
     for corrupt in (content, whole[:-100]):
         path.write_bytes(corrupt)
-        refused(files.make_base(), quantizing(path), f"{path} is not a complete safetensors file", "give a complete")
+        refused(lora.make_base(), quantizing(path), f"{path} is not a complete safetensors file", "give a complete")
     path.rename(tmp_path / "part.safetensors")
     index = write_index(tmp_path / "model.safetensors.index.json", dict.fromkeys(state, "part.safetensors"))
     said = "part.safetensors is not a complete safetensors file"
-    refused(files.make_base(), quantizing(index), said, "give a complete")
+    refused(lora.make_base(), quantizing(index), said, "give a complete")
     index.write_bytes(content)
-    refused(files.make_base(), quantizing(index), f"{index} is not an index of safetensors files", "give a complete")
+    refused(lora.make_base(), quantizing(index), f"{index} is not an index of safetensors files", "give a complete")
     folder = save(tmp_path / "base")
     (saved,) = folder.glob("*.safetensors")
     saved.write_bytes(content)
-    refused(files.make_base(), loading(folder), f"{saved} is not a complete safetensors file", "save the base again")
-    (folder / files.INDEX).write_bytes(content)
-    refused(files.make_base(), loading(folder), f"{files.INDEX} is not an index", "save the base again")
+    refused(lora.make_base(), loading(folder), f"{saved} is not a complete safetensors file", "save the base again")
+    (folder / lora.INDEX).write_bytes(content)
+    refused(lora.make_base(), loading(folder), f"{lora.INDEX} is not an index", "save the base again")
 
 
 def test_an_index_names_files_of_its_folder(tmp_path: Path) -> None:
-    state = files.make_base().state_dict()
+    state = lora.make_base().state_dict()
     index = tmp_path / "folder" / "model.safetensors.index.json"
     write_checkpoint(tmp_path / "model.safetensors", state)
     for file in ("../model.safetensors", str(tmp_path / "model.safetensors"), "a/../../model.safetensors", "", 3):
         write_index(index, dict.fromkeys(state, file))
-        refused(files.make_base(), quantizing(index), str(index), f"names {file!r} as the file of", "not in its folder")
+        refused(lora.make_base(), quantizing(index), str(index), f"names {file!r} as the file of", "not in its folder")
     write_index(index, dict.fromkeys(state, "model.safetensors"))
-    refused(files.make_base(), quantizing(index), "there is no file", f"which {index} names", "give a complete")
+    refused(lora.make_base(), quantizing(index), "there is no file", f"which {index} names", "give a complete")
     write_checkpoint(index.parent / "model.safetensors", state, {"head.weight": None})
-    refused(files.make_base(), quantizing(index), "model.safetensors has no head.weight, which", "give a complete")
+    refused(lora.make_base(), quantizing(index), "model.safetensors has no head.weight, which", "give a complete")
     (index.parent / "model.safetensors").unlink()
     (index.parent / "model.safetensors").symlink_to(tmp_path / "model.safetensors")  # as a download cache has it
-    quantize_frozen_params(files.make_base(), checkpoint=index)
+    quantize_frozen_params(lora.make_base(), checkpoint=index)
 
 
 def of_weight(**said: Any) -> Callable[[dict[str, Any]], None]:
@@ -292,13 +292,13 @@ WRONG_INDEX: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 def test_a_wrong_index_of_a_base_is_refused(tmp_path: Path) -> None:
-    path = save(tmp_path) / files.INDEX
+    path = save(tmp_path) / lora.INDEX
     right = path.read_text()
     for change, message in WRONG_INDEX.values():
         index = json.loads(right)
         change(index)
         path.write_text(json.dumps(index))
-        refused(files.make_base(), loading(tmp_path), message, str(tmp_path), "save the base again")
+        refused(lora.make_base(), loading(tmp_path), message, str(tmp_path), "save the base again")
 
 
 WRONG_TENSORS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -315,29 +315,29 @@ def test_tensors_of_a_base_that_do_not_fit_or_are_not_finite_are_refused(tmp_pat
         for change in WRONG_TENSORS.values():
             save_file(right | {key: change(right[key])}, file)
             said = f"has {key} as torch.", f"{WEIGHT}, Int8 in blocks of 64", "again"
-            refused(files.make_base(), loading(tmp_path), *said)
+            refused(lora.make_base(), loading(tmp_path), *said)
     for key in (f"{WEIGHT}.scales", "blocks.0.norm.weight"):
         for value in (torch.nan, torch.inf):
             broken = right[key].clone()
             broken.view(-1)[1:2].fill_(value)
             save_file(right | {key: broken}, file)
             said = f"is broken: {key} has values that are NaN or infinite", "save the"
-            refused(files.make_base(), loading(tmp_path), *said)
+            refused(lora.make_base(), loading(tmp_path), *said)
     save_file(right | {"blocks.0.norm.weight": torch.ones(1)}, file)
-    for net in (files.make_base(), files.make_empty()):
+    for net in (lora.make_base(), lora.make_empty()):
         refused(net, loading(tmp_path), "blocks.0.norm.weight is (66,) in the model and (1,) in", ".safetensors")
     save_file(right | {"blocks.0.shift": torch.full_like(right["blocks.0.shift"], -torch.inf)}, file)  # a mask
-    load_frozen_params(files.make_base(), tmp_path)
+    load_frozen_params(lora.make_base(), tmp_path)
 
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 def test_weights_that_are_not_finite_are_not_quantized(tmp_path: Path, value: float) -> None:
-    net = files.make_base()
+    net = lora.make_base()
     net.blocks[0].up.weight[5, 7] = value
-    refused(net, lambda net: quantize_frozen_params(net, files.CODEC), f"{WEIGHT} has values that are NaN or infinite")
+    refused(net, lambda net: quantize_frozen_params(net, lora.CODEC), f"{WEIGHT} has values that are NaN or infinite")
     path = write_checkpoint(tmp_path / "model.safetensors", net.state_dict())
     message = f"the checkpoint's {WEIGHT} has values that are NaN or infinite"
-    refused(files.make_empty(), quantizing(path), message, "give a complete one")
+    refused(lora.make_empty(), quantizing(path), message, "give a complete one")
 
 
 DIFFERENT = {
@@ -357,7 +357,7 @@ def test_what_one_rank_reads_wrong_is_an_error_on_all(pool: Pools, tmp_path: Pat
     for kind in DIFFERENT:
         for name in ("whole", "broken"):
             if kind == "checkpoint":
-                write_checkpoint(tmp_path / kind / name / "model.safetensors", files.make_base().state_dict())
+                write_checkpoint(tmp_path / kind / name / "model.safetensors", lora.make_base().state_dict())
             else:
                 save(tmp_path / kind / name)
         if kind != "another save":
@@ -388,7 +388,7 @@ def test_a_broken_tie_is_named(tmp_path: Path) -> None:
     model = empty(tied=True, tie=False)
     said = "ties lm_head.weight to model.embed_tokens.weight", "model.tie_weights()"
     refused(model, quantizing(tmp_path / "base"), "has no lm_head.weight; ", *said)
-    quantize_frozen_params(base.requires_grad_(False), files.CODEC)
+    quantize_frozen_params(base.requires_grad_(False), lora.CODEC)
     save_frozen_params(base, tmp_path / "quantized")
     refused(model, loading(tmp_path / "quantized"), "has no lm_head.weight; ", *said)
     with pytest.raises(ValueError, match=r"has no embed_tokens\.weight; it has model"):
@@ -407,14 +407,14 @@ ADAPTED: dict[str, Callable[[nn.Module], nn.Module]] = {
 @pytest.mark.parametrize("make", ADAPTED.values(), ids=ADAPTED)
 def test_adapters_are_no_part_of_the_base(tmp_path: Path, make: Callable[[nn.Module], nn.Module]) -> None:
     model = make(llama.make_base())
-    quantize_frozen_params(model, files.CODEC)
+    quantize_frozen_params(model, lora.CODEC)
     save_frozen_params(model, tmp_path)
     plain = llama.make_base().requires_grad_(False)
     names = {name for name, _ in plain.named_parameters()}
-    index = json.loads((tmp_path / files.INDEX).read_text())
+    index = json.loads((tmp_path / lora.INDEX).read_text())
     assert {key.removesuffix(".codes").removesuffix(".scales") for key in index["weight_map"]} == names
     load_frozen_params(plain, tmp_path)
-    assert torch.equal(logits_of(plain), logits_of(llama.rounded_base(files.CODEC)))
+    assert torch.equal(logits_of(plain), logits_of(llama.rounded_base(lora.CODEC)))
     adapted = make(llama.make_base().requires_grad_(False))
     load_frozen_params(adapted, tmp_path)
     of_adapter = lora.values_of(adapted)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import lora, models
-from harness.adapter import STOCK, Adapter, Case
+from harness.adapter import STOCK, Adapter, Case, Fsdp1
 from harness.covering import ADAPTERS, over_adapters, over_each
 from harness.links import NONE, machine
 from harness.messages import collected
@@ -85,7 +85,9 @@ def trains_as_dequantized(adapter: Adapter, scopes: str, case: Case) -> None:
         for micro_batch in range(case.micro_batches):
             with adapter.micro_batch(model, micro_batch == case.micro_batches - 1, False):
                 (models.loss_of(model, models.batch(step, micro_batch)) / case.micro_batches).backward()
-        lora.mean_gradients(net, step, case.micro_batches)
+        for rank, micro_batch in product(range(dist.get_world_size()), range(case.micro_batches)):
+            loss = models.loss_of(net, models.batch(step, micro_batch, rank))
+            (loss / case.micro_batches / dist.get_world_size()).backward()
         if step == 0:
             ours = lora.trainable(adapter.full_gradients(model))
             assert models.distance(ours, lora.gradients_of(net)) <= 1e-5  # rounding of sums in another order
@@ -191,7 +193,7 @@ def trained(adapter: Adapter, model: Any) -> dict[str, Tensor]:
     optimizer = models.make_optimizer("sgd", [p for p in model.parameters() if p.requires_grad])
     models.loss_of(model, models.batch(0, 0)).backward()
     optimizer.step()
-    return lora.trainable(adapter.full_weights(model))
+    return trainable(adapter.full_weights(model))
 
 
 def made(adapter: Adapter, codec: Codec, way: str, folder: Path, strategy: Strategy, place: int | None) -> Any:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from harness import llama, models
 from harness.adapter import Adapter
 from harness.covering import ADAPTERS, over_adapters, over_each
-from harness.fsdp1 import Fsdp1
 from harness.live_bytes import LiveBytes
 from harness.messages import attempt
 from harness.models import device

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import frozen_files, llama, lora, models
+from harness import llama, lora, models
 from harness.adapter import STOCK, Adapter, Case
 from harness.covering import over_adapters
 from harness.messages import Refusal, Reply, assert_refused, attempt, collected
@@ -274,7 +274,7 @@ def test_a_first_forward_in_inference_mode_changes_nothing_in_training(pool: Poo
 @pytest.mark.parametrize("codec", [Int4(128), NF4(64)], ids=str)
 def test_weights_are_encoded_piece_by_piece_as_at_once(monkeypatch: pytest.MonkeyPatch, codec: Codec) -> None:
     monkeypatch.setattr(weight, "_PIECE", 512)
-    net, oracle, read = frozen_files.make_base(), frozen_files.make_base(), []
+    net, oracle, read = lora.make_base(), lora.make_base(), []
     encode = codec.encode
     monkeypatch.setattr(
         type(codec), "encode", lambda self, flat, *rest: read.append(flat.numel()) or encode(flat, *rest)
@@ -285,7 +285,7 @@ def test_weights_are_encoded_piece_by_piece_as_at_once(monkeypatch: pytest.Monke
     for parameter in oracle.parameters():
         if parameter.dim() == 2:
             lora.round_weight(parameter, codec)
-    assert torch.equal(frozen_files.output_of(net), frozen_files.output_of(oracle))
+    assert torch.equal(lora.output_of(net), lora.output_of(oracle))
 
 
 # ---- a base is told from another one by a few of its scales
@@ -293,7 +293,7 @@ def test_weights_are_encoded_piece_by_piece_as_at_once(monkeypatch: pytest.Monke
 
 def test_another_base_is_refused_and_another_codec_is_named(caplog: pytest.LogCaptureFixture) -> None:
     def described(seed: int = 0, codec: Codec = CODEC) -> tuple[nn.Module, Any]:
-        net = frozen_files.make_base(seed)
+        net = lora.make_base(seed)
         quantize_frozen_params(net, codec)
         return net, json.loads(json.dumps(describe_base(net)))  # as a file gives it back
 

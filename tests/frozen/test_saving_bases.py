@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import frozen_files as files, models
+from harness import lora, models
 from harness.messages import collected
 from harness.pool import Pools
 from torch import Tensor
@@ -94,15 +94,15 @@ def failing_at(step: int) -> AbstractContextManager[Steps]:
 
 def quantized(seed: int, group: dist.ProcessGroup | None = None) -> models.Net:
     """A base on the CPU that differs from those of other seeds."""
-    base = files.make_base(seed)
-    quantize_frozen_params(base, files.CODEC, process_group=group, device="cpu")
+    base = lora.make_base(seed)
+    quantize_frozen_params(base, lora.CODEC, process_group=group, device="cpu")
     return base
 
 
 def stored_in(folder: Path, group: dist.ProcessGroup | None = None) -> Tensor:
     net = files.make_empty()
     load_frozen_params(net, folder, process_group=group, device="cpu")
-    return files.output_of(net)
+    return lora.output_of(net)
 
 
 NEVER = 10**6
@@ -126,7 +126,7 @@ def which(found: Tensor, count: int) -> int:
 
 @functools.cache
 def output_of(seed: int) -> Tensor:
-    return files.output_of(files.rounded(files.make_base(seed)))
+    return lora.output_of(lora.rounded(lora.make_base(seed)))
 
 
 def count_files(folder: Path) -> int:
@@ -180,10 +180,10 @@ def test_a_loaded_base_outlives_its_files_and_other_files_stay(tmp_path: Path) -
     save_frozen_params(base_of(1), tmp_path)
     save_frozen_params(base_of(0), tmp_path)
     assert count_files(tmp_path) == 5
-    net = files.make_empty()
+    net = lora.make_empty()
     load_frozen_params(net, tmp_path)
     save_frozen_params(net, tmp_path)  # over the files that it came from
-    assert which(files.output_of(net), 1) == which(stored_in(tmp_path), 1) == 0
+    assert which(lora.output_of(net), 1) == which(stored_in(tmp_path), 1) == 0
 
 
 # ---- several saves

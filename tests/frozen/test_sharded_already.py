@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from harness import lora, models
-from harness.adapter import STOCK, Adapter, Case
+from harness.adapter import STOCK, Adapter, Case, Fsdp1, Fsdp2
 from harness.covering import WITH_FLAT, over_each
 from harness.fsdp1 import Fsdp1
 from harness.messages import Reply, assert_refused, attempt
@@ -20,14 +20,27 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from fsdp_zpp import Strategy, fully_shard as zeropp_shard, load_frozen_params, save_frozen_params
+from fsdp_zpp import (
+    Int8,
+    Strategy,
+    fully_shard as zeropp_shard,
+    load_frozen_params,
+    quantize_frozen_params,
+    save_frozen_params,
+)
 
+CODEC = Int8(64)
 ZEROPP = Strategy.zeropp(gpus_per_node=2)
 REMEDY = (
     "call quantize_frozen_params(model, Int8(block=64)) before you wrap the model, or wrap it with "
     "Strategy(..., frozen=Int8(block=64)), which quantizes what it wraps"
 )
 SHARDED = f"weight is sharded by FSDP already; {REMEDY}"
+
+
+def quantize(net: nn.Module, **options: Any) -> Any:
+    """In a worker: quantize on nodes of two."""
+    return quantize_frozen_params(net, CODEC, gpus_per_node=2, **options)
 
 
 class PartlyFrozen(nn.Module):

@@ -24,7 +24,6 @@ from bitsandbytes import functional
 from harness import llama, lora, models
 from harness.adapter import Adapter
 from harness.covering import ADAPTERS
-from harness.frozen_files import refused
 from harness.live_bytes import LiveBytes
 from harness.pool import Pools
 from peft import PeftModel

@@ -1,4 +1,4 @@
-"""Compares what a program shows under ours with what it shows under stock FSDP."""
+"""Compares a program under ours with the same under stock FSDP."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from harness.adapter import STOCK
 from torch.distributed.fsdp import ShardingStrategy
 
 from . import program as ops
-from .laws import Trace, has_gradient_law
 from .program import Program
 from .references import Rounded, Simulated, Unsharded, gradient_errors, is_as_exact
-from .run import Run
+from .run import Run, Trace, has_gradient_law
 from .trained import start_another_job
 
 _stock: dict[str, Trace] = {}
@@ -48,27 +47,24 @@ def _run_earlier_job(program: Program, strategy: Any) -> None:
 def run_ours(program: Program) -> str | None:
     """In a worker: run it with its strategy; how that differs from stock, if it does."""
     _run_earlier_job(program, program.strategy)
-    ours, stock = Run(program, program.strategy).run(), _stock[repr(program)]
+    ours, stock, strategy = Run(program, program.strategy).run(), _stock[repr(program)], program.strategy
     if has_gradient_law(program) and ours.error is None:
         ours.wrong += gradient_errors(program, ours, stock)
     found = difference(program, ours, stock)
-    is_local = program.strategy.local_steps is not None
-    if ours.error is not None and _is_whole(program) and Replicated(program, STOCK).run().says == ours.says:
-        return None  # what FSDP1 itself can't do without shards
-    if ours.error is not None or ours.replicas_differ or ours.wrong or _facts(ours, stock):
+    if program.adapter != "fsdp2" and ours.error is not None:
+        has_no_shards = strategy.levels[2] == "N" or (strategy.levels[2] == "I" and strategy.gpus_per_node == 1)
+        if has_no_shards and Replicated(program, STOCK).run().says == ours.says:
+            return None  # FSDP1 itself can't do this without shards
+    if ours.error is not None or ours.replicas_differ or ours.wrong or _differing_fact(ours, stock):
         return found
-    if is_local and program.precision is None:
+    if strategy.local_steps is not None and program.precision is None:
         return found
-    differs = torch.tensor(float(found is not None))
-    dist.all_reduce(differs)
-    if differs and program.adapter != "fsdp2" and program.strategy.levels == "NNN" and program.inner is None:
+    if _on_any_rank(found) and program.adapter != "fsdp2" and strategy.levels == "NNN" and program.inner is None:
         replicated = Replicated(program, STOCK).run()  # which NNN is, with all that is its own
         found = found if replicated.error is not None else difference(program, ours, replicated)
-        differs = torch.tensor(float(found is not None))
-        dist.all_reduce(differs)
-    if not differs:
+    if not _on_any_rank(found):
         return found
-    if is_local:
+    if strategy.local_steps is not None:
         exact = Simulated(replace(program, precision=None), STOCK).run()
         return None if is_as_exact(ours, [stock], exact) else found
     exact = Unsharded(program, STOCK).run()
@@ -77,12 +73,10 @@ def run_ours(program: Program) -> str | None:
     return None if is_as_exact(ours, [stock, Rounded(program, STOCK).run()], exact) else found
 
 
-def _is_whole(program: Program) -> bool:
-    """Whether FSDP1 has no shards, under the optimizer scope N or on nodes of one GPU."""
-    strategy = program.strategy
-    return program.adapter != "fsdp2" and (
-        strategy.levels[2] == "N" or (strategy.levels[2] == "I" and strategy.gpus_per_node == 1)
-    )
+def _on_any_rank(found: str | None) -> bool:
+    differs = torch.tensor(float(found is not None))
+    dist.all_reduce(differs)
+    return bool(differs)
 
 
 def difference(program: Program, ours: Trace, stock: Trace) -> str | None:
@@ -91,9 +85,7 @@ def difference(program: Program, ours: Trace, stock: Trace) -> str | None:
         return f"ours {ours.error}"
     if ours.replicas_differ:
         return "ranks have different weights"
-    if ours.wrong:
-        return "\n".join(ours.wrong)
-    if found := _facts(ours, stock):
+    if found := "\n".join(ours.wrong) or _differing_fact(ours, stock):
         return found
     if program.has_codecs:
         return _rounding_error(ours, stock)
@@ -109,13 +101,10 @@ def difference(program: Program, ours: Trace, stock: Trace) -> str | None:
     return None
 
 
-def _facts(ours: Trace, stock: Trace) -> str | None:
-    """How what modules show differs.
-
-    Ours may show parameters sharded already, and codecs round small gradients to zeros.
-    """
+def _differing_fact(ours: Trace, stock: Trace) -> str | None:
     for name, theirs in stock.facts.items():
         own = ours.facts.get(name)
+        # Ours may show parameters sharded already, and codecs round small gradients to zeros.
         may_differ = (name.endswith(": sharded") and own == "True") or (theirs, own) == ("values", "zeros")
         if own != theirs and not may_differ:
             return f"{name}: {own}, with stock {theirs}"
@@ -123,9 +112,9 @@ def _facts(ours: Trace, stock: Trace) -> str | None:
 
 
 def _rounding_error(ours: Trace, stock: Trace) -> str | None:
-    """Whether codecs have changed more than a part of how far the training has gone."""
+    """Codecs may change at most a part of the way that the training has gone."""
     ends = [name for name in ours.shown if name.startswith("end")]
-    # What has overflowed in both says nothing of rounding.
+    # Values that have overflowed in both say nothing of rounding.
     ends = [name for name in ends if not (ours.shown[name].isnan().any() and stock.shown[name].isnan().any())]
     if not ends:
         return None

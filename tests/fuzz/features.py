@@ -1,4 +1,4 @@
-"""What programs may have beyond plain steps: a registry, how often each was drawn, and a switch to leave some out.
+"""Features that programs may have beyond plain steps, and a switch to leave some out.
 
 A program has none of them, or a few that are drawn first: each then meets others often enough, and a program stays
 small. ``FSDP_ZPP_FUZZ_WITHOUT=fused,inference mode`` keeps features out of all programs, to go on past a known fault;
@@ -8,7 +8,6 @@ small. ``FSDP_ZPP_FUZZ_WITHOUT=fused,inference mode`` keeps features out of all 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from enum import Enum
 
 from torch.distributed.fsdp import FSDPModule
@@ -72,7 +71,7 @@ class Feature(Enum):
 
 
 OTHERS = ("codecs", "other worlds", "gradient law")
-"""What else can be left out: kinds of programs, and a check."""
+"""Kinds of programs, and a check, that can be left out, too."""
 
 
 def _named(variable: str) -> set[str]:
@@ -87,29 +86,20 @@ _without = _named("FSDP_ZPP_FUZZ_WITHOUT")
 only = _named("FSDP_ZPP_FUZZ_ONLY")
 """The features that ``FSDP_ZPP_FUZZ_ONLY`` names, if any: then every program has some of them and no others."""
 
-drawn: Counter[str] = Counter()
-"""How many programs that stock FSDP runs had each feature; ``programs`` and ``with features`` count all of them."""
-
 
 def is_left_out(title: str) -> bool:
-    """Whether ``FSDP_ZPP_FUZZ_WITHOUT`` names it."""
+    """Return whether ``FSDP_ZPP_FUZZ_WITHOUT`` names it."""
     return title in _without
 
 
 KINDS_OF_PROGRAM = (Feature.LOCAL_STEPS, Feature.COMM_HOOK)
-NOT_WITH_LOCAL_STEPS = {
-    Feature.SAM,
-    Feature.LBFGS,
-    Feature.ROOTLESS,  # nor when roots exchange that a micro-batch leaves out
-    Feature.DIRECT_CALL,
-    Feature.SEVERAL_STRATEGIES,
-    Feature.TWO_AXES,
-    Feature.LOADS_IN_PLACE,
+NOT_WITH = {
+    "local": {  # the simulation does not know them, nor when roots exchange that a micro-batch leaves out
+        *(Feature.SAM, Feature.LBFGS, Feature.ROOTLESS, Feature.DIRECT_CALL),
+        *(Feature.SEVERAL_STRATEGIES, Feature.TWO_AXES, Feature.LOADS_IN_PLACE),
+    },
+    "hook": {Feature.SEVERAL_STRATEGIES, Feature.TWO_AXES},
 }
-"""What the simulation does not know."""
-NOT_WITH_HOOKS = {Feature.SEVERAL_STRATEGIES, Feature.TWO_AXES}
-
-
 TOGETHER = (
     (Feature.FREEZE_KEEPING_GRADIENTS, Feature.ZEROS, Feature.FUSED),
     (Feature.FREEZE_KEEPING_GRADIENTS, Feature.ZEROS),
@@ -126,26 +116,10 @@ TOGETHER = (
 
 def choices(adapter: str, flavour: str) -> list[Feature]:
     """Features that a program of an adapter may have beside its kind."""
-    out = {"local": NOT_WITH_LOCAL_STEPS, "hook": NOT_WITH_HOOKS}.get(flavour, set()) | set(KINDS_OF_PROGRAM)
+    out = NOT_WITH.get(flavour, set()) | set(KINDS_OF_PROGRAM)
     out |= set() if flavour == "codecs" else {Feature.IDLE_WITH_FEEDBACK}
     return [
         f
         for f in Feature
         if adapter in f.adapters and f not in out and not is_left_out(f.title) and (not only or f.title in only)
     ]
-
-
-def count(titles: tuple[str, ...]) -> None:
-    """Note that a program with these features was drawn."""
-    drawn.update(titles)
-    drawn["programs"] += 1
-    drawn["with features"] += bool(titles)
-
-
-def report() -> list[str]:
-    """Lines of ``feature: times drawn``."""
-    if not drawn:
-        return []
-    titles = ["programs", "with features", *(feature.title for feature in Feature)]
-    others = sorted(set(drawn) - set(titles))
-    return [f"{title}: {drawn[title]}" for title in (*titles, *others)]

@@ -15,7 +15,7 @@ HIDDEN = 7
 
 
 class InTheMiddleError(Exception):
-    """What a program raises itself."""
+    """An error that a program raises itself."""
 
 
 class Scale(nn.Module):
@@ -79,6 +79,7 @@ class Net(nn.Module):
         self.recomputed = [unit.checkpointing for unit in model.units]
         if model.tied:
             self.root.branches[0].weight = self.embedding.weight
+        self.rootless = model.rootless
         if model.rootless:
             self.embedding.requires_grad_(False)
             self.root.requires_grad_(False)
@@ -102,31 +103,36 @@ def _recompute(function: Callable[..., Tensor], how: str, *args: object) -> Tens
 RATE = 0.1
 
 
-class ReplacesData(torch.optim.Optimizer):
-    """SGD that gives parameters other memory."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for p in _with_gradients(self):
-            p.data = p.data - RATE * p.grad
-
-
-class ScheduleFree(torch.optim.Optimizer):
-    """Schedule-free SGD (arXiv 2405.15682): weights differ between training and evaluation."""
-
-    BETA = 0.9
+class Optimizer(torch.optim.Optimizer):
+    """An optimizer of ours."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": RATE})  # which schedulers look for
-        self.steps, self.evaluates = 0, False
+
+    def with_gradients(self) -> list[Any]:
+        """Return the parameters that have a gradient."""
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+
+class ReplacesData(Optimizer):
+    """SGD that gives parameters other memory."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p in self.with_gradients():
+            p.data = p.data - RATE * p.grad
+
+
+class ScheduleFree(Optimizer):
+    """Schedule-free SGD (arXiv 2405.15682): weights differ between training and evaluation."""
+
+    BETA = 0.9
+    steps, evaluates = 0, False
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         self.steps += 1
-        for p in _with_gradients(self):
+        for p in self.with_gradients():
             z = self.state[p].setdefault("z", p.detach().clone())
             p.lerp_(z, 1 / self.steps)
             p.add_(p.grad, alpha=RATE * (self.BETA * (1 - 1 / self.steps) - 1))
@@ -147,17 +153,14 @@ class ScheduleFree(torch.optim.Optimizer):
         self.evaluates = False
 
 
-class Sam(torch.optim.Optimizer):
+class Sam(Optimizer):
     """Sharpness-aware minimization (arXiv 2010.01412), with an ascent that needs no norm over ranks."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
         with torch.enable_grad():
             closure()
-        climbed = [(p, 0.5 * p.grad) for p in _with_gradients(self)]
+        climbed = [(p, 0.5 * p.grad) for p in self.with_gradients()]
         for p, ascent in climbed:
             p.add_(ascent)
         self.zero_grad()
@@ -165,7 +168,7 @@ class Sam(torch.optim.Optimizer):
             loss = closure()
         for p, ascent in climbed:
             p.sub_(ascent)
-        for p in _with_gradients(self):
+        for p in self.with_gradients():
             p.sub_(p.grad, alpha=RATE)
         return loss
 
@@ -184,7 +187,3 @@ def make_optimizer(name: str, parameters: list[nn.Parameter], coarse: bool) -> t
             parameters, lr=0.1, max_iter=2, history_size=2, tolerance_grad=0.0, tolerance_change=0.0
         )
     return {"replaces-data": ReplacesData, "schedule-free": ScheduleFree, "sam": Sam}[kind](parameters)
-
-
-def _with_gradients(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -40,6 +40,11 @@ class Model:
     rootless: bool = False  # the root is no unit, but frozen and whole on every rank
     listed: bool = False  # the first two units are one to FSDP
 
+    @property
+    def branches(self) -> list[tuple[Branch, ...]]:
+        """The branches of each unit, and of the root at the end."""
+        return [*(unit.branches for unit in self.units), self.root]
+
 
 Use = tuple[tuple[int, ...], ...]
 """For each unit, and for the root at the end, the branches that are used, in this order."""
@@ -53,17 +58,16 @@ class Pass:
     uses: tuple[Use, ...]  # what each rank uses; one for all if there is only one
 
     def use(self, rank: int) -> Use:
-        """What ``rank`` uses."""
+        """Return the branches that ``rank`` uses."""
         return self.uses[rank % len(self.uses)]
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A forward and a backward.
+    """A forward and a backward, or several.
 
-    There may be several forwards, each with a batch of its own. They have one backward of their ``sum``, or one each
-    after all forwards, ``in turn`` or ``in reverse``, or are ``pipelined`` (1F1B). A backward may go ``twice`` through
-    a graph that is retained.
+    Each forward has a batch of its own. They have one backward of their ``sum``, or one each after all forwards,
+    ``in turn`` or ``in reverse``, or are ``pipelined`` (1F1B). A backward may go ``twice`` through a retained graph.
     """
 
     passes: tuple[Pass, ...]  # through each model
@@ -123,16 +127,6 @@ class SharpStep:
 
 
 @dataclass(frozen=True)
-class Show:
-    """Looks at what modules show: parameters by name, and whether they are trainable and sharded."""
-
-
-@dataclass(frozen=True)
-class OptimizersAnew:
-    """Makes new optimizers of what modules show."""
-
-
-@dataclass(frozen=True)
 class Tune:
     """Calls one of FSDPModule's methods on a unit: a key of ``METHODS`` of :mod:`fuzz.trained`."""
 
@@ -151,11 +145,6 @@ class Load:
 
 
 @dataclass(frozen=True)
-class LoadInPlace:
-    """Reads a checkpoint of the models, with values halved, into the tensors that their state dicts show."""
-
-
-@dataclass(frozen=True)
 class Write:
     """Writes to all weights: ``in place`` or through ``data``, with an announcement, or by ``summon``."""
 
@@ -163,32 +152,26 @@ class Write:
 
 
 @dataclass(frozen=True)
-class Summon:
-    """Looks at the full weights without writing them back."""
+class Event:
+    """Anything else between steps.
+
+    - ``show``: look at what modules show: parameters by name, and whether they are trainable and sharded
+    - ``remake_optimizers``: make new ones of what modules show
+    - ``load_in_place``: read a checkpoint with values halved into the tensors that state dicts show
+    - ``summon``: look at the full weights without writing them back
+    - ``move``: give every parameter other memory, as moving a model to another device and back does
+    - ``resume``: save models and optimizers, and go on with others that have loaded that
+    """
+
+    what: str
 
 
-@dataclass(frozen=True)
-class Move:
-    """Gives every parameter other memory, as moving a model to another device and back does."""
-
-
-@dataclass(frozen=True)
-class Resume:
-    """Saves models and optimizers, and goes on with others that have loaded that."""
-
-
-Training = MicroBatch | Evaluation | Step | SharpStep | ZeroGrad | Freeze
-Between = Show | OptimizersAnew | Tune | Load | LoadInPlace | Write | Summon | Move | Resume
-Op = Training | Between
+Op = MicroBatch | Evaluation | Step | SharpStep | ZeroGrad | Freeze | Tune | Load | Write | Event
 
 
 @dataclass(frozen=True)
 class Program:
-    """A training.
-
-    A mesh of two axes has ``nodes`` x ranks of a node, which ours shards over, or ``copies`` x ranks that both shard
-    over, with the same batches for all copies.
-    """
+    """A training."""
 
     adapter: str  # fsdp1, fsdp1 flat or fsdp2
     strategy: Strategy  # of ours
@@ -208,7 +191,7 @@ class Program:
     prefetch: bool = False  # FSDP1's forward_prefetch and BACKWARD_POST
     columns: bool = False  # fully_shard's Shard(1) wherever it divides
     offload: bool = False  # of parameters
-    axes: str | None = None  # of a mesh
+    axes: str | None = None  # "nodes" x ranks, over which ours shards, or "copies" of a batch x ranks, as both do
     second_job: bool = False  # an earlier job of the same process has begun to run it
     features: tuple[str, ...] = ()  # titles of those that it was drawn with
 
@@ -219,7 +202,7 @@ class Program:
 
     @property
     def has_codecs(self) -> bool:
-        """Whether ours rounds more than stock."""
+        """Ours rounds more than stock."""
         return self.hook or any(codec is not None for s in self.strategies for codec in (s.weights, *s.gradient_codecs))
 
     @property
@@ -231,17 +214,17 @@ class Program:
 
     @property
     def strategies(self) -> list[Strategy]:
-        """All of them."""
+        """The strategies of all units."""
         return [self.strategy, *([self.inner] if self.inner else [])]
 
     @property
     def rounds_coarsely(self) -> bool:
-        """Whether gradients are rounded to a few values."""
+        """Gradients are rounded to a few values."""
         return any(isinstance(codec, Int4) for s in self.strategies for codec in s.gradient_codecs)
 
     @property
     def has_half(self) -> bool:
-        """Whether something is in 16 bits."""
+        """Something is in 16 bits."""
         units = [unit for model in self.models for unit in model.units]
         return self.precision is not None or any(u.half or any(b.half for b in u.branches) for u in units)
 

@@ -1,11 +1,11 @@
-"""What a run is judged by where it may differ from stock: unsharded in fp64, or local steps by hand."""
+"""References for runs that may differ from stock: unsharded in fp64, or with local steps by hand."""
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,10 +18,9 @@ from torch.distributed.tensor import DTensor
 from fsdp_zpp import Int4, Int8
 
 from . import program as ops
-from .laws import MARGIN, Trace
 from .modules import Net
 from .program import Program
-from .run import Run, halved
+from .run import MARGIN, Run, Trace, halved
 from .trained import OF_A_JOB, HeldParameter, held_parameters, reshard
 
 NOT_FARTHER = 4.0
@@ -38,21 +37,16 @@ class Unsharded(Run):
         self.factors: dict[nn.Parameter, float] = {}
         return net
 
-    def roots(self, i: int) -> list[Any]:
-        net, spec = self.models[i], self.program.models[i]
-        return list(net.blocks) if spec.rootless else [net]
+    def roots_of(self, model: Any) -> list[Any]:
+        return list(model.blocks) if model.rootless else [model]
 
     def call_block(self, i: int, unit: int, x: torch.Tensor, use: tuple[int, ...]) -> torch.Tensor:
         return super().call_block(i, unit, x.double(), use)
 
-    @contextmanager
-    def _micro_batch(self, sync: bool, op: ops.MicroBatch | None = None) -> Iterator[None]:
-        yield
+    def micro_batch(self, op: ops.MicroBatch) -> AbstractContextManager[None]:
+        return nullcontext()
 
-    def _restore(self, op: ops.MicroBatch) -> None:
-        """Nothing is set."""
-
-    def _last_of_pipeline(self, op: ops.MicroBatch, last: bool) -> None:
+    def synchronize_in_pipeline(self, op: ops.MicroBatch, last: bool) -> None:
         """Nothing is synchronized."""
 
     def _recover(self) -> None:
@@ -62,28 +56,29 @@ class Unsharded(Run):
     def show_shards(self) -> None:
         """There are none."""
 
-    def do_optimizersanew(self, op: ops.OptimizersAnew) -> None:
+    def do_remake_optimizers(self, op: ops.Event) -> None:
         self.optimizers = self.make_optimizers()
 
-    def do_show(self, op: ops.Show) -> None:
+    def do_show(self, op: ops.Event) -> None:
         for i, model in enumerate(self.models):
             for name, p in model.named_parameters():
                 self.trace.shown[f"op {self.number}: model {i} shows {name}"] = p.detach().clone()
 
     def do_tune(self, op: ops.Tune) -> None:
-        if op.what == "divide factor":
-            net, spec = self.models[op.model], self.program.models[op.model]
-            if op.unit < len(spec.units) and (not spec.units[op.unit].wrapped or (spec.listed and op.unit < 2)):
-                return
-            chosen: set[Any] = set(self.units(op.model)[op.unit].parameters())
-            if op.unit == len(spec.units):
-                wrapped = zip(net.blocks, spec.units, strict=True)
-                chosen -= {p for block, unit in wrapped if unit.wrapped for p in block.parameters()}
-            elif spec.units[op.unit].nested:
-                chosen -= set(net.blocks[op.unit].branches[0].parameters())
-            self.factors |= dict.fromkeys(chosen, float(op.value))
+        net, spec = self.models[op.model], self.program.models[op.model]
+        is_root = op.unit == len(spec.units)
+        no_unit = not is_root and (not spec.units[op.unit].wrapped or (spec.listed and op.unit < 2))
+        if op.what != "divide factor" or no_unit:
+            return
+        if is_root:
+            inner = [block for block, unit in zip(net.blocks, spec.units, strict=True) if unit.wrapped]
+        else:
+            inner = [net.blocks[op.unit].branches[0]] if spec.units[op.unit].nested else []
+        others = {p for module in inner for p in module.parameters()}
+        own = [p for p in self.units(op.model)[op.unit].parameters() if p not in others]
+        self.factors |= dict.fromkeys(own, float(op.value))
 
-    def _clip(self, model: nn.Module, norm: float) -> None:
+    def clip(self, model: nn.Module, norm: float) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), norm)
 
     def _forget_accumulated(self, units: Any, i: int) -> None:
@@ -94,48 +89,36 @@ class Unsharded(Run):
             for name, value in model.state_dict().items():
                 self.trace.shown[f"{when}: weight of model {i}: {name}"] = value.clone()
 
-    def averaging_ranks(self) -> dist.ProcessGroup | None:
-        """The ranks that average their gradients."""
-        return dist.group.WORLD
-
     def after_backward(self) -> None:
         self._average()
 
     def _average(self) -> dict[nn.Parameter, Any]:
-        """Average gradients over ranks; returns what they were on this rank."""
-        group = self.averaging_ranks()
+        """Average gradients over ranks; return those of this rank."""
         own = {p: p.grad for model in self.models for p in model.parameters()}
         for p, gradient in own.items():
             used = torch.tensor(float(gradient is not None))
             total = torch.zeros_like(p) if gradient is None else gradient.clone()
-            dist.all_reduce(used, group=group)
-            dist.all_reduce(total, group=group)
-            p.grad = total / self.factors.get(p, dist.get_world_size(group)) if used else None
-        if self.is_fsdp1:
-            self._fill_up()
-        return own
-
-    def _fill_up(self) -> None:
-        """Give zeros to what a unit has not used of itself, as FSDP1's flat gradient does."""
-        for unit in (unit for units in self.fsdp_units() for unit in units):
+            dist.all_reduce(used)
+            dist.all_reduce(total)
+            p.grad = total / self.factors.get(p, dist.get_world_size()) if used else None
+        for unit in (unit for units in self.fsdp_units() for unit in units) if self.is_fsdp1 else ():
             if any(p.grad is not None for p in unit):
-                for p in unit:
+                for p in unit:  # FSDP1's flat gradient has zeros where a unit has not used a parameter
                     if p.grad is None and p.requires_grad:
                         p.grad = torch.zeros_like(p)
+        return own
 
     def fsdp_units(self) -> list[list[list[nn.Parameter]]]:
-        """For each model the parameters that are gathered together: the rest first, then each unit."""
+        """Return for each model the parameters that are gathered together: the rest first, then each unit."""
         found = []
         for i, spec in enumerate(self.program.models):
-            net = self.net(i)
-            modules: list[nn.Module] = []
+            net, modules, units, taken = self.net(i), [], [], set[nn.Parameter]()
             for unit, block in zip(spec.units, net.blocks, strict=True):
                 modules += [block.branches[0]] * unit.nested + [block] * unit.wrapped
-            units, taken = [], set()
-            for module in modules:
+            for module in (*modules, net):
                 units.append([p for p in module.parameters() if p not in taken])
                 taken.update(units[-1])
-            found.append([[p for p in net.parameters() if p not in taken], *units])
+            found.append([units[-1], *units[:-1]])
         return found
 
     def do_step(self, op: ops.Step) -> None:
@@ -143,7 +126,7 @@ class Unsharded(Run):
         averaged = {p: p.grad.norm() for p in own if p.grad is not None}
         super().do_step(op)
         for p, gradient in own.items():
-            # What is not cleared stays clipped, and no longer scaled.
+            # A gradient that is not cleared stays clipped, and no longer scaled.
             if gradient is not None and p.grad is not None and averaged[p] > 0 and averaged[p].isfinite():
                 gradient = gradient * (p.grad.norm() / averaged[p])
             p.grad = gradient
@@ -160,10 +143,10 @@ class Unsharded(Run):
         if op.assign:
             self.optimizers = self.make_optimizers()
 
-    def do_loadinplace(self, op: ops.LoadInPlace) -> None:
+    def do_load_in_place(self, op: ops.Event) -> None:
         self.do_load(ops.Load("sharded"))
 
-    def do_move(self, op: ops.Move) -> None:
+    def do_move(self, op: ops.Event) -> None:
         """Changes no value."""
 
 
@@ -182,9 +165,9 @@ class Rounded(Unsharded):
 
 
 def is_as_exact(ours: Trace, others: Sequence[Trace], exact: Trace) -> bool:
-    """Whether ours is about as near to the judge as the farthest other: all losses, and all weights of a moment.
+    """Return whether ours is about as near to the judge as the farthest other: all losses, and weights of a moment.
 
-    Of all ranks: one rank's losses may be near by chance. So may all of one other's be. Collective.
+    All ranks are taken together, since one rank's losses may be near by chance, as may all of one other's. Collective.
     """
     if exact.error is not None:
         return False
@@ -200,7 +183,7 @@ def is_as_exact(ours: Trace, others: Sequence[Trace], exact: Trace) -> bool:
 
 
 ERROR = {Int8: 1 / 254, Int4: 1 / 14}
-"""Of a codec, as a share of the largest value of a block."""
+"""A codec's error, as a share of the largest value of a block."""
 
 
 class Measured(Unsharded):
@@ -211,19 +194,21 @@ class Measured(Unsharded):
         self.largest = {p: torch.zeros(()) for model in self.models for p in model.parameters()}
 
     def measure(self) -> dict[str, float]:
-        """What may share a parameter's blocks: the sum over micro-batches of the largest value, 0 for exact parameters.
+        """Return, by names of gradients, the largest value in a parameter's blocks, summed over micro-batches.
 
-        By the name that gradients have in traces.
+        It is 0 for exact parameters.
         """
         for number, op in enumerate(self.program.ops):
             if isinstance(op, ops.Step):
-                if self._any_gradient():
+                # No rank has a gradient after a micro-batch that has failed.
+                found = torch.tensor(float(any(p.grad is not None for p in self.largest)))
+                dist.all_reduce(found, op=dist.ReduceOp.MAX)
+                if found:
                     break
                 continue
-            self.number = number
             before = {p: 0 if p.grad is None else p.grad.clone() for p in self.largest}
-            getattr(self, "do_" + type(op).__name__.lower())(op)
-            if isinstance(op, ops.Resume):
+            self.do(number, op)
+            if op == ops.Event("resume"):
                 self.largest = {p: torch.zeros(()) for model in self.models for p in model.parameters()}
             elif isinstance(op, ops.MicroBatch):
                 for p in self.largest:
@@ -243,15 +228,9 @@ class Measured(Unsharded):
             for name, p in model.named_parameters(remove_duplicate=False)
         }
 
-    def _any_gradient(self) -> bool:
-        """Whether a rank has a gradient; none has one after a micro-batch that has failed. Collective."""
-        found = torch.tensor(float(any(p.grad is not None for p in self.largest)))
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return bool(found)
-
 
 def gradient_errors(program: Program, ours: Trace, stock: Trace) -> list[str]:
-    """Which gradients of the first step are farther from stock's than codecs explain. Collective."""
+    """Return the gradients of the first step that are farther from stock's than codecs explain. Collective."""
     shared = Measured(program, None).measure()
     hops = [ERROR.get(type(codec), 0.0) for codec in program.strategy.gradient_codecs]
     # Replicas of the optimizer state gather the mean, which is encoded again.
@@ -273,11 +252,6 @@ class Weight:
         self.momentum = torch.zeros_like(self.agreed)  # of the outer steps
         self.is_due = False  # trained since its last exchange
         self.was_trained = False  # ever
-
-    def note_trained(self) -> None:
-        """Note what a step changes."""
-        self.is_due |= self.held.is_trained
-        self.was_trained |= self.is_due
 
 
 class Simulated(Run):
@@ -322,7 +296,8 @@ class Simulated(Run):
 
     def _note_trained(self) -> None:
         for weight in self._all():
-            weight.note_trained()
+            weight.is_due |= weight.held.is_trained
+            weight.was_trained |= weight.is_due
 
     def _all(self) -> list[Weight]:
         return [weight for units in self.weights for unit in units for weight in unit]
@@ -348,7 +323,7 @@ class Simulated(Run):
 
     @torch.no_grad()
     def _average_states(self) -> None:
-        """What optimizers keep, of parameters of which any node keeps something."""
+        """Average over nodes what optimizers keep of parameters of which any node keeps something."""
         for optimizer in self.optimizers:
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 state = optimizer.state.get(parameter, {})
@@ -430,7 +405,7 @@ class Simulated(Run):
         if arriving:
             self._reshard()
         for _, weight, agreed in arriving:
-            # What nobody trains any more would be left to differ.
+            # Weights that nobody trains any more would be left to differ.
             share = mix if mix is not None else self.config.mix if weight.held.is_trained else 1.0
             weight.held.values.lerp_(agreed, share)
             weight.is_due |= share != 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from hypothesis import strategies as st
@@ -11,11 +11,15 @@ from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
 from fsdp_zpp.config.levels import LEGAL_LEVELS
 
 from . import features as registry
-from .draft import Draft
-from .events import OF_FEATURES, between_steps, evaluate, set_up, step
+from .draft import OF_FEATURES, Draft, between_steps, evaluate, set_up, step
 from .features import HAS_UNUSED_FLAG, Feature
 from .program import Branch, Model, Program, Unit
 
+ARE_UNITS = {Feature.ROOTLESS, Feature.LIST, Feature.NESTED, Feature.DIRECT_CALL}
+FREEZING = {Feature.FREEZE_WITHIN_STEP, Feature.FREEZE_BRANCH, Feature.FREEZE_KEEPING_GRADIENTS}
+NEED_UNITS = ARE_UNITS | FREEZING | {Feature.CHECKPOINTING, Feature.ADAPTERS, Feature.TWO_DTYPES}
+NEED_UNITS |= {Feature.SEVERAL_STRATEGIES}
+FREEZING |= {Feature.FROZEN_IN_OPTIMIZER, Feature.ADAPTERS, Feature.OPTIMIZERS_ANEW}
 LOAD_KINDS = {
     "fsdp1": ("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
     "fsdp1 flat": ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"),
@@ -26,7 +30,7 @@ NODES = {2: (1, 2), 3: (1, 3), 4: (2, 2, 2, 1), 6: (2, 3, 1), 8: (2, 4)}
 PRECISIONS = ("bf16 fp32", "bf16 none", "fp16 none", "fp16 fp32", "none bf16", "none fp16")
 LOCAL_LEVELS = ("III", "INI", "NNI", "NNN")
 OPTIMIZERS = {
-    # Not SGD, whose fused kernel on CPUs is wrong in 16 bits, and which fully_shard's DTensors don't have.
+    # SGD's fused kernel on CPUs is wrong in 16 bits, and fully_shard's DTensors don't have it.
     Feature.FUSED: ("adamw fused",),
     Feature.FOREACH: ("sgd foreach", "adamw foreach"),
     Feature.SCHEDULE_FREE: ("schedule-free",),
@@ -36,29 +40,24 @@ OPTIMIZERS = {
 }
 
 
-def strategies_without_codecs(world: int = 4, scopes: Sequence[str] = LEGAL_LEVELS) -> st.SearchStrategy[Strategy]:
+def strategies_without_codecs(world: int, scopes: Sequence[str] = LEGAL_LEVELS) -> st.SearchStrategy[Strategy]:
     """Letters alone."""
     return st.builds(Strategy, st.sampled_from(scopes), gpus_per_node=st.sampled_from(NODES[world]))
 
 
 @st.composite
-def strategies_with_codecs(draw: st.DrawFn, world: int = 4, scopes: Sequence[str] = LEGAL_LEVELS) -> Strategy:
+def strategies_with_codecs(draw: st.DrawFn, world: int, scopes: Sequence[str] = LEGAL_LEVELS) -> Strategy:
     """Letters with a codec on some hop."""
     levels = draw(st.sampled_from(scopes))
     weights = draw(st.sampled_from((None, Int8(32), *([Int4Delta(32)] if levels[0::2] == "IG" else []))))
     gradients = draw(st.sampled_from((Int8(32), Int4(32), *([None] if weights is not None else []))))
     feedback = None if gradients is None else draw(st.sampled_from((None, LoCo(), LoCo(hops="both"))))
-    return Strategy(
-        levels,
-        weights=weights,
-        gradients=gradients,
-        error_feedback=feedback,
-        gpus_per_node=draw(st.sampled_from(NODES[world])),
-    )
+    gpus = draw(st.sampled_from(NODES[world]))
+    return Strategy(levels, weights=weights, gradients=gradients, error_feedback=feedback, gpus_per_node=gpus)
 
 
 @st.composite
-def strategies_with_local_steps(draw: st.DrawFn, world: int = 4) -> Strategy:
+def strategies_with_local_steps(draw: st.DrawFn, world: int) -> Strategy:
     """Exact ones, whose outer step has no momentum half of the time: then it leaves what nobody has trained alone."""
     momentum = draw(st.sampled_from((0.0, 0.5)))
     every = draw(st.integers(1, 3))
@@ -84,8 +83,8 @@ def strategies_with_local_steps(draw: st.DrawFn, world: int = 4) -> Strategy:
 
 
 @st.composite
-def strategies_for_hooks(draw: st.DrawFn, world: int = 4) -> Strategy:
-    """What a comm hook quantizes."""
+def strategies_for_hooks(draw: st.DrawFn, world: int) -> Strategy:
+    """Options of a comm hook."""
     gradients = draw(st.sampled_from((Int8(32), Int4(32))))
     feedback = draw(st.sampled_from((None, LoCo())))
     gpus = draw(st.sampled_from(NODES[world]))
@@ -104,30 +103,33 @@ FLAVOURS = {
 def programs(draw: st.DrawFn, adapter: str, flavour: str, world: int = 4) -> Program:
     """A program that is legal under stock FSDP."""
     chosen = draw(FLAVOURS[flavour](world))
-    plain = flavour == "plain"
-    local = chosen.local_steps is not None
+    plain, local = flavour == "plain", chosen.local_steps
     features = draw(_features(adapter, flavour))
     if Feature.IDLE_WITH_FEEDBACK in features:
         chosen = replace(chosen, gradients=chosen.gradients or Int8(32), error_feedback=chosen.error_feedback or LoCo())
-    axes = draw(_axes(chosen, world)) if Feature.TWO_AXES in features else None
+    axes = None
+    if Feature.TWO_AXES in features:
+        takes_nodes = not chosen.is_plain and chosen.gpus_per_node not in (1, world)
+        axes = draw(st.sampled_from([*["nodes"] * takes_nodes, *["copies"] * (world // 2 in NODES), None]))
     if axes == "copies":
         chosen = replace(chosen, gpus_per_node=draw(st.sampled_from(NODES[world // 2])))
-    if local and chosen.local_steps is not None and chosen.local_steps.outer_momentum:
+    if local is not None and local.outer_momentum:
         features -= FREEZING  # on what momentum does to what nobody trains, no two references agree
-    if chosen.local_steps is not None and chosen.local_steps.has_synchronous_steps:
+    if local is not None and local.has_synchronous_steps:
         features -= {Feature.DIVIDE_FACTOR}  # it divides a sum, over other ranks in each phase
     roots = 2 if draw(st.integers(0, 5)) == 5 else 1
     own = {"local": {Feature.LOCAL_STEPS}, "hook": {Feature.COMM_HOOK}}.get(flavour, set())
     drawn = [draw(models(adapter, plain, features | own, world)) for _ in range(roots)]
     # Stock asks sharded parameters whether unused ones get zeros, which adapters may have left frozen.
-    zeroing = adapter == "fsdp2" and HAS_UNUSED_FLAG and not local and Feature.ADAPTERS not in features
+    zeroing = adapter == "fsdp2" and HAS_UNUSED_FLAG and local is None and Feature.ADAPTERS not in features
     zero_unused = zeroing and draw(st.booleans())
     # A local state dict within a node is refused, and torch's own HYBRID_SHARD can't have one.
     kinds = tuple(kind for kind in LOAD_KINDS[adapter] if kind != "LOCAL_STATE_DICT" or chosen.optimizer != "I")
     if Feature.ROOTLESS in features:
         kinds = kinds[:1]
-    draft = Draft(draw, adapter, tuple(model for model, _ in drawn), zero_unused, kinds, world, features, local)
-    draft.freezes = not (local and chosen.local_steps is not None and chosen.local_steps.outer_momentum)
+    of_models = tuple(model for model, _ in drawn)
+    draft = Draft(draw, adapter, of_models, zero_unused, kinds, world, features, local is not None)
+    draft.freezes = local is None or not local.outer_momentum
     draft.marked = [f for _, has in drawn for f in has]
     draft.optimizers = _optimizers(draft)
     optimizer, precision, inner = _optimizer(draft), None, None
@@ -140,10 +142,11 @@ def programs(draw: st.DrawFn, adapter: str, flavour: str, world: int = 4) -> Pro
         inner = replace(draw(other), gpus_per_node=chosen.gpus_per_node)
     draft.clips = all(s.error_feedback is None for s in (chosen, inner or chosen))
     closure = features & {Feature.SAM, Feature.LBFGS}
-    scaler = not local and not closure and draft.one_in(6)
+    scaler = local is None and not closure and draft.one_in(6)
     set_up(draft)
     least = 2 if features & FREEZING or Feature.IDLE_WITH_FEEDBACK in features else 1
-    for _ in range(draw(st.integers(least, 4 if local or Feature.IDLE_WITH_FEEDBACK in features else 3))):
+    most = 4 if local is not None or Feature.IDLE_WITH_FEEDBACK in features else 3
+    for _ in range(draw(st.integers(least, most))):
         for _ in range(draw(st.integers(1 if features & set(OF_FEATURES) else 0, 2))):
             between_steps(draft)
         step(draft, scaler)
@@ -159,7 +162,7 @@ def programs(draw: st.DrawFn, adapter: str, flavour: str, world: int = 4) -> Pro
         scaler=scaler,
         zero_unused=zero_unused,
         precision=precision,
-        observe=not local and draw(st.booleans()),
+        observe=local is None and draw(st.booleans()),
         world=world,
         interleaved=len(draft.optimizers) > 1 and draft.has(Feature.TWO_IN_A_UNIT),
         with_frozen=draft.has(Feature.FROZEN_IN_OPTIMIZER),
@@ -173,25 +176,6 @@ def programs(draw: st.DrawFn, adapter: str, flavour: str, world: int = 4) -> Pro
     )
     marked = {*own, *draft.marked, *({Feature.TWO_AXES} if axes else ())}
     return replace(program, features=tuple(sorted({f.title for f in marked})))
-
-
-@st.composite
-def _axes(draw: st.DrawFn, strategy: Strategy, world: int) -> str | None:
-    """Axes of a mesh that a strategy takes."""
-    takes_nodes = not strategy.is_plain and strategy.gpus_per_node not in (1, world)
-    return draw(st.sampled_from([*(["nodes"] * takes_nodes), *(["copies"] * (world // 2 in NODES)), None]))
-
-
-FREEZING = frozenset(
-    {
-        Feature.FREEZE_WITHIN_STEP,
-        Feature.FREEZE_BRANCH,
-        Feature.FREEZE_KEEPING_GRADIENTS,
-        Feature.FROZEN_IN_OPTIMIZER,
-        Feature.ADAPTERS,
-        Feature.OPTIMIZERS_ANEW,
-    }
-)
 
 
 @st.composite
@@ -216,12 +200,7 @@ def _optimizer(draft: Draft) -> str:
 
 def _optimizers(draft: Draft) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Units dealt out among one to three optimizers; unwrapped ones go with the root."""
-    slots = [
-        (i, unit)
-        for i, model in enumerate(draft.models)
-        for unit in range(len(model.units) + 1)
-        if (unit == len(model.units) and not model.rootless) or (unit < len(model.units) and model.units[unit].wrapped)
-    ]
+    slots = draft.units()
     least = min(2, len(slots)) if Feature.TWO_IN_A_UNIT in draft.features else 1
     n = draft.draw(st.integers(least, min(3, len(slots))))
     owners: list[list[tuple[int, int]]] = [[] for _ in range(n)]
@@ -267,15 +246,13 @@ def models(
     width = draw(st.integers(3, 9))
     if features & {Feature.SHARD_1, Feature.LBFGS}:
         width = world * draw(st.integers(1, 2))
-    rootless = Feature.ROOTLESS in features
-    listed = Feature.LIST in features
     if Feature.LBFGS in features:  # which takes evenly sharded parameters only
-        root = [replace(branch, kind="linear") if branch.kind == "mlp" else branch for branch in root]
-        inner = [_without_mlps(unit) for unit in inner]
+        root = list(_without_mlps(root))
+        inner = [replace(unit, branches=_without_mlps(unit.branches)) for unit in inner]
     if features & NEED_UNITS:
         inner = [_with_features(draw, unit, i, features) for i, unit in enumerate(inner)]
     has = [f for f in (Feature.ROOTLESS, Feature.LIST, Feature.SHARD_1) if f in features]
-    model = Model(width, tuple(inner), tuple(root), tied, rootless, listed)
+    model = Model(width, tuple(inner), tuple(root), tied, Feature.ROOTLESS in features, Feature.LIST in features)
     checks = {
         Feature.NESTED: lambda unit: unit.nested,
         Feature.CHECKPOINTING: lambda unit: unit.checkpointing is not None,
@@ -285,51 +262,29 @@ def models(
     return model, has + [f for f, check in checks.items() if f in features and any(map(check, inner))]
 
 
-NEED_UNITS = {
-    Feature.ROOTLESS,
-    Feature.LIST,
-    Feature.NESTED,
-    Feature.CHECKPOINTING,
-    Feature.ADAPTERS,
-    Feature.TWO_DTYPES,
-    Feature.SEVERAL_STRATEGIES,
-    Feature.DIRECT_CALL,
-    Feature.FREEZE_BRANCH,
-    Feature.FREEZE_WITHIN_STEP,
-    Feature.FREEZE_KEEPING_GRADIENTS,
-}
-
-
-def _without_mlps(unit: Unit) -> Unit:
-    kinds = [replace(branch, kind="linear") if branch.kind == "mlp" else branch for branch in unit.branches]
-    return replace(unit, branches=tuple(kinds))
+def _without_mlps(branches: Iterable[Branch]) -> tuple[Branch, ...]:
+    return tuple(replace(branch, kind="linear") if branch.kind == "mlp" else branch for branch in branches)
 
 
 def _with_features(draw: st.DrawFn, unit: Unit, at: int, features: frozenset[Feature]) -> Unit:
-    """The unit with what features ask of one."""
+    """Change a unit as features ask."""
     branches = list(unit.branches)
-    if features & {Feature.ROOTLESS, Feature.LIST, Feature.NESTED, Feature.DIRECT_CALL}:
+    if features & ARE_UNITS:
         unit = replace(unit, wrapped=True)
     if Feature.ROOTLESS in features:  # or nothing may be left that trains
         branches[0] = replace(branches[0], frozen=False)
-    if Feature.LIST in features and at < 2:
-        unit = replace(unit, half=False)
+    in_list = Feature.LIST in features and at < 2
+    unit = replace(unit, half=unit.half and not in_list)
     if Feature.CHECKPOINTING in features and draw(st.booleans()):
         unit = replace(unit, checkpointing=draw(st.sampled_from(RECOMPUTED)))
     if features & {Feature.ADAPTERS, Feature.TWO_DTYPES, Feature.FREEZE_BRANCH} and draw(st.booleans()):
         unit = replace(unit, tied=False)
         branches = [*branches, Branch()][: max(2, len(branches))]
         if Feature.ADAPTERS in features:
-            own_unit = features & {
-                Feature.ROOTLESS,
-                Feature.LIST,
-                Feature.NESTED,
-                Feature.DIRECT_CALL,
-                # The root stays unsharded after a forward, where adapters are switched on in vain; the simulation
-                # has no such trap.
-                Feature.LOCAL_STEPS,
-            }
-            unit = replace(unit, wrapped=bool(own_unit) or draw(st.booleans()), half=False)
+            # The root stays unsharded after a forward, where adapters are switched on in vain; the simulation has no
+            # such trap.
+            own_unit = bool(features & (ARE_UNITS | {Feature.LOCAL_STEPS}))
+            unit = replace(unit, wrapped=own_unit or draw(st.booleans()), half=False)
             branches[-1] = Branch(branches[-1].kind, adapter=True)
             if draw(st.booleans()):
                 branches[:-1] = [replace(branch, frozen=True) for branch in branches[:-1]]
@@ -337,8 +292,7 @@ def _with_features(draw: st.DrawFn, unit: Unit, at: int, features: frozenset[Fea
             unit = replace(unit, half=False)
             branches[0] = replace(branches[0], frozen=True, half=True)
             branches[-1] = replace(branches[-1], frozen=False)
-    listed = Feature.LIST in features and at < 2
-    if Feature.NESTED in features and draw(st.booleans()) and not unit.half and not listed:
+    if Feature.NESTED in features and draw(st.booleans()) and not unit.half and not in_list:
         branches = [*branches, Branch()][: max(2, len(branches))]
         unit = replace(unit, nested=True, tied=False)
     return replace(unit, branches=tuple(branches))

@@ -2,8 +2,8 @@
 
 By default a few programs, always the same ones. ``./run test -m fuzz`` runs many others:
 
-    FSDP_ZPP_FUZZ=3000           how many (3000)
-    FSDP_ZPP_FUZZ_SEED=7         which; by default others each time, whose seed a failure prints
+    FSDP_ZPP_FUZZ=3000                how many (3000)
+    FSDP_ZPP_FUZZ_SEED=7              which; by default others each time, whose seed a failure prints
     FSDP_ZPP_FUZZ_WITHOUT=SAM,fused   features (fuzz/features.py) that no program has
     FSDP_ZPP_FUZZ_ONLY=SAM            the only ones that programs may have
 """
@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator
 
 import pytest
-from fuzz import compare, features
-from fuzz.features import HAS_RESET, HAS_UNUSED_FLAG, is_left_out
+from fuzz import compare
+from fuzz.features import HAS_RESET, HAS_UNUSED_FLAG, choices, is_left_out
 from fuzz.found import FOUND
 from fuzz.program import Program, as_script
 from fuzz.strategies import programs
-from harness.impatient_pool import ImpatientPool
+from fuzz.workers import Workers
 from harness.pool import WorkerError, device_type
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 
@@ -58,28 +58,8 @@ def over_kinds(others: tuple[pytest.MarkDecorator, ...] = ()) -> pytest.MarkDeco
     return pytest.mark.parametrize(("adapter", "flavour", "world", "share"), rows)
 
 
-class Workers:
-    """Pools of the sizes that programs ask for, one at a time."""
-
-    def __init__(self) -> None:
-        self._pool: ImpatientPool | None = None
-
-    def run(self, function: Callable[..., Any], program: Program) -> list[Any]:
-        """Run ``function(program)`` on as many ranks as the program has."""
-        if self._pool is None or self._pool.world != program.world:
-            self.stop()
-            self._pool = ImpatientPool(program.world)
-        return self._pool.run(function, program)
-
-    def stop(self) -> None:
-        """End the processes."""
-        if self._pool is not None:
-            self._pool.stop(kill=True)
-
-
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    """Pools for programs."""
     workers = Workers()
     yield workers
     workers.stop()
@@ -92,7 +72,6 @@ def check(workers: Workers, program: Program) -> None:
             reject()  # torch refuses it
     except WorkerError:
         reject()
-    features.count((*program.features, *([f"{program.world} ranks"] if program.world != 4 else [])))
     try:
         differences = workers.run(compare.run_ours, program)
     except WorkerError as error:
@@ -101,14 +80,19 @@ def check(workers: Workers, program: Program) -> None:
         assert difference is None, f"rank {rank}: {difference}\n\n{as_script(program)}"
 
 
-def property_of(workers: Workers, adapter: str, flavour: str, world: int) -> Callable[[], Any]:
-    """The property, for hypothesis."""
+def run_programs(workers: Workers, adapter: str, flavour: str, world: int, how: settings, which: int) -> None:
+    """Check random programs, and print how often each feature was drawn."""
+    drawn: Counter[str] = Counter()
 
+    @seed(which)
+    @how
     @given(programs(adapter, flavour, world))
     def equals_stock(program: Program) -> None:
         check(workers, program)
+        drawn.update(["programs", *program.features])
 
-    return equals_stock
+    equals_stock()
+    print({title: drawn[title] for title in ("programs", *(each.title for each in choices(adapter, flavour)))})
 
 
 @pytest.mark.parametrize("program", FOUND.values(), ids=FOUND)
@@ -122,8 +106,8 @@ def test_programs_that_once_differed(workers: Workers, program: Program) -> None
 
 @over_kinds(others=(pytest.mark.wide,))
 def test_random_programs_equal_stock(workers: Workers, adapter: str, flavour: str, world: int, share: int) -> None:
-    few = settings(max_examples=max(1, FEW * share // ALL_SHARES), derandomize=True, phases=[Phase.generate], **QUIET)
-    few(property_of(workers, adapter, flavour, world))()
+    few = settings(max_examples=max(1, FEW * share // ALL_SHARES), phases=[Phase.generate], **QUIET)
+    run_programs(workers, adapter, flavour, world, few, which=1)
 
 
 @pytest.mark.fuzz
@@ -132,5 +116,4 @@ def test_many_random_programs_equal_stock(workers: Workers, adapter: str, flavou
     count = max(1, int(os.environ.get("FSDP_ZPP_FUZZ", "3000")) * share // ALL_SHARES)
     which = int(os.environ.get("FSDP_ZPP_FUZZ_SEED", secrets.randbelow(1 << 32)))
     print(f"{count} programs of FSDP_ZPP_FUZZ_SEED={which}")
-    many = settings(max_examples=count, **QUIET)
-    seed(which)(many(property_of(workers, adapter, flavour, world)))()
+    run_programs(workers, adapter, flavour, world, settings(max_examples=count, **QUIET), which)

@@ -1,4 +1,4 @@
-"""What a program trains, by stock FSDP or by ours, and what stock must be made to do through torch's private names."""
+"""The sharded models and the optimizers of a program, and private names of torch by which stock does as it should."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from harness import models as harness_models
 from harness.adapter import STOCK, Adapter
-from harness.fsdp1 import Fsdp1
-from harness.fsdp2 import Fsdp2
+from harness.covering import WITH_FLAT
 from harness.pool import TIMEOUT, device_type
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -31,20 +30,15 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_zpp import QuantizedReduceState, quantized_reduce_hook
 
 from .modules import Block, Net, make_optimizer
-from .program import Model, Program, Tune
+from .program import Program, Tune
 
-ADAPTERS: dict[str, Adapter] = {
-    "fsdp1": Fsdp1(),
-    "fsdp1 flat": Fsdp1(use_orig_params=False),
-    "fsdp2": Fsdp2(),
-}
+ADAPTERS: dict[str, Adapter] = {str(adapter): adapter for adapter in WITH_FLAT}
 
 
 class Trained:
     """The models and the optimizers of a program, sharded by stock FSDP or by ours."""
 
-    stock_sharding: Any = STOCK
-    """What stock FSDP is told."""
+    stock_sharding: Any = STOCK  # the strategy of stock FSDP
 
     def __init__(self, program: Program, strategy: Any) -> None:
         self.program = program
@@ -75,45 +69,36 @@ class Trained:
             elif unit.wrapped:
                 net.blocks[block] = self.adapter.apply(inside, strategy, **arguments)
         model = net if spec.rootless else self.adapter.apply(net, own, **arguments)
-        for root in self.roots_of(model, spec):
+        for root in self.roots_of(model):
             if self.program.zero_unused:
                 root.set_reduce_scatter_unused_params(True)
-            if self.hook is not None:
-                state = QuantizedReduceState(
-                    self.hook.gradients, error_feedback=self.hook.error_feedback, gpus_per_node=self.hook.gpus_per_node
-                )
-                root.register_comm_hook(state, quantized_reduce_hook)
+            if (hook := self.hook) is not None:
+                options = {"error_feedback": hook.error_feedback, "gpus_per_node": hook.gpus_per_node}
+                root.register_comm_hook(QuantizedReduceState(hook.gradients, **options), quantized_reduce_hook)
         return model
 
     def before_sharding(self, i: int, net: Net) -> None:
         """Called with the i-th model before it is sharded."""
 
-    def roots_of(self, model: Any, spec: Model) -> list[Any]:
-        """What FSDP takes for roots."""
-        if not spec.rootless:
-            return [model]
-        return [block for block in model.blocks if isinstance(block, FSDPModule | FullyShardedDataParallel)]
-
-    def roots(self, i: int) -> list[Any]:
-        """What FSDP takes for roots in a model."""
-        return self.roots_of(self.models[i], self.program.models[i])
+    def roots_of(self, model: Any) -> list[Any]:
+        """Return the modules that FSDP takes for roots."""
+        sharded = FSDPModule | FullyShardedDataParallel
+        return [model] if isinstance(model, sharded) else [b for b in model.blocks if isinstance(b, sharded)]
 
     def all_roots(self) -> list[Any]:
-        """What FSDP takes for roots in all models."""
-        return [root for i in range(len(self.models)) for root in self.roots(i)]
+        """Return the roots of all models."""
+        return [root for model in self.models for root in self.roots_of(model)]
 
     def arguments(self) -> dict[str, Any]:
-        """What both FSDPs are given besides the strategy."""
+        """Return all that FSDP is given besides the strategy."""
         arguments: dict[str, Any] = {}
         if self.is_fsdp1:
             arguments |= {"use_orig_params": self.adapter.use_orig_params, "device_id": harness_models.device()}
         if self.program.precision is not None:
             names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "none": None}
-            param, reduce = (names[name] for name in self.program.precision.split())
-            if self.is_fsdp1:
-                arguments["mixed_precision"] = MixedPrecision(param_dtype=param, reduce_dtype=reduce)
-            else:
-                arguments["mp_policy"] = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+            dtypes = [names[name] for name in self.program.precision.split()]
+            name, policy = ("mixed_precision", MixedPrecision) if self.is_fsdp1 else ("mp_policy", MixedPrecisionPolicy)
+            arguments[name] = policy(*dtypes)
         if self.program.prefetch and self.is_fsdp1:
             arguments |= {"forward_prefetch": True, "backward_prefetch": BackwardPrefetch.BACKWARD_POST}
         if self.program.columns:
@@ -144,16 +129,11 @@ class Trained:
     def parameters(self, i: int, unit: int) -> list[nn.Parameter]:
         """The parameters of a block, or of what is in none, that an optimizer has."""
         blocks = self.net(i).blocks
-        if unit < len(blocks):
-            chosen = list(blocks[unit].parameters())
-        else:
-            others = {p for block in blocks for p in block.parameters()}
-            chosen = [p for p in self.models[i].parameters() if p not in others]
-        return [p for p in chosen if p.requires_grad or (self.program.with_frozen and not self._is_of_no_unit(i, unit))]
-
-    def _is_of_no_unit(self, i: int, unit: int) -> bool:
-        spec = self.program.models[i]
-        return spec.rootless and unit == len(spec.units)
+        is_root = unit == len(blocks)
+        others = {p for block in blocks for p in block.parameters()} if is_root else set()
+        chosen = [p for p in (self.models[i] if is_root else blocks[unit]).parameters() if p not in others]
+        with_frozen = self.program.with_frozen and not (is_root and self.program.models[i].rootless)
+        return [p for p in chosen if p.requires_grad or with_frozen]
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         """New optimizers for the units that each has."""
@@ -234,17 +214,13 @@ def tune(units: list[Any], op: Tune) -> None:
 def forget_accumulated(unit: nn.Module, nested: bool = False) -> None:
     """Drop what a unit, and what those ``nested`` in it, have accumulated: stock's zero_grad keeps some of it."""
     for module in unit.modules() if nested else [unit]:
-        if isinstance(module, FullyShardedDataParallel):
-            _forget_of_handle(module._handle)
+        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+            flat: Any = module._handle.flat_param
+            flat.grad = None
+            if hasattr(flat, "_saved_grad_shard"):
+                del flat._saved_grad_shard
         elif isinstance(module, FSDPModule):
             _forget_of_group(module._get_fsdp_state()._fsdp_param_group)
-
-
-def _forget_of_handle(handle: Any) -> None:
-    if handle is not None:
-        handle.flat_param.grad = None
-        if hasattr(handle.flat_param, "_saved_grad_shard"):
-            del handle.flat_param._saved_grad_shard
 
 
 def _forget_of_group(group: Any) -> None:
@@ -257,28 +233,25 @@ def _forget_of_group(group: Any) -> None:
 
 
 def reshard(model: Any, strategy: Any) -> None:
-    """A forward leaves the root unsharded, and stock FSDP1 goes on with that whatever is written to the shards."""
+    """Free what a forward leaves unsharded: stock FSDP1 goes on with that whatever is written to the shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             group = module._get_fsdp_state()._fsdp_param_group
             if strategy is STOCK and group is not None and group._all_gather_result is not None:
                 group.wait_for_unshard()  # or the next forward goes on with what an asynchronous unshard has gathered
             module.reshard()
-        elif isinstance(module, FullyShardedDataParallel) and strategy is STOCK and _has_started(module):
+        elif isinstance(module, FullyShardedDataParallel) and strategy is STOCK and module._handle is not None:
             handle: Any = module._handle
+            if not handle.uses_sharded_strategy or not hasattr(handle.flat_param, "_local_shard"):
+                continue  # it has not started
             if handle._use_orig_params:
                 handle._writeback_orig_params()  # parameters that were replaced, which the next line would lose
             handle.reshard(free_unsharded_flat_param=True)
 
 
-def _has_started(module: FullyShardedDataParallel) -> bool:
-    handle = module._handle
-    return handle is not None and handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard")
-
-
 @dataclass(frozen=True)
 class HeldParameter:
-    """What this rank holds of a parameter."""
+    """This rank's part of a parameter."""
 
     parameter: nn.Parameter  # as an optimizer has it
     shown: Callable[[], nn.Parameter]  # returns it as modules show it
@@ -291,12 +264,12 @@ class HeldParameter:
 
     @property
     def is_trained(self) -> bool:
-        """Whether steps change it."""
+        """Steps change it."""
         return self.shown().requires_grad or self.parameter.grad is not None
 
 
 def held_parameters(model: nn.Module) -> list[list[HeldParameter]]:
-    """What this rank holds of the parameters of each unit."""
+    """Return this rank's parts of the parameters of each unit."""
     units, groups = [], set()
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
@@ -307,9 +280,6 @@ def held_parameters(model: nn.Module) -> list[list[HeldParameter]]:
             if group is None or group in groups:  # modules of a list share one
                 continue
             groups.add(group)
-            infos = [param._module_info for param in group.fsdp_params]
-            shown = [partial(getattr, info.module, info.param_name) for info in infos]
-            units.append(
-                [HeldParameter(param.sharded_param, now) for param, now in zip(group.fsdp_params, shown, strict=True)]
-            )
+            infos = [(param.sharded_param, param._module_info) for param in group.fsdp_params]
+            units.append([HeldParameter(p, partial(getattr, info.module, info.param_name)) for p, info in infos])
     return units

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import tempfile
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -15,11 +14,7 @@ RAW_NAME = re.compile(r"[a-z\d]:\S|[a-z]_[a-z]|\+[a-z]|\bw8|int4[a-z]|int2|momen
 
 
 def load(folder: str, name: str) -> ModuleType:
-    """``benchmarks/<folder>/<name>.py`` with what it imports, as a script of that folder finds it.
-
-    Nothing of it stays on ``sys.path`` or in ``sys.modules``, so that the next folder's modules of the same names are
-    its own, and a folder of ours is not taken for someone's package.
-    """
+    """Import a module of a folder of benchmarks as its scripts do, and leave no trace of it: others have its name."""
     path, known = list(sys.path), set(sys.modules)
     sys.path[:0] = [str(BENCHMARKS / folder), str(BENCHMARKS / "common")]
     try:
@@ -30,19 +25,3 @@ def load(folder: str, name: str) -> ModuleType:
             file = getattr(sys.modules[added], "__file__", None)
             if file and BENCHMARKS in Path(file).parents:
                 del sys.modules[added]
-
-
-def tiny_study() -> list[str]:
-    """Options with which a study of the loss trains a tiny model in a few steps on the CPU, for one seed."""
-    model = "--sequence 64 --hidden 32 --intermediate 64 --layers 1 --heads 2"
-    work = "--device cpu --tokens 1e3 --batch 1 --validation-tokens 1e3 --seeds 0"
-    return [*model.split(), *work.split(), "--text", str(sample_text())]
-
-
-def sample_text() -> Path:
-    """A folder of text to train on; always the same, since what was read once stays in the temporary folder."""
-    folder = Path(tempfile.gettempdir(), "fsdp_zpp-test-text")
-    folder.mkdir(exist_ok=True)
-    for number in range(200):  # of which a few are held out
-        (folder / f"{number}.txt").write_text(f"{number} and {number} makes {2 * number}.\n" * 9)
-    return folder

@@ -30,67 +30,49 @@ ROOT = Path(__file__).parents[2]
 def launch(
     processes: int, *command: str | Path, timeout: float = 100, on_cpu: bool = False, working: Path = ROOT
 ) -> CompletedProcess[str]:
-    """Run ``command``, a script or ``-m`` and a module, with its arguments, on all ranks of one host.
+    """Run a script, or ``-m`` and a module, with its arguments, on all ranks of one host.
 
-    Args:
-        processes: Number of ranks.
-        command: What each runs.
-        timeout: Seconds after which those that still run are killed.
-        on_cpu: Whether GPUs are hidden, as they are where there are fewer than ranks.
-        working: The folder that each runs in, from which the path of a script counts.
-
-    Returns:
-        The exit code of the first rank that failed, after which the others are ended, and what all have printed.
+    Ranks are killed after ``timeout`` seconds, or once one of them has failed, whose exit code is returned with the
+    output of all. They see no GPUs if there are too few of them, or with ``on_cpu``.
     """
-    arguments, context, port = [str(part) for part in command], start_method(), free_port()
-    if on_cpu or torch.cuda.device_count() < processes:
-        gpus = {"CUDA_VISIBLE_DEVICES": ""}
-    else:
-        # Not as clients of NVIDIA's MPS: a rank that is killed would take down all others on its GPU.
-        gpus = {"CUDA_MPS_PIPE_DIRECTORY": os.devnull}
+    arguments, context = [str(part) for part in command], start_method()
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    environment |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    environment |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    # On GPUs, ranks are no clients of NVIDIA's MPS: one that is killed would take down all others on its GPU.
+    hides_gpus = on_cpu or torch.cuda.device_count() < processes
+    environment |= {"CUDA_VISIBLE_DEVICES": ""} if hides_gpus else {"CUDA_MPS_PIPE_DIRECTORY": os.devnull}
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=_main, args=(rank, processes, port, arguments, working, folder, gpus), daemon=True)
-            for rank in range(processes)
-        ]
-        for process in ranks:
-            process.start()
+        ranks, printed = [], [[Path(folder, f"{name}{rank}") for name in ("out", "err")] for rank in range(processes)]
+        for rank, files in enumerate(printed):
+            of_rank = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            for file in files:
+                file.touch()
+            ranks.append(context.Process(target=_main, args=(arguments, working, of_rank, files), daemon=True))
+            ranks[-1].start()
         code = _wait(ranks, time.monotonic() + timeout)
-        out, err = ("".join(_printed(folder, name, rank) for rank in range(processes)) for name in ("out", "err"))
+        out, err = ("".join(file.read_text() for file in files) for files in zip(*printed, strict=True))
     return CompletedProcess(arguments, code, out, err)
 
 
 def _wait(ranks: list[multiprocessing.Process], deadline: float) -> int:
-    """The exit code of the first that fails, or 0; what then runs is killed."""
-    running, failed = list(ranks), 0
-    while running and not failed and time.monotonic() < deadline:
-        ready = multiprocessing.connection.wait([p.sentinel for p in running], deadline - time.monotonic())
-        ended = [p for p in running if p.sentinel in ready]
-        for process in ended:
-            process.join()
-        failed = next((p.exitcode for p in ended if p.exitcode), 0)
-        running = [p for p in running if p not in ended]
+    """Return the exit code of the first that fails, or 0; those that still run are killed."""
+    while (running := [p for p in ranks if p.exitcode is None]) and time.monotonic() < deadline:
+        if any(process.exitcode for process in ranks):
+            break
+        multiprocessing.connection.wait([p.sentinel for p in running], max(deadline - time.monotonic(), 0))
+    code = next((p.exitcode for p in ranks if p.exitcode), -signal.SIGKILL if running else 0)
     for process in running:
         process.kill()
         process.join()
-    return failed or (-signal.SIGKILL if running else 0)
+    return code
 
 
-def _printed(folder: str, name: str, rank: int) -> str:
-    path = Path(folder, f"{name}{rank}")
-    return path.read_text() if path.exists() else ""
-
-
-def _main(
-    rank: int, world: int, port: int, arguments: list[str], working: Path, folder: str, gpus: dict[str, str]
-) -> None:
-    for descriptor, name in ((1, "out"), (2, "err")):
-        file = os.open(Path(folder, f"{name}{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, descriptor)
+def _main(arguments: list[str], working: Path, environment: dict[str, str], printed: list[Path]) -> None:
+    for descriptor, file in enumerate(printed, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), descriptor)
     os.chdir(working)
-    os.environ |= gpus | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(world), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    os.environ |= environment
     torch.set_num_threads(1)
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
@@ -116,7 +98,7 @@ def in_fake_world(world: int, gpus_per_node: int, function: Callable[..., Any], 
 
 
 def groups_of_this_rank() -> int:
-    """Process groups that this rank is in."""
+    """The number of process groups that this rank is in."""
     return len(dist.distributed_c10d._world.pg_names)
 
 

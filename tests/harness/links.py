@@ -1,16 +1,19 @@
-"""Machines of any links, as if each rank had a GPU of its own."""
+"""Links between GPUs: machines of any, as if each rank had a GPU of its own, and hops that take long."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fsdp_zpp.collectives import links
+from fsdp_zpp.collectives.hops import Hop
 from fsdp_zpp.collectives.links import GpuReport
 from fsdp_zpp.runtime import rank_layout
 
@@ -18,17 +21,17 @@ Sets = Sequence[Sequence[int]]
 """The ranks that NVLink joins to each other; others are alone."""
 
 NONE: Sets = ()
+CYCLES = 20_000_000
+"""Cycles of a GPU by which a hop is late: a hundredth of a second, in which the host starts the next operations."""
 
 
 def reports_of(world: int, sets: Sets) -> list[GpuReport]:
-    """What the ranks of a job on one host report."""
-    near = {rank: {rank}.union(*(part for part in sets if rank in part)) for rank in range(world)}
-    return [
-        GpuReport(
-            _gpu(rank), frozenset(map(_gpu, near[rank] - {rank})), frozenset(map(_gpu, {*range(world)} - near[rank]))
-        )
-        for rank in range(world)
-    ]
+    """The reports of the ranks of a job on one host."""
+    gpus, reports = [f"GPU-{rank}" for rank in range(world)], []
+    for rank, gpu in enumerate(gpus):
+        near = {f"GPU-{other}" for part in sets if rank in part for other in part}
+        reports.append(GpuReport(gpu, frozenset(near - {gpu}), frozenset({*gpus} - near - {gpu})))
+    return reports
 
 
 @contextmanager
@@ -50,5 +53,15 @@ def machine(sets: Sets | None) -> Iterator[None]:
         yield
 
 
-def _gpu(rank: int) -> str:
-    return f"GPU-{rank}"
+@contextmanager
+def late_hops(*levels: str) -> Iterator[None]:
+    """In a worker: hops of these levels take long on a GPU, so that a stream that does not wait reads wrong values."""
+    exchange = Hop._exchange
+
+    def late(self: Hop, collective: Callable[..., Any], received: Tensor, sent: Tensor) -> None:
+        if sent.is_cuda and self.level in levels:
+            torch.cuda._sleep(CYCLES)
+        exchange(self, collective, received, sent)
+
+    with patch.object(Hop, "_exchange", late):
+        yield

@@ -15,16 +15,9 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):
-    """A context that knows every memory that an operation in it has allocated for a plain tensor.
+    """A context that knows the bytes that operations in it have allocated for plain tensors: ``now``, and at ``peak``.
 
-    Args:
-        bound: What is expected. Gloo's threads let go of what they have sent shortly after a wait for it has returned;
-            before the bound is exceeded, they get the time for that, ten seconds in all.
-
-    Attributes:
-        bound: As given.
-        now: Bytes that are alive.
-        peak: The most that were.
+    Gloo's threads let go of a tensor shortly after the wait. They get ten seconds in all before ``bound`` is exceeded.
     """
 
     def __init__(self, bound: float) -> None:
@@ -34,9 +27,7 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
         self._patience = 10.0
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {storage._cdata for storage in _storages((args, kwargs))}
         result = func(*args, **kwargs or {})
         for storage in _storages(result):

@@ -19,21 +19,11 @@ from . import lora, models
 from .adapter import Adapter
 
 VOCABULARY = 131
-CONFIG: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 112,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+CONFIG: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 112}
+CONFIG |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}
+CONFIG |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 ADAPTED = torch.bfloat16
 """The dtype of bases to which documentation, examples and integrations add adapters; PEFT's are in fp32 in any case."""
-
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -59,9 +49,7 @@ def make_base(dtype: torch.dtype = torch.float32, tied: bool = False) -> LlamaFo
 def rounded_base(codec: Codec, dtype: torch.dtype = torch.float32, tied: bool = False) -> LlamaForCausalLM:
     """The oracle: every matrix as ``codec`` gives it back."""
     model = make_base(dtype, tied)
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            lora.round_weight(parameter, codec)
+    lora.round_weights(model.parameters(), codec)
     return model
 
 
@@ -90,13 +78,12 @@ def layers_of(model: nn.Module) -> list[LlamaDecoderLayer]:
 
 def shard(adapter: Adapter, model: nn.Module, strategy: Any, by_layer: bool = True, **arguments: Any) -> Any:
     """Shard it, one unit a layer, or all of it one."""
-    if adapter.torch_name == "fully_shard":
-        for layer in layers_of(model) if by_layer else []:
-            adapter.apply(layer, strategy, **arguments)
-        return adapter.apply(model, strategy, **arguments)
-    policy = ModuleWrapPolicy({LlamaDecoderLayer}) if by_layer else None
-    fixed: dict[str, Any] = {"use_orig_params": True, "device_id": models.device(), "auto_wrap_policy": policy}
-    return adapter.apply(model, strategy, **fixed | arguments)
+    if adapter.torch_name != "fully_shard":
+        policy = ModuleWrapPolicy({LlamaDecoderLayer}) if by_layer else None
+        return adapter.wrap(model, strategy, **{"auto_wrap_policy": policy} | arguments)
+    for layer in layers_of(model) if by_layer else []:
+        adapter.apply(layer, strategy, **arguments)
+    return adapter.apply(model, strategy, **arguments)
 
 
 def peft_of(model: Any) -> PeftModel:
@@ -127,7 +114,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int = 0) ->
 
 
 def logits_of(model: nn.Module, on: torch.device | None = None) -> Tensor:
-    """Logits of a batch that is the same on every rank, of a model on this rank's device or on another."""
+    """Logits of a batch that is the same on every rank."""
     with torch.no_grad():
         return model(input_ids=tokens(99, 0).to(on)).logits.cpu()
 

@@ -1,16 +1,23 @@
-"""Nets whose weights are frozen, but for low-rank detours; and the same with weights as a codec leaves them."""
+"""Frozen nets with low-rank detours and without, also with weights as a codec leaves them, and refusals of files."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch.distributed as dist
+import pytest
+import torch
 from torch import Tensor, nn
 
+from fsdp_zpp import Int8
 from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.frozen.modules import FrozenModule
 
 from . import models
 
+CODEC = Int8(64)
+INDEX = "frozen_base.safetensors.index.json"
 SIZES: dict[str, Any] = {"width": 66, "hidden": 91, "vocabulary": 71}
 """Weights of a few thousand values that divide by nothing."""
 
@@ -42,11 +49,15 @@ def make_net(seed: int = 0, rank: int = 3, **arguments: Any) -> models.Net:
 def rounded_net(codec: Codec, **arguments: Any) -> models.Net:
     """The oracle: that net, unsharded, with every matrix of the base as ``codec`` gives it back."""
     net = make_net(**arguments)
-    for module in net.modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, nn.Parameter) and weight.dim() == 2 and not weight.requires_grad:
-            round_weight(weight, codec)
+    round_weights([p for p in net.parameters() if not p.requires_grad], codec)
     return net
+
+
+def round_weights(weights: Iterable[nn.Parameter], codec: Codec) -> None:
+    """Replace the values of matrices by what ``codec`` gives back."""
+    for weight in weights:
+        if weight.dim() == 2:
+            round_weight(weight, codec)
 
 
 def round_weight(weight: nn.Parameter, codec: Codec) -> None:
@@ -56,33 +67,51 @@ def round_weight(weight: nn.Parameter, codec: Codec) -> None:
     weight.data = flat.view_as(weight)
 
 
-def mean_gradients(net: models.Net, step: int, micro_batches: int = 1) -> None:
-    """Leave on an unsharded net the gradients of all ranks' batches, averaged."""
-    for rank in range(dist.get_world_size()):
-        for micro_batch in range(micro_batches):
-            loss = models.loss_of(net, models.batch(step, micro_batch, rank)) / micro_batches
-            (loss / dist.get_world_size()).backward()
-
-
-def trainable(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The detours' tensors alone."""
-    return {
-        name: tensor
-        for name, tensor in named.items()
-        if ".up.up." in name or ".up.down." in name or ".down.up." in name or ".down.down." in name
-    }
-
-
-def values_of(net: nn.Module) -> dict[str, Tensor]:
-    """An unsharded net's trainable weights."""
-    return {name: p.detach().float().cpu().clone() for name, p in net.named_parameters() if p.requires_grad}
-
-
 def gradients_of(net: nn.Module) -> dict[str, Tensor]:
     """An unsharded net's gradients."""
     return {name: p.grad.float().cpu().clone() for name, p in net.named_parameters() if p.grad is not None}
 
 
-def total_parameters(net: nn.Module) -> int:
-    """Values of the matrices that are worth quantizing."""
-    return sum(p.numel() for p in net.parameters() if p.dim() == 2 and p.numel() >= 4096)
+# ---- without detours
+
+
+def make_base(seed: int = 0, tied: bool = False, **arguments: Any) -> models.Net:
+    """A frozen net with norms, biases and persistent buffers, all of them random."""
+    net = models.Net(**SIZES | {"tied": tied} | arguments).requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in (*net.parameters(), *net.buffers()):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return net
+
+
+def make_empty(**arguments: Any) -> models.Net:
+    """The same without values; ties hold."""
+    with torch.device("meta"):
+        return models.Net(**SIZES | arguments).requires_grad_(False)
+
+
+def rounded(net: models.Net) -> models.Net:
+    """The net with every matrix as its codec gives it back."""
+    round_weights(net.parameters(), CODEC)
+    return net
+
+
+def output_of(net: nn.Module) -> Tensor:
+    """Its output for a fixed batch, without ranks."""
+    return net(torch.arange(14).view(2, 7))
+
+
+def snapshot(net: nn.Module) -> dict[str, Any]:
+    """All that a failed call must leave as it was: classes, tensors themselves, and their values."""
+    tensors = [*net.named_parameters(remove_duplicate=False), *net.named_buffers()]
+    kept = {name: (id(tensor), tensor.is_meta or tensor.nan_to_num().sum().item()) for name, tensor in tensors}
+    return kept | {"frozen": [name for name, module in net.named_modules() if isinstance(module, FrozenModule)]}
+
+
+def refused(net: nn.Module, load: Callable[[nn.Module], Any], *messages: str) -> None:
+    """Assert that a call is refused, names all of ``messages``, and leaves the net alone."""
+    before = snapshot(net)
+    with pytest.raises(ValueError, match=re.escape(messages[-1])) as error:
+        load(net)
+    assert all(message in str(error.value) for message in messages), error.value
+    assert snapshot(net) == before

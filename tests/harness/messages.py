@@ -1,4 +1,4 @@
-"""What users are told: errors, which every rank is to raise before anything is sent, and log lines."""
+"""Messages to users: errors, which every rank is to raise before anything is sent, and log lines."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .wiretap import wiretap
 
 Refusal = tuple[Callable[[], Any], type[Exception], str]
 """A call, the error that it must raise, and a part of its message."""
-
 Reply = tuple[str, str, int]
+"""The error's type and message, and the bytes sent before it."""
 
 
 def attempt(refusal: Refusal) -> Reply:
-    """In a worker: the error's type and message, and the bytes sent before it."""
+    """In a worker: call what must be refused."""
     with wiretap(2) as tap:
         try:
             refusal[0]()
@@ -27,10 +27,9 @@ def attempt(refusal: Refusal) -> Reply:
 
 def assert_refused(replies: list[Reply], refusal: Refusal) -> None:
     """Every rank has raised as it should, before anything was sent."""
-    _, error, message = refusal
     for kind, text, sent in replies:
-        assert kind == error.__name__, text
-        assert message in text
+        assert kind == refusal[1].__name__, text
+        assert refusal[2] in text
         assert sent == 0
 
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
 
 from .pool import device_type
-
-SEQUENCE, BATCH = 7, 2
 
 
 class Block(nn.Module):
@@ -84,9 +78,9 @@ def make_net(seed: int = 0, frozen: bool = False, **arguments: Any) -> Net:
 
 def recompute(model: nn.Module, kind: str, is_target: Callable[[nn.Module], bool]) -> None:
     """Recompute the target modules in the backward; ``kind`` ends in "reentrant" or "no_reentrant"."""
-    impl = CheckpointImpl.NO_REENTRANT if kind.endswith("no_reentrant") else CheckpointImpl.REENTRANT
-    wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=impl)
-    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=is_target)
+    impl = wrappers.CheckpointImpl["NO_REENTRANT" if kind.endswith("no_reentrant") else "REENTRANT"]
+    wrapper = partial(wrappers.checkpoint_wrapper, checkpoint_impl=impl)
+    wrappers.apply_activation_checkpointing(model, wrapper, is_target)
 
 
 class PlainSgd:
@@ -97,9 +91,8 @@ class PlainSgd:
 
     @torch.no_grad()
     def step(self) -> None:
-        for p in self.parameters:
-            if p.grad is not None:
-                p.data.sub_(p.grad, alpha=0.1)
+        for p in (p for p in self.parameters if p.grad is not None):
+            p.data.sub_(p.grad, alpha=0.1)
 
     def zero_grad(self) -> None:
         for p in self.parameters:
@@ -115,23 +108,21 @@ def make_optimizer(name: str, parameters: Iterator[nn.Parameter]) -> torch.optim
 
 
 def batch(step: int, micro_batch: int, rank: int | None = None) -> Tensor:
-    """Random bytes [BATCH, SEQUENCE + 1], other ones on each rank."""
+    """Two sequences of eight random bytes, other ones on each rank."""
     rank = dist.get_rank() if rank is None else rank
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro_batch + 7919 * rank)
-    return torch.randint(256, (BATCH, SEQUENCE + 1), generator=generator).to(device())
+    return torch.randint(256, (2, 8), generator=generator).to(device())
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     """Cross entropy of the next token, tokens being taken modulo the vocabulary."""
     tokens = tokens % model.embedding.num_embeddings
-    logits = model(tokens[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """The largest relative distance |a - b| / |b| over all tensors."""
     assert ours.keys() == theirs.keys(), set(ours) ^ set(theirs)
-    distances = [(ours[name] - b).norm() / b.norm().clamp(min=1e-12) for name, b in theirs.items()]
-    largest = torch.stack(distances).max()
+    largest = torch.stack([(ours[name] - b).norm() / b.norm().clamp(min=1e-12) for name, b in theirs.items()]).max()
     assert not largest.isnan()  # which Python's max() would pass over
     return largest.item()

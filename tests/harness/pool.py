@@ -25,25 +25,15 @@ import torch.distributed as dist
 
 from fsdp_zpp.collectives import rank_names
 
-TIMEOUT = timedelta(seconds=110)
-"""How long a collective may take, and a task: a hang fails in less than two minutes."""
-GRACE = 6.0
-"""Seconds that ranks have to answer once one of them has failed, for they may hang in what it never entered."""
-PRELOADED = [
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.testing._internal.distributed.fake_pg",
-    "transformers.models.llama.modeling_llama",
-    "peft",
-    "matplotlib.pyplot",
-    "transformers.trainer",
-    "lightning.pytorch",
-    "torchao.float8",
-    "fsdp_zpp",
-]
-"""What processes of tests import anyway, slowly; what is not installed is left out."""
-SHARE_GPUS = "FSDP_ZPP_SHARE_GPUS"
-"""The environment variable by which workers share GPUs where there are too few: slow, since NCCL's kernels spin."""
+TIMEOUT = timedelta(seconds=110)  # of a collective, and of a task
+GRACE = 6.0  # seconds in which ranks answer once one has failed: they may hang in a collective that it never entered
+PRELOADED = """
+    torch.distributed.checkpoint.state_dict torch.distributed.fsdp torch.testing._internal.distributed.fake_pg
+    transformers.models.llama.modeling_llama transformers.trainer peft matplotlib.pyplot lightning.pytorch
+    torchao.float8 fsdp_zpp
+""".split()
+"""Modules that processes of tests import anyway, slowly; those that are not installed are left out."""
+SHARE_GPUS = "FSDP_ZPP_SHARE_GPUS"  # has workers share GPUs where there are too few: slow, since NCCL's kernels spin
 
 
 class WorkerError(AssertionError):
@@ -56,22 +46,19 @@ def device_type() -> str:
 
 
 def outnumber_gpus(world: int) -> bool:
-    """Whether ``world`` workers are more than there are GPUs, if there are any: they share them or can't run."""
+    """Return whether there are GPUs, but fewer than ``world`` workers, which share them or can't run."""
     return device_type() == "cuda" and torch.cuda.device_count() < world
 
 
 def too_few_gpus(world: int) -> str:
-    """Why ``world`` workers can't run, for ``pytest.skip``; empty if they can."""
+    """Return the reason, if any, why ``world`` workers can't run."""
     too_few = outnumber_gpus(world) and SHARE_GPUS not in os.environ
     return f"needs {world} GPUs, has {torch.cuda.device_count()}" if too_few else ""
 
 
 def start_method() -> multiprocessing.context.BaseContext:
-    """How processes of tests start: forked from one that has imported torch, which takes seconds each time.
-
-    Not with a GPU, whose driver does not survive a fork, should an import ever touch it.
-    """
-    if device_type() == "cuda":
+    """Processes of tests are forked from one that has imported torch, which takes seconds each time."""
+    if device_type() == "cuda":  # whose driver does not survive a fork, should an import ever touch it
         return multiprocessing.get_context("spawn")
     multiprocessing.set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()
@@ -79,11 +66,8 @@ def start_method() -> multiprocessing.context.BaseContext:
 
 
 def free_port() -> int:
-    """A port that nothing listens on.
-
-    It is none of those that the system gives to connections, or one may take it before who asked listens there.
-    """
-    while True:
+    """A port that nothing listens on."""
+    while True:  # beyond those that the system gives to connections, one of which could take it in the meantime
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -92,24 +76,19 @@ def free_port() -> int:
 
 def init_process_group(rank: int, world: int, port: int) -> None:
     """Be a rank of a new process group, with the GPU of its number if there are any."""
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-    }
-    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     torch.set_num_threads(1)
-    if device_type() == "cuda":
-        host, gpu = divmod(rank, torch.cuda.device_count())
-        if SHARE_GPUS in os.environ:
-            # NCCL refuses two ranks on one GPU, unless it takes them for those of two hosts.
-            os.environ |= {"NCCL_HOSTID": f"host{host}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
-            os.environ["LOCAL_RANK"] = str(gpu)  # from which frameworks choose a rank's GPU
-        torch.cuda.set_device(gpu)
-        dist.init_process_group("nccl", timeout=TIMEOUT, device_id=torch.device("cuda", gpu))
-    else:
+    if device_type() == "cpu":
         dist.init_process_group("gloo", timeout=TIMEOUT)
+        return
+    host, gpu = divmod(rank, torch.cuda.device_count())
+    if SHARE_GPUS in os.environ:
+        # NCCL refuses two ranks on one GPU, unless it takes them for those of two hosts.
+        os.environ |= {"NCCL_HOSTID": f"host{host}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+        os.environ["LOCAL_RANK"] = str(gpu)  # from which frameworks choose a rank's GPU
+    torch.cuda.set_device(gpu)
+    dist.init_process_group("nccl", timeout=TIMEOUT, device_id=torch.device("cuda", gpu))
 
 
 @contextmanager
@@ -125,10 +104,7 @@ def shared_folder() -> Iterator[str]:
 def _work(rank: int, world: int, port: int, pipe: Connection) -> None:
     gc.freeze()  # or each collection would walk through all of torch
     init_process_group(rank, world, port)
-    while True:
-        task = pipe.recv()
-        if task is None:
-            break
+    while (task := pipe.recv()) is not None:
         rank_names._axes.clear()  # of the mesh of an earlier test over the same ranks
         module, name, args, deadline = task
         # A rank that hangs says where, with the test's captured output, before the pool ends it.
@@ -143,14 +119,10 @@ def _work(rank: int, world: int, port: int, pipe: Connection) -> None:
 
 
 class Pool:
-    """``world`` processes that run a function together, in one process group.
+    """``world`` processes that run functions together, which they import by name, in one process group."""
 
-    Functions are named by module and must be importable in the workers; results and arguments are pickled.
-    """
-
+    # The pool starts afresh after so many process groups, which tests of meshes leave: each has a thread of gloo.
     most_groups = 40
-    """Process groups of a worker after which the pool starts afresh: each has a thread that gloo wakes a hundred times
-    a second, and tests of meshes leave groups behind."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -160,11 +132,7 @@ class Pool:
         self._kept: dict[bytes, list[Any]] = {}
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run ``function(*args)`` on all ranks; return their results by rank.
-
-        Raises:
-            WorkerError: If it failed on any rank. The pool starts afresh at the next call.
-        """
+        """Run ``function(*args)`` on all ranks; return their results by rank, or raise a ``WorkerError``."""
         if not self._processes:
             self._start()
         deadline = time.monotonic() + TIMEOUT.total_seconds()  # which processes that are still starting share
@@ -183,17 +151,14 @@ class Pool:
         return [result for _, (_, result) in sorted(replies.items())]
 
     def once(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run as :meth:`run` does, or return what the same call has returned before.
-
-        For trainings that tests compare with, which depend on their arguments alone.
-        """
+        """Run as :meth:`run` does, or return what the same call has returned before."""
         call = pickle.dumps((function, args))
         if call not in self._kept:
             self._kept[call] = self.run(function, *args)
         return self._kept[call]
 
     def _replies(self, deadline: float) -> dict[int, tuple[bool, Any]]:
-        """What ranks answered, in the order in which they did: a rank that failed comes before those that it left."""
+        """Return replies by rank, in the order of arrival: a rank that failed comes before those that it left."""
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         replies: dict[int, tuple[bool, Any]] = {}
         while waiting and (answered := wait(waiting, max(deadline - time.monotonic(), 0))):
@@ -212,8 +177,7 @@ class Pool:
         return ok, result
 
     def _start(self) -> None:
-        context = start_method()
-        port = free_port()
+        context, port = start_method(), free_port()
         for rank in range(self.world):
             here, there = context.Pipe()
             process = context.Process(target=_work, args=(rank, self.world, port, there), daemon=True)
@@ -225,14 +189,10 @@ class Pool:
     def stop(self, kill: bool = False) -> None:
         """End the processes."""
         for pipe, process in zip(self._pipes, self._processes, strict=True):
-            if kill:
-                process.kill()
-            else:
-                pipe.send(None)
+            process.kill() if kill else pipe.send(None)
             process.join()
             pipe.close()
         self._pipes, self._processes = [], []
 
 
-Pools = Callable[[int], Pool]
-"""The fixture ``pool``: that many workers in one process group."""
+Pools = Callable[[int], Pool]  # the fixture ``pool``: that many workers in one process group

@@ -1,4 +1,4 @@
-"""Training a sharded net, the same for every way of sharding it, and what comes of it."""
+"""Trainings of a sharded net, the same for every way of sharding it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from fsdp_zpp import CodecState, Strategy
 
 from . import models
-from .adapter import STOCK, Adapter, Case, original_name
+from .adapter import Adapter, Case, original_name
 from .pool import device_type
 
 
@@ -29,7 +29,7 @@ def train(
 ) -> list[float]:
     """Train for ``case.steps`` steps; return the last micro-batch's loss of each."""
     optimizer = optimizer or models.make_optimizer(case.optimizer, model.parameters())
-    scaler = ShardedGradScaler(device=device_type(), init_scale=2.0**10, growth_interval=2) if case.scaler else None
+    scaler = make_scaler(growth_interval=2) if case.scaler else None
     losses = []
     for step in range(first_step, first_step + case.steps):
         for micro_batch in range(case.micro_batches):
@@ -58,16 +58,6 @@ def trained_weights(adapter: Adapter, case: Case, strategy: Strategy | None) -> 
     return adapter.full_weights(model)
 
 
-def gradients(adapter: Adapter, case: Case, strategy: Strategy | None) -> dict[str, Tensor]:
-    """In a worker: full gradients of one backward."""
-    model = adapter.make(case, strategy)
-    loss = models.loss_of(model, models.batch(0, 0))
-    assert loss.isfinite()
-    loss.backward()
-    assert all(p.grad.dtype == p.dtype for p in model.parameters() if p.grad is not None)
-    return adapter.full_gradients(model)
-
-
 def without_gradient(model: Any) -> frozenset[str]:
     """In a worker: the names of parameters that have a gradient on no rank."""
     found: list[Any] = [None] * dist.get_world_size()
@@ -76,45 +66,11 @@ def without_gradient(model: Any) -> frozenset[str]:
     return frozenset.intersection(*map(frozenset, found))
 
 
-Step = tuple[dict[str, Tensor], frozenset[str]]
-"""The weights after a step, and the names of parameters without a gradient."""
-
-
-def after_each_step(adapter: Adapter, case: Case, strategy: Strategy | None) -> list[Step]:
-    """In a worker: the weights and absent gradients after every step."""
-    model = adapter.make(case, strategy)
-    steps: list[Step] = []
-
-    def note(step: int, optimizer: Any) -> None:
-        steps.append((adapter.full_weights(model), without_gradient(model)))
-
-    train(adapter, model, case, after_step=note)
-    return steps
-
-
-_stock_steps: dict[str, list[Step]] = {}
-
-
 def differing_tensors(adapter: Adapter, model: Any) -> int:
     """In a worker: in how many tensors ranks hold different weights, each as its node does."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, adapter.full_weights(model))
     return sum(any(not torch.equal(each[name], found[0][name]) for each in found) for name in found[0])
-
-
-def largest_distance(adapter: Adapter, case: Case, strategy: Strategy) -> float:
-    """In a worker: the largest distance from torch's own full sharding after any step.
-
-    The same parameters must have had no gradient in each of them.
-    """
-    key = f"{adapter!r} {case!r}"
-    if key not in _stock_steps:
-        _stock_steps[key] = after_each_step(adapter, case, STOCK)
-    ours = after_each_step(adapter, case, strategy)
-    assert len(ours) == case.steps
-    for (_, absent), (_, in_stock) in zip(ours, _stock_steps[key], strict=True):
-        assert absent == in_stock, sorted(absent ^ in_stock)
-    return max(models.distance(mine, stock) for (mine, _), (stock, _) in zip(ours, _stock_steps[key], strict=True))
 
 
 def logits(model: Any) -> Tensor:
@@ -136,14 +92,12 @@ def mean_loss(model: Any, step: int) -> float:
     return loss.item() / dist.get_world_size()
 
 
-def make_scaler(enabled: bool = True) -> ShardedGradScaler:
-    """A scaler whose scale grows with every step."""
-    return ShardedGradScaler(device=device_type(), init_scale=2.0**10, growth_interval=1, enabled=enabled)
+def make_scaler(enabled: bool = True, growth_interval: int = 1) -> ShardedGradScaler:
+    """A scaler whose scale grows after so many steps, with every one unless said otherwise."""
+    return ShardedGradScaler(device_type(), init_scale=2.0**10, growth_interval=growth_interval, enabled=enabled)
 
 
-def scaled_steps(
-    model: Any, optimizer: Any, scaler: ShardedGradScaler, steps: Iterable[int], backwards: int = 1
-) -> None:
+def scaled_steps(model: Any, optimizer: Any, scaler: Any, steps: Iterable[int], backwards: int = 1) -> None:
     """Train with a scaler; the last backward of step -1 overflows."""
     for step in steps:
         for backward in range(backwards):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -14,80 +15,70 @@ from torch import Tensor, nn
 
 from fsdp_zpp import traffic
 
+KINDS = {
+    "all_gather": "all_gather",
+    "all_gather_single": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+"""The collectives that are counted, under the names that torch's versions have for them."""
+
 
 @dataclass
 class Wiretap:
     """Bytes that this rank sent inside of nodes and between them, by collective.
 
-    A collective over ranks on several nodes is counted as the cheapest implementation would send it: each byte
-    goes once to every other node (``inter``) or rank of the node (``intra``) that needs it.
+    The cheapest implementation counts: each byte goes once to every other node (``inter``) or rank of the node that
+    needs it.
     """
 
     gpus_per_node: int
     sent: dict[tuple[str, str], int] = field(default_factory=dict)
-    order: list[tuple[str, str]] = field(default_factory=list)
-    """The collectives and the hops that they were, as they were called."""
+    order: list[tuple[str, str]] = field(default_factory=list)  # collectives and hops, as they were called
+    is_within: bool = False  # a collective, which may call another one
 
-    def count(self, collective: str, group: dist.ProcessGroup | None, nbytes_per_peer: int) -> None:
-        """Count a collective in which this rank owes ``nbytes_per_peer`` to each peer."""
+    def count(self, kind: str, output: Any, own: Tensor, group: dist.ProcessGroup | None = None, **others: Any) -> None:
+        """Count a collective that was called with these arguments."""
         ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         nodes = {rank // self.gpus_per_node for rank in ranks}
         hop, peers = ("intra", len(ranks) - 1) if len(nodes) == 1 else ("inter", len(nodes) - 1)
-        key = (collective, hop)
-        self.sent[key] = self.sent.get(key, 0) + nbytes_per_peer * peers
-        self.order.append(key)
+        sent = (output if kind == "reduce_scatter" else own).nbytes // (len(ranks) if kind == "all_to_all" else 1)
+        self.sent[kind, hop] = self.sent.get((kind, hop), 0) + sent * peers
+        self.order.append((kind, hop))
 
     def total(self, hop: str, *collectives: str) -> int:
         """Bytes of one hop, in some collectives or all."""
         return sum(n for (name, at), n in self.sent.items() if at == hop and (not collectives or name in collectives))
 
 
-def _observers(tap: Wiretap) -> dict[str, Any]:
-    def gather(output: Tensor, input: Tensor, group: Any = None, async_op: bool = False) -> None:
-        tap.count("all_gather", group, input.nbytes)
-
-    def gather_list(outputs: list[Tensor], input: Tensor, group: Any = None, async_op: bool = False) -> None:
-        tap.count("all_gather", group, input.nbytes)
-
-    def scatter(output: Tensor, input: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> None:
-        tap.count("reduce_scatter", group, output.nbytes)
-
-    def all_to_all(output: Tensor, input: Tensor, *splits: Any, group: Any = None, async_op: bool = False) -> None:
-        tap.count("all_to_all", group, input.nbytes // dist.get_world_size(group))
-
-    return {
-        "all_gather_single": gather,
-        "all_gather_into_tensor": gather,
-        "all_gather": gather_list,
-        "reduce_scatter_single": scatter,
-        "reduce_scatter_tensor": scatter,
-        "all_to_all_single": all_to_all,
-    }
-
-
 @contextmanager
 def wiretap(gpus_per_node: int) -> Iterator[Wiretap]:
     """Count everything that this process sends while in the context."""
     tap = Wiretap(gpus_per_node)
-    depth = [0]
 
-    def watched(original: Any, observe: Any) -> Any:
+    def watched(original: Any, kind: str) -> Any:
+        signature = inspect.signature(original)
+
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not depth[0]:  # a deprecated name calls the new one
-                observe(*args, **kwargs)
-            depth[0] += 1
+            if tap.is_within:
+                return original(*args, **kwargs)
+            output, own, *others = signature.bind(*args, **kwargs).arguments.items()
+            tap.count(kind, output[1], own[1], **dict(others))
+            tap.is_within = True
             try:
                 return original(*args, **kwargs)
             finally:
-                depth[0] -= 1
+                tap.is_within = False
 
         return call
 
     with ExitStack() as stack:
-        for name, observe in _observers(tap).items():
+        for name, kind in KINDS.items():
             if hasattr(dist, name):
-                stack.enter_context(patch.object(dist, name, watched(getattr(dist, name), observe)))
+                stack.enter_context(patch.object(dist, name, watched(getattr(dist, name), kind)))
         yield tap
 
 

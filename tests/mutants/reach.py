@@ -24,12 +24,9 @@ import pytest
 
 from .catalog import ROOT, Mutant, Sources, load_mutants
 
-FOLDER = "FSDP_ZPP_REACH"
-"""The environment variable with the folder of the notes."""
-CURRENT = "FSDP_ZPP_REACH_CURRENT"
-"""The environment variable with the file that names the test that runs."""
-SITE = "from mutants import reach\n\nreach.begin()\n"
-"""The text of a sitecustomize.py."""
+FOLDER = "FSDP_ZPP_REACH"  # the environment variable with the folder of the notes
+CURRENT = "FSDP_ZPP_REACH_CURRENT"  # the one with the file that names the test that runs
+SITE = "from mutants import reach\n\nreach.begin()\n"  # the text of a sitecustomize.py
 CALL = "__mutants_reach_at__"
 
 _reached: set[str] = set()

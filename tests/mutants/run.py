@@ -39,12 +39,10 @@ from mutants import reach  # noqa: E402
 from mutants.catalog import PACKAGE, ROOT, Mutant, Sources, load_mutants  # noqa: E402
 
 KEPT = ROOT / "runs" / "mutants"
-FIRST = 40
-"""Tests that run before the others of a stage: most mutants die by one of them."""
-LEAST_SECONDS = 300
-"""Seconds that any run of tests has before it counts as a hang: a test whose ranks hang ends in two minutes itself."""
+FIRST = 40  # tests that run before the others of a stage: most mutants die by one of them
+LEAST_SECONDS = 300  # of a run of tests before it counts as a hang: a test whose ranks hang ends in two minutes itself
 STAGES = {"functions": "one row of each function", "rows": "other rows of them", "all": "other tests"}
-"""What a mutant meets, one after the other, by what ``--until`` calls it."""
+"""The stages that a mutant meets, one after the other, by their names for ``--until``."""
 FOLDERS = {
     "codecs": "codecs kernel collectives",
     "kernels": "kernel codecs collectives",
@@ -169,11 +167,7 @@ def environment(root: Path) -> dict[str, str]:
 
 
 class Suite:
-    """The tests that mutants meet.
-
-    Args:
-        arguments: pytest's.
-    """
+    """The tests that mutants meet, chosen by pytest's arguments."""
 
     def __init__(self, arguments: str) -> None:
         command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *shlex.split(arguments)]
@@ -191,13 +185,7 @@ class Suite:
             self._map = reach.Map(KEPT / "reach")
 
     def stages(self, mutant: Mutant, path: str, first: str) -> dict[str, list[str]]:
-        """Return the tests that ``mutant`` meets, by stage.
-
-        Args:
-            mutant: The mutant.
-            path: Its file.
-            first: The test that comes before all others, since it has killed the mutant before.
-        """
+        """Return the tests that ``mutant`` in the file ``path`` meets, by stage; ``first`` comes before all others."""
         known = set(self.tests)
         tests = [] if self._map is None else [test for test in self._map.tests_reaching(mutant) if test in known]
         if not tests:
@@ -214,7 +202,7 @@ class Suite:
         return dict(zip(STAGES, stages, strict=True))
 
     def passed(self, test: str) -> bool:
-        """Whether ``test`` is known to pass without a mutant."""
+        """Return whether ``test`` is known to pass without a mutant."""
         return self._map is not None and self._map.passed(test)
 
     def limit(self, tests: Sequence[str]) -> float:
@@ -290,7 +278,7 @@ def _first_killer(tests: Sequence[str], mutant: Mutant, copy: Copy, suite: Suite
 
 
 def _fails_by(ended: Ended, mutant: Mutant, copy: Copy, suite: Suite, results: Results) -> bool:
-    """Whether a test that failed among others fails alone, too, and passes without ``mutant``."""
+    """Return whether a test that failed among others fails alone, too, and passes without ``mutant``."""
     if not ended.hangs and not copy.run([ended.by], suite.limit([ended.by])).by:
         return False
     # A run without mutants has said which tests fail; what hangs may have had too little time.

@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import models
-from harness.adapter import Case as Training
-from harness.fsdp2 import Fsdp2
+from harness.adapter import Case as Training, Fsdp2
 from harness.launch import in_fake_world
 from harness.live_bytes import LiveBytes
 from harness.offload import offloading

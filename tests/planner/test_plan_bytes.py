@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from harness.strategies import FOURTEEN, PARO, sizes
+from harness.strategies import FOURTEEN, PARO
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
@@ -22,6 +22,8 @@ from fsdp_zpp.planner.volume import Volume, step_volume
 
 TWO: dict[str, Any] = {"nodes": 2, "gpus_per_node": 2, "inter_gbps": 1, "intra_gbps": 1}
 HOST: dict[str, Any] = {"cpu_offload": True, "host_gbps": 8}
+small_unit = st.builds(Unit, st.integers(0, 9999), st.integers(0, 9999), st.integers(1, 3), st.booleans())
+sizes = st.lists(small_unit, min_size=1, max_size=3).map(tuple).filter(lambda us: any(u.trainable for u in us))
 
 # ---- bytes that are sent
 

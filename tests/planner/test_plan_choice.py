@@ -81,6 +81,7 @@ def test_a_slower_network_makes_no_plan_win_that_sends_more_over_it(
 
 # ---- cases whose best strategy is known
 
+LLAMA_7B, LLAMA_65B = {"params": 7e9, "units": 32}, {"params": 65e9, "units": 80}
 LLAMA_8B = ModelSize((Unit(1_050_677_248, reshard_after_forward=False), Unit(218_112_000, count=32)))
 LLAMA_70B = ModelSize(
     (Unit(0, 2_101_354_496, reshard_after_forward=False), Unit(786_432, 855_654_400, count=80))
@@ -142,7 +143,7 @@ def test_what_paro_found_holds() -> None:
     assert time["NIG"] == pytest.approx(time["NII"], rel=1e-6)
     assert tuned["ING"].time.total < tuned["IIG"].time.total < tuned["ING"].time.total * 1.002
     assert tuned.choice.time.total < tuned["ING"].time.total * 1.03
-    for more in (PUBLISHED, ENCODED):
+    for more in (PUBLISHED, {"weights": Int8(256), "gradients": Int4(128)}):
         assert plan(**TUNED, **PARO, **more).choice.levels[0] == "I"
     # PaRO's guideline names NII, IIG and III, as computation hides what these three send.
     published = plan(**LLAMA_7B, **PARO, **PUBLISHED)

@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import messages, models
-from harness.adapter import STOCK, Case
-from harness.fsdp1 import Fsdp1
+from harness.adapter import STOCK, Case, Fsdp1
 from harness.messages import Refusal, Reply, assert_refused, collected
 from harness.pool import Pool
 from harness.strategies import COARSE
-from harness.training import gradients, load, save, train, trained_weights
+from harness.training import load, save, train, trained_weights
 from harness.wiretap import Sent, sent_in
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
@@ -34,9 +33,10 @@ def hooked(state: QuantizedReduceState, strategy: ShardingStrategy = ShardingStr
 
 def first_backward(strategy: ShardingStrategy) -> tuple[float, Sent]:
     """In a worker: the distance of the gradient from one without the hook, and what the backward sends."""
-    model = hooked(QuantizedReduceState(Int8(32), gpus_per_node=2), strategy)
+    model, stock = hooked(QuantizedReduceState(Int8(32), gpus_per_node=2), strategy), FSDP1.make(Case(), STOCK)
     sent = sent_in(lambda: models.loss_of(model, models.batch(0, 0)).backward(), model, 2)
-    return models.distance(FSDP1.full_gradients(model), gradients(FSDP1, Case(), STOCK)), sent
+    models.loss_of(stock, models.batch(0, 0)).backward()
+    return models.distance(*map(FSDP1.full_gradients, (model, stock))), sent
 
 
 def test_gradients_under_stock_strategies_are_near_those_without_the_hook_and_are_counted(

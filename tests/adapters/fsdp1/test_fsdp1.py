@@ -12,12 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import messages, models
-from harness.adapter import STOCK, Case
+from harness.adapter import STOCK, Case, Fsdp1
 from harness.covering import over_each
-from harness.fsdp1 import Fsdp1
 from harness.messages import Refusal, Reply, assert_refused
 from harness.pool import Pool, device_type
-from harness.steps_in_backward import stepped
 from harness.training import logits, train
 from harness.wiretap import wiretap
 from torch import Tensor, nn
@@ -131,13 +129,6 @@ def test_gradients_of_inputs_that_are_cast_and_those_kept_in_low_precision_are_a
     for (dtypes, gradients), (expected_dtypes, expected) in zip(ours, stock, strict=True):
         assert dtypes == expected_dtypes == {BF16 if keeps else FP32}
         assert keeps or models.distance(gradients, expected) <= 1e-6
-
-
-@over_each(rest=False, scopes=["IGG", "III", "NNG"], micro_batches=[1, 2])
-def test_steps_in_the_backward_equal_stock(pool: Callable[[int], Pool], scopes: str, micro_batches: int) -> None:
-    ours = pool(4).run(stepped, Fsdp1(), Strategy(scopes, **TWO), micro_batches)
-    stock = pool(4).once(stepped, Fsdp1(), STOCK, micro_batches)
-    assert max(map(models.distance, ours, stock)) <= 1e-6
 
 
 def synchronized(scopes: str) -> float:

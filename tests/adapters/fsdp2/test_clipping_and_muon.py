@@ -14,11 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import models
-from harness.adapter import STOCK, Case
+from harness.adapter import STOCK, Case, Fsdp1, Fsdp2
 from harness.benchmarks import load
 from harness.covering import over_each
-from harness.fsdp1 import Fsdp1
-from harness.fsdp2 import Fsdp2
 from harness.messages import Refusal, Reply, assert_refused, attempt
 from harness.pool import Pool, device_type
 from torch import Tensor, nn

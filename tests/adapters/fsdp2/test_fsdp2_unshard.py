@@ -11,7 +11,6 @@ import torch.distributed as dist
 from harness import models
 from harness.adapter import Case
 from harness.covering import over_each
-from harness.fsdp2 import Fsdp2
 from harness.pool import Pool
 from harness.training import logits, train
 from torch import Tensor, nn

@@ -13,11 +13,9 @@ from unittest import mock
 import pytest
 import torch
 from harness import messages, models
-from harness.adapter import STOCK, Case
-from harness.fsdp2 import FULL, Fsdp2
+from harness.adapter import FULL, STOCK, Case, Fsdp2
 from harness.messages import Refusal, Reply, assert_refused
 from harness.pool import Pool, device_type
-from harness.steps_in_backward import stepped
 from harness.training import logits, train
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
@@ -141,12 +139,6 @@ def test_all_reduce_setter_defers_what_gradient_scopes_n_and_i_accumulate(
     for (weights, sent), (expected_weights, expected_sent) in zip(setter, expected, strict=True):
         assert sent == expected_sent
         assert models.distance(weights, expected_weights) == 0
-
-
-@over_scopes
-def test_steps_in_hooks_of_an_accumulating_backward_equal_stock(pool: Callable[[int], Pool], scopes: str) -> None:
-    ours = pool(4).run(stepped, FSDP2, Strategy(scopes, **TWO), 2)
-    assert max(map(models.distance, ours, pool(4).once(stepped, FSDP2, STOCK, 2))) <= 1e-6
 
 
 # ---- unsharded weights

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import models
+from harness.adapter import Fsdp2
 from harness.covering import over_each
-from harness.fsdp2 import Fsdp2
 from harness.messages import Refusal, Reply, assert_refused, attempt
 from harness.pool import Pool, device_type
 from torch import Tensor, nn

@@ -15,9 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import models
-from harness.adapter import STOCK, Adapter, Case, Precision
-from harness.fsdp1 import Fsdp1
-from harness.fsdp2 import Fsdp2
+from harness.adapter import STOCK, Adapter, Case, Fsdp1, Fsdp2, Precision
 from harness.messages import collected
 from harness.pool import Pool
 from harness.training import load, save

@@ -1,51 +1,46 @@
-"""A pool that gives up early on what hangs, which among random programs is an answer like any other."""
+"""Workers for programs, which give up early on what hangs: among random programs that is an answer like any other."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from .pool import Pool
+from harness.pool import Pool
 
-STARTING = 60.0
-"""Patience with workers that import torch."""
+from .program import Program
+
+STARTING, PATIENCE, AFTER_A_FAILURE = 60.0, 6.0, 2.0
+"""Seconds for workers to import torch, to compute something, and to answer once another rank has failed."""
 
 
 class ImpatientPool(Pool):
-    """As :class:`Pool`, but takes workers that compute nothing for ``patience`` seconds for hung.
-
-    Their processor time says so, since on a busy machine a program may take long. Once a rank has failed, the others
-    get two seconds.
-    """
+    """A pool that takes workers for hung that use no processor time: on a busy machine a program may take long."""
 
     most_groups = 1 << 30  # workers keep what stock has shown for what ours will
-
-    def __init__(self, world: int, patience: float = 6.0) -> None:
-        super().__init__(world)
-        self.patience = patience
-        self._fresh = True
+    _patience = STARTING
 
     def _replies(self, deadline: float) -> dict[int, tuple[bool, Any]]:
         replies: dict[int, tuple[bool, Any]] = {}
-        busy, computed, patience = time.monotonic(), 0.0, STARTING if self._fresh else self.patience
+        busy, computed, patience = time.monotonic(), 0.0, self._patience
         while len(replies) < self.world and time.monotonic() < busy + patience:
             waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in replies}
             for pipe in wait(list(waiting), timeout=0.5):
                 replies[waiting[pipe]] = self._receive(pipe)
             if any(not ok or _raised(result) for ok, result in replies.values()):
-                patience = 2.0
+                patience = AFTER_A_FAILURE
             elif (now := self._computed()) > computed + 0.05:
                 busy, computed = time.monotonic(), now
-        self._fresh = False
+        self._patience = PATIENCE
         raised = next((f", since another rank {result}" for _, result in replies.values() if _raised(result)), "")
         return {rank: replies.get(rank, (False, f"hangs{raised}")) for rank in range(self.world)}
 
     def _start(self) -> None:
         super()._start()
-        self._fresh = True
+        self._patience = STARTING
 
     def _computed(self) -> float:
         """Seconds of processor time that the workers have taken; of the clock where that can't be told."""
@@ -58,5 +53,23 @@ class ImpatientPool(Pool):
 
 
 def _raised(result: Any) -> bool:
-    """Whether a run ended with an exception, after which other ranks may hang."""
     return isinstance(result, str) and "raises" in result
+
+
+class Workers:
+    """Pools of the sizes that programs ask for, one at a time."""
+
+    def __init__(self) -> None:
+        self._pool: ImpatientPool | None = None
+
+    def run(self, function: Callable[..., Any], program: Program) -> list[Any]:
+        """Run ``function(program)`` on as many ranks as the program has."""
+        if self._pool is None or self._pool.world != program.world:
+            self.stop()
+            self._pool = ImpatientPool(program.world)
+        return self._pool.run(function, program)
+
+    def stop(self) -> None:
+        """End the processes."""
+        if self._pool is not None:
+            self._pool.stop(kill=True)
