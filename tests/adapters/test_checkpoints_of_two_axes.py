@@ -11,7 +11,6 @@ import torch.distributed as dist
 from harness import models
 from harness.adapter import Adapter, Fsdp1
 from harness.covering import ADAPTERS, over_each
-from harness.fsdp1 import Fsdp1
 from harness.pool import Pools, device_type
 from harness.training import load, save
 from torch import Tensor, nn

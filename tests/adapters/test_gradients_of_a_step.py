@@ -16,7 +16,7 @@ from harness import models
 from harness.adapter import STOCK, Adapter, Case, Precision
 from harness.covering import ADAPTERS, SCOPES, over_each, over_pairs
 from harness.pool import Pools, device_type
-from harness.strategies import COARSE, FEEDBACKS
+from harness.strategies import BOTH, COARSE, INTER
 from harness.training import make_scaler, scaled_steps, train
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -284,7 +284,12 @@ def scaled_run(
 
 
 @over_pairs(
-    rest=False, adapter=ADAPTERS, feedback=FEEDBACKS, optimizer=list(OPTIMIZERS), backwards=[1, 2], overflow_at=[0, 2]
+    rest=False,
+    adapter=ADAPTERS,
+    feedback={"inter": INTER, "both in int8": BOTH},
+    optimizer=list(OPTIMIZERS),
+    backwards=[1, 2],
+    overflow_at=[0, 2],
 )
 def test_a_step_that_the_scaler_skips_leaves_errors_as_they_were(
     pool: Pools, adapter: Adapter, feedback: LoCo, optimizer: str, backwards: int, overflow_at: int

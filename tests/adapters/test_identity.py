@@ -8,10 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import models
-from harness.adapter import STOCK, Adapter, original_name
+from harness.adapter import STOCK, Adapter, Fsdp2, original_name
 from harness.covering import ADAPTERS, over_each
-from harness.fsdp2 import Fsdp2
-from harness.late_hops import late_hops
+from harness.links import late_hops
 from harness.pool import Pools
 from harness.training import make_scaler, without_gradient
 from torch import Tensor, nn

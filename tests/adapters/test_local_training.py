@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import models
-from harness.adapter import Adapter, Case, Fsdp2, Precision
+from harness.adapter import Adapter, Case, Precision
 from harness.covering import ADAPTERS, over_each
 from harness.messages import collected
 from harness.pool import Pools, device_type

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from harness import models
-from harness.adapter import Adapter, Case
+from harness.adapter import Adapter, Case, Fsdp1
 from harness.covering import over_adapters, over_adapters_and_flat
-from harness.fsdp1 import Fsdp1
 from harness.messages import collected
 from harness.pool import Pools
 from harness.training import train

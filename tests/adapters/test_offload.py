@@ -29,6 +29,21 @@ TWO: Any = {"gpus_per_node": 2}
 CODECS: Any = {"weights": Int8(64), "gradients": Int4(64), **TWO}
 
 
+@contextmanager
+def scales_that_have_arrived() -> Iterator[None]:
+    """Return a context in which torch's scaler waits for what it copies from a GPU and then multiplies by."""
+    get = _GeneralMultiDeviceReplicator.get
+
+    def get_and_wait(self: _GeneralMultiDeviceReplicator, device: torch.device) -> Tensor:
+        copy = get(self, device)
+        if device.type == "cpu" and self.master.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return copy
+
+    with mock.patch.object(_GeneralMultiDeviceReplicator, "get", get_and_wait):
+        yield
+
+
 def distance_from_kept(adapter: Adapter, case: Case, strategy: Strategy) -> float:
     """In a worker: the distance of offloaded weights from others; both have trained alike."""
     weights, group = [], None
@@ -169,7 +184,7 @@ def after_an_exception(adapter: Adapter) -> float:
 
     with without_pinning():
         for failing in (False, True):
-            model = make(offloading(adapter), Strategy("IGG", **TWO), Counting, lr=0.125)
+            model = stepping_in_backward(offloading(adapter), Strategy("IGG", **TWO), Counting, lr=0.125)
             for step in range(3):
                 if failing and step == 1:
                     handle = model.blocks[0].up.register_full_backward_pre_hook(fail)

@@ -11,10 +11,8 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import lora, models
-from harness.adapter import STOCK, Adapter, Case
+from harness.adapter import STOCK, Adapter, Case, Fsdp1, Fsdp2
 from harness.covering import ADAPTERS, over_each
-from harness.fsdp1 import Fsdp1
-from harness.fsdp2 import Fsdp2
 from harness.messages import collected
 from harness.offload import offloading, without_pinning
 from harness.pool import Pools

@@ -11,11 +11,9 @@ import torch
 import torch.distributed as dist
 from fuzz.modules import ScheduleFree
 from harness import models
-from harness.adapter import Adapter, Case
+from harness.adapter import Adapter, Case, Fsdp1, Fsdp2
 from harness.covering import ADAPTERS, over_adapters, over_each, over_pairs
-from harness.fsdp1 import Fsdp1
-from harness.fsdp2 import Fsdp2
-from harness.late_hops import CYCLES, late_hops
+from harness.links import CYCLES, late_hops
 from harness.pool import Pools, device_type
 from harness.strategies import FOURTEEN, PRESETS
 from harness.training import logits, train

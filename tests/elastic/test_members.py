@@ -18,7 +18,6 @@ import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Adapter, Case, Fsdp2
 from harness.covering import ADAPTERS, over_adapters, over_each
-from harness.fsdp2 import Fsdp2
 from harness.pool import TIMEOUT, Pool, free_port
 from harness.training import train
 from torch import Tensor

@@ -14,7 +14,7 @@ from accelerate import init_empty_weights
 from harness import llama, lora, models
 from harness.adapter import Adapter, Case
 from harness.covering import ADAPTERS, over_each
-from harness.frozen_files import refused
+from harness.lora import refused
 from harness.pool import Pools
 from peft import PromptTuningConfig, VeraConfig, get_peft_model
 from safetensors import safe_open
@@ -33,8 +33,8 @@ Make = Callable[..., models.Net]
 
 
 def save(folder: Path, **arguments: Any) -> Path:
-    base = files.make_base(**arguments)
-    quantize_frozen_params(base, files.CODEC)
+    base = lora.make_base(**arguments)
+    quantize_frozen_params(base, lora.CODEC)
     save_frozen_params(base, folder)
     return folder
 
@@ -72,14 +72,14 @@ def overwrite(file: Path) -> None:
 
 @EITHER
 def test_all_of_a_checkpoint_is_loaded_and_copied(tmp_path: Path, make: Make) -> None:
-    state = files.make_base().state_dict()
+    state = lora.make_base().state_dict()
     path = write_checkpoint(tmp_path / "model.safetensors", state)
-    nets = [make(**({"seed": 1} if make is files.make_base else {})) for _ in range(2)]
+    nets = [make(**({"seed": 1} if make is lora.make_base else {})) for _ in range(2)]
     for net, checkpoint in zip(nets, (tmp_path, state.__getitem__), strict=True):
-        quantize_frozen_params(net, files.CODEC, checkpoint=checkpoint)
+        quantize_frozen_params(net, lora.CODEC, checkpoint=checkpoint)
     overwrite(path)
     for net in nets:
-        assert torch.equal(files.output_of(net), files.output_of(files.rounded(files.make_base())))
+        assert torch.equal(lora.output_of(net), lora.output_of(lora.rounded(lora.make_base())))
 
 
 @EITHER
@@ -142,11 +142,11 @@ def test_buffers_are_loaded_and_saved_but_for_computed_ones_which_are_refused_on
     trained(torch.randn(8, 64))
     path = write_checkpoint(tmp_path / "model.safetensors", trained.state_dict())
     refused(make().to("meta"), quantizing(path), "angles is on the meta device", "init_empty_weights")
-    quantize_frozen_params(net, files.CODEC, checkpoint=path)
+    quantize_frozen_params(net, lora.CODEC, checkpoint=path)
     for name, value in trained[1].state_dict().items():
         assert torch.equal(net[1].state_dict()[name], value)
     save_frozen_params(net, tmp_path / "base")
-    index = json.loads((tmp_path / "base" / files.INDEX).read_text())
+    index = json.loads((tmp_path / "base" / lora.INDEX).read_text())
     of_norm = {f"1.{name}" for name in net[1].state_dict()}
     assert set(index["weight_map"]) == {"0.weight.codes", "0.weight.scales", "0.bias"} | of_norm
 
@@ -350,7 +350,7 @@ DIFFERENT = {
 def on_rank_2(folder: Path) -> None:
     for kind, said in DIFFERENT.items():
         own = folder / kind / ("broken" if dist.get_rank() == 2 else "whole")
-        refused(files.make_base(seed=1), quantizing(own) if kind == "checkpoint" else loading(own), said)
+        refused(lora.make_base(seed=1), quantizing(own) if kind == "checkpoint" else loading(own), said)
 
 
 def test_what_one_rank_reads_wrong_is_an_error_on_all(pool: Pools, tmp_path: Path) -> None:

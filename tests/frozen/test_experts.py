@@ -13,7 +13,7 @@ from accelerate import init_empty_weights
 from harness import llama, models
 from harness.adapter import Adapter
 from harness.covering import ADAPTERS, over_each
-from harness.frozen_files import refused
+from harness.lora import refused
 from harness.pool import Pools
 from peft import PeftModel
 from safetensors.torch import load_file, save_file

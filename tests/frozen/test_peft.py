@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import llama, models
-from harness.adapter import Adapter
+from harness.adapter import Adapter, Fsdp1
 from harness.covering import ADAPTERS, over_adapters, over_each
 from harness.live_bytes import LiveBytes
 from harness.messages import attempt

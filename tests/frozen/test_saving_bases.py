@@ -100,7 +100,7 @@ def quantized(seed: int, group: dist.ProcessGroup | None = None) -> models.Net:
 
 
 def stored_in(folder: Path, group: dist.ProcessGroup | None = None) -> Tensor:
-    net = files.make_empty()
+    net = lora.make_empty()
     load_frozen_params(net, folder, process_group=group, device="cpu")
     return lora.output_of(net)
 
@@ -288,4 +288,4 @@ def test_a_draft_that_another_save_locks_first_is_left_to_it(tmp_path: Path, mon
 
     monkeypatch.setattr(fcntl, "flock", slow)
     Draft(tmp_path).publish("{}")
-    assert {path.name for path in tmp_path.iterdir()} == {files.INDEX, Path(others[0].name).name}
+    assert {path.name for path in tmp_path.iterdir()} == {lora.INDEX, Path(others[0].name).name}

@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 from harness import lora, models
-from harness.adapter import STOCK, Adapter, Case, Fsdp1, Fsdp2
+from harness.adapter import STOCK, Adapter, Case, Fsdp1
 from harness.covering import WITH_FLAT, over_each
-from harness.fsdp1 import Fsdp1
 from harness.messages import Reply, assert_refused, attempt
 from harness.pool import Pools, device_type
-from harness.strategies import CODEC, quantize
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard

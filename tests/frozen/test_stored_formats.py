@@ -25,6 +25,7 @@ from harness import llama, lora, models
 from harness.adapter import Adapter
 from harness.covering import ADAPTERS
 from harness.live_bytes import LiveBytes
+from harness.lora import refused
 from harness.pool import Pools
 from peft import PeftModel
 from safetensors.torch import load_file, save_file

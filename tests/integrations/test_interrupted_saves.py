@@ -27,8 +27,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from harness import llama, models
-from harness.adapter import Case
-from harness.fsdp2 import Fsdp2
+from harness.adapter import Case, Fsdp2
 from harness.messages import collected
 from harness.pool import Pool, Pools, device_type
 from harness.training import train

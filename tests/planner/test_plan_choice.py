@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness.benchmarks import BENCHMARKS
-from harness.strategies import ENCODED, FOURTEEN, LLAMA_7B, LLAMA_65B, PARO
+from harness.strategies import FOURTEEN, PARO
 from hypothesis import given, settings, strategies as st
 
 from fsdp_zpp import NF4, Int4, Int8, Strategy, plan

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import models
-from harness.adapter import Case
+from harness.adapter import Case, Fsdp2
 from harness.covering import over_each
 from harness.pool import Pool
 from harness.training import logits, train
