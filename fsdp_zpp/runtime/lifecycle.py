@@ -103,8 +103,10 @@ class LifecycleHooks:
 
     def scaler_stepped(self, scaler: GradScaler, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
         """Handle ``scaler.step(optimizer)``, which has made a step or skipped it; it may be another model's."""
+        if not scaler.is_enabled():
+            return
         ids = _parameter_ids(optimizer)
-        if not scaler.is_enabled() or not self._holds_any(ids):
+        if not self._holds_any(ids):
             return
         self._last_scaler = None
         self._step_ended(optimizer)

@@ -10,13 +10,14 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_zpp import clip_grad_norm_, fully_shard
 
@@ -224,17 +225,31 @@ def _is_wrapped_block(module: nn.Module) -> bool:
 
 
 def _gathered(sharded: dict[str, Any]) -> dict[str, Tensor]:
-    """Gather full tensors at once where one mesh has all of them: one by one takes as long as the training."""
-    mesh, *others = {value.device_mesh for value in sharded.values()} or [None]
-    if mesh is None or mesh.ndim > 1 or others:
-        # On GPUs the process group is NCCL's, which gathers nothing from the CPU, where offloaded parameters are.
+    """Full tensors in fp32, by one collective for all of a mesh: one for each takes as long as the training."""
+    if len({value.device_mesh for value in sharded.values()}) != 1 or next(iter(sharded.values())).device_mesh.ndim > 1:
         return {name: value.to(models.device()).full_tensor() for name, value in sharded.items()}
-    found: list[Any] = [None] * mesh.size()
-    own = {name: value.to_local().detach().float().cpu().numpy() for name, value in sharded.items()}  # fast to pickle
-    dist.all_gather_object(found, own, mesh.get_group())
-    full = {name: [torch.from_numpy(each[name]) for each in found] for name in sharded}
-    where = {name: value.placements[0] for name, value in sharded.items()}
-    return {n: torch.cat(parts, where[n].dim) if where[n].is_shard() else parts[0] for n, parts in full.items()}
+    mesh = next(iter(sharded.values())).device_mesh
+    pieces = {name: _pieces(value, mesh.size()) for name, value in sharded.items()}
+    # On GPUs the process group is NCCL's, which gathers nothing from the CPU, where offloaded parameters are.
+    flat = [value.to_local().to(models.device()).detach().float().flatten() for value in sharded.values()]
+    largest = [shapes[0].numel() for shapes, _ in pieces.values()]
+    row = torch.cat([F.pad(own, (0, size - own.numel())) for own, size in zip(flat, largest, strict=True)])
+    rows = [torch.empty_like(row) for _ in range(mesh.size())]
+    dist.all_gather(rows, row, mesh.get_group())
+    split = [row.split(largest) for row in rows]
+    full = {}
+    for i, (name, (shapes, dim)) in enumerate(pieces.items()):
+        parts = [each[i][: shape.numel()].view(shape) for each, shape in zip(split, shapes, strict=False)]
+        full[name] = torch.cat(parts, dim)
+    return full
+
+
+def _pieces(value: Any, ranks: int) -> tuple[list[torch.Size], int]:
+    """The shapes of ranks' parts, where they hold anything, and the dimension that they are cut along."""
+    (placement,) = value.placements
+    if not isinstance(placement, Shard):
+        return [value.shape], 0
+    return [part.shape for part in torch.empty(value.shape, device="meta").chunk(ranks, placement.dim)], placement.dim
 
 
 def original_name(name: str) -> str:
