@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Adapter, Case, Precision
-from harness.covering import ADAPTERS, SCOPES, over_each, over_pairs
+from harness.covering import ADAPTERS, SCOPES, over_adapters, over_each, over_pairs
 from harness.pool import Pools, device_type
 from harness.strategies import BOTH, COARSE, INTER
 from harness.training import make_scaler, scaled_steps, train
@@ -298,3 +298,22 @@ def test_a_step_that_the_scaler_skips_leaves_errors_as_they_were(
     call = scaled_run, adapter, replace(COARSE, error_feedback=feedback), optimizer, backwards
     scaled, unscaled = pool(4).run(*call, True, overflow_at), pool(4).once(*call, False, None)
     assert max(map(models.distance, scaled, unscaled)) == 0
+
+
+def beside_a_scaled_model(adapter: Adapter, beside: bool) -> dict[str, Tensor]:
+    """In a worker: weights of a model without a scaler, while another model trains with a scaler in between."""
+    strategy = replace(COARSE, error_feedback=INTER)
+    model, other = adapter.make(Case(), strategy), adapter.make(Case(), strategy)
+    optimizers = [models.make_optimizer("sgd", each.parameters()) for each in (model, other)]
+    scaler = make_scaler()
+    for step in range(2):
+        if beside:
+            scaled_steps(other, optimizers[1], scaler, [step])
+        scaled_steps(model, optimizers[0], make_scaler(False), [step])
+    return adapter.full_weights(model)
+
+
+@over_adapters
+def test_the_scaler_of_another_model_changes_nothing(pool: Pools, adapter: Adapter) -> None:
+    alone, beside = (pool(4).run(beside_a_scaled_model, adapter, which)[0] for which in (False, True))
+    assert models.distance(beside, alone) == 0
