@@ -87,6 +87,34 @@ def test_a_step_may_be_ended_by_finalize_backward(pool: Callable[[int], Pool], l
     pool(4).run(manual_finalization, last_synced)
 
 
+def fail(module: nn.Module, values: Any) -> None:
+    raise FloatingPointError
+
+
+def after_failures(strategy: Strategy | None) -> dict[str, Tensor]:
+    """In a worker: gradients of a step; before it, second micro-batches fail unless the strategy is stock."""
+    model: Any = FSDP2.make(Case(), strategy)
+    for where in ("forward", "full_backward") if strategy is not STOCK else ():
+        with FSDP2.micro_batch(model, False, False):
+            models.loss_of(model, models.batch(0, 0)).backward()
+            handle = getattr(model.blocks[1], f"register_{where}_pre_hook")(fail)
+            with pytest.raises(FloatingPointError):
+                models.loss_of(model, models.batch(0, 1)).backward()
+        handle.remove()
+        model.reset_iter_state()
+    for micro_batch, last in enumerate((False, True)):
+        with FSDP2.micro_batch(model, last, False):
+            models.loss_of(model, models.batch(1, micro_batch)).backward()
+    return FSDP2.full_gradients(model)
+
+
+@needs("reset_iter_state")
+@over_scopes
+def test_reset_iter_state_recovers_from_an_exception(pool: Callable[[int], Pool], scopes: str) -> None:
+    ours, stock = pool(4).run(after_failures, Strategy(scopes, **TWO)), pool(4).once(after_failures, STOCK)
+    assert max(map(models.distance, ours, stock)) <= 1e-6
+
+
 # ---- reductions
 
 
@@ -266,9 +294,6 @@ def meta_init() -> None:
         net = models.Net()
     FSDP2.shard(net, Case(), ZEROPP)
     net.to_empty(device=models.device())
-    for module in net.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
     for block in net.blocks:
         block.shift.fill_(0.1)
     set_model_state_dict(net, full.state_dict(), options=FULL)
