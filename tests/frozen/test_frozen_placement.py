@@ -101,8 +101,8 @@ def trains_as_dequantized(adapter: Adapter, scopes: str, case: Case) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    weights = lora.trainable(adapter.full_weights(model))
-    assert models.distance(weights, lora.values_of(net)) <= 1e-5
+    weights = {name: p.detach().cpu() for name, p in net.named_parameters() if p.requires_grad}
+    assert models.distance(trainable(adapter.full_weights(model)), weights) <= 1e-5
 
 
 @pytest.mark.parametrize(("adapter", "scopes", "case"), CASES.values(), ids=CASES)
@@ -225,7 +225,8 @@ def on_slow_links(adapter: Adapter, codec: Codec, way: str, folder: Path) -> lis
     nodes = {str(unit.ranks.topology) for unit in named_units(model) if isinstance(unit, StrategyUnit)}
     assert (nodes, places_of(model)) == ({"4 nodes x 1"}, {"I on 1 node x 4"})
     held = sum(unit.nbytes for unit in {weight.holder for _, _, weight in frozen_modules(model)})
-    assert held <= 1.02 * codec.nbytes(lora.total_parameters(lora.make_net(**LARGE))) / 4
+    matrices = sum(p.numel() for p in lora.make_net(**LARGE).parameters() if p.dim() == 2 and p.numel() >= 4096)
+    assert held <= 1.02 * codec.nbytes(matrices) / 4
     named = made(adapter, codec, "before", folder, Strategy.zeropp(gpus_per_node=1), 4)
     assert all(torch.equal(ours[name], value) for name, value in trained(adapter, named).items())
     return [line for _, line in records if "stays sharded over 1 node x 4" in line]
