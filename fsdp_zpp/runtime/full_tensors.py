@@ -134,7 +134,8 @@ class Whole(FullTensor):
             return None
         full, device = self._tensor.detach(), self._tensor.device
         if isinstance(full, DTensor):  # which may be offloaded
-            full, device = full.to_local(), torch.device(full.device_mesh.device_type)
+            device = torch.device(full.device_mesh.device_type)
+            full = full.to_local()
         return full.to(device, self.as_delivered(dtype), copy=True)
 
 
