@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise, product
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -17,6 +20,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
 from fsdp_zpp import Codec, Int4, Int4Delta, Int8, LoCo, TopK
+from fsdp_zpp.collectives import _torch_coalescing
+from fsdp_zpp.collectives._torch_coalescing import AllGathers
 from fsdp_zpp.collectives.error_buffer import ErrorBuffer, encode_with_feedback
 from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
@@ -613,3 +618,25 @@ def test_errors_decay_once_each_time_they_are_used(codec: Codec, dtype: Int8 | N
     assert torch.allclose(fourth[:256], 0.45**2 * second, rtol=2e-2, atol=1e-4)
     rounding = 0 if dtype is None else left_out.abs().max() / 127
     assert ((fourth[256:] - 0.45 * left_out[256:]).abs() <= rounding + 1e-7).all()
+
+
+# ---- all-gathers that start together
+
+
+def test_what_all_gathers_send_is_kept_until_they_are_waited_for() -> None:
+    own, gathers, works = torch.ones(4), AllGathers(), Mock()
+    sent = weakref.ref(own)
+    # In place of collectives on a CPU, which keep tensors themselves, as NCCL's need not.
+    with patch.multiple(
+        _torch_coalescing,
+        _coalescing_manager=lambda group, async_ops: nullcontext(works),
+        all_gather_single=lambda: lambda out, own, group: None,
+    ):
+        started = gathers.add(torch.empty(8), own, Mock())
+        del own
+        gathers.start()
+    assert sent() is not None
+    works.wait.side_effect = lambda: sent() is not None or pytest.fail("it is gone before it has arrived")
+    started.wait()
+    works.wait.assert_called_once_with()
+    assert sent() is None
