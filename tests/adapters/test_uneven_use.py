@@ -170,9 +170,9 @@ Backwards = list[tuple[bool, bool]]
 """Whether each micro-batch of a step synchronizes, and whether it leaves out a block."""
 
 LEFT_OUT: dict[str, Backwards] = {
-    "by the last": [(False, False), (True, True)],
     # Stock FSDP1 is no oracle: it forgets the block's gradient if another micro-batch runs it before the last.
     "after a reduction": [(True, False), (False, True), (True, True)],
+    "by the last": [(False, False), (True, True)],
 }
 
 
