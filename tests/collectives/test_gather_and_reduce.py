@@ -620,6 +620,16 @@ def test_errors_decay_once_each_time_they_are_used(codec: Codec, dtype: Int8 | N
     assert ((fourth[256:] - 0.45 * left_out[256:]).abs() <= rounding + 1e-7).all()
 
 
+def test_errors_are_read_in_fp32_whatever_torchs_default_dtype_is() -> None:
+    layout = FlatLayout((Piece(0, "one", 256),), (0,), 256)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        errors = ErrorBuffer(0.0, Int8(128), 1.0).prepare(Extent(256, (0,), layout), CPU).read()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert errors.dtype == torch.float32
+
+
 # ---- all-gathers that start together
 
 
