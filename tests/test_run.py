@@ -37,7 +37,7 @@ STAND_INS = {
 
 
 def commands(folder: Path, *, gpu: bool, own_torch: bool) -> list[str]:
-    """What ``./run test`` calls in a fresh clone, which ``folder`` becomes."""
+    """The calls of ``./run test`` in a fresh clone, which ``folder`` becomes."""
     result = attempt(folder, PYTHON="python", GPU=str(int(gpu)), TORCH=str(int(own_torch)))
     assert result.returncode == 0, result.stderr
     return (folder / "log").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""What tests of nodes that train on their own have in common."""
+"""Helpers of tests whose nodes train on their own."""
 
 from __future__ import annotations
 

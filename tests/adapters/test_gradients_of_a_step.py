@@ -109,7 +109,7 @@ def beside_stock(adapter: Adapter, precision: Precision, scopes: str) -> tuple[f
 def test_gradients_are_reduced_in_torchs_dtype_and_as_near_to_fp32(
     pool: Pools, adapter: Adapter, precision: Precision, scopes: str
 ) -> None:
-    """Whether or not a unit was frozen in the first backward.
+    """This holds for units that were frozen in the first backward, too.
 
     The dtype depends on torch: fully_shard without a reduce_dtype reduces in that of the parameters from 2.15 on.
     """

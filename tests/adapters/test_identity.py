@@ -1,4 +1,4 @@
-"""What outlives a backward belongs to parameters: sums of micro-batches and errors, whatever is trained meanwhile."""
+"""Sums of micro-batches and errors outlive a backward, and belong to parameters, whatever is trained meanwhile."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def exact_in_turn(how: str) -> dict[str, Tensor]:
 
 
 TURNS = {f"{adapter}-{how}": (adapter, how) for how in ("idle", "one ahead", "frozen") for adapter in ADAPTERS}
-"""Whether other heads are frozen or just idle, and on which ranks."""
+"""Uses of heads in turn: the others are frozen or just idle, or are one ahead on some ranks."""
 
 
 @over_each(rest=False, scopes=["GGG", "IIG", "III", "NNG", "NNN"], turns=TURNS, config=IN_TURN)

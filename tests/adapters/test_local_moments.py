@@ -27,7 +27,7 @@ from fsdp_zpp.runtime.unit import StrategyUnit, named_units
 
 CASE = Case(steps=4, clip=None)
 States = dict[str, dict[str, Tensor]]
-"""What a rank holds of optimizers' states, by the parameter's name."""
+"""A rank's part of optimizers' states, by the parameter's name."""
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
@@ -58,7 +58,7 @@ def local(value: Any) -> Tensor:
 
 
 def on_nodes(model: nn.Module, optimizer: Optimizer, gpus_per_node: int) -> list[States]:
-    """What each node holds of the states that this rank holds of its own. Collective."""
+    """Every node's states of the values that are this rank's on its own node. Collective."""
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, states(model, optimizer))
     return held[dist.get_rank() % gpus_per_node :: gpus_per_node]

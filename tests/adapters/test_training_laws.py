@@ -189,12 +189,12 @@ class Row:
 
     @property
     def is_split(self) -> bool:
-        """Whether FSDP1 makes a unit by itself of what is frozen in another."""
+        """True if FSDP1 makes a unit by itself of parameters that are frozen in another."""
         return self.case.frozen and not self.case.wrap_blocks and isinstance(self.adapter, Fsdp1)
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is the usual net, a unit for each block."""
+        """True for the usual net, a unit for each block."""
         return self.case.model == () and self.case.wrap_blocks and self.adapter in WITH_FLAT
 
 
@@ -331,7 +331,7 @@ ARGUMENTS: dict[str, tuple[Adapter, dict[str, Any]]] = {
 
 
 def with_arguments(name: str, scopes: str) -> Row | None:
-    # What is to be kept unsharded can't be resharded after the forward, and is shown as shards after a backward.
+    # Weights that stay unsharded can't be resharded after the forward, and are shown as shards after a backward.
     if scopes == "NNG" and name in ("reshard after forward", "synced kept unsharded"):
         return None
     adapter, case = ARGUMENTS[name]

@@ -167,7 +167,7 @@ def test_a_parameter_that_no_forward_uses_gets_no_gradient(
 # ---- what a micro-batch leaves out
 
 Backwards = list[tuple[bool, bool]]
-"""Whether each micro-batch of a step synchronizes, and whether it leaves out a block."""
+"""For each micro-batch of a step: it synchronizes, it leaves out a block."""
 
 LEFT_OUT: dict[str, Backwards] = {
     # Stock FSDP1 is no oracle: it forgets the block's gradient if another micro-batch runs it before the last.

@@ -95,7 +95,7 @@ def decoded(
 
 
 def round_trip(codec: Codec, values: Tensor) -> Tensor:
-    """What one chunk decodes to, in fp32."""
+    """The values of one chunk, decoded, in fp32."""
     return decoded(codec, codec.encode(values.clone(), 1, 1), 1, 1, len(values))
 
 
@@ -324,7 +324,7 @@ def test_a_delta_is_the_encoded_change_and_is_added_to_what_the_base_decodes_to(
 @settings(deadline=None, max_examples=12)
 @given(chunks=st.integers(1, 3), numel=st.integers(1, 300), block=st.sampled_from([64, 128, 4096]))
 def test_nf4_rounds_each_chunk_as_bitsandbytes_does(chunks: int, numel: int, block: int, dtype: torch.dtype) -> None:
-    # Of a size that differs from block to block.
+    # The size of values differs from block to block.
     sizes = torch.arange(chunks * numel).div(64, rounding_mode="floor").remainder(7).add(1)
     codec, values = NF4(block), (values_of(chunks * numel) * sizes).to(models.device(), dtype)
     out = torch.full_like(values, torch.nan)
@@ -409,7 +409,7 @@ def test_the_largest_values_of_each_block_are_sent_within_half_a_step_and_no_oth
     decoded = round_trip(codec, values)
     nonzero = set(decoded.nonzero().flatten().tolist())
     wanted, sizes = expected_places(codec, values), values.float().abs()
-    # Of equal values, any may be kept.
+    # Any of equal values may be kept.
     assert sorted(sizes[list(nonzero)].tolist()) == sorted(sizes[list(wanted)].tolist())
     assert nonzero == {place for place, sent in found.items() if sent[0] != 0}
     for place in nonzero:

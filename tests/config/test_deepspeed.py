@@ -231,7 +231,7 @@ DEEPSPEEDS_ZERO_KEYS = """
     pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings enable_sanity_checks
     save_muon_momentum_buffer_in_memory leaf_module
 """.split()
-"""Those of zero_optimization, written out: an oracle of its own."""
+"""The keys of zero_optimization, written out: an oracle of its own."""
 
 
 def test_every_key_of_deepspeed_is_known() -> None:

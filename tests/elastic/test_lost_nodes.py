@@ -58,7 +58,7 @@ LONGEST = 150.0
 
 @dataclass(frozen=True)
 class Training:
-    """What all nodes train."""
+    """The model that all nodes train."""
 
     adapter: Adapter = field(default_factory=Fsdp2)
     levels: str = "III"
@@ -172,7 +172,7 @@ def run_rank(training: Training, node: int, rank: int, gpus: int, port: int, end
 def work(training: Training, node: int, endpoint: str, path: Path) -> None:
     """Train as a rank of a node, as the environment has it, and write down what happens."""
     torch.set_num_threads(1)
-    # Of each record torch finds out the caller's name, for a log, by a walk through all modules.
+    # For each record, torch's log finds out the caller's name by a walk through all modules.
     dynamic_rendezvous.get_method_name = lambda depth=2: ""
     with path.open("a", buffering=1) as file:
         sys.stderr = file

@@ -128,7 +128,7 @@ def test_weights_of_nodes_make_a_weighted_mean() -> None:
 
 def among(ranks: Sequence[int]) -> ProcessMesh | None:
     """In a worker: some ranks as nodes of one; None on others. Collective over all."""
-    # Not by new_group: on GPUs, ranks that are not in a group of gloo's would wait for its members to split NCCL's.
+    # With new_group on GPUs, ranks that are not in a group of gloo's would wait for its members to split NCCL's.
     name = f"nodes of tests {next(NUMBERS)}"
     if dist.get_rank() not in ranks:
         return None
@@ -239,7 +239,7 @@ CASE = Case(steps=4, clip=None)
 @contextmanager
 def alone(levels: str = "III", **local_steps: Any) -> Iterator[Strategy]:
     """In a worker: the strategy of a node that is the only one, with a store of its own."""
-    # Of each record torch finds out the caller's name, for a log, by a walk through all modules.
+    # For each record, torch's log finds out the caller's name by a walk through all modules.
     quick = mock.patch.object(dynamic_rendezvous, "get_method_name", return_value="")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
     endpoint = from_first_rank(f"127.0.0.1:{store.port}" if store is not None else "")

@@ -247,7 +247,7 @@ SERVERS: dict[str, VLLM] = {}
 
 
 def client_of(base_url: str, timeout: float) -> VLLM:
-    """Return what ``HTTPVLLMWeightSyncClient`` is in vLLM."""
+    """A stand-in for vLLM's ``HTTPVLLMWeightSyncClient``."""
     return SERVERS[base_url]
 
 

@@ -53,7 +53,7 @@ STEPS = 6
 TOLERANCE = 1e-5
 """Relative and absolute, of losses, norms and weights, as in transformers' comparison with DDP."""
 CLEAR = 20.0
-"""What routers are multiplied by: at random, experts are nearly tied, and any rounding of weights routes anew."""
+"""The factor of routers: at random, experts are nearly tied, and any rounding of weights routes anew."""
 
 
 def make(architecture: str, strategy: Strategy | None) -> nn.Module:

@@ -25,7 +25,7 @@ OWN = [1.0 - 2 * step for step in range(16)]
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What a fixture holds."""
+    """The contents of a fixture."""
 
     delay: int  # steps from sending a fragment to taking over what came of it
     alpha: float  # share of a replica's own weights in those that it goes on with

@@ -149,7 +149,7 @@ _NEED_NOT_BE_THERE = {
 }
 
 
-# Those files of the others are broken that their owners write.
+# Files of the other formats are written by their own libraries, and broken where these write them.
 @pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name][0] not in (Fp8, FourBit, Int8Rows)])
 def test_what_does_not_fit_is_refused(name: str) -> None:
     kind, (parts, _), prefix, config = FORMATS[name]

@@ -296,7 +296,7 @@ LAYERS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "nf4": lambda: four_bits(compress_statistics=False),
     "nf4, nested": four_bits,
     "nf4 in bytes": lambda: four_bits(storage=torch.uint8),
-    # Not larger ones: bitsandbytes' kernel for CPUs takes the wrong scales where a row ends within a block.
+    # No larger blocks: bitsandbytes' kernel for CPUs takes the wrong scales where a row ends within a block.
     "nf4 in other blocks": lambda: four_bits(blocksize=32),
     "fp4": lambda: four_bits(quant_type="fp4"),
     "int8": eight_bits,

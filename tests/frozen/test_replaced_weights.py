@@ -1,4 +1,4 @@
-"""What else replaces a weight of a module is honoured if the weight is quantized, or refused; it never does nothing."""
+"""Replacements of a quantized weight are honoured or refused; none does nothing."""
 
 from __future__ import annotations
 

@@ -354,7 +354,7 @@ def test_weights_equal_those_that_transformers_dequantizes(made: Made, name: str
     expected = owners_model(folder).state_dict()
     for smallest in (1, 10**9):
         ours = empty(folder, torch.bfloat16)
-        # What is not kept, or encoded, is decoded all the same.
+        # Weights that are not kept, or encoded, are decoded all the same.
         quantize_frozen_params(ours, AS_STORED if smallest == 1 else Int8(64), checkpoint=folder, min_numel=smallest)
         assert bool(dequantize_frozen_params(ours)) == (smallest == 1)
         weights = ours.state_dict()

@@ -129,7 +129,7 @@ def test_receivers_and_trainer_hold_the_same_bits_however_updates_arrive() -> No
         assert all(same_bits(loaded[name], engine[name]) for name in loaded)
         weights = walk(weights, generator)
         weights["tied"] = weights["odd"]
-    # What the token takes receivers to hold: the next change is made against it.
+    # The token takes receivers to hold these: the next change is made against them.
     assert send(token, receiver.tensors) == []
     assert all(same_bits(engine[name], receiver.tensors[name]) for name in engine)
     assert receiver.tensors["tied"].data_ptr() != receiver.tensors["odd"].data_ptr()

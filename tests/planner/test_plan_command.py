@@ -221,7 +221,7 @@ def test_plots_are_images_that_name_strategies(tmp_path: Path, capsys: pytest.Ca
 
 
 def plotted(capsys: pytest.CaptureFixture[str], path: Path, *arguments: str) -> str:
-    """What a plan whose chart is drawn says beside its table."""
+    """The text of a plan whose chart is drawn, beside its table."""
     assert main(["plan", *arguments, "--plot", str(path)]) == 0
     captured = capsys.readouterr()
     assert "predicted" in captured.out

@@ -34,7 +34,7 @@ FSDP2 = Fsdp2()
 TOLERANCE = 1e-6
 """The relative tolerance of norms and gradients: sums of the same fp32 values in another order."""
 MOST = 1e-4
-"""What gradients are clipped to."""
+"""The norm that gradients are clipped to."""
 
 
 def shard(net: models.Net, levels: list[str | None]) -> models.Net:
