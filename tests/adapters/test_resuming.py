@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -71,6 +73,7 @@ WAYS = ("codecs last", "trained before, codecs last", "saved again")
 WAYS_OF_CODECS = ("at once", *WAYS, "offloaded", "after an evaluation", "a rank without rows")
 LOCAL_WAYS = (
     "agreed weights, codecs last",
+    "trained before on the same batches, codecs last",  # so nodes hold equal weights, but not the agreed ones
     *WAYS,
     "agreed weights shown at the save",
     "offloaded",
@@ -106,7 +109,8 @@ def take_over(adapter: Adapter, model: Any, optimizer: Any, path: str, way: str)
 def check_resumed(adapter: Adapter, strategy: Strategy, case: Case, way: str, path: str) -> None:
     """In a worker: a training that is saved and goes on, and one that goes on from there, are the same on each node."""
     adapter = offloading(adapter) if way == "offloaded" else adapter
-    with without_pinning():
+    same = partial(models.batch, rank=0) if "same batches" in way else models.batch
+    with without_pinning(), mock.patch.object(models, "batch", same):
         (first, optimizer), (second, its_optimizer) = (made(adapter, case, strategy, way) for _ in range(2))
         train(adapter, first, case, optimizer=optimizer)
         if way == "after an evaluation":  # which gathers what the last step changed

@@ -22,6 +22,7 @@ from fsdp_zpp.collectives.hops import all_gather_single
 
 FSDP2 = Fsdp2()
 HPZ, ZEROPP = Strategy("IGG", gpus_per_node=2), Strategy.zeropp(gpus_per_node=2)
+KEPT = Strategy("NGG", gpus_per_node=2)
 QWZ = Strategy("GGG", weights=Int8(256), gpus_per_node=2)
 ENCODED = [ZEROPP, QWZ, Strategy("NGG", weights=Int8(256), gpus_per_node=2)]
 MICRO_BATCHES = Case(steps=2, micro_batches=2)
@@ -85,9 +86,9 @@ def test_prefetching_and_unsharding_by_hand_change_neither_weights_nor_bytes(
         assert sent == sent_plainly
 
 
-def manual_unshard() -> None:
+def manual_unshard(strategy: Strategy) -> None:
     """In a worker: unshard() by hand, before and after the first forward, gathers the weights of the moment."""
-    model = FSDP2.make(Case(), HPZ)
+    model = FSDP2.make(Case(), strategy)
     block = model.blocks[0]
     initial = {name: p.detach().clone() for name, p in models.make_net().blocks[0].named_parameters()}
     block.unshard()
@@ -99,6 +100,10 @@ def manual_unshard() -> None:
     assert all(torch.equal(p, expected[name]) for name, p in block.named_parameters())
     assert not torch.equal(expected["up.weight"], initial["up.weight"])
     before = logits(model)
+    handle = model.blocks[1].unshard(async_op=True)
+    model.blocks[1].reshard()
+    handle.wait()
+    assert torch.equal(logits(model), before)
     model.blocks[1].unshard(async_op=True)  # of the weights of now, while the next forward needs the changed ones
     with torch.no_grad():
         model.blocks[1].up.weight.mul_(2)
@@ -106,8 +111,9 @@ def manual_unshard() -> None:
     assert not torch.equal(logits(model), before)
 
 
-def test_unshard_by_hand_gathers_the_weights_of_the_moment(pool: Callable[[int], Pool]) -> None:
-    pool(4).run(manual_unshard)
+@pytest.mark.parametrize("strategy", [HPZ, KEPT], ids=str)
+def test_unshard_by_hand_gathers_the_weights_of_the_moment(pool: Callable[[int], Pool], strategy: Strategy) -> None:
+    pool(4).run(manual_unshard, strategy)
 
 
 # ---- by a gather of the user's
