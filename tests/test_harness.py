@@ -57,7 +57,8 @@ def test_a_worker_that_hangs_fails_its_test(monkeypatch: pytest.MonkeyPatch) -> 
     pool = Pool(2)
     pool.run(os.getpid)
     monkeypatch.setattr(pool_module, "TIMEOUT", timedelta(seconds=0.5))
-    with pytest.raises(WorkerError, match=r"failed on ranks \[1\] of 2, first on rank 1:\nno answer in time"):
+    # On a busy machine the other one may be late, too.
+    with pytest.raises(WorkerError, match=r"failed on ranks \[(0, )?1\] of 2, first on rank [01]:\nno answer in time"):
         pool.run(hang)
 
 

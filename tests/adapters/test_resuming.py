@@ -120,14 +120,23 @@ def check_resumed(adapter: Adapter, strategy: Strategy, case: Case, way: str, pa
             if "agreed" in way:
                 models.loss_of(first, models.batch(9, 0))  # an evaluation that records gradients
         dcp.save({"codecs": CodecState(first, optimizer)}, checkpoint_id=path + "-codecs")
-        expected = train(adapter, first, case, optimizer=optimizer, first_step=4)
+        losses, weights = rest_of(adapter, first, strategy, case, optimizer)
         take_over(adapter, second, its_optimizer, path, way)
-        assert train(adapter, second, case, optimizer=its_optimizer, first_step=4) == expected
-        assert models.distance(adapter.full_weights(second), adapter.full_weights(first)) == 0
-        if strategy.local_steps is not None:
-            for model in (first, second):
-                exchange_weights(model)
-            assert models.distance(adapter.full_weights(second), adapter.full_weights(first)) == 0
+        its_losses, its_weights = rest_of(adapter, second, strategy, case, its_optimizer)
+        assert its_losses == losses
+        assert [models.distance(*each) for each in zip(its_weights, weights, strict=True)] == [0] * len(weights)
+
+
+def rest_of(
+    adapter: Adapter, model: Any, strategy: Strategy, case: Case, optimizer: Any
+) -> tuple[list[float], list[dict[str, Tensor]]]:
+    """In a worker: the losses of the steps that are left, and the weights after them and after a last exchange."""
+    losses = train(adapter, model, case, optimizer=optimizer, first_step=4)
+    weights = [adapter.full_weights(model)]
+    if strategy.local_steps is not None:
+        exchange_weights(model)
+        weights.append(adapter.full_weights(model))
+    return losses, weights
 
 
 # Without a mesh, FullyShardedDataParallel, stock too, can't load its checkpoint where a rank has no row of a weight.
