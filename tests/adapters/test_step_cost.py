@@ -62,11 +62,14 @@ class Copies(TorchDispatchMode):
 
 
 def profiled(function: Callable[[], object], note: Callable[[FrameType, str, Any], None]) -> None:
+    gc.collect()  # so that no finalizer of an earlier object counts
+    gc.disable()
     sys.setprofile(note)
     try:
         function()
     finally:
         sys.setprofile(None)
+        gc.enable()
 
 
 def functions_called(step: Callable[[], None]) -> int:

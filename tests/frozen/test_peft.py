@@ -34,6 +34,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaForCausalLM
 
 from fsdp_zpp import Int8, Strategy, dequantize_frozen_params, gathered_weights, quantize_frozen_params, save_adapter
@@ -238,6 +240,25 @@ def test_adapters_are_merged_into_full_precision_as_peft_merges_them(
     pool(4).run(in_full_precision, adapter, kind, str(tmp_path))
 
 
+class Communicated(TorchDispatchMode):
+    """Counts the bytes of tensors that this rank gives to collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.nbytes += sum(each.nbytes for each in tree_leaves(args) if isinstance(each, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def nbytes_of_merging(model: Any) -> int:
+    with Communicated() as communicated:
+        dict(gathered_weights(model, merged=True))
+    return communicated.nbytes
+
+
 def several(adapter: Adapter, folder: str) -> None:
     both = {"default": "lora", "other": "rslora"}
     model, alone = sharded(adapter, both), oracle(both)
@@ -251,6 +272,8 @@ def several(adapter: Adapter, folder: str) -> None:
         merged = oracle(both)
         merged.set_adapter(name)
         assert_same(dict(gathered_weights(model, merged=True)), merged.merge_and_unload().state_dict())
+    fresh = [sharded(adapter, adapters) for adapters in (both, {"default": "lora"})]
+    assert nbytes_of_merging(fresh[0]) == nbytes_of_merging(fresh[1])  # what is not active is not read
     with ours.disable_adapter(), alone.disable_adapter():
         assert torch.equal(llama.logits_of(model), llama.logits_of(alone))
     with alone.disable_adapter():

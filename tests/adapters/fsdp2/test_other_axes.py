@@ -544,6 +544,8 @@ def pipelined(kind: str, strategy: Strategy) -> tuple[float, dict[str, int]]:
 
 @over_each(rest=False, kind=list(STAGES), levels=["IIG", "IGG", "NNG", "III"])
 def test_stages_train_as_one_rank_and_send_once_a_step(pool: Callable[[int], Pool], kind: str, levels: str) -> None:
+    if kind == "zbv" and device_type() == "cpu" and major_minor(torch.__version__) < (2, 12):
+        pytest.skip("in the first step, pipelines of this torch send to their own rank, which gloo can not")
     numel = LAYERS // 2 * sum(p.numel() for p in Mixture().parameters())  # of a rank's stages; rows divide by four
     for distance, sent in pool(8).run(pipelined, kind, Strategy(levels, **TWO)):
         assert distance <= 1e-6  # of weights of 0.3, after steps of 0.01
