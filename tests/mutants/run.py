@@ -197,8 +197,11 @@ class Suite:
         for test in tests:
             functions.setdefault(test.partition("[")[0], test)
         met, of_functions = set(tests), set(functions.values())
-        others = [test for test in self.tests if test not in met]
-        stages = list(functions.values()), [test for test in tests if test not in of_functions], others
+        rows = [test for test in tests if test not in of_functions]
+        # Of rows that share what a worker returns, only the first one reaches what the worker does.
+        rows += [test for test in self.tests if test not in met and test.partition("[")[0] in functions]
+        others = [test for test in self.tests if test not in met.union(rows)]
+        stages = list(functions.values()), rows, others
         return dict(zip(STAGES, stages, strict=True))
 
     def passed(self, test: str) -> bool:
@@ -249,7 +252,7 @@ class Results:
 def judge(mutant: Mutant, copy: Copy, suite: Suite, results: Results, stages: Sequence[str]) -> None:
     """Run ``mutant`` against the tests of ``stages`` until one kills it, and note the result."""
     began, killer, known = time.monotonic(), "", results.of.get(mutant.name, {})
-    survived = results.stages_met(mutant, suite.key)
+    survived = [] if known.get("killed") else results.stages_met(mutant, suite.key)
     path = copy.mutate(mutant)
     try:
         tests = suite.stages(mutant, path, known.get("by", ""))
