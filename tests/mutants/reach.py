@@ -82,7 +82,6 @@ class Plugin:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
-        self._failed: list[str] = []
         self._current = Path(os.environ[FOLDER], f"{os.getpid()}.current")
         self._set("")
         os.environ[CURRENT] = str(self._current)
@@ -102,12 +101,9 @@ class Plugin:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.nodeid] += report.duration
-        if report.failed:
-            self._failed.append(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        ran = {"seconds": self._seconds, "failed": self._failed}
-        Path(os.environ[FOLDER], f"ran.{os.getpid()}").write_text(json.dumps(ran))
+        Path(os.environ[FOLDER], f"ran.{os.getpid()}").write_text(json.dumps(self._seconds))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -167,17 +163,12 @@ class Map:
     def __init__(self, folder: Path) -> None:
         read = json.loads((folder / "map.json").read_text())
         self.seconds: dict[str, float] = read["seconds"]
-        self._failed = frozenset(read["failed"])
         self._reaching: dict[str, list[str]] = read["reaching"]
         reached: dict[str, int] = defaultdict(int)
         for tests in self._reaching.values():
             for test in tests:
                 reached[test] += 1
         self._cost = {test: seconds * reached[test] for test, seconds in self.seconds.items()}
-
-    def passed(self, test: str) -> bool:
-        """Return whether ``test`` passed in that run."""
-        return test in self.seconds and test not in self._failed
 
     def tests_reaching(self, mutant: Mutant) -> list[str]:
         """Return the tests that reach the line of ``mutant``; those that are fast and reach few others come first."""
@@ -187,16 +178,13 @@ class Map:
 def put_together(folder: Path) -> None:
     """Combine what the processes of a run have left in ``folder`` into the file that :class:`Map` reads."""
     seconds: dict[str, float] = {}
-    failed: list[str] = []
     for path in folder.glob("ran.*"):
-        ran = json.loads(path.read_text())
-        seconds |= ran["seconds"]
-        failed += ran["failed"]
+        seconds |= json.loads(path.read_text())
     reaching: dict[str, set[str]] = defaultdict(set)
     for line in (folder / "reached").read_text().splitlines():
         test, _, mutant = line.partition("\t")
         if test in seconds:
             reaching[mutant].add(test)
     in_order = {mutant: sorted(tests) for mutant, tests in reaching.items()}
-    found = {"seconds": seconds, "failed": failed, "reaching": in_order}
+    found = {"seconds": seconds, "reaching": in_order}
     (folder / "map.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -129,12 +129,14 @@ def processes() -> Any:
 
 
 class _Forks:
-    """A plugin of pytest: ranks are forked from pytest itself, which has imported all that they need."""
+    """A plugin of pytest: ranks of pools are forked from pytest itself, which has imported all that they need.
+
+    Scripts that are launched are not, for they would print to where pytest reads.
+    """
 
     def pytest_collection_finish(self) -> None:
-        for module in ("harness.pool", "harness.launch"):
-            if module in sys.modules:
-                sys.modules[module].start_method = lambda: multiprocessing.get_context("fork")  # type: ignore[attr-defined]
+        if "harness.pool" in sys.modules:
+            sys.modules["harness.pool"].start_method = lambda: multiprocessing.get_context("fork")  # type: ignore[attr-defined]
 
 
 def _run_pytest(root: Path, options: list[str], printed: Path) -> None:
@@ -203,10 +205,6 @@ class Suite:
         others = [test for test in self.tests if test not in met.union(rows)]
         stages = list(functions.values()), rows, others
         return dict(zip(STAGES, stages, strict=True))
-
-    def passed(self, test: str) -> bool:
-        """Return whether ``test`` is known to pass without a mutant."""
-        return self._map is not None and self._map.passed(test)
 
     def limit(self, tests: Sequence[str]) -> float:
         """Seconds after which a run of ``tests`` counts as a hang."""
@@ -284,8 +282,8 @@ def _fails_by(ended: Ended, mutant: Mutant, copy: Copy, suite: Suite, results: R
     """Return whether a test that failed among others fails alone, too, and passes without ``mutant``."""
     if not ended.hangs and not copy.run([ended.by], suite.limit([ended.by])).by:
         return False
-    # A run without mutants has said which tests fail; what hangs may have had too little time.
-    return (suite.passed(ended.by) and not ended.hangs) or _passes_without(ended.by, mutant, copy, suite, results)
+    # Here, where ranks are forked, a test may fail that passes in a run of the suite.
+    return _passes_without(ended.by, mutant, copy, suite, results)
 
 
 def _passes_without(test: str, mutant: Mutant, copy: Copy, suite: Suite, results: Results) -> bool:
