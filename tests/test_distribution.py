@@ -24,6 +24,7 @@ from packaging.requirements import Requirement
 from fsdp_zpp.__main__ import main
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+EXAMPLE = "https://github.com/OWNER/fsdp_zpp"  # in pyproject.toml, until there is an address
 NOT_DISTRIBUTED = shutil.ignore_patterns(
     ".git", ".venv", "*.egg-info", "build", "dist", "runs", "__pycache__", ".*_cache"
 )
@@ -44,14 +45,15 @@ def test_distributions_have_all_modules_and_ask_for_all_that_these_import(built:
     with ZipFile(built / f"fsdp_zpp-{VERSION}-py3-none-any.whl") as wheel:
         packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
         described = wheel.read(f"fsdp_zpp-{VERSION}.dist-info/METADATA").decode()
-    own = {str(path.relative_to(ROOT)) for path in (ROOT / "fsdp_zpp").rglob("*.py")}
-    assert packed == own | {"fsdp_zpp/py.typed"}
+    folders = ROOT / "fsdp_zpp", ROOT / "kernels/fsdp_zpp_kernels"
+    own = {str(path.relative_to(each.parent)) for each in folders for path in each.rglob("*.py")}
+    assert packed == own | {f"{each.name}/py.typed" for each in folders}
     # Without NumPy, torch.distributed's *_object* functions and safetensors' save_file raise.
     required = re.findall(r"^Requires-Dist: ([a-z_-]+)[^;\n]*$", described, re.MULTILINE)
     assert sorted(required) == ["numpy", "safetensors", "torch", "triton"]
     with tarfile.open(built / f"fsdp_zpp-{VERSION}.tar.gz") as archive:
         sources = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"LICENSE", "README.md", "pyproject.toml", "fsdp_zpp/__init__.py"} <= sources
+    assert {"LICENSE", "README.md", "pyproject.toml", "kernels/fsdp_zpp_kernels/__init__.py"} <= sources
 
 
 def install_alone(wheel: Path, environment: Path) -> None:
@@ -146,14 +148,18 @@ def test_the_changelog_has_a_section_of_this_version() -> None:
     assert "\n- " in changes
 
 
-def described(folder: Path, urls: str) -> str:
-    """The long description of a package whose pyproject.toml has this table of addresses, not its own."""
-    for name in ("LICENSE", "README.md", "setup.py"):
+def described(folder: Path, repository: str) -> str:
+    """The long description of the package, with an address of its repository unless that is empty."""
+    for name in ("LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff"):
         shutil.copy(ROOT / name, folder)
-    shutil.copytree(ROOT / "fsdp_zpp", folder / "fsdp_zpp", ignore=NOT_DISTRIBUTED)
-    table = r"^(# )?\[project\.urls\]\n((# )?\w+ = .+\n)+"
-    project, replaced = re.subn(table, urls, (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
-    assert replaced == 1
+    for name in ("fsdp_zpp", "kernels"):
+        shutil.copytree(ROOT / name, folder / name, ignore=NOT_DISTRIBUTED)
+    project = (ROOT / "pyproject.toml").read_text()
+    if repository:
+        commented = re.search(r"^# \[project\.urls\]\n(#.*\n)+", project, re.MULTILINE)
+        assert commented is not None
+        tables = re.sub(r"^# ?", "", commented[0], flags=re.MULTILINE).replace(EXAMPLE, repository)
+        project = project.replace(commented[0], tables)
     (folder / "pyproject.toml").write_text(project)
     built = project_wheel_metadata(folder, isolated=False)
     assert built["Description-Content-Type"] == "text/markdown"
@@ -162,7 +168,7 @@ def described(folder: Path, urls: str) -> str:
 
 def test_readme_on_an_index_links_to_the_files_of_its_version(tmp_path: Path) -> None:
     repository = "https://git.example/us/fsdp_zpp"
-    description = described(tmp_path, f'[project.urls]\nRepository = "{repository}"\n')
+    description = described(tmp_path, repository)
     shown, own = (
         markdown.markdown(text, extensions=["fenced_code", "tables"])
         for text in (description, (ROOT / "README.md").read_text())

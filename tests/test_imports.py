@@ -12,7 +12,7 @@ import pytest
 from harness.benchmarks import BENCHMARKS
 
 ROOT = BENCHMARKS.parent
-FILES = sorted((ROOT / "fsdp_zpp").rglob("*.py"))
+FILES = [path for folder in ("fsdp_zpp", "kernels") for path in sorted((ROOT / folder).rglob("*.py"))]
 BY_NAME = {"import_module", "__import__"}
 
 
@@ -20,7 +20,7 @@ def hidden_imports(source: str) -> Iterator[str]:
     """Yield strings that name a module of the package, and calls that import relatively to where they are."""
     for node in ast.walk(ast.parse(source)):
         match node:
-            case ast.Constant(value=str(text)) if re.fullmatch(r"fsdp_zpp(\.\w+)+", text):
+            case ast.Constant(value=str(text)) if re.fullmatch(r"fsdp_zpp(_kernels)?(\.\w+)+", text):
                 yield text
             case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in BY_NAME:
                 if len(node.args) + len(node.keywords) > 1:

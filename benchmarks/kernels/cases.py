@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from timing import Case, Prepared, tensors_nbytes
 
-from fsdp_zpp.kernels import (
+from fsdp_zpp_kernels import (
     add_delta,
     dequantize,
     dequantize_sum,

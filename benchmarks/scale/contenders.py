@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_zpp import Int4Delta, Strategy
-from fsdp_zpp.kernels import _ops, triton_backend
-from fsdp_zpp.kernels.triton_backend.launch import Launch
+from fsdp_zpp_kernels import _ops, triton_backend
+from fsdp_zpp_kernels.triton_backend.launch import Launch
 
 WORLD, GPUS_PER_NODE, WIDTH = 16, 8, 16
 DTYPE = torch.bfloat16

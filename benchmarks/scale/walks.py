@@ -30,7 +30,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 import fsdp_zpp
 from fsdp_zpp import Strategy, fully_shard
 
-PACKAGE = f"{Path(fsdp_zpp.__file__).parent}{os.sep}"
+ROOT = f"{Path(fsdp_zpp.__file__).parents[1]}{os.sep}"
+FOLDERS = f"{ROOT}fsdp_zpp{os.sep}", f"{ROOT}kernels{os.sep}"
 STRATEGY = Strategy.zeropp(gpus_per_node=2)
 
 
@@ -68,9 +69,9 @@ def record(walk: Walk) -> None:
         nonlocal depth
         code = frame.f_code
         # Comprehensions are functions up to Python 3.11 only.
-        if event in ("call", "return") and code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
+        if event in ("call", "return") and code.co_filename.startswith(FOLDERS) and not code.co_name.startswith("<"):
             if event == "call" and frame not in generators:
-                walk.append(Visit(depth, code.co_filename.removeprefix(PACKAGE), code.co_qualname))
+                walk.append(Visit(depth, code.co_filename.removeprefix(ROOT), code.co_qualname))
             if code.co_flags & inspect.CO_GENERATOR:
                 generators.add(frame)
             depth += 1 if event == "call" else -1

@@ -67,11 +67,11 @@ class TorchFSDP(Training):
         contender = self._contender
         model = network(self._task, one_dtype=contender.is_torchs and not contender.fsdp2)
         base = base_of(model)
-        for layers, index in list(layer_places(model)):
-            self._materialize(layers[index], base)
-            prepare(self._task, layers, index)
+        for stack, index in list(layer_places(model)):
+            self._materialize(stack[index], base)
+            prepare(self._task, stack, index)
             if contender.base is None:
-                layers[index] = self._shard(layers[index])
+                stack[index] = self._shard(stack[index])
         self._materialize(model, base)
         return self._shard(model)
 

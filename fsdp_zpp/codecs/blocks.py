@@ -6,7 +6,7 @@ from abc import abstractmethod
 
 from torch import Tensor
 
-from fsdp_zpp.kernels import PayloadLayout
+from fsdp_zpp_kernels import PayloadLayout
 
 from .base import Codec
 

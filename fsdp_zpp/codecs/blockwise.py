@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fsdp_zpp.kernels import (
+from fsdp_zpp.suggestions import explains_keywords
+from fsdp_zpp_kernels import (
     PayloadLayout,
     dequantize,
     dequantize_rows,
@@ -16,7 +17,6 @@ from fsdp_zpp.kernels import (
     dequantize_sum_quantize,
     quantize,
 )
-from fsdp_zpp.suggestions import explains_keywords
 
 from .base import Codec, check_block
 from .blocks import BlockCodec, blocks_of_layout

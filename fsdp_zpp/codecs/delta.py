@@ -17,8 +17,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fsdp_zpp.kernels import add_delta, quantize_delta
 from fsdp_zpp.suggestions import explains_keywords
+from fsdp_zpp_kernels import add_delta, quantize_delta
 
 from .base import Codec, Place
 from .blockwise import Int4, Int8

@@ -19,7 +19,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from fsdp_zpp.kernels import (
+from fsdp_zpp_kernels import (
     PayloadLayout,
     add_delta,
     dequantize,
@@ -28,7 +28,7 @@ from fsdp_zpp.kernels import (
     quantize,
     quantize_delta,
 )
-from fsdp_zpp.kernels.payload import ALIGNMENT
+from fsdp_zpp_kernels.payload import ALIGNMENT
 
 from .base import Codec, FullPrecision
 from .blockwise import Blockwise

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_zpp.extras import how_to_install
-from fsdp_zpp.kernels import PayloadLayout, dequantize_nf4_rows
-from fsdp_zpp.kernels.nf4 import levels_on
 from fsdp_zpp.suggestions import explains_keywords
+from fsdp_zpp_kernels import PayloadLayout, dequantize_nf4_rows
+from fsdp_zpp_kernels.nf4 import levels_on
 
 from .base import Place, check_block
 from .blocks import BlockCodec, blocks_of_layout

@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_zpp.kernels.payload import ALIGNMENT
 from fsdp_zpp.suggestions import explains_keywords
+from fsdp_zpp_kernels.payload import ALIGNMENT
 
 from .base import Codec, Place, check_block
 from .blockwise import Int4, Int8

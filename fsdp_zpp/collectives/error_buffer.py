@@ -28,7 +28,7 @@ from torch import Tensor
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.codecs.blockwise import Blockwise, Int8
 from fsdp_zpp.codecs.exact_tail import without_tail
-from fsdp_zpp.kernels import dequantize_sum_quantize_with_feedback, quantize_with_feedback
+from fsdp_zpp_kernels import dequantize_sum_quantize_with_feedback, quantize_with_feedback
 
 from .held_errors import Extent, HeldErrors, HeldErrorsState
 

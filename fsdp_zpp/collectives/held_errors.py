@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_zpp.codecs.blockwise import Int8
-from fsdp_zpp.kernels.payload import SCALE_MASK
+from fsdp_zpp_kernels.payload import SCALE_MASK
 
 from .flat_layout import FlatLayout, Piece
 from .streams import keep_until_read

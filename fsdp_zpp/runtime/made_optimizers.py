@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterable
 
 from torch import nn
-from torch.optim.optimizer import Optimizer
+from torch.optim import Optimizer
 
 _MADE = "_fsdp_zpp_made"
 

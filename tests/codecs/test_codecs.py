@@ -23,7 +23,7 @@ from fsdp_zpp.codecs.exact_tail import exact_tail, without_tail
 from fsdp_zpp.codecs.top_k import REACH, TopKOfSum
 from fsdp_zpp.collectives.error_buffer import ErrorBuffer, decode_sum_encode_with_feedback, encode_with_feedback
 from fsdp_zpp.collectives.held_errors import Extent
-from fsdp_zpp.kernels import dispatch
+from fsdp_zpp_kernels import dispatch
 
 BETA, SCALE, TAIL = 0.8, 0.3, 12
 

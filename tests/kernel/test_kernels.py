@@ -33,7 +33,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from fsdp_zpp.kernels import (
+from fsdp_zpp_kernels import (
     PayloadLayout,
     _ops,
     add_delta,
@@ -50,8 +50,8 @@ from fsdp_zpp.kernels import (
     reference,
     triton_backend,
 )
-from fsdp_zpp.kernels.triton_backend import tiling
-from fsdp_zpp.kernels.triton_backend.launch import Launch
+from fsdp_zpp_kernels.triton_backend import tiling
+from fsdp_zpp_kernels.triton_backend.launch import Launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # 0 * Inf, interpreted
 

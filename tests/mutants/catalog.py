@@ -15,7 +15,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PACKAGE = "fsdp_zpp"
+PACKAGES = {"fsdp_zpp": "fsdp_zpp", "fsdp_zpp_kernels": "kernels/fsdp_zpp_kernels"}
+"""The folders of packages by their names."""
 FILES = ("reverts.toml", "faults.toml")
 
 
@@ -66,7 +67,9 @@ class Sources:
     def __init__(self, root: Path = ROOT) -> None:
         self.root = root
         self.lines = {
-            str(path.relative_to(root)): path.read_text().split("\n") for path in sorted((root / PACKAGE).rglob("*.py"))
+            str(path.relative_to(root)): path.read_text().split("\n")
+            for folder in PACKAGES.values()
+            for path in sorted((root / folder).rglob("*.py"))
         }
 
     @cached_property

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 from mutants import reach  # noqa: E402
-from mutants.catalog import PACKAGE, ROOT, Mutant, Sources, load_mutants  # noqa: E402
+from mutants.catalog import PACKAGES, ROOT, Mutant, Sources, load_mutants  # noqa: E402
 
 KEPT = ROOT / "runs" / "mutants"
 FIRST = 40  # tests that run before the others of a stage: most mutants die by one of them
@@ -45,7 +45,7 @@ STAGES = {"functions": "one row of each function", "rows": "other rows of them",
 """The stages that a mutant meets, one after the other, by their names for ``--until``."""
 FOLDERS = {
     "codecs": "codecs kernel collectives",
-    "kernels": "kernel codecs collectives",
+    "fsdp_zpp_kernels": "kernel codecs collectives",
     "config": "config adapters",
     "collectives": "collectives adapters elastic",
     "runtime": "runtime adapters elastic integrations inference",
@@ -124,7 +124,7 @@ def processes() -> Any:
     from harness.pool import PRELOADED
 
     os.environ |= {"OMP_NUM_THREADS": "1"} | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
-    multiprocessing.set_forkserver_preload(["pytest", *(name for name in PRELOADED if name != PACKAGE)])
+    multiprocessing.set_forkserver_preload(["pytest", *(name for name in PRELOADED if name not in PACKAGES)])
     return multiprocessing.get_context("forkserver")
 
 
@@ -148,8 +148,9 @@ def _run_pytest(root: Path, options: list[str], printed: Path) -> None:
     os.dup2(file, 2)
     os.chdir(root)
     os.environ |= environment(root)
-    sys.path[:] = [str(root), *(path for path in sys.path if not Path(path).is_relative_to(ROOT))]
-    assert PACKAGE not in sys.modules, "the package must come from the copy"
+    others = [path for path in sys.path if not Path(path).is_relative_to(ROOT)]
+    sys.path[:] = [str(root), str(root / "kernels"), *others]
+    assert PACKAGES.keys().isdisjoint(sys.modules), "the package must come from the copy"
     # A process that has used a GPU can't be forked.
     sys.exit(pytest.main(options, plugins=[_Forks()] if "TRITON_INTERPRET" in os.environ else []))
 
@@ -164,7 +165,7 @@ def _last_started(printed: str, tests: Sequence[str]) -> str:
 
 def environment(root: Path) -> dict[str, str]:
     """The environment of tests of the checkout in ``root``, whose package comes before any that is installed."""
-    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(root), str(root / "kernels"), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.codecs.nf4 import MIN_BLOCK, NF4
-from fsdp_zpp.kernels.nf4 import LEVELS
-from fsdp_zpp.kernels.payload import MAX_BLOCK
+from fsdp_zpp_kernels.nf4 import LEVELS
+from fsdp_zpp_kernels.payload import MAX_BLOCK
 
 from .format import REMEDY, Parts, StoredFormat, StoredTensors, refuse_misfit
 from .records import Field, RecordLayout

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+import dataclasses
+from dataclasses import dataclass
 from typing import ClassVar, NoReturn
 
 import torch
@@ -32,7 +33,7 @@ class StoredCodec(BlockCodec):
     description: str
     block: int
     record_nbytes: int
-    decode_into: Callable[[Tensor, Tensor], None] = field(compare=False, repr=False)
+    decode_into: Callable[[Tensor, Tensor], None] = dataclasses.field(compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"as stored, {self.description}"

@@ -32,9 +32,9 @@ def backend_for(tensor: Tensor) -> Backend:
     # Backends are imported on use, so that machines without a GPU do not need Triton.
     # Fakes come first: a fake tensor reports the device that it stands for, so is_cuda may be true of it.
     if tensor.is_meta or (type(tensor) is not Tensor and hasattr(tensor, "fake_mode")):
-        from . import fake
+        from .fake import FAKE
 
-        return fake
+        return FAKE
     if tensor.is_cuda:
         from . import triton_backend
 
@@ -57,7 +57,7 @@ class Op(Generic[P, R]):
         self._prepare: Callable[..., Callable[..., R]] = prepare
         self._prepared: dict[tuple[object, ...], Callable[..., R]] = {}
 
-        own = inspect.signature(prepare)
+        own = inspect.signature(prepare, eval_str=True)
         kinds = [parameter.annotation for parameter in own.parameters.values()]
         self._arguments, self._tensors = len(kinds), kinds.count(Tensor)
         assert kinds[: self._tensors] == [Tensor] * self._tensors, f"{name} must take its tensors first"
