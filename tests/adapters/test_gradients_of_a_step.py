@@ -17,7 +17,7 @@ from harness.adapter import STOCK, Adapter, Case, Precision
 from harness.covering import ADAPTERS, SCOPES, over_adapters, over_each, over_pairs
 from harness.pool import Pools, device_type
 from harness.strategies import BOTH, COARSE, INTER
-from harness.training import make_scaler, scaled_steps, train
+from harness.training import logits, make_scaler, scaled_steps, train
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.functional import cosine_similarity
@@ -306,6 +306,7 @@ def beside_a_scaled_model(adapter: Adapter, beside: bool) -> dict[str, Tensor]:
     model, other = adapter.make(Case(), strategy), adapter.make(Case(), strategy)
     optimizers = [models.make_optimizer("sgd", each.parameters()) for each in (model, other)]
     scaler = make_scaler()
+    logits(model)  # from here on it hears of scalers
     for step in range(2):
         if beside:
             scaled_steps(other, optimizers[1], scaler, [step])
