@@ -33,7 +33,7 @@ REPORTS = {path.parent.name: load(path.parent.name, "report") for path in sorted
 # ---- errors and warnings, each of which has an entry in troubleshooting
 
 MESSAGES = sorted((ROOT / "docs/guides/troubleshooting").glob("*.md"))
-SOURCES = sorted((ROOT / "fsdp_zpp").rglob("*.py"))
+SOURCES = [path for folder in ("fsdp_zpp", "kernels") for path in sorted((ROOT / folder).rglob("*.py"))]
 LEAST = 12
 """Fewer characters than this tell no message from another. A message that has no more is another error's, passed on."""
 HOLE = "…"
