@@ -17,17 +17,17 @@ class Backend(Protocol):
     def quantize(
         self, numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype
     ) -> Callable[[Tensor], Tensor]:
-        """See ``kernels.quantize``."""
+        """See ``fsdp_zpp_kernels.quantize``."""
 
     def dequantize_sum(
         self, peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype
     ) -> Callable[[Tensor, Tensor, float], None]:
-        """See ``kernels.dequantize_sum``."""
+        """See ``fsdp_zpp_kernels.dequantize_sum``."""
 
     def dequantize_sum_quantize(
         self, peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, out_layout: PayloadLayout
     ) -> Callable[[Tensor, float], Tensor]:
-        """See ``kernels.dequantize_sum_quantize``."""
+        """See ``fsdp_zpp_kernels.dequantize_sum_quantize``."""
 
     def quantize_with_feedback(
         self,
@@ -38,7 +38,7 @@ class Backend(Protocol):
         error_layout: PayloadLayout | None,
         dtype: torch.dtype,
     ) -> Callable[[Tensor, Tensor, float], Tensor]:
-        """See ``kernels.quantize_with_feedback``."""
+        """See ``fsdp_zpp_kernels.quantize_with_feedback``."""
 
     def dequantize_sum_quantize_with_feedback(
         self,
@@ -49,24 +49,24 @@ class Backend(Protocol):
         out_layout: PayloadLayout,
         error_layout: PayloadLayout | None,
     ) -> Callable[[Tensor, Tensor, float, float], Tensor]:
-        """See ``kernels.dequantize_sum_quantize_with_feedback``."""
+        """See ``fsdp_zpp_kernels.dequantize_sum_quantize_with_feedback``."""
 
     def quantize_delta(
         self, chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout, dtype: torch.dtype
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        """See ``kernels.quantize_delta``."""
+        """See ``fsdp_zpp_kernels.quantize_delta``."""
 
     def add_delta(
         self, chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        """See ``kernels.add_delta``."""
+        """See ``fsdp_zpp_kernels.add_delta``."""
 
     def dequantize_rows(
         self, chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
     ) -> Callable[[Tensor, Tensor], None]:
-        """See ``kernels.dequantize_rows``."""
+        """See ``fsdp_zpp_kernels.dequantize_rows``."""
 
     def dequantize_nf4_rows(
         self, chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
     ) -> Callable[[Tensor, Tensor], None]:
-        """See ``kernels.dequantize_nf4_rows``."""
+        """See ``fsdp_zpp_kernels.dequantize_nf4_rows``."""

@@ -15,28 +15,28 @@ class Fake:
     def quantize(
         numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype
     ) -> Callable[[Tensor], Tensor]:
-        """See ``kernels.quantize``."""
+        """See ``fsdp_zpp_kernels.quantize``."""
         return _payload(rows * cols, numel, layout)
 
     @staticmethod
     def dequantize_sum(
         peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype
     ) -> Callable[[Tensor, Tensor, float], None]:
-        """See ``kernels.dequantize_sum``."""
+        """See ``fsdp_zpp_kernels.dequantize_sum``."""
         return _nothing
 
     @staticmethod
     def dequantize_sum_quantize(
         peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, out_layout: PayloadLayout
     ) -> Callable[[Tensor, float], Tensor]:
-        """See ``kernels.dequantize_sum_quantize``."""
+        """See ``fsdp_zpp_kernels.dequantize_sum_quantize``."""
         return _payload(rows * cols, numel, out_layout)
 
     @staticmethod
     def quantize_with_feedback(
         numel: int, rows: int, cols: int, layout: PayloadLayout, error_layout: PayloadLayout | None, dtype: torch.dtype
     ) -> Callable[[Tensor, Tensor, float], Tensor]:
-        """See ``kernels.quantize_with_feedback``."""
+        """See ``fsdp_zpp_kernels.quantize_with_feedback``."""
         return _payload(rows * cols, numel, layout)
 
     @staticmethod
@@ -48,35 +48,35 @@ class Fake:
         out_layout: PayloadLayout,
         error_layout: PayloadLayout | None,
     ) -> Callable[[Tensor, Tensor, float, float], Tensor]:
-        """See ``kernels.dequantize_sum_quantize_with_feedback``."""
+        """See ``fsdp_zpp_kernels.dequantize_sum_quantize_with_feedback``."""
         return _payload(chunks, numel, out_layout)
 
     @staticmethod
     def quantize_delta(
         chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout, dtype: torch.dtype
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        """See ``kernels.quantize_delta``."""
+        """See ``fsdp_zpp_kernels.quantize_delta``."""
         return _payload(chunks, numel, layout)
 
     @staticmethod
     def add_delta(
         chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        """See ``kernels.add_delta``."""
+        """See ``fsdp_zpp_kernels.add_delta``."""
         return _payload(chunks, numel, base_layout)
 
     @staticmethod
     def dequantize_rows(
         chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
     ) -> Callable[[Tensor, Tensor], None]:
-        """See ``kernels.dequantize_rows``."""
+        """See ``fsdp_zpp_kernels.dequantize_rows``."""
         return _nothing
 
     @staticmethod
     def dequantize_nf4_rows(
         chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
     ) -> Callable[[Tensor, Tensor], None]:
-        """See ``kernels.dequantize_nf4_rows``."""
+        """See ``fsdp_zpp_kernels.dequantize_nf4_rows``."""
         return _nothing
 
 

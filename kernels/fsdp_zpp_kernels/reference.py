@@ -15,14 +15,14 @@ from .payload import MIN_SCALE, SCALE_MASK, SCALE_RAISE, PayloadLayout
 
 
 def quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """See ``kernels.quantize``."""
+    """See ``fsdp_zpp_kernels.quantize``."""
     return lambda values: _encode(values.view(rows * cols, numel), rows, cols, layout)
 
 
 def dequantize_sum(
     peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor, float], None]:
-    """See ``kernels.dequantize_sum``."""
+    """See ``fsdp_zpp_kernels.dequantize_sum``."""
 
     def call(payload: Tensor, out: Tensor, scale: float) -> None:
         total = _sum_peers(payload.view(peers, rows * cols, -1), numel, layout).mul_(scale)
@@ -34,7 +34,7 @@ def dequantize_sum(
 def dequantize_sum_quantize(
     peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, out_layout: PayloadLayout
 ) -> Callable[[Tensor, float], Tensor]:
-    """See ``kernels.dequantize_sum_quantize``."""
+    """See ``fsdp_zpp_kernels.dequantize_sum_quantize``."""
 
     def call(payload: Tensor, scale: float) -> Tensor:
         return _encode(_sum_peers(payload, numel, layout).mul_(scale), rows, cols, out_layout)
@@ -45,7 +45,7 @@ def dequantize_sum_quantize(
 def quantize_with_feedback(
     numel: int, rows: int, cols: int, layout: PayloadLayout, error_layout: PayloadLayout | None, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """See ``kernels.quantize_with_feedback``."""
+    """See ``fsdp_zpp_kernels.quantize_with_feedback``."""
 
     def call(values: Tensor, errors: Tensor, beta: float) -> Tensor:
         in_order = values.view(rows, cols, numel).transpose(0, 1).flatten(0, 1).float()
@@ -62,7 +62,7 @@ def dequantize_sum_quantize_with_feedback(
     out_layout: PayloadLayout,
     error_layout: PayloadLayout | None,
 ) -> Callable[[Tensor, Tensor, float, float], Tensor]:
-    """See ``kernels.dequantize_sum_quantize_with_feedback``."""
+    """See ``fsdp_zpp_kernels.dequantize_sum_quantize_with_feedback``."""
 
     def call(payload: Tensor, errors: Tensor, scale: float, beta: float) -> Tensor:
         sums = _sum_peers(payload, numel, layout).mul_(scale)
@@ -74,7 +74,7 @@ def dequantize_sum_quantize_with_feedback(
 def quantize_delta(
     chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """See ``kernels.quantize_delta``."""
+    """See ``fsdp_zpp_kernels.quantize_delta``."""
 
     def call(values: Tensor, base: Tensor) -> Tensor:
         delta = values.view(chunks, numel).float() - _decode(base, numel, base_layout)
@@ -86,7 +86,7 @@ def quantize_delta(
 def add_delta(
     chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """See ``kernels.add_delta``."""
+    """See ``fsdp_zpp_kernels.add_delta``."""
 
     def call(base: Tensor, delta: Tensor) -> Tensor:
         values = _decode(base, numel, base_layout) + _decode(delta, numel, layout)
@@ -98,7 +98,7 @@ def add_delta(
 def dequantize_rows(
     chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor], None]:
-    """See ``kernels.dequantize_rows``."""
+    """See ``fsdp_zpp_kernels.dequantize_rows``."""
     in_order = dequantize_sum(1, numel, chunks, 1, layout, dtype)
     return lambda payload, out: in_order(payload, out, 1.0)
 
@@ -106,7 +106,7 @@ def dequantize_rows(
 def dequantize_nf4_rows(
     chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor], None]:
-    """See ``kernels.dequantize_nf4_rows``."""
+    """See ``fsdp_zpp_kernels.dequantize_nf4_rows``."""
 
     def call(payload: Tensor, out: Tensor) -> None:
         if numel == 0:  # torch views no rows without bytes as floats

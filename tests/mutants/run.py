@@ -201,7 +201,7 @@ class Suite:
             functions.setdefault(test.partition("[")[0], test)
         met, of_functions = set(tests), set(functions.values())
         rows = [test for test in tests if test not in of_functions]
-        # Of rows that share what a worker returns, only the first one reaches what the worker does.
+        # The first of rows that share what a worker returns reaches what the worker does, and the others do not.
         rows += [test for test in self.tests if test not in met and test.partition("[")[0] in functions]
         others = [test for test in self.tests if test not in met.union(rows)]
         stages = list(functions.values()), rows, others

@@ -36,7 +36,7 @@ from .tiling import (
 
 
 def quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """See ``kernels.quantize``."""
+    """See ``fsdp_zpp_kernels.quantize``."""
     return launch_tiles(
         quantize_kernel,
         quantize_tiling(layout),
@@ -56,7 +56,7 @@ def quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: tor
 def dequantize_sum(
     peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor, float], None]:
-    """See ``kernels.dequantize_sum``."""
+    """See ``fsdp_zpp_kernels.dequantize_sum``."""
     return launch_tiles(
         sum_kernel,
         sum_tiling(peers, layout),
@@ -78,7 +78,7 @@ def dequantize_sum(
 def dequantize_sum_quantize(
     peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, out_layout: PayloadLayout
 ) -> Callable[[Tensor, float], Tensor]:
-    """See ``kernels.dequantize_sum_quantize``."""
+    """See ``fsdp_zpp_kernels.dequantize_sum_quantize``."""
     return launch_tiles(
         sum_quantize_kernel,
         sum_quantize_tiling(peers, layout, out_layout),
@@ -103,7 +103,7 @@ def dequantize_sum_quantize(
 def quantize_with_feedback(
     numel: int, rows: int, cols: int, layout: PayloadLayout, error_layout: PayloadLayout | None, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """See ``kernels.quantize_with_feedback``."""
+    """See ``fsdp_zpp_kernels.quantize_with_feedback``."""
     launch = launch_tiles(
         quantize_with_feedback_kernel,
         feedback_tiling(layout, error_layout),
@@ -133,7 +133,7 @@ def dequantize_sum_quantize_with_feedback(
     out_layout: PayloadLayout,
     error_layout: PayloadLayout | None,
 ) -> Callable[[Tensor, Tensor, float, float], Tensor]:
-    """See ``kernels.dequantize_sum_quantize_with_feedback``."""
+    """See ``fsdp_zpp_kernels.dequantize_sum_quantize_with_feedback``."""
     launch = launch_tiles(
         sum_quantize_with_feedback_kernel,
         sum_feedback_tiling(layout, out_layout, error_layout),
@@ -160,7 +160,7 @@ def dequantize_sum_quantize_with_feedback(
 def quantize_delta(
     chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """See ``kernels.quantize_delta``."""
+    """See ``fsdp_zpp_kernels.quantize_delta``."""
     return launch_tiles(
         quantize_delta_kernel,
         delta_tiling(base_layout, layout),
@@ -183,7 +183,7 @@ def quantize_delta(
 def add_delta(
     chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """See ``kernels.add_delta``."""
+    """See ``fsdp_zpp_kernels.add_delta``."""
     return launch_tiles(
         add_delta_kernel,
         delta_tiling(base_layout, layout),
@@ -206,7 +206,7 @@ def add_delta(
 def dequantize_rows(
     chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor], None]:
-    """See ``kernels.dequantize_rows``."""
+    """See ``fsdp_zpp_kernels.dequantize_rows``."""
     return launch_tiles(
         rows_kernel,
         sum_tiling(1, layout),
@@ -226,7 +226,7 @@ def dequantize_rows(
 def dequantize_nf4_rows(
     chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor], None]:
-    """See ``kernels.dequantize_nf4_rows``."""
+    """See ``fsdp_zpp_kernels.dequantize_nf4_rows``."""
     launch = launch_tiles(
         nf4_rows_kernel,
         sum_tiling(1, layout),
