@@ -138,6 +138,11 @@ def head_of(step: int, how: str) -> int:
     return (step + (how == "one ahead" and dist.get_rank() == 3)) % 3
 
 
+def uses_of(head: int, how: str) -> Sequence[int]:
+    """The heads of a forward: frozen ones take part in it."""
+    return range(3) if how == "frozen" else [head]
+
+
 def in_turn(adapter: Adapter, strategy: Any, how: str) -> tuple[dict[str, Tensor], list[frozenset[str]]]:
     """In a worker: summed gradients, and which parameters had none in each step."""
     model, sums, without = adapter.wrap(make_heads(), strategy), {}, []
@@ -145,8 +150,8 @@ def in_turn(adapter: Adapter, strategy: Any, how: str) -> tuple[dict[str, Tensor
     for step in range(STEPS):
         head = head_of(step, how)
         if how == "frozen":
-            train_only(model, [head])
-        model(inputs(step), [head]).backward()
+            train_only(model, [head], trunk=False)
+        model(inputs(step), uses_of(head, how)).backward()
         gradients = adapter.full_gradients(model)
         without.append(without_gradient(model))
         for name, gradient in gradients.items():
@@ -162,12 +167,15 @@ def exact_in_turn(how: str) -> dict[str, Tensor]:
     """In a worker: the means over ranks of the gradients that ``in_turn`` sums."""
     model = make_heads()
     for step in range(STEPS):
-        model(inputs(step), [head_of(step, how)]).backward()
+        head = head_of(step, how)
+        if how == "frozen":
+            train_only(model, [head], trunk=False)
+        model(inputs(step), uses_of(head, how)).backward()
     return mean_gradients(model)
 
 
 TURNS = {f"{adapter}-{how}": (adapter, how) for how in ("idle", "one ahead", "frozen") for adapter in ADAPTERS}
-"""Uses of heads in turn: the others are frozen or just idle, or are one ahead on some ranks."""
+"""Uses of heads in turn: the others are used but frozen, or just idle, or are one ahead on some ranks."""
 
 
 @over_each(rest=False, scopes=["GGG", "IIG", "III", "NNG", "NNN"], turns=TURNS, config=IN_TURN)
@@ -188,10 +196,12 @@ def test_heads_in_turn_get_all_of_their_gradients_and_no_others(
         assert without == [frozenset({f"heads.{(step + 2) % 3}.weight", "heads.3.weight"}) for step in range(STEPS)]
 
 
-def scaled_in_turn(adapter: Adapter, strategy: Strategy, overflow_at: int | None, scaled: bool) -> dict[str, Tensor]:
+def scaled_in_turn(
+    adapter: Adapter, strategy: Strategy, fused: bool, overflow_at: int | None, scaled: bool
+) -> dict[str, Tensor]:
     """In a worker: weights after heads were used in turn on a growing loss scale, with a step that overflows."""
     model = adapter.wrap(make_heads(), strategy)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.5), make_scaler(scaled)
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=fused), make_scaler(scaled)
     steps = list(range(9))
     if overflow_at is not None:
         steps.insert(overflow_at, -1)
@@ -204,13 +214,18 @@ def scaled_in_turn(adapter: Adapter, strategy: Strategy, overflow_at: int | None
     return adapter.full_weights(model)
 
 
-@over_each(rest=False, adapter=ADAPTERS, scopes=("IGG", "III", "NNN"), config=IN_TURN, overflow_at=(1, 4))
+@over_each(
+    rest=False, adapter=ADAPTERS, scopes=("IGG", "III", "NNN"), config=IN_TURN, overflow_at=(1, 4), fused=[False, True]
+)
 def test_scalers_leave_what_waits_as_it_was(
-    pool: Pools, adapter: Adapter, scopes: str, config: LoCo, overflow_at: int
+    pool: Pools, adapter: Adapter, scopes: str, config: LoCo, overflow_at: int, fused: bool
 ) -> None:
-    """Errors that wait follow the loss scale, a power of two, so weights are the same without a scaler."""
+    """Errors that wait follow the loss scale, a power of two, so weights are the same without a scaler.
+
+    A fused optimizer skips steps itself.
+    """
     strategy = Strategy(scopes, gradients=Int4(128), intra_gradients=Int8(128), error_feedback=config, gpus_per_node=2)
     scaled, plain = (
-        pool(4).run(scaled_in_turn, adapter, strategy, *how)[0] for how in ((overflow_at, True), (None, False))
+        pool(4).run(scaled_in_turn, adapter, strategy, fused, *how)[0] for how in ((overflow_at, True), (None, False))
     )
     assert models.distance(scaled, plain) == 0

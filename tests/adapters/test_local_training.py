@@ -19,7 +19,7 @@ from harness.messages import collected
 from harness.pool import Pools, device_type
 from harness.training import differing_tensors, scaled_steps, train
 from harness.wiretap import sent_in
-from local_nodes import LAYOUTS, ON_OTHER_NODES, ONE_BLOCK, TRAINED, set_trained, sgd, strategy_of, this_node
+from local_nodes import HEAD, LAYOUTS, ON_OTHER_NODES, ONE_BLOCK, TRAINED, set_trained, sgd, strategy_of, this_node
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -345,6 +345,33 @@ def test_parameters_are_exchanged_once_after_any_node_has_trained_them(
 ) -> None:
     strategy = Strategy(layout[0], local_steps=schedule, gpus_per_node=layout[1])
     pool(4).run(beside_simulation, adapter, strategy, ONE_BLOCK, trained)
+
+
+def left_different(adapter: Adapter) -> int:
+    """In a worker: tensors in which nodes differ after a block was due while it was on its way."""
+    strategy = Strategy("III", local_steps=LocalSteps(8, **PLAIN, overlap=7), gpus_per_node=2)
+    case = Case(model=(("blocks", 3),), clip=None, steps=1)
+    model = adapter.make(case, strategy)
+    optimizer = sgd(model)
+    first, second, third = ({f"blocks.{i}.{each}.weight" for each in ("up", "down")} for i in range(3))
+    # The second is sent after step 8, to arrive after 15; once the third takes part, it is due after 14. Part of it is
+    # trained no more, so that nobody sends that again.
+    frozen = {"blocks.1.up.weight"}
+    sets = (
+        [{HEAD, *first, *second}] * 8
+        + [{HEAD, *first, *second} - frozen]
+        + [{HEAD, *first, *second, *third} - frozen] * 6
+    )
+    for step, names in enumerate(sets):
+        set_trained(model, names)
+        train(adapter, model, case, optimizer=optimizer, first_step=step)
+    exchange_weights(model)
+    return differing_tensors(adapter, model)
+
+
+@over_each(rest=False, adapter=ADAPTERS)
+def test_a_block_that_is_due_while_it_is_on_its_way_arrives_first(pool: Pools, adapter: Adapter) -> None:
+    assert pool(4).run(left_different, adapter) == [0] * 4
 
 
 def exchanges_by(adapter: Adapter, kind: str) -> list[bool]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import json
 import multiprocessing.connection
 import os
@@ -43,6 +44,7 @@ from fsdp_zpp import (
     exchange_weights,
     members,
 )
+from fsdp_zpp.collectives.members import Members
 from fsdp_zpp.runtime.unit import named_units
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nodes of tests share no GPU")
@@ -70,6 +72,7 @@ class Training:
     first: int = 4  # nodes that begin together
     counts_tokens: bool = False
     trainer: str | None = None  # a folder, to train by transformers' Trainer
+    fails: int = 0  # the exchange that all nodes have to repeat
 
     def strategy(self, endpoint: str) -> Strategy:
         # Waits are those of nodes on a machine that is busy with other things, too.
@@ -104,8 +107,20 @@ def agreed_here(model: Any) -> dict[str, Any]:
     return {"agreed": digest(dict(named)), "exchange": progress.committed, "round": progress.round}
 
 
+def fail_once(exchange: int) -> None:
+    """Have this rank report that an exchange has failed; not when it is repeated."""
+    commit, attempts = Members.commit, itertools.count(1)
+
+    def commit_but_once(self: Members, failure: str = "") -> bool:
+        return commit(self, "told to" if next(attempts) == exchange else failure)
+
+    Members.commit = commit_but_once
+
+
 def train(training: Training, node: int, endpoint: str, log: Any) -> None:
     """Train until the training has made its steps, whoever has made them."""
+    if training.fails:
+        fail_once(training.fails)
     adapter, gpus = training.adapter, dist.get_world_size()
     model = adapter.make(CASE, training.strategy(endpoint))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -324,6 +339,19 @@ def test_a_rank_that_is_killed_restarts_its_node_alone(tmp_path: Path) -> None:
     training = Training(Fsdp1(), "NNN", steps=24, members=2, first=2, local_steps=local_steps, counts_tokens=True)
     nodes = Jobs(training, 2, tmp_path).run((8, "kill rank", 1))
     check(nodes, 0, fewest=2, returned=1)
+
+
+def test_an_exchange_that_has_failed_is_repeated_from_the_state_before_it(tmp_path: Path) -> None:
+    def agreed(fails: int) -> tuple[dict[int, str], set[int]]:
+        local_steps = LocalSteps(4, codec=Int4(32), error_feedback=LoCo(), spread=False)
+        training = Training(steps=12, members=2, first=2, local_steps=local_steps, fails=fails)
+        (tmp_path / str(fails)).mkdir()
+        lines = [line for line in Jobs(training, 1, tmp_path / str(fails)).run()[0].read() if "agreed" in line]
+        return {line["exchange"]: line["agreed"] for line in lines}, {line["round"] for line in lines}
+
+    (expected, _), (repeated, rounds) = agreed(0), agreed(2)
+    assert len(rounds) == 2
+    assert repeated == expected
 
 
 @pytest.mark.slow

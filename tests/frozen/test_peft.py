@@ -23,10 +23,12 @@ from harness.models import device
 from harness.pool import Pools
 from peft import (
     IA3Config,
+    LNTuningConfig,
     PeftConfig,
     PeftModel,
     PrefixTuningConfig,
     PromptTuningConfig,
+    TrainableTokensConfig,
     get_peft_model,
     get_peft_model_state_dict,
 )
@@ -102,6 +104,10 @@ METHODS: dict[str, Callable[[], PeftConfig]] = {
     "ia3": lambda: IA3Config(
         task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]
     ),
+    "norms": lambda: LNTuningConfig(task_type="CAUSAL_LM", target_modules=["input_layernorm", "norm"]),
+    "tokens": lambda: TrainableTokensConfig(
+        task_type="CAUSAL_LM", target_modules=["embed_tokens"], token_indices=[1, 3, 5]
+    ),
 }
 
 
@@ -113,6 +119,7 @@ def by_method(adapter: Adapter, method: str, folder: str) -> None:
     assert made[0].get_nb_trainable_parameters() == made[1].get_nb_trainable_parameters()
     model, alone = llama.shard(adapter, made[0], EXACT, by_layer=False), made[1]
     assert losses_on_one_batch(model) == pytest.approx(losses_on_one_batch(alone), rel=1e-5)
+    model.requires_grad_(False)  # as of an adapter that is not active, or was loaded for inference
     save_adapter(model, folder)
     loaded = PeftModel.from_pretrained(llama.rounded_base(CODEC), folder).to(device())
     assert torch.equal(llama.logits_of(loaded), llama.logits_of(model))

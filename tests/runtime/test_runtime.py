@@ -28,6 +28,7 @@ from harness.wiretap import wiretap
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Monitor, Strategy, monitor, traffic
+from fsdp_zpp.adapters._torch_shard_version import ShardVersion
 from fsdp_zpp.collectives import hop_timer
 from fsdp_zpp.config.topology import Topology
 from fsdp_zpp.runtime import step_ends
@@ -118,6 +119,16 @@ def test_a_change_of_mode_is_heard_once() -> None:
     remove()
     optimizer.train()
     assert len(calls) == 4
+
+
+def test_a_version_tells_a_write_a_move_and_a_move_back() -> None:
+    """Counts alone would not: a tensor that has taken another's place has been written to as often."""
+    version, one, other = ShardVersion(), torch.zeros(4), torch.zeros(4)
+    seen = [version.of([tensor], [tensor]) for tensor in (one, other, one)]
+    one.add_(1)
+    seen.append(version.of([one], [one]))
+    assert len(set(seen)) == 4
+    assert version.of([one], [one]) == seen[-1]
 
 
 def test_progress_that_was_saved_before_exchanges_were_counted_is_read() -> None:

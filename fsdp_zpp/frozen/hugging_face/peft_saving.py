@@ -117,13 +117,13 @@ def adapter_state(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str
 
 def adapter_tensors(model: nn.Module, peft_model: PeftModel) -> list[TensorOfModel]:
     """Return the tensors of all adapters, active or not, and of everything trainable."""
-    # Adapters that are not active are frozen, so requires_grad alone would miss them.
-    marks = ("lora_", "modules_to_save", "prompt_encoder.")
+    # Adapters that are not active are frozen, so requires_grad alone would miss them; all have a place of their name.
+    adapters = peft_model.peft_config.keys()
     return [
         tensor
         for tensor in tensors_of(model)
-        if (tensor.is_buffer and any(name in peft_model.peft_config for _, name in tensor.sites))
-        or (not tensor.is_buffer and (tensor.full.requires_grad or any(mark in tensor.names[0] for mark in marks)))
+        if (tensor.is_buffer and any(name in adapters for _, name in tensor.sites))
+        or (not tensor.is_buffer and (tensor.full.requires_grad or not adapters.isdisjoint(tensor.names[0].split("."))))
     ]
 
 
