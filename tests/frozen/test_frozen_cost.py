@@ -75,6 +75,23 @@ def test_a_base_takes_its_scopes_share_and_crosses_nodes_once(pool: Pools, scope
     pool(4).run(gathered_in_backwards, scope, share)
 
 
+def gathered_ahead() -> None:
+    net = lora.make_net()
+    quantize_frozen_params(net, lora.CODEC, gpus_per_node=2)
+    for step in range(2):
+        models.loss_of(net, models.batch(step, 0)).backward()
+    with gathers() as seen:
+        for i, block in enumerate(net.blocks):
+            block.register_forward_hook(lambda *unused, i=i: seen.append(f"end of blocks.{i}"))
+        models.loss_of(net, models.batch(2, 0))
+    # The last backward has left the first block gathered.
+    assert seen == ["frozen blocks.1", "end of blocks.0", "frozen head", "end of blocks.1"]
+
+
+def test_a_unit_is_gathered_while_the_one_before_it_computes(pool: Pools) -> None:
+    pool(4).run(gathered_ahead)
+
+
 def large_floats() -> list[int]:
     """In a worker: sizes of what is alive in floating point and as large as the base's largest weights."""
     tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and t.is_floating_point()]
