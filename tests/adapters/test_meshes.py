@@ -262,8 +262,10 @@ def outcome(adapter: Adapter, part: str, folder: Path, on_half: bool) -> list[An
     """In a worker: what a model gives in a job of its own, or on the second half of one."""
     if not on_half:
         return getattr(Part(adapter, None, folder), part)()
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    return getattr(Part(adapter, groups[1], folder), part)() if dist.get_rank() >= 2 else []
+    odd, _, half = (dist.new_group(ranks) for ranks in ([1, 3], [0, 1], [2, 3]))
+    if dist.get_rank() % 2:  # so that members of the half have made different numbers of groups
+        Part(adapter, odd, folder).shard(models.make_net(), Strategy.diloco(gpus_per_node=1))
+    return getattr(Part(adapter, half, folder), part)() if dist.get_rank() >= 2 else []
 
 
 PARTS = ["strategies", "local_steps", "frozen_base", "peft_adapter", "comm_hook"]
