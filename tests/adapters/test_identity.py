@@ -16,7 +16,7 @@ from harness.training import make_scaler, without_gradient
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_zpp import Int4, Int8, LoCo, Strategy
+from fsdp_zpp import CodecState, Int4, Int8, LoCo, Strategy
 
 SCOPES = ("GGG", "IGG", "IIG", "GNG", "III", "NGG", "NNG", "NNN")
 WIDTH, HEADS = 64, 4
@@ -194,6 +194,37 @@ def test_heads_in_turn_get_all_of_their_gradients_and_no_others(
         assert without == pool(4).once(in_turn, adapter, STOCK, how)[0][1]
     elif adapter.torch_name == "fully_shard":  # a flat parameter has one gradient for all
         assert without == [frozenset({f"heads.{(step + 2) % 3}.weight", "heads.3.weight"}) for step in range(STEPS)]
+
+
+def resumed_in_turn(adapter: Adapter, strategy: Strategy) -> None:
+    """In a worker: errors of heads that are frozen at the moment are in codec state."""
+
+    def gradients(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[dict[str, Tensor]]:
+        found = []
+        for step in steps:
+            train_only(model, [step % 3])
+            model(inputs(step), [step % 3]).backward()
+            found.append(adapter.full_gradients(model))
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    models_and_optimizers = []
+    for _ in range(2):
+        model = adapter.wrap(make_heads(), strategy)
+        models_and_optimizers.append((model, torch.optim.SGD(model.parameters(), lr=0.0)))
+    first, second = models_and_optimizers
+    gradients(*first, range(5))
+    CodecState(second[0]).load_state_dict(CodecState(first[0]).state_dict())
+    for expected, ours in zip(*(gradients(*each, range(5, 9)) for each in (first, second)), strict=True):
+        assert models.distance(ours, expected) == 0
+
+
+@over_each(rest=False, adapter=ADAPTERS, scopes=("IIG", "III"))
+def test_errors_of_what_is_frozen_are_saved(pool: Pools, adapter: Adapter, scopes: str) -> None:
+    pool(4).run(
+        resumed_in_turn, adapter, Strategy(scopes, gradients=Int4(128), error_feedback=LoCo(beta=0.0), gpus_per_node=2)
+    )
 
 
 def scaled_in_turn(
