@@ -227,6 +227,30 @@ def test_errors_of_what_is_frozen_are_saved(pool: Pools, adapter: Adapter, scope
     )
 
 
+def with_a_small_unit(adapter: Adapter, strategy: Strategy, of_held: bool) -> dict[str, Tensor]:
+    """In a worker: weights of a net with a unit of one row, of which some ranks hold nothing."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 1, bias=False)).to(models.device())
+    net[1] = adapter.wrap(net[1], strategy)
+    model = adapter.wrap(net, strategy)
+    held = [p for p in model.parameters() if adapter.local(p).numel() or not of_held]
+    optimizer = torch.optim.SGD(held, lr=0.5)
+    for step in range(5):
+        for _ in range(2):  # a backward is not a step
+            model(inputs(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return adapter.full_weights(model)
+
+
+@over_each(rest=False, adapter=ADAPTERS, scopes=("GGG", "IIG"))
+def test_an_optimizer_may_leave_out_what_its_rank_does_not_hold(pool: Pools, adapter: Adapter, scopes: str) -> None:
+    """Errors of its gradient are fed back all the same."""
+    strategy = Strategy(scopes, gradients=Int4(128), error_feedback=LoCo(reset_every=3), gpus_per_node=2)
+    ours, expected = (pool(4).run(with_a_small_unit, adapter, strategy, of_held)[0] for of_held in (True, False))
+    assert models.distance(ours, expected) == 0
+
+
 def scaled_in_turn(
     adapter: Adapter, strategy: Strategy, fused: bool, overflow_at: int | None, scaled: bool
 ) -> dict[str, Tensor]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import models
 from harness.adapter import Adapter, Case, Fsdp2, on_cpu
-from harness.covering import ADAPTERS, WITH_FLAT, over_each, over_pairs
+from harness.covering import ADAPTERS, WITH_FLAT, over_adapters, over_each, over_pairs
 from harness.pool import Pools
 from harness.training import logits, train
 from torch import Tensor, nn
@@ -240,6 +241,22 @@ def test_many_bf16_micro_batches_are_summed_in_fp32(pool: Pools, adapter: Adapte
 
 
 # ---- gradients that are cleared
+
+
+def questions_of_each_step(adapter: Adapter) -> list[int]:
+    """In a worker: how often steps ask what was used, of which the second alone has two micro-batches."""
+    model = adapter.make(Case(), Strategy("IIG", gpus_per_node=2))
+    optimizer, counts = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for micro_batches in (1, 1, 2, 1):
+        with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as ask:
+            train(adapter, model, Case(steps=1, micro_batches=micro_batches, clip=None), optimizer=optimizer)
+        counts.append(ask.call_count)
+    return counts[1:]
+
+
+@over_adapters
+def test_a_step_of_one_micro_batch_does_not_ask_what_others_have_used(pool: Pools, adapter: Adapter) -> None:
+    assert pool(4).run(questions_of_each_step, adapter) == [[0, 1, 0]] * 4
 
 
 def discarded(adapter: Adapter, scopes: str, clear: str) -> float:

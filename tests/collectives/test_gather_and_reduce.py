@@ -29,6 +29,7 @@ from fsdp_zpp.collectives.held_errors import Extent
 from fsdp_zpp.collectives.hops import Traffic
 from fsdp_zpp.collectives.mesh import ProcessMesh, process_mesh
 from fsdp_zpp.collectives.prefetch import SecondaryShardPrefetcher, in_chunks
+from fsdp_zpp.collectives.reduction_order import ReductionOrder
 from fsdp_zpp.collectives.secondary_shard import ShardValues
 from fsdp_zpp.collectives.weight_gather import WeightGather
 
@@ -416,6 +417,19 @@ def test_a_change_is_sent_after_a_step_and_whole_weights_after_any_other_event(o
 
     whole, change = Int8(64).nbytes(DELTA_NUMEL), Int4(64).nbytes(DELTA_NUMEL)
     assert on_ranks(2, 2, after_events) == [[whole, change, whole, 0]] * 4
+
+
+# ---- the order of reductions
+
+
+def test_units_reduce_in_the_order_of_the_last_synchronized_backward() -> None:
+    first, second, third = units = [Mock(takes_part=True) for _ in range(3)]
+    order = ReductionOrder(units)
+    assert [order.finished(unit) for unit in (second, third, first)] == [[], [third, second], [first]]
+    order.synchronized += [first, third, second]
+    assert order.remaining() == []
+    assert [order.finished(unit) for unit in (second, first)] == [[], [first]]
+    assert order.remaining() == [third, second]
 
 
 # ---- prefetching
