@@ -31,6 +31,7 @@ from fsdp_zpp.adapters.fsdp2 import units, validation
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.frozen.modules import FrozenModule, frozen_modules
 from fsdp_zpp.runtime.unit import named_units
+from fsdp_zpp.torch_internals import major_minor
 
 WIDTH = 64
 
@@ -155,16 +156,23 @@ def losses_beside(storage: torch.dtype, width: int, arguments: dict[str, Any]) -
     return losses, sum(value.double().sum().item() for value in weights.values())
 
 
-BESIDE: list[tuple[torch.dtype, int, dict[str, Any]]] = [
-    (torch.uint8, 64, {"strategy": Strategy("IGG", gpus_per_node=2)}),
-    (torch.float32, 48, {"strategy": Strategy("NNN", gpus_per_node=2)}),
-    (torch.bfloat16, 64, {"strategy": Strategy(gpus_per_node=4), "reshard_after_forward": 2}),
+takes_integers = pytest.mark.skipif(
+    major_minor(torch.__version__) < (2, 13), reason="torch's fully_shard takes integers since 2.13"
+)
+IGG, NNN = Strategy("IGG", gpus_per_node=2), Strategy("NNN", gpus_per_node=2)
+AS_STORED = Strategy("IGG", frozen="as stored", gpus_per_node=2)
+BESIDE = [
+    pytest.param(torch.uint8, 64, {"strategy": IGG}, marks=takes_integers, id="IGG"),
+    pytest.param(torch.float32, 48, {"strategy": NNN}, id="NNN"),
+    pytest.param(
+        torch.bfloat16, 64, {"strategy": Strategy(gpus_per_node=4), "reshard_after_forward": 2}, id="reshard 2"
+    ),
     # So small that the strategy does not take them over.
-    (torch.uint8, 48, {"strategy": Strategy("IGG", frozen="as stored", gpus_per_node=2)}),
+    pytest.param(torch.uint8, 48, {"strategy": AS_STORED}, marks=takes_integers, id="as stored"),
 ]
 
 
-@pytest.mark.parametrize(("storage", "width", "arguments"), BESIDE, ids=["IGG", "NNN", "reshard 2", "as stored"])
+@pytest.mark.parametrize(("storage", "width", "arguments"), BESIDE)
 def test_adapters_train_beside_packed_layers_of_any_storage(
     pool: Pools, storage: torch.dtype, width: int, arguments: dict[str, Any]
 ) -> None:
@@ -189,6 +197,7 @@ def all_warnings() -> list[list[str]]:
     return texts
 
 
+@takes_integers
 def test_a_warning_says_that_torch_will_change_packed_values_but_for_bytes(pool: Pools) -> None:
     first, *others = pool(4).run(all_warnings)
     assert others == [[[], [], []]] * 3
