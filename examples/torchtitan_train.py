@@ -24,7 +24,7 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.train import main
 
 from fsdp_zpp import Strategy
-from fsdp_zpp.integrations.torchtitan import StrategyTrainer, with_strategy
+from fsdp_zpp.integrations.torchtitan.config_registry import StrategyTrainer, with_strategy
 
 
 class ByteTokenizer(BaseTokenizer):

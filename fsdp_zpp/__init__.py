@@ -5,28 +5,15 @@ as its ``sharding_strategy``; models with torch's own strategies are not affecte
 ``strategy=``.
 """
 
-from fsdp_zpp.adapters import fsdp1 as _fsdp1  # noqa: F401  (teaches FullyShardedDataParallel)
-from fsdp_zpp.adapters.comm_hook import QuantizedReduceState, quantized_reduce_hook
-from fsdp_zpp.adapters.fsdp2 import clip_grad_norm_, fully_shard
 from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.codecs.blockwise import Int4, Int8
-from fsdp_zpp.codecs.delta import Int4Delta
-from fsdp_zpp.codecs.nf4 import NF4
+from fsdp_zpp.codecs.blockwise import NF4, Int4, Int4Delta, Int8
 from fsdp_zpp.codecs.top_k import TopK
-from fsdp_zpp.config.elastic import Elastic
-from fsdp_zpp.config.error_feedback import LoCo
-from fsdp_zpp.config.local_steps import LocalSteps
-from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.frozen.files.loading import load_frozen_params
-from fsdp_zpp.frozen.files.saving import save_frozen_params
-from fsdp_zpp.frozen.hugging_face.peft_saving import save_adapter
+from fsdp_zpp.frozen.base_files import load_frozen_params, save_frozen_params
+from fsdp_zpp.frozen.hugging_face import save_adapter
 from fsdp_zpp.frozen.quantize import dequantize_frozen_params, quantize_frozen_params
-from fsdp_zpp.inference.delta_receiver import DeltaReceiver, OutOfSyncError
-from fsdp_zpp.inference.gathered_weights import gathered_weights
-from fsdp_zpp.inference.sync_token import SyncToken
-from fsdp_zpp.inference.weight_update import WeightUpdate
-from fsdp_zpp.planner.plan import plan
-from fsdp_zpp.planner.running_job import choose_strategy
+from fsdp_zpp.fsdp1.wrapping import QuantizedReduceState, quantized_reduce_hook
+from fsdp_zpp.fsdp2.fully_shard import clip_grad_norm_, fully_shard
+from fsdp_zpp.planner.plan import choose_strategy, plan
 from fsdp_zpp.runtime.api import (
     agreed_weights,
     count_tokens,
@@ -38,6 +25,15 @@ from fsdp_zpp.runtime.api import (
 )
 from fsdp_zpp.runtime.checkpoint import CodecState
 from fsdp_zpp.runtime.monitor import Monitor, monitor
+from fsdp_zpp.strategy.error_feedback import LoCo
+from fsdp_zpp.strategy.local_steps import Elastic, LocalSteps
+from fsdp_zpp.strategy.strategy import Strategy
+
+from .inference_updates import DeltaReceiver, OutOfSyncError, SyncToken, WeightUpdate
+from .inference_weights import gathered_weights
+from .names import keep_moved_modules
+
+keep_moved_modules()
 
 __all__ = [
     "NF4",

@@ -1,16 +1,122 @@
-"""``python -m fsdp_zpp``, or ``fsdp_zpp``: the commands of this package."""
+"""The command ``fsdp_zpp``: ``plan``, ``bench`` and ``env``."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import platform
+import re
 import sys
+from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
-from fsdp_zpp.bench.cli import add_bench
-from fsdp_zpp.environment import add_env
+import torch
+import torch.distributed as dist
+
+from fsdp_zpp.bench.run import add_bench
 from fsdp_zpp.planner.cli import add_plan
-from fsdp_zpp.suggestions import did_you_mean
+
+from .names import did_you_mean
+
+# ---- environment
+#
+# ``python -m fsdp_zpp env``: what a bug report needs to say of the machine and the job.
+
+PACKAGES = (
+    "fsdp_zpp torch triton safetensors transformers peft accelerate trl lightning torchtitan axolotl bitsandbytes"
+).split()
+"""Packages whose versions are shown: this one, those that it needs, and those that it works with."""
+
+_VARIABLES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "TRITON_", "GLOO_", "FSDP_ZPP_", "OMP_NUM_THREADS")
+_SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
+"""Parts of names of variables whose values nobody should publish."""
+_BY_TORCHRUN = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+_BY_SRUN = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
+
+Sections = dict[str, dict[str, str]]
+
+
+def add_env(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], formatter: Callable[..., argparse.HelpFormatter]
+) -> None:
+    """Add the subcommand ``env``."""
+    parser = subparsers.add_parser(
+        "env",
+        usage="python -m fsdp_zpp env [--json]",
+        formatter_class=formatter,
+        help="versions, GPUs, nodes and variables: what a bug report needs",
+        description="Show versions, GPUs, nodes and the environment variables on which communication depends. Run it "
+        "under the launcher of the job that fails; rank 0 prints.",
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the sections and return the exit status."""
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        shown = sections()
+        print(json.dumps(shown, indent=1) if arguments.json else as_text(shown))
+    return 0
+
+
+def sections() -> Sections:
+    """Collect what is known of this process's environment: texts by name, by section."""
+    return {"versions": _versions(), "GPUs": _gpus(), "nodes": _nodes(), "variables": _variables()}
+
+
+def as_text(shown: Sections) -> str:
+    """Format the sections, a line for each name."""
+    lines = []
+    for title, values in shown.items():
+        lines.append(f"{title}:")
+        lines += [f"  {name:<{max(map(len, values))}}  {value}" for name, value in values.items()] or ["  none"]
+    return "\n".join(lines)
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "system": platform.platform()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    # Of the library that is loaded: the distribution's version may lack the build, such as +cu130.
+    versions["torch"] = torch.__version__
+    if torch.cuda.is_available():
+        nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ()
+        versions |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl)) or "none"}
+    return versions
+
+
+def _gpus() -> dict[str, str]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    properties = {index: torch.cuda.get_device_properties(index) for index in range(count)}
+    return {
+        f"GPU {index}": f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
+        for index, gpu in properties.items()
+    }
+
+
+def _nodes() -> dict[str, str]:
+    node = {"host": platform.node(), "CPU cores": str(os.cpu_count())}
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return node | {name: os.environ.get(name, "not set") for name in _BY_TORCHRUN}
+    if "SLURM_STEP_TASKS_PER_NODE" in os.environ:
+        return node | {name: os.environ.get(name, "not set") for name in _BY_SRUN}
+    return node | {"launcher": "none: LOCAL_WORLD_SIZE is not set (torchrun sets it)"}
+
+
+def _variables() -> dict[str, str]:
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+    return {name: "(hidden)" if _SECRET.search(name) else value for name, value in variables.items()}
+
+
+# ---- main
+#
+# ``python -m fsdp_zpp``, or ``fsdp_zpp``: the commands of this package.
 
 
 class _Version(argparse.Action):

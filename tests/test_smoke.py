@@ -55,9 +55,9 @@ from fsdp_zpp import (
     traffic,
 )
 from fsdp_zpp.__main__ import main
-from fsdp_zpp.collectives.agreement import from_first_rank
-from fsdp_zpp.config.levels import LEGAL_LEVELS
+from fsdp_zpp.comm.agreement import from_first_rank
 from fsdp_zpp.planner.model_size import module_size
+from fsdp_zpp.strategy.strategy import LEGAL_LEVELS
 
 pytestmark = pytest.mark.smoke
 

@@ -15,12 +15,11 @@ import pytest
 import torch
 
 import fsdp_zpp
-from fsdp_zpp.torch_internals import Needed, check_needed, check_torch_version, major_minor
+from fsdp_zpp._torch_compat import NEEDED, Needed, check_needed, check_torch_version, major_minor
 
 PACKAGE = Path(fsdp_zpp.__file__).parent
 HERE = "test_torch_internals"
-FOLDERS = ("adapters/fsdp1", "adapters/fsdp2", "collectives", "frozen", "runtime")
-over_folders = pytest.mark.parametrize("folder", FOLDERS)
+over_folders = pytest.mark.parametrize("folder", NEEDED)
 
 
 class Group:
@@ -69,7 +68,7 @@ def test_a_missing_internal_is_an_error_before_the_rest_is_imported(
     row, name = next(
         (row, name) for row in rows for name in row.names.split() if callable(vars(_owner(row.owner)).get(name))
     )
-    package = _dotted(folder)
+    package = f"fsdp_zpp.{folder}"
     monkeypatch.delattr(_owner(row.owner), name)
     for module in _imported(package):
         monkeypatch.delitem(sys.modules, module)
@@ -82,22 +81,18 @@ def test_a_missing_internal_is_an_error_before_the_rest_is_imported(
 
 @over_folders
 def test_a_table_lists_the_internals_that_its_folder_uses_once_each_and_says_what_for(folder: str) -> None:
-    trees = {path: ast.parse(path.read_text()) for path in _files(folder)}
-    rows = _needed(folder)
+    trees = {path: ast.parse(path.read_text()) for path in (PACKAGE / folder).glob("*.py")}
+    rows = NEEDED[folder]
     listed = {name for row in rows for name in row.names.split()}
     checked = [tree for path, tree in trees.items() if path.name.startswith(("_torch", "_tensor"))]
     private = {name for tree in checked for name in _private_names(tree)}
     owners = {name for row in rows for name in row.owner.split(".")}
-    assert not private - listed - owners - _own_names(), f"add rows for them to {folder}/_needed.py"
+    assert not private - listed - owners - _own_names(), f"add rows for them to {folder} in _torch_compat.py"
     used = {name for tree in trees.values() for name in _used_names(tree)}
-    assert not listed - used, f"remove them from {folder}/_needed.py"
+    assert not listed - used, f"remove them from {folder} in _torch_compat.py"
     assert not [row for row in rows if not row.purpose.strip() or row.purpose.startswith("the same")]
     counts = Counter((_owner(row.owner), name) for row in _table(folder) for name in row.names.split())
     assert not [each for each, count in counts.items() if count > 1]
-
-
-def _dotted(folder: str) -> str:
-    return "fsdp_zpp." + folder.replace("/", ".")
 
 
 def _imported(package: str) -> list[str]:
@@ -105,20 +100,9 @@ def _imported(package: str) -> list[str]:
     return [module for module in sys.modules if f"{module}.".startswith(f"{package}.")]
 
 
-def _needed(folder: str) -> tuple[Needed, ...]:
-    table: tuple[Needed, ...] = importlib.import_module(f"{_dotted(folder)}._needed").NEEDED
-    return table
-
-
 def _table(folder: str) -> list[Needed]:
     """Return the rows that this torch is checked for."""
-    return [row for row in _needed(folder) if row.since <= major_minor(torch.__version__) <= row.until]
-
-
-def _files(folder: str) -> list[Path]:
-    """Return the files that a folder's table speaks for: its own, and those that both adapters share."""
-    shared = PACKAGE.glob("adapters/_torch*.py") if folder.startswith("adapters") else ()
-    return [path for path in (*(PACKAGE / folder).glob("*.py"), *shared) if path.stem != "_needed"]
+    return [row for row in NEEDED[folder] if row.since <= major_minor(torch.__version__) <= row.until]
 
 
 def _owner(path: str) -> object:
@@ -154,7 +138,8 @@ def _private_names(tree: ast.AST) -> list[str]:
 @functools.cache
 def _own_names() -> frozenset[str]:
     """Return what the package defines: functions, classes, declared attributes, and those it sets on ``self``."""
-    names = {"_version"}  # of any tensor
+    names = {"_version", "_cdata"}  # of any tensor or storage
+    names.add("_convert_weight_packed_for_cpu_inverse")  # of bitsandbytes
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -179,9 +164,6 @@ def test_torch_from_2_11_to_2_15_is_accepted_and_no_other() -> None:
 
 def test_the_page_lists_every_file_that_uses_private_names_and_no_other() -> None:
     page = (PACKAGE.parent / "docs/design/torch-internals.md").read_text()
-    listed = set()
-    for row in re.findall(r"^\| (`[\w/.]*\.py`(?:, `[\w/.]*\.py`)*) \|", page, re.MULTILINE):
-        folder, *_ = re.findall(r"`([\w/]*)/", row)
-        listed |= {f"{folder}/{name}" for name in re.findall(r"(\w+\.py)`", row)}
-    files = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("_torch*.py")} | {"frozen/_tensor.py"}
-    assert listed == {file.removeprefix("adapters/") if "/fsdp" in file else file for file in files}
+    table = page[page.index("| File |") : page.index("Three files of `comm/`")]
+    listed = set(re.findall(r"^\| `([\w/]*\.py)` \|", table, re.MULTILINE))
+    assert listed == {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("_torch*.py")}

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from fsdp_zpp.bench import manifest as of_a_run
+from fsdp_zpp.bench import results as of_a_run
 
 
 def manifest(command: list[str] | None = None) -> dict[str, Any]:

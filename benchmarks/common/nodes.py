@@ -12,7 +12,7 @@ from collections.abc import Callable
 import throttle
 import torch.distributed as dist
 
-from fsdp_zpp.bench.job import join
+from fsdp_zpp.bench.run import join
 
 STARTED_BY = "FSDP_ZPP_BENCHMARK_COMMAND"
 """Environment variable that tells ranks of emulated nodes the command that started them."""

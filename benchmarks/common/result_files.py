@@ -2,7 +2,7 @@
 
     {"manifest": {...}, "arguments": {...}, "rows": [{...}, ...]}
 
-``fsdp_zpp.bench.result_file`` writes them. A result may have more beside its rows. A manifest (``manifest.py``) with
+``fsdp_zpp.bench.results`` writes them. A result may have more beside its rows. A manifest (``manifest.py``) with
 ``"recovered": true`` was written after the run, from what the run printed and from when its figures were committed.
 """
 

@@ -28,7 +28,7 @@ from manifest import manifest
 from report import by_size, with_copies
 from timing import Case, measure
 
-from fsdp_zpp.bench.result_file import write
+from fsdp_zpp.bench.results import write
 
 
 def wanted(case: Case, only: str) -> bool:

@@ -35,8 +35,8 @@ from tables import comparison, gain
 from torch import Tensor, nn
 
 from fsdp_zpp import Strategy, traffic
-from fsdp_zpp.bench.result_file import write
-from fsdp_zpp.planner.argument_types import codec
+from fsdp_zpp.bench.results import write
+from fsdp_zpp.planner.cli import codec
 
 HOPS = ("inter", "intra")
 WINDOW = 10

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from result_files import Result, Row
 from words import in_words
 
-from fsdp_zpp.bench.chart import PEER
+from fsdp_zpp.bench.results import PEER
 
 _WARM = 0.15
 """Share of a run left out of the convergence figures: losses fall so far there that no difference would be seen."""

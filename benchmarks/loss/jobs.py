@@ -27,7 +27,7 @@ from nodes import add_layout, join, run_on_emulated_nodes
 from result_files import Result, Row, read
 from training import Settings, train, under_fsdp1
 
-from fsdp_zpp.bench.result_file import write
+from fsdp_zpp.bench.results import write
 
 
 @dataclass(frozen=True)

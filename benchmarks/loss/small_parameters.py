@@ -31,12 +31,11 @@ from transformers import (
 )
 
 from fsdp_zpp import Int4, Int8
-from fsdp_zpp.bench.result_file import write
-from fsdp_zpp.collectives.exact_places import PlacesInChunks, sent_exactly
-from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
-from fsdp_zpp.collectives.hops import decode, encode
-from fsdp_zpp.collectives.mesh import ProcessMesh
-from fsdp_zpp.config.topology import Topology
+from fsdp_zpp.bench.results import write
+from fsdp_zpp.comm.hops import decode, encode
+from fsdp_zpp.comm.layout import FlatLayout, Piece, PlacesInChunks, sent_exactly
+from fsdp_zpp.comm.mesh import ProcessMesh
+from fsdp_zpp.strategy.error_feedback import Topology
 
 RANKS, GPUS = 64, 8
 HIDDEN = 1024

@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from fsdp_zpp import Codec, Int4, Int8
-from fsdp_zpp.bench.result_file import write
+from fsdp_zpp.bench.results import write
 
 HIDDEN = (128, 768, 2048)
 """Widths of the layers."""

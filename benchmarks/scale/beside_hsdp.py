@@ -29,7 +29,7 @@ from contenders import COMPUTATION, CONTENDERS, GPUS_PER_NODE, REFERENCE, WORLD,
 from manifest import manifest
 from report import beside_hsdp
 
-from fsdp_zpp.bench.result_file import write
+from fsdp_zpp.bench.results import write
 
 
 def work(name: str, blocks: int, pipe: Connection) -> None:

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_zpp import Int4Delta, Strategy
-from fsdp_zpp_kernels import _ops, triton_backend
-from fsdp_zpp_kernels.triton_backend.launch import Launch
+from fsdp_zpp_kernels import ops, triton as triton_backend
+from fsdp_zpp_kernels.triton import Launch
 
 WORLD, GPUS_PER_NODE, WIDTH = 16, 8, 16
 DTYPE = torch.bfloat16
@@ -134,5 +134,5 @@ def prepare_kernels_only() -> None:
     def compiled(launch: Launch, arguments: tuple[Tensor | float, ...]) -> None:
         launch._compiled = lambda *arguments: None
 
-    _ops.backend_for = lambda tensor: triton_backend
+    ops.backend_for = lambda tensor: triton_backend
     Launch._compile = compiled  # type: ignore[method-assign]

@@ -28,7 +28,7 @@ sys.path.append(str(Path(__file__).parents[1] / "common"))
 from manifest import manifest
 from report import WAYS
 
-from fsdp_zpp.bench.result_file import write
+from fsdp_zpp.bench.results import write
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_full.py"
 

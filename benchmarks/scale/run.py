@@ -24,7 +24,7 @@ from case import STRATEGIES, measure
 from manifest import manifest
 from report import by_world
 
-from fsdp_zpp.bench.result_file import write
+from fsdp_zpp.bench.results import write
 
 
 def parse() -> argparse.Namespace:

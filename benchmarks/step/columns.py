@@ -1,11 +1,11 @@
-"""Columns that only pages and runs of benchmarks have, beside those of :mod:`fsdp_zpp.bench.columns`."""
+"""Columns that only pages and runs of benchmarks have, beside those of :mod:`fsdp_zpp.bench.results`."""
 
 from __future__ import annotations
 
 from markdown_tables import markdown
 from result_files import Row
 
-from fsdp_zpp.bench.columns import Column, figures_of, filled, measured, of_a_run, times_as_fast
+from fsdp_zpp.bench.results import Column, figures_of, filled, measured, of_a_run, times_as_fast
 
 
 def _paired(own: list[Row], rows: list[Row]) -> str:

@@ -9,7 +9,7 @@ from labels import label
 from markdown_tables import markdown
 from result_files import Result
 
-from fsdp_zpp.bench.columns import BETWEEN_NODES, HOST, PEAK, STEP, Column, measured
+from fsdp_zpp.bench.results import BETWEEN_NODES, HOST, PEAK, STEP, Column, measured
 
 HSDP = "fsdp2:hybrid_shard"
 USUAL = (STEP, AGAINST_FULL_SHARD, PEAK)

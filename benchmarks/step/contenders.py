@@ -7,10 +7,8 @@ from expert_parallel import ExpertParallel
 from float8 import Float8
 from peers import PEERS, peer
 
-from fsdp_zpp.bench.contenders import NAMES, contender
-from fsdp_zpp.bench.task import Task
-from fsdp_zpp.bench.torch_fsdp import TorchFSDP
-from fsdp_zpp.bench.training import Training
+from fsdp_zpp.bench.contenders import NAMES, TorchFSDP, Training, contender
+from fsdp_zpp.bench.results import Task
 
 EXPERTS = "fsdp2:ep2-"
 FLOAT8 = "fsdp2:float8-"

@@ -12,11 +12,8 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_zpp.bench.contenders import Contender
-from fsdp_zpp.bench.materialize import materialize
-from fsdp_zpp.bench.models import base_of, layer_places, network, prepare
-from fsdp_zpp.bench.task import Task
-from fsdp_zpp.bench.torch_fsdp import TorchFSDP
+from fsdp_zpp.bench.contenders import Contender, TorchFSDP, base_of, layer_places, materialize, network, prepare
+from fsdp_zpp.bench.results import Task
 
 EXPERT_PARALLEL = 2
 """Ranks that hold one layer's experts together."""

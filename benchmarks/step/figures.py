@@ -9,8 +9,7 @@ from labels import label
 from matplotlib.patches import Patch
 from result_files import Result
 
-from fsdp_zpp.bench.chart import OURS, PEER, Bar, peaks_figure, steps_figure
-from fsdp_zpp.bench.columns import times_as_fast
+from fsdp_zpp.bench.results import OURS, PEER, Bar, peaks_figure, steps_figure, times_as_fast
 
 REFERENCE = "fsdp2:full_shard"
 _SPEEDUP = times_as_fast(REFERENCE, "", "{:.1f}")

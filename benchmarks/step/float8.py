@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_zpp.bench.torch_fsdp import TorchFSDP
+from fsdp_zpp.bench.contenders import TorchFSDP
 
 
 class Float8(TorchFSDP):

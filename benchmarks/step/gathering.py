@@ -27,8 +27,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_zpp import Strategy, fully_shard, gathered_weights
-from fsdp_zpp.bench.result_file import write
-from fsdp_zpp.collectives.hops import all_gather_single
+from fsdp_zpp.bench.results import write
+from fsdp_zpp.comm.hops import all_gather_single
 
 
 class Layer(nn.Module):

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, register_fsdp_forward_method
 
-from fsdp_zpp.bench.task import Task
-from fsdp_zpp.bench.timing import PeakMemory, synchronize
-from fsdp_zpp.bench.torch_fsdp import TorchFSDP
-from fsdp_zpp.bench.training import Training
+from fsdp_zpp.bench.contenders import TorchFSDP, Training
+from fsdp_zpp.bench.results import Task
+from fsdp_zpp.bench.run import PeakMemory, synchronize
 
 
 def generation(task: Task, training: Training, memory: PeakMemory, count: int) -> dict[str, Any]:

@@ -27,10 +27,9 @@ import torch
 import torch.distributed as dist
 from manifest import manifest
 
-from fsdp_zpp.bench.result_file import write
-from fsdp_zpp.collectives.hops import Hop, Traffic, hop_over
-from fsdp_zpp.collectives.kinds import Kind, Level
-from fsdp_zpp.collectives.mesh import process_mesh
+from fsdp_zpp.bench.results import write
+from fsdp_zpp.comm.hops import Hop, Kind, Level, Traffic, hop_over
+from fsdp_zpp.comm.mesh import process_mesh
 
 WARMUP = 3
 IN_A_ROW = 10

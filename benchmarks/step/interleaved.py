@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from contenders import training_under
 
-from fsdp_zpp.bench.task import Task
-from fsdp_zpp.bench.timing import StepTime, rates, timed_steps
+from fsdp_zpp.bench.results import Task
+from fsdp_zpp.bench.run import StepTime, rates, timed_steps
 
 
 def interleaved(task: Task, names: list[str], warmup: int, rounds: int) -> list[dict[str, Any]]:

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from fsdp_zpp.bench.materialize import materialize
-from fsdp_zpp.bench.models import base_of, network
-from fsdp_zpp.bench.task import Task
+from fsdp_zpp.bench.contenders import base_of, materialize, network
+from fsdp_zpp.bench.results import Task
 
 CONFIGS = Path(__file__).parent / "configs"
 """A folder for each size, which ``fsdp_zpp bench --model`` takes, too. qwen3-moe-2.7B is half as deep as 2.6B, with

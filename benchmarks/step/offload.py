@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_zpp import Strategy, fully_shard
-from fsdp_zpp.bench.result_file import write
-from fsdp_zpp.planner.host_link import measure_host_link
+from fsdp_zpp.bench.results import write
+from fsdp_zpp.planner.cluster import measure_host_link
 
 LEARNING_RATE = 1e-4
 

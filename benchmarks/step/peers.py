@@ -18,10 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from fsdp_zpp.bench.materialize import materialize
-from fsdp_zpp.bench.models import adapted, base_of, layer_places, network, prepare
-from fsdp_zpp.bench.task import Task
-from fsdp_zpp.bench.training import Training
+from fsdp_zpp.bench.contenders import Training, adapted, base_of, layer_places, materialize, network, prepare
+from fsdp_zpp.bench.results import Task
 
 PEERS = ("deepspeed-zero3", "deepspeed-zeropp", "megatron-hfsdp", "bitsandbytes")
 

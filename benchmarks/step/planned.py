@@ -26,16 +26,14 @@ import torch.distributed as dist
 from manifest import manifest
 from models import add_model, task_of
 
-from fsdp_zpp.bench.contenders import contender
-from fsdp_zpp.bench.models import network
-from fsdp_zpp.bench.result_file import write
-from fsdp_zpp.bench.timing import rates, timed_steps
-from fsdp_zpp.bench.torch_fsdp import TorchFSDP
-from fsdp_zpp.config.levels import LEGAL_LEVELS
-from fsdp_zpp.planner.bandwidth import measure_bandwidth
+from fsdp_zpp.bench.contenders import TorchFSDP, contender, network
+from fsdp_zpp.bench.results import write
+from fsdp_zpp.bench.run import rates, timed_steps
+from fsdp_zpp.planner.cluster import measure_bandwidth
 from fsdp_zpp.planner.model_size import ModelSize, module_size
 from fsdp_zpp.planner.plan import plan
 from fsdp_zpp.planner.report import Plan
+from fsdp_zpp.strategy.strategy import LEGAL_LEVELS
 
 GIB = 2**30
 

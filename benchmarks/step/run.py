@@ -29,12 +29,9 @@ from interleaved import interleaved
 from manifest import manifest
 from models import add_model, task_of
 
-from fsdp_zpp.bench.measuring import Schedule, attempt
-from fsdp_zpp.bench.overlap import traced
-from fsdp_zpp.bench.result_file import write
-from fsdp_zpp.bench.task import Task
-from fsdp_zpp.bench.timing import PeakMemory
-from fsdp_zpp.bench.training import Training
+from fsdp_zpp.bench.contenders import Training
+from fsdp_zpp.bench.results import Task, write
+from fsdp_zpp.bench.run import PeakMemory, Schedule, attempt, traced
 
 
 def parse() -> argparse.Namespace:

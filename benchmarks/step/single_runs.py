@@ -9,7 +9,7 @@ from labels import label
 from markdown_tables import crossed, listed
 from result_files import Result, Row
 
-from fsdp_zpp.bench.columns import HOST, STEP
+from fsdp_zpp.bench.results import HOST, STEP
 
 RATE = "{ms:.2f} ({gb_per_s:.2f})"
 _NVLINK, _NO_PEER_TO_PEER = "one node of 2, NVLink", "one node of 2, no peer-to-peer"

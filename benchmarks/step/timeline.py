@@ -5,7 +5,7 @@
 Prints how much of each hop's time lies beside computation or the other hop. Writes the intervals as a result, and their
 picture beside it. A kernel tells its group's ranks, so a group across nodes is the inter-node hop. A trace has a rank's
 clock, and a NCCL kernel waits for the other ranks within itself ([Note: Time of communication] in
-fsdp_zpp/bench/overlap.py).
+fsdp_zpp/bench/run.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ sys.path.append(str(Path(__file__).parents[1] / "common"))
 from manifest import manifest
 from result_files import Row
 
-from fsdp_zpp.bench.overlap import Interval, events_of, kernels, length, union
-from fsdp_zpp.bench.result_file import write
+from fsdp_zpp.bench.results import write
+from fsdp_zpp.bench.run import Interval, events_of, kernels, length, union
 
 _NARROW = 100
 """Microseconds; a narrower gap can't be seen in a picture of a step."""

@@ -2,23 +2,342 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import islice
+from statistics import median
 from typing import Any
 
-from torch.distributed.fsdp import ShardingStrategy
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard as torch_fully_shard,
+)
 
 from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.codecs.blockwise import Int8
-from fsdp_zpp.codecs.delta import Int4Delta
-from fsdp_zpp.codecs.names import codec_from_name
-from fsdp_zpp.config.error_feedback import LoCo
-from fsdp_zpp.config.levels import LEGAL_LEVELS
-from fsdp_zpp.config.local_steps import LocalSteps
-from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.planner.paste import line_of
-from fsdp_zpp.suggestions import did_you_mean
+from fsdp_zpp.codecs.blockwise import Int4Delta, Int8
+from fsdp_zpp.frozen.quantize import quantize_frozen_params
+from fsdp_zpp.fsdp2.fully_shard import fully_shard
+from fsdp_zpp.names import did_you_mean, how_to_install
+from fsdp_zpp.planner.choice import Estimate, line_of
+from fsdp_zpp.planner.cluster import SLOWEST_NVLINK, Bandwidth, MemoryBudget, measure_bandwidth, world
+from fsdp_zpp.planner.model_size import ModelSize, layers, module_size, pretrained_size
+from fsdp_zpp.planner.plan import plan
+from fsdp_zpp.planner.report import Plan
+from fsdp_zpp.runtime._torch_mesh import find_links
+from fsdp_zpp.runtime.api import traffic
+from fsdp_zpp.strategy.configuration import codec_from_name
+from fsdp_zpp.strategy.error_feedback import LoCo
+from fsdp_zpp.strategy.local_steps import LocalSteps
+from fsdp_zpp.strategy.strategy import LEGAL_LEVELS, Strategy
+
+from .results import Row, Task
+
+# ---- training
+#
+# One interface to every contender: a training, step by step.
+
+
+class Training(ABC):
+    """One way to train a task's model, ready for its first step once constructed."""
+
+    @abstractmethod
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Make an optimizer step over tokens [micro-batches, sequences, length]; return the last micro-batch's loss."""
+
+    def sent(self) -> dict[str, int] | None:
+        """Return the bytes that this rank has sent so far, by kind and hop; None where nobody counts."""
+        return None
+
+    def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Release the state that is held outside of the object, which cannot train any more."""
+
+
+# ---- models
+#
+# Models without values, on the meta device, from a configuration of transformers; with LoRA around a frozen base.
+#
+# With ``lora`` the base is frozen and in bf16, beside trainable adapters on q, k, v and o.
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def load_config(name: str) -> Any:
+    """Return the configuration of a causal language model.
+
+    Args:
+        name: A config.json, a directory that has one, or a name on the hub.
+
+    Raises:
+        ModuleNotFoundError: If transformers is not installed.
+        ValueError: If there is no such configuration, the hub can't be reached, or it is of another kind of model.
+    """
+    pretrained_size(name)  # which raises for whatever can't be built
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(name)
+
+
+def network(task: Task, one_dtype: bool = False) -> nn.Module:
+    """Build the model without values, on the meta device.
+
+    Args:
+        task: Task that is trained.
+        one_dtype: Whether LoRA's adapters are in bf16 as the base is, not in fp32.
+
+    Returns:
+        The transformers model in fp32, or a PEFT model around one in bf16.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(task.config)
+    config.get_text_config().use_cache = False  # a cache would keep the keys and values of every layer
+    with torch.device("meta"):
+        base: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = adapted(base.to(torch.bfloat16), task.lora) if task.lora else base
+        if task.lora and one_dtype:
+            model.to(torch.bfloat16)
+    return model
+
+
+def adapted(base: nn.Module, rank: int) -> nn.Module:
+    """Freeze ``base`` and add adapters of ``rank`` on the projections of attention, or on all layers if it has none.
+
+    Raises:
+        ModuleNotFoundError: If PEFT is not installed.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"adapters need peft: {how_to_install('bench')}") from error
+    names = {name.rpartition(".")[2] for name, _ in base.named_modules()}
+    targets: list[str] | str = [name for name in _PROJECTIONS if name in names] or "all-linear"
+    model: nn.Module = get_peft_model(base, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
+    return model
+
+
+def base_of(model: nn.Module) -> Any:
+    """Return the transformers model inside of ``model``, which may be PEFT's."""
+    base: Any = getattr(model, "get_base_model", lambda: model)
+    return base()
+
+
+def layer_places(model: nn.Module) -> Iterator[tuple[nn.ModuleList, int]]:
+    """Yield where each layer of ``model`` stands: its list, and its index there.
+
+    Layers are those that the planner takes for units: the entries of the outermost lists.
+    """
+    own = {id(layer) for layer in layers(model)}
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    for places in lists:
+        yield from ((places, index) for index, layer in enumerate(places) if id(layer) in own)
+
+
+def prepare(task: Task, places: nn.ModuleList, index: int) -> None:
+    """Wrap one layer before it is sharded: recompute its activations, and compile it, if the task says so."""
+    layer = places[index]
+    if task.checkpointing:
+        apply_activation_checkpointing(places, check_fn=lambda module: module is layer)
+    if task.compile:
+        places[index].compile()
+
+
+# ---- materialize
+#
+# Random values for a model that has none, module by module, so that no rank ever holds more than a unit of it.
+
+
+def materialize(module: nn.Module, base: Any, device: torch.device) -> nn.Module:
+    """Give values to the parameters and buffers that have none, the same on every rank that has the same seed.
+
+    Args:
+        module: The model, or a part of it.
+        base: The transformers model that it is or belongs to, which knows how its buffers are computed.
+        device: The device that they are made on.
+
+    Returns:
+        ``module``.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}  # parameters that are tied stay so
+    for inner in module.modules():
+        if any(buffer is not None and buffer.is_meta for buffer in inner._buffers.values()):
+            _make_buffers(inner, base, device)
+        for name, parameter in list(inner._parameters.items()):
+            if parameter is None or not parameter.is_meta:
+                continue
+            if parameter not in made:
+                values = torch.empty_like(parameter, device=device)
+                nn.init.ones_(values) if parameter.ndim == 1 else nn.init.normal_(values, std=0.02)
+                made[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            inner._parameters[name] = made[parameter]
+    return module
+
+
+def _make_buffers(module: Any, base: Any, device: torch.device) -> None:
+    """Compute the buffers of one module, which the meta device has skipped."""
+    if "inv_freq" in module._buffers:
+        module.__init__(module.config)
+        module.to(device)
+        return
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = torch.zeros_like(buffer, device=device)
+    with torch.no_grad():
+        base._init_weights(module)
+
+
+# ---- fsdp
+#
+# Training under torch's FSDPs, with torch's strategies or those of fsdp_zpp.
+#
+# [Note: Equal terms]
+# All compute and communicate in bf16 and have fp32 master weights in full training; one unit for each decoder layer and
+# one for the rest, or one for all (``once-...``); fused AdamW. With LoRA the base is in bf16 and the adapters in fp32,
+# except under torch's own FSDP1, which flattens frozen and trainable parameters together and so wants one dtype. Layers
+# are made and sharded one by one, so that no rank ever holds the model.
+
+
+class TorchFSDP(Training):
+    """A model under a contender's strategy: ``fully_shard``, or ``FullyShardedDataParallel``.
+
+    Attributes:
+        model: The sharded model.
+        optimizer: AdamW over the trainable parameters.
+    """
+
+    def __init__(self, task: Task, contender: Contender):
+        torch.manual_seed(0)
+        if task.compile:
+            # Graphs of earlier contenders would count toward the number that a function may have.
+            torch._dynamo.reset()
+        self._task, self._contender, self._strategy = task, contender, contender.strategy
+        self._mesh = self._make_mesh()
+        self.model = self._build()
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trainable, lr=1e-4, fused=task.device == "cuda")
+
+    def _make_mesh(self) -> DeviceMesh | None:
+        """Make the mesh that the strategy shards over, if it does not find that out by itself."""
+        task = self._task
+        if self._contender.preset == HSDP:
+            shape = (task.nodes, task.gpus_per_node)
+            return init_device_mesh(task.device, shape, mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(task.device, (dist.get_world_size(),)) if self._contender.fsdp2 else None
+
+    def _build(self) -> nn.Module:
+        """Build the model, layer by layer."""
+        contender = self._contender
+        model = network(self._task, one_dtype=contender.is_torchs and not contender.fsdp2)
+        base = base_of(model)
+        for stack, index in list(layer_places(model)):
+            self._materialize(stack[index], base)
+            prepare(self._task, stack, index)
+            if contender.base is None:
+                stack[index] = self._shard(stack[index])
+        self._materialize(model, base)
+        return self._shard(model)
+
+    def _materialize(self, module: nn.Module, base: Any) -> None:
+        """Give values to a module, and quantize its part of a base."""
+        materialize(module, base, self._task.place)
+        if self._contender.base is not None:
+            quantize_frozen_params(module, self._contender.base)
+
+    def _shard(self, module: nn.Module) -> nn.Module:
+        """Shard one unit, by fsdp_zpp for a Strategy and by torch for torch's."""
+        half = torch.bfloat16
+        if not self._contender.fsdp2:
+            return FullyShardedDataParallel(
+                module,
+                sharding_strategy=self._strategy,
+                mixed_precision=MixedPrecision(half, half, half),
+                device_id=self._task.place,
+                device_mesh=self._mesh,
+                use_orig_params=True,
+            )
+        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half)
+        if self._contender.is_torchs:
+            torch_fully_shard(module, mesh=self._mesh, mp_policy=policy)
+        else:
+            fully_shard(module, strategy=self._strategy, mesh=self._mesh, mp_policy=policy)
+        return module
+
+    def accumulating(self, accumulates: bool) -> AbstractContextManager[Any]:
+        """Return a context that keeps gradients local, if ``accumulates``."""
+        if isinstance(self.model, FullyShardedDataParallel):
+            return self.model.no_sync() if accumulates else nullcontext()
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_gradient_sync(not accumulates)
+        return nullcontext()
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        for index, micro_batch in enumerate(tokens):
+            with self.accumulating(index < len(tokens) - 1):
+                loss: torch.Tensor = self.model(input_ids=micro_batch, labels=micro_batch).loss
+                loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def sent(self) -> dict[str, int] | None:
+        if self._contender.is_torchs:
+            return None
+        return {f"{kind} {hop}": sent for kind, hops in traffic(self.model).items() for hop, sent in hops.items()}
+
+
+# ---- utilization
+#
+# Model FLOP/s utilization, as in appendix B of the PaLM paper: the share of a GPU's arithmetic that is used.
+
+PEAK_FLOPS = {
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+}
+"""Dense bf16 FLOP/s by the name that torch gives a GPU, from the vendor's data sheets."""
+
+
+def flops_a_token(task: Task) -> float:
+    """Return the FLOPs that one token needs in forward and backward, whatever the program spends on it.
+
+    A parameter takes 6 if it is trained and 4 if it is frozen, as it has no weight gradient then; attention takes
+    12 * layers * hidden * sequence over the whole square, which PaLM (arXiv 2204.02311, appendix B) does not halve for
+    causal attention. Of experts, those that a token reaches count. Recomputation does not, nor does the input
+    embedding, which multiplies nothing, unless it is the output's, too, as PaLM's is.
+    """
+    model, config = network(task), task.config.get_text_config()
+    base, size = base_of(model), module_size(model)
+    flops: float = 6 * size.active_trainable + 4 * size.active_frozen
+    embedding, head = base.get_input_embeddings().weight, base.get_output_embeddings()
+    if head is None or head.weight is not embedding:
+        flops -= embedding.numel() * (6 if embedding.requires_grad else 4)
+    flops += 12 * config.num_hidden_layers * config.hidden_size * task.sequence
+    return flops
+
+
+def utilization(task: Task, tokens_per_s: float, gpu: str) -> float | None:
+    """Return the share of all GPUs' peak that ``tokens_per_s`` over all ranks needs; None for an unknown GPU."""
+    peak = PEAK_FLOPS.get(gpu)
+    return tokens_per_s * flops_a_token(task) / (peak * dist.get_world_size()) if peak else None
+
+
+# ---- contenders
 
 FULL_SHARD, HSDP = "full_shard", "hybrid_shard"
 TORCHS = {FULL_SHARD: ShardingStrategy.FULL_SHARD, HSDP: ShardingStrategy.HYBRID_SHARD}
@@ -153,3 +472,360 @@ def _named(name: str, fsdp2: bool, called: str) -> Contender:
     if stem in _ON_A_BASE:
         return Contender(called, *_ON_A_BASE[stem], fsdp2=fsdp2, base=codec)
     return Contender(called, stem, {"frozen": codec}, fsdp2=fsdp2)
+
+
+# ---- links
+#
+# The links of the running job: measured several times, to know how far to trust them.
+
+_ROUNDS = 3
+_MIB = {"cuda": 128, "cpu": 8}
+_NOISY = 0.2
+"""Spread of the rounds, as a share of their median, from which links count as noisy."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The speed of a hop.
+
+    Attributes:
+        gbps: Gbit/s, the median of the rounds.
+        lowest: Gbit/s of the slowest round.
+        highest: Gbit/s of the fastest.
+    """
+
+    gbps: float
+    lowest: float
+    highest: float
+
+    @property
+    def spread(self) -> float:
+        """Return the range of the rounds as a share of their median."""
+        return (self.highest - self.lowest) / self.gbps
+
+    def __str__(self) -> str:
+        return f"{self.gbps:,.4g} Gbit/s ({self.lowest:,.4g} to {self.highest:,.4g})"
+
+
+@dataclass(frozen=True)
+class Links:
+    """Both hops, and the layout that they were measured on.
+
+    Attributes:
+        nodes: Number of nodes.
+        gpus_per_node: Ranks of each.
+        inter: A whole node to the others; None if there is one node.
+        intra: A rank to the others of its node; None if a node has one rank.
+        are_slow: Whether the machine says that it has no NVLink, so that strategies may split it, as in training.
+    """
+
+    nodes: int
+    gpus_per_node: int
+    inter: Link | None
+    intra: Link | None
+    are_slow: bool = False
+
+    def layout_of(self, gpus_per_node: int | None) -> Links:
+        """Return the links with another number of ranks counted as a node, as far as these tell.
+
+        If ranks of one node count as nodes, what they send each other goes over the links that are inside the node.
+        """
+        if gpus_per_node is None or gpus_per_node == self.gpus_per_node:
+            return self
+        between = self.inter or self.intra
+        inside = self.intra if gpus_per_node > 1 else None
+        return Links(self.nodes * self.gpus_per_node // gpus_per_node, gpus_per_node, between, inside)
+
+    def lines(self) -> list[str]:
+        """Return lines for the report, with a warning where links are noisy."""
+        named = {"between nodes, a whole node": self.inter, "inside a node, a rank": self.intra}
+        lines = [f"{self.nodes} x {self.gpus_per_node} ranks"]
+        for where, link in named.items():
+            if link is None:
+                continue
+            lines.append(f"{where}: {link}")
+            if link.spread > _NOISY:
+                lines.append(
+                    f"warning: that link is noisy ({link.spread:.0%} between rounds): somebody else uses it, or it "
+                    "varies; measure again, with more --steps"
+                )
+        return lines
+
+
+def measure_links(gpus_per_node: int | None, device: str) -> Links:
+    """Measure both hops in a few rounds. Collective.
+
+    Args:
+        gpus_per_node: Ranks of a node; None takes it from the machine.
+        device: ``cuda`` or ``cpu``.
+
+    Raises:
+        ValueError: If the layout is not possible.
+    """
+    rounds = [measure_bandwidth(world(), gpus_per_node, _MIB[device]) for _ in range(_ROUNDS)]
+    found = find_links(world())
+    return Links(
+        rounds[0].nodes,
+        rounds[0].gpus_per_node,
+        _link(rounds, "inter_gbps"),
+        _link(rounds, "intra_gbps"),
+        are_slow=found is not None and found.are_slow,
+    )
+
+
+def _link(rounds: list[Bandwidth], name: str) -> Link | None:
+    gbps = [getattr(one, name) for one in rounds]
+    return None if gbps[0] is None else Link(median(gbps), min(gbps), max(gbps))
+
+
+# ---- fitting
+#
+# What the planner says of a contender before it runs: the memory of its model states, and the bytes that it sends.
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans contenders of one run.
+
+    Attributes:
+        size: Units of the model.
+        task: Task that is trained.
+        links: The links, and the layout of the ranks.
+        free: GiB that are free on each GPU; None sets no limit.
+    """
+
+    size: ModelSize
+    task: Task
+    links: Links
+    free: float | None
+
+    def best(self, gpus_per_node: int, **codecs: Any) -> list[Estimate]:
+        """Return the estimates that fit with these codecs on nodes of this size, fastest first, then smallest."""
+        # What is beside model states is not known yet: as the planner assumes.
+        beside = MemoryBudget.activations + MemoryBudget.reserve
+        planned = self._plan(self.links.layout_of(gpus_per_node), codecs, beside)
+        return sorted(
+            (one for one in planned.estimates if one.fits),
+            key=lambda one: (one.time.total, one.memory.total),
+        )
+
+    def states_gib(self, contender: Contender) -> float | None:
+        """Return the GiB that a rank needs for model states and units in flight; None if that is not planned."""
+        return self._of(contender).gib if _is_planned(contender) else None
+
+    def does_not_fit(self, contender: Contender, beside_states: float) -> str:
+        """Say why a contender can't run; empty if it may.
+
+        Args:
+            contender: The contender.
+            beside_states: GiB that another one of this run took beside its model states, activations above all.
+        """
+        needed = self.states_gib(contender)
+        if needed is None or self.free is None or needed + beside_states <= self.free:
+            return ""
+        return f"left out: needs about {needed + beside_states:.1f} GiB, {self.free:.1f} are free"
+
+    def sent(self, contender: Contender) -> Row:
+        """Return the MiB that a rank sends a step under one of torch's strategies, as a row has it."""
+        sent = self._of(contender).volume
+        mib = {"inter": sent.inter / 2**20, "intra": sent.intra / 2**20}
+        return {"sent_mib_a_step": mib, "sent_is_planned": True}
+
+    def _of(self, contender: Contender) -> Estimate:
+        if contender.is_torchs:
+            # On a single node, HYBRID_SHARD shards over all ranks, as FULL_SHARD does.
+            name = contender.strategy.name if self.links.nodes > 1 else "FULL_SHARD"
+            return self._plan(self.links, {})[name]
+        strategy = contender.strategy
+        codecs = {name: getattr(strategy, name) for name in ("weights", "gradients", "intra_gradients", "frozen")}
+        codecs["error_feedback"] = strategy.error_feedback
+        if contender.base is not None:
+            codecs["frozen"] = contender.base
+        return self._plan(self.links.layout_of(strategy.gpus_per_node), codecs)[strategy.levels]
+
+    def _plan(self, links: Links, codecs: dict[str, Any], beside: float = 0.0) -> Plan:
+        """Plan torch's rows, and letters with these codecs. A frozen base without a codec is in the compute dtype."""
+        return plan(
+            self.size,
+            nodes=links.nodes,
+            gpus_per_node=links.gpus_per_node,
+            inter_gbps=_gbps(links.inter),
+            intra_gbps=_gbps(links.intra),
+            slow_links=links.are_slow,
+            micro_batches=self.task.micro_batches,
+            gpu_memory=self.free,
+            activations=beside,
+            reserve=0,
+            presets=True,
+            **codecs,
+        )
+
+
+def _gbps(link: Link | None) -> float | None:
+    return None if link is None else link.gbps
+
+
+def _is_planned(contender: Contender) -> bool:
+    return contender.is_torchs or (contender.arguments.get("local_steps") is None and contender.preset != "diloco")
+
+
+# ---- candidates
+#
+# Strategies that a run tries unless it is told which: torch's own, and those of fsdp_zpp that may pay.
+
+_PLANNED = 2
+"""How many of the planner's first strategies are tried for each size of a node."""
+
+
+def candidates(planner: Planner, frozen: str | None) -> list[str]:
+    """Return the names of strategies to try, the plainest first, as this rank's packages allow.
+
+    Args:
+        planner: Planner of the run.
+        frozen: Word for the codec of a frozen base; None tries all that can be made here.
+    """
+    torchs = [FULL_SHARD, HSDP] if planner.links.nodes > 1 else [FULL_SHARD]
+    ours = _for_adapters(planner, frozen) if planner.task.lora else _for_full_training(planner)
+    return list(dict.fromkeys([*torchs, *ours]))
+
+
+def _for_adapters(planner: Planner, frozen: str | None) -> Iterator[str]:
+    """Yield strategies on a quantized base: sharded inside each node, and whole on each GPU where that may pay."""
+    bases = [frozen] if frozen else [base for base in BASES if base != "nf4" or find_spec("bitsandbytes")]
+    for alone in ("", ALONE) if _may_pay_alone(planner.links) else ("",):
+        yield from (f"once-zeropp{_suffix(base)}{alone}" for base in bases)
+    yield f"mixzpp{_suffix(bases[0])}"
+
+
+def _suffix(base: str) -> str:
+    return "" if base == "int8" else f"-{base}"
+
+
+def _for_full_training(planner: Planner) -> Iterator[str]:
+    """Yield those for the nodes that there are, then those for nodes of one GPU where that may pay.
+
+    One node has no slow hop, so fsdp_zpp is torch's FSDP there, unless each of its GPUs counts as a node.
+    """
+    links = planner.links
+    if links.nodes > 1:
+        yield from _on_nodes(planner, links.gpus_per_node)
+    if _may_pay_alone(links):
+        names = _on_nodes(planner, 1) if links.nodes == 1 else iter(("zeropp", "zeropp-delta"))
+        yield from (f"{name}{ALONE}" for name in names)
+
+
+def _may_pay_alone(links: Links) -> bool:
+    """Return whether to try each GPU as a node: always on one node; on several, where links inside them are slow."""
+    return links.intra is not None and (links.nodes == 1 or links.intra.gbps < SLOWEST_NVLINK)
+
+
+def _on_nodes(planner: Planner, gpus_per_node: int) -> Iterator[str]:
+    """Yield ZeRO++ as it is and with deltas, those that send less under accumulation, and the planner's first."""
+    accumulates = planner.task.micro_batches > 1
+    yield from ("zeropp", "zeropp-delta", *(("zeropp-IIG", "zeropp-delta-IIG") if accumulates else ()))
+    zeropp = Strategy.zeropp()
+    estimates = planner.best(gpus_per_node, weights=zeropp.weights, gradients=zeropp.gradients)
+    others = _beside(("IGG", "IIG") if accumulates else ("IGG",), estimates)
+    yield from (f"zeropp-{levels}" for levels in islice(others, _PLANNED))
+    yield "zeropp-GGG"  # which needs the least memory
+
+
+def _beside(tried: Collection[str], estimates: Sequence[Estimate]) -> Iterator[str]:
+    """Yield the letters of estimates that are not ``tried`` under other letters: on nodes of one, I is N."""
+    scopes = {one.levels: one.strategy.resolve(one.topology).scopes for one in estimates}
+    known = {scopes[levels] for levels in tried if levels in scopes}
+    for levels, own in scopes.items():
+        if own not in known:
+            known.add(own)
+            yield levels
+
+
+# ---- recommendation
+#
+# What a run's rows say to do, in one line: a strategy to use, or to stay with FULL_SHARD.
+
+_LEAST_GAIN = 0.03
+"""A smaller gain is none: machines drift by as much from one strategy to the next."""
+_TIE = 0.05
+"""Of strategies whose times differ by no more than this and their spread, the first, plainest one is taken."""
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to do.
+
+    Attributes:
+        line: A line to paste.
+        strategy: The strategy's name among the rows; None if nothing could be measured.
+    """
+
+    line: str
+    strategy: str | None
+
+
+def recommend(rows: Sequence[Row]) -> Recommendation:
+    """Return what to do, given the rows of a run in the order of preference among equals."""
+    measured = [row for row in rows if "step_ms" in row]
+    if not measured:
+        said = "; ".join(f"{row['label']}: {row['failed']}" for row in rows)
+        return Recommendation(f"nothing could be measured: {said}", None)
+    stock, hsdp = (_first(rows, name) for name in (FULL_SHARD, HSDP))
+    if stock is None or "step_ms" not in stock:
+        chosen = _plainest_of_the_fastest(measured)
+        return Recommendation(f"use {chosen['code']}: {_gains(chosen, stock, hsdp)}", chosen["strategy"])
+    faster = [row for row in measured if is_clearly_faster(row, stock)]
+    if not faster:
+        return Recommendation(f"stay with FULL_SHARD: {_why_stay(rows, stock)}", stock["strategy"])
+    chosen = _plainest_of_the_fastest(faster)
+    return Recommendation(f"use {chosen['code']}: {_gains(chosen, stock, hsdp)}", chosen["strategy"])
+
+
+def is_clearly_faster(row: Row, than: Row) -> bool:
+    """Return whether a row's steps are faster by more than noise: three quarters of them are faster than as many."""
+    return bool(
+        row["quartiles_ms"][1] < than["quartiles_ms"][0] and row["step_ms"] < (1 - _LEAST_GAIN) * than["step_ms"]
+    )
+
+
+def _plainest_of_the_fastest(rows: Sequence[Row]) -> Row:
+    """Return the first row that the fastest is not clearly faster than, and that takes hardly longer."""
+    fastest = min(rows, key=lambda row: row["step_ms"])
+    return next(
+        row for row in rows if row["step_ms"] <= fastest["step_ms"] * (1 + _TIE) and not is_clearly_faster(fastest, row)
+    )
+
+
+def _gains(chosen: Row, stock: Row | None, hsdp: Row | None) -> str:
+    """Say how a row compares with torch's own strategies."""
+    parts = []
+    for name, other in (("FULL_SHARD", stock), ("HSDP", hsdp)):
+        if other is None or other is chosen:
+            continue
+        parts.append(f"{_ratio(other, chosen)}x {name}" if "step_ms" in other else f"{name}: {other['failed']}")
+    if stock is not None and stock.get("peak_gib") is not None and chosen.get("peak_gib") is not None:
+        parts.append(f"{chosen['peak_gib'] - stock['peak_gib']:+.1f} GiB")
+    return ", ".join(parts) or f"{chosen['step_ms']:.0f} ms a step"
+
+
+def _why_stay(rows: Sequence[Row], stock: Row) -> str:
+    """Say by how much the others fall short of being clearly faster than FULL_SHARD."""
+    others = [row for row in rows if "step_ms" in row and row is not stock]
+    if not others:
+        return "nothing else could be measured"
+    best = min(others, key=lambda row: row["step_ms"])
+    if best["step_ms"] >= stock["step_ms"]:
+        return f"the best other, {best['label']}, is {_ratio(best, stock)}x slower"
+    spread = (stock["slowest_ms"] - stock["fastest_ms"]) / stock["step_ms"]
+    return (
+        f"the best other, {best['label']}, is {_ratio(stock, best)}x as fast, which is within the noise (FULL_SHARD's "
+        f"own steps differ by {spread:.0%})"
+    )
+
+
+def _ratio(slower: Row, faster: Row) -> str:
+    ratio = slower["step_ms"] / faster["step_ms"]
+    return f"{ratio:.1f}" if ratio >= 1.5 else f"{ratio:.2f}"
+
+
+def _first(rows: Sequence[Row], strategy: str) -> Row | None:
+    return next((row for row in rows if row["strategy"] == strategy), None)

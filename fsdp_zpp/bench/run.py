@@ -3,41 +3,431 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import gzip
+import json
 import logging
+import os
+import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
-from fsdp_zpp.collectives.agreement import agree, from_first_rank, run_on_first_rank
-from fsdp_zpp.planner.bandwidth import world
+from fsdp_zpp.comm.agreement import agree, from_first_rank, run_on_first_rank
+from fsdp_zpp.planner.choice import aligned
+from fsdp_zpp.planner.cluster import whole, world
 from fsdp_zpp.planner.model_size import module_size
+from fsdp_zpp.strategy.strategy import LEGAL_LEVELS
 
-from .arguments import named_contenders
-from .candidates import candidates
-from .contenders import FULL_SHARD, Contender
-from .fitting import Planner
-from .job import free_gib, is_rank_zero
-from .links import Links, measure_links
-from .manifest import manifest
-from .measuring import Schedule, attempt
-from .models import network
-from .overlap import traced
-from .progress import with_progress
-from .recommendation import Recommendation, recommend
-from .result_file import Row, write
-from .task import Task
-from .timing import PeakMemory
-from .torch_fsdp import TorchFSDP
-from .training import Training
+from .contenders import (
+    ALONE,
+    BASES,
+    FULL_SHARD,
+    NAMES_ON_NODES,
+    Contender,
+    Links,
+    Planner,
+    Recommendation,
+    TorchFSDP,
+    Training,
+    candidates,
+    contender,
+    load_config,
+    measure_links,
+    network,
+    recommend,
+    utilization,
+)
+from .results import Row, Task, check_format, check_writable, draw_steps, filled, manifest, of_a_run, write
 
+# ---- job
+#
+# The running job: its process group, this rank's device, and the memory that is free on all of them.
+
+
+def join(device: str) -> torch.device:
+    """Join the process group under torchrun and return this rank's device, ``cuda`` or ``cpu``."""
+    if device == "cpu":
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(own)
+    dist.init_process_group("nccl", device_id=own)
+    return own
+
+
+@contextmanager
+def joined() -> Iterator[torch.device]:
+    """Return a context of the process group of torchrun's ranks: on GPUs where there are any, else on CPUs.
+
+    Raises:
+        ValueError: If torchrun has not started this process, or has started only one.
+    """
+    if "RANK" not in os.environ:
+        raise ValueError(
+            "bench runs under torchrun only: torchrun --nproc-per-node NUMBER_OF_GPUS -m fsdp_zpp bench --model ..."
+        )
+    if os.environ.get("WORLD_SIZE") == "1":
+        raise ValueError(
+            "bench compares how ranks communicate, and torchrun has started only one; start one for each GPU, two or "
+            "more: --nproc-per-node 2"
+        )
+    place = join("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        yield place
+    finally:
+        dist.destroy_process_group()
+
+
+def is_rank_zero() -> bool:
+    """Return whether this rank is the one that reports."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def free_gib(place: torch.device) -> float | None:
+    """Return the GiB that are free on the fullest GPU of the job; None on CPUs. Collective."""
+    if place.type != "cuda":
+        return None
+    dist.barrier()  # NCCL's first buffers are allocated now
+    free = torch.tensor(float(torch.cuda.mem_get_info(place)[0]), device=place)
+    dist.all_reduce(free, op=dist.ReduceOp.MIN)
+    return free.item() / 2**30
+
+
+# ---- progress
+#
+# How far a run is: a bar where somebody watches, lines elsewhere.
+
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
+
+
+def with_progress(named: Sequence[tuple[str, T]], shown: bool) -> Iterator[T]:
+    """Yield each item, and say before what it is.
+
+    Args:
+        named: The items, each after its name.
+        shown: Whether this rank says so.
+    """
+    if shown and sys.stderr.isatty() and (bar := _bar(len(named))) is not None:
+        with bar:
+            for name, item in named:
+                bar.set_description(name)
+                yield item
+                bar.update()
+        return
+    for number, (name, item) in enumerate(named, 1):
+        if shown:
+            _log.info("measuring %s (%d of %d)", name, number, len(named))
+        yield item
+
+
+def _bar(total: int):  # type: ignore[no-untyped-def]  # tqdm has no types
+    try:
+        from tqdm import tqdm  # transformers depends on it
+    except ModuleNotFoundError:
+        return None
+    return tqdm(total=total, unit="strategy", leave=False)
+
+
+# ---- timing
+#
+# The clock: steps timed on all ranks together, and the rates that follow from their times.
+
+
+def synchronize(task: Task) -> None:
+    """Wait for this rank's GPU."""
+    if task.device == "cuda":
+        torch.cuda.synchronize()
+
+
+class PeakMemory:
+    """Peaks of a contender's memory, above the memory that earlier ones have left: not all libraries free theirs.
+
+    Args:
+        task: Task that is trained.
+
+    Attributes:
+        left_gib: GiB allocated on this rank from the start.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._on_gpu = task.device == "cuda"
+        self.left_gib = torch.cuda.memory_allocated() / 2**30 if self._on_gpu else 0.0
+
+    def since_last(self) -> float | None:
+        """Return the largest peak of any rank since the last call, in GiB; None on the CPU. Collective."""
+        if not self._on_gpu:
+            return None
+        peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30 - self.left_gib, device="cuda")
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        torch.cuda.reset_peak_memory_stats()
+        return peak.item()
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Milliseconds of one step.
+
+    Attributes:
+        whole: Until this rank's GPU was done.
+        host: Until ``step()`` had returned, on the slowest rank.
+    """
+
+    whole: float
+    host: float
+
+
+def timed_steps(task: Task, training: Training, tokens: torch.Tensor, steps: int) -> list[StepTime]:
+    """Time each step; all ranks start together. Collective."""
+    whole, host = [], []
+    for _ in range(steps):
+        dist.barrier()
+        synchronize(task)
+        began = time.perf_counter()
+        training.step(tokens)
+        host.append((time.perf_counter() - began) * 1e3)
+        synchronize(task)
+        whole.append((time.perf_counter() - began) * 1e3)
+    return _step_times(task, whole, host)
+
+
+def free_running_steps(task: Task, training: Training, tokens: torch.Tensor, steps: int) -> list[StepTime]:
+    """Return the mean time of steps that do not wait for each other, as one. Collective.
+
+    Work that one step leaves under way, the next ones may hide; if each is waited for, it is part of its time.
+    """
+    dist.barrier()
+    synchronize(task)
+    began = time.perf_counter()
+    for _ in range(steps):
+        training.step(tokens)
+    host = (time.perf_counter() - began) / steps * 1e3
+    synchronize(task)
+    return _step_times(task, [(time.perf_counter() - began) / steps * 1e3], [host])
+
+
+def _step_times(task: Task, whole: list[float], host: list[float]) -> list[StepTime]:
+    """Return this rank's times with the slowest rank's for the host. Collective."""
+    slowest = torch.tensor(host, dtype=torch.float64, device=task.place)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return [StepTime(*both) for both in zip(whole, slowest.tolist(), strict=True)]
+
+
+def rates(task: Task, times: list[StepTime], tokens: torch.Tensor) -> dict[str, Any]:
+    """Return median, range and quartiles of the steps' times in ms, tokens/s, and the share of the peak FLOP/s."""
+    whole = [step.whole for step in times]
+    tokens_per_s = tokens.numel() * dist.get_world_size() / statistics.median(whole) * 1e3
+    on_gpu = task.device == "cuda"
+    return {
+        "step_ms": statistics.median(whole),
+        "fastest_ms": min(whole),
+        "slowest_ms": max(whole),
+        "quartiles_ms": _quartiles(whole),
+        "host_ms": statistics.median(step.host for step in times) if on_gpu else None,
+        "tokens_per_s": tokens_per_s,
+        "utilization": utilization(task, tokens_per_s, torch.cuda.get_device_name() if on_gpu else ""),
+    }
+
+
+def _quartiles(times: list[float]) -> list[float]:
+    """Return the lower and the upper quartile; of one time, that time twice."""
+    lower, _, upper = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+    return [lower, upper]
+
+
+# ---- measuring
+#
+# Measurements of one contender, and how it fails: time, memory, bytes sent.
+
+Make = Callable[[], Training]
+Further = Callable[[Training, PeakMemory], Row]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps of a measurement.
+
+    Attributes:
+        warmup: Steps before those that are timed.
+        steps: Steps that are timed.
+        free_running: Whether they are timed together: work that a step leaves under way may then be hidden.
+    """
+
+    warmup: int = 3
+    steps: int = 8
+    free_running: bool = False
+
+
+def figures(task: Task, training: Training, memory: PeakMemory, schedule: Schedule) -> Row:
+    """Measure step time in ms, peak memory in GiB and bytes sent in MiB a step, with the rates that follow."""
+    result: Row = {"build_peak_gib": memory.since_last(), "left_by_others_gib": memory.left_gib}
+    tokens = task.tokens(dist.get_rank())
+    losses = [training.step(tokens) for _ in range(schedule.warmup)]
+    memory.since_last()
+    before = training.sent()
+    timed = free_running_steps if schedule.free_running else timed_steps
+    times = timed(task, training, tokens, schedule.steps)
+    after = training.sent()
+    result |= rates(task, times, tokens) | {"peak_gib": memory.since_last()}
+    if before is not None and after is not None:
+        result["sent_mib_a_step"] = {hop: (after[hop] - before[hop]) / schedule.steps / 2**20 for hop in after}
+    losses.append(training.step(tokens))
+    result["loss"] = [losses[0].item(), losses[-1].item()]
+    return result
+
+
+def measure(task: Task, make: Make, schedule: Schedule, further: Further | None = None) -> Row:
+    """Build a training with ``make`` and measure it, then what ``further`` adds. Collective."""
+    memory = PeakMemory(task)
+    began = time.perf_counter()
+    training = make()
+    try:
+        dist.barrier()
+        result = {"build_s": time.perf_counter() - began, **figures(task, training, memory, schedule)}
+        return result if further is None else result | further(training, memory)
+    finally:
+        training.close()
+
+
+def attempt(task: Task, name: str, make: Make, schedule: Schedule, further: Further | None = None) -> Row:
+    """Return the row of :func:`measure`, or of its failure on any rank. Collective."""
+    result: Row = {}
+    failure: dict[str, Any] | None = None
+    try:
+        result = measure(task, make, schedule, further)
+    except torch.OutOfMemoryError as error:
+        failure = {"failed": "out of memory", "error": str(error).splitlines()[0]}
+        traceback.clear_frames(error.__traceback__)
+    except ModuleNotFoundError as error:
+        failure = {"failed": f"not installed: {error.name}"}
+    except Exception as error:
+        traceback.print_exc()
+        failure = {"failed": f"{type(error).__name__}: {error}".splitlines()[0].replace("|", "/")[:200]}
+        traceback.clear_frames(error.__traceback__)
+    gc.collect()
+    if task.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    # Ranks hold the same share, so they fail alike; one that does not fail waits for the others, until the timeout.
+    failures: list[dict[str, Any] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    return {"strategy": name, **next((one for one in failures if one), result)}
+
+
+# ---- overlap
+#
+# Communication that computation hides, from a Chrome trace that torch.profiler wrote.
+#
+# [Note: Time of communication]
+# A NCCL kernel runs from when its rank enters the collective until the data has come, and spins while it waits for the
+# other ranks. So the time of communication includes waiting for a rank that computes, on a fast network, too. Copies by
+# the GPU's copy engines are neither communication nor computation.
+
+TRACED_STEPS = 2
+Interval = tuple[float, float]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the same points in time as disjoint intervals (start, end), in order."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def length(*intervals: Interval) -> float:
+    """Return the time that intervals cover, in their unit."""
+    return sum(end - start for start, end in union(intervals))
+
+
+def exposed(communication: Iterable[Interval], computation: Iterable[Interval]) -> tuple[float, float]:
+    """Return the time with communication, and the part of it without computation, in the unit of the intervals."""
+    busy, others = union(communication), union(computation)
+    return length(*busy), length(*busy, *others) - length(*others)
+
+
+def events_of(trace: Path) -> list[dict[str, Any]]:
+    """Read the events of a gzipped trace, with times in microseconds."""
+    with gzip.open(trace, "rt") as file:
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+        return events
+
+
+def kernels(events: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], bool, Interval]]:
+    """Yield the kernels of a trace, each with whether it is NCCL's, and its interval.
+
+    Annotations, too, may be called nccl and have a time on the GPU.
+    """
+    for event in events:
+        if event.get("cat") == "kernel":
+            yield (
+                event,
+                event["name"].startswith("nccl"),
+                (float(event["ts"]), float(event["ts"]) + float(event["dur"])),
+            )
+
+
+def overlap(trace: Path, steps: int) -> dict[str, float | None]:
+    """Return one rank's communication in a gzipped trace of ``steps`` steps, in ms a step.
+
+    The share of exposed communication is None without NCCL.
+    """
+    by_kind: dict[bool, list[Interval]] = {True: [], False: []}
+    for _, is_nccls, interval in kernels(events_of(trace)):
+        by_kind[is_nccls].append(interval)
+    total, alone = exposed(by_kind[True], by_kind[False])
+    return {
+        "communication_ms": total / 1e3 / steps,
+        "exposed_ms": alone / 1e3 / steps,
+        "exposed_share": alone / total if total else None,
+    }
+
+
+def traced(training: Training, tokens: torch.Tensor, trace: Path, with_host: bool = True) -> dict[str, float | None]:
+    """Trace further steps on rank 0, write the trace, and return its figures of communication. Collective.
+
+    Args:
+        training: What makes the steps.
+        tokens: Those of this rank.
+        trace: File for the gzipped trace; its folder is made.
+        with_host: Whether the trace also has what the CPU does, which takes long to write.
+
+    Returns:
+        The figures on rank 0, nothing on the others.
+    """
+    if dist.get_rank() != 0:
+        for _ in range(TRACED_STEPS):
+            training.step(tokens)
+        return {}
+    on_gpu = tokens.is_cuda
+    activities = [ProfilerActivity.CPU] * with_host + [ProfilerActivity.CUDA] * on_gpu
+    with profile(activities=activities, acc_events=True) as profiler:  # which warns without
+        for _ in range(TRACED_STEPS):
+            training.step(tokens)
+        if on_gpu:
+            torch.cuda.synchronize()
+    trace.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(trace))
+    return overlap(trace, TRACED_STEPS)
+
+
+# ---- run
+
 _ON_CPU = (
     "on CPUs: ranks share this machine's cores and talk through its memory (gloo), so times show that all of this "
     "runs, not what GPUs would gain; bytes are those of GPUs"
@@ -148,3 +538,199 @@ def _write(arguments: argparse.Namespace, findings: Findings) -> None:
 
 def _shown(link: Any) -> dict[str, float] | None:
     return None if link is None else vars(link)
+
+
+# ---- arguments
+#
+# Options of the command ``bench``.
+
+_SHOWN = [name for name in NAMES_ON_NODES if not name.endswith(LEGAL_LEVELS)]
+_AT_LEAST = {
+    "lora": 1,
+    "micro_batch": 1,
+    "micro_batches": 1,
+    "sequence": 1,
+    "steps": 2,
+    "warmup": 1,
+    "gpus_per_node": 1,
+}
+"""Options that are whole numbers, and the least of each."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    _add_model(parser.add_argument_group("model"))
+    _add_work(parser.add_argument_group("work of a step"))
+    _add_measurement(parser.add_argument_group("measurement"))
+    report = parser.add_argument_group("report")
+    report.add_argument("--json", type=Path, metavar="FILE", help="write all figures, after each strategy")
+    report.add_argument("--chart", type=Path, metavar="FILE", help="draw step times and peak memory: bench.svg or .png")
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--model",
+        required=True,
+        metavar="CONFIG",
+        help="a config.json, a directory that has one, or a name on the Hugging Face hub; weights are random",
+    )
+    add(
+        "--lora",
+        type=float,
+        metavar="RANK",
+        help="train adapters of this rank on q, k, v and o of attention (on all layers if the model has none of these "
+        "names); the base is frozen, in bf16 (default: train the whole model)",
+    )
+    add(
+        "--frozen",
+        choices=BASES,
+        help="with --lora: the only codec of a quantized base to try (default: all that can be made here)",
+    )
+    add("--checkpointing", action="store_true", help="recompute the activations of each layer")
+    add("--compile", action="store_true", help="torch.compile each layer")
+
+
+def _add_work(group: argparse._ArgumentGroup) -> None:
+    for name, default, what in (
+        ("micro-batch", 1, "sequences on one GPU in a micro-batch"),
+        ("micro-batches", 1, "micro-batches in an optimizer step, all but the last without synchronization"),
+        ("sequence", 1024, "tokens of a sequence"),
+    ):
+        group.add_argument(f"--{name}", type=float, default=default, metavar="N", help=f"{what} (default: {default})")
+
+
+def _add_measurement(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--gpus-per-node",
+        type=float,
+        metavar="N",
+        help="ranks that share fast links, as in Strategy (default: as the machine is)",
+    )
+    add(
+        "--strategies",
+        metavar="NAMES",
+        help=f"the only strategies to try, separated by commas: {', '.join(_SHOWN)}; IIG: these scopes without codecs; "
+        "zeropp-IIG: with those of zeropp. Prefix fsdp1: uses FullyShardedDataParallel; suffix "
+        f"{ALONE} counts each GPU as a node (not for torch's own); once-...: the base is quantized and the model "
+        "wrapped once; mixzpp wraps each layer (default: those that may pay)",
+    )
+    add("--steps", type=float, default=8, metavar="N", help="timed steps of each strategy (default: 8)")
+    add("--warmup", type=float, default=3, metavar="N", help="steps before them (default: 3)")
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Check parsed options, and make whole numbers ints.
+
+    Raises:
+        ValueError: If one is out of range, or goes with another that is missing.
+    """
+    for name, least in _AT_LEAST.items():
+        if (value := getattr(arguments, name)) is not None:
+            setattr(arguments, name, whole(f"--{name.replace('_', '-')}", value, least))
+    if arguments.frozen is not None and arguments.lora is None:
+        raise ValueError(f"--frozen {arguments.frozen} quantizes a frozen base, which --lora has; add --lora 16, say")
+
+
+def named_contenders(names: str, gpus_per_node: int | None, lora: bool) -> list[Contender]:
+    """Return the contenders of names that commas separate.
+
+    Args:
+        names: The names.
+        gpus_per_node: Ranks of a node that each strategy is told, unless its name says another number; None tells none.
+        lora: Whether there is a frozen base.
+
+    Raises:
+        ValueError: If there is none of a name, or it is for a frozen base and there is none.
+        ModuleNotFoundError: If one needs a package that is not installed.
+    """
+    found = []
+    for name in names.split(","):
+        own = name.removeprefix("fsdp1:")
+        one = contender(own, fsdp2=own == name, called=name)
+        if not lora and (one.base is not None or one.arguments.get("frozen") or one.preset == "mixzpp"):
+            raise ValueError(f"--strategies {name} is for a frozen base, which --lora has; add --lora 16, say")
+        is_told = gpus_per_node is None or "gpus_per_node" in one.arguments
+        found.append(one if is_told else one.on_nodes_of(gpus_per_node or 1))
+    return found
+
+
+# ---- cli
+#
+# ``python -m fsdp_zpp bench``.
+
+NOTHING_MEASURED = 1
+
+EXAMPLE = (
+    "torchrun --nproc-per-node 8 -m fsdp_zpp bench --model config.json --micro-batch 2 --json bench.json "
+    "--chart bench.svg"
+)
+
+
+def add_bench(subparsers: argparse._SubParsersAction[Any], formatter: Any) -> None:
+    """Add the subcommand ``bench``."""
+    parser = subparsers.add_parser(
+        "bench",
+        usage="torchrun [options] -m fsdp_zpp bench [options]",
+        formatter_class=formatter,
+        help="under torchrun: step time of your model under each strategy, and which to use",
+        description="Measure the links of the running job and some steps of your model under torch's FULL_SHARD, HSDP "
+        "and the strategies that may pay, and say which to use. Run it under torchrun, one process a GPU.",
+        epilog=f"Example: {EXAMPLE}. Exit status: 0 if something was measured, {NOTHING_MEASURED} if nothing was, 2 "
+        "for errors.",
+    )
+    add_arguments(parser)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, report and return the exit status. Rank 0 alone reports."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger(__package__).setLevel(logging.INFO)
+    try:
+        check(arguments)
+        if arguments.strategies is not None:  # names are checked before the hub is asked for a model
+            named_contenders(arguments.strategies, arguments.gpus_per_node, arguments.lora is not None)
+        config = load_config(arguments.model)
+        _check_sequence(arguments.sequence, config)
+        if arguments.chart is not None:
+            check_format(arguments.chart)  # now, not after minutes of measurements
+        with joined() as place:
+            run_on_first_rank(lambda: _check_files(arguments))
+            findings = measure_all(arguments, config, place)
+            if arguments.chart is not None and findings.recommendation.strategy is not None:
+                run_on_first_rank(lambda: draw_steps(findings.rows, arguments.chart))
+    # These are errors of the arguments; anything else is a bug and keeps its traceback.
+    except (ValueError, TypeError, ModuleNotFoundError, OSError) as error:
+        # All ranks have the same arguments and so the same error; one message is enough.
+        if is_rank_zero():
+            arguments.parser.error(str(error))
+        return 2
+    if is_rank_zero():
+        _report(findings, arguments)
+    return 0 if findings.recommendation.strategy is not None else NOTHING_MEASURED
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Raise if a result could not be written after minutes of measurements."""
+    for option in ("json", "chart"):
+        if (path := getattr(arguments, option)) is not None:
+            check_writable(f"--{option}", path)
+
+
+def _check_sequence(sequence: int, config: Any) -> None:
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and sequence > most:
+        raise ValueError(f"--sequence must be at most {most:,}, the positions that the model has, got {sequence:,}")
+
+
+def _report(findings: Findings, arguments: argparse.Namespace) -> None:
+    cells = filled(findings.rows, of_a_run(findings.rows))
+    print("\n".join(findings.links.lines()), end="\n\n")
+    print("\n".join(aligned([tuple(cells), *zip(*cells.values(), strict=True)], names=1)))
+    if any(row.get("sent_is_planned") for row in findings.rows):
+        print("~: torch's own collectives are not counted; planned, as if every byte went to each rank by itself")
+    print("", *findings.notes, findings.recommendation.line, sep="\n")
+    for path in filter(None, (arguments.json, arguments.chart)):
+        print(f"wrote {path}", file=sys.stderr)

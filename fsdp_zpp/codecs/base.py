@@ -1,13 +1,4 @@
-"""Codecs: how a chunk of values is encoded as bytes for one hop, and decoded again.
-
-A *chunk* is one rank's shard of a flat tensor. FSDP orders chunks by rank, which is (node, local); a hop takes or
-leaves them in (local, node) order. So every method that handles full-precision values takes the grid of chunks as
-``rows`` x ``cols`` and transposes it: chunk (r, c) on one side is chunk (c, r) on the other. A caller that needs no
-reordering passes ``rows=1`` or ``cols=1``.
-
-The bytes of a chunk, scales included, are one row of a uint8 tensor, so a hop is a single collective. Rows have the
-same length for every chunk, and no block spans two chunks.
-"""
+"""Codecs: how values become the bytes of a hop, and values again."""
 
 from __future__ import annotations
 
@@ -18,6 +9,20 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+
+from fsdp_zpp_kernels import PayloadLayout
+
+# ---- base
+#
+# Codecs: how a chunk of values is encoded as bytes for one hop, and decoded again.
+#
+# A *chunk* is one rank's shard of a flat tensor. FSDP orders chunks by rank, which is (node, local); a hop takes or
+# leaves them in (local, node) order. So every method that handles full-precision values takes the grid of chunks as
+# ``rows`` x ``cols`` and transposes it: chunk (r, c) on one side is chunk (c, r) on the other. A caller that needs no
+# reordering passes ``rows=1`` or ``cols=1``.
+#
+# The bytes of a chunk, scales included, are one row of a uint8 tensor, so a hop is a single collective. Rows have the
+# same length for every chunk, and no block spans two chunks.
 
 Place = Literal["weights", "gradients", "frozen", "exchanges"]
 """What a strategy may encode: trained weights, gradients, frozen weights, and changes of weights in local steps."""
@@ -201,3 +206,66 @@ class FullPrecision(Codec):
 
 full_precision = functools.cache(FullPrecision)
 """Return the same instance for each dtype, since every gather and reduction without a codec asks for one."""
+
+
+# ---- blocks
+#
+# Codecs whose payloads consist of blocks that decode on their own, and so can be moved into other payloads.
+
+
+class BlockCodec(Codec):
+    """A codec of independent blocks.
+
+    Attributes:
+        block: Number of values in a block.
+    """
+
+    block: int
+
+    @property
+    def block_numel(self) -> int:
+        return self.block
+
+    @abstractmethod
+    def blocks(self, payload: Tensor, numel: int) -> tuple[Tensor, ...]:
+        """Return views of what a payload holds of each block: its codes, its scale.
+
+        Args:
+            payload: uint8 [chunks, nbytes(numel)]; rows may lie apart.
+            numel: The number of values in a chunk, whole blocks.
+
+        Returns:
+            For each part of the payload, uint8 [chunks, blocks, bytes of a block].
+        """
+
+
+def copy_blocks(
+    codec: BlockCodec, source: Tensor, numel: int, first: int, out: Tensor, out_numel: int, at: int
+) -> None:
+    """Copy blocks of a payload into another one, from block ``first`` on, as many as both have room for.
+
+    Args:
+        codec: The codec of both.
+        source: uint8 [chunks, nbytes(numel)]; blocks are numbered through all chunks.
+        numel: The number of values in a chunk of ``source``.
+        first: The first block.
+        out: A single chunk, uint8 [1, nbytes(out_numel)].
+        out_numel: The number of its values.
+        at: The block of ``out`` that the first one becomes.
+    """
+    per_chunk = numel // codec.block
+    for part, written in zip(codec.blocks(source, numel), codec.blocks(out, out_numel), strict=True):
+        count = min(len(source) * per_chunk - first, written.shape[1] - at)
+        done = 0
+        while done < count:
+            chunk, begin = divmod(first + done, per_chunk)
+            some = min(per_chunk - begin, count - done)
+            written[0, at + done : at + done + some] = part[chunk, begin : begin + some]
+            done += some
+
+
+def blocks_of_layout(layout: PayloadLayout, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    """Return :meth:`BlockCodec.blocks` of a payload that has a layout of codes and scales."""
+    count, start = layout.blocks(numel), layout.scales_offset(numel)
+    codes = payload[:, : layout.codes_nbytes(numel)].unflatten(1, (count, -1))
+    return codes, payload[:, start : start + 4 * count].unflatten(1, (count, 4))

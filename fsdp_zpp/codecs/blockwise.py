@@ -1,25 +1,36 @@
-"""Symmetric blockwise integers: the codecs ``Int8`` and ``Int4``."""
+"""Codecs with a scale for each block: int8, int4, deltas, NF4, and weights as checkpoints store them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import importlib.util
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Literal, NoReturn, TypeGuard
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_zpp.suggestions import explains_keywords
+from fsdp_zpp.names import explains_keywords, how_to_install
 from fsdp_zpp_kernels import (
     PayloadLayout,
+    add_delta,
     dequantize,
+    dequantize_nf4_rows,
     dequantize_rows,
     dequantize_sum,
     dequantize_sum_quantize,
     quantize,
+    quantize_delta,
 )
+from fsdp_zpp_kernels.reference import ALIGNMENT, levels_on
 
-from .base import Codec, check_block
-from .blocks import BlockCodec, blocks_of_layout
+from .base import BlockCodec, Codec, FullPrecision, Place, blocks_of_layout, check_block
+
+# ---- blockwise
+#
+# Symmetric blockwise integers: the codecs ``Int8`` and ``Int4``.
 
 
 @dataclass(frozen=True)
@@ -94,3 +105,486 @@ class Int4(Blockwise):
 
     block: int = 128
     bits: ClassVar[int] = 4
+
+
+# ---- delta
+#
+# Weights sent in the inter-node hop as deltas: the change since the last gather, in 4 bits.
+#
+# A step changes weights only slightly. So the delta ``W - R`` from the base R, which the receivers hold, takes far
+# fewer bits than W for the same error (SDP4Bit's qWD, arXiv 2410.15526, section 3.1). Receivers add the delta to their
+# base, the secondary shard, which is therefore the sum of everything sent so far. Errors do not build up: the sender
+# holds the same base, bit for bit, and its next delta is taken against it, so that delta includes what this one left
+# out.
+#
+# Weights that do not come from a step (from a checkpoint, for example) are far from R. They are sent whole, encoded as
+# R is, and so is the first gather. To resume a training exactly, its checkpoint must contain R (runtime/checkpoint.py).
+
+
+@explains_keywords
+@dataclass(frozen=True)
+class Int4Delta(Codec):
+    """Codec of weights whose inter-node hop sends changes in 4 bits: half the bytes of ``Int8`` at nearly its error.
+
+    For strategies that keep a secondary shard in each node (first letter ``I``, third ``G``): a change is
+    encoded against what the other nodes hold already, so errors do not build up (SDP4Bit, arXiv 2410.15526, qWD).
+
+    Args:
+        block: Number of deltas that share a scale, a power of two from 32 to 4096.
+        whole: Codec of whole weights, of the secondary shard, and of the intra-node hop.
+
+    Raises:
+        ValueError: If ``block`` is not a power of two in that range.
+        TypeError: If ``block`` is not an int, or ``whole`` is not an ``Int8``.
+    """
+
+    block: int = 256
+    whole: Int8 = field(default_factory=Int8)
+    places: ClassVar[tuple[Place, ...]] = ("weights",)
+    reason: ClassVar[str] = "a delta needs a base that its receivers hold, and only weights have one"
+
+    def __post_init__(self) -> None:
+        Int4(self.block)  # raises if the block is not valid
+        if not isinstance(self.whole, Int8):
+            raise TypeError(f"Int4Delta's whole must be an Int8(...), got {self.whole!r}")
+
+    def __str__(self) -> str:
+        return f"{self.whole}, changes as {self.changes}"
+
+    @cached_property
+    def changes(self) -> Int4:
+        """Return the codec of the deltas."""
+        return Int4(self.block)
+
+    @property
+    def block_numel(self) -> int:
+        return max(self.block, self.whole.block)
+
+    def nbytes(self, numel: int) -> int:
+        return self.whole.nbytes(numel)
+
+    def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
+        return self.whole.encode(values, rows, cols)
+
+    def decode(self, payload: Tensor, out: Tensor, rows: int, cols: int) -> None:
+        self.whole.decode(payload, out, rows, cols)
+
+    def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
+        self.whole.decode_sum(payload, out, rows, cols, scale)
+
+    def encode_delta(self, base: Tensor, values: Tensor) -> Tensor:
+        """Encode the delta that the other ranks of a hop add to their copies of this rank's part of the base.
+
+        Args:
+            base: This rank's part of the base, uint8 [rows, nbytes(numel)].
+            values: The values that the rows are to hold, flat [rows * numel].
+
+        Returns:
+            uint8 [rows, changes.nbytes(numel)].
+        """
+        codec, changes = self.whole, self.changes
+        return quantize_delta(values, base, codec.bits, codec.block, changes.bits, changes.block)
+
+    def apply_delta(self, base: Tensor, deltas: Tensor, numel: int) -> Tensor:
+        """Add every rank's ``encode_delta`` to ``base``.
+
+        Args:
+            base: The parts of all ranks, uint8 [rows, nbytes(numel)].
+            deltas: uint8 [rows, changes.nbytes(numel)].
+            numel: Number of values in a row.
+
+        Returns:
+            The new base, uint8 in the shape of ``base``.
+        """
+        codec, changes = self.whole, self.changes
+        return add_delta(base, deltas, numel, codec.bits, codec.block, changes.bits, changes.block)
+
+
+# ---- weight changes
+#
+# Changes of weights in 4 bits, added to a copy of the weights in their own dtype.
+#
+# A receiver holds a copy ``B`` of the weights ``W``, in bf16 for example. It is sent ``W - B`` in blocks of ``Int4``
+# and adds what it decodes. The sender adds the same to its own copy of ``B``, so that its next change includes what
+# this one has rounded away (SDP4Bit's qWD, arXiv 2410.15526, section 3.1, with a base that is not encoded). Both take
+# ``B`` to fp32, add ``code * scale``, which is exact there ([Note: Exact products] in the kernels' reference.py), and
+# round once to the dtype of ``B``: the same bits on every device.
+#
+# The flat values go in chunks of ``CHUNK``, each of which is one row of the codec's payload, the last one shorter.
+# Chunks do not depend on each other, so that ranks encode different ones, and what they send is the same for any number
+# of them.
+
+CHUNK = 1 << 14
+"""Values of a chunk: a multiple of every block, and small enough that ranks get equally much."""
+
+_MOST_AT_ONCE = 1 << 10
+"""Chunks that are handled at once: they take four bytes a value as fp32, 64 MiB."""
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes whose changes can be encoded."""
+
+
+def changes_nbytes(numel: int, codec: Int4) -> int:
+    """Return the bytes of the changes of ``numel`` values."""
+    chunks, rest = divmod(numel, CHUNK)
+    return chunks * codec.nbytes(CHUNK) + codec.nbytes(rest)
+
+
+def encode_changes(weights: Tensor, base: Tensor, codec: Int4) -> Tensor:
+    """Encode what :func:`add_changes` is to add to ``base``.
+
+    Args:
+        weights: Flat, contiguous [numel], bf16, fp16 or fp32.
+        base: The same of what receivers hold.
+        codec: The codec of the changes.
+
+    Returns:
+        uint8 [changes_nbytes(numel)].
+    """
+    payload = torch.empty(changes_nbytes(len(weights), codec), dtype=torch.uint8, device=weights.device)
+    for values, row_bytes, rows in _pieces(len(weights), codec):
+        changes = weights[values].float() - base[values].float()
+        payload[row_bytes] = codec.encode(changes, 1, rows).view(-1)
+    return payload
+
+
+def add_changes(base: Tensor, payload: Tensor, codec: Int4) -> None:
+    """Add to ``base``, flat [numel] and contiguous, in place, what :func:`encode_changes` has returned."""
+    for values, row_bytes, rows in _pieces(len(base), codec):
+        changes = torch.empty(values.stop - values.start, dtype=torch.float32, device=base.device)
+        codec.decode(payload[row_bytes].view(rows, -1), changes, rows, 1)
+        base[values] = changes.add_(base[values])  # fp32, rounded once
+
+
+def largest_scale(payload: Tensor, numel: int, codec: Int4) -> float:
+    """Return the largest scale of encoded changes: 0 if nothing has changed, not finite if a change is not.
+
+    It waits for the device.
+    """
+    largest = [
+        codec.scales(payload[row_bytes].view(rows, -1), (values.stop - values.start) // rows).max()
+        for values, row_bytes, rows in _pieces(numel, codec)
+    ]
+    return torch.stack(largest).max().item() if largest else 0.0
+
+
+def _pieces(numel: int, codec: Int4) -> list[tuple[slice, slice, int]]:
+    """Return slices of values and of the bytes of their rows, and the number of rows, few enough to handle at once."""
+    row, full = codec.nbytes(CHUNK), numel // CHUNK
+    pieces = []
+    for first in range(0, full, _MOST_AT_ONCE):
+        last = min(first + _MOST_AT_ONCE, full)
+        pieces.append((slice(first * CHUNK, last * CHUNK), slice(first * row, last * row), last - first))
+    if numel % CHUNK:
+        pieces.append((slice(full * CHUNK, numel), slice(full * row, changes_nbytes(numel, codec)), 1))
+    return pieces
+
+
+# ---- nf4
+#
+# NF4, the 4-bit code for normally distributed weights of QLoRA (arXiv 2305.14314, section 3).
+#
+# bitsandbytes encodes, so that weights round exactly as they do there. The library's own kernel decodes, to the same
+# values, because it reads codes and scales where a gather has left them; bitsandbytes would need copies of both.
+
+MIN_BLOCK = 64
+"""Smallest block for which bitsandbytes has kernels on all devices."""
+
+
+@explains_keywords
+@dataclass(frozen=True)
+class NF4(BlockCodec):
+    """16 levels from -1 to 1, dense around 0, times the absmax of a block; 0.5 + 4 / block bytes per value.
+
+    For frozen weights. A block with a NaN or an infinity decodes to NaN. Codes and scales lie where those of
+    ``Int4`` do.
+
+    Args:
+        block: Number of values that share one fp32 scale, a power of two from 64 to 4096.
+
+    Raises:
+        TypeError: If ``block`` is not an int.
+        ValueError: If ``block`` is not a power of two in that range.
+        ModuleNotFoundError: If bitsandbytes is not installed.
+    """
+
+    block: int = 64
+    places: ClassVar[tuple[Place, ...]] = ("frozen",)
+
+    def __post_init__(self) -> None:
+        check_block(self, self.block)
+        if self.block < MIN_BLOCK:
+            raise ValueError(f"NF4's block must be a power of two from {MIN_BLOCK} to 4096, got {self.block}")
+        _ = self.layout  # raises if the block is no power of two or too large
+        # Looked up, not imported: that takes seconds, and a strategy may be made only for a plan.
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise ModuleNotFoundError(f"NF4 needs bitsandbytes: {how_to_install('nf4')}", name="bitsandbytes")
+
+    def __str__(self) -> str:
+        return f"nf4({self.block})"
+
+    @cached_property
+    def layout(self) -> PayloadLayout:
+        """Return where codes and scales lie in a payload of whole blocks."""
+        return PayloadLayout(4, self.block)
+
+    def nbytes(self, numel: int) -> int:
+        return self.layout.nbytes(self._padded(numel))
+
+    def blocks(self, payload: Tensor, numel: int) -> tuple[Tensor, ...]:
+        return blocks_of_layout(self.layout, payload, numel)
+
+    def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
+        chunks, numel = rows * cols, values.numel() // (rows * cols)
+        padded, layout = self._padded(numel), self.layout
+        payload = values.new_zeros((chunks, self.nbytes(numel)), dtype=torch.uint8)
+        if numel == 0:
+            return payload
+        grid = values.view(rows, cols, numel).transpose(0, 1).reshape(chunks, numel)
+        # Zeros complete the last block without changing its absmax.
+        codes, scales = self._quantize(F.pad(grid, (0, padded - numel)).view(-1))
+        layout.codes(payload, padded).copy_(codes.view(chunks, -1))
+        layout.scales(payload, padded).copy_(scales.view(chunks, -1))
+        return payload
+
+    def _quantize(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """Return codes and scales of whole blocks; the scale of a block that is not finite is NaN."""
+        import bitsandbytes.functional  # on use, since that takes seconds
+
+        # bitsandbytes quantizes in CUDA's default stream, whichever stream is current. So that stream waits for the
+        # values, and the current one for the result.
+        current = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
+        if current is not None:
+            torch.cuda.default_stream(flat.device).wait_stream(current)
+        codes, state = bitsandbytes.functional.quantize_4bit(flat, blocksize=self.block, quant_type="nf4")
+        if current is not None:
+            current.wait_stream(torch.cuda.default_stream(flat.device))
+        finite = flat.view(-1, self.block).isfinite().all(dim=1)
+        return codes, state.absmax.masked_fill(~finite, torch.nan)
+
+    def decode(self, payload: Tensor, out: Tensor, rows: int, cols: int) -> None:
+        numel = out.numel() // (rows * cols)
+        padded = self._padded(numel)
+        if numel == padded and (rows == 1 or cols == 1):  # nothing changes places
+            self.decode_rows(payload, out)
+            return
+        values = out.new_empty(rows * cols, padded)
+        self.decode_rows(payload, values)
+        out.view(cols, rows, numel).copy_(values.view(rows, cols, padded)[..., :numel].transpose(0, 1))
+
+    def prepare_decode(self, device: torch.device) -> None:
+        levels_on(device)
+
+    def decode_rows(self, payload: Tensor, out: Tensor) -> None:
+        dequantize_nf4_rows(payload, out, self.block)
+
+    def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
+        raise NotImplementedError("NF4 can't sum payloads: it encodes frozen weights, which no reduction carries")
+
+    def _padded(self, numel: int) -> int:
+        """Round ``numel`` up to whole blocks: bitsandbytes takes all chunks at once, and no block may span two."""
+        return -(-numel // self.block) * self.block
+
+
+# ---- as stored
+#
+# ``"as stored"`` and ``"auto"``: frozen weights keep the codes in which a checkpoint, or a library, has them.
+
+FrozenName = Literal["as stored", "auto"]
+"""Names in place of a codec of frozen weights."""
+
+
+@dataclass(frozen=True)
+class AsStored(Codec):
+    """Stands for the format of each weight until that is known. It encodes nothing itself.
+
+    Args:
+        otherwise: The codec of weights that are not stored quantized; None leaves them as they are.
+    """
+
+    places: ClassVar[tuple[Place, ...]] = ("frozen",)
+
+    otherwise: Codec | None = None
+
+    @property
+    def name(self) -> FrozenName:
+        """Return the name that stands for it."""
+        return "as stored" if self.otherwise is None else "auto"
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return repr(self.name)
+
+    def nbytes(self, numel: int) -> int:
+        self._refuse()
+
+    def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
+        self._refuse()
+
+    def decode(self, payload: Tensor, out: Tensor, rows: int, cols: int) -> None:
+        self._refuse()
+
+    def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ValueError(
+            f"{self.name!r} keeps the codes that a checkpoint has, and encodes no values itself; name a codec with as "
+            "many bits, such as NF4(64) or Int8(256)"
+        )
+
+
+NAMED: dict[object, AsStored] = {codec.name: codec for codec in (AsStored(), AsStored(Int8(256)))}
+"""What stands for each name."""
+
+
+def codec_of_frozen(value: Codec | FrozenName | None) -> Codec | None:
+    """Return the codec of frozen weights that ``value`` is or names."""
+    return NAMED[value] if isinstance(value, str) else value
+
+
+def codec_of_plain(codec: Codec | None) -> Codec | None:
+    """Return what ``codec``, of frozen weights, means for weights in full precision."""
+    return codec.otherwise or codec if isinstance(codec, AsStored) else codec
+
+
+# ---- exact tail
+#
+# Rows that carry some values exactly, beside those that a codec encodes.
+#
+# Values that share a scale with far larger ones are lost. So the few that a codec would lose travel in fp32, in the
+# tail of a row, while it encodes zeros in their places::
+#
+#     | what the codec makes of the chunk | zeros to 16 bytes | ``tail`` fp32 values |
+#
+# The tail is the caller's: no method of :class:`ExactTail` reads or writes it, so in a payload that one returns it is
+# uninitialized. Only the caller knows what the tails hold, which of them are summed, and where their values belong.
+
+
+@dataclass(frozen=True)
+class ExactTail(Codec):
+    """A codec whose rows end in a tail. With the library's codecs, kernels leave room for it; others cost a copy.
+
+    Args:
+        codec: Encodes what precedes the tail.
+        tail: Number of fp32 values at the end of each row, a multiple of 4, so that rows stay aligned to 16 bytes.
+
+    Raises:
+        ValueError: If ``tail`` is negative or no multiple of 4.
+    """
+
+    codec: Codec
+    tail: int
+
+    def __post_init__(self) -> None:
+        PayloadLayout(8, 32, self.tail)  # raises if the tail is not valid
+
+    def __str__(self) -> str:
+        return f"{self.codec}, {self.tail} values exactly"
+
+    @cached_property
+    def blockwise(self) -> Blockwise | None:
+        """Return the codec whose kernels encode values; None if ``codec`` has none."""
+        codec = self.codec.whole if isinstance(self.codec, Int4Delta) else self.codec
+        return codec if isinstance(codec, Blockwise) else None
+
+    def tails(self, payload: Tensor) -> Tensor:
+        """Return a view of the tails in a payload [..., nbytes(numel)]: fp32 [..., tail]."""
+        return tails_of(payload, self.tail)
+
+    def nbytes(self, numel: int) -> int:
+        return -(-self.codec.nbytes(numel) // ALIGNMENT) * ALIGNMENT + 4 * self.tail
+
+    def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
+        codec = self.blockwise
+        if codec is not None:
+            return quantize(values, rows, cols, codec.bits, codec.block, self.tail)
+        coded = self.codec.encode(values, rows, cols)
+        nbytes = coded.shape[1]
+        start = _aligned(nbytes)
+        payload = coded.new_empty((len(coded), start + 4 * self.tail))
+        payload[:, :nbytes] = coded
+        payload[:, nbytes:start] = 0  # ranks compare payloads byte by byte
+        return payload
+
+    def decode(self, payload: Tensor, out: Tensor, rows: int, cols: int) -> None:
+        codec = self.blockwise
+        if codec is not None:
+            dequantize(payload, out, rows, cols, codec.bits, codec.block, self.tail)
+        else:
+            self.codec.decode(self._coded(payload, out.numel() // (rows * cols)), out, rows, cols)
+
+    def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
+        codec = self.blockwise
+        if codec is not None:
+            dequantize_sum(payload, out, rows, cols, codec.bits, codec.block, scale, self.tail)
+        else:
+            self.codec.decode_sum(self._coded(payload, out.numel() // (rows * cols)), out, rows, cols, scale)
+
+    def sums(self, payload: Tensor, numel: int, scale: float) -> Tensor:
+        if self.blockwise is not None:
+            return super().sums(payload, numel, scale)
+        return self.codec.sums(self._coded(payload, numel), numel, scale)
+
+    def decode_sum_encode(self, payload: Tensor, numel: int, codec: Codec, scale: float) -> Tensor:
+        source = self.blockwise
+        target = codec.blockwise if isinstance(codec, ExactTail) and codec.tail == self.tail else None
+        if source is None or target is None:
+            return super().decode_sum_encode(payload, numel, codec, scale)
+        chunks, layouts = payload.shape[1], (source.bits, source.block, target.bits, target.block)
+        return dequantize_sum_quantize(payload, numel, 1, chunks, *layouts, scale, self.tail)
+
+    def _coded(self, payload: Tensor, numel: int) -> Tensor:
+        """Return what precedes the tails, as ``codec`` takes it."""
+        coded = payload[..., : self.codec.nbytes(numel)]
+        return coded if isinstance(self.codec, FullPrecision) else coded.contiguous()  # only ours need no copy
+
+    # ---- with Int4Delta
+
+    @property
+    def _delta(self) -> Int4Delta:
+        assert isinstance(self.codec, Int4Delta), f"{self.codec!r} sends no deltas"
+        return self.codec
+
+    @cached_property
+    def changes(self) -> ExactTail:
+        """Return the codec of the deltas, with the same tail."""
+        return exact_tail(self._delta.changes, self.tail)
+
+    def encode_delta(self, base: Tensor, values: Tensor) -> Tensor:
+        """Encode as :meth:`Int4Delta.encode_delta` does; both ``base`` and the result have tails."""
+        codec, changes = self._delta.whole, self._delta.changes
+        return quantize_delta(values, base, codec.bits, codec.block, changes.bits, changes.block, self.tail)
+
+    def apply_delta(self, base: Tensor, deltas: Tensor, numel: int) -> Tensor:
+        """Add as :meth:`Int4Delta.apply_delta` does; ``base``, ``deltas`` and the result have tails."""
+        codec, changes = self._delta.whole, self._delta.changes
+        return add_delta(base, deltas, numel, codec.bits, codec.block, changes.bits, changes.block, self.tail)
+
+
+def tails_of(payload: Tensor, tail: int) -> Tensor:
+    """Return a view of the last ``tail`` fp32 values of each row of a payload [..., nbytes]: fp32 [..., tail]."""
+    return payload.view(torch.float32)[..., -tail:]
+
+
+exact_tail = functools.lru_cache(maxsize=128)(ExactTail)
+"""Return one instance for each of the last codecs and tails, since every hop asks for one.
+
+A model has tens of them, but the length of a tail depends on the parameters that a step uses.
+"""
+
+
+def without_tail(codec: Codec) -> tuple[Codec, int]:
+    """Return the codec of what precedes a row's tail, and the length of the tail: ``codec`` and 0 if it has none."""
+    return (codec.codec, codec.tail) if isinstance(codec, ExactTail) else (codec, 0)
+
+
+def sends_deltas(codec: Codec | None) -> TypeGuard[Int4Delta | ExactTail]:
+    """Return whether a codec has ``encode_delta``, ``apply_delta`` and ``changes``."""
+    return isinstance(codec.codec if isinstance(codec, ExactTail) else codec, Int4Delta)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

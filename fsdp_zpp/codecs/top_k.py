@@ -1,24 +1,4 @@
-"""TopK: a codec that sends, of each block, only the few values of largest magnitude; the others decode to zero.
-
-Source: SparseLoCo (arXiv 2508.15706, section 3), which sends 1 to 3 % of a chunk of 4096 changes in 2 bits. Most of a
-change is left out, so error feedback must send it later.
-
-A row has two fp32 numbers for each block, and a word of 12 + ``bits`` bits for each kept value; the words of a block
-are in ascending order::
-
-    | smallest magnitude and ratio of a block, fp32 each | words: place in the block, sign, step | zeros to 16 bytes |
-
-[Note: Levels of few bits]
-A word decodes to ``± smallest * ratio ** step``, one of the levels. No level is zero, since no kept value is near it,
-and levels are dense where values are: most lie just above the threshold, and a few far beyond it. So with 4 and 8 bits,
-levels are geometric, from the smallest to the largest kept value; with 2 bits, they are the means of the smaller and of
-the larger ones (Lloyd's levels). docs/design/codecs.md has the errors beside those of equal steps.
-
-Values below 1 / REACH of the largest would move the levels of all others apart, and zeros have no level: such values
-are not kept. All payloads have the same size, so the largest value is sent again in place of each of them.
-
-Powers are products of squares, each rounded once, so that all processors decode the same values from the same bytes.
-"""
+"""The codec ``TopK``: the largest values of each block, and where they are."""
 
 from __future__ import annotations
 
@@ -29,12 +9,65 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_zpp.suggestions import explains_keywords
-from fsdp_zpp_kernels.payload import ALIGNMENT
+from fsdp_zpp.names import explains_keywords
+from fsdp_zpp_kernels.reference import ALIGNMENT
 
 from .base import Codec, Place, check_block
 from .blockwise import Int4, Int8
-from .packed_words import pack_words, packed_nbytes, unpack_words
+
+# ---- packed words
+#
+# Words of 14, 16 or 20 bits, packed into bytes without gaps, the first word in the lowest bits.
+
+_TOGETHER = {14: 4, 16: 1, 20: 2}
+"""How many words are packed at once, by their width: so many that they fill whole bytes, at most 8."""
+
+
+def packed_nbytes(count: int, width: int) -> int:
+    """Return the number of bytes that ``count`` words of ``width`` bits take."""
+    together = _TOGETHER[width]
+    return -(-count // together) * together * width // 8
+
+
+def pack_words(words: Tensor, width: int) -> Tensor:
+    """Return flat int64 ``words``, of ``width`` bits each, packed into uint8."""
+    together = _TOGETHER[width]
+    groups = F.pad(words, (0, -words.numel() % together)).view(-1, together)
+    starts = torch.arange(0, together * width, width, device=words.device)
+    return (groups << starts).sum(dim=1).view(torch.uint8).view(-1, 8)[:, : together * width // 8].reshape(-1)
+
+
+def unpack_words(packed: Tensor, count: int, width: int) -> Tensor:
+    """Return ``count`` words from each row of bytes ``packed``: int64 [rows, count]."""
+    together = _TOGETHER[width]
+    nbytes = together * width // 8
+    groups = F.pad(packed.reshape(-1, nbytes), (0, 8 - nbytes)).view(torch.int64)
+    starts = torch.arange(0, together * width, width, device=packed.device)
+    return (groups >> starts & ((1 << width) - 1)).view(len(packed), -1)[:, :count]
+
+
+# ---- top k
+#
+# TopK: a codec that sends, of each block, only the few values of largest magnitude; the others decode to zero.
+#
+# Source: SparseLoCo (arXiv 2508.15706, section 3), which sends 1 to 3 % of a chunk of 4096 changes in 2 bits. Most of a
+# change is left out, so error feedback must send it later.
+#
+# A row has two fp32 numbers for each block, and a word of 12 + ``bits`` bits for each kept value; the words of a block
+# are in ascending order::
+#
+#     | smallest magnitude and ratio of a block, fp32 each | words: place in the block, sign, step | zeros to 16 bytes |
+#
+# [Note: Levels of few bits]
+# A word decodes to ``± smallest * ratio ** step``, one of the levels. No level is zero, since no kept value is near it,
+# and levels are dense where values are: most lie just above the threshold, and a few far beyond it. So with 4 and 8
+# bits, levels are geometric, from the smallest to the largest kept value; with 2 bits, they are the means of the
+# smaller and of the larger ones (Lloyd's levels). docs/design/codecs.md has the errors beside those of equal steps.
+#
+# Values below 1 / REACH of the largest would move the levels of all others apart, and zeros have no level: such values
+# are not kept. All payloads have the same size, so the largest value is sent again in place of each of them.
+#
+# Powers are products of squares, each rounded once, so that all processors decode the same values from the same bytes.
 
 PLACE_BITS = 12
 """Bits of a place in a block."""
@@ -92,7 +125,7 @@ class TopK(Codec):
     def kept(self, numel: int) -> int:
         """Return how many of a block's ``numel`` values are kept: as many of a chunk's last, short block as of others.
 
-        So what follows a block's values does not change how they are encoded ([Note: Copies] in exact_places.py).
+        So what follows a block's values does not change how they are encoded ([Note: Copies] in layout.py).
         """
         return min(numel, max(1, round(self.fraction * self.block)))
 

@@ -1,36 +1,124 @@
-"""A frozen base, all frozen weights of a model: they are grouped into units once the model has its final shape.
-
-Weights are quantized early, so that no full-precision copy lingers, but which weights to gather together is known late:
-adapters and wrappers come afterwards. So units are made at the first use of a weight, from the model as it is then. A
-unit is a module that FSDP wraps, or an item of the outermost ``nn.ModuleList`` if that is smaller, so that a model that
-is wrapped only once is gathered block by block, too; a module in neither is a unit of its own. Until then, and for
-weights that are added later, each weight's codes are held separately.
-"""
+"""The frozen base of a model: all of its quantized weights."""
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_zpp.collectives.agreement import check_agreement
-from fsdp_zpp.collectives.hops import Traffic
-from fsdp_zpp.collectives.replicas import check_replicas
-from fsdp_zpp.module_names import original_path, parameter_name
-from fsdp_zpp.runtime.full_shard import FullShardUnit
-from fsdp_zpp.runtime.tensors_of_model import unit_path
+from fsdp_zpp.codecs.base import BlockCodec, Codec
+from fsdp_zpp.codecs.blockwise import AsStored, codec_of_plain
+from fsdp_zpp.comm.agreement import check_agreement, check_replicas
+from fsdp_zpp.comm.hops import Traffic, hop_over
+from fsdp_zpp.comm.mesh import ProcessMesh, as_launched, for_collectives
+from fsdp_zpp.names import model_name, original_path, parameter_name
+from fsdp_zpp.runtime.full_tensors import unit_path
+from fsdp_zpp.runtime.unit import FullShardUnit, unit_of
 
-from ._torch_replacing import refuse_replacing
-from .double_buffer import DoubleBuffer
-from .hugging_face.patches import guard_save_pretrained, refuse_lost_ties, show_to_peft
-from .modules import freeze, frozen_sites
-from .placement import Placement
-from .report import FrozenReport, log_report
-from .unit import FrozenUnit
-from .weight import FrozenWeight, out_of_inference_mode
+from ._torch_modules import freeze, frozen_sites, refuse_replacing
+from .hugging_face import guard_save_pretrained, refuse_lost_ties, show_to_peft
+from .weight import DoubleBuffer, FrozenUnit, FrozenWeight, Placement, out_of_inference_mode
+
+# ---- report
+#
+# Reports on a quantized base: how many parameters, how many bytes, what stays as it is and why.
+
+logger = logging.getLogger("fsdp_zpp")
+
+_WHERE = {"N": "replicated on every rank", "I": "sharded inside nodes", "G": "sharded over all ranks"}
+
+
+@dataclass(frozen=True)
+class FrozenReport:
+    """A report on what ``quantize_frozen_params`` did.
+
+    Attributes:
+        model: The name of the model's class.
+        codec: How weights were quantized.
+        placement: Which rank holds which chunk of them.
+        weights: The number of weights that were quantized, tied ones counted once.
+        parameters: The number of their values.
+        bytes_before: Bytes of all their values, in the dtype that they had.
+        bytes_after: Bytes that this rank keeps of them.
+        left: Names of frozen parameters that stay as they are, by the reason.
+        parameters_left: The number of values of these parameters.
+        stored: The number of weights that were quantized already, and whose codes stay.
+    """
+
+    model: str
+    codec: Codec
+    placement: Placement
+    weights: int
+    parameters: int
+    bytes_before: int
+    bytes_after: int
+    left: dict[str, tuple[str, ...]]
+    parameters_left: int
+    stored: int = 0
+
+    def __str__(self) -> str:
+        topology = self.placement.mesh.topology
+        left = "; ".join(f"{len(names)} {reason} ({names[0]}, ...)" for reason, names in self.left.items())
+        return (
+            f"{self.model}: frozen base {self._encoded}, {_WHERE[self.placement.scope]} on {topology}: {self.weights} "
+            f"weights, {self.parameters:,} parameters, {_size(self.bytes_before)} before, {_size(self.bytes_after)} a "
+            f"GPU after; left as they are: {left or 'none'}"
+        )
+
+    @property
+    def _encoded(self) -> str:
+        """Return how weights are encoded, as text."""
+        codec = codec_of_plain(self.codec)
+        if isinstance(codec, AsStored) or self.stored == self.weights > 0:
+            return "as stored"
+        return f"as {codec}" + (f", but {self.stored} of {self.weights} weights as stored" if self.stored else "")
+
+
+def log_report(reports: list[FrozenReport]) -> None:
+    """Log reports on parts of a model as one line, on the mesh's first rank."""
+    if reports and reports[0].placement.mesh.rank == 0:
+        logger.info("%s", merge(reports))
+
+
+def merge(reports: list[FrozenReport]) -> FrozenReport:
+    """Make one report of those on parts of a model, under the name of the last."""
+    first, last = reports[0], reports[-1]
+    left: dict[str, tuple[str, ...]] = {}
+    for report in reports:
+        for reason, names in report.left.items():
+            left[reason] = (*left.get(reason, ()), *names)
+    return FrozenReport(
+        last.model,
+        first.codec,
+        first.placement,
+        sum(report.weights for report in reports),
+        sum(report.parameters for report in reports),
+        sum(report.bytes_before for report in reports),
+        sum(report.bytes_after for report in reports),
+        left,
+        sum(report.parameters_left for report in reports),
+        sum(report.stored for report in reports),
+    )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.2f} MiB"
+
+
+# ---- base
+#
+# A frozen base, all frozen weights of a model: they are grouped into units once the model has its final shape.
+#
+# Weights are quantized early, so that no full-precision copy lingers, but which weights to gather together is known
+# late: adapters and wrappers come afterwards. So units are made at the first use of a weight, from the model as it is
+# then. A unit is a module that FSDP wraps, or an item of the outermost ``nn.ModuleList`` if that is smaller, so that a
+# model that is wrapped only once is gathered block by block, too; a module in neither is a unit of its own. Until then,
+# and for weights that are added later, each weight's codes are held separately.
 
 Groups = dict[tuple[str, Placement], list[FrozenWeight]]
 """The weights of each unit, by its name and their placement."""
@@ -241,3 +329,97 @@ def _named_units(root: nn.Module) -> list[tuple[str, str, FrozenWeight]]:
         unit = original_path(unit_path(path, modules))
         named.append((parameter_name(path, name), unit, weight))
     return named
+
+
+# ---- resharding
+#
+# Moves a frozen base to the nodes of the strategy that wraps its model.
+#
+# A base may be quantized before its model is wrapped; it is then sharded, by default, over nodes of the launcher's
+# size. The strategy may give another size (``gpus_per_node``), and a base that spans several of its nodes would be
+# gathered between them in every step. So the strategy decides: when a model is wrapped, a base with the default
+# placement is resharded, without decoding, since chunks are whole blocks. A base whose ``gpus_per_node`` was given
+# stays, and so does one whose strategy leaves the nodes to the machine's links: see [Note: Links] in strategy.py.
+
+
+def follow_strategy(module: nn.Module, mesh: ProcessMesh) -> None:
+    """Reshard the frozen base of ``module``, if there is one, over ``mesh``. Collective. See the top of this file.
+
+    Args:
+        module: The module that is about to be wrapped. Parts that are already wrapped stay where their strategies have
+            put them.
+        mesh: The ranks of the strategy.
+
+    Raises:
+        ValueError: If a weight would have to move, but its codec is user-defined, so that its chunks can't be re-cut.
+    """
+    if not _weights_of(module):
+        return
+    mesh = as_launched(mesh)
+    moving = [weight for weight in _unplaced(module) if _lies_elsewhere(weight.placement, mesh)]
+    for weight in moving:  # all before the first moves, so that an error leaves the base as it was
+        _check_movable(weight, mesh)
+    for weight in moving:
+        _move(weight, Placement(weight.placement.scope, mesh))
+    if moving and mesh.rank == 0:
+        logger.info(
+            "%s: %d frozen weights are now sharded over %s, the nodes of the strategy that wraps them",
+            model_name(module),
+            len(moving),
+            mesh.topology,
+        )
+
+
+def holds_base(module: nn.Module) -> bool:
+    """Return whether a module has quantized weights, besides those of parts that are wrapped already."""
+    return bool(_unplaced(module))
+
+
+def _unplaced(module: nn.Module) -> list[FrozenWeight]:
+    wrapped = [part for part in module.modules() if part is not module and unit_of(part) is not None]
+    placed = {weight for part in wrapped for weight in _weights_of(part)}
+    return [weight for weight in _weights_of(module) if weight not in placed]
+
+
+def _weights_of(module: nn.Module) -> list[FrozenWeight]:
+    """Return the frozen weights below ``module``, tied ones once."""
+    return list(dict.fromkeys(weight for _, _, _, weight in frozen_sites(module)))
+
+
+def _lies_elsewhere(placement: Placement, mesh: ProcessMesh) -> bool:
+    """Return whether ``placement`` is a default one, over the ranks of ``mesh`` but on nodes of another size."""
+    if placement.by_name:
+        return False
+    alone = placement.mesh.group is None  # quantized before there was a process group: all of it is on each rank
+    return (alone or placement.mesh.group is mesh.group) and placement.mesh.topology != mesh.topology
+
+
+def _check_movable(weight: FrozenWeight, mesh: ProcessMesh) -> None:
+    if not isinstance(weight.codec, BlockCodec):
+        raise ValueError(
+            f"{weight.name} is placed on {weight.placement.mesh.topology}, but the strategy that wraps it has "
+            f"{mesh.topology}, and chunks encoded by {weight.codec} can't be re-cut; pass gpus_per_node="
+            f"{mesh.topology.gpus_per_node} to quantize_frozen_params"
+        )
+
+
+def _move(weight: FrozenWeight, placement: Placement) -> None:
+    """Re-cut the codes of a weight for another placement."""
+    device = weight.device
+    weight.holder = UngroupedPayload(weight.recut(_all_rows(weight), placement).to(device))
+
+
+def _all_rows(weight: FrozenWeight) -> Tensor:
+    """Gather all chunks of a weight by itself, uint8 [chunks, local_nbytes]. Collective.
+
+    Gathering its unit would make units, and the model does not have its final shape yet.
+    """
+    mesh, scope = weight.placement.mesh, weight.placement.scope
+    row = weight.holder.local_payload(weight).view(1, -1)
+    hops = (
+        hop_over(mesh.inter if scope == "G" else None, "gather", "inter", Traffic()),
+        hop_over(mesh.intra if scope != "N" else None, "gather", "intra", Traffic()),
+    )
+    for hop in filter(None, hops):
+        row = hop.all_gather(for_collectives(row, hop.group), weight.name)
+    return row

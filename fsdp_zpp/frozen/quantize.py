@@ -1,35 +1,602 @@
-"""Turns frozen parameters into sharded codes outside of FSDP: ``quantize_frozen_params``, and its inverse."""
+"""Quantization of frozen weights: which of them, by which codec, and from where."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FlatParameter, FSDPModule
+from torch.distributed.tensor import DTensor
 
-from fsdp_zpp.codecs.as_stored import NAMED, AsStored, FrozenName
 from fsdp_zpp.codecs.base import Codec, check_place
-from fsdp_zpp.collectives.agreement import agree
-from fsdp_zpp.collectives.devices import compute_device
-from fsdp_zpp.runtime.model_ranks import ranks_of
-from fsdp_zpp.runtime.validation import DTYPES, check_module
-from fsdp_zpp.suggestions import explains_arguments
+from fsdp_zpp.codecs.blockwise import NAMED, AsStored, FrozenName
+from fsdp_zpp.comm.agreement import agree, check_agreement
+from fsdp_zpp.comm.mesh import ProcessMesh, as_launched, compute_device
+from fsdp_zpp.frozen.stored.format import NoStackError, StoredWeight
+from fsdp_zpp.names import explains_arguments, model_name, parameter_name
+from fsdp_zpp.runtime._torch_mesh import launched_node_size
+from fsdp_zpp.runtime.api import DTYPES, check_module, ranks_of
+from fsdp_zpp.runtime.full_tensors import reshard
+from fsdp_zpp.runtime.unit import StrategyUnit, holds_packed_values
+from fsdp_zpp.strategy.strategy import Strategy
 
-from .base import FrozenBase
-from .encoding import MIN_NUMEL, Encoded, FrozenOptions, encode_candidate, quantize_selected
-from .files.model_tensors import ModelTensor
-from .files.source import Source, WeightSource, source_from
-from .files.tensor_files import OTHER_FILES
-from .finite import finite_values
-from .modules import FrozenModule, frozen_sites, plain_class, unfreeze
-from .placement import place_base
-from .report import FrozenReport, log_report
-from .selection import PLAIN, Selection, select
-from .stored.format import NoStackError, StoredWeight
-from .weight import FrozenWeight
+from ._torch_modules import (
+    FrozenModule,
+    PackedLinear,
+    frozen_sites,
+    packed_linear,
+    plain_class,
+    sharded_parameters,
+    unfreeze,
+)
+from .base import FrozenBase, FrozenReport, follow_strategy, log_report
+from .checkpoint_reading import OTHER_FILES, ModelTensor, Source, WeightSource, source_from
+from .weight import FrozenWeight, Placement, ReadValues, Sliceable, place_base
+
+# ---- finite
+#
+# Refuses NaN and infinite values in a base: with one of them, all values of its block decode to NaN.
+#
+# A model on such a base has a loss of NaN from the first step on, and nothing points to the base.
+
+
+def refuse_infinite_values(values: Tensor, name: str, remedy: str) -> None:
+    """Raise if a tensor has NaN or infinite values.
+
+    Raises:
+        ValueError: It names the tensor and the ``remedy``.
+    """
+    if values.is_meta or not values.numel() or not values.is_floating_point():
+        return
+    # Both are NaN if any value is.
+    if not torch.stack(torch.aminmax(values)).isfinite().all():
+        raise ValueError(f"{name} has values that are NaN or infinite, which no codec can represent; {remedy}")
+
+
+def finite_values(read: ReadValues, name: str, remedy: str) -> ReadValues:
+    """Wrap ``read`` so that it raises for NaN and infinite values, as :func:`refuse_infinite_values` does."""
+
+    def checked(first: int, last: int) -> Tensor:
+        values = read(first, last)
+        refuse_infinite_values(values, name, remedy)
+        return values
+
+    return checked
+
+
+class FiniteSlice:
+    """A slice of a file, which raises if values that are read from it are NaN or infinite.
+
+    Args:
+        of: The slice.
+        name: The tensor in errors.
+        remedy: What to do.
+    """
+
+    def __init__(self, of: Sliceable, name: str, remedy: str) -> None:
+        self._of, self._name, self._remedy = of, name, remedy
+
+    def __getitem__(self, index: slice) -> Tensor:
+        values = self._of[index]
+        refuse_infinite_values(values, self._name, self._remedy)
+        return values
+
+
+# ---- selection
+#
+# Selects the parameters of a model that are worth quantizing, and says why the others are not.
+#
+# Chosen are the weights of nn.Linear and nn.Embedding, and stacks of matrices, which hold the experts of MoE layers:
+# parameters of three dimensions, the first greater than 1, of modules that are not torch.nn's own. Vectors, the routers
+# of MoE layers, convolutions, and position embeddings of shape [1, positions, width] stay as they are.
+
+SHARDED = "sharded by FSDP already"
+PACKED = "packed already"
+PLAIN = "not stored quantized"
+OTHERWISE_SHARDED = "sharded by another parallelism"
+
+
+@dataclass(eq=False)  # found by identity
+class Candidate:
+    """A weight and all modules that use it.
+
+    Attributes:
+        parameter: The weight.
+        sites: For each module that uses it: the module's path, the module, and its name there.
+        packed: Unpacks it if another library has packed it; None if it is plain.
+    """
+
+    parameter: nn.Parameter
+    sites: list[tuple[str, nn.Module, str]]
+    packed: PackedLinear | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the weight's shape, unpacked."""
+        return self.parameter.shape if self.packed is None else self.packed.shape
+
+    @property
+    def name(self) -> str:
+        """Return the path of the weight, by its first module."""
+        path, _, own_name = self.sites[0]
+        return f"{path}.{own_name}".removeprefix(".")
+
+
+@dataclass
+class Selection:
+    """Weights to quantize, and parameters that stay as they are.
+
+    Attributes:
+        chosen: The weights to quantize, in the order of the model.
+        left: Names and values of frozen parameters that stay as they are, by the reason.
+    """
+
+    chosen: list[Candidate] = field(default_factory=list)
+    left: dict[str, list[tuple[str, nn.Parameter]]] = field(default_factory=dict)
+
+    def leave(self, candidate: Candidate, reason: str) -> None:
+        """Leave a weight that was chosen as it is."""
+        self.chosen.remove(candidate)
+        self.left.setdefault(reason, []).append((candidate.name, candidate.parameter))
+
+    def leave_plain(self) -> None:
+        """Leave all weights that no library has packed: there are no codes of them to keep."""
+        for candidate in [each for each in self.chosen if each.packed is None]:
+            self.leave(candidate, PLAIN)
+
+    @property
+    def left_names(self) -> dict[str, tuple[str, ...]]:
+        """Return the names of parameters that stay as they are, by the reason."""
+        return {reason: tuple(name for name, _ in parameters) for reason, parameters in self.left.items()}
+
+    def refuse_infinite(self) -> None:
+        """Raise if weights that are to be quantized have NaN or infinite values on this rank.
+
+        Raises:
+            ValueError: It names the weight.
+        """
+        for candidate in self.chosen:
+            if candidate.packed is None:
+                refuse_infinite_values(candidate.parameter.detach(), candidate.name, "load it again")
+
+    def refuse_sharded(self, remedy: str) -> None:
+        """Raise if weights that would be quantized are sharded already, by FSDP or by another parallelism.
+
+        Raises:
+            ValueError: It names the first of them and the ``remedy``.
+        """
+        if sharded := self.left.get(SHARDED):
+            raise ValueError(f"{sharded[0][0]} is sharded by FSDP already; {remedy}")
+        if sharded := self.left.get(OTHERWISE_SHARDED):
+            raise ValueError(
+                f"{sharded[0][0]} is sharded by another parallelism (tensor parallelism, or FSDP around this module), "
+                "and a frozen base is made of whole weights; call quantize_frozen_params before FSDP shards them, or "
+                "pass them in ignored_params, which leaves them as they are"
+            )
+
+    def check_agreement(
+        self,
+        call: str,
+        model: nn.Module,
+        group: dist.ProcessGroup | None,
+        gpus_per_node: int | None,
+        facts: dict[str, object],
+    ) -> None:
+        """Raise on every rank of ``group`` unless all ranks select the same by the same arguments. Collective.
+
+        Args:
+            call: The public function that was called, for the error.
+            model: The model.
+            group: The ranks; None means this process alone.
+            gpus_per_node: The node size that the user gave.
+            facts: Other arguments of the call, by name.
+
+        Raises:
+            ValueError: If they differ.
+        """
+        if group is None:
+            return
+        # A size that was given differs from the same size by default: only the default one follows a strategy later.
+        nodes = gpus_per_node or f"{launched_node_size(group)} (as launched)"
+        chosen = {f"weight {c.name}": f"{c.parameter.dtype} {list(c.parameter.shape)}" for c in self.chosen}
+        check_agreement(group, f"{call}({model_name(model)})", {"gpus_per_node": nodes} | facts | chosen)
+
+
+def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), unpack: bool = False) -> Selection:
+    """Choose frozen weights, tied ones once. See the top of this file.
+
+    Args:
+        model: The model. Parts that FSDP has sharded are resharded.
+        min_numel: Weights with fewer values stay as they are.
+        ignored: Parameters that stay as they are.
+        unpack: Whether to choose weights that other libraries have packed, too; see _torch_modules.py.
+    """
+    reshard(model)  # what fully_shard has gathered of a parameter is a plain tensor, and the parameter still FSDP's
+    selection, seen = Selection(), set()
+    ignored_ids, adapters = {id(tensor) for tensor in ignored}, _adapter_modules(model)
+    sites_of, sharded, under_fsdp = _sites_by_parameter(model), sharded_parameters(model), _under_fully_shard(model)
+    for path, module in model.named_modules():
+        shapes = {name: shape for name, (_, shape) in sharded[module].items()}
+        # FullyShardedDataParallel does not have modules show all of what it has sharded.
+        shown = module._parameters | {name: parameter for name, (parameter, _) in sharded[module].items()}
+        for name, parameter in shown.items():
+            if parameter is None or parameter.requires_grad or id(parameter) in seen:
+                continue
+            is_sharded = name in shapes and _fits(module, name, shapes[name])
+            if isinstance(parameter, FlatParameter) and not is_sharded:
+                continue  # what else it holds may be a weight
+            seen.add(id(parameter))
+            sites = sites_of.get(id(parameter), [(path, module, name)])
+            packed = packed_linear(parameter, [site for _, site, _ in sites]) if unpack and not is_sharded else None
+            if id(parameter) in ignored_ids:
+                reason: str | None = "to be ignored"
+            elif any(id(site) in adapters for _, site, _ in sites):
+                reason = "an adapter's"
+            elif is_sharded:
+                # Before the other checks: a sharded parameter may have another shape and class now.
+                by_another = isinstance(parameter, DTensor) and module not in under_fsdp
+                reason = OTHERWISE_SHARDED if by_another else SHARDED
+            else:
+                reason = _unfit(parameter, sites, min_numel, packed)
+            if reason is None:
+                selection.chosen.append(Candidate(parameter, sites, packed))
+                if packed is not None:  # its scales go with it
+                    seen |= {
+                        id(each)
+                        for name in packed.beside
+                        for each in [module._parameters.get(name)]
+                        if each is not None
+                    }
+            else:
+                selection.left.setdefault(reason, []).append((parameter_name(path, name), parameter))
+    return selection
+
+
+def _under_fully_shard(model: nn.Module) -> set[nn.Module]:
+    """Return the modules below ``model`` that ``fully_shard`` was called on, and all modules inside them."""
+    return {part for module in model.modules() if isinstance(module, FSDPModule) for part in module.modules()}
+
+
+def _unfit(
+    parameter: nn.Parameter, sites: list[tuple[str, nn.Module, str]], min_numel: int, packed: PackedLinear | None
+) -> str | None:
+    """Return why a parameter can't or should not be quantized; None if it should be."""
+    kind = type(parameter)
+    if parameter.dim() == 1:
+        return "1-D"
+    for _, module, name in sites:
+        if not _fits(module, name, parameter.shape):
+            return f"of {type(module).__name__}, not nn.Linear or nn.Embedding"
+        if hasattr(module, "parametrizations"):
+            return "parametrized"
+        if getattr(module, "max_norm", None) is not None:
+            return "an nn.Embedding with max_norm, which writes to it"
+    if packed is None and holds_packed_values(parameter):
+        return f"{PACKED} as {kind.__name__}"
+    if packed is None and (kind not in (nn.Parameter, Tensor) or parameter.dtype not in DTYPES):
+        return f"a {kind.__name__} of {parameter.dtype}"
+    if (parameter.numel() if packed is None else packed.shape.numel()) < min_numel:
+        return f"smaller than {min_numel} values"
+    return None
+
+
+def _fits(module: nn.Module, name: str, shape: torch.Size) -> bool:
+    """Return whether a parameter is a weight of the kind that is quantized. See the top of this file."""
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        return name == "weight"
+    of_torch = any(cls.__module__.startswith("torch.nn.") and cls is not nn.Module for cls in type(module).__mro__)
+    return len(shape) == 3 and shape[0] > 1 and not of_torch
+
+
+def _sites_by_parameter(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
+    """Return for each parameter, by its id: the path of each of its modules, the module, and its name there."""
+    sites: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                sites.setdefault(id(parameter), []).append((path, module, name))
+    return sites
+
+
+def _adapter_modules(model: nn.Module) -> set[int]:
+    """Return the ids of the modules of PEFT's adapters: inactive ones are frozen, but are not part of the base."""
+    modules = set()
+    for module in model.modules():
+        for name in (*getattr(module, "adapter_layer_names", ()), "modules_to_save"):
+            container = getattr(module, name, None)
+            if isinstance(container, nn.Module):
+                modules |= {id(inner) for inner in container.modules()}
+    return modules
+
+
+# ---- encoding
+#
+# Quantizes the parameters that were selected of a model, and puts frozen weights in their place.
+
+Encoded = tuple[FrozenWeight, Tensor]
+"""A frozen weight and its local payload."""
+
+MIN_NUMEL = 4096
+"""A weight with fewer values costs more in bookkeeping than it saves in memory."""
+
+
+@dataclass(frozen=True)
+class FrozenOptions:
+    """Arguments of :func:`quantize_frozen_params`, with their defaults resolved.
+
+    Attributes:
+        codec: How weights are quantized.
+        placement: Which rank holds which chunk.
+        device: The device that keeps the codes; None keeps each weight's codes on the weight's device.
+        dtype: The dtype that weights dequantize to by default; None is each weight's own.
+        broadcast: The group whose first rank has the right values; None if every rank has them.
+    """
+
+    codec: Codec
+    placement: Placement
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+    broadcast: dist.ProcessGroup | None = None
+
+
+def quantize_selected(
+    model: nn.Module, selection: Selection, options: FrozenOptions, encoded: Iterable[Encoded] | None = None
+) -> tuple[FrozenReport, FrozenBase | None]:
+    """Quantize the selected weights of ``model``. The caller has checked the arguments. Collective.
+
+    Args:
+        model: The model.
+        selection: Its weights to quantize.
+        options: How to quantize.
+        encoded: The selected weights, already quantized. Default: quantize them from the model.
+
+    Returns:
+        A report, and the base that has the weights; None for the base if the model has no frozen weights at all.
+
+    Raises:
+        ValueError: If a weight has no values.
+    """
+    on_meta = [candidate.name for candidate in selection.chosen if candidate.parameter.is_meta]
+    if on_meta and encoded is None and options.broadcast is None:
+        raise ValueError(
+            f"{on_meta[0]} is on the meta device and has no values; give quantize_frozen_params a checkpoint= to read "
+            "them from, before you wrap the model, or load it first"
+        )
+    if encoded is None:
+        # A generator: the memory that one weight is gathered or broadcast into is free before the next one's.
+        encoded = (encode_candidate(candidate, options) for candidate in selection.chosen)
+    # Also if nothing was chosen now: parts of the model may have bases, which become one.
+    base = FrozenBase.of(model) if selection.chosen or FrozenBase.below(model) else None
+    bytes_before, bytes_after, stored = 0, 0, 0
+    for candidate, (weight, row) in zip(selection.chosen, encoded, strict=True):
+        assert base is not None
+        bytes_before += candidate.parameter.nbytes
+        bytes_after += row.nbytes
+        stored += isinstance(options.codec, AsStored) and weight.codec != options.codec.otherwise
+        if candidate.packed is not None:
+            candidate.packed.release()
+        base.add(weight, row, candidate.sites)
+    left = [parameter for parameters in selection.left.values() for _, parameter in parameters]
+    report = FrozenReport(
+        model_name(model),
+        options.codec,
+        options.placement,
+        len(selection.chosen),
+        sum(candidate.shape.numel() for candidate in selection.chosen),
+        bytes_before,
+        bytes_after,
+        selection.left_names,
+        sum(parameter.numel() for parameter in left),
+        stored,
+    )
+    return report, base
+
+
+def encode_candidate(
+    candidate: Candidate, options: FrozenOptions, read: ReadValues | None = None, stored: StoredWeight | None = None
+) -> Encoded:
+    """Quantize this rank's chunk of one weight, or keep it as it is stored.
+
+    Args:
+        candidate: The weight.
+        options: How to quantize.
+        read: Returns its values. Default: those in the model.
+        stored: Its codes, if the codec keeps codes and they are not those in the model.
+    """
+    parameter = candidate.parameter
+    own_dtype = parameter.dtype if candidate.packed is None else candidate.packed.dtype
+    device = options.device if options.device is not None else parameter.device
+    # A model without values has no device yet either, and files are read on the CPU.
+    kept_on = torch.device("cpu") if device.type == "meta" else device
+    with torch.no_grad():
+        codec: Codec | None = options.codec
+        if isinstance(codec, AsStored):
+            if read is None and candidate.packed is not None:
+                stored = _stored_in_model(candidate.packed, options, device)
+            codec = codec.otherwise if stored is None else stored.format.codec
+        assert codec is not None, f"{candidate.name} is not stored quantized"
+        weight = FrozenWeight(candidate.name, candidate.shape, options.dtype or own_dtype, codec, options.placement)
+        if stored is not None:
+            return weight, weight.keep(stored, kept_on)
+        return weight, weight.encode(_reader(candidate, options, device) if read is None else read, kept_on)
+
+
+def _stored_in_model(packed: PackedLinear, options: FrozenOptions, device: torch.device) -> StoredWeight:
+    """Return the codes that a packed weight has in the model, or in the first rank's. Collective."""
+    stored = packed.stored
+    if options.broadcast is None:
+        return stored
+    # As in _reader: all of them, for each rank needs others.
+    whole = stored.records(0, stored.format.groups).to(device)
+    dist.broadcast(whole, src=dist.get_global_rank(options.broadcast, 0), group=options.broadcast)
+    return StoredWeight(stored.format, lambda first, last: whole[first:last])
+
+
+def _reader(candidate: Candidate, options: FrozenOptions, device: torch.device) -> ReadValues:
+    """Return a function that reads values of a weight: from the model, or from the first rank's. Collective."""
+    parameter = candidate.parameter
+    if options.broadcast is None:
+        if candidate.packed is not None:
+            return candidate.packed.stored.values
+        flat = parameter.detach().reshape(-1)
+        return lambda first, last: flat[first:last]
+    group = options.broadcast
+    # All values at once, though a rank keeps few of them: they are one rank's, and each rank needs others.
+    if candidate.packed is not None:
+        whole = candidate.packed.stored.values(0, candidate.shape.numel()).to(device)
+    else:
+        whole = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)
+    whole = whole.contiguous().view(-1)
+    dist.broadcast(whole, src=dist.get_global_rank(group, 0), group=group)
+    return lambda first, last: whole[first:last]
+
+
+# ---- from strategy
+#
+# Quantizes what a strategy with ``frozen=`` wraps; adapters call it before FSDP sees the parameters.
+
+logger = logging.getLogger("fsdp_zpp")
+
+
+def quantize_for(
+    strategy: Strategy,
+    module: nn.Module,
+    mesh: ProcessMesh,
+    *,
+    ignored: Collection[Tensor] = (),
+    device: torch.device | int | None = None,
+    dtype: torch.dtype | None = None,
+    broadcast: dist.ProcessGroup | None = None,
+    is_part: bool = False,
+) -> dict[str, tuple[str, ...]]:
+    """Quantize the frozen weights of ``module`` if its strategy has a codec for them. Collective.
+
+    A base that is already quantized is resharded over the strategy's nodes.
+
+    Args:
+        strategy: The strategy; its parameter scope places the weights.
+        module: The module that is about to be sharded.
+        mesh: The ranks of the strategy.
+        ignored: Parameters that FSDP was told to ignore.
+        device: The device that FSDP was told to move the module to.
+        dtype: The dtype that FSDP was told to compute in.
+        broadcast: The group whose first rank has the right values; None if every rank has them.
+        is_part: Whether other strategies shard the rest of the module, so that quantized weights stay where they are.
+
+    Returns:
+        Names of frozen parameters that stay as they are, by the reason.
+
+    Raises:
+        ValueError: If weights have no values, or infinite ones, or weights that were quantized before can't move.
+    """
+    if not is_part:
+        follow_strategy(module, mesh)
+    codec = strategy.frozen_codec
+    if codec is None:
+        return {}
+    options = FrozenOptions(
+        codec,
+        Placement(strategy.parameters, as_launched(mesh)),
+        device=compute_device(mesh.group, device),
+        dtype=dtype,
+        broadcast=broadcast,
+    )
+    selection = select(module, MIN_NUMEL, ignored, unpack=True)
+    if codec == AsStored():
+        selection.leave_plain()
+    has_values = broadcast is None or mesh.rank == 0
+    agree(mesh.group, lambda: selection.refuse_infinite() if has_values else None)
+    report, base = quantize_selected(module, selection, options)
+    if base is not None and report.weights:
+        # Logged at the first use, when the model is complete: parts that are wrapped one by one make one line.
+        base.reports.append(report)
+    return report.left
+
+
+def left_to_shard(
+    strategy: object, modules: Iterable[nn.Module], named: Iterable[tuple[str, nn.Parameter]]
+) -> list[tuple[str, nn.Parameter]]:
+    """Return which of some parameters FSDP is to shard: not those of layers that :func:`quantize_for` takes over.
+
+    Args:
+        strategy: The strategy.
+        modules: The modules that are about to be sharded.
+        named: Their parameters, with names.
+    """
+    taken: set[int] = set()
+    for module in modules if isinstance(strategy, Strategy) and strategy.frozen is not None else ():
+        for layer in module.modules():
+            weight = layer._parameters.get("weight")
+            packed = None if weight is None or weight.requires_grad else packed_linear(weight, [layer])
+            if packed is not None and packed.shape.numel() >= MIN_NUMEL:
+                beside = [layer._parameters.get(name) for name in packed.beside]
+                taken |= {id(parameter) for parameter in (weight, *beside) if parameter is not None}
+    return [(name, parameter) for name, parameter in named if id(parameter) not in taken]
+
+
+def prepare_frozen(root: nn.Module) -> None:
+    """Make the units of the frozen base below ``root``, with all checks of a first use, and log nothing. Collective.
+
+    Raises:
+        ValueError: Where :meth:`FrozenBase.make_units` raises it.
+    """
+    for base in FrozenBase.below(root):
+        base.prepare()
+
+
+def _log_base_on_host(model: str, bases: Sequence[FrozenBase], units: Sequence[StrategyUnit]) -> None:
+    """Log that a base does not lie on the nodes of its model's strategies, if links have decided on those."""
+    nodes = next((unit.ranks.topology for unit in units if unit.ranks.by_links and unit.ranks.rank == 0), None)
+    placements = (weight.placement for base in bases for weight in base.weights)
+    on_host = next((each for each in placements if each.scope != "N" and not each.by_name), None)
+    if nodes is not None and on_host is not None:
+        logger.info(
+            "%s: the frozen base stays sharded over %s, for a GPU may have no room for all of it; gpus_per_node=%d "
+            "places it on %s",
+            model,
+            on_host.mesh.topology,
+            nodes.gpus_per_node,
+            nodes,
+        )
+
+
+def log_frozen(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> None:
+    """Log what was quantized for strategies; if nothing was, though they have a codec for it, log that and why."""
+    bases = FrozenBase.below(root)
+    for base in bases:
+        base.log_reports()
+    _log_base_on_host(model, bases, units)
+    quantizing = [unit for unit in units if unit.strategy.frozen is not None]
+    if not quantizing or bases:
+        return
+    left: dict[str, list[str]] = {}
+    for unit in quantizing:
+        for reason, names in unit.left_unquantized.items():
+            left.setdefault(reason, []).extend(names)
+    # A call that wraps more of a model finds what earlier calls have left, and wrapped.
+    reasons = {reason: names for reason, names in left.items() if reason != SHARDED or len(left) == 1}
+    stays = "; ".join(f"{len(names)} {reason} ({names[0]}, ...)" for reason, names in reasons.items())
+    why = f"; frozen parameters that stay as they are: {stays}" if stays else ""
+    # Weights that are packed already take as little memory as the strategy wants.
+    level = logging.INFO if any(reason.startswith(PACKED) for reason in left) else logging.WARNING
+    if quantizing[0].ranks.rank == 0:
+        logger.log(
+            level,
+            "%s: frozen=%s is NOT active: no frozen weight can or should be quantized%s",
+            model,
+            quantizing[0].strategy.frozen,
+            why,
+        )
+
+
+# ---- quantize
+#
+# Turns frozen parameters into sharded codes outside of FSDP: ``quantize_frozen_params``, and its inverse.
 
 
 @explains_arguments

@@ -1,23 +1,135 @@
-"""One frozen weight: how its values become chunks of codes, one for each rank that shares it, and values again."""
+"""A frozen weight: its codes, the ranks that hold them, and how they are gathered."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.codecs.blocks import BlockCodec, copy_blocks
-from fsdp_zpp.codecs.blockwise import Int4, Int8
-from fsdp_zpp.codecs.nf4 import NF4
-from fsdp_zpp.runtime.unit import Communicator
+from fsdp_zpp.codecs.base import BlockCodec, Codec, copy_blocks
+from fsdp_zpp.codecs.blockwise import NF4, Int4, Int8
+from fsdp_zpp.comm.hops import Hop, Traffic, hop_over, labelled
+from fsdp_zpp.comm.layout import keep_recent
+from fsdp_zpp.comm.mesh import ProcessMesh, SideStream, as_launched, process_mesh, record_event, wait_for
+from fsdp_zpp.frozen.stored.format import StoredWeight
+from fsdp_zpp.names import model_name
+from fsdp_zpp.runtime.unit import Communicator, unit_of
+from fsdp_zpp.strategy.error_feedback import Topology
 
-from .placement import Placement
-from .stored.format import StoredWeight
+# ---- placement
+#
+# Places a frozen weight: into how many chunks it is cut, and which of them this rank holds.
+#
+# The flat values of a weight are cut into as many chunks as there are ranks that share it: one under the scope ``N``,
+# one for each rank of a node under ``I``, one for each rank under ``G``. A chunk is a whole number of the codec's
+# blocks, so the blocks are the same however many chunks there are, and the decoded values do not depend on the number
+# of ranks. Under ``G``, rank (node, local) holds chunk ``local * nodes + node``: the inter-node hop of a gather then
+# leaves neighbouring chunks on a rank and the intra-node hop all of them in order, so nothing needs to be transposed.
+
+SCOPES = ("N", "I", "G")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A scope on a mesh. See the top of this file.
+
+    Args:
+        scope: ``N`` replicated on every rank, ``I`` sharded inside a node, ``G`` sharded over all ranks.
+        mesh: The ranks.
+        by_name: Whether the user gave the node size; see the top of base.py.
+
+    Raises:
+        ValueError: If the scope is not one of these.
+    """
+
+    scope: str
+    mesh: ProcessMesh
+    # Not compared: weights that lie on the same ranks are gathered together, whoever chose the ranks.
+    by_name: bool = field(default=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.scope not in SCOPES:
+            scopes = ", ".join(SCOPES)
+            raise ValueError(f"the placement of a frozen base must be one of the scopes {scopes}, got {self.scope!r}")
+
+    @property
+    def chunks(self) -> int:
+        """Return the number of chunks that a weight is cut into."""
+        return self.mesh.topology.shard_count(self.scope)
+
+    @property
+    def own_chunk(self) -> int:
+        """Return the chunk that this rank holds."""
+        node, local = divmod(self.mesh.rank, self.mesh.topology.gpus_per_node)
+        return {"N": 0, "I": local, "G": local * self.mesh.topology.nodes + node}[self.scope]
+
+    @property
+    def replicas(self) -> str:
+        """Return the scope for :func:`check_replicas`: ``I`` if nodes hold the same, ``N`` if all ranks do, else ``G``.
+
+        It may differ from the placement's scope: on nodes of one GPU, scope ``I`` puts the same on all ranks.
+        """
+        topology = self.mesh.topology
+        if self.scope == "I" and topology.gpus_per_node == 1:
+            return "N"
+        return "G" if topology.world == 1 or (self.scope == "I" and topology.nodes == 1) else self.scope
+
+    def chunk_numel(self, numel: int, codec: Codec) -> int:
+        """Return how many of ``numel`` values are in a chunk; the last chunks may lie partly or wholly past the end."""
+        block = block_of(codec)
+        return -(-numel // (self.chunks * block)) * block
+
+
+def block_of(codec: Codec) -> int:
+    """Return how many values must stay in one chunk: 16 for codecs without blocks, which keeps payloads aligned."""
+    return int(getattr(codec, "block", 16))
+
+
+def place_base(model: nn.Module, scope: str, group: dist.ProcessGroup | None, gpus_per_node: int | None) -> Placement:
+    """Return the placement on ``group``, or on this process alone if there is none. Collective over ``group``.
+
+    Args:
+        model: The model. Strategies that wrap parts of it give the node size if the user does not.
+        scope: The scope.
+        group: The data-parallel ranks.
+        gpus_per_node: The node size that the user gave.
+
+    Raises:
+        ValueError: If the scope is unknown, ``group`` can't be laid out on nodes of that size, or strategies differ.
+    """
+    if group is None:
+        return Placement(scope, ProcessMesh(Topology(1, 1), 0, None, None))
+    if gpus_per_node is None and (mesh := _wrapping_mesh(model, group)) is not None:
+        return Placement(scope, mesh)
+    return Placement(scope, process_mesh(group, gpus_per_node), by_name=gpus_per_node is not None)
+
+
+def _wrapping_mesh(model: nn.Module, group: dist.ProcessGroup) -> ProcessMesh | None:
+    """Return the mesh on ``group`` of the strategies that wrap parts of ``model``; None if there are none.
+
+    Raises:
+        ValueError: If their node sizes differ.
+    """
+    units = (unit for unit in map(unit_of, model.modules()) if unit is not None and unit.ranks.group is group)
+    meshes = {as_launched(unit.ranks) for unit in units}
+    if len(meshes) > 1:
+        raise ValueError(
+            f"the strategies that wrap parts of this {model_name(model)} have different node sizes "
+            f"({', '.join(sorted(str(mesh.topology) for mesh in meshes))}); pass gpus_per_node= to choose that of the "
+            "frozen base"
+        )
+    return next(iter(meshes), None)
+
+
+# ---- weight
+#
+# One frozen weight: how its values become chunks of codes, one for each rank that shares it, and values again.
 
 Storable = Int8 | Int4 | NF4
 """Codecs whose payloads can be cut into codes and scales and put together anew, for files."""
@@ -254,3 +366,227 @@ class FrozenWeight:
         out = torch.empty(self.shape[1:], dtype=dtype, device=rows.device)
         codec.decode(payload, out.view(-1), 1, 1)
         return out
+
+
+# ---- double buffer
+#
+# Two buffers for gathered frozen units: one for the unit in use, one to prefetch the next.
+#
+# Units are gathered on demand, when the first of their weights is dequantized. So forward, backward, recomputation and
+# generation are one case, and no hooks are needed. One buffer holds the unit in use. The other holds the unit that was
+# in use before, until the next one is prefetched into it. Earlier requests tell which unit is next, by the last two
+# units, since forward and backward go through the units in opposite directions. A wrong guess costs one gather. Ranks
+# that run the same model request units in the same order, so they make the same guesses and enter the same gathers.
+#
+# On GPUs gathers run in a side stream. A gather waits for the computation enqueued so far, which is the last to read
+# the buffer it overwrites; the computation waits for the gather when it reaches that unit.
+
+
+class Gathered(Protocol):
+    """A unit that can be gathered into a buffer."""
+
+    label: str
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def gathered_shape(self) -> tuple[int, int]: ...
+
+    def gather(self, out: Tensor) -> None: ...
+
+    def split(self, gathered: Tensor) -> Sequence[Tensor]: ...
+
+
+class _Place(NamedTuple):
+    """A unit's place in a buffer: all of it, and the parts that it splits it into."""
+
+    gathered: Tensor
+    parts: Sequence[Tensor]
+
+
+@dataclass
+class _Buffer:
+    """Memory for one gathered unit, kept from unit to unit: allocations that cross streams fragment the memory.
+
+    A unit comes back to the same memory in every step, so its place is made once.
+    """
+
+    memory: Tensor | None = None
+    unit: Gathered | None = None
+    places: dict[Gathered, _Place] = field(default_factory=dict)
+    parts: Sequence[Tensor] = ()
+    ready: torch.cuda.Event | None = None
+
+    def hold(self, unit: Gathered) -> Tensor:
+        """Return memory for ``unit``, uint8 of its gathered shape, without its values."""
+        rows, nbytes = unit.gathered_shape
+        if self.memory is None or self.memory.numel() < rows * nbytes or self.memory.device != unit.device:
+            # Views, too: this frees the old memory before the new is allocated, not after.
+            self.memory, self.parts = None, ()
+            self.places.clear()
+            self.memory = torch.empty(rows * nbytes, dtype=torch.uint8, device=unit.device)
+        place = self.places.get(unit)
+        if place is None:
+            gathered = self.memory[: rows * nbytes].view(rows, nbytes)
+            place = self.places[unit] = _Place(gathered, unit.split(gathered))
+        self.unit, self.parts = unit, place.parts
+        return place.gathered
+
+
+class DoubleBuffer:
+    """Gathers units on demand, and prefetches the next. See the top of this file."""
+
+    def __init__(self) -> None:
+        self._current, self._other = _Buffer(), _Buffer()
+        self._previous: Gathered | None = None
+        # The unit that came after two in a row, by the second and the first. Where always other units come before one,
+        # as with experts, few of the pairs come again, so only the last few are kept.
+        self._next: dict[Gathered, dict[Gathered, Gathered]] = {}
+        self._stream = SideStream()
+
+    def get(self, unit: Gathered) -> Sequence[Tensor]:
+        """Return the gathered parts of ``unit``, valid in this stream until another unit is requested. Collective."""
+        if self._current.unit is not unit:
+            self._switch(unit)
+        # At every request, since this may be another stream than that of the last one.
+        wait_for(self._current.ready, unit.device)
+        return self._current.parts
+
+    @property
+    def nbytes(self) -> int:
+        """Return how many bytes both buffers take."""
+        return sum(b.memory.nbytes for b in (self._current, self._other) if b.memory is not None)
+
+    def drop(self, unit: Gathered) -> None:
+        """Drop what is gathered of ``unit``, so that the next request gathers it again."""
+        for buffer in (self._current, self._other):
+            if buffer.unit is unit:
+                buffer.unit, buffer.parts = None, ()
+
+    def _switch(self, unit: Gathered) -> None:
+        """Make ``unit`` the current one, and prefetch the one that is expected after it."""
+        before, last = self._previous, self._current.unit
+        if last is not None:
+            if before is not None:
+                followers = self._next.setdefault(last, {})
+                if followers.get(before) is not unit:
+                    followers.pop(before, None)
+                    keep_recent(followers, before, unit)
+            self._previous = last
+        if self._other.unit is not unit:
+            self._gather(unit, self._other)
+        self._current, self._other = self._other, self._current
+        expected = None if last is None else self._next.get(unit, {}).get(last)
+        # Where forward turns into backward, the unit that is expected is the last one, and still gathered.
+        if expected is not None and expected is not self._other.unit:
+            with labelled("prefetch", expected.label):
+                self._gather(expected, self._other)
+
+    def _gather(self, unit: Gathered, buffer: _Buffer) -> None:
+        # The buffer is allocated in the side stream, too. When it is freed for a larger one, its memory goes back to
+        # that stream, which has waited for all that the computation read of it. It outlives the forward, too.
+        with out_of_inference_mode(), self._stream.after_current(unit.device):
+            out = buffer.hold(unit)
+            unit.gather(out)
+            buffer.ready = record_event(out)
+
+
+# ---- unit
+#
+# Frozen weights that are gathered together: one payload, one collective a hop.
+#
+# A unit is the frozen weights of one transformer block, or of whatever FSDP wraps as one. This rank's chunks of all of
+# them lie side by side in one row of bytes, the *payload shard*; a gather returns one such row for each rank. Under the
+# scope ``I`` all nodes hold the same, so there is only the intra-node hop. Under ``G`` the first gather crosses nodes.
+# What that leaves, the *secondary shard*, contains the payload shard and replaces it for good, since frozen weights
+# never get stale.
+
+
+class FrozenUnit:
+    """A payload shard of some weights, which it takes over from their holders.
+
+    Args:
+        label: Names the unit in profiles.
+        weights: The weights, of one placement.
+        traffic: Counts the bytes sent.
+        buffers: The memory that units of the base are gathered into.
+    """
+
+    def __init__(self, label: str, weights: list[FrozenWeight], traffic: Traffic, buffers: DoubleBuffer) -> None:
+        self.label, self.weights = label, weights
+        self.placement = weights[0].placement
+        mesh, scope = self.placement.mesh, self.placement.scope
+        self._inter = hop_over(mesh.inter if scope == "G" else None, "gather", "inter", traffic)
+        self._intra = hop_over(mesh.intra if scope != "N" else None, "gather", "intra", traffic)
+        self._buffers = buffers
+        self._crossed = False
+        self._places = {weight: place for place, weight in enumerate(weights)}
+        self._nbytes = [weight.local_nbytes for weight in weights]
+        self.local_nbytes = sum(self._nbytes)
+        # To one device, since a model may have been moved in part. The chunks' own memory goes with their holders.
+        chunks = [weight.holder.local_payload(weight).to(weights[0].device) for weight in weights]
+        self._hold(torch.cat(chunks).view(1, -1))
+        for weight in weights:
+            weight.holder = self
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device that the payload shard is on."""
+        return self._shard.device
+
+    @property
+    def nbytes(self) -> int:
+        """Return how many bytes this rank keeps of the unit."""
+        return self._shard.nbytes
+
+    @property
+    def gathered_shape(self) -> tuple[int, int]:
+        """Return the shape of the gathered payload: a row of bytes for each chunk."""
+        return self.placement.chunks, self.local_nbytes
+
+    def move(self, device: torch.device) -> None:
+        """Move the payload shard to another device."""
+        self._buffers.drop(self)  # what they have gathered is on the old device
+        with out_of_inference_mode():  # they outlive the forward that a move may be part of
+            self._hold(self._shard.to(device))
+
+    def local_payload(self, weight: FrozenWeight) -> Tensor:
+        """Return this rank's chunk of a weight, uint8 [local_nbytes]; a view of the payload shard."""
+        # A secondary shard has a row from each node; this rank's own is that of its node.
+        node = self.placement.mesh.rank // self.placement.mesh.topology.gpus_per_node if self._crossed else 0
+        return self._held[self._places[weight]][node]
+
+    def gathered_payload(self, weight: FrozenWeight, device: torch.device) -> Tensor:
+        """Return all chunks of a weight, uint8 [chunks, local_nbytes], on the device that computes. Collective.
+
+        They are valid until the payload of another unit is asked for.
+        """
+        if self._shard.is_cpu and device.type != "cpu":
+            # FSDP moves a model to its device past Module._apply, so nothing has moved the codes with it.
+            self.move(device)
+        if self._inter is not None and not self._crossed:
+            self._cross_nodes(self._inter)
+        parts = self._held if self._intra is None else self._buffers.get(self)
+        return parts[self._places[weight]]
+
+    def split(self, gathered: Tensor) -> Sequence[Tensor]:
+        """Return the part of each weight in rows of the payload: views, uint8 [rows, local_nbytes of the weight]."""
+        return gathered.split(self._nbytes, dim=1)
+
+    def gather(self, out: Tensor) -> None:
+        """Gather the payload over the intra-node hop into ``out``, uint8 of the gathered shape. Collective."""
+        assert self._intra is not None
+        self._intra.all_gather(self._shard, self.label, out)
+
+    def _cross_nodes(self, inter: Hop) -> None:
+        """Replace the payload shard by the secondary shard, under the scope G, at the first gather."""
+        with out_of_inference_mode():  # it outlives the forward
+            self._hold(inter.all_gather(self._shard, self.label))
+        self._crossed = True
+
+    def _hold(self, shard: Tensor) -> None:
+        """Hold another tensor as the payload shard, or as the secondary shard."""
+        self._shard, self._held = shard, self.split(shard)
+        for codec in {weight.codec for weight in self.weights}:
+            codec.prepare_decode(shard.device)

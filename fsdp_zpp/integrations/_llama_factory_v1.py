@@ -18,15 +18,21 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.frozen.files.whole_state_dicts import dequantized_weights
-from fsdp_zpp.frozen.hugging_face.peft_saving import save_adapter
+from fsdp_zpp.frozen.hugging_face import dequantized_weights, save_adapter
+from fsdp_zpp.strategy.strategy import Strategy
 
-from ._base_files import check_base_identity, save_base_identity
-from ._codec_files import load_codec_state, save_codec_state
-from ._in_place_of_torchs import in_place_of_torchs, sharding_by
-from ._requirement import require
-from ._strategy_key import NO_PACKED_BASE, quantizes, refuse
+from ._common import (
+    NO_PACKED_BASE,
+    check_base_identity,
+    in_place_of_torchs,
+    load_codec_state,
+    quantizes,
+    refuse,
+    require,
+    save_base_identity,
+    save_codec_state,
+    sharding_by,
+)
 
 require("llamafactory", "0.9.6.dev0", purpose="for V1", install="see docs/guides/llama-factory.md")
 

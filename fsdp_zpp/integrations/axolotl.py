@@ -21,9 +21,14 @@ from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import BaseModel, Field, field_validator, model_validator
 
-from ._requirement import absent, require
-from ._strategy_key import NO_DEEPSPEED, quantizes, refuse, strategy_of as strategy_of
+from ._common import NO_DEEPSPEED, absent, quantizes, refuse, require, strategy_of
+
+if TYPE_CHECKING:
+    from axolotl.utils.dict import DictDefault
+    from transformers import Trainer
+
 
 try:
     from axolotl.integrations.base import BasePlugin
@@ -31,11 +36,7 @@ except ModuleNotFoundError as error:
     if (error.name or "").split(".")[0] != "axolotl":
         raise
     raise absent("axolotl") from None
-from pydantic import BaseModel, Field, field_validator, model_validator
 
-if TYPE_CHECKING:
-    from axolotl.utils.dict import DictDefault
-    from transformers import Trainer
 
 Configuration = Mapping[str, Any]
 """Keys of axolotl's configuration."""

@@ -18,10 +18,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.strategy.strategy import Strategy
 
-from ._requirement import require
-from ._strategy_key import KEY, NO_DEEPSPEED, NO_PACKED_BASE, NO_WHOLE_MATRICES, refuse, strategy_of
+from ._common import KEY, NO_DEEPSPEED, NO_PACKED_BASE, NO_WHOLE_MATRICES, refuse, require, strategy_of
 
 # No extra has it: its requirements exclude the versions of transformers that a strategy needs.
 require("llamafactory", "0.9.5", install="see docs/guides/llama-factory.md")
@@ -153,8 +152,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 @contextmanager
 def _trainer_by(strategy: Strategy, stage: str) -> Iterator[None]:
     """Return a context in which a stage makes trainers that shard by a strategy."""
-    from ._reference_models import prepare_references_by_strategy
-    from .transformers import use_strategy
+    from .transformers import prepare_references_by_strategy, use_strategy
 
     prepare_references_by_strategy()
     name = TRAINERS[stage]

@@ -14,39 +14,362 @@ state. integrations/accelerate/ shards the model when the training, or the first
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils, is_peft_model
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import StateDictType
 from torch.optim import Optimizer
-
-from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.frozen.hugging_face.peft_saving import as_plain, peft_model_in
-from fsdp_zpp.runtime.api import members
-
-from ._base_files import check_base_identity, save_base_identity
-from ._codec_files import load_codec_state, save_codec_state
-from ._cut_off_saves import MarkedSave, check_complete
-from ._requirement import require
-
-require("transformers", "5.16")
-
-from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin, is_peft_model
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
+from transformers.distributed import DistributedConfig, fsdp, mixin
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from . import accelerate as sharding
-from ._load_time_sharding import with_strategy
-from ._trainer_callbacks import AnnouncesWrites, MonitorCallback
-from ._trl import prepare_by_strategy
+from fsdp_zpp.frozen.hugging_face import as_plain, peft_model_in
+from fsdp_zpp.fsdp2.fully_shard import fully_shard
+from fsdp_zpp.inference_weights import gathered_weights
+from fsdp_zpp.runtime.api import invalidate, members
+from fsdp_zpp.runtime.full_tensors import reshard
+from fsdp_zpp.runtime.monitor import Monitor, monitor
+from fsdp_zpp.runtime.unit import named_units
+from fsdp_zpp.strategy.strategy import Strategy
 
-__all__ = ["MonitorCallback", "ShardingTrainer", "use_strategy", "with_strategy"]
+from . import accelerate as sharding
+from ._common import (
+    MarkedSave,
+    check_base_identity,
+    check_complete,
+    load_codec_state,
+    require,
+    save_base_identity,
+    save_codec_state,
+)
+from .accelerate import ShardingAccelerator
+
+# ---- load time sharding
+#
+# Models that transformers shards while it loads them, ``from_pretrained(distributed_config=...)``, by a strategy.
+
+_EXPERTS = "efsdp"
+"""Dimension of transformers' meshes along which the copies of an expert lie."""
+
+
+class ShardingConfig(DistributedConfig):
+    """A ``DistributedConfig`` by which ``from_pretrained`` shards with strategies.
+
+    Attributes:
+        strategy: The strategy of all but the experts.
+        experts: The strategy of experts, over the ranks that hold the same ones.
+    """
+
+    strategy: Strategy
+    experts: Strategy
+
+
+def with_strategy(
+    config: DistributedConfig, strategy: Strategy, *, experts: Strategy | None = None
+) -> DistributedConfig:
+    """Make ``from_pretrained(distributed_config=...)`` shard its model by ``strategy``.
+
+    transformers decides what is a unit (``fsdp_plan``) and makes the meshes, tensor and expert parallelism among them.
+    Pass the loaded model to Trainer as it is, without ``use_strategy``.
+
+    Args:
+        config: The sizes; ``fsdp_size`` or ``dp_replicate_size`` must be above 1. It is not changed.
+        strategy: Where each model state lives and how each hop is encoded. Its ``gpus_per_node`` counts data-parallel
+            ranks. With ``dp_replicate_size``, the ranks of a replica are a node.
+        experts: The strategy of experts that ``ep_size`` distributes. Default: ``strategy``, on the same nodes.
+
+    Returns:
+        The configuration for ``from_pretrained``.
+
+    Raises:
+        ImportError: If transformers is too old.
+        TypeError: If an argument has another type.
+        ValueError: If the configuration can't be combined with a strategy; the error says what to do instead.
+    """
+    require("transformers", "5.24", purpose="to shard by a strategy while a model is loaded")
+    if not isinstance(config, DistributedConfig):
+        raise TypeError(f"with_strategy takes a DistributedConfig of transformers, got {config!r}")
+    for each in (strategy, strategy if experts is None else experts):
+        if not isinstance(each, Strategy):
+            raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {each!r}")
+        if frozen := [part.frozen for part in each.all_strategies if part.frozen is not None]:
+            raise ValueError(
+                f"frozen={frozen[0]} quantizes weights when a model is sharded, but from_pretrained loads them "
+                "after that: load the model without distributed_config, and call use_strategy(trainer, strategy)"
+            )
+    if isinstance(config, ShardingConfig):
+        raise ValueError(f"this configuration has a strategy already, {config.strategy}")
+    if config.dp_size == 1:
+        raise ValueError(
+            "a strategy shards over data-parallel ranks, and this DistributedConfig has one: set fsdp_size to their "
+            "number"
+        )
+    if experts is not None and config.ep_size == 1:
+        raise ValueError("experts= is the strategy of experts that ep_size distributes, and ep_size is 1: leave it out")
+    sharding = ShardingConfig(**config.to_dict())
+    sharding.strategy = strategy
+    sharding.experts = _on_same_nodes(strategy, config) if experts is None else experts
+    return sharding
+
+
+def _on_same_nodes(strategy: Strategy, config: DistributedConfig) -> Strategy:
+    """Return ``strategy`` for experts, whose copies are ``ep_size`` ranks apart, where others are ``tp_size`` apart."""
+    sizes: Any = config  # none of which is None any more, as their types allow
+    if strategy.gpus_per_node is None or sizes.ep_size == 1:
+        return strategy
+    ranks, apart = strategy.gpus_per_node * sizes.tp_size, sizes.ep_size
+    if ranks % apart and apart % ranks:
+        raise ValueError(
+            f"gpus_per_node={strategy.gpus_per_node} makes nodes of {ranks} ranks, and the copies of an expert are "
+            f"ep_size={apart} ranks apart, so that nodes would have different numbers of them: choose sizes of which "
+            "one divides the other, or give experts= a strategy of its own"
+        )
+    return replace(strategy, gpus_per_node=min(max(ranks // apart, 1), sizes.efsdp_size * sizes.dp_replicate_size))
+
+
+@contextmanager
+def _sharding_by(config: ShardingConfig) -> Iterator[None]:
+    """Return a context in which transformers shards by the strategies of ``config``.
+
+    Raises:
+        RuntimeError: At its end, if transformers has called nothing of this.
+    """
+    torch_fully_shard, called = fsdp.fully_shard, False
+
+    def by_strategy(module: Any, *, mesh: DeviceMesh, **arguments: Any) -> Any:
+        nonlocal called
+        called = True
+        strategy = config.experts if _EXPERTS in (mesh.mesh_dim_names or ()) else config.strategy
+        if any(part.parameters == "N" for part in strategy.all_strategies):
+            arguments.pop("reshard_after_forward", None)  # which transformers gives each unit; N keeps all of them
+        return fully_shard(module, strategy=strategy, mesh=mesh, **arguments)
+
+    fsdp.fully_shard = by_strategy  # type: ignore[assignment]  # without the overloads that transformers does not use
+    try:
+        yield
+    finally:
+        fsdp.fully_shard = torch_fully_shard
+    if not called:
+        raise RuntimeError("this transformers does not shard with transformers.distributed.fsdp.fully_shard")
+
+
+def install() -> None:
+    """Prepare transformers for configurations that have a strategy."""
+    apply = mixin.apply_fully_sharded_data_parallelism
+
+    @functools.wraps(apply)
+    def apply_fully_sharded_data_parallelism(model: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
+        config = getattr(model.config, "distributed_config", None)
+        if not isinstance(config, ShardingConfig):
+            return apply(model, *arguments, **options)
+        with _sharding_by(config):
+            return apply(model, *arguments, **options)
+
+    mixin.apply_fully_sharded_data_parallelism = apply_fully_sharded_data_parallelism
+
+
+install()
+
+
+# ---- trainer callbacks
+#
+# Callbacks of a Trainer: one that announces what others write, and one that logs what the model communicates.
+#
+# A Trainer's callbacks may write to models that they hold, as TRL's ``SyncRefModelCallback`` averages a reference.
+#
+# A script can't call ``invalidate`` after them. But all ranks run the same callbacks, so the models that one of them
+# holds count as written to at the end of each step.
+
+
+class AnnouncesWrites(TrainerCallback):
+    """Declares the weights of models that other callbacks hold stale.
+
+    Args:
+        trainer: The trainer.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def on_optimizer_step(self, *arguments: object, **others: object) -> None:
+        """Reshard the models, so that the callbacks write to their shards."""
+        for model in self._held():
+            reshard(model)
+
+    def on_step_begin(self, *arguments: object, **others: object) -> None:
+        """Declare the weights stale, since callbacks may have written to them at the end of the last step."""
+        self.announce()
+
+    def announce(self) -> None:
+        """Declare the weights stale."""
+        for model in self._held():
+            invalidate(model)
+
+    def _held(self) -> Iterator[nn.Module]:
+        for callback in self._trainer.callback_handler.callbacks:
+            for value in vars(callback).values():
+                # The trained model's own weights are stale after each step anyway.
+                if isinstance(value, nn.Module) and value is not self._trainer.model and named_units(value):
+                    yield value
+
+
+class MonitorCallback(TrainerCallback):
+    """Logs what :func:`fsdp_zpp.monitor` says of a trainer's model, by names that begin with ``fsdp_zpp/``.
+
+    Args:
+        trainer: The trainer, which has a strategy.
+
+    Examples:
+        >>> trainer = use_strategy(Trainer(model, arguments, ...), Strategy.zeropp())
+        >>> trainer.add_callback(MonitorCallback(trainer))
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._handler = trainer.callback_handler
+        self._monitor: Monitor | None = None
+        self._figures: dict[str, float] = {}
+
+    def on_train_begin(self, *arguments: object, **others: Any) -> None:
+        """Begin to measure, now that the model is sharded."""
+        # First, so that those who report to TensorBoard and the like find the figures in the logs.
+        self._handler.callbacks.remove(self)
+        self._handler.callbacks.insert(0, self)
+        self._close()  # for a training that has failed does not end
+        self._monitor = monitor(others["model"])
+
+    def on_step_end(self, *arguments: object, **others: object) -> None:
+        """End a step of the optimizer."""
+        if self._monitor is not None:
+            self._figures = self._monitor.step()
+
+    def on_log(self, *arguments: object, **others: Any) -> None:
+        """Add the figures of the latest step to those of the training."""
+        logs: MutableMapping[str, float] = others["logs"]
+        if "loss" in logs:
+            logs.update({f"fsdp_zpp/{name}": figure for name, figure in self._figures.items()})
+
+    def on_train_end(self, *arguments: object, **others: object) -> None:
+        """End the measurement."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
+
+
+# ---- trl
+#
+# TRL's trainers shard reference models in their constructors, and send weights to vLLM; here both go by the strategy.
+#
+# ``prepare_fsdp``, which each of TRL's modules imports by name, calls torch's own ``fully_shard``. ``VLLMGeneration``
+# iterates over full parameters in ``_iter_named_params``, for a server as for an engine in the same process.
+
+Prepare = Callable[[nn.Module, Accelerator], nn.Module]
+NamedTensors = Iterator[tuple[str, Tensor]]
+_PREPARE_FSDP = "prepare_fsdp"
+_PARAMETERS = "_iter_named_params"
+_IS_REPLACED = "_fsdp_zpp_prepares"
+
+
+def prepare_by_strategy(trainer: type) -> None:
+    """Replace ``prepare_fsdp`` in the modules of ``trainer`` and its bases by one that knows strategies.
+
+    Args:
+        trainer: The class of a trainer, of TRL or not.
+    """
+    for cls in trainer.__mro__:
+        module = sys.modules.get(cls.__module__)
+        original = vars(module).get(_PREPARE_FSDP) if cls.__module__.startswith("trl.") else None
+        if original is not None and not hasattr(original, _IS_REPLACED):
+            setattr(module, _PREPARE_FSDP, _preparing(original))
+    sync_by_strategy()
+
+
+def _preparing(original: Prepare) -> Prepare:
+    @functools.wraps(original)
+    def prepare(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+        if not isinstance(accelerator, ShardingAccelerator):
+            return original(model, accelerator)
+        return accelerator.prepare_model(model, evaluation_mode=True).eval()
+
+    setattr(prepare, _IS_REPLACED, True)
+    return prepare
+
+
+def sync_by_strategy() -> None:
+    """Have TRL's sync of weights to vLLM, if it is imported, take them from ``gathered_weights``.
+
+    TRL's own asks each parameter for its full tensor and merges adapters in place; bases that we quantize are no
+    parameters, and layers that the last forward left unsharded are no DTensors.
+    """
+    module = sys.modules.get("trl.generation.vllm_generation")
+    cls = getattr(module, "VLLMGeneration", None)
+    original = getattr(cls, _PARAMETERS, None)
+    if original is not None and not hasattr(original, _IS_REPLACED):
+        setattr(cls, _PARAMETERS, _gathering(original))
+
+
+def _gathering(original: Callable[[Any], NamedTensors]) -> Callable[[Any], NamedTensors]:
+    @functools.wraps(original)
+    def iterate(generation: Any) -> NamedTensors:
+        if not isinstance(generation.accelerator, ShardingAccelerator):
+            return original(generation)
+        return _each_once(gathered_weights(generation.model, merged=is_peft_model(generation.model)))
+
+    setattr(iterate, _IS_REPLACED, True)
+    return iterate
+
+
+def _each_once(weights: NamedTensors) -> NamedTensors:
+    """Leave out further names of tied tensors, which vLLM ties itself."""
+    previous = None
+    for name, tensor in weights:
+        if tensor is not previous:
+            yield name, tensor
+        previous = tensor
+
+
+# ---- reference models
+#
+# Reference models of frameworks that call accelerate's ``fsdp2_prepare_model`` themselves, sharded by a strategy.
+#
+# LLaMA-Factory's and ms-swift's trainers do, in their constructors, and import it by name each time.
+
+_PREPARE_FSDP2 = "fsdp2_prepare_model"
+
+
+def prepare_references_by_strategy() -> None:
+    """Replace accelerate's ``fsdp2_prepare_model`` by one that leaves models to accelerators with a strategy."""
+    original: Any = getattr(fsdp_utils, _PREPARE_FSDP2)
+    if hasattr(original, _IS_REPLACED):
+        return
+
+    @functools.wraps(original)
+    def prepare(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+        if not isinstance(accelerator, ShardingAccelerator):
+            return original(accelerator, model)  # type: ignore[no-any-return]
+        return accelerator.prepare_model(model, evaluation_mode=True)
+
+    setattr(prepare, _IS_REPLACED, True)
+    setattr(fsdp_utils, _PREPARE_FSDP2, prepare)
+
+
+# ---- transformers
+
+require("transformers", "5.16")
+
 
 T = TypeVar("T", bound=Trainer)
 
@@ -185,7 +508,7 @@ class ShardingTrainer(Trainer):
         return loss
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        sharding.reshard(self.model)  # after an evaluation
+        reshard(self.model)  # after an evaluation
         return super().create_optimizer(*(() if model is None else (model,)))  # of users, it may take no argument
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -9,14 +9,337 @@ people know, torch's or a preset's, before presets with a coarser base; of those
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
 
 from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.config.resolve import Scopes, resolve_scopes
+from fsdp_zpp.codecs.blockwise import NF4, FrozenName, Int4, Int4Delta, Int8
+from fsdp_zpp.strategy.configuration import PRESETS
+from fsdp_zpp.strategy.error_feedback import Topology
+from fsdp_zpp.strategy.local_steps import LocalSteps
+from fsdp_zpp.strategy.strategy import LEGAL_LEVELS, Scopes, Strategy, resolve_scopes
 
-from .config import GIB, Cluster, MemoryBudget
-from .estimate import Estimate
-from .table import seconds
+from .cluster import GIB, Cluster, MemoryBudget, StepConfig
+from .memory import Memory, Volume
+from .model_size import ModelSize
+from .step_time import HostWork, StepTime
+
+# ---- table
+#
+# Numbers and tables as text.
+
+
+def aligned(rows: Sequence[tuple[str, ...]], names: int) -> list[str]:
+    """Return the lines of a table whose first ``names`` columns are aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        left = [cell.ljust(width) for cell, width in zip(row[:names], widths, strict=False)]
+        right = [cell.rjust(width) for cell, width in zip(row[names:], widths[names:], strict=True)]
+        lines.append("  ".join(left + right).rstrip())
+    return lines
+
+
+def number(value: float) -> str:
+    """Format two decimals, or as many as a small number needs: models of a few MB have figures, too."""
+    return f"{value:,.2f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
+
+
+def count(number: int, noun: str, plural: str = "s") -> str:
+    """Return a number with a noun."""
+    return f"{number:,} {noun}{plural * (number != 1)}"
+
+
+def seconds(value: float) -> str:
+    """Return a time as text, in seconds or milliseconds."""
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+# ---- levels
+#
+# The strategies of a plan: its codecs under other letters, and with local steps.
+
+
+def with_levels(codecs: Strategy, levels: str) -> Strategy:
+    """Replace the letters of ``codecs``. Letters that keep no secondary shard send weights whole, not as deltas."""
+    weights, keeps_secondary = codecs.weights, Strategy(levels).keeps_secondary
+    if isinstance(weights, Int4Delta) and not keeps_secondary:
+        weights = weights.whole
+    return dataclasses.replace(codecs, levels=levels, weights=weights)
+
+
+def with_local_steps(strategy: Strategy, local_steps: LocalSteps) -> Strategy:
+    """Add local steps to ``strategy``, without codecs that have no effect with them; see :class:`Strategy`."""
+    feedback = strategy.error_feedback
+    if feedback is not None and (feedback.hops == "inter" or not isinstance(strategy.intra_gradients, Codec)):
+        feedback = None
+    alone = dataclasses.replace(strategy, gradients=None, error_feedback=feedback, local_steps=local_steps)
+    return dataclasses.replace(strategy, local_steps=local_steps) if local_steps.has_synchronous_steps else alone
+
+
+# ---- candidates
+#
+# What a plan compares: strategies of torch's that people run today, presets with their codecs, and the 14 letters.
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One row of a plan.
+
+    Attributes:
+        strategy: The strategy. For one of torch's, that which sends the same here. It keeps the same, too, but that
+            gradients of several micro-batches accumulate in fp32; torch's do in the dtype in which they are reduced.
+        title: Name of a preset, with what is different from its defaults, or of torch's strategy; None has letters
+            alone.
+        torch: Name of torch's ``ShardingStrategy``; None for a strategy of this package.
+        coarser: Whether the base is coarser than the preset's, and takes longer to decode: to fit, or to send less.
+        instead: Strategies to use here for one of torch's, in this order, if gradients in fp32 do not fit: they reduce
+            each micro-batch, so they send more than planned and keep less.
+    """
+
+    strategy: Strategy
+    title: str | None = None
+    torch: str | None = None
+    coarser: bool = False
+    instead: tuple[Strategy, ...] = ()
+
+
+def lettered(codecs: Strategy, cluster: Cluster, local_steps: LocalSteps | None) -> list[Candidate]:
+    """Return the 14 letters under the codecs of a strategy, then those of them that can have local steps."""
+    strategies = [with_levels(codecs, levels) for levels in LEGAL_LEVELS]
+    if local_steps is not None:
+        local = [with_local_steps(each, local_steps) for each in strategies if each.optimizer != "G"]
+        strategies += local if cluster.nodes > 1 else []
+    return [Candidate(strategy) for strategy in strategies]
+
+
+def of_torch(cluster: Cluster, work: StepConfig) -> Iterator[Candidate]:
+    """Return what people run without this package: FULL_SHARD and, on several nodes, HYBRID_SHARD.
+
+    Under ``no_sync``, torch accumulates whole gradients on each rank, and communicates them once a step.
+    """
+    accumulates = work.micro_batches > 1
+    full, hybrid = Strategy("GGG"), Strategy("III")
+    yield Candidate(Strategy("GNG") if accumulates else full, "FULL_SHARD", "FULL_SHARD", instead=(full,))
+    if cluster.nodes > 1:
+        planned = Strategy("INI") if accumulates else hybrid
+        yield Candidate(planned, "HYBRID_SHARD", "HYBRID_SHARD", instead=(hybrid, full))
+
+
+def presets(
+    size: ModelSize, cluster: Cluster, work: StepConfig, frozen: Codec | FrozenName | None
+) -> Iterator[Candidate]:
+    """Return presets with their codecs: of ZeRO++, and of MixZ++ if parts of the model are frozen.
+
+    Args:
+        size: The size of the model.
+        cluster: The cluster. On a single node with fast links ZeRO++'s codecs are inactive, so it is left out. If links
+            inside nodes are slow, each GPU as a node is a candidate, too, where that is not what links decide.
+        work: The work of a step. Scopes that accumulate inside a node are candidates if it accumulates.
+        frozen: Codec of the frozen base; None compares those that there are, and a base without a codec.
+    """
+    accumulates = work.micro_batches > 1
+    found: list[Candidate] = []
+    if size.frozen:
+        found += _with_quantized_base(accumulates, _base_codecs() if frozen is None else [frozen])
+    if (frozen is None or not size.frozen) and (cluster.nodes > 1 or cluster.slow_links):
+        found += _with_codecs(accumulates, several_nodes=cluster.nodes > 1)
+    splits = cluster.slow_links and cluster.gpus_per_node > 1
+    for candidate in found:
+        yield candidate
+        if splits and (cluster.nodes > 1 or candidate.strategy.frozen is not None):
+            finer = dataclasses.replace(candidate.strategy, gpus_per_node=1)
+            yield Candidate(finer, f"{candidate.title}, nodes of 1")
+
+
+def _with_codecs(accumulates: bool, several_nodes: bool) -> Iterator[Candidate]:
+    yield Candidate(Strategy.zeropp(), "zeropp")
+    yield Candidate(Strategy.zeropp(weights=Int4Delta()), "zeropp Int4Delta")
+    if accumulates:
+        yield Candidate(Strategy.zeropp(levels="IIG"), "zeropp IIG")
+        yield Candidate(Strategy.zeropp(levels="IIG", weights=Int4Delta()), "zeropp IIG Int4Delta")
+    yield Candidate(Strategy.loco(), "loco")
+    for levels in ("GGG", "NNG", *(["III"] if several_nodes else [])):
+        yield Candidate(Strategy.zeropp(levels=levels), f"zeropp {levels}")
+
+
+def _with_quantized_base(accumulates: bool, codecs: Iterable[Codec | FrozenName]) -> Iterator[Candidate]:
+    for index, codec in enumerate(codecs):
+        name = "mixzpp" if codec in ("auto", Int8(256)) else f"mixzpp {codec}"
+        yield Candidate(Strategy.mixzpp(frozen=codec), name, coarser=index > 0)
+        if accumulates:
+            yield Candidate(Strategy.mixzpp(frozen=codec, levels="IIG"), f"{name} IIG", coarser=index > 0)
+
+
+def _base_codecs() -> Iterator[Codec | FrozenName]:
+    yield "auto"  # which is Int8(256) for the weights that a plan knows of
+    # NF4 is as small and closer to the weights, but its kernels are those of bitsandbytes.
+    yield Int4(128) if find_spec("bitsandbytes") is None else NF4(64)
+
+
+# ---- paste
+#
+# The line of Python that makes a strategy: the shortest, by a preset where there is one.
+
+
+def line_of(strategy: Strategy, gpus_per_node: int | None = None) -> str:
+    """Return a line that makes ``strategy``, with its imports.
+
+    Args:
+        strategy: The strategy. Its own ``gpus_per_node`` is left out: the launcher, or the machine, tells it.
+        gpus_per_node: Node size to pass explicitly.
+    """
+    call, names = _call(dataclasses.replace(strategy, gpus_per_node=gpus_per_node))
+    return f"from fsdp_zpp import {', '.join(sorted({'Strategy', *names}))}; strategy = {call}"
+
+
+def line_of_torch(name: str) -> str:
+    """Return a line with torch's ``ShardingStrategy`` of this name."""
+    return f"from torch.distributed.fsdp import ShardingStrategy; strategy = ShardingStrategy.{name}"
+
+
+def _call(strategy: Strategy) -> tuple[str, set[str]]:
+    """Return the shortest call that makes ``strategy``, and the names in it."""
+    # Of equally short calls the first is taken: of a quantized base MixZ++'s, of local steps DiLoCo's.
+    first = {"mixzpp": strategy.frozen is not None, "diloco": strategy.local_steps is not None}
+    names = sorted(PRESETS, key=lambda name: not first.get(name, False))
+    calls = [(f"Strategy.{name}", _differences(strategy, getattr(Strategy, name)())) for name in names]
+    calls.append(("Strategy", {"levels": strategy.levels} | _differences(strategy, Strategy())))
+    return _written(*min(calls, key=lambda call: len(call[1]) - (call[0] == "Strategy")))
+
+
+def _differences(strategy: Strategy, base: Strategy) -> dict[str, Any]:
+    fields = [field.name for field in dataclasses.fields(Strategy)]
+    return {name: getattr(strategy, name) for name in fields if getattr(strategy, name) != getattr(base, name)}
+
+
+def _written(maker: str, arguments: dict[str, Any]) -> tuple[str, set[str]]:
+    names: set[str] = set()
+    texts = [f"{name}={_value(value, names)}" for name, value in arguments.items()]
+    if maker == "Strategy":
+        texts[0] = texts[0].removeprefix("levels=")
+    return f"{maker}({', '.join(texts)})", names
+
+
+def _value(value: Any, names: set[str]) -> str:
+    """Write a value as Python, without arguments that are its class's defaults; add the classes' names to ``names``."""
+    if isinstance(value, str):
+        return json.dumps(value)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return repr(value)
+    names.add(type(value).__name__)
+    # Dataclasses of strategies have defaults for all arguments.
+    default = type(value)()
+    given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    texts = [f"{name}={_value(each, names)}" for name, each in given.items() if each != getattr(default, name)]
+    return f"{type(value).__name__}({', '.join(texts)})"
+
+
+# ---- estimate
+#
+# Figures of one row of a plan: what a strategy sends and keeps, and how long its step takes.
+
+
+@dataclass(frozen=True)
+class PartEstimate:
+    """Figures of parameters that one strategy shards over the same ranks: dense ones, or experts.
+
+    Attributes:
+        strategy: The strategy. Its ``gpus_per_node`` counts those ranks of a node that it shards over.
+        topology: The layout of the ranks that it shards over.
+        volume: Bytes that one GPU sends for these parameters in an optimizer step.
+        memory: Bytes of them on one GPU.
+        host_work: With CPU offload, bytes of them that one GPU and its host move in an optimizer step.
+    """
+
+    strategy: Strategy
+    topology: Topology
+    volume: Volume
+    memory: Memory
+    host_work: HostWork = field(default_factory=HostWork)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Figures of one row: a strategy of this package, or one of torch's.
+
+    Attributes:
+        strategy: The strategy of all parameters, or of those beside experts. If each GPU counts as a node without being
+            asked to, and there is a quantized base, ``gpus_per_node`` is None, so that the base is sharded over the
+            machine. For a row of torch's, the strategy here that sends the same or, if that does not fit since it
+            accumulates gradients in fp32, one that reduces each micro-batch.
+        topology: The layout of the ranks that it shards over.
+        volume: Bytes that one GPU sends in an optimizer step, out of its node (of the cluster) and inside it; those of
+            exchanges are averaged over the steps.
+        inter_node_bytes: Bytes that all GPUs of a node together send to other nodes in an optimizer step.
+        memory: Bytes on one GPU.
+        time: Seconds of an optimizer step.
+        fits: Whether the memory suffices, that of the host, too.
+        experts: What of ``volume`` and ``memory`` is for experts with ranks or a strategy of their own; None if there
+            are no such experts.
+        candidate: What the row is of.
+    """
+
+    strategy: Strategy
+    topology: Topology
+    volume: Volume
+    inter_node_bytes: int
+    memory: Memory
+    time: StepTime
+    fits: bool
+    experts: PartEstimate | None = None
+    candidate: Candidate | None = None
+
+    @property
+    def dense_volume(self) -> Volume:
+        """Return the part of ``volume`` that is not for ``experts``."""
+        if self.experts is None:
+            return self.volume
+        experts = self.experts.volume
+        return Volume(self.volume.inter - experts.inter, self.volume.intra - experts.intra)
+
+    @property
+    def levels(self) -> str:
+        """Return the three scopes as letters."""
+        return self.strategy.levels
+
+    @property
+    def name(self) -> str:
+        """Return the row's name: of a preset or a strategy of torch's; letters, with the steps between exchanges."""
+        if self.title is not None:
+            return self.title
+        local_steps = self.strategy.local_steps
+        return self.levels if local_steps is None else f"{self.levels} every {local_steps.last_every}"
+
+    @property
+    def title(self) -> str | None:
+        """Return the name of a preset or a strategy of torch's; None for a row that has letters alone."""
+        return None if self.candidate is None else self.candidate.title
+
+    @property
+    def torch(self) -> str | None:
+        """Return the name of torch's ``ShardingStrategy``; None for a strategy of this package."""
+        return None if self.candidate is None else self.candidate.torch
+
+    @property
+    def paste(self) -> str:
+        """Return a line of Python that makes the strategy, with its imports."""
+        if self.torch is not None:
+            return line_of_torch(self.torch)
+        asked = None if self.candidate is None else self.candidate.strategy.gpus_per_node
+        return line_of(self.strategy, gpus_per_node=asked)
+
+    @property
+    def gib(self) -> float:
+        """Return the GiB on one GPU."""
+        return self.memory.total / GIB
+
+
+# ---- choice
 
 TOLERANCE = 0.03
 """Times within this fraction of the shortest step count as equal: predictions are no better."""

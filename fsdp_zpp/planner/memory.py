@@ -7,16 +7,276 @@ several micro-batches accumulate in fp32; and weights are kept as they are sent,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 
-from fsdp_zpp.config.error_feedback import error_nbytes
-from fsdp_zpp.config.resolve import ResolvedStrategy
+import torch
+from torch import Tensor
 
-from .config import GIB, MemoryBudget, Precision
-from .frozen_base import gathers_of, kept_nbytes
+from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.codecs.blockwise import Int4Delta
+from fsdp_zpp.comm.mesh import ProcessMesh
+from fsdp_zpp.frozen.weight import DoubleBuffer, Placement
+from fsdp_zpp.strategy.error_feedback import Topology, error_nbytes
+from fsdp_zpp.strategy.strategy import ResolvedStrategy
+
+from .cluster import GIB, MemoryBudget, Precision
 from .model_size import Unit, Units
-from .volume import shard_numel, shard_payload
+
+# ---- frozen base
+#
+# A rank's memory and gathers of a frozen base that is quantized once.
+#
+# FSDP does not manage a quantized base. Its placement decides where it is kept, and its double buffer when it is
+# gathered, whatever the optimizer scope and whatever FSDP reshards. So the plan runs the library's own classes for
+# both: under parameter scope G each node keeps a copy from the first gather on, and a unit that is still in one of the
+# two buffers is not gathered again.
+#
+# The plan knows only the size of a unit, so it treats each as one weight. It assumes that half of the root's parameters
+# come before the layers (an embedding) and half after them (a head).
+
+_SIMULATED = 6
+"""Number of equal units that are simulated. Each further one is gathered once in forward and once in backward."""
+
+
+def kept_nbytes(numel: int, codec: Codec, strategy: ResolvedStrategy) -> int:
+    """Return the bytes that a rank keeps of a unit of ``numel`` frozen elements."""
+    placement = _placement(strategy)
+    # Under G, the first gather leaves the chunks of its local index from all nodes, for the node's own copy.
+    rows = strategy.topology.nodes if placement.scope == "G" else 1
+    return rows * codec.nbytes(placement.chunk_numel(numel, codec)) if numel else 0
+
+
+@dataclass(frozen=True)
+class Gathers:
+    """Cost of gathering a base.
+
+    Attributes:
+        sent: Bytes that a rank sends inside its node for one forward and backward, in the steady state. Nothing
+            crosses nodes.
+        buffers: Bytes of the buffers that units are gathered into.
+    """
+
+    sent: int
+    buffers: int
+
+
+def gathers_of(size: Units, codec: Codec, strategy: ResolvedStrategy) -> Gathers:
+    """Return the cost of gathering the base of a model, by the rules at the top of this file."""
+    gpus = strategy.topology.gpus_per_node
+
+    def gathered(numel: int) -> int:
+        return _gathered_nbytes(numel, codec, strategy)
+
+    units = [(_Unit(nbytes), again) for numel, again in _sizes_in_order(size) if (nbytes := gathered(numel))]
+    buffers = DoubleBuffer()
+    for _ in range(3):  # by the third step, the buffers have learned the order and gather as in every later one
+        for unit, _ in units:
+            unit.gathers = 0
+        for unit, _ in units:
+            buffers.get(unit)
+        for unit, again in reversed(units):
+            if again:
+                buffers.get(unit)
+    layers = [unit for unit in size.units if unit.reshard_after_forward]
+    total = sum(unit.gathers * unit.nbytes for unit, _ in units)
+    total += sum(2 * max(unit.count - _SIMULATED, 0) * gathered(unit.frozen) for unit in layers)
+    if not layers:  # the order of units is unknown: assume that each is gathered in forward and backward
+        total = 2 * sum(unit.nbytes for unit, _ in units)
+    # A rank sends its own part, one of ``gpus`` equal ones, to each of the others.
+    return Gathers(total // gpus * (gpus - 1), buffers.nbytes)
+
+
+class _Unit:
+    """A unit that counts how often it is gathered and takes no memory."""
+
+    # The double buffer allocates its buffers here, of their true size but without memory.
+    device = torch.device("meta")
+
+    def __init__(self, nbytes: int) -> None:
+        self.label, self.nbytes, self.gathers = "planned", nbytes, 0
+
+    @property
+    def gathered_shape(self) -> tuple[int, int]:
+        """Return the shape of the buffer: one row of all bytes."""
+        return 1, self.nbytes
+
+    def gather(self, out: Tensor) -> None:
+        """Count a gather."""
+        self.gathers += 1
+
+    def split(self, gathered: Tensor) -> tuple[Tensor, ...]:
+        """Return all of it as one part."""
+        return (gathered,)
+
+
+def _sizes_in_order(size: Units) -> Iterator[tuple[int, bool]]:
+    """Return the frozen elements of each unit in forward order, and whether backward needs them, too."""
+    roots = [unit.frozen for unit in size.units if not unit.reshard_after_forward]
+    for frozen in roots:
+        yield frozen // 2, False  # an embedding's backward needs no weight
+    for unit in size.units:
+        if unit.reshard_after_forward:
+            yield from [(unit.frozen, True)] * min(unit.count, _SIMULATED)
+    for frozen in roots:
+        yield frozen - frozen // 2, True
+
+
+def _gathered_nbytes(numel: int, codec: Codec, strategy: ResolvedStrategy) -> int:
+    """Return the bytes of a gathered unit; 0 if each rank holds all of it anyway."""
+    placement = _placement(strategy)
+    if strategy.topology.gpus_per_node == 1 or placement.scope == "N" or not numel:
+        return 0
+    return placement.chunks * codec.nbytes(placement.chunk_numel(numel, codec))
+
+
+def _placement(strategy: ResolvedStrategy) -> Placement:
+    # The requested letter, not the effective scope: a base is placed by it. The sizes are the same on every rank, so
+    # rank 0 without process groups will do.
+    return Placement(strategy.levels[0], ProcessMesh(strategy.topology, 0, None, None))
+
+
+# ---- volume
+#
+# Bytes on the wire: those that one rank sends in an optimizer step, hop by hop.
+#
+# World n = k nodes x m GPUs. A rank sends b * (r - 1) bytes in an all-gather of b bytes over r ranks, and as many in an
+# all-to-all of r parts of b bytes: every byte goes to each of its destinations once. The figures include the padding of
+# flat groups to equal shards, and the scales and alignment that codecs add, but not that codecs leave small parameters
+# as they are, which adds about a hundredth. Optimizers are taken to hold trainable parameters alone.
+#
+# The step is one in the steady state. In the first step, frozen weights that stay in a node or on a rank are gathered
+# once. Frozen weights with a codec of their own follow another rule, that of the frozen base above.
+#
+# In a pipeline, torch.distributed.pipelining keeps what a backward has gathered until the last backward of the step,
+# and reduces once more at the end of the step. So whatever the schedule, a unit that is resharded after forward is
+# gathered once for each micro-batch and once more: a forward gathers unless a backward came just before, a backward
+# only after a forward.
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Bytes that one rank sends.
+
+    Attributes:
+        inter: Bytes to other nodes.
+        intra: Bytes to other GPUs of its node.
+    """
+
+    inter: int = 0
+    intra: int = 0
+
+    def __add__(self, other: Volume) -> Volume:
+        return Volume(self.inter + other.inter, self.intra + other.intra)
+
+
+def step_volume(
+    size: Units, resolved: ResolvedStrategy, micro_batches: int, precision: Precision, pipelined: bool = False
+) -> Volume:
+    """Return the bytes that one rank sends for all units in a step of ``micro_batches`` micro-batches.
+
+    Args:
+        size: The units.
+        resolved: The strategy.
+        micro_batches: Number of micro-batches.
+        precision: The dtypes.
+        pipelined: Whether the units are a stage of a pipeline.
+    """
+    total = Volume()
+    for unit in size.units:
+        one = Volume()
+        # FSDP does not gather a base with a codec of its own; its bytes are added at the end.
+        for numel, trainable in ((unit.trainable, True), (unit.frozen if resolved.frozen is None else 0, False)):
+            payload = shard_payload(numel, resolved, precision)
+            repeats = gathers_in_step(unit, micro_batches, pipelined)
+            change = _change_payload(numel, resolved)
+            one += _gathers(payload, change, trainable, resolved, repeats)
+        one += _reductions(unit.trainable, resolved, micro_batches + pipelined, precision.reduce.itemsize)
+        total += Volume(unit.count * one.inter, unit.count * one.intra)
+    if resolved.frozen is not None:
+        total += Volume(0, micro_batches * gathers_of(size, resolved.frozen, resolved).sent)
+    return total
+
+
+def gathers_in_step(unit: Unit, micro_batches: int, pipelined: bool) -> int:
+    """Return how often a step needs weights of ``unit`` that are not gathered. Resharded ones, backward needs again."""
+    if pipelined:
+        return micro_batches + 1 if unit.reshard_after_forward else 1
+    return micro_batches * (2 if unit.reshard_after_forward else 1)
+
+
+def shard_numel(numel: int, scope: str, topology: Topology) -> int:
+    """Return the elements of a flat group's padded shard: N has one shard, I one per GPU of a node, G one per rank."""
+    return -(-numel // topology.shard_count(scope))
+
+
+def nbytes(codec: Codec | None, numel: int, itemsize: int) -> int:
+    """Return the bytes of a chunk of ``numel`` values, encoded, or at ``itemsize`` bytes each without a codec."""
+    return numel * itemsize if codec is None else codec.nbytes(numel)
+
+
+def shard_payload(numel: int, strategy: ResolvedStrategy, precision: Precision) -> int:
+    """Return the bytes of one rank's shard of the weights that FSDP gathers, encoded as they are sent."""
+    # Weights are gathered from the optimizer's shards, whatever their own scope.
+    shard = shard_numel(numel, strategy.scopes.optimizer, strategy.topology)
+    return nbytes(strategy.weights, shard, precision.compute.itemsize)
+
+
+def _change_payload(numel: int, strategy: ResolvedStrategy) -> int | None:
+    """Return the bytes of the delta of one rank's shard; None if weights are sent whole."""
+    if not isinstance(strategy.weights, Int4Delta):
+        return None
+    return strategy.weights.changes.nbytes(shard_numel(numel, "G", strategy.topology))
+
+
+def _gathers(payload: int, change: int | None, trainable: bool, strategy: ResolvedStrategy, repeats: int) -> Volume:
+    """Count all gathers of a flat group in a step (PaRO, appendix; ZeRO++'s hpZ, arXiv 2306.10209, for I over G).
+
+    ``repeats`` is the number of times that its unit needs weights which it does not keep. Weights that it keeps, on the
+    rank (N) or in the node as the secondary shard (I over G), become stale once a step, and never if they are frozen.
+    """
+    parameters, _, optimizer = strategy.scopes
+    nodes, gpus = strategy.topology.nodes, strategy.topology.gpus_per_node
+    if optimizer == "N":
+        return Volume()
+    renewals = 1 if trainable else 0
+    between = repeats if parameters == optimizer else renewals
+    inside = renewals if parameters == "N" else repeats
+    if optimizer == "I":  # each node has all shards: nothing crosses nodes
+        return Volume(0, inside * payload * (gpus - 1))
+    changes = payload if change is None or not trainable else change
+    # After the inter-node hop a rank holds a shard of every node, and all of them go through the intra-node hop.
+    return Volume(between * changes * (nodes - 1), inside * nodes * payload * (gpus - 1))
+
+
+def _reductions(numel: int, strategy: ResolvedStrategy, micro_batches: int, itemsize: int) -> Volume:
+    """Count all reductions of a trainable flat group in a step (PaRO, appendix; ZeRO++'s qgZ for the hops down).
+
+    Down leads from full gradients to shards: an all-to-all in the node, then one between nodes. Up leads from shards to
+    what the optimizer holds, if that is coarser: an all-gather between nodes, then one in the node.
+    """
+    _, gradients, optimizer = strategy.scopes
+    nodes, gpus = strategy.topology.nodes, strategy.topology.gpus_per_node
+    intra_codec, inter_codec = strategy.gradient_codecs
+    chunk = shard_numel(numel, "G", strategy.topology)
+    if optimizer == "G":
+        # Encoded by chunk, since each goes to a rank of its own; otherwise a local index's part is encoded as one.
+        down_inside = nodes * nbytes(intra_codec, chunk, itemsize) * (gpus - 1)
+    else:
+        down_inside = nbytes(intra_codec, shard_numel(numel, "I", strategy.topology), itemsize) * (gpus - 1)
+    down_between = nbytes(inter_codec, chunk, itemsize) * (nodes - 1)
+    # Sums are encoded by the codec of the hop that made them, and gathered as they are over both hops.
+    up = nbytes(inter_codec if nodes > 1 else intra_codec, chunk, itemsize)
+    up_between = up * (nodes - 1) if optimizer != "G" else 0
+    up_inside = nodes * up * (gpus - 1) if optimizer == "N" else 0
+    # A hop runs once a step if gradients accumulate before it, and once per micro-batch otherwise.
+    inside_times = 1 if gradients == "N" else micro_batches
+    between_times = micro_batches if gradients == "G" else 1
+    return Volume(between_times * down_between + up_between, inside_times * down_inside + up_inside)
+
+
+# ---- memory
 
 _FP32 = 4
 

@@ -1,26 +1,132 @@
-"""Size of a model: its FSDP units, how much of each is trainable, and how much of it a token computes with.
-
-Memory and traffic count all experts of a mixture, since some token of a batch goes to each. Computation counts the
-experts that one token is routed to, and the parameters that all tokens share.
-"""
+"""The model that is planned for: its parameters, units, experts, and axes of parallelism."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import isqrt
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from fsdp_zpp.extras import how_to_install
-from fsdp_zpp.runtime.validation import check_module
+from fsdp_zpp.names import how_to_install
+from fsdp_zpp.runtime.api import check_module
+from fsdp_zpp.strategy.error_feedback import Topology
+from fsdp_zpp.strategy.strategy import Strategy
 
-from .config import whole
-from .experts import expert_parameters, idle_elements
-from .model_config import LayerShape, Routing, routing_of, shape_of
+from .cluster import Cluster, whole
+
+# ---- model config
+#
+# What Hugging Face's config says of a model: its experts, and the shape of its layers.
+
+# The names that Hugging Face's configurations have for the number of experts, and for those that a token is routed to.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk")
+
+
+class Routing(NamedTuple):
+    """Number of experts in a layer, and of those that a token is routed to."""
+
+    experts: int
+    chosen: int
+
+
+class LayerShape(NamedTuple):
+    """Shape of what a layer computes.
+
+    Attributes:
+        hidden: Size of a token's activations between layers.
+        keys: Size of a token's keys, and of its values; None if it is not known.
+    """
+
+    hidden: int
+    keys: int | None
+
+
+def routing_of(model: nn.Module) -> Routing | None:
+    """Return what Hugging Face's ``model.config`` says of the experts; None if it does not tell."""
+    for said in _configs_of(model):
+        experts, chosen = _first(said, _EXPERTS), _first(said, _CHOSEN)
+        if experts is not None and chosen is not None and chosen <= experts:
+            return Routing(experts, chosen)
+    return None
+
+
+def shape_of(model: nn.Module) -> LayerShape | None:
+    """Return what Hugging Face's ``model.config`` says of the layers; None if it does not tell."""
+    for said in _configs_of(model):
+        if (hidden := _first(said, ("hidden_size", "n_embd", "d_model"))) is not None:
+            return LayerShape(hidden, _keys_of(said, hidden))
+    return None
+
+
+def _keys_of(config: object, hidden: int) -> int | None:
+    heads = _first(config, ("num_attention_heads", "n_head"))
+    if heads is None or hasattr(config, "kv_lora_rank"):  # keys and values of latent attention differ in size
+        return None
+    groups = _first(config, ("num_key_value_heads",)) or heads
+    return groups * (_first(config, ("head_dim",)) or hidden // heads)
+
+
+def _configs_of(model: nn.Module) -> tuple[object, object]:
+    # Models of text and images keep these numbers in the config of their text part.
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", None)
+    return config, text() if callable(text) else None
+
+
+def _first(config: object, names: tuple[str, ...]) -> int | None:
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+
+# ---- experts
+#
+# Experts of a mixture: which parameters are theirs, and how much of them a token computes with.
+
+_MODULES = {"experts", "routed_experts"}
+
+
+def expert_parameters(model: nn.Module, routing: Routing | None) -> set[nn.Parameter]:
+    """Return the parameters of experts that tokens are routed to, which expert parallelism splits.
+
+    They are the parameters below a module named ``experts`` or ``routed_experts``, and if the number of experts is
+    known, any other 3-D parameters with one slice per expert. Shared experts, which every token uses, are not among
+    them.
+    """
+
+    def is_experts(name: str, parameter: nn.Parameter) -> bool:
+        fused = routing is not None and parameter.dim() == 3 and parameter.shape[0] == routing.experts
+        return fused or not _MODULES.isdisjoint(name.split("."))
+
+    return {parameter for name, parameter in model.named_parameters() if is_experts(name, parameter)}
+
+
+def idle_elements(model: nn.Module, routing: Routing | None) -> tuple[int, int]:
+    """Return the average numbers of trainable and of frozen elements in experts that a token is not routed to.
+
+    Both are 0 if it is not known how many experts there are and how many of them a token is routed to.
+    """
+    if routing is None:
+        return 0, 0
+    routed = {True: 0, False: 0}
+    for parameter in expert_parameters(model, routing):
+        routed[parameter.requires_grad] += parameter.numel()
+    idle = routing.experts - routing.chosen
+    return routed[True] * idle // routing.experts, routed[False] * idle // routing.experts
+
+
+# ---- model size
+#
+# Size of a model: its FSDP units, how much of each is trainable, and how much of it a token computes with.
+#
+# Memory and traffic count all experts of a mixture, since some token of a batch goes to each. Computation counts the
+# experts that one token is routed to, and the parameters that all tokens share.
 
 DEFAULT_UNITS = 32
 
@@ -293,3 +399,236 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+# ---- axes
+#
+# Parallelisms beside data parallelism: their degrees, and where the ranks of each axis lie.
+#
+# Ranks are laid out as torchtitan does it, and Megatron: pipeline stages outermost, then data-parallel ranks, then
+# those of context and of tensor parallelism. So the ranks of a tensor-parallel group are neighbours. Context-parallel
+# ranks have all parameters of their stage's tensor-parallel rank, so a strategy takes them for data-parallel ranks.
+#
+# Expert parallelism takes neighbouring ranks of a stage, whatever their place in tensor or context parallelism. Experts
+# are not split by tensor parallelism then.
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Degrees of the parallelisms beside data parallelism; 1 is none.
+
+    Args:
+        tp: Ranks of tensor parallelism, which split dense parameters.
+        pp: Stages of a pipeline, which split layers.
+        cp: Ranks of context parallelism, which split sequences.
+        ep: Ranks of expert parallelism, which split experts.
+
+    Raises:
+        TypeError: If a degree is not a number.
+        ValueError: If a degree is not a whole number of at least 1.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "cp", "ep"):
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
+
+    @property
+    def splits_parameters(self) -> bool:
+        """Return whether any axis leaves a rank with a part of the parameters."""
+        return (self.tp, self.pp, self.ep) != (1, 1, 1)
+
+    def check(self, cluster: Cluster) -> None:
+        """Raise unless the ranks of ``cluster`` can be laid out along these axes.
+
+        Raises:
+            ValueError: If the degrees do not divide the ranks, or if nodes would have unequal shares of an axis.
+        """
+        world, together = cluster.topology.world, self.tp * self.pp * self.cp
+        if world % together:
+            raise ValueError(
+                f"tp={self.tp} x pp={self.pp} x cp={self.cp} is {together} ranks, which does not divide the {world} of "
+                f"the cluster; the product must be one of {_divisors(world)}"
+            )
+        stage = world // self.pp
+        if stage % self.ep:
+            raise ValueError(
+                f"ep={self.ep} does not divide the {stage} ranks of a pipeline stage; allowed are {_divisors(stage)}"
+            )
+        for ranks in (*self.others(cluster).values(), self.dense_ranks(cluster), self.expert_ranks(cluster)):
+            ranks.check(cluster)
+
+    def dense_ranks(self, cluster: Cluster) -> AxisRanks:
+        """Return the ranks that a strategy shards dense parameters over: data- and context-parallel ones."""
+        return AxisRanks("data-parallel", cluster.topology.world // (self.tp * self.pp), self.tp)
+
+    def expert_ranks(self, cluster: Cluster) -> AxisRanks:
+        """Return the ranks that a strategy shards experts over. Without expert parallelism, they are as for others."""
+        if self.ep == 1:
+            return self.dense_ranks(cluster)
+        return AxisRanks("data-parallel (experts)", cluster.topology.world // (self.pp * self.ep), self.ep)
+
+    def others(self, cluster: Cluster) -> dict[str, AxisRanks]:
+        """Return the ranks of each other axis that is longer than 1."""
+        axes = {
+            "tp": AxisRanks("tensor-parallel", self.tp, 1),
+            "cp": AxisRanks("context-parallel", self.cp, self.tp),
+            "ep": AxisRanks("expert-parallel", self.ep, 1),
+            "pp": AxisRanks("pipeline-parallel", self.pp, cluster.topology.world // self.pp),
+        }
+        return {name: ranks for name, ranks in axes.items() if ranks.size > 1}
+
+
+@dataclass(frozen=True)
+class AxisRanks:
+    """Ranks of a mesh dimension.
+
+    Attributes:
+        name: What they are, in errors.
+        size: Number of ranks along the dimension.
+        stride: How far they are apart: the product of the dimensions inside of it.
+    """
+
+    name: str
+    size: int
+    stride: int
+
+    def on_a_node(self, gpus_per_node: int) -> int:
+        """Return how many of them lie on one node."""
+        return max(1, min(self.size, gpus_per_node // self.stride))
+
+    def topology(self, cluster: Cluster) -> Topology:
+        """Return their layout on nodes, in which a node has those of its GPUs that are among these ranks."""
+        return Topology(self.size, self.on_a_node(cluster.gpus_per_node))
+
+    def check(self, cluster: Cluster) -> None:
+        """Raise unless all nodes that have any of them have equally many.
+
+        Raises:
+            ValueError: If they do not.
+        """
+        gpus, span = cluster.gpus_per_node, self.size * self.stride
+        # Blocks of ``stride`` and of ``span`` neighbours must tile the nodes, or nodes the blocks.
+        if self.size == 1 or all(gpus % block == 0 or block % gpus == 0 for block in (self.stride, span)):
+            return
+        raise ValueError(
+            f"{self.size} {self.name} ranks at a distance of {self.stride} do not lie on nodes of {gpus} GPUs in equal "
+            f"shares; choose degrees whose products divide {gpus} or are multiples of it"
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
+
+
+# ---- parts
+#
+# Parts of a model that are sharded over different ranks: dense parameters, and experts.
+#
+# A rank has one pipeline stage's share of the layers, and of each unit there what tensor and expert parallelism leave
+# it. Three things are simplified. Of the layers, sorted by size, the stage has every pp-th, from the largest on. The
+# root unit is half an embedding, which the first stage has, and half a head, which the last one has. And tensor
+# parallelism splits all dense parameters, although it leaves copies of norms and routers, which are well under a
+# hundredth.
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters that are sharded over the same ranks by one strategy, as one rank has them.
+
+    Attributes:
+        units: What the rank has of each unit beside other parallelisms: the elements that its strategy shards.
+        topology: Layout of the ranks that it shards them over.
+        strategy: A strategy of their own; None if they have that of the dense parameters.
+    """
+
+    units: Units
+    topology: Topology
+    strategy: Strategy | None = None
+
+
+def parts_of(size: ModelSize, cluster: Cluster, axes: Axes, experts: Strategy | None) -> tuple[Part, ...]:
+    """Return the dense parameters, then the experts if they have ranks or a strategy of their own.
+
+    Args:
+        size: The size of the model.
+        cluster: The cluster.
+        axes: The other parallelisms, which fit it.
+        experts: The strategy of the experts, if they have one of their own.
+
+    Raises:
+        ValueError: If the planner knows of no experts in the model, if ``ep`` does not divide their number, or if there
+            are fewer layers than stages.
+    """
+    dense_topology = axes.dense_ranks(cluster).topology(cluster)
+    stage = _stage(size, axes.pp)
+    if axes.ep == 1 and experts is None:
+        return (Part(_shared(stage, axes.tp, _whole), dense_topology),)
+    _check_experts(size, axes)
+    split_by = axes.tp if axes.ep == 1 else axes.ep
+    return (
+        Part(_shared(stage, axes.tp, _without_experts), dense_topology),
+        Part(_shared(stage, split_by, _experts_alone), axes.expert_ranks(cluster).topology(cluster), experts),
+    )
+
+
+def _check_experts(size: ModelSize, axes: Axes) -> None:
+    if size.experts == 0:
+        raise ValueError(
+            "ep and experts_strategy are for experts, and the model has none that the planner knows of: give --model a "
+            "config of a mixture of experts, or units with expert_trainable"
+        )
+    if size.routing is not None and size.routing.experts % axes.ep:
+        raise ValueError(
+            f"ep={axes.ep} does not divide the {size.routing.experts} experts of a layer; choose a divisor of them"
+        )
+
+
+def _stage(size: ModelSize, stages: int) -> tuple[Unit, ...]:
+    """Return the units of the stage that has most; see the rules at the top of this file."""
+    if stages == 1:
+        return size.units
+    layers = sorted((unit for unit in size.units if unit.reshard_after_forward), key=lambda unit: -unit.numel)
+    if (count := sum(unit.count for unit in layers)) < stages:
+        raise ValueError(f"pp={stages} must be at most the number of layers, {count}")
+    units, before = [_divided(unit, 2) for unit in size.units if not unit.reshard_after_forward], 0
+    for unit in layers:
+        after = before + unit.count
+        if (taken := -(-after // stages) - -(-before // stages)) > 0:
+            units.append(replace(unit, count=taken))
+        before = after
+    return tuple(units)
+
+
+def _shared(units: tuple[Unit, ...], ranks: int, part: Callable[[Unit], Unit]) -> Units:
+    """Return the share of one of ``ranks`` in a part of each unit, without units that have nothing of it."""
+    return Units(tuple(_divided(part(unit), ranks) for unit in units if part(unit).numel))
+
+
+def _whole(unit: Unit) -> Unit:
+    return unit
+
+
+def _without_experts(unit: Unit) -> Unit:
+    return replace(
+        unit,
+        trainable=unit.trainable - unit.expert_trainable,
+        frozen=unit.frozen - unit.expert_frozen,
+        expert_trainable=0,
+        expert_frozen=0,
+    )
+
+
+def _experts_alone(unit: Unit) -> Unit:
+    return replace(unit, trainable=unit.expert_trainable, frozen=unit.expert_frozen)
+
+
+def _divided(unit: Unit, ranks: int) -> Unit:
+    """Return a rank's share of the elements of ``unit``, rounded up."""
+    names = ("trainable", "frozen", "expert_trainable", "expert_frozen")
+    return replace(unit, **{name: -(-getattr(unit, name) // ranks) for name in names})

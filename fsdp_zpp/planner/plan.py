@@ -3,32 +3,199 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from fsdp_zpp.codecs.as_stored import FrozenName
 from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.config.error_feedback import LoCo
-from fsdp_zpp.config.local_steps import LocalSteps
-from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.config.topology import Topology
-from fsdp_zpp.suggestions import explains_arguments
+from fsdp_zpp.codecs.blockwise import FrozenName
+from fsdp_zpp.comm.agreement import agree, check_agreement
+from fsdp_zpp.comm.mesh import topology_of
+from fsdp_zpp.names import explains_arguments
+from fsdp_zpp.strategy.error_feedback import LoCo, Topology
+from fsdp_zpp.strategy.local_steps import LocalSteps
+from fsdp_zpp.strategy.strategy import ResolvedStrategy, Strategy
 
-from .activations import activation_volumes
-from .axes import Axes
-from .candidates import lettered, of_torch, presets as with_presets
-from .choice import choose, reason
-from .config import Cluster, MemoryBudget, Precision, StepConfig
-from .figures import estimate_of
-from .hardware import Hardware
-from .levels import with_levels
-from .link_notes import notes_on_links
-from .model_size import ModelSize, equal_units
-from .notes import notes_on, notes_on_experts, notes_on_local_steps
-from .offload_notes import ANY_HOST, hint_at_offload, notes_on_offload
-from .parts import parts_of
-from .report import Plan
+from .choice import (
+    Candidate,
+    Estimate,
+    PartEstimate,
+    choose,
+    lettered,
+    of_torch,
+    presets as with_presets,
+    reason,
+    with_levels,
+)
+from .cluster import (
+    GIB,
+    Cluster,
+    Hardware,
+    MemoryBudget,
+    Precision,
+    StepConfig,
+    links_are_slow,
+    measure_bandwidth,
+    measure_host_link,
+    whole,
+    world,
+)
+from .memory import Memory, Volume, memory_beside, memory_of_units, step_volume
+from .model_size import Axes, ModelSize, Part, Units, equal_units, module_size, parts_of
+from .report import (
+    ANY_HOST,
+    Plan,
+    hint_at_offload,
+    notes_on,
+    notes_on_experts,
+    notes_on_links,
+    notes_on_local_steps,
+    notes_on_offload,
+)
+from .step_time import (
+    HostWork,
+    activation_volumes,
+    exchange_memory,
+    exchange_volume,
+    fragment_count,
+    host_work,
+    moment_volume,
+    on_machines,
+    per_step,
+    splits_machine,
+    step_time,
+    strategy_topology,
+    with_exchanges,
+    with_offload,
+)
+
+# ---- figures
+#
+# Figures of one row: memory, traffic and time, summed over the parts of a model.
+
+
+def estimate_of(
+    candidate: Candidate,
+    parts: tuple[Part, ...],
+    size: ModelSize,
+    cluster: Cluster,
+    axes: Axes,
+    work: StepConfig,
+    budget: MemoryBudget,
+    precision: Precision,
+) -> Estimate:
+    """Return the figures of ``candidate``.
+
+    With local steps, there is one part, of whole layers. Traffic and time are those of local steps, and memory is that
+    of whichever steps take most.
+
+    Figures of one of torch's are as torch runs it, and the strategy is one that fits here if any does.
+    """
+    on = parts, size, cluster, axes, work, budget
+    if candidate.torch is None:
+        return _estimate(candidate, *on, precision)
+    # Torch's FSDP accumulates in the dtype in which it reduces.
+    as_torchs = _estimate(candidate, *on, replace(precision, accumulation=precision.reduce))
+    for strategy in (candidate.strategy, *candidate.instead):
+        own = _estimate(replace(candidate, strategy=strategy), *on, precision)
+        if own.fits:
+            break
+    experts = as_torchs.experts
+    if experts is not None and own.experts is not None:
+        experts = replace(experts, strategy=own.experts.strategy)
+    return replace(as_torchs, strategy=own.strategy, experts=experts)
+
+
+def _estimate(
+    candidate: Candidate,
+    parts: tuple[Part, ...],
+    size: ModelSize,
+    cluster: Cluster,
+    axes: Axes,
+    work: StepConfig,
+    budget: MemoryBudget,
+    precision: Precision,
+) -> Estimate:
+    strategy, offloads = candidate.strategy, budget.offload is not None
+    dense, *others = (_of_part(part, strategy, cluster, axes, work, precision, offloads) for part in parts)
+    experts = next(iter(others), None)
+    volume, memory, on_host = dense.volume, dense.memory + memory_beside(budget), dense.host_work
+    if experts is not None:
+        volume, memory = volume + experts.volume, memory + experts.memory
+        on_host += experts.host_work
+    resolved = strategy.resolve(dense.topology)
+    time = step_time(volume, size, cluster, work, axes, resolved)
+    if budget.offload is not None:
+        time = with_offload(time, on_host, budget.offload, cluster.gpus_per_node)
+    local_steps = strategy.local_steps
+    if local_steps is not None:
+        exchanged = size, resolved, local_steps, precision
+        exchange, moments = exchange_volume(*exchanged), moment_volume(*exchanged)
+        time = with_exchanges(time, exchange, fragment_count(size), cluster, local_steps, moments)
+        volume += per_step(exchange, moments, local_steps)
+        added = exchange_memory(*exchanged)
+        memory += added
+        if local_steps.has_synchronous_steps:
+            plain = replace(strategy, local_steps=None)
+            in_step = _of_part(parts[0], plain, cluster, axes, work, precision, offloads)
+            # At the end there is no outer state any more, nor memory of an exchange in any synchronous step.
+            outer = added.outer if local_steps.start else 0
+            synchronous = in_step.memory + memory_beside(budget) + Memory(outer=outer)
+            memory = max(memory, synchronous, key=lambda each: each.total)
+    return Estimate(
+        strategy=dense.strategy,
+        topology=dense.topology,
+        volume=volume,
+        inter_node_bytes=cluster.gpus_per_node * volume.inter,
+        memory=memory,
+        time=time,
+        fits=budget.allows(memory.total) and budget.host_allows(cluster.gpus_per_node * memory.host),
+        experts=experts,
+        candidate=candidate,
+    )
+
+
+def _of_part(
+    part: Part,
+    strategy: Strategy,
+    cluster: Cluster,
+    axes: Axes,
+    work: StepConfig,
+    precision: Precision,
+    offloads: bool,
+) -> PartEstimate:
+    strategy = part.strategy or strategy
+    topology = strategy_topology(strategy, part.topology, cluster)
+    resolved = strategy.resolve(topology)
+    in_step = resolved if strategy.local_steps is None else resolved.within_node()
+    pipelined = axes.pp > 1
+
+    def figures(units: Units, of: ResolvedStrategy) -> tuple[Volume, Memory, HostWork]:
+        asked = units, of, work.micro_batches, precision, pipelined
+        sent = on_machines(step_volume(*asked), of.topology, part.topology)
+        return sent, memory_of_units(*asked, offloads), host_work(*asked) if offloads else HostWork()
+
+    if strategy.frozen is not None and splits_machine(strategy, cluster):
+        # Said explicitly, a node size would hold for the base, too.
+        trained, base = _without_frozen(part.units), _without_trainable(part.units)
+        over_machine = strategy.resolve(part.topology)
+        (sent, kept, moved), (sent_of_base, base_kept, _) = figures(trained, in_step), figures(base, over_machine)
+        return PartEstimate(strategy, topology, sent + sent_of_base, kept + base_kept, moved)
+    strategy = replace(strategy, gpus_per_node=topology.gpus_per_node)
+    return PartEstimate(strategy, topology, *figures(part.units, in_step))
+
+
+def _without_frozen(units: Units) -> Units:
+    return Units(tuple(replace(unit, frozen=0, expert_frozen=0) for unit in units.units))
+
+
+def _without_trainable(units: Units) -> Units:
+    return Units(tuple(replace(unit, trainable=0, expert_trainable=0) for unit in units.units))
+
+
+# ---- plan
 
 
 @explains_arguments
@@ -85,7 +252,7 @@ def plan(
         gpus_per_node: GPUs of each node.
         inter_gbps: Gbit/s of a whole node to the others, all its network cards together.
         intra_gbps: Gbit/s of one GPU to the others of its node.
-        gpu: Name of the GPU in ``fsdp_zpp.planner.catalog``, such as ``"a100"``: its memory, the links that it usually
+        gpu: Name of the GPU in ``fsdp_zpp.planner.cluster``, such as ``"a100"``: its memory, the links that it usually
             has and, with ``tokens``, its TFLOP/s. Numbers that are given override names.
         link: Name of the link between the GPUs of a node, such as ``"nvlink4"`` or ``"pcie4"``. Over PCIe, each GPU of
             a single machine is a node to strategies with codecs and optimizer scope G, as in training.
@@ -253,3 +420,106 @@ def _size_of(params: float | ModelSize, trainable: float | None, units: int | No
     if units is not None:
         raise ValueError(f"units={units} was given, but the model has its own {params.count} units; leave units out")
     return params if trainable is None else params.with_trainable(trainable)
+
+
+# ---- running job
+#
+# ``choose_strategy``: the strategy for a given model on the cluster of the running job.
+
+
+def choose_strategy(
+    model: nn.Module,
+    *,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    inter_gbps: float | None = None,
+    intra_gbps: float | None = None,
+    gpu_memory: float | None = None,
+    slow_links: bool | None = None,
+    **options: Any,
+) -> Strategy:
+    """Return the strategy that :func:`plan` chooses; for one of torch's, that which does the same here.
+
+    Without codecs among the options, presets with their codecs are compared with torch's strategies.
+
+    If a process group is initialized, all ranks must call this with the same arguments; they get the same strategy.
+
+    Args:
+        model: The model, not wrapped yet. Its trainable and frozen parameters are counted layer by layer.
+        nodes: Number of nodes. None takes it from the running job.
+        gpus_per_node: GPUs of each node. None takes it from the running job.
+        inter_gbps: Gbit/s of a whole node to the others. None measures it with all-gathers over the running job.
+        intra_gbps: Gbit/s of one GPU to the others of its node. None measures it likewise.
+        gpu_memory: GiB of a GPU. None asks the GPUs; without GPUs there is no limit.
+        slow_links: Whether the links inside a node are slow, as in ``plan``. None asks the machine, or
+            the measurement if it does not say, unless ``gpus_per_node`` or hardware is named: a node size that is given
+            stays.
+        **options: The other options of ``plan``: codecs, ``micro_batches``, ``gpu``, ``tp``, ``activations``, ... Names
+            of hardware replace measurements. With ``cpu_offload``, ``host_gbps`` is measured on GPUs unless it or
+            ``gpu`` is given. With experts on ranks of their own, the result is the strategy of the
+            other parameters; ``plan`` has both.
+
+    Raises:
+        ValueError: If nothing fits, an argument is out of range, or one is missing and no process group is initialized.
+        TypeError: If an argument has the wrong type.
+    """
+    group = dist.group.WORLD
+    named = options.get("gpu") is not None or options.get("link") is not None
+    asks_machine = gpus_per_node is None and slow_links is None and not named
+    size, nodes, gpus_per_node = agree(group, lambda: _on_what(model, nodes, gpus_per_node))
+    unknown_inter = inter_gbps is None and nodes > 1 and options.get("net") is None
+    unknown_intra = intra_gbps is None and gpus_per_node > 1 and not named
+    facts: dict[str, object] = {"nodes": nodes, "gpus_per_node": gpus_per_node}
+    # Each of these decides on a collective.
+    facts |= {"measured inter_gbps": unknown_inter, "measured intra_gbps": unknown_intra}
+    facts |= {"links asked of the machine": asks_machine, "memory of the GPU": gpu_memory is None}
+    unknown_host = bool(options.get("cpu_offload")) and options.get("host_gbps") is None and options.get("gpu") is None
+    facts["measured host_gbps"] = unknown_host
+    check_agreement(group, "choose_strategy", facts)
+    if group is not None:
+        measured = measure_bandwidth(group, gpus_per_node) if unknown_inter or unknown_intra else None
+        if measured is not None:
+            inter_gbps = measured.inter_gbps if unknown_inter else inter_gbps
+            intra_gbps = measured.intra_gbps if unknown_intra else intra_gbps
+        if asks_machine:
+            slow_links = links_are_slow(group, measured if unknown_intra else None)
+    on: dict[str, Any] = {"nodes": nodes, "gpus_per_node": gpus_per_node, "slow_links": slow_links}
+    on |= {"inter_gbps": inter_gbps, "intra_gbps": intra_gbps}
+    on["gpu_memory"] = device_memory() if gpu_memory is None else gpu_memory
+    if unknown_host:
+        options["host_gbps"] = measure_host_link()
+    agreed = agree(group, lambda: plan(size, **on, **options))
+    if agreed.choice is None:
+        raise ValueError(agreed.reason)
+    return agreed.choice.strategy
+
+
+def _on_what(model: nn.Module, nodes: int | None, gpus_per_node: int | None) -> tuple[ModelSize, int, int]:
+    """Return the size of ``model``, and the numbers of nodes and of GPUs of each, given or from the running job."""
+    size = module_size(model)
+    running = _running(gpus_per_node) if nodes is None or gpus_per_node is None else None
+    if running is not None:
+        gpus_per_node = running.gpus_per_node
+        nodes = running.nodes if nodes is None else nodes
+    if nodes is None or gpus_per_node is None:
+        raise ValueError(
+            f"got nodes={nodes} and gpus_per_node={gpus_per_node}, and no process group is initialized to take them "
+            "from; pass both, or call torch.distributed.init_process_group first"
+        )
+    return size, whole("nodes", nodes), whole("gpus_per_node", gpus_per_node)
+
+
+def device_memory() -> float | None:
+    """Return the GiB of the current GPU, or of the smallest GPU of the running job; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    memory = torch.tensor(float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory))
+    if dist.is_initialized():
+        # All ranks need the same figure, or they might choose different strategies.
+        memory = memory.to("cuda" if "nccl" in dist.get_backend() else "cpu")
+        dist.all_reduce(memory, dist.ReduceOp.MIN)
+    return memory.item() / GIB
+
+
+def _running(gpus_per_node: int | None) -> Topology | None:
+    return topology_of(world(), gpus_per_node) if dist.is_initialized() else None

@@ -1,19 +1,497 @@
-"""A plan and its report as text; ``json_report`` has it as JSON."""
+"""Reports of a plan: as text with its notes, as a chart, and as JSON."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from fsdp_zpp.config.local_steps import LocalSteps
-from fsdp_zpp.config.resolve import ResolvedStrategy
+from fsdp_zpp.names import how_to_install
+from fsdp_zpp.strategy.error_feedback import Topology, error_buffer_specs
+from fsdp_zpp.strategy.local_steps import LocalSteps
+from fsdp_zpp.strategy.strategy import ResolvedStrategy, Strategy
 
-from .axes import Axes
-from .axes_report import table_of_axes, title_of_axes
-from .config import GIB, Cluster, MemoryBudget, Precision, StepConfig
-from .estimate import Estimate
-from .model_size import ModelSize
-from .table import aligned, count, number, seconds
-from .volume import Volume
+from .choice import TOLERANCE, Estimate, aligned, choose, count, number, seconds, with_levels, with_local_steps
+from .cluster import GIB, Cluster, MemoryBudget, Offload, Precision, StepConfig
+from .memory import Memory, Volume
+from .model_size import Axes, ModelSize, Routing, Unit
+from .step_time import StepTime
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes as ChartAxes
+    from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
+
+
+# ---- chart labels
+#
+# Labels of a chart's points, placed so that none covers another or a point.
+
+Labelled = tuple[str, tuple[float, float], bool]
+"""A name, where its point is, and whether it is to be read first (black) or is in the background (grey)."""
+
+_NEAR = 0.01
+"""Points that are closer than this fraction of both axes share a label."""
+_NAMES = 3
+"""Names in a label; of more, it says how many there are."""
+_REACH = 30
+"""How far a label may be moved from its point, in steps of half its height."""
+_POINT = 4
+"""Half the size of a point, in pixels."""
+_GAP = 6
+"""Pixels between a point and a label beside it."""
+
+
+def write_labels(axes: ChartAxes, figure: Figure, points: Sequence[Labelled]) -> None:
+    """Write the names beside the points, with a line to those that lie further off.
+
+    Args:
+        axes: The axes, whose limits and scales are set.
+        figure: The figure that they are in.
+        points: The points, the most important first: they get the best places.
+    """
+    from matplotlib.transforms import Bbox
+
+    figure.draw_without_rendering()  # sets the layout, on which places depend
+    figure.set_layout_engine("none")
+    spots = [axes.transData.transform(at) for _, at, _ in points]
+    taken = [Bbox.from_bounds(x - _POINT, y - _POINT, 2 * _POINT, 2 * _POINT) for x, y in spots]
+    to_points = 72 / figure.dpi  # an image of any resolution has the same layout in points
+    line = {"arrowstyle": "-", "color": "0.7", "lw": 0.6, "shrinkA": 0, "shrinkB": 2}
+    for names, at, first in _grouped(axes, points):
+        more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+        options: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": "black" if first else "0.5"}
+        text = ", ".join(names[:_NAMES]) + more
+        # Without its line, which would count as a part of it.
+        label = axes.annotate(text, at, xytext=(0, 0), **options)
+        (dx, dy), box = _place(label.get_window_extent(), taken, axes.get_window_extent())
+        label.remove()
+        axes.annotate(text, at, xytext=(dx * to_points, dy * to_points), **options, arrowprops=line)
+        taken.append(box)
+
+
+def _grouped(axes: ChartAxes, points: Sequence[Labelled]) -> list[tuple[list[str], tuple[float, float], bool]]:
+    """Put together names whose points nearly coincide as the eye sees them, after the scaling of both axes."""
+    to_axes = axes.transData + axes.transAxes.inverted()
+    groups: list[tuple[list[str], tuple[float, float], bool]] = []
+    for name, at, first in points:
+        x, y = to_axes.transform(at)
+        for names, other, _ in groups:
+            other_x, other_y = to_axes.transform(other)
+            if abs(x - other_x) < _NEAR and abs(y - other_y) < _NEAR:
+                names.append(name)
+                break
+        else:
+            groups.append(([name], at, first))
+    return groups
+
+
+def _place(box: Bbox, taken: Sequence[Bbox], inside: Bbox) -> tuple[tuple[float, float], Bbox]:
+    """Return how far to move a label's box to the nearest free place inside the axes, and the box there."""
+    for dx, dy in _offsets(box.width, box.height):
+        moved = box.translated(dx, dy)
+        within = inside.x0 <= moved.x0 and moved.x1 <= inside.x1 and inside.y0 <= moved.y0 and moved.y1 <= inside.y1
+        if within and not any(moved.overlaps(other) for other in taken):
+            return (dx, dy), moved
+    return (_GAP, _GAP), box.translated(_GAP, _GAP)
+
+
+def _offsets(width: float, height: float) -> Iterator[tuple[float, float]]:
+    """Return places around a point, the nearest first: to its right and left, then higher and lower."""
+    for step in range(_REACH):
+        for dy in (step * height / 2 - height / 2, -step * height / 2 - height / 2):
+            for dx in (_GAP, -_GAP - width, -width / 2):
+                yield dx, dy
+
+
+# ---- chart
+#
+# A plan as a chart: memory against predicted step time.
+
+
+def draw_plan(plan: Plan, path: Path) -> None:
+    """Draw a point for each row of the table, in grey if it does not fit, to an image whose suffix sets the format.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is not installed.
+        ValueError: If matplotlib can't write the format.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import LogFormatter
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"the chart needs matplotlib: {how_to_install('examples')}") from error
+    # Without pyplot there is neither a window nor a global figure that somebody must close.
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    axes = figure.subplots()
+    rows, _ = shown_rows(plan)
+    for fits, colour, label in ((True, "tab:blue", "fits"), (False, "0.7", "does not fit")):
+        points = [_point(estimate) for estimate in rows if estimate.fits == fits]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o", color=colour, label=label, ls="")
+    if plan.choice is not None:
+        x, y = _point(plan.choice)
+        axes.plot([x], [y], "o", mfc="none", mec="tab:red", ms=12, label=f"the choice: {plan.choice.name}", ls="")
+    if plan.budget.gpu_memory is not None:
+        axes.axvline(plan.budget.gpu_memory, color="0.5", ls="--", lw=1, label=f"{plan.budget.gpu_memory:g} GiB")
+    # Strategies differ by factors in memory, NNN and GGG by up to the world size, which crowds them on linear axes.
+    axes.set_xscale("log")
+    # A single GPU sends nothing, and a log axis can't show 0.
+    if all(estimate.time.total > 0 for estimate in rows):
+        axes.set_yscale("log")
+    axes.set(xlabel="memory, GiB a GPU", ylabel="predicted step time, s")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(LogFormatter())
+    axes.margins(0.15)
+    axes.grid(alpha=0.3)
+    # Below the axes, where it covers no point.
+    figure.legend(loc="outside lower center", ncols=4)
+    write_labels(axes, figure, [(each.name, _point(each), each.fits) for each in rows])
+    figure.savefig(path, dpi=150)
+
+
+def _point(estimate: Estimate) -> tuple[float, float]:
+    return estimate.gib, estimate.time.total
+
+
+# ---- notes
+#
+# Notes on a plan: what was assumed, and which arguments have no effect.
+
+
+def notes_on(
+    size: ModelSize,
+    cluster: Cluster,
+    work: StepConfig,
+    budget: MemoryBudget,
+    codecs: Strategy,
+    topologies: Sequence[Topology],
+) -> list[str]:
+    """Return notes on a plan, one sentence each.
+
+    Args:
+        size: The size of the model.
+        cluster: The cluster.
+        work: The work of a step.
+        budget: The memory of a GPU.
+        codecs: The codecs of all strategies.
+        topologies: The layouts of the ranks that these are on.
+    """
+    notes = [
+        f"Activations are assumed to take {budget.activations:g} GiB a GPU, and {budget.reserve:g} GiB are in reserve."
+    ]
+    if budget.gpu_memory is None:
+        notes.append("No memory limit was given, so everything fits.")
+    if work.tokens is None:
+        notes.append("Computation is left out (tokens and tflops were not given): the step is communication alone.")
+    elif work.launch_ms:
+        notes.append(
+            f"A GPU is taken to achieve {work.tflops:,.4g} TFLOP/s, and the CPU to launch a unit in {work.launch_ms:g} "
+            "ms."
+        )
+    if cluster.nodes == 1:
+        notes.append("A single node sends nothing to other nodes.")
+    elif all(topology.nodes == 1 for topology in topologies):
+        notes.append("Each strategy's ranks share a node, so it sends nothing to other nodes.")
+    if cluster.gpus_per_node == 1:
+        notes.append("Nodes of one GPU send nothing inside.")
+    return notes + _idle_codecs(size, topologies, codecs)
+
+
+def notes_on_local_steps(cluster: Cluster, codecs: Strategy, local_steps: LocalSteps | None) -> list[str]:
+    """Return notes on local steps, if there are any."""
+    if local_steps is None:
+        return []
+    if cluster.nodes == 1:
+        return ["Local steps have no effect: there is only one node."]
+    notes = []
+    if len(local_steps.segments) > 1:
+        notes.append(f"Figures of local steps are those of the last segment, every {local_steps.last_every} steps.")
+    if local_steps.has_synchronous_steps:
+        phases = [f"the first {local_steps.start}"] * (local_steps.start > 0)
+        phases += [f"those from {local_steps.stop} on"] * (local_steps.stop is not None)
+        notes.append(
+            f"Synchronous steps ({' and '.join(phases)}) send what the same letters send without local steps. Memory "
+            "figures suffice for all steps."
+        )
+    return notes + _left_out(codecs, local_steps)
+
+
+def _left_out(codecs: Strategy, local_steps: LocalSteps) -> list[str]:
+    kept = with_local_steps(with_levels(codecs, "III"), local_steps)
+    idle = [
+        f"{name}={requested}"
+        for name, requested in (("gradients", codecs.gradients), ("error_feedback", codecs.error_feedback))
+        if requested is not None and getattr(kept, name) is None
+    ]
+    if not idle:
+        return []
+    unencoded = ", unencoded unless intra_gradients names a codec" * (kept.gradient_codecs[0] is None)
+    return [f"Local steps ignore {' and '.join(idle)}: gradients stay inside nodes{unencoded}."]
+
+
+def notes_on_experts(routing: Routing | None, axes: Axes, topology: Topology) -> list[str]:
+    """Return a note if ``fully_shard`` would pad experts that are sharded over the ranks of ``topology``."""
+    if routing is None or topology.world <= (held := routing.experts // axes.ep):
+        return []
+    padded = (
+        f"Experts are sharded over {topology.world} ranks, and a layer has {held} for them: fully_shard pads a stack "
+        "of fewer experts than ranks, which is left out here. Have shard_placement_fn cut another dimension."
+    )
+    return [padded]
+
+
+def _idle_codecs(size: ModelSize, topologies: Sequence[Topology], codecs: Strategy) -> list[str]:
+    one_node = all(topology.nodes == 1 for topology in topologies)
+    idle = []
+    if codecs.frozen is not None and size.frozen == 0:
+        idle.append(f"frozen={codecs.frozen} has no effect: all parameters are trainable.")
+    for name, codec in (("weights", codecs.weights), ("gradients", codecs.gradients)):
+        if codec is not None and one_node:
+            idle.append(f"{name}={codec} has no effect: it encodes what is sent between nodes.")
+    resolved = [codecs.resolve(topology) for topology in topologies]
+    if all((each.weights, each.gradient_codecs) != (codecs.weights, codecs.gradient_codecs) for each in resolved):
+        idle.append(
+            "If the links inside the node are slow, name them: link='pcie4' plans each GPU as a node, as training does."
+        )
+    intra = codecs.gradient_codecs[0]
+    if intra is not None and all(topology.gpus_per_node == 1 for topology in topologies):
+        idle.append(f"intra_gradients={intra} has no effect: it encodes what is sent inside a node.")
+    feedback = codecs.error_feedback
+    hops = {"inter": "between nodes", "intra": "inside a node"} if feedback is not None else {}
+    if feedback is not None and feedback.hops == "inter":
+        del hops["intra"]
+    # Which of the two hops have errors does not depend on the optimizer scope or the size.
+    fed_back = {
+        hop for each in resolved for hop in error_buffer_specs(feedback, each.gradient_codecs, "G", each.topology, 0)
+    }
+    idle += [
+        f"error_feedback has no effect {where}: nothing encoded is sent there."
+        for hop, where in hops.items()
+        if hop not in fed_back
+    ]
+    return idle
+
+
+# ---- link notes
+#
+# Notes on slow links inside nodes: what counts as a node, and which size of one is better on three levels of links.
+
+
+def notes_on_links(cluster: Cluster, rows: Sequence[Estimate]) -> list[str]:
+    """Return notes if the links inside nodes are slow."""
+    if not cluster.slow_links or cluster.gpus_per_node == 1:
+        return []
+    if cluster.nodes == 1:
+        note = (
+            "Links of the machine are slow: strategies with codecs and optimizer scope G count each GPU as a node, and "
+            "their bytes are shown as sent inside it. A quantized base stays sharded over the machine."
+        )
+        return [note]
+    by_size = [[row for row in rows if row.fits and _splits(row) == splits] for splits in (False, True)]
+    machine, gpu = (choose([row for row in of if row.torch is None], slow_links=True) for of in by_size)
+    return [] if machine is None or gpu is None else [_recommendation(machine, gpu)]
+
+
+def _splits(row: Estimate) -> bool:
+    return row.candidate is not None and row.candidate.strategy.gpus_per_node == 1
+
+
+def _recommendation(machine: Estimate, gpu: Estimate) -> str:
+    """Say which size of a node is better. Ties go to the machine, which keeps less on each GPU."""
+    better = "pass gpus_per_node=1" if gpu.time.total * (1 + TOLERANCE) < machine.time.total else "keep the machine"
+    one, other = (f"{row.name} takes {seconds(row.time.total)} and {row.gib:.1f} GiB" for row in (machine, gpu))
+    return f"Three levels of links: with a machine as a node, {one}; with each GPU as a node, {other}: {better}."
+
+
+# ---- offload notes
+#
+# Notes on CPU offload: what it takes beside the strategy, and that it would help where nothing fits without.
+
+ANY_HOST = Offload(gbps=1.0, optimizer_gbs=1.0)
+"""A host of which no figure matters but that it has enough memory: what fits does not depend on its speed."""
+
+
+def notes_on_offload(budget: MemoryBudget) -> list[str]:
+    """Return notes on what is offloaded, if anything is."""
+    offload = budget.offload
+    if offload is None:
+        return []
+    what = (
+        "Parameters, their gradients and optimizer state are offloaded: pass offload_policy=CPUOffloadPolicy() to "
+        "fully_shard, or cpu_offload=CPUOffload(offload_params=True) to FullyShardedDataParallel. A quantized base, "
+        "secondary shards, accumulated gradients and errors stay on the GPU."
+    )
+    speed = (
+        f"A GPU is taken to copy {offload.gbps:,.4g} Gbit/s from and to the host, and the CPUs of a node to move "
+        f"{offload.optimizer_gbs:,.4g} GB/s in a fused optimizer's step, which comes after the backward."
+    )
+    if not offload.assumed:
+        return [what, speed]
+    options = " and ".join(f"{name} (--{name.replace('_', '-')})" for name in offload.assumed)
+    which, them = ("That is", "them") if len(offload.assumed) == 2 else ("Of these, one is", "it")
+    assumption = (
+        f"{which} assumed, not measured: pass {options} as benchmarks/step/offload.py prints {them} on your machine."
+    )
+    return [what, speed, assumption]
+
+
+def hint_at_offload(offloaded: Sequence[Estimate]) -> list[str]:
+    """Return a note on the smallest row that would fit with CPU offload, if any would.
+
+    Args:
+        offloaded: The rows with offload.
+    """
+    fitting = [estimate for estimate in offloaded if estimate.fits]
+    if not fitting:
+        return []
+    # Exact mathematics first: local steps are never the answer to a lack of memory.
+    smallest = min(fitting, key=lambda each: (each.strategy.local_steps is not None, each.memory.total))
+    hint = (
+        f"With CPU offload (cpu_offload=True, --cpu-offload), {len(fitting)} of {len(offloaded)} would fit: "
+        f"{smallest.name} takes {smallest.gib:.1f} GiB a GPU, and {smallest.memory.host / GIB:.1f} GiB of its host for "
+        "each."
+    )
+    return [hint]
+
+
+# ---- axes report
+#
+# What a report says of other parallelisms: where ranks lie, and the bytes of each axis.
+
+
+def title_of_axes(axes: Axes, estimate: Estimate) -> str:
+    """Return a line with the degrees of the axes, and the ranks that strategies shard over."""
+    degrees = ", ".join(f"{name} {degree}" for name, degree in asdict(axes).items())
+    if estimate.experts is None:
+        return f"{degrees}; sharded over {_ranks(estimate.topology)}"
+    own = f", by {estimate.experts.strategy.levels}" * (estimate.experts.strategy.levels != estimate.levels)
+    return (
+        f"{degrees}; dense parameters sharded over {_ranks(estimate.topology)}, experts over "
+        f"{_ranks(estimate.experts.topology)}{own}"
+    )
+
+
+def _ranks(topology: Topology) -> str:
+    return f"{count(topology.world, 'rank')}, {topology.gpus_per_node:,} a node"
+
+
+def table_of_axes(estimate: Estimate, activations: Iterable[tuple[str, Volume]], cluster: Cluster) -> list[str]:
+    """Return a table of the bytes that a step sends along each axis under one strategy."""
+    experts = estimate.experts
+    volumes = {"dp" if experts is None else "dp, dense parameters": estimate.dense_volume}
+    if experts is not None:
+        volumes[f"dp, experts ({experts.strategy.levels})"] = experts.volume
+    estimated = {f"{axis}, activations *": volume for axis, volume in activations}
+    rows = [(f"GB a step under {estimate.name}:", "out of node", "in node, a GPU")]
+    for name, volume in (volumes | estimated).items():
+        out = cluster.gpus_per_node * volume.inter
+        rows.append((f"   {name}", number(out / 1e9), number(volume.intra / 1e9)))
+    legend = ["* estimated from the shape of a layer; no time above includes them."] if estimated else []
+    return [*aligned(rows, names=1), *legend, ""]
+
+
+def ranks_of(estimate: Estimate) -> dict[str, Any]:
+    """Return, for JSON, the ranks that a strategy shards over, and the figures of experts that are apart."""
+    figures: dict[str, Any] = {"ranks": asdict(estimate.topology)}
+    if (experts := estimate.experts) is not None:
+        figures["experts"] = {
+            "levels": experts.strategy.levels,
+            "ranks": asdict(experts.topology),
+            "sent_bytes_per_gpu": asdict(experts.volume),
+            "memory_bytes": experts.memory.total,
+        }
+    return figures
+
+
+# ---- json report
+#
+# A plan as JSON.
+
+
+def plan_to_json(plan: Plan) -> str:
+    """Return all inputs and figures as JSON: bytes, seconds, and GiB for inputs that were given in GiB."""
+    report: dict[str, Any] = {
+        "choice": None if plan.choice is None else plan.choice.name,
+        "reason": plan.reason,
+        "notes": plan.notes,
+        "model": {
+            "params": plan.size.params,
+            "trainable": plan.size.trainable,
+            "active": plan.size.active_trainable + plan.size.active_frozen,
+            "units": [_unit(unit, plan.has_axes) for unit in plan.size.units],
+        },
+        "cluster": dataclasses.asdict(plan.cluster),
+        "work": dataclasses.asdict(plan.work),
+        "budget_gib": {name: figure for name, figure in vars(plan.budget).items() if name != "offload"},
+        "precision": dataclasses.asdict(plan.precision),
+        "codecs": _codecs(plan),
+        "paste": None if plan.choice is None else plan.choice.paste,
+        "strategies": {estimate.name: _figures(estimate, plan) for estimate in plan.rows},
+    }
+    if plan.has_axes:
+        report["axes"] = dataclasses.asdict(plan.axes)
+        report["estimated_activation_bytes_per_gpu"] = {
+            axis: dataclasses.asdict(volume) for axis, volume in plan.activations
+        }
+    if plan.budget.offload is not None:
+        report["offload"] = dataclasses.asdict(plan.budget.offload)
+    if plan.local_steps is not None:
+        # Codecs as text: asdict would leave of them no more than their blocks.
+        report["local_steps"] = vars(plan.local_steps)
+    return json.dumps(report, indent=1, default=str)
+
+
+def _codecs(plan: Plan) -> dict[str, str | None]:
+    strategy = plan.resolved
+    intra, inter = strategy.gradient_codecs
+    codecs: dict[str, object] = {
+        "weights": strategy.weights,
+        "gradients": inter,
+        "intra_gradients": intra,
+        "frozen": strategy.frozen,
+    }
+    codecs["error_feedback"] = strategy.error_feedback
+    return {name: None if codec is None else str(codec) for name, codec in codecs.items()}
+
+
+_OF_LOCAL_STEPS = ("outer", "exchange", "wait")
+_OF_OFFLOAD = ("host", "optimizer")
+
+
+def _unit(unit: Unit, with_experts: bool) -> dict[str, Any]:
+    figures = dataclasses.asdict(unit)
+    return {name: figure for name, figure in figures.items() if with_experts or not name.startswith("expert_")}
+
+
+def _figures(estimate: Estimate, plan: Plan) -> dict[str, Any]:
+    offloads = plan.budget.offload is not None
+
+    def fields_of(value: Memory | StepTime) -> dict[str, Any]:
+        left_out: tuple[str, ...] = _OF_LOCAL_STEPS if estimate.strategy.local_steps is None else ()
+        if not offloads:
+            left_out += ("host",) if isinstance(value, Memory) else _OF_OFFLOAD
+        return {name: figure for name, figure in dataclasses.asdict(value).items() if name not in left_out}
+
+    return (ranks_of(estimate) if plan.has_axes else {}) | {
+        "torch": estimate.torch,
+        "paste": estimate.paste,
+        "levels": estimate.levels,
+        "gpus_per_node": estimate.topology.gpus_per_node,
+        "fits": estimate.fits,
+        "memory_bytes": fields_of(estimate.memory) | {"total": estimate.memory.total},
+        "inter_node_bytes": estimate.inter_node_bytes,
+        "sent_bytes_per_gpu": dataclasses.asdict(estimate.volume),
+        "seconds": fields_of(estimate.time)
+        | {"communication": estimate.time.communication, "step": estimate.time.total},
+    }
+
+
+# ---- report
 
 
 @dataclass(frozen=True)

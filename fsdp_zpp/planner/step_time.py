@@ -8,15 +8,432 @@ grows with the sequence, recomputation and the optimizer are left out.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from fsdp_zpp.config.local_steps import LocalSteps
-from fsdp_zpp.config.resolve import ResolvedStrategy
+from fsdp_zpp.codecs.blockwise import Blockwise
+from fsdp_zpp.strategy.error_feedback import Topology, error_nbytes
+from fsdp_zpp.strategy.local_steps import MOMENT_CODEC, LocalSteps
+from fsdp_zpp.strategy.strategy import ResolvedStrategy, Strategy
 
-from .axes import Axes
-from .config import Cluster, StepConfig
-from .model_size import ModelSize
-from .volume import Volume
+from .cluster import Cluster, Offload, Precision, StepConfig
+from .memory import Memory, Volume, gathers_in_step, nbytes, shard_numel
+from .model_size import Axes, AxisRanks, LayerShape, ModelSize, Part, Units
+
+# ---- node size
+#
+# Which ranks count as a node, and which links its hops take, on a machine whose links are slow.
+#
+# The rule is that of training, [Note: Links] in strategy/strategy.py: on one machine without NVLink, each GPU is a node
+# to strategies whose codecs make it pay, and a quantized base is still sharded over the machine. Otherwise a machine is
+# a node.
+#
+# On several machines without NVLink there are three levels: a GPU's own memory, its machine, all machines. The planner
+# compares both node sizes there. A hop between nodes of one GPU goes over two kinds of links: to ranks of the same
+# machine, and out of it. As everywhere in the plan, a byte counts once for each rank that it goes to, which NCCL's
+# rings undercut for gathers.
+
+
+def strategy_topology(strategy: Strategy, ranks: Topology, cluster: Cluster) -> Topology:
+    """Return the layout that ``strategy`` sees of the ranks that it shards over.
+
+    Args:
+        strategy: The strategy.
+        ranks: The layout of these ranks on machines.
+        cluster: The cluster.
+    """
+    if strategy.gpus_per_node is not None:
+        return Topology(ranks.world, strategy.gpus_per_node)
+    return Topology(ranks.world, 1) if splits_machine(strategy, cluster) else ranks
+
+
+def splits_machine(strategy: Strategy, cluster: Cluster) -> bool:
+    """Return whether each GPU of the only machine counts as a node, without the strategy's saying so."""
+    alone = cluster.slow_links and cluster.nodes == 1 and cluster.gpus_per_node > 1
+    return alone and strategy.gpus_per_node is None and strategy.follows_links
+
+
+def on_machines(hops: Volume, seen: Topology, ranks: Topology) -> Volume:
+    """Return what a rank sends out of its machine and inside it, of what it sends between nodes and inside them.
+
+    Args:
+        hops: Bytes of the hops, between nodes and inside them.
+        seen: The layout that the strategy sees.
+        ranks: The layout of its ranks on machines, whose nodes are as large or larger.
+    """
+    if seen.nodes == 1 or seen == ranks:
+        return hops
+    # The peers of a hop between nodes are one rank of each other node, and get equally much.
+    beside = ranks.gpus_per_node // seen.gpus_per_node - 1
+    inside = hops.inter * beside // (seen.nodes - 1)
+    return Volume(hops.inter - inside, hops.intra + inside)
+
+
+# ---- activations
+#
+# Activations that other parallelisms send: estimates, from the shape of a layer.
+#
+# They are the textbook's figures, in each micro-batch and with what backward sends:
+#
+# - tp, with sequence parallelism (arXiv 2205.05198): four all-gathers and four reduce-scatters of a layer's
+# activations; - cp, as ring attention (arXiv 2310.01889): keys and values twice, and their gradients once; - ep: each
+# token to the experts that it is routed to, and back, as if tokens spread evenly; - pp: the activations that a stage
+# hands on, and their gradients. With two stages, each sends one of them.
+#
+# A byte counts once for each rank that it goes to. What frameworks do better, or compute again, is not in it.
+
+_COLLECTIVES_OF_TP = 8
+_PASSES_OF_CP = 3
+_EXCHANGES_OF_EP = 4
+
+
+def activation_volumes(
+    size: ModelSize, parts: tuple[Part, ...], cluster: Cluster, axes: Axes, work: StepConfig, precision: Precision
+) -> dict[str, Volume]:
+    """Return the bytes that one rank sends in a step along each axis but data parallelism, as far as they are known.
+
+    They are known if the shape of layers is, and the number of tokens.
+    """
+    ranks_of = axes.others(cluster)
+    if not ranks_of or size.layer is None or work.tokens is None:
+        return {}
+    tokens = work.tokens * work.micro_batches
+    to_each = _to_each_peer(size.layer, size, parts, axes, tokens)
+    volumes = {}
+    for axis, ranks in ranks_of.items():
+        values = to_each[axis]
+        if values is not None:
+            volumes[axis] = _sent(axis, ranks, round(values * precision.compute.itemsize), cluster.gpus_per_node)
+    return volumes
+
+
+def _to_each_peer(
+    layer: LayerShape, size: ModelSize, parts: tuple[Part, ...], axes: Axes, tokens: int
+) -> dict[str, float | None]:
+    """Return the values that a rank sends to each other rank of an axis."""
+    layers, expert_layers = (_layers(part) for part in (parts[0], parts[-1]))
+    own = tokens * layer.hidden / axes.tp  # the ranks of tensor parallelism share the tokens
+    return {
+        "tp": _COLLECTIVES_OF_TP * layers * own,
+        "cp": None if layer.keys is None else _PASSES_OF_CP * layers * 2 * tokens * layer.keys / axes.tp,
+        "ep": None if size.routing is None else _EXCHANGES_OF_EP * expert_layers * own * size.routing.chosen / axes.ep,
+        "pp": own,
+    }
+
+
+def _layers(part: Part) -> int:
+    return sum(unit.count for unit in part.units.units if unit.reshard_after_forward)
+
+
+def _sent(axis: str, ranks: AxisRanks, to_each: int, gpus_per_node: int) -> Volume:
+    together = ranks.on_a_node(gpus_per_node)
+    if axis != "pp":
+        return Volume(to_each * (ranks.size - together), to_each * (together - 1))
+    # A stage has neighbours alone: one on each side, but for the first and the last.
+    neighbours = min(ranks.size - 1, 2)
+    elsewhere = neighbours if together == 1 else int(together < ranks.size)
+    return Volume(to_each * elsewhere, to_each * (neighbours - elsewhere))
+
+
+# ---- offload
+#
+# What CPU offload costs in time: copies between the host's memory and the GPU, and the optimizer's step on the CPU.
+#
+# Copies. FSDP keeps shards in the dtype in which they are stored, and copies a unit's shard to the GPU whenever ranks
+# gather from it: with equal parameter and optimizer scopes for each forward and backward, as torch's FSDP does; with
+# the scopes I or N over a finer one once a step, since what is gathered again then comes from what is kept on the GPU,
+# and never if the unit is frozen. A shard's gradient is copied back once a step, in the same dtype (torch's
+# ``foreach_reduce`` and ``_offload_grad``). Bytes divide by the bandwidth of one GPU's link to its host.
+#
+# The optimizer. Its step is bound by memory: it reads parameters, gradients and state, and writes the first and the
+# last. With s bytes stored for a parameter and o bytes of state that is 3 s + 2 o, 28 for Adam in fp32. GPUs of a node
+# share its CPUs, whose bandwidth counts for all of them together. The optimizer has to be a fused or vectorized one
+# (``torch.optim.AdamW(..., fused=True)``): one that makes a pass for each operation moves a multiple.
+
+
+@dataclass(frozen=True)
+class HostWork:
+    """Bytes that offloaded parameters of one GPU move in an optimizer step.
+
+    Attributes:
+        down: Bytes of parameters that are copied to the GPU.
+        up: Bytes of gradients that are copied to the host.
+        optimizer: Bytes that the optimizer reads and writes in the host's memory.
+    """
+
+    down: int = 0
+    up: int = 0
+    optimizer: int = 0
+
+    def __add__(self, other: HostWork) -> HostWork:
+        return HostWork(self.down + other.down, self.up + other.up, self.optimizer + other.optimizer)
+
+
+def host_work(
+    size: Units, resolved: ResolvedStrategy, micro_batches: int, precision: Precision, pipelined: bool = False
+) -> HostWork:
+    """Return what units move by the rules at the top of this file; arguments are those of ``step_volume``."""
+    parameters, _, optimizer = resolved.scopes
+    total = HostWork()
+    for unit in size.units:
+        gathers = gathers_in_step(unit, micro_batches, pipelined)
+        trained = shard_numel(unit.trainable, optimizer, resolved.topology)
+        # A base with a codec of its own is not FSDP's, and stays on the GPU.
+        frozen = shard_numel(unit.frozen, optimizer, resolved.topology) if resolved.frozen is None else 0
+        stored = precision.storage.itemsize
+        of_frozen = frozen * (precision.frozen_storage or precision.storage).itemsize
+        reads = (gathers, gathers) if parameters == optimizer else (1, 0)
+        one = HostWork(
+            down=reads[0] * trained * stored + reads[1] * of_frozen,
+            up=trained * stored,
+            optimizer=trained * (3 * stored + 2 * precision.optimizer_bytes),
+        )
+        total += HostWork(unit.count * one.down, unit.count * one.up, unit.count * one.optimizer)
+    return total
+
+
+def with_offload(step: StepTime, work: HostWork, offload: Offload, gpus_per_node: int) -> StepTime:
+    """Return the time of a step whose parameters are offloaded.
+
+    Args:
+        step: The time of the step without.
+        work: What one GPU's parameters move.
+        offload: The host.
+        gpus_per_node: Number of GPUs that share its CPUs.
+    """
+    return replace(
+        step,
+        host=(work.down + work.up) * 8 / (offload.gbps * 1e9),
+        optimizer=gpus_per_node * work.optimizer / (offload.optimizer_gbs * 1e9),
+    )
+
+
+# ---- exchange
+#
+# Additions of local steps to a step inside a node: exchanges between nodes, their bytes and their memory.
+#
+# Between exchanges a node is a job of its own (``ResolvedStrategy.within_node``), so memory.py plans it as
+# one.
+#
+# In an exchange, a rank sends a part of each unit that is trained: its shard under the optimizer scope I, one of
+# gpus_per_node equal parts under N. The planner knows the size of a unit and not its parameters, so it takes a unit for
+# one flat tensor, padded once. Under N, the last rank of a node may hold, and send, a little less than the figures.
+# Optimizers are taken to keep a moment for each 4 bytes of their state, as AdamW keeps two in fp32.
+
+_FP32 = 4
+
+
+def fragment_count(size: ModelSize) -> int:
+    """Return the number of units that are exchanged."""
+    return sum(unit.count for unit in size.units if unit.trainable)
+
+
+def exchange_volume(
+    size: ModelSize, resolved: ResolvedStrategy, local_steps: LocalSteps, precision: Precision
+) -> Volume:
+    """Return the bytes that one rank sends when each unit is exchanged once, which takes ``every`` steps.
+
+    Args:
+        size: The size of the model.
+        resolved: The strategy, on several nodes.
+        local_steps: How they exchange.
+        precision: The dtypes.
+    """
+    total = Volume()
+    for unit in size.units:
+        if unit.trainable:
+            one = _Exchange(unit.trainable, resolved, local_steps, precision)
+            total += Volume(unit.count * one.sent_between, unit.count * one.sent_inside)
+    return total
+
+
+def moment_volume(size: ModelSize, resolved: ResolvedStrategy, local_steps: LocalSteps, precision: Precision) -> Volume:
+    """Return the bytes that one rank sends when each unit's moments are averaged once; none if they never are.
+
+    This happens once in ``every * moments_every`` steps. Arguments are those of :func:`exchange_volume`.
+    """
+    total = Volume()
+    for unit in size.units:
+        if unit.trainable and local_steps.moments_every is not None:
+            one = _Exchange(unit.trainable, resolved, local_steps, precision)
+            total += Volume(unit.count * one.moments_sent_between, unit.count * one.moments_sent_inside)
+    return total
+
+
+def per_step(exchange: Volume, moments: Volume, local_steps: LocalSteps) -> Volume:
+    """Return the bytes of exchanges averaged over the steps of the last segment, rounded up to whole bytes.
+
+    Args:
+        exchange: What :func:`exchange_volume` returns.
+        moments: What :func:`moment_volume` returns.
+        local_steps: How often both are sent.
+    """
+    times = local_steps.moments_every or 1
+    steps = local_steps.last_every * times
+    return Volume(
+        -(-(exchange.inter * times + moments.inter) // steps), -(-(exchange.intra * times + moments.intra) // steps)
+    )
+
+
+def exchange_memory(
+    size: ModelSize, resolved: ResolvedStrategy, local_steps: LocalSteps, precision: Precision
+) -> Memory:
+    """Return the memory that exchanges add on a GPU; arguments are those of :func:`exchange_volume`.
+
+    The buffers of the largest unit count in full beside the units that are gathered: an exchange has a stream of its
+    own, and torch's allocator does not reuse memory across streams at once. However many units are due together, they
+    are exchanged one after the other. Errors stay on the GPU under ``offload``, too.
+    """
+    total, buffers = Memory(), 0
+    for unit in size.units:
+        if unit.trainable:
+            one = _Exchange(unit.trainable, resolved, local_steps, precision)
+            total += Memory(outer=one.outer_state, errors=one.errors) * unit.count
+            buffers = max(buffers, one.buffers)
+    return total + Memory(working=buffers)
+
+
+def moment_buffers(chunk: int, nodes: int) -> int:
+    """Return the peak bytes of buffers while moments are averaged, one moment after the other.
+
+    Args:
+        chunk: The number of values of which a rank makes the mean.
+        nodes: The number of nodes.
+    """
+    # The moments in fp32, and beside them payloads sent and received, or the signs of a chunk.
+    return nodes * _FP32 * chunk + max(2 * nodes * MOMENT_CODEC.nbytes(chunk), _FP32 * chunk)
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """Exchange of one unit of ``numel`` trainable elements, on one rank."""
+
+    numel: int
+    resolved: ResolvedStrategy
+    local_steps: LocalSteps
+    precision: Precision
+
+    @property
+    def _nodes(self) -> int:
+        return self.resolved.topology.nodes
+
+    @property
+    def _part(self) -> int:
+        """Return the elements that this rank exchanges."""
+        return shard_numel(self.numel, "I", self.resolved.topology)
+
+    @property
+    def _chunk(self) -> int:
+        """Return the elements of which this rank makes the outer step."""
+        return -(-self._part // self._nodes)
+
+    @property
+    def _payload(self) -> int:
+        """Return the bytes of an encoded chunk."""
+        return nbytes(self.local_steps.codec, self._chunk, _FP32)
+
+    @property
+    def _payload_back(self) -> int:
+        """Return the bytes of an encoded chunk of the update, which is made of all nodes' changes."""
+        codec = self.local_steps.codec
+        return nbytes(None if codec is None else codec.for_sum_of(self._nodes), self._chunk, _FP32)
+
+    @property
+    def _shares_node(self) -> bool:
+        """Return whether the ranks of a node hold the same weights, and put their parts together after an exchange."""
+        return self.resolved.scopes.optimizer == "N" and self.resolved.topology.gpus_per_node > 1
+
+    @property
+    def sent_between(self) -> int:
+        """Return the bytes to other nodes: a chunk of changes to each, and this rank's chunk of the update to all."""
+        return (self._nodes - 1) * (self._payload + self._payload_back)
+
+    @property
+    def sent_inside(self) -> int:
+        """Return the bytes to other GPUs of the node."""
+        others = self.resolved.topology.gpus_per_node - 1
+        return others * self._part * self.precision.storage.itemsize if self._shares_node else 0
+
+    @property
+    def _moments(self) -> int:
+        return -(-self.precision.optimizer_bytes // _FP32)
+
+    @property
+    def _averages_moments(self) -> bool:
+        return self.local_steps.moments_every is not None and self._moments > 0
+
+    @property
+    def moments_sent_between(self) -> int:
+        """Return the bytes to other nodes while moments are averaged: a chunk to each, and this rank's mean to all."""
+        return 2 * (self._nodes - 1) * self._moments * MOMENT_CODEC.nbytes(self._chunk)
+
+    @property
+    def moments_sent_inside(self) -> int:
+        """Return the bytes to other GPUs of the node."""
+        others = self.resolved.topology.gpus_per_node - 1
+        return others * self._part * self.precision.optimizer_bytes if self._shares_node else 0
+
+    @property
+    def outer_state(self) -> int:
+        """Return the bytes of the agreed weights and the momentum on the GPU."""
+        return 0 if self.local_steps.offload else _FP32 * (self._nodes + 1) * self._chunk
+
+    @property
+    def errors(self) -> int:
+        """Return the bytes of the errors, on the way there and back."""
+        feedback = self.local_steps.error_feedback
+        if feedback is None:
+            return 0
+        across = Topology(self._nodes, 1)
+        there = error_nbytes(feedback, (None, self.local_steps.codec), "G", across, self._chunk)
+        return there + feedback.nbytes(self._chunk)
+
+    @property
+    def buffers(self) -> int:
+        """Return the peak bytes of buffers over the phases of an exchange."""
+        chunk = _FP32 * self._chunk
+        change, payloads = self._nodes * chunk, self._nodes * self._payload
+        # Without a codec, changes are sent from where they are.
+        sent = payloads if self.local_steps.codec is not None else 0
+        return max(
+            change + self._agreed_copies,
+            change + chunk + sent + payloads,  # the mean, and payloads sent and received
+            change + 2 * chunk,  # the outer step, from the mean to the update
+            change + (self._nodes + 1) * self._payload_back,  # the update, one payload sent and one from each node
+            change + chunk + self._fed_back * self._nodes + payloads,
+            self._put_together,
+            moment_buffers(self._chunk, self._nodes) if self._averages_moments else 0,
+            # Before the stop, the exact mean of moments, sent from where they are.
+            2 * change if self.local_steps.stop is not None and self._moments > 0 else 0,
+        )
+
+    @property
+    def _fed_back(self) -> int:
+        """Return the bytes of error feedback on a chunk where the codec has no kernel for it, else 0.
+
+        They hold the change with its errors added, the new errors, and two temporaries for whether these are finite.
+        """
+        feedback, codec = self.local_steps.error_feedback, self.local_steps.codec
+        if feedback is None or isinstance(codec, Blockwise):
+            return 0
+        decoded = 0 if feedback.dtype is None else _FP32
+        return (3 * _FP32 + 1 + decoded) * self._chunk
+
+    @property
+    def _agreed_copies(self) -> int:
+        """Return the bytes of the agreed weights on the GPU, and as rounded to the dtype of the weights."""
+        itemsize = self.precision.storage.itemsize
+        if itemsize == _FP32:
+            return _FP32 * self._part if self.local_steps.offload else 0
+        return (itemsize + _FP32) * self._part
+
+    @property
+    def _put_together(self) -> int:
+        """Return the bytes of the node's parts, put together, and of this rank's own part."""
+        gpus = self.resolved.topology.gpus_per_node
+        return (gpus + 1) * self._part * self.precision.storage.itemsize if self._shares_node else 0
+
+
+# ---- step time
 
 _NOTHING = Volume()
 

@@ -1,3 +1,5 @@
 """Runtime that both adapters share: the units of a model, the events they react to, checkpoints, the log line."""
 
-from . import _needed  # noqa: F401  (it checks what the rest imports)
+from fsdp_zpp._torch_compat import check_folder
+
+check_folder("runtime")  # before what uses them is imported

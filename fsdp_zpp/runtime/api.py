@@ -1,21 +1,323 @@
-"""Functions that users call with a model: ``traffic``, ``invalidate``, and those of local steps."""
+"""Functions on sharded models, and checks of models before they are sharded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
-from fsdp_zpp.collectives.agreement import PLACE, agree
-from fsdp_zpp.collectives.kinds import Kind, Level
+from fsdp_zpp.comm.agreement import PLACE, agree
+from fsdp_zpp.comm.hops import Kind, Level
+from fsdp_zpp.local_steps.elastic import ElasticTraining, Membership
+from fsdp_zpp.local_steps.training import EXCHANGE, LocalTraining
+from fsdp_zpp.names import join_fqn, parameter_name
+from fsdp_zpp.strategy.local_steps import LocalSteps
+from fsdp_zpp.strategy.strategy import Strategy
 
-from .elastic_training import ElasticTraining, Membership
-from .local_training import EXCHANGE, LocalTraining
-from .model_ranks import ranks_of
-from .unit import COMMUNICATORS, Communicator, StrategyUnit, named_units
-from .validation import check_module
+from ._torch_mesh import node_size_fact
+from .unit import COMMUNICATORS, Communicator, StrategyUnit, holds_packed_values, named_units
+
+# ---- model ranks
+#
+# Ranks of a model where a user does not name them: a job may train several models, each on a part of its ranks.
+
+
+def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
+    """Return the ranks of ``model``: the largest group that a part of it is sharded over. Does not communicate.
+
+    Args:
+        model: The model. Any other object is accepted, since a caller refuses it on all ranks.
+        process_group: The ranks that the user gave.
+
+    Returns:
+        The ranks; for a model that is not sharded, or over a mesh of several dimensions, all ranks of the job. None if
+        this process is alone.
+    """
+    if process_group is not None or not dist.is_initialized() or not isinstance(model, nn.Module):
+        return process_group if process_group is not None else dist.group.WORLD
+    meshes = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    if any(mesh.ndim > 1 for mesh in meshes):
+        return dist.group.WORLD
+    groups = _unit_groups(model) or _instance_groups(model) or [mesh.get_group() for mesh in meshes]
+    return max(groups, key=dist.get_world_size) if groups else dist.group.WORLD
+
+
+def _unit_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    # First, since what torch sees under the optimizer scopes I and N is a node or a rank.
+    groups = [unit.ranks.group for unit in named_units(model)]
+    groups += [
+        group for module in model.modules() for part in getattr(module, COMMUNICATORS, ()) for group in part.groups
+    ]
+    return [group for group in groups if group is not None]
+
+
+def _instance_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    instances = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
+    if any("HYBRID" in instance.sharding_strategy.name for instance in instances):  # whose group is that of a node
+        return []
+    return [instance.process_group for instance in instances if instance.process_group is not None]
+
+
+# ---- validation
+#
+# Checks that both adapters make before they send anything.
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_module(model: object) -> None:
+    """Raise unless ``model`` is a module.
+
+    Raises:
+        TypeError: If it is not one.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {model!r}")
+
+
+def check_folder(path: object) -> Path:
+    """Return the folder that the argument ``path`` names.
+
+    Raises:
+        TypeError: If it is not a path.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be a folder, as a str or a path, got {path!r}")
+    return Path(path)
+
+
+def check_instance(name: str, value: object) -> None:
+    """Raise if the class Strategy, or a method that makes one, was passed where an instance was meant.
+
+    Raises:
+        TypeError: If ``value`` is one of these.
+    """
+    if isinstance(value, type) and issubclass(value, Strategy):
+        raise TypeError(f"{name} is the class Strategy itself, not an instance; did you mean Strategy()?")
+    made_by = getattr(value, "__self__", None)
+    if isinstance(made_by, type) and issubclass(made_by, Strategy):
+        call = f"Strategy.{getattr(value, '__name__', '')}"
+        raise TypeError(f"{name} is the method {call} itself, not what it returns; did you mean {call}()?")
+
+
+def strategy_facts(strategy: object, group: dist.ProcessGroup) -> dict[str, object]:
+    """Return the facts about a strategy on which ranks must agree; see [Note: Agreement] in agreement.py."""
+    # Of what is no strategy, too: a rank that just raised would leave the others in the comparison.
+    if not isinstance(strategy, Strategy):
+        return {"strategy": strategy}
+    facts: dict[str, object] = {"strategy": "a Strategy"}
+    facts |= {field.name: getattr(strategy, field.name) for field in dataclasses.fields(strategy)}
+    return facts | {"gpus_per_node": node_size_fact(strategy.gpus_per_node, group)}
+
+
+def check_dtypes(parameters: Iterable[tuple[str, Tensor]], remedy: str, *, takes_integers: bool = False) -> None:
+    """Raise if a parameter has a dtype that can't be sharded.
+
+    Args:
+        parameters: Names and parameters.
+        remedy: What to do about it, for the error.
+        takes_integers: Whether FSDP gathers integers, so that packed values may be stored as such.
+
+    Raises:
+        TypeError: It names the parameter.
+    """
+    for name, parameter in parameters:
+        if parameter.dtype in DTYPES:
+            continue
+        is_packed = holds_packed_values(parameter)
+        # bitsandbytes' layers in 8 bits read more of their parameters than FSDP keeps.
+        in_8_bits = hasattr(parameter, "CB")
+        if is_packed and takes_integers and not in_8_bits:
+            continue
+        frozen = "pass frozen= to the strategy, which takes over bitsandbytes' layers of 4096 values or more; or "
+        storage = "" if in_8_bits else "store packed values with bnb_4bit_quant_storage=torch.bfloat16; or "
+        raise TypeError(
+            f"parameter {name} is {parameter.dtype}; a Strategy shards {', '.join(map(str, DTYPES))}; "
+            f"{(storage + frozen) * is_packed}{remedy}"
+        )
+
+
+def check_exchanges(local_steps: LocalSteps, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise if exchanges would round parameters of which another parallelism has copies, each rank in its own way.
+
+    Raises:
+        NotImplementedError: It names a parameter that another parallelism has sharded, beside which copies lie.
+    """
+    codec = local_steps.codec
+    if codec is None or codec.block_numel:
+        return
+    for name, parameter in parameters:
+        if isinstance(parameter, DTensor):
+            raise NotImplementedError(
+                f"local_steps with codec={codec} can't be combined with another parallelism, but {name} is sharded "
+                "already: the codec's block_numel is 0, so all values depend on each other, and copies of a parameter "
+                "would be rounded as their neighbours on each rank demand; return the size of a block, or use "
+                "LocalSteps(codec=None)"
+            )
+
+
+# ---- shared parameters
+#
+# Parameters that two units share: FSDP gathers and reduces each in one unit alone, so a call that finds one raises.
+#
+# torch's own calls go on, and fail in the forward with errors about something else, or train the two apart. Parameters
+# that a call has sharded are marked, and so are their modules, since FSDP replaces parameters, or takes them away.
+
+Site = tuple[nn.Module, str]
+"""A module and the name of a parameter there."""
+_HELD = "_fsdp_zpp_held"
+"""Attribute of a parameter, its name in the call that has sharded it; and of a module, these names by parameter.
+
+Only text, since torch.save() also saves the attributes of a parameter.
+"""
+_ANOTHER = "a parameter of another unit"
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A parameter that a call would shard and another unit has.
+
+    Attributes:
+        site: Where the call finds it.
+        name: Its name in the call's modules.
+        parameter: The parameter; None where FSDP has taken it off its module.
+        held_as: Its name in the other unit's call.
+    """
+
+    site: Site
+    name: str
+    parameter: nn.Parameter | None
+    held_as: str
+
+
+@dataclass(frozen=True)
+class Units:
+    """How to recognize the units of an adapter.
+
+    Attributes:
+        is_unit: Returns whether a module is one.
+        is_torchs: Returns whether torch has sharded the parameter of a module already, by whatever strategy.
+    """
+
+    is_unit: Callable[[nn.Module], bool]
+    is_torchs: Callable[[nn.Module, nn.Parameter], bool]
+
+    def sites(self, modules: Sequence[nn.Module]) -> dict[Site, tuple[str, nn.Parameter]]:
+        """Return the parameters of ``modules`` that are in no unit below them, with names."""
+        return {
+            (module, name): (parameter_name(path, name), parameter)
+            for path, module in self._own(modules)
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
+
+    def find_shared(
+        self, modules: Sequence[nn.Module], ignored: Collection[nn.Parameter] = (), own: Collection[Site] = ()
+    ) -> Shared | None:
+        """Return the first parameter of ``modules`` that another unit has; None if there is none.
+
+        Args:
+            modules: The modules that a call shards.
+            ignored: Parameters that it leaves alone.
+            own: The parameters that it has sharded already.
+        """
+        left_alone = set(map(id, ignored))
+        for path, module in self._own(modules):
+            held: dict[str, str] = vars(module).get(_HELD, {})
+            for name in dict.fromkeys([*module._parameters, *held]):
+                parameter = module._parameters.get(name)
+                if (module, name) in own or id(parameter) in left_alone:
+                    continue
+                held_as = held.get(name)
+                if parameter is not None and held_as is None:
+                    is_torchs = self.is_torchs(module, parameter)
+                    held_as = vars(parameter).get(_HELD, _ANOTHER if is_torchs else None)
+                if held_as is not None:
+                    return Shared((module, name), parameter_name(path, name), parameter, held_as)
+        return None
+
+    def explain(self, shared: Shared, root: nn.Module, modules: Collection[nn.Module]) -> str:
+        """Return which units share a parameter.
+
+        Args:
+            shared: The parameter.
+            root: The outermost module that is known.
+            modules: The modules of the call that found it.
+        """
+        names: dict[str, str] = {}
+        for unit, name in self._names(root, shared, modules, "", ""):
+            names.setdefault(unit, name)
+        if len(names) < 2:
+            name = next(iter(names.values()), shared.name)
+            return f"{name} was sharded before, as {shared.held_as}"
+        return " and ".join(f"{name} (unit {unit or 'root'})" for unit, name in names.items()) + " are one parameter"
+
+    def _names(
+        self, module: nn.Module, shared: Shared, units: Collection[nn.Module], path: str, unit: str
+    ) -> Iterator[tuple[str, str]]:
+        """Yield each unit and name under which ``module`` has a shared parameter; named_modules() has one alone."""
+        if self.is_unit(module) or module in units:
+            unit = parameter_name(path, "").rstrip(".")
+        for name, parameter in module._parameters.items():
+            if (module, name) != shared.site and parameter is not None and parameter is shared.parameter:
+                yield unit, parameter_name(path, name)
+        if module is shared.site[0]:
+            yield unit, parameter_name(path, shared.site[1])
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from self._names(child, shared, units, join_fqn(path, name), unit)
+
+    def _own(self, modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules that are in no unit below ``modules``, with paths; each once."""
+        seen: set[nn.Module] = set()
+        waiting = [("", module) for module in reversed(modules)]
+        while waiting:
+            path, module = waiting.pop()
+            if module in seen or self.is_unit(module):
+                continue
+            seen.add(module)
+            yield path, module
+            waiting += [
+                (f"{path}.{name}" if path else name, child)
+                for name, child in reversed(module._modules.items())
+                if child is not None
+            ]
+
+
+def hold(site: Site, name: str, parameter: nn.Parameter, unit: str) -> None:
+    """Mark a parameter as sharded, before or after FSDP has replaced it on its module.
+
+    Args:
+        site: Where it is, or was.
+        name: Its name in the unit.
+        parameter: The parameter, as it was before the call.
+        unit: The name of the unit's class.
+    """
+    module, own_name = site
+    held_as = f"{name} of another {unit}"
+    vars(module).setdefault(_HELD, {})[own_name] = held_as
+    for each in (parameter, module._parameters.get(own_name)):
+        if each is not None:
+            setattr(each, _HELD, held_as)
+
+
+def held(parameter: nn.Parameter) -> str | None:
+    """Return the name of a parameter in the unit that has sharded it; None if there is none."""
+    return vars(parameter).get(_HELD)
+
+
+# ---- api
+#
+# Functions that users call with a model: ``traffic``, ``invalidate``, and those of local steps.
 
 
 def communicators(model: nn.Module) -> Iterator[Communicator]:

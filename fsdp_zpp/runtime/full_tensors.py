@@ -1,25 +1,33 @@
-"""Tensors of a model that can be had in full: how each is gathered from its shards.
-
-A gather reads shards and fills memory of its own. It does not unshard modules, so it changes nothing that training
-sees, whenever it is broken off. Each parameter is gathered by itself, into a tensor of its own, so that its memory is
-free when its reader is done with it. Shards are cast before they are sent if that makes them smaller.
-"""
+"""Tensors of a sharded model in full, one unit at a time."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp_zpp.collectives._torch_coalescing import AllGathers, Waitable
-from fsdp_zpp.collectives.devices import for_collectives
+from fsdp_zpp.comm.hops import AllGathers, Waitable
+from fsdp_zpp.comm.mesh import for_collectives
+from fsdp_zpp.names import parameter_name
+
+from ._torch import FlatPart, Site, flat_parts, is_flat, original_dtypes
+
+# ---- full tensors
+#
+# Tensors of a model that can be had in full: how each is gathered from its shards.
+#
+# A gather reads shards and fills memory of its own. It does not unshard modules, so it changes nothing that training
+# sees, whenever it is broken off. Each parameter is gathered by itself, into a tensor of its own, so that its memory is
+# free when its reader is done with it. Shards are cast before they are sent if that makes them smaller.
 
 
 @dataclass
@@ -239,3 +247,293 @@ def _gather(out: Tensor | None, own: Tensor, group: dist.ProcessGroup, to: int) 
     work = dist.gather(own, chunks, dst=to, group=group, async_op=True)
     assert isinstance(work, dist.Work)
     return work
+
+
+# ---- part of flat
+#
+# A parameter that FullyShardedDataParallel has put into a flat one, as a tensor that can be had in full.
+
+
+class _Range(NamedTuple):
+    """The values of a parameter that a rank of its group holds: where in the parameter, and where in the shard."""
+
+    owner: int
+    values: slice
+    in_shard: slice
+
+
+class PartOfFlat(FullTensor):
+    """An original parameter of a flat one, of which each rank has a range of values, or none.
+
+    For all ranks, each range is broadcast by the rank that has it. For one rank, each rank sends its range to that one.
+    """
+
+    def __init__(self, part: FlatPart) -> None:
+        self._part = part
+        self.shape, self.stored, self.requires_grad = part.full_shape, part.shard.dtype, part.requires_grad
+
+    def peak_nbytes(self, dtype: torch.dtype | None) -> int:
+        """Return the bytes that it takes while it is gathered: in full, and what is cast of it."""
+        # Along other axes it is gathered out of place, and may be put into another order.
+        others = 2 * self.nbytes(None) if self._part.has_other_axes else 0
+        return self._part.shape.numel() * self.on_the_wire(dtype).itemsize + self.of_casts(0, dtype) + others
+
+    @torch.no_grad()
+    def start(self, dtype: torch.dtype | None, to: int | None, gathers: AllGathers) -> Pending:
+        part, pending = self._part, Pending(self, dtype, to)
+        if to is None or part.has_other_axes:  # along which ranks that get nothing take part, too
+            self._broadcast(pending, part.group)
+        elif part.group is None:
+            if gets(to):
+                self._broadcast(pending, None)
+        elif takes_part(to, part.group):
+            self._send(pending, part.group, to)
+        return pending
+
+    def _broadcast(self, pending: Pending, group: dist.ProcessGroup | None) -> None:
+        """Start to gather it on all ranks of ``group``; None means that this rank has all of it."""
+        part, works = self._part, []
+        out = torch.empty(part.shape.numel(), dtype=self.on_the_wire(pending.dtype), device=part.device)
+        for each in self._ranges():
+            if group is None or each.owner == dist.get_rank(group):
+                out[each.values].copy_(part.shard[each.in_shard])
+            if group is not None:
+                source = dist.get_global_rank(group, each.owner)
+                works.append(dist.broadcast(out[each.values], source, group=group, async_op=True))
+        pending.out, pending.works = out, works
+
+    def _send(self, pending: Pending, group: dist.ProcessGroup, to: int) -> None:
+        """Start to gather it on the global rank ``to`` alone, to which ranks send what they have."""
+        part, wire, ranges = self._part, self.on_the_wire(pending.dtype), self._ranges()
+        rank, receiver = dist.get_rank(group), dist.get_group_rank(group, to)
+        own = next((part.shard[each.in_shard] for each in ranges if each.owner == rank), part.shard[:0])
+        if rank == receiver:
+            pending.out = torch.empty(part.shape.numel(), dtype=wire, device=part.device)
+            for each in ranges:
+                if each.owner == rank:
+                    pending.out[each.values].copy_(own)  # casts without a copy beside it
+            own = own[:0]
+        own = own.to(part.device, wire)
+        # What arrives lies before and after the receiver's own range: one collective for each, if there is any.
+        before, after = ([r for r in ranges if r.owner < receiver], [r for r in ranges if r.owner > receiver])
+        works, sent = [], []
+        for owners in filter(None, (before, after)):
+            chunk = own if any(each.owner == rank for each in owners) else own[:0]
+            out, received = own.new_empty(0), [0] * dist.get_world_size(group)
+            if pending.out is not None:
+                out = pending.out[owners[0].values.start : owners[-1].values.stop]
+                for each in owners:
+                    received[each.owner] = each.values.stop - each.values.start
+            numels = [chunk.numel() * (other == receiver) for other in range(len(received))]
+            works.append(dist.all_to_all_single(out, chunk, received, numels, group=group, async_op=True))
+            sent += [chunk, out]
+        pending.works, pending.sent = works, sent
+
+    def _ranges(self) -> list[_Range]:
+        """Return what ranks hold of it, in the order of ranks and of its values."""
+        start, length = self._part.start, self._part.shard.numel()
+        stop = start + self._part.shape.numel()
+        ranges = []
+        for owner in range(start // length, -(-stop // length)) if start < stop else ():
+            first, last = max(start, owner * length), min(stop, (owner + 1) * length)
+            in_shard = slice(first - owner * length, last - owner * length)
+            ranges.append(_Range(owner, slice(first - start, last - start), in_shard))
+        return ranges
+
+    def finish(self, out: Tensor | None, dtype: torch.dtype | None, to: int | None) -> Tensor | None:
+        if out is None:
+            return None
+        full = self._part.with_other_axes(out.view(self._part.shape))
+        return full.to(self.as_delivered(dtype)) if gets(to) else None
+
+
+# ---- tensors of model
+#
+# All tensors of a model's state dict, as what can be had in full, by their FQNs without wrappers.
+
+
+@dataclass(eq=False)
+class TensorOfModel:
+    """A parameter or persistent buffer, or what stands for one.
+
+    Attributes:
+        full: How it is had in full.
+        unit: The path of its unit; see :func:`unit_path`.
+        is_buffer: Whether it is a buffer.
+        sites: The modules that have it, with its name on each.
+        names: Its names in the state dict, several if it is tied.
+    """
+
+    full: FullTensor
+    unit: str
+    is_buffer: bool = False
+    sites: list[Site] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+
+Others = Callable[[nn.Module], Mapping[str, FullTensor]]
+"""Returns tensors of a module itself that are neither parameters nor buffers, by name; tied ones must be equal."""
+
+
+@torch.no_grad()  # so that taking the shard of a parameter records no autograd function
+def tensors_of(model: nn.Module, others: Others = lambda module: {}) -> list[TensorOfModel]:
+    """Return all tensors of a model, tied ones once, in the order of its modules.
+
+    Parameters that a forward left unsharded are sharded again, or modules would show them in mixed precision's dtype.
+
+    Args:
+        model: The model, sharded or not.
+        others: Finds further tensors.
+    """
+    reshard(model)
+    flat: dict[nn.Module, dict[str, FlatPart]] = {}
+    for part in flat_parts(model):
+        for module, name in part.sites:
+            flat.setdefault(module, {})[name] = part
+    dtypes = original_dtypes(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[object, TensorOfModel] = {}
+    for path, module in modules.items():
+        parts = flat.get(module, {})
+        own: dict[str, Tensor] = {name: p for name, p in module._parameters.items() if p is not None and not is_flat(p)}
+        buffers = {name: b for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set}
+        own |= {name: buffer for name, buffer in buffers.items() if buffer is not None}
+        everything: dict[str, Tensor | FlatPart | FullTensor] = {**own, **parts, **others(module)}
+        for name, tensor in everything.items():
+            key = id(tensor) if isinstance(tensor, Tensor) else tensor
+            fqn = parameter_name(path, name)
+            if key not in found:
+                full = _in_full(tensor, dtypes)
+                found[key] = TensorOfModel(full, unit_path(path, modules), is_buffer=name in buffers)
+            found[key].sites.append((module, name))
+            found[key].names.append(fqn)
+    return list(found.values())
+
+
+def _in_full(tensor: Tensor | FlatPart | FullTensor, dtypes: Mapping[Tensor, torch.dtype]) -> FullTensor:
+    if isinstance(tensor, FlatPart):
+        return PartOfFlat(tensor)
+    if isinstance(tensor, FullTensor):
+        return tensor
+    return Whole(tensor, dtypes[tensor]) if tensor in dtypes else full_tensor_of(tensor)
+
+
+def in_units(tensors: Iterable[TensorOfModel]) -> list[list[tuple[TensorOfModel, FullTensor]]]:
+    """Group tensors by their units, for :class:`GatherInTurn`."""
+    units: dict[str, list[tuple[TensorOfModel, FullTensor]]] = {}
+    for tensor in tensors:
+        units.setdefault(tensor.unit, []).append((tensor, tensor.full))
+    return list(units.values())
+
+
+def unit_path(path: str, modules: Mapping[str, nn.Module]) -> str:
+    """Return the path of the unit that the module at ``path`` belongs to.
+
+    It is the innermost module that FSDP wraps or the outermost item of an ``nn.ModuleList``, whichever is further down;
+    a module in neither is a unit of its own.
+
+    Args:
+        path: The path.
+        modules: All modules of the model, by path.
+    """
+    parts = path.split(".")
+    ancestors = [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
+    wrapped = [a for a in ancestors if isinstance(modules[a], (FullyShardedDataParallel, FSDPModule))]
+    items = [a for a in ancestors if isinstance(modules[a.rpartition(".")[0]], nn.ModuleList)]
+    return max(wrapped[-1:] + items[:1] or [path], key=len)  # the longer path is further down
+
+
+def reshard(model: nn.Module) -> None:
+    """Make ``model.parameters()`` the shards: a forward without a backward leaves those of the root unsharded."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+# ---- gather in turn
+#
+# Gathers full tensors in turn: the next ones while the caller has the current one, within the memory of one unit.
+#
+# Tensors are gathered in batches of at most half of the largest unit, so that the current batch and the next one are no
+# more than a unit. The next batch starts as soon as there is room for it beside the rest of the current one and the
+# tensor that the caller still holds.
+
+K = TypeVar("K")
+Unit = Sequence[tuple[K, FullTensor]]
+"""Tensors of one unit, each with what its receiver knows it by."""
+
+LARGEST_BATCH = 2**28
+"""Bytes of a batch, unless a tensor has more: larger batches don't make better use of links."""
+
+
+class _Item(NamedTuple, Generic[K]):
+    """A tensor, what its receiver knows it by, and the bytes that it takes while it is gathered."""
+
+    key: K
+    tensor: FullTensor
+    nbytes: int
+
+
+class GatherInTurn(Generic[K]):
+    """Gathers the tensors of a model, batch by batch. Collective; all ranks must do so in the same order.
+
+    Args:
+        units: The tensors, unit by unit, equal on all ranks.
+        dtype: The dtype to cast floating-point tensors to; None leaves them as they are stored.
+        to: The global rank that gets them; None means all.
+    """
+
+    def __init__(self, units: Sequence[Unit[K]], dtype: torch.dtype | None = None, to: int | None = None) -> None:
+        self._dtype, self._to = dtype, to
+        self._limit = max((sum(tensor.nbytes(dtype) for _, tensor in unit) for unit in units), default=0)
+        items = [_Item(key, tensor, tensor.peak_nbytes(dtype)) for unit in units for key, tensor in unit]
+        self._batches = deque(self._in_batches(items))
+        self._started: deque[tuple[_Item[K], Pending]] = deque()
+
+    def __iter__(self) -> Generator[tuple[K, Tensor | None], None, None]:
+        """Yield each tensor; None in its place on ranks that don't get it."""
+        held = 0
+        try:
+            while self._started or self._batches:
+                if not self._started:
+                    self._start_batch()
+                if self._has_room(held):
+                    self._start_batch()
+                item, pending = self._started.popleft()
+                held = item.tensor.nbytes(self._dtype)
+                tensor = pending.wait()
+                del pending
+                yield item.key, tensor
+                del tensor
+        finally:
+            # The caller may leave early, at the same tensor on all ranks.
+            for _, pending in self._started:
+                pending.drain()
+            self._started.clear()
+
+    def _has_room(self, held: int) -> bool:
+        """Return whether the next batch fits beside what is started and the tensor that the caller holds."""
+        if not self._batches:
+            return False
+        items = [*(item for item, _ in self._started), *self._batches[0]]
+        return held + sum(item.nbytes for item in items) <= self._limit
+
+    def _start_batch(self) -> None:
+        gathers = AllGathers()
+        batch = [(item, item.tensor.start(self._dtype, self._to, gathers)) for item in self._batches.popleft()]
+        gathers.start()
+        self._started += batch
+
+    def _in_batches(self, items: Sequence[_Item[K]]) -> list[list[_Item[K]]]:
+        batches: list[list[_Item[K]]] = []
+        size, room = 0, -1
+        for item in items:
+            if size + item.nbytes > room:
+                # Beside a large tensor, there is room for less than half a unit.
+                room = min(LARGEST_BATCH, self._limit // 2, max(self._limit - size, 0))
+                batches.append([])
+                size = 0
+            batches[-1].append(item)
+            size += item.nbytes
+        # Largest first: the caller still holds the last one when the next batch starts.
+        return [sorted(batch, key=lambda item: -item.nbytes) for batch in batches]

@@ -1,41 +1,567 @@
-"""``monitor``: what a model communicates in each step of its training, and how long that takes.
-
-Hops are timed where they are launched (hop_timer.py), and the waits of the computation's stream around FSDP's hooks
-(communication_waits.py). On a GPU all times are events, which :meth:`Monitor.step` reads when they have come, a step or
-two later: nothing makes the host or a stream wait. Without a monitor nothing of it is there.
-"""
+"""The log line of a strategy, and figures of a running training."""
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
-from fsdp_zpp.collectives.hop_timer import (
+from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.comm.hops import (
     MOST_INTERVALS,
     HopTimer,
+    Kind,
+    Level,
     Mark,
     TimedHop,
+    Traffic,
+    at_end_of_backward,
     has_come,
     mark,
     milliseconds_between,
 )
-from fsdp_zpp.collectives.hops import Traffic
-from fsdp_zpp.collectives.kinds import Kind, Level
+from fsdp_zpp.comm.mesh import ProcessMesh
+from fsdp_zpp.local_steps.fragment import mean_of, named_figures
+from fsdp_zpp.strategy.error_feedback import LoCo, Topology, error_buffer_specs
+from fsdp_zpp.strategy.strategy import ResolvedStrategy, Strategy
 
+from ._torch_mesh import Links, known_links
 from .api import communicators
-from .communication_waits import CommunicationWaits
-from .forward_counter import ForwardCounter
-from .full_shard import Forwards, FullShardUnit, full_shard_bytes
-from .outer_watch import mean_of, named_figures
-from .unit import StrategyUnit, Unit, units_of
+from .unit import Forwards, FullShardUnit, StrategyUnit, Unit, full_shard_bytes, units_of
+
+# ---- links note
+#
+# Part of a model's log line: what the links of the machine have decided, and at what price. See [Note: Links].
+
+
+class LinksNote(NamedTuple):
+    """A part of a log line, and whether it tells of something that users should see by default."""
+
+    text: str
+    is_warning: bool
+
+
+def links_of(strategy: Strategy, mesh: ProcessMesh) -> Links | None:
+    """Return the links that may decide on the nodes of ``strategy``; None if they are unknown or it names its nodes."""
+    return known_links(mesh.group) if strategy.gpus_per_node is None else None
+
+
+def note_on_links(strategy: Strategy, mesh: ProcessMesh, members: Sequence[StrategyUnit]) -> LinksNote | None:
+    """Return what to say of slow links; None if there are none, or the strategy names its nodes.
+
+    Args:
+        strategy: The strategy.
+        mesh: The ranks.
+        members: The units that it has there.
+    """
+    links = links_of(strategy, mesh)
+    if links is None or not links.are_slow:
+        return None
+    if mesh.by_links:
+        return note_on_nodes(mesh, _price(members))
+    if links.launched.nodes > 1:
+        return LinksNote(f"{links}: the hop inside nodes is slow, too", False)
+    if links.node_size is None:
+        return LinksNote(
+            f"{links}: the host counts as one node; order GPUs by CUDA_VISIBLE_DEVICES so that equal sets of "
+            "neighbours are joined, or pass gpus_per_node",
+            True,
+        )
+    if strategy.follows_links:
+        why, advice = "packed values stay sharded", ""
+    elif strategy.optimizer != "G":
+        why, advice = "smaller nodes would hold more of the optimizer state", ""
+    elif strategy.error_feedback is not None:
+        why, advice = "smaller nodes would hold more of the error state", ""
+    else:
+        why, advice = "not all that crosses them is encoded", " or choose Strategy.zeropp()"
+    stays = f"the host still counts as one node, for {why}"
+    return LinksNote(f"{links}: {stays}; pass gpus_per_node={links.node_size} to override{advice}", False)
+
+
+def note_on_nodes(mesh: ProcessMesh, price: str = "") -> LinksNote | None:
+    """Return what to say of nodes that links have decided on, and of their ``price``; None if links have not."""
+    links = known_links(mesh.group)
+    if links is None or not mesh.by_links:
+        return None
+    size = mesh.topology.gpus_per_node
+    each = "each counts" if size == 1 else f"each {size} count"
+    return LinksNote(f"{links}: {each} as a node{price}; gpus_per_node={mesh.topology.world} to override", True)
+
+
+def _price(members: Sequence[StrategyUnit]) -> str:
+    """Return what the members take on a GPU beyond what they would with the host as a node, as a part of a sentence."""
+    copies, sums = sum(map(_copy_nbytes, members)), sum(map(_sum_nbytes, members))
+    parts = []
+    if copies:
+        parts.append(f"{size_text(copies)} a GPU for encoded weights")
+    if sums:
+        parts.append(f"up to {size_text(sums)} a GPU for gradients while they accumulate")
+    return f", which takes {' and '.join(parts)}" if parts else ""
+
+
+def _copy_nbytes(unit: StrategyUnit) -> int:
+    """Return the bytes of the encoded weights that a unit keeps."""
+    codec = unit.resolved.weights
+    if codec is None or unit.gather is None or not unit.gather.secondary.keep:
+        return 0
+    return codec.nbytes(sum(shard.numel() for shard in unit.sharded.shards())) * unit.ranks.topology.nodes
+
+
+def _sum_nbytes(unit: StrategyUnit) -> int:
+    """Return the bytes of the fp32 sums of gradients of a unit that on one node would be sharded over all ranks."""
+    topology, scope = unit.ranks.topology, unit.scopes.gradients
+    on_one_node = unit.strategy.resolve(Topology(topology.world, topology.world)).scopes.gradients
+    if scope == "G" or on_one_node != "G" or not unit.sharded.is_trained():
+        return 0
+    return 4 * unit.sharded.numel() // topology.shard_count(scope)
+
+
+def size_text(nbytes: int) -> str:
+    """Format a number of bytes."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.3g} {name}"
+    return f"{nbytes} bytes"
+
+
+# ---- summary
+#
+# One log line of a model: which parts of its strategy are active on a mesh, which are not, and why.
+
+logger = logging.getLogger("fsdp_zpp")
+
+Groups = dict[tuple[Strategy, ProcessMesh], list[StrategyUnit]]
+"""Units of a model by their strategies and ranks."""
+
+_INTRA, _INTER = "on the intra-node hop", "on the inter-node hop"
+_ALONE = "one rank: nothing is sent"
+_FAST_LINKS = "one node: no gain on fast links; on slow ones, say gpus_per_node=1"
+_NO_INTRA_NODE_HOP = "one GPU a node: no intra-node hop"
+
+
+@dataclass(frozen=True)
+class StrategySummary:
+    """Parts of a strategy that are ``active`` on a mesh, and those that were asked for but are ``inactive``."""
+
+    active: tuple[str, ...]
+    inactive: tuple[str, ...]
+
+    def __str__(self) -> str:
+        words = "; ".join(self.active) or "nothing to communicate"
+        return words + (f"; NOT active: {'; '.join(self.inactive)}" if self.inactive else "")
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Some units out of all that FSDP has made of a model.
+
+    Attributes:
+        units: Their number.
+        numel: The number of values of their parameters.
+        of_units: The number of all units.
+        of_numel: The number of values of all parameters in units.
+    """
+
+    units: int
+    numel: int
+    of_units: int
+    of_numel: int
+
+    def __str__(self) -> str:
+        if self.units == self.of_units:
+            return f"{self.units} unit{'' if self.units == 1 else 's'}"
+        share = 100 * self.numel / max(self.of_numel, 1)
+        # Neither 0 nor 100 % if that is not exact.
+        percent = "under 1" if 0 < share < 0.5 else "over 99" if 99.5 <= share < 100 else f"{share:.0f}"
+        return f"{self.units} of {self.of_units} units, {percent} % of parameters"
+
+
+def summarize(
+    strategy: Strategy,
+    resolved: ResolvedStrategy,
+    error_nbytes: int = 0,
+    encoded: Coverage | None = None,
+    links: Links | None = None,
+    own: Coverage | None = None,
+    packed: bool = False,
+) -> StrategySummary:
+    """Sort the parts of a strategy into active and inactive ones.
+
+    Args:
+        strategy: The strategy.
+        resolved: As resolved where its weights are encoded.
+        error_nbytes: Bytes of error state on a rank.
+        encoded: The units whose weights are encoded. Default: all.
+        links: The links of the ranks, if they are known.
+        own: The units of weights that encode themselves, if there are any.
+        packed: Whether other units hold packed values.
+    """
+    no_gain = f"one node, {links}: no gain from codecs" if links is not None and not links.are_slow else _FAST_LINKS
+    codecs, scopes, topology = resolved.gradient_codecs, resolved.scopes, resolved.topology
+    local_steps = strategy.local_steps
+    exchanges: list[tuple[str, str | None]] = []
+    if local_steps is not None:
+        alone = topology.nodes == 1 and local_steps.elastic is None
+        why_not = "one node: nothing to exchange" if alone else None
+        exchanges = [(f"local steps, weights exchanged between nodes {local_steps}", why_not)]
+    if local_steps is None or topology.nodes == 1:
+        reduction = _reduction(*codecs, topology)
+    elif local_steps.has_synchronous_steps:
+        reduction = _reduction_in_phases(resolved)
+    else:
+        topology = resolved.within_node().topology  # gradients stay there
+        reduction = _reduction(*codecs, topology)
+    if strategy.intra_gradients == "auto":  # nobody has asked for it: without the hop, nothing is missing
+        reduction = [part for part in reduction if part[1] != _NO_INTRA_NODE_HOP]
+    parts = _weights(strategy, resolved, encoded, no_gain, own, packed) + reduction + exchanges
+    if strategy.gradients is not None and codecs[1] is None:
+        parts.append((f"gradients reduced as {strategy.gradients}", no_gain))
+    parts += _feedback(strategy.error_feedback, codecs, scopes.optimizer, topology, error_nbytes)
+    accumulated = {"N": "on each rank", "I": "inside nodes", "G": None}[scopes.gradients]
+    if topology.world > 1 and accumulated is not None:
+        parts.append((f"micro-batches accumulated {accumulated}", None))
+    return _summary(parts)
+
+
+def _weights(
+    strategy: Strategy,
+    resolved: ResolvedStrategy,
+    encoded: Coverage | None,
+    no_gain: str,
+    own: Coverage | None,
+    packed: bool,
+) -> list[tuple[str, str | None]]:
+    """Return texts on how parameters are gathered, each with the reason why it is inactive, or None.
+
+    ``no_gain`` is the reason for which codecs are inactive on one node; the rest is as for :func:`summarize`.
+    """
+    parts: list[tuple[str, str | None]] = []
+    scopes, topology, codec = resolved.scopes, resolved.topology, resolved.weights
+    why_not = _ALONE if topology.world == 1 else None
+    if scopes.optimizer == "N" and why_not is None:
+        why_not = "every rank has all of them"
+    if strategy.weights is not None:
+        left_off = no_gain if codec is None else None
+        where = f" ({encoded})" if encoded is not None and encoded.units else ""
+        # If no unit is encoded, nothing is missing: packed values take as few bytes as codes.
+        if encoded is None or encoded.units or why_not or left_off:
+            parts.append((f"weights gathered as {strategy.weights}{where}", why_not or left_off))
+        if packed and not (why_not or left_off):
+            parts.append((f"packed values gathered as they are, not as {strategy.weights}", None))
+    if codec is None and why_not is None and (own is None or own.units < own.of_units):
+        parts.append(("weights gathered in full precision", None))
+    if own is not None and why_not is None:
+        instead = "" if codec is None else f", not as {strategy.weights}"
+        parts.append((f"weights that encode themselves gathered in their own bytes{instead} ({own})", None))
+    if scopes.parameters == "N" and why_not is None:
+        parts.append(("weights kept gathered until they change", None))
+    if strategy.keeps_secondary:
+        parts.append(("secondary shard of the weights kept in each node", _no_inter_node_hop(topology)))
+    return parts
+
+
+def _summary(parts: list[tuple[str, str | None]]) -> StrategySummary:
+    """Group texts, each with the reason why it is inactive or None, so that each reason is given once."""
+    by_reason: dict[str | None, list[str]] = {None: []}
+    for text, why_not in parts:
+        by_reason.setdefault(why_not, []).append(text)
+    active = tuple(by_reason.pop(None))
+    return StrategySummary(active, tuple(f"{', '.join(texts)} ({why_not})" for why_not, texts in by_reason.items()))
+
+
+def _reduction(intra: Codec | None, inter: Codec | None, topology: Topology) -> list[tuple[str, str | None]]:
+    """Return texts on a gradient reduction with these codecs on its hops; see :func:`_weights`."""
+    if intra is None and inter is None:
+        return [("gradients reduced in full precision", None)] if topology.world > 1 else []
+    parts: list[tuple[str, str | None]] = []
+    for codec, level, why_not in (
+        (intra, _INTRA, _no_intra_node_hop(topology)),
+        (inter, _INTER, _no_inter_node_hop(topology)),
+    ):
+        if codec is not None:
+            parts.append((f"gradients reduced as {codec} {level}", why_not))
+        elif why_not is None:
+            parts.append((f"gradients reduced in full precision {level}", None))
+    return parts
+
+
+def _reduction_in_phases(resolved: ResolvedStrategy) -> list[tuple[str, str | None]]:
+    """Return texts on the reductions of synchronous and of local steps; see :func:`_weights`."""
+    node = resolved.within_node()
+    over_all = _reduction(*resolved.gradient_codecs, resolved.topology)
+    inside = [part for part in _reduction(*node.gradient_codecs, node.topology) if part[1] is None]
+    return [
+        *((f"{text} in synchronous steps" if why_not is None else text, why_not) for text, why_not in over_all),
+        *((f"{text} in local steps", None) for text, _ in inside),
+    ]
+
+
+def _feedback(
+    config: LoCo | None,
+    codecs: tuple[Codec | None, Codec | None],
+    optimizer_scope: str,
+    topology: Topology,
+    nbytes: int,
+) -> list[tuple[str, str | None]]:
+    """Return texts on error feedback; see :func:`_weights`."""
+    if config is None:
+        return []
+    # Only which hops have errors matters here, not their sizes, so any number of values does.
+    fed_back = error_buffer_specs(config, codecs, optimizer_scope, topology, 0)
+    parts: list[tuple[str, str | None]] = []
+    for hop, level, why_not in (
+        ("intra", _INTRA, _no_intra_node_hop(topology)),
+        ("inter", _INTER, _no_inter_node_hop(topology)),
+    ):
+        if hop not in fed_back and (hop == "inter" or config.hops == "both"):
+            parts.append((f"error feedback {level}", why_not or "full precision: no error"))
+    levels = [level for hop, level in (("intra", _INTRA), ("inter", _INTER)) if hop in fed_back]
+    if levels:
+        where = levels[0] if len(levels) == 1 else "on both hops"
+        parts.append((f"error feedback {where} ({config}; {size_text(nbytes)} a rank)", None))
+    return parts
+
+
+def _no_inter_node_hop(topology: Topology) -> str | None:
+    if topology.world == 1:
+        return _ALONE
+    return "one node: no inter-node hop" if topology.nodes == 1 else None
+
+
+def _no_intra_node_hop(topology: Topology) -> str | None:
+    if topology.world == 1:
+        return _ALONE
+    return _NO_INTRA_NODE_HOP if topology.gpus_per_node == 1 else None
+
+
+def log_summaries(model: str, groups: Groups, others: Sequence[int]) -> None:
+    """Log once a strategy, on the model's first rank, what is active; as a warning if something is inactive.
+
+    Args:
+        model: The model's name.
+        groups: Its units.
+        others: The numbers of values of units that torch alone manages.
+    """
+    if any(mesh.rank for _, mesh in groups):  # the first of a mesh of experts is not the first of all
+        return
+    numels = [*(unit.sharded.numel() for members in groups.values() for unit in members), *others]
+    for (strategy, mesh), members in groups.items():
+        encoded = [unit for unit in members if not unit.packed]
+        resolved = strategy.resolve(mesh.topology)  # not a unit's: one of packed values has no codec for weights
+        coverage = None if len(encoded) == len(members) else _coverage(encoded, numels)
+        by_themselves = [unit for unit in members if unit.encodes_itself]
+        own = _coverage(by_themselves, numels) if by_themselves else None
+        packed = len(encoded) + len(by_themselves) < len(members)
+        nbytes, links = sum(map(_error_nbytes, members)), links_of(strategy, mesh)
+        summary = summarize(strategy, resolved, nbytes, coverage, links, own, packed)
+        note = note_on_links(strategy, mesh, members)
+        _log(f"{model}: {strategy.levels}", mesh, _coverage(members, numels), summary, note)
+
+
+def _coverage(members: Sequence[StrategyUnit], numels: Sequence[int]) -> Coverage:
+    """Return the share of some units in all of a model's, whose numbers of values are ``numels``."""
+    return Coverage(len(members), sum(unit.sharded.numel() for unit in members), len(numels), sum(numels))
+
+
+def _error_nbytes(unit: StrategyUnit) -> int:
+    """Return the bytes of error state that a unit will take on this rank."""
+    if not unit.sharded.is_trained():
+        return 0
+    held = sum(shard.numel() for shard in unit.sharded.shards())
+    # Those of one phase of local steps at a time.
+    return max((reduction.error_nbytes(held) for reduction in unit.reductions.all), default=0)
+
+
+def log_reduction(
+    codecs: tuple[Codec | None, Codec | None],
+    error_feedback: LoCo | None,
+    mesh: ProcessMesh,
+    model: str,
+    units: int,
+    error_nbytes: int,
+) -> None:
+    """Log, for a comm hook, which reduces gradients and gathers nothing, what is active."""
+    parts = _reduction(*codecs, mesh.topology)
+    # Under torch's strategies each rank's optimizer has a shard of its own, which is the scope G.
+    parts += _feedback(error_feedback, codecs, "G", mesh.topology, error_nbytes)
+    coverage = Coverage(units, 0, units, 0)
+    _log(f"{model}: quantized_reduce_hook", mesh, coverage, _summary(parts), note_on_nodes(mesh))
+
+
+def _log(subject: str, mesh: ProcessMesh, coverage: Coverage, report: StrategySummary, note: LinksNote | None) -> None:
+    if mesh.rank == 0:
+        warns = bool(report.inactive) or (note is not None and note.is_warning)
+        of_links = "" if note is None else f"; {note.text}"
+        logger.log(
+            logging.WARNING if warns else logging.INFO,
+            "%s on %s, %s: %s%s",
+            subject,
+            mesh.topology,
+            coverage,
+            report,
+            of_links,
+        )
+
+
+# ---- forward counter
+#
+# How often a model runs forward in a step: with gradients in a micro-batch, without them in evaluation.
+
+
+class ForwardCounter:
+    """Counts forwards of a model.
+
+    Not every model is called itself: a ``LightningModule`` may have its inner model called, and a list of a pipeline's
+    stages can't be called at all. So the modules on the way to the first one with a unit are watched, and the outermost
+    of them that is trained decides: recomputation runs inner ones more often, and some of it without gradients.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._watched = _path_to_unit(model) or [model]
+        self._handles = [self._watch(module) for module in self._watched]
+        self._trained = dict.fromkeys(self._watched, 0)
+        self._evaluated = dict.fromkeys(self._watched, 0)
+
+    def take(self) -> Forwards:
+        """Return the number of forwards since the last call."""
+        trained, evaluated = self._trained, self._evaluated
+        self._trained, self._evaluated = dict.fromkeys(self._watched, 0), dict.fromkeys(self._watched, 0)
+        ran = [module for count in (trained, evaluated) for module in self._watched if count[module]]
+        return Forwards(trained[ran[0]], evaluated[ran[0]]) if ran else Forwards(0, 0)
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _watch(self, module: nn.Module) -> RemovableHandle:
+        return module.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._count(module)))
+
+    def _count(self, module: nn.Module) -> None:
+        (self._trained if torch.is_grad_enabled() else self._evaluated)[module] += 1
+
+
+def _path_to_unit(module: nn.Module) -> list[nn.Module]:
+    """Return the modules from ``module`` to the first one in it that has a unit, both included; none without units."""
+    if units_of(module):
+        return [module]
+    inner = next(filter(None, map(_path_to_unit, module.children())), [])
+    return [module, *inner] if inner else []
+
+
+# ---- communication waits
+#
+# Intervals in which the computation's stream waits for communication.
+#
+# Around the computation of a unit, FSDP has the stream wait: before its forward and its backward for weights, and at
+# the end of a backward for gradients. A mark before and one after each of these places leave nothing but the wait
+# between them. Both FSDPs use the same three kinds of hooks; those of this file run just before and just after theirs.
+
+
+class CommunicationWaits:
+    """Notes when a model's computation waits for communication.
+
+    Args:
+        model: Model with units.
+        device: Device that it computes on.
+
+    Attributes:
+        intervals: Those since the list was emptied, at most ``MOST_INTERVALS``.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.intervals: list[tuple[Mark, Mark]] = []
+        self._device = device
+        self._began: Mark | None = None
+        self._asked_before = self._asked_after = False
+        modules = [module for module in model.modules() if units_of(module)]
+        self._handles = [handle for module in modules for handle in self._watch(module)]
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def take(self) -> list[tuple[Mark, Mark]]:
+        """Return the intervals, and empty the list; a backward that has failed is forgotten."""
+        intervals, self.intervals = self.intervals, []
+        self._began, self._asked_before, self._asked_after = None, False, False
+        return intervals
+
+    def _watch(self, module: nn.Module) -> Iterator[RemovableHandle]:
+        # FullyShardedDataParallel waits in its own forward, around the module that it wraps.
+        inner = module.module if isinstance(module, FullyShardedDataParallel) else module
+        # Hooks of a compiled layer would be compiled, too, as functions that differ from layer to layer.
+        begin, end, begin_in_backward, end_in_backward = map(
+            torch.compiler.disable,
+            (
+                lambda *_: self._begin(),
+                lambda *_: self._end(),
+                lambda *given: _watch_gradients(given[-1], self._begin_in_backward),
+                lambda *given: _watch_gradients(given[-1], self._end_in_backward),
+            ),
+        )
+        yield module.register_forward_pre_hook(begin, prepend=True)
+        yield inner.register_forward_pre_hook(end, prepend=inner is not module)
+        yield inner.register_forward_hook(begin_in_backward, prepend=True)
+        yield module.register_forward_hook(end_in_backward)
+
+    def _begin(self) -> None:
+        self._began = mark(self._device)
+
+    def _end(self) -> None:
+        if self._began is not None:
+            if len(self.intervals) < MOST_INTERVALS:
+                self.intervals.append((self._began, mark(self._device)))
+            self._began = None
+
+    def _begin_in_backward(self) -> None:
+        if not self._asked_before:
+            self._asked_before = True
+            at_end_of_backward(self._begin)
+        self._begin()
+
+    def _end_in_backward(self) -> None:
+        self._end()
+        if not self._asked_after:
+            # FSDP has asked for its own call since the first call of _begin_in_backward.
+            self._asked_after = True
+            at_end_of_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._end()
+        self._asked_before = self._asked_after = False
+
+
+def _watch_gradients(output: object, note: Callable[[], None]) -> None:
+    """Have ``note`` called when the gradient of a forward's output is there, in turn with FSDP's own hooks."""
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _: note())
+
+
+# ---- monitor
+#
+# ``monitor``: what a model communicates in each step of its training, and how long that takes.
+#
+# Hops are timed where they are launched (hops.py), and the waits of the computation's stream around FSDP's hooks
+# (``CommunicationWaits``). On a GPU all times are events, which :meth:`Monitor.step` reads when they have come, a step
+# or two later: nothing makes the host or a stream wait. Without a monitor nothing of it is there.
 
 _KINDS: dict[Kind, str] = {"gather": "weights", "reduce": "gradients"}
 _LEVELS: tuple[Level, ...] = ("inter", "intra")

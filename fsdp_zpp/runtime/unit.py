@@ -1,34 +1,218 @@
-"""One group of parameters under a strategy: how it is gathered, how it is reduced, what it has sent."""
+"""A unit of a model: parameters that one strategy gathers and reduces together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+import logging
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from fsdp_zpp.collectives.elastic_outer_step import ElasticOuterStep
-from fsdp_zpp.collectives.error_state import ErrorFeedbackState
-from fsdp_zpp.collectives.gradient_reduce import GradientReduce
-from fsdp_zpp.collectives.hops import Traffic
-from fsdp_zpp.collectives.mesh import ProcessMesh, as_launched, with_own_hop
-from fsdp_zpp.collectives.node_share import NodeShare
-from fsdp_zpp.collectives.outer_step import OuterStep
-from fsdp_zpp.collectives.weight_gather import WeightGather
-from fsdp_zpp.config.local_steps import LocalSteps
-from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.comm.error_feedback import ErrorFeedbackState
+from fsdp_zpp.comm.gradient_reduce import GradientReduce, StepReductions
+from fsdp_zpp.comm.hops import Level, Traffic
+from fsdp_zpp.comm.layout import Sharded
+from fsdp_zpp.comm.mesh import ProcessMesh, as_launched, with_own_hop
+from fsdp_zpp.comm.weight_gather import WeightGather
+from fsdp_zpp.local_steps.elastic import ElasticFragment, ElasticOuterStep, active_local_steps
+from fsdp_zpp.local_steps.fragment import Fragment
+from fsdp_zpp.local_steps.outer_step import NodeShare, OuterStep
+from fsdp_zpp.names import did_you_mean
+from fsdp_zpp.strategy.error_feedback import Topology
+from fsdp_zpp.strategy.local_steps import LocalSteps
+from fsdp_zpp.strategy.strategy import Strategy, override_for
 
-from ._torch_checkpoint_load import hear_of_loads
-from .elastic_fragment import ElasticFragment, active_local_steps
-from .fragment import Fragment
-from .full_shard import FullShardUnit
-from .sharded import Sharded
-from .step_reductions import StepReductions
+from ._torch import hear_of_loads
 
 if TYPE_CHECKING:
-    from .local_training import LocalTraining
+    from fsdp_zpp.local_steps.training import LocalTraining
+
+
+# ---- full shard
+#
+# Bytes that torch's FULL_SHARD would send for the same model.
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """How often a model ran forward in a step.
+
+    Args:
+        trained: Micro-batches.
+        evaluated: Forwards without gradients.
+    """
+
+    trained: int
+    evaluated: int
+
+
+@dataclass(frozen=True)
+class FullShardUnit:
+    """Parameters that FULL_SHARD would gather and reduce together.
+
+    Args:
+        numel: Number of values, on all ranks together.
+        trained_numel: Number of those whose gradients are reduced.
+        weight_nbytes: Bytes of a value that is gathered.
+        gradient_nbytes: Bytes of a value that is reduced.
+        reshards: Whether they are gathered again for the backward, as all but the outermost unit's are.
+        topology: The ranks.
+        own_nbytes: Bytes that are gathered, of all ranks together, if they aren't ``weight_nbytes`` for each value.
+    """
+
+    numel: int
+    trained_numel: int
+    weight_nbytes: int
+    gradient_nbytes: int
+    reshards: bool
+    topology: Topology
+    own_nbytes: int | None = None
+
+
+def full_shard_bytes(units: Iterable[FullShardUnit], forwards: Forwards) -> dict[Level, int]:
+    """Return the bytes that one rank would have to send in a step, by hop.
+
+    FULL_SHARD gathers in each forward and, where it reshards, again in its backward; under ``no_sync``, it reduces once
+    a step. A shard goes once to each other node, and is passed on inside: a flat ring sends more.
+
+    Args:
+        units: The units.
+        forwards: Forwards of the step.
+    """
+    sent: dict[Level, int] = {"inter": 0, "intra": 0}
+    for unit in units:
+        nodes, gpus = unit.topology.nodes, unit.topology.gpus_per_node
+        shard, trained = (-(-numel // unit.topology.world) for numel in (unit.numel, unit.trained_numel))
+        gathers = forwards.trained * (2 if unit.reshards else 1) + forwards.evaluated
+        reductions = min(forwards.trained, 1)
+        own = unit.own_nbytes
+        gathered = shard * unit.weight_nbytes if own is None else -(-own // unit.topology.world)
+        nbytes = gathers * gathered + reductions * trained * unit.gradient_nbytes
+        sent["inter"] += nbytes * (nodes - 1)
+        sent["intra"] += nbytes * nodes * (gpus - 1)
+    return sent
+
+
+# ---- packed weights
+#
+# Parameters whose bytes are packed values: QLoRA's base, torchao's tensors, and others that a codec must not encode.
+#
+# bitsandbytes keeps two 4-bit codes in a byte, and for FSDP shows the bytes as bf16 (``bnb_4bit_quant_storage``). Seen
+# as numbers they are noise, and rounding them leaves other codes. A unit that holds such a parameter is gathered as it
+# is.
+#
+# Parameters that encode themselves for the all-gather, as torchao's float8 weights do, are trained weights all the
+# same; see [Note: Own bytes] in the adapter to fully_shard.
+#
+# [Note: Packed bytes]
+# Under fully_shard, units that hold packed values are gathered by this library even where torch's would do: torch
+# copies shards by ``_foreach_copy_``, which on GPUs goes through fp32 and makes one NaN of all. About one in a thousand
+# packed byte pairs reads as a NaN in bf16 (bitsandbytes, issue 1945). No copy in this library may promote them either.
+
+K = TypeVar("K", bound=Hashable)
+
+
+def holds_packed_values(parameter: Tensor) -> bool:
+    """Return whether the elements of ``parameter`` stand for other values, so that its bytes must not change.
+
+    Call it before FSDP shards the parameter: shards are plain tensors.
+    """
+    if isinstance(parameter, DTensor):
+        return holds_packed_values(parameter._local_tensor)
+    return (
+        hasattr(parameter, "__tensor_flatten__")  # consists of other tensors, of which it is computed
+        or encodes_itself(parameter)
+        or getattr(parameter, "quant_state", None) is not None
+        # Also before bitsandbytes has packed them, which it does when they are moved to a GPU.
+        or any(cls.__module__.partition(".")[0] == "bitsandbytes" for cls in type(parameter).__mro__)
+    )
+
+
+def encodes_itself(parameter: Tensor) -> bool:
+    """Return whether ``parameter`` decides itself what FSDP gathers, as torchao's float8 weights do."""
+    return hasattr(parameter._local_tensor if isinstance(parameter, DTensor) else parameter, "fsdp_pre_all_gather")
+
+
+def packed(parameters: Iterable[tuple[K, Tensor]]) -> dict[K, Tensor]:
+    """Return the parameters that hold packed values, by the keys that they come with."""
+    # Most are plain, and a call for each would be a third of all that sharding a module takes.
+    candidates = ((key, p) for key, p in parameters if type(p) is not nn.Parameter or "quant_state" in vars(p))
+    return {key: parameter for key, parameter in candidates if holds_packed_values(parameter)}
+
+
+def packed_sites(model: nn.Module) -> set[tuple[nn.Module, str]]:
+    """Return the modules below ``model`` that have packed parameters, with the names there."""
+    sites = ((module, *named) for module in model.modules() for named in module._parameters.items())
+    return set(packed(((module, name), p) for module, name, p in sites if p is not None))
+
+
+def packed_facts(parameters: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the facts about packed parameters on which ranks must agree; see [Note: Agreement] in agreement.py."""
+    return {f"values in {name}": f"packed as {type(parameter).__name__}" for name, parameter in parameters.items()}
+
+
+# ---- overrides
+#
+# Strategies of the modules of a model, as the overrides of one strategy give them.
+
+logger = logging.getLogger("fsdp_zpp")
+
+
+def unwrapped(module: object) -> object:
+    """Return the module inside of torch.compile's and checkpointing's wrappers, whose class is a user's."""
+    for name in ("_orig_mod", "_checkpoint_wrapped_module"):
+        if isinstance(module, nn.Module) and (inner := module._modules.get(name)) is not None:
+            return unwrapped(inner)
+    return module
+
+
+def strategy_for(module: object, strategy: Strategy) -> Strategy:
+    """Return the strategy of a module that is sharded by a call of its own, without overrides and with nodes."""
+    own = override_for(type(unwrapped(module)), strategy.overrides)
+    if own is None:
+        return replace(strategy, overrides=())
+    return own if own.gpus_per_node is not None else replace(own, gpus_per_node=strategy.gpus_per_node)
+
+
+def strategies_below(module: nn.Module, outer: Strategy, strategy: Strategy) -> dict[nn.Module, Strategy]:
+    """Return the strategies of a module and of all below it.
+
+    Args:
+        module: The module.
+        outer: The strategy of what is around it.
+        strategy: The strategy with the overrides.
+    """
+    own = override_for(type(module), strategy.overrides) or outer
+    found = {module: own}
+    for child in module.children():
+        found = strategies_below(child, own, strategy) | found
+    return found
+
+
+def warn_of_unmatched(root: nn.Module, model: str, patterns: Iterable[str]) -> None:
+    """Warn of patterns of overrides that match the class of no module.
+
+    Args:
+        root: The model.
+        model: Its name.
+        patterns: The patterns.
+    """
+    names = {type(module).__name__ for module in root.modules()}
+    own = {name.removeprefix("FSDP") for name in names}  # fully_shard has renamed them
+    classes = names | own
+    for pattern in dict.fromkeys(patterns):
+        if not any(fnmatchcase(name, pattern) for name in classes):
+            hint = did_you_mean(pattern.strip("*"), own, before="; ", most=3)
+            logger.warning("%s: overrides for %r apply to no module: no class has such a name%s", model, pattern, hint)
+
+
+# ---- unit
+#
+# One group of parameters under a strategy: how it is gathered, how it is reduced, what it has sent.
 
 _ATTRIBUTE = "_fsdp_zpp_unit"
 COMMUNICATORS = "_fsdp_zpp_parts"
@@ -55,7 +239,7 @@ Checksums = Mapping[str, tuple[str, int]]
 
 
 class Loaded(Protocol):
-    """Codec state from a checkpoint that is not known yet to belong to the weights; see loaded_state.py."""
+    """Codec state from a checkpoint that is not known yet to belong to the weights; see checkpoint.py."""
 
     @property
     def saved_with(self) -> Mapping[Unit, Checksums]:
@@ -133,7 +317,7 @@ class StrategyUnit:
     """A group of parameters that is gathered together and whose gradients are reduced together.
 
     Args:
-        strategy: Its strategy. Parts that gain nothing on the mesh are inactive; see [Note: One node] in resolve.py.
+        strategy: Its strategy. Parts that gain nothing on the mesh are inactive; see [Note: One node] in strategy.py.
         ranks: Its ranks.
 
     Attributes:
@@ -222,7 +406,7 @@ class StrategyUnit:
             in_place_of_torch: Whether to do so even where torch's own all-gather would do; see [Note: Packed bytes].
         """
         self.packed, self._in_place_of_torch = True, in_place_of_torch
-        # Packed values are a frozen base, unless they encode themselves: see [Note: Links] in resolve.py.
+        # Packed values are a frozen base, unless they encode themselves: see [Note: Links] in strategy.py.
         if self.ranks.by_links and not self.encodes_itself:
             self.ranks = as_launched(self.ranks)
             self.resolved = self.strategy.resolve(self.ranks.topology)

@@ -1,6 +1,6 @@
 """Blockwise quantization kernels for two-hop collectives: Triton on GPUs, PyTorch on CPU, the same bits from both.
 
-``payload.py`` defines the bytes. One side of every operation is a ``rows x cols`` grid of chunks in row-major order,
+``reference.py`` defines the bytes. One side of every operation is a ``rows x cols`` grid of chunks in row-major order,
 the other side is the transposed grid: the hops of a two-hop collective leave chunks in (local, node) order where the
 caller has (node, local), and a kernel that reads or writes through the transposition saves a copy.
 
@@ -8,7 +8,7 @@ The operations are ``torch.library`` ops, ``torch.ops.fsdp_zpp.*``, and trace un
 differentiable. All arithmetic is fp32.
 """
 
-from ._ops import (
+from .ops import (
     add_delta,
     dequantize,
     dequantize_nf4_rows,
@@ -20,7 +20,7 @@ from ._ops import (
     quantize_delta,
     quantize_with_feedback,
 )
-from .payload import PayloadLayout
+from .reference import PayloadLayout
 
 __all__ = [
     "PayloadLayout",

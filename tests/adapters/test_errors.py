@@ -47,7 +47,7 @@ from fsdp_zpp import (
     save_frozen_params,
     traffic,
 )
-from fsdp_zpp.frozen.modules import frozen_modules
+from fsdp_zpp.frozen._torch_modules import frozen_modules
 
 TWO = Strategy("IGG", gpus_per_node=2)
 ALONE = ("first", "last")

@@ -23,7 +23,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.functional import cosine_similarity
 
 from fsdp_zpp import Int4, Int8, LoCo, Strategy
-from fsdp_zpp.collectives.gradient_reduce import GradientReduce
+from fsdp_zpp.comm.gradient_reduce import GradientReduce
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 HALF = Case(precision=Precision(FP16, FP16))

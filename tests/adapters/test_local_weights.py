@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from fsdp_zpp import CodecState, Int4, LoCo, Strategy, agreed_weights, exchange_weights, invalidate
-from fsdp_zpp.torch_internals import major_minor
+from fsdp_zpp._torch_compat import major_minor
 
 TWO_NODES = partial(strategy_of, "III", 2)
 

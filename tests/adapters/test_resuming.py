@@ -30,17 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from fsdp_zpp import (
-    CodecState,
-    Int4,
-    Int4Delta,
-    Int8,
-    LocalSteps,
-    LoCo,
-    Strategy,
-    agreed_weights,
-    exchange_weights,
-)
+from fsdp_zpp import CodecState, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, agreed_weights, exchange_weights
 
 KEPT = {
     "errors between nodes": replace(COARSE, error_feedback=replace(INTER, reset_every=4)),

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_zpp import CodecState, Int4Delta, Int8, Strategy, fully_shard, invalidate
-from fsdp_zpp.collectives.secondary_shard import StaleSecondaryError
+from fsdp_zpp.comm.weight_gather import StaleSecondaryError
 
 HPZ, ZEROPP = Strategy("IGG", gpus_per_node=2), Strategy.zeropp(gpus_per_node=2)
 DELTAS = Strategy("IGG", weights=Int4Delta(64, whole=Int8(64)), gpus_per_node=2)

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp_zpp
 from fsdp_zpp import Strategy, plan
 from fsdp_zpp.runtime.lifecycle import LifecycleHooks
-from fsdp_zpp_kernels import dispatch
+from fsdp_zpp_kernels import ops as dispatch
 
 contenders = load("scale", "contenders")
 BLOCKS = 8

@@ -29,9 +29,9 @@ from torch.distributed.tensor import Shard
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_zpp import Codec, CodecState, Int4, Int4Delta, Int8, Strategy, invalidate, traffic
-from fsdp_zpp.config.resolve import ResolvedStrategy
-from fsdp_zpp.config.topology import Topology
-from fsdp_zpp.runtime.summary import summarize
+from fsdp_zpp.runtime.monitor import summarize
+from fsdp_zpp.strategy.error_feedback import Topology
+from fsdp_zpp.strategy.strategy import ResolvedStrategy
 
 # ---- what a training shows
 

@@ -19,7 +19,7 @@ from torch.nn.functional import cosine_similarity
 from torch.optim import Optimizer
 
 from fsdp_zpp import Int4Delta, Int8, Strategy, invalidate
-from fsdp_zpp.collectives.secondary_shard import SecondaryShard
+from fsdp_zpp.comm.weight_gather import SecondaryShard
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 Way = Callable[[Any, Make], Iterator[None]]

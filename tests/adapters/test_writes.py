@@ -25,8 +25,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 
 from fsdp_zpp import Int8, Strategy, invalidate
-from fsdp_zpp.adapters._torch_shard_version import CHECK
-from fsdp_zpp.collectives.secondary_shard import StaleSecondaryError
+from fsdp_zpp.comm.weight_gather import StaleSecondaryError
+from fsdp_zpp.runtime._torch import CHECK
 from fsdp_zpp.runtime.unit import StrategyUnit, named_units
 
 

@@ -8,13 +8,9 @@ from typing import Any
 import pytest
 
 from fsdp_zpp import NF4, Int4Delta, Int8, Strategy
-from fsdp_zpp.bench.arguments import named_contenders
-from fsdp_zpp.bench.candidates import candidates
-from fsdp_zpp.bench.contenders import NAMES, contender
-from fsdp_zpp.bench.fitting import Planner
-from fsdp_zpp.bench.links import Link, Links
-from fsdp_zpp.bench.recommendation import recommend
-from fsdp_zpp.bench.task import Task
+from fsdp_zpp.bench.contenders import NAMES, Link, Links, Planner, candidates, contender, recommend
+from fsdp_zpp.bench.results import Task
+from fsdp_zpp.bench.run import named_contenders
 from fsdp_zpp.planner.model_size import ModelSize, Unit, equal_units
 
 CONFIG = SimpleNamespace()

@@ -17,14 +17,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_zpp.__main__ import main
-from fsdp_zpp.bench.columns import filled, of_a_run
-from fsdp_zpp.bench.materialize import materialize
-from fsdp_zpp.bench.measuring import Schedule, attempt
-from fsdp_zpp.bench.models import base_of, layer_places, network
-from fsdp_zpp.bench.recommendation import recommend
-from fsdp_zpp.bench.task import Task
-from fsdp_zpp.bench.timing import PeakMemory
-from fsdp_zpp.bench.training import Training
+from fsdp_zpp.bench.contenders import Training, base_of, layer_places, materialize, network, recommend
+from fsdp_zpp.bench.results import Task, filled, of_a_run
+from fsdp_zpp.bench.run import PeakMemory, Schedule, attempt
 from fsdp_zpp.codecs.blockwise import Int4, Int8
 from fsdp_zpp.planner.model_size import pretrained_size
 from fsdp_zpp.planner.plan import plan

@@ -14,7 +14,7 @@ import pytest
 from harness.benchmarks import BENCHMARKS, RAW_NAME, load
 from harness.launch import launch
 
-from fsdp_zpp.bench.result_file import write
+from fsdp_zpp.bench.results import write
 
 PAGES = {"step": ("step-time", "lora"), "loss": ("loss",), "kernels": ("kernels",), "scale": ("scale",)}
 """The pages of docs/results that show a folder's results."""

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from fsdp_zpp import NF4, Codec, Int4, Int4Delta, Int8, Strategy, TopK
 from fsdp_zpp.codecs.base import FullPrecision
-from fsdp_zpp.codecs.exact_tail import exact_tail, without_tail
+from fsdp_zpp.codecs.blockwise import exact_tail, without_tail
 from fsdp_zpp.codecs.top_k import REACH, TopKOfSum
-from fsdp_zpp.collectives.error_buffer import ErrorBuffer, decode_sum_encode_with_feedback, encode_with_feedback
-from fsdp_zpp.collectives.held_errors import Extent
-from fsdp_zpp_kernels import dispatch
+from fsdp_zpp.comm.error_feedback import ErrorBuffer, Extent, decode_sum_encode_with_feedback, encode_with_feedback
+from fsdp_zpp_kernels import ops as dispatch
 
 BETA, SCALE, TAIL = 0.8, 0.3, 12
 

@@ -15,12 +15,11 @@ from harness.models import device
 from torch import Tensor
 
 from fsdp_zpp import Codec, Int4, Int8, LocalSteps, LoCo, TopK
-from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
-from fsdp_zpp.collectives.hops import Traffic
-from fsdp_zpp.collectives.mesh import process_mesh
-from fsdp_zpp.collectives.moment_average import MomentAverage
-from fsdp_zpp.collectives.outer_optimizer import OuterOptimizer
-from fsdp_zpp.collectives.outer_step import OuterStep
+from fsdp_zpp.comm.hops import Traffic
+from fsdp_zpp.comm.layout import FlatLayout, Piece
+from fsdp_zpp.comm.mesh import process_mesh
+from fsdp_zpp.local_steps.outer_step import OuterOptimizer, OuterStep
+from fsdp_zpp.local_steps.training import MomentAverage
 
 OnRanks = Callable[..., list[Any]]
 ROUNDS = 5
@@ -243,7 +242,7 @@ def test_all_that_an_exchange_writes_to_outlives_the_model(on_ranks: OnRanks) ->
         return {name for name, tensor in state.items() if tensor.data_ptr() in kept}
 
     with patch(
-        "fsdp_zpp.collectives.outer_step.keep_until_read", lambda tensor: kept.append(tensor.data_ptr()) or tensor
+        "fsdp_zpp.local_steps.outer_step.keep_until_read", lambda tensor: kept.append(tensor.data_ptr()) or tensor
     ):
         assert on_ranks(2, 1, kept_until_read) == [{"products", "0", "1"}] * 2
 

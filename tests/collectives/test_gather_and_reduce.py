@@ -20,18 +20,13 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
 from fsdp_zpp import Codec, Int4, Int4Delta, Int8, LoCo, TopK
-from fsdp_zpp.collectives import _torch_coalescing
-from fsdp_zpp.collectives._torch_coalescing import AllGathers
-from fsdp_zpp.collectives.error_buffer import ErrorBuffer, encode_with_feedback
-from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
-from fsdp_zpp.collectives.gradient_reduce import GradientReduce
-from fsdp_zpp.collectives.held_errors import Extent
-from fsdp_zpp.collectives.hops import Traffic
-from fsdp_zpp.collectives.mesh import ProcessMesh, process_mesh
-from fsdp_zpp.collectives.prefetch import SecondaryShardPrefetcher, in_chunks
-from fsdp_zpp.collectives.reduction_order import ReductionOrder
-from fsdp_zpp.collectives.secondary_shard import ShardValues
-from fsdp_zpp.collectives.weight_gather import WeightGather
+from fsdp_zpp.comm import hops
+from fsdp_zpp.comm.error_feedback import ErrorBuffer, Extent, encode_with_feedback
+from fsdp_zpp.comm.gradient_reduce import GradientReduce, ReductionOrder
+from fsdp_zpp.comm.hops import AllGathers, Traffic
+from fsdp_zpp.comm.layout import FlatLayout, Piece
+from fsdp_zpp.comm.mesh import ProcessMesh, process_mesh
+from fsdp_zpp.comm.weight_gather import SecondaryShardPrefetcher, ShardValues, WeightGather, in_chunks
 
 OnRanks = Callable[..., list[Any]]
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (3, 2), (2, 3), (4, 2), (2, 4)]
@@ -652,7 +647,7 @@ def test_what_all_gathers_send_is_kept_until_they_are_waited_for() -> None:
     sent = weakref.ref(own)
     # In place of collectives on a CPU, which keep tensors themselves, as NCCL's need not.
     with patch.multiple(
-        _torch_coalescing,
+        hops,
         _coalescing_manager=lambda group, async_ops: nullcontext(works),
         all_gather_single=lambda: lambda out, own, group: None,
     ):

@@ -21,17 +21,21 @@ from harness.pool import Pool
 from torch import Tensor
 
 from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo
-from fsdp_zpp.collectives.agreement import agree, check_agreement
-from fsdp_zpp.collectives.devices import accelerator, compute_device
-from fsdp_zpp.collectives.fingerprint import checksums
-from fsdp_zpp.collectives.gradient_reduce import GradientReduce
-from fsdp_zpp.collectives.hops import Traffic
-from fsdp_zpp.collectives.launcher import launched_on_each_node
-from fsdp_zpp.collectives.mesh import own_rank, process_mesh, topology_of
-from fsdp_zpp.collectives.moment_average import MomentAverage
-from fsdp_zpp.collectives.outer_step import OuterStep
-from fsdp_zpp.collectives.rank_names import name_by_axes
-from fsdp_zpp.collectives.weight_gather import WeightGather
+from fsdp_zpp.comm.agreement import agree, check_agreement, checksums
+from fsdp_zpp.comm.gradient_reduce import GradientReduce
+from fsdp_zpp.comm.hops import Traffic
+from fsdp_zpp.comm.mesh import (
+    accelerator,
+    compute_device,
+    launched_on_each_node,
+    name_by_axes,
+    own_rank,
+    process_mesh,
+    topology_of,
+)
+from fsdp_zpp.comm.weight_gather import WeightGather
+from fsdp_zpp.local_steps.outer_step import OuterStep
+from fsdp_zpp.local_steps.training import MomentAverage
 
 OnRanks = Callable[..., list[Any]]
 

@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 
 from fsdp_zpp import Int4, Int8, LoCo, Strategy
-from fsdp_zpp.config.deepspeed.keys import TOP_REFUSED, TOP_SCRIPT, TOP_WITHOUT_EFFECT, ZERO_SCRIPT, ZERO_WITHOUT_EFFECT
+from fsdp_zpp.strategy.configuration import (
+    TOP_REFUSED,
+    TOP_SCRIPT,
+    TOP_WITHOUT_EFFECT,
+    ZERO_SCRIPT,
+    ZERO_WITHOUT_EFFECT,
+)
 
 # The zero_optimization of DeepSpeed's ZeRO++ tutorial.
 ZEROPP: dict[str, Any] = {"stage": 3, "reduce_bucket_size": 10000000, "reduce_scatter": True, "overlap_comm": True}

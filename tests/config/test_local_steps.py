@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from fsdp_zpp import NF4, Elastic, Int4, LocalSteps, LoCo, Strategy, TopK
-from fsdp_zpp.config.outer_momentum import (
+from fsdp_zpp.strategy.local_steps import (
     MOST_MOMENTUM,
     TARGET_GAIN,
     aligned_gain,

@@ -30,9 +30,8 @@ from fsdp_zpp import (
     plan,
     quantize_frozen_params,
 )
-from fsdp_zpp.config.mapping import PRESETS as NAMES
-from fsdp_zpp.config.strategy_arguments import StrategyArguments
-from fsdp_zpp.config.topology import Topology
+from fsdp_zpp.strategy.configuration import PRESETS as NAMES, StrategyArguments
+from fsdp_zpp.strategy.error_feedback import Topology
 
 TORCHS = {
     "FULL_SHARD": "GGG",

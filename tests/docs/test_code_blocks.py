@@ -32,8 +32,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fsdp_zpp import Strategy
 from fsdp_zpp.__main__ import main
-from fsdp_zpp.bench.arguments import add_arguments, check
-from fsdp_zpp.torch_internals import major_minor
+from fsdp_zpp._torch_compat import major_minor
+from fsdp_zpp.bench.run import add_arguments, check
 
 RANKS, GPUS_PER_NODE = 4, 2
 PYTHON = ("python", "diff")

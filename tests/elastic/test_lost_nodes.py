@@ -44,7 +44,7 @@ from fsdp_zpp import (
     exchange_weights,
     members,
 )
-from fsdp_zpp.collectives.members import Members
+from fsdp_zpp.local_steps._torch_members import Members
 from fsdp_zpp.runtime.unit import named_units
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nodes of tests share no GPU")

@@ -37,16 +37,14 @@ from fsdp_zpp import (
     members,
 )
 from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.collectives._torch_group_of_store import group_of_store
-from fsdp_zpp.collectives.agreement import from_first_rank
-from fsdp_zpp.collectives.decisions import Decisions
-from fsdp_zpp.collectives.elastic_outer_step import ElasticOuterStep
-from fsdp_zpp.collectives.hops import Traffic
-from fsdp_zpp.collectives.mesh import ProcessMesh
-from fsdp_zpp.collectives.weights_of_nodes import relative_weights
-from fsdp_zpp.config.topology import Topology
-from fsdp_zpp.runtime.elastic_header import Header, Request, check_alike, current_nodes
+from fsdp_zpp.comm.agreement import from_first_rank
+from fsdp_zpp.comm.hops import Traffic
+from fsdp_zpp.comm.mesh import ProcessMesh
+from fsdp_zpp.local_steps._torch_members import Decisions, group_of_store
+from fsdp_zpp.local_steps.elastic import ElasticOuterStep, Header, Request, check_alike, current_nodes
+from fsdp_zpp.local_steps.outer_step import relative_weights
 from fsdp_zpp.runtime.unit import StrategyUnit, named_units
+from fsdp_zpp.strategy.error_feedback import Topology
 
 SHAPES = {"matrix": (33, 7), "bias": (5,), "small": (1, 2)}
 LONG, AT_ONCE = timedelta(seconds=60), timedelta(milliseconds=1)

@@ -17,10 +17,10 @@ from harness.pool import Pools
 from torch import Tensor
 
 from fsdp_zpp import Int4, Int8
-from fsdp_zpp.collectives.gradient_reduce import GradientReduce
-from fsdp_zpp.collectives.hops import Traffic
-from fsdp_zpp.collectives.mesh import process_mesh
-from fsdp_zpp.collectives.weight_gather import WeightGather
+from fsdp_zpp.comm.gradient_reduce import GradientReduce
+from fsdp_zpp.comm.hops import Traffic
+from fsdp_zpp.comm.mesh import process_mesh
+from fsdp_zpp.comm.weight_gather import WeightGather
 
 EXAMPLE = "examples/zeropp_by_hand.py"
 LAYOUTS = [(2, 2), (3, 2)]

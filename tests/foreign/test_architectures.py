@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from fsdp_zpp import Strategy
-from fsdp_zpp.config.levels import LEGAL_LEVELS
+from fsdp_zpp.strategy.strategy import LEGAL_LEVELS
 
 pytestmark = pytest.mark.wide
 

@@ -32,7 +32,7 @@ from fsdp_zpp import (
     save_adapter,
     save_frozen_params,
 )
-from fsdp_zpp.frozen._tensor import FrozenTensor
+from fsdp_zpp.frozen._torch_modules import FrozenTensor
 
 CODEC = Int8(64)
 MIXZPP = Strategy("IGG", frozen=CODEC, gpus_per_node=2)

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from fsdp_zpp import NF4, Int4, Int8, Strategy, quantize_frozen_params
 from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.collectives.hops import Hop
+from fsdp_zpp.comm.hops import Hop
+from fsdp_zpp.frozen._torch_modules import frozen_modules
 from fsdp_zpp.frozen.base import FrozenBase
-from fsdp_zpp.frozen.modules import frozen_modules
 from fsdp_zpp.frozen.weight import FrozenWeight
 from fsdp_zpp_kernels import dequantize_nf4_rows, dequantize_rows, reference
-from fsdp_zpp_kernels.nf4 import LEVELS, levels_on
+from fsdp_zpp_kernels.reference import LEVELS, levels_on
 
 LARGE: dict[str, Any] = {"width": 256, "hidden": 688, "vocabulary": 512}
 

@@ -21,20 +21,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fsdp_zpp.collectives.mesh import ProcessMesh
-from fsdp_zpp.config.topology import Topology
-from fsdp_zpp.frozen.placement import Placement
-from fsdp_zpp.frozen.stored.awq import Awq
-from fsdp_zpp.frozen.stored.bitsandbytes import FourBit, Int8Rows
-from fsdp_zpp.frozen.stored.detect import find_stored
+from fsdp_zpp.comm.mesh import ProcessMesh
+from fsdp_zpp.frozen.stored import find_stored
+from fsdp_zpp.frozen.stored.floats import FourBit, Fp8, Int8Rows, Mxfp4, Nvfp4
 from fsdp_zpp.frozen.stored.format import stored_in
-from fsdp_zpp.frozen.stored.fp8 import Fp8
-from fsdp_zpp.frozen.stored.gptq import Gptq
-from fsdp_zpp.frozen.stored.mxfp4 import Mxfp4
-from fsdp_zpp.frozen.stored.nvfp4 import Nvfp4
-from fsdp_zpp.frozen.stored.packed_integers import PackedIntegers
-from fsdp_zpp.frozen.stored.plain_integers import PlainIntegers
-from fsdp_zpp.frozen.weight import FrozenWeight
+from fsdp_zpp.frozen.stored.integers import Awq, Gptq, PackedIntegers, PlainIntegers
+from fsdp_zpp.frozen.weight import FrozenWeight, Placement
+from fsdp_zpp.strategy.error_feedback import Topology
 
 GPTQ = [
     {"bits": bits, "sym": sym, "act": act, "v2": v2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -27,11 +28,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard as torch_fu
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, FP8Linear
 
 from fsdp_zpp import NF4, Int8, Strategy, clip_grad_norm_, fully_shard, gathered_weights, quantize_frozen_params
-from fsdp_zpp.adapters.fsdp2 import units, validation
+from fsdp_zpp._torch_compat import major_minor
 from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.frozen.modules import FrozenModule, frozen_modules
+from fsdp_zpp.frozen._torch_modules import FrozenModule, frozen_modules
 from fsdp_zpp.runtime.unit import named_units
-from fsdp_zpp.torch_internals import major_minor
 
 WIDTH = 64
 
@@ -156,6 +156,7 @@ def losses_beside(storage: torch.dtype, width: int, arguments: dict[str, Any]) -
     return losses, sum(value.double().sum().item() for value in weights.values())
 
 
+SHARDING = importlib.import_module("fsdp_zpp.fsdp2.fully_shard")  # which an attribute hides, the function
 takes_integers = pytest.mark.skipif(
     major_minor(torch.__version__) < (2, 13), reason="torch's fully_shard takes integers since 2.13"
 )
@@ -189,7 +190,7 @@ def all_warnings() -> list[list[str]]:
     over_two: dict[str, Any] = {"reshard_after_forward": 2}
     texts = []
     for storage, arguments in ((torch.bfloat16, {"mesh": mesh}), (torch.bfloat16, over_two), (torch.uint8, over_two)):
-        units._warn_of_packed_values.cache_clear()
+        SHARDING._warn_of_packed_values.cache_clear()
         with collected() as records:
             for layer in make(storage).children():
                 fully_shard(layer, strategy=Strategy(gpus_per_node=4), **arguments)
@@ -239,7 +240,7 @@ def refuses_integers(adapter: Adapter) -> None:
     remedies = "pass frozen= to the strategy", "bnb_4bit_quant_storage=torch.bfloat16"
     eight = eight_bits()[0]
     for layer, torch_takes_them, count in ((packed_linear(1, torch.uint8), False, 2), (eight, True, 1)):
-        with mock.patch.object(validation, "_TAKES_INTEGERS", torch_takes_them), pytest.raises(TypeError) as caught:
+        with mock.patch.object(SHARDING, "_TAKES_INTEGERS", torch_takes_them), pytest.raises(TypeError) as caught:
             adapter.wrap(nn.Sequential(layer), Strategy("IGG", gpus_per_node=2))
         assert [remedy for remedy in remedies if remedy in str(caught.value)] == list(remedies[:count])
 

@@ -22,8 +22,8 @@ from harness.pool import Pools
 from torch import Tensor
 
 from fsdp_zpp import load_frozen_params, quantize_frozen_params, save_frozen_params
-from fsdp_zpp.frozen.files import base_writer, drafts, tensor_files
-from fsdp_zpp.frozen.files.drafts import Draft
+from fsdp_zpp.frozen import base_files as base_writer, base_files as drafts, checkpoint_reading as tensor_files
+from fsdp_zpp.frozen.base_files import Draft
 
 # ---- the disk, step by step
 

@@ -45,8 +45,8 @@ from fsdp_zpp import (
     save_frozen_params,
 )
 from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.frozen.files.identity import check_base, describe_base
-from fsdp_zpp.frozen.modules import frozen_sites
+from fsdp_zpp.frozen._torch_modules import frozen_sites
+from fsdp_zpp.frozen.base_files import check_base, describe_base
 
 AS_STORED = "as stored"
 FILE = "model.safetensors"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
-from fsdp_zpp.config.levels import LEGAL_LEVELS
+from fsdp_zpp.strategy.strategy import LEGAL_LEVELS
 
 from . import features as registry
 from .draft import OF_FEATURES, Draft, between_steps, evaluate, set_up, step

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_zpp.collectives import links
-from fsdp_zpp.collectives.hops import Hop
-from fsdp_zpp.collectives.links import GpuReport
-from fsdp_zpp.runtime import rank_layout
+from fsdp_zpp.comm.hops import Hop
+from fsdp_zpp.runtime import _torch_mesh as links, _torch_mesh as rank_layout
+from fsdp_zpp.runtime._torch_mesh import GpuReport
 
 Sets = Sequence[Sequence[int]]
 """The ranks that NVLink joins to each other; others are alone."""

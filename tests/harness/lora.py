@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fsdp_zpp import Int8
 from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.frozen.modules import FrozenModule
+from fsdp_zpp.frozen._torch_modules import FrozenModule
 
 from . import models
 

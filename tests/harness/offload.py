@@ -16,7 +16,7 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 
-from fsdp_zpp.adapters.fsdp1 import validation
+from fsdp_zpp.fsdp1 import wrapping as validation
 
 from .adapter import Adapter, Fsdp1, Fsdp2
 from .pool import device_type

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_zpp.collectives import rank_names
+from fsdp_zpp.comm import mesh as rank_names
 
 TIMEOUT = timedelta(seconds=110)  # of a collective, and of a task
 GRACE = 6.0  # seconds in which ranks answer once one has failed: they may hang in a collective that it never entered

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
 from transformers import Trainer, TrainingArguments
 
-from fsdp_zpp.adapters.fsdp2._torch import groups_of, state_of
+from fsdp_zpp.fsdp2._torch_weights import groups_of, state_of
 
 STEPS = 4
 TOKENS = torch.arange(1, 13).view(1, -1)

@@ -31,7 +31,8 @@ from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, TensorDataset
 
 from fsdp_zpp import Int4, Int4Delta, LocalSteps, LoCo, Strategy
-from fsdp_zpp.integrations.accelerate import reshard, use_strategy
+from fsdp_zpp.integrations.accelerate import use_strategy
+from fsdp_zpp.runtime.full_tensors import reshard
 
 MICRO_BATCHES = 2
 PLAIN = Strategy("IIG", gpus_per_node=2)
@@ -368,7 +369,7 @@ def refused(kind: str) -> str:
         "tp": TENSOR,
     }.get(kind, {})
     strategy: Any = {"type": "zeropp", "full shard": Strategy("GGG", gpus_per_node=2)}.get(kind, ZEROPP)
-    is_old = patch("fsdp_zpp.integrations._requirement.version", lambda name: "1.13.0")
+    is_old = patch("fsdp_zpp.integrations._common.version", lambda name: "1.13.0")
     with parallel(sizes, **options) as accelerator, is_old if kind == "layers compiled" else nullcontext():
         if kind == "twice":
             use_strategy(accelerator, ZEROPP)

@@ -19,10 +19,10 @@ from unittest.mock import patch
 import pytest
 from harness.launch import launch
 
-from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.integrations._requirement import require
+from fsdp_zpp.integrations._common import require
+from fsdp_zpp.strategy.strategy import Strategy
 
-VERSION = "fsdp_zpp.integrations._requirement.version"
+VERSION = "fsdp_zpp.integrations._common.version"
 
 
 def test_each_has_an_extra() -> None:

@@ -38,9 +38,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from fsdp_zpp import Int4, Int4Delta, LocalSteps, LoCo, Strategy
-from fsdp_zpp.integrations import _turns, accelerate, transformers
-from fsdp_zpp.integrations._codec_files import load_codec_state, save_codec_state
-from fsdp_zpp.integrations._cut_off_saves import MarkedSave, check_complete
+from fsdp_zpp.integrations import _common, accelerate, transformers
+from fsdp_zpp.integrations._common import MarkedSave, check_complete, load_codec_state, save_codec_state
 from fsdp_zpp.integrations.lightning.fabric import ModelParallelStrategy
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -327,7 +326,7 @@ def save_after_another(folder: Path, others: list[int]) -> list[str]:
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.01)
 
-    with mock.patch.object(_turns, "sleep", pause), collected() as records:
+    with mock.patch.object(_common, "sleep", pause), collected() as records:
         InFile().save(STRATEGIES["stateful"], folder, 4)
     return [text for level, text in records if level == "WARNING"]
 

@@ -34,7 +34,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_zpp import CodecState, Int4Delta, Strategy, traffic
 from fsdp_zpp.integrations.lightning import fabric as our_fabric, pytorch as our_trainer
-from fsdp_zpp.integrations.lightning.monitoring import MonitorCallback
+from fsdp_zpp.integrations.lightning.fabric import MonitorCallback
 from fsdp_zpp.integrations.lightning.pytorch import FSDPPrecision
 
 WAYS = [Way(framework, fsdp) for framework in ("trainer", "fabric") for fsdp in ("fsdp1", "fsdp2")]

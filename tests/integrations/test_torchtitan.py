@@ -43,7 +43,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp_zpp
 from fsdp_zpp import Int4, Strategy
-from fsdp_zpp.torch_internals import major_minor
+from fsdp_zpp._torch_compat import major_minor
 
 pytest.importorskip("torchtitan")
 if not hasattr(torch_fsdp, "DataParallelMeshDims"):
@@ -113,8 +113,8 @@ from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
 from torchtitan.trainer import Trainer
 from torchtitan_train import ByteTokenizer
 
-from fsdp_zpp.integrations.torchtitan import config_registry, with_strategy
-from fsdp_zpp.integrations.torchtitan.trainer import total_traffic
+from fsdp_zpp.integrations.torchtitan import config_registry
+from fsdp_zpp.integrations.torchtitan.config_registry import total_traffic, with_strategy
 
 
 @override(target=FlexAttention.Config, description="causal attention, across documents")

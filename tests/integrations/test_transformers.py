@@ -50,7 +50,7 @@ from fsdp_zpp import (
     quantize_frozen_params,
     traffic,
 )
-from fsdp_zpp.frozen.modules import FrozenModule
+from fsdp_zpp.frozen._torch_modules import FrozenModule
 from fsdp_zpp.integrations.transformers import MonitorCallback, use_strategy, with_strategy
 from fsdp_zpp.runtime.unit import unit_of
 
@@ -240,7 +240,7 @@ def refused(folder: str, kind: str) -> str:
         "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
         "adapters": FULL | {"save_strategy": "steps", "save_steps": 2},
     }.get(kind, {})
-    is_old = patch("fsdp_zpp.integrations._requirement.version", lambda name: "1.14.0")
+    is_old = patch("fsdp_zpp.integrations._common.version", lambda name: "1.14.0")
     with new_job(), is_old if kind == "adapters" else nullcontext():
         trainer = make_trainer(folder, make_model("lora" if kind == "adapters" else "whole"), **options)
         try:

@@ -35,7 +35,6 @@ from triton.runtime.jit import JITFunction
 
 from fsdp_zpp_kernels import (
     PayloadLayout,
-    _ops,
     add_delta,
     dequantize,
     dequantize_nf4_rows,
@@ -43,15 +42,14 @@ from fsdp_zpp_kernels import (
     dequantize_sum,
     dequantize_sum_quantize,
     dequantize_sum_quantize_with_feedback,
-    dispatch,
+    ops,
     quantize,
     quantize_delta,
     quantize_with_feedback,
     reference,
-    triton_backend,
+    triton as triton_backend,
 )
-from fsdp_zpp_kernels.triton_backend import tiling
-from fsdp_zpp_kernels.triton_backend.launch import Launch
+from fsdp_zpp_kernels.triton import Launch, kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # 0 * Inf, interpreted
 
@@ -182,7 +180,7 @@ def on_triton(op: Callable[..., Any], *args: Any) -> Any:
         out = new_empty_strided(self, *args, **kwargs)
         return out.fill_(JUNK) if out.dtype == torch.uint8 else out
 
-    with patch.object(_ops, "backend_for", lambda tensor: triton_backend):
+    with patch.object(ops, "backend_for", lambda tensor: triton_backend):
         call = op.__wrapped__(*args)  # type: ignore[attr-defined]
     with patch.object(Tensor, "new_empty_strided", poisoned):
         return call(*[arg for arg in args if isinstance(arg, Tensor | float)])
@@ -439,9 +437,6 @@ def test_what_was_decoded_is_quantized_to_what_it_came_from(numel: int, bits: in
 
 # ---- compiled
 
-MODULES: list[ModuleType] = [
-    getattr(triton_backend, name) for name in ("quantize_sum", "feedback", "delta", "rows", "nf4")
-]
 COMPILED: dict[str, str] = {}
 """The names of kernels, by what tells apart those compiled from one function."""
 
@@ -497,8 +492,8 @@ def arguments(op: Any) -> tuple[Any, ...]:
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """Note each call that is prepared, from none on; reaches into ops, since preparing shows in nothing but time."""
-    choose = Mock(wraps=_ops.backend_for)
-    monkeypatch.setattr(_ops, "backend_for", choose)
+    choose = Mock(wraps=ops.backend_for)
+    monkeypatch.setattr(ops, "backend_for", choose)
     for op in CASE_OF:
         monkeypatch.setattr(op, "_prepared", {})
     return choose
@@ -537,8 +532,8 @@ def test_a_second_call_checks_and_prepares_nothing_whatever_its_values_and_facto
         for given, expected in calls:
             for one, other in zip(result_of(form, copied(given, place)), expected, strict=True):
                 assert same(one.cpu(), other)
-            for name in [name for name in vars(_ops) if name.startswith("check_") or name == "PayloadLayout"]:
-                monkeypatch.setattr(_ops, name, None)
+            for name in [name for name in vars(ops) if name.startswith("check_") or name == "PayloadLayout"]:
+                monkeypatch.setattr(ops, name, None)
     assert prepared.call_count == 1
 
 
@@ -576,7 +571,7 @@ def test_calls_of_other_forms_are_prepared_as_one(prepared: Mock) -> None:
 
 
 def test_ever_new_shapes_do_not_add_up(prepared: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_MAX_PREPARED", 3)
+    monkeypatch.setattr(ops, "_MAX_PREPARED", 3)
     for numel in range(1, 20):
         assert quantize(torch.ones(numel), 1, 1, 8, 32).shape == (1, PayloadLayout(8, 32).nbytes(numel))
         assert len(quantize._prepared) <= 3
@@ -689,7 +684,7 @@ def test_the_jit_is_asked_once_and_launches_on_the_tensors_device(monkeypatch: p
     entered, launched = Mock(wraps=nullcontext), Mock()
     kernel = MagicMock(arg_names=("payload_ptr", "out_ptr", "factor", "numel", "BLOCK"))
     kernel[3, 2, 1].return_value = {(3, 2, 1): launched}
-    launch = Launch(kernel, (3, 2, 1), tiling.Tiling(64, 2, 64), BLOCK=64, numel=10)
+    launch = Launch(kernel, (3, 2, 1), triton_backend.Tiling(64, 2, 64), BLOCK=64, numel=10)
     payload, out = torch.zeros(16, dtype=torch.uint8), torch.zeros(8)
     launch(payload, out, 1)
     (words, first_out, factor, *fixed), options = kernel[3, 2, 1].call_args
@@ -715,15 +710,15 @@ layouts = st.builds(PayloadLayout, BITS, BLOCK)
 @relaxed
 @given(layouts, layouts, st.integers(1, 64))
 def test_a_tile_is_whole_blocks_and_whole_warps(one: PayloadLayout, other: PayloadLayout, peers: int) -> None:
-    of_values = tiling.group(torch.bfloat16, one)
+    of_values = triton_backend.group(torch.bfloat16, one)
     for cut, touched, grouped in (
-        (tiling.quantize_tiling(one), [one], of_values),
-        (tiling.sum_tiling(peers, one), [one], of_values),
-        (tiling.sum_quantize_tiling(peers, one, other), [one, other], 128 // one.bits),
-        (tiling.feedback_tiling(one, other), [one, other], of_values),
-        (tiling.sum_feedback_tiling(one, other, None), [one, other], 16),
-        (tiling.sum_feedback_tiling(one, other, one), [one, other], 16),
-        (tiling.delta_tiling(one, other), [one, other], 16),
+        (triton_backend.quantize_tiling(one), [one], of_values),
+        (triton_backend.sum_tiling(peers, one), [one], of_values),
+        (triton_backend.sum_quantize_tiling(peers, one, other), [one, other], 128 // one.bits),
+        (triton_backend.feedback_tiling(one, other), [one, other], of_values),
+        (triton_backend.sum_feedback_tiling(one, other, None), [one, other], 16),
+        (triton_backend.sum_feedback_tiling(one, other, one), [one, other], 16),
+        (triton_backend.delta_tiling(one, other), [one, other], 16),
     ):
         threads = cut.num_warps * 32
         assert 32 <= threads <= 1024
@@ -740,4 +735,5 @@ if __name__ == "__main__":
     launch_each_op(tail=4)  # one unit, for which Triton would specialize
     assert len(COMPILED) == first
     print(*sorted(set(COMPILED.values())))
-    print(*sorted(name for module in MODULES for name, each in vars(module).items() if isinstance(each, JITFunction)))
+    launched = {name: each for name, each in vars(kernels).items() if isinstance(each, JITFunction)}
+    print(*sorted(name for name, each in launched.items() if each.__module__ == kernels.__name__))

@@ -21,14 +21,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_zpp import Int4, Int8, Strategy, fully_shard, plan, traffic
-from fsdp_zpp.config.topology import Topology
-from fsdp_zpp.planner.axes import Axes
-from fsdp_zpp.planner.config import Cluster
-from fsdp_zpp.planner.json_report import plan_to_json
-from fsdp_zpp.planner.memory import Memory
-from fsdp_zpp.planner.model_config import LayerShape, Routing
-from fsdp_zpp.planner.model_size import ModelSize, Unit, module_size
-from fsdp_zpp.planner.volume import Volume
+from fsdp_zpp.planner.cluster import Cluster
+from fsdp_zpp.planner.memory import Memory, Volume
+from fsdp_zpp.planner.model_size import Axes, LayerShape, ModelSize, Routing, Unit, module_size
+from fsdp_zpp.planner.report import plan_to_json
+from fsdp_zpp.strategy.error_feedback import Topology
 
 GBPS = {"inter_gbps": 100, "intra_gbps": 2400}
 CODECS: dict[str, Any] = {"weights": Int8(64), "gradients": Int4(32)}

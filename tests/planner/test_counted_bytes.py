@@ -27,20 +27,17 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils._pytree import tree_leaves
 
 from fsdp_zpp import Codec, Int4, Int8, LocalSteps, LoCo, Strategy, TopK, plan
-from fsdp_zpp.collectives.hops import Traffic
-from fsdp_zpp.collectives.mesh import process_mesh
-from fsdp_zpp.collectives.node_share import NodeShare
-from fsdp_zpp.collectives.outer_step import OuterStep
-from fsdp_zpp.config.topology import Topology
+from fsdp_zpp.comm.hops import Traffic
+from fsdp_zpp.comm.mesh import process_mesh
 from fsdp_zpp.frozen.base import FrozenBase
-from fsdp_zpp.planner.config import MemoryBudget, Precision
-from fsdp_zpp.planner.exchange import exchange_memory, exchange_volume, moment_volume
-from fsdp_zpp.planner.frozen_base import gathers_of
-from fsdp_zpp.planner.memory import memory_per_gpu
+from fsdp_zpp.local_steps.fragment import Fragment
+from fsdp_zpp.local_steps.outer_step import NodeShare, OuterStep
+from fsdp_zpp.planner.cluster import MemoryBudget, Precision
+from fsdp_zpp.planner.memory import Volume, gathers_of, memory_per_gpu, step_volume
 from fsdp_zpp.planner.model_size import ModelSize, Unit, module_size
-from fsdp_zpp.planner.volume import Volume, step_volume
-from fsdp_zpp.runtime.fragment import Fragment
+from fsdp_zpp.planner.step_time import exchange_memory, exchange_volume, moment_volume
 from fsdp_zpp.runtime.unit import StrategyUnit, named_units
+from fsdp_zpp.strategy.error_feedback import Topology
 
 FULL = Precision(compute=torch.float32, reduce=torch.float32)
 WIDTH = 64  # whose square is the least that is quantized, in whole blocks on every rank

@@ -12,9 +12,9 @@ from hypothesis import given, settings, strategies as st
 
 from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, plan
 from fsdp_zpp.planner.choice import TOLERANCE
-from fsdp_zpp.planner.config import GIB, Cluster
+from fsdp_zpp.planner.cluster import GIB, Cluster
+from fsdp_zpp.planner.memory import Volume
 from fsdp_zpp.planner.step_time import StepTime, with_exchanges
-from fsdp_zpp.planner.volume import Volume
 
 LETTERS = "NNN NNI NII INI III".split()
 """The letters that can have local steps."""

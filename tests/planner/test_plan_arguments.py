@@ -10,11 +10,10 @@ import torch
 from harness.strategies import PARO
 
 from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, plan
-from fsdp_zpp.planner.catalog import GPUS, LINKS, NETWORKS, gpu_named, link_named
-from fsdp_zpp.planner.json_report import plan_to_json
-from fsdp_zpp.planner.model_config import Routing
-from fsdp_zpp.planner.model_size import ModelSize, Unit
-from fsdp_zpp.planner.paste import line_of
+from fsdp_zpp.planner.choice import line_of
+from fsdp_zpp.planner.cluster import GPUS, LINKS, NETWORKS, gpu_named, link_named
+from fsdp_zpp.planner.model_size import ModelSize, Routing, Unit
+from fsdp_zpp.planner.report import plan_to_json
 
 CODECS: dict[str, Any] = {"weights": Int8(64), "gradients": Int4(32), "error_feedback": LoCo(hops="both")}
 ONE_NODE: dict[str, Any] = {"nodes": 1, "gpus_per_node": 8, "intra_gbps": 2400, "micro_batches": 2, "presets": False}

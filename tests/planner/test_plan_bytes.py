@@ -14,11 +14,10 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from fsdp_zpp import NF4, Codec, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, plan
-from fsdp_zpp.config.topology import Topology
-from fsdp_zpp.planner.config import GIB, Precision
-from fsdp_zpp.planner.hardware import OPTIMIZER_GBS
+from fsdp_zpp.planner.cluster import GIB, OPTIMIZER_GBS, Precision
+from fsdp_zpp.planner.memory import Volume, step_volume
 from fsdp_zpp.planner.model_size import ModelSize, Unit, module_size
-from fsdp_zpp.planner.volume import Volume, step_volume
+from fsdp_zpp.strategy.error_feedback import Topology
 
 TWO: dict[str, Any] = {"nodes": 2, "gpus_per_node": 2, "inter_gbps": 1, "intra_gbps": 1}
 HOST: dict[str, Any] = {"cpu_offload": True, "host_gbps": 8}

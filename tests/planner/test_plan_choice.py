@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from fsdp_zpp import NF4, Int4, Int8, Strategy, plan
 from fsdp_zpp.planner.choice import TOLERANCE, choose
-from fsdp_zpp.planner.config import GIB
+from fsdp_zpp.planner.cluster import GIB
 from fsdp_zpp.planner.model_size import ModelSize, Unit
 
 # ---- laws

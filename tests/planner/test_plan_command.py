@@ -14,9 +14,8 @@ from harness.strategies import PARO
 
 from fsdp_zpp import Int4, Int8, LocalSteps, LoCo, plan
 from fsdp_zpp.__main__ import main
-from fsdp_zpp.planner.catalog import LINKS
-from fsdp_zpp.planner.hardware import OF_HOST_LINK
-from fsdp_zpp.planner.json_report import plan_to_json
+from fsdp_zpp.planner.cluster import LINKS, OF_HOST_LINK
+from fsdp_zpp.planner.report import plan_to_json
 
 CLUSTER = "--nodes 16 --gpus-per-node 8 --inter-gbps 100 --intra-gbps 2400".split()
 JOB = ["--params", "70e9", *CLUSTER, "--micro-batches", "10", "--gpu-memory", "80"]

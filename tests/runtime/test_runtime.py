@@ -28,17 +28,13 @@ from harness.wiretap import wiretap
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Monitor, Strategy, monitor, traffic
-from fsdp_zpp.adapters._torch_shard_version import ShardVersion
-from fsdp_zpp.collectives import hop_timer
-from fsdp_zpp.config.topology import Topology
-from fsdp_zpp.runtime import step_ends
-from fsdp_zpp.runtime.communication_waits import CommunicationWaits
-from fsdp_zpp.runtime.fragment import Fragment, Progress
-from fsdp_zpp.runtime.lifecycle import LifecycleHooks
-from fsdp_zpp.runtime.monitor import overlaps
-from fsdp_zpp.runtime.optimizer_modes import register_mode_hook
-from fsdp_zpp.runtime.step_ends import StepEnds
-from fsdp_zpp.runtime.summary import Coverage, StrategySummary, summarize
+from fsdp_zpp.comm import hops as hop_timer
+from fsdp_zpp.local_steps.fragment import Fragment, Progress
+from fsdp_zpp.runtime import lifecycle as step_ends
+from fsdp_zpp.runtime._torch import ShardVersion
+from fsdp_zpp.runtime.lifecycle import LifecycleHooks, StepEnds, register_mode_hook
+from fsdp_zpp.runtime.monitor import CommunicationWaits, Coverage, StrategySummary, overlaps, summarize
+from fsdp_zpp.strategy.error_feedback import Topology
 
 # ---- steps and modes that models hear of
 

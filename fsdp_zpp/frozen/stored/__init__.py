@@ -1,11 +1,121 @@
-"""Formats in which checkpoints store quantized weights, and which a frozen base keeps or is encoded from anew.
+"""Quantized weights as checkpoints store them: the formats, and which weights of a checkpoint have them.
 
-``format.py`` says what a format is, ``records.py`` how codes and scales of a few values lie in bytes, ``detect.py``
-which formats there are and which weights of a checkpoint have them, ``codec.py`` decodes what a base keeps as stored.
-``headers.py``, ``packed_codes.py``, ``fp4_codes.py`` and ``group_order.py`` have what several formats share,
-``settings.py`` and ``compressed_config.py`` what configurations say. Each other file has one format, or those of one
-library. None of them knows of files, modules or ranks.
-
-To add a format: a file with a subclass of ``StoredFormat``, and a row in the table of ``detect.py``, with all settings
-that its library writes.
+``format.py`` says what a format is and reads settings and headers; ``integers.py`` and ``floats.py`` have the formats.
+None of them knows of files, modules or ranks. To add a format: a subclass of ``StoredFormat``, and a
+row in the table below, with all settings that its library writes.
 """
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from . import floats, format, integers
+from .floats import FourBit, Fp8, Int8Rows, Mxfp4, Nvfp4
+from .format import REMEDY, Known, StoredFormat, StoredTensors, refuse_unknown, setting
+from .integers import Awq, Gptq, PackedIntegers, PlainIntegers
+
+FORMATS: dict[str, tuple[Known, tuple[type[StoredFormat], ...]]] = {
+    "fp8": (floats.FP8_SETTINGS, (Fp8,)),
+    "fbgemm_fp8": (floats.FBGEMM_SETTINGS, (Fp8,)),
+    "bitsandbytes": (floats.BITSANDBYTES_SETTINGS, (FourBit, Int8Rows)),
+    "mxfp4": (floats.MXFP4_SETTINGS, (Mxfp4,)),
+    "gptq": (integers.GPTQ_SETTINGS, (Gptq,)),
+    "awq": (integers.AWQ_SETTINGS, (Awq,)),
+    "compressed-tensors": (format.COMPRESSED_TENSORS_SETTINGS, (PackedIntegers, PlainIntegers, Nvfp4, Fp8)),
+}
+"""The settings and formats of each ``quant_method``. The formats of all are looked for where nothing names one."""
+
+_OF_CODES = ("scale", "scale_inv", "scale_2", "global_scale", "zero_point", "g_idx", "packed")
+"""Ends of the names of tensors that have no meaning without the codes of a weight, or codes without them."""
+
+
+def read_config(source: Path) -> dict[str, Any]:
+    """Return the ``quantization_config`` of the ``config.json`` beside a checkpoint's file; empty if there is none.
+
+    Raises:
+        ValueError: If that file is broken, has something else there, or names a method that is unknown.
+    """
+    path = source.parent / "config.json"
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} can't be read as JSON ({error}); {REMEDY}") from error
+    if not isinstance(content, dict):
+        return {}
+    found = list(_configs(content))
+    if not found:
+        if (other := source.parent / "hf_quant_config.json").is_file():
+            raise ValueError(
+                f"{other} says that the checkpoint is quantized by ModelOpt; those that can be read are "
+                f"{', '.join(FORMATS)}, and checkpoints in full precision"
+            )
+        return {}
+    config = found[0]
+    if any(other != config for other in found):
+        raise ValueError(f"{path} has several quantization_config, which differ; give a checkpoint of one model")
+    bits = config.get("load_in_4bit"), config.get("load_in_8bit")
+    method = setting(config, "quant_method", str) or (None if bits == (None, None) else "bitsandbytes")
+    if method not in FORMATS:
+        raise ValueError(
+            f"{path} says that the checkpoint is quantized by {method!r}; those that can be read are "
+            f"{', '.join(FORMATS)}, and checkpoints in full precision"
+        )
+    return {**config, "quant_method": method}
+
+
+def find_stored(tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
+    """Return the weights that are stored quantized, by name.
+
+    Args:
+        tensors: The tensors of a checkpoint.
+        config: What :func:`read_config` returned.
+
+    Raises:
+        ValueError: If one is incomplete, or its tensors don't fit each other.
+    """
+    if config:
+        known, formats = FORMATS[config["quant_method"]]
+        refuse_unknown(config["quant_method"], config, known)
+    else:
+        formats = tuple(each for _, some in FORMATS.values() for each in some)
+    found: dict[str, StoredFormat] = {}
+    for each in formats:
+        found |= {key: stored for key, stored in each.find(tensors, config).items() if key not in found}
+    if config.get("quantization_status") != "decompressed":
+        _refuse_unread(tensors, found)
+    return found
+
+
+def _configs(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield each ``quantization_config`` of ``config.json``; models of several parts have one in a part's mapping.
+
+    Older versions of compressed-tensors call it ``compression_config``.
+    """
+    own = [setting(content, key, dict) for key in ("quantization_config", "compression_config")]
+    if any(own):
+        yield from (each for each in own if each)
+        return
+    for value in content.values():
+        if isinstance(value, dict):
+            yield from _configs(value)
+
+
+def _refuse_unread(tensors: StoredTensors, found: Mapping[str, StoredFormat]) -> None:
+    """Raise if a weight has scales or codes that no format has read: it would be taken for what it is not.
+
+    Raises:
+        ValueError: It names the tensor.
+    """
+    read = {key for stored in found.values() for key in stored.keys.values()}
+    for key in tensors:
+        weight = next((key.removesuffix(f"_{end}") for end in _OF_CODES if key.endswith(f".weight_{end}")), "")
+        if weight and key not in read:
+            raise ValueError(
+                f"the checkpoint has {key}, by which {weight} is quantized in a way that can't be read; dequantize it "
+                "with the library that wrote it, or give another checkpoint"
+            )

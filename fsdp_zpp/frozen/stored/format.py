@@ -1,21 +1,182 @@
-"""A format in which a checkpoint stores a weight: the tensors that it consists of, and how they decode."""
+"""Formats in which checkpoints store quantized weights: records, settings, and headers of tensors."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.codecs.base import BlockCodec, Codec, Place
 
-from .codec import StoredCodec
-from .records import RecordLayout
+# ---- records
+#
+# Records: the bytes of a group of values, each with the codes, then the scales and whatever else decodes them.
+#
+# A group decodes on its own, and all groups of a weight have records of one length. So a chunk of a weight is a row of
+# records, and a part of one is a slice.
+
+_FIELD_ALIGNMENT = 4
+"""Bytes that records start at multiples of, for their scales."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """Some of the bytes of a record.
+
+    Attributes:
+        name: What they are.
+        dtype: Their dtype, of at most 4 bytes.
+        shape: How many there are in a record, as the shape in which they are read.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Return how many bytes they take."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Places of the fields in a record, one after the other."""
+
+    fields: tuple[Field, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the length of a record."""
+        return sum(_aligned(field.nbytes) for field in self.fields)
+
+    def get(self, records: Tensor, name: str) -> Tensor:
+        """Return a field of each record.
+
+        Args:
+            records: uint8 [records, nbytes]; they may lie apart, each is contiguous.
+            name: The field.
+
+        Returns:
+            Its values, [records, *shape] in its dtype; a view.
+        """
+        start, field = self._place(name)
+        return records[:, start : start + field.nbytes].view(field.dtype).unflatten(1, field.shape)
+
+    def pack(self, count: int, **values: Tensor) -> Tensor:
+        """Return records of all fields.
+
+        Args:
+            count: The number of records.
+            **values: For each field, its values in the order of the records, in its dtype. If there are fewer, zeros
+                complete them: the last group may have fewer rows than the others.
+
+        Returns:
+            uint8 [count, nbytes].
+        """
+        records = next(iter(values.values())).new_zeros((count, self.nbytes), dtype=torch.uint8)
+        for name, given in values.items():
+            start, field = self._place(name)
+            flat = given.contiguous().view(-1).view(torch.uint8)
+            whole = len(flat) // field.nbytes
+            place = records[:, start : start + field.nbytes]
+            place[:whole] = flat[: whole * field.nbytes].view(whole, field.nbytes)
+            if whole < count:
+                rest = flat[whole * field.nbytes :]
+                place[whole, : len(rest)] = rest
+        return records
+
+    def _place(self, name: str) -> tuple[int, Field]:
+        start = 0
+        for field in self.fields:
+            if field.name == name:
+                return start, field
+            start += _aligned(field.nbytes)
+        raise KeyError(name)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT
+
+
+# ---- codec
+#
+# The codec of a weight that stays as it is stored: chunks are rows of records, which its format decodes.
+
+_RECORD_ALIGNMENT = 16
+"""Bytes that the chunks of a unit's weights start at multiples of, whichever codec has the next one."""
+
+
+@dataclass(frozen=True)
+class StoredCodec(BlockCodec):
+    """Decodes records, and encodes nothing. Equal to the codec of any weight whose records decode in the same way.
+
+    Args:
+        description: Tells formats apart; see :class:`StoredFormat`.
+        block: Values of a group.
+        record_nbytes: Bytes of a group.
+        decode_into: Decodes records into flat values.
+    """
+
+    places: ClassVar[tuple[Place, ...]] = ("frozen",)
+
+    description: str
+    block: int
+    record_nbytes: int
+    decode_into: Callable[[Tensor, Tensor], None] = dataclasses.field(compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return f"as stored, {self.description}"
+
+    def nbytes(self, numel: int) -> int:
+        records = -(-numel // self.block) * self.record_nbytes
+        return -(-records // _RECORD_ALIGNMENT) * _RECORD_ALIGNMENT
+
+    def blocks(self, payload: Tensor, numel: int) -> tuple[Tensor, ...]:
+        return (self.records(payload, numel),)
+
+    def records(self, payload: Tensor, numel: int) -> Tensor:
+        """Return the records in chunks of ``numel`` values, uint8 [chunks, nbytes(numel)]: [chunks, groups, bytes]."""
+        groups = -(-numel // self.block)
+        return payload[:, : groups * self.record_nbytes].unflatten(1, (groups, self.record_nbytes))
+
+    def prepare_decode(self, device: torch.device) -> None:
+        if device.type == "cuda":  # a format may keep a table on the device, for whose first copy the CPU waits
+            record = torch.zeros(1, self.record_nbytes, dtype=torch.uint8, device=device)
+            self.decode_into(record, torch.empty(self.block, device=device))
+
+    def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
+        self._refuse()
+
+    def decode(self, payload: Tensor, out: Tensor, rows: int, cols: int) -> None:
+        if rows > 1 and cols > 1:
+            self._refuse()
+        self.decode_rows(payload, out)
+
+    def decode_rows(self, payload: Tensor, out: Tensor) -> None:
+        numel = out.numel() // len(payload)
+        flat = out.view(len(payload), numel)
+        for records, values in zip(self.records(payload, numel), flat, strict=True):
+            self.decode_into(records, values)
+
+    def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise NotImplementedError(f"{self} keeps codes of frozen weights, and neither encodes nor sums values")
+
+
+# ---- format
+#
+# A format in which a checkpoint stores a weight: the tensors that it consists of, and how they decode.
 
 _READ = 2**18
 """Values that are read and decoded at a time, since decoding takes several times their memory in fp32."""
@@ -241,3 +402,450 @@ def stacked(matrices: Sequence[Sequence[StoredWeight]], name: str) -> StoredWeig
 def refuse_misfit(key: str, found: object, expected: object) -> NoReturn:
     """Raise the error about a tensor that is not what the weight that it belongs to needs."""
     raise ValueError(f"the checkpoint has {key} as {found}, but its weight needs {expected}; {REMEDY}")
+
+
+# ---- settings
+#
+# Settings in the ``quantization_config`` of a checkpoint's ``config.json``, in which anything may stand.
+#
+# Each method has a table of the settings that are known: those that say nothing of the weights, those that a format
+# reads, and those of which it reads only some values. Any other setting is refused, since it may change what the codes
+# mean, as a rotation does.
+
+T = TypeVar("T")
+
+Known = Mapping[str, tuple[Any, ...] | None]
+"""The values that each setting may have; None for any. Strings are compared in lower case."""
+
+_KINDS = {dict: "a mapping", list: "a list", str: "a string", bool: "true or false", int: "a whole number"}
+
+
+def refuse_unknown(format: str, settings: Mapping[str, Any], known: Known, within: str = "") -> None:
+    """Raise if a configuration has settings, or values of settings, that are not known. Null says nothing.
+
+    Args:
+        format: The name of the format in errors.
+        settings: The settings.
+        known: The settings that are known.
+        within: Where in ``quantization_config`` they stand, for errors: empty, or ending with a dot.
+
+    Raises:
+        ValueError: It names the setting.
+    """
+    for key, value in settings.items():
+        if value is None or value in ({}, []):
+            continue
+        if key not in known:
+            raise ValueError(
+                f"config.json beside the checkpoint has {within}{key} {reprlib.repr(value)} in its "
+                f"quantization_config, which is not known for {format} and may change what the codes mean; dequantize "
+                f"the checkpoint with the library that wrote it, or remove {key} from config.json if it says nothing "
+                "of the weights"
+            )
+        allowed = known[key]
+        if allowed is not None and (value.lower() if isinstance(value, str) else value) not in allowed:
+            refuse_setting(
+                format, within + key, value, " and ".join(map(str, allowed)) or "only checkpoints without it"
+            )
+
+
+def refuse_setting(format: str, setting: str, value: object, allowed: str) -> NoReturn:
+    """Raise the error about a setting of a format that is not supported."""
+    raise ValueError(
+        f"the checkpoint is in {format} with {setting} {reprlib.repr(value)}, and {allowed} can be read; dequantize it "
+        "with the library that wrote it, or give another checkpoint"
+    )
+
+
+def of_layer(config: Mapping[str, Any], layer: str) -> dict[str, Any]:
+    """Return the settings of GPTQ or AWQ for a layer: gptqmodel's ``dynamic`` may override the common ones.
+
+    Args:
+        config: The configuration.
+        layer: The layer's name in the checkpoint.
+
+    Raises:
+        ValueError: If ``dynamic`` can't be understood.
+    """
+    dynamic = setting(config, "dynamic", dict) or {}
+    common = {key: value for key, value in config.items() if key != "dynamic"}
+    for pattern in dynamic:
+        if matches(pattern.removeprefix("+:").removeprefix("-:"), layer):
+            return common | (setting(dynamic, pattern, dict) or {})
+    return common
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Return whether a regular expression of a configuration matches the beginning of a name.
+
+    Raises:
+        ValueError: If the pattern is no regular expression.
+    """
+    try:
+        return re.match(pattern, name) is not None
+    except re.error as error:
+        raise ValueError(
+            f"config.json beside the checkpoint has the pattern {pattern!r}, which is no regular expression ({error}); "
+            f"{REMEDY}"
+        ) from error
+
+
+def setting(settings: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
+    """Return a setting; None if it is missing or null.
+
+    Raises:
+        ValueError: If it is of another kind.
+    """
+    value = settings.get(key)
+    if value is None or (isinstance(value, kind) and not (kind is int and isinstance(value, bool))):
+        return value
+    raise ValueError(
+        f"config.json beside the checkpoint has {key} {value!r}, and {_KINDS[kind]} belongs there; {REMEDY}"
+    )
+
+
+def block_size(settings: Mapping[str, Any], key: str) -> tuple[int, int] | None:
+    """Return the rows and columns of blocks; None if the setting is missing or null.
+
+    Raises:
+        ValueError: If the setting is something else.
+    """
+    stated = setting(settings, key, list)
+    if stated is None:
+        return None
+    if len(stated) != 2 or not all(type(size) is int and size > 0 for size in stated):
+        raise ValueError(
+            f"config.json beside the checkpoint has {key} {stated!r}, and two sizes belong there; {REMEDY}"
+        )
+    return stated[0], stated[1]
+
+
+# ---- compressed config
+#
+# The configuration of compressed-tensors: how a checkpoint, and each of its weights, is quantized.
+#
+# Names, defaults and the order of targets are those of compressed-tensors' ``QuantizationConfig``, ``QuantizationArgs``
+# and ``match_targets``.
+
+Format = TypeVar("Format", bound=StoredFormat)
+
+_NAME = "compressed-tensors"
+_FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "naive-quantized",
+    "float-quantized",
+    "nvfp4-pack-quantized",
+    "dense",
+    "mixed-precision",  # each group of layers has a format of its own
+)
+_READ_SETTINGS = ", ".join(_FORMATS[:-2])
+COMPRESSED_TENSORS_SETTINGS: Known = {
+    **dict.fromkeys(("quant_method", "version", "kv_cache_scheme", "global_compression_ratio", "ignore")),
+    **dict.fromkeys(("run_compressed", "dequantize", "use_optimized_inference")),
+    **dict.fromkeys(("config_groups", "format", "sparsity_config")),  # read below
+    # Files may have codes under any of these; plain weights are refused if they have scales.
+    "quantization_status": ("initialized", "calibration", "frozen", "compressed", "decompressed"),
+    "transform_config": (),
+    "moe_sparsity_config": (),
+}
+_SPARSITY: Known = {
+    **dict.fromkeys(("format", "targets", "ignore", "global_sparsity", "sparsity_structure")),
+    "registry_requires_subclass": (False,),
+}
+_GROUP: Known = dict.fromkeys(("targets", "weights", "input_activations", "output_activations", "format"))
+_WEIGHTS: Known = {
+    **dict.fromkeys(("num_bits", "strategy", "group_size", "block_structure", "symmetric", "observer")),
+    **dict.fromkeys(("observer_kwargs", "scale_dtype")),  # files have scales of any dtype that can be read
+    "type": ("int", "float"),
+    "dynamic": (False,),
+    # In the order of activations, files have the group of each input; in that of weights, groups are neighbours.
+    "actorder": (False, True, "group", "dynamic", "weight", "static"),
+    "zp_dtype": ("torch.int8", "int8", "torch.float8_e4m3fn", "float8_e4m3fn"),
+}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How some weights are quantized.
+
+    Attributes:
+        kind: ``int`` or ``float``.
+        bits: Bits of a code.
+        symmetric: Whether zero points are 0.
+        strategy: The part that has a scale of its own: ``tensor``, ``channel``, ``group``, ``tensor_group`` or
+            ``block``.
+        group_size: Neighbouring inputs that share a scale, of ``group`` and ``tensor_group``.
+        block: Rows and columns that share one, of ``block``.
+        ordered: Whether the inputs of a group are those that files say, not neighbours.
+    """
+
+    kind: str = "int"
+    bits: int = 8
+    symmetric: bool = True
+    strategy: str = "tensor"
+    group_size: int | None = None
+    block: tuple[int, int] | None = None
+    ordered: bool = False
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Any]) -> Scheme:
+        """Return the scheme that ``weights`` of a group states.
+
+        Raises:
+            ValueError: If it states something impossible or unknown.
+        """
+        refuse_unknown(_NAME, weights, _WEIGHTS, "config_groups.*.weights.")
+        size, strategy = setting(weights, "group_size", int), setting(weights, "strategy", str)
+        if strategy is None:
+            strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+        text = weights.get("block_structure")
+        block = [int(part) if part.isdigit() else part for part in text.split("x")] if isinstance(text, str) else text
+        bits, symmetric = setting(weights, "num_bits", int), setting(weights, "symmetric", bool)
+        scheme = cls(
+            (setting(weights, "type", str) or cls.kind).lower(),
+            cls.bits if bits is None else bits,
+            cls.symmetric if symmetric is None else symmetric,
+            strategy.lower(),
+            size,
+            block_size({"block_structure": block}, "block_structure"),
+            str(weights.get("actorder")).lower() in ("true", "group", "dynamic"),
+        )
+        lacks_size = scheme.strategy in ("group", "tensor_group") and (size is None or size < 1)
+        if lacks_size or (scheme.strategy == "block") != (scheme.block is not None):
+            raise ValueError(
+                f"config.json beside the checkpoint has the strategy {strategy!r} with group_size {size!r} and "
+                f"block_structure {text!r}, which contradict each other; {REMEDY}"
+            )
+        return scheme
+
+    def groups(self, columns: int) -> int:
+        """Return how many groups of columns have a scale of their own in each row."""
+        return -(-columns // self.group_size) if self.group_size and self.strategy.endswith("group") else 1
+
+
+_INT, _INT4, _FP8 = Scheme(strategy="channel"), Scheme(bits=4, strategy="group", group_size=128), Scheme("float")
+_PRESETS = {
+    "W8A8": _INT,
+    "INT8": _INT,
+    "W4A16": _INT4,
+    "W4A8": _INT4,
+    "W4AFP8": _INT4,
+    "W4A16_ASYM": Scheme(bits=4, symmetric=False, strategy="group", group_size=128),
+    "FP8": _FP8,
+    "FP8_DYNAMIC": Scheme("float", strategy="channel"),
+    "FP8_BLOCK": Scheme("float", strategy="block", block=(128, 128)),
+    "NVFP4": Scheme("float", 4, strategy="tensor_group", group_size=16),
+    "NVFP4A16": Scheme("float", 4, strategy="tensor_group", group_size=16),
+}
+"""Schemes by name. Others are refused: some are not read, and ``W8A16`` has not always been the same."""
+
+
+def refuse_other_formats(config: Mapping[str, Any]) -> None:
+    """Raise if some weights are in a format of compressed-tensors, or have a setting, that can't be read.
+
+    Raises:
+        ValueError: It names the format or setting.
+    """
+    if config.get("quant_method") != _NAME:
+        return
+    sparsity = setting(config, "sparsity_config", dict) or {}
+    refuse_unknown(_NAME, sparsity, _SPARSITY, "sparsity_config.")
+    groups = setting(config, "config_groups", dict) or {}
+    mappings = [groups[name] for name in groups if not isinstance(groups[name], list)]
+    for name in groups:
+        if not isinstance(groups[name], list):
+            refuse_unknown(_NAME, setting(groups, name, dict) or {}, _GROUP, f"config_groups.{name}.")
+    for settings in (config, sparsity, *filter(None, mappings)):
+        format = setting(settings, "format", str)
+        if format is not None and format not in (_FORMATS if settings is not sparsity else ("dense",)):
+            refuse_setting(_NAME, "format", format, _READ_SETTINGS)
+    _schemes(config)
+
+
+def as_stated(config: Mapping[str, Any], weight: str, kind: str, read: Callable[[Scheme | None], Format]) -> Format:
+    """Return the format of a weight that the configuration states.
+
+    Several groups may be the weight's, since the class of its module is unknown here. All groups that its tensors fit
+    must come to the same format.
+
+    Args:
+        config: ``quantization_config``.
+        weight: The weight's name in the checkpoint.
+        kind: The kind of its codes, ``int`` or ``float``.
+        read: Returns the format by a scheme; None if the configuration has none. Raises if the tensors don't fit it.
+
+    Raises:
+        ValueError: If no group is the weight's, or its tensors fit none, or several in different ways.
+    """
+    schemes = _schemes(config) if config.get("quant_method") == _NAME else []
+    if not schemes:
+        return read(None)
+    those = [scheme for scheme in _candidates(schemes, weight.removesuffix(".weight"), kind) if scheme.kind == kind]
+    if not those:
+        raise ValueError(
+            f"the checkpoint has {weight} as {kind} codes, but no group of config_groups in config.json has such "
+            f"weights for it; {REMEDY}"
+        )
+    found: dict[str, Format] = {}
+    errors: list[ValueError] = []
+    for scheme in those:
+        try:
+            format = read(scheme)
+            found[format.description] = format
+        except ValueError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    if len(found) > 1:
+        raise ValueError(
+            f"config_groups in config.json leaves open which of its groups is that of {weight}: it could be "
+            f"{' or '.join(found)}; name it in the targets of one of them"
+        )
+    return next(iter(found.values()))
+
+
+def _schemes(config: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]:
+    """Return the targets and the scheme of each group that has weights."""
+    groups = setting(config, "config_groups", dict) or {}
+    schemes = []
+    for name, group in groups.items():
+        if isinstance(group, list):
+            if name.upper() not in _PRESETS:
+                refuse_setting(_NAME, f"config_groups.{name}", group, f"{', '.join(_PRESETS)}, and schemes in full,")
+            schemes.append((group, _PRESETS[name.upper()]))
+        elif weights := setting(setting(groups, name, dict) or {}, "weights", dict):
+            schemes.append((setting(group, "targets", list) or [], Scheme.of(weights)))
+    return schemes
+
+
+def _candidates(schemes: list[tuple[list[str], Scheme]], module: str, kind: str) -> list[Scheme]:
+    """Return the schemes that may be a module's: by its name, else by its unknown class, else any.
+
+    Targets name modules as the model does, and the checkpoint may have other names.
+    """
+    targets = {str(target): scheme for some, scheme in schemes for target in some}
+    for target in sorted(targets, key=lambda each: ("re:" in each, each)):
+        named = target.startswith("re:") and matches(target.removeprefix("re:"), module)
+        if named or target == module:
+            return [targets[target]]
+    classes = [scheme for target, scheme in targets.items() if target[:1].isupper() and scheme.kind == kind]
+    return list(dict.fromkeys(classes or [scheme for _, scheme in schemes]))
+
+
+# ---- headers
+#
+# Checks of the headers of packed weights, and reading of their records, for the formats that pack codes into words.
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+"""Dtypes of scales."""
+
+
+def matrix(
+    tensors: StoredTensors, key: str, *dtypes: torch.dtype, shape: tuple[int | None, int | None] = (None, None)
+) -> tuple[int, int]:
+    """Return the shape of a stored matrix.
+
+    Args:
+        tensors: The checkpoint's tensors.
+        key: The name of the matrix.
+        *dtypes: The dtypes that it may have.
+        shape: The shape that it must have; None for any size.
+
+    Raises:
+        ValueError: If the checkpoint lacks it, or it has another shape or dtype.
+    """
+    if key not in tensors:
+        raise lacking(key)
+    found, dtype = tensors.shape(key), tensors.dtype(key)
+    if dtype not in dtypes:
+        refuse_misfit(key, dtype, " or ".join(map(str, dtypes)))
+    if len(found) != 2 or any(want not in (None, size) for size, want in zip(found, shape, strict=True)):
+        expected = tuple("any" if size is None else size for size in shape)
+        refuse_misfit(key, f"a tensor of shape {found}", f"shape {expected}")
+    return found[0], found[1]
+
+
+def lacking(key: str) -> ValueError:
+    """Return the error about a tensor that is missing."""
+    return ValueError(f"the checkpoint has no {key}, though it has other tensors of the same weight; {REMEDY}")
+
+
+def float_dtype(tensors: StoredTensors, key: str) -> torch.dtype:
+    """Return the dtype of scales that :func:`matrix` has checked."""
+    dtype = tensors.dtype(key)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def columns_of(parts: Parts, layout: RecordLayout, first: int, last: int) -> dict[str, Tensor]:
+    """Read the columns of groups ``first`` to ``last - 1`` of matrices [rows, columns] whose columns are the outputs.
+
+    Returns:
+        For each field of ``layout``, of shape [rows, columns of a group]: [groups, rows, columns of a group].
+    """
+    values = {}
+    for field in layout.fields:
+        width = field.shape[1]
+        some: Tensor = parts[field.name][:, first * width : last * width]
+        values[field.name] = some.unflatten(1, (last - first, width)).transpose(0, 1)
+    return values
+
+
+def scale_groups(key: str, rows: int, columns: int, tensors: StoredTensors, scheme: Scheme | None = None) -> int:
+    """Return how many groups of columns have a scale of their own; 1 if there is one for each row, or for all.
+
+    Args:
+        key: The name of the scales.
+        rows: The rows of the weight.
+        columns: The columns of the weight.
+        tensors: The checkpoint's tensors.
+        scheme: The weight's scheme by the configuration, if it has one.
+
+    Raises:
+        ValueError: If the scales are missing, or don't fit the weight or what the configuration says.
+    """
+    if scheme is not None and scheme.strategy not in (strategies := ("tensor", "channel", "group")):
+        refuse_setting("compressed-tensors", "strategy", scheme.strategy, f"{', '.join(strategies)} of integers")
+    if key in tensors and tensors.shape(key) in ((), (1,)) and tensors.dtype(key) in FLOATS:
+        groups, single = 1, True
+    else:
+        groups, single = matrix(tensors, key, *FLOATS, shape=(rows, None))[1], rows == 1
+    if groups == 0:
+        refuse_misfit(key, f"{groups} groups", f"groups of {columns} columns")
+    if scheme is not None and (
+        groups != scheme.groups(columns) or (not single if scheme.strategy == "tensor" else single and rows > 1)
+    ):
+        stated = f"{scheme.strategy} with group_size {scheme.group_size}"
+        refuse_misfit(key, f"a tensor of shape {tensors.shape(key)}", f"scales by the strategy {stated} of config.json")
+    return groups
+
+
+def refuse_other_groups(key: str, inputs: int, groups: int, size: int) -> None:
+    """Raise unless neighbouring inputs are in groups of ``size``, the last perhaps smaller; all in one if it is -1.
+
+    Raises:
+        ValueError: It names the tensor.
+    """
+    if groups != (-(-inputs // size) if size > 0 else 1):
+        refuse_misfit(key, f"{groups} groups of {inputs} inputs", f"groups of {size}, the group_size of config.json")
+
+
+def rows_of(part: Any, first: int, last: int) -> Tensor:
+    """Read rows ``first`` to ``last - 1`` of a matrix; of one number for all rows, that number for each."""
+    shape = tuple(part.shape if isinstance(part, Tensor) else part.get_shape())
+    if len(shape) > 1:
+        rows: Tensor = part[first:last]
+    else:
+        rows = (part[...] if isinstance(part, Tensor) or not shape else part[:]).reshape(1).expand(last - first)
+    return rows.clone(memory_format=torch.contiguous_format)
+
+
+def refuse_zero_points(key: str, tensors: StoredTensors, zero: int = 0) -> None:
+    """Raise unless all zero points of a weight are ``zero``, as those of symmetric weights are.
+
+    Raises:
+        ValueError: It names the tensor.
+    """
+    if (tensors.read(key).float() != zero).any():
+        refuse_misfit(key, f"zero points other than {zero}", "none, since it is symmetric")

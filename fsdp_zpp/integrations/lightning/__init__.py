@@ -9,6 +9,6 @@ The older packages ``pytorch_lightning`` and ``lightning_fabric`` have classes o
 Fabric refuse strategies of another package: import ``lightning.pytorch`` and ``lightning.fabric`` instead.
 """
 
-from fsdp_zpp.integrations._requirement import require
+from fsdp_zpp.integrations._common import require
 
 require("lightning", "2.6")

@@ -10,31 +10,371 @@ They add to Lightning's: checkpoints that hold an optimizer hold codec state, to
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+import torch
+import torch.distributed as dist
 from lightning.fabric.strategies import (
     FSDPStrategy as LightningFSDPStrategy,
     ModelParallelStrategy as LightningModelParallelStrategy,
     ParallelStrategy,
 )
+from lightning.fabric.utilities.load import _lazy_load
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.optim import Optimizer
 
-from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.integrations._codec_files import load_codec_state
-
-from .checkpoint_files import CheckpointFiles, FilesOfFSDP, FilesOfModelParallel
-from .checks import (
-    announce_node_size,
-    check_data_parallel,
-    check_no_codec_state,
-    local_path,
-    split_sharding_strategy,
+from fsdp_zpp.comm.agreement import from_first_rank
+from fsdp_zpp.frozen.hugging_face import quantized_names, with_quantized_weights, without_quantized_weights
+from fsdp_zpp.integrations._common import (
+    MarkedSave,
+    check_base_identity,
+    check_complete,
+    load_codec_state,
+    remove_codec_state,
+    save_base_identity,
+    save_codec_state,
 )
-from .wrapping import wrapped_on_cpu
+from fsdp_zpp.names import model_name
+from fsdp_zpp.runtime.api import check_instance
+from fsdp_zpp.runtime.checkpoint import CodecState
+from fsdp_zpp.runtime.monitor import Monitor, monitor
+from fsdp_zpp.runtime.unit import StrategyUnit, named_units
+from fsdp_zpp.strategy.strategy import Strategy
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies import FSDPStrategy as FabricFSDPStrategy
+    from lightning.fabric.strategies.fsdp import _SHARDING_STRATEGY
+    from lightning.pytorch.strategies import FSDPStrategy as TrainerFSDPStrategy
+
+
+# ---- checks
+#
+# Checks that Lightning's strategies make before they shard or load anything.
+
+Content = Mapping[str, Any]
+"""Content of a checkpoint that is a file."""
+
+
+def split_sharding_strategy(
+    sharding_strategy: Strategy | ShardingStrategy | str, arguments: Mapping[str, object]
+) -> _SHARDING_STRATEGY:
+    """Return the sharding strategy to give to Lightning's constructor, which reads its name.
+
+    Args:
+        sharding_strategy: A :class:`Strategy`, or what Lightning takes.
+        arguments: The other arguments of Lightning's FSDPStrategy.
+
+    Raises:
+        TypeError: If it is the class Strategy itself.
+        ValueError: If an argument contradicts a :class:`Strategy`.
+    """
+    check_instance("sharding_strategy", sharding_strategy)
+    if not isinstance(sharding_strategy, Strategy):
+        return cast("_SHARDING_STRATEGY", sharding_strategy)  # Lightning checks the name
+    mesh = arguments.get("device_mesh")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"device_mesh={mesh!r} splits the ranks as HYBRID_SHARD does; a Strategy takes gpus_per_node instead: "
+            'Strategy("III", gpus_per_node=...) shards inside each node and replicates across nodes'
+        )
+    return "FULL_SHARD"
+
+
+def announce_node_size(processes: int) -> None:
+    """Tell strategies how many processes a node has, as torchrun does and Lightning's own launchers do not."""
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(processes))
+
+
+def check_data_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise if ``model`` is sharded over other ranks than those to which Lightning gives data of their own.
+
+    Args:
+        model: What was sharded with :func:`fsdp_zpp.fully_shard`.
+        mesh: Lightning's mesh, with the dimensions ``data_parallel`` and ``tensor_parallel``.
+
+    Raises:
+        ValueError: On every rank, naming a part of the model.
+    """
+    expected = dist.get_process_group_ranks(mesh["data_parallel"].get_group())
+    for unit, name in named_units(model).items():
+        if not isinstance(unit, StrategyUnit) or unit.ranks.group is None or unit.stock:
+            continue  # torch does it all, and what it accepts is Lightning's to say
+        ranks = dist.get_process_group_ranks(unit.ranks.group)
+        if ranks != expected:
+            sizes = dict(zip(("data_parallel_size", "tensor_parallel_size"), mesh.shape, strict=True))
+            raise ValueError(
+                f"{name or 'the model'} is sharded over the ranks {ranks}, but with {sizes} Lightning gives data of "
+                f"their own to the ranks {expected}; without tensor parallelism, pass data_parallel_size="
+                f"{dist.get_world_size()}, tensor_parallel_size=1 to ModelParallelStrategy; with it, pass "
+                'mesh=device_mesh["data_parallel"] to fully_shard'
+            )
+
+
+def check_no_codec_state(state: Iterable[object]) -> None:
+    """Raise if the state that Fabric is to save or load has codec state: Fabric would save rank 0's alone.
+
+    Raises:
+        TypeError: If so.
+    """
+    if any(isinstance(value, CodecState) for value in state):
+        raise TypeError(
+            "the state holds a CodecState, and Fabric would save only rank 0's; leave it out: the strategy saves and "
+            "loads codec state together with the optimizer"
+        )
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a checkpoint on a disk.
+
+    Raises:
+        ValueError: If it is on a remote file system: Lightning's strategies for FSDP write to disks alone.
+    """
+    if "://" in str(path):
+        raise ValueError(f"{path} is remote, and sharded checkpoints are written to a disk: save there, and upload it")
+    return Path(path)
+
+
+def check_base(model: nn.Module, checkpoint: Path, keys: Collection[str], read: Callable[[Path], Content]) -> bool:
+    """Raise if a checkpoint was made on another quantized base than the model has. Collective.
+
+    Args:
+        model: The model.
+        checkpoint: Lightning's file or folder, the same on all ranks.
+        keys: Where in it the model's weights may be; empty if it is a bare state dict.
+        read: How Lightning reads a file.
+
+    Returns:
+        Whether the checkpoint was saved on the model's base; it may then hold the base's values, too.
+
+    Raises:
+        ValueError: On every rank; also if the checkpoint has values for quantized weights, but does not tell its base.
+            Lightning would skip these values, or call them unexpected.
+    """
+    if check_base_identity(model, checkpoint):
+        return True
+    quantized = quantized_names(model)
+    if not quantized:
+        return False
+    names = _names_in(checkpoint, keys, read) if dist.get_rank() == 0 else set()
+    if overlap := from_first_rank(sorted(quantized & names)):
+        raise ValueError(
+            f"{checkpoint} has values for {len(overlap)} weights that are quantized in this {model_name(model)} "
+            f"({overlap[0]}, ...), and nothing beside it says that they are the same: load them into the model before "
+            "the strategy shards it, or remove them from the checkpoint if the model has them already"
+        )
+    return False
+
+
+def _names_in(checkpoint: Path, keys: Collection[str], read: Callable[[Path], Content]) -> set[str]:
+    """Return the names of weights in a checkpoint; none if it can't be read, which Lightning will report."""
+    try:
+        if checkpoint.is_dir():
+            saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+            return {name.removeprefix(f"{key}.") for name in saved for key in keys}
+        content = read(checkpoint)
+        return set(content).union(*(content.get(key, ()) for key in keys))
+    except Exception:
+        return set()
+
+
+# ---- wrapping
+#
+# FSDP instances around a model of Lightning's, including those that Lightning can't make.
+
+_POLICY = "auto_wrap_policy"
+
+
+@contextmanager
+def wrapped_on_cpu(
+    model: nn.Module, strategy: FabricFSDPStrategy | TrainerFSDPStrategy, arguments: dict[str, Any]
+) -> Iterator[nn.Module]:
+    """Return a context with FSDP around ``model`` on a CPU; elsewhere with ``model`` itself, for Lightning to wrap.
+
+    Args:
+        model: The model to shard; it is left alone if users have wrapped parts of it.
+        strategy: Lightning's FSDPStrategy, of the Trainer or of Fabric.
+        arguments: The arguments that Lightning passes on to FSDP. In the context the policy is not among them, since
+            Lightning would warn that it skips modules that are wrapped already.
+
+    Raises:
+        ValueError: If checkpoints are to be full ones on a CPU.
+    """
+    if strategy.root_device.type != "cpu":
+        yield model
+        return
+    if strategy._state_dict_type == "full":
+        # Lightning has FSDP move what it gathers to the CPU. What is there already, torch does not copy, and then it
+        # frees the weights, and gathers the next moments into the memory of the last.
+        raise ValueError(
+            'state_dict_type="full" of a model on a CPU makes torch save memory that it has freed or reused; '
+            'pass state_dict_type="sharded"'
+        )
+    if outermost_fsdp(model):
+        yield model
+        return
+    # Lightning passes FSDP the index of the device alone. A CPU has none, and without a device FSDP wants a GPU.
+    wrapped = FullyShardedDataParallel(
+        model,
+        cpu_offload=strategy.cpu_offload,
+        mixed_precision=strategy.mixed_precision_config,
+        sharding_strategy=strategy.sharding_strategy,
+        device_id=strategy.root_device,
+        **arguments,
+    )
+    policy = {_POLICY: arguments.pop(_POLICY)} if _POLICY in arguments else {}
+    try:
+        yield wrapped
+    finally:
+        arguments.update(policy)
+
+
+def outermost_fsdp(model: nn.Module) -> list[FullyShardedDataParallel]:
+    """Return the FSDP instances of ``model`` that are in no other: itself, unless users wrap parts of it."""
+    if isinstance(model, FullyShardedDataParallel):
+        return [model]
+    return [instance for child in model.children() for instance in outermost_fsdp(child)]
+
+
+# ---- monitoring
+#
+# A callback of Lightning's Trainer that logs what the model communicates.
+
+
+class MonitorCallback(Callback):
+    """Logs what :func:`fsdp_zpp.monitor` says of the model, by names that begin with ``fsdp_zpp/``.
+
+    Examples:
+        >>> trainer = Trainer(strategy=FSDPStrategy(...), callbacks=[MonitorCallback()])
+    """
+
+    def __init__(self) -> None:
+        self._monitor: Monitor | None = None
+        self._done = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to measure, now that the model is sharded."""
+        self._close()
+        assert trainer.strategy.model is not None
+        self._monitor, self._done = monitor(trainer.strategy.model), trainer.global_step
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
+        """End a step, if the optimizer has made one, and log its figures."""
+        if self._monitor is not None and trainer.global_step != self._done:
+            self._done = trainer.global_step
+            pl_module.log_dict({f"fsdp_zpp/{name}": figure for name, figure in self._monitor.step().items()})
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the measurement."""
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """End the measurement."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
+
+
+# ---- checkpoint files
+#
+# Checkpoints of Lightning's two strategies for FSDP, in Trainer and Fabric: how they become whole.
+
+
+class CheckpointFiles(ABC):
+    """Completes a strategy's checkpoints: with quantized weights or the identity of a base, and with codec state."""
+
+    is_global_zero: bool
+
+    @property
+    @abstractmethod
+    def _saves_files(self) -> bool:
+        """Return whether checkpoints are files, with everything gathered."""
+
+    @abstractmethod
+    def _read(self, file: Path, weights_only: bool | None) -> Content:
+        """Read a file as Lightning will, without the tensors' values."""
+
+    @contextmanager
+    def _saving(self, path: Path, model: nn.Module | None, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Return a context in which Lightning saves; its end adds a base's identity and codec state. Collective."""
+        with MarkedSave(path):
+            yield
+            if model is not None:
+                save_base_identity(model, path)
+            if model is not None and optimizers:
+                save_codec_state(model, optimizers, path)
+            elif self.is_global_zero:
+                remove_codec_state(path)
+
+    @contextmanager
+    def _loading(
+        self, path: Path, model: nn.Module | None, keys: Collection[str], weights_only: bool | None
+    ) -> Iterator[None]:
+        """Return a context for Lightning to load, if the checkpoint is complete and of the model's base. Collective.
+
+        Args:
+            path: Lightning's file or folder, the same on all ranks.
+            model: The model, if one is loaded.
+            keys: Where in it the model's weights may be; empty if it is a bare state dict.
+            weights_only: As in Lightning.
+
+        Raises:
+            ValueError: If the save was cut off, or if the model has another quantized base than it had then.
+        """
+        check_complete(path)
+        has_base = model is not None and check_base(model, path, keys, partial(self._read, weights_only=weights_only))
+        with without_quantized_weights(model) if model is not None and has_base else nullcontext():
+            yield
+
+    def _with_quantized_weights(self, model: nn.Module | None) -> AbstractContextManager[None]:
+        """Return a context in which state dicts for a file have the quantized weights, dequantized."""
+        if model is None or not self._saves_files:
+            return nullcontext()
+        return with_quantized_weights(model)
+
+
+class FilesOfFSDP(CheckpointFiles):
+    """Files as ``FSDPStrategy`` writes and reads them."""
+
+    _state_dict_type: Literal["full", "sharded"]
+
+    @property
+    def _saves_files(self) -> bool:
+        return self._state_dict_type == "full"
+
+    def _read(self, file: Path, weights_only: bool | None) -> Content:
+        content: Content = _lazy_load(file)
+        return content
+
+
+class FilesOfModelParallel(CheckpointFiles):
+    """Files as ``ModelParallelStrategy`` writes and reads them."""
+
+    _save_distributed_checkpoint: bool
+
+    @property
+    def _saves_files(self) -> bool:
+        return not self._save_distributed_checkpoint
+
+    def _read(self, file: Path, weights_only: bool | None) -> Content:
+        content: Content = torch.load(file, mmap=True, map_location="cpu", weights_only=weights_only)
+        return content
+
+
+# ---- fabric
 
 _SHARDED = (FullyShardedDataParallel, FSDPModule)
 

@@ -30,14 +30,20 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.optim import Optimizer
 
-from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.integrations._base_files import remove_base_identity
-from fsdp_zpp.integrations._codec_files import load_codec_state, remove_codec_state
-from fsdp_zpp.integrations._cut_off_saves import remove_marks
+from fsdp_zpp.integrations._common import load_codec_state, remove_base_identity, remove_codec_state, remove_marks
+from fsdp_zpp.strategy.strategy import Strategy
 
-from .checkpoint_files import CheckpointFiles, FilesOfFSDP, FilesOfModelParallel
-from .checks import announce_node_size, check_data_parallel, local_path, split_sharding_strategy
-from .wrapping import outermost_fsdp, wrapped_on_cpu
+from .fabric import (
+    CheckpointFiles,
+    FilesOfFSDP,
+    FilesOfModelParallel,
+    announce_node_size,
+    check_data_parallel,
+    local_path,
+    outermost_fsdp,
+    split_sharding_strategy,
+    wrapped_on_cpu,
+)
 
 
 class WholeCheckpoints(CheckpointFiles, ParallelStrategy):

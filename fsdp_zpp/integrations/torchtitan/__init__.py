@@ -10,12 +10,10 @@ name of any configuration of torchtitan's models; :func:`with_strategy` makes on
 
 from __future__ import annotations
 
-from fsdp_zpp.integrations._requirement import require
+from fsdp_zpp.integrations._common import require
 
 require("torchtitan", "0.3")
 
-from .config_registry import with_strategy
-from .parallelism import StrategyParallelism
-from .trainer import StrategyTrainer
+from .config_registry import StrategyParallelism, StrategyTrainer, with_strategy
 
 __all__ = ["StrategyParallelism", "StrategyTrainer", "with_strategy"]

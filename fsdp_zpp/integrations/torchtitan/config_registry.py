@@ -5,27 +5,402 @@ torchtitan looks a configuration up as an attribute of this module, and lists ``
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 from torchtitan import models
-from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.components.checkpoint import MODEL, CheckpointManager
+from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.protocols.model_spec import ParallelizeFunction
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+from torchtitan.tools.filesystem import is_remote
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
+from tyro.constructors import PrimitiveConstructorSpec
 
-from fsdp_zpp.config.strategy import Strategy
-
-from .parallelism import StrategyParallelism
-from .trainer import StrategyTrainer
+from fsdp_zpp.codecs.blockwise import Int4Delta
+from fsdp_zpp.comm.agreement import agree, run_on_first_rank
+from fsdp_zpp.integrations._common import Turn, in_place_of_torchs, sharding_by
+from fsdp_zpp.runtime.api import traffic
+from fsdp_zpp.runtime.checkpoint import CodecState
+from fsdp_zpp.runtime.monitor import Monitor, monitor
+from fsdp_zpp.runtime.unit import unit_of
+from fsdp_zpp.strategy.configuration import PRESETS
+from fsdp_zpp.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+
+# ---- parallelism
+#
+# torchtitan's parallelism section with a strategy in it, and what can't be combined with one.
+
+
+def strategy_from_text(text: str) -> Strategy | None:
+    """Return the strategy that ``--parallelism.strategy`` stands for.
+
+    Args:
+        text: The name of a preset, a JSON mapping as :meth:`Strategy.from_dict` takes it, or ``None``.
+
+    Raises:
+        ValueError: If it is none of these; says what is allowed.
+    """
+    if text == "None":
+        return None
+    try:
+        return Strategy.from_dict(json.loads(text) if text.lstrip().startswith("{") else text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{text!r} is not JSON: {error}") from None
+    except TypeError as error:
+        raise ValueError(str(error)) from None  # tyro reports no other error as one of the flag
+
+
+def _text_of(strategy: Strategy | None) -> str:
+    return "None" if strategy is None else json.dumps(strategy.to_dict())
+
+
+_FLAG = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar=f"{{{','.join(PRESETS)},None}}|JSON",
+    instance_from_str=lambda arguments: strategy_from_text(arguments[0]),
+    is_instance=lambda value: value is None or isinstance(value, Strategy),
+    str_from_instance=lambda strategy: [_text_of(strategy)],
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class StrategyParallelism(ParallelismConfig):
+    """torchtitan's parallelism section with a strategy.
+
+    Raises:
+        TypeError: If ``strategy`` is neither a ``Strategy`` nor None.
+        ValueError: If it is None and there is to be a monitor.
+    """
+
+    strategy: Annotated[Strategy | None, _FLAG] = None
+    """
+    Sharding strategy: the name of a preset, or a JSON mapping of its arguments, such as
+    '{"preset": "zeropp", "gpus_per_node": 8}'. None is torchtitan's own FSDP or HSDP.
+    """
+
+    monitor: bool = False
+    """Log what the model communicates in each step, and how long it takes, among torchtitan's metrics."""
+
+    def __post_init__(self) -> None:
+        ParallelismConfig.__post_init__(self)  # super() does not work in a dataclass with slots
+        if self.strategy is not None:
+            _check_type(self.strategy)
+        elif self.monitor:
+            raise ValueError("parallelism.monitor measures what a strategy sends; set parallelism.strategy, too")
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the whole section, in types that JSON has, since torchtitan logs it."""
+        section = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return section | {"strategy": None if self.strategy is None else self.strategy.to_dict()}
+
+
+def check_combination(strategy: Strategy, parallelism: ParallelismConfig, training: TrainingConfig) -> None:
+    """Raise if these settings can't be combined with a strategy.
+
+    Raises:
+        TypeError: If ``strategy`` is not a :class:`Strategy`: fields of a configuration can be set to anything.
+        ValueError: The error names the key, its value, what is allowed, and what to do instead.
+    """
+    _check_type(strategy)
+    alone = "pass --parallelism.strategy None for torchtitan's own FSDP"
+    if parallelism.enable_fsdp_symm_mem:
+        raise ValueError(
+            "parallelism.enable_fsdp_symm_mem is for torch's own collectives, which a strategy replaces; leave it out, "
+            f"or {alone}"
+        )
+    if not training.disable_cuda_graphs:
+        raise ValueError(
+            "training.disable_cuda_graphs=False would replay the communication of the first micro-batch in all others, "
+            "and a strategy's differs between them; set --training.disable_cuda_graphs"
+        )
+    for part in strategy.all_strategies:
+        _check_part(part, parallelism)
+
+
+def _check_part(strategy: Strategy, parallelism: ParallelismConfig) -> None:
+    if parallelism.fsdp_reshard_after_forward == "always" and strategy.parameters == "N":
+        raise ValueError(
+            f"parallelism.fsdp_reshard_after_forward=always contradicts {strategy.levels!r}, whose parameter "
+            "scope N keeps the parameters unsharded until they change; leave it out, or choose parameter scope I or G"
+        )
+    if strategy.frozen is not None:
+        raise ValueError(
+            f"parallelism.strategy: frozen={strategy.frozen} quantizes weights when the model is sharded, and "
+            "torchtitan loads them afterwards; leave frozen out"
+        )
+
+
+def _check_type(strategy: object) -> None:
+    if not isinstance(strategy, Strategy):
+        raise TypeError(
+            f"parallelism.strategy must be a Strategy or None, got {strategy!r}; for a preset's name or a mapping, "
+            "pass Strategy.from_dict(...)"
+        )
+
+
+# ---- sharding
+#
+# Models of torchtitan, sharded by their own functions, in which ``fully_shard`` is fsdp_zpp's with a strategy.
+
+
+def parallelize(
+    strategy: Strategy,
+    parallelize_fn: ParallelizeFunction,
+    model: nn.Module,
+    *,
+    parallelism: ParallelismConfig,
+    **arguments: Any,
+) -> nn.Module:
+    """Parallelize a model, or a stage of a pipeline, with its own function, and shard it by a strategy.
+
+    Args:
+        strategy: The strategy.
+        parallelize_fn: The function of the model's ``ModelSpec``.
+        model: The model.
+        parallelism: torchtitan's parallelism section.
+        **arguments: What else torchtitan passes to such a function.
+
+    Raises:
+        ValueError: If the function does not call ``fully_shard``, or the strategy can't shard with its arguments.
+        NotImplementedError: If the strategy can't be combined with another parallelism.
+    """
+    always = parallelism.fsdp_reshard_after_forward == "always"
+    with in_place_of_torchs(sharding_by(strategy, reshards_always=always)):
+        sharded: nn.Module = parallelize_fn(model, parallelism=parallelism, **arguments)
+    if all(unit_of(module) is None for module in sharded.modules()):
+        raise ValueError(
+            f"the parallelize_fn of this {type(model).__name__} did not call fully_shard of torch.distributed.fsdp, "
+            "in whose place a strategy's shards; call it, or pass --parallelism.strategy None"
+        )
+    logger.info("Sharded the model by %s", strategy)
+    return sharded
+
+
+# ---- trainer
+#
+# torchtitan's trainer with a strategy: gradients accumulate by its scopes, and checkpoints have codec state.
+
+CODECS = "codecs"
+"""Key of the codec state in checkpoints, for ``--checkpoint.exclude_from_loading``."""
+
+
+class StrategyTrainer(Trainer):
+    """torchtitan's trainer, which has a strategy shard what the model's ``parallelize_fn`` shards by ``fully_shard``.
+
+    Args:
+        config: As torchtitan's, with a ``StrategyParallelism``.
+
+    Raises:
+        ValueError: If something else can't be combined with the strategy; says what to do instead.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        """torchtitan's configuration with a strategy in its parallelism section."""
+
+        parallelism: StrategyParallelism = field(default_factory=StrategyParallelism)
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        strategy = config.parallelism.strategy
+        if strategy is not None:
+            check_combination(strategy, config.parallelism, config.training)
+            _check_loss(config.loss)
+            _check_communication(config.comm.mode)
+            config = copy.copy(config)
+            own = config.model_spec.parallelize_fn
+            config.model_spec = replace(config.model_spec, parallelize_fn=partial(parallelize, strategy, own))
+        # torch's FULL_SHARD on one node would keep whole gradients where torchtitan reduces each micro-batch's, and
+        # the scopes of GGG ask for just that.
+        self._accumulates = strategy is not None and not strategy.is_plain
+        self._micro_batches_left = 0
+        super().__init__(config)
+        is_sharded = isinstance(self.model_parts[0], FSDPModule)  # not if it is only to save a seed checkpoint
+        if strategy is not None and self.checkpointer.enable:
+            _check_export(self.checkpointer, self.model_parts)
+            _take_turns(self.checkpointer)
+            if is_sharded and _has_codec_state(strategy):
+                self.checkpointer.states[CODECS] = _codec_state(self.model_parts, self.optimizers)
+        self._monitor: Monitor | None = None
+        self._figures: dict[str, float] = {}
+        if config.parallelism.monitor and is_sharded:
+            self._monitor = monitor(nn.ModuleList(self.model_parts))
+            self.metrics_processor.log = partial(self._log, self.metrics_processor.log)
+
+    def train(self) -> None:
+        """Train as torchtitan does, and log at the end what this rank has sent."""
+        super().train()
+        if self.config.parallelism.strategy is not None:
+            logger.info("Bytes that this rank has sent: %s", total_traffic(self.model_parts))
+
+    def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
+        """Train one step as torchtitan does, and count its micro-batches."""
+        self._micro_batches_left = self.gradient_accumulation_steps
+        super().train_step(data_iterator)
+        if self._monitor is not None:
+            self._figures = {f"fsdp_zpp/{name}": figure for name, figure in self._monitor.step().items()}
+
+    def _log(
+        self, log: Callable[..., None], *arguments: object, extra_metrics: Mapping[str, Any] | None = None
+    ) -> None:
+        """Log as torchtitan does, with the figures of the latest step before this one."""
+        log(*arguments, extra_metrics={**(extra_metrics or {}), **self._figures})
+
+    def forward_backward_step(self, **batch: Any) -> Tensor:
+        """Run one micro-batch; gradients before the last one are accumulated as the strategy's scopes say.
+
+        The schedule of a pipeline decides itself which of its micro-batches reduce gradients.
+        """
+        self._micro_batches_left -= 1
+        if self._accumulates and not self.parallel_dims.pp_enabled:
+            for part in self.model_parts:
+                if isinstance(part, FSDPModule):
+                    part.set_requires_gradient_sync(self._micro_batches_left == 0)
+        loss: Tensor = super().forward_backward_step(**batch)
+        return loss
+
+
+def total_traffic(parts: Sequence[nn.Module]) -> dict[str, dict[str, int]]:
+    """Return the bytes that this rank has sent for all parts of a model: stages of a pipeline, or the model itself."""
+    each = [traffic(part) for part in parts]
+    return {
+        kind: {level: sum(sent[kind][level] for sent in each) for level in levels} for kind, levels in each[0].items()
+    }
+
+
+class _StagesCodecState:
+    """Codec state of this rank's stages of a pipeline, which have units and optimizers of their own."""
+
+    def __init__(self, stages: Sequence[CodecState]) -> None:
+        self._stages = {str(at): stage for at, stage in enumerate(stages)}
+
+    def state_dict(self) -> dict[str, dict[str, str | bytes]]:
+        return {at: stage.state_dict() for at, stage in self._stages.items()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        for at, stage in self._stages.items():
+            stage.load_state_dict(state[at])
+
+
+def _codec_state(parts: Sequence[nn.Module], optimizers: Iterable[Optimizer]) -> CodecState | _StagesCodecState:
+    by_parameter = {id(each.param_groups[0]["params"][0]): each for each in optimizers}
+    states = [
+        CodecState(part, [by_parameter[id(each)] for each in part.parameters() if id(each) in by_parameter])
+        for part in parts
+    ]
+    return states[0] if len(states) == 1 else _StagesCodecState(states)
+
+
+def _take_turns(checkpointer: CheckpointManager) -> None:
+    """Let one job at a time save a checkpoint, and remove ``.metadata`` first, which torchtitan writes last."""
+    save = checkpointer.dcp_save
+
+    def dcp_save(state_dict: dict[str, object], checkpoint_id: str, *arguments: object, **options: object) -> object:
+        if is_remote(checkpoint_id):
+            return save(state_dict, checkpoint_id, *arguments, **options)
+        turn = Turn(Path(checkpoint_id, "being_saved"))
+        try:
+            # torchtitan writes file by file over what is there, and passes over a checkpoint without this file.
+            run_on_first_rank(lambda: Path(checkpoint_id, ".metadata").unlink(missing_ok=True))
+            saved = save(state_dict, checkpoint_id, *arguments, **options)
+        except BaseException:
+            turn.abandon()
+            raise
+        # Pinned memory is written by another process, which holds no lock, and may go on when this job is killed.
+        written = getattr(saved, "upload_completion", saved)
+        if isinstance(written, Future):
+            written.add_done_callback(partial(_end, turn))
+        else:
+            turn.release()  # torch's save ends when all ranks have written
+        return saved
+
+    checkpointer.dcp_save = dcp_save
+
+
+def _end(turn: Turn, written: Future[object]) -> None:
+    if written.cancelled() or written.exception():
+        turn.abandon()
+    else:
+        turn.release()
+
+
+def _check_export(checkpointer: CheckpointManager, parts: Sequence[nn.Module]) -> None:
+    """Raise if Hugging Face's format has no names for parts of the model: torchtitan would leave them out, or fail."""
+    if checkpointer.last_save_in_hf:
+        agree(dist.group.WORLD, partial(_check_names, checkpointer, parts))  # stages of a pipeline have other names
+
+
+def _check_names(checkpointer: CheckpointManager, parts: Sequence[nn.Module]) -> None:
+    # A tied head is in the format as the embedding.
+    tied = ["lm_head.weight"] if any(getattr(part, "enable_weight_tying", False) for part in parts) else []
+    lost = [
+        name
+        for name, tensor in checkpointer.states[MODEL].state_dict().items()
+        if name not in tied and not _is_exported(checkpointer.sd_adapter, name, tensor.shape)
+    ]
+    if lost:
+        raise ValueError(
+            f"checkpoint.last_save_in_hf would leave out {len(lost)} tensors of the model ({lost[0]}, ...), for which "
+            "torchtitan knows no names in Hugging Face's format; leave it out"
+        )
+
+
+def _is_exported(adapter: BaseStateDictAdapter, name: str, shape: torch.Size) -> bool:
+    try:
+        return bool(adapter.to_hf({name: torch.empty(shape, device="meta")}))
+    except KeyError:
+        return False
+
+
+def _check_loss(loss: BaseLoss.Config) -> None:
+    if isinstance(loss, ChunkedLossWrapper.Config):
+        raise ValueError(
+            "loss=ChunkedLossWrapper runs a backward for each chunk, in which a strategy would gather and reduce; set "
+            "the configuration's loss to the one it wraps, config.loss = config.loss.loss_fn, or pass "
+            "--parallelism.strategy None for torchtitan's own FSDP"
+        )
+
+
+def _check_communication(mode: str) -> None:
+    if mode != "default":
+        raise ValueError(
+            f"comm.mode={mode} can't be combined with a strategy, whose ranks exchange real data at set-up, over "
+            "torch.distributed's process groups; set --comm.mode default"
+        )
+
+
+def _has_codec_state(strategy: Strategy) -> bool:
+    """Return whether any part has codec state; without, checkpoints are those of torchtitan's own FSDP."""
+    return any(
+        each.error_feedback is not None or each.local_steps is not None or isinstance(each.weights, Int4Delta)
+        for each in strategy.all_strategies
+    )
+
+
+# ---- config registry
 
 
 def with_strategy(config: Trainer.Config, strategy: Strategy | None) -> StrategyTrainer.Config:

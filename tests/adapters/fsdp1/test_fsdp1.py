@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel as FSDP, MixedPrecision, StateDictType
 
 from fsdp_zpp import Strategy
-from fsdp_zpp.collectives.secondary_shard import StaleSecondaryError
+from fsdp_zpp.comm.weight_gather import StaleSecondaryError
 
 FSDP1, FLAT = Fsdp1(), Fsdp1(use_orig_params=False)
 TWO: Any = {"gpus_per_node": 2}

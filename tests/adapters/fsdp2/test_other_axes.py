@@ -48,8 +48,8 @@ from fsdp_zpp import (
     quantize_frozen_params,
     traffic,
 )
+from fsdp_zpp._torch_compat import major_minor
 from fsdp_zpp.runtime.unit import StrategyUnit, named_units
-from fsdp_zpp.torch_internals import major_minor
 
 WIDTH, HIDDEN, EXPERTS, MICRO_BATCHES, ROWS, STEPS, BYTES = 24, 96, 4, 2, 4, 2, 4
 TWO: dict[str, Any] = {"gpus_per_node": 2}

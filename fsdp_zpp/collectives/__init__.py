@@ -1,3 +1,0 @@
-"""Two-hop collectives, what they keep from step to step, and what ranks must agree on; without modules or FSDP."""
-
-from . import _needed  # noqa: F401  (first: it checks what the rest imports)

@@ -1,0 +1,465 @@
+"""Agreement of ranks: on arguments, and on replicas of weights."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .mesh import ProcessMesh, collective_device, for_collectives, named_ranks
+
+# ---- fingerprint
+#
+# Fingerprints of weights, which tell whether two copies have the same values.
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of as many bytes as a value has."""
+
+
+def fingerprint(shard: Tensor) -> str:
+    """Return a hash of the values, in which -0 and 0 are equal. Waits for the device."""
+    # torch's state dict functions run an optimizer step to create its states, which may turn -0 into 0.
+    values = (shard.detach() + 0.0).cpu().reshape(-1).view(torch.uint8)
+    return f"{shard.dtype} {hashlib.blake2b(values.numpy().data, digest_size=16).hexdigest()}"
+
+
+def checksums(shards: Mapping[str, Tensor]) -> dict[str, tuple[str, int]]:
+    """Return the dtype of each shard and a sum over the bits of its values, in which -0 and 0 are equal.
+
+    Computed where the shards are, with memory for a few million values; the same on every device. Waits for the device
+    once.
+    """
+    sums = [_checksum(shard) for shard in shards.values()]
+    devices = {each.device for each in sums}
+    totals = torch.stack(sums if len(devices) == 1 else [each.cpu() for each in sums]).tolist() if sums else []
+    return {name: (str(shard.dtype), each) for (name, shard), each in zip(shards.items(), totals, strict=True)}
+
+
+def _checksum(shard: Tensor) -> Tensor:
+    total, start = torch.zeros((), dtype=torch.int64, device=shard.device), 0
+    parts = [part.reshape(-1) for part in plain_parts(shard.detach())]
+    # What fits into a CPU's cache, or keeps a GPU busy.
+    size = min(1 << 16 if shard.device.type == "cpu" else 1 << 22, max(map(len, parts), default=1)) or 1
+    # Odd factors, so that each bit counts.
+    factors = 2 * torch.arange(size, device=shard.device) + 1
+    for part in parts:
+        for chunk in part.split(size):
+            values = chunk + 0.0 if chunk.is_floating_point() and chunk.itemsize > 1 else chunk
+            bits = values.view(BITS[chunk.itemsize])
+            # Integer sums do not depend on the order in which a device adds.
+            total += (bits * factors[: len(bits)]).sum() + 2 * start * bits.sum(dtype=torch.int64)
+            start += len(bits)
+    return total
+
+
+def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors with values of their own in a tensor subclass; a plain tensor is its only part."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        yield from plain_parts(getattr(tensor, name))
+
+
+# ---- ordered sum
+#
+# Sums of numbers over ranks, whose bits do not depend on how a collective adds.
+
+
+def ordered_sum(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[float]:
+    """Return numbers summed over the ranks of one group after the other, in fp64. Collective.
+
+    All ranks add the same numbers in the same order and get the same bits, also in groups that hold copies of each
+    other. So a sum over all axes of a mesh is the same on the whole mesh.
+
+    Args:
+        values: Numbers of this rank, 1-D; as many on all ranks.
+        groups: The groups. Ranks of torch's fake backend are taken to have the same values.
+    """
+    for group in groups:
+        if dist.get_backend(group) == "fake":
+            continue
+        # Each number is added to zeros alone, which is exact in any order.
+        of_all = torch.zeros(group.size(), len(values), dtype=torch.float64, device=collective_device(group))
+        of_all[dist.get_rank(group)] = values
+        dist.all_reduce(of_all, group=group)
+        values = of_all.cpu().sum(0)
+    sums: list[float] = values.tolist()
+    return sums
+
+
+# ---- agreement
+#
+# Agreement of ranks: their arguments, that none has failed, which parameters any of them has used.
+#
+# [Note: Agreement]
+# Ranks that were given different strategies, codecs or node sizes would make different process groups and send payloads
+# of different sizes: they would hang, or misread each other's bytes. So whatever sets up communication first compares
+# its arguments between ranks: by a hash, in one collective of 16 bytes, however many ranks there are. Only if hashes
+# differ do ranks exchange the arguments themselves, so that the error on every rank names who was given what.
+#
+# All comparisons send this one kind of message, whatever else they ask, such as whether an act has failed on any rank,
+# or whether something is true there. So different calls over the same ranks meet in one comparison, and are told apart:
+# a rank that wraps a block while another wraps the root, or already runs its first forward; a node that exchanges
+# weights before a forward while another does so at the end of its loop. A rank that never makes such a call (because it
+# uses torch's own strategies) can't be noticed: the others hang. Nor can ranks compare over which ranks to compare: a
+# rank that is given something else than a mesh or a process group raises alone, rather than wait for ranks that may
+# have nothing to do with the model.
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_MOST_DIFFERENCES = 4
+PLACE = "place"
+"""The fact that tells calls of one name apart."""
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class _Report(NamedTuple):
+    """A rank's report of the call that it is about to make.
+
+    Attributes:
+        call: Its call, as errors name it.
+        facts: The call's arguments by name, as text.
+        failure: The type and the message of the error that it has met before the call, if any.
+    """
+
+    call: str
+    facts: Mapping[str, str]
+    failure: tuple[str, str] | None = None
+
+
+def check_agreement(
+    group: dist.ProcessGroup | None, call: str, facts: Mapping[str, object], device: torch.device | None = None
+) -> None:
+    """Raise on every rank of ``group`` unless all of them make the same call. Collective. See [Note: Agreement].
+
+    Args:
+        group: The ranks. For None, a group of one rank and torch's fake backend, nothing is compared.
+        call: The call, as errors name it.
+        facts: Its arguments by name, compared by ``repr``.
+        device: The device that FSDP was given, for backends that don't take CPU tensors.
+
+    Raises:
+        ValueError: If ranks differ; it names the ranks and what differs.
+    """
+    on_any_rank(False, group, call, facts, device)
+
+
+def on_any_rank(
+    here: bool,
+    group: dist.ProcessGroup | None,
+    call: str,
+    facts: Mapping[str, object] | None = None,
+    device: torch.device | None = None,
+) -> bool:
+    """Return whether ``here`` is true on any rank of ``group``. Collective. See [Note: Agreement].
+
+    Args:
+        here: Whether it is true on this rank.
+        group: The ranks, as in :func:`check_agreement`.
+        call: The call that asks.
+        facts: Its arguments.
+        device: The device that FSDP was given.
+
+    Raises:
+        ValueError: If ranks do not make the same call, as :func:`check_agreement` does.
+    """
+    if group is None or _is_alone(group):
+        return here
+    anywhere, reports = _compare(group, _Report(call, _as_text(facts or {})), here=here, device=device)
+    if reports:
+        raise _error(reports, group)
+    return anywhere
+
+
+def _is_alone(group: dist.ProcessGroup) -> bool:
+    return dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
+
+
+def _as_text(facts: Mapping[str, object]) -> dict[str, str]:
+    return {name: _ADDRESS.sub("", value if isinstance(value, str) else repr(value)) for name, value in facts.items()}
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _compare(
+    group: dist.ProcessGroup, report: _Report, *, here: bool = False, device: torch.device | None = None
+) -> tuple[bool, dict[int, _Report]]:
+    """Compare what ranks are about to do, by the one kind of message that all comparisons send. Collective.
+
+    Returns:
+        True if ``here`` is true on any rank, and each rank's report if they differ.
+    """
+    # 56 bits and a flag: the number and its negative fit an int64, and the MAX of both tells the largest and the least.
+    digest = _hash(json.dumps([report.call, *report.facts.items(), report.failure]))
+    number = int.from_bytes(digest[:7], "big") << 1 | here
+    bounds = torch.tensor([number, -number], dtype=torch.int64, device=collective_device(group, device))
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    highest, negated = bounds.tolist()
+    if highest >> 1 == -negated >> 1:
+        return bool(highest & 1), {}
+    return True, dict(zip(dist.get_process_group_ranks(group), from_each_rank(report, group, device), strict=True))
+
+
+def parameter_facts(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Return what must be the same on all ranks about each parameter, by name; its device need not be."""
+    return {
+        f"parameter {name}": f"{parameter.dtype} {list(parameter.shape)}{' frozen' * (not parameter.requires_grad)}"
+        for name, parameter in parameters
+    }
+
+
+def shard_signature(shards: Iterable[Tensor]) -> str:
+    """Return the dtypes and sizes of padded shards as text; equal shardings give equal texts on all ranks."""
+    sizes: dict[torch.dtype, list[int]] = {}
+    for shard in shards:
+        sizes.setdefault(shard.dtype, []).append(shard.numel())
+    return " and ".join(f"{dtype} shards of {numels}" for dtype, numels in sizes.items()) or "nothing"
+
+
+def _error(reports: Mapping[int, _Report], group: dist.ProcessGroup, difference: str = "") -> Exception:
+    """Return the error of a rank that has not failed itself, given each rank's report; see :func:`agree`."""
+    if len({report.call for report in reports.values()}) > 1:
+        calls = {rank: _named(report) for rank, report in reports.items()}
+        return ValueError(
+            f"ranks do not make the same calls: {_ranks_by_value(calls, group)}; make the same calls in the same order "
+            "on every rank"
+        )
+    for rank, report in reports.items():
+        if report.failure is not None:
+            kind, text = report.failure
+            return _KINDS.get(kind, RuntimeError)(f"on {named_ranks([rank], group)}: {text}")
+    if not difference:
+        return ValueError(_difference(reports, group))
+    first = next(iter(reports))
+    differing = named_ranks([rank for rank, report in reports.items() if report != reports[first]], group)
+    return ValueError(f"{differing} {difference} {named_ranks([first], group)}")
+
+
+def _named(report: _Report) -> str:
+    return f"{report.call} ({report.facts[PLACE]})" if PLACE in report.facts else report.call
+
+
+def _difference(reports: Mapping[int, _Report], group: dist.ProcessGroup) -> str:
+    """Return how the arguments of one call differ."""
+    by_rank = {rank: report.facts for rank, report in reports.items()}
+    names = list(dict.fromkeys(name for facts in by_rank.values() for name in facts))
+    differing = []
+    for name in names:
+        values = {rank: facts.get(name, "missing") for rank, facts in by_rank.items()}
+        if len(set(values.values())) > 1:
+            differing.append(f"{name}: {_ranks_by_value(values, group)}")
+    if not differing:
+        orders = {rank: ", ".join(facts) for rank, facts in by_rank.items()}
+        differing = [f"order: {_ranks_by_value(orders, group)}"]
+    shown = differing[:_MOST_DIFFERENCES]
+    if len(differing) > len(shown):
+        shown.append(f"and {len(differing) - len(shown)} more")
+    call, differ = next(iter(reports.values())).call, "; ".join(shown)
+    if PLACE in names:
+        return f"{call}: ranks were given different arguments: {differ}; make the same steps and calls on every rank"
+    return f"{call}: ranks were given different arguments: {differ}; pass the same on every rank"
+
+
+def _ranks_by_value(values: Mapping[int, str], group: dist.ProcessGroup) -> str:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks_of.setdefault(value, []).append(rank)
+    return ", ".join(f"{value} on {named_ranks(ranks, group)}" for value, ranks in ranks_of.items())
+
+
+_KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
+
+
+def agree(
+    group: dist.ProcessGroup | None,
+    act: Callable[[], T],
+    summary: Callable[[T], str | Mapping[str, object]] = lambda result: {},
+    difference: str = "",
+    *,
+    call: str = "another call",
+) -> T:
+    """Run ``act`` on every rank of ``group``, and raise on all of them if it fails on any. Collective.
+
+    Args:
+        group: The ranks; None means this process alone.
+        act: The function that may fail. It must not communicate, nor change anything that an error would have to undo.
+        summary: Returns what must be the same on all ranks, given the result of ``act``: arguments by name, as in
+            :func:`check_agreement`, or a text of any length. Default: nothing must.
+        difference: How ranks differ if this text does, for the error, such as "read different files from".
+        call: The call, as errors name it.
+
+    Returns:
+        The result of ``act`` on this rank.
+
+    Raises:
+        ValueError: If ranks differ in ``summary``.
+        Exception: The exception of ``act`` on this rank. Where ``act`` succeeds, an error with the message of the first
+            rank that fails: a ValueError or TypeError if it is one there, otherwise a RuntimeError.
+    """
+    if group is None or _is_alone(group):
+        return act()
+    failure: Exception | None = None
+    report = _Report(call, {})
+    try:
+        result = act()
+        facts = summary(result)
+        # A long text is neither sent nor shown.
+        report = _Report(call, _as_text(facts if isinstance(facts, Mapping) else {difference: _hash(facts).hex()}))
+    except Exception as error:  # of any kind: the other ranks would hang in the collective below
+        failure, report = error, _Report(call, {}, (type(error).__name__, str(error)))
+    _, reports = _compare(group, report)
+    if failure is not None:
+        raise failure
+    if not reports:
+        return result
+    raise _error(reports, group, difference)
+
+
+def from_first_rank(value: T, group: dist.ProcessGroup | None = None) -> T:
+    """Return the ``value`` of the first rank of ``group`` on all of its ranks. Collective.
+
+    Args:
+        value: What this rank has; any object that can be pickled. Only the first rank's matters.
+        group: The ranks; None means all. Where torch.distributed is not initialized, that is this process alone.
+    """
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
+    return values[0]
+
+
+def from_each_rank(value: T, group: dist.ProcessGroup, device: torch.device | None = None) -> list[T]:
+    """Return the ``value`` of each rank of ``group``, in the order of ranks. Collective.
+
+    Args:
+        value: What this rank has; any object that can be pickled.
+        group: The ranks.
+        device: As of :func:`check_agreement`.
+    """
+    where = collective_device(group, device)
+    values = [value] * dist.get_world_size(group)
+    with nullcontext() if where.index is None else torch.accelerator.device_index(where.index):
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def run_on_first_rank(act: Callable[[], None]) -> None:
+    """Run ``act`` on rank 0; the others wait until it is done. Collective.
+
+    Raises:
+        OSError: On every rank, if ``act`` raises it.
+    """
+    failure: OSError | None = None
+    if dist.get_rank() == 0:
+        try:
+            act()
+        except OSError as error:
+            failure = error
+    if (failure := from_first_rank(failure)) is not None:
+        raise failure
+
+
+def agree_on_use(
+    usage: Sequence[tuple[U, ProcessMesh, Sequence[bool]]],
+) -> list[tuple[U, Callable[[], list[bool]]]]:
+    """Exchange which parameters each rank has used. Collective, once a mesh.
+
+    Args:
+        usage: Units, their ranks, and for each of their parameters whether this rank has used it; the same units on
+            all ranks.
+
+    Returns:
+        Each unit, with a function that waits for the device and returns, for each of its parameters, whether any rank
+        has used it. A caller that has used all of them knows the answer and need not call it.
+    """
+    answers: list[tuple[U, Callable[[], list[bool]]]] = []
+    for mesh in dict.fromkeys(mesh for _, mesh, _ in usage):
+        members = [(unit, used) for unit, its_mesh, used in usage if its_mesh == mesh]
+        of_all = functools.cache(_used_by_any([flag for _, used in members for flag in used], mesh))
+        start = 0
+        for unit, used in members:
+            answers.append((unit, functools.partial(_part_of, of_all, start, len(used))))
+            start += len(used)
+    return answers
+
+
+def _used_by_any(used: Sequence[bool], mesh: ProcessMesh) -> Callable[[], list[bool]]:
+    if mesh.group is None or mesh.topology.world == 1:
+        return lambda: list(used)
+    where = collective_device(mesh.group)
+    if all(used):  # made on the device, since the host would wait for a copy
+        flags = torch.ones(len(used), dtype=torch.uint8, device=where)
+    else:
+        flags = torch.tensor(used, dtype=torch.uint8, device=where)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=mesh.group)
+    return lambda: [bool(flag) for flag in flags.tolist()]
+
+
+def _part_of(of_all: Callable[[], list[bool]], start: int, length: int) -> list[bool]:
+    return of_all()[start : start + length]
+
+
+# ---- replicas
+#
+# Check that ranks that hold the same part of a model hold the same values.
+#
+# Averaged gradients keep replicas equal only if they start equal. Ranks that were seeded differently would each train a
+# model of their own, and nothing but the loss would show it.
+
+
+def check_replicas(held: Iterable[Tensor], mesh: ProcessMesh, scope: str, model: str) -> None:
+    """Raise on every rank of ``mesh`` if what its replicas hold differs. Collective over ``mesh``.
+
+    Args:
+        held: What this rank holds of the model.
+        mesh: The ranks.
+        scope: ``I`` if the nodes are replicas of each other, ``N`` if all ranks are; nothing is to be checked for
+            ``G``.
+        model: The model's name in the error.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    if not replicas_are_equal(held, mesh, scope):
+        who = "nodes" if scope == "I" else "ranks"
+        raise ValueError(
+            f"{model}: under optimizer scope {scope} the {who} are replicas of each other, but they hold different "
+            "weights: before the first forward, seed all ranks alike, load the same checkpoint on all of them, or "
+            "broadcast rank 0's weights (sync_module_states=True, broadcast_from_rank0)"
+        )
+
+
+def replicas_are_equal(held: Iterable[Tensor], mesh: ProcessMesh, scope: str) -> bool:
+    """Return on every rank whether all replicas hold the same; for arguments see :func:`check_replicas`. Collective."""
+    if scope == "G":
+        return True
+    # Sums of bits, not of values: integer sums do not depend on the order in which a device adds.
+    plain = [part for tensor in held for part in plain_parts(tensor.detach())]
+    sums = [tensor.view(BITS[tensor.itemsize]).sum(dtype=torch.int64) for tensor in plain]
+    if not sums:
+        return True
+    total = torch.stack(sums).sum()
+    bounds = torch.stack([total, -total])
+    group = mesh.inter if mesh.inter is not None else mesh.intra
+    if group is not None:
+        bounds = for_collectives(bounds, group)  # parameters may be offloaded
+    if mesh.inter is not None:
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.inter)
+    if scope == "I":  # other ranks of the node hold other parts, but are to learn of it, too
+        bounds = torch.stack([(bounds[0] != -bounds[1]).long(), bounds.new_zeros(())])
+    if mesh.intra is not None:
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.intra)
+    return bool(bounds[0].item() == -bounds[1].item())

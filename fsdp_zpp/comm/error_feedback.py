@@ -1,0 +1,672 @@
+"""Errors that codecs leave, kept for the next step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypedDict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.amp import GradScaler
+
+from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.codecs.blockwise import Blockwise, Int8, without_tail
+from fsdp_zpp.strategy.error_feedback import LoCo
+from fsdp_zpp_kernels import dequantize_sum_quantize_with_feedback, quantize_with_feedback
+from fsdp_zpp_kernels.reference import SCALE_MASK
+
+from .layout import FlatLayout, Piece
+from .mesh import keep_until_read
+
+# ---- held errors
+#
+# Errors of one hop as a tensor, which follows its parameters from one layout of the gradient to the next.
+
+
+class HeldErrorsState(TypedDict):
+    """:class:`HeldErrors` in a checkpoint; ``parked`` has the fields of each piece, and then its errors."""
+
+    state: Tensor
+    numel: int
+    starts: list[int]
+    layout: SavedLayout | None
+    parked: list[tuple[int, str, int, Tensor]]
+
+
+SavedLayout = tuple[list[tuple[int, str, int]], list[int], int]
+"""The pieces, starts and number of values of a :class:`FlatLayout`."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Values of a flat gradient that a hop encodes on this rank.
+
+    Args:
+        numel: Number of values in a chunk that is encoded.
+        starts: Where each chunk begins in the flat gradient.
+        layout: The gradient's layout; None if it never changes.
+    """
+
+    numel: int
+    starts: tuple[int, ...]
+    layout: FlatLayout | None = None
+
+    @property
+    def chunks(self) -> int:
+        """Return the number of chunks."""
+        return len(self.starts)
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether each chunk consists of parts of all parameters of the layout."""
+        return self.layout is not None and self.numel == self.layout.numel
+
+    def marked(self, names: Collection[str], device: torch.device) -> Tensor | None:
+        """Return where values of the parameters ``names`` are, bool [chunks * numel]; None if there are none here."""
+        if self.layout is None:
+            return None
+        firsts = (0,) * self.chunks if self.is_whole else self.starts
+        runs = [
+            (chunk, max(start - first, 0), min(stop - first, self.numel))
+            for start, stop in self.layout.runs(names)
+            for chunk, first in enumerate(firsts)
+            if max(start, first) < min(stop, first + self.numel)
+        ]
+        if not runs:
+            return None
+        marks = torch.zeros(self.chunks, self.numel, dtype=torch.bool, device=device)
+        for chunk, start, stop in runs:
+            marks[chunk, start:stop] = True
+        return marks.view(-1)
+
+    def embed(self, values: Tensor) -> Tensor:
+        """Return the extent's values in whole chunks of the layout, with zeros around them."""
+        if self.is_whole or self.layout is None:
+            return values
+        flat = values.new_zeros(self.layout.numel)
+        for chunk, start in zip(values.view(self.chunks, self.numel), self.starts, strict=True):
+            place = flat[start : start + self.numel]
+            place.copy_(chunk[: place.numel()])
+        return flat
+
+    def cut(self, flat: Tensor) -> Tensor:
+        """Return the extent's values, cut out of whole chunks of the layout, with zeros where it goes beyond."""
+        if self.is_whole:
+            return flat
+        values = flat.new_zeros(self.chunks, self.numel)
+        for chunk, start in zip(values, self.starts, strict=True):
+            place = flat[start : start + self.numel]
+            chunk[: place.numel()] = place
+        return values.view(-1)
+
+
+@dataclass(frozen=True)
+class HeldErrors:
+    """Errors of the parameters that the gradient consists of, and those of others that it once consisted of.
+
+    See [Note: Identity] in layout.py.
+
+    Args:
+        state: fp32 [chunks * numel], or uint8 [chunks, codec.nbytes(numel)]; kernels update it in place.
+        extent: The values that they are errors of.
+        parked: Errors of parameters that the present layout lacks, in the form of ``state``, by parameter; never
+            changed in place.
+        codec: Encodes them; None keeps fp32.
+    """
+
+    state: Tensor
+    extent: Extent
+    parked: dict[Piece, Tensor]
+    codec: Int8 | None
+
+    @classmethod
+    def zeros(cls, extent: Extent, codec: Int8 | None, device: torch.device) -> HeldErrors:
+        """Make errors that are all zero."""
+        chunks, numel = extent.chunks, extent.numel
+        shape = (chunks * numel,) if codec is None else (chunks, codec.nbytes(numel))
+        dtype = torch.float32 if codec is None else torch.uint8
+        return cls(torch.zeros(shape, dtype=dtype, device=device), extent, {}, codec)
+
+    def values(self) -> Tensor:
+        """Return the errors in fp32, flat."""
+        return self._decoded(self.state, self.extent.chunks, self.extent.numel)
+
+    def _decoded(self, state: Tensor, chunks: int, numel: int) -> Tensor:
+        if self.codec is None:
+            return state.view(-1)
+        values = torch.empty(chunks * numel, dtype=torch.float32, device=state.device)
+        self.codec.decode(state, values, 1, chunks)
+        return values
+
+    def _encoded(self, values: Tensor, chunks: int) -> Tensor:
+        return values if self.codec is None else self.codec.encode(values.contiguous().view(-1), 1, chunks)
+
+    def in_extent(self, extent: Extent) -> HeldErrors:
+        """Return the errors for another gradient; those of parameters that it lacks are parked until one has them.
+
+        If chunks may cut the layout anywhere, a value that moves to another rank starts from zero there.
+        """
+        old, new = self.extent.layout, extent.layout
+        if old is None or new is None or self.extent.is_whole != extent.is_whole:
+            return HeldErrors.zeros(extent, self.codec, self.state.device)
+        # A rollback or a change of scale may have made them in the stream of another hop, and they are dropped now.
+        for made in (self.state, *self.parked.values()):
+            keep_until_read(made)
+        flat = self.extent.embed(self.values())
+        chunks, parts = flat.numel() // old.numel, old.split(flat)
+        parked = {
+            piece: self._encoded(part.clone(), chunks)
+            for piece, part in parts.items()
+            if piece not in new.pieces and piece.numel
+        }
+        for piece, state in self.parked.items():
+            if piece in new.pieces:
+                parts[piece] = self._decoded(state, chunks, piece.numel).view(chunks, -1)
+            else:
+                parked[piece] = state
+        values = extent.cut(new.join(parts, chunks, flat))
+        return HeldErrors(self._encoded(values, extent.chunks), extent, parked, self.codec)
+
+    def copy(self) -> HeldErrors:
+        """Return a copy, of which the state may be changed in place."""
+        return replace(self, state=self.state.clone())
+
+    def to(self, device: torch.device) -> HeldErrors:
+        """Return the errors on ``device``."""
+        if self.state.device == device:
+            return self
+        parked = {piece: state.to(device) for piece, state in self.parked.items()}
+        return replace(self, state=self.state.to(device), parked=parked)
+
+    def rescaled(self, factor: Tensor) -> HeldErrors:
+        """Return the errors times ``factor``, a number on their device; the state is changed in place."""
+        if self.codec is None:
+            self.state.mul_(factor)
+            return replace(self, parked={piece: state * factor for piece, state in self.parked.items()})
+        self.codec.scales(self.state, self.extent.numel).mul_(factor)
+        parked = {piece: state.clone() for piece, state in self.parked.items()}
+        for piece, state in parked.items():
+            self.codec.scales(state, piece.numel).mul_(factor)
+        return replace(self, parked=parked)
+
+    def decay(self, factor: float) -> None:
+        """Multiply the errors of the present extent by ``factor``, in place; those that are parked stay."""
+        if self.codec is None:
+            self.state.mul_(factor)
+            return
+        scales = self.codec.scales(self.state, self.extent.numel)
+        # As few bits as kernels give scales, so that decoding stays exact ([Note: Exact products] in reference.py).
+        scales.copy_(((scales * factor).view(torch.int32) & SCALE_MASK).view(torch.float32))
+
+    def put_back(self, where: Tensor, before: Tensor) -> None:
+        """Return to earlier errors in some places, in place.
+
+        Args:
+            where: The places, bool [chunks * numel].
+            before: The earlier state.
+        """
+        if self.codec is None:
+            torch.where(where, before, self.state, out=self.state)
+            return
+        chunks, numel = self.extent.chunks, self.extent.numel
+        earlier = self._decoded(before, chunks, numel)
+        values = torch.where(where, earlier, self.values())
+        self.state.copy_(self._encoded(values, chunks))
+        # A block may also hold errors of neighbours, which change its scale in every step. Errors that are put back
+        # would be rounded as often. So the block keeps its scale, under which they are exact, or doubles it.
+        layout = self.codec.layout
+        blocks = [self._in_blocks(each, layout.block) for each in (values, where & (earlier != 0))]
+        scales, was = layout.scales(self.state, numel), layout.scales(before, numel)
+        times = torch.log2(scales / was).nan_to_num(0, 0, 0).ceil().clamp(min=0).int()
+        doubled = (was.view(torch.int32) + (times << 23)).view(torch.float32)  # in the exponent, so that it is exact
+        scales.copy_(torch.where(blocks[1].any(-1), doubled, scales))
+        codes = (blocks[0] / scales.unsqueeze(-1)).nan_to_num().round().to(torch.int8)
+        layout.codes(self.state, numel).copy_(codes.view(chunks, -1)[:, :numel].view(torch.uint8))
+
+    def _in_blocks(self, values: Tensor, block: int) -> Tensor:
+        chunks, numel = self.extent.chunks, self.extent.numel
+        return F.pad(values.view(chunks, numel), (0, -numel % block)).view(chunks, -1, block)
+
+    # ---- in checkpoints
+
+    def state_dict(self) -> HeldErrorsState:
+        """Return the errors, on the CPU, and the extent and parameters that they belong to."""
+        extent = self.extent
+        return {
+            "state": self.state.cpu(),
+            "numel": extent.numel,
+            "starts": list(extent.starts),
+            "layout": None if extent.layout is None else _saved(extent.layout),
+            "parked": [(*piece, state.cpu()) for piece, state in self.parked.items()],
+        }
+
+    @classmethod
+    def from_state_dict(cls, saved: HeldErrorsState, codec: Int8 | None) -> HeldErrors:
+        """Make the errors that :meth:`state_dict` was called on."""
+        layout = None if saved["layout"] is None else _loaded(*saved["layout"])
+        extent = Extent(saved["numel"], tuple(saved["starts"]), layout)
+        parked = {Piece(order, name, numel): state.clone() for order, name, numel, state in saved["parked"]}
+        return cls(saved["state"].clone(), extent, parked, codec)
+
+
+def _saved(layout: FlatLayout) -> SavedLayout:
+    return [(*piece,) for piece in layout.pieces], list(layout.starts), layout.numel
+
+
+def _loaded(pieces: list[tuple[int, str, int]], starts: list[int], numel: int) -> FlatLayout:
+    return FlatLayout(tuple(Piece(*piece) for piece in pieces), tuple(starts), numel)
+
+
+# ---- error buffer
+#
+# Errors of one hop: the values that its compression has left out so far.
+#
+# [Note: Error feedback]
+# Before it sends a gradient g, the sender adds the error e that its compression has left out before: it sends ``Q(h)``,
+# where ``h = g + e``, and ``e = beta*e + (1-beta)*(h - deq(Q(h)))`` is kept (LoCo, arXiv 2407.04480; ``beta`` weighs
+# the old error here, so 0 is classical error feedback). Since ``deq(Q(h)) = g - (e_new - e_old) / (1-beta)``, the sum
+# of all that was sent differs from the sum of the gradients by the last error alone: nothing builds up, however coarse
+# the codec is. A block of ``h`` that is not finite is sent as it is and leaves its errors alone, or they would never
+# recover.
+#
+# A parameter that a step does not use has zeros in place of a gradient. Its errors must wait: an optimizer must not
+# move a head that idles by what earlier steps have left out. So if a rank has not used a parameter in the step, zeros
+# are sent wherever its values at the hop are zero, and the errors there stay as they are. The values are zero unless
+# other ranks have used the parameter. Ranks may differ in the parameters that they have not used, since only the values
+# of what is sent depend on that.
+#
+# Errors may decay: ``decay * e`` then takes the place of ``e`` in both formulas. With beta 0 this is the error feedback
+# of SparseLoCo (arXiv 2508.15706, algorithm 1), whose error is a momentum from which what was sent is subtracted.
+
+
+class ErrorBufferState(HeldErrorsState):
+    """An :class:`ErrorBuffer` in a checkpoint: its errors, and how many of them share a scale."""
+
+    block: int
+
+
+class Spared(NamedTuple):
+    """Errors that stay as they are where what is sent is zero.
+
+    Attributes:
+        marks: Where they are, bool [chunks * numel].
+        state: All errors as they are.
+    """
+
+    marks: Tensor
+    state: Tensor
+
+
+class ErrorBuffer:
+    """This rank's errors on one hop.
+
+    Args:
+        beta: Weight of the old errors.
+        codec: Encodes the errors at rest; None keeps them in fp32.
+        decay: Factor on the errors before each use.
+
+    Attributes:
+        spared: The errors that stay as they are in this use; None if the rank has used all parameters.
+    """
+
+    def __init__(self, beta: float, codec: Int8 | None, decay: float = 1.0) -> None:
+        self.beta = beta
+        self._codec, self._decay = codec, decay
+        self._held: HeldErrors | None = None
+        self._kept: HeldErrors | None = None
+        self._is_new = False
+        self.spared: Spared | None = None
+
+    @property
+    def state(self) -> Tensor:
+        """Return the errors in the order of the payload's rows: fp32 [chunks * numel], or uint8 [chunks, nbytes]."""
+        assert self._held is not None
+        return self._held.state
+
+    @property
+    def block(self) -> int:
+        """Return the number of errors that share a scale; 0 if they are fp32."""
+        return 0 if self._codec is None else self._codec.block
+
+    def prepare(self, extent: Extent, device: torch.device, idle: Collection[str] = ()) -> ErrorBuffer:
+        """Fit the errors to ``extent``, and let them decay, for one use; return the buffer.
+
+        Parameters without errors start from zero; errors of parameters that ``extent`` lacks do not decay.
+
+        Args:
+            extent: The values to be sent.
+            device: Where they are.
+            idle: The names of parameters that this rank has not used.
+        """
+        held, self.spared = self._held, None
+        if held is None:
+            self._held, self._is_new = HeldErrors.zeros(extent, self._codec, device), True
+            return self
+        if held.extent != extent:
+            held = held.in_extent(extent)
+        if idle and (marks := extent.marked(idle, device)) is not None:
+            self.spared = Spared(marks, held.state.clone())
+        if self._decay < 1:
+            held.decay(self._decay)
+        self._held = held
+        return self
+
+    # ---- for codecs without kernels of their own
+
+    def read(self) -> Tensor:
+        """Return the errors in fp32, flat."""
+        assert self._held is not None
+        return self._held.values()
+
+    def write(self, errors: Tensor, chunks: int) -> None:
+        """Replace the errors by fp32 ones."""
+        self.state.copy_(errors if self._codec is None else self._codec.encode(errors, 1, chunks))
+
+    def put_back(self, where: Tensor, state: Tensor) -> None:
+        """Return to the errors of an earlier ``state`` in the places ``where``, bool [chunks * numel]."""
+        assert self._held is not None
+        self._held.put_back(where, state)
+
+    # ---- in time
+
+    def move(self, device: torch.device) -> None:
+        """Move the errors to ``device``; after a checkpoint was loaded they are on the CPU."""
+        self._held = None if self._held is None else self._held.to(device)
+
+    def snapshot(self) -> None:
+        """Keep a copy of the errors, to which :meth:`rollback` returns."""
+        self._kept = None if self._held is None else self._held.copy()
+
+    def commit(self) -> None:
+        """Keep the errors as they are now, and drop the copy."""
+        self._kept, self._is_new = None, False
+
+    def rollback(self) -> None:
+        """Return to the errors of the last :meth:`snapshot`, or to none if they are newer than that."""
+        if self._kept is not None or self._is_new:
+            self._held = self._kept
+        self.commit()
+
+    def rollback_if(self, condition: Tensor) -> None:
+        """Roll back if ``condition``, a number on a device, is not 0; the host does not wait for it."""
+        held, kept = self._held, self._kept
+        if held is not None and (kept is not None or self._is_new):
+            if kept is not None and kept.extent != held.extent:
+                kept = kept.in_extent(held.extent)
+            before = torch.zeros_like(held.state) if kept is None else kept.state
+            torch.where(condition.to(held.state.device, non_blocking=True).bool(), before, held.state, out=held.state)
+        self.commit()
+
+    def reset(self) -> None:
+        """Drop all errors."""
+        self._held = None
+        self.commit()
+
+    def rescale(self, factor: Tensor) -> None:
+        """Multiply the errors by ``factor``, a number on their device."""
+        if self._held is not None:
+            self._held = self._held.rescaled(factor)
+
+    # ---- in checkpoints
+
+    def state_dict(self, scale: Tensor | None) -> ErrorBufferState | None:
+        """Return the errors divided by ``scale``, on the CPU, and how they are kept; None if there are none."""
+        if self._held is None:
+            return None
+        held = self._held.copy()
+        if scale is not None:
+            held = held.rescaled(1 / scale)
+        return {"block": self.block, **held.state_dict()}
+
+    def load_state_dict(self, saved: ErrorBufferState | None) -> None:
+        """Continue with what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: If those errors were kept in another form.
+        """
+        self.reset()
+        if saved is None:
+            return
+        if saved["block"] != self.block:
+            was, is_now = (f"Int8({block})" if block else "None" for block in (saved["block"], self.block))
+            raise ValueError(
+                f"the error state was saved with LoCo(dtype={was}), but this model has LoCo(dtype={is_now}); use the "
+                "same, or don't load the codec state"
+            )
+        self._held = HeldErrors.from_state_dict(saved, self._codec)
+
+
+def encode_with_feedback(codec: Codec, values: Tensor, rows: int, cols: int, errors: ErrorBuffer) -> Tensor:
+    """Encode as :meth:`Codec.encode` does, with error feedback; see [Note: Error feedback].
+
+    Args:
+        codec: The codec.
+        values: As in :meth:`Codec.encode`.
+        rows: As in :meth:`Codec.encode`.
+        cols: As in :meth:`Codec.encode`.
+        errors: What earlier calls have left out, which is added; then updated by what this one leaves out.
+    """
+    if errors.spared is not None:
+        return _encode_sparing(codec, values, rows, cols, errors, errors.spared)
+    coded, tail = without_tail(codec)
+    if isinstance(coded, Blockwise):
+        return quantize_with_feedback(
+            values, errors.state, rows, cols, coded.bits, coded.block, errors.block, errors.beta, tail
+        )
+    chunks = rows * cols
+    old = errors.read()
+    compensated = values.view(rows, cols, -1).transpose(0, 1).flatten().float() + old
+    payload = codec.encode(compensated, 1, chunks)
+    sent = torch.empty_like(compensated)
+    codec.decode(payload, sent, 1, chunks)
+    # In place of what was sent: buffers may be large, and the payload may view what was encoded.
+    new = torch.sub(compensated, sent, out=sent).mul_(1 - errors.beta).add_(old * errors.beta)
+    is_finite = new * 0 == 0
+    errors.write(torch.where(is_finite, new, old, out=new), chunks)
+    return payload
+
+
+def _encode_sparing(codec: Codec, values: Tensor, rows: int, cols: int, errors: ErrorBuffer, spared: Spared) -> Tensor:
+    """Encode zeros where errors are spared and values are zero, and leave those errors as they are."""
+    errors.spared = None
+    chunks = values.view(rows, cols, -1).transpose(0, 1)  # in the order of the errors
+    idle = spared.marks.view_as(chunks) & (chunks == 0)
+    # Errors and their opposite add up to zeros. If errors are encoded, to zero them first would round their neighbours.
+    opposed = torch.where(idle, errors.read().view_as(chunks).neg(), chunks)
+    payload = encode_with_feedback(codec, opposed.transpose(0, 1).reshape(-1), rows, cols, errors)
+    errors.put_back(idle.reshape(-1), spared.state)
+    return payload
+
+
+def decode_sum_encode_with_feedback(
+    codec: Codec, payload: Tensor, numel: int, next_codec: Codec, scale: float, errors: ErrorBuffer
+) -> Tensor:
+    """Do what :meth:`Codec.decode_sum_encode` does, encoding as :func:`encode_with_feedback` does."""
+    (source, tail), (target, next_tail) = without_tail(codec), without_tail(next_codec)
+    is_plain = errors.spared is None and tail == next_tail
+    if not (is_plain and isinstance(source, Blockwise) and isinstance(target, Blockwise)):
+        return encode_with_feedback(next_codec, codec.sums(payload, numel, scale), 1, payload.shape[1], errors)
+    return dequantize_sum_quantize_with_feedback(
+        payload,
+        errors.state,
+        numel,
+        source.bits,
+        source.block,
+        target.bits,
+        target.block,
+        scale,
+        errors.block,
+        errors.beta,
+        tail,
+    )
+
+
+# ---- error state
+#
+# Error state of one unit: its errors, and when they are committed, rolled back, rescaled and reset.
+#
+# [Note: The lifetime of errors]
+# Errors change with the optimizer's steps: a reduction updates them, the step that follows commits the update, and all
+# buffers are reset together, every so many steps. Micro-batches do not count, for the hop that compresses sees their
+# sum (the gradient scope is lowered for that, see resolve_scopes in strategy.py). If each micro-batch synchronizes,
+# each reduction starts from the errors of the one before. An optimizer that does not derive from torch's announces no
+# steps; until one is announced, every reduction counts as a step.
+#
+# A gradient scaler may skip the step. Then the errors return to what they were before the step, of which there is a
+# copy while losses are scaled. Errors are in units of the loss scale: when it changes, they are rescaled before the
+# next reduction adds them. All of this is done on the device, with the scaler's own tensors. A scaler is noticed when
+# it scales a loss, which may be another model's: one that then steps only other models' optimizers is ignored.
+
+
+class SavedErrors(TypedDict):
+    """An :class:`ErrorFeedbackState` in a checkpoint.
+
+    Attributes:
+        steps: Steps since the errors were reset last.
+        hears_of_steps: Whether optimizers have told of their steps.
+        errors: The errors of each hop; None where there are none.
+    """
+
+    steps: int
+    hears_of_steps: bool
+    errors: dict[str, ErrorBufferState | None]
+
+
+class ErrorFeedbackState:
+    """Errors of one unit's hops.
+
+    Args:
+        config: How errors are fed back.
+        hops: The names of what is sent with feedback, as of :func:`fsdp_zpp.config.error_feedback.error_buffer_specs`.
+
+    Attributes:
+        codec: Encodes the errors at rest; None keeps them in fp32.
+        has_uncommitted: Whether a reduction has used errors since the last step.
+    """
+
+    def __init__(self, config: LoCo, hops: Collection[str]) -> None:
+        self._reset_every, self.codec = config.reset_every, config.dtype
+        self._buffers = {hop: ErrorBuffer(config.beta, config.dtype, config.decay) for hop in hops}
+        self.has_uncommitted = False
+        self._steps = 0
+        self._steps_announced = False
+        self._scaler_of_loss: weakref.ref[GradScaler] | None = None
+        self._scaler_of_step: weakref.ref[GradScaler] | None = None
+        self._last_step_unscaled = False
+        self._scale: Tensor | None = None  # the loss scale of committed errors; None is 1
+        self._next_scale: Tensor | None = None  # the loss scale of uncommitted errors
+
+    def buffer(self, hop: str) -> ErrorBuffer | None:
+        """Return the errors of a hop; None if there is no feedback on it."""
+        return self._buffers.get(hop)
+
+    def begin(self, device: torch.device) -> None:
+        """Note that a reduction is about to use the errors."""
+        if not self._steps_announced and self.has_uncommitted:
+            self._count_step()
+        if self.has_uncommitted:
+            return
+        self.has_uncommitted = True
+        if self._last_step_unscaled and self._scaler_of_step is None:
+            self._scale = None  # the scaler that was heard before was another model's
+        self._next_scale = self._loss_scale(device)
+        if self._scale is not None:
+            self._scale = self._scale.to(device)
+        for buffer in self._buffers.values():
+            buffer.move(device)
+            if self._next_scale is not None:
+                buffer.snapshot()
+        if self._next_scale is not None or self._scale is not None:
+            one = torch.ones((), device=device)
+            now, before = (one if scale is None else scale for scale in (self._next_scale, self._scale))
+            for buffer in self._buffers.values():
+                buffer.rescale(now / before)
+
+    def step_made(self, skipped: Tensor | None = None) -> None:
+        """Note that an optimizer has made a step, whether or not it used this unit's gradients.
+
+        Args:
+            skipped: For optimizers that skip steps on the device: nonzero if this step was skipped. It counts towards
+                ``reset_every`` all the same.
+        """
+        if not self._steps_announced:
+            self._steps_announced, self._steps = True, 0
+        self._last_step_unscaled, self._scaler_of_loss = True, None  # unless a scaler says that it was the one to call
+        if self.has_uncommitted:
+            self.has_uncommitted = False
+            self._scale = self._chosen(skipped, self._scale, self._next_scale)
+            for buffer in self._buffers.values():
+                if skipped is None:
+                    buffer.commit()
+                else:
+                    buffer.rollback_if(skipped)
+        self._count_step()
+
+    @staticmethod
+    def _chosen(skipped: Tensor | None, before: Tensor | None, now: Tensor | None) -> Tensor | None:
+        if skipped is None or now is None:
+            return now
+        before = torch.ones_like(now) if before is None else before
+        return torch.where(skipped.to(now.device, non_blocking=True).bool(), before, now).reshape(())
+
+    def _count_step(self) -> None:
+        self._steps += 1
+        if self._reset_every and self._steps % self._reset_every == 0:
+            for buffer in self._buffers.values():
+                buffer.reset()
+
+    # ---- under a gradient scaler
+
+    def loss_scaled(self, scaler: GradScaler) -> None:
+        """Note that a scaler has scaled a loss, perhaps this model's."""
+        if not self._last_step_unscaled and (self._scaler_of_step is None or self._scaler_of_step() is scaler):
+            self._scaler_of_loss = weakref.ref(scaler)
+
+    def scaler_stepped(self, scaler: GradScaler) -> None:
+        """Note that a gradient scaler has called the optimizer's step, or skipped it."""
+        self._scaler_of_step, self._last_step_unscaled, self._steps_announced = weakref.ref(scaler), False, True
+        self._scaler_of_loss = None
+        if self.has_uncommitted:
+            self.has_uncommitted = False
+            for buffer in self._buffers.values():
+                buffer.rollback()
+
+    def _loss_scale(self, device: torch.device) -> Tensor | None:
+        scaler = None if self._scaler_of_loss is None else self._scaler_of_loss()
+        return None if scaler is None else scaler.scale(torch.ones((), device=device))
+
+    # ---- in checkpoints
+
+    def reset(self) -> None:
+        """Start anew."""
+        for buffer in self._buffers.values():
+            buffer.reset()
+        self._steps, self.has_uncommitted, self._scale, self._next_scale = 0, False, None, None
+
+    def state_dict(self) -> SavedErrors:
+        """Return the errors, in units of an unscaled loss, and the count of steps, with tensors on the CPU."""
+        scale = self._next_scale if self.has_uncommitted else self._scale
+        return {
+            "steps": self._steps,
+            "hears_of_steps": self._steps_announced,
+            "errors": {hop: buffer.state_dict(scale) for hop, buffer in self._buffers.items()},
+        }
+
+    def load_state_dict(self, state: SavedErrors) -> None:
+        """Continue with what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: If those errors are of other hops, or were kept in another form.
+        """
+        if state["errors"].keys() != self._buffers.keys():
+            raise ValueError(
+                f"the error state was saved for the hops {sorted(state['errors'])}, but this model has error feedback "
+                f"on {sorted(self._buffers)}; use the same, or don't load the codec state"
+            )
+        self.reset()
+        for hop, buffer in self._buffers.items():
+            buffer.load_state_dict(state["errors"][hop])
+        self._steps, self._steps_announced = state["steps"], state["hears_of_steps"]

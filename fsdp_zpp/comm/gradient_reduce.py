@@ -1,0 +1,823 @@
+"""Two-hop reduction of gradients, and what micro-batches accumulate."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdp_zpp.codecs.base import Codec, FullPrecision, full_precision
+from fsdp_zpp.strategy.error_feedback import LoCo, error_buffer_specs, error_nbytes
+from fsdp_zpp.strategy.local_steps import LocalSteps
+from fsdp_zpp.strategy.strategy import ResolvedStrategy
+
+from .error_feedback import ErrorBuffer, ErrorFeedbackState, Extent
+from .hops import (
+    Hop,
+    PendingHop,
+    PendingReduction,
+    Traffic,
+    decode,
+    decode_sum,
+    decode_sum_encode,
+    encode,
+    hop_over,
+    log_launched,
+)
+from .layout import ExactPlaces, FlatLayout, PlacesInChunks
+from .mesh import ProcessMesh, keep_until_read, record_event, wait_for
+
+# ---- accumulated gradient
+#
+# Accumulated gradients: the sums of a step's earlier micro-batches, which the last one takes along.
+
+
+class AccumulatedGradient:
+    """Accumulated gradient of one unit, in fp32, as far reduced as its gradient scope says.
+
+    It belongs to parameters, and the next micro-batch may use other ones; see [Note: Identity] in layout.py.
+
+    Micro-batches may add in one stream, and the last one take in another, which waits for the sums.
+
+    Attributes:
+        sums: The sums, flat; None if nothing has been accumulated.
+        names: The FQNs of the parameters that are accumulated, as far as layouts were given.
+    """
+
+    def __init__(self) -> None:
+        self.sums: Tensor | None = None
+        self.names: frozenset[str] = frozenset()
+        self._layout: FlatLayout | None = None
+        self._complete: torch.cuda.Event | None = None
+
+    def drop(self) -> None:
+        """Drop the sums."""
+        self._set(None, None)
+
+    def _set(self, sums: Tensor | None, layout: FlatLayout | None) -> None:
+        self.sums, self._layout = sums, layout
+        self.names = frozenset() if layout is None else layout.names
+        self._complete = None if sums is None else record_event(sums)
+
+    def _wait_for(self, sums: Tensor) -> Tensor:
+        wait_for(self._complete, sums.device)
+        return keep_until_read(sums)
+
+    def add(self, part: Tensor, layout: FlatLayout | None) -> None:
+        """Add a micro-batch's fp32 ``part``, of whole chunks of ``layout``, which may be kept and written to.
+
+        If layouts are fixed, or there is none, all parts have the same layout.
+        """
+        if layout is not None and layout.is_fixed:
+            layout = None
+        if self.sums is None:
+            self._set(part, layout)
+            return
+        sums = self._wait_for(self.sums)
+        if layout is None or self._layout is None or layout == self._layout:
+            self._set(sums.add_(part), self._layout)
+            return
+        both = self._layout | layout
+        self._set(self._layout.translate(sums, both).add_(layout.translate(part, both)), both)
+
+    def take(self, layout: FlatLayout | None, divided_by: float = 1.0) -> Tensor | None:
+        """Drop the sums, and return them, divided, in ``layout``, which has all their parameters; None without sums."""
+        if self.sums is None:
+            return None
+        sums, accumulated_layout = self._wait_for(self.sums), self._layout
+        self.drop()
+        if layout is not None and accumulated_layout is not None:
+            assert accumulated_layout.names <= layout.names, "gradients of earlier micro-batches would be lost"
+            sums = accumulated_layout.translate(sums, layout)
+        return sums if divided_by == 1.0 else sums.div_(divided_by)
+
+
+# ---- arriving gradients
+#
+# Optimizers in the backward whose gradients are on their way to the CPU.
+#
+# With offloaded parameters, a gradient is copied to the host's memory, and an optimizer there must wait for the copy. A
+# wait in the backward keeps the CPU from launching what comes next, so that GPU and CPU would take turns. So a unit's
+# optimizers step only when the backward is :data:`UNITS_BEHIND` units ahead: the GPU then has those units to compute
+# while the CPU waits for the copy and steps. What is left at the end of the backward steps there.
+#
+# The delay is a number of units, not whether a copy has arrived, so that all ranks step in the same order: optimizers
+# may communicate.
+
+UNITS_BEHIND = 2
+"""Units that a backward is ahead of the optimizers' steps: one whose copy is on its way, and one that the GPU
+computes."""
+
+
+class ArrivingGradients:
+    """The steps that wait for their gradients, in the order of the backward.
+
+    Attributes:
+        waiting: The events after the copies of units' gradients, and their steps.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: deque[tuple[torch.Event | torch.cuda.Event | None, Callable[[], None]]] = deque()
+
+    def step_on_arrival(self, event: torch.Event | torch.cuda.Event | None, step: Callable[[], None]) -> None:
+        """Have a unit's optimizers step when its gradients have arrived, and let those step that are due.
+
+        Args:
+            event: Recorded after the copy of the gradients; None if they are there already.
+            step: Makes the step.
+        """
+        self.waiting.append((event, step))
+        while len(self.waiting) > UNITS_BEHIND:
+            self._step()
+
+    def step_all(self) -> None:
+        """Let all optimizers step that wait, at the end of a backward."""
+        while self.waiting:
+            self._step()
+
+    def drop(self) -> None:
+        """Forget steps that an exception has kept from being made."""
+        self.waiting.clear()
+
+    def _step(self) -> None:
+        event, step = self.waiting.popleft()
+        if event is not None:
+            event.synchronize()
+        step()
+
+
+# ---- reduction order
+#
+# Order in which the units of a model reduce gradients before the last micro-batch of a step.
+#
+# [Note: The order of reductions]
+# All ranks must issue collectives in the same order. Torch itself reduces in the last micro-batch only, in which all
+# ranks must use the same units in the same order; in earlier ones, each rank may use other units in another order. A
+# strategy that reduces earlier micro-batches, too, can therefore not reduce units in the order in which autograd
+# finishes them. It reduces every unit that ranks have gathered for the micro-batch, used or not, once, in the order of
+# the last backward that synchronized gradients, which is the same on all ranks. Before the first such backward, the
+# order is the reverse of the model's. A unit that autograd finishes before its turn keeps its gradients until then.
+
+
+class OrderedGradients(Protocol):
+    """Gradients of a unit, which are reduced in their turn."""
+
+    @property
+    def takes_part(self) -> bool:
+        """Return whether ranks gathered it for the micro-batch whose backward runs; the same on all ranks."""
+
+
+U = TypeVar("U", bound=OrderedGradients)
+
+
+class ReductionOrder(Generic[U]):
+    """Tells which units to reduce next; see [Note: The order of reductions].
+
+    Args:
+        units: The units of a model, in the model's order.
+
+    Attributes:
+        synchronized: The units that reduced in this backward, which synchronizes gradients, in order. An adapter
+            appends each when it reduces it.
+    """
+
+    def __init__(self, units: Iterable[U]) -> None:
+        self._order: list[U] = list(units)[::-1]
+        self.synchronized: list[U] = []
+        self._turn = 0
+        self._finished: set[int] = set()
+        self._returned: set[int] = set()
+
+    def finished(self, unit: U) -> list[U]:
+        """Note that autograd has finished a unit's gradients; return the units whose turn it is, maybe not this one."""
+        self._finished.add(id(unit))
+        due = []
+        while self._turn < len(self._order):
+            following = self._order[self._turn]
+            if following.takes_part:
+                if id(following) not in self._finished:
+                    break
+                due.append(following)
+            self._turn += 1
+        self._returned.update(map(id, due))
+        return due
+
+    def remaining(self) -> list[U]:
+        """End the backward of a micro-batch; return the units that have not had their turn in it."""
+        order, returned = self._order, self._returned
+        self.restart()
+        # A unit may be gathered only after its turn: in the second of two backwards after two forwards, say.
+        return [unit for unit in order if unit.takes_part and id(unit) not in returned]
+
+    def restart(self) -> None:
+        """End a backward: start the next one at the first turn, in the order in which this one synchronized."""
+        first = dict.fromkeys(self.synchronized)
+        self._order = [*first] + [unit for unit in self._order if unit not in first]
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Forget a backward that was not ended: ranks may have got further than others, so its order says nothing."""
+        self.synchronized, self._finished, self._returned, self._turn = [], set(), set(), 0
+
+
+# ---- two hop reduce
+#
+# Hops of a gradient reduction: all-to-alls whose sums are made locally, in fp32.
+#
+# quantize -> intra-node all-to-all -> decode, sum -> quantize -> inter-node all-to-all -> decode, sum.
+# A value is rounded once a hop however many ranks there are, where a ring would round it at every rank; and the
+# slow network carries each partial sum once, all GPUs of a node using it in parallel (ZeRO++, arXiv 2306.10209,
+# section 3.3). A level with one rank has no hop, and its codec is not applied.
+#
+# The optimizer scope says which part of the sums a rank needs: its chunk of all ranks' (``G``), all that its local
+# index has summed (``I``), or everything (``N``). A coarser part than the two hops leave is gathered back over the
+# same hops, encoded, and every rank decodes the same bytes: replicas stay equal bit for bit.
+#
+# A reduction comes in two parts, ``start()`` up to the inter-node hop and :meth:`PendingReduction.finish`.
+#
+# The result is the mean over all ranks. The one division is made on the fp32 sums of the intra-node hop, before they
+# are encoded again: in fp16 a sum may overflow where the mean does not.
+
+
+class _Done(PendingReduction):
+    def finish(self) -> None:
+        """Do nothing, for nothing is left to do."""
+
+
+DONE = _Done()
+
+
+class TwoHopReduce(ABC):
+    """Base of the two ways to reduce.
+
+    Args:
+        mesh: The ranks.
+        hops: The intra-node and the inter-node hop; None for a level that has one rank.
+        codecs: The codecs of both hops; None sends the dtype of the gradient.
+        errors: The errors that are fed back, if any.
+        label: Names the unit in profiles and errors.
+        optimizer_scope: See the top of this file.
+        native: Whether a single hop without a codec is torch's own reduce-scatter.
+
+    Attributes:
+        layout: Where parameters lie in the gradient that is being reduced; None if that is neither known nor changes.
+        idle: The names of parameters that this rank has not used.
+    """
+
+    def __init__(
+        self,
+        mesh: ProcessMesh,
+        hops: tuple[Hop | None, Hop | None],
+        codecs: tuple[Codec | None, Codec | None],
+        errors: ErrorFeedbackState | None,
+        label: str,
+        optimizer_scope: str,
+        native: bool,
+    ) -> None:
+        self.label = label
+        self._errors = errors
+        topology, self._rank = mesh.topology, mesh.rank
+        self._nodes, self._gpus = topology.nodes, topology.gpus_per_node
+        self._mean = 1.0 / topology.world  # the factor that makes a mean of a sum over all ranks
+        # Chunks in each rank's part of the intra-node hop: one for each node if the inter-node hop scatters it further.
+        self._chunks = self._nodes if optimizer_scope == "G" else 1
+        self._intra, self._inter = hops
+        self._intra_codec, self._inter_codec = codecs
+        self._optimizer_scope, self._native = optimizer_scope, native
+        self._places = PlacesInChunks(mesh, [*codecs, None if errors is None else errors.codec])
+        self.layout: FlatLayout | None = None
+        self.idle: Collection[str] = ()
+
+    @abstractmethod
+    def start(
+        self,
+        gradient: Tensor,
+        accumulated: Tensor | None,
+        out: Tensor,
+        factor: float,
+        wire_dtype: torch.dtype | None = None,
+    ) -> PendingReduction:
+        """Reduce up to the inter-node hop.
+
+        Args:
+            gradient: Flat, contiguous; a part for each rank that shares it.
+            accumulated: The fp32 sums of earlier micro-batches in this node, which the inter-node hop is to add.
+            out: Receives this rank's part of the mean, times ``factor``.
+            factor: Applied in fp32, with the last sum.
+            wire_dtype: The dtype in which hops without a codec send; None is the gradient's.
+        """
+
+    def reduce_intra_node(self, gradient: Tensor, wire_dtype: torch.dtype | None = None) -> Tensor:
+        """Return this node's share of the fp32 mean of this local index's part, flat."""
+        if self._intra is None:
+            return gradient.float() * self._mean
+        codec, received = self._exchange_intra_node(gradient, wire_dtype)
+        part = gradient.numel() // self._gpus
+        sums = torch.empty(part, dtype=torch.float32, device=gradient.device)
+        decode_sum(
+            codec, received, sums, received.shape[1], self._mean, self.label, self._exact_in_sums(part, sums.device)
+        )
+        return sums
+
+    def _exchange_intra_node(self, gradient: Tensor, wire_dtype: torch.dtype | None) -> tuple[Codec, Tensor]:
+        """Make the intra-node hop; return the codec, and the ranks' payloads: uint8 [gpus, chunks, nbytes]."""
+        assert self._intra is not None
+        codec = self._intra_codec or full_precision(wire_dtype or gradient.dtype)
+        chunks, gpus = self._chunks, self._gpus
+        numel = gradient.shape[0] // (chunks * gpus)
+        errors = None
+        if self._errors is not None:
+            starts = [(node * gpus + local) * numel for local in range(gpus) for node in range(chunks)]
+            errors = self._errors_of("intra", starts, numel, gradient.device)
+        payload = encode(codec, gradient, chunks, gpus, self.label, errors, self._exact(numel, gradient.device))
+        return codec, self._intra.all_to_all(payload, self.label).view(gpus, chunks, -1)
+
+    @abstractmethod
+    def _exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
+        """Return the places of small values in a gradient with ``numel`` values in a chunk."""
+
+    @abstractmethod
+    def _exact_in_sums(self, part: int, device: torch.device) -> ExactPlaces | None:
+        """Return the places of small values in the ``part`` values of this local index."""
+
+    def _errors_of(self, hop: str, starts: Sequence[int], numel: int, device: torch.device) -> ErrorBuffer | None:
+        """Return the errors of what is sent, if they are fed back; the arguments are those of an :class:`Extent`."""
+        buffer = None if self._errors is None else self._errors.buffer(hop)
+        if self._errors is None or buffer is None:
+            return None
+        return buffer.prepare(Extent(numel, tuple(starts), self.layout), device, self.idle)
+
+
+class TwoHopReduceScatter(TwoHopReduce):
+    """Reduces to a chunk on each rank: optimizer scope ``G``."""
+
+    _settled_for: tuple[FlatLayout | None, int, torch.device] | None = None
+    _settled: tuple[ExactPlaces | None, ...] = (None, None, None)
+
+    def start(
+        self,
+        gradient: Tensor,
+        accumulated: Tensor | None,
+        out: Tensor,
+        factor: float,
+        wire_dtype: torch.dtype | None = None,
+    ) -> PendingReduction:
+        if self._inter is None:
+            self._reduce_one_level(gradient, wire_dtype, out, factor)
+            log_launched(self.label)
+            return DONE
+        codec, numel = self._inter_codec or full_precision(wire_dtype or gradient.dtype), out.numel()
+        errors = None if self._errors is None else self._inter_errors(out)
+        _, exact, own = self._exact_of_hops(numel, out.device)
+        if accumulated is not None:
+            sums = self.reduce_intra_node(gradient, wire_dtype).add_(accumulated)
+            payload = encode(codec, sums, 1, self._nodes, self.label, errors, exact)
+        elif self._intra is None:
+            payload = encode(codec, gradient, 1, self._nodes, self.label, errors, exact)
+            factor *= self._mean  # there was no intra-node sum to apply the mean to
+        else:
+            intra_codec, received = self._exchange_intra_node(gradient, wire_dtype)
+            payload = decode_sum_encode(intra_codec, received, numel, codec, self._mean, self.label, errors, exact)
+        return PendingHop(self._inter, codec, payload, out, factor, self.label, own)
+
+    def _exact_of_hops(self, numel: int, device: torch.device) -> tuple[ExactPlaces | None, ...]:
+        """Return the places of small values in the chunks of all ranks, of the inter-node hop, and of this rank."""
+        layout, settled = self.layout, self._settled_for
+        if settled is None or settled[0] is not layout or settled[1:] != (numel, device):
+            self._settled_for = layout, numel, device
+            places = (self._places.of_all_ranks, self._places.of_own_local_index, self._places.of_own_rank)
+            self._settled = tuple(of(layout, numel, device) for of in places)
+        return self._settled
+
+    def _exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
+        return self._exact_of_hops(numel, device)[0]
+
+    def _exact_in_sums(self, part: int, device: torch.device) -> ExactPlaces | None:
+        return self._places.of_own_local_index(self.layout, part // self._nodes, device)
+
+    def _inter_errors(self, out: Tensor) -> ErrorBuffer | None:
+        numel, local = out.numel(), self._rank % self._gpus
+        starts = [(node * self._gpus + local) * numel for node in range(self._nodes)]
+        return self._errors_of("inter", starts, numel, out.device)
+
+    def _reduce_one_level(self, gradient: Tensor, wire_dtype: torch.dtype | None, out: Tensor, factor: float) -> None:
+        if self._intra is None:
+            torch.mul(gradient, factor, out=out)
+        elif self._native:
+            self._reduce_natively(gradient, out, self._mean * factor)
+        else:
+            codec, received = self._exchange_intra_node(gradient, wire_dtype)
+            own = self._exact_of_hops(out.numel(), out.device)[2]
+            decode_sum(codec, received, out, 1, self._mean * factor, self.label, own)
+
+    def _reduce_natively(self, gradient: Tensor, out: Tensor, factor: float) -> None:
+        assert self._intra is not None
+        # In fp16 a sum may overflow where the mean does not.
+        scale_first = gradient.dtype == torch.float16 and factor < 1
+        sums = out if out.dtype == gradient.dtype else torch.empty_like(out, dtype=gradient.dtype)
+        self._intra.reduce_scatter(gradient * factor if scale_first else gradient, sums, self.label)
+        if sums is not out:
+            out.copy_(sums)
+        if not scale_first and factor != 1:
+            out.mul_(factor)
+
+
+class TwoHopAllReduce(TwoHopReduce):
+    """Reduces to replicas: optimizer scope ``I``, where ranks of a local index are alike, or ``N``, where all are."""
+
+    def start(
+        self,
+        gradient: Tensor,
+        accumulated: Tensor | None,
+        out: Tensor,
+        factor: float,
+        wire_dtype: torch.dtype | None = None,
+    ) -> PendingReduction:
+        wire_dtype = wire_dtype or gradient.dtype
+        sums = self.reduce_intra_node(_padded(gradient, -gradient.numel() % self._gpus), wire_dtype)
+        if accumulated is not None:
+            sums.add_(accumulated)
+        return _PendingAllReduce(self, sums, full_precision(wire_dtype), out, factor)
+
+    def all_reduce_inter_node(self, sums: Tensor, wire_codec: FullPrecision, out: Tensor, factor: float) -> None:
+        """Sum the nodes' sums, and write the whole result to ``out`` on every replica."""
+        nodes, part = self._nodes, keep_until_read(sums).numel()  # made in the stream of the intra-node hop
+        chunk = -(-part // nodes)  # a collective takes chunks of one size, so the last one is padded
+        codec, payload = self._sum_inter_node(_padded(sums, chunk * nodes - part), part, wire_codec, factor)
+        of_all = self._optimizer_scope == "N" and self._intra is not None
+        if of_all and self._intra is not None:
+            payload = self._intra.all_gather(payload, self.label)
+        decoded = torch.empty(payload.shape[0] * chunk, dtype=out.dtype, device=out.device)
+        exact = self._places.of_nodes(self.layout, part, chunk, "all" if of_all else "part", out.device)
+        decode(codec, payload, decoded, 1, payload.shape[0], self.label, exact)
+        out.copy_(decoded.view(-1, nodes * chunk)[:, :part].reshape(-1)[: out.numel()])
+
+    def _exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
+        return self._places.of_parts(self.layout, numel, device)
+
+    def _exact_in_sums(self, part: int, device: torch.device) -> ExactPlaces | None:
+        return self._places.of_own_part(self.layout, part, device)
+
+    def _sum_inter_node(
+        self, sums: Tensor, part: int, wire_codec: FullPrecision, factor: float
+    ) -> tuple[Codec, Tensor]:
+        """Sum over nodes; return the codec, and the encoded sums of all nodes' chunks: uint8 [nodes, nbytes].
+
+        Args:
+            sums: The node's sums of this local index's part of the gradient, padded.
+            part: Its number of values without padding.
+            wire_codec: Encodes if the hop has no codec.
+            factor: Applied with the last sum.
+        """
+        start, device = self._places.part_starts(self.layout, part)[self._rank % self._gpus], sums.device
+        nodes, chunk = self._nodes, sums.numel() // self._nodes
+        own = self._places.of_nodes(self.layout, part, chunk, "own", device)
+        if self._inter is None:
+            codec = self._intra_codec or wire_codec
+            errors = self._errors_of("back", [start], chunk, device)
+            return codec, encode(codec, sums.mul_(factor), 1, 1, self.label, errors, own)
+        codec = self._inter_codec or wire_codec
+        starts = [start + node * chunk for node in range(nodes)]
+        errors = self._errors_of("inter", starts, chunk, device)
+        exact = self._places.of_nodes(self.layout, part, chunk, "part", device)
+        received = self._inter.all_to_all(encode(codec, sums, 1, nodes, self.label, errors, exact), self.label)
+        errors = self._errors_of("back", [starts[self._rank // self._gpus]], chunk, device)
+        payload = decode_sum_encode(codec, received.unsqueeze(1), chunk, codec, factor, self.label, errors, own)
+        return codec, self._inter.all_gather(payload, self.label)
+
+
+@dataclass(slots=True)
+class _PendingAllReduce(PendingReduction):
+    reduce: TwoHopAllReduce
+    sums: Tensor
+    wire_codec: FullPrecision
+    out: Tensor
+    factor: float
+
+    def finish(self) -> None:
+        self.reduce.all_reduce_inter_node(self.sums, self.wire_codec, self.out, self.factor)
+        log_launched(self.reduce.label)
+
+
+def _padded(values: Tensor, padding: int) -> Tensor:
+    return F.pad(values, (0, padding)) if padding else values  # pad() copies even where there is nothing to add
+
+
+# ---- gradient reduce
+#
+# Reduction of one unit's gradients, over the micro-batches of a step.
+#
+#     unsharded gradient      [world * numel], in its own dtype, of one micro-batch
+#         | intra-node hop    encode, all-to-all among the ranks of this node, decode and sum in fp32, times 1 / world
+#     sums of the node        fp32; gradient scope I accumulates micro-batches here, N above, G below
+#         | inter-node hop    encode, all-to-all among the ranks with this local index, decode and sum in fp32
+#     mean over all ranks     this rank's chunk
+#         | gathered back     optimizer scopes I and N only: encoded, over the same hops, to all who hold a replica
+#     optimizer's gradient
+#
+# ``TwoHopReduce`` has the hops; here is what happens between micro-batches.
+#
+# [Note: What a micro-batch reduces]
+# The gradient scope says how far a micro-batch that is not the last of its step goes: ``N`` sums on the rank, ``I``
+# over the node, ``G`` over all ranks. The sums accumulate there, in fp32 whatever the dtype of the parameters, and the
+# last micro-batch makes the remaining hops, once (PaRO, arXiv 2310.06003, section 3.2). So with ``I`` the traffic
+# between nodes does not depend on the number of micro-batches.
+
+
+class GradientReduce:
+    """Reduces one flat gradient over a mesh: each rank gets the mean of its part.
+
+    Args:
+        mesh: The ranks.
+        intra_codec: Encodes the gradients for the intra-node hop; None sends them in their own dtype.
+        inter_codec: Encodes the partial sums for the inter-node hop; None sends them in the gradients' dtype.
+        traffic: Where bytes are counted.
+        label: Names the unit in profiles and errors.
+        gradient_scope: How far micro-batches reduce before the last one; see [Note: What a micro-batch reduces].
+        optimizer_scope: Which part of the sums a rank needs; see [Note: What a micro-batch reduces].
+        error_feedback: Feeds the codecs' errors back; see [Note: Error feedback] in error_feedback.py.
+        native: Whether to use torch's own reduce-scatter, whose bytes are not counted, instead of an all-to-all where
+            there is one hop and it has no codec.
+
+    Attributes:
+        accumulated: The gradients of earlier micro-batches.
+        errors: The errors that are fed back, if any.
+        is_native: True if a reduction is torch's own reduce-scatter.
+        has_two_hops: True if gradients make an intra-node and an inter-node hop, which take two networks.
+        communicates_early: True if a micro-batch that is not the last makes hops.
+        defers_hops: True if a micro-batch that is not the last leaves hops to be made by the last one.
+    """
+
+    def __init__(
+        self,
+        mesh: ProcessMesh,
+        intra_codec: Codec | None,
+        inter_codec: Codec | None,
+        traffic: Traffic,
+        label: str = "unit",
+        *,
+        gradient_scope: str = "G",
+        optimizer_scope: str = "G",
+        error_feedback: LoCo | None = None,
+        native: bool = False,
+    ) -> None:
+        self._topology = mesh.topology
+        self._gradient_scope, self._optimizer_scope = gradient_scope, optimizer_scope
+        self._codecs = intra_codec, inter_codec
+        self._error_feedback = error_feedback
+        self.errors = None
+        if error_feedback is not None:
+            # Their sizes come with the first gradient.
+            specs = error_buffer_specs(error_feedback, self._codecs, optimizer_scope, mesh.topology, 0)
+            self.errors = ErrorFeedbackState(error_feedback, specs) if specs else None
+        intra = hop_over(mesh.intra, "reduce", "intra", traffic)
+        inter = hop_over(mesh.inter, "reduce", "inter", traffic)
+        kind = TwoHopReduceScatter if optimizer_scope == "G" else TwoHopAllReduce
+        self.is_native = native and inter is None and intra_codec is None and gradient_scope == "G"
+        self._two_hop = kind(mesh, (intra, inter), self._codecs, self.errors, label, optimizer_scope, self.is_native)
+        self.accumulated = AccumulatedGradient()
+        self.has_two_hops = intra is not None and inter is not None
+        self.communicates_early = gradient_scope != "N"
+        left = {"N": (intra, inter), "I": (inter,), "G": ()}[gradient_scope]
+        self.defers_hops = any(hop is not None for hop in left)
+
+    @property
+    def label(self) -> str:
+        """Return the unit's name in profiles and errors."""
+        return self._two_hop.label
+
+    @label.setter
+    def label(self, label: str) -> None:
+        self._two_hop.label = label
+
+    def error_nbytes(self, numel: int) -> int:
+        """Return the bytes of the errors of a gradient of which a rank keeps ``numel`` values."""
+        return error_nbytes(self._error_feedback, self._codecs, self._optimizer_scope, self._topology, numel)
+
+    def accumulate(self, gradient: Tensor, layout: FlatLayout | None = None) -> PendingReduction:
+        """Take a micro-batch's gradient as far as the gradient scope says, and add it to those of earlier ones.
+
+        Args:
+            gradient: As in :meth:`start`.
+            layout: As in :meth:`start`.
+        """
+        accumulated, self._two_hop.layout, self._two_hop.idle = self.accumulated, layout, ()
+        if self._gradient_scope == "N":
+            # The gradient is the caller's, who may write to it.
+            accumulated.add(gradient.float() if gradient.dtype != torch.float32 else gradient.clone(), layout)
+            return DONE
+        if self._gradient_scope == "I":
+            accumulated.add(self._two_hop.reduce_intra_node(gradient), layout)
+            return DONE
+        part = torch.empty(gradient.numel() // self._topology.world, dtype=torch.float32, device=gradient.device)
+        return _PendingAccumulation(accumulated, self._two_hop.start(gradient, None, part, 1.0), part, layout)
+
+    def __call__(self, gradient: Tensor, out: Tensor, factor: float = 1.0) -> None:
+        """Write the mean over ranks of this rank's part of ``gradient``, times ``factor``, to ``out``.
+
+        Arguments and errors are those of :meth:`start`.
+        """
+        self.start(gradient, out, factor).finish()
+
+    def start(
+        self,
+        gradient: Tensor,
+        out: Tensor,
+        factor: float = 1.0,
+        layout: FlatLayout | None = None,
+        divided_by: float = 1.0,
+        idle: Collection[str] = (),
+    ) -> PendingReduction:
+        """Begin to write the mean over ranks of this rank's part of ``gradient``, times ``factor``, to ``out``.
+
+        The accumulated gradients of earlier micro-batches are added to it, and dropped.
+
+        Args:
+            gradient: Flat, contiguous, bf16, fp16 or fp32, which may be written to: [world * numel] for optimizer scope
+                ``G``, chunk i for rank i; [gpus_per_node * numel] for ``I``, chunk i for local index i; [numel] for
+                ``N``.
+            out: Flat [numel], in any float dtype; may be ``gradient`` itself for ``N``.
+            factor: Applied in fp32, with the last sum.
+            layout: Where the parameters that the gradient consists of lie in it, those of accumulated gradients among
+                them; None if they are the same in every call. See [Note: Identity] in layout.py.
+            divided_by: The number that the caller has divided this gradient by, but not those of earlier micro-batches.
+            idle: The names of parameters in ``layout`` that this rank has not used in the step, so that their errors
+                stay as they are; see [Note: Error feedback] in error_feedback.py.
+
+        Raises:
+            ValueError: If the sizes do not fit, before any communication.
+        """
+        self._check_sizes(gradient, out)
+        self._two_hop.layout, self._two_hop.idle = layout, idle
+        if self.errors is not None:
+            self.errors.begin(gradient.device)
+        has_accumulated = self.accumulated.sums is not None
+        if self._gradient_scope == "G" and has_accumulated:
+            last = torch.empty(out.numel(), dtype=torch.float32, device=gradient.device)
+            reduction = self._two_hop.start(gradient, None, last, factor)
+            return _PendingWithAccumulated(self.accumulated, reduction, last, layout, divided_by, out, factor)
+        accumulated = self.accumulated.take(layout, divided_by) if has_accumulated else None
+        if self._gradient_scope == "N" and accumulated is not None:
+            # The hops send the dtype that FSDP would have sent, whatever the sum is in.
+            return self._two_hop.start(accumulated.add_(gradient), None, out, factor, wire_dtype=gradient.dtype)
+        return self._two_hop.start(gradient, accumulated, out, factor)
+
+    @cached_property
+    def _parts(self) -> int:
+        return self._topology.shard_count(self._optimizer_scope)
+
+    def _check_sizes(self, gradient: Tensor, out: Tensor) -> None:
+        parts = self._parts
+        if gradient.numel() != parts * out.numel():
+            raise ValueError(
+                f"{self.label}: a reduction over {self._topology.world} ranks to {out.numel()} values needs a gradient "
+                f"of {parts * out.numel()} values, got {gradient.numel()}; is the state that "
+                "reduces it built for another process group?"
+            )
+
+
+@dataclass(slots=True)
+class _PendingAccumulation(PendingReduction):
+    """Reduction of a micro-batch that is not the last: adds its sums over all ranks to those of earlier ones."""
+
+    accumulated: AccumulatedGradient
+    reduction: PendingReduction
+    part: Tensor
+    layout: FlatLayout | None
+
+    def finish(self) -> None:
+        self.reduction.finish()
+        # The current stream is that of the inter-node hop, not the one that allocated it.
+        self.accumulated.add(keep_until_read(self.part), self.layout)
+
+
+@dataclass(slots=True)
+class _PendingWithAccumulated(PendingReduction):
+    """Reduction of the last micro-batch, where earlier ones reduced over all ranks: writes the fp32 sum of all."""
+
+    accumulated: AccumulatedGradient
+    reduction: PendingReduction
+    last: Tensor
+    layout: FlatLayout | None
+    divided_by: float
+    out: Tensor
+    factor: float
+
+    def finish(self) -> None:
+        self.reduction.finish()
+        # Only here: the stream that started the reduction would wait for the slow hops of earlier micro-batches.
+        accumulated = self.accumulated.take(self.layout, self.divided_by)
+        assert accumulated is not None, "dropped within a reduction"
+        last = keep_until_read(self.last)  # which that stream allocated; it is freed when this returns
+        self.out.copy_(last.add_(accumulated, alpha=self.factor))
+
+
+# ---- step reductions
+#
+# Gradient reductions of a unit: each step makes one of them, over all ranks or inside a node.
+#
+# Without local steps, a unit has only the reduction over all ranks; with local steps and no synchronous ones, only that
+# inside the node.
+
+
+class StepReductions:
+    """Holds the gradient reductions of a unit, and knows which of them steps make now.
+
+    Args:
+        ranks: All ranks.
+        resolved: The strategy as resolved on them.
+        local_steps: Local steps of the nodes; None without, or on one node.
+        traffic: Where bytes are counted.
+
+    Attributes:
+        is_synchronous: Whether steps reduce over all ranks now.
+        mesh: The ranks over which steps reduce now.
+        current: The reduction over these ranks; None if there is only one rank, or torch reduces.
+        all: The reductions of all phases.
+        have_two_hops: Whether any of them makes two hops.
+    """
+
+    def __init__(
+        self, ranks: ProcessMesh, resolved: ResolvedStrategy, local_steps: LocalSteps | None, traffic: Traffic
+    ) -> None:
+        self.is_synchronous = local_steps is None or local_steps.is_synchronous(0)
+        self._by_phase: dict[bool, tuple[ProcessMesh, GradientReduce | None]] = {}
+        if local_steps is None or local_steps.has_synchronous_steps:
+            self._by_phase[True] = ranks, _reduction(ranks, resolved, traffic)
+        if local_steps is not None:
+            node = ranks.own_node()
+            self._by_phase[False] = node, _reduction(node, resolved.within_node(), traffic)
+        self.mesh, self.current = self._by_phase[self.is_synchronous]
+        self.all = [reduction for _, reduction in self._by_phase.values() if reduction is not None]
+        self.have_two_hops = any(reduction.has_two_hops for reduction in self.all)
+
+    def leave_to_torch(self) -> None:
+        """Leave all reductions to torch."""
+        self._by_phase = {phase: (mesh, None) for phase, (mesh, _) in self._by_phase.items()}
+        self.current, self.all, self.have_two_hops = None, [], False
+
+    def set_synchronous(self, synchronous: bool) -> None:
+        """Let steps reduce over all ranks, or inside this node, from now on; drop the errors of the other reduction."""
+        if synchronous == self.is_synchronous:
+            return
+        if self.current is not None and self.current.errors is not None:
+            self.current.errors.reset()  # they are of another phase's gradients, and take memory
+        self.is_synchronous = synchronous
+        self.mesh, self.current = self._by_phase[synchronous]
+
+    def error_states(self) -> Iterator[tuple[str, ErrorFeedbackState]]:
+        """Yield the error states, each with its name in checkpoints."""
+        for synchronous, (_, reduction) in self._by_phase.items():
+            if reduction is not None and reduction.errors is not None:
+                is_second = not synchronous and True in self._by_phase
+                yield "errors in local steps" if is_second else "errors", reduction.errors
+
+
+def set_synchronous(
+    reductions: Sequence[StepReductions], synchronous: bool, on_any_rank: Callable[[bool], bool], step: str
+) -> None:
+    """Let the next step of a model reduce over all ranks, or inside nodes. Collective if that changes.
+
+    Args:
+        reductions: The reductions of the model's units, at least one.
+        synchronous: Whether the step reduces over all ranks.
+        on_any_rank: Returns whether something is true on any rank.
+        step: Names the model and the step in errors.
+
+    Raises:
+        RuntimeError: If gradients of an earlier step wait for their reduction on any rank.
+    """
+    if synchronous == reductions[0].is_synchronous:
+        return
+    sums = (each.accumulated.sums for of_unit in reductions for each in of_unit.all)
+    if on_any_rank(any(each is not None for each in sums)):
+        raise RuntimeError(
+            f"{step}: local_steps reduces gradients over other ranks from here on, but micro-batches of an earlier "
+            "step have accumulated gradients that no backward has synchronized; synchronize the last micro-batch of "
+            "each step, or clear gradients after it"
+        )
+    for of_unit in reductions:
+        of_unit.set_synchronous(synchronous)
+
+
+def _reduction(mesh: ProcessMesh, resolved: ResolvedStrategy, traffic: Traffic) -> GradientReduce | None:
+    if mesh.intra is None and mesh.inter is None:
+        return None
+    intra, inter = resolved.gradient_codecs
+    return GradientReduce(
+        mesh,
+        intra,
+        inter,
+        traffic,
+        gradient_scope=resolved.scopes.gradients,
+        optimizer_scope=resolved.scopes.optimizer,
+        error_feedback=resolved.error_feedback,
+        native=True,
+    )

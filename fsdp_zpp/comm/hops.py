@@ -1,0 +1,468 @@
+"""One hop of a collective: its bytes, its time, and its label in profiles."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable, profiler
+from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.profiler import record_function
+
+from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.codecs.blockwise import exact_tail
+
+from .error_feedback import ErrorBuffer, decode_sum_encode_with_feedback, encode_with_feedback
+from .layout import ExactPlaces
+from .mesh import keep_until_read, takes_cpu_tensors_only
+
+# ---- kinds
+#
+# Kinds of collectives, and levels of the network that they use.
+
+Kind = Literal["gather", "reduce"]
+Level = Literal["inter", "intra"]
+
+
+# ---- hop timer
+#
+# When hops ran: intervals between events of a stream on a GPU, of wall time on a CPU. Nothing waits for the device.
+
+Mark = float | torch.cuda.Event
+"""A time: seconds on a CPU, an event on a GPU."""
+
+MOST_INTERVALS = 100_000
+"""Most intervals of one kind that are kept: without a limit, events would pile up in a long evaluation."""
+
+
+def mark(device: torch.device) -> Mark:
+    """Return the present time of the current stream, which comes when the stream has done what it was given so far."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def has_come(at: Mark) -> bool:
+    """Return whether the time of a mark is known by now."""
+    return isinstance(at, float) or at.query()
+
+
+def milliseconds_between(start: Mark, end: Mark) -> float:
+    """Return the milliseconds from one mark to another of the same device; both must have come."""
+    if isinstance(start, float) or isinstance(end, float):
+        assert isinstance(start, float)
+        assert isinstance(end, float)
+        return 1e3 * (end - start)
+    return float(start.elapsed_time(end))
+
+
+@dataclass(frozen=True, slots=True)
+class TimedHop:
+    """When one collective of a hop ran.
+
+    Args:
+        kind: ``gather`` or ``reduce``.
+        level: ``inter`` or ``intra``.
+        start: When its stream came to it.
+        end: When its stream had its result.
+    """
+
+    kind: Kind
+    level: Level
+    start: Mark
+    end: Mark
+
+
+class HopTimer:
+    """Notes when hops run.
+
+    Attributes:
+        hops: Those since the list was emptied, in the order in which they were launched, at most ``MOST_INTERVALS``.
+    """
+
+    def __init__(self) -> None:
+        self.hops: list[TimedHop] = []
+
+    @contextmanager
+    def timing(self, kind: Kind, level: Level, device: torch.device) -> Iterator[None]:
+        """Return a context in which a collective of a hop is launched."""
+        if len(self.hops) >= MOST_INTERVALS:
+            yield
+            return
+        start = mark(device)
+        yield
+        self.hops.append(TimedHop(kind, level, start, mark(device)))
+
+
+# ---- coalescing
+#
+# All-gathers that start together, by a private name of torch's: as one collective of each process group and dtype.
+#
+# Each collective takes a CPU tens of microseconds to start, and a network its latency.
+
+
+class Waitable(Protocol):
+    """What has been started and can be waited for, such as ``dist.Work``."""
+
+    def wait(self) -> object:
+        """Wait for it: on a GPU the current stream, not the host."""
+
+
+class AllGathers:
+    """All-gathers that start when all of them are known.
+
+    Ranks of a group must add the same ones, in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._of_groups: dict[tuple[dist.ProcessGroup, torch.dtype], _OfGroup] = {}
+
+    def add(self, out: Tensor, own: Tensor, group: dist.ProcessGroup) -> Waitable:
+        """Add one: of ``own`` into ``out``, which belong to it until what is returned has been waited for."""
+        # gloo would make one tensor of those that start together, in a dtype that all can be cast to.
+        of_group = self._of_groups.setdefault((group, own.dtype), _OfGroup(group))
+        of_group.tensors.append((out, own))
+        return of_group
+
+    def start(self) -> None:
+        """Start all that were added."""
+        for of_group in self._of_groups.values():
+            of_group.start()
+        self._of_groups = {}
+
+
+class _OfGroup:
+    """The all-gathers of one process group and dtype."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.tensors: list[tuple[Tensor, Tensor]] = []
+        self._works: list[Waitable] | None = None
+
+    def start(self) -> None:
+        gather = all_gather_single()
+        with _coalescing_manager(self.group, async_ops=True) as started:
+            for out, own in self.tensors:
+                gather(out, own, group=self.group)
+        self._works = [started]
+
+    def wait(self) -> None:
+        assert self._works is not None, "all-gathers are waited for before they start"
+        while self._works:
+            self._works.pop().wait()
+        self.tensors = []  # whose readers are done with them at different times
+
+
+# ---- autograd
+#
+# Private names of torch's autograd engine: which backward is running, and its end.
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Have ``callback`` called at the end of the backward that runs, after what asked for it earlier."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def running_backward() -> int | None:
+    """Return the number of the backward that has called this, in a hook or at its end; None outside of backwards.
+
+    It is unique in this process. A backward within another one has its own, larger one.
+    """
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else number
+
+
+# ---- hops
+#
+# One hop: values are encoded, exchanged between the ranks of one network level, and decoded again.
+#
+# Every byte is counted and every phase has a name in profiles: ``fsdp_zpp::<phase> (<unit>)``.
+
+logger = logging.getLogger("fsdp_zpp")
+
+_NOTHING = nullcontext()
+
+
+@dataclass
+class Traffic:
+    """Bytes sent by this rank, per kind of collective and level of the network.
+
+    An all-gather of a payload of b bytes over n ranks sends b * (n - 1), an all-to-all b * (n - 1) / n: what
+    each rank must put on the wire when every byte goes to its destination once.
+
+    Attributes:
+        sent: The bytes.
+        before_reset: Those of them that were sent before the last reset.
+        timer: Notes when hops run, while the model is monitored.
+    """
+
+    sent: dict[tuple[Kind, Level], int] = field(default_factory=dict)
+    before_reset: dict[tuple[Kind, Level], int] = field(default_factory=dict)
+    timer: HopTimer | None = None
+
+    def add(self, kind: Kind, level: Level, nbytes: int) -> None:
+        """Count ``nbytes`` sent."""
+        self.sent[kind, level] = self.sent.get((kind, level), 0) + nbytes
+
+    def since_reset(self) -> dict[tuple[Kind, Level], int]:
+        """Return the bytes sent since the last reset."""
+        return {key: sent - self.before_reset.get(key, 0) for key, sent in self.sent.items()}
+
+    def reset(self) -> None:
+        """Begin to count anew what :meth:`since_reset` returns."""
+        self.before_reset = dict(self.sent)
+
+    def take_over(self, other: Traffic) -> None:
+        """Count what another one has counted as one's own."""
+        for mine, others in ((self.sent, other.sent), (self.before_reset, other.before_reset)):
+            for key, nbytes in others.items():
+                mine[key] = mine.get(key, 0) + nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class Hop:
+    """Collectives of one kind over one process group.
+
+    Args:
+        group: Ranks of this hop, in the order of the chunks.
+        kind: ``"gather"`` for weights, ``"reduce"`` for gradients.
+        level: ``"inter"`` or ``"intra"``: the inter-node or the intra-node network.
+        traffic: Where the bytes are counted.
+    """
+
+    group: dist.ProcessGroup
+    kind: Kind
+    level: Level
+    traffic: Traffic
+
+    @cached_property
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return int(self.group.size())
+
+    def all_gather(self, payload: Tensor, label: str, out: Tensor | None = None) -> Tensor:
+        """Gather payloads [chunks, nbytes] of all ranks into [size * chunks, nbytes], by rank; in ``out`` if given."""
+        self.count_gather(payload.nbytes)
+        return self.all_gather_uncounted(payload, label, out)
+
+    def count_gather(self, nbytes: int) -> None:
+        """Count a payload of ``nbytes`` of this rank as sent to all others."""
+        self.traffic.add(self.kind, self.level, nbytes * (self.size - 1))
+
+    def all_gather_uncounted(self, payload: Tensor, label: str, out: Tensor | None = None) -> Tensor:
+        """Gather as :meth:`all_gather` does, uncounted: for payloads of several units, each of which counts its own."""
+        gathered = payload.new_empty((self.size * payload.shape[0], payload.shape[1])) if out is None else out
+        timer = self.traffic.timer
+        with labelled("all_gather", label, self.level), _NOTHING if timer is None else self._timed(timer, payload):
+            self._exchange(all_gather_single(), gathered, payload)
+        return gathered
+
+    def all_to_all(self, payload: Tensor, label: str) -> Tensor:
+        """Send part i of ``payload`` [size * chunks, nbytes] to rank i; return the parts from all ranks, by rank."""
+        received = torch.empty_like(payload)
+        self.traffic.add(self.kind, self.level, payload.nbytes // self.size * (self.size - 1))
+        timer = self.traffic.timer
+        with labelled("all_to_all", label, self.level), _NOTHING if timer is None else self._timed(timer, payload):
+            self._exchange(dist.all_to_all_single, received, payload)
+        return received
+
+    def reduce_scatter(self, values: Tensor, out: Tensor, label: str) -> None:
+        """Reduce by torch's own reduce-scatter into ``out``; not counted, as torch's collectives never are."""
+        timer = self.traffic.timer
+        with labelled("reduce_scatter", label, self.level), _NOTHING if timer is None else self._timed(timer, values):
+            _reduce_scatter_single()(out, values, group=self.group)
+
+    @cached_property
+    def _takes_cpu_tensors_only(self) -> bool:
+        return takes_cpu_tensors_only(self.group)
+
+    def _exchange(self, collective: Callable[..., object], received: Tensor, sent: Tensor) -> None:
+        """Run a collective of this hop, through the CPU if its group takes nothing else."""
+        if not (sent.is_cuda and self._takes_cpu_tensors_only):
+            collective(received, sent, group=self.group)
+            return
+        on_cpu = torch.empty_like(received, device="cpu")
+        collective(on_cpu, sent.cpu(), group=self.group)
+        received.copy_(on_cpu)
+
+    def _timed(self, timer: HopTimer, sent: Tensor) -> AbstractContextManager[None]:
+        return timer.timing(self.kind, self.level, sent.device)
+
+
+class PendingReduction(ABC):
+    """A reduction that has started, and whose inter-node hop has not: while the slow network is busy with one unit's
+    sums, the fast one can sum up the next unit's."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Make the inter-node hop, in whatever stream is current, which must come after the one that started it."""
+
+
+@dataclass(slots=True)
+class PendingHop(PendingReduction):
+    """Last hop of a reduction to a chunk on each rank.
+
+    Args:
+        hop: The hop.
+        codec: Decodes what it receives.
+        payload: uint8 [size, nbytes], by destination.
+        out: Receives the sum, flat.
+        factor: Applied to the sum, in fp32.
+        label: Names the unit.
+        exact: The places of small values in ``out``.
+    """
+
+    hop: Hop
+    codec: Codec
+    payload: Tensor
+    out: Tensor
+    factor: float
+    label: str
+    exact: ExactPlaces | None = None
+
+    def finish(self) -> None:
+        if self.payload.is_cuda:
+            keep_until_read(self.payload)  # it was made in the stream of the intra-node hop
+        received = self.hop.all_to_all(self.payload, self.label)
+        log_launched(self.label)
+        decode_sum(self.codec, received.unsqueeze(1), self.out, 1, self.factor, self.label, self.exact)
+
+
+def log_launched(label: str) -> None:
+    """Log at DEBUG that the last hop of the reduction of unit ``label`` was launched."""
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("%s: last hop of the reduction launched", label)
+
+
+def hop_over(group: dist.ProcessGroup | None, kind: Kind, level: Level, traffic: Traffic) -> Hop | None:
+    """Make the hop over ``group``; None for a level that has one rank only and so nothing to send."""
+    return None if group is None else Hop(group, kind, level, traffic)
+
+
+def all_gather_single() -> Callable[..., object]:
+    """Return torch's all-gather into one tensor, ``f(out, in, group=...)``."""
+    # torch 2.13 renamed all_gather_into_tensor and deprecated the old name. Looked up at each call, so that
+    # tools that wrap torch.distributed's functions see ours too.
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _reduce_scatter_single() -> Callable[..., object]:
+    """Return torch's reduce-scatter of one tensor, ``f(out, in, group=...)``."""
+    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# ---- what is done to values before and after a collective
+
+
+def encode(
+    codec: Codec,
+    values: Tensor,
+    rows: int,
+    cols: int,
+    label: str,
+    errors: ErrorBuffer | None = None,
+    exact: ExactPlaces | None = None,
+) -> Tensor:
+    """Encode for the unit ``label`` as :meth:`Codec.encode` does, with error feedback if there are ``errors``.
+
+    Small values, at the places ``exact``, are taken out of ``values`` and travel in the rows' tails; see
+    [Note: Small parameters] in layout.py.
+    """
+    with labelled("encode", label):
+        taken = None
+        if exact is not None and not codec.is_lossless:
+            taken, codec = values[exact.indices], exact_tail(codec, exact.tail)
+            values.index_fill_(0, exact.flat, 0)
+        if errors is None:
+            payload = codec.encode(values, rows, cols)
+        else:
+            payload = encode_with_feedback(codec, values, rows, cols, errors)
+        if taken is not None:
+            payload.view(torch.float32)[:, -taken.shape[1] :].copy_(taken)
+        return payload
+
+
+def decode(
+    codec: Codec, payload: Tensor, out: Tensor, rows: int, cols: int, label: str, exact: ExactPlaces | None = None
+) -> None:
+    """Decode for the unit ``label``; small values come from the tails to their places ``exact``."""
+    with labelled("decode", label):
+        if exact is None or codec.is_lossless:
+            codec.decode(payload, out, rows, cols)
+            return
+        exact_tail(codec, exact.tail).decode(payload, out, rows, cols)
+        tails = payload.view(torch.float32)[:, -exact.tail :]
+        out.index_put_((exact.indices,), tails if out.dtype == tails.dtype else tails.to(out.dtype))
+
+
+def decode_sum(
+    codec: Codec,
+    received: Tensor,
+    out: Tensor,
+    cols: int,
+    scale: float,
+    label: str,
+    exact: ExactPlaces | None = None,
+) -> None:
+    """Decode and sum ``cols`` chunks, in order, for the unit ``label``; ``exact`` as in :func:`decode`."""
+    with labelled("decode_sum", label):
+        if exact is None or codec.is_lossless:
+            codec.decode_sum(received, out, 1, cols, scale)
+            return
+        exact_tail(codec, exact.tail).decode_sum(received, out, 1, cols, scale)
+        sums = received.view(torch.float32)[..., -exact.tail :].sum(0)
+        out.index_put_((exact.indices,), torch.mul(sums, scale, out=out.new_empty(sums.shape)))
+
+
+def decode_sum_encode(
+    codec: Codec,
+    received: Tensor,
+    numel: int,
+    next_codec: Codec,
+    scale: float,
+    label: str,
+    errors: ErrorBuffer | None = None,
+    exact: ExactPlaces | None = None,
+) -> Tensor:
+    """Decode, sum and encode for the unit ``label``, with error feedback if there are ``errors``.
+
+    Small values, at the places ``exact`` in the sums, go from tails to tails.
+    """
+    if exact is not None and (codec.is_lossless or next_codec.is_lossless):
+        # Only one of the two has tails.
+        chunks = received.shape[1]
+        sums = torch.empty(chunks * numel, dtype=torch.float32, device=received.device)
+        decode_sum(codec, received, sums, chunks, scale, label, exact)
+        return encode(next_codec, sums, 1, chunks, label, errors, exact)
+    with labelled("decode_sum_encode", label):
+        if exact is not None:
+            codec, next_codec = exact_tail(codec, exact.tail), exact_tail(next_codec, exact.tail)
+        if errors is None:
+            payload = codec.decode_sum_encode(received, numel, next_codec, scale)
+        else:
+            payload = decode_sum_encode_with_feedback(codec, received, numel, next_codec, scale, errors)
+        if exact is not None:
+            sums = received.view(torch.float32)[..., -exact.tail :].sum(0)
+            torch.mul(sums, scale, out=payload.view(torch.float32)[:, -exact.tail :])
+        return payload
+
+
+def labelled(phase: str, unit: str, level: Level | None = None) -> AbstractContextManager[object]:
+    """Label the block ``fsdp_zpp::<level>_<phase> (<unit>)`` for the profiler, if one is recording.
+
+    Without one, ``record_function`` still takes microseconds, and a unit would enter a dozen of them a step.
+    """
+    if profiler._is_profiler_enabled:
+        return record_function(f"fsdp_zpp::{phase if level is None else f'{level}_{phase}'} ({unit})")
+    return _NOTHING

@@ -1,0 +1,524 @@
+"""Parameters of a unit as FSDP has sharded them, and how they lie in what a hop carries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_zpp.codecs.base import Codec
+
+from .mesh import ProcessMesh
+
+# ---- flat layout
+#
+# Layouts: where the parameters of a unit lie in a flat tensor.
+#
+# [Note: Identity]
+# What outlives a backward (accumulated gradients, errors that are fed back) belongs to parameters, not to positions in
+# a flat tensor: which parameters a gradient consists of changes whenever one of them is frozen, unfrozen or not used.
+# So each such tensor carries its layout, and is translated when it meets a tensor of another layout. Parameters that a
+# new layout lacks are kept apart, or the layout is widened to hold them.
+#
+# Every step may use other parameters, such as one of several heads, or other experts. So what is derived from layouts
+# is kept for the last few layouts alone (:func:`keep_recent`).
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+MOST_KEPT = 4
+"""The number of layouts for which derived values are kept."""
+
+
+class Piece(NamedTuple):
+    """A parameter's part of each chunk of a flat tensor.
+
+    Attributes:
+        order: The parameter's place among all of the unit's.
+        name: The parameter's FQN.
+        numel: Its number of values in a chunk.
+    """
+
+    order: int
+    name: str
+    numel: int
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Layout of the parameters in each chunk of a flat tensor. See [Note: Identity].
+
+    fully_shard puts a part of every parameter into each rank's chunk, so that all chunks have one layout. In a flat
+    parameter of FullyShardedDataParallel, parameters follow one another and ranks cut it anywhere: it is one chunk.
+
+    Args:
+        pieces: The parts of the parameters, in order.
+        starts: Where each piece begins in a chunk.
+        numel: Number of values in a chunk; values between the pieces belong to no parameter.
+        exact: Where small parameters begin and end in a chunk, which codecs leave as they are, in order.
+        is_fixed: Whether the flat tensor is the same whatever the pieces are, as in a flat parameter.
+        boundaries: Where a parameter ends and the next is one that another parallelism shards differently, in order.
+            See [Note: Copies].
+    """
+
+    pieces: tuple[Piece, ...]
+    starts: tuple[int, ...]
+    numel: int
+    exact: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    is_fixed: bool = field(default=False, compare=False)
+    boundaries: tuple[int, ...] = field(default=(), compare=False)
+
+    @classmethod
+    def dense(
+        cls, pieces: Iterable[Piece], exact: Sequence[bool] = (), placements: Sequence[Hashable] = ()
+    ) -> FlatLayout:
+        """Make the layout of ``pieces`` that lie one after the other.
+
+        Args:
+            pieces: The parts of the parameters.
+            exact: Whether each is a part of a small parameter; by default none is.
+            placements: How another parallelism has placed each parameter; by default all alike.
+        """
+        pieces = tuple(pieces)
+        bounds = (0, *accumulate(piece.numel for piece in pieces))
+        starts = bounds[:-1]
+        small = tuple(bound for is_exact, bound in zip(exact, pairwise(bounds), strict=False) if is_exact)
+        placed = zip(starts, placements, exact, strict=False)
+        boundaries = boundaries_between((start, placement) for start, placement, is_exact in placed if not is_exact)
+        return cls(pieces, starts, bounds[-1], small, boundaries=boundaries)
+
+    @classmethod
+    def aligned(cls, pieces: Iterable[Piece], placements: Iterable[Hashable], multiple: int) -> FlatLayout:
+        """Make the layout of ``pieces`` in which those that are placed alike lie together, away from all others.
+
+        Args:
+            pieces: The parts of the parameters.
+            placements: How another parallelism has placed each parameter.
+            multiple: What each run of pieces that are placed alike begins at a multiple of.
+        """
+        runs: dict[Hashable, list[Piece]] = {}
+        for piece, placement in zip(pieces, placements, strict=True):
+            runs.setdefault(placement, []).append(piece)
+        starts: list[int] = []
+        stop = 0
+        for run in runs.values():
+            stop = -(-stop // multiple) * multiple
+            for piece in run:
+                starts.append(stop)
+                stop += piece.numel
+        return cls(tuple(piece for run in runs.values() for piece in run), tuple(starts), stop)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Return the parameters' FQNs."""
+        return frozenset(piece.name for piece in self.pieces)
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Return where the values between the pieces begin and end in a chunk."""
+        ends = (0, *(start + piece.numel for piece, start in zip(self.pieces, self.starts, strict=True)))
+        bounds = zip(ends, (*self.starts, self.numel), strict=True)
+        return tuple((end, start) for end, start in bounds if start > end)
+
+    def runs(self, names: Collection[str]) -> list[tuple[int, int]]:
+        """Return where the parameters ``names`` begin and end in a chunk; neighbours are one run, gaps included."""
+        runs: list[tuple[int, int]] = []
+        is_neighbour = False
+        for piece, start in zip(self.pieces, self.starts, strict=True):
+            if is_named := piece.name in names:
+                first = runs.pop()[0] if is_neighbour else start
+                runs.append((first, start + piece.numel))
+            is_neighbour = is_named
+        return runs
+
+    def __or__(self, other: FlatLayout) -> FlatLayout:
+        """Return the dense layout of all parameters of both."""
+        return FlatLayout.dense(sorted({*self.pieces, *other.pieces}))
+
+    def split(self, flat: Tensor) -> dict[Piece, Tensor]:
+        """Return views of each parameter in a flat tensor of whole chunks: [chunks, numel]."""
+        chunks = flat.view(-1, self.numel)
+        return {p: chunks[:, start : start + p.numel] for p, start in zip(self.pieces, self.starts, strict=True)}
+
+    def join(self, parts: Mapping[Piece, Tensor], chunks: int, like: Tensor) -> Tensor:
+        """Make the flat tensor that :meth:`split` gives views of, with zeros for parameters that ``parts`` lacks.
+
+        Args:
+            parts: The values of each parameter, [chunks, numel].
+            chunks: Number of chunks.
+            like: A tensor of the same dtype and device.
+        """
+        flat = like.new_zeros(chunks * self.numel)
+        for piece, place in self.split(flat).items():
+            if (part := parts.get(piece)) is not None:
+                place.copy_(part)
+        return flat
+
+    def translate(self, flat: Tensor, to: FlatLayout) -> Tensor:
+        """Translate a tensor of this layout to another one, with zeros for what this one lacks and without the rest.
+
+        Args:
+            flat: A flat tensor of whole chunks.
+            to: The other layout.
+        """
+        return flat if self == to else to.join(self.split(flat), flat.numel() // self.numel, flat)
+
+
+def boundaries_between(placed: Iterable[tuple[int, Hashable]]) -> tuple[int, ...]:
+    """Return where parameters begin that are placed differently from those before them.
+
+    Args:
+        placed: Where each parameter begins, in order, and how another parallelism has placed it.
+    """
+    pairs = pairwise(placed)
+    return tuple(start for (_, before), (start, after) in pairs if before != after)
+
+
+def keep_recent(kept: dict[K, V], key: K, value: V) -> V:
+    """Add ``value`` to ``kept``, in place of the oldest entry if there are too many, and return it.
+
+    A few tasks or heads that take turns find their entries again. Hardly any two steps use the same experts, and
+    entries for them take memory of the device.
+    """
+    if len(kept) >= MOST_KEPT:
+        del kept[next(iter(kept))]
+    kept[key] = value
+    return value
+
+
+NO_PARAMETERS = FlatLayout.dense(())
+"""Layout of nothing."""
+
+
+# ---- exact places
+#
+# Small parameters among those of a unit: which they are, and where they lie in what a hop sends.
+#
+# [Note: Small parameters]
+# A block's scale is that of its largest value. A bias or a norm has so few values on a rank that it shares its blocks
+# with a matrix, whose gradients may be a hundred times larger, and would be rounded to zero. So parameters of one
+# dimension, and the smallest others (routers, for example), travel in fp32 in the tail of a payload's row, while the
+# codec encodes zeros in their places. They are well under a hundredth of a model, so this costs next to no bytes.
+#
+# [Note: Copies]
+# Another parallelism shards some parameters of a unit over its ranks and leaves copies of others on them (tensor
+# parallelism: matrices, and norms, routers or latent projections). Copies must stay equal bit for bit, but their unit
+# has other neighbours on each of these ranks, and what shares a block with a neighbour is rounded as that demands. So
+# copies come first in a unit, in the same places on all of these ranks, and no block has values of parameters that are
+# placed differently: those that precede such a boundary in its block travel in the tail, too.
+
+SMALLEST = 128
+"""Parameters of several dimensions are sent exactly as long as, together, they are this part of a unit at most."""
+
+_MULTIPLE = 4  # of which a tail's length must be one, so that rows stay aligned to 16 bytes
+
+
+def sent_exactly(shapes: Sequence[Sequence[int]]) -> list[bool]:
+    """Tell, for each of a unit's parameters, whether codecs leave it as it is. See [Note: Small parameters].
+
+    Args:
+        shapes: Those of all parameters of the unit, sharded or not by anything else than FSDP.
+    """
+    numels = [math.prod(shape) for shape in shapes]
+    exact = [len(shape) < 2 for shape in shapes]
+    left = sum(numels) // SMALLEST
+    # Of equal sizes the last ones, so that the choice stays the same once those that are chosen have been put last.
+    for index in sorted(range(len(shapes)), key=lambda index: (numels[index], -index)):
+        if not exact[index] and numels[index] <= left:
+            exact[index] = True
+            left -= numels[index]
+    return exact
+
+
+class ExactPlaces:
+    """Places of the values that travel in the tails of some rows.
+
+    Args:
+        indices: Indices in a flat tensor of the values of each row's tail, int64 [rows, tail]. If a chunk has fewer
+            small values than the tail, some of its values are in it twice, or one that is not small is.
+
+    Attributes:
+        indices: As given.
+        flat: The same, one row after the other: int64 [rows * tail].
+        tail: Length of a tail.
+    """
+
+    def __init__(self, indices: Tensor) -> None:
+        self.indices, self.flat = indices, indices.view(-1)
+        self.tail = indices.shape[1]
+
+    @cached_property
+    def key(self) -> Hashable:
+        """Return a value that is equal for equal places."""
+        return tuple(self.flat.tolist())
+
+
+class PlacesInChunks:
+    """Computes the places of small values in chunks that a hop encodes, once for each of the last few layouts.
+
+    Args:
+        mesh: The ranks.
+        codecs: What encodes the chunks, one at a time.
+    """
+
+    def __init__(self, mesh: ProcessMesh, codecs: Iterable[Codec | None]) -> None:
+        self._codecs = [codec for codec in codecs if codec is not None]
+        self._nodes, self._gpus = mesh.topology.nodes, mesh.topology.gpus_per_node
+        self._node, self._local = divmod(mesh.rank, self._gpus)
+        self._computed: dict[int, _Computed] = {}  # by the layout's id, of the last few
+
+    def _cached(
+        self, layout: FlatLayout | None, numel: int, which: str, device: torch.device, rows: Callable[[], _Rows]
+    ) -> ExactPlaces | None:
+        if layout is None or not (layout.exact or layout.boundaries) or not numel:
+            return None
+        computed = self._computed.get(id(layout)) or keep_recent(self._computed, id(layout), _Computed(layout))
+        entry = computed.places.get((which, numel))
+        if entry is None or entry[0] != device:
+            entry = device, _places(layout, numel, rows(), device, self._block())
+            computed.places[which, numel] = entry
+        return entry[1]
+
+    def _block(self) -> int:
+        """Return a number of values whose multiples no block of any codec spans; 0 if codecs don't tell."""
+        blocks = [codec.block_numel for codec in self._codecs]
+        return max(blocks, default=1) if all(blocks) else 0  # powers of two
+
+    # ---- of tensors that have a chunk for each rank
+
+    def of_all_ranks(self, layout: FlatLayout | None, numel: int, device: torch.device) -> ExactPlaces | None:
+        """Return the places in all ranks' chunks, by local index, then node: the order in which hops exchange them."""
+
+        def rows() -> _Rows:
+            order = [node * self._gpus + local for local in range(self._gpus) for node in range(self._nodes)]
+            return self._ranks(numel, order, order)
+
+        return self._cached(layout, numel, "all", device, rows)
+
+    def of_own_local_index(self, layout: FlatLayout | None, numel: int, device: torch.device) -> ExactPlaces | None:
+        """Return the places in the chunks of the ranks of all nodes with this local index."""
+
+        def rows() -> _Rows:
+            order = [node * self._gpus + self._local for node in range(self._nodes)]
+            return self._ranks(numel, order, range(self._nodes))
+
+        return self._cached(layout, numel, "own index", device, rows)
+
+    def of_own_rank(self, layout: FlatLayout | None, numel: int, device: torch.device) -> ExactPlaces | None:
+        """Return the places in this rank's chunk alone."""
+        rank = self._node * self._gpus + self._local
+        return self._cached(layout, numel, "own", device, lambda: self._ranks(numel, [rank], [0]))
+
+    def _ranks(self, numel: int, chunks: Sequence[int], places: Sequence[int]) -> _Rows:
+        starts = [rank * numel for rank in range(self._nodes * self._gpus)]
+        return _Rows(starts, chunks, [place * numel for place in places])
+
+    # ---- of tensors that replicas share: a part for each local index, and in it a chunk for each node
+
+    def of_parts(self, layout: FlatLayout | None, part: int, device: torch.device) -> ExactPlaces | None:
+        """Return the places in the parts of all local indices."""
+        return self._cached(layout, part, "parts", device, lambda: self._parts(layout, part, range(self._gpus)))
+
+    def of_own_part(self, layout: FlatLayout | None, part: int, device: torch.device) -> ExactPlaces | None:
+        """Return the places in this local index's part alone."""
+        return self._cached(layout, part, "own part", device, lambda: self._parts(layout, part, [self._local]))
+
+    def _parts(self, layout: FlatLayout | None, part: int, locals_: Sequence[int]) -> _Rows:
+        return _Rows(self.part_starts(layout, part), locals_, [row * part for row in range(len(locals_))])
+
+    def part_starts(self, layout: FlatLayout | None, part: int) -> list[int]:
+        """Return where each local index's part begins in the layout, of which it may be one chunk of several."""
+        step = 0 if layout is None or layout.numel == part else part
+        return [local * step for local in range(self._gpus)]
+
+    def of_nodes(
+        self, layout: FlatLayout | None, part: int, chunk: int, which: str, device: torch.device
+    ) -> ExactPlaces | None:
+        """Return the places in the chunks of nodes.
+
+        Args:
+            layout: The gradient's layout.
+            part: Number of values of a local index's part.
+            chunk: Number of values of a node's chunk of it.
+            which: ``"own"`` for this rank's chunk, ``"part"`` for all chunks of its part, ``"all"`` for those of all
+                parts.
+            device: Where the values are.
+        """
+        locals_ = range(self._gpus) if which == "all" else [self._local]
+        nodes = [self._node] if which == "own" else range(self._nodes)
+
+        def rows() -> _Rows:
+            starts = [start + node * chunk for start in self.part_starts(layout, part) for node in range(self._nodes)]
+            chunks = [local * self._nodes + node for local in locals_ for node in nodes]
+            return _Rows(starts, chunks, [row * chunk for row in range(len(chunks))])
+
+        return self._cached(layout, chunk, f"{which} of {part}", device, rows)
+
+
+@dataclass
+class _Computed:
+    """Places that were computed for a layout.
+
+    Args:
+        layout: The layout, which must live as long as its id stands for it.
+
+    Attributes:
+        places: By kind and number of values in a chunk, of which a layout has a handful, with their device.
+    """
+
+    layout: FlatLayout
+    places: dict[tuple[str, int], tuple[torch.device, ExactPlaces | None]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a payload.
+
+    Args:
+        starts: Where each chunk of any rank begins in the layout.
+        chunks: Which of them the rows are.
+        places: Where each of these lies in the flat tensor that is encoded or decoded into.
+    """
+
+    starts: Sequence[int]
+    chunks: Sequence[int]
+    places: Sequence[int]
+
+
+def _places(layout: FlatLayout, numel: int, rows: _Rows, device: torch.device, block: int) -> ExactPlaces | None:
+    # Where each chunk has parts of all parameters, all begin where the layout does.
+    starts = [0] * len(rows.starts) if layout.numel == numel else rows.starts
+    in_chunks = {start: _in_chunk(layout, start, numel, block) for start in dict.fromkeys(starts)}
+    longest = max(map(len, in_chunks.values()))
+    if not longest:
+        return None
+    tail = -(-longest // _MULTIPLE) * _MULTIPLE
+    indices = [
+        _padded(in_chunks[starts[chunk]], tail) + place for chunk, place in zip(rows.chunks, rows.places, strict=True)
+    ]
+    return ExactPlaces(torch.stack(indices).to(device))
+
+
+def _in_chunk(layout: FlatLayout, first: int, numel: int, block: int) -> Tensor:
+    """Return the places of small values in the chunk at ``first``, counted from there: int64, in order."""
+    runs = [(start - first, stop - first) for start, stop in layout.exact]
+    for boundary in layout.boundaries:
+        if 0 < (place := boundary - first) < numel:
+            runs.append((place - place % block if block else 0, place))
+    parts: list[Tensor] = []
+    end = 0
+    for start, stop in sorted(runs):  # which may overlap
+        start, stop = max(start, end), min(stop, numel)
+        if start < stop:
+            parts.append(torch.arange(start, stop))
+            end = stop
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+
+def _padded(indices: Tensor, length: int) -> Tensor:
+    filler = indices[:1] if len(indices) else torch.zeros(1, dtype=torch.int64)
+    return torch.cat([indices, filler.expand(length - len(indices))])
+
+
+# ---- sharded
+#
+# Parameters that FSDP has sharded of a unit, as the core sees them, and what lies beside them.
+
+
+class Sharded:
+    """Parameters of a unit as FSDP has sharded them: none in this base class, which adapters derive from.
+
+    Everything is looked up anew at each call: ``load_state_dict(assign=True)``, a move of the model, or FSDP itself may
+    replace parameters and shards, and a reference to the old ones would keep their memory.
+    """
+
+    @property
+    def name(self) -> str:
+        """Return the unit's name in profiles, errors and log lines."""
+        return "unit"
+
+    def numel(self) -> int:
+        """Return the number of values of the parameters, on all ranks together."""
+        return 0
+
+    def trained_numel(self) -> int:
+        """Return the number of values, on all ranks together, whose gradients FSDP itself would reduce."""
+        return 0
+
+    def compute_device(self) -> torch.device | None:
+        """Return the device that gathers and computes, also where shards are offloaded; None without parameters."""
+        return None
+
+    def wire_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes in which FSDP itself gathers the weights and reduces the gradients.
+
+        They are known after the first forward.
+        """
+        return torch.float32, torch.float32
+
+    def own_nbytes(self) -> int | None:
+        """Return the bytes that FSDP itself gathers, of all ranks together, if they aren't values in one dtype.
+
+        They are known after the first forward.
+        """
+        return None
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Return the parameters, as an optimizer holds them."""
+        return ()
+
+    def parameter_owners(self) -> Sequence[Sequence[nn.Module]]:
+        """Return, for each parameter, the modules on which it is registered.
+
+        It is empty for adapters whose modules show the parameters at any time.
+        """
+        return ()
+
+    def other_axes(self) -> Sequence[dist.ProcessGroup]:
+        """Return the ranks along the axes over which another parallelism shards parameters.
+
+        Units of these ranks hold copies of the parameters that it leaves whole.
+        """
+        return ()
+
+    def is_trained(self) -> bool:
+        """Return whether a parameter requires a gradient, sharded or as modules show it; on all ranks alike."""
+        return False
+
+    def trained_names(self) -> Collection[str]:
+        """Return the FQNs of the parameters that require a gradient or have one."""
+        return ()
+
+    def shards(self) -> Sequence[Tensor]:
+        """Return what this rank holds of the parameters, padding included."""
+        return ()
+
+    def named_shards(self) -> Mapping[str, Tensor]:
+        """Return what this rank holds of each parameter, by FQN, ready to be read and written to."""
+        return {}
+
+    def named_parts(self, parameter: nn.Parameter, of: Tensor) -> Mapping[str, Tensor]:
+        """Return the parts of a tensor that lies as this rank's shard of one of :meth:`parameters`, by FQN.
+
+        Args:
+            parameter: A parameter as an optimizer holds it, which may consist of several original ones.
+            of: A contiguous tensor of as many values as this rank holds of it, such as an optimizer's state.
+        """
+        return {}
+
+    def placements(self) -> Mapping[str, Hashable]:
+        """Return how FSDP and other parallelisms have placed each parameter, by FQN, in the order of the shards."""
+        return {}
+
+    def weights_changed(self, by_step: bool) -> None:
+        """Drop what is kept of the old weights; ``by_step`` says that nothing but their values has changed."""
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients accumulated from earlier micro-batches of the step."""

@@ -1,0 +1,595 @@
+"""Ranks by node: their groups and names, their devices and streams."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from itertools import groupby
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, _redistribute
+
+from fsdp_zpp._torch_compat import major_minor
+from fsdp_zpp.strategy.error_feedback import Topology
+
+# ---- devices
+#
+# Devices: which one computes on this machine, and which one a process group takes tensors from.
+
+
+def accelerator() -> torch.device | None:
+    """Return the kind of accelerator that this machine has; None if it computes on the CPU.
+
+    A CUDA build of torch often runs on machines without a GPU, where it still names CUDA unless told to look.
+    """
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
+def collective_device(group: dist.ProcessGroup, device: torch.device | None = None) -> torch.device:
+    """Return the device on which collectives of ``group`` take small tensors."""
+    kind = accelerator()
+    if kind is None or "gloo" in dist.get_backend(group):
+        return torch.device("cpu")
+    if device is not None and device.type == kind.type:
+        return device
+    return getattr(group, "bound_device_id", None) or torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def for_collectives(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return ``tensor`` on a device from which collectives of ``group`` take it: the accelerator if they do."""
+    if tensor.device.type != "cpu":
+        return tensor
+    kind, backend = accelerator(), dist.get_backend(group)
+    # With CPU offload a group may have several backends, "cpu:gloo,cuda:nccl".
+    takes_accelerators = "gloo" not in backend or "ccl" in backend
+    return tensor.to(kind) if kind is not None and takes_accelerators else tensor
+
+
+def takes_cpu_tensors_only(group: dist.ProcessGroup) -> bool:
+    """Return whether not all collectives of ``group`` take an accelerator's tensors, as those of gloo alone don't."""
+    return dist.get_backend(group) == "gloo"
+
+
+def default_device_type() -> str:
+    """Return the device type of the mesh that torch's FSDP makes if it is given none."""
+    kind = accelerator()
+    return "cpu" if kind is None else kind.type
+
+
+def compute_device(group: dist.ProcessGroup | None, device: torch.device | str | int | None) -> torch.device | None:
+    """Return the device for the codes of a frozen base, given the user's ``device``; None means its weights' own."""
+    kind = accelerator()
+    if isinstance(device, int):
+        return torch.device("cpu" if kind is None else kind.type, device)
+    if device is not None:
+        return torch.device(device)
+    if kind is None or group is None or dist.get_backend(group) == "gloo":
+        return None
+    return torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+# ---- streams
+#
+# Streams beside the computation's, and memory that passes from one stream to another.
+#
+# torch's allocator reuses memory as soon as nothing refers to it, in the stream that allocated it. Work in that stream
+# is ordered, but a kernel of another stream may still read the memory. So either the reader's stream is recorded with
+# the tensor before the last reference goes (:func:`keep_until_read`), or the stream that will write to the memory waits
+# for the reader's (:meth:`SideStream.after_current`). Neither makes the host wait.
+
+
+class SideStream:
+    """A stream for communication beside the computation, made at its first use. On a CPU there is none."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._readers: set[torch.cuda.Stream] = set()  # as few as a device's streams, which torch uses in turn
+
+    def after_current(self, device: torch.device) -> AbstractContextManager[object]:
+        """Return the stream as a context; it waits for all work so far of the current stream and of its readers."""
+        if device.type != "cuda":
+            return nullcontext()
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
+        # What is made here next may reuse memory that the readers still read.
+        for other in {torch.cuda.current_stream(device), *self._readers}:
+            stream.wait_stream(other)
+        return torch.cuda.stream(stream)
+
+    def read_by_current(self) -> None:
+        """Note that the current stream reads what was made in this one."""
+        for device in self._streams:
+            self._readers.add(torch.cuda.current_stream(device))
+
+
+def record_event(made: Tensor) -> torch.cuda.Event | None:
+    """Record an event in the current stream, after ``made`` has its values; None on a CPU."""
+    return torch.cuda.current_stream(made.device).record_event() if made.is_cuda else None
+
+
+def wait_for(event: torch.cuda.Event | None, device: torch.device) -> None:
+    """Wait in the current stream for an event of :func:`record_event`."""
+    if event is not None:
+        torch.cuda.current_stream(device).wait_event(event)
+
+
+def keep_until_read(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, its memory kept from reuse until the current stream has done all that it is given before the
+    last reference goes."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
+
+
+# ---- rank names
+#
+# Names of ranks in errors: their global ranks and, where a mesh has several axes, their coordinates on it.
+
+# Set by who is given a mesh, since a process group does not know of which mesh it is an axis.
+_axes: WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[str, ...], Tensor]] = WeakKeyDictionary()
+
+
+def name_by_axes(group: dist.ProcessGroup, names: Sequence[str], ranks: Tensor) -> None:
+    """Have errors name the ranks of ``group`` by their coordinates, too.
+
+    Args:
+        group: Ranks along one or several axes of a mesh.
+        names: The names of the axes.
+        ranks: The ranks on the mesh, of as many dimensions.
+    """
+    _axes[group] = tuple(names), ranks
+
+
+def name_alike(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
+    """Have errors name the ranks of ``group`` as those of ``other``, which are the same."""
+    if other in _axes:
+        _axes[group] = _axes[other]
+
+
+def named_ranks(ranks: Collection[int], group: dist.ProcessGroup | None = None) -> str:
+    """Return ``rank 3``, ``ranks 0-3, 6`` or, where the mesh of ``group`` has several axes, ``rank 3 (dp 1, tp 1)``.
+
+    Coordinates are left out where, axis by axis, they would name more ranks than these.
+    """
+    listed = f"rank{'s' * (len(ranks) > 1)} {_runs(ranks)}"
+    names, mesh = _axes.get(group, ((), None)) if group is not None else ((), None)
+    if mesh is None:
+        return listed
+    places = [(mesh == rank).nonzero()[0].tolist() for rank in ranks]
+    along = [set(coordinates) for coordinates in zip(*places, strict=True)]
+    if math.prod(map(len, along)) > len(ranks):
+        return listed
+    return f"{listed} ({', '.join(f'{name} {_runs(each)}' for name, each in zip(names, along, strict=True))})"
+
+
+def _runs(numbers: Collection[int]) -> str:
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(sorted(numbers)), lambda p: p[1] - p[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+# ---- launcher
+#
+# Node size as launched: what torchrun, or Slurm's srun where it starts the ranks itself, says in the environment.
+#
+# srun sets ``SLURM_STEP_TASKS_PER_NODE`` for every task. ``SLURM_NTASKS_PER_NODE`` is not used: it is there only if its
+# option was given, and may be that of the job and not of this step.
+
+_COUNTS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+"""A part of srun's list: ``8(x2)`` are two nodes of 8 tasks."""
+
+
+def tells_node_size() -> bool:
+    """Return whether the launcher says how many ranks share a node. Needs the default process group."""
+    return "LOCAL_WORLD_SIZE" in os.environ or bool(_tasks_on_each_node())
+
+
+def launched_on_each_node() -> int:
+    """Return how many ranks the launcher has started on this node and on each other. Needs the default process group.
+
+    Raises:
+        ValueError: If it does not say, if what it says is not a number, or if nodes are of different sizes; on some
+            ranks alone if ranks differ in that, or if srun has not put consecutive ranks on a node.
+    """
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return _by_torchrun()
+    tasks = _tasks_on_each_node()
+    if not tasks:
+        raise ValueError(
+            "gpus_per_node was not given and LOCAL_WORLD_SIZE is not set (torchrun sets it); "
+            "pass gpus_per_node, the number of ranks that share a node"
+        )
+    if len(set(tasks)) > 1:
+        raise _unequal(len(tasks), tasks[int(os.environ["SLURM_NODEID"])])
+    if _place_by_srun(tasks[0]) != dist.get_rank():
+        raise ValueError(
+            f"srun has not put consecutive ranks on a node: {_place_on_nodes()} has rank {dist.get_rank()}; start it "
+            "with srun --distribution=block and RANK=$SLURM_PROCID"
+        )
+    return tasks[0]
+
+
+def described() -> str:
+    """Describe what the launcher says where it gives no layout of a group, for a comparison between ranks."""
+    tasks = _tasks_on_each_node()
+    if "LOCAL_WORLD_SIZE" in os.environ or not tasks:
+        return f"LOCAL_WORLD_SIZE={os.environ.get('LOCAL_WORLD_SIZE')}"
+    out_of_order = len(set(tasks)) == 1 and _place_by_srun(tasks[0]) != dist.get_rank()
+    return f"{_place_on_nodes()} (srun has put other ranks between)" if out_of_order else f"srun's {tasks}"
+
+
+def _by_torchrun() -> int:
+    local_world, nodes = _positive("LOCAL_WORLD_SIZE"), _positive("GROUP_WORLD_SIZE")
+    if nodes and nodes * local_world != dist.get_world_size():
+        # A rank knows its own node's size alone, but where sizes differ hardly any node has the average's.
+        raise _unequal(nodes, local_world)
+    return local_world
+
+
+def _unequal(nodes: int, on_this_one: int) -> ValueError:
+    return ValueError(
+        f"the nodes are of different sizes: {dist.get_world_size()} ranks on {nodes} nodes, {on_this_one} of them on "
+        "this one; start the same number on each node, or pass gpus_per_node"
+    )
+
+
+def _positive(name: str) -> int:
+    """Return the positive number in a variable that torchrun sets; 0 if it is not set.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
+    value = os.environ.get(name)
+    if value is None:
+        return 0
+    if not value.isdecimal() or int(value) == 0:
+        raise ValueError(
+            f"{name}={value!r} in the environment is not a positive number, as torchrun sets it; set it as torchrun "
+            "does, or pass gpus_per_node, the number of ranks that share a node"
+        )
+    return int(value)
+
+
+def _tasks_on_each_node() -> list[int]:
+    """Return the numbers of srun's tasks on its nodes; empty if tasks are not ranks, as under mpirun in a Slurm job."""
+    parts = [_COUNTS.fullmatch(part) for part in os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")]
+    if None in parts or not {"SLURM_NODEID", "SLURM_LOCALID"} <= os.environ.keys():
+        return []
+    tasks = [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
+    return tasks if sum(tasks) == dist.get_world_size() else []
+
+
+def _place_by_srun(tasks_a_node: int) -> int:
+    """Return the rank that this task has if nodes have consecutive ones."""
+    return int(os.environ["SLURM_NODEID"]) * tasks_a_node + int(os.environ["SLURM_LOCALID"])
+
+
+def _place_on_nodes() -> str:
+    return f"SLURM_NODEID={os.environ['SLURM_NODEID']}, SLURM_LOCALID={os.environ['SLURM_LOCALID']}"
+
+
+# ---- group names
+#
+# The private names of torch's by which process groups are named, and of the caches that keep these names.
+#
+# [Note: Names of groups]
+# Members that make a group among themselves meet in the job's store under the group's name. torch derives this name
+# from a count of groups that each member keeps: in torch 2.11 to 2.13, of those that it has been in, so that members
+# whose counts differ wait for each other forever (one more group that only some of them are in is enough, such as that
+# of a pipeline's first and last stage); from 2.14 on, of those that it has made, so that members of a group that only
+# they have made wait forever for the others when all ranks make the next one. So our groups are named by their ranks,
+# and by how many groups of these very ranks the job has had before. All members have made those, so they agree on the
+# number without asking; it grows with every group, so that a group that is made again does not find in the store what
+# an older one has left there.
+#
+# A DeviceMesh knows its groups by name alone, but meshes are equal if their ranks are. torch caches the results of
+# operations on DTensors, meshes included, and finds them by equality. So a model may compute with the mesh of an
+# earlier one whose groups are gone, above all in the next job of a process. There the count begins again: groups that
+# are made in the same order have the same names, so that state dicts of an earlier job find their groups again. In
+# another order they have other names. So torch must forget what it has cached when the first unit over a group is made,
+# and when groups end.
+
+# By default group: how many groups of the same ranks were made in the job, for as long as it lasts.
+_made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+
+
+@contextmanager
+def named_by_ranks() -> Iterator[None]:
+    """Name the groups that are made in this context by their ranks. See [Note: Names of groups]."""
+    world = dist.group.WORLD
+    assert world is not None
+    made = _made.setdefault(world, Counter())
+
+    def name(ranks: Sequence[int], use_hashed_name: bool) -> Any:  # a str, which torch calls GroupName
+        number = made[tuple(ranks)]
+        made[tuple(ranks)] += 1
+        return f"fsdp_zpp {number} of {'_'.join(map(str, ranks))}"
+
+    original = distributed_c10d._process_group_name
+    distributed_c10d._process_group_name = name
+    try:
+        yield
+    finally:
+        distributed_c10d._process_group_name = original
+
+
+def forget_equal_meshes() -> None:
+    """Make torch forget its cached meshes: an equal one may have lost its groups, or have this process at another rank.
+
+    Threads have caches of their own; those of other threads stay.
+    """
+    propagate: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+    plan: Any = getattr(_redistribute, "_gen_transform_infos", None)
+    clears = (
+        propagate.cache_clear,
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None),
+        getattr(plan, "cache_clear", None),
+        getattr(_redistribute, "clear_redistribute_planner_cache", None),
+    )
+    for clear in clears:
+        if clear is not None:  # not every torch has each of these caches
+            clear()
+    if major_minor(torch.__version__) < (2, 13):
+        _free_ended_groups()
+
+
+def _free_ended_groups() -> None:
+    """Take groups that have ended from all meshes, since their threads live as long as they do.
+
+    Until torch 2.12, the cache that is cleared in C++ never lets go of the meshes in it.
+    """
+    for mesh in gc.get_objects():
+        if type(mesh) is DeviceMesh:
+            groups: dict[str, dist.ProcessGroup] = getattr(mesh, "_pg_registry", {})
+            for name, group in list(groups.items()):
+                if group not in distributed_c10d._world.pg_map:
+                    del groups[name]
+
+
+# ---- mesh
+#
+# Ranks as a mesh of nodes x GPUs, and the process groups of its two hops.
+
+
+@dataclass(frozen=True)
+class ProcessMesh:
+    """A process group laid out by a :class:`Topology`, with a subgroup for each hop.
+
+    Attributes:
+        topology: The layout.
+        rank: This rank in the group.
+        intra: The ranks of this node; None if it has one rank.
+        inter: The ranks with this local index on all nodes, or None if there is one node.
+        group: All of its ranks, or None if this one is alone.
+        by_links: Whether the machine's links have decided what a node is, not an argument or the launcher.
+    """
+
+    topology: Topology
+    rank: int
+    intra: dist.ProcessGroup | None
+    inter: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None = None
+    # Not compared: the hops are the same whoever decided.
+    by_links: bool = field(default=False, compare=False)
+
+    def own_node(self) -> ProcessMesh:
+        """Return this rank's node as a mesh of its own."""
+        gpus = self.topology.gpus_per_node
+        return ProcessMesh(Topology(gpus, gpus), self.rank % gpus, self.intra, None, self.intra)
+
+    def is_within(self, ranks: Collection[int]) -> bool:
+        """Return whether all ranks of this mesh are among these ranks of the job."""
+        if self.group is None:
+            return dist.get_rank() in ranks
+        try:
+            return set(dist.get_process_group_ranks(self.group)) <= set(ranks)
+        except KeyError:  # of a group that was destroyed
+            return False
+
+    def across_nodes(self) -> ProcessMesh:
+        """Return the ranks with this local index as a mesh of nodes of one."""
+        nodes, gpus = self.topology.nodes, self.topology.gpus_per_node
+        return ProcessMesh(Topology(nodes, 1), self.rank // gpus, None, self.inter, self.inter)
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """Stand-in for the group itself where a hop is over all of it: to hold the group would keep it alive."""
+
+
+_Subgroup = dist.ProcessGroup | _Whole | None
+# A group's subgroups are made once, however many layers ask for them.
+_own_ranks: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[_Subgroup, _Subgroup]]] = WeakKeyDictionary()
+# By default group, the subgroups that were made of other groups: torch keeps a group until it is destroyed explicitly.
+_made_of: WeakKeyDictionary[dist.ProcessGroup, list[tuple[ref[dist.ProcessGroup], dist.ProcessGroup]]]
+_made_of = WeakKeyDictionary()
+# By the launcher's node size: looking at all ranks of a group takes too long to repeat for every unit of a model.
+_layouts: WeakKeyDictionary[dist.ProcessGroup, dict[int, Topology]] = WeakKeyDictionary()
+
+
+def process_mesh(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> ProcessMesh:
+    """Return the mesh of ``group``; the first call for each layout makes its subgroups. Collective over ``group``.
+
+    Args:
+        group: A process group; each rank must be a member.
+        gpus_per_node: Consecutive ranks of ``group`` that share a node; None takes it from the launcher.
+
+    Raises:
+        ValueError: If the layout is not possible, on every rank before any communication.
+    """
+    return mesh_on(group, topology_of(group, gpus_per_node))
+
+
+def mesh_on(group: dist.ProcessGroup, topology: Topology, *, by_links: bool = False) -> ProcessMesh:
+    """Return the mesh of ranks whose layout is known, as :func:`process_mesh` does; see :class:`ProcessMesh`."""
+    if group not in _subgroups:
+        forget_equal_meshes()  # see [Note: Names of groups]
+    hops = _subgroups.setdefault(group, {})
+    if topology.gpus_per_node not in hops:
+        _destroy_orphans()
+        intra = _subgroup(group, topology.intra_partition())
+        inter = _subgroup(group, topology.inter_partition())
+        hops[topology.gpus_per_node] = intra, inter
+        _remember(group, intra, inter)
+    intra, inter = (group if isinstance(hop, _Whole) else hop for hop in hops[topology.gpus_per_node])
+    return ProcessMesh(topology, dist.get_rank(group), intra, inter, group, by_links)
+
+
+def as_launched(mesh: ProcessMesh) -> ProcessMesh:
+    """Return the mesh with the launcher's nodes, if links have decided on others. See [Note: Links] in strategy.py."""
+    return process_mesh(mesh.group) if mesh.by_links and mesh.group is not None else mesh
+
+
+def own_rank() -> dist.ProcessGroup:
+    """Return this rank as a group of its own, made at the first call."""
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _own_ranks:
+        # By its one member alone: a job has as many of these groups as ranks, and need not make each of them together.
+        with named_by_ranks():
+            _own_ranks[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return _own_ranks[world]
+
+
+def topology_of(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> Topology:
+    """Return the layout of ``group``, without communication. Arguments and errors are those of :func:`process_mesh`."""
+    world = dist.get_world_size(group)
+    if gpus_per_node is not None:
+        return Topology(world, gpus_per_node)
+    if world == 1:
+        return Topology(1, 1)
+    local_world = launched_on_each_node()
+    topologies = _layouts.setdefault(group, {})
+    if local_world not in topologies:
+        size = ranks_on_each_node([rank // local_world for rank in dist.get_process_group_ranks(group)])
+        if size is None:
+            raise ValueError(
+                f"the ranks {dist.get_process_group_ranks(group)} are not spread over nodes of "
+                f"{local_world} (as launched) in equal, consecutive shares; pass gpus_per_node"
+            )
+        topologies[local_world] = Topology(world, size)
+    return topologies[local_world]
+
+
+def ranks_on_each_node(nodes: Sequence[int]) -> int | None:
+    """Return how many of the ranks that lie on ``nodes``, in their order, share one; None if not equally many do."""
+    sizes = set(Counter(nodes).values())
+    return sizes.pop() if len(sizes) == 1 and list(nodes) == sorted(nodes) else None
+
+
+def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return another group of the same ranks, for what torch tells apart by groups. Collective at the first call."""
+    if group not in _twins:
+        _destroy_orphans()
+        with named_by_ranks():
+            _twins[group] = _made_by_members(group, [list(range(dist.get_world_size(group)))])
+        name_alike(_twins[group], group)
+        _remember(group, _twins[group])
+    return _twins[group]
+
+
+def with_own_hop(mesh: ProcessMesh) -> ProcessMesh:
+    """Return a mesh whose group waits for no hop between nodes: if it serves as that hop, a twin takes its place there.
+
+    So ranks can compare over the group that users know while an exchange is on its way. Collective at the first call
+    for a group.
+    """
+    return replace(mesh, inter=twin_of(mesh.group)) if mesh.group and mesh.group is mesh.inter else mesh
+
+
+def _subgroup(group: dist.ProcessGroup, partition: list[list[int]]) -> _Subgroup:
+    """Make this rank's part of a partition of ``group`` into parts of one size; None for parts of one rank."""
+    if len(partition[0]) == 1:
+        return None
+    if len(partition) == 1:
+        return _Whole()
+    # torch has all ranks of the job make a group together, members or not. A mesh that is only a part of the job
+    # (data parallel beside tensor parallel) can't have the others call that, so its ranks make it among themselves.
+    make = _made_by_all if dist.get_world_size(group) == dist.get_world_size() else _made_by_members
+    with named_by_ranks():
+        return make(group, partition)
+
+
+def _made_by_all(group: dist.ProcessGroup, partition: list[list[int]]) -> dist.ProcessGroup:
+    timeout, backend = _timeout_of(group), _backend_of(group)
+    own: dist.ProcessGroup | None = None
+    for part in partition:
+        subgroup = dist.new_group(_global_ranks(group, part), timeout=timeout, backend=backend)
+        own = subgroup if dist.get_rank(group) in part else own
+    assert own is not None
+    return own
+
+
+def _made_by_members(group: dist.ProcessGroup, partition: list[list[int]]) -> dist.ProcessGroup:
+    timeout = _timeout_of(group)
+    if getattr(group, "bound_device_id", None) is not None:  # NCCL that is bound to devices can split
+        part = dist.split_group(parent_pg=group, split_ranks=partition, timeout=timeout)
+    else:
+        ranks = next(_global_ranks(group, part) for part in partition if dist.get_rank(group) in part)
+        part = dist.new_group(ranks, timeout=timeout, backend=_backend_of(group), use_local_synchronization=True)
+    assert isinstance(part, dist.ProcessGroup)  # None for ranks outside of all parts
+    return part
+
+
+def _global_ranks(group: dist.ProcessGroup, ranks: list[int]) -> list[int]:
+    return [dist.get_global_rank(group, rank) for rank in ranks]
+
+
+def _backend_of(group: dist.ProcessGroup) -> str | None:
+    return None if group is dist.group.WORLD else dist.get_backend(group)
+
+
+def _remember(parent: dist.ProcessGroup, *subgroups: _Subgroup) -> None:
+    """Note ``subgroups``, to destroy them after ``parent`` is destroyed; torch itself destroys the default group's."""
+    world = dist.group.WORLD
+    if world is not None and parent is not world:
+        remembered = _made_of.setdefault(world, [])
+        remembered += [(ref(parent), subgroup) for subgroup in subgroups if isinstance(subgroup, dist.ProcessGroup)]
+
+
+def _destroy_orphans() -> None:
+    """Destroy the subgroups of groups that users have destroyed.
+
+    Not in a finalizer of the parent group: finalizers run at different times on each rank, and NCCL destroys a
+    communicator on all of its ranks together.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    remembered = _made_of.get(world, [])
+    orphans = [subgroup for parent, subgroup in remembered if not _is_registered(parent())]
+    remembered[:] = [(parent, subgroup) for parent, subgroup in remembered if _is_registered(parent())]
+    if orphans:
+        forget_equal_meshes()
+    for subgroup in filter(_is_registered, orphans):
+        dist.destroy_process_group(subgroup)
+
+
+def _is_registered(group: dist.ProcessGroup | None) -> bool:
+    try:
+        return group is not None and dist.get_group_rank(group, dist.get_rank()) >= 0
+    except ValueError:  # which torch raises for a group that was destroyed
+        return False
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Return the timeout of ``group``'s collectives, which its hops take over; None if its backend has none."""
+    device = torch.device("cuda") if "nccl" in dist.get_backend(group) else torch.device("cpu")
+    try:
+        return group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None

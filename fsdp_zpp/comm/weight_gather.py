@@ -1,0 +1,778 @@
+"""Two-hop gather of weights: the secondary shard, prefetching, and shards from checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import NamedTuple, NoReturn, Protocol, TypedDict
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+
+from fsdp_zpp.codecs.base import Codec, full_precision
+from fsdp_zpp.codecs.blockwise import ExactTail, Int4Delta, exact_tail, sends_deltas
+
+from .agreement import fingerprint
+from .hops import Hop, Traffic, decode, hop_over, labelled
+from .layout import ExactPlaces, FlatLayout, PlacesInChunks
+from .mesh import ProcessMesh, SideStream, keep_until_read, record_event, wait_for
+
+# ---- checkpointed shard
+#
+# A secondary shard from a checkpoint, and whether it matches the current weights.
+#
+# [Note: Weights of a checkpoint]
+# A secondary shard from a checkpoint (Int4Delta) is valid only for the weights that were saved with it. The weights may
+# be loaded before the shard or after it, and other weights may be loaded or written later, so the order of events
+# proves nothing. A fingerprint of this rank's weights, saved beside the shard, does: at the first gather, the ranks
+# that gather from each other exchange whether their fingerprints match. If all do, they continue from the saved shard;
+# otherwise the weights are sent whole.
+
+
+class CheckpointedShardState(TypedDict):
+    """A :class:`CheckpointedShard` as a dict; the row is None if there was nothing to be saved."""
+
+    row: Tensor | None
+    fresh: bool
+    fingerprint: str | None
+
+
+@dataclass(frozen=True)
+class CheckpointedShard:
+    """This rank's row of a secondary shard from a checkpoint. See [Note: Weights of a checkpoint].
+
+    Args:
+        row: The row, uint8 [1, nbytes], on the CPU.
+        fresh: Whether it encodes the weights saved with it; otherwise it is the base of their next delta.
+        fingerprint: The fingerprint of those weights; None if unknown, in which case it matches nothing.
+    """
+
+    row: Tensor
+    fresh: bool
+    fingerprint: str | None
+
+    @classmethod
+    def from_payload(cls, row: Tensor, fresh: bool, weights: Tensor | None) -> CheckpointedShard:
+        """Return the record to save for a ``row``; ``weights`` are None if they can't be read. Waits for the device."""
+        return cls(row.cpu().clone(), fresh, None if weights is None else fingerprint(weights))
+
+    def state_dict(self) -> CheckpointedShardState:
+        """Return the record as a dict, which :meth:`from_state_dict` reads."""
+        return {"row": self.row.clone(), "fresh": self.fresh, "fingerprint": self.fingerprint}
+
+    @classmethod
+    def from_state_dict(cls, state: CheckpointedShardState) -> CheckpointedShard | None:
+        """Return the record that :meth:`state_dict` was called on; None if there was none."""
+        row = state["row"]
+        return None if row is None else cls(row.cpu(), state["fresh"], state.get("fingerprint"))
+
+    def is_of(self, shard: Tensor, nbytes: int) -> bool:
+        """Return whether it was saved with the weights ``shard``, as a row of ``nbytes``. Waits for the device."""
+        return self.row.shape == (1, nbytes) and self.fingerprint == fingerprint(shard)
+
+    def all_gather_if_matching(self, hop: Hop, shard: Tensor, nbytes: int, label: str) -> Tensor | None:
+        """Gather the rows of all ranks of ``hop``, uint8 [ranks, nbytes]; None unless each is of its rank's weights.
+
+        Collective.
+
+        Args:
+            hop: The inter-node hop.
+            shard: This rank's weights.
+            nbytes: Bytes of a payload.
+            label: Names the unit in profiles.
+        """
+        matches = torch.tensor([[self.is_of(shard, nbytes)]], dtype=torch.uint8)
+        rows = hop.all_gather(torch.cat((self.row, matches), dim=1).to(shard.device), label)
+        return rows[:, :-1].contiguous() if rows[:, -1].all() else None
+
+
+NOTHING: CheckpointedShardState = {"row": None, "fresh": False, "fingerprint": None}
+"""State dict where there is nothing to be saved."""
+
+
+# ---- secondary shard
+#
+# Secondary shard of a unit's weights: what the inter-node hop leaves on a rank.
+#
+# Weights are encoded once, from the full-precision shard, and the inter-node hop gathers them among ranks of the same
+# local index; its result on a rank, uint8 [nodes, nbytes], is the *secondary shard*, which the intra-node hop gathers.
+# Kept, still encoded, the secondary shard is ZeRO++'s hpZ: later gathers start at the intra-node hop. All ranks, the
+# owner too, decode the same bytes, so they compute with the same weights bit for bit.
+#
+#     empty --hold()--> fresh, at a version of the weights --mark_stale()--> stale, perhaps with a base for a delta
+#                         ^                                                    |
+#                         +-------------------------- hold() ------------------+
+#
+# ``gather_inter_node`` makes what it holds, for several units at once.
+#
+# [Note: Staleness]
+# A kept secondary shard is stale once the weights have changed. Ranks that disagree on that would enter different
+# collectives and hang, so staleness is told by events that all ranks share (``mark_stale``), never by looking at the
+# shard: a rank whose shard is all padding sees no write. Looking at the shard serves as a check only: if the caller's
+# ``version`` of the shard differs from the one that was encoded, something wrote to the weights without an event, and
+# the gather raises rather than compute with old weights. That error is local: ranks that saw no write wait for this one
+# until their process group's timeout. Ranks cannot agree on it in a gather either: between changes they may use
+# different units, and the host would have to wait to learn what others saw. Under FSDP_ZPP_CHECK it does wait, before
+# each forward of a model, where all ranks meet; see runtime/lifecycle.py.
+
+logger = logging.getLogger("fsdp_zpp")
+
+
+class StaleSecondaryError(RuntimeError):
+    """Raised if weights were written to in a way that no event announced."""
+
+
+class ShardValues(NamedTuple):
+    """Values that a unit's shard holds on this rank.
+
+    Attributes:
+        tensors: The full-precision values, flat tensors on the device to gather on.
+        numel: Their number.
+        version: Their version, as of :meth:`ShardSource.shard_version`.
+        is_trained: Whether steps change them.
+    """
+
+    tensors: Sequence[Tensor]
+    numel: int
+    version: Hashable
+    is_trained: bool
+
+
+class ShardSource(Protocol):
+    """Source from which a unit's weights are read before FSDP asks for their gather; FSDP's record of a unit."""
+
+    def can_be_read(self) -> bool:
+        """Return whether the weights can be read now, and will not change before their gather."""
+
+    def prepare_read(self) -> int:
+        """Copy the values of replaced parameters into the shard, in the stream that gathers.
+
+        Returns:
+            This rank's number of values.
+        """
+
+    def read(self) -> ShardValues:
+        """Return this rank's values."""
+
+    def shard_version(self) -> Hashable:
+        """Return a value that changes with each write to the shard that torch counts, and when it moves."""
+
+    def compares_contents(self) -> bool:
+        """Return whether versions of the shard are fingerprints, which differ after any write."""
+
+    def keeps_gathered(self) -> bool:
+        """Return whether a gather has left unsharded weights that the next one would reuse."""
+
+    def is_trained(self) -> bool:
+        """Return whether steps change the weights."""
+
+    def layout(self, numel: int) -> FlatLayout:
+        """Return where parameters lie in a gathered tensor of ``numel`` values."""
+
+
+class SecondaryShard:
+    """Secondary shard of one unit on this rank. See the top of this file.
+
+    Args:
+        hop: The inter-node hop; None on one node, where this rank's payload is all there is.
+        own_node: This rank's node, and so its row.
+        codec: Encodes the weights; None if the dtype of each gather's output decides.
+        keep: Whether to keep it from one gather to the next, until the weights change.
+        label: Names the unit in profiles and errors.
+
+    Attributes:
+        group: The ranks of the hop.
+        own_node: This rank's node, and so its row.
+        base: The older secondary shard that the next delta is to be against, if there is one.
+        checkpointed: The shard that was loaded from a checkpoint, and may hold the weights as they are now.
+        source: Where the weights can be read; None if they can't. FSDP may replace it.
+        side_stream: The stream in which it is made; None if that is the one that reads it.
+        find_exact: Returns the places of small values in this rank's shard, given its size and device.
+        exact: These places; None if there are none, or before :meth:`sent_as` has looked for them.
+        nbytes: Bytes of a row that is sent whole; 0 before :meth:`sent_as`.
+        next_codec: The codec of the next gather, as :meth:`sent_as` takes it; None if that is not known yet.
+        encoded_by: The codec that encoded what it holds; None if it holds nothing, or the weights have changed since.
+        stale: True if the weights have changed since they were encoded.
+        unread: True if it has not been read since it was made.
+    """
+
+    def __init__(self, hop: Hop | None, own_node: int, codec: Codec | None, keep: bool, label: str) -> None:
+        self.hop, self.codec, self.label = hop, codec, label
+        self.group = None if hop is None else hop.group
+        # On one node there is no hop to save, so keeping what it leaves is of no use.
+        self.keep = keep and hop is not None
+        self.source: ShardSource | None = None
+        self.side_stream: SideStream | None = None
+        self.stale, self.unread = True, False
+        self.own_node = own_node
+        self.base: Tensor | None = None
+        self._payload: Tensor | None = None
+        self.checkpointed: CheckpointedShard | None = None
+        self.find_exact: Callable[[int, torch.device], ExactPlaces | None] = lambda numel, device: None
+        self.exact: ExactPlaces | None = None
+        self.nbytes = 0
+        self._sent_for: tuple[Codec, int, torch.device] | None = None
+        self._sent_as: Codec | None = None
+        self.next_codec = codec
+        self.encoded_by: Codec | None = None
+        self._version: Hashable = None
+        self._ready: torch.cuda.Event | None = None
+
+    @cached_property
+    def peers(self) -> int:
+        """Return the number of other ranks of the hop."""
+        return 0 if self.hop is None else self.hop.size - 1
+
+    @property
+    def sends_deltas(self) -> bool:
+        """Return whether the inter-node hop may send deltas."""
+        return isinstance(self.codec, Int4Delta) and self.keep
+
+    # ---- from stale to fresh
+
+    def sent_as(self, codec: Codec, numel: int, device: torch.device) -> Codec:
+        """Return ``codec`` with room for the small values of this rank's ``numel``, which it leaves as they are.
+
+        Returns the same instance until an argument changes; sets ``exact`` and ``nbytes``.
+        """
+        if self._sent_as is None or self._sent_for != (codec, numel, device):
+            self._sent_for = codec, numel, device
+            self.exact = None if codec.is_lossless else self.find_exact(numel, device)
+            self._sent_as = codec if self.exact is None else exact_tail(codec, self.exact.tail)
+            self.nbytes = self._sent_as.nbytes(numel)
+        return self._sent_as
+
+    def take_base(self) -> Tensor:
+        """Return the base, which must exist, for its last use, and drop it."""
+        base, self.base = self.base, None
+        assert base is not None
+        if base.is_cuda:
+            keep_until_read(base)  # it was made in the stream of an earlier gather
+        return base
+
+    def keep_base_apart(self) -> None:
+        """Move the base, if there is one, to memory of its own, since it outlives the bases that share its memory."""
+        if self.base is not None and self.base.untyped_storage().nbytes() > self.base.nbytes:
+            self.base = self.take_base().clone()
+
+    def gather_checkpoint(self, values: Tensor, codec: Codec, version: Hashable) -> bool:
+        """Continue from the checkpoint's shard, if it is of these values on all ranks. Collective.
+
+        Args:
+            values: This rank's full-precision values, flat.
+            codec: Encodes them.
+            version: Their version.
+
+        Returns:
+            Whether the secondary shard is fresh now, so that nothing is to be sent.
+        """
+        checkpointed, self.checkpointed = self.checkpointed, None
+        if checkpointed is None or self.hop is None or not self.sends_deltas:
+            return False
+        base = checkpointed.all_gather_if_matching(self.hop, values, codec.nbytes(values.numel()), self.label)
+        if base is not None and checkpointed.fresh:
+            self.hold(base, codec, version, record_event(base))
+            return True
+        self.base = base
+        return False
+
+    def hold(self, payload: Tensor, codec: Codec, version: Hashable, ready: torch.cuda.Event | None) -> None:
+        """Hold a payload, and become fresh.
+
+        Args:
+            payload: The encoded shards from all nodes, uint8 [nodes, nbytes].
+            codec: Decodes it.
+            version: The version of the weights that it holds.
+            ready: An event in the stream that makes ``payload``; None on a CPU.
+        """
+        if self.codec is None:
+            self.next_codec = codec
+        self._payload, self.encoded_by, self._version = payload, codec, version
+        self.stale, self.unread = False, True
+        self._ready = ready
+
+    # ---- while it is fresh
+
+    def read(self) -> Tensor:
+        """Return the encoded shards of all nodes, for use in the current stream: uint8 [nodes, nbytes]."""
+        payload, self.unread = self._payload, False
+        assert payload is not None
+        if self._ready is not None and self.side_stream is not None:
+            wait_for(self._ready, payload.device)
+            self.side_stream.read_by_current()
+        if not self.keep:
+            self._payload = self.encoded_by = None
+            if payload.is_cuda:
+                keep_until_read(payload)
+        return payload
+
+    def check_version(self, version: Hashable) -> None:
+        """Raise if the weights do not have the version that was sent last. See [Note: Staleness].
+
+        Raises:
+            StaleSecondaryError: If they have another version, with no event in between.
+        """
+        if not self.stale and self._version != version:
+            self.raise_written()
+
+    def raise_written(self) -> NoReturn:
+        """Raise the error about weights that were written to with no event."""
+        raise StaleSecondaryError(
+            f"the weights of {self.label} were changed outside of an optimizer step, load_state_dict or "
+            "summon_full_params(writeback=True), or in a forward that was already sending them, so the copies on "
+            "other ranks are out of date; after such a change, call fsdp_zpp.invalidate(model) on every rank"
+        )
+
+    @property
+    def is_outdated(self) -> bool:
+        """Return whether the next gather would reuse weights that were written to on this rank, with no event since."""
+        source = self.source
+        if self.stale or source is None or not (self.encoded_by is not None or source.keeps_gathered()):
+            return False
+        if source.can_be_read():
+            source.prepare_read()  # writes back tensors that users have put in place of parameters
+        return self._version != source.shard_version()
+
+    def rebase_version(self, before: Hashable, after: Hashable) -> None:
+        """Declare that the change of version from ``before`` to ``after`` was no change of the values."""
+        if not self.stale and self._version == before:
+            self._version = after
+
+    def mark_stale(self, *, by_step: bool = False) -> None:
+        """Declare that the weights have changed; to be called on all ranks. See [Note: Staleness].
+
+        Args:
+            by_step: Whether they have changed by a step only, and so by little: the next gather may send a delta.
+        """
+        if not by_step or not self.sends_deltas:
+            self.base = None
+        elif self._payload is not None:  # else nothing was sent since the last change: receivers hold the same base
+            self.base = self._payload
+        self._payload, self.encoded_by, self.stale = None, None, True
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("%s: secondary shard stale", self.label)
+
+    # ---- in checkpoints
+
+    def reset(self) -> None:
+        """Send the weights whole when they are gathered next."""
+        self.checkpointed = None
+        self.mark_stale()
+
+    def state_dict(self) -> CheckpointedShardState:
+        """Return this rank's row of the base of deltas and a fingerprint of the present weights, on the CPU."""
+        if self.checkpointed is not None:
+            return self.checkpointed.state_dict()
+        held = self._payload if self._payload is not None else self.base
+        if held is None:
+            return NOTHING.copy()
+        if self._ready is not None:
+            self._ready.synchronize()
+        # Only now: before the first forward there is no shard to be read.
+        readable = self.source is not None and self.source.can_be_read()
+        weights = torch.cat(list(self.source.read().tensors)) if readable and self.source is not None else None
+        row = held[self.own_node : self.own_node + 1]
+        return CheckpointedShard.from_payload(row, self._payload is not None, weights).state_dict()
+
+    def load_state_dict(self, state: CheckpointedShardState) -> None:
+        """Continue with what :meth:`state_dict` returned, whether the weights are loaded before or after."""
+        self.reset()
+        self.checkpointed = CheckpointedShard.from_state_dict(state)
+
+
+# ---- inter node gather
+#
+# Inter-node hop of weights, for several units at once.
+#
+#     shards of k units of one size   what the optimizer holds, full precision
+#         | concatenate, encode       one launch for all of them; with Int4Delta, the change against their bases
+#     payload                         uint8 [k, nbytes]
+#         | all-gather                among the ranks with this local index
+#     gathered                        uint8 [nodes, k, nbytes]
+#         | transpose, apply deltas
+#     secondary shards                uint8 [k, nodes, nbytes]: a contiguous part of one buffer for each unit
+#
+# Units of another size, or of which only some have a base for a delta, are encoded apart and share the collective.
+
+_UNLABELLED = nullcontext()
+
+
+class StaleShard(NamedTuple):
+    """A secondary shard that is to be made fresh, and the values to make it from.
+
+    Attributes:
+        shard: The secondary shard.
+        codec: Encodes the values.
+        values: The values that it is made from.
+    """
+
+    shard: SecondaryShard
+    codec: Codec
+    values: ShardValues
+
+
+@torch.no_grad()
+def gather_inter_node(stale: Sequence[StaleShard]) -> None:
+    """Make secondary shards fresh whose hops are over the same ranks, in the current stream, in one collective.
+
+    Collective. Each shard that was loaded from a checkpoint takes another collective.
+    """
+    first, last = stale[0].shard, stale[-1].shard
+    label = first.label if first is last else f"{first.label} to {last.label}"
+    # Asked here, too, as labelled() asks: a hot path need not go there to learn that no profiler runs.
+    with labelled("refresh", label) if getattr(profiler, "_is_profiler_enabled", True) else _UNLABELLED:
+        sent = []
+        for each in stale:
+            shard, codec, values = each
+            if shard.checkpointed is None or not shard.gather_checkpoint(
+                _joined(values.tensors), codec, values.version
+            ):
+                sent.append(each)
+        if sent:
+            _send(sent, label)
+
+
+def _send(sent: Sequence[StaleShard], label: str) -> None:
+    runs = list(map(Run, [list(neighbours) for _, neighbours in groupby(sent, _kind)]))
+    payloads = [run.encode() for run in runs]
+    flat = [payload.view(-1) for payload in payloads]
+    gathered, hop = _joined(flat).unsqueeze(0), sent[0].shard.hop
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("%s: inter-node gather launched", label)
+    if hop is not None:
+        for run, payload in zip(runs, payloads, strict=True):
+            for shard, _, _ in run.stale:
+                if shard.hop is not None:
+                    shard.hop.count_gather(payload.shape[1])
+        gathered = hop.all_gather_uncounted(gathered, label)
+    parts = gathered.split([part.numel() for part in flat], dim=1)
+    received = [
+        run.receive(part.unflatten(1, payload.shape)) for run, part, payload in zip(runs, parts, payloads, strict=True)
+    ]
+    ready = record_event(received[-1])
+    for run, rows in zip(runs, received, strict=True):
+        for (shard, codec, values), part in zip(run.stale, rows.unflatten(0, (len(run.stale), -1)), strict=True):
+            shard.hold(part, codec, values.version, ready)
+
+
+def _kind(stale: StaleShard) -> Hashable:
+    """Return a key, equal for shards that can be encoded as one."""
+    values = stale.values
+    # A buffer is freed when the last of its units has another one, which a frozen unit never has.
+    exact = None if stale.shard.exact is None else stale.shard.exact.key
+    return stale.codec, values.numel, stale.shard.base is not None, values.tensors[0].dtype, values.is_trained, exact
+
+
+class Run:
+    """Neighbours that are encoded as one: of one size, by one codec, all of them with a base for a delta or none.
+
+    Args:
+        stale: The neighbours.
+    """
+
+    def __init__(self, stale: list[StaleShard]) -> None:
+        self.stale = stale
+        self._codec, self._rows = stale[0].codec, len(stale)
+        bases = [shard.take_base() for shard, _, _ in stale if shard.base is not None]
+        self._base = _adjacent(bases) if bases else None
+
+    def encode(self) -> Tensor:
+        """Encode all of them: uint8 [rows, nbytes], a row for each."""
+        values = _joined([piece for each in self.stale for piece in each.values.tensors])
+        exact, codec = self.stale[0].shard.exact, self._codec
+        if exact is None or not isinstance(codec, ExactTail):
+            return self._encode(values)
+        if values.data_ptr() == self.stale[0].values.tensors[0].data_ptr():
+            values = values.clone()  # the optimizer's shard itself is not to be written to
+        # Small values travel in tails; see [Note: Small parameters] in layout.py.
+        parts = values.view(self._rows, -1)
+        taken = parts[:, exact.flat]
+        parts.index_fill_(1, exact.flat, 0)
+        payload = self._encode(values)
+        payload.view(torch.float32)[:, -codec.tail :].copy_(taken)
+        return payload
+
+    def _encode(self, values: Tensor) -> Tensor:
+        codec = self._codec
+        if self._base is None or not sends_deltas(codec):
+            return codec.encode(values, 1, self._rows)
+        own = self._base.unflatten(0, (self._rows, -1))[:, self.stale[0].shard.own_node]
+        return codec.encode_delta(own.contiguous(), values)
+
+    def receive(self, gathered: Tensor) -> Tensor:
+        """Make secondary shards, uint8 [rows * nodes, nbytes], from all nodes' payloads [nodes, rows, nbytes]."""
+        by_shard = gathered.transpose(0, 1).flatten(0, 1).contiguous()  # a part of longer rows is not
+        codec = self._codec
+        if self._base is None or not sends_deltas(codec):
+            return by_shard
+        changed = codec.apply_delta(self._base, by_shard, self.stale[0].values.numel)
+        if isinstance(codec, ExactTail):
+            codec.tails(changed).copy_(codec.changes.tails(by_shard))  # small values are no deltas
+        return changed
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _adjacent(parts: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all parts; without a copy if they lie one after the other, as a run leaves them."""
+    first = parts[0]
+    memory, start = first.untyped_storage().data_ptr(), first.storage_offset()
+    for number, part in enumerate(parts):
+        beside = part.storage_offset() == start + number * first.numel() and part.shape == first.shape
+        if not beside or part.untyped_storage().data_ptr() != memory:
+            return torch.cat(list(parts))
+    return first.as_strided((len(parts) * first.shape[0], first.shape[1]), first.stride())
+
+
+# ---- prefetch
+#
+# Prefetching: the secondary shards of all units of a model are made in a row, as soon as the first is needed.
+#
+# A forward after a step asks for one unit after the other, but the slow network need not wait for that: secondary
+# shards are kept anyway, so all of them can be sent when the first is needed. They are made in a stream of their own,
+# beside the intra-node hops and the computation of earlier units; the computation waits for a secondary shard only when
+# it reaches its unit.
+#
+# This starts with the first gather after a change, not with the change: what is written between a step and the forward
+# (averages, clipped weights) must be in them, and a step that another one follows, of a second optimizer, must not send
+# weights twice. Starting at the change would gain nothing on a GPU, whose host is already ahead of it.
+#
+# Ranks agree, for gathers and changes come in the same order on all of them. A unit whose secondary shard was
+# prefetched and not read before its weights changed again is not prefetched any more.
+#
+# [Note: Chunks]
+# To encode and send a unit by itself takes Python tens of microseconds and the network at least its latency. But a unit
+# can be used only when all that was sent with it has arrived. So what a forward needs is sent in a few chunks, the next
+# one while units of the last one compute. The larger a chunk, the longer its first unit waits for the others, so a
+# chunk of several units has a limit. ``gather_inter_node`` encodes and sends the units of a chunk.
+
+CHUNKS = 4
+"""In about how many parts the weights of a forward are sent: all but the first can hide behind computation."""
+
+LEAST_NBYTES = 2**20
+"""A rank that sends less than a MiB takes about as long as the network's latency, so that is not worth cutting."""
+
+MOST_NBYTES = 2**24
+"""Most that a rank sends to all others for a chunk of several units: 16 MiB take 1.3 ms at 100 Gb/s a GPU. While it is
+encoded, its full-precision values take four to eight times that, divided by the number of other nodes."""
+
+
+class SecondaryShardPrefetcher:
+    """Makes the secondary shards of a model's units. See the top of this file.
+
+    Args:
+        shards: The secondary shards of units that need no second inter-node hop until their weights change, in the
+            order in which a forward needs them. Each has a source.
+        least_nbytes: As of :func:`in_chunks`.
+    """
+
+    def __init__(self, shards: Iterable[SecondaryShard], least_nbytes: int = LEAST_NBYTES) -> None:
+        self._shards = list(shards)
+        self._least_nbytes = least_nbytes
+        self._stream = SideStream()
+        self._excluded: set[int] = set()  # the ids of those that are not prefetched any more
+        for shard in self._shards:
+            shard.side_stream = self._stream
+
+    def refresh(self, needed: SecondaryShard, codec: Codec, values: ShardValues) -> None:
+        """Make ``needed`` fresh, and the stale secondary shards that the forward needs after it. Collective.
+
+        Args:
+            needed: The secondary shard of the unit that is gathered now.
+            codec: Encodes its values.
+            values: Its values.
+        """
+        stale = [shard for shard in self._shards if shard.stale and shard is not needed]
+        self._excluded.update(id(shard) for shard in (needed, *stale) if shard.unread)
+        ahead = [
+            # In this stream: parameters may have been replaced by what it computes.
+            (shard, shard.next_codec, shard.source, shard.source.prepare_read())
+            for shard in stale
+            if id(shard) not in self._excluded and shard.next_codec and shard.source and shard.source.can_be_read()
+        ]
+        codecs, sources, device = {needed: codec}, {}, values.tensors[0].device
+        for shard, next_codec, source, numel in ahead:
+            codecs[shard], sources[shard] = shard.sent_as(next_codec, numel, device), source
+        with self._stream.after_current(device):
+            for shard in stale:
+                if id(shard) in self._excluded:
+                    shard.keep_base_apart()
+            for chunk in in_chunks([(shard, shard.nbytes * shard.peers) for shard in codecs], self._least_nbytes):
+                # Others are read only now, for shards that are offloaded are copied to the device.
+                read = {shard: values if shard is needed else sources[shard].read() for shard in chunk}
+                gather_inter_node([StaleShard(shard, codecs[shard], read[shard]) for shard in chunk])
+
+
+def in_chunks(
+    sent: Sequence[tuple[SecondaryShard, int]], least_nbytes: int = LEAST_NBYTES, most_nbytes: int = MOST_NBYTES
+) -> list[list[SecondaryShard]]:
+    """Cut what is to be sent, in order, into parts that are sent together. See [Note: Chunks].
+
+    Args:
+        sent: Secondary shards, and the bytes that a rank sends for each if it sends no delta.
+        least_nbytes: Parts of fewer bytes are not cut.
+        most_nbytes: The most that a part of several shards may be.
+    """
+    limit = min(most_nbytes, max(least_nbytes, -(-sum(size for _, size in sent) // CHUNKS)))
+    chunks: list[list[SecondaryShard]] = []
+    nbytes = 0
+    for shard, size in sent:
+        if not chunks or nbytes + size > limit or shard.group is not chunks[-1][0].group:
+            chunks.append([])
+            nbytes = 0
+        chunks[-1].append(shard)
+        nbytes += size
+    return chunks
+
+
+# ---- weight gather
+#
+# Two-hop all-gather of weights.
+#
+#     optimizer's shard       full precision, 1 / world of the unit, on this rank
+#         | encode            once; with Int4Delta, after a step, the change against what the receivers hold
+#     payload                 uint8 [1, nbytes]
+#         | inter-node hop    all-gather among the ranks with this local index
+#     secondary shard         uint8 [nodes, nbytes]; parameter scope I keeps it until the weights change
+#         | intra-node hop    all-gather among the ranks of this node
+#     gathered payload        uint8 [world, nbytes], by local index, then node
+#         | decode            one kernel, which restores the order of ranks
+#     unsharded parameters    in the dtype to compute in; scope N keeps them until the weights change
+#
+# ``gather_inter_node`` has the way down to the secondary shard, and ``SecondaryShardPrefetcher`` makes it for all units
+# of a model ahead of their use.
+
+
+class _Settled(NamedTuple):
+    """Facts that gathers into outputs of one shape, dtype and device have in common.
+
+    Attributes:
+        of: The shape, the dtype and the device.
+        codec: Encodes the weights.
+        sent_as: The same codec, with room for small values.
+        exact: The places of small values in an output.
+    """
+
+    of: tuple[torch.Size, torch.dtype, torch.device]
+    codec: Codec
+    sent_as: Codec
+    exact: ExactPlaces | None
+
+
+class WeightGather:
+    """All-gathers one flat shard over a mesh in two hops.
+
+    Args:
+        mesh: The ranks.
+        codec: Encodes the weights for both hops; None sends them in the dtype of the output. For an
+            :class:`Int4Delta` see the top of delta.py.
+        keep_secondary: Whether to keep the secondary shard from one call to the next, until it is marked stale.
+        traffic: Where bytes are counted.
+        label: Names the unit in profiles and errors.
+
+    Attributes:
+        group: The ranks that gather; None if this one is alone.
+        secondary: What the inter-node hop leaves on this rank.
+        prefetcher: Makes the secondary shards of several units; None if each is made when it is needed.
+    """
+
+    def __init__(
+        self,
+        mesh: ProcessMesh,
+        codec: Codec | None,
+        keep_secondary: bool,
+        traffic: Traffic,
+        label: str = "unit",
+    ) -> None:
+        inter = hop_over(mesh.inter, "gather", "inter", traffic)
+        self._intra = hop_over(mesh.intra, "gather", "intra", traffic)
+        self.group = mesh.group
+        own_node = mesh.rank // mesh.topology.gpus_per_node
+        self.secondary = SecondaryShard(inter, own_node, codec, keep_secondary, label)
+        self.prefetcher: SecondaryShardPrefetcher | None = None
+        topology = mesh.topology
+        self._world, self._nodes, self._gpus = topology.world, topology.nodes, topology.gpus_per_node
+        self._places = PlacesInChunks(mesh, [codec])
+        self.secondary.find_exact = self._find_exact
+        self._settled: _Settled | None = None
+
+    @property
+    def label(self) -> str:
+        """Return the unit's name in profiles and errors."""
+        return self.secondary.label
+
+    @label.setter
+    def label(self, label: str) -> None:
+        self.secondary.label = label
+
+    def __call__(self, shard: Tensor | None, out: Tensor, version: Hashable = None) -> None:
+        """Gather every rank's ``shard`` into ``out``.
+
+        Args:
+            shard: This rank's full-precision values, flat [numel], the same numel on every rank; None has them read
+                from the secondary shard's source, if they are needed.
+            out: Flat [world * numel], in any float dtype; chunk i receives rank i's shard.
+            version: Identifies the state of the shard; compared while the secondary shard is reused.
+
+        Raises:
+            ValueError: If the sizes do not fit, before any communication.
+            StaleSecondaryError: If the secondary shard is reused but ``version`` has changed.
+        """
+        if shard is not None:
+            self._check_sizes(shard, out)
+        settled = self._settled
+        if settled is None or settled.of != (out.shape, out.dtype, out.device):
+            settled = self._settle(out)
+        secondary, values = self.secondary, None
+        if secondary.encoded_by is settled.sent_as:
+            secondary.check_version(version)
+        else:
+            values = self._values(shard, version)
+            if self.prefetcher is None:
+                gather_inter_node([StaleShard(secondary, settled.sent_as, values)])
+            else:
+                self.prefetcher.refresh(secondary, settled.sent_as, values)
+        payload = secondary.read()
+        # A side stream may have read ``values``, which were allocated in this one. To free them is safe without
+        # record_stream by now, for read() has this stream wait for the encoding.
+        del values
+        if self._intra is not None:
+            payload = self._intra.all_gather(payload, secondary.label)
+        # Rows come by local index, then node; decoding transposes that grid to the order of ranks.
+        decode(settled.codec, payload, out, self._gpus, self._nodes, secondary.label, settled.exact)
+
+    def _settle(self, out: Tensor) -> _Settled:
+        numel, device = out.numel() // self._world, out.device
+        codec = self.secondary.codec or full_precision(out.dtype)
+        exact = None if codec.is_lossless else self._places.of_all_ranks(self._layout(numel), numel, device)
+        sent_as = self.secondary.sent_as(codec, numel, device)
+        self._settled = _Settled((out.shape, out.dtype, device), codec, sent_as, exact)
+        return self._settled
+
+    def _find_exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
+        return self._places.of_own_rank(self._layout(numel), numel, device)
+
+    def _layout(self, numel: int) -> FlatLayout | None:
+        source = self.secondary.source
+        return None if source is None else source.layout(numel * self._world)
+
+    def _values(self, shard: Tensor | None, version: Hashable) -> ShardValues:
+        source = self.secondary.source
+        if shard is not None:
+            return ShardValues([shard], shard.numel(), version, source is None or source.is_trained())
+        assert source is not None
+        return source.read()
+
+    def _check_sizes(self, shard: Tensor, out: Tensor) -> None:
+        if out.numel() != self._world * shard.numel():
+            raise ValueError(
+                f"{self.label}: a gather of {shard.numel()} values over {self._world} ranks needs an output "
+                f"of {self._world * shard.numel()} values, got {out.numel()}"
+            )

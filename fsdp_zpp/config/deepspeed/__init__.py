@@ -1,1 +1,0 @@
-"""DeepSpeed's configuration, which ``arguments`` reads as the arguments of a Strategy."""

@@ -1,0 +1,703 @@
+"""Modules that compute with quantized weights in place of parameters."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import _is_fsdp_flattened as is_flattened
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from fsdp_zpp.frozen.stored.floats import CODES, TABLES, Block, FourBit, Fp8, Int8Rows, block_of
+from fsdp_zpp.frozen.stored.format import StoredFormat, StoredWeight, stored_in
+
+from .weight import Base, FrozenWeight, out_of_inference_mode
+
+# ---- replacing
+#
+# Patches functions of ``torch.nn.utils`` that compute a weight from others: for a frozen weight they raise.
+#
+# These functions compute the weight anew in each forward. So they take the parameter out of its module, and a frozen
+# weight is no parameter: torch itself raises a ``KeyError`` that names nothing but ``weight``. If they are called
+# before quantizing, they are honoured: the parameter that they make is not the weight of a layer any more, so it is not
+# quantized.
+#
+# Other ways to replace a frozen weight are honoured by the modules below (PEFT's ``target_parameters``, an entry in
+# ``module._parameters`` or the instance's ``__dict__``), or raise there (whatever writes to it or sets it).
+
+_REPLACING: tuple[tuple[str, str | None, str], ...] = (
+    ("torch.nn.utils.parametrize", None, "register_parametrization"),
+    ("torch.nn.utils.weight_norm", "WeightNorm", "apply"),
+    ("torch.nn.utils.spectral_norm", "SpectralNorm", "apply"),
+    ("torch.nn.utils.prune", "BasePruningMethod", "apply"),
+)
+"""What is replaced: the module, the class if it is a method, and its name. The first two arguments are the module whose
+weight is meant and its name there."""
+_MARK = "_fsdp_zpp_refuses_frozen"
+
+
+def refuse_replacing() -> None:
+    """Make functions of ``torch.nn.utils`` raise for frozen weights, from now on. See the top of this file."""
+    for path, cls, name in _REPLACING:
+        owner: object = importlib.import_module(path)
+        owner = owner if cls is None else getattr(owner, cls, None)  # the old norms are deprecated, and may go
+        original = None if owner is None else vars(owner).get(name)
+        if original is not None and not hasattr(original, _MARK):
+            setattr(owner, name, _wrap(original, f"{path}.{cls or name}"))
+
+
+def _wrap(original: Any, what: str) -> Any:
+    """Wrap a function, or a static or class method, so that it raises if it is given a frozen weight."""
+    kind = type(original) if isinstance(original, (staticmethod, classmethod)) else None
+    function: Callable[..., object] = original if kind is None else original.__func__
+    first = 1 if kind is classmethod else 0
+
+    @functools.wraps(function)
+    def checked(*args: object, **kwargs: object) -> object:
+        module = args[first] if len(args) > first else kwargs.get("module")
+        name = args[first + 1] if len(args) > first + 1 else kwargs.get("tensor_name", kwargs.get("name"))
+        if isinstance(module, nn.Module) and name in (frozen := frozen_weights_of(module)):
+            raise RuntimeError(
+                f"{frozen[name].name} is frozen and quantized, so {what} can't compute it from other parameters; call "
+                "it before you quantize, which then leaves this weight out, or call "
+                "fsdp_zpp.dequantize_frozen_params(module) first, on every rank and before sharding"
+            )
+        return function(*args, **kwargs)
+
+    wrapped: Any = checked if kind is None else kind(checked)
+    setattr(wrapped, _MARK, True)
+    return wrapped
+
+
+# ---- sharded
+#
+# Finds the parameters of a model that FSDP has sharded, which can't be quantized any more.
+#
+# ``fully_shard`` makes a parameter a ``DTensor``. ``FullyShardedDataParallel`` flattens parameters: with
+# ``use_orig_params=True`` modules keep them, in another shape; otherwise they show one flat parameter in their place.
+
+Shown = dict[str, tuple[nn.Parameter, torch.Size]]
+"""Parameters by their names in a module, with the shapes that they had before they were sharded."""
+
+
+def sharded_parameters(model: nn.Module) -> dict[nn.Module, Shown]:
+    """Return the sharded parameters of each module below ``model``, tied ones under each of their names.
+
+    What ``FullyShardedDataParallel`` shows in place of several parameters is returned for each of them.
+    """
+    flattened = _flattened_parameters(model)
+    return {
+        module: {
+            name: (parameter, parameter.shape)
+            for name, parameter in module._parameters.items()
+            if isinstance(parameter, DTensor) or (parameter is not None and is_flattened(parameter))
+        }
+        | flattened.get(module, {})
+        for module in model.modules()
+    }
+
+
+def _flattened_parameters(model: nn.Module) -> dict[nn.Module, Shown]:
+    """Return the parameters that instances below ``model`` have flattened; modules may not show them at the moment."""
+    parameters: dict[nn.Module, Shown] = {}
+    instances: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
+    for instance in instances:
+        if (flat := instance._flat_param) is None:
+            continue
+        shown = flat._params or [flat] * len(flat._param_infos)
+        for info, shape, parameter in zip(flat._param_infos, flat._shapes, shown, strict=True):
+            parameters.setdefault(info.module, {})[info.param_name] = parameter, shape
+        for info in flat._shared_param_infos:
+            first = parameters[info.prim_module][info.prim_param_name]
+            parameters.setdefault(info.module, {})[info.param_name] = first
+    return parameters
+
+
+# ---- functional
+#
+# Linear layers and embeddings with frozen weights, dequantized in the forward and again in the backward, not saved.
+
+
+class Frozen(Protocol):
+    """A frozen weight or a view of one."""
+
+    dtype: torch.dtype
+
+    def dense(self, dtype: torch.dtype, device: torch.device) -> Tensor: ...
+
+
+# Dynamo would trace into the gather, and take its buffers, and whether they hold the weight, for constants.
+@torch.compiler.disable
+def frozen_linear(x: Tensor, weight: Frozen, bias: Tensor | None) -> Tensor:
+    """Apply ``F.linear`` with a frozen weight, in the dtype of ``x``, or autocast's.
+
+    Args:
+        x: [..., in] in any floating dtype.
+        weight: [out, in].
+        bias: [out] or None.
+
+    Returns:
+        [..., out].
+    """
+    dtype = compute_dtype(x)
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        return _FrozenLinear.apply(x, bias, weight, dtype)
+    return _linear(x, bias, weight, dtype)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a linear layer computes with an input: the input's, or autocast's."""
+    # Autocast would choose in F.linear, but the weight is dequantized before that, into the dtype to compute in.
+    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def frozen_embedding(tokens: Tensor, weight: Frozen) -> Tensor:
+    """Apply ``F.embedding`` with a frozen weight, in the weight's own dtype: integer tokens imply none."""
+    return F.embedding(tokens, weight.dense(weight.dtype, tokens.device))
+
+
+def _linear(x: Tensor, bias: Tensor | None, weight: Frozen, dtype: torch.dtype) -> Tensor:
+    return F.linear(x.to(dtype), weight.dense(dtype, x.device), None if bias is None else bias.to(dtype))
+
+
+class _Context(Protocol):
+    """What the forward leaves for the backward."""
+
+    weight: Frozen
+    dtype: torch.dtype
+    input_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    needs_input_grad: tuple[bool, ...]
+
+
+class _FrozenLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, x: Tensor, bias: Tensor | None, weight: Frozen, dtype: torch.dtype) -> Tensor:
+        # The weight itself, not its dequantized values, which would stay in memory until the backward.
+        ctx.weight, ctx.dtype, ctx.input_dtype = weight, dtype, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return _linear(x, bias, weight, dtype)
+
+    @staticmethod
+    def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (gradient,) = gradients
+        for_x = for_bias = None
+        if ctx.needs_input_grad[0]:
+            # Collective, like the forward: the ranks of a base must run the same layers' backwards.
+            dense = ctx.weight.dense(ctx.dtype, gradient.device)
+            for_x = torch.matmul(gradient.to(ctx.dtype), dense).to(ctx.input_dtype)
+        if ctx.needs_input_grad[1]:
+            # Any number of leading dimensions, also none: the input may be a single vector.
+            for_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.bias_dtype)
+        return for_x, for_bias, None, None
+
+
+# ---- tensor
+#
+# A tensor that a quantized module shows as its ``weight``: it is dequantized when something computes with it.
+#
+# Autograd saves the inputs of an operation for the backward. For a frozen weight it saves this tensor, not the
+# dequantized values, and the backward dequantizes again. So that this also holds for one expert of a stack
+# (``weight[3]``) and for ``weight.transpose(1, 2)``, views are recorded and applied later, to the dequantized values.
+
+
+class FrozenTensor(Tensor):
+    """Has a frozen weight's shape, dtype and device, but no values: operations dequantize it first. Collective.
+
+    Autograd saves no dequantized values for the backward. See the top of this file.
+
+    Args:
+        frozen: The weight.
+        views: The views to apply to its dequantized values, in order.
+        like: A tensor with the shape and strides that the views result in. Default: those of the weight.
+
+    Attributes:
+        frozen: The weight.
+        views: The views.
+    """
+
+    frozen: FrozenWeight
+    views: tuple[View, ...]
+    _is_param = True
+    """Makes ``isinstance(tensor, nn.Parameter)`` true: code that ties weights accepts only parameters."""
+
+    @staticmethod
+    def __new__(cls, frozen: FrozenWeight, views: tuple[View, ...] = (), like: Tensor | None = None) -> FrozenTensor:
+        """Return a tensor that stands for ``frozen``, or a view of one."""
+        size, strides = (frozen.shape, None) if like is None else (like.shape, like.stride())
+        tensor = Tensor._make_wrapper_subclass(cls, size, strides, dtype=frozen.dtype, device=frozen.device)
+        tensor.frozen, tensor.views = frozen, views
+        return tensor
+
+    def __init__(self, frozen: FrozenWeight, views: tuple[View, ...] = (), like: Tensor | None = None) -> None:
+        pass
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"FrozenTensor({self.frozen.name}, {tuple(self.shape)}, {self.dtype}, {self.frozen.codec})"
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def dequantize(self) -> Tensor:
+        """Return the weight as a plain tensor. Collective."""
+        return self.dense(self.dtype, self.device)
+
+    def dense(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the weight as a plain tensor, for callers that autograd does not look into. Collective."""
+        first, *others = self.views or (None,)
+        if isinstance(first, _Row):
+            dense = self.frozen.dense_row(first.index, dtype, device)
+        else:
+            dense = self.frozen.dense(dtype, device)
+            others = list(self.views)
+        for view in others:
+            assert view is not None
+            dense = view(dense)
+        return dense
+
+    def requires_grad_(self, requires_grad: bool = True) -> FrozenTensor:
+        """Raise if the tensor would become trainable."""
+        if requires_grad:
+            refuse_training(self.frozen)
+        return self
+
+    @property
+    def requires_grad(self) -> bool:
+        """Return False."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        self.requires_grad_(requires_grad)
+
+    @property
+    def data(self) -> FrozenTensor:
+        """Return the tensor itself, since it takes no part in autograd."""
+        return self
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        refuse_writing(self.frozen)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        # Caught here, where a layer is still one call: below, it is a transpose and a matmul, for which the weight
+        # would be dequantized in its own dtype rather than the input's.
+        if func is F.linear and isinstance(weight := _argument(1, "weight", args, kwargs), FrozenTensor):
+            bias = _argument(2, "bias", args, kwargs)
+            return frozen_linear(_argument(0, "input", args, kwargs), weight if weight.views else weight.frozen, bias)
+        if func is F.embedding and isinstance(weight := _argument(1, "weight", args, kwargs), FrozenTensor):
+            return frozen_embedding(_argument(0, "input", args, kwargs), weight)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch annotates a builtin
+        cls,
+        func: OpOverload,
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        if isinstance(args[0], FrozenTensor) and (view := _view(func, args[0], args[1:], kwargs)) is not None:
+            return view
+        if func is torch.ops.aten.set_.source_Tensor and args[0] is args[1]:
+            return args[0]  # torch.nn.utils.parametrize sets a parameter to itself, which writes nothing
+        # The schema tells which arguments an operation writes to, so that no list of them goes out of date.
+        for value, argument in zip(args, func._schema.arguments, strict=False):
+            if isinstance(value, FrozenTensor) and argument.alias_info is not None and argument.alias_info.is_write:
+                refuse_writing(value.frozen)
+        args, kwargs = tree_map_only(FrozenTensor, FrozenTensor.dequantize, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class View:
+    """A recorded operation that makes a view of its argument."""
+
+    func: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, object]
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return self.func(tensor, *self.args, **self.kwargs)
+
+
+class _Row(View):
+    """Selects one matrix of a stack, which can be dequantized alone."""
+
+    @property
+    def index(self) -> int:
+        return self.args[1]
+
+
+_VIEWS = (
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.select.int,
+    torch.ops.aten.t.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.slice.Tensor,
+)
+"""The views that modules of experts make. Any other view dequantizes first."""
+
+
+def _view(
+    func: OpOverload, tensor: FrozenTensor, args: tuple[object, ...], kwargs: dict[str, object]
+) -> FrozenTensor | None:
+    """Return the view that ``func`` makes of ``tensor``; None if it is not among :data:`_VIEWS`."""
+    if func not in _VIEWS:
+        return None
+    # On the meta device torch itself works out the shape and strides of the view.
+    like = func(torch.empty_strided(tensor.shape, tensor.stride(), device="meta"), *args, **kwargs)
+    if func in _VIEWS[:2]:  # detach and alias change nothing that must be applied later
+        return FrozenTensor(tensor.frozen, tensor.views, like)
+    whole_row = not tensor.views and tensor.dim() == 3 and func is torch.ops.aten.select.int and args[0] == 0
+    view = (_Row if whole_row else View)(func, args, kwargs)
+    return FrozenTensor(tensor.frozen, (*tensor.views, view), like)
+
+
+def frozen_tensor(frozen: FrozenWeight) -> FrozenTensor:
+    """Return the one tensor that stands for ``frozen``; another one once the weight has another dtype or device."""
+    tensor = frozen.shown() if frozen.shown is not None else None
+    if isinstance(tensor, FrozenTensor) and (tensor.dtype, tensor.device) == (frozen.dtype, frozen.device):
+        return tensor
+    with out_of_inference_mode():  # a later backward may save it
+        tensor = FrozenTensor(frozen)
+    frozen.shown = weakref.ref(tensor)  # weak: it lives as long as a module shows it
+    return tensor
+
+
+def _argument(position: int, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name)
+
+
+def refuse_writing(frozen: FrozenWeight) -> NoReturn:
+    """Raise an error about a write to a frozen weight."""
+    raise RuntimeError(
+        f"{frozen.name} is frozen and quantized, so it can't be written to (merging an adapter into it would); call "
+        "fsdp_zpp.dequantize_frozen_params(model) first, on every rank"
+    )
+
+
+def refuse_training(frozen: FrozenWeight) -> NoReturn:
+    """Raise an error about a frozen weight that would become trainable."""
+    raise RuntimeError(
+        f"{frozen.name} is frozen and quantized, so it can't be trained; before you unfreeze it, call "
+        "fsdp_zpp.dequantize_frozen_params(module) on the module that has it, on every rank and before sharding"
+    )
+
+
+# ---- modules
+#
+# Modules with frozen, quantized weights: their class is a subclass of the one they had.
+
+_WEIGHTS = "_fsdp_zpp_frozen"
+_SHOWN = "_fsdp_zpp_shown"
+_REPLACED = "_fsdp_zpp_replaced"
+_ATTRIBUTES = (_WEIGHTS, _SHOWN, _REPLACED)
+_Self = TypeVar("_Self", bound=nn.Module)
+
+
+class FrozenModule(nn.Module):
+    """A module that has a :class:`FrozenWeight` in place of some of its parameters; mixed into the class it had.
+
+    A frozen weight is neither a parameter nor a buffer, so FSDP does not gather, cast or synchronize it, and it is in
+    no state dict.
+    """
+
+    @property
+    def _fsdp_zpp_parts(self) -> list[Base]:
+        """Return the bases of its weights, for ``traffic(model)``; see ``COMMUNICATORS`` in runtime/unit.py."""
+        return [weight.base for weight in frozen_weights_of(self).values()]
+
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
+        """Return the tensor that stands for a frozen weight; it is dequantized when something computes with it."""
+        # Python calls this for names that are not in the instance's __dict__, where a frozen weight never is.
+        frozen = frozen_weights_of(self).get(name)
+        if frozen is None or self._parameters.get(name) is not None:
+            return super().__getattr__(name)
+        if name in vars(self)[_REPLACED]:
+            return vars(self)[_REPLACED][name]()
+        # Modules that are tied show one tensor, as they did before. It lives as long as one of them, since each keeps
+        # it here and the weight itself refers to it weakly.
+        tensor = vars(self)[_SHOWN][name] = frozen_tensor(frozen)
+        return tensor
+
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
+        frozen = frozen_weights_of(self)
+        if name not in frozen:
+            super().__setattr__(name, value)
+        elif isinstance(value, FrozenTensor) and not value.views:
+            frozen[name] = value.frozen  # ties this weight to another, as tie_weights does
+        else:
+            refuse_writing(frozen[name])
+
+    def __delattr__(self, name: str) -> None:
+        if name in frozen_weights_of(self):
+            refuse_writing(frozen_weights_of(self)[name])
+        super().__delattr__(name)
+
+    def requires_grad_(self: _Self, requires_grad: bool = True) -> _Self:
+        """Make the module's parameters trainable or not; raise for a frozen weight that would become trainable."""
+        if requires_grad:
+            refuse_training(next(iter(frozen_weights_of(self).values())))
+        return super().requires_grad_(requires_grad)
+
+    def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
+        for frozen in frozen_weights_of(self).values():
+            # An empty tensor tells what fn changes. The codes must not be cast; a cast changes what they decode to.
+            sample = fn(torch.empty(0, dtype=frozen.dtype, device=frozen.device))
+            frozen.dtype = sample.dtype
+            if sample.device != frozen.device:
+                frozen.holder.move(sample.device)
+        # While PEFT sees frozen weights as parameters (frozen/hugging_face.py), torch's _apply would dequantize them.
+        shown = {name: self._parameters.pop(name) for name in frozen_weights_of(self) if name in self._parameters}
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            self._parameters.update(shown)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Copy the module, with plain, dequantized weights, which may be trained. Collective."""
+        plain: nn.Module = nn.Module.__new__(plain_class(self))
+        memo[id(self)] = plain  # before its attributes are copied, which may refer back to it
+        frozen_weights = frozen_weights_of(self)
+        parameters = {name: value for name, value in self._parameters.items() if name not in frozen_weights}
+        for name, value in {**vars(self), "_parameters": parameters}.items():
+            if name not in _ATTRIBUTES:
+                vars(plain)[name] = copy.deepcopy(value, memo)
+        for name, frozen in frozen_weights.items():
+            if id(frozen) not in memo:  # weights that are tied stay tied
+                memo[id(frozen)] = nn.Parameter(frozen.dequantize(), requires_grad=False)
+            plain.register_parameter(name, memo[id(frozen)])
+        return plain
+
+
+def freeze(module: nn.Module, name: str, weight: FrozenWeight) -> None:
+    """Replace ``module``'s parameter ``name`` by ``weight``."""
+    del module._parameters[name]
+    if not isinstance(module, FrozenModule):
+        vars(module).update({attribute: {} for attribute in _ATTRIBUTES})
+        # The same object, so that parents, hooks and adapters keep their references; a subclass, so that
+        # isinstance(module, nn.Linear) holds, by which PEFT and wrapping policies find it.
+        module.__class__ = _frozen_class(type(module))  # type: ignore[arg-type]  # classes are hashable
+    frozen_weights_of(module)[name] = weight
+
+
+def unfreeze(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Give ``module`` a plain parameter back in place of a frozen weight, and with the last one its class."""
+    frozen = frozen_weights_of(module)
+    del frozen[name]
+    vars(module)[_SHOWN].pop(name, None)
+    if not frozen:
+        module.__class__ = plain_class(module)
+        for attribute in _ATTRIBUTES:
+            del vars(module)[attribute]
+    module.register_parameter(name, parameter)
+
+
+@contextmanager
+def replaced(module: FrozenModule, name: str, make: Callable[[], Tensor]) -> Iterator[None]:
+    """Let ``module`` compute with what ``make`` returns instead of its weight ``name``, in this context."""
+    vars(module)[_REPLACED][name] = make
+    try:
+        yield
+    finally:
+        del vars(module)[_REPLACED][name]
+
+
+def frozen_weights_of(module: nn.Module) -> dict[str, FrozenWeight]:
+    """Return the frozen weights of a :class:`FrozenModule` itself, by their names in it."""
+    return vars(module).get(_WEIGHTS, {})
+
+
+def frozen_sites(model: nn.Module) -> Iterator[tuple[str, FrozenModule, str, FrozenWeight]]:
+    """Yield for each frozen weight below ``model``: its module's path, the module, its name there, and the weight.
+
+    A tied weight appears once for each of its modules.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, FrozenModule):
+            for name, weight in frozen_weights_of(module).items():
+                yield path, module, name, weight
+
+
+def frozen_modules(model: nn.Module) -> Iterator[tuple[str, FrozenModule, FrozenWeight]]:
+    """Yield what :func:`frozen_sites` yields, without names."""
+    for path, module, _, weight in frozen_sites(model):
+        yield path, module, weight
+
+
+def plain_class(module: nn.Module) -> type:
+    """Return the class that a frozen module had before; without FSDPModule, say, if fully_shard has mixed it in since.
+
+    Raises:
+        RuntimeError: If another of its parameters was parametrized since, which its class has to know.
+    """
+    if parametrized := list(getattr(module, "parametrizations", ())):
+        raise RuntimeError(
+            f"{', '.join(parametrized)} of a {type(module).__name__} with quantized weights is parametrized; call "
+            "torch.nn.utils.parametrize.remove_parametrizations on it before you dequantize or copy the module"
+        )
+    frozen = next(cls for cls in type(module).__mro__ if cls.__bases__[:1] == (FrozenModule,))
+    return frozen.__bases__[1]
+
+
+@functools.cache  # modules that had one class must still have one; there are as many as classes of layers
+def _frozen_class(cls: type[nn.Module]) -> type[nn.Module]:
+    members: dict[str, object] = {"__module__": cls.__module__}
+    if cls.forward is nn.Linear.forward:  # a subclass with a forward of its own computes with the stand-in tensor
+        members["forward"] = _linear_forward
+    elif not issubclass(cls, (nn.Linear, nn.Embedding)):
+        # Experts compute with torch's own functions on the tensors that stand for their weights, so the boundary for
+        # compilers that frozen_linear has must be drawn around the whole forward.
+        members["forward"] = functools.wraps(cls.forward)(torch.compiler.disable(cls.forward))
+    return type(f"Frozen{cls.__name__}", (FrozenModule, cls), members)
+
+
+def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
+    """Apply the layer without a tensor that stands for its weight: making one takes CPU time in every call."""
+    own = vars(self)
+    if own[_REPLACED] or "weight" in own or "weight" in own["_parameters"]:
+        return _replaced_linear(x, self.weight, self.bias)
+    return frozen_linear(x, own[_WEIGHTS]["weight"], self.bias)
+
+
+@torch.compiler.disable
+def _replaced_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Apply ``F.linear`` with what is in place of a frozen weight, in the dtype of :func:`frozen_linear`."""
+    if not isinstance(weight, FrozenTensor):
+        # Made of the dequantized weight, whose dtype need not be that of the input.
+        dtype = compute_dtype(x)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return F.linear(x, weight, bias)
+
+
+# ---- packed linear
+#
+# Linear layers that another library has packed, in memory: how a base takes over their weights.
+#
+# They are bitsandbytes' ``Linear4bit`` and ``Linear8bitLt``, and transformers' ``FP8Linear``. Their weights are decoded
+# to fp32 and quantized anew, or kept as they are stored. With ``NF4``, codes and scales stay what they were if
+# bitsandbytes used nf4 with blocks of the same size.
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """A packed weight of one or more linear layers.
+
+    Args:
+        packed: The parameter.
+        stored: What it holds.
+        modules: The layers.
+        beside: Names of the layers' attributes that describe the weight.
+    """
+
+    packed: nn.Parameter
+    stored: StoredWeight
+    modules: tuple[nn.Module, ...]
+    beside: tuple[str, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the weight's shape."""
+        return self.stored.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype that the weight had before, and dequantizes to."""
+        return self.stored.format.dtype
+
+    def release(self) -> None:
+        """Make the layers torch's own linear layers, which compute in the dtype of their input."""
+        for module in self.modules:
+            module.__class__ = nn.Linear
+            for name in self.beside:
+                vars(module).pop(name, None)
+                module._parameters.pop(name, None)
+
+
+def packed_linear(parameter: nn.Parameter, modules: Sequence[nn.Module]) -> PackedLinear | None:
+    """Return the packed weight that ``modules`` share; None if it is packed otherwise, or not at all."""
+    first = modules[0]
+    kind = type(first)
+    # Exactly these classes: a subclass may compute something else.
+    if any(type(module) is not kind for module in modules):
+        return None
+    make = _MAKERS.get((kind.__module__.partition(".")[0], kind.__name__))
+    return make(parameter, tuple(modules)) if make is not None else None
+
+
+def _linear_4bit(parameter: nn.Parameter, modules: tuple[nn.Module, ...]) -> PackedLinear | None:
+    states = (getattr(parameter, "quant_state", None), getattr(modules[0], "quant_state", None))
+    state: Any = next((each for each in states if each is not None), None)
+    if state is None or state.quant_type not in TABLES:
+        return None
+    codes = parameter.detach()
+    if getattr(state, "packing_format_for_cpu", False):  # a forward in evaluation packs them differently
+        from bitsandbytes import functional  # on use, since that takes seconds
+
+        codes, state = functional._convert_weight_packed_for_cpu_inverse(codes, state)
+    parts = {"codes": codes.as_subclass(Tensor).reshape(-1), "absmax": state.absmax}
+    nested, offset = 0, 0.0
+    if state.nested:
+        nested, offset = state.state2.blocksize, float(state.offset)
+        parts |= {"nested_absmax": state.state2.absmax, "nested_table": state.state2.code}
+    stored = FourBit(torch.Size(state.shape), state.dtype, {}, state.quant_type, state.blocksize, nested, offset)
+    return PackedLinear(parameter, stored_in(stored, parts), modules, ("quant_state",))
+
+
+def _linear_8bit(parameter: nn.Parameter, modules: tuple[nn.Module, ...]) -> PackedLinear | None:
+    state: Any = getattr(modules[0], "state", None)
+    scales = next((s for s in (getattr(parameter, "SCB", None), getattr(state, "SCB", None)) if s is not None), None)
+    if parameter.dtype != torch.int8 or scales is None:  # not quantized yet, which it is on its way to a device
+        return None
+    parts = {"codes": parameter.detach().as_subclass(Tensor), "scales": scales}
+    stored = Int8Rows(parameter.shape, torch.bfloat16, {})
+    return PackedLinear(parameter, stored_in(stored, parts), modules, ("state", "index"))
+
+
+def _fp8_linear(parameter: nn.Parameter, modules: tuple[nn.Module, ...]) -> PackedLinear | None:
+    scales = getattr(modules[0], "weight_scale_inv", None)
+    if parameter.dtype not in CODES or scales is None:
+        return None
+    size = getattr(modules[0], "block_size", None)
+    stated: Block = (None, None) if size is None else (size[0], size[1])
+    block = block_of(parameter.shape, tuple(scales.shape), stated, "weight_scale_inv")
+    stored: StoredFormat = Fp8(parameter.shape, torch.bfloat16, {}, parameter.dtype, block)
+    parts = {"codes": parameter.detach(), "scales": scales.detach()}
+    beside = ("weight_scale_inv", "activation_scale", "block_size", "activation_scheme")
+    return PackedLinear(parameter, stored_in(stored, parts), modules, beside)
+
+
+_MAKERS = {
+    ("bitsandbytes", "Linear4bit"): _linear_4bit,
+    ("bitsandbytes", "Linear8bitLt"): _linear_8bit,
+    ("transformers", "FP8Linear"): _fp8_linear,
+}
+"""For the layers of each library, by module and class, what reads them."""

@@ -1,0 +1,755 @@
+"""Files of a quantized base: saving, loading, and telling bases apart."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO, TypedDict
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from fsdp_zpp.codecs.blockwise import NF4, Int4, Int8
+from fsdp_zpp.comm.agreement import agree, from_first_rank
+from fsdp_zpp.comm.mesh import compute_device
+from fsdp_zpp.frozen.stored.format import StoredCodec
+from fsdp_zpp.names import base_fqns, model_name, original_path
+from fsdp_zpp.runtime.api import DTYPES, check_folder, check_module, ranks_of
+from fsdp_zpp.runtime.full_tensors import tensors_of
+
+from .base import FrozenBase, FrozenReport, log_report
+from .checkpoint_reading import (
+    BASE_INDEX,
+    OTHER_FILES,
+    Header,
+    ModelTensor,
+    TensorFiles,
+    check_header,
+    frozen_names,
+    match_keys,
+    read_index,
+)
+from .hugging_face import on_first_rank
+from .quantize import Candidate, FiniteSlice, Selection, refuse_infinite_values, select
+from .weight import FrozenWeight, Placement, Storable, place_base
+
+# ---- drafts
+#
+# Lets several jobs save into the folder of a base, and removes files that no save needs any more.
+#
+# A save names its files by a token of its own. As long as it runs it has a *draft*, the file that is to become the
+# index, and holds a lock on it, which the system releases however the process ends. Renaming the draft to the index
+# completes the save. So a save is over if it has no draft, or one that nobody locks; what it has written is then of use
+# only if the index names it, and an index that was replaced never comes back. Locks may not reach from one machine to
+# another. So a draft's name says which machine made it, and what a save on another machine leaves behind when it is cut
+# off stays.
+
+logger = logging.getLogger("fsdp_zpp")
+
+_DRAFT = re.compile(rf"{re.escape(BASE_INDEX)}\.([0-9a-f]{{16}})\.([0-9a-f]{{8}})")
+# With the token of a save, or without, as before saves had one.
+_FILE = re.compile(r"frozen_base-(?:([0-9a-f]{16})-)?[0-9]{5}\.safetensors")
+
+
+class Draft:
+    """An index of a save that is not complete. See the top of this file.
+
+    Args:
+        folder: The folder of the base; it is made if there is none.
+
+    Attributes:
+        token: Names the files of this save.
+
+    Raises:
+        OSError: If the folder can't be written to.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        while True:
+            self.token = secrets.token_hex(8)
+            self._path = folder / f"{BASE_INDEX}.{self.token}.{_machine()}"
+            self._file = self._path.open("x")
+            if self._lock():
+                return
+            self._file.close()  # another save was faster, and takes it for a leftover
+
+    def _lock(self) -> bool:
+        """Lock the draft that was just made, and return whether it still exists then."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True  # without locks in the file system, nobody takes it for a leftover
+        return self._path.exists()
+
+    def file(self, number: int) -> Path:
+        """Return the path of a file of this save, counted from 1."""
+        return self._folder / f"frozen_base-{self.token}-{number:05}.safetensors"
+
+    def publish(self, text: str) -> None:
+        """Make ``text`` the index. The files that the index names must be on disk."""
+        self._file.write(text)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        to_disk(self._folder)  # the files' names must be on disk before an index that refers to them
+        self._path.replace(self._folder / BASE_INDEX)  # atomic: readers see the old index or the new one
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Remove what this save has written. It ignores errors, since leftover files do no harm."""
+        with suppress(OSError):
+            for path in self._folder.glob(f"frozen_base-{self.token}-*"):
+                path.unlink()
+            self._path.unlink()
+        self._file.close()
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the files of saves that are over and that the index does not name. See the top of this file.
+
+    It ignores errors, since leftover files do no harm.
+    """
+    with suppress(OSError, ValueError), ExitStack() as locks:
+        # In this order: a save makes its draft before its files, and drops it when the index names them.
+        tokens = {path: match[1] for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))}
+        drafts = {path: match for path in folder.iterdir() if (match := _DRAFT.fullmatch(path.name))}
+        leftovers: list[Path] = []
+        running: dict[str, str] = {}
+        for path, match in drafts.items():
+            if match[2] == _machine() and (lock := _lock_of(path)) is not None:
+                locks.enter_context(lock)  # until it is removed, or a save that has just made it would go on with it
+                leftovers.append(path)
+            else:
+                running[match[1]] = match[2]
+        needed = set(json.loads((folder / BASE_INDEX).read_text())["weight_map"].values())
+        waste = [path for path, token in tokens.items() if token not in running and path.name not in needed]
+        for path in waste + leftovers:
+            path.unlink(missing_ok=True)
+        if foreign := [path.name for path, token in tokens.items() if running.get(token, _machine()) != _machine()]:
+            logger.warning(
+                "%s has %d files of a save that is running on another machine or was cut off there (%s, ...); if none "
+                "is running, remove them",
+                folder,
+                len(foreign),
+                min(foreign),
+            )
+
+
+def to_disk(path: Path) -> None:
+    """Wait until a file or folder is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock_of(draft: Path) -> TextIO | None:
+    """Lock a draft and return its file; None if somebody else has locked it, or if that can't be told."""
+    with suppress(OSError):
+        file = draft.open("r+")  # NFS locks what is open for writing
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except OSError:
+            file.close()
+    return None
+
+
+@functools.cache
+def _machine() -> str:
+    """Return eight digits for the running kernel, equal in its containers; random ones if it has no identity."""
+    try:
+        identity = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        identity = secrets.token_bytes()
+    return hashlib.sha256(identity).hexdigest()[:8]
+
+
+# ---- file format
+#
+# Defines the format of a quantized base in safetensors files.
+#
+# Each weight is two tensors: ``<name>.codes``, uint8, the codes of its flat values, and ``<name>.scales``, fp32, one
+# for each block. Chunks are whole blocks (see the top of weight.py), so a chunk of any layout is a slice of both:
+# its payload is put together from them at any world size, without quantizing again. Frozen parameters that are not
+# quantized are stored as they are, and so are persistent buffers. Names are FQNs without adapters and wrappers. An
+# index has the file of each tensor and, as metadata, each weight's shape, dtype and codec.
+#
+# Each save writes files under new names, then replaces the index, then removes the files of the older base. So a folder
+# has the older base until the index is replaced, and the newer one afterwards, never a mix, wherever a save is cut off,
+# and whoever else saves into the folder.
+
+FORMAT = "fsdp_zpp"
+VERSION = 1
+CODES, SCALES = "codes", "scales"
+REMEDY = "save the base again with save_frozen_params, into a folder of its own"
+CODECS: dict[str, type[Storable]] = {"Int8": Int8, "Int4": Int4, "NF4": NF4}
+
+
+@dataclass(frozen=True)
+class SavedWeight:
+    """Metadata of one weight in a base that was saved."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    codec: str
+    block: int
+
+    @classmethod
+    def of(cls, weight: FrozenWeight) -> SavedWeight:
+        """Return the metadata of ``weight``.
+
+        Raises:
+            ValueError: If its codec can't be stored.
+        """
+        if isinstance(weight.codec, StoredCodec):
+            raise ValueError(
+                f"{weight.name} is kept {weight.codec}, and its codes are in the checkpoint that it was read from: "
+                "instead of saving them again, read that checkpoint again, or name a codec in quantize_frozen_params"
+            )
+        kind = type(weight.codec).__name__
+        # By identity: a user's codec of the same name, or a subclass, may decode otherwise.
+        if CODECS.get(kind) is not type(weight.codec):
+            raise ValueError(f"{weight.name} is quantized as {weight.codec}, but only {', '.join(CODECS)} can be saved")
+        assert isinstance(weight.codec, Storable)
+        return cls(tuple(weight.shape), str(weight.dtype).removeprefix("torch."), kind, weight.codec.block)
+
+    def make_codec(self) -> Storable:
+        """Return the weight's codec."""
+        return CODECS[self.codec](self.block)
+
+    def torch_dtype(self) -> torch.dtype:
+        """Return the weight's dtype."""
+        return getattr(torch, self.dtype)
+
+    def headers(self) -> tuple[Header, Header]:
+        """Return the headers that the weight's codes and scales must have in files."""
+        layout = self.make_codec().layout
+        blocks = layout.blocks(torch.Size(self.shape).numel())
+        codes = Header((layout.codes_nbytes(blocks * layout.block),), torch.uint8)
+        return codes, Header((blocks,), torch.float32)
+
+
+def full_codes(weight: FrozenWeight) -> tuple[Tensor, Tensor]:
+    """Gather all codes, uint8, and scales, fp32, of a weight on the CPU. Collective."""
+    # Cloned, since on a CPU they are views of a buffer that the next unit is gathered into.
+    codes, scales = weight.codes_and_scales(weight.holder.gathered_payload(weight, weight.device))
+    return codes.cpu().clone(), scales.cpu().clone()
+
+
+def index_text(files: dict[str, str], weights: dict[str, SavedWeight]) -> str:
+    """Return the text of the index."""
+    described = {name: asdict(stored) for name, stored in weights.items()}
+    metadata = {"format": FORMAT, "version": VERSION, "weights": described}
+    return json.dumps({"metadata": metadata, "weight_map": files}, indent=1)
+
+
+def read_base(folder: Path) -> tuple[TensorFiles, dict[str, SavedWeight]]:
+    """Return the files of a quantized base and each weight's metadata, once headers have been checked against it.
+
+    Raises:
+        ValueError: If ``folder`` has no complete base.
+    """
+    path = folder / BASE_INDEX
+    while True:
+        if not path.exists():
+            raise ValueError(f"{folder} has no {BASE_INDEX}, which save_frozen_params writes")
+        content = path.read_bytes()
+        try:
+            return _read_base(path)
+        except ValueError:
+            if path.read_bytes() == content:
+                raise
+            # A save has replaced the index since, and removed the files that the old one named.
+
+
+def _read_base(path: Path) -> tuple[TensorFiles, dict[str, SavedWeight]]:
+    file_of, index = read_index(path, REMEDY)
+    metadata = index.get("metadata")
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+        raise ValueError(f"{path} is not the index of a quantized base; {REMEDY}")
+    # The first indexes had no version.
+    if (version := metadata.get("version", VERSION)) != VERSION:
+        raise ValueError(
+            f"{path} has the format version {version!r}, but this fsdp_zpp reads version {VERSION}; load the base with "
+            f"the fsdp_zpp that saved it, or {REMEDY}"
+        )
+    described = metadata.get("weights")
+    if not isinstance(described, dict) or not described:
+        raise ValueError(f"{path} is not the index of a quantized base; {REMEDY}")
+    weights = {name: _saved_weight(name, metadata_of_weight, path) for name, metadata_of_weight in described.items()}
+    files = TensorFiles(file_of, path, REMEDY)
+    for name, stored in weights.items():
+        for kind, expected in zip((CODES, SCALES), stored.headers(), strict=True):
+            key = f"{name}.{kind}"
+            if key not in files:
+                raise ValueError(f"{path} has no {key}, but lists the weight {name}; {REMEDY}")
+            if (header := files.header(key)) != expected:
+                raise ValueError(
+                    f"{files.file_of(key)} has {key} as {header.dtype} {header.shape}, but {name}, {stored.codec} in "
+                    f"blocks of {stored.block} and of shape {stored.shape}, needs {expected.dtype} {expected.shape}; "
+                    f"{REMEDY}"
+                )
+    for key in files:
+        files.header(key)  # opens the file, which a save may remove from now on
+    return files, weights
+
+
+def _saved_weight(name: str, described: Any, path: Path) -> SavedWeight:
+    """Return a weight's metadata.
+
+    Raises:
+        ValueError: If it does not describe a weight that a codec can have encoded.
+    """
+    try:
+        stored = SavedWeight(tuple(described["shape"]), described["dtype"], described["codec"], described["block"])
+        # The type itself, since JSON's true is an int by isinstance.
+        sizes_fit = all(type(size) is int and size > 0 for size in stored.shape) and len(stored.shape) > 1
+        if not sizes_fit or stored.torch_dtype() not in DTYPES:
+            raise ValueError(f"a weight of shape {stored.shape} and dtype {stored.dtype}")
+        stored.make_codec()
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{path} describes {name} as {described!r}, which is not a quantized weight ({error}); {REMEDY}"
+        ) from error
+    return stored
+
+
+# ---- base writer
+#
+# Writes a quantized base: safetensors files of limited size, and their index.
+
+
+class BaseWriter:
+    """Writes the tensors of a base, as they come.
+
+    It reports an error only at the end, since until then the other ranks need this one in collectives.
+
+    Args:
+        folder: The folder.
+        limit: Bytes that a file may have.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self._folder, self._limit = folder, limit
+        self._pending: dict[str, Tensor] = {}
+        self._files: dict[str, str] = {}
+        self._error = ""
+        self._draft: Draft | None = None
+        try:
+            self._draft = Draft(folder)
+        except OSError as failure:
+            self._error = str(failure)
+
+    def add(self, tensors: dict[str, Tensor]) -> None:
+        """Put tensors into the current file, or into the next if they would make it too large."""
+        nbytes = sum(tensor.nbytes for tensor in (*self._pending.values(), *tensors.values()))
+        if self._pending and nbytes > self._limit:
+            self._flush()
+        self._pending |= tensors
+
+    def finish(self, rest: dict[str, Tensor], stored: dict[str, SavedWeight]) -> str:
+        """Write the rest, and the index; return the error if there was one, else an empty string."""
+        for name, tensor in rest.items():
+            self.add({name: tensor})
+        self._flush()
+        if self._draft is not None and not self._error:
+            try:
+                self._draft.publish(index_text(self._files, stored))
+            except OSError as failure:
+                self._error = str(failure)
+        if self._error:
+            if self._draft is not None:
+                self._draft.abandon()
+            return f"{self._error}; what was there before still is"
+        try:
+            to_disk(self._folder)  # the new index, before the files of the old one are removed
+        except OSError as failure:
+            return str(failure)
+        remove_leftovers(self._folder)
+        return ""
+
+    def _flush(self) -> None:
+        if self._draft is not None and not self._error:
+            path = self._draft.file(len(set(self._files.values())) + 1)
+            try:
+                save_file(self._pending, path, {"format": FORMAT})
+                to_disk(path)
+            except Exception as failure:  # any at all, see the top of this class
+                self._error = str(failure)
+            self._files |= dict.fromkeys(self._pending, path.name)
+        self._pending = {}
+
+
+# ---- identity
+#
+# Checks that a model has the quantized base that a checkpoint was made on.
+#
+# A checkpoint from which a training resumes holds what changes, and a quantized base does not change. A model on
+# another base would load the checkpoint without an error, and compute something else. So a few scales of each weight
+# are saved with it. They are compared up to rounding, since other kernels may have divided otherwise; another base
+# differs by far more.
+
+_SAMPLED = 8
+_SAMPLING = Storable | StoredCodec
+_TOLERANCE = 1e-3
+
+
+class WeightIdentity(TypedDict):
+    """A quantized weight in a checkpoint that does not hold it: its codec, and a few of its scales."""
+
+    codec: str
+    scales: list[float]
+
+
+def describe_base(model: nn.Module) -> dict[str, WeightIdentity]:
+    """Return the codec and a few scales of each quantized weight, by names in the base. Collective.
+
+    All ranks get the same. Weights with a user-defined codec are left out: nothing says where its scales are.
+    """
+    known = {weight: names for weight, names in frozen_names(model).items() if isinstance(weight.codec, _SAMPLING)}
+    weights = {names[0]: weight for weight, names in known.items()}
+    return {name: {"codec": str(weight.codec), "scales": _scales(weight)} for name, weight in weights.items()}
+
+
+def check_base(model: nn.Module, saved: Mapping[str, WeightIdentity], where: str) -> None:
+    """Raise if the quantized weights of ``model`` are not those that :func:`describe_base` has described. Collective.
+
+    Args:
+        model: The model.
+        saved: The description that it returned; the same on all ranks.
+        where: What it was saved with, as the error names it.
+
+    Raises:
+        ValueError: If weights of the same codec have other values.
+    """
+    own = {name: weight for name, weight in describe_base(model).items() if name in saved}
+    recoded = [name for name, weight in own.items() if weight["codec"] != saved[name]["codec"]]
+    other = [name for name in own if name not in recoded and not _is_close(own[name], saved[name])]
+    if other:
+        raise ValueError(
+            f"{where} was saved with another base: {len(other)} of the {len(own)} quantized weights of this "
+            f"{model_name(model)} differ ({other[0]}, ...), and the checkpoint holds only what is trained; make the "
+            "model from the base that it had then, before it is prepared"
+        )
+    if recoded and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.warning(
+            "%s was saved with %s of %s, which is quantized as %s now: the model computes something else",
+            where,
+            saved[recoded[0]]["codec"],
+            recoded[0],
+            own[recoded[0]]["codec"],
+        )
+
+
+def _is_close(own: WeightIdentity, saved: WeightIdentity) -> bool:
+    a, b = (torch.tensor(weight["scales"], dtype=torch.float64) for weight in (own, saved))
+    return a.shape == b.shape and torch.allclose(a, b, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
+
+
+def _scales(weight: FrozenWeight) -> list[float]:
+    if weight.sampled is None:
+        rows = weight.holder.gathered_payload(weight, weight.device)
+        if isinstance(weight.codec, StoredCodec):
+            # Sums of all bytes: each format has its scales elsewhere.
+            groups = -(-weight.shape.numel() // weight.codec.block)
+            scales = weight.codec.records(rows, weight.chunk_numel).flatten(0, 1)[:groups].sum(1)
+        else:
+            _, scales = weight.codes_and_scales(rows)
+        places = torch.linspace(0, len(scales) - 1, min(_SAMPLED, len(scales)), dtype=torch.float64).long()
+        weight.sampled = scales.cpu()[places].tolist()
+    return weight.sampled
+
+
+# ---- saving
+#
+# Writes a quantized base to safetensors files: ``save_frozen_params``.
+
+_SIZE = re.compile(r"([0-9]+|[0-9]*\.[0-9]+)\s*([KMGT])B", re.IGNORECASE)
+
+
+def save_frozen_params(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    max_file_size: int | str = 5 * 2**30,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write the quantized base of ``model``, codes and scales, to safetensors files in a folder. Collective.
+
+    The model's first rank gathers and writes one weight at a time. It also writes frozen parameters that are not
+    quantized and persistent buffers, but neither trainable parameters nor adapters. ``load_frozen_params`` reads the
+    files on any number of ranks, without quantizing again. The model in memory does not change. A base that is already
+    in the folder is replaced only when the new one is completely on disk; until then the disk must have space for both.
+    If several jobs save into one folder, it has the base of the last that is complete.
+
+    Args:
+        model: A model whose frozen weights are quantized, sharded by FSDP or not.
+        path: The folder.
+        max_file_size: Bytes that a file may have, or a text such as ``"5GB"``, as transformers takes it for
+            ``max_shard_size``; a larger weight has a file of its own.
+        process_group: The ranks of the model, of which the first writes. Default: those that the base is sharded over.
+
+    Raises:
+        TypeError: If an argument has the wrong type, on any rank; every rank raises.
+        ValueError: If no weight of ``model`` is quantized, a weight has a user-defined codec, or ``max_file_size`` is
+            not a size, on any rank; every rank raises.
+        RuntimeError: If the first rank can't write; every rank raises. A base that was in the folder before is still
+            there.
+    """
+    group = ranks_of(model, process_group)
+    task = agree(
+        group,
+        lambda: _check(model, path, max_file_size),
+        lambda task: repr(list(task.stored.items())),
+        "called save_frozen_params with other quantized weights than",
+    )
+    rest = _not_quantized(model, group)
+    writer = BaseWriter(task.folder, task.limit) if group is None or dist.get_rank(group) == 0 else None
+    for weight, name in task.weights.items():  # on all ranks, since gathering is collective
+        codes, scales = full_codes(weight)
+        if writer is not None:
+            writer.add({f"{name}.{CODES}": codes, f"{name}.{SCALES}": scales})
+    error = ""
+    if writer is not None:
+        error = writer.finish(rest, task.stored)
+    if error := from_first_rank(error, group):
+        raise RuntimeError(f"the frozen base could not be saved to {task.folder}: {error}")
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Arguments of :func:`save_frozen_params`, checked, and what is derived from them."""
+
+    folder: Path
+    limit: int
+    weights: dict[FrozenWeight, str]
+    stored: dict[str, SavedWeight]
+
+
+def _check(model: nn.Module, path: str | os.PathLike[str], max_file_size: int | str) -> _Task:
+    check_module(model)
+    weights = {weight: names[0] for weight, names in frozen_names(model).items()}
+    if not weights:
+        raise ValueError(f"nothing of this {type(model).__name__} is quantized; call quantize_frozen_params first")
+    stored = {name: SavedWeight.of(weight) for weight, name in weights.items()}
+    return _Task(check_folder(path), _nbytes(max_file_size), weights, stored)
+
+
+def _nbytes(size: object) -> int:
+    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    if match is not None:
+        size = int(float(match[1]) * 1000 ** (" KMGT".index(match[2].upper())))
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise (ValueError if isinstance(size, (int, str)) else TypeError)(
+            f'max_file_size must be a positive number of bytes, or a text such as "5GB" or "200MB", got {size!r}'
+        )
+    return size
+
+
+def _not_quantized(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """Gather the rest of the base by names in the base: frozen parameters and persistent buffers. Collective.
+
+    Ranks other than the first get nothing.
+    """
+    bases = {original_path(path): base for path, base, _ in base_fqns(model)}
+
+    def name_of(path: str) -> str | None:
+        module, _, own_name = path.rpartition(".")
+        base = bases[module]
+        return None if base is None else f"{base}.{own_name}".removeprefix(".")
+
+    wanted = [
+        tensor
+        for tensor in tensors_of(model)
+        if (tensor.is_buffer or not tensor.full.requires_grad) and name_of(tensor.names[0]) is not None
+    ]
+    named = {name_of(path): tensor for path, tensor in on_first_rank(wanted, group).items()}
+    return {name: tensor for name, tensor in named.items() if name is not None}
+
+
+# ---- loading
+#
+# Reads a quantized base from files, at any world size: ``load_frozen_params``.
+
+_REMEDY = (
+    "load it into the architecture that it was saved from; tensors that were trainable when it was saved are not in "
+    "its files, so they must be trainable and have values here"
+)
+
+
+def load_frozen_params(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    placement: str = "I",
+    gpus_per_node: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    device: torch.device | str | int | None = None,
+) -> FrozenReport:
+    """Put the base that ``save_frozen_params`` wrote into ``model``, without quantizing again. Collective.
+
+    Each rank reads the slices that it keeps. Call it before you wrap the model. The files must have every frozen
+    parameter and persistent buffer of ``model``, and ``model`` must have every tensor in the files.
+
+    Args:
+        model: The same architecture, its base frozen, with any values or on the meta device, with adapters or without.
+            What was trainable when the base was saved is not in the files, and must be trainable here, too.
+        path: The folder.
+        placement: As for ``quantize_frozen_params``. This and the next three arguments may differ from those that the
+            base was saved with.
+        gpus_per_node: As for ``quantize_frozen_params``.
+        process_group: As for ``quantize_frozen_params``.
+        device: As for ``quantize_frozen_params``.
+
+    Returns:
+        A report: what is quantized now, and what stays as it is.
+
+    Raises:
+        TypeError: If an argument has the wrong type, on any rank; every rank raises.
+        ValueError: If the files are broken or don't fit the model exactly, on any rank, or the model is already
+            sharded. Every rank raises, and the model is unchanged.
+    """
+    group = ranks_of(model, process_group)
+
+    def check() -> tuple[Selection, torch.device | None]:
+        check_module(model)
+        check_folder(path)
+        selection = select(model, 1)  # of any size: the files say what is quantized, not a threshold
+        selection.refuse_sharded(f"call load_frozen_params(model, {os.fspath(path)!r}) before you wrap the model")
+        return selection, compute_device(group, device)
+
+    selection, kept_on = agree(group, check)
+    selection.check_agreement("load_frozen_params", model, group, gpus_per_node, {"placement": placement})
+    # After the ranks have agreed, since it makes process groups, in which different node sizes would hang.
+    where = place_base(model, placement, group, gpus_per_node)
+    read = agree(
+        group, lambda: _read(model, selection, Path(path), where, kept_on), lambda read: read.index, OTHER_FILES
+    )
+    base = FrozenBase.of(model)
+    bytes_before = sum(weight.candidate.parameter.nbytes for weight in read.weights)
+    for quantized in read.weights:
+        base.add(quantized.weight, quantized.row, quantized.candidate.sites)
+    left = {tensor.name: tensor for tensor, _ in read.others if _is_frozen(tensor)}
+    for tensor, value in read.others:
+        tensor.fill(value, kept_on or torch.device("cpu"))
+    report = FrozenReport(
+        type(model).__name__,
+        read.weights[0].weight.codec,
+        where,
+        len(read.weights),
+        sum(quantized.weight.shape.numel() for quantized in read.weights),
+        bytes_before,
+        sum(quantized.row.nbytes for quantized in read.weights),
+        {"not quantized in the files": tuple(left)} if left else {},
+        sum(tensor.tensor.numel() for tensor in left.values()),
+    )
+    log_report([report])
+    return report
+
+
+@dataclass(frozen=True)
+class _Quantized:
+    """A weight of the model, and this rank's chunk of the stored one."""
+
+    candidate: Candidate
+    weight: FrozenWeight
+    row: Tensor
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Contents of a base's files for a model, read but not yet put into the model."""
+
+    index: str
+    weights: list[_Quantized]
+    others: list[tuple[ModelTensor, Tensor]]
+
+
+def _read(model: nn.Module, selection: Selection, folder: Path, where: Placement, device: torch.device | None) -> _Read:
+    """Check that files and model have the same tensors, then read this rank's part of the base."""
+    files, stored = read_base(folder)
+    # One key for a quantized weight, under the weight's name, though its codes and scales are two tensors.
+    keys = [*stored, *(key for key in files if key.removesuffix(f".{CODES}").removesuffix(f".{SCALES}") not in stored)]
+    matches = match_keys(model, keys, f"the base in {folder}", _REMEDY)
+    _check_both_ways(model, selection, files, stored, keys, matches)
+    candidates = {id(candidate.parameter): candidate for candidate in selection.chosen}
+    weights, others = [], []
+    for tensor, (key, *_) in matches:
+        if key not in stored:
+            value = files.read(key)
+            if isinstance(tensor.tensor, nn.Parameter):  # masks and the like may have infinite values
+                refuse_infinite_values(value, f"{files.file_of(key)} is broken: {key}", REMEDY)
+            others.append((tensor, value))
+            continue
+        candidate, stored_weight = candidates[id(tensor.tensor)], stored[key]
+        weight = FrozenWeight(
+            candidate.name, candidate.parameter.shape, stored_weight.torch_dtype(), stored_weight.make_codec(), where
+        )
+        codes, scales = f"{key}.{CODES}", f"{key}.{SCALES}"
+        finite = FiniteSlice(files.slice(scales), f"{files.file_of(scales)} is broken: {scales}", REMEDY)
+        row = weight.local_payload_from_slices(files.slice(codes), finite)
+        kept_on = candidate.parameter.device if device is None else device
+        weights.append(_Quantized(candidate, weight, row.to("cpu" if kept_on.type == "meta" else kept_on)))
+    index = repr([stored, [(key, files.file_of(key).name) for key in files]])
+    return _Read(index, weights, others)
+
+
+def _check_both_ways(
+    model: nn.Module,
+    selection: Selection,
+    files: TensorFiles,
+    stored: dict[str, SavedWeight],
+    keys: list[str],
+    matches: list[tuple[ModelTensor, list[str]]],
+) -> None:
+    """Raise unless ``model`` has each stored tensor, in exactly its shape, and frozen if it is quantized."""
+    name, source = model_name(model), files.source
+    by_key = {key: tensor for tensor, names in matches for key in names}
+    if unknown := [key for key in keys if key not in by_key]:
+        quantized = {name for names in frozen_names(model).values() for name in names}
+        why = "which is already quantized" if unknown[0] in quantized else "which has no place"
+        more = f" ({len(unknown)} tensors in all)" if len(unknown) > 1 else ""
+        raise ValueError(
+            f"{source} has {unknown[0]}, {why} in this {name}{more}; load the base into the architecture that it was "
+            "saved from, before you quantize any of it"
+        )
+    reasons = {id(parameter): reason for reason, left in selection.left.items() for _, parameter in left}
+    chosen = {id(candidate.parameter) for candidate in selection.chosen}
+    for tensor, (key, *others) in matches:
+        if others:
+            raise ValueError(
+                f"this {name} ties {key} and {others[0]}, but {source} has them untied; construct the model with "
+                "tie_word_embeddings=False"
+            )
+        if key in stored:
+            shape, dtype = stored[key].shape, stored[key].torch_dtype()
+            check_header(tensor, key, Header(shape, dtype), source)
+            if id(tensor.tensor) not in chosen:
+                reason = "trainable" if tensor.tensor.requires_grad else reasons.get(id(tensor.tensor), "no weight")
+                raise ValueError(
+                    f"{source} has {key} as a quantized weight, but in this {name} it is not a frozen weight but "
+                    f"{reason}; freeze all weights that were frozen when the base was saved"
+                )
+        else:
+            check_header(tensor, key, files.header(key), files.file_of(key))
+
+
+def _is_frozen(tensor: ModelTensor) -> bool:
+    return isinstance(tensor.tensor, nn.Parameter) and not tensor.tensor.requires_grad

@@ -1,0 +1,813 @@
+"""Weights of a model, read from the files of a checkpoint."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from fsdp_zpp.frozen.stored.format import StoredWeight, stacked, stored_in
+from fsdp_zpp.names import base_fqns, join_fqn, model_name
+from fsdp_zpp.runtime.api import DTYPES
+
+from ._torch_modules import frozen_sites
+from .stored import find_stored, read_config
+from .weight import FrozenWeight, ReadValues
+
+# ---- tensor files
+#
+# Safetensors files and their indexes. Whatever is read is validated; each error names the file and the remedy.
+
+STORED_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Dtypes by their names in files. Others, such as fp8, are left out: they need scales that are stored elsewhere."""
+
+OTHER_FILES = "read different files from"
+"""What ranks did differently, for the error of :func:`fsdp_zpp.collectives.agreement.agree`."""
+_INDEX = ".safetensors.index.json"
+BASE_INDEX = f"frozen_base{_INDEX}"
+"""The index of a quantized base, which is no checkpoint in full precision."""
+_MODEL = ("model.safetensors", f"model{_INDEX}")
+"""The files that transformers looks for, in its order."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """Shape and dtype of a stored tensor.
+
+    Attributes:
+        shape: The shape.
+        dtype: The dtype, or its name in the file if that is not in :data:`DTYPES`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str
+
+
+class TensorFiles:
+    """Tensors in safetensors files, read slice by slice.
+
+    Args:
+        files: The file of each tensor.
+        source: The index, or the one file, that lists the tensors; named in errors.
+        remedy: What to do about a broken file, for errors.
+    """
+
+    def __init__(self, files: dict[str, Path], source: Path, remedy: str) -> None:
+        self.source = source
+        self._files, self._remedy = files, remedy
+        self._open: dict[Path, tuple[safe_open, set[str]]] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def file_of(self, key: str) -> Path:
+        """Return the file of a tensor."""
+        return self._files[key]
+
+    def header(self, key: str) -> Header:
+        """Return the shape and dtype of a tensor.
+
+        Raises:
+            ValueError: If its file is missing or broken, or has no such tensor.
+        """
+        part = self.slice(key)
+        dtype = part.get_dtype()
+        return Header(tuple(part.get_shape()), STORED_DTYPES.get(dtype, dtype))
+
+    def slice(self, key: str) -> Any:
+        """Return a tensor that reads parts when it is indexed; they alias the file. Raises what :meth:`header` does."""
+        file, keys = self._opened(self._files[key])
+        if key not in keys:
+            raise ValueError(f"{self._files[key]} has no {key}, which {self.source} lists in it; {self._remedy}")
+        return file.get_slice(key)
+
+    def values(self, key: str, first: int, last: int) -> Tensor:
+        """Read the flat values ``first`` to ``last - 1`` of a tensor, and of others only those in the same rows."""
+        part = self.slice(key)
+        shape = torch.Size(part.get_shape())
+        if len(shape) < 3:
+            return _values_of_rows(lambda begin, end: part[begin:end], shape[1:].numel(), first, last)
+        size, pieces = shape[1:].numel(), []
+        for matrix in range(first // size, -(-last // size)):
+            start = matrix * size
+            rows = partial(lambda matrix, begin, end: part[matrix : matrix + 1, begin:end], matrix)
+            within = max(first - start, 0), min(last - start, size)
+            pieces.append(_values_of_rows(rows, shape[2:].numel(), *within))
+        return torch.cat(pieces)
+
+    def read(self, key: str) -> Tensor:
+        """Copy a tensor, since what is read is mapped memory, which changes with the file."""
+        self.slice(key)  # raises if the file lacks it, with the remedy
+        whole: Tensor = self._opened(self._files[key])[0].get_tensor(key)
+        return whole.clone()
+
+    def _opened(self, path: Path) -> tuple[safe_open, set[str]]:
+        if path not in self._open:
+            file = open_file(path, self._remedy, f", which {self.source} names" if path != self.source else "")
+            self._open[path] = file, set(file.keys())
+        return self._open[path]
+
+
+def _values_of_rows(rows: Callable[[int, int], Tensor], columns: int, first: int, last: int) -> Tensor:
+    """Read the flat values ``first`` to ``last - 1`` of a matrix, by a function that reads some of its rows."""
+    begin = first // columns
+    return rows(begin, -(-last // columns)).reshape(-1)[first - begin * columns : last - begin * columns]
+
+
+def open_file(path: Path, remedy: str, named_by: str = "") -> safe_open:
+    """Open a safetensors file.
+
+    Raises:
+        ValueError: If it is missing, truncated, or not a safetensors file.
+    """
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}{named_by}; {remedy}")
+    try:
+        return safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} is not a complete safetensors file ({error}); {remedy}") from error
+
+
+def read_index(path: Path, remedy: str) -> tuple[dict[str, Path], dict[str, object]]:
+    """Return the file of each tensor, and the whole content of the index.
+
+    Raises:
+        ValueError: If it is not an index, or names files outside its folder.
+    """
+    try:
+        index = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not an index of safetensors files ({error}); {remedy}") from error
+    file_of = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(file_of, dict):
+        raise ValueError(f"{path} is not an index of safetensors files: it has no weight_map; {remedy}")
+    for key, file in file_of.items():
+        if not isinstance(file, str) or not _is_inside(file):
+            # An index that was downloaded must not make the process read other files of this machine.
+            raise ValueError(f"{path} names {file!r} as the file of {key}, which is not in its folder; {remedy}")
+    return {key: path.parent / file for key, file in file_of.items()}, index
+
+
+def _is_inside(file: str) -> bool:
+    """Return whether a relative path stays inside its folder, by the rules of both POSIX and Windows."""
+    kinds = (PurePosixPath(file), PureWindowsPath(file))
+    return bool(file) and all(not path.anchor and ".." not in path.parts for path in kinds)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Find the safetensors file or index to read for ``path``, which is a folder or a file.
+
+    In a folder, it is ``model.safetensors`` or its index, as transformers writes and reads them; otherwise the only
+    index or the only safetensors file that is not an adapter's.
+
+    Args:
+        path: The folder or file.
+
+    Raises:
+        ValueError: If there is no candidate, or more than one.
+    """
+    if not path.is_dir():
+        if not path.exists():
+            raise ValueError(f"there is no {path}; give a safetensors file, an index of several, or their folder")
+        return path
+    names = sorted(file.name for file in path.iterdir())
+    prefix = BASE_INDEX.removesuffix(_INDEX)
+    models = [name for name in names if not name.startswith((prefix, "adapter_"))]
+    indexes = [name for name in models if name.endswith(_INDEX)]
+    files = [name for name in models if name.endswith(".safetensors")]
+    matches = [name for name in _MODEL if name in names][:1] or indexes or files  # an index before the files it lists
+    if len(matches) == 1:
+        return path / matches[0]
+    if matches:
+        several = ", ".join(matches[:4])
+        raise ValueError(f"{path} has no {' or '.join(_MODEL)}, but {several}, ...; give the path of one of them")
+    if BASE_INDEX in names:
+        raise ValueError(f"{path} holds a base that is already quantized; load it with load_frozen_params")
+    adapter = next((name for name in names if name.endswith(".safetensors")), None)
+    exception = "" if adapter is None else f", but for {adapter}, which is an adapter's"
+    raise ValueError(f"{path} holds neither *.safetensors nor *{_INDEX}{exception}; give the folder of the base")
+
+
+# ---- model tensors
+#
+# Parameters and buffers of a model, tied ones once, with the names that they have in files.
+
+
+@dataclass(eq=False)  # compared and hashed by identity, since comparing tensors compares their values
+class ModelTensor:
+    """A parameter or buffer, and all places where it is registered.
+
+    Attributes:
+        tensor: The parameter or buffer.
+        sites: The modules on which it is registered, with its name on each.
+        paths: Its FQNs in the model.
+        names: Its FQNs in the base; none if only adapters use it.
+        persistent: Whether it is in state dicts.
+    """
+
+    tensor: Tensor
+    sites: list[tuple[nn.Module, str]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    persistent: bool = False
+
+    @property
+    def name(self) -> str:
+        """Return its name in errors."""
+        return (self.names or self.paths)[0]
+
+    @property
+    def keys(self) -> list[str]:
+        """Return the names that it may have in files."""
+        return list(dict.fromkeys([*self.paths, *self.names]))
+
+    @property
+    def needs_a_value(self) -> bool:
+        """Return whether files of the base must have it: unless it is an adapter's, or trainable with a value."""
+        if not self.names or not self.persistent:
+            return False
+        return self.tensor.is_meta or not self.tensor.requires_grad
+
+    def fill(self, value: Tensor, device: torch.device) -> None:
+        """Set the tensor to ``value`` in all its modules; if it is on the meta device, put it on ``device``."""
+        if not self.tensor.is_meta:
+            with torch.no_grad():  # in place: whoever holds the tensor, an optimizer say, keeps it
+                self.tensor.copy_(value)
+            return
+        fresh: Tensor = value.to(device, self.tensor.dtype)
+        if isinstance(self.tensor, nn.Parameter):
+            fresh = nn.Parameter(fresh, requires_grad=self.tensor.requires_grad)
+        for module, name in self.sites:
+            setattr(module, name, fresh)
+        self.tensor = fresh
+
+
+def model_tensors(model: nn.Module) -> list[ModelTensor]:
+    """Return all parameters and buffers of ``model``, tied ones once, in the model's order."""
+    tensors: dict[int, ModelTensor] = {}
+    for path, base, module in base_fqns(model):
+        for registry in (module._parameters, module._buffers):
+            for name, tensor in registry.items():
+                if tensor is None:
+                    continue
+                entry = tensors.setdefault(id(tensor), ModelTensor(tensor))
+                entry.sites.append((module, name))
+                entry.paths.append(join_fqn(path, name))
+                if base is not None:
+                    entry.names.append(join_fqn(base, name))
+                # A tied tensor is in state dicts if any of its places puts it there.
+                entry.persistent |= registry is module._parameters or name not in module._non_persistent_buffers_set
+    return list(tensors.values())
+
+
+def frozen_names(model: nn.Module) -> dict[FrozenWeight, list[str]]:
+    """Return the quantized weights of ``model`` with their names in the base, several if tied."""
+    bases = {path: base for path, base, _ in base_fqns(model)}
+    names: dict[FrozenWeight, list[str]] = {}
+    for path, _, name, weight in frozen_sites(model):
+        if (base := bases[path]) is not None:
+            names.setdefault(weight, []).append(join_fqn(base, name))
+    return names
+
+
+# ---- completeness
+#
+# Checks that files have every tensor that a model needs, in exactly its shape, before the model changes.
+#
+# A tensor that a checkpoint lacks would stay as the constructor left it, random or on the meta device, and training
+# would continue without a warning. So that is an error, and all headers are compared before the first tensor is read.
+
+_TIED = "accelerate's init_empty_weights has left them as separate tensors; call model.tie_weights() after it"
+
+
+def match_keys(model: nn.Module, keys: Collection[str], where: str, remedy: str) -> list[tuple[ModelTensor, list[str]]]:
+    """Return the tensors of ``model`` that files have, each with those of its names that are among ``keys``.
+
+    Args:
+        model: The model; not sharded.
+        keys: The names of the tensors in the files.
+        where: The files, as errors name them.
+        remedy: What to do if the files lack a tensor, for errors.
+
+    Raises:
+        ValueError: If the model needs a tensor that the files lack, or is sharded.
+    """
+    refuse_sharded_tensors(model, where)
+    stored = frozenset(keys)
+    matches = [(tensor, [key for key in tensor.keys if key in stored]) for tensor in model_tensors(model)]
+    missing = [tensor for tensor, names in matches if tensor.needs_a_value and not names]
+    if missing:
+        examples = ", ".join(list(keys)[:4])
+        more = f" ({len(missing)} tensors of this {model_name(model)} are missing)" if len(missing) > 1 else ""
+        raise ValueError(
+            f"{where} has no {missing[0].name}; it has {examples}, ...{more}; {_tie_of(model, missing) or remedy}"
+        )
+    refuse_unfilled(model, [tensor for tensor, names in matches if not names])
+    return [(tensor, names) for tensor, names in matches if names]
+
+
+def refuse_unfilled(model: nn.Module, tensors: Iterable[ModelTensor]) -> None:
+    """Raise if a non-persistent buffer of the base is on the meta device: no state dict has it, and so no file.
+
+    Raises:
+        ValueError: It names the buffer.
+    """
+    for tensor in tensors:
+        if tensor.names and not tensor.persistent and tensor.tensor.is_meta:
+            raise ValueError(
+                f"{tensor.name} is on the meta device and in no checkpoint: it is a buffer that {model_name(model)} "
+                "computes itself; construct the model with accelerate's init_empty_weights, which gives buffers their "
+                "values, and call model.tie_weights() after it, or give the buffer its value first"
+            )
+
+
+def refuse_sharded_tensors(model: nn.Module, where: str) -> None:
+    """Raise if FSDP has sharded any part of ``model``.
+
+    Raises:
+        ValueError: It names that part.
+    """
+    for path, module in model.named_modules():
+        sharded = isinstance(module, (FullyShardedDataParallel, FSDPModule))
+        if sharded or any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
+            name = path or f"this {model_name(model)}"
+            raise ValueError(f"{name} is already sharded; load {where} before you wrap the model")
+
+
+def check_header(tensor: ModelTensor, key: str, header: Header, where: object) -> None:
+    """Raise unless a stored tensor has exactly the shape of the model's, and a dtype that casts to its dtype.
+
+    Args:
+        tensor: The model's tensor.
+        key: The name of the stored tensor.
+        header: Its shape and dtype.
+        where: Its file, as errors name it.
+
+    Raises:
+        ValueError: If it does not fit; the error names both shapes or both dtypes.
+    """
+    shape, dtype, stored = tuple(tensor.tensor.shape), tensor.tensor.dtype, header.dtype
+    if header.shape != shape:
+        raise ValueError(
+            f"{key} is {shape} in the model and {header.shape} in {where}; give files of the same architecture"
+        )
+    # A cast between float and integer is refused, and so is a dtype by name (a string), such as fp8: its values mean
+    # nothing without their scales.
+    both_float = dtype.is_floating_point and stored in DTYPES
+    both_integers = not dtype.is_floating_point and isinstance(stored, torch.dtype) and not stored.is_floating_point
+    if stored != dtype and not both_float and not both_integers:
+        raise ValueError(f"{key} is {dtype} in the model and {stored} in {where}; give files in {dtype}")
+
+
+def _tie_of(model: nn.Module, missing: Iterable[ModelTensor]) -> str:
+    """Return the remedy if a missing tensor should be tied to another one; empty if it should not."""
+    for target, source in [tie for module in model.modules() for tie in _declared_ties(module)]:
+        for name in [name for tensor in missing for name in tensor.names]:
+            if any(re.search(f"(^|\\.){end}$", name) for end in (target, source)):
+                return f"{type(model).__name__} ties {target} to {source}, but {_TIED}"
+    return ""
+
+
+def _declared_ties(module: nn.Module) -> list[tuple[str, str]]:
+    """Return the ties that a transformers model declares, as pairs of a target and its source."""
+    ties = getattr(module, "all_tied_weights_keys", None)
+    if ties is None:
+        config = getattr(module, "config", None)
+        ties = getattr(module, "_tied_weights_keys", None) if getattr(config, "tie_word_embeddings", False) else None
+    # transformers 4 has a list of targets, which does not tell their sources.
+    return list(ties.items()) if isinstance(ties, dict) else []
+
+
+# ---- decoded files
+#
+# Tensors of a checkpoint, of which some are stored quantized: they are shown, and read, as what they decode to.
+
+_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu}
+"""Dtypes that have no meaning without scales."""
+
+
+class DecodedFiles:
+    """Tensors in files, with those that make up a quantized weight as one, under the weight's name.
+
+    Args:
+        files: The files.
+
+    Raises:
+        ValueError: If a quantized weight is incomplete, or the checkpoint is quantized in an unknown way.
+    """
+
+    def __init__(self, files: TensorFiles) -> None:
+        self.source = files.source
+        self._files = files
+        config = read_config(files.source)
+        try:
+            self._stored = find_stored(_Described(files), config)
+        except ValueError as error:
+            raise ValueError(f"{files.source}: {error}") from error
+        parts = {key for stored in self._stored.values() for key in stored.keys.values()}
+        self._keys = dict.fromkeys([key for key in files if key not in parts] + list(self._stored))
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._keys
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def stored(self, key: str) -> StoredWeight | None:
+        """Return a weight that is stored quantized; None for any other tensor."""
+        if key not in self._stored:
+            return None
+        stored = self._stored[key]
+        return stored_in(stored, {role: self._files.slice(name) for role, name in stored.keys.items()})
+
+    def description(self, key: str) -> str:
+        """Return how a tensor is stored, as text."""
+        return self._stored[key].description if key in self._stored else "as it is"
+
+    def file_of(self, key: str) -> Path:
+        """Return the file of a tensor."""
+        return self._files.file_of(self._first(key))
+
+    def header(self, key: str) -> Header:
+        """Return the decoded shape and dtype of a tensor; raises as :meth:`TensorFiles.header`."""
+        if key not in self._stored:
+            return self._files.header(key)
+        return Header(tuple(self._stored[key].shape), self._stored[key].dtype)
+
+    def values(self, key: str, first: int, last: int) -> Tensor:
+        """Read the flat values ``first`` to ``last - 1`` of a tensor, fp32 if it is stored quantized."""
+        stored = self.stored(key)
+        return self._files.values(key, first, last) if stored is None else stored.values(first, last)
+
+    def read(self, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Copy a tensor, in ``dtype`` if it is stored quantized, so that its values are rounded once."""
+        stored = self.stored(key)
+        if stored is None:
+            return self._files.read(key)
+        return stored.values(0, stored.shape.numel(), dtype).view(stored.shape)
+
+    def _first(self, key: str) -> str:
+        return next(iter(self._stored[key].keys.values())) if key in self._stored else key
+
+
+class _Described:
+    """Shapes and dtypes of tensors in files, for the formats; see ``StoredTensors``."""
+
+    def __init__(self, files: TensorFiles) -> None:
+        self._files = files
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._files.header(key).shape
+
+    def dtype(self, key: str) -> torch.dtype | str:
+        """Return the dtype of a tensor, or its name if torch has none."""
+        dtype = self._files.header(key).dtype
+        return _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+
+    def read(self, key: str) -> Tensor:
+        """Return a tensor."""
+        return self._files.read(key)
+
+
+# ---- expert stacks
+#
+# Experts of MoE layers, which checkpoints store as single matrices and models of transformers as stacks.
+#
+# A model's ``mlp.experts.gate_up_proj`` has the shape ``[experts, gate and up, width]``. Files have
+# ``mlp.experts.0.gate_proj.weight`` and so on, as models had before transformers 5, and as transformers still saves
+# them. The matrices of a stack are put together as they are read.
+
+_EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
+_PARTS = {
+    "gate_up_proj": (("gate_proj.weight", "up_proj.weight"), ("w1.weight", "w3.weight")),
+    "down_proj": (("down_proj.weight",), ("w2.weight",)),
+}
+"""For each stack, the stored matrices that form one of its matrices, top to bottom; the second way is Mixtral's."""
+
+_MIXTRAL = (".block_sparse_moe.", ".mlp.")
+"""The name of Mixtral's MoE layer in files and in models."""
+
+
+class StackedFiles:
+    """Tensors in files, and stacks that are assembled from them.
+
+    Args:
+        files: The files.
+    """
+
+    def __init__(self, files: DecodedFiles) -> None:
+        self.source = files.source
+        self._files = files
+        self._stacks = _stacks_in(files)
+        self._renamed = {key.replace(*_MIXTRAL): key for key in files if _MIXTRAL[0] in key}
+
+    @property
+    def keys(self) -> list[str]:
+        """Return the names of all tensors, and of all stacks that can be assembled."""
+        return list(dict.fromkeys([*self._files, *self._stacks, *self._renamed]))
+
+    def parts(self, key: str) -> list[str]:
+        """Return the names in the files of the tensors that ``key`` is read from."""
+        # Here and below, a tensor that the files store under this very name takes precedence over an assembled stack.
+        if key in self._files:
+            return [key]
+        return (
+            [part for matrix in self._stacks[key] for part in matrix] if key in self._stacks else [self._renamed[key]]
+        )
+
+    def description(self, key: str) -> str:
+        """Return how a tensor, or the first part of it, is stored, as text."""
+        return self._files.description(self.parts(key)[0])
+
+    def file_of(self, key: str) -> object:
+        """Return the file of a tensor, or of the first part of it."""
+        return self._files.file_of(self.parts(key)[0])
+
+    def header(self, key: str) -> Header:
+        """Return the shape and dtype of a tensor.
+
+        Raises:
+            ValueError: As :meth:`TensorFiles.header`, and if the matrices of a stack differ in shape or dtype.
+        """
+        if key not in self._stacks or key in self._files:
+            return self._files.header(self.parts(key)[0])
+        matrices = [[self._files.header(part) for part in matrix] for matrix in self._stacks[key]]
+        first = matrices[0][0]
+        if any(matrix != matrices[0] for matrix in matrices) or any(
+            len(part.shape) != 2 or part.shape[1:] != first.shape[1:] or part.dtype != first.dtype
+            for part in matrices[0]
+        ):
+            raise ValueError(
+                f"the experts of {key} differ in shape or dtype in {self.source}; give a complete checkpoint"
+            )
+        return Header((len(matrices), sum(part.shape[0] for part in matrices[0]), *first.shape[1:]), first.dtype)
+
+    def values(self, key: str, first: int, last: int) -> Tensor:
+        """Read the flat values ``first`` to ``last - 1`` of a tensor, fp32 if it is stored quantized."""
+        if key in self._files or key not in self._stacks:
+            return self._files.values(self.parts(key)[0], first, last)
+        # All matrices have the shape of the first: the header says so.
+        sizes = [torch.Size(self._files.header(part).shape).numel() for part in self._stacks[key][0]]
+        pieces = []
+        for matrix in range(first // sum(sizes), -(-last // sum(sizes))):
+            start = matrix * sum(sizes)
+            for part, size in zip(self._stacks[key][matrix], sizes, strict=True):
+                if first < start + size and start < last:
+                    pieces.append(self._files.values(part, max(first - start, 0), min(last - start, size)))
+                start += size
+        return torch.cat(pieces)
+
+    def read(self, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Copy a tensor, in ``dtype`` if it is stored quantized."""
+        if key in self._files or key not in self._stacks:
+            return self._files.read(self.parts(key)[0], dtype)
+        matrices = self._stacks[key]
+        return torch.stack([torch.cat([self._files.read(part, dtype) for part in matrix]) for matrix in matrices])
+
+    def stored(self, key: str) -> StoredWeight | None:
+        """Return a weight that is stored quantized; None for any other tensor.
+
+        Raises:
+            NoStackError: If its matrices can't be put together without being decoded.
+            ValueError: If only some of them are stored quantized.
+        """
+        if key in self._files or key not in self._stacks:
+            return self._files.stored(self.parts(key)[0])
+        matrices = [[self._files.stored(part) for part in matrix] for matrix in self._stacks[key]]
+        known = [[part for part in matrix if part is not None] for matrix in matrices]
+        if not any(known):
+            return None
+        if known != matrices:
+            raise ValueError(f"some matrices of {key} are quantized, and others are not; give a complete checkpoint")
+        return stacked(known, key)
+
+
+def _stacks_in(keys: Iterable[str]) -> dict[str, list[list[str]]]:
+    """Return for each stack that is stored in parts: the stored matrices that form each of its matrices."""
+    experts: dict[str, dict[int, set[str]]] = {}
+    for key in keys:
+        if match := _EXPERT.fullmatch(key):
+            prefix, index, name = match.groups()
+            experts.setdefault(prefix, {}).setdefault(int(index), set()).add(name)
+    stacks = {}
+    for prefix, by_index in experts.items():
+        if sorted(by_index) != list(range(len(by_index))):
+            continue  # an expert is missing, so there is no such stack, and the model's is reported as missing
+        for stack, ways in _PARTS.items():
+            for names in ways:
+                if all(set(names) <= those for those in by_index.values()):
+                    matrices = [[f"{prefix}.{i}.{name}" for name in names] for i in range(len(by_index))]
+                    stacks[f"{prefix}.{stack}".replace(*_MIXTRAL)] = matrices
+    return stacks
+
+
+# ---- source
+#
+# Sources of a model's weights, in full precision or quantized: safetensors files, or a function.
+
+logger = logging.getLogger("fsdp_zpp")
+
+Source = str | os.PathLike[str] | Callable[[str], Tensor]
+"""A safetensors file, an index of several, a folder with either, or a function of a tensor's name."""
+
+_REMEDY = "give a complete checkpoint of this model in safetensors, downloaded or converted again"
+_COMPARED = 2**22
+"""Values of each of two tensors that are compared at a time, which may be embeddings of gigabytes."""
+
+
+class WeightSource(Protocol):
+    """A source of a model's tensors."""
+
+    def cover(self, model: nn.Module) -> list[ModelTensor]:
+        """Return the tensors to read. Changes nothing.
+
+        Raises:
+            ValueError: If the source lacks a tensor that ``model`` needs, or has it in another shape or kind of dtype.
+        """
+
+    def reader(self, tensor: ModelTensor) -> ReadValues:
+        """Return a function that reads values of ``tensor``."""
+
+    def read(self, tensor: ModelTensor) -> Tensor:
+        """Copy ``tensor``."""
+
+    def stored(self, tensor: ModelTensor) -> StoredWeight | None:
+        """Return ``tensor`` as it is stored; None if it is stored in full precision.
+
+        Raises:
+            NoStackError: If only its decoded values can be read.
+        """
+
+    def summary(self) -> str:
+        """Return, as text, what must be the same on all ranks."""
+
+
+class Checkpoint:
+    """Weights in safetensors files.
+
+    Args:
+        path: A file, an index, or a folder with either.
+        warns: Whether to warn of tensors that a model has no place for; set it on one rank only, or each rank warns.
+
+    Raises:
+        ValueError: If it holds no safetensors.
+    """
+
+    def __init__(self, path: Path, warns: bool) -> None:
+        self._warns = warns
+        self._source = find_checkpoint(path)
+        if self._source.name.endswith(".index.json"):
+            files, _ = read_index(self._source, _REMEDY)
+        else:
+            files = dict.fromkeys(open_file(self._source, _REMEDY).keys(), self._source)
+        self._files = StackedFiles(DecodedFiles(TensorFiles(files, self._source, _REMEDY)))
+        self._keys: dict[ModelTensor, str] = {}
+        self._headers: list[tuple[str, Header, str]] = []
+
+    def cover(self, model: nn.Module) -> list[ModelTensor]:
+        matches = match_keys(model, self._files.keys, f"the checkpoint {self._source}", _REMEDY)
+        for tensor, keys in matches:
+            for key in keys:
+                header = self._files.header(key)
+                check_header(tensor, key, header, f"the checkpoint's {self._files.file_of(key)}")
+                self._headers.append((key, header, self._files.description(key)))
+            for other in keys[1:]:
+                self._check_equal(model, keys[0], other)
+            self._keys[tensor] = keys[0]
+        if self._warns:
+            self._warn_of_others(model)
+        return list(self._keys)
+
+    def reader(self, tensor: ModelTensor) -> ReadValues:
+        key = self._keys[tensor]
+        return lambda first, last: self._files.values(key, first, last)
+
+    def read(self, tensor: ModelTensor) -> Tensor:
+        return self._files.read(self._keys[tensor], tensor.tensor.dtype)
+
+    def stored(self, tensor: ModelTensor) -> StoredWeight | None:
+        return self._files.stored(self._keys[tensor])
+
+    def summary(self) -> str:
+        return repr(self._headers)
+
+    def _check_equal(self, model: nn.Module, one: str, other: str) -> None:
+        """Raise if two tensors that the model ties differ in the files: the model can have only one of their values."""
+        shape = self._files.header(one).shape
+        if not shape:
+            same = torch.equal(self._files.read(one), self._files.read(other))
+        else:
+            numel = torch.Size(shape).numel()
+            some = [(first, min(first + _COMPARED, numel)) for first in range(0, numel, _COMPARED)]
+            same = all(torch.equal(self._files.values(one, *each), self._files.values(other, *each)) for each in some)
+        if not same:
+            raise ValueError(
+                f"this {model_name(model)} ties {one} and {other}, but they differ in the checkpoint {self._source}; "
+                "construct the model with tie_word_embeddings=False"
+            )
+
+    def _warn_of_others(self, model: nn.Module) -> None:
+        """Warn of tensors that the model has no place for: the checkpoint may be of a larger model."""
+        known = {key for tensor in model_tensors(model) for key in tensor.keys}
+        known |= {name for names in frozen_names(model).values() for name in names}
+        parts = {key: self._files.parts(key) for key in self._files.keys}
+        used = {part for key in known & parts.keys() for part in parts[key]}
+        # Matrices of a stack are used by the stack's name; a renamed key is not a tensor of its own.
+        if others := [key for key, those in parts.items() if those == [key] and key not in used]:
+            logger.warning(
+                "%s: the checkpoint %s has %d tensors that the model has no place for: %s",
+                model_name(model),
+                self._source,
+                len(others),
+                ", ".join(others[:4]),
+            )
+
+
+class Generated:
+    """Weights that a function returns, one at a time.
+
+    Args:
+        make: Returns all values of a tensor, by its name in the model without adapters.
+    """
+
+    def __init__(self, make: Callable[[str], Tensor]) -> None:
+        self._make = make
+
+    def cover(self, model: nn.Module) -> list[ModelTensor]:
+        refuse_sharded_tensors(model, "a checkpoint")
+        tensors = model_tensors(model)
+        refuse_unfilled(model, tensors)
+        return [tensor for tensor in tensors if tensor.needs_a_value]
+
+    def reader(self, tensor: ModelTensor) -> ReadValues:
+        # Made once for all of its values, and only when they are asked for.
+        flat = functools.cache(lambda: self.read(tensor).reshape(-1))
+        return lambda first, last: flat()[first:last]
+
+    def read(self, tensor: ModelTensor) -> Tensor:
+        try:
+            value = self._make(tensor.name)
+        except KeyError as error:
+            raise ValueError(
+                f"the checkpoint function has no {tensor.name} (KeyError: {error}); it is asked for all frozen "
+                "parameters and persistent buffers and must return each of them"
+            ) from error
+        if not isinstance(value, Tensor):
+            raise TypeError(f"the checkpoint function must return a tensor, got {value!r} for {tensor.name}")
+        header = Header(tuple(value.shape), value.dtype)
+        check_header(tensor, tensor.name, header, "what the checkpoint function returned")
+        return value.detach().clone()
+
+    def stored(self, tensor: ModelTensor) -> StoredWeight | None:
+        return None
+
+    def summary(self) -> str:
+        return ""
+
+
+def source_from(checkpoint: Source, warns: bool) -> WeightSource:
+    """Return the source that the argument ``checkpoint`` describes; ``warns`` as for :class:`Checkpoint`.
+
+    Raises:
+        ValueError: If it is a path that holds no safetensors.
+        TypeError: If it is neither a path nor a function.
+    """
+    if callable(checkpoint):
+        return Generated(checkpoint)
+    if not isinstance(checkpoint, (str, os.PathLike)):
+        raise TypeError(f"checkpoint must be a path or a function of a parameter's name, got {checkpoint!r}")
+    return Checkpoint(Path(checkpoint), warns)

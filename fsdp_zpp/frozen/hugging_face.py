@@ -1,0 +1,512 @@
+"""A frozen base in models of transformers and PEFT, and in their state dicts."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from fsdp_zpp.comm.agreement import agree, from_first_rank
+from fsdp_zpp.comm.mesh import collective_device
+from fsdp_zpp.names import how_to_install, model_name, original_path, parameter_name
+from fsdp_zpp.runtime.api import check_folder, check_module, ranks_of
+from fsdp_zpp.runtime.full_tensors import FullTensor, GatherInTurn, TensorOfModel, gets, in_units, tensors_of
+
+from ._torch_modules import FrozenModule, frozen_modules, frozen_sites, frozen_tensor, frozen_weights_of, replaced
+from .weight import FrozenWeight
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+# ---- patches
+#
+# Patches PEFT to add adapters to a quantized base, and transformers not to save half of it.
+#
+# PEFT looks at a model's parameters to find tied weights, targets and word embeddings, and to count elements. Frozen
+# weights are not parameters, since FSDP must not see them. So while one of the methods of PEFT below runs, the tensors
+# that stand for frozen weights are registered as parameters of their modules.
+#
+# For ``target_parameters``, PEFT parametrizes the module that has them in every forward. A frozen weight is
+# parametrized on a stand-in module instead.
+#
+# transformers' ``save_pretrained`` would write only the part of a model that is not quantized. From a sharded model, it
+# and PEFT's would write what one rank holds, or nothing. Patched, they raise in these cases unless they are given a
+# state dict that has all weights.
+
+logger = logging.getLogger("fsdp_zpp")
+
+_LOOKING_AT_PARAMETERS = (
+    ("peft.peft_model", "PeftModel", "__init__"),
+    ("peft.peft_model", "PeftModel", "add_adapter"),
+    ("peft.peft_model", "PeftModel", "get_nb_trainable_parameters"),
+    ("peft.tuners.tuners_utils", "BaseTuner", "inject_adapter"),
+)
+"""Methods that look at the parameters of the object they are called on, or of their arguments."""
+_COMPUTING_WITH_PARAMETER = ("peft.tuners.lora.layer", "ParamWrapper", "_activate_lora")
+_MARK = "_fsdp_zpp_shows_frozen"
+
+
+def show_to_peft() -> None:
+    """Let PEFT see frozen weights, if it is imported or may be later. See the top of this file."""
+    # Importing PEFT takes seconds, which a process without any of Hugging Face's libraries need not spend.
+    if not {"peft", "transformers"} & set(sys.modules):
+        return
+    try:
+        importlib.import_module("peft")
+    except ImportError:
+        return
+    for module, cls, method in _LOOKING_AT_PARAMETERS:
+        _wrap(module, cls, method, _with_parameters_shown)
+    _wrap(*_COMPUTING_WITH_PARAMETER, _with_stand_in)
+
+
+@contextmanager
+def shown_as_parameters(*models: object) -> Iterator[None]:
+    """Register the frozen weights of ``models`` as parameters of their modules, in this context.
+
+    Args:
+        models: The models; objects that are not modules are skipped, so that any arguments of a call can be passed.
+    """
+    registered: list[tuple[FrozenModule, str]] = []
+    for model in models:
+        for _, module, name, weight in frozen_sites(model) if isinstance(model, nn.Module) else ():
+            # PEFT's methods call each other. Only the outermost context puts weights in, and takes them out.
+            if name not in module._parameters:
+                module._parameters[name] = frozen_tensor(weight)  # type: ignore[assignment]  # passes for one
+                registered.append((module, name))
+    try:
+        yield
+    finally:
+        for module, name in registered:
+            module._parameters.pop(name, None)
+
+
+def refuse_lost_ties(model: nn.Module) -> None:
+    """Raise if a sharded model has tied adapters, whose tie FSDP does not keep.
+
+    Raises:
+        ValueError: It names the adapter.
+    """
+    modules = list(model.modules())
+    if not any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in modules):
+        return
+    for configs in [vars(module).get("peft_config") for module in modules]:
+        for name, config in configs.items() if isinstance(configs, dict) else ():
+            if getattr(config, "target_modules_to_tie", None):
+                raise ValueError(
+                    f"the adapter {name!r} has ensure_weight_tying=True and targets a tied embedding: PEFT makes the "
+                    "adapters of tied layers views of one memory, but FSDP shards each on its own, so they would "
+                    "differ after the first step. Train the embedding by modules_to_save or trainable_token_indices, "
+                    "which stay tied, or target it without ensure_weight_tying"
+                )
+
+
+def _wrap(module: str, cls: str, method: str, how: Callable[..., Callable[..., object]]) -> None:
+    owner = getattr(importlib.import_module(module), cls, None)
+    original = getattr(owner, method, None)
+    if original is None:
+        logger.warning("this version of peft has no %s.%s; add adapters before you quantize the base", cls, method)
+    # Only once: this runs for every base.
+    elif not hasattr(original, _MARK):
+        wrapped = functools.wraps(original)(how(original))
+        setattr(wrapped, _MARK, True)
+        setattr(owner, method, wrapped)
+
+
+def _with_parameters_shown(original: Callable[..., object]) -> Callable[..., object]:
+    def method(self: nn.Module, *args: object, **kwargs: object) -> object:
+        # In __init__, self is not a module yet that could be walked.
+        own = [self] if "_modules" in vars(self) else []
+        with shown_as_parameters(*own, *args, *kwargs.values()):
+            return original(self, *args, **kwargs)
+
+    return method
+
+
+def _with_stand_in(original: Callable[..., AbstractContextManager[object]]) -> Callable[..., object]:
+    @contextmanager
+    def method(self: Any, active_adapters: list[str]) -> Iterator[None]:
+        base, name = self.get_base_layer(), self.parameter_name
+        if not isinstance(base, FrozenModule) or name not in frozen_weights_of(base):
+            with original(self, active_adapters):
+                yield
+            return
+        stand_in = nn.Module()
+        stand_in.register_buffer(name, frozen_tensor(frozen_weights_of(base)[name]))
+        # On this instance alone: the original asks for the base layer to parametrize it, and again to undo that.
+        self.get_base_layer = lambda: stand_in
+        try:
+            with original(self, active_adapters), replaced(base, name, lambda: getattr(stand_in, name)):
+                yield
+        finally:
+            del self.get_base_layer
+
+    return method
+
+
+_METHOD = "save_pretrained"
+_IS_SHARDED = "_fsdp_zpp_is_sharded"
+
+
+def guard_save_pretrained(model: nn.Module) -> None:
+    """Make ``save_pretrained`` of ``model`` and its submodules raise if it would leave quantized weights out."""
+    for module in model.modules():
+        # PeftModel's own save_pretrained writes only adapters, which are complete.
+        if hasattr(type(module), _METHOD) and not hasattr(type(module), "get_base_model"):
+            # On the instance, since other models of the class are not quantized.
+            vars(module)[_METHOD] = functools.partial(_save_pretrained, module)
+
+
+def guard_sharded(model: nn.Module, is_sharded: Callable[[nn.Module], bool]) -> None:
+    """Make ``save_pretrained`` of ``model`` and its submodules raise if it would write one rank's part.
+
+    Args:
+        model: The model.
+        is_sharded: Returns whether ranks hold parts of a module's weights; the same on all ranks.
+    """
+    for module in model.modules():
+        if hasattr(type(module), _METHOD):
+            vars(module)[_IS_SHARDED] = is_sharded
+            vars(module)[_METHOD] = functools.partial(_save_pretrained, module)
+
+
+def _save_pretrained(module: nn.Module, *args: object, **kwargs: object) -> object:
+    method = getattr(type(module), _METHOD)
+    bound = inspect.signature(method).bind_partial(module, *args, **kwargs).arguments
+    arguments = {**bound, **bound.get("kwargs", {})}
+    is_sharded = vars(module).get(_IS_SHARDED)
+    gathers = getattr(module, "is_distributed_loading_by_transformers", False)  # which transformers does by itself then
+    if arguments.get("state_dict") is None and is_sharded is not None and not gathers and is_sharded(module):
+        # Even with is_main_process=False, which writes nothing, since rank 0 raises.
+        raise RuntimeError(
+            f"this {model_name(module)} is sharded, and save_pretrained would write what one rank holds of it; call "
+            "fsdp_zpp.save_adapter(model, path) to save an adapter, or pass state_dict= a full state dict, which all "
+            "ranks gather: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+            "cpu_offload=True)) of torch.distributed.checkpoint.state_dict"
+        )
+    if hasattr(type(module), "get_base_model"):  # a PeftModel, which writes only adapters
+        return method(module, *args, **kwargs)
+    # Ranks that write nothing have nothing to leave out.
+    left_out = _left_out(module, arguments.get("state_dict") or {}) if arguments.get("is_main_process", True) else 0
+    if left_out:
+        raise RuntimeError(
+            f"{left_out} weights of this {model_name(module)} are frozen and quantized, and save_pretrained would "
+            "leave them out; call fsdp_zpp.save_frozen_params(model, path) to save the quantized base, or "
+            "fsdp_zpp.save_adapter(model, path) to save an adapter. For a checkpoint in full precision, pass "
+            "state_dict=accelerator.get_state_dict(model), or call fsdp_zpp.dequantize_frozen_params(model) first, on "
+            "every rank and before sharding"
+        )
+    return method(module, *args, **kwargs)
+
+
+def _left_out(module: nn.Module, state: Mapping[str, object]) -> int:
+    """Return how many of the quantized weights of ``module`` a state dict lacks."""
+    present = {weight for path, _, name, weight in frozen_sites(module) if parameter_name(path, name) in state}
+    return len({weight for _, _, weight in frozen_modules(module)} - present)
+
+
+# ---- peft saving
+#
+# Saves PEFT adapters of sharded models in the files that PEFT itself writes and reads: ``save_adapter``.
+
+
+def save_adapter(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    adapters: Sequence[str] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> None:
+    """Save adapters in the files that ``PeftModel.from_pretrained(base, path)`` reads. Collective.
+
+    The model's first rank writes ``adapter_config.json`` and ``adapter_model.safetensors``; adapters other than
+    ``"default"`` go to folders of their names. The files can be read on any number of GPUs. The model in memory does
+    not change.
+
+    Args:
+        model: A PEFT model, plain or sharded by either FSDP, or a module that contains one.
+        path: The folder.
+        adapters: Names of adapters. Default: all.
+        process_group: The ranks of the model, of which the first writes. Default: those that it is sharded over, or all
+            ranks if it is not sharded.
+        **options: Further arguments of ``PeftModel.save_pretrained``.
+
+    Raises:
+        ImportError: If peft is not installed.
+        TypeError: If an argument has the wrong type, on any rank; every rank raises.
+        ValueError: If there is no PEFT model in ``model``, or no adapter of one of the names, on any rank.
+        RuntimeError: If the first rank can't write the files; every rank raises.
+    """
+    group = ranks_of(model, process_group)
+    peft_model, selected = agree(
+        group,
+        lambda: _check(model, path, adapters),
+        lambda checked: repr(list(checked[0].peft_config)),
+        "called save_adapter with a model of other adapters than",
+    )
+    state = adapter_state(model, group)  # on all ranks, since it is collective
+    error = ""
+    if group is None or dist.get_rank(group) == 0:
+        try:
+            with as_plain(peft_model, state):
+                peft_model.save_pretrained(os.fspath(path), selected_adapters=selected, state_dict=state, **options)
+        except Exception as failure:  # any at all: the other ranks wait to hear whether it went well
+            error = f"{type(failure).__name__}: {failure}"
+    if error := from_first_rank(error, group):
+        raise RuntimeError(f"the adapter could not be saved to {os.fspath(path)}: {error}")
+
+
+def _check(model: nn.Module, path: object, adapters: object) -> tuple[PeftModel, list[str]]:
+    """Return the PEFT model in ``model``, and the adapters of it to save."""
+    check_module(model)
+    check_folder(path)
+    peft_model = peft_model_in(model)
+    names = list(peft_model.peft_config)
+    if adapters is None:
+        return peft_model, names
+    if isinstance(adapters, str) or not isinstance(adapters, Collection):
+        raise TypeError(f"adapters must be a list of names such as {names[:1]}, got {adapters!r}")
+    if unknown := [name for name in adapters if name not in names]:
+        raise ValueError(f"there is no adapter {unknown} in this model; choose from {names}")
+    return peft_model, list(adapters)
+
+
+def peft_model_in(model: nn.Module) -> PeftModel:
+    """Return the PEFT model that ``model`` is or contains.
+
+    Raises:
+        ImportError: If peft is not installed.
+        ValueError: If there is none.
+    """
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ImportError(f"adapters need peft: {how_to_install('peft')}") from error
+    peft_model = next((module for module in model.modules() if isinstance(module, PeftModel)), None)
+    if peft_model is None:
+        raise ValueError(f"there is no PeftModel in this {type(model).__name__}; make one with peft.get_peft_model")
+    return peft_model
+
+
+def adapter_state(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """Gather full tensors of adapters and of everything trainable, by the names that PEFT gives them. Collective.
+
+    Ranks of ``group`` other than the first get none but buffers.
+    """
+    peft_model = peft_model_in(model)
+    parameters = [tensor for tensor in adapter_tensors(model, peft_model) if not tensor.is_buffer]
+    state = on_first_rank(parameters, group, all_names=True)  # as PEFT stores tied ones
+    state |= _adapter_buffers(model, peft_model)
+    prefix = path_of(peft_model, model)
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+
+
+def adapter_tensors(model: nn.Module, peft_model: PeftModel) -> list[TensorOfModel]:
+    """Return the tensors of all adapters, active or not, and of everything trainable."""
+    # Adapters that are not active are frozen, so requires_grad alone would miss them; all have a place of their name.
+    adapters = peft_model.peft_config.keys()
+    return [
+        tensor
+        for tensor in tensors_of(model)
+        if (tensor.is_buffer and any(name in adapters for _, name in tensor.sites))
+        or (not tensor.is_buffer and (tensor.full.requires_grad or not adapters.isdisjoint(tensor.names[0].split("."))))
+    ]
+
+
+def path_of(peft_model: PeftModel, model: nn.Module) -> str:
+    """Return what names in ``model`` have before those in ``peft_model``, which is it or a part of it."""
+    path = next(original_path(path) for path, module in model.named_modules() if module is peft_model)
+    return f"{path}." if path else ""
+
+
+@contextmanager
+def as_plain(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[None]:
+    """Make ``peft_model.save_pretrained(..., state_dict=state)`` save what it would if it were plain, in this context.
+
+    Args:
+        peft_model: A sharded model.
+        state: The tensors that :func:`adapter_state` returned for it.
+    """
+    with _original_paths(peft_model), _whole_prompts(peft_model, state):
+        yield
+
+
+def _adapter_buffers(model: nn.Module, peft_model: PeftModel) -> dict[str, Tensor]:
+    """Copy the buffers of adapters (VeRA's, say), by all of their names; PEFT registers them under the adapter's."""
+    copies: dict[int, Tensor] = {}
+    state = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is None or name not in peft_model.peft_config or name in module._non_persistent_buffers_set:
+                continue
+            if id(buffer) not in copies:
+                copies[id(buffer)] = buffer.to("cpu", copy=True)
+            state[parameter_name(path, name)] = copies[id(buffer)]
+    return state
+
+
+@contextmanager
+def _whole_prompts(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[None]:
+    """Give prompt encoders full parameters in this context: PEFT saves the prompts that they compute."""
+    sharded: list[tuple[nn.Module, str, nn.Parameter]] = []
+    encoders = getattr(peft_model, "prompt_encoder", nn.ModuleDict())
+    for path, module in encoders.named_modules():
+        for name, parameter in list(module._parameters.items()):
+            whole = state.get(parameter_name(f"prompt_encoder.{path}", name))
+            if parameter is not None and whole is not None:
+                sharded.append((module, name, parameter))
+                module._parameters[name] = nn.Parameter(whole, requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, name, parameter in sharded:
+            module._parameters[name] = parameter
+
+
+@contextmanager
+def _original_paths(peft_model: PeftModel) -> Iterator[None]:
+    """Give modules their FQNs without wrappers in this context: PEFT chooses what to save by FQNs."""
+
+    def named_modules(
+        memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        for path, module in nn.Module.named_modules(peft_model, memo, prefix, remove_duplicate):
+            yield original_path(path), module
+
+    vars(peft_model)["named_modules"] = named_modules  # on this instance alone
+    try:
+        yield
+    finally:
+        del vars(peft_model)["named_modules"]
+
+
+# ---- full tensors
+#
+# Full tensors of a sharded model, gathered on its first rank for files that other programs read.
+
+
+def on_first_rank(
+    tensors: Iterable[TensorOfModel], group: dist.ProcessGroup | None, *, all_names: bool = False
+) -> dict[str, Tensor]:
+    """Copy tensors to the CPU of the first rank of ``group``; other ranks get nothing. Collective.
+
+    Args:
+        tensors: The tensors, the same on all ranks.
+        group: The ranks of the model.
+        all_names: Whether tied tensors are there by all of their names, each with a copy of its own, as in torch's full
+            state dicts; or by the first name alone.
+    """
+    first = None if group is None else dist.get_global_rank(group, 0)
+    copies: dict[str, Tensor] = {}
+    for tensor, value in GatherInTurn(in_units(tensors), to=first):
+        for name in tensor.names if all_names else tensor.names[:1]:
+            if value is not None:
+                copies[name] = value.to("cpu", copy=name != tensor.names[0])
+    return copies
+
+
+# ---- decoded
+#
+# A frozen weight as a tensor of the model that can be had in full: its codes are gathered and decoded.
+
+
+@dataclass(frozen=True)
+class DecodedWeight(FullTensor):
+    """The values of a frozen weight, decoded directly in the dtype that is asked for."""
+
+    weight: FrozenWeight
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Return the weight's shape."""
+        return self.weight.shape
+
+    @property
+    def stored(self) -> torch.dtype:  # type: ignore[override]
+        """Return the dtype that the weight shows."""
+        return self.weight.dtype
+
+    def finish(self, out: Tensor | None, dtype: torch.dtype | None, to: int | None) -> Tensor | None:
+        weight, device = self.weight, self.weight.device
+        group = weight.placement.mesh.group
+        if device.type == "cpu" and group is not None:  # as long as no forward has moved the codes
+            device = collective_device(group)
+        if not gets(to):
+            weight.holder.gathered_payload(weight, device)  # collective
+            return None
+        return weight.dense(self.as_delivered(dtype), device)
+
+
+def decoded_weights_of(module: nn.Module) -> dict[str, DecodedWeight]:
+    """Return the frozen weights of a module itself, by their names in it."""
+    return {name: DecodedWeight(weight) for name, weight in frozen_weights_of(module).items()}
+
+
+# ---- whole state dicts
+#
+# State dicts that hold the quantized weights, too, while a framework makes or loads them.
+#
+# A quantized weight is in no state dict. A framework that writes a whole model to one file knows no other source of
+# weights, and FullyShardedDataParallel refuses a file with names that it does not know.
+
+
+def quantized_names(model: nn.Module) -> set[str]:
+    """Return the names of a model's quantized weights, as they were before it was wrapped."""
+    return {parameter_name(path, name) for path, _, name, _ in frozen_sites(model)}
+
+
+def dequantized_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Copy the quantized weights, dequantized, to the CPU of the model's first rank, by all of their FQNs. Collective.
+
+    Args:
+        model: The model, sharded or not.
+    """
+    tensors = [tensor for tensor in tensors_of(model, decoded_weights_of) if isinstance(tensor.full, DecodedWeight)]
+    return on_first_rank(tensors, ranks_of(model), all_names=True)
+
+
+@contextmanager
+def with_quantized_weights(model: nn.Module) -> Iterator[None]:
+    """Add the quantized weights, dequantized, to ``model.state_dict()`` in this context; each call is collective.
+
+    Only the model's first rank gets them, on the CPU, as the rank does to which full state dicts go.
+    """
+
+    def add(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object) -> None:
+        state.update({prefix + name: tensor for name, tensor in dequantized_weights(model).items()})
+
+    handle = model.register_state_dict_post_hook(add)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def without_quantized_weights(model: nn.Module) -> Iterator[None]:
+    """Make ``model.load_state_dict`` skip values for quantized weights, in this context."""
+    quantized = quantized_names(model)
+
+    def drop(module: nn.Module, state: dict[str, Tensor], prefix: str, *arguments: object) -> None:
+        for key in [key for key in state if original_path(key.removeprefix(prefix)) in quantized]:
+            del state[key]
+
+    handle = model.register_load_state_dict_pre_hook(drop)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,780 @@
+"""Stored floats: fp8, mxfp4, nvfp4, and bitsandbytes' four and eight bits."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.codecs.blockwise import MIN_BLOCK, NF4
+from fsdp_zpp_kernels.reference import LEVELS, MAX_BLOCK
+
+from .format import (
+    REMEDY,
+    Field,
+    Known,
+    Parts,
+    RecordLayout,
+    Scheme,
+    StoredFormat,
+    StoredTensors,
+    as_stated,
+    block_size,
+    lacking,
+    matrix,
+    refuse_misfit,
+    refuse_setting,
+    refuse_zero_points,
+    rows_of,
+    setting,
+)
+
+# ---- fp4 codes
+#
+# Values of 4-bit floats (e2m1), two in a byte, as mxfp4 and nvfp4 have them.
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Values of the lower three bits of a code; the fourth is the sign (OCP Microscaling Formats, section 5.3.3)."""
+
+
+def unpack_fp4(octets: Tensor, dtype: torch.dtype) -> Tensor:
+    """Unpack values along the last dimension, those in the lower bits of a byte first.
+
+    Args:
+        octets: uint8 [..., bytes].
+        dtype: The dtype of the result; every floating dtype of 16 bits or more holds these values exactly.
+
+    Returns:
+        The values, [..., bytes * 2].
+    """
+    # Both codes of a byte at once: one look-up takes half the time of two.
+    return torch.nn.functional.embedding(octets.int(), _pairs(dtype, octets.device)).flatten(-2)
+
+
+@functools.cache  # there are few dtypes and devices
+def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the two values of each byte, [256, 2]; they are copied to a device once."""
+    with torch.inference_mode(False):
+        values = torch.tensor(E2M1 + tuple(-value for value in E2M1), dtype=dtype)
+        octets = torch.arange(256)
+        return torch.stack((values[octets & 15], values[octets >> 4]), dim=1).to(device)
+
+
+# ---- fp8
+#
+# fp8 with scales: DeepSeek's blocks (``weight_scale_inv``), and scales for each row, group or all of a weight.
+#
+# ``value = code * scale`` in fp32, rounded once. Names and values are those of transformers'
+# ``integrations/finegrained_fp8.py``. Scales in e8m0, powers of two in a byte, are kept as fp32.
+#
+# The configuration says which rows and columns share a scale (:func:`stated_block`):
+#
+# =====================================================  ==============================
+# ``weight_block_size`` of ``fp8``, strategy ``block``   these rows and columns
+# strategy ``group``                                     a row, ``group_size`` columns
+# strategy ``channel``, ``fbgemm_fp8``                   a row, or a column of a stack
+# strategy ``tensor``                                    a matrix, or all of a stack
+# =====================================================  ==============================
+#
+# Shapes only have to fit that. If the configuration says nothing, shapes decide, and are refused if they leave it open.
+
+CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_E8M0 = (torch.float8_e8m0fnu, torch.uint8)
+"""Dtypes of scales that are powers of two. A uint8 has the bits of an e8m0."""
+_SCALES = (torch.float32, torch.bfloat16, torch.float16, *_E8M0)
+_SUFFIXES = ("_scale_inv", "_scale")
+_UNBLOCKED = 128
+"""Rows in a group where blocks don't say it."""
+_CODE_NAMES = {
+    **dict.fromkeys(("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn"), CODES[0]),
+    **dict.fromkeys(("e5m2", "float8_e5m2"), CODES[1]),
+}
+
+_LAYERS: Known = dict.fromkeys(("modules_to_not_convert", "modules_to_convert", "ignored_layers", "ignore"))
+_ACTIVATIONS: Known = dict.fromkeys(("activation_scheme", "activation_scale_ub", "kv_cache_scheme"))
+FP8_SETTINGS: Known = {
+    **_LAYERS,
+    **_ACTIVATIONS,
+    "quant_method": None,
+    "dequantize": None,
+    "weight_block_size": None,
+    "fmt": tuple(_CODE_NAMES),
+    "scale_fmt": ("float", "ue8m0"),
+    "expert_dtype": ("fp8",),
+}
+"""The known settings of ``fp8``, as DeepSeek, transformers and AutoFP8 write them."""
+FBGEMM_SETTINGS: Known = {**_LAYERS, **_ACTIVATIONS, "quant_method": None, "dequantize": None}
+
+Block = tuple[int | None, int | None]
+"""Rows and columns that share a scale; None for all that a matrix has."""
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8(StoredFormat):
+    """A matrix, or a stack of matrices, in fp8.
+
+    Attributes:
+        code_dtype: The dtype of the codes.
+        block: Rows and columns that share a scale.
+    """
+
+    name: ClassVar[str] = "fp8"
+
+    code_dtype: torch.dtype
+    block: tuple[int, int]
+
+    @classmethod
+    def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
+        found: dict[str, StoredFormat] = {}
+        for key in tensors:
+            dtype = tensors.dtype(key)
+            # The scales of some formats are in fp8, too, such as those of nvfp4.
+            if dtype not in CODES or len(tensors.shape(key)) < 2 or key.endswith(_SUFFIXES):
+                continue
+            assert isinstance(dtype, torch.dtype)
+            found[key] = as_stated(config, key, "float", partial(cls._of, key, dtype, tensors, config))
+        return found
+
+    @classmethod
+    def _of(
+        cls,
+        key: str,
+        dtype: torch.dtype,
+        tensors: StoredTensors,
+        config: Mapping[str, Any],
+        scheme: Scheme | None,
+    ) -> Fp8:
+        shape = torch.Size(tensors.shape(key))
+        scale = _scale_of(key, dtype, tensors)
+        _check_dtypes(key, dtype, scale, tensors, config)
+        keys = {"codes": key, "scales": scale}
+        if (zeros := f"{key}_zero_point") in tensors:  # as some versions of compressed-tensors wrote them, all 0
+            refuse_zero_points(zeros, tensors)
+            keys["zero_point"] = zeros
+        elif scheme is not None and not scheme.symmetric:
+            refuse_misfit(zeros, "missing", f"zero points, since config.json says that {key} is not symmetric")
+        if config.get("quant_method") == "fbgemm_fp8" and len(shape) == 3 and tensors.shape(scale)[-1:] == (1,):
+            # transformers has one shape for scales of rows, and of columns.
+            refuse_misfit(scale, f"a tensor of shape {tensors.shape(scale)}", "a scale for each column of a stack")
+        block = block_of(shape, tensors.shape(scale), stated_block(config, scheme), scale)
+        return cls(shape, torch.bfloat16, keys, dtype, block)
+
+    @property
+    def description(self) -> str:
+        kind = str(self.code_dtype).removeprefix("torch.float8_")
+        return f"{self.name} {kind} in blocks of {self.block[0]}x{self.block[1]}, {self.shape[-1]} columns"
+
+    @cached_property
+    def _rows(self) -> int:
+        """Return how many rows of matrices that are put one below the other are in a group."""
+        height, rows = self.block[0], self.shape[-2]
+        # No block spans two matrices of a stack, so if a matrix ends within a block, a group is a matrix.
+        return height if len(self.shape) == 2 or rows % height == 0 else rows
+
+    @cached_property
+    def layout(self) -> RecordLayout:
+        height, width = self.block
+        columns, rows = self.shape[-1], self._rows
+        scales = (-(-rows // height), -(-columns // width))
+        codes = Field("codes", torch.uint8, (rows, columns))
+        return RecordLayout((codes, Field("scales", torch.float32, scales)))
+
+    @property
+    def group_numel(self) -> int:
+        return self._rows * self.shape[-1]
+
+    def pack(self, parts: Parts, first: int, last: int) -> Tensor:
+        if len(self.shape) == 2:
+            codes = parts["codes"][first * self._rows : last * self._rows]
+            scales = self._of_matrix(parts["scales"], first, last)
+        else:
+            codes, scales = self._of_stack(parts, first * self._rows, last * self._rows)
+        return self.layout.pack(last - first, codes=codes.contiguous().view(torch.uint8), scales=scales)
+
+    def _of_matrix(self, scales: Any, first: int, last: int) -> Tensor:
+        """Return the scales of groups of a matrix, fp32 [groups, columns of blocks]."""
+        if self._is_single(scales):
+            return _fp32(scales[...]).reshape(1, 1).expand(last - first, 1)
+        return _fp32(scales[first:last])
+
+    def _of_stack(self, parts: Parts, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Return the codes and scales of some rows, counted through all matrices of a stack."""
+        height, rows = self.block[0], self.shape[-2]
+        matrices = slice(first // rows, -(-last // rows))
+        codes = parts["codes"][matrices].reshape(-1, self.shape[-1])
+        count = len(codes) // rows
+        all_scales = parts["scales"]
+        if self._is_single(all_scales):
+            scales = _fp32(all_scales[...]).reshape(1, 1, 1).expand(count, 1, 1)
+        else:
+            scales = _fp32(all_scales[matrices])
+        of_matrix = -(-rows // height)
+        scales = scales.reshape(count * of_matrix, -1)
+        begin = first - matrices.start * rows
+        begin_scale = begin // height
+        end_scale = begin_scale + (last - first) // self._rows * -(-self._rows // height)
+        return codes[begin : begin + last - first], scales[begin_scale:end_scale]
+
+    @staticmethod
+    def _is_single(scales: Any) -> bool:
+        shape = scales.shape if isinstance(scales, Tensor) else scales.get_shape()
+        return torch.Size(shape).numel() == 1
+
+    def decode(self, records: Tensor) -> Tensor:
+        height, width = self.block
+        codes = self.layout.get(records, "codes").view(self.code_dtype).float()
+        scales = self.layout.get(records, "scales")
+        if scales.shape[1] > 1:
+            scales = scales.repeat_interleave(height, dim=1)[:, : codes.shape[1]]
+        if scales.shape[2] > 1:
+            scales = scales.repeat_interleave(width, dim=2)[:, :, : codes.shape[2]]
+        return codes.mul_(scales).flatten(1)
+
+
+def stated_block(config: Mapping[str, Any], scheme: Scheme | None) -> Block | None:
+    """Return the rows and columns that share a scale by the configuration; None if it does not say it.
+
+    Args:
+        config: ``quantization_config``.
+        scheme: The weight's scheme by compressed-tensors' ``config_groups``, if they have one.
+
+    Raises:
+        ValueError: If scales of that kind can't be read.
+    """
+    if scheme is None:
+        return (1, None) if config.get("quant_method") == "fbgemm_fp8" else block_size(config, "weight_block_size")
+    if scheme.bits != 8:
+        refuse_setting(Fp8.name, "num_bits", scheme.bits, "8 alone")
+    strategies: dict[str, Block] = {
+        "tensor": (None, None),
+        "channel": (1, None),
+        "group": (1, scheme.group_size),
+        "block": scheme.block or (0, 0),
+    }
+    if scheme.strategy not in strategies:
+        refuse_setting(Fp8.name, "strategy", scheme.strategy, ", ".join(strategies))
+    return strategies[scheme.strategy]
+
+
+def block_of(shape: torch.Size, scales: tuple[int, ...], stated: Block | None, key: str) -> tuple[int, int]:
+    """Return the rows and columns that share a scale.
+
+    Args:
+        shape: The shape of the weight.
+        scales: The shape of the scales.
+        stated: The rows and columns by the configuration; None if it says nothing.
+        key: The name of the scales.
+
+    Raises:
+        ValueError: If the scales don't fit the weight or what the configuration states, or nothing says which they are.
+    """
+    rows, columns = shape[-2:]
+    single = torch.Size(scales).numel() == 1
+    grid = (1, 1) if single else _grid(shape, scales)
+    if grid is None or len(shape) > 3:
+        refuse_misfit(key, f"a tensor of shape {scales}", f"scales for a weight of shape {tuple(shape)}")
+    if stated is None:
+        block = _only_block(shape, scales, grid, key)
+    else:
+        choices = [stated, (None, 1)] if stated == (1, None) and len(shape) == 3 else [stated]
+        fitting = [each for each in choices if _grid_of(each, rows, columns) == grid]
+        if not fitting or (single and shape[:-2].numel() > 1 and stated != (None, None)):
+            what = " x ".join("all" if size is None else str(size) for size in stated)
+            needed = f"a scale for each {what} of {tuple(shape)} values, as its configuration states"
+            refuse_misfit(key, f"a tensor of shape {scales}", needed)
+        block = fitting[0]
+    if grid == (1, 1) and None in block:
+        return (_UNBLOCKED if len(shape) == 2 else rows, columns)
+    return block[0] or rows, block[1] or columns
+
+
+def _grid(shape: torch.Size, scales: tuple[int, ...]) -> tuple[int, int] | None:
+    """Return how many scales a matrix has below and beside each other; None if they are of another weight."""
+    matrices = len(shape) - 2
+    if scales[:matrices] != shape[:-2] or not matrices <= len(scales) <= len(shape):
+        return None
+    down, across = (*scales[matrices:], 1, 1)[:2]
+    return down, across
+
+
+def _grid_of(block: Block, rows: int, columns: int) -> tuple[int, int]:
+    """Return how many blocks a matrix has; those at its ends may be smaller."""
+    height, width = block[0] or rows, block[1] or columns
+    return -(-rows // height), -(-columns // width)
+
+
+def _only_block(shape: torch.Size, scales: tuple[int, ...], grid: tuple[int, int], key: str) -> Block:
+    """Return the block, if shapes allow only one."""
+    rows, columns = shape[-2:]
+    heights, widths = _sizes(rows, grid[0]), _sizes(columns, grid[1])
+    if not heights or not widths:
+        refuse_misfit(key, f"a tensor of shape {scales}", f"scales for a weight of shape {tuple(shape)}")
+    # A vector has a scale for each row, or for each column if there are as many.
+    is_open = len(scales) == len(shape) - 1 and grid[0] > 1 and (rows == columns or grid[0] != rows)
+    is_open |= len(heights) > 1 or len(widths) > 1
+    if is_open:
+        raise ValueError(
+            f"nothing says which values share one of the scales of {key}, {scales} for a weight of shape "
+            f"{tuple(shape)}: blocks could have {_span(heights)} rows and {_span(widths)} columns; put the config.json "
+            "of the model beside the checkpoint, or add weight_block_size to its quantization_config"
+        )
+    return (heights[0] if grid[0] > 1 else None, widths[0] if grid[1] > 1 else None)
+
+
+def _sizes(length: int, parts: int) -> range:
+    """Return the sizes of blocks that divide ``length`` into ``parts``, the last of which may be smaller."""
+    if parts == 1:
+        return range(length, length + 1)
+    if not 1 < parts <= length:
+        return range(0)
+    return range(-(-length // parts), -(-length // (parts - 1)))
+
+
+def _span(sizes: range) -> str:
+    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+
+
+def _scale_of(key: str, dtype: torch.dtype, tensors: StoredTensors) -> str:
+    """Return the name of a weight's scales."""
+    names = [key + suffix for suffix in _SUFFIXES]
+    if key.endswith(".weight"):
+        names.append(key.removesuffix("weight") + "scale")
+    found = [name for name in names if name in tensors]
+    if not found:
+        refuse_misfit(key, f"{dtype} without a scale", f"{names[0]}, which is missing")
+    if len(found) > 1:
+        refuse_misfit(key, f"{dtype} with {' and '.join(found)}", "one of them")
+    return found[0]
+
+
+def _check_dtypes(key: str, dtype: torch.dtype, scale: str, tensors: StoredTensors, config: Mapping[str, Any]) -> None:
+    """Raise if codes or scales have another dtype than can be read, or than the configuration states."""
+    code_name, scale_name = setting(config, "fmt", str), setting(config, "scale_fmt", str)
+    if code_name is not None and _CODE_NAMES.get(code_name.lower()) != dtype:
+        refuse_misfit(key, dtype, f"{code_name}, as config.json says in fmt")
+    if (scales := tensors.dtype(scale)) not in _SCALES:
+        refuse_misfit(scale, scales, "fp32, bf16, fp16 or e8m0")
+    # compressed-tensors has formats of its own for e8m0, and takes bytes in others for numbers.
+    if scales in _E8M0 and (config.get("quant_method") not in (None, "fp8") or scale_name == "float"):
+        refuse_misfit(scale, scales, "fp32, bf16 or fp16, by config.json")
+
+
+def _fp32(scales: Tensor) -> Tensor:
+    return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
+
+
+# ---- mxfp4
+#
+# Decodes stacks of matrices in mxfp4, as gpt-oss stores its experts.
+#
+# A stack of shape [experts, in, out] is stored transposed, in two tensors:
+#
+# - ``*_blocks``, uint8 [experts, out, in / 32, 16]: 32 neighbouring inputs are a block, two of them a byte;
+# - ``*_scales``, uint8 [experts, out, in / 32]: the scale of each block in e8m0, its exponent plus 127, or 255 for NaN.
+#
+# So 32 neighbouring inputs of a matrix, with all outputs, are a group: blocks [out, 16] and scales [out].
+
+_MXFP4_BLOCK = 32
+MXFP4_SETTINGS: Known = dict.fromkeys(("quant_method", "modules_to_not_convert", "dequantize"))
+
+
+def decode_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decode rows of matrices.
+
+    Args:
+        blocks: uint8 [..., rows, in / 32, 16].
+        scales: e8m0, or uint8 with its bits, [..., rows, in / 32].
+        dtype: The dtype of the result. transformers multiplies in it; fp32 and bf16 hold the products exactly.
+
+    Returns:
+        The values, [..., rows, in].
+    """
+    factors = scales.view(torch.float8_e8m0fnu).to(dtype)
+    return (unpack_fp4(blocks, dtype) * factors.unsqueeze(-1)).flatten(-2)
+
+
+@dataclass(frozen=True, eq=False)
+class Mxfp4(StoredFormat):
+    """A stack of matrices in mxfp4."""
+
+    name: ClassVar[str] = "mxfp4"
+
+    @classmethod
+    def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
+        ends = "_blocks", "_scales"
+        names = [key.removesuffix(ends[0]) for key in tensors if key.endswith(ends[0])]
+        return {name: cls._of({end[1:]: name + end for end in ends}, tensors) for name in names}
+
+    @classmethod
+    def _of(cls, keys: dict[str, str], tensors: StoredTensors) -> Mxfp4:
+        blocks, scales = keys.values()
+        shape = tensors.shape(blocks)
+        if len(shape) != 4 or shape[3] != _MXFP4_BLOCK // 2:
+            refuse_misfit(
+                blocks, f"a tensor of shape {shape}", f"shape [experts, out, in / {_MXFP4_BLOCK}, {_MXFP4_BLOCK // 2}]"
+            )
+        if scales not in tensors:
+            raise lacking(scales)
+        if tensors.shape(scales) != shape[:3]:
+            refuse_misfit(scales, f"a tensor of shape {tensors.shape(scales)}", f"shape {shape[:3]}")
+        if tensors.dtype(blocks) != torch.uint8:
+            refuse_misfit(blocks, tensors.dtype(blocks), "uint8")
+        if tensors.dtype(scales) not in (torch.uint8, torch.float8_e8m0fnu):
+            refuse_misfit(scales, tensors.dtype(scales), "uint8 or e8m0")
+        return cls(torch.Size((shape[0], shape[2] * _MXFP4_BLOCK, shape[1])), torch.bfloat16, keys)
+
+    @property
+    def description(self) -> str:
+        return f"{self.name}, {self.shape[-1]} columns"
+
+    @property
+    def group_numel(self) -> int:
+        return _MXFP4_BLOCK * self.shape[-1]
+
+    @cached_property
+    def layout(self) -> RecordLayout:
+        out = self.shape[-1]
+        codes = Field("blocks", torch.uint8, (out, _MXFP4_BLOCK // 2))
+        return RecordLayout((codes, Field("scales", torch.float8_e8m0fnu, (out,))))
+
+    def pack(self, parts: Parts, first: int, last: int) -> Tensor:
+        per_matrix = self.shape[1] // _MXFP4_BLOCK
+        values: dict[str, list[Tensor]] = {"blocks": [], "scales": []}
+        while first < last:
+            matrix, begin = divmod(first, per_matrix)
+            # The rest of a matrix, or as many whole matrices as there are.
+            whole = max(1, (last - first) // per_matrix) if begin == 0 else 1
+            end = min(per_matrix, begin + last - first)
+            for name, pieces in values.items():
+                some: Tensor = parts[name][matrix : matrix + whole, :, begin:end]
+                pieces.append(some.transpose(1, 2).flatten(0, 1))
+            first += whole * (end - begin)
+        fields = {name: torch.cat(pieces).view(torch.uint8) for name, pieces in values.items()}
+        return self.layout.pack(len(fields["scales"]), **fields)
+
+    def decode(self, records: Tensor) -> Tensor:
+        blocks, scales = self.layout.get(records, "blocks"), self.layout.get(records, "scales")
+        return decode_mxfp4(blocks.unsqueeze(-2), scales.unsqueeze(-1), torch.float32).mT.flatten(1)
+
+
+# ---- nvfp4
+#
+# Decodes weights of compressed-tensors' format ``nvfp4-pack-quantized``.
+#
+# - ``weight_packed``, uint8 [out, in / 2]: two neighbouring inputs a byte;
+# - ``weight_scale``, float8_e4m3fn [out, in / 16];
+# - ``weight_global_scale``, fp32 [1]: what the scales were multiplied by.
+
+_NVFP4_BLOCK = 16
+
+
+def decode_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    """Decode rows of a weight, or of each weight of a stack.
+
+    Args:
+        packed: uint8 [..., rows, in / 2].
+        scale: float8_e4m3fn [..., rows, in / 16].
+        global_scale: fp32 [..., 1].
+
+    Returns:
+        The values, fp32 [..., rows, in].
+    """
+    scales = scale.float() / global_scale.float().unsqueeze(-1)
+    values = unpack_fp4(packed, torch.float32)
+    return (values.unflatten(-1, (scale.shape[-1], -1)) * scales.unsqueeze(-1)).flatten(-2)
+
+
+@dataclass(frozen=True, eq=False)
+class Nvfp4(StoredFormat):
+    """A matrix in ``nvfp4-pack-quantized``; a group is a row, whose record has the global scale, too."""
+
+    name: ClassVar[str] = "compressed-tensors' nvfp4-pack-quantized"
+
+    @classmethod
+    def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
+        end = ".weight_global_scale"
+        weights = [key.removesuffix("_global_scale") for key in tensors if key.endswith(end)]
+        return {weight: as_stated(config, weight, "float", partial(cls._of, weight, tensors)) for weight in weights}
+
+    @classmethod
+    def _of(cls, weight: str, tensors: StoredTensors, scheme: Scheme | None) -> Nvfp4:
+        if scheme is not None:
+            stated = scheme.bits, scheme.strategy, scheme.group_size, scheme.symmetric
+            if stated != (allowed := (4, "tensor_group", _NVFP4_BLOCK, True)):
+                refuse_setting(cls.name, "num_bits, strategy, group_size, symmetric", stated, f"{allowed} alone")
+        keys = {role: f"{weight}_{role}" for role in ("packed", "scale", "global_scale")}
+        out, octets = matrix(tensors, keys["packed"], torch.uint8)
+        if octets * 2 % _NVFP4_BLOCK:
+            refuse_misfit(keys["packed"], f"{octets * 2} columns", f"columns in multiples of {_NVFP4_BLOCK}")
+        matrix(tensors, keys["scale"], torch.float8_e4m3fn, shape=(out, octets * 2 // _NVFP4_BLOCK))
+        whole_scale = tensors.shape(keys["global_scale"]), tensors.dtype(keys["global_scale"])
+        if whole_scale not in (((), torch.float32), ((1,), torch.float32)):
+            refuse_misfit(keys["global_scale"], f"{whole_scale[1]} {whole_scale[0]}", "one number in fp32")
+        return cls(torch.Size((out, octets * 2)), torch.bfloat16, keys)
+
+    @property
+    def description(self) -> str:
+        return f"{self.name}, {self.shape[-1]} columns"
+
+    @property
+    def group_numel(self) -> int:
+        return self.shape[-1]
+
+    @cached_property
+    def layout(self) -> RecordLayout:
+        columns = self.shape[-1]
+        return RecordLayout(
+            (
+                Field("packed", torch.uint8, (1, columns // 2)),
+                Field("scale", torch.float8_e4m3fn, (1, columns // _NVFP4_BLOCK)),
+                Field("global_scale", torch.float32, (1,)),
+            )
+        )
+
+    def pack(self, parts: Parts, first: int, last: int) -> Tensor:
+        values = {role: rows_of(parts[role], first, last) for role in self.keys}
+        return self.layout.pack(last - first, **values)
+
+    def decode(self, records: Tensor) -> Tensor:
+        packed, scale, whole_scale = (self.layout.get(records, field.name) for field in self.layout.fields)
+        return decode_nvfp4(packed, scale, whole_scale).flatten(1)
+
+    def refuse_infinite(self, records: Tensor) -> None:
+        super().refuse_infinite(records)
+        if not self.layout.get(records, "global_scale").all():
+            raise ValueError(f"{self.keys.get('global_scale', self.name)} is 0, and scales are divided by it; {REMEDY}")
+
+
+# ---- bitsandbytes
+#
+# bitsandbytes' formats: 4 bits in blocks (nf4 and fp4, QLoRA's), and 8 bits in rows (LLM.int8).
+#
+# Names and values are those of ``bitsandbytes.functional``: ``QuantState.as_dict``, ``dequantize_4bit`` and
+# ``int8_vectorwise_dequant``. Scales that are quantized themselves (``bnb_4bit_use_double_quant``) are kept as the fp32
+# values that they stand for.
+
+BITSANDBYTES_SETTINGS: Known = {
+    **dict.fromkeys(("quant_method", "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit")),
+    # How layers compute, or how weights are quantized when they are loaded; files say how they are stored.
+    **dict.fromkeys(("llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload")),
+    **dict.fromkeys(("llm_int8_has_fp16_weight", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")),
+    **dict.fromkeys(("bnb_4bit_use_double_quant", "modules_to_not_convert", "dequantize")),
+    "bnb_4bit_quant_type": ("nf4", "fp4"),
+}
+_FP4 = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
+TABLES = {"nf4": LEVELS, "fp4": (*_FP4, *(-level for level in _FP4))}
+"""The value of each code, as a fraction of the block's scale."""
+
+_STATE = ".quant_state.bitsandbytes__"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_STORAGE = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
+_READ_KEYS = {"shape", "blocksize", "dtype", "nested_blocksize", "nested_offset"}
+_RECIPROCAL = 7.874015718698502e-3
+"""1 / 127, as bitsandbytes rounds it."""
+
+
+@dataclass(frozen=True, eq=False)
+class FourBit(StoredFormat):
+    """A weight in 4 bits.
+
+    Attributes:
+        kind: ``nf4`` or ``fp4``.
+        block: Values that share a scale.
+        nested_block: Scales that share a scale of theirs; 0 if they are fp32.
+        offset: What is added to each scale then.
+    """
+
+    name: ClassVar[str] = "bitsandbytes"
+
+    kind: str
+    block: int
+    nested_block: int = 0
+    offset: float = 0.0
+
+    @classmethod
+    def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
+        states = [key for key in tensors if _STATE in key]
+        found: dict[str, StoredFormat] = {key.split(_STATE)[0]: cls._of(tensors, key) for key in states}
+        stated = setting(config, "bnb_4bit_quant_type", str) if config.get("load_in_4bit") else None
+        for key in states:
+            if stated is not None and not key.endswith(stated.lower()):
+                refuse_misfit(key, "the state of codes", f"codes of {stated}, the bnb_4bit_quant_type of config.json")
+        for key in tensors:
+            if key.endswith(".weight.absmax") and (weight := key.removesuffix(".absmax")) not in found:
+                refuse_misfit(weight, f"codes with {key}", f"{weight}{_STATE}nf4 or ...fp4, which is missing")
+        return found
+
+    @classmethod
+    def _of(cls, tensors: StoredTensors, state_key: str) -> FourBit:
+        weight, _, kind = state_key.partition(_STATE)
+        try:
+            state = json.loads(bytes(tensors.read(state_key).tolist()))
+            shape, block, dtype = torch.Size(state["shape"]), int(state["blocksize"]), _DTYPES[state["dtype"]]
+            nested = int(state.get("nested_blocksize", 0))
+            stored = cls(shape, dtype, {}, state["quant_type"], block, nested, float(state.get("nested_offset", 0.0)))
+            table = TABLES[stored.kind]
+            if block < 2 or block & (block - 1) or nested < 0 or len(shape) < 2:
+                raise ValueError(f"blocks of {block} values in a weight of shape {tuple(shape)}")
+            expected = {"quant_type": kind, "nested_dtype": "float32"}
+            others = {key: state[key] for key in state.keys() - _READ_KEYS if state[key] != expected.get(key)}
+            if others:
+                raise ValueError(f"{others}, which are not known of {kind}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the checkpoint's {state_key} describes no weight ({error!r}); {REMEDY}") from error
+        roles = {"codes": "", "absmax": ".absmax", "table": ".quant_map"}
+        if nested:
+            roles |= {"nested_absmax": ".nested_absmax", "nested_table": ".nested_quant_map"}
+        keys = {role: weight + suffix for role, suffix in roles.items()}
+        object.__setattr__(stored, "keys", keys | {"state": state_key})
+        stored._check(tensors)
+        if not torch.equal(tensors.read(keys["table"]).float(), torch.tensor(table)):
+            refuse_misfit(keys["table"], "other values", f"the values of {kind}")
+        return stored
+
+    def _check(self, tensors: StoredTensors) -> None:
+        """Raise unless the weight's tensors have the sizes and dtypes that its description implies."""
+        for role, key in self.keys.items():
+            if key not in tensors:
+                refuse_misfit(key, "nothing", f"the {role} of {self.kind}, which are missing")
+        numel, scales = self.shape.numel(), self.groups
+        nested = -(-scales // self.nested_block) if self.nested_block else 0
+        expected = {"absmax": (scales, torch.uint8 if nested else torch.float32), "table": (16, torch.float32)}
+        if nested:
+            expected |= {"nested_absmax": (nested, torch.float32), "nested_table": (256, torch.float32)}
+        for role, (count, dtype) in expected.items():
+            key = self.keys[role]
+            if tensors.shape(key) != (count,) or tensors.dtype(key) != dtype:
+                refuse_misfit(key, f"{tensors.dtype(key)} {tensors.shape(key)}", f"{dtype} ({count},)")
+        key = self.keys["codes"]
+        shape, storage = tensors.shape(key), tensors.dtype(key)
+        if not isinstance(storage, torch.dtype) or storage not in _STORAGE:
+            refuse_misfit(key, f"{storage} {shape}", f"4-bit codes in one of {', '.join(map(str, _STORAGE))}")
+        elements = -(-numel // (2 * storage.itemsize))
+        if torch.Size(shape).numel() != elements or len(shape) == 0 or shape[0] not in (elements, 1):
+            refuse_misfit(key, f"{storage} {shape}", f"{numel} codes in {elements} elements")
+
+    @property
+    def description(self) -> str:
+        return f"{self.name} {self.kind} in blocks of {self.block}"
+
+    @property
+    def group_numel(self) -> int:
+        return self.block
+
+    @cached_property
+    def layout(self) -> RecordLayout:
+        codes = Field("codes", torch.uint8, (self.block // 2,))
+        return RecordLayout((codes, Field("scale", torch.float32, (1,))))
+
+    def pack(self, parts: Parts, first: int, last: int) -> Tensor:
+        end = min(last * self.block, self.shape.numel())
+        codes = _bytes_of(parts["codes"], first * self.block // 2, -(-end // 2))
+        scales = parts["absmax"][first:last]
+        if self.nested_block:
+            scales = self._nested(parts, scales, first)
+        return self.layout.pack(last - first, codes=codes, scale=scales)
+
+    def _nested(self, parts: Parts, scales: Tensor, first: int) -> Tensor:
+        """Return the fp32 values of scales that are quantized, of which the first is number ``first``."""
+        size = self.nested_block
+        of = torch.arange(first, first + len(scales), device=scales.device) // size - first // size
+        absmax = parts["nested_absmax"][first // size : -(-(first + len(scales)) // size)]
+        return parts["nested_table"][...][scales.long()] * absmax[of] + self.offset
+
+    def decode(self, records: Tensor) -> Tensor:
+        codes = self.layout.get(records, "codes")
+        pairs = torch.stack([codes >> 4, codes & 15], dim=-1).flatten(1)  # the first value is the high nibble
+        return _table_on(self.kind, records.device)[pairs.long()] * self.layout.get(records, "scale")
+
+    @cached_property
+    def codec(self) -> Codec:
+        # The same codes and scales, for which there is a kernel.
+        if self.kind == "nf4" and MIN_BLOCK <= self.block <= MAX_BLOCK and importlib.util.find_spec("bitsandbytes"):
+            return NF4(self.block)
+        return super().codec
+
+    def payload(self, records: Tensor) -> Tensor:
+        if not isinstance(self.codec, NF4):
+            return super().payload(records)
+        layout, numel = self.codec.layout, len(records) * self.block
+        payload = records.new_zeros(1, self.codec.nbytes(numel))
+        layout.codes(payload, numel).copy_(self.layout.get(records, "codes").reshape(1, -1))
+        layout.scales(payload, numel).copy_(self.layout.get(records, "scale").reshape(1, -1))
+        return payload[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Int8Rows(StoredFormat):
+    """A weight of LLM.int8: 8 bits, with a scale for each row."""
+
+    name: ClassVar[str] = "bitsandbytes"
+
+    @classmethod
+    def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
+        found: dict[str, StoredFormat] = {}
+        for key in tensors:
+            if not key.endswith(".weight") or tensors.dtype(key) != torch.int8:
+                continue
+            scales, order = (key.removesuffix("weight") + name for name in ("SCB", "weight_format"))
+            shape = torch.Size(tensors.shape(key))
+            if scales not in tensors:
+                refuse_misfit(key, f"torch.int8 {tuple(shape)}", f"its scales {scales}, which are missing")
+            if len(shape) != 2 or tensors.shape(scales) != shape[:1] or tensors.dtype(scales) != torch.float32:
+                found_as = f"{tensors.dtype(scales)} {tensors.shape(scales)}"
+                refuse_misfit(scales, found_as, f"one torch.float32 scale for each row of {key}, {tuple(shape)}")
+            keys = {"codes": key, "scales": scales}
+            if order in tensors:
+                if tensors.read(order).item() != 0:
+                    refuse_misfit(order, tensors.read(order).item(), "0: only codes in rows can be read")
+                keys["order"] = order
+            found[key] = cls(shape, torch.bfloat16, keys)
+        return found
+
+    @property
+    def description(self) -> str:
+        return f"{self.name} int8 in rows of {self.shape[-1]}"
+
+    @property
+    def group_numel(self) -> int:
+        return self.shape[-1]
+
+    @cached_property
+    def layout(self) -> RecordLayout:
+        codes = Field("codes", torch.uint8, (self.shape[-1],))
+        return RecordLayout((codes, Field("scale", torch.float32, (1,))))
+
+    def pack(self, parts: Parts, first: int, last: int) -> Tensor:
+        codes: Tensor = parts["codes"][first:last]
+        return self.layout.pack(
+            last - first, codes=codes.contiguous().view(torch.uint8), scale=parts["scales"][first:last]
+        )
+
+    def decode(self, records: Tensor) -> Tensor:
+        codes = self.layout.get(records, "codes").view(torch.int8).float()
+        return codes.mul_(self.layout.get(records, "scale")).mul_(_RECIPROCAL)
+
+
+@functools.cache  # there are two tables, and few devices
+def _table_on(kind: str, device: torch.device) -> Tensor:
+    """Return a table of :data:`TABLES` on a device; the CPU waits only for the first copy to a GPU."""
+    with torch.inference_mode(False):
+        return torch.tensor(TABLES[kind], device=device)
+
+
+def _bytes_of(part: Any, first: int, last: int) -> Tensor:
+    """Return bytes ``first`` to ``last - 1`` of a tensor whose elements may have several, uint8."""
+    is_tensor = isinstance(part, Tensor)
+    shape = tuple(part.shape if is_tensor else part.get_shape())
+    flat = shape[0] != 1 or len(shape) == 1
+    size = part.element_size() if is_tensor else part[:0].element_size()
+    start, end = first // size, -(-last // size)
+    some: Tensor = part[start:end] if flat else part[:, start:end]
+    return some.contiguous().view(-1).view(torch.uint8)[first - start * size : last - start * size]

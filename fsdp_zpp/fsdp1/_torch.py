@@ -1,0 +1,788 @@
+"""Private names of FSDP1: its instances, the layout of a flat parameter, and the gradient of a step."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import os
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import compress, repeat
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    _init_utils,
+    _optim_utils,
+    _runtime_utils as runtime,
+    _runtime_utils as runtime_utils,
+    fully_sharded_data_parallel as _wrapper,
+)
+from torch.distributed.fsdp._common_utils import TrainingState, _no_dispatch_record_stream as no_dispatch_record_stream
+from torch.distributed.fsdp._flat_param import (
+    FlatParameter,
+    FlatParamHandle,
+    HandleShardingStrategy,
+    HandleTrainingState,
+)
+from torch.nn.modules import module as torch_module
+
+from fsdp_zpp.comm.gradient_reduce import ArrivingGradients, ReductionOrder
+from fsdp_zpp.comm.layout import FlatLayout, Piece, boundaries_between, keep_recent, sent_exactly
+from fsdp_zpp.runtime._torch_mesh import mesh_over, sharded_along
+from fsdp_zpp.runtime.unit import StrategyUnit
+
+# ---- torch
+#
+# Private names of torch's FullyShardedDataParallel: those of construction.
+#
+# With ``_torch_handle.py``, which holds those of flat parameters and of backwards, this is all that the adapter touches
+# of torch's internals, and these files do nothing else. ``_torch_compat.py`` lists the names.
+
+
+@contextmanager
+def sharding_over(
+    module: FullyShardedDataParallel, strategy: Hashable, group: dist.ProcessGroup, *, sharded: bool
+) -> Iterator[None]:
+    """Let FSDP shard ``module`` over ``group``, or not at all, while it is constructed with ``strategy``.
+
+    If ``group`` is only a part of the user's group, FSDP still broadcasts the initial module states over the user's
+    group; everything else goes over ``group``.
+    """
+    strategies: dict[Any, HandleShardingStrategy] = _init_utils.SHARDING_STRATEGY_MAP
+    init_handle = _init_utils._init_param_handle_from_params
+    init_group = _wrapper._init_process_group_state
+    synchronize = _init_utils._sync_module_params_and_buffers
+    users_group: dist.ProcessGroup | None = None
+
+    def init_shard_group(state: FullyShardedDataParallel, *args: object) -> FullyShardedDataParallel:
+        init_group(state, *args)
+        if state is module:
+            nonlocal users_group
+            users_group = state.process_group
+            if group is not users_group:
+                state.process_group, state.rank, state.world_size = group, group.rank(), group.size()
+                # Between several ranks a strategy reduces; a rank alone leaves its gradients to torch, as they are.
+                state._gradient_predivide_factor, state._gradient_postdivide_factor = 1, 1
+        return state
+
+    def synchronize_all(module: nn.Module, params: list[nn.Parameter], process_group: dist.ProcessGroup) -> None:
+        assert users_group is not None
+        synchronize(module, params, users_group)
+
+    def init_own_handle(state: FullyShardedDataParallel, *args: Any) -> None:
+        # Not before: instances within are constructed with the same strategy, whose overrides may say otherwise.
+        if state is module:
+            strategies[strategy] = HandleShardingStrategy.FULL_SHARD if sharded else HandleShardingStrategy.NO_SHARD
+        init_handle(state, *args)
+
+    _init_utils._init_param_handle_from_params = init_own_handle
+    _wrapper._init_process_group_state = init_shard_group
+    _init_utils._sync_module_params_and_buffers = synchronize_all
+    try:
+        yield
+    finally:
+        _init_utils._init_param_handle_from_params = init_handle
+        _wrapper._init_process_group_state = init_group
+        _init_utils._sync_module_params_and_buffers = synchronize
+    users_mesh = module._device_mesh
+    if users_mesh is not None and group is not users_group:
+        # Only now: the constructor takes a mesh other than its argument for a part of a larger one.
+        module._device_mesh = mesh_over(group, users_mesh)
+    if not sharded:
+        module.sharding_strategy = ShardingStrategy.NO_SHARD  # which torch's state dicts ask for
+
+
+@contextmanager
+def frozen_apart(
+    module: FullyShardedDataParallel, wrap: Callable[[set[nn.Parameter]], FullyShardedDataParallel]
+) -> Iterator[None]:
+    """Take frozen parameters out of ``module`` while it is constructed, if it has trainable ones, too.
+
+    In one flat parameter, gradients of frozen parameters would be allocated and reduced.
+
+    Args:
+        module: An instance of FSDP.
+        wrap: Wraps what ``module`` wraps, without the given parameters; returns the instance that goes between the two.
+    """
+    init_handle = _init_utils._init_param_handle_from_params
+    frozen_unit: FullyShardedDataParallel | None = None
+
+    def init_handles(
+        state: FullyShardedDataParallel, params: list[nn.Parameter], fully_sharded_module: nn.Module
+    ) -> None:
+        nonlocal frozen_unit
+        trainable = [p for p in params if p.requires_grad]
+        if state is module and 0 < len(trainable) < len(params):
+            frozen_unit = wrap(set(trainable) | state._ignored_params)
+            params = trainable
+        init_handle(state, params, fully_sharded_module)
+
+    _init_utils._init_param_handle_from_params = init_handles
+    try:
+        yield
+    finally:
+        _init_utils._init_param_handle_from_params = init_handle
+    if frozen_unit is not None:
+        _TAKEN_OUT.add(frozen_unit)
+        module._fsdp_wrapped_module = frozen_unit
+        frozen_unit._ignored_modules = module._ignored_modules
+        frozen_unit._ignored_buffer_names = module._ignored_buffer_names
+
+
+_TAKEN_OUT: weakref.WeakSet[FullyShardedDataParallel] = weakref.WeakSet()
+"""The instances that :func:`frozen_apart` has made."""
+
+
+def summon_frozen_too() -> None:
+    """Let ``summon_full_params(recurse=False)`` of an instance also summon the frozen parameters taken out of it."""
+    original: Any = _wrapper._unshard_params
+
+    @contextmanager
+    def unshard_params(module: nn.Module, recurse: bool, *args: object, **kwargs: object) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(original(module, recurse, *args, **kwargs))
+            frozen_unit = getattr(module, "_fsdp_wrapped_module", None)
+            if not recurse and frozen_unit in _TAKEN_OUT:
+                stack.enter_context(original(frozen_unit, recurse, *args, **kwargs))
+            yield
+
+    _wrapper._unshard_params = unshard_params
+
+
+def process_group_of(module: FullyShardedDataParallel) -> dist.ProcessGroup:
+    """Return the group that ``module`` is sharded over."""
+    group = module.process_group
+    assert group is not None
+    return group
+
+
+def intercept_construction(
+    around: Callable[[Callable[[], None], FullyShardedDataParallel, dict[str, Any]], None],
+) -> None:
+    """Let ``around(construct, module, arguments)`` run FSDP's constructor, for every instance from now on.
+
+    ``construct()`` calls the constructor with ``arguments``, which ``around`` may change before.
+    """
+    original = FullyShardedDataParallel.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> None:
+        try:
+            bound = signature.bind(self, *args, **kwargs)
+        except TypeError:
+            original(self, *args, **kwargs)  # to raise its own error
+            return
+        bound.apply_defaults()
+        around(lambda: original(*bound.args, **bound.kwargs), self, bound.arguments)
+
+    FullyShardedDataParallel.__init__ = init  # type: ignore[method-assign]
+
+
+def intercept_hook_registration(
+    before: Callable[[FullyShardedDataParallel, object], dict[FullyShardedDataParallel, object]],
+) -> None:
+    """Run ``before(model, state)`` before every ``register_comm_hook``; it returns instances' own states."""
+    original = FullyShardedDataParallel.register_comm_hook
+
+    @functools.wraps(original)
+    def register_comm_hook(self: FullyShardedDataParallel, state: object, hook: Callable[..., object]) -> None:
+        own_states = before(self, state)
+        original(self, state, hook)
+        for instance, own_state in own_states.items():
+            instance._comm_hook_state = own_state
+
+    FullyShardedDataParallel.register_comm_hook = register_comm_hook  # type: ignore[method-assign]
+
+
+def on_lazy_init(callback: Callable[[nn.Module], None]) -> None:
+    """Run ``callback(root)`` once for each root, when FSDP initializes it lazily."""
+    original = runtime_utils._share_state_and_init_handle_attrs
+
+    @functools.wraps(original)
+    def share_state_and_init_handle_attrs(root_state: FullyShardedDataParallel, root_module: nn.Module) -> None:
+        original(root_state, root_module)
+        callback(root_module)
+
+    runtime_utils._share_state_and_init_handle_attrs = share_state_and_init_handle_attrs
+
+
+def around_moves(
+    before: Callable[[FullyShardedDataParallel], None], after: Callable[[FullyShardedDataParallel], None]
+) -> None:
+    """Call ``before(instance)`` and ``after(instance)`` around each move or cast of an instance: ``to()``, ``half()``.
+
+    All of these go through ``_apply``, module by module.
+    """
+    original = FullyShardedDataParallel._apply
+
+    @functools.wraps(original)
+    def _apply(self: FullyShardedDataParallel, *args: object, **kwargs: object) -> FullyShardedDataParallel:
+        before(self)
+        moved = original(self, *args, **kwargs)
+        after(self)
+        return moved
+
+    FullyShardedDataParallel._apply = _apply  # type: ignore[method-assign,assignment]
+
+
+def save_optimizer_states_in_any_group() -> None:
+    """Make FSDP gather the keys of optimizer states where it would broadcast them from a rank outside of the group.
+
+    FSDP broadcasts them from global rank 0, which only one node's group has if a model is sharded inside each node.
+    """
+    original: Any = _optim_utils._map_param_key_to_optim_keys
+
+    @functools.wraps(original)
+    def map_param_key_to_optim_keys(
+        optim_state_dict: dict[str, object], group: dist.ProcessGroup | None, *args: object, merge_keys: bool = False
+    ) -> object:
+        elsewhere = group is not None and dist.get_process_group_ranks(group)[0] != 0
+        return original(optim_state_dict, group, *args, merge_keys=merge_keys or elsewhere)
+
+    _optim_utils._map_param_key_to_optim_keys = map_param_key_to_optim_keys  # type: ignore[assignment]
+
+
+def load_optimizer_states_over(ranks_of: Callable[[nn.Module], dist.ProcessGroup | None]) -> None:
+    """Make FSDP send optimizer states that rank 0 alone has loaded to ``ranks_of(model)``, unless that is None.
+
+    FSDP itself sends them over the group that it shards over. If a model is sharded inside nodes, rank 0 is in the
+    group of one node alone.
+    """
+    original = FullyShardedDataParallel._optim_state_dict_to_load_impl
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def optim_state_dict_to_load_impl(*args: object, **kwargs: object) -> dict[str, object]:
+        bound = signature.bind(*args, **kwargs)
+        ranks = ranks_of(bound.arguments["model"]) if bound.arguments.get("rank0_only") else None
+        if ranks is not None:
+            bound.arguments["group"] = ranks
+        return original(*bound.args, **bound.kwargs)
+
+    FullyShardedDataParallel._optim_state_dict_to_load_impl = staticmethod(optim_state_dict_to_load_impl)  # type: ignore[method-assign]
+
+
+# ---- compile
+#
+# Private names of torch's FullyShardedDataParallel: telling that torch.compile traces a whole model.
+
+_REASON = (
+    "torch.compile can't compile a whole FullyShardedDataParallel with a Strategy: its graphs do not see where weights "
+    "are gathered; compile each layer before you wrap the model, layer.compile(), and pass use_orig_params=True, or "
+    "use fully_shard"
+)
+
+
+def refuse_whole_graphs(instance: FullyShardedDataParallel) -> None:
+    """Make forwards of ``instance`` raise if torch.compile traces them and it is the root of a model."""
+    own = weakref.ref(instance)
+
+    def is_inner() -> bool:
+        itself = own()
+        return itself is not None and itself._is_root is False  # None before the first forward, which finds the root
+
+    # Dynamo leaves this call out of its graphs. If a frame that it traces raised, it would run the frame again without
+    # a graph. With fullgraph=True it raises an error with the reason.
+    @torch.compiler.disable(reason=_REASON)
+    def refuse(unused: Tensor) -> None:
+        if not is_inner():
+            raise RuntimeError(_REASON)
+
+    def before_forward(*unused: object) -> None:
+        # Dynamo does not trace frames that touch an instance with a flat parameter, or that have no tensor. So this one
+        # does not look at the instance, and makes a tensor.
+        if torch.compiler.is_compiling():
+            refuse(torch.empty(0))
+        elif is_inner():
+            handle.remove()
+
+    handle = instance.register_forward_pre_hook(before_forward)
+
+
+# ---- flat layout
+#
+# Private names of torch's flat parameters: where the original parameters lie in them.
+
+
+class FlatParameterLayout:
+    """Tells where the parameters of an instance lie in its flat gradient.
+
+    Args:
+        instance: The instance, which has a flat parameter.
+    """
+
+    def __init__(self, instance: FullyShardedDataParallel) -> None:
+        self._instance = instance
+        self._whole: FlatLayout | None = None
+        self._of_trained: dict[tuple[int, tuple[bool, ...]], FlatLayout] = {}  # the last few
+
+    def whole(self, numel: int) -> FlatLayout:
+        """Return the layout of all parameters in a tensor of ``numel`` values, padding included."""
+        whole = self._whole
+        if whole is None or whole.numel != numel:
+            whole = self._whole = _layout(self._flat_param, numel, ())
+        return whole
+
+    def trained(self, numel: int) -> FlatLayout:
+        """Return the layout of the trained parameters alone; a flat gradient has the frozen ones in it as well."""
+        flags = tuple([parameter.requires_grad for parameter in self._flat_param._params or ()])
+        layout = self._of_trained.get((numel, flags))
+        if layout is None:
+            layout = keep_recent(self._of_trained, (numel, flags), _layout(self._flat_param, numel, flags))
+        return layout
+
+    def around(self, shard: Tensor) -> tuple[FlatLayout, int]:
+        """Return the layout of all parameters, and where this rank's shard begins in it."""
+        handle = self._instance._handle
+        assert handle is not None
+        ranks, rank = (handle.world_size, handle.rank) if handle.uses_sharded_strategy else (1, 0)
+        return self.whole(ranks * shard.numel()), rank * shard.numel()
+
+    @property
+    def _flat_param(self) -> FlatParameter:
+        assert self._instance._handle is not None
+        return self._instance._handle.flat_param
+
+
+def axes_of(flat_param: FlatParameter) -> list[tuple[str, ...]]:
+    """Return the mesh dimensions along which another parallelism shards each original parameter."""
+    specs = flat_param._param_extensions
+    return [() if spec is None else sharded_along(spec.mesh, spec.placements) for spec in specs]
+
+
+def _layout(flat_param: FlatParameter, numel: int, trained: tuple[bool, ...]) -> FlatLayout:
+    pieces: list[Piece] = []
+    starts: list[int] = []
+    small: list[tuple[int, int]] = []
+    placed: list[tuple[int, tuple[str, ...]]] = []
+    axes = axes_of(flat_param)
+    exact = sent_exactly(flat_param._shapes)
+    start = order = 0
+    for size, is_padding in zip(flat_param._numels_with_padding, flat_param._is_padding_mask, strict=True):
+        if not is_padding:
+            if not trained or trained[order]:
+                pieces.append(Piece(order, flat_param._fqns[order], size))
+                starts.append(start)
+            if exact[order]:
+                small.append((start, start + size))
+            else:
+                placed.append((start, axes[order]))
+            order += 1
+        start += size
+    boundaries = boundaries_between(placed)
+    return FlatLayout(tuple(pieces), tuple(starts), numel, tuple(small), is_fixed=True, boundaries=boundaries)
+
+
+# ---- views
+#
+# Private names of torch's flat parameters: the views that modules show in place of parameters.
+#
+# torch makes the views of a unit anew whenever it unshards or reshards it, four times a step, though nearly always they
+# are the same. That takes a fifth of the time that Python spends in FSDP. Here the views of the shard are made once,
+# and those of what was gathered once a forward. They are kept until something moves or replaces what they are views of;
+# until then, modules only switch between the two.
+
+
+class ParameterViews:
+    """Shows views on modules in place of a unit's parameters, in fewer steps than torch.
+
+    Args:
+        handle: The flat parameter's handle.
+
+    Attributes:
+        are_direct: Whether ``setattr`` would put parameters and views where modules look for them, and do nothing else.
+    """
+
+    def __init__(self, handle: FlatParamHandle) -> None:
+        self._handle = handle
+        self._of_shard: ShardViews | None = None
+        self.are_direct = _can_set_directly(handle)
+
+    def drop(self) -> None:
+        """Drop the views, because parameters or the shard were moved or replaced; torch makes them anew."""
+        self._of_shard = None
+
+    # ---- while the unit is sharded, parameters are views of the shard
+
+    def show_shard(self) -> bool:
+        """Let modules show views of the shard, if those of the last time hold; return whether they do."""
+        views = self._of_shard
+        if views is None or self._handle.flat_param.data_ptr() != views.address or not views.hold():
+            return False
+        views.show()
+        return True
+
+    def keep(self) -> None:
+        """Keep the views of the shard that torch has just made, for the next time."""
+        handle = self._handle
+        may_last = (
+            self.are_direct
+            and handle.uses_sharded_strategy
+            and not handle._skip_writeback_check
+            and not handle.flat_param._shared_param_infos
+            and not torch.is_inference_mode_enabled()  # whose tensors can't be trained
+        )
+        self._of_shard = ShardViews(handle) if may_last else None
+
+    def are_written_back(self) -> bool:
+        """Return whether parameters still are the views of the shard, so that nothing is to be copied to it."""
+        flat_param, views = self._handle.flat_param, self._of_shard
+        if views is None or flat_param.data_ptr() != views.address:
+            return False
+        if not (views.hold() and views.are_shown()):
+            self.drop()  # before torch looks at what was changed, for it may refuse that
+            return False
+        return flat_param.grad is None and views.have_no_gradient()
+
+    # ---- while it is unsharded, modules show views of what was gathered
+
+    def show_forward_views(self) -> bool:
+        """Let modules show the views that the forward has saved, if they are views of what is gathered now.
+
+        They are, unless a user gave parameters other values: between forward and backward, torch frees the memory and
+        allocates it again under the same tensors.
+
+        Returns:
+            Whether modules show them.
+        """
+        flat_param = self._handle.flat_param
+        if not self.are_direct or not self._handle._use_orig_params or flat_param._shared_param_infos:
+            return False
+        views = flat_param._tensors or []
+        memory = {0 if view is None else view.untyped_storage().data_ptr() for view in views}
+        if memory != {flat_param.untyped_storage().data_ptr()}:
+            return False
+        for (name, module, _), view in zip(flat_param._param_infos, views, strict=True):
+            assert view is not None
+            set_tensor(module, name, view)
+        return True
+
+    @property
+    def are_shown(self) -> bool:
+        """Tell whether modules show views of the flat parameter, in place of the parameters."""
+        flat_param = self._handle.flat_param
+        if not self._handle._use_orig_params:
+            return True
+        shown = (getattr(module, name, None) for name, module, _ in flat_param._param_infos)
+        return any(now is not p for now, p in zip(shown, flat_param._params or (), strict=True))
+
+
+class ShardViews:
+    """A unit's parameters as views of its shard; empty, if this rank has nothing of them.
+
+    Checks over all parameters use lists, for a generator's frame costs more than most checks.
+
+    Args:
+        handle: The flat parameter's handle, for which torch has just made the views.
+
+    Attributes:
+        address: The shard's address.
+    """
+
+    def __init__(self, handle: FlatParamHandle) -> None:
+        flat_param = handle.flat_param
+        self.address = flat_param.data_ptr()
+        self._sites = [(module, name) for name, module, _ in flat_param._param_infos]
+        self._parameters = list(flat_param._params or ())
+        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
+        self._shapes = [parameter.shape for parameter in self._parameters]
+
+    def hold(self) -> bool:
+        """Return whether the parameters still are these views."""
+        # Views keep their memory, so what has their addresses is that memory.
+        same_memory = [parameter.data_ptr() for parameter in self._parameters] == self._addresses
+        return same_memory and [parameter.shape for parameter in self._parameters] == self._shapes
+
+    def are_shown(self) -> bool:
+        """Return whether modules have these parameters."""
+        shown = [module._parameters.get(name) for module, name in self._sites]
+        return all(map(operator.is_, shown, self._parameters))
+
+    def have_no_gradient(self) -> bool:
+        """Return whether no parameter has a gradient."""
+        return all(map(operator.is_, [parameter.grad for parameter in self._parameters], repeat(None)))
+
+    def show(self) -> None:
+        """Let modules show the parameters."""
+        for (module, name), parameter in zip(self._sites, self._parameters, strict=True):
+            set_parameter(module, name, parameter)
+
+
+def _can_set_directly(handle: FlatParamHandle) -> bool:
+    """Return whether ``setattr`` would do no more on modules than :func:`set_tensor` and :func:`set_parameter`."""
+    flat_param = handle.flat_param
+    kinds = {type(info.module) for info in flat_param._param_infos}
+    kinds |= {type(info.module) for info in flat_param._shared_param_infos}
+    torch_does = os.environ.get("FSDP_USE_UNSAFE_SETATTR") == "1"  # much the same
+    return (
+        handle._fsdp_extension is None
+        and not torch_does
+        and all(
+            getattr(kind, method) is getattr(nn.Module, method)
+            for kind in kinds
+            for method in ("__setattr__", "__delattr__", "register_parameter")
+        )
+    )
+
+
+def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Set a tensor on a module in place of a parameter."""
+    module._parameters.pop(name, None)
+    module.__dict__[name] = tensor
+
+
+def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Set a parameter on a module in place of a tensor."""
+    module.__dict__.pop(name, None)
+    module._parameters.pop(name, None)  # so that it goes last, as with setattr
+    if torch_module._global_parameter_registration_hooks:
+        module.register_parameter(name, parameter)
+    else:
+        module._parameters[name] = parameter
+
+
+# ---- step gradients
+#
+# Private names of torch's backwards: the gradient of a flat parameter over the micro-batches of a step.
+
+
+@dataclass(eq=False, repr=False)
+class StepGradients:
+    """Accumulates and reduces the gradient of a flat parameter over the micro-batches of a step.
+
+    Args:
+        instance: The instance of FSDP.
+        handle: The flat parameter's handle.
+        layout: Where its parameters lie.
+        unit: Its unit.
+
+    Attributes:
+        order: The order in which the model's units reduce; set before the first forward.
+        arriving: The model's optimizers in the backward that wait for gradients; likewise.
+        was_gathered: Whether ranks have gathered the weights for the micro-batch.
+        took_part: Whether ranks have gathered them in an earlier micro-batch of the step.
+        is_used: Whether this rank has used the unit in the step.
+        is_unreduced: Whether a unit that is not sharded has gradients that nothing has reduced.
+        used: The places of the original parameters that this rank has used in the step, noted with error feedback.
+    """
+
+    instance: FullyShardedDataParallel
+    handle: FlatParamHandle
+    layout: FlatParameterLayout
+    unit: StrategyUnit
+    order: ReductionOrder[StepGradients] = field(init=False)
+    arriving: ArrivingGradients = field(init=False)
+    was_gathered: bool = False
+    took_part: bool = False
+    is_used: bool = False
+    is_unreduced: bool = False
+    used: set[int] = field(default_factory=set)
+
+    @property
+    def reduces_early(self) -> bool:
+        """Tell whether micro-batches before the last one reduce, as far as the gradient scope says."""
+        # Without shards, FSDP accumulates in the unsharded gradient, which is what the optimizer will see.
+        return self.handle.uses_sharded_strategy and self.unit.reductions.current is not None
+
+    @property
+    def is_of_micro_batch(self) -> bool:
+        """Tell whether ranks have gathered the weights for this micro-batch, used or not; the same on all of them."""
+        is_gathered = self.was_gathered or (self.unit.keep_unsharded and not FlatParamHandle.needs_unshard(self.handle))
+        return is_gathered and self.reduces_early and self.handle.flat_param.requires_grad
+
+    @property
+    def takes_part(self) -> bool:
+        """Tell whether the unit is of this micro-batch, and has hops to make before the last one."""
+        return (
+            self.unit.reductions.current is not None
+            and self.unit.reductions.current.communicates_early
+            and self.is_of_micro_batch
+        )
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Return the dtype in which gradients are reduced."""
+        handle = self.handle
+        dtype = handle._orig_param_dtype if handle._force_full_precision else handle._reduce_dtype
+        assert dtype is not None
+        return dtype
+
+    # ---- which parameters are used
+
+    def watch_use(self) -> None:
+        """In the next backward, note which of the views that modules show now get a gradient.
+
+        The gradient of a flat parameter does not tell: it has zeros for a parameter that was not used.
+        """
+        flat_param = self.handle.flat_param
+        name, module, _ = flat_param._param_infos[0]
+        node = getattr(module, name).grad_fn
+        if node is None:  # frozen
+            return
+        # All views come from one split of the flat parameter, the last node before its gradient accumulates.
+        while (before := node.next_functions[0][0]).next_functions:
+            node = before
+        # The views keep the node, and this object keeps the views, so the node must not keep this object.
+        node.register_prehook(functools.partial(_note_use, self.used, flat_param._is_padding_mask))
+
+    # ---- before the last micro-batch
+
+    def reduce_micro_batch(self) -> None:
+        """Reduce the gradient that FSDP has left unsharded, or zeros if there is none, as far as its scope says."""
+        assert self.unit.reductions.current is not None
+        instance, flat_param = self.instance, self.handle.flat_param
+        self._keep_reduced_gradient()
+        unsharded, flat_param.grad = flat_param.grad, None
+        # FSDP would take accumulated gradients for those that a user has set, and copy them without waiting for the
+        # reduction; and optimizers in the backward must not see them.
+        for param in (*(flat_param._params or ()), *(flat_param._shared_params or ())):
+            param.grad = None
+        # Needed in either case: at the end of the step torch passes the gradient on only if this is set, and clears it.
+        self.took_part = True
+        self._set_post_backward_called(True)
+        stream = instance._post_backward_stream
+        stream.wait_stream(instance._device_handle.current_stream())
+        with instance._device_handle.stream(stream):
+            if unsharded is None:
+                gradient = self._zeros()
+            else:
+                no_dispatch_record_stream(unsharded.data, stream)
+                gradient = unsharded.data.to(self._dtype)
+            gradient, _ = runtime._get_reduce_scatter_tensors(instance, gradient)
+            self.unit.reductions.current.accumulate(gradient, self._layout_in(gradient)).finish()
+
+    def _keep_reduced_gradient(self) -> None:
+        """Let FSDP add to the gradient of an earlier backward of the step, as before each backward of the unit.
+
+        An idle unit has had no backward in this micro-batch.
+        """
+        if self.handle._training_state == HandleTrainingState.IDLE:
+            self.handle.prepare_gradient_for_backward()
+
+    def _zeros(self) -> Tensor:
+        """Return the unsharded gradient of a unit that got none."""
+        handle = self.handle
+        return torch.zeros(handle.flat_param._unpadded_unsharded_size, dtype=self._dtype, device=handle.device)
+
+    # ---- the last micro-batch
+
+    def reduce(self, gradient: Tensor, out: Tensor | None = None) -> None:
+        """Write this rank's part of the mean of ``gradient``, and of what was accumulated, to ``out``.
+
+        FSDP calls this as a communication hook. For a unit that it does not shard it passes no ``out``: the mean then
+        replaces ``gradient``.
+        """
+        if self.unit.reductions.current is None:
+            assert out is None, "one rank is not sharded over"
+            return  # a node of one rank that trains on its own
+        out_or_gradient = gradient if out is None else out
+        layout, idle = self._layout_in(gradient), []
+        if self.unit.reductions.current.errors is not None:
+            idle = [piece.name for piece in layout.pieces if piece.order not in self.used]
+        self.unit.reductions.current.start(gradient, out_or_gradient, 1.0, layout, idle=idle).finish()
+        if out is None:
+            # FSDP adds the next gradient to this tensor, and all is encoded together. What overflows takes its whole
+            # blocks along, of which zero_grad(set_to_none=False) clears only the gradients that parameters show.
+            for start, stop in self.layout.trained(gradient.shape[0]).gaps:
+                gradient[start:stop].zero_()
+
+    def _layout_in(self, gradient: Tensor) -> FlatLayout:
+        # Only errors are to know which parameters are frozen.
+        knows_frozen = self.unit.reductions.current is not None and self.unit.reductions.current.errors is not None
+        return (self.layout.trained if knows_frozen else self.layout.whole)(gradient.shape[0])
+
+    def reduce_accumulated(self, used_elsewhere: bool) -> None:
+        """Reduce gradients of earlier micro-batches, if the unit took no part in the last one.
+
+        Args:
+            used_elsewhere: Whether other ranks have used it in the step, and this one has not.
+        """
+        if self.unit.reductions.current is None:
+            return
+        instance, handle = self.instance, self.handle
+        is_unreduced, self.is_unreduced = self.is_unreduced and handle.flat_param.grad is not None, False
+        has_accumulated = self.unit.reductions.current.accumulated.sums is not None or used_elsewhere
+        if not is_unreduced and not has_accumulated:
+            return
+        self._enter_post_backward()
+        instance._post_backward_stream.wait_stream(instance._device_handle.current_stream())
+        with instance._device_handle.stream(instance._post_backward_stream):
+            if is_unreduced:
+                runtime._reduce_grad_no_shard(instance, handle)
+            if has_accumulated:
+                gradient, shard = runtime._get_reduce_scatter_tensors(instance, self._zeros())
+                self.reduce(gradient, shard)
+                shard = runtime._accumulate_sharded_grad(instance, handle, shard)
+                runtime._post_reduce_grad_callback(instance, handle, shard)
+
+    def _enter_post_backward(self) -> None:
+        """Put a unit that the micro-batch did not use into the state in which FSDP reduces."""
+        # A unit that was run but got no gradient may still be unsharded.
+        runtime._catch_all_reshard(self.instance)
+        self._keep_reduced_gradient()
+        # Not true, for it had no backward: until FSDP's final callback, which resets all three.
+        self.instance.training_state = TrainingState.FORWARD_BACKWARD
+        self.handle._training_state = HandleTrainingState.BACKWARD_POST
+        self._set_post_backward_called(True)
+
+    def _set_post_backward_called(self, called: bool) -> None:
+        self.handle.flat_param._post_backward_called = called  # type: ignore[attr-defined]  # nor does torch declare it
+
+    def drop_unused(self) -> None:
+        """Drop the gradient of a unit that micro-batches have gathered but no rank has used in the step."""
+        if self.unit.reductions.current is None:
+            return
+        self.unit.reductions.current.accumulated.drop()
+        handle, flat_param = self.handle, self.handle.flat_param
+        # A gradient of an earlier backward of the step stays; FSDP would drop it, for want of another one.
+        has_gradient = hasattr(flat_param, "_saved_grad_shard")
+        self._set_post_backward_called(has_gradient)
+        if has_gradient and handle._use_orig_params:
+            runtime._catch_all_reshard(self.instance)
+            handle._use_sharded_grad_views()
+
+    # ---- the end of a backward
+
+    def end_backward(self, synchronized: bool) -> None:
+        """Handle the end of a backward, which may have completed the gradients of a step."""
+        self.was_gathered = False
+        if synchronized:
+            self.took_part = self.is_used = False
+            self.used.clear()
+
+
+def _note_use(used: set[int], is_padding: Sequence[bool], gradients: tuple[Tensor | None, ...]) -> None:
+    """Note which parts of a flat parameter have gradients; those that are padding are not counted."""
+    of_parameters = compress(gradients, map(operator.not_, is_padding))
+    used.update(place for place, gradient in enumerate(of_parameters) if gradient is not None)
+
+
+def shard_gradients_in_constant_time() -> None:
+    """Compute the size of a gradient's shard, where torch cuts the gradient into a view for every rank.
+
+    On a thousand ranks, torch makes a thousand views and reads one of them, which takes longer than all the rest of a
+    unit's backward.
+    """
+    original = runtime._get_reduce_scatter_tensors
+
+    @functools.wraps(original)
+    def get_reduce_scatter_tensors(state: FullyShardedDataParallel, unsharded_grad: Tensor) -> tuple[Tensor, Tensor]:
+        if not isinstance(state._comm_hook_state, StepGradients):
+            return original(state, unsharded_grad)
+        numel = unsharded_grad.numel()
+        of_shard = -(-numel // state.world_size)
+        padding = of_shard * state.world_size - numel
+        padded = F.pad(unsharded_grad, [0, padding]) if padding else unsharded_grad
+        return padded, unsharded_grad.new_empty(of_shard)
+
+    runtime._get_reduce_scatter_tensors = get_reduce_scatter_tensors

@@ -1,0 +1,714 @@
+"""The flat parameter of a unit, gathered and reduced by a strategy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    _runtime_utils as runtime,
+    _unshard_param_utils as unshard_param_utils,
+)
+from torch.distributed.fsdp._common_utils import (
+    _is_fsdp_flattened,
+    _no_dispatch_record_stream as no_dispatch_record_stream,
+)
+from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle, HandleTrainingState
+
+from fsdp_zpp.comm.agreement import agree_on_use
+from fsdp_zpp.comm.gradient_reduce import ArrivingGradients, ReductionOrder
+from fsdp_zpp.comm.layout import FlatLayout, Sharded
+from fsdp_zpp.comm.weight_gather import ShardValues, WeightGather
+from fsdp_zpp.runtime._torch import ShardVersion, copy_replaced, copy_replaced_shards
+from fsdp_zpp.runtime.unit import StrategyUnit
+
+from ._torch import FlatParameterLayout, ParameterViews, StepGradients, axes_of, set_parameter, set_tensor
+
+# ---- handle
+#
+# Private names of torch's flat parameters: a handle whose weights and gradients go through a strategy.
+
+
+class StrategyHandle(FlatParamHandle):
+    """A flat parameter's handle that gathers and reduces through a strategy.
+
+    Made by :func:`_torch_adoption.adopt_handle` from the handle that torch built. It overrides what torch calls to
+    gather, to reshard and to show parameters, and is the source of the unit's secondary shard. Whatever asks for full
+    precision (state dicts, ``summon_full_params``, evaluation under FSDP_USE_FULL_PREC_IN_EVAL) is left to torch's own
+    gather.
+
+    Attributes:
+        gradients: Its gradient, as the strategy accumulates and reduces it.
+        views: What modules show in place of its parameters.
+        parameter_layout: Where its parameters lie.
+        written_back: Called after parameters were written to the shard, or moved.
+    """
+
+    gradients: StepGradients
+    views: ParameterViews
+    parameter_layout: FlatParameterLayout
+    written_back: Callable[[], None]
+    _gather: WeightGather | None
+    _gather_is_lossy: bool
+    _keeps_unsharded: bool
+    _holds_decoded_weights: bool
+    _version: ShardVersion
+    _version_at_summon: Hashable
+    _has_optim_in_backward: bool
+
+    def adopt(self, instance: FullyShardedDataParallel, unit: StrategyUnit, layout: FlatParameterLayout) -> None:
+        """Set the attributes of this class, in place of a constructor; the arguments are those of ``adopt_handle``."""
+        self.parameter_layout = layout
+        self._zero_padding()
+        self._gather, self._keeps_unsharded = unit.gather, unit.keep_unsharded
+        self._gather_is_lossy = unit.gather is not None and unit.gather.secondary.codec is not None
+        self._holds_decoded_weights, self._version_at_summon = False, None
+        self._version = ShardVersion()
+        self.gradients = StepGradients(instance, self, layout, unit)
+        self.views = ParameterViews(self)
+        if self.views.are_direct:
+            self._setattr_tensor, self._setattr_param = set_tensor, set_parameter
+        self.written_back = unit.invalidate
+
+    def _zero_padding(self) -> None:
+        # FSDP fills the gaps that align parameters with 42s, which would ruin the scale of the blocks they are in.
+        shard = self.flat_param.data
+        layout, first = self.parameter_layout.around(shard)
+        for start, stop in layout.gaps:
+            if stop > first:
+                shard[max(start - first, 0) : stop - first].zero_()
+
+    def _wants_full_precision(self) -> bool:
+        summoned = self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS
+        return summoned or self._force_full_precision
+
+    def pre_unshard(self) -> bool:
+        unsharding = super().pre_unshard()
+        # Only now: super() has copied replaced parameters to the shard, which counts as a write.
+        if self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS:
+            self._version_at_summon = self.shard_version()
+        return unsharding
+
+    def unshard(self) -> None:
+        if self._keeps_unsharded and not self._wants_full_precision() and self.keeps_gathered():
+            assert self._gather is not None
+            self._gather.secondary.check_version(self.shard_version())
+        super().unshard()
+
+    def reshard(self, free_unsharded_flat_param: bool) -> None:
+        summoned = self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS
+        # Parameter scope N keeps what was gathered until the weights change; weights_changed() frees it then.
+        super().reshard(free_unsharded_flat_param and (summoned or not self._keeps_unsharded))
+        if summoned and self._gather is not None:
+            # Edits of summoned parameters count as writes to them, but are not of the shard unless written back.
+            self._gather.secondary.rebase_version(self._version_at_summon, self.shard_version())
+
+    def needs_unshard(self) -> bool:
+        # FSDP keeps the root unsharded from forward to backward, and after a forward without backward. A summon
+        # in between would take those decoded weights for the true ones, and even write them back.
+        if (
+            self._holds_decoded_weights
+            and self._gather_is_lossy
+            and self._wants_full_precision()
+            and not self._uses_param_mixed_precision  # else full precision has a buffer of its own
+        ):
+            if self._prefetched:
+                self._leave_prefetched()
+            self._free_unsharded_flat_param()
+            self._holds_decoded_weights = False
+        return super().needs_unshard()
+
+    def _use_low_precision_shard(self) -> None:
+        if self._gather is None:
+            super()._use_low_precision_shard()
+        # The strategy encodes the full-precision shard itself, so there is no 16-bit copy of it to be made.
+        else:
+            self.flat_param.data = self.flat_param._local_shard.to(self.device, non_blocking=True)
+
+    def _free_low_precision_sharded_param(self) -> None:
+        if self._gather is None:
+            super()._free_low_precision_sharded_param()
+
+    def _all_gather_flat_param(self, padded_unsharded_flat_param: Tensor) -> Tensor:
+        self.gradients.was_gathered = True
+        if self._gather is None or self._wants_full_precision():
+            self._holds_decoded_weights = False
+            return super()._all_gather_flat_param(padded_unsharded_flat_param)
+        shard = self.flat_param.data
+        if shard.dtype != (dtype := self.flat_param._local_shard.dtype):
+            raise ValueError(
+                f"the parameters of {type(self._fully_sharded_module).__name__} were cast from {dtype} to "
+                f"{shard.dtype} after their first forward, which FullyShardedDataParallel can't gather; cast a model "
+                "before its first forward, or pass mixed_precision=MixedPrecision(param_dtype=...) instead"
+            )
+        self._gather(shard, padded_unsharded_flat_param, self.shard_version())
+        self._holds_decoded_weights = True
+        if self._offload_params:  # the copy on the device goes when this returns, and the encoding may still read it
+            no_dispatch_record_stream(shard, self._device_handle.current_stream())
+        return padded_unsharded_flat_param
+
+    # ---- what modules show in place of parameters
+
+    def _use_sharded_views(self) -> None:
+        if not self.views.show_shard():
+            super()._use_sharded_views()
+            self.views.keep()
+            return
+        self._unsharded_flat_param_for_skipped_views = None
+        tensors = self.flat_param._tensors
+        if self._training_state == HandleTrainingState.BACKWARD_POST and tensors is not None:
+            tensors[:] = [None] * len(tensors)
+
+    def _writeback_orig_params(self) -> bool:
+        return not self.views.are_written_back() and super()._writeback_orig_params()
+
+    def _use_unsharded_views(self, as_params: bool) -> None:
+        if as_params:
+            self.views.drop()  # parameters become views of what was gathered
+        elif self._training_state == HandleTrainingState.BACKWARD_PRE and self.views.show_forward_views():
+            return
+        super()._use_unsharded_views(as_params)
+        current = self.gradients.unit.reductions.current
+        if not as_params and current is not None and current.errors is not None:
+            self.gradients.watch_use()
+
+    # ---- the memory of what is gathered
+
+    def _alloc_padded_unsharded_flat_param(self) -> Tensor:
+        unsharded = self._get_padded_unsharded_flat_param()
+        unsharded.untyped_storage().resize_(unsharded.numel() * unsharded.itemsize)
+        return unsharded
+
+    def _free_unsharded_flat_param(self) -> None:
+        unsharded = self._get_padded_unsharded_flat_param()
+        storage = unsharded.untyped_storage()
+        if storage.size():
+            no_dispatch_record_stream(unsharded, self._device_handle.current_stream())
+            storage.resize_(0)
+
+    # ---- when weights change
+
+    def weights_changed(self, by_step: bool) -> None:
+        """Drop what FSDP still keeps unsharded between forwards, so that the next one gathers it anew.
+
+        FSDP keeps the root, and units that a forward has prefetched and not run.
+        """
+        initialized = hasattr(self.flat_param, "_full_param_padded")
+        # What is prefetched counts as idle, but a backward that runs (with optimizers in it) is about to use it.
+        is_in_use = self._prefetched and torch._C._current_graph_task_id() != -1
+        if initialized and self._training_state == HandleTrainingState.IDLE and not is_in_use:
+            if self._prefetched:
+                self._leave_prefetched()
+            self._free_unsharded_flat_param()
+
+    def _leave_prefetched(self) -> None:
+        self._use_sharded_flat_param()
+        self._prefetched = False
+
+    def drop_gradients(self) -> None:
+        """Drop the sum of reduced gradients that optimizers do not see before the last micro-batch."""
+        if hasattr(self.flat_param, "_saved_grad_shard"):
+            del self.flat_param._saved_grad_shard
+        if torch._C._current_graph_task_id() == -1:  # else an optimizer in the backward has cleared its own gradients
+            self.gradients.used.clear()
+
+    def drop_cleared_gradients(self) -> None:
+        """Drop the flat gradient if all original parameters' are cleared: a move would restore them from it."""
+        self._reset_flat_param_grad_info_if_needed()
+
+    # ---- as a ShardSource, which is asked before FSDP's gather
+
+    def can_be_read(self) -> bool:
+        """Return whether the shard may be read: not in a backward, in which an optimizer may write to it."""
+        return torch._C._current_graph_task_id() == -1
+
+    def prepare_read(self) -> int:
+        """Copy parameters that have other storage by now to the shard, as FSDP does; return this rank's value count."""
+        copy_replaced_shards(self)
+        return self.flat_param._local_shard.numel()
+
+    def read(self) -> ShardValues:
+        """Return this rank's values, on the device to gather on."""
+        shard, trained = self.flat_param._local_shard.to(self.device, non_blocking=True), self.is_trained()
+        return ShardValues([shard], shard.numel(), self.shard_version(), trained)
+
+    def compares_contents(self) -> bool:
+        """Return whether versions of the shards are fingerprints, as FSDP_ZPP_CHECK asks for."""
+        return self._version.of_contents
+
+    def keeps_gathered(self) -> bool:
+        """Return whether unsharded weights are kept, to be reused if they have not changed."""
+        return self._keeps_unsharded and self._holds_decoded_weights and not self.needs_unshard()
+
+    def layout(self, numel: int) -> FlatLayout:
+        """Return where parameters lie in a gathered flat parameter of ``numel`` values."""
+        return self.parameter_layout.whole(numel)
+
+    def is_trained(self: FlatParamHandle) -> bool:
+        """Return whether the flat parameter or an original one, which a forward passes on, requires a gradient.
+
+        It is called on torch's own handles, too.
+        """
+        flat_param = self.flat_param
+        return flat_param.requires_grad or any(p.requires_grad for p in flat_param._params or ())
+
+    def shard_version(self) -> Hashable:
+        """Return a value that changes with every write to the shard that torch counts, and when it is moved."""
+        flat_param = self.flat_param
+        shard = flat_param._local_shard
+        return self._version.of((shard,), (shard, flat_param, *(flat_param._params or ())))
+
+    def flat_param_to(self, *args: object, **kwargs: object) -> None:
+        super().flat_param_to(*args, **kwargs)
+        # While the unit is idle, a user moves it, unless FSDP offloads parameters.
+        if self._training_state == HandleTrainingState.IDLE and not self._offload_params:
+            self.moved()
+
+    def moved(self) -> None:
+        """Handle a move or cast of the flat parameter by a user."""
+        self.views.drop()
+        flat_param = self.flat_param
+        shard = getattr(flat_param, "_local_shard", None)  # there is none until FSDP's lazy initialization
+        # FSDP would return to the old memory after the next forward, and lose what was written to the new memory.
+        # A changed dtype is left alone: the next gather raises.
+        same_kind = shard is not None and (flat_param.dtype, flat_param.size()) == (shard.dtype, shard.size())
+        if same_kind and not self._offload_params:
+            flat_param._local_shard = flat_param.data
+        self.written_back()
+
+
+# ---- sharded
+#
+# Private names of torch's flat parameters: what an instance of FullyShardedDataParallel has sharded of its own.
+
+
+class ShardedInstance(Sharded):
+    """An instance's own part of what FSDP has sharded: its flat parameter, or nothing if it has none.
+
+    Args:
+        instance: The instance.
+        name: The unit's name.
+
+    Attributes:
+        layout: Where the original parameters lie in the flat one.
+    """
+
+    def __init__(self, instance: FullyShardedDataParallel, name: str = "unit") -> None:
+        self._instance = instance
+        self._name = name
+        self.layout = FlatParameterLayout(instance)
+
+    @property
+    def name(self) -> str:
+        """Return the unit's name in profiles, errors and log lines."""
+        return self._name
+
+    def rename(self, name: str) -> None:
+        """Set the name, once the model and thus the path of the instance in it are known."""
+        self._name = name
+
+    @property
+    def _flat_param(self) -> FlatParameter | None:
+        handle = self._instance._handle
+        return None if handle is None else handle.flat_param
+
+    def numel(self) -> int:
+        """Return the number of values of the parameters, without padding."""
+        flat_param = self._flat_param
+        return 0 if flat_param is None else sum(shape.numel() for shape in flat_param._shapes)
+
+    def trained_numel(self) -> int:
+        """Return the number of all values if any is trained, since torch reduces the gradient of a flat parameter."""
+        return self.numel() if self.is_trained() else 0
+
+    def compute_device(self) -> torch.device | None:
+        """Return the device of the handle."""
+        handle = self._instance._handle
+        device: torch.device | None = None if handle is None else handle.device
+        return device
+
+    def wire_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes in which FSDP itself gathers the weights and reduces the gradients."""
+        handle = self._instance._handle
+        if handle is None:
+            return super().wire_dtypes()
+        weights = handle._fwd_bwd_param_dtype or handle._orig_param_dtype
+        return weights, handle._reduce_dtype or weights
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters as an optimizer may hold them by now: original, or flat."""
+        flat_param = self._flat_param
+        return [] if flat_param is None else list(flat_param._params or (flat_param,))
+
+    def other_axes(self) -> list[dist.ProcessGroup]:
+        """Return the ranks over which another parallelism has sharded parameters, one group an axis."""
+        flat_param = self._flat_param
+        specs = [] if flat_param is None else flat_param._param_extensions
+        return [group for spec in specs if spec is not None for group in spec.mesh.get_all_groups()]
+
+    def is_trained(self) -> bool:
+        """Return whether the flat parameter or an original one requires a gradient by now."""
+        handle = self._instance._handle
+        return handle is not None and StrategyHandle.is_trained(handle)
+
+    def trained_names(self) -> list[str]:
+        """Return the FQNs of the original parameters that require a gradient or have one."""
+        flat_param = self._flat_param
+        if flat_param is None:
+            return []
+        if not flat_param._params:
+            return list(flat_param._fqns) if flat_param.requires_grad or flat_param.grad is not None else []
+        pairs = zip(flat_param._fqns, flat_param._params, strict=True)
+        return [name for name, parameter in pairs if parameter.requires_grad or parameter.grad is not None]
+
+    def shards(self) -> list[Tensor]:
+        """Return what this rank holds of the flat parameter."""
+        flat_param = self._flat_param  # which is the shard itself until FSDP's lazy initialization
+        return [] if flat_param is None else [getattr(flat_param, "_local_shard", flat_param)]
+
+    def named_shards(self) -> dict[str, Tensor]:
+        """Return what this rank holds of the original parameters, by FQN; a parameter may have nothing here."""
+        if self._instance._handle is None:
+            return {}
+        copy_replaced(self._instance._handle)
+        return self._parts_of(self.shards()[0].detach())
+
+    def _parts_of(self, shard: Tensor) -> dict[str, Tensor]:
+        layout, first = self.layout.around(shard)
+        bounds = (
+            (start - first, start - first + p.numel) for p, start in zip(layout.pieces, layout.starts, strict=True)
+        )
+        held = (shard.view(-1)[max(start, 0) : max(stop, 0)] for start, stop in bounds)
+        return {piece.name: part for piece, part in zip(layout.pieces, held, strict=True)}
+
+    def named_parts(self, parameter: nn.Parameter, of: Tensor) -> dict[str, Tensor]:
+        """Return the parts of a tensor that lies as this rank's shard of a parameter, by FQN."""
+        flat_param = self._flat_param
+        if flat_param is None or not flat_param._params:
+            return self._parts_of(of)
+        pairs = zip(flat_param._fqns, flat_param._params, strict=True)
+        return {name: of for name, original in pairs if original is parameter}
+
+    def placements(self) -> dict[str, tuple[str, ...]]:
+        """Return the mesh dimensions along which another parallelism shards each original parameter, by FQN."""
+        flat_param = self._flat_param
+        return {} if flat_param is None else dict(zip(flat_param._fqns, axes_of(flat_param), strict=True))
+
+    def weights_changed(self, by_step: bool) -> None:
+        """Drop what the handle keeps of the old weights, if a strategy has adopted it."""
+        if isinstance(handle := self._instance._handle, StrategyHandle):
+            handle.weights_changed(by_step)
+
+    def drop_gradients(self) -> None:
+        """Drop what the handle has accumulated, if a strategy has adopted it."""
+        if isinstance(handle := self._instance._handle, StrategyHandle):
+            handle.drop_gradients()
+
+
+# ---- adoption
+#
+# Private names by which a strategy takes over an instance of FullyShardedDataParallel: its handle and hook.
+
+
+def adopt_handle(
+    instance: FullyShardedDataParallel, unit: StrategyUnit, layout: FlatParameterLayout
+) -> StrategyHandle | None:
+    """Let torch gather and reduce the flat parameter of ``instance``, if it has one, through ``unit``.
+
+    Args:
+        instance: The instance.
+        unit: Its unit.
+        layout: Where its parameters lie.
+
+    Returns:
+        The flat parameter's handle; None if the instance has no flat parameter.
+    """
+    if instance._handle is None:
+        return None
+    handle: Any = instance._handle
+    handle.__class__ = StrategyHandle
+    handle.adopt(instance, unit, layout)
+    if unit.reductions.all:
+        # register_comm_hook() would do, but may be called on a root only, and settles who is the root.
+        instance._comm_hook, instance._comm_hook_state = StepGradients.reduce, handle.gradients
+    return handle
+
+
+def flattened_sites(instance: FullyShardedDataParallel) -> set[tuple[nn.Module, str]]:
+    """Return the modules of the parameters in the flat parameter of ``instance``, with the names there."""
+    handle = instance._handle
+    return set() if handle is None else {(info.module, info.param_name) for info in handle.flat_param._param_infos}
+
+
+def has_shards(instance: FullyShardedDataParallel, module: nn.Module) -> bool:
+    """Return whether files of ``module``, in ``instance``, would lack values, or names that PEFT looks for."""
+    if hasattr(module, "peft_config"):  # wrappers change the names, sharded or not
+        return True
+    handles = [each._handle for each in FullyShardedDataParallel.fsdp_modules(instance) if each._handle is not None]
+    return any(
+        handle.uses_sharded_strategy and handle._training_state != HandleTrainingState.SUMMON_FULL_PARAMS
+        for handle in handles
+    )
+
+
+def is_flattened(parameter: nn.Parameter) -> bool:
+    """Return whether an instance has ``parameter`` in its flat parameter, by whatever strategy."""
+    return _is_fsdp_flattened(parameter) and not isinstance(parameter, FlatParameter)
+
+
+def handle_of(instance: FullyShardedDataParallel) -> StrategyHandle | None:
+    """Return the handle of the flat parameter of ``instance``, if a strategy has adopted it."""
+    handle = instance._handle
+    return handle if isinstance(handle, StrategyHandle) else None
+
+
+def prefetch_shards_alone(root: nn.Module) -> None:
+    """Prefetch nothing in forwards if a unit is not sharded: if such a unit is not run, FSDP hides its gradients."""
+    instances: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
+    handles = [handle for each in instances if (handle := handle_of(each)) is not None]
+    if not all(handle.uses_sharded_strategy for handle in handles):
+        for each in instances:
+            each.forward_prefetch = False
+
+
+def announce_writebacks() -> None:
+    """Call ``written_back()`` of a strategy's handle after each of FSDP's writebacks."""
+    original = unshard_param_utils._writeback_to_local_shard
+
+    @functools.wraps(original)
+    def writeback_to_local_shard(handle: FlatParamHandle, writeback_grad: bool) -> None:
+        original(handle, writeback_grad)
+        if isinstance(handle, StrategyHandle):
+            handle.written_back()
+
+    unshard_param_utils._writeback_to_local_shard = writeback_to_local_shard
+
+
+# ---- backward
+#
+# Private names of torch's backwards: when the units of a model reduce, in which streams, and what waits for them.
+
+_WATCH = "_fsdp_zpp_backward_watch"
+_end_backward = runtime._post_backward_final_callback
+
+
+class BackwardWatch:
+    """Knows the units of a model that strategies gather, and reports the end of each of its backwards.
+
+    Args:
+        root: The model.
+        on_backward_end: Called at the end of every backward with whether it synchronizes gradients.
+
+    Attributes:
+        on_backward_end: As given.
+        arriving: The optimizers in the backward that wait for gradients.
+    """
+
+    def __init__(self, root: nn.Module, on_backward_end: Callable[[bool], None]) -> None:
+        self.on_backward_end = on_backward_end
+        self._instances = FullyShardedDataParallel.fsdp_modules(root)
+        self._handles = [each._handle for each in self._instances if isinstance(each._handle, StrategyHandle)]
+        self._order: ReductionOrder[StepGradients] = ReductionOrder(handle.gradients for handle in self._handles)
+        self.arriving = ArrivingGradients()
+        for handle in self._handles:
+            handle.gradients.order, handle.gradients.arriving = self._order, self.arriving
+        if any(handle._offload_params for handle in self._handles):
+            step_on_arrival()  # only now, or the backward of each unit would take one call more
+
+    def reduce_in_two_streams(self) -> None:
+        """Give every other unit a second stream to reduce in; see the top of gradient_reduce.py."""
+        two_hops = [each.gradients for each in self._handles if each.gradients.unit.reductions.have_two_hops]
+        if len(two_hops) > 1:
+            second = two_hops[0].instance._device_handle.Stream()
+            for gradients in two_hops[1::2]:
+                gradients.instance._post_backward_stream = second
+
+    def begin_forward(self, root: FullyShardedDataParallel, *unused: object) -> None:
+        """End a backward that an exception has ended, before a forward of the model.
+
+        torch would take the forward for a recomputation in that backward, and so run no hooks at the end of the next.
+        Gradients stay until they are cleared, as torch leaves them.
+        """
+        began = getattr(root, "_post_backward_callback_queued", False)  # there is none until a forward with gradients
+        if not began or torch._C._current_graph_task_id() != -1:
+            return
+        self.arriving.drop()
+        self._order.abandon()
+        instances: list[Any] = self._instances
+        synchronized = [instance._sync_gradients for instance in instances]
+        for instance in instances:
+            instance._sync_gradients = False  # for which torch finishes no gradients
+        try:
+            _end_backward(root, root)
+        finally:
+            for instance, each in zip(instances, synchronized, strict=True):
+                instance._sync_gradients = each
+        for handle in self._handles:
+            handle.gradients.end_backward(synchronized=True)
+
+    def reduce_rest(self, root: FullyShardedDataParallel) -> None:
+        """Reduce what is left at the end of a backward, before FSDP finishes gradients."""
+        if root._sync_gradients:
+            used_elsewhere = self._drop_unused()
+            for handle in self._handles:
+                gradients = handle.gradients
+                if gradients.took_part or gradients.is_unreduced:
+                    gradients.reduce_accumulated(handle in used_elsewhere)
+            # torch has the current stream wait for the root's stream alone.
+            current = root._device_handle.current_stream()
+            for stream in {instance._post_backward_stream for instance in self._instances}:
+                current.wait_stream(stream)
+            return
+        for gradients in self._order.remaining():
+            gradients.reduce_micro_batch()
+        for handle in self._handles:
+            handle.gradients.took_part |= handle.gradients.is_of_micro_batch
+            # torch does so where it reduces. Else it would clear what a parameter has got that had no gradient
+            # before the forward: one that was thawed, or cleared alone, since the last reduction.
+            if not handle.uses_sharded_strategy and handle._training_state == HandleTrainingState.BACKWARD_POST:
+                handle._reset_is_grad_none()
+
+    def _drop_unused(self) -> set[StrategyHandle]:
+        """Drop the gradients of units that micro-batches have gathered but no rank has used. Collective.
+
+        Returns:
+            The units that other ranks have used in the step, and this one has not.
+        """
+        used_elsewhere: set[StrategyHandle] = set()
+        gathered = [handle for handle in self._handles if handle.gradients.took_part]
+        if not gathered:
+            return used_elsewhere
+        asked = [(handle, handle.gradients.unit.reductions.mesh, [handle.gradients.is_used]) for handle in gathered]
+        for handle, used_by_any in agree_on_use(asked):
+            if handle.gradients.is_used:
+                continue
+            if all(used_by_any()):
+                used_elsewhere.add(handle)
+            else:
+                handle.gradients.drop_unused()
+        return used_elsewhere
+
+    def end(self, synchronized: bool) -> None:
+        """End a backward, after FSDP has ended it."""
+        for handle in self._handles:
+            # FSDP takes an unsharded flat parameter for resharded, and leaves the parameters of frozen ones as views.
+            # Units that this micro-batch has not run may have replaced parameters that no forward has copied yet.
+            if not handle.uses_sharded_strategy and handle.views.are_shown:
+                handle.reshard(False)
+            handle.gradients.end_backward(synchronized)
+        if synchronized:
+            self._order.restart()
+        self.on_backward_end(synchronized)
+
+
+def watch_backwards(root: nn.Module, on_backward_end: Callable[[bool], None]) -> BackwardWatch:
+    """Watch the backwards of a model, and fix the order in which its units reduce.
+
+    Args:
+        root: The model.
+        on_backward_end: Called at the end of every backward with whether it synchronizes gradients.
+    """
+    watch = BackwardWatch(root, on_backward_end)
+    setattr(root, _WATCH, watch)
+    root.register_forward_pre_hook(torch.compiler.disable(watch.begin_forward), prepend=True)
+    return watch
+
+
+def hear_of_backwards() -> None:
+    """Let the watch of a model hear of the end of every backward."""
+    original = runtime._post_backward_final_callback
+
+    @functools.wraps(original)
+    def post_backward_final_callback(state: FullyShardedDataParallel, module: nn.Module) -> None:
+        watch: BackwardWatch | None = vars(module).get(_WATCH)
+        if watch is None:
+            original(state, module)
+            return
+        watch.reduce_rest(state)
+        if watch.arriving.waiting:
+            watch.arriving.step_all()
+        original(state, module)
+        watch.end(state._sync_gradients)
+
+    runtime._post_backward_final_callback = post_backward_final_callback
+
+
+def reduce_in_every_backward() -> None:
+    """Let handles of strategies reduce in every backward, inside of no_sync too, as far as their scopes say.
+
+    See [Note: What a micro-batch reduces] in gradient_reduce.py and, for their turns, [Note: The order of reductions]
+    in gradient_reduce.py.
+    """
+    hook = runtime._post_backward_hook
+
+    @functools.wraps(hook)
+    def post_backward_hook(state: FullyShardedDataParallel, handle: FlatParamHandle, *args: object) -> None:
+        if not isinstance(handle, StrategyHandle):
+            hook(state, handle, *args)
+            return
+        gradients, has_gradient = handle.gradients, handle.flat_param.grad is not None
+        gradients.is_used |= has_gradient
+        if not handle.uses_sharded_strategy:
+            # FSDP accumulates in the gradient itself: nothing reduces it if the last micro-batch leaves the unit out.
+            gradients.is_unreduced = not state._sync_gradients
+        if state._sync_gradients:
+            if has_gradient:
+                gradients.order.synchronized.append(gradients)
+            hook(state, handle, *args)
+            return
+        hook(state, handle, *args)  # FSDP leaves the gradient unsharded
+        if not gradients.reduces_early or handle.flat_param.grad is None:
+            return
+        assert gradients.unit.reductions.current is not None
+        if not gradients.unit.reductions.current.communicates_early:
+            gradients.reduce_micro_batch()
+            return
+        for due in gradients.order.finished(gradients):
+            due.reduce_micro_batch()
+
+    runtime._post_backward_hook = post_backward_hook
+
+
+# ---- offload
+#
+# Private names of torch's backwards: optimizers in the backward that step on offloaded parameters.
+#
+# torch copies the gradient of such a unit to the CPU while the CPU waits, and steps at once. Here it copies without a
+# wait, and optimizers step as comm/gradient_reduce.py says.
+
+
+def step_on_arrival() -> None:
+    """Let optimizers in the backward step on offloaded parameters of strategies when their gradients have arrived.
+
+    It replaces torch's function once, however often it is called.
+    """
+    original = runtime._post_reduce_grad_callback
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def post_reduce_grad_callback(
+        state: FullyShardedDataParallel, handle: FlatParamHandle, grad_to_offload: Tensor
+    ) -> None:
+        waits = isinstance(handle, StrategyHandle) and handle._offload_params and handle._has_optim_in_backward
+        # torch found copies of gradients that are not sharded to need the wait.
+        if not waits or not handle.uses_sharded_strategy:
+            original(state, handle, grad_to_offload)
+            return
+        assert isinstance(handle, StrategyHandle)
+        handle._has_optim_in_backward = False  # by which torch decides whether to wait
+        try:
+            runtime._offload_grad(state, handle, grad_to_offload)
+        finally:
+            handle._has_optim_in_backward = True
+        event = state._device_handle.current_stream().record_event() if handle.device.type != "cpu" else None
+        step = partial(runtime._post_backward_use_sharded_grad_views, handle)
+        handle.gradients.arriving.step_on_arrival(event, step)
+
+    runtime._post_reduce_grad_callback = post_reduce_grad_callback

@@ -1,0 +1,762 @@
+"""``FullyShardedDataParallel`` with a strategy, and a communication hook for any FSDP model."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy, StateDictType
+from torch.distributed.tensor import DTensor
+
+from fsdp_zpp._torch_compat import Patch, apply_patches
+from fsdp_zpp.codecs.base import Codec, check_codec, check_place
+from fsdp_zpp.comm.agreement import agree, check_agreement, parameter_facts, shard_signature
+from fsdp_zpp.comm.error_feedback import ErrorFeedbackState
+from fsdp_zpp.comm.gradient_reduce import GradientReduce
+from fsdp_zpp.comm.hops import Traffic
+from fsdp_zpp.comm.layout import FlatLayout, Sharded
+from fsdp_zpp.comm.mesh import ProcessMesh, compute_device, mesh_on, own_rank, process_mesh
+from fsdp_zpp.frozen.base import follow_strategy
+from fsdp_zpp.frozen.hugging_face import guard_sharded
+from fsdp_zpp.frozen.quantize import left_to_shard, log_frozen, prepare_frozen, quantize_for
+from fsdp_zpp.names import explains_keywords, model_name
+from fsdp_zpp.runtime._torch import copy_replaced, hear_of_loads
+from fsdp_zpp.runtime._torch_mesh import (
+    RankLayout,
+    find_links,
+    joined_by_links,
+    name_ranks,
+    node_size_fact,
+    read_2d_mesh,
+)
+from fsdp_zpp.runtime.api import (
+    Shared,
+    Units,
+    check_dtypes,
+    check_exchanges,
+    check_instance,
+    check_module,
+    held,
+    hold,
+    strategy_facts,
+)
+from fsdp_zpp.runtime.checkpoint import RankState
+from fsdp_zpp.runtime.lifecycle import LifecycleHooks, repeated_if_failed, set_up_model
+from fsdp_zpp.runtime.monitor import log_reduction
+from fsdp_zpp.runtime.unit import (
+    Loaded,
+    StrategyUnit,
+    attach,
+    packed,
+    packed_facts,
+    packed_sites,
+    strategies_below,
+    strategy_for,
+    unit_of,
+)
+from fsdp_zpp.strategy.error_feedback import LoCo, check_error_feedback
+from fsdp_zpp.strategy.strategy import Strategy, check_gpus_per_node, intra_node_codec
+
+from . import _torch, _torch_handle
+from ._torch import refuse_whole_graphs
+from ._torch_handle import ShardedInstance, flattened_sites, is_flattened
+
+# ---- comm hook
+#
+# Quantized gradient reduction by itself: a communication hook for any FSDP model.
+
+
+@explains_keywords
+class QuantizedReduceState:
+    """State of ``quantized_reduce_hook``: ZeRO++'s qgZ on a model with one of torch's own strategies.
+
+    Constructing one is collective over ``process_group``. With error feedback, its ``state_dict`` belongs in
+    checkpoints; ``fsdp_zpp.CodecState`` is the same for models with a strategy.
+
+    Args:
+        codec: Codec of the inter-node hop; None for full precision in two hops.
+        intra_codec: Codec of the intra-node hop; ``"auto"`` is ``Int8`` with the same block.
+        error_feedback: Error feedback on the codecs. A state that has it serves one model only.
+        gpus_per_node: Consecutive ranks that share fast links. Default: as for ``Strategy.zeropp()``, or with
+            error feedback as for ``Strategy.loco()``.
+        process_group: The group that the model is sharded over. Default: all ranks.
+
+    Raises:
+        RuntimeError: If torch.distributed is not initialized.
+        TypeError: If a codec is not a ``Codec``, or ``error_feedback`` is not a ``LoCo``.
+        ValueError: If the group can't be laid out on nodes of ``gpus_per_node``, if ranks pass different arguments, or
+            if ``error_feedback`` has no codec whose errors it could feed back.
+
+    Examples:
+        >>> model = FullyShardedDataParallel(model)
+        >>> model.register_comm_hook(QuantizedReduceState(Int4(128), gpus_per_node=8), quantized_reduce_hook)
+    """
+
+    def __init__(
+        self,
+        codec: Codec | None,
+        *,
+        intra_codec: Codec | Literal["auto"] | None = "auto",
+        error_feedback: LoCo | None = None,
+        gpus_per_node: int | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "there is no process group for QuantizedReduceState; call torch.distributed.init_process_group() first"
+            )
+        self.process_group = process_group if process_group is not None else dist.group.WORLD
+        assert self.process_group is not None
+        intra = agree(self.process_group, lambda: _checked(codec, intra_codec, error_feedback, gpus_per_node))
+        self.traffic = Traffic()
+        facts: dict[str, object] = {"codec": codec, "intra_codec": intra, "error_feedback": error_feedback}
+        facts |= {"gpus_per_node": node_size_fact(gpus_per_node, self.process_group)}
+        # Before links are asked and process groups are made: ranks with different node sizes would hang in either.
+        check_agreement(self.process_group, "QuantizedReduceState", facts)
+        self.mesh = _mesh_of(self.process_group, gpus_per_node, gains=codec is not None and error_feedback is None)
+        self.codecs = (intra, codec)
+        self.error_feedback = error_feedback
+        self._is_of_unit = False
+        self._layout: Callable[[int], FlatLayout] | None = None
+        self._units: dict[str, ErrorFeedbackState] = {}
+        self._reduce = self._reduction("comm hook")
+
+    def _reduction(self, label: str) -> GradientReduce:
+        return GradientReduce(self.mesh, *self.codecs, self.traffic, label, error_feedback=self.error_feedback)
+
+    def of_unit(self, name: str, layout: Callable[[int], FlatLayout] | None = None) -> QuantizedReduceState:
+        """Make a state for one unit of the model, for FSDP to pass to the hook: each unit has errors of its own.
+
+        Args:
+            name: The unit's name.
+            layout: Returns where parameters lie in the unit's flat gradient, given its size.
+
+        Raises:
+            ValueError: If a state of that name exists already and has errors.
+        """
+        if name in self._units:
+            raise ValueError(
+                "this QuantizedReduceState already feeds back the errors of a model; make another one for each model"
+            )
+        unit = copy.copy(self)  # shallow: all units count into one Traffic
+        unit._is_of_unit, unit._layout = True, layout
+        unit._reduce = self._reduction(name)
+        if unit._reduce.errors is not None:
+            self._units[name] = unit._reduce.errors
+        return unit
+
+    @property
+    def errors(self) -> ErrorFeedbackState | None:
+        """Error state of this unit; None without error feedback."""
+        return self._reduce.errors
+
+    def error_nbytes(self, numel: int) -> int:
+        """Return the bytes of error state on this rank, for a unit of which it keeps a shard of ``numel`` values."""
+        return self._reduce.error_nbytes(numel)
+
+    def reduce(self, gradient: Tensor, out: Tensor) -> None:
+        """Reduce a unit's gradient, as ``quantized_reduce_hook`` describes.
+
+        Raises:
+            RuntimeError: If errors are fed back, but this is not the state of one unit.
+        """
+        # FSDP passes the hook no unit. register_comm_hook gives each unit a state of its own, but it sees only a
+        # QuantizedReduceState, not one that a user's hook wraps; errors of different units would then mix.
+        if self.errors is not None and not self._is_of_unit:
+            raise RuntimeError(
+                "error feedback keeps errors for each unit of a model, but this QuantizedReduceState was not passed to "
+                "model.register_comm_hook; pass the state itself there, together with quantized_reduce_hook"
+            )
+        layout = None if self._layout is None else self._layout(gradient.numel())
+        self._reduce.start(gradient, out, layout=layout).finish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's errors; see ``fsdp_zpp.CodecState``. There are none before ``register_comm_hook``."""
+        return self._rank_state().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what ``state_dict`` returned; call it after ``register_comm_hook``.
+
+        Raises:
+            ValueError: If the errors were saved under another configuration.
+        """
+        self._rank_state().load_state_dict(state)
+
+    def _rank_state(self) -> RankState:
+        return RankState(self._units, [self.mesh], warns=self.mesh.rank == 0)
+
+
+def _checked(
+    codec: Codec | None,
+    intra_codec: Codec | Literal["auto"] | None,
+    error_feedback: LoCo | None,
+    gpus_per_node: int | None,
+) -> Codec | None:
+    """Check all arguments, and return the codec of the intra-node hop."""
+    intra = intra_node_codec(intra_codec, codec)  # first, since the checks below are for codecs, not for "auto"
+    for name, value in (("codec", codec), ("intra_codec", intra)):
+        check_codec(name, value, such_as="Int4(128)")
+        check_place(name, value, "gradients")
+    check_error_feedback(error_feedback, "codec", intra, codec)
+    check_gpus_per_node(gpus_per_node)
+    return intra
+
+
+def _mesh_of(group: dist.ProcessGroup, gpus_per_node: int | None, gains: bool) -> ProcessMesh:
+    """Return the mesh of a hook. Like a strategy, it follows links if it gains by that at little cost. Collective."""
+    if gpus_per_node is None and gains:
+        find_links(group)
+        if (joined := joined_by_links(group)) is not None:
+            return mesh_on(group, joined, by_links=True)
+    return process_mesh(group, gpus_per_node)
+
+
+def quantized_reduce_hook(state: QuantizedReduceState, gradient: Tensor, out: Tensor | None = None) -> None:
+    """Reduce an FSDP unit's gradient in two quantized hops; see ``QuantizedReduceState``.
+
+    Args:
+        state: The hook's state.
+        gradient: The unit's unsharded gradient, flat [world * numel], padded to a multiple of the world size.
+        out: Receives the mean over all ranks of this rank's chunk, flat [numel]. FSDP passes none for units that it
+            does not shard.
+
+    Raises:
+        TypeError: If ``state`` is not a ``QuantizedReduceState``.
+        ValueError: If FSDP does not shard the unit, but the state has several ranks.
+    """
+    if not isinstance(state, QuantizedReduceState):
+        raise TypeError(f"quantized_reduce_hook needs a QuantizedReduceState, got {type(state).__name__}")
+    if out is not None:
+        state.reduce(gradient, out)
+    elif state.mesh.topology.world > 1:  # on one rank the gradient is its own mean, and torch has it in place
+        raise ValueError(
+            f"quantized_reduce_hook reduces to shards, but FSDP does not shard this unit over the state's "
+            f"{state.mesh.topology.world} ranks (NO_SHARD); use FULL_SHARD or SHARD_GRAD_OP"
+        )
+
+
+# ---- validation
+#
+# Refuses what FullyShardedDataParallel can't do with a strategy: on every rank, before anything is sent or sharded.
+
+Sites = dict[tuple[nn.Module, str], tuple[str, nn.Parameter]]
+UNITS = Units(
+    is_unit=lambda module: isinstance(module, FullyShardedDataParallel),
+    is_torchs=lambda module, parameter: is_flattened(parameter),
+)
+
+
+def shared_error(shared: Shared, wrapped: nn.Module, root: nn.Module) -> ValueError:
+    """Return the error that two instances of FSDP would have to flatten one parameter.
+
+    Its attribute ``seen_from`` makes the same error with names in a module around ``root``.
+
+    Args:
+        shared: The parameter.
+        wrapped: The module of the instance that found it.
+        root: The outermost module that is known.
+    """
+    error = ValueError(
+        f"FullyShardedDataParallel({model_name(root)}): {UNITS.explain(shared, root, [wrapped])}: it is shared by two "
+        "units, but FullyShardedDataParallel flattens a parameter into one unit alone; wrap the module around both as "
+        "one unit, and neither of the two by itself (leave their classes out of auto_wrap_policy)"
+    )
+    vars(error)["seen_from"] = functools.partial(shared_error, shared, wrapped)
+    return error
+
+
+def hold_flattened(instance: FullyShardedDataParallel, arguments: dict[str, Any], before: Sites) -> None:
+    """Mark what ``instance`` has flattened, for the check of later ones.
+
+    Args:
+        instance: The instance.
+        arguments: The arguments of its constructor.
+        before: The parameters of the module that it wraps, with names, as they were before it was constructed.
+
+    Raises:
+        ValueError: If an instance that was made meanwhile, inside of it, has flattened one of them.
+    """
+    wrapped, own = arguments["module"], flattened_sites(instance)
+    inner = instance._fsdp_wrapped_module
+    apart = flattened_sites(inner) if isinstance(inner, FullyShardedDataParallel) else set()
+    left_alone = ignored_parameters(arguments["ignored_modules"], arguments["ignored_states"])
+    # A unit may share a parameter with itself, under other names.
+    here = (module._parameters.get(name) for module, name in own | apart)
+    left_alone |= {parameter for parameter in here if parameter is not None}
+    shared = UNITS.find_shared([wrapped], left_alone, own | apart)
+    own_parameters = {id(before[site][1]) for site in own if site in before}
+    for site in own & before.keys():
+        name, parameter = before[site]
+        if (held_as := held(parameter)) is not None:
+            shared = shared or Shared(site, name, parameter, held_as)
+    if shared is not None:
+        raise shared_error(shared, wrapped, wrapped)
+    unit = model_name(wrapped)
+    for site, (name, parameter) in before.items():
+        if id(parameter) in own_parameters:
+            hold(site, name, parameter, unit)
+
+
+def check_arguments(
+    strategy: object, group: dist.ProcessGroup | None, arguments: dict[str, Any]
+) -> tuple[Strategy, RankLayout]:
+    """Raise if a strategy can't shard by these arguments. Collective over ``group``.
+
+    Args:
+        strategy: How to shard. Ranks compare any other object, too, before they refuse it.
+        group: The ranks to shard over; None if there is no process group.
+        arguments: Those of FSDP's constructor; iterators among them become lists.
+
+    Returns:
+        The strategy of the module, without overrides, and where the ranks lie.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: Saying what to do instead.
+    """
+    own = [] if group is None else _check_agreement(strategy, group, arguments)
+    if not isinstance(strategy, Strategy):
+        check_instance("sharding_strategy", strategy)
+        raise TypeError(
+            "sharding_strategy must be a Strategy such as Strategy.zeropp(), or one of torch's ShardingStrategy, got "
+            f"{strategy!r}"
+        )
+    assert group is not None
+    by = strategy_for(arguments["module"], strategy) if strategy.overrides else strategy
+    if by.gpus_per_node is None:
+        find_links(group, compute_device(group, arguments["device_id"]))
+    own = left_to_shard(by, [arguments["module"]], own)
+    return by, agree(group, lambda: _check_what_is_sharded(by, group, own, arguments["cpu_offload"]))
+
+
+def check_overrides(
+    wrapped: nn.Module, own: Strategy, strategy: Strategy, flattened: Iterable[tuple[nn.Module, str]]
+) -> None:
+    """Raise if overrides give a module in an instance of FSDP another strategy than the instance has.
+
+    Args:
+        wrapped: What the instance wraps.
+        own: The strategy of the instance.
+        strategy: The strategy with the overrides.
+        flattened: The modules of the parameters in its flat parameter, with the names there.
+
+    Raises:
+        ValueError: If so.
+    """
+    by_module = strategies_below(wrapped, own, strategy)
+    for module, name in flattened:
+        if by_module.get(module, own) not in (own, replace(own, gpus_per_node=None)):
+            raise ValueError(
+                f"overrides give {type(module).__name__}.{name} another strategy than the {type(wrapped).__name__} "
+                "that it is in, but FullyShardedDataParallel flattens both into one parameter; wrap the modules that "
+                "overrides name by themselves, as with auto_wrap_policy, or use fully_shard"
+            )
+
+
+def _check_what_is_sharded(
+    strategy: Strategy, group: dist.ProcessGroup, own: list[tuple[str, nn.Parameter]], offload: CPUOffload | None
+) -> RankLayout:
+    layout = RankLayout.of(strategy, group)
+    check_dtypes(own, "pass others in ignored_states")
+    if strategy.local_steps is not None:
+        check_exchanges(strategy.local_steps, own)
+    _check_no_other_parallelism(strategy, own)
+    _check_offload(offload)
+    return layout
+
+
+def _check_no_other_parallelism(strategy: Strategy, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise if another parallelism has sharded a parameter that FSDP is not to shard: FSDP can't write it back."""
+    for name, parameter in parameters:
+        if isinstance(parameter, DTensor) and strategy.optimizer == "N":
+            raise NotImplementedError(
+                f"{strategy.levels!r} is FullyShardedDataParallel's NO_SHARD, which can't be combined with another "
+                f"parallelism, but {name} is sharded already; use another strategy, or fully_shard"
+            )
+
+
+def _check_group(arguments: dict[str, Any]) -> None:
+    group, mesh = arguments["process_group"], arguments["device_mesh"]
+    if isinstance(group, tuple):
+        raise ValueError(
+            "process_group is a pair of groups, as HYBRID_SHARD takes it; a Strategy takes the one group of all "
+            "ranks and makes the groups of its hops itself (gpus_per_node)"
+        )
+    if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
+        raise ValueError(
+            "a Strategy takes a 1-D device_mesh of all ranks to shard over, or a 2-D one of nodes x ranks of a node "
+            f"with names, got {mesh.ndim} dimensions {mesh.mesh_dim_names or tuple(mesh.shape)}"
+        )
+
+
+def group_of(arguments: dict[str, Any]) -> dist.ProcessGroup | None:
+    """Return the ranks that the arguments name, all by default; None if there is no default group.
+
+    Raises:
+        ValueError: If they name several groups or a mesh of several dimensions.
+    """
+    _check_group(arguments)
+    group, mesh = arguments["process_group"], arguments["device_mesh"]
+    if isinstance(mesh, DeviceMesh):
+        group = mesh.get_group(0)
+        name_ranks(group, mesh)
+    return group if group is not None else dist.group.WORLD
+
+
+def _check_agreement(
+    strategy: object, group: dist.ProcessGroup, arguments: dict[str, Any]
+) -> list[tuple[str, nn.Parameter]]:
+    """Raise unless all ranks shard the same module in the same way; return what it is to flatten, with names."""
+    module: nn.Module = arguments["module"]
+    if not isinstance(module, nn.Module):  # which differs from what other ranks have, if they have one
+        check_agreement(group, f"FullyShardedDataParallel({module!r})", {})
+        check_module(module)
+    nested = {
+        p
+        for m in module.modules()
+        if isinstance(m, FullyShardedDataParallel) and m is not module
+        for p in m.parameters()
+    }
+    own = [(name, p) for name, p in _to_be_sharded(arguments) if p not in nested]
+    ignored = ignored_parameters(arguments["ignored_modules"], arguments["ignored_states"])
+    shared = UNITS.find_shared([module], ignored)
+    if shared is not None:  # before the facts, since ranks hold shards of it in different sizes
+        check_agreement(group, f"FullyShardedDataParallel({model_name(module)})", {"shared": shared.name})
+        raise shared_error(shared, module, module)
+    facts = strategy_facts(strategy, group)
+    facts |= {name: arguments[name] for name in ("mixed_precision", "use_orig_params", "sync_module_states")}
+    call = f"FullyShardedDataParallel({model_name(module)})"
+    device = compute_device(group, arguments["device_id"])
+    check_agreement(group, call, facts | packed_facts(packed(own)) | parameter_facts(own), device)
+    return own
+
+
+def _to_be_sharded(arguments: dict[str, Any]) -> list[tuple[str, nn.Parameter]]:
+    module: nn.Module = arguments["module"]
+    for name in ("ignored_modules", "ignored_states"):
+        if isinstance(arguments[name], Iterable):  # an iterator would be used up here, before FSDP sees it
+            arguments[name] = list(arguments[name])
+    ignored = ignored_parameters(arguments["ignored_modules"], arguments["ignored_states"])
+    return [(name, p) for name, p in module.named_parameters() if p not in ignored]
+
+
+def ignored_parameters(
+    ignored_modules: list[nn.Module] | None, ignored_states: list[nn.Module | nn.Parameter] | None
+) -> set[nn.Parameter]:
+    """Return the parameters that FSDP's constructor was told to leave alone."""
+    ignored: set[nn.Parameter] = set()
+    for item in (*(ignored_modules or ()), *(ignored_states or ())):
+        ignored.update(item.parameters() if isinstance(item, nn.Module) else (item,))
+    return ignored
+
+
+def _check_offload(offload: CPUOffload | None) -> None:
+    if offload is not None and offload.offload_params and not torch.accelerator.is_available():
+        raise ValueError(f"{offload} needs an accelerator to offload from: FSDP pins the memory of the parameters")
+
+
+def refuse_local_state_dict(module: FullyShardedDataParallel, *unused: object) -> None:
+    """Raise if ``module`` is set to give local state dicts; a hook that torch calls before it makes one.
+
+    Raises:
+        ValueError: If it is.
+    """
+    # torch looks for its global rank in the group of a node, under its own HYBRID_SHARD too: all nodes but one raise.
+    if FullyShardedDataParallel.get_state_dict_type(module).state_dict_type == StateDictType.LOCAL_STATE_DICT:
+        raise ValueError(
+            "LOCAL_STATE_DICT can't hold weights that are sharded inside nodes (optimizer scope I); use "
+            "SHARDED_STATE_DICT or FULL_STATE_DICT"
+        )
+
+
+def check_one_group(units: Iterable[StrategyUnit]) -> None:
+    """Raise if some units of a model are sharded within nodes and others are not.
+
+    Raises:
+        ValueError: Naming one of each.
+    """
+    by_scope = {unit.scopes.optimizer: unit.sharded.name for unit in units}
+    if "I" in by_scope and len(by_scope) > 1:
+        other = next(name for scope, name in by_scope.items() if scope != "I")
+        raise ValueError(
+            f"{by_scope['I']} is sharded inside nodes (optimizer scope I) and {other} is not, but FSDP clips gradients "
+            "and saves optimizer states over one group for the whole model; use optimizer scope I for all parts of a "
+            "model, or for none"
+        )
+
+
+# ---- wrapping
+#
+# From ``FullyShardedDataParallel(..., sharding_strategy=strategy)`` to units that gather and reduce.
+
+
+class CommHookUnit:
+    """An FSDP instance of a stock strategy with a :class:`QuantizedReduceState`, which counts its traffic."""
+
+    def __init__(self, state: QuantizedReduceState, sharded: ShardedInstance) -> None:
+        self.traffic = state.traffic
+        self.errors, self.ranks = state.errors, state.mesh
+        self.sharded: Sharded = sharded
+        self.loads = 0
+        self.loaded_state: Loaded | None = None
+        hear_of_loads(self)
+
+    def invalidate(self, *, by_step: bool = False) -> None:
+        """Do nothing, for stock FSDP keeps no secondary shard."""
+
+    def full_shard_units(self, is_outermost: bool) -> None:
+        """Return None, for torch gathers the weights."""
+
+    def compute_device(self) -> torch.device | None:
+        """Return the device that gradients are reduced on."""
+        return self.sharded.compute_device()
+
+    def weights_loaded(self) -> None:
+        """Handle weights that were loaded: from a state dict, or in place from a checkpoint."""
+        self.loads += 1
+
+    def drop_gradients(self) -> None:
+        """Do nothing, for stock FSDP has gradients in ``.grad`` alone."""
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Return False, for stock FSDP keeps no weights."""
+        return False
+
+
+def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, arguments: dict[str, Any]) -> None:
+    strategy = arguments["sharding_strategy"]
+    if strategy is None or isinstance(strategy, ShardingStrategy):
+        construct()
+        return
+    mesh = arguments["device_mesh"]
+    if isinstance(strategy, Strategy) and isinstance(mesh, DeviceMesh) and (read := read_2d_mesh(strategy, mesh)):
+        strategy, arguments["device_mesh"] = read
+        arguments["sharding_strategy"] = strategy
+    group = group_of(arguments)
+    if group is None and isinstance(strategy, Strategy):
+        construct()  # to raise FSDP's own error
+        return
+    own, layout = check_arguments(strategy, group, arguments)
+    unit = StrategyUnit(own, layout.mesh())
+    unit.patterns = tuple(dict(strategy.overrides))
+    mixed_precision = arguments["mixed_precision"]
+    unit.left_unquantized = quantize_for(
+        own,
+        arguments["module"],
+        unit.ranks,
+        ignored=ignored_parameters(arguments["ignored_modules"], arguments["ignored_states"]),
+        device=arguments["device_id"],
+        dtype=None if mixed_precision is None else mixed_precision.param_dtype,
+        broadcast=group if arguments["sync_module_states"] else None,
+    )
+
+    def wrap_frozen(others: set[nn.Parameter]) -> FullyShardedDataParallel:
+        # The instance around it does these. FSDP takes ignored modules or ignored states; ``others`` has both.
+        done_outside = {"auto_wrap_policy": None, "param_init_fn": None, "sync_module_states": False}
+        given = {name: value for name, value in arguments.items() if name != "self"}
+        return FullyShardedDataParallel(**given | done_outside | {"ignored_modules": None, "ignored_states": others})
+
+    hop = unit.mesh.intra if unit.scopes.optimizer == "I" else unit.mesh.group
+    shard_group = own_rank() if hop is None else hop
+    # Before the parameters are flattened.
+    packed, sites = packed_sites(arguments["module"]), UNITS.sites([arguments["module"]])
+    with ExitStack() as stack:
+        stack.enter_context(_torch.sharding_over(module, strategy, shard_group, sharded=unit.scopes.optimizer != "N"))
+        stack.enter_context(warnings.catch_warnings())
+        if shard_group is not group and shard_group.size() == 1:  # as it is to be
+            warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
+        if arguments["use_orig_params"]:  # without, FSDP refuses to mix them
+            stack.enter_context(_torch.frozen_apart(module, wrap_frozen))
+            warnings.filterwarnings("ignore", ".*both parameters with requires_grad=True and False")
+        try:
+            construct()
+        except ValueError as error:
+            if (seen_from := vars(error).get("seen_from")) is not None:
+                raise seen_from(arguments["module"]) from None
+            raise
+    hold_flattened(module, arguments, sites)
+    if packed and packed & _torch_handle.flattened_sites(module):
+        unit.leave_weights_uncoded()
+    if strategy.overrides:
+        check_overrides(module.module, own, strategy, _torch_handle.flattened_sites(module))
+    unit.sharded = sharded = ShardedInstance(module)
+    handle = _torch_handle.adopt_handle(module, unit, sharded.layout)
+    if unit.gather is not None:
+        unit.gather.secondary.source = handle
+    # A full or sharded state dict is loaded through a writeback; a local one is written to the shard directly.
+    module.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.weights_loaded())
+    if unit.scopes.optimizer == "I":
+        module.register_state_dict_pre_hook(refuse_local_state_dict)
+    attach(module, unit)
+    refuse_whole_graphs(module)
+    guard_sharded(module.module, functools.partial(_torch_handle.has_shards, module))
+
+
+def _all_ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """Return the ranks that hold ``model``, if it is sharded inside nodes, as all or none of its units are."""
+    units = (unit_of(module) for module in model.modules())
+    inside = (unit for unit in units if isinstance(unit, StrategyUnit) and unit.scopes.optimizer == "I")
+    return next((unit.ranks.group for unit in inside), None)
+
+
+def _on_lazy_init(root: nn.Module) -> None:
+    """Start to watch the model under ``root``, and prepare its reductions."""
+    with repeated_if_failed(root, _on_lazy_init):
+        _set_up(root)
+
+
+def _set_up(root: nn.Module) -> None:
+    units, others = [], []
+    for path, module in root.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            if isinstance(unit := unit_of(module), StrategyUnit):
+                assert isinstance(unit.sharded, ShardedInstance)
+                unit.sharded.rename(_name_of(path))
+                units.append(unit)
+            else:
+                others.append(ShardedInstance(module).numel())
+    check_one_group(units)
+    if units:
+        name = model_name(root)
+        prepare_frozen(root)
+        hooks = set_up_model(root, name, units, [numel for numel in others if numel])
+        log_frozen(root, name, units)
+        _torch_handle.watch_backwards(root, hooks.backward_ended).reduce_in_two_streams()
+        _torch_handle.prefetch_shards_alone(root)
+
+
+def _before_move(instance: FullyShardedDataParallel) -> None:
+    # All at once, since torch takes original parameters out of all units within an instance before it moves the first.
+    for each in FullyShardedDataParallel.fsdp_modules(instance):
+        if (handle := _torch_handle.handle_of(each)) is not None:
+            handle.drop_cleared_gradients()
+            copy_replaced(handle)
+
+
+def _after_move(instance: FullyShardedDataParallel) -> None:
+    if (handle := _torch_handle.handle_of(instance)) is not None:
+        handle.moved()
+
+
+def _name_of(path: str) -> str:
+    """Return a unit's name: the path to what it wraps; ``frozen of <path>`` for the instance of a frozen part."""
+    name = path.replace("_fsdp_wrapped_module.", "")
+    owner = name.removesuffix("_fsdp_wrapped_module").rstrip(".")
+    return f"frozen of {owner or 'root'}" if name.endswith("_fsdp_wrapped_module") else name or "root"
+
+
+def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[FullyShardedDataParallel, object]:
+    """Check that ``state`` reduces over the model's group, log which parts of it are active, and count its traffic.
+
+    Returns:
+        A state for each instance.
+    """
+    if not isinstance(state, QuantizedReduceState):
+        return {}
+    instances = {path: m for path, m in model.named_modules() if isinstance(m, FullyShardedDataParallel)}
+    expected = dist.get_process_group_ranks(state.process_group)
+    for instance in instances.values():
+        ranks = dist.get_process_group_ranks(_torch.process_group_of(instance))
+        if ranks != expected:
+            raise ValueError(
+                f"the QuantizedReduceState was made for the ranks {expected}, but this model is sharded over {ranks}; "
+                "make the state with process_group= the model's group"
+            )
+    sharded = [ShardedInstance(instance, _name_of(path)) for path, instance in instances.items()]
+    sizes = {each.name: shard_signature(each.shards()) for each in sharded}
+    facts = {"codecs": state.codecs, "gpus_per_node": state.mesh.topology.gpus_per_node}
+    call = f"register_comm_hook of {model_name(model)}"
+    check_agreement(state.process_group, call, facts | {"error_feedback": state.error_feedback} | sizes)
+    follow_strategy(model, state.mesh)
+    states: dict[FullyShardedDataParallel, object] = {}
+    hooked: list[CommHookUnit] = []
+    error_nbytes = 0
+    for instance, each in zip(instances.values(), sharded, strict=True):
+        own = states[instance] = state.of_unit(each.name, each.layout.trained)
+        hooked.append(unit := CommHookUnit(own, each))
+        if unit_of(instance) is None:
+            attach(instance, unit)
+            instance.register_load_state_dict_post_hook(lambda module, keys, unit=unit: unit.weights_loaded())
+        error_nbytes += sum(own.error_nbytes(shard.numel()) for shard in each.shards())
+    log_reduction(state.codecs, state.error_feedback, state.mesh, model_name(model), len(instances), error_nbytes)
+    if error_nbytes:
+        _torch_handle.watch_backwards(model, LifecycleHooks(hooked).backward_ended)
+    return states
+
+
+PATCHES = (
+    Patch(
+        "FullyShardedDataParallel.__init__",
+        "a Strategy is taken for a sharding_strategy",
+        lambda: _torch.intercept_construction(_construct),
+    ),
+    Patch(
+        "FullyShardedDataParallel.register_comm_hook",
+        "each unit gets a QuantizedReduceState of its own",
+        lambda: _torch.intercept_hook_registration(_adopt_hook_state),
+    ),
+    Patch(
+        "_runtime_utils._share_state_and_init_handle_attrs",
+        "the root becomes known, and with it all units of the model and the order in which they reduce",
+        lambda: _torch.on_lazy_init(_on_lazy_init),
+    ),
+    Patch(
+        "_runtime_utils._post_backward_hook",
+        "micro-batches that are not the last reduce as far as the gradient scope says",
+        _torch_handle.reduce_in_every_backward,
+    ),
+    Patch(
+        "_runtime_utils._get_reduce_scatter_tensors",
+        "torch makes a view for every rank to find the size of a shard",
+        _torch.shard_gradients_in_constant_time,
+    ),
+    Patch(
+        "_runtime_utils._post_backward_final_callback",
+        "a backward ends: if it synchronizes gradients, weights will change",
+        _torch_handle.hear_of_backwards,
+    ),
+    Patch(
+        "_unshard_param_utils._writeback_to_local_shard",
+        "weights change by summon_full_params(writeback=True) and load_state_dict",
+        _torch_handle.announce_writebacks,
+    ),
+    Patch(
+        "FullyShardedDataParallel._apply",
+        "a move or cast of the model reaches the shard, and what was gathered of it is stale",
+        lambda: _torch.around_moves(_before_move, _after_move),
+    ),
+    Patch(
+        "fully_sharded_data_parallel._unshard_params",
+        "summon_full_params(recurse=False) summons frozen parameters that are kept apart, too",
+        _torch.summon_frozen_too,
+    ),
+    Patch(
+        "_optim_utils._map_param_key_to_optim_keys",
+        "torch broadcasts keys of optimizer states from global rank 0, which a node's group may not have",
+        _torch.save_optimizer_states_in_any_group,
+    ),
+    Patch(
+        "FullyShardedDataParallel._optim_state_dict_to_load_impl",
+        "torch sends optimizer states that rank 0 alone has loaded over a group that may not have it",
+        lambda: _torch.load_optimizer_states_over(_all_ranks_of),
+    ),
+)
+"""All that is replaced in torch; it changes nothing for models of torch's own strategies.
+
+Besides, handles of flat parameters that a strategy shards become :class:`_torch_handle.StrategyHandle`, and the first
+model that is offloaded has _torch_handle.py replace ``_runtime_utils._post_reduce_grad_callback``.
+"""
+
+
+def install() -> None:
+    """Make FullyShardedDataParallel understand strategies."""
+    apply_patches(PATCHES)

@@ -1,0 +1,449 @@
+"""Gradients of a parameter group, reduced by a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from fsdp_zpp.comm.gradient_reduce import ArrivingGradients, ReductionOrder
+from fsdp_zpp.comm.layout import FlatLayout, keep_recent
+from fsdp_zpp.comm.mesh import keep_until_read
+from fsdp_zpp.runtime.unit import StrategyUnit
+
+from ._torch_weights import (
+    GroupWeights,
+    StrategyAllReduce,
+    StrategyReduceScatter,
+    flatten_gradients,
+    has_gradient,
+    layout_of,
+    take_gradient,
+    without_dynamo,
+)
+
+# ---- use
+#
+# Private names of torch's fully_shard: which parameters of a group ranks have used in a step.
+
+Hooks = Mapping[int, Callable[[Tensor], None]]
+"""What runs after a gradient was accumulated: optimizers in the backward."""
+
+
+class UnusedParameter(NamedTuple):
+    """A parameter that this rank has not used, its sharded gradient before the step's, and its postponed hooks."""
+
+    param: FSDPParam
+    gradient: Tensor | None
+    hooks: Hooks | None
+
+
+@dataclass(eq=False, repr=False)
+class ParameterUse:
+    """Tells which parameters of a group one step has used, since ranks reduce all of them.
+
+    Ranks may use different parameters in a micro-batch, but must reduce the same ones. So a micro-batch that is not the
+    last of its step reduces all parameters of a group, and so does the last one of that step. With error feedback every
+    step reduces all of them, since errors are laid out as all parameters of a group. Parameters that no rank has used
+    get no gradient in the end, as with torch's own reduction (:meth:`drop_unused`).
+
+    Args:
+        group: The group.
+        unit: Its unit.
+
+    Attributes:
+        took_part: Whether ranks have gathered the group in an earlier micro-batch of the step.
+        has_errors: Whether the last micro-batch feeds errors back.
+        unused: The parameters that this rank has not used, by id.
+        reduced: The parameters that the last micro-batch of the step reduces.
+    """
+
+    group: FSDPParamGroup
+    unit: StrategyUnit
+    took_part: bool = False
+    has_errors: bool = False
+    reduced: list[FSDPParam] = field(default_factory=list)
+    unused: dict[int, UnusedParameter] = field(default_factory=dict)
+    _used: set[int] = field(default_factory=set)
+
+    def forget_used(self) -> None:
+        """Forget which parameters were used, since their gradients are dropped."""
+        self._used = set()
+
+    def note(self, params: Sequence[FSDPParam], gradients: Sequence[Tensor | None]) -> bool:
+        """Note which of ``params`` have gradients in a micro-batch; return whether any has."""
+        used = {id(param) for param, gradient in zip(params, gradients, strict=True) if gradient is not None}
+        self._used |= used
+        return bool(used)
+
+    def fill_missing(self, params: Sequence[FSDPParam]) -> None:
+        """Add zero gradients where the last micro-batch has none, but earlier ones or other ranks may have some."""
+        for param in params:
+            if has_gradient(param):
+                self._used.add(id(param))
+            else:
+                dtype = getattr(param, "unsharded_grad_dtype", None) or param.unsharded_param.dtype
+                param.unsharded_param.grad = torch.zeros_like(param.unsharded_param, dtype=dtype)
+        # Until torch 2.14, accumulated gradients have another dtype, and torch reduces gradients of a single dtype.
+        any_accumulated = any(param.unsharded_accumulated_grad is not None for param in params)
+        if any_accumulated and hasattr(FSDPParam, "to_accumulated_grad_if_needed"):
+            for param in params:
+                param.accumulate_unsharded_grad_if_needed()  # or the next line replaces what is accumulated
+                param.to_accumulated_grad_if_needed()
+        for param in filter(self._goes_without, params):
+            if id(param) in self._used:
+                self.unused.pop(id(param), None)  # a module that runs twice comes here twice
+            elif id(param) not in self.unused:
+                sharded = param.sharded_param
+                hooks = getattr(sharded, "_post_accumulate_grad_hooks", None)
+                self.unused[id(param)] = UnusedParameter(param, sharded.grad, hooks)
+
+    def _goes_without(self, param: FSDPParam) -> bool:
+        """Return whether a parameter gets no gradient if no rank has used it, so that ranks exchange whether they have.
+
+        It gets zeros if it requires a gradient by now and ``set_reduce_scatter_unused_params`` asks for them.
+        """
+        if self.unit.reduce is None:
+            return False
+        zeros_reduced = getattr(self.group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
+        return not (zeros_reduced and param._unsharded_param.requires_grad)
+
+    @contextmanager
+    def postponing_hooks(self) -> Iterator[None]:
+        """Postpone optimizers in the backward, which must not step on gradients that perhaps no rank has used."""
+        for param, _, _ in self.unused.values():
+            set_hooks(param, None)
+        try:
+            yield
+        finally:
+            for param, _, hooks in self.unused.values():
+                set_hooks(param, hooks)
+
+    def idle(self) -> list[str]:
+        """Return the names of the reduced parameters that this rank has not used in the step."""
+        return [param._param_fqn or "" for param in self.reduced if id(param) not in self._used]
+
+    # ---- after the backward
+
+    def in_step(self) -> list[bool]:
+        """Return, for each reduced parameter, whether this rank has used it; an empty list if ranks need not agree."""
+        if not any(map(self._goes_without, self.reduced)):
+            return []
+        return [id(param) in self._used for param in self.reduced]
+
+    def drop_unused(self, used_by_any: Callable[[], list[bool]]) -> None:
+        """Remove gradients of parameters that no rank has used in the step; run the postponed hooks of the others."""
+        if not self.unused:
+            return
+        by_id = dict(zip(map(id, self.reduced), used_by_any(), strict=True))
+        for param, before, hooks in self.unused.values():
+            if not by_id[id(param)]:
+                param.sharded_param.grad = before
+                continue
+            for hook in (hooks or {}).values():
+                hook(param.sharded_param)
+
+
+def set_hooks(param: FSDPParam, hooks: Hooks | None) -> None:
+    """Set the hooks that torch runs when a parameter has its sharded gradient."""
+    param.sharded_param._post_accumulate_grad_hooks = hooks  # type: ignore[assignment]  # torch declares a dict
+
+
+# ---- offload
+#
+# Private names of torch's fully_shard: optimizers in the backward that step on offloaded parameters.
+#
+# From torch 2.13 on, torch copies the gradient of a parameter with hooks to the CPU while the CPU waits; before, its
+# hooks saw gradients that were still on their way. Here hooks are taken off while torch reduces, so that it copies
+# without a wait, and run as comm/gradient_reduce.py says.
+
+
+@contextmanager
+def stepping_on_arrival(group: FSDPParamGroup, arriving: ArrivingGradients, left_out: Container[int]) -> Iterator[None]:
+    """Return a context in which torch reduces gradients of ``group``, whose hooks then run when these have arrived.
+
+    Args:
+        group: The group, whose parameters are offloaded.
+        arriving: Where its steps wait.
+        left_out: Parameters, by id, whose hooks are postponed for another reason.
+    """
+    hooked: list[tuple[FSDPParam, Hooks, object]] = []
+    for param in group.fsdp_params:
+        hooks: Hooks | None = getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
+        if hooks and id(param) not in left_out:
+            hooked.append((param, hooks, _state_of_gradient(param)))
+            set_hooks(param, None)
+    if not hooked:
+        yield
+        return
+    try:
+        yield
+    finally:
+        for param, hooks, _ in hooked:
+            set_hooks(param, hooks)
+    stepping = [(param, hooks) for param, hooks, before in hooked if _state_of_gradient(param) != before]
+    if stepping:
+        events = [param.grad_offload_event for param, _ in stepping if param.grad_offload_event is not None]
+        # All gradients of a group are copied in one stream, so that the last one's copy is the last.
+        arriving.step_on_arrival(events[-1] if events else None, partial(_run, stepping))
+
+
+def _state_of_gradient(param: FSDPParam) -> object:
+    """Return a value that changes when torch sets the sharded gradient of a parameter, or adds to it."""
+    gradient: Any = param.sharded_param.grad
+    return None if gradient is None else (id(gradient), gradient._local_tensor._version)
+
+
+def _run(stepping: list[tuple[FSDPParam, Hooks]]) -> None:
+    for param, hooks in stepping:
+        for hook in hooks.values():
+            hook(param.sharded_param)
+
+
+# ---- step gradients
+#
+# Private names of torch's fully_shard: the gradients of a parameter group over the micro-batches of a step.
+
+_post_backward = without_dynamo(FSDPParamGroup.post_backward)
+
+
+class StepGradients:
+    """Accumulates and reduces the gradients of a parameter group over the micro-batches of a step.
+
+    Small groups, too, are reduced one by one. torch casts, accumulates and hands out a gradient right after its hops.
+    To send those of several groups at once, each would have to be copied into a flat buffer once more, which takes the
+    CPU longer than the hop that it saves.
+
+    Args:
+        group: The group.
+        weights: Its weights, which know whether ranks have gathered them.
+        unit: Its unit.
+
+    Attributes:
+        comm: The reduction as torch calls it; None where torch reduces.
+        use: The parameters that the step uses.
+        order: The order in which groups reduce; set before the first forward.
+        arriving: The model's optimizers in the backward that wait for gradients; likewise.
+        layouts: Where parameters lie in a gradient, by the last few sets of parameters that it consisted of.
+    """
+
+    order: ReductionOrder[StepGradients]
+    arriving: ArrivingGradients
+
+    def __init__(self, group: FSDPParamGroup, weights: GroupWeights, unit: StrategyUnit) -> None:
+        self._group, self._weights, self.unit = group, weights, unit
+        self._is_offloaded = isinstance(group.offload_policy, CPUOffloadPolicy)
+        self.comm: StrategyReduceScatter | StrategyAllReduce | None = None
+        self._all_reduce_hook: Callable[[Tensor], None] | None = None  # which torch must have
+        if unit.reductions.all and unit.scopes.optimizer == "N":  # torch has nothing to scatter
+            self.comm = self._all_reduce_hook = StrategyAllReduce(unit, group)
+        elif unit.reductions.all:
+            self.comm = StrategyReduceScatter(unit, group)
+            self._all_reduce_hook = self.comm.finish if unit.reductions.have_two_hops else None
+        self.use = ParameterUse(group, unit)
+        self.layouts: dict[tuple[FSDPParam, ...], FlatLayout] = {}
+        self._reduced = False
+
+    @property
+    def is_last_micro_batch(self) -> bool:
+        """Tell whether a backward completes the gradients of its step, as FSDPModule's setters say."""
+        # torch has no all-reduce without replicas of its own, so set_requires_all_reduce governs deferred hops.
+        return self._group.reduce_grads and (
+            self._group.all_reduce_grads
+            or self.unit.reductions.current is None
+            or not self.unit.reductions.current.defers_hops
+        )
+
+    @property
+    def takes_part(self) -> bool:
+        """Tell whether ranks have gathered the group for this micro-batch, and it has hops to make before the last."""
+        early = (
+            self.unit.reductions.current is not None
+            and self.unit.reductions.current.communicates_early
+            and not self.is_last_micro_batch
+        )
+        return early and (self._weights.was_gathered or self._group.is_unsharded) and bool(self._reduced_params())
+
+    def post_backward(self, *unused: object) -> None:
+        """Reduce in torch's place; see [Note: What a micro-batch reduces] in gradient_reduce.py."""
+        group = self._group
+        if self._all_reduce_hook is not None and group._all_reduce_hook is not self._all_reduce_hook:
+            self._replace_hook()
+        if group._orig_dtype is None:  # all was frozen at the first forward, where torch looks for what it reduces in
+            group._init_mp_dtypes()
+        # Until torch 2.12, the end of a backward comes once for each of the modules that were passed as a list.
+        if self._reduced and group._training_state == TrainingState.IDLE:
+            return
+        self._reduced = True
+        self._weights.was_gathered |= group.is_unsharded  # before it is resharded
+        if self.unit.reductions.current is None or self.is_last_micro_batch:
+            self._reduce_step(*unused)
+            return
+        # reduce_grads may be True here: set_requires_all_reduce(False) alone can say that more micro-batches follow.
+        # Even then, torch must keep the gradients unreduced until the group's turn.
+        reduce_grads, group.reduce_grads = group.reduce_grads, False
+        try:
+            _post_backward(group, *unused)
+        finally:
+            group.reduce_grads = reduce_grads
+        if not self.unit.reductions.current.communicates_early:
+            self.reduce_micro_batch()
+            return
+        for gradients in self.order.finished(self):
+            gradients.reduce_micro_batch()
+
+    def _replace_hook(self) -> None:
+        """Replace a hook that a user has set by the strategy's, which runs it."""
+        group = self._group
+        if not isinstance(self.comm, StrategyReduceScatter):
+            raise RuntimeError(
+                f"set_all_reduce_hook has replaced the hook with which the strategy reduces the gradients of "
+                f"{group._module_fqn or 'root'} under optimizer scope N; remove the call, or choose another optimizer "
+                "scope"
+            )
+        self.comm.hook, group._all_reduce_hook = group._all_reduce_hook, self._all_reduce_hook
+
+    # ---- before the last micro-batch
+
+    @torch.no_grad()
+    def reduce_micro_batch(self) -> None:
+        """Reduce the gradients that torch has kept, and zeros for missing ones, as far as the gradient scope says."""
+        assert self.unit.reductions.current is not None
+        self._drop_prefetch()
+        group, params = self._group, self._reduced_params()
+        gradients = [take_gradient(param) for param in params]
+        any_used = self.use.note(params, gradients)
+        self.use.took_part |= self._weights.was_gathered and bool(params)
+        if not params or not (any_used or self.unit.reductions.current.communicates_early):
+            return
+        flat = flatten_gradients(group, params, gradients)
+        # Under scope G the inter-node hop completes the sum. It runs in the stream of torch's all-reduce, so that the
+        # intra-node hop of the next group, in the stream of its reduce-scatter, need not wait for the slow network.
+        intra, inter = group.comm_ctx.reduce_scatter_stream, group.comm_ctx.all_reduce_stream
+        if isinstance(self.comm, StrategyAllReduce):
+            intra = inter  # where the last micro-batch adds its sums to the accumulated ones
+        elif not self.unit.reductions.current.has_two_hops:
+            inter = intra
+        intra.wait_stream(group.device_handle.current_stream())
+        with group.device_handle.stream(intra):
+            # It was allocated in the backward's stream.
+            pending = self.unit.reductions.current.accumulate(keep_until_read(flat), self._layout_of(params))
+        if inter is not intra:
+            inter.wait_stream(intra)
+        with group.device_handle.stream(inter):
+            pending.finish()
+
+    def _drop_prefetch(self) -> None:
+        """Finish a first gather that was prefetched and not used.
+
+        Until a group's first gather is complete, its parameters have no unsharded tensor that could get a gradient.
+        """
+        group = self._group
+        if group._all_gather_result is not None and not all(hasattr(p, "_unsharded_param") for p in group.fsdp_params):
+            group.wait_for_unshard()
+            group._to_sharded()
+
+    # ---- the last micro-batch
+
+    def _reduce_step(self, *unused: object) -> None:
+        """Reduce in the last micro-batch of a step, by torch's own post_backward."""
+        use, params = self.use, self._reduced_params()
+        use.reduced, reduced = params, _with_gradient(params)
+        takes_unused = getattr(self._group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
+        # If torch reduces unused parameters, all ranks do, whatever this one has.
+        reduces = use.took_part or bool(reduced) or bool(params and takes_unused)
+        current, fills = self.unit.reductions.current, False
+        use.has_errors = current is not None and current.errors is not None
+        if current is not None:
+            # Errors that are fed back have the layout of the whole group's gradient, so that must not change.
+            fills = use.took_part or (reduces and use.has_errors)
+        if fills:
+            use.fill_missing(params)
+        if takes_unused:
+            reduced = [param for param in params if param._unsharded_param.requires_grad or has_gradient(param)]
+        elif fills:
+            reduced = _with_gradient(params)
+        if self.comm is not None:
+            self.comm.layout, self.comm.idle = self._layout_of(reduced), use.idle() if use.has_errors else ()
+        if reduces:
+            self.order.synchronized.append(self)
+        with (
+            use.postponing_hooks() if use.unused else nullcontext(),
+            stepping_on_arrival(self._group, self.arriving, use.unused) if self._is_offloaded else nullcontext(),
+        ):
+            _post_backward(self._group, *unused)
+
+    def _reduced_params(self) -> list[FSDPParam]:
+        """Return the parameters whose gradients a micro-batch reduces, in torch's order; the same on all ranks.
+
+        They are the parameters that require a gradient, and those that have one from an earlier micro-batch, which
+        torch reduces even if they don't require one any more.
+        """
+        params = self._group.fsdp_params
+        if (order := getattr(self._group, "_reduce_scatter_param_indices", None)) is not None:  # from torch 2.14 on
+            params = [params[index] for index in order]
+        unsharded = [param for param in params if hasattr(param, "_unsharded_param")]
+        # As _requires_gradient() in _torch_weights.py, without a call for each parameter.
+        reduced = [
+            param
+            for param in unsharded
+            if param.sharded_param.requires_grad or param._unsharded_param.requires_grad or has_gradient(param)
+        ]
+        if self.unit.reductions.current is None or len(reduced) == len(unsharded):
+            return reduced
+        accumulated, others = self.unit.reductions.current.accumulated.names, set(reduced)
+        return [param for param in unsharded if param in others or param._param_fqn in accumulated]
+
+    def _layout_of(self, params: Sequence[FSDPParam]) -> FlatLayout:
+        """Return where ``params`` lie in a gradient that consists of their gradients."""
+        key = tuple(params)
+        layout = self.layouts.get(key)
+        if layout is None:
+            group = self._group
+            order = getattr(group, "_reduce_scatter_param_indices", None) or range(len(group.fsdp_params))
+            places = {id(group.fsdp_params[index]): place for place, index in enumerate(order)}
+            made = layout_of(group, params, [places[id(param)] for param in params])
+            layout = keep_recent(self.layouts, key, made)
+        return layout
+
+    # ---- the end of a backward or of a step
+
+    def end_backward(self, synchronized: bool) -> None:
+        """Handle the end of a backward, which may have completed the gradients of a step."""
+        self._reduced = False
+        # Ranks that use what is kept need not gather it, so it is of every micro-batch on all ranks, used or not.
+        self._weights.was_gathered = self._weights.is_kept
+        if synchronized:
+            self.use = ParameterUse(self._group, self.unit)
+
+    def drop(self) -> None:
+        """Drop the gradients that torch has kept, and forget which parameters have them. Not to be called in a
+        backward."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # an optimizer in the backward has cleared what it has stepped with
+        self.use.forget_used()
+        for param in self._group.fsdp_params:
+            if hasattr(param, "_unsharded_param") and has_gradient(param):
+                while take_gradient(param) is not None:  # until torch 2.14, there may be two
+                    pass
+
+    def reset(self) -> None:
+        """Drop the gradients of a step's micro-batches, since an exception has ended it."""
+        if self.unit.reductions.current is not None:
+            self.unit.reductions.current.accumulated.drop()
+        self.drop()  # torch itself drops unsharded ones from 2.15 on only
+        self.end_backward(synchronized=True)
+
+
+def _with_gradient(params: Sequence[FSDPParam]) -> list[FSDPParam]:
+    """Return those for which :func:`has_gradient` holds, without a call for each."""
+    return [p for p in params if p._unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None]

@@ -1,0 +1,605 @@
+"""A parameter group with a strategy: its forward, its backward, and when it is resharded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cache, partial
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import profiler
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState, FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.profiler import record_function
+
+from fsdp_zpp.comm.agreement import agree_on_use
+from fsdp_zpp.comm.gradient_reduce import ArrivingGradients, ReductionOrder
+from fsdp_zpp.comm.layout import Sharded
+from fsdp_zpp.comm.mesh import keep_until_read
+from fsdp_zpp.comm.weight_gather import WeightGather
+from fsdp_zpp.runtime.unit import StrategyUnit
+from fsdp_zpp.strategy.configuration import source_of
+from fsdp_zpp.strategy.strategy import Strategy
+
+from ._torch_gradients import StepGradients
+from ._torch_weights import (
+    GatherPlan,
+    GroupWeights,
+    StrategyAllReduce,
+    axes_of,
+    groups_below,
+    groups_of,
+    has_own_bytes,
+    names_in,
+    numel_of,
+    order_parameters,
+    show_shards,
+    state_of,
+    without_dynamo,
+    without_functorch,
+)
+
+# ---- sharded by
+#
+# Which strategy has sharded a parameter, for errors that name it.
+
+MARK = "_fsdp_zpp_sharded"
+"""Attribute of a parameter that a strategy has sharded: the strategy, as :func:`as_mark` gives it."""
+
+
+@cache  # for all layers of a model; a process shards by a few strategies
+def as_mark(strategy: Strategy) -> str:
+    """Return a strategy as source code: torch.load() takes text with weights_only, and parameters keep attributes."""
+    given = {field.name: getattr(strategy, field.name) for field in dataclasses.fields(strategy)}
+    defaults = {field.name: field.default for field in dataclasses.fields(strategy)}
+    return source_of({name: value for name, value in given.items() if value != defaults[name]})
+
+
+def sharded_by(parameter: Tensor) -> str | None:
+    """Return the strategy that has sharded a parameter, as source code; None if torch alone has, or nothing."""
+    return getattr(parameter, MARK, None)
+
+
+# ---- group
+#
+# Private names of torch's fully_shard: a parameter group whose weights and gradients go through a strategy.
+
+
+class StrategyGroup(FSDPParamGroup, Sharded):
+    """A parameter group that a strategy gathers and reduces.
+
+    Made by :func:`_torch_adoption.adopt_group` from the group that torch built. It overrides what torch calls to
+    gather, to reshard and to reduce, and tells the core what FSDP has sharded.
+
+    Attributes:
+        unit: Its unit.
+        weights: Its weights, as the strategy gathers and keeps them.
+        gradients: Its gradients, as the strategy accumulates and reduces them.
+    """
+
+    unit: StrategyUnit
+    weights: GroupWeights
+    gradients: StepGradients
+    _path: str
+    _state: FSDPState
+    _on_lazy_init: Callable[[nn.Module], None] | None
+    _is_ordered: bool
+    _knows_formats: bool
+    _known_names: Mapping[FSDPParam, str]
+
+    def adopt(self, state: FSDPState, unit: StrategyUnit, path: str, on_lazy_init: Callable[[nn.Module], None]) -> None:
+        """Set the attributes of this class, in place of a constructor; the arguments are those of ``adopt_group``."""
+        self.unit, self._path = unit, path
+        self.weights = GroupWeights(self, unit.gather, keeps_unsharded=unit.keep_unsharded)
+        self.gradients = StepGradients(self, self.weights, unit)
+        self._state, self._on_lazy_init = state, on_lazy_init
+        self._is_ordered, self._known_names = unit.stock, MappingProxyType({})
+        self._knows_formats = False
+
+    # ---- lazy initialization
+
+    def lazy_init(self) -> None:
+        if not self._is_ordered:  # torch comes here more than once, and what has been gathered is in this order
+            order_parameters(self)
+            self._is_ordered = True
+        super().lazy_init()
+        if not self._knows_formats:
+            self._knows_formats = True
+            if not self.unit.stock and has_own_bytes(self.fsdp_params):
+                self._leave_weights_uncoded()
+        states = self._state._state_ctx.all_states  # empty as long as there was no forward
+        if states:
+            self._set_missing_names(states[0]._modules[0])
+        groups = [group for state in states for group in groups_of(state) if isinstance(group, StrategyGroup)]
+        # Lazy initialization may replace the parameters of a group, so this must wait for the last group's.
+        if groups and groups[-1] is self and self._on_lazy_init is not None:
+            self._on_lazy_init(states[0]._modules[0])  # the root's state comes first
+            self._on_lazy_init = None
+
+    def _leave_weights_uncoded(self) -> None:
+        """Leave out the codec, since parameters encode themselves; before the first gather, on all ranks alike."""
+        was_encoded, self.unit.encodes_itself = self.weights.is_encoded, True
+        if was_encoded:
+            self.unit.leave_weights_uncoded(in_place_of_torch=True)
+            self.weights.set_gather(self.unit.gather, keeps_unsharded=self.unit.keep_unsharded)
+            if self.weights.comm is not None:
+                self._all_gather_comm = self.weights.comm
+
+    def _set_missing_names(self, root: nn.Module) -> None:
+        """Give parameters the FQNs that torch has not found because ``unshard()`` came before the first forward."""
+        if all(param._param_fqn is not None for param in self.fsdp_params):
+            return
+        paths = {module: path for path, module in root.named_modules()}
+        for param in self.fsdp_params:
+            info = param._module_info
+            param._param_fqn = ".".join(filter(None, (paths[info.module], info.param_name)))
+        # Both go by these names.
+        self.weights.plan = None
+        self.gradients.layouts.clear()
+
+    # ---- gathering weights
+
+    pre_backward = without_dynamo(FSDPParamGroup.pre_backward)
+
+    @without_functorch
+    def unshard(self, async_op: bool = False) -> None:
+        if self._all_gather_result is not None:
+            return
+        weights = self.weights
+        if self.is_unsharded:
+            if weights.staleness_guard is not None:
+                weights.staleness_guard.check_version(weights.shard_version())
+            return
+        is_needed = self.unshard_in_backward or self._training_state != TrainingState.PRE_BACKWARD
+        if is_needed and weights.is_kept and weights.is_fresh():
+            weights.puts_back = True
+            return
+        if not is_needed or self._all_gather_process_group.size() == 1:
+            super().unshard(async_op)
+            return
+        weights.was_gathered = True  # on all ranks, if on one
+        if weights.gather is None or self._all_gather_comm is not weights.comm:
+            super().unshard(async_op)
+            return
+        plan = weights.plan or weights.make_plan()
+        self._all_gather_result = self._gathered(weights.gather, plan, async_op)
+
+    def _gathered(self, gather: WeightGather, plan: GatherPlan, async_op: bool) -> AllGatherResult:
+        """Gather as torch's ``foreach_all_gather``, without the two copies of shards that it makes for a collective."""
+        secondary, inputs, shard = gather.secondary, plan.inputs, None
+        _, stream = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
+        with self._labelled("FSDP::all_gather"), self.device_handle.stream(stream):
+            if inputs is not None and (secondary.encoded_by is None or plan.numel == 0):
+                shard = plan.put_together(inputs)
+            # A stale secondary shard that is made from what ``weights`` reads has the version of that.
+            is_compared = self.weights.reuses and not (secondary.stale and shard is None)
+            out = torch.empty(plan.numel, dtype=plan.dtype, device=self.device)
+            gather(shard, out, self.weights.shard_version() if is_compared else None)
+            event = stream.record_event()
+        if inputs is not None:
+            inputs.tell_torch()
+        return AllGatherResult(out, event, **plan.result)
+
+    @without_functorch
+    def wait_for_unshard(self) -> None:
+        """Show what was gathered, as torch does; from the second time on without looking up what does not change."""
+        weights, result = self.weights, self._all_gather_result
+        plan = weights.plan
+        if result is None:
+            if weights.puts_back:
+                weights.is_kept = weights.puts_back = False
+                self._to_unsharded()
+            return
+        by_strategy = result.all_gather_work is None and self._all_gather_comm is weights.comm
+        if plan is None or not plan.swaps or not by_strategy:
+            if by_strategy and plan is not None and plan.mixed and plan.dtype != torch.uint8:
+                self.device_handle.current_stream().wait_event(result.all_gather_event)
+                # torch keeps only what it is given here, so the next gather could reuse the memory of the rest.
+                as_bytes = plan.as_torch_gathers(keep_until_read(result.all_gather_output))
+                self._all_gather_result = result._replace(all_gather_output=as_bytes)
+            super().wait_for_unshard()
+            if plan is not None and not plan.swaps:
+                plan.prepare_swaps(self)
+            return
+        in_forward = self._training_state == TrainingState.FORWARD
+        if in_forward and (previous := self.comm_ctx.all_gather_state) is not None:
+            self._gather_after(previous.event)
+            self.comm_ctx.all_gather_state = None
+        with self._labelled("FSDP::all_gather_copy_out"):
+            self.device_handle.current_stream().wait_event(result.all_gather_event)
+            plan.fill(result.all_gather_output)
+        if not self.is_unsharded:
+            plan.unshard()
+            self._sharded_state = ShardedState.UNSHARDED
+        copied = self.device_handle.Event()
+        copied.record()
+        # A forward keeps what was gathered until its next gather, which need not wait for the copy then.
+        if in_forward:
+            self.comm_ctx.all_gather_state = AllGatherState(result, copied)
+        else:
+            self._gather_after(copied)
+        self._all_gather_result = None
+
+    def _gather_after(self, event: torch.Event | None) -> None:
+        """Let the streams in which weights are gathered wait for ``event``."""
+        context = self.comm_ctx
+        if event is not None and hasattr(context, "all_gather_stream"):  # there is none before lazy initialization
+            context.all_gather_copy_in_stream.wait_event(event)
+            context.all_gather_stream.wait_event(event)
+
+    def _labelled(self, phase: str) -> AbstractContextManager[object]:
+        """Label the block as torch does, but only while a profiler records: the label takes microseconds."""
+        if profiler._is_profiler_enabled:
+            return record_function(self._with_fqn(phase))
+        return nullcontext()
+
+    def _to_unsharded(self) -> None:
+        plan = self.weights.plan
+        if plan is None or not plan.swaps or self.is_unsharded:
+            super()._to_unsharded()
+        else:
+            plan.unshard()
+            self._sharded_state = ShardedState.UNSHARDED
+
+    def _to_sharded(self) -> None:
+        plan = self.weights.plan
+        if plan is None or not plan.swaps or self.is_sharded:
+            super()._to_sharded()
+        else:
+            plan.reshard()
+            self._sharded_state = ShardedState.SHARDED
+
+    def reshard(self) -> None:
+        """Reshard as torch does, but keep the memory under parameter scope N; see [Note: Kept weights]."""
+        weights = self.weights
+        if weights.staleness_guard is None:
+            super().reshard()
+        elif self._training_state == TrainingState.IDLE:  # a user asks for it
+            super().reshard()
+            weights.drop_kept()
+        elif self.is_unsharded and (self._training_state != TrainingState.FORWARD or self._reshard_after_forward):
+            if weights.plan is not None and weights.plan.swaps:
+                weights.plan.show_shards()
+            else:
+                show_shards(self.fsdp_params)
+            self._sharded_state = ShardedState.SHARDED
+            weights.is_kept = weights.was_gathered = True
+
+    # ---- reducing gradients
+
+    def post_backward(self, *unused: object) -> None:
+        self.gradients.post_backward(*unused)
+
+    def _set_separate_reduce_scatter_group(self, enable: bool, *groups: object) -> None:
+        if enable and self.gradients.unit.reductions.current is not None:
+            raise NotImplementedError(
+                f"set_separate_reduce_scatter_group(True) applies to torch's own reduction, but a Strategy reduces the "
+                f"gradients of {self.name} over process groups of its own; remove the call"
+            )
+        parent: Any = super()
+        parent._set_separate_reduce_scatter_group(enable, *groups)  # from torch 2.13 on
+
+    # ---- as what FSDP has sharded of a unit
+
+    @property
+    def name(self) -> str:
+        """Return the paths of the group's modules from the root, and its own within them if they have several."""
+        return ".".join(filter(None, (self._module_fqn, self._path))) or "root"
+
+    def numel(self) -> int:
+        """Return the number of values of its parameters, on all ranks together."""
+        return numel_of(self)
+
+    def trained_numel(self) -> int:
+        """Return the number of values that have gradients, which are all that torch reduces."""
+        return self.weights.trained_numel()
+
+    def compute_device(self) -> torch.device:
+        """Return the device of the group's mesh."""
+        return self.device
+
+    def wire_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes in which FSDP itself gathers the weights, those of a uniform group, and reduces them."""
+        first = self.fsdp_params[0]
+        weights = first.param_dtype or first.sharded_param.dtype
+        trained = next((param for param in self.fsdp_params if param.sharded_param.requires_grad), first)
+        return weights, self._reduce_dtype or trained.param_dtype or trained.sharded_param.dtype
+
+    def own_nbytes(self) -> int | None:
+        """Return the bytes that torch gathers, of all ranks together, if they are of several dtypes or a format."""
+        plan = self.weights.plan
+        return plan.numel or None if plan is not None and plan.dtype == torch.uint8 else None
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the sharded parameters, as an optimizer holds them."""
+        return [param.sharded_param for param in self.fsdp_params]
+
+    def parameter_owners(self) -> list[tuple[nn.Module, ...]]:
+        """Return, for each parameter, the modules on which it is registered."""
+        infos = [param._module_info for param in self.fsdp_params]
+        return [(info.module, *info.shared_modules) for info in infos]
+
+    def other_axes(self) -> list[dist.ProcessGroup]:
+        """Return the ranks along the axes of meshes that another parallelism has a part in, our own axis too."""
+        sharded: list[Any] = self.parameters()
+        meshes = dict.fromkeys(parameter.device_mesh for parameter in sharded)
+        return [group for mesh in meshes if mesh.ndim > 1 for group in mesh.get_all_groups()]
+
+    def is_trained(self) -> bool:
+        """Return whether any parameter requires a gradient, sharded or as modules show it."""
+        return self.weights.is_trained()
+
+    def trained_names(self) -> list[str]:
+        """Return the names of the parameters that require a gradient, as modules show them now, or have one."""
+        named = zip(self._names(), self.fsdp_params, strict=True)
+        return [name for name, param in named if _shows_trained(param) or param.sharded_param.grad is not None]
+
+    def shards(self) -> list[Tensor]:
+        """Return what this rank holds of the parameters."""
+        return [param._sharded_param_data for param in self.fsdp_params]
+
+    def named_shards(self) -> dict[str, Tensor]:
+        """Return what this rank holds of the parameters, by their names in the group's modules."""
+        return dict(zip(self._names(), self.shards(), strict=True))
+
+    def named_parts(self, parameter: nn.Parameter, of: Tensor) -> dict[str, Tensor]:
+        """Return a tensor that lies as this rank's shard of a parameter, by the parameter's name."""
+        pairs = zip(self._names(), self.fsdp_params, strict=True)
+        return {name: of for name, param in pairs if param.sharded_param is parameter}
+
+    def placements(self) -> dict[str, tuple[str, ...]]:
+        """Return the mesh dimensions along which each parameter is sharded, by its name in the group's modules."""
+        return dict(zip(self._names(), map(axes_of, self.fsdp_params), strict=True))
+
+    def _names(self) -> list[str]:
+        if not all(param in self._known_names for param in self.fsdp_params):
+            self._known_names = names_in(self)
+        return [self._known_names[param] for param in self.fsdp_params]
+
+    def weights_changed(self, by_step: bool) -> None:
+        """Drop what does not hold any more; ``by_step`` says that nothing but the values has changed."""
+        self.drop_unsharded()
+        if not by_step:
+            self.weights.plan = None
+            # A user's event of the last step, for which alone the next forward's gathers would wait.
+            self._state._state_ctx.post_optim_event = None
+
+    def drop_unsharded(self) -> None:
+        """Drop what FSDP still keeps unsharded between forwards, so that the next one gathers it anew."""
+        if self._training_state == TrainingState.IDLE:
+            self.weights.drop_kept()
+            self.wait_for_unshard()
+            self._to_sharded()
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients accumulated from earlier micro-batches of the step."""
+        self.gradients.drop()
+
+
+def _shows_trained(param: FSDPParam) -> bool:
+    """Return whether a parameter requires a gradient as modules show it now, which the next forward goes by."""
+    shown: nn.Parameter = getattr(param._module_info.module, param._module_info.param_name)
+    return shown.requires_grad
+
+
+# ---- adoption
+#
+# Private names by which a strategy takes over the parameter group that fully_shard has made.
+
+
+class StockGroup(StrategyGroup):
+    """A parameter group of a strategy for which torch does everything, as it would without one."""
+
+    def weights_changed(self, by_step: bool) -> None:
+        """Leave what is unsharded as it is."""
+
+    def drop_gradients(self) -> None:
+        """Leave torch's accumulated gradients as they are, whatever is cleared."""
+
+
+def adopt_groups(
+    module: nn.Module,
+    units: Sequence[StrategyUnit],
+    paths: Sequence[str],
+    infos: Sequence[FSDPMeshInfo],
+    on_lazy_init: Callable[[nn.Module], None],
+) -> list[StrategyGroup | None]:
+    """Let torch gather and reduce the parameter groups of ``module`` through units, unless torch does everything.
+
+    Args:
+        module: A module on which torch's ``fully_shard`` was just called, alone or with others.
+        units: The units, one for each part of the call.
+        paths: Their paths within the module.
+        infos: The meshes of the parts; empty if the call has one part.
+        on_lazy_init: Called with the root when FSDP has initialized all groups below it lazily.
+
+    Returns:
+        The group of each unit, which has another class now; None where the module has no parameters of a unit.
+    """
+    state = state_of(module)
+    # Without FSDPMeshInfo it is not sharded: dp_mesh_dims that replicate alone, which are left to torch.
+    sharded = [group for group in groups_of(state) if isinstance(group.mesh_info, FSDPMeshInfo)]
+    groups: list[FSDPParamGroup | None] = [*sharded] or [None]
+    if infos:
+        by_ranks = {cast(FSDPMeshInfo, group.mesh_info).shard_process_group: group for group in sharded}
+        groups = [by_ranks.get(info.shard_process_group) for info in infos]
+    adopted: list[StrategyGroup | None] = []
+    for group, unit, path in zip(groups, units, paths, strict=True):
+        if group is None:
+            adopted.append(None)
+            continue
+        changed: Any = group
+        changed.__class__ = StockGroup if unit.stock else StrategyGroup
+        own: StrategyGroup = changed
+        own.adopt(state, unit, path, on_lazy_init)
+        adopted.append(own)
+        for parameter in own.parameters():
+            setattr(parameter, MARK, as_mark(unit.strategy))
+        if unit.stock:
+            continue
+        unit.sharded = own
+        # Not by the setters of the module, which are for modules of one group.
+        if own.weights.comm is not None:
+            group._all_gather_comm = own.weights.comm
+        if isinstance(own.gradients.comm, StrategyAllReduce):
+            group._all_reduce_hook = own.gradients.comm
+        elif own.gradients.comm is not None:
+            group._reduce_scatter_comm = own.gradients.comm
+        # Loading a part of the model runs the hooks of that part only, so they are on whatever holds a parameter.
+        for owner in {owner for owners in own.parameter_owners() for owner in owners}:
+            owner.register_load_state_dict_post_hook(lambda module, incompatible_keys, unit=unit: unit.weights_loaded())
+            # A partial, since torch sets an attribute on the hook, which a method does not take.
+            owner.register_state_dict_post_hook(partial(own.weights.share_version_counters))
+    return adopted
+
+
+def strategy_groups_below(root: nn.Module) -> list[StrategyGroup]:
+    """Return the groups of strategies below ``root``, outermost first."""
+    return [group for group in groups_below(root) if isinstance(group, StrategyGroup)]
+
+
+# ---- backward
+#
+# Private names of torch's fully_shard: the end of a backward, at which a step's gradients are complete.
+
+
+class BackwardWatch:
+    """Knows the groups of a model, and who hears of the end of its backwards.
+
+    Args:
+        root: The model, initialized lazily, after which it has the same groups for good.
+        on_backward_end: Called at the end of every backward with whether it synchronizes gradients.
+
+    Attributes:
+        groups: The groups of strategies.
+        others: The groups that torch alone manages.
+        on_backward_end: As given.
+        order: The order in which groups reduce on all ranks.
+        arriving: The optimizers in the backward that wait for gradients.
+    """
+
+    def __init__(self, root: nn.Module, on_backward_end: Callable[[bool], None]) -> None:
+        # Until torch 2.12, the state of modules that were passed as a list is there once for each of them.
+        states = dict.fromkeys(state_of(root)._state_ctx.all_states)
+        groups = [group for state in states for group in groups_of(state)]
+        self.groups = [group for group in groups if isinstance(group, StrategyGroup)]
+        self.others = [group for group in groups if not isinstance(group, StrategyGroup)]
+        self.on_backward_end = on_backward_end
+        self.arriving = ArrivingGradients()
+        self.restart_order()
+
+    def restart_order(self) -> None:
+        """Start with the order of the model, before the first backward or after an exception."""
+        self.order: ReductionOrder[StepGradients] = ReductionOrder(group.gradients for group in self.groups)
+        for group in self.groups:
+            group.gradients.order, group.gradients.arriving = self.order, self.arriving
+
+
+class WatchedState(FSDPState):
+    """A module's state that tells of the end of backwards.
+
+    Attributes:
+        watch: Of the model; the same for all of its states.
+    """
+
+    watch: BackwardWatch
+
+    _pre_backward = without_dynamo(FSDPState._pre_backward)
+
+    def _root_post_backward_final_callback(self) -> None:
+        last = [group.gradients.is_last_micro_batch for group in self.watch.groups]
+        # From torch 2.15 on, a user may end the step by calling finalize_backward instead.
+        ends_step = not getattr(self._state_ctx, "manual_backward_finalization_active", None)
+        synchronized = ends_step and (any(last) or any(group.reduce_grads for group in self.watch.others))
+        # Before torch's own callback: until then no group is idle, so nothing that a user told FSDP to keep
+        # unsharded after the backward is dropped.
+        self.watch.on_backward_end(synchronized)
+        super()._root_post_backward_final_callback()
+        if self.watch.arriving.waiting:
+            self.watch.arriving.step_all()
+        self._end_backward(last, synchronized)
+
+    def finalize_backward(self, **arguments: object) -> None:
+        """End a step at a user's request; from torch 2.15 on."""
+        parent: Any = super()
+        parent.finalize_backward(**arguments)
+        watch = self.watch
+        watch.arriving.step_all()
+        last = [group.gradients.is_last_micro_batch for group in watch.groups]
+        synchronized = any(last) or any(group.reduce_grads for group in watch.others)
+        if synchronized:
+            with ExitStack() as stack:
+                # Not true, for they are idle by now: only inside of this ``with``, so that drop_unsharded() spares what
+                # the user keeps unsharded, as it does at the end of a backward.
+                for group in (*watch.groups, *watch.others):
+                    stack.enter_context(group.use_training_state(TrainingState.POST_BACKWARD))
+                watch.on_backward_end(True)
+        self._end_backward(last, synchronized)
+
+    def _end_backward(self, last: list[bool], synchronized: bool) -> None:
+        """End a backward of the model.
+
+        Args:
+            last: For each group of a strategy, whether this was its last micro-batch.
+            synchronized: Whether gradients are left for a step.
+        """
+        watch = self.watch
+        if all(last):
+            watch.order.restart()
+        else:
+            for gradients in watch.order.remaining():
+                gradients.reduce_micro_batch()
+        if synchronized:
+            shared = [each for group in watch.groups if (each := group.gradients).use.took_part or each.use.has_errors]
+            if shared:
+                _drop_unused(shared)
+        for group, is_last in zip(watch.groups, last, strict=True):
+            group.gradients.end_backward(synchronized and is_last)
+            guard = group.weights.staleness_guard
+            if synchronized and guard is not None and guard.stale:  # a frozen group's weights have not changed
+                group.drop_unsharded()
+
+    def _reset_iter_state(self) -> None:
+        """Recover from an exception."""
+        parent: Any = super()
+        parent._reset_iter_state()  # from torch 2.13 on
+        for group in self.watch.groups:
+            group.weights.drop_kept()
+            group.gradients.reset()
+        self.watch.arriving.drop()
+        # Ranks may have failed at different points, so each forgets the order in which it reduced this time.
+        self.watch.restart_order()
+
+
+def _drop_unused(gradients: list[StepGradients]) -> None:
+    """Remove gradients of parameters that no rank has used in the step that ends. Collective.
+
+    Args:
+        gradients: The gradients of groups whose ranks may have reduced more parameters than they have used.
+    """
+    asked = [(each.use, each.unit.reductions.mesh, used) for each in gradients if (used := each.use.in_step())]
+    for use, used_by_any in agree_on_use(asked):
+        use.drop_unused(used_by_any)
+
+
+def watch_backwards(root: nn.Module, on_backward_end: Callable[[bool], None]) -> None:
+    """Watch the backwards below ``root``, and let its groups reduce in one order on all ranks.
+
+    Args:
+        root: The root, initialized lazily.
+        on_backward_end: Called at the end of every backward with whether it synchronizes gradients.
+    """
+    watch = BackwardWatch(root, on_backward_end)
+    # The backward ends in the state whose output it reaches first, which may be any, torch's own ones included.
+    for state in state_of(root)._state_ctx.all_states:
+        watched: Any = state
+        watched.__class__ = WatchedState
+        watched.watch = watch

@@ -1,0 +1,858 @@
+"""Weights of a parameter group, gathered by a strategy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, NamedTuple, TypedDict, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    _get_gradient_divide_factors,
+    _get_param_all_gather_inputs,
+    foreach_reduce_scatter_copy_in,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_common import _get_dim0_padded_size
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
+
+from fsdp_zpp.comm.agreement import plain_parts
+from fsdp_zpp.comm.hops import PendingReduction
+from fsdp_zpp.comm.layout import NO_PARAMETERS, FlatLayout, Piece, sent_exactly
+from fsdp_zpp.comm.mesh import keep_until_read
+from fsdp_zpp.comm.weight_gather import SecondaryShard, ShardValues, WeightGather
+from fsdp_zpp.runtime._torch import ShardVersion
+from fsdp_zpp.runtime._torch_mesh import sharded_along
+from fsdp_zpp.runtime.unit import StrategyUnit
+
+# ---- torch
+#
+# Private names of torch's fully_shard: states of modules, their parameter groups, and moves of a model.
+#
+# The other ``_torch_*.py`` files of this folder build on it; ``_torch_compat.py`` lists the names that they use.
+
+state_of: Callable[[nn.Module], FSDPState] = fully_shard.state  # type: ignore[attr-defined]
+
+
+def is_managed(module: nn.Module) -> bool:
+    """Return whether a call of fully_shard, for ``module`` or one around it, has sharded its parameters."""
+    return bool(vars(module).get("_is_fsdp_managed_module", False))
+
+
+def groups_of(state: FSDPState) -> list[FSDPParamGroup]:
+    """Return the parameter groups of a module."""
+    # torch 2.12 allows for several groups a module; before, there was one or none.
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def init_groups_lazily(root: nn.Module) -> None:
+    """Initialize the parameter groups of a model again, whose root torch takes for initialized, as torch allows."""
+    for state in state_of(root)._state_ctx.all_states:
+        for group in groups_of(state):
+            group.lazy_init()
+
+
+def numel_of(group: FSDPParamGroup) -> int:
+    """Return the number of values of a group's parameters, on all ranks together."""
+    return sum(param.sharded_param.numel() for param in group.fsdp_params)
+
+
+def names_in(group: FSDPParamGroup) -> dict[FSDPParam, str]:
+    """Return the names of a group's parameters in its modules.
+
+    FQNs are known only from lazy initialization on, and a checkpoint may be loaded before that.
+    """
+    paths: dict[nn.Module, str] = {}
+    for index, module in enumerate(group.modules):
+        for path, part in module.named_modules(prefix=str(index)):
+            paths.setdefault(part, path)
+    infos = [(param, param._module_info) for param in group.fsdp_params]
+    return {param: f"{paths[info.module]}.{info.param_name}" for param, info in infos}
+
+
+def groups_below(root: nn.Module) -> list[FSDPParamGroup]:
+    """Return the parameter groups of all modules below ``root``, outermost first; that of a list of modules once."""
+    states = [module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)]
+    return list(dict.fromkeys(group for state in states for group in groups_of(state)))
+
+
+def sizes_of_other_groups(root: nn.Module, groups: Collection[FSDPParamGroup]) -> list[int]:
+    """Return the numbers of values of the parameter groups below ``root`` that are not among ``groups``."""
+    return [numel_of(group) for group in groups_below(root) if group not in groups]
+
+
+def after_moves(callback: Callable[[nn.Module], None]) -> None:
+    """Run ``callback(module)`` after each move or cast of a sharded module's parameters: ``to()``, ``half()``.
+
+    All of these go through ``_apply``, module by module.
+    """
+    original = FSDPModule._apply
+
+    @functools.wraps(original)
+    def _apply(self: FSDPModule, *args: object, **kwargs: object) -> FSDPModule:
+        groups = groups_of(self._get_fsdp_state())
+        before = [(p, dict(vars(p))) for group in groups for p in (param.sharded_param for param in group.fsdp_params)]
+        moved = original(self, *args, **kwargs)
+        for parameter, attributes in before:  # torch swaps a DTensor with a new one, which loses its attributes
+            marks = {name: value for name, value in attributes.items() if name.startswith("_fsdp_zpp")}
+            vars(parameter).update(marks)
+        callback(cast(nn.Module, self))
+        return moved
+
+    FSDPModule._apply = _apply  # type: ignore[method-assign]
+
+
+# ---- transforms
+#
+# Private names of torch's fully_shard: how its hooks step out of torch.compile and of functorch's transforms.
+
+Method = TypeVar("Method", bound=Callable[..., object])
+
+# torch steps out of functorch's transforms to communicate from 2.13 on.
+without_functorch: Callable[[Method], Method] = getattr(
+    _fsdp_common, "_disable_functorch_if_active", lambda method: method
+)
+
+
+def without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of torch's for which dynamo is disabled once.
+
+    From torch 2.13 on, its decorator makes a wrapper that disables dynamo anew in every call, which takes longer than
+    much of what the methods do. A method that something else has wrapped is left as it is.
+    """
+    decorator = getattr(_fsdp_common, "_dynamo_disable", None)
+    if decorator is None or method.__code__ is not decorator(lambda: None).__code__:
+        return method
+    return torch.compiler.disable(method.__wrapped__)  # type: ignore[attr-defined]
+
+
+# ---- gradients
+#
+# Private names of torch's fully_shard: unsharded gradients, and the flat tensor in which it reduces them.
+
+
+def has_gradient(param: FSDPParam) -> bool:
+    """Return whether a parameter that was unsharded has an unsharded gradient, of its last backward or accumulated."""
+    return param._unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None
+
+
+def take_gradient(param: FSDPParam) -> Tensor | None:
+    """Take from a parameter the unsharded gradient of its last backward, or if there is none, the accumulated one."""
+    gradient: Tensor | None = None
+    if param.unsharded_param.grad is not None:
+        gradient, param.unsharded_param.grad = param.unsharded_grad_data, None
+    elif param.unsharded_accumulated_grad is not None:
+        gradient, param.unsharded_accumulated_grad = param.unsharded_accumulated_grad_data, None
+    return gradient
+
+
+def divided_by(group: FSDPParamGroup, dtype: torch.dtype) -> float:
+    """Return what torch has divided a gradient by before its reduction, as it does in fp16; 1 if by nothing.
+
+    Args:
+        group: The group of the gradient.
+        dtype: The dtype in which it is reduced.
+    """
+    ranks, factor = group._reduce_scatter_process_group, group.gradient_divide_factor
+    before, *_ = _get_gradient_divide_factors(
+        ranks, None, dtype, group.device.type, factor, group.force_sum_reduction_for_comms
+    )
+    # With nothing to scatter, torch divides by the whole factor in place of reducing.
+    instead = factor if factor is not None and ranks.size() == 1 else 1.0
+    return float(before or 1) * instead
+
+
+def flatten_gradients(group: FSDPParamGroup, params: Sequence[FSDPParam], gradients: Sequence[Tensor | None]) -> Tensor:
+    """Return unsharded gradients in one flat tensor, in the layout and dtype in which torch reduces them.
+
+    Args:
+        group: The group of the parameters.
+        params: The parameters, in the order in which torch reduces them.
+        gradients: The gradient of each; None counts as zeros.
+
+    Returns:
+        Flat [world * numel], chunk i for rank i.
+    """
+    world = group._reduce_scatter_process_group.size()
+    dtype = _gradient_dtype(group, params)
+    parts: list[Tensor] = []
+    for param, gradient in zip(params, gradients, strict=True):
+        if gradient is None:
+            gradient = param._get_grad_inner_tensor(torch.zeros_like(param.unsharded_param, dtype=dtype))
+        if param.fsdp_placement.dim != 0 and world > 1:
+            # The copy below cuts along dimension 0, so the shards along another one are put there.
+            gradient = torch.cat(gradient.chunk(world, dim=param.fsdp_placement.dim), dim=0)
+        parts.append(gradient.to(dtype))
+    numel = sum(_get_dim0_padded_size(part.size(), world).numel() for part in parts)
+    flat = torch.empty(numel, dtype=dtype, device=group.device)
+    foreach_reduce_scatter_copy_in(parts, flat, world)
+    return flat
+
+
+def _gradient_dtype(group: FSDPParamGroup, params: Sequence[FSDPParam]) -> torch.dtype:
+    """Return the dtype in which torch reduces; the same on all ranks, whichever gradients they have."""
+    if group._reduce_dtype is not None:
+        return group._reduce_dtype
+    # From torch 2.14 on, gradients may have another dtype than the unsharded parameters.
+    dtypes = [getattr(param, "unsharded_grad_dtype", None) or param.unsharded_param.dtype for param in params]
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+# ---- gather inputs
+#
+# Private names of torch's fully_shard: what it would put together of a group's shards for its all-gather.
+#
+# [Note: Own bytes]
+# A tensor subclass may decide itself what is gathered of it: ``fsdp_pre_all_gather`` returns tensors and metadata, and
+# ``fsdp_post_all_gather`` makes the unsharded parameter of all ranks' tensors. So does float8 training in torchao: it
+# casts to 8 bits before the gather. Such bytes are a codec of their own, which go through both hops and into the
+# secondary shard as they are. The other parameters of the group go beside them, in the dtype to compute in. A secondary
+# shard that is reused brings no call of ``fsdp_pre_all_gather``, so the metadata of the last one is kept beside it.
+#
+# Some subclasses send no bytes of their own but their values in the dtype to compute in, as torchao's MXFP8 weights do.
+# A codec encodes these as it does any others.
+
+
+class GatherResult(TypedDict):
+    """Fields of torch's ``AllGatherResult`` besides the output and its event."""
+
+    all_gather_work: None
+    param_all_gather_input_dtypes: list[list[torch.dtype]]
+    param_all_gather_input_numels: list[list[int]]
+    all_gather_input_split_sizes: list[int]
+
+
+def gather_result(dtypes: list[list[torch.dtype]], numels: list[list[int]], sizes: list[int]) -> GatherResult:
+    """Return the dtypes and numbers of elements of each parameter's tensors, and the sizes of all of them."""
+    return {
+        "all_gather_work": None,
+        "param_all_gather_input_dtypes": dtypes,
+        "param_all_gather_input_numels": numels,
+        "all_gather_input_split_sizes": sizes,
+    }
+
+
+class _Extension(NamedTuple):
+    """What a parameter that encodes itself has told torch beside its tensors: metadata, and their shapes."""
+
+    param: FSDPParam
+    metadata: Any
+    sizes: Sequence[torch.Size]
+
+
+class GatherInputs:
+    """A rank's part of a gather as torch would put it together. See [Note: Own bytes].
+
+    Args:
+        group: The group, initialized lazily.
+        dtype: The dtype of the values that a codec encodes; uint8 for bytes that none does.
+        mixed: Whether torch is given values of several dtypes, which it takes as bytes.
+    """
+
+    def __init__(self, group: FSDPParamGroup, dtype: torch.dtype, mixed: bool) -> None:
+        self._group, self._dtype, self._as_bytes = group, dtype, dtype == torch.uint8
+        self._in_bytes = mixed or self._as_bytes
+        self._extensions: list[_Extension] = []
+
+    @torch.no_grad()
+    def put_together(self) -> tuple[Tensor, GatherResult]:
+        """Return what is to be gathered of the shards as they are now, flat, and what torch needs to know of it.
+
+        The number of elements is the same each time. It is collective if a parameter's own encoding is.
+        """
+        params = self._group.fsdp_params
+        # What an evaluation has encoded, metadata above all, may be saved for a backward later.
+        with torch.inference_mode(False):
+            by_param = _get_param_all_gather_inputs(params)
+            flat = [each.view(-1) for inputs in by_param for each in inputs]
+            joined = torch.cat([each.view(torch.uint8) if self._as_bytes else each.to(self._dtype) for each in flat])
+        result = gather_result(
+            [[each.dtype for each in inputs] for inputs in by_param],
+            [[each.numel() for each in inputs] for inputs in by_param],
+            [each.nbytes if self._in_bytes else each.numel() for each in flat],
+        )
+        extensions = ((param, param._extensions_data) for param in params if encodes_itself(param))
+        self._extensions = [
+            _Extension(param, data.all_gather_metadata, data.all_gather_input_sizes) for param, data in extensions
+        ]
+        return joined, result
+
+    def tell_torch(self) -> None:
+        """Give torch the metadata of what was put together last, which it forgets whenever it has unsharded."""
+        for param, metadata, sizes in self._extensions:
+            param._extensions_data.all_gather_metadata = metadata
+            param._extensions_data.all_gather_input_sizes = sizes
+
+
+def encodes_itself(param: FSDPParam) -> bool:
+    """Return whether a parameter decides itself what is gathered of it."""
+    return hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
+
+
+def has_own_bytes(params: Sequence[FSDPParam]) -> bool:
+    """Return whether any sharded parameter encodes itself as anything but its values in the dtype to compute in.
+
+    It is collective if a parameter's own encoding is.
+    """
+    # Of all of them, however early one decides it, so that ranks enter the same collectives.
+    return any([not _sends_values(param) for param in params if encodes_itself(param)])  # noqa: C419
+
+
+@torch.no_grad()
+def _sends_values(param: FSDPParam) -> bool:
+    first, *others = param.all_gather_inputs
+    dtype = param.param_dtype or param.orig_dtype
+    # With or without padding, which not all ranks have.
+    numels = param._sharded_local_tensor.numel(), param._sharded_param_data.numel()
+    return not others and first.dtype == dtype and first.numel() in numels
+
+
+# ---- plan
+#
+# Private names of torch's fully_shard: what all gathers of a parameter group have in common.
+
+
+class GatherPlan:
+    """Holds what all gathers of a group have in common, until parameters are moved, cast or replaced.
+
+    Args:
+        group: The group, initialized lazily.
+        encodes: Whether a codec encodes what is gathered.
+
+    Attributes:
+        mixed: Whether parameters are computed with in several dtypes.
+        inputs: Puts together what is gathered, if a parameter encodes itself or, without a codec, dtypes are mixed;
+            else None, and it is the shards themselves.
+        dtype: The dtype in which parameters are gathered; if theirs differ, one that can hold the values of all, and
+            uint8 if ``inputs`` are bytes.
+        shard_numel: The number of elements that a rank contributes to a gather; with ``inputs``, 0 until they were put
+            together, and the same ever after.
+        numel: The number of elements that a gather leaves on a rank.
+        result: What an ``AllGatherResult`` tells besides the output and its event.
+        layout: Where parameters lie in a rank's part of a gather.
+        memory: The gathered shards, except tensor subclasses, which may have no storage.
+        counted: The tensors whose writes torch counts: the parameters and their shards.
+        cast_before_joining: Whether each shard is to be cast to ``dtype`` before it is joined with others.
+        swaps: The swaps of all parameters, once :meth:`fill`, :meth:`unshard` and :meth:`reshard` do what torch would
+            do for each; else empty.
+    """
+
+    def __init__(self, group: FSDPParamGroup, encodes: bool) -> None:
+        params = group.fsdp_params
+        shards = [param._sharded_param_data for param in params]
+        dtypes = [param.param_dtype or shard.dtype for param, shard in zip(params, shards, strict=True)]
+        numels = [shard.numel() for shard in shards]
+        self._world = group._all_gather_process_group.size()
+        self.mixed = any(dtype != dtypes[0] for dtype in dtypes)
+        self.dtype = reduce(torch.promote_types, dtypes)
+        self.inputs: GatherInputs | None = None
+        if any(map(encodes_itself, params)) or (self.mixed and not encodes):
+            self.dtype = self.dtype if encodes else torch.uint8
+            self.inputs = GatherInputs(group, self.dtype, self.mixed)
+        self.layout = layout_of(group, params, range(len(params)))
+        self.memory = [shard for shard in shards if type(shard) is Tensor]
+        self.counted = [each for p in params for each in (p.sharded_param, p._sharded_local_tensor)] + shards
+        sizes = [n * dtype.itemsize for n, dtype in zip(numels, dtypes, strict=True)] if self.mixed else numels
+        self.shard_numel = sum(numels) if self.inputs is None else 0
+        self.numel = self.shard_numel * self._world
+        self.result = gather_result([[dtype] for dtype in dtypes], [[numel] for numel in numels], sizes)
+        # Joined as they are, shards of several dtypes would be promoted, and packed bytes would not survive that.
+        self.cast_before_joining = not encodes and any(shard.dtype != shards[0].dtype for shard in shards)
+        self._numels, self._dtypes = numels, dtypes
+        self.swaps: list[Swap] = []
+        self._views: list[Tensor] = []
+
+    def put_together(self, inputs: GatherInputs) -> Tensor:
+        """Return what ``inputs`` put together of the shards as they are now, flat [shard_numel]."""
+        joined, self.result = inputs.put_together()
+        self.shard_numel = joined.numel()
+        self.numel = self.shard_numel * self._world
+        return joined
+
+    def prepare_swaps(self, group: FSDPParamGroup) -> None:
+        """Prepare to unshard a group in fewer steps, if its parameters are plain and torch has unsharded it once."""
+        params = group.fsdp_params
+        if self.inputs is not None or self._world == 1 or torch.is_inference_mode_enabled():
+            return
+        if not all(map(_is_plain, params)):
+            return
+        self.swaps = [Swap.of(param) for param in params]
+        self._views = [_beside(param.all_gather_outputs[0], self._world) for param in params]
+
+    @torch.no_grad()
+    def fill(self, gathered: Tensor) -> None:
+        """Copy what was gathered, flat [numel], into the unsharded parameters' memory."""
+        for swap in self.swaps:
+            if swap.storage.size() != swap.nbytes:
+                swap.storage.resize_(swap.nbytes)
+        rows = gathered.view(self._world, -1)
+        if self.mixed:
+            torch._foreach_copy_(self._views, rows.split(self._numels, dim=1))
+        else:
+            torch.split_with_sizes_copy(rows, self._numels, dim=1, out=self._views)
+
+    @torch.no_grad()
+    def as_torch_gathers(self, gathered: Tensor) -> Tensor:
+        """Return what was gathered, flat [numel], as torch takes it: as bytes, if parameters have several dtypes."""
+        if not self.mixed:
+            return gathered
+        parts = gathered.view(self._world, -1).split(self._numels, dim=1)
+        cast = (part.to(dtype).contiguous() for part, dtype in zip(parts, self._dtypes, strict=True))
+        return torch.cat([part.view(torch.uint8) for part in cast], dim=1).view(-1)
+
+    def unshard(self) -> None:
+        """Let modules show the unsharded parameters."""
+        for param, unsharded, sites, _, _ in self.swaps:
+            sharded = param.sharded_param
+            if sharded.requires_grad != unsharded.requires_grad:
+                unsharded.requires_grad_(sharded.requires_grad)
+            for module, name in sites:
+                module._parameters[name] = unsharded
+            param.sharded_state = ShardedState.UNSHARDED
+
+    def reshard(self) -> None:
+        """Let modules show the sharded parameters, and free the others' memory."""
+        self.show_shards()
+        for param, _, _, storage, _ in self.swaps:
+            if not getattr(param, "keep_unsharded_storage", False):  # from torch 2.15 on
+                storage.resize_(0)
+
+    def show_shards(self) -> None:
+        """Let modules show the sharded parameters; the others' memory stays."""
+        for param, _, sites, _, _ in self.swaps:
+            for module, name in sites:
+                module._parameters[name] = param.sharded_param
+            param.sharded_state = ShardedState.SHARDED
+
+
+class Swap(NamedTuple):
+    """A parameter in place of which modules show the sharded or the unsharded one.
+
+    Attributes:
+        param: torch's record of it.
+        unsharded: The unsharded parameter.
+        sites: The modules, and its name in each.
+        storage: The unsharded parameter's storage.
+        nbytes: The storage's size while the parameter is unsharded.
+    """
+
+    param: FSDPParam
+    unsharded: nn.Parameter
+    sites: tuple[tuple[nn.Module, str], ...]
+    storage: torch.UntypedStorage
+    nbytes: int
+
+    @classmethod
+    def of(cls, param: FSDPParam) -> Swap:
+        """Return the swap of a parameter that torch has unsharded before."""
+        info, output = param._module_info, param.all_gather_outputs[0]
+        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+        sites = ((info.module, info.param_name), *shared)
+        return cls(param, param._unsharded_param, sites, output.untyped_storage(), output.nbytes)
+
+
+def show_shards(params: Sequence[FSDPParam]) -> None:
+    """Show shards as torch's ``to_sharded`` does, but leave the memory of unsharded parameters."""
+    for param in params:
+        param._setattr_on_modules(param.sharded_param)
+        param.sharded_state = ShardedState.SHARDED
+
+
+def free_unsharded(params: Sequence[FSDPParam]) -> None:
+    """Free the memory of unsharded parameters that modules don't show, unless torch is to keep it."""
+    for param in params:
+        if not getattr(param, "keep_unsharded_storage", False):  # from torch 2.15 on
+            param.free_unsharded_param()
+
+
+def _beside(output: Tensor, world: int) -> Tensor:
+    """Return ``output`` as [world, numel], with a count of writes of its own.
+
+    Autograd has saved the unsharded parameters; it must not take a write that restores their values for a change.
+    """
+    numel = output.numel() // world
+    return output.new_empty(0).set_(output.untyped_storage(), 0, (world, numel), (numel, 1))
+
+
+def _is_plain(param: FSDPParam) -> bool:
+    """Return whether a parameter is unsharded by a copy and a swap alone."""
+    info = param._module_info
+    return (
+        hasattr(param, "_unsharded_param")
+        and not param.is_dtensor  # of tensor parallelism
+        and param.fsdp_placement.dim == 0
+        and len(param.all_gather_outputs) == 1
+        and not param.all_gather_outputs[0].is_inference()
+        and all(type(module).__setattr__ is nn.Module.__setattr__ for module in (info.module, *info.shared_modules))
+    )
+
+
+# ---- flat layout
+#
+# Private names of torch's fully_shard: in which order parameters of a group follow one another in flat tensors.
+#
+# Small ones are last: among the others they would shift these, so that blocks straddled two of them. The others begin
+# with those that another parallelism shards least. See the notes in layout.py.
+
+
+def order_parameters(group: FSDPParamGroup) -> None:
+    """Sort the parameters of a group that has not been used yet."""
+    params = group.fsdp_params
+    axes = [axes_of(param) for param in params]
+    exact = sent_exactly([param._orig_size for param in params])
+    keys = [(is_exact, len(along), along) for is_exact, along in zip(exact, axes, strict=True)]
+    group.fsdp_params = [params[place] for place in sorted(range(len(params)), key=keys.__getitem__)]
+
+
+def layout_of(group: FSDPParamGroup, params: Sequence[FSDPParam], places: Sequence[int]) -> FlatLayout:
+    """Return the layout of a rank's part of a flat tensor that consists of ``params``.
+
+    Args:
+        group: Their group, initialized lazily.
+        params: Parameters in the order of the flat tensor.
+        places: The place of each among all parameters of the group.
+    """
+    pieces = [
+        Piece(place, param._param_fqn or "", param._sharded_param_data.numel())
+        for place, param in zip(places, params, strict=True)
+    ]
+    # By parameter, not by name: FQNs are not known before the first forward.
+    exact = dict(zip(group.fsdp_params, sent_exactly([p._orig_size for p in group.fsdp_params]), strict=True))
+    return FlatLayout.dense(pieces, [exact[param] for param in params], [axes_of(param) for param in params])
+
+
+def axes_of(param: FSDPParam) -> tuple[str, ...]:
+    """Return the mesh dimensions along which FSDP or another parallelism shards a parameter."""
+    sharded = param.sharded_param
+    assert isinstance(sharded, DTensor)
+    return sharded_along(sharded.device_mesh, sharded.placements)
+
+
+# ---- comms
+#
+# A strategy's gather and reduction, where torch calls them: as its AllGather, ReduceScatter and all-reduce hook.
+
+
+@dataclass(eq=False, repr=False)
+class StrategyAllGather(AllGather):
+    """Gathers in two hops what torch has put together of a group's weights.
+
+    Args:
+        gather: The two hops.
+        version: Returns the version of the shards, if something of a gather is used in later ones.
+    """
+
+    gather: WeightGather
+    version: Callable[[], Hashable] | None
+
+    allocate = staticmethod(torch.empty)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Fill ``output_tensor``; ``input_tensor`` is this rank's part of it."""
+        self.gather(input_tensor, output_tensor, None if self.version is None else self.version())
+
+
+@dataclass(eq=False, repr=False)
+class StrategyReduceScatter(ReduceScatter):
+    """Reduces a group's gradient of a step.
+
+    With two hops it makes the first, and torch's all-reduce hook, :meth:`finish`, makes the second, which therefore
+    runs in the stream of the all-reduce.
+
+    Args:
+        unit: Its unit.
+        group: The group.
+
+    Attributes:
+        layout: Where parameters lie in the gradient that torch is about to reduce.
+        idle: The names of parameters that this rank has not used.
+        hook: A user's all-reduce hook, which :meth:`finish` runs afterwards.
+        pending: What :meth:`finish` has to finish, if anything.
+    """
+
+    unit: StrategyUnit
+    group: FSDPParamGroup
+    layout: FlatLayout = NO_PARAMETERS
+    idle: Collection[str] = ()
+    hook: Callable[[Tensor], None] | None = None
+    pending: PendingReduction | None = None
+
+    allocate = staticmethod(torch.empty)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp | ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce ``input_tensor`` into ``output_tensor`` by ``op``."""
+        reduce, world = self.unit.reductions.current, self.unit.reductions.mesh.topology.world
+        assert reduce is not None, "one rank is not sharded over"
+        # torch asks for the average, unless there is a risk of overflow or a divide factor was set.
+        factor = _factor_of(op, group.size(), world, self.group.gradient_divide_factor)
+        # What torch has divided this gradient by, accumulated ones are still to be divided by.
+        divisor = divided_by(self.group, input_tensor.dtype) if reduce.accumulated.sums is not None else 1.0
+        pending = reduce.start(input_tensor, output_tensor, factor, self.layout, divisor, self.idle)
+        if reduce.has_two_hops:
+            self.pending = pending
+        else:
+            pending.finish()
+
+    def finish(self, gradient: Tensor) -> None:
+        """Complete ``gradient`` in place."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.finish()
+        if gradient.is_cuda:
+            # torch frees the gradient in the stream of the reduce-scatter, which is not the one that reads it now.
+            keep_until_read(gradient)
+        if self.hook is not None:
+            self.hook(gradient)
+
+
+@dataclass(eq=False, repr=False)
+class StrategyAllReduce:
+    """Reduces a group's gradient where torch shards over one rank and so has nothing to scatter: its all-reduce hook.
+
+    Args:
+        unit: Its unit.
+        group: The group.
+
+    Attributes:
+        layout: Where parameters lie in the gradient that torch is about to reduce.
+        idle: The names of parameters that this rank has not used.
+    """
+
+    unit: StrategyUnit
+    group: FSDPParamGroup
+    layout: FlatLayout = NO_PARAMETERS
+    idle: Collection[str] = ()
+
+    def __call__(self, gradient: Tensor) -> None:
+        """Reduce ``gradient`` in place."""
+        reduce = self.unit.reductions.current
+        if reduce is None:  # a node of one rank that trains on its own
+            return
+        factor = 1.0
+        if (divide_factor := self.group.gradient_divide_factor) is not None:
+            # The sum over all ranks is to be divided by it, once; torch has done that, and with nothing to scatter
+            # does it once more where it divides around sums.
+            around_sum = self.group.force_sum_reduction_for_comms or gradient.dtype == torch.float16
+            factor = self.unit.reductions.mesh.topology.world * (divide_factor if around_sum else 1.0)
+        divisor = divided_by(self.group, gradient.dtype) if reduce.accumulated.sums is not None else 1.0
+        reduce.start(gradient, gradient, factor, self.layout, divisor, self.idle).finish()
+        # As in StrategyReduceScatter.finish: torch frees it in the stream of the reduce-scatter.
+        keep_until_read(gradient)
+
+
+def _factor_of(op: ReduceOp | ReduceOp.RedOpType, sharded_over: int, world: int, divide_factor: float | None) -> float:
+    """Return what a reduction of torch's multiplies the mean by.
+
+    Args:
+        op: The reduction.
+        sharded_over: The ranks that torch knows of.
+        world: All ranks, their replicas too.
+        divide_factor: The divisor of the sum that a user has set in torch, if any.
+
+    Raises:
+        ValueError: If it is not a kind of sum.
+    """
+    summed = sharded_over if divide_factor is None else world
+    if op == ReduceOp.AVG:
+        return summed / sharded_over
+    if op == ReduceOp.SUM:
+        return float(summed)
+    if op == ReduceOp.PREMUL_SUM:
+        return float(summed * op.__getstate__()[1])  # type: ignore[index]  # the factor, which has no accessor
+    raise ValueError(f"a Strategy reduces gradients by sum or average, not by {op}")
+
+
+# ---- weights
+#
+# Private names of torch's fully_shard: the weights of a parameter group, as they are read, gathered and kept.
+#
+# [Note: Kept weights]
+# Parameter scope N keeps what was gathered until the weights change, and that is all that it keeps: whenever torch
+# would reshard, modules show the sharded parameters again. Optimizers that are made then, ``requires_grad_``, writes
+# and state dicts reach what they would reach under torch's own strategies. Only the memory stays. The next unshard has
+# modules show it again instead of gathering.
+
+
+class GroupWeights:
+    """A parameter group's weights: what its gathers have in common, what they read, and what stays of them.
+
+    It is the source of the group's secondary shard, which may be read before torch asks for the gather.
+
+    Args:
+        group: The group.
+        gather: Gathers its weights; None where torch does.
+        keeps_unsharded: Whether what was gathered stays until the weights change.
+
+    Attributes:
+        gather: As given.
+        comm: What torch would call to gather; None where torch's own collective is to.
+        plan: What gathers have in common; None before :meth:`make_plan`.
+        reuses: Whether something of one gather is used in later ones.
+        staleness_guard: The secondary shard that tells whether weights that stay unsharded from one micro-batch to the
+            next are stale; None if they don't stay.
+        is_kept: Whether the memory of unsharded weights is kept while modules show shards.
+        puts_back: Whether torch is about to show that memory again, in place of a gather.
+        was_gathered: Whether ranks have gathered the group for the micro-batch; the same on all of them.
+    """
+
+    def __init__(self, group: FSDPParamGroup, gather: WeightGather | None, *, keeps_unsharded: bool) -> None:
+        self._group = group
+        self._version = ShardVersion()
+        self.is_kept = self.puts_back = self.was_gathered = False
+        self.set_gather(gather, keeps_unsharded=keeps_unsharded)
+
+    def set_gather(self, gather: WeightGather | None, *, keeps_unsharded: bool) -> None:
+        """Gather by ``gather`` from now on, as the first gather does; the arguments are the constructor's."""
+        self.gather = gather
+        self.plan: GatherPlan | None = None
+        self.comm: StrategyAllGather | None = None
+        self.staleness_guard: SecondaryShard | None = None
+        self.reuses = False
+        if gather is not None:
+            gather.secondary.source = self
+            self.reuses = gather.secondary.keep or keeps_unsharded
+            self.staleness_guard = gather.secondary if keeps_unsharded else None
+            self.comm = StrategyAllGather(gather, self.shard_version if self.reuses else None)
+
+    def make_plan(self) -> GatherPlan:
+        """Make the plan of the group's gathers, and return it."""
+        self.plan = GatherPlan(self._group, self.is_encoded)
+        return self.plan
+
+    @property
+    def is_encoded(self) -> bool:
+        """Return whether a codec encodes what is gathered."""
+        gather = self.gather
+        return gather is not None and gather.secondary.codec is not None and self._group._all_gather_comm is self.comm
+
+    # ---- weights that are kept, see [Note: Kept weights]
+
+    def is_fresh(self) -> bool:
+        """Return whether the weights that are kept have not changed, and drop them if they have; the same on all ranks.
+
+        Raises:
+            StaleSecondaryError: If they have changed without an event.
+        """
+        assert self.staleness_guard is not None
+        if self.staleness_guard.stale:
+            self.drop_kept()
+            return False
+        self.staleness_guard.check_version(self.shard_version())
+        return True
+
+    def drop_kept(self) -> None:
+        """Free what is kept while modules show shards."""
+        if self.is_kept:
+            free_unsharded(self._group.fsdp_params)
+            self.is_kept = self.puts_back = self.was_gathered = False
+
+    # ---- as a ShardSource, which is asked before torch's gather
+
+    def can_be_read(self) -> bool:
+        """Return whether the shards may be read: not in a backward, nor if it is not known yet how much there is."""
+        if torch._C._current_graph_task_id() != -1:  # an optimizer in the backward may outdate what is prefetched
+            return False
+        plan, group = self.plan or self.make_plan(), self._group
+        # Of what is gathered already, torch still needs the metadata.
+        return plan.inputs is None or (plan.numel > 0 and group.is_sharded and group._all_gather_result is None)
+
+    def prepare_read(self) -> int:
+        """Return this rank's number of values; nothing is written back, for parameters are views of the shard."""
+        return (self.plan or self.make_plan()).shard_numel
+
+    def read(self) -> ShardValues:
+        """Return the flat, padded shards of all parameters, in the order in which the group gathers them."""
+        plan, device = self.plan or self.make_plan(), self._group.device
+        params = self._group.fsdp_params
+        if plan.inputs is not None:
+            joined = plan.put_together(plan.inputs)
+            return ShardValues([joined], plan.shard_numel, self.shard_version(), self.is_trained())
+        shards = [param._sharded_param_data for param in params]
+        if shards[0].device != device:
+            shards = [shard.to(device, non_blocking=True) for shard in shards]
+        if plan.cast_before_joining:
+            shards = [shard.to(plan.dtype) for shard in shards]
+        trained = any(map(_requires_gradient, params))
+        return ShardValues(shards, plan.shard_numel, self._version.of(plan.memory, plan.counted), trained)
+
+    def compares_contents(self) -> bool:
+        """Return whether versions of the shards are fingerprints, as FSDP_ZPP_CHECK asks for."""
+        return self._version.of_contents
+
+    def keeps_gathered(self) -> bool:
+        """Return whether unsharded weights are kept, to be reused if they have not changed."""
+        return self.staleness_guard is not None and (self.is_kept or self._group.is_unsharded)
+
+    def layout(self, numel: int) -> FlatLayout:
+        """Return where parameters lie in each rank's part of what is gathered."""
+        return (self.plan or self.make_plan()).layout
+
+    def shard_version(self) -> Hashable:
+        """Return a value that changes with every write to the shards that torch counts, and when they are moved."""
+        plan = self.plan or self.make_plan()
+        return self._version.of(plan.memory, plan.counted)
+
+    def share_version_counters(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object
+    ) -> None:
+        """Make writes to the values in a state dict of ``module`` count as writes to the shards. A state dict hook.
+
+        torch detaches parameters in DTensor's dispatch, below autograd, so the local tensors of the values are in the
+        memory of the shards but count writes of their own.
+        """
+        for param in self._group.fsdp_params:
+            info, local = param._module_info, param._sharded_local_tensor
+            shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+            for owner, name in ((info.module, info.param_name), *shared):
+                value = state_dict.get(prefix + name) if owner is module else None
+                # Other hooks may have put something else there.
+                if isinstance(value, DTensor) and _memory(value._local_tensor) == _memory(local):
+                    value._local_tensor = local
+
+    def is_trained(self) -> bool:
+        """Return whether any parameter requires a gradient, sharded or as modules show it."""
+        return any(map(_requires_gradient, self._group.fsdp_params))
+
+    def trained_numel(self) -> int:
+        """Return the number of values of the parameters that require a gradient, on all ranks together."""
+        return sum(param.sharded_param.numel() for param in self._group.fsdp_params if _requires_gradient(param))
+
+
+def _memory(tensor: Tensor) -> list[tuple[Hashable, ...]]:
+    """Return the memory of a tensor, or of each tensor that it wraps."""
+    parts = plain_parts(tensor)
+    return [(part.untyped_storage()._cdata, part.storage_offset(), part.shape) for part in parts]
+
+
+def _requires_gradient(param: FSDPParam) -> bool:
+    """Return whether a parameter requires a gradient: sharded, or as modules showed it when it was unsharded last.
+
+    ``requires_grad_`` on a module reaches what the module shows at that moment. A root that a forward left unsharded
+    then trains though its sharded parameters don't require a gradient: PEFT switches adapters off and on that way.
+    """
+    if param.sharded_param.requires_grad:
+        return True
+    unsharded = getattr(param, "_unsharded_param", None)  # there is none before the first gather
+    return unsharded is not None and unsharded.requires_grad

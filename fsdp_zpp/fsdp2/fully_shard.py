@@ -1,0 +1,869 @@
+"""``fully_shard`` with a strategy, and clipping of its gradients."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import takewhile
+from types import GeneratorType
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FlatParameter, FSDPModule, fully_shard as torch_fully_shard
+from torch.distributed.fsdp._common_utils import _is_fsdp_flattened as is_flattened
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
+
+from fsdp_zpp._torch_compat import Patch, apply_patches, major_minor
+from fsdp_zpp.comm.agreement import agree, check_agreement, parameter_facts
+from fsdp_zpp.comm.mesh import ProcessMesh, default_device_type, own_rank, ranks_on_each_node
+from fsdp_zpp.frozen.base import holds_base
+from fsdp_zpp.frozen.hugging_face import guard_sharded
+from fsdp_zpp.frozen.quantize import left_to_shard, log_frozen, prepare_frozen, quantize_for
+from fsdp_zpp.names import check_keywords, model_name
+from fsdp_zpp.runtime._torch_mesh import (
+    DataParallelMesh,
+    RankLayout,
+    arguments_of,
+    data_parallel_names,
+    find_links,
+    flattened,
+    info_on_spmd_mesh,
+    mesh_infos,
+    mesh_over,
+    names_of_node,
+    placement_and_mesh,
+    placing,
+    read_mesh,
+    takes_mesh_per_parameter,
+)
+from fsdp_zpp.runtime.api import (
+    Shared,
+    Units,
+    check_dtypes,
+    check_exchanges,
+    check_instance,
+    check_module,
+    hold,
+    strategy_facts,
+)
+from fsdp_zpp.runtime.lifecycle import repeated_if_failed, set_up_model, weights_moved
+from fsdp_zpp.runtime.unit import (
+    StrategyUnit,
+    attach,
+    encodes_itself,
+    packed,
+    packed_facts,
+    strategies_below,
+    strategy_for,
+    unwrapped,
+)
+from fsdp_zpp.strategy.strategy import Strategy, override_for
+
+from . import _torch_group, _torch_weights
+from ._torch_group import sharded_by
+from ._torch_weights import is_managed
+
+# ---- gradient norm
+#
+# Clipping of gradients by their norm, where parameters are sharded over different meshes.
+#
+# torch adds norms up as DTensors, which must be on one mesh. Here each rank adds up what it holds, and ranks then add
+# these sums up along the dimensions of a mesh that shard parameters. Copies are counted once, since nothing is added up
+# along a dimension that replicates.
+
+Groups = tuple[dist.ProcessGroup, ...]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    pp_mesh: DeviceMesh | None = None,
+) -> Tensor:
+    """Clip the gradients of ``parameters``, in place, by their norm over all ranks that shard them. Collective.
+
+    What ``torch.nn.utils.clip_grad_norm_`` does, also where parameters are sharded over different meshes, which torch
+    refuses: modules with different optimizer scopes, experts on a mesh of their own, tensor parallelism for some of
+    the parameters. Ranks must pass the same parameters in the same order, whether or not each has a gradient for all.
+    Ranks that are not in the mesh of a parameter count as holding copies: experts must be DTensors over the axis along
+    which ranks hold different ones.
+
+    Args:
+        parameters: Parameters of ``fully_shard``, with a strategy or torch's own, and plain ones, whose gradients count
+            as they are.
+        max_norm: The norm that gradients have at most afterwards.
+        norm_type: The order of the norm, above 0; ``math.inf`` is the largest absolute value.
+        error_if_nonfinite: Whether a norm that is NaN or infinite raises.
+        foreach: As torch's.
+        pp_mesh: The 1-D mesh of pipeline stages. With it the norm is that of the whole model, of which a rank has the
+            parameters of its own stages only.
+
+    Returns:
+        The norm before clipping: a tensor of no dimensions, the same on all ranks.
+
+    Raises:
+        ValueError: If ``norm_type`` is not above 0, or a parameter belongs to ``FullyShardedDataParallel``.
+        RuntimeError: If the norm is not finite and that is an error.
+
+    Examples:
+        >>> fsdp_zpp.clip_grad_norm_(model.parameters(), 1.0)
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    norm_type = float(norm_type)
+    _check(parameters, norm_type)
+    norms = [
+        _reduced(_norm_of_own(members, norm_type, foreach), norm_type, groups)
+        for groups, members in _by_groups(parameters).items()
+    ]
+    total = _combined(norms, norm_type)
+    if pp_mesh is not None:
+        total = _reduced(total.to(pp_mesh.device_type), norm_type, (pp_mesh.get_group(),))
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the norm of the gradients is {total.item()}, so they can't be clipped; find what made them so, or pass "
+            "error_if_nonfinite=False"
+        )
+    clip_grads_with_norm_([_with_own(p.grad) for p in parameters if p.grad is not None], max_norm, total, foreach)
+    return total
+
+
+def _check(parameters: Sequence[Tensor], norm_type: float) -> None:
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be above 0, got {norm_type}; 2.0 and math.inf are the usual ones")
+    for parameter in parameters:
+        if isinstance(parameter, FlatParameter) or is_flattened(parameter):
+            raise ValueError(
+                "clip_grad_norm_ got a parameter of FullyShardedDataParallel, which does not show over which ranks it "
+                "is sharded; call model.clip_grad_norm_(max_norm) of the outermost FullyShardedDataParallel"
+            )
+
+
+def _by_groups(parameters: Iterable[Tensor]) -> dict[Groups, list[Tensor]]:
+    """Sort parameters by the ranks that their norms are added up over, in an order that all ranks share."""
+    found: dict[Groups, list[Tensor]] = {}
+    for parameter in parameters:
+        groups: Groups = ()
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            dims = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+            groups = tuple(map(mesh.get_group, dims))
+        found.setdefault(groups, []).append(parameter)
+    return found
+
+
+def _norm_of_own(parameters: Sequence[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
+    """Return the norm of the gradients that this rank holds, on the device that ranks communicate on."""
+    shards = [_own_gradient(parameter) for parameter in parameters if parameter.grad is not None]
+    shards = [shard for shard in shards if shard.numel()]  # of which torch has no largest value
+    first = parameters[0]
+    device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device
+    norm = get_total_norm(shards, norm_type, foreach=foreach) if shards else torch.zeros(())
+    return norm.to(device, torch.float32)
+
+
+def _own_gradient(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    if not isinstance(gradient, DTensor):
+        return gradient
+    assert isinstance(parameter, DTensor)
+    if gradient.placements != parameter.placements:  # sums that tensor parallelism has left to be reduced
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return gradient.to_local()
+
+
+def _with_own(gradient: Tensor) -> Tensor:
+    """Return a tensor whose gradient is the part of ``gradient`` that this rank holds.
+
+    Scaled alone, since torch can't scale DTensors of different meshes together, and torch 2.11 scales a copy of those
+    that are left to be reduced.
+    """
+    own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    holder = own.detach()
+    holder.grad = own
+    return holder
+
+
+def _reduced(norm: Tensor, norm_type: float, groups: Groups) -> Tensor:
+    """Return the norm over all ranks of ``groups``, one dimension of a mesh after the other."""
+    for group in groups:
+        if math.isinf(norm_type):
+            norm = torch.where(norm.isnan(), math.inf, norm)  # of which a maximum may lose sight
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group)
+        else:
+            norm = norm.pow(norm_type)
+            dist.all_reduce(norm, dist.ReduceOp.SUM, group)
+            norm = norm.pow(1.0 / norm_type)
+    return norm
+
+
+def _combined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of all gradients, from the norms of parts of them."""
+    if not norms:
+        return torch.zeros(())
+    device = norms[0].device
+    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
+
+
+# ---- clipping
+#
+# What torch's ``clip_grad_norm_`` says of units that are sharded over different ranks; ours clips them.
+
+
+def explain_clipping_errors() -> None:
+    """Let ``torch.nn.utils.clip_grad_norm_`` name the strategies of what it can't clip together."""
+    original = clip_grad.clip_grad_norm_
+
+    @functools.wraps(original)
+    def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
+        given = parameters
+        if isinstance(parameters, GeneratorType):  # as which torch must get it, since it treats an empty one apart
+            given = list(parameters)
+            parameters = (parameter for parameter in given)
+        try:
+            return original(parameters, *args, **kwargs)
+        except RuntimeError as error:
+            if reason := _cause([given] if isinstance(given, Tensor) else given):
+                raise ValueError(reason) from error
+            raise
+
+    clip_grad.clip_grad_norm_ = clip_grad_norm_
+    torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
+
+
+def _cause(parameters: Iterable[Tensor]) -> str:
+    """Return why ``parameters`` can't be clipped together; nothing if all are sharded over one mesh."""
+    strategies = {
+        parameter.device_mesh: sharded_by(parameter) or "torch's own fully_shard"
+        for parameter in parameters
+        if isinstance(parameter, DTensor) and parameter.grad is not None
+    }
+    if len(strategies) < 2:
+        return ""
+    named = " and by ".join(dict.fromkeys(strategies.values()))
+    return (
+        f"torch can't clip gradients together that are sharded over different meshes, by {named}; call "
+        "fsdp_zpp.clip_grad_norm_(parameters, max_norm), which can"
+    )
+
+
+# ---- parts
+#
+# Parts of a call of ``fully_shard``: the parameters that one strategy shards over one mesh.
+#
+# torch makes a parameter group of each. A call has several if ``shard_placement_fn`` gives parameters a mesh of their
+# own, as torchtitan does with experts, or if the strategy has overrides for modules inside of the one that is sharded.
+
+Named = list[tuple[str, nn.Parameter]]
+_MeshKey = tuple[DeviceMesh, str]
+"""A parameter's own mesh, and which of its dimensions are those of data parallelism."""
+
+
+@dataclass(eq=False)
+class Part:
+    """Parameters that one strategy shards over one mesh.
+
+    Attributes:
+        over: The mesh, and the strategy, without overrides.
+        own: The parameters, with names.
+        arguments: What ``fully_shard`` is called with; ``mesh`` and ``dp_mesh_dims`` are those of the part.
+        placements: What the ``shard_placement_fn`` of the call returns for them, without meshes.
+        path: The part's path within the module, for its name; empty for the part that has the call's own mesh and
+            strategy.
+        mesh_info: How torch is to shard them, if it would not find that by the arguments.
+    """
+
+    over: DataParallelMesh
+    own: Named
+    arguments: dict[str, Any]
+    placements: dict[nn.Parameter, Shard | None] = field(default_factory=dict)
+    path: str = ""
+    mesh_info: FSDPMeshInfo | None = None
+
+
+def split(modules: list[nn.Module], strategy: Strategy, call: Part, given: dict[str, Any]) -> list[Part]:
+    """Split a call by mesh and strategy. Collective over the call's ranks, then over those of each part.
+
+    Args:
+        modules: The modules.
+        strategy: The strategy, with overrides.
+        call: All parameters, with the strategy of the first of ``modules``.
+        given: The arguments before the call's mesh was read.
+
+    Raises:
+        ValueError: If ``shard_placement_fn`` returns something other than a placement, if torch can't make several
+            groups of a module, or if it is not known how the ranks of a parameter's mesh lie on nodes.
+    """
+    planned = agree(
+        call.over.group if call.over.compared else None,
+        lambda: _plan(modules, strategy, call, given),
+        summary=lambda plan: str([each.summary() for each in plan]),
+        difference="gave parameters other meshes or strategies than",
+    )
+    return [each.read(call) for each in planned] or [call]
+
+
+@dataclass(eq=False)
+class _PlannedPart:
+    """A part whose mesh has not been read.
+
+    Attributes:
+        mesh: The arguments of ``fully_shard`` that its mesh stands for; None if they are the call's.
+    """
+
+    strategy: Strategy
+    mesh: dict[str, Any] | None
+    own: Named = field(default_factory=list)
+    placements: dict[nn.Parameter, Shard | None] = field(default_factory=dict)
+    path: str = ""
+
+    def summary(self) -> tuple[object, ...]:
+        """Return what must be the same on all ranks; they may have other ranks in the mesh."""
+        mesh = None if self.mesh is None else self.mesh["mesh"]
+        shape = None if mesh is None else (mesh.mesh_dim_names, mesh.shape)
+        return self.path, self.strategy, shape, [name for name, _ in self.own], list(self.placements.values())
+
+    def read(self, call: Part) -> Part:
+        if self.mesh is None:
+            over, arguments = replace(call.over, strategy=self.strategy), dict(call.arguments)
+        else:
+            arguments = call.arguments | self.mesh
+            over = read_mesh(self.strategy, arguments)
+        return Part(over, self.own, arguments, self.placements, self.path)
+
+
+def _plan(modules: list[nn.Module], strategy: Strategy, call: Part, given: dict[str, Any]) -> list[_PlannedPart]:
+    place = call.arguments.get("shard_placement_fn")
+    outer, strategies = replace(strategy, overrides=(), gpus_per_node=None), dict[nn.Parameter, Strategy]()
+    for module in modules:
+        for each, own in strategies_below(module, outer, strategy).items():
+            strategies |= dict.fromkeys(each.parameters(recurse=False), own)
+    first = override_for(type(unwrapped(modules[0])), strategy.overrides) or outer
+    # A mesh of nodes x ranks has said what a node is, unless an override does.
+    gpus_per_node = strategy.gpus_per_node if first.gpus_per_node is not None else call.over.strategy.gpus_per_node
+    parts: dict[tuple[_MeshKey | None, Strategy], _PlannedPart] = {}
+    for name, parameter in call.own:
+        placement, info = placement_and_mesh(None if place is None else place(parameter))
+        if placement is not None and not isinstance(placement, Shard):
+            raise ValueError(
+                f"shard_placement_fn returned {placement!r} for {name}; it must return a Shard or None, or a "
+                "ShardPlacementResult with one of them and a mesh"
+            )
+        mesh = _own_mesh(info, given)
+        key = (None if mesh is None else (mesh["mesh"], str(mesh["dp_mesh_dims"])), strategies[parameter])
+        if key not in parts:
+            parts[key] = _PlannedPart(_with_nodes(key[1], gpus_per_node, call.over.group, mesh), mesh)
+        parts[key].own.append((name, parameter))
+        parts[key].placements[parameter] = placement
+    if len(parts) > 1:
+        _check_several(modules, call, [mesh for mesh, _ in parts])
+        taken = {""}
+        for key, part in parts.items():
+            if key != (None, first):
+                part.path = _unused(taken, _common_path(part.own))
+    return list(parts.values())
+
+
+def _check_several(modules: list[nn.Module], call: Part, meshes: list[_MeshKey | None]) -> None:
+    """Raise if a module can't have several parts, over these meshes; None is that of the call."""
+    name = type(modules[0]).__name__
+    if any(holds_base(module) for module in modules):
+        raise ValueError(
+            f"{name} has weights that are quantized already, and is to be sharded over several meshes or by several "
+            "strategies, so it is not known to which of them these weights belong; leave them unquantized and pass "
+            "frozen= to the strategies"
+        )
+    by_themselves = "first shard each module that the overrides name by a call of its own"
+    if not takes_mesh_per_parameter():
+        raise ValueError(
+            f"overrides give parameters of {name} different strategies, and torch makes several groups of a module "
+            f"only from 2.12 on; {by_themselves}"
+        )
+    if meshes.count(None) > 1 and not call.over.compared:
+        raise ValueError(
+            f"overrides give parameters of {name} different strategies on a mesh of several dimensions; {by_themselves}"
+        )
+
+
+def _own_mesh(info: FSDPMeshInfo | None, call: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments that a parameter's mesh stands for; None if they are those of the call."""
+    if info is None:
+        return None
+    own = arguments_of(info)
+    if call["mesh"] is None:  # all ranks
+        mesh: DeviceMesh = own["mesh"]
+        of_all = mesh.ndim == 1 and dist.get_process_group_ranks(mesh.get_group()) == list(range(dist.get_world_size()))
+        return None if of_all and own["dp_mesh_dims"] is None else own
+    return None if all(own[name] == call.get(name) for name in own) else own
+
+
+def _with_nodes(
+    strategy: Strategy, gpus_per_node: int | None, group: dist.ProcessGroup, own: dict[str, Any] | None
+) -> Strategy:
+    """Return the strategy with the nodes of the call's ranks, as they lie in the part's own mesh, if it has no own."""
+    if strategy.gpus_per_node is not None or gpus_per_node is None:
+        return strategy
+    if own is None:
+        return replace(strategy, gpus_per_node=gpus_per_node)
+    node_of = {rank: place // gpus_per_node for place, rank in enumerate(dist.get_process_group_ranks(group))}
+    mesh: DeviceMesh = own["mesh"]
+    dims = own["dp_mesh_dims"]
+    ranks = (mesh if dims is None else mesh[data_parallel_names(mesh, dims)]).mesh.flatten().tolist()
+    size = ranks_on_each_node([node_of.get(rank, -1) for rank in ranks])
+    own_nodes = "leave gpus_per_node to torchrun, or give the overrides for these parameters one of their own"
+    if not node_of.keys() >= set(ranks):
+        raise ValueError(
+            f"gpus_per_node={gpus_per_node} counts the ranks {list(node_of)}, and a parameter's mesh has others, "
+            f"{ranks}; {own_nodes}"
+        )
+    if size is None:
+        raise ValueError(
+            f"gpus_per_node={gpus_per_node} puts the ranks of a parameter's mesh, {ranks}, on nodes in unequal shares "
+            f"or out of order; {own_nodes}"
+        )
+    return replace(strategy, gpus_per_node=size)
+
+
+def _common_path(own: Named) -> str:
+    """Return the path of the innermost module that holds all of these parameters."""
+    levels = zip(*(name.split(".")[:-1] for name, _ in own), strict=False)
+    return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
+
+
+def _unused(taken: set[str], path: str) -> str:
+    free = path
+    while free in taken:
+        free = f"{path or 'part'} {len(taken) + 1}"
+    taken.add(free)
+    return free
+
+
+# ---- units
+#
+# Checks the parts of a call of ``fully_shard``, makes their units, and quantizes their frozen parameters.
+
+logger = logging.getLogger("fsdp_zpp")
+
+
+def make_unit(
+    part: Part, modules: list[nn.Module], holds_packed: bool, others: Collection[nn.Parameter]
+) -> tuple[StrategyUnit, bool]:
+    """Check a part of a call on every rank, make its unit, and quantize what is frozen of it. Collective.
+
+    Args:
+        part: The part; the mesh in its arguments is replaced by that of the ranks to shard over.
+        modules: The modules of the call.
+        holds_packed: Whether any parameter of the call holds packed values.
+        others: The parameters of other parts.
+
+    Returns:
+        The unit, and whether torch's FULL_SHARD is all that its strategy asks for.
+    """
+    over, arguments = part.over, part.arguments
+    strategy, group = over.strategy, over.group
+    if over.compared and isinstance(strategy, Strategy) and strategy.gpus_per_node is None:
+        find_links(group)
+    own = left_to_shard(strategy, modules, part.own)
+    layout = agree(group if over.compared else None, lambda: check_arguments(own, strategy, group, arguments))
+    unit = _unit_for(part, layout)
+    policy = arguments.get("mp_policy")
+    ignored = {*(arguments.get("ignored_params") or ()), *others}
+    dtype = None if policy is None else policy.param_dtype
+    for each in modules:
+        unit.left_unquantized |= quantize_for(
+            strategy, each, unit.ranks, ignored=ignored, dtype=dtype, is_part=bool(others)
+        )
+    if holds_packed and (raw := _not_to_be_encoded(named_own_parameters(modules, ignored))):  # what is left of them
+        changes = any(parameter.is_floating_point() for parameter in raw)  # if torch gathers them
+        can_gather = not layout.stock or _can_gather(unit.ranks, over.compared, arguments, changes)
+        unit.leave_weights_uncoded(in_place_of_torch=can_gather)
+    unit.stock = layout.stock and unit.gather is None
+    if layout.stock:
+        unit.reductions.leave_to_torch()
+    return unit, layout.stock
+
+
+def _not_to_be_encoded(parameters: list[tuple[str, nn.Parameter]]) -> list[Tensor]:
+    """Return the parameters that hold packed values, but for trained ones that encode themselves.
+
+    What these send is known only when they are sharded; see ``lazy_init`` in _torch_group.py.
+    """
+    return [p for p in packed(parameters).values() if not (p.requires_grad and encodes_itself(p))]
+
+
+def _unit_for(part: Part, layout: RankLayout) -> StrategyUnit:
+    """Make a unit on the ranks of ``layout``, and have the part sharded over those that its scope says."""
+    arguments = part.arguments
+    mesh = arguments["mesh"]
+    unit = StrategyUnit(part.over.strategy, layout.mesh())
+    if unit.scopes.optimizer != "G" and unit.ranks.topology.world > 1:
+        sharded_over = unit.ranks.intra if unit.scopes.optimizer == "I" else own_rank()
+        assert sharded_over is not None
+        if (dims := arguments.get("dp_mesh_dims")) is not None:
+            size = layout.topology.gpus_per_node
+            of_node = names_of_node(mesh, dims.shard_names, size) if unit.scopes.optimizer == "I" else ()
+            assert of_node is not None  # which was checked
+            ranks = flattened(mesh, of_node) if of_node else DeviceMesh.from_group(own_rank(), mesh.device_type)
+            replicate = dims.shard_names[: len(dims.shard_names) - len(of_node)]
+            part.mesh_info = info_on_spmd_mesh(ranks, mesh, replicate, dims)
+        elif mesh is None:
+            arguments["mesh"] = DeviceMesh.from_group(sharded_over, default_device_type())
+        else:
+            arguments["mesh"] = mesh_over(sharded_over, mesh)
+    return unit
+
+
+def _can_gather(ranks: ProcessMesh, one_mesh: bool, arguments: dict[str, Any], changes: bool) -> bool:
+    """Return whether a stock strategy can gather in place of torch; if not, warn where torch ``changes`` values."""
+    reshard = arguments["reshard_after_forward"]
+    elsewhere = any(arguments.get(name) is not None for name in ("shard_placement_fn", "dp_mesh_dims"))
+    if one_mesh and not elsewhere and (reshard is None or isinstance(reshard, bool)):
+        return True
+    if changes and ranks.rank == 0:
+        _warn_of_packed_values()
+    return False
+
+
+@cache  # for all layers of a model
+def _warn_of_packed_values() -> None:
+    logger.warning(
+        "fully_shard: packed values are gathered by torch, for reshard_after_forward is a number of ranks, mesh has "
+        "several dimensions, or shard_placement_fn or dp_mesh_dims was given; on GPUs torch changes those that read as "
+        "NaN: pack them with bnb_4bit_quant_storage=torch.uint8, or pass a bool, a 1-D mesh and no more"
+    )
+
+
+# ---- validation
+#
+# Refuses what fully_shard can't do with a strategy: on every rank, before anything is sent or sharded.
+
+UNITS = Units(
+    is_unit=lambda module: isinstance(module, FSDPModule),
+    is_torchs=lambda module, parameter: isinstance(parameter, DTensor) and is_managed(module),
+)
+
+_TAKES_INTEGERS = major_minor(torch.__version__) >= (2, 13)
+"""True if torch's ``fully_shard`` takes frozen integers; before 2.13, parameters had to be able to have gradients."""
+_REMEDY = "pass others in ignored_params"
+
+
+def check_arguments(
+    own: list[tuple[str, nn.Parameter]], strategy: Strategy, group: dist.ProcessGroup, arguments: dict[str, Any]
+) -> RankLayout:
+    """Raise if a strategy can't shard so.
+
+    Args:
+        own: What is to be sharded, with names.
+        strategy: How.
+        group: The ranks to shard over.
+        arguments: What torch's ``fully_shard`` will be called with.
+
+    Returns:
+        Where the ranks lie.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: Saying what to do instead.
+    """
+    check_strategy(strategy)
+    layout = RankLayout.of(strategy, group)
+    # Even if all is left to torch, which would say that integers can't have gradients.
+    check_dtypes(packed(own).items() if layout.stock else own, _REMEDY, takes_integers=_TAKES_INTEGERS)
+    if layout.stock:
+        return layout
+    _check_reshard(strategy, arguments["reshard_after_forward"])
+    if arguments.get("dp_mesh_dims") is None:
+        _check_mesh(arguments["mesh"])
+    else:
+        _check_nodes(strategy, layout, arguments["mesh"], arguments["dp_mesh_dims"].shard_names)
+    _check_offload(arguments.get("offload_policy"))
+    _check_precision(strategy, arguments.get("mp_policy"))
+    if strategy.local_steps is not None:
+        check_exchanges(strategy.local_steps, own)
+    return layout
+
+
+def refuse_shared(shared: Shared | None, modules: list[nn.Module], call: str) -> None:
+    """Raise if a call would shard what another one has sharded: torch would raise in its own terms, or not at all.
+
+    Args:
+        shared: The parameter that :data:`UNITS` has found, if any.
+        modules: The modules that the call shards.
+        call: The call, as errors name it.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    if shared is None:
+        return
+    if any(map(is_managed, modules)):
+        raise ValueError(
+            f"{shared.name} is sharded already, with a module around it; shard layers before the model, so that what "
+            "is left to the model is what no layer has"
+        )
+    raise ValueError(
+        f"{call}: {UNITS.explain(shared, modules[0], modules)}: it is shared by two units, but fully_shard shards a "
+        "parameter in one unit alone; shard both modules in one call, fully_shard([a, b], strategy=...), or only the "
+        "module around them"
+    )
+
+
+def has_shards(module: nn.Module) -> bool:
+    """Return whether a parameter is a DTensor: no file format takes one, even if each rank holds all of it."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def check_strategy(strategy: object) -> None:
+    """Raise a TypeError unless ``strategy`` is a :class:`Strategy`."""
+    if not isinstance(strategy, Strategy):
+        check_instance("strategy", strategy)
+        raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
+
+
+def _check_reshard(strategy: Strategy, reshard_after_forward: object) -> None:
+    if reshard_after_forward is True and strategy.parameters == "N" and strategy.optimizer != "N":
+        raise ValueError(
+            f"reshard_after_forward=True contradicts {strategy.levels!r}, whose parameter scope N keeps the "
+            "parameters unsharded until they change; leave it out, or choose parameter scope I or G"
+        )
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return
+    raise ValueError(
+        f"reshard_after_forward must be a bool or None with a Strategy, got {reshard_after_forward!r}; to gather "
+        "inside nodes in the backward, use Strategy('IGG', gpus_per_node=...), which makes its process groups once and "
+        "not for each layer"
+    )
+
+
+def _check_nodes(strategy: Strategy, layout: RankLayout, mesh: DeviceMesh, names: tuple[str, ...]) -> None:
+    """Raise if a strategy shards inside nodes, and these are no dimensions of the SPMD mesh: torch flattens none."""
+    size = layout.topology.gpus_per_node
+    if strategy.optimizer == "I" and names_of_node(mesh, names, size) is None:
+        shape = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        raise NotImplementedError(
+            f"{strategy.levels!r} shards inside nodes of {size} ranks, which are no data-parallel dimensions of the "
+            f"mesh {shape} that dp_mesh_dims names: parameters are placed along whole dimensions; make the mesh with "
+            "one for the nodes and one for the ranks of a node, or use optimizer scope G or N"
+        )
+
+
+def _check_mesh(mesh: DeviceMesh | None) -> None:
+    if mesh is None or mesh.ndim == 1:
+        return
+    names: tuple[object, ...] = mesh.mesh_dim_names or tuple(mesh.shape)
+    raise ValueError(
+        "a Strategy takes the 1-D mesh of the ranks to shard over, or a 2-D one of nodes x ranks of a node with names, "
+        f"got {mesh.ndim} dimensions {names}; of a mesh with other parallelisms pass the data-parallel dimensions, as "
+        'in mesh["dp"], or name them in dp_mesh_dims='
+    )
+
+
+def named_own_parameters(modules: list[nn.Module], ignored: Iterable[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that are to be sharded, with names: without ``ignored`` and those of an earlier call."""
+    inner = [child for module in modules for child in module.modules() if isinstance(child, FSDPModule)]
+    others = {id(p) for child in inner for p in child.parameters()} | {id(p) for p in ignored}
+    return [(name, p) for module in modules for name, p in module.named_parameters() if id(p) not in others]
+
+
+def _check_offload(policy: object) -> None:
+    if isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and not torch.accelerator.is_available():
+        raise ValueError(
+            f"{policy} needs an accelerator to pin memory for; pass CPUOffloadPolicy(pin_memory=False), or none"
+        )
+
+
+def _check_precision(strategy: Strategy, policy: object) -> None:
+    if strategy.frozen is not None and getattr(policy, "param_dtype_override_fn", None) is not None:
+        raise ValueError(
+            f"mp_policy has a param_dtype_override_fn, but frozen={strategy.frozen} gives all weights one dtype; leave "
+            "the function out, or leave out frozen= and call quantize_frozen_params(model, dtype=...) yourself"
+        )
+
+
+# ---- sharding
+#
+# From ``fully_shard(module, strategy=strategy)`` to units that gather and reduce.
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    strategy: Strategy,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | None = ...,
+    **arguments: Any,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    strategy: Strategy,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | None = ...,
+    **arguments: Any,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    strategy: Strategy,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    **arguments: Any,
+) -> FSDPModule | list[FSDPModule]:
+    """Apply torch's ``fully_shard`` to ``module``, in place, and shard it by ``strategy``.
+
+    Call it bottom-up, like torch's. Different calls in one model may use different strategies, or torch's own. To clip
+    the gradients of parts with different optimizer scopes together, use :func:`clip_grad_norm_`.
+
+    Args:
+        module: The module, or several that are gathered together.
+        strategy: Where each model state lives and how each hop is encoded.
+        mesh: The 1-D mesh of the data-parallel ranks; a dimension of a larger mesh will do. Default: all ranks.
+            How they split into nodes is the strategy's ``gpus_per_node``, counted in ranks of this mesh. A 2-D mesh,
+            as HSDP takes it, is read as nodes x ranks of a node. With ``dp_mesh_dims``, the whole SPMD mesh.
+        reshard_after_forward: As torch's, except that an int is refused: parameter scope ``I`` keeps a
+            secondary shard inside each node. ``Strategy("GGG")`` on one node is torch's ``fully_shard`` itself, except
+            for modules that hold packed values, and accepts all of its arguments.
+        **arguments: As torch's: ``mp_policy``, ``offload_policy``, ``shard_placement_fn``, ``ignored_params``,
+            ``dp_mesh_dims``. The nodes of a mesh that ``shard_placement_fn`` gives a parameter are those of ``mesh``.
+
+    Returns:
+        ``module``, whose class is now torch's ``FSDPModule``.
+
+    Raises:
+        TypeError: If ``strategy`` is not a ``Strategy``, or a parameter has a dtype that none can shard.
+        ValueError: If the mesh or another argument does not fit a strategy.
+        NotImplementedError: If the strategy can't be combined with another parallelism that has sharded the module.
+
+    Examples:
+        >>> for layer in model.layers:
+        ...     fully_shard(layer, strategy=Strategy.zeropp())
+        >>> fully_shard(model, strategy=Strategy.zeropp())
+    """
+    passed_on = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, **arguments}
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    check_keywords("fully_shard", arguments, ["strategy", *inspect.signature(torch_fully_shard).parameters])
+    if not dist.is_initialized():
+        check_strategy(strategy)
+    parts, holds_packed = _agreed_parts(modules, strategy, passed_on)
+    units, stock, sites = [], [], UNITS.sites(modules)
+    for part in parts:
+        others = [parameter for other in parts if other is not part for _, parameter in other.own]
+        unit, is_stock = make_unit(part, modules, holds_packed, others)
+        unit.patterns = tuple(dict(strategy.overrides))
+        units.append(unit)
+        stock.append(is_stock)
+    by_info = len(parts) > 1 or parts[0].mesh_info is not None
+    infos = mesh_infos((part.arguments, part.mesh_info) for part in parts) if by_info else []
+    arguments = parts[0].arguments
+    if infos:
+        placements = [part.placements or dict.fromkeys(parameter for _, parameter in part.own) for part in parts]
+        arguments["shard_placement_fn"] = placing(infos, placements)
+    elif parts[0].placements:
+        arguments["shard_placement_fn"] = parts[0].placements.__getitem__
+    sharded = torch_fully_shard(module, **arguments)
+    paths = [part.path for part in parts]
+    groups = _torch_group.adopt_groups(modules[0], units, paths, infos, _on_lazy_init)
+    for unit, path, group, is_stock in zip(units, paths, groups, stock, strict=True):
+        if group is not None or is_stock:  # else the modules have no parameters of this part
+            for each in modules:
+                attach(each, unit, path)
+    sharded_here = {id(parameter) for part in parts for _, parameter in part.own}
+    unit_name = model_name(modules[0])
+    for (owner, own_name), (name, parameter) in sites.items():
+        # A quantized weight is no parameter any more: units may share it.
+        if id(parameter) in sharded_here and own_name in owner._parameters:
+            hold((owner, own_name), name, parameter, unit_name)
+    for each in modules:
+        guard_sharded(each, has_shards)
+    return sharded
+
+
+PATCHES = (
+    Patch(
+        "FSDPModule._apply",
+        "a move or cast of the model keeps our marks on parameters, and what was gathered of it is stale",
+        lambda: _torch_weights.after_moves(weights_moved),
+    ),
+    Patch(
+        "torch.nn.utils.clip_grad_norm_",
+        "gradients of units that are sharded over different ranks get an error that names their strategies",
+        explain_clipping_errors,
+    ),
+)
+"""All that is replaced in torch.
+
+Besides, parameter groups that a strategy shards become :class:`_torch_group.StrategyGroup`, and the states of the
+modules of such a model :class:`_torch_backward.WatchedState`, which hears of the end of backwards.
+"""
+
+
+def install() -> None:
+    """Prepare torch for strategies."""
+    apply_patches(PATCHES)
+
+
+# torch's function has its state under this name, and torch's users look it up there.
+fully_shard.state = _torch_weights.state_of  # type: ignore[attr-defined]
+
+
+def _agreed_parts(modules: list[nn.Module], strategy: Strategy, arguments: dict[str, Any]) -> tuple[list[Part], bool]:
+    """Raise on every rank unless all shard the same modules in the same way.
+
+    Returns:
+        The parts of the call, and whether any parameter that is to be sharded holds packed values.
+    """
+    overrides = strategy.overrides if isinstance(strategy, Strategy) else ()
+    given = dict(arguments)
+    over = read_mesh(strategy_for(modules[0], strategy) if overrides else strategy, arguments)
+    ranks = over.group if over.compared else None
+    call = f"fully_shard({', '.join(model_name(module) for module in modules)})"
+    if not all(isinstance(module, nn.Module) for module in modules):  # which other ranks may have
+        check_agreement(ranks, call, {})
+        list(map(check_module, modules))
+    own = named_own_parameters(modules, arguments.get("ignored_params") or ())
+    facts = strategy_facts(over.strategy, over.group) if over.compared else {}
+    facts |= {name: arguments.get(name) for name in ("reshard_after_forward", "mp_policy")}
+    facts |= {"overrides": overrides, "shard_placement_fn": arguments.get("shard_placement_fn") is not None}
+    held, shared = packed(own), UNITS.find_shared(modules, arguments.get("ignored_params") or ())
+    facts |= {} if shared is None else {"shared": shared.name}
+    check_agreement(ranks, call, facts | packed_facts(held) | parameter_facts(own))
+    refuse_shared(shared, modules, call)
+    whole = Part(over, own, arguments)
+    is_split = isinstance(strategy, Strategy) and (overrides or arguments.get("shard_placement_fn") is not None)
+    return split(modules, strategy, whole, given) if is_split else [whole], bool(held)
+
+
+def _on_lazy_init(root: nn.Module) -> None:
+    """Start to watch the model under ``root``."""
+    with repeated_if_failed(root, _torch_weights.init_groups_lazily):
+        _set_up(root)
+
+
+def _set_up(root: nn.Module) -> None:
+    groups = _torch_group.strategy_groups_below(root)
+    for group in groups:
+        group.unit.sharded = group
+    model, members = model_name(root), [group.unit for group in groups]
+    prepare_frozen(root)
+    hooks = set_up_model(root, model, members, _torch_weights.sizes_of_other_groups(root, groups))
+    log_frozen(root, model, members)
+    _torch_group.watch_backwards(root, hooks.backward_ended)

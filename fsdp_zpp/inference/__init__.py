@@ -1,1 +1,0 @@
-"""Weights of a sharded model for an inference engine that runs beside the training."""

@@ -1,0 +1,544 @@
+"""Hugging Face's accelerate: an ``Accelerator`` that shards models by a strategy.
+
+    accelerator = use_strategy(Accelerator(), Strategy.zeropp())
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+All else stays as it is with accelerate's FSDP2. What ``accelerate launch`` or a ``FullyShardedDataParallelPlugin`` sets
+(what to wrap, mixed precision, activation checkpointing, the kind of state dict) holds, too, or is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin, TorchDynamoPlugin, is_peft_model
+from accelerate.utils.fsdp_utils import (
+    fsdp2_apply_ac,
+    fsdp2_prepare_auto_wrap_policy,
+    get_module_children_bottom_up,
+    get_parameters_from_modules,
+)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp_zpp.frozen.hugging_face import adapter_state, dequantized_weights, save_adapter
+from fsdp_zpp.fsdp2.fully_shard import clip_grad_norm_, fully_shard
+from fsdp_zpp.planner.model_size import layers
+from fsdp_zpp.runtime.api import ranks_of
+from fsdp_zpp.runtime.full_tensors import reshard
+from fsdp_zpp.runtime.unit import unit_of
+from fsdp_zpp.strategy.strategy import Strategy
+
+from ._common import (
+    MarkedSave,
+    check_base_identity,
+    check_complete,
+    load_codec_state,
+    require,
+    save_base_identity,
+    save_codec_state,
+)
+
+# ---- accelerate
+
+require("accelerate", "1.13")
+
+
+# ---- checks
+#
+# Checks of an accelerator for what a strategy can't honour; each error says what to do instead.
+
+
+def check_accelerator(accelerator: Accelerator) -> None:
+    """Raise if ``accelerator`` has prepared a model, runs in one process, or was configured for other than FSDP.
+
+    Raises:
+        ImportError: If accelerate is too old to compile layers, or for tensor parallelism.
+        ValueError: In all other cases.
+    """
+    if accelerator._models:
+        raise ValueError(
+            "this accelerator has prepared a model already: call use_strategy before accelerator.prepare. A trainer of "
+            "TRL that has a reference model prepares it in its constructor: give use_strategy the trainer's class, as "
+            "in use_strategy(DPOTrainer, strategy)(model, ...)"
+        )
+    dynamo = accelerator.state.dynamo_plugin
+    if dynamo.backend != DynamoBackend.NO:
+        if not dynamo.use_regional_compilation:
+            raise ValueError(
+                "torch.compile of a whole model does not see where a strategy gathers: compile layer by layer, with "
+                "TorchDynamoPlugin(use_regional_compilation=True) or ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true"
+            )
+        require("accelerate", "1.14", purpose="to compile layer by layer")
+    kind = accelerator.distributed_type
+    if accelerator.num_processes == 1 or not dist.is_initialized():
+        raise ValueError(
+            "a strategy shards over several processes, but accelerate has only one: start several with accelerate "
+            "launch or torchrun, and on CPUs pass Accelerator(cpu=True)"
+        )
+    if not str(kind.value).startswith("MULTI") and kind != DistributedType.FSDP:
+        raise ValueError(f"a strategy is for torch's FSDP, but this accelerator was configured for {kind.value}")
+    if accelerator.parallelism_config is not None:
+        _check_parallelism(accelerator.parallelism_config)
+
+
+def _check_parallelism(config: ParallelismConfig) -> None:
+    if config.sp_enabled:
+        raise ValueError(
+            f"sp_size={config.sp_size} in parallelism_config is DeepSpeed's sequence parallelism, which FSDP, with or "
+            "without a strategy, can't take part in: use cp_size"
+        )
+    if not config.dp_shard_cp_dim_names:
+        raise ValueError(
+            "parallelism_config has no dimension to shard over, since dp_shard_size and cp_size are 1: set "
+            "dp_shard_size to the number of data-parallel ranks, or to those of a node beside dp_replicate_size"
+        )
+    if config.tp_enabled:
+        require("accelerate", "1.15", purpose="to clip gradients beside tensor parallelism")
+
+
+def check_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise unless ``model`` is sharded over the dimension ``tp`` of an accelerator's ``mesh``.
+
+    Raises:
+        ValueError: It says how to do that.
+    """
+    ranks = mesh["tp"]
+    if not any(isinstance(each, DTensor) and each.device_mesh == ranks for each in model.parameters()):
+        raise ValueError(
+            f"parallelism_config has tp_size={ranks.size()}, but no parameter of this {type(model).__name__} is "
+            'sharded over accelerator.torch_device_mesh["tp"]: call parallelize_module(model, '
+            'accelerator.torch_device_mesh["tp"], plan) before prepare. from_pretrained shards over a mesh of its own: '
+            "see fsdp_zpp.integrations.transformers.with_strategy"
+        )
+
+
+def check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
+    """Raise if ``plugin`` asks for FSDP1, or for weights that rank 0 alone has loaded.
+
+    Raises:
+        ValueError: It names the option.
+    """
+    if plugin.cpu_ram_efficient_loading:
+        raise ValueError(
+            "cpu_ram_efficient_loading=True loads the weights on rank 0 alone, and a strategy shards those of each "
+            "rank: leave it out"
+        )
+    if plugin.fsdp_version != 2:
+        # accelerate 1.15 loads no state into FSDP1's optimizers from a sharded checkpoint (a fresh one has no keys to
+        # load into), with or without a strategy.
+        raise ValueError(
+            f"a strategy needs fsdp_version=2, and the plugin says {plugin.fsdp_version}: set it in the plugin, with "
+            "FSDP_VERSION=2 or with fsdp_version: 2 in accelerate's configuration"
+        )
+
+
+# ---- wrapping
+#
+# Shards a model as accelerate's plugin describes it, by a strategy in place of torch's own ``fully_shard``.
+
+
+def shard(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    strategy: Strategy,
+    *,
+    trained: bool = True,
+) -> None:
+    """Shard ``model`` in place, as the accelerator's plugin says, and give ``optimizers`` its shards.
+
+    Mixed precision keeps what requires gradients in fp32, unless the model is not to be ``trained``.
+
+    Raises:
+        ValueError: If torch has sharded the model, or if model, optimizers and plugin don't fit together.
+    """
+    if unit_of(model) is not None:
+        reshard(model)
+        return
+    if isinstance(model, FSDPModule):
+        raise ValueError(
+            f"this {type(model).__name__} was sharded by torch's fully_shard before; leave that to "
+            "accelerator.prepare, or use fsdp_zpp.fully_shard(..., strategy=strategy)"
+        )
+    own = accelerator.state.fsdp_plugin
+    # A copy for each model, since it then holds the names of that model's layers.
+    accelerator.state.fsdp_plugin = plugin = copy.copy(own)
+    try:
+        plugin.set_auto_wrap_policy(model)
+        _check_checkpointing(plugin, model)
+        if plugin.activation_checkpointing:
+            model = fsdp2_apply_ac(accelerator, model)
+    finally:
+        accelerator.state.fsdp_plugin = own
+    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        _compile_layers(model, accelerator.state.dynamo_plugin)
+    if accelerator.mixed_precision != "no" and trained:
+        _upcast(model)
+    arguments = _arguments(plugin, model, accelerator)
+    with _following(optimizers, model):
+        for module in [*_units(model, plugin, strategy), model]:
+            fully_shard(module, strategy=strategy, **arguments)
+    if hasattr(model, "generate"):
+        register_fsdp_forward_method(model, "generate")
+    # transformers looks here to tell that all ranks of a generation must make as many forwards.
+    vars(model)["_is_fsdp_managed_module"] = True
+
+
+def _check_checkpointing(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
+    """Raise if activations are to be recomputed, but the plugin does not say of which modules."""
+    if not plugin.activation_checkpointing:
+        return
+    chosen = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    if chosen is None or not any(map(chosen, model.modules())):
+        raise ValueError(
+            f"activation_checkpointing=True recomputes the modules that the plugin's policy wraps, but it wraps none "
+            f"of this {type(model).__name__}: name its layers in transformer_cls_names_to_wrap"
+        )
+
+
+def _compile_layers(model: nn.Module, plugin: TorchDynamoPlugin) -> None:
+    """Compile layers in place, as accelerate does for its own FSDP2."""
+    from accelerate.utils.other import compile_regions_fsdp2  # which accelerate 1.13 lacks
+
+    torch._dynamo.config.capture_scalar_outputs = True  # experts have as many rows as tokens were routed to them
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    compile_regions_fsdp2(model, **plugin.to_kwargs())
+
+
+def _upcast(model: nn.Module) -> None:
+    """Keep what is trained in fp32, as accelerate does; mixed precision casts it for the computation."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.float32)
+
+
+def _arguments(plugin: FullyShardedDataParallelPlugin, model: nn.Module, accelerator: Accelerator) -> dict[str, Any]:
+    """Return the arguments of ``fully_shard`` that the plugin and ``parallelism_config`` stand for."""
+    parallelism = accelerator.parallelism_config
+    arguments = {
+        "mesh": None if parallelism is None else accelerator.torch_device_mesh[tuple(parallelism.fsdp_dim_names)],
+        "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+        "offload_policy": plugin.cpu_offload,
+    }
+    if plugin.reshard_after_forward is False:  # the plugin's default is True, torch's is to decide
+        arguments["reshard_after_forward"] = False
+    if plugin.ignored_modules is not None:
+        arguments["ignored_params"] = get_parameters_from_modules(plugin.ignored_modules, model, accelerator.device)
+    return arguments
+
+
+def _units(model: nn.Module, plugin: FullyShardedDataParallelPlugin, strategy: Strategy) -> list[nn.Module]:
+    """Return the modules that are units beside the model, bottom-up."""
+    numels = [sum(p.numel() for p in model.parameters() if p.requires_grad == trained) for trained in (True, False)]
+    if strategy.frozen is not None and numels[0] < numels[1]:
+        return []
+    chosen = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    if chosen is None:
+        return []
+    candidates = dict.fromkeys(get_module_children_bottom_up(model)[:-1])  # a shared module is there more than once
+    wrapped = [
+        module for module in candidates if chosen(module) and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+    ]
+    # The policy chooses a layer that is recomputed twice: itself, and what has it recomputed, which is to gather it.
+    inside = {id(getattr(module, "_checkpoint_wrapped_module", None)) for module in wrapped}
+    wrapped = [module for module in wrapped if id(module) not in inside]
+    by_layers = plugin.transformer_cls_names_to_wrap == []  # of a model that names none
+    return list(layers(model)) if by_layers and not wrapped else wrapped
+
+
+def _parameters_of(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+    return [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+
+
+@contextmanager
+def _following(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[None]:
+    """Return a context in which a model is sharded, after which optimizers have its parameters."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if any(optimizer.state for optimizer in optimizers):
+        raise ValueError(
+            "the optimizer has made steps on a model that is not sharded yet: prepare both before training"
+        )
+    if any(id(parameter) not in names for parameter in _parameters_of(optimizers)):
+        raise ValueError("the optimizer has a parameter that is not the model's: prepare both of them together")
+    for group in groups:  # names in between, so that optimizers do not keep the memory of full parameters
+        group["params"] = [names[id(parameter)] for parameter in group["params"]]
+    yield
+    sharded = dict(model.named_parameters())
+    for group in groups:  # what was quantized is no parameter any more
+        group["params"] = [sharded[name] for name in group["params"] if name in sharded]
+
+
+# ---- checkpoints
+#
+# ``save_state`` and ``load_state`` of several models and optimizers.
+#
+# accelerate saves its optimizer number i with its model number i. But models that are evaluated only have no optimizer,
+# and others have several. So while it saves and loads, its models are those that are trained, then the others, and each
+# of its optimizers is all of one model's: torch's state dicts take several for one.
+
+_MODEL = "_fsdp_zpp_model"
+"""Attribute of prepared optimizers: their model."""
+
+
+def model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
+    """Return the one of ``models`` that ``optimizer`` trains.
+
+    Raises:
+        ValueError: If it has parameters of several models, or parameters that are not their shards.
+    """
+    owners = {id(parameter): model for model in models for parameter in model.parameters()}
+    parameters = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if any(each not in owners for each in parameters):
+        raise ValueError(
+            "the optimizer has a parameter that is not a shard of the model: a forward leaves the root unsharded, so "
+            "construct the optimizer before it, or after model.reshard()"
+        )
+    owned = dict.fromkeys(owners[each] for each in parameters)
+    if len(owned) > 1:
+        raise ValueError(
+            f"the optimizer has parameters of {len(owned)} models, but save_state saves each optimizer with one: make "
+            "an optimizer for each model, or make the models parts of one module, and prepare that"
+        )
+    return next(iter(owned), models[0])
+
+
+def remember_model(optimizer: Optimizer, model: nn.Module) -> None:
+    """Record that :func:`paired` saves a prepared optimizer with ``model``."""
+    setattr(optimizer, _MODEL, model)
+
+
+@contextmanager
+def paired(accelerator: Accelerator) -> Iterator[None]:
+    """Return a context in which each model is where its optimizers are. See the top of this file."""
+    models, optimizers = accelerator._models, accelerator._optimizers
+    trained: dict[nn.Module, list[Optimizer]] = {}
+    for optimizer in optimizers:
+        trained.setdefault(getattr(optimizer, _MODEL), []).append(optimizer)
+    accelerator._models = [*trained, *(model for model in models if model not in trained)]
+    accelerator._optimizers = [each[0] if len(each) == 1 else tuple(each) for each in trained.values()]
+    try:
+        yield
+    finally:
+        accelerator._models, accelerator._optimizers = models, optimizers
+
+
+def save_codec_states(
+    accelerator: Accelerator, models: list[nn.Module], weights: list[object], output_dir: str | os.PathLike[str]
+) -> None:
+    """Save the codec state of all models, in a hook of ``save_state``, which :func:`paired` surrounds."""
+    for model, optimizers, checkpoint in _codec_states(accelerator, output_dir):
+        save_base_identity(model, checkpoint)
+        save_codec_state(model, optimizers, checkpoint)
+
+
+def load_codec_states(accelerator: Accelerator, models: list[nn.Module], input_dir: str | os.PathLike[str]) -> None:
+    """Load the codec state of all models, in a hook of ``load_state``, which :func:`paired` surrounds."""
+    # accelerate hands over the models that are still to be loaded, which is none under FSDP.
+    for model, optimizers, checkpoint in _codec_states(accelerator, input_dir):
+        check_base_identity(model, checkpoint)
+        load_codec_state(model, optimizers, checkpoint)
+
+
+def _codec_states(
+    accelerator: Accelerator, folder: str | os.PathLike[str]
+) -> Iterator[tuple[nn.Module, Sequence[Optimizer], Path]]:
+    """Yield the models that may have codec state, their optimizers, and the checkpoint that it lies next to."""
+    # Models without optimizers are there to be evaluated, and keep nothing from step to step.
+    optimizers: list[Optimizer | Sequence[Optimizer]] = accelerator._optimizers or [()]
+    for index, (model, each) in enumerate(zip(accelerator._models, optimizers, strict=False)):
+        own = [each] if isinstance(each, Optimizer) else list(each)
+        yield model, own, Path(folder) / f"model_{index}" if index else Path(folder)
+
+
+# ---- accelerator
+#
+# ``use_strategy``, and the subclass of an accelerator that it makes.
+
+A = TypeVar("A", bound=Accelerator)
+Folder = str | os.PathLike[str]
+
+
+def use_strategy(accelerator: A, strategy: Strategy, *, plugin: FullyShardedDataParallelPlugin | None = None) -> A:
+    """Make ``accelerator.prepare`` shard its model by ``strategy``.
+
+    Each module that the plugin's policy wraps becomes a unit, and the model another. Without a plugin those are the
+    layers that a model of transformers names (``_no_split_modules``), or else the entries of the outermost
+    ``nn.ModuleList``s. A model with a base that the strategy quantizes (``frozen=``) is wrapped once: such a base is
+    gathered layer by layer anyway. ``save_state`` and ``load_state`` hold the codec state, too.
+
+    accelerate keeps one configuration for a process, so any other Accelerator in it becomes one for FSDP2.
+
+    Args:
+        accelerator: An accelerator that has prepared nothing yet. It needs no plugin and no environment variable.
+        strategy: Where each model state lives and how each hop is encoded.
+        plugin: All other settings of FSDP. Default: the accelerator's own, or one for FSDP2. On CPUs an accelerator
+            drops its plugin, so there it has to be given here.
+
+    Returns:
+        ``accelerator``, whose class is now a subclass of what it was.
+
+    Raises:
+        ImportError: If layers are to be compiled, and accelerate is too old for that.
+        TypeError: If ``strategy`` is not a ``Strategy``.
+        ValueError: If the accelerator has prepared a model, runs in one process, or was configured for what a strategy
+            can't honour; the error says what to do instead.
+    """
+    if not isinstance(strategy, Strategy):
+        raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
+    if isinstance(accelerator, ShardingAccelerator):
+        raise ValueError(f"this accelerator has a strategy already, {accelerator.strategy}")
+    check_accelerator(accelerator)
+    plugin = plugin or getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None:
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    if accelerator.mixed_precision != "no":
+        plugin.set_mixed_precision(accelerator.mixed_precision)
+    check_plugin(plugin)
+    # accelerate chooses FSDP only where it sees a GPU; torch's FSDP, and all that depends on this, runs on CPUs, too.
+    # Each AcceleratorState that is made, one with every optimizer, takes this from the PartialState.
+    accelerator.state.fsdp_plugin = plugin
+    accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    cls = type(accelerator)
+    accelerator.__class__ = type(f"Strategy{cls.__name__}", (ShardingAccelerator, cls), {})
+    accelerator.strategy = strategy
+    accelerator.register_save_state_pre_hook(partial(save_codec_states, accelerator))
+    accelerator.register_load_state_pre_hook(partial(load_codec_states, accelerator))
+    return accelerator
+
+
+class ShardingAccelerator(Accelerator):
+    """Shards models by a strategy where accelerate would call torch's own ``fully_shard``.
+
+    Attributes:
+        strategy: The strategy.
+    """
+
+    strategy: Strategy
+
+    def prepare(self, *objects: object, device_placement: list[bool] | None = None) -> Any:
+        # accelerate prepares a model and its optimizer together, or it could not give the optimizer the shards. But a
+        # model may be there to be evaluated only, and an optimizer that is made later has the shards.
+        kinds = [sum(isinstance(each, kind) for each in objects) for kind in (nn.Module, Optimizer)]
+        if kinds[0] == 1 and kinds[1]:
+            return super().prepare(*objects, device_placement=device_placement)
+        if kinds[0] > 1 and kinds[1]:
+            raise ValueError(
+                "several models and optimizers were given, and nothing says which belong together: prepare each model "
+                "with its optimizers in a call of its own"
+            )
+        if self.parallelism_config is not None and self.parallelism_config.cp_enabled:
+            objects = self._prepare_cp(*objects)
+        prepared = self._prepare_fsdp2(*objects)
+        return prepared if len(prepared) > 1 else prepared[0]
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        shard(self, model, [], self.strategy, trained=not evaluation_mode)
+        self._list(model)
+        vars(model)["_is_accelerate_prepared"] = True
+        return model
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        model = model_of(optimizer, self._models)
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        remember_model(prepared, model)
+        return prepared
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
+        # accelerate's compares the parameters with those of each model, which fails if one has as many.
+        self.unscale_gradients()
+        parameters = list(parameters)
+        if any(isinstance(each, DTensor) and each.device.type != each.device_mesh.device_type for each in parameters):
+            # torch adds norms up where gradients are, and NCCL takes nothing from the CPU.
+            return clip_grad_norm_(parameters, max_norm, norm_type)
+        # accelerate 1.15 has a function of its own, which takes gradients that are no DTensors beside those that are.
+        clip = getattr(self, "_clip_grad_norm_dtensor_aware", nn.utils.clip_grad_norm_)
+        return clip(parameters, max_norm, norm_type=norm_type)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """Return full weights, quantized ones dequantized, on the CPU of rank 0. Collective.
+
+        For a PEFT model, these are the weights that its ``save_pretrained`` saves, without the base.
+        """
+        if is_peft_model(model):
+            return adapter_state(model, ranks_of(model))
+        weights: dict[str, Tensor] = super().get_state_dict(model, unwrap)
+        return weights | dequantized_weights(model)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Save full weights, as accelerate does, or the adapters of a PEFT model, as PEFT does. Collective."""
+        if is_peft_model(model):
+            save_adapter(model, save_directory, safe_serialization=safe_serialization)
+        else:
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+
+    def save_state(self, output_dir: Folder | None = None, *arguments: object, **options: object) -> str:
+        with paired(self), self._saving(output_dir):
+            folder: str = super().save_state(output_dir, *arguments, **options)
+        return folder
+
+    def load_state(self, input_dir: Folder | None = None, *arguments: object, **options: object) -> None:
+        if (checkpoint := self._checkpoint_to_load(input_dir)) is not None:
+            check_complete(checkpoint)
+        with paired(self):
+            super().load_state(input_dir, *arguments, **options)
+
+    def _saving(self, output_dir: Folder | None) -> AbstractContextManager[None]:
+        if self.project_configuration.automatic_checkpoint_naming:
+            if self.project_dir is None:
+                return nullcontext()  # accelerate raises
+            # It refuses to save into a folder that is there, and counts all that is beside it.
+            return MarkedSave(Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}"), place="above")
+        return nullcontext() if output_dir is None else MarkedSave(Path(output_dir).expanduser(), place="inside")
+
+    def _checkpoint_to_load(self, input_dir: Folder | None) -> Path | None:
+        """Return the checkpoint that accelerate loads; None if it is going to raise."""
+        if input_dir is not None:
+            return Path(input_dir).expanduser()
+        if self.project_dir is None or not self.project_configuration.automatic_checkpoint_naming:
+            return None
+        named = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
+        return max(named, key=lambda folder: int(folder.name.rpartition("_")[2]), default=None)
+
+    def _prepare_tp(self, *objects: object) -> tuple[object, ...]:
+        # accelerate's makes copies on each rank DTensors, too, with a class that transformers 5.24 no longer has.
+        for model in objects:
+            if isinstance(model, nn.Module):
+                check_tensor_parallel(model, self.torch_device_mesh)
+        return objects
+
+    def _prepare_fsdp2(self, *objects: object) -> tuple[object, ...]:
+        optimizers = [each for each in objects if isinstance(each, Optimizer)]
+        models = [each for each in objects if isinstance(each, nn.Module)]
+        for model in models:
+            shard(self, model, optimizers, self.strategy)
+            self._list(model)
+        # In two passes, since a scheduler is prepared for an optimizer that is prepared.
+        return tuple(map(self._prepare_one, [self._prepare_one(each, first_pass=True) for each in objects]))
+
+    def _list(self, model: nn.Module) -> None:
+        if not any(prepared is model for prepared in self._models):
+            self._models.append(model)

@@ -1,0 +1,624 @@
+"""Local steps of nodes that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_zpp.comm.agreement import agree_on_use, checksums, from_each_rank
+from fsdp_zpp.comm.gradient_reduce import StepReductions
+from fsdp_zpp.comm.hops import Traffic
+from fsdp_zpp.comm.mesh import ProcessMesh
+from fsdp_zpp.strategy.local_steps import LocalSteps
+
+from ._torch_members import Members
+from .fragment import Fragment, OuterWatch, Products, Progress
+from .outer_step import OuterFigures, OuterFit, OuterStep, OuterStepState, chunk_numel, relative_weights
+from .training import LocalTraining, OptimizerMoments, OptimizerState, optimizers_of
+
+# ---- elastic outer step
+#
+# Outer step among nodes that come and go: whatever an exchange changes can be taken back, and chunks change owners.
+#
+# [Note: Chunks of members]
+# The momentum is kept once, by the owners of chunks ([Note: Agreed weights] in outer_step.py). When members change, so
+# do the chunks: those who were members before put theirs together, and each of the new ones takes its own. What a lost
+# node owned is lost with it, and starts from zero, as the errors of error feedback do on all nodes.
+
+
+class Snapshot(NamedTuple):
+    """What an exchange changes, apart from errors.
+
+    Attributes:
+        weights: Agreed weights and momentum of parameters, by name, on the CPU.
+        fit: Figures from which the next momentum is chosen.
+    """
+
+    weights: dict[str, tuple[Tensor, Tensor]]
+    fit: OuterFit
+
+
+class OwnedState(OuterStepState):
+    """An :class:`ElasticOuterStep` in a checkpoint.
+
+    Attributes:
+        owner: The node whose chunks of the momentum these are, and the number of nodes that it was one of.
+    """
+
+    owner: tuple[int, int]
+
+
+class ElasticOuterStep(OuterStep):
+    """Exchanges one fragment's weights between nodes that come and go; arguments are those of :class:`OuterStep`."""
+
+    def __init__(self, config: LocalSteps, mesh: ProcessMesh, traffic: Traffic, label: str = "fragment") -> None:
+        self._alone = mesh
+        super().__init__(config, mesh, traffic, label)
+
+    def momentum_among(self, mesh: ProcessMesh, numels: Mapping[str, int], *, owned: bool) -> dict[str, Tensor]:
+        """Return this rank's chunks of the momentum among other nodes; see [Note: Chunks of members].
+
+        Collective among the ranks with this local index.
+
+        Args:
+            mesh: Those ranks.
+            numels: The number of values that they exchange of each parameter, the same on all of them.
+            owned: Whether this node was a member before.
+
+        Raises:
+            RuntimeError: If a member is lost.
+        """
+        names = sorted(name for name, numel in numels.items() if numel)
+        if not names:
+            return {name: torch.zeros(0, dtype=torch.float32) for name in numels}
+        self._settle()
+        whole = torch.zeros(sum(numels[name] for name in names), dtype=torch.float32)
+        parts = dict(zip(names, whole.split([numels[name] for name in names]), strict=True))
+        for name, part in parts.items() if owned else ():
+            (chunk,) = self._optimizer.momentum_of([name])
+            own = part[self._node * chunk.numel() :][: chunk.numel()]
+            own.copy_(chunk[: own.numel()])
+        dist.all_reduce(whole, group=mesh.inter)
+        chunks = {name: chunk_numel(numel, mesh.topology.nodes) for name, numel in numels.items()}
+        momentum = {name: torch.zeros(chunk, dtype=torch.float32) for name, chunk in chunks.items()}
+        for name, part in parts.items():
+            own = part[mesh.rank * momentum[name].numel() :][: momentum[name].numel()]
+            momentum[name][: own.numel()] = own
+        return momentum
+
+    def connect(self, mesh: ProcessMesh, momentum: Mapping[str, Tensor]) -> None:
+        """Exchange with other nodes from now on.
+
+        Args:
+            mesh: The ranks with this local index, as nodes of one.
+            momentum: This rank's chunks among them.
+        """
+        self._settle()
+        self._set_nodes(mesh)
+        for name, chunk in momentum.items():
+            self._optimizer.start(name, chunk.numel(), self._device, self._agreed[name].device)
+            (kept,) = self._optimizer.momentum_of([name])
+            kept.copy_(chunk)
+        self._optimizer.clear_products()  # a lost node's part would be missing from their sum
+
+    def disconnect(self) -> None:
+        """Let go of the other nodes, whose sockets close when nothing refers to them: they are waiting for that."""
+        self._settle()
+        owner = self._node, self._nodes
+        self._set_nodes(self._alone)
+        self._node, self._nodes = owner
+
+    @property
+    def last_fit(self) -> OuterFit:
+        """Return the figures from which the next momentum is chosen."""
+        self._settle()
+        return self._optimizer.last_fit
+
+    def take_over(self, agreed: Mapping[str, Tensor], fit: OuterFit, shards: Mapping[str, Tensor]) -> None:
+        """Take over the agreed weights of other nodes; :meth:`connect` comes next.
+
+        Args:
+            agreed: The weights.
+            fit: Another node's :attr:`last_fit`.
+            shards: What this rank holds of at least these parameters, of which only sizes and device matter.
+        """
+        self.reset()
+        self.start({name: shards[name] for name in agreed})
+        for name, weights in agreed.items():
+            self._agreed[name].copy_(weights)
+        self._optimizer.last_fit = fit
+
+    def snapshot(self, names: Collection[str]) -> Snapshot:
+        """Return what an exchange of some parameters changes, apart from errors."""
+        self._settle()
+        weights = {}
+        for name in names:
+            (momentum,) = self._optimizer.momentum_of([name])
+            weights[name] = self._agreed[name].to("cpu", copy=True), momentum.to("cpu", copy=True)
+        return Snapshot(weights, self._optimizer.last_fit)
+
+    def rollback(self, snapshot: Snapshot) -> None:
+        """Take back an exchange; errors start from zero with the :meth:`connect` that comes next."""
+        self._settle()
+        for name, (agreed, momentum) in snapshot.weights.items():
+            self._agreed[name].copy_(agreed)
+            (kept,) = self._optimizer.momentum_of([name])
+            kept.copy_(momentum)
+        self._optimizer.last_fit = snapshot.fit
+
+    def state_dict(self) -> OwnedState:
+        """Return the agreed weights, this rank's momentum, its owner and its errors, on the CPU."""
+        return {**super().state_dict(), "owner": (self._node, self._nodes)}
+
+    def load_state_dict(self, state: OuterStepState, shards: Mapping[str, Tensor]) -> None:
+        """Continue with what :meth:`state_dict` returned, once :meth:`connect` is called.
+
+        Raises:
+            ValueError: If ``state`` is of other parameters, or of another configuration.
+        """
+        owner = state.get("owner")
+        if not isinstance(owner, tuple | list):
+            raise ValueError(
+                f"{self.label}: the checkpoint was saved by nodes of one job, but this strategy has elastic nodes; "
+                "load weights alone, saved under agreed_weights"
+            )
+        self._node, self._nodes = owner
+        super().load_state_dict(state, shards)
+
+
+# ---- elastic fragment
+#
+# A fragment of elastic nodes: exchanges can be taken back, and who joins takes over what others have agreed on.
+
+
+def active_local_steps(local_steps: LocalSteps | None, ranks: ProcessMesh) -> LocalSteps | None:
+    """Return the local steps that are active on ``ranks``; None on one node, which has nobody to exchange with.
+
+    Raises:
+        ValueError: If nodes are elastic and ``ranks`` are not those of one node, and all of them.
+    """
+    if local_steps is None or local_steps.elastic is None:
+        return None if ranks.inter is None else local_steps
+    if ranks.inter is not None or ranks.topology.world != dist.get_world_size():
+        raise ValueError(
+            f"elastic nodes are jobs of their own, but this job of {dist.get_world_size()} ranks has its model on "
+            f"{ranks.topology}: start each node with torchrun --nnodes 1, shard over all of its ranks, and leave out "
+            "gpus_per_node"
+        )
+    return local_steps
+
+
+class BeforeExchange(NamedTuple):
+    """What an exchange of a fragment changes."""
+
+    exchanges: Snapshot
+    changed: set[str]
+    sent: list[str]
+    exchanges_sent: int
+
+
+class ElasticFragment(Fragment):
+    """Weights of a unit, which nodes that come and go train on their own and exchange."""
+
+    outer: ElasticOuterStep
+
+    @property
+    def has_loaded(self) -> bool:
+        """Return whether it has a state from a checkpoint, until the next forward."""
+        return self._loaded is not None
+
+    def snapshot(self) -> BeforeExchange:
+        """Return what :meth:`send` would change now."""
+        kept = self.outer.snapshot(self._changed)
+        return BeforeExchange(kept, set(self._changed), list(self._sent), self.progress.sent)
+
+    def rollback(self, before: BeforeExchange) -> None:
+        """Take back what was sent since ``before``."""
+        self.outer.rollback(before.exchanges)
+        self._changed, self._sent, self.progress.arrives = before.changed, before.sent, None
+        self.progress.sent = before.exchanges_sent  # it may have failed before it was counted
+
+    def numels(self) -> dict[str, int]:
+        """Return how many values this rank exchanges of each parameter that has agreed weights."""
+        return {name: agreed.numel() for name, agreed in self.outer.agreed.items()}
+
+    def take_over(self, agreed: Mapping[str, Tensor], fit: OuterFit) -> None:
+        """Continue from weights that other nodes have agreed on, with their fit. Collective over the node."""
+        self.outer.take_over(agreed, fit, self._exchanged(agreed.keys()))
+        self._changed, self._sent, self.progress.arrives = set(), [], None
+        self.outer.receive(self._exchanged(agreed.keys()))
+        self._after_write(agreed.keys())
+
+
+# ---- elastic header
+#
+# What elastic nodes tell each other before an exchange, and which of them that makes current.
+#
+# [Note: Who is current]
+# Each exchange that members commit to is counted. A node that was lost, or stopped, lacks some of them, and so does a
+# new one, which has none. So where nodes meet, those with the most exchanges, and of these with the most steps, are
+# current; all others take over from the first of them: the agreed weights, the states of optimizers, and the step. What
+# they had trained is not used: they have changed nothing since the agreed weights, and count nothing in the next
+# exchange.
+#
+# Nodes whose signs of life are late may be taken for lost while they train on. If all nodes of a round are, by nodes
+# that wait to join, these begin from what they hold: a fork. The round that they meet for closes the one before, so
+# that both never commit side by side ([Note: One round at a time] in _torch_members.py). But they may come to count as
+# many exchanges as had been made, with other weights; so the round of the last exchange is compared, too.
+
+
+@dataclass(frozen=True)
+class Request:
+    """Exchange that a node is about to make.
+
+    Attributes:
+        step: The step that it follows.
+        fragments: Which fragments, by their places among all of the model's.
+        settles: Whether these are all, after which nodes hold the same.
+    """
+
+    step: int
+    fragments: tuple[int, ...]
+    settles: bool = False
+
+
+@dataclass(frozen=True)
+class Header:
+    """What nodes tell each other before an exchange.
+
+    Attributes:
+        model: What must be the same on all nodes.
+        committed: Exchanges that this node has committed to.
+        made: Steps that it has made.
+        round: The round in which it has made the last exchange.
+        start: The checksums of the weights that it has started from, if it has committed to none; else None.
+        round_is_over: Whether it has seen that nodes have to meet again, such as for one that waits to join.
+        request: What it is about to exchange; None if it has come to join.
+        changed: For each parameter, by fragment, whether it was trained since its last exchange.
+        trained: For each fragment, how much was trained since its last exchange: steps, or tokens.
+        counts_tokens: Whether these are tokens.
+        products: For each fragment, this node's part of what the next outer step is fitted to.
+    """
+
+    model: str
+    committed: int
+    made: int
+    round: int
+    start: object
+    round_is_over: bool
+    request: Request | None
+    changed: tuple[tuple[bool, ...], ...]
+    trained: tuple[int, ...]
+    counts_tokens: bool
+    products: tuple[Products, ...]
+
+    @property
+    def knows(self) -> tuple[int, int, int]:
+        """Return what is largest for a node that is current."""
+        return self.committed, self.made, self.round
+
+
+def check_alike(headers: Sequence[Header], model: str) -> None:
+    """Raise on every node unless all have the same model and count the same.
+
+    Args:
+        headers: Those of all members, by node.
+        model: The model's name in errors.
+
+    Raises:
+        ValueError: If nodes have different models, or some count tokens and others steps.
+    """
+    for node, header in enumerate(headers):
+        if header.model != headers[0].model:
+            raise ValueError(
+                f"{model}: nodes were given different models or local steps: {headers[0].model} on node 0, "
+                f"{header.model} on node {node}; give all of them the same"
+            )
+    counts = {header.counts_tokens: node for node, header in enumerate(headers) if any(header.trained)}
+    if len(counts) > 1:
+        raise ValueError(
+            f"{model}: node {counts[True]} counts tokens, but node {counts[False]} does not: call "
+            "count_tokens on all nodes or on none"
+        )
+
+
+def current_nodes(headers: Sequence[Header]) -> list[int]:
+    """Return the nodes that are current; see [Note: Who is current]. Those that start alike are."""
+    most = max(header.knows for header in headers)
+    nodes = [node for node, header in enumerate(headers) if header.knows == most]
+    return [node for node in nodes if headers[node].start == headers[nodes[0]].start]
+
+
+# ---- elastic training
+#
+# Local-update training on nodes that come and go.
+#
+#     header              step, what is due, what each node has trained and how much, whether somebody waits
+#     meeting             after a change of members: who joins takes over the state of one that is current
+#     exchange            as ever, but tentative, each node's changes weighted by what it has trained
+#     decision            by all members, in the store: commit, or meet again and repeat
+#
+# local_steps/_torch_members.py has the nodes and their decisions.
+
+
+class Membership(NamedTuple):
+    """A node's place among those that train together.
+
+    Attributes:
+        node: Its number among them, from 0 on, which changes as nodes come and go.
+        nodes: How many they are.
+        step: Optimizer steps that the training has made, those before this node joined included.
+    """
+
+    node: int
+    nodes: int
+    step: int
+
+
+class ElasticTraining(LocalTraining):
+    """Counts the steps of the model under a root, and exchanges its fragments with whichever nodes there are.
+
+    Args:
+        model: The model's name in errors.
+        fragments: Its fragments, at least one.
+        reductions: As of :class:`LocalTraining`, like the next four; ``ranks`` are those of this node.
+        parameters: Returns the model's parameters.
+
+    Raises:
+        ValueError: If ranks differ in how far they have trained.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        fragments: Sequence[ElasticFragment],
+        reductions: Sequence[StepReductions],
+        ranks: ProcessMesh,
+        steps_are_announced: Callable[[], bool],
+        outer: OuterWatch,
+        moments: OptimizerMoments,
+        parameters: Callable[[], Sequence[nn.Parameter]],
+    ) -> None:
+        super().__init__(model, fragments, reductions, ranks, steps_are_announced, outer, moments)
+        assert self._config.elastic is not None
+        self._fragments = fragments
+        self._parameters = parameters
+        self._members = Members(self._config.elastic, ranks, model)
+        self._is_member = self._was_called = False
+        self._steps = self._tokens = 0  # made by this node
+        self._counts_tokens = False
+        self._until_exchange = [0] * len(fragments)  # how many of these preceded each fragment's last exchange
+
+    @property
+    def _progress(self) -> Progress:
+        return self._all[0].progress
+
+    @property
+    def membership(self) -> Membership:
+        """Return this node's place among those that train together; alone before it has met others."""
+        mesh = self._members.mesh
+        node, nodes = (0, 1) if mesh is None else (mesh.rank, mesh.topology.nodes)
+        return Membership(node, nodes, self._progress.made)
+
+    def count_tokens(self, tokens: int) -> None:
+        """Weight this node's changes by tokens, of which it has just trained some more."""
+        self._counts_tokens = True
+        self._tokens += tokens
+
+    def end(self) -> None:
+        """Let no node join any more. Collective over the node."""
+        for fragment in self._fragments:
+            fragment.outer.disconnect()
+        self._members.end()
+        self._is_member = False
+
+    def step_ended(self) -> None:
+        before = self._progress.made
+        super().step_ended()
+        self._steps += self._progress.made - before
+
+    def _prepare(self) -> None:
+        was_loaded = any(fragment.has_loaded for fragment in self._fragments)
+        super()._prepare()
+        if was_loaded:  # from before others' last exchange, perhaps
+            self._members.disconnect()
+
+    def _restart_from_loaded(self) -> None:
+        # Other nodes have not loaded the same at the same time. What was loaded is this node's own, and is exchanged
+        # with its next changes.
+        for fragment in self._all:
+            fragment.was_reloaded = False
+
+    def _catch_up(self) -> None:
+        # FSDP may have set up the model for a state dict that is about to be loaded, which must not replace what a node
+        # takes over. So it does not join before the next forward.
+        if self._members.mesh is None and self._was_called:
+            self._on_any_rank(False, f"{self._before(self._progress.made)}, where this node meets others")
+            self._exchange(None)
+        self._was_called = True
+        super()._catch_up()
+
+    def _exchange_after(self, step: int) -> None:
+        due = [self._trained[index] for index in self._config.due(step, len(self._trained))]
+        if due:
+            self._on_any_rank(False, self._before(step))
+            self._exchange(Request(step, tuple(at for at, each in enumerate(self._all) if each in due)))
+            return
+        for fragment in self._all:
+            fragment.progress.exchanged = step
+
+    def exchange_all(self) -> None:
+        """Exchange all fragments now, after which all nodes hold the same weights; does nothing if they do.
+
+        Collective over the node.
+
+        Raises:
+            RuntimeError: If the store can't be reached.
+        """
+        self._prepare()
+        for fragment in self._trained:
+            fragment.note_trained()
+        while self._progress.settled != self._progress.made:
+            trained = tuple(at for at, each in enumerate(self._all) if each in self._trained)
+            self._exchange(Request(self._progress.made, trained, settles=True))
+
+    # ---- an exchange
+
+    def _exchange(self, request: Request | None) -> None:
+        """Exchange what this node, or those that it joins, are about to, until members commit to it."""
+        done = False
+        while not done:
+            if self._members.mesh is None:
+                self._is_member = False
+                for fragment in self._fragments:
+                    fragment.outer.disconnect()
+                self._members.join()
+            headers = self._members.gather(self._header(request))
+            if headers is None:
+                continue
+            check_alike(headers, self.model)
+            if not self._is_member:
+                request = headers[current_nodes(headers)[0]].request
+                done = self._meet(headers) and request is None
+            elif any(each.round_is_over for each in headers) or len(current_nodes(headers)) < len(headers):
+                self._members.disconnect()
+            else:
+                done = self._exchange_with(headers)
+
+    def _header(self, request: Request | None) -> Header:
+        progress, group = self._progress, self._ranks.group
+        flags = [(fragment, self._ranks, fragment.changed) for fragment in self._all]
+        changed = tuple(tuple(on_any()) for _, on_any in agree_on_use(flags))
+        start: object = None
+        if progress.committed == 0:
+            sums = [checksums(fragment.outer.agreed) for fragment in self._fragments]
+            start = [sums] if group is None else from_each_rank(sums, group)
+        total = self._tokens if self._counts_tokens else self._steps
+        config = replace(self._config, elastic=None)
+        return Header(
+            f"{sum(map(len, changed))} parameters in {len(changed)} units on {self._ranks.topology}, {config!r}",
+            progress.committed,
+            progress.made,
+            progress.round,
+            start,
+            self._is_member and self._members.round_is_over(),
+            request,
+            changed,
+            tuple(total - before for before in self._until_exchange),
+            self._counts_tokens,
+            tuple(self.outer.products(self._all).values()),
+        )
+
+    def _share_changes(self, headers: Sequence[Header]) -> None:
+        """Have this node exchange what any of these nodes has trained."""
+        for at, fragment in enumerate(self._all):
+            flags = zip(*(header.changed[at] for header in headers), strict=True)
+            fragment.changed = [any(on_nodes) for on_nodes in flags]
+
+    def _exchange_with(self, headers: Sequence[Header]) -> bool:
+        """Make the exchange that members are about to; return whether they commit to it."""
+        request = headers[0].request
+        assert request is not None
+        weights = [relative_weights([header.trained[at] for header in headers]) for at in request.fragments]
+        self._share_changes(headers)
+        due = [self._fragments[at] for at in request.fragments]
+        before = [fragment.snapshot() for fragment in due]
+        # All members add the same numbers in the same order, so their momenta are the same, bit for bit.
+        parts = [zip(*(header.products[at] for header in headers), strict=True) for at in request.fragments]
+        sums = [(sum(along), sum(norm)) for along, norm in parts]
+        figures: dict[Fragment, OuterFigures | None] = {
+            fragment: fragment.outer.fit(of) for fragment, of in zip(due, sums, strict=True)
+        }
+        failure, node = "", self.membership.node
+        try:
+            for fragment, weight in zip(due, weights, strict=True):
+                fragment.send(request.step, weight[node])
+        except RuntimeError as error:  # of which losing a member is one
+            failure = str(error) or type(error).__name__
+        if not self._members.commit(failure):
+            for fragment, snapshot in zip(due, before, strict=True):
+                fragment.rollback(snapshot)
+            return False
+        self.outer.note(figures, self._trained)
+        for fragment in due:
+            fragment.receive(1.0 if request.settles else self._config.mix)
+        self._count(request)
+        return True
+
+    def _count(self, request: Request) -> None:
+        total = self._tokens if self._counts_tokens else self._steps
+        for at in request.fragments:
+            self._until_exchange[at] = total
+        for fragment in self._all:
+            fragment.progress.exchanged = request.step
+            fragment.progress.committed += 1
+            fragment.progress.round = self._members.round_number
+            fragment.progress.settled = request.step if request.settles else fragment.progress.settled
+
+    # ---- a change of members
+
+    def _meet(self, headers: Sequence[Header]) -> bool:
+        """Have nodes that join take over from one that is current; return whether members commit to it."""
+        mesh = self._members.mesh
+        assert mesh is not None
+        current = current_nodes(headers)
+        joins, state, failure = mesh.rank not in current, None, ""
+        if not joins:
+            self._share_changes([headers[node] for node in current])
+        momenta: list[dict[str, Tensor]] = []
+        try:
+            if len(current) < len(headers):
+                own = self._state() if mesh.rank == current[0] else None
+                state = self._members.send(own, current[0], needed=joins)
+            for at, fragment in enumerate(self._fragments):
+                numels = fragment.numels() if state is None else {n: w.numel() for n, w in state["agreed"][at].items()}
+                momenta.append(fragment.outer.momentum_among(mesh, numels, owned=not joins))
+        except RuntimeError as error:
+            failure = str(error) or type(error).__name__
+        if not self._members.commit(failure):
+            return False
+        if state is not None:
+            self._take_over(state)
+        for fragment, momentum in zip(self._fragments, momenta, strict=True):
+            fragment.outer.connect(mesh, momentum)
+        self._is_member = True
+        return True
+
+    def _state(self) -> dict[str, Any]:
+        """Return what a node takes over that joins."""
+        optimizers = [OptimizerState(each, self._all[0]) for each in optimizers_of(self._parameters())]
+        return {
+            "progress": asdict(self._progress),
+            "agreed": [{name: each.cpu() for name, each in fragment.outer.agreed.items()} for fragment in self._all],
+            "fits": [fragment.outer.last_fit for fragment in self._fragments],
+            "optimizers": [each.state_dict()["state"] for each in optimizers],
+        }
+
+    def _take_over(self, state: dict[str, Any]) -> None:
+        """Continue from the state of another node. Collective over the node.
+
+        Raises:
+            ValueError: If its optimizers are others than this node's, before anything is taken over.
+        """
+        optimizers = optimizers_of(self._parameters())
+        if any(state["optimizers"]) and len(state["optimizers"]) != len(optimizers):
+            raise ValueError(
+                f"{self.model}: this node joins others that have {len(state['optimizers'])} optimizers, but it has "
+                f"{len(optimizers)}: make them before the second forward"
+            )
+        states = [OptimizerState(each, self._all[0]) for each in optimizers]
+        for own, saved in zip(states, state["optimizers"], strict=False):
+            own.check(saved)
+        for fragment, agreed, fit in zip(self._fragments, state["agreed"], state["fits"], strict=True):
+            fragment.take_over(agreed, fit)
+            vars(fragment.progress).update(state["progress"])
+        for own, saved in zip(states, state["optimizers"], strict=False):
+            own.restore(saved)
+        self._trained = [fragment for fragment in self._all if fragment.was_trained]
+        self._awaits_step = False
+        self._until_exchange = [self._tokens if self._counts_tokens else self._steps] * len(self._all)

@@ -1,0 +1,503 @@
+"""A unit's weights as nodes exchange them, and how far each exchange has come."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fsdp_zpp.comm.agreement import ordered_sum
+from fsdp_zpp.comm.mesh import ProcessMesh, collective_device
+from fsdp_zpp.strategy.local_steps import TARGET_GAIN, LocalSteps
+
+from .outer_step import NodeShare, OuterFigures, OuterStep, OuterStepState
+
+# ---- known optimizers
+#
+# Optimizers that step a model's parameters, by numbers that are the same on all ranks.
+
+
+class KnownOptimizers:
+    """Numbers optimizers in the order in which they become known, by events that all ranks see.
+
+    It keeps none of them alive: ranks may free an optimizer at different times, but its number stays.
+
+    Attributes:
+        count: How many have become known so far.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._numbers = weakref.WeakKeyDictionary[Optimizer, int]()
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Give an optimizer a number, unless it has one, or wraps an optimizer that has one."""
+        if optimizer not in self._numbers and all(optimizer.state is not each.state for each in self._numbers):
+            self._numbers[optimizer] = self.count
+            self.count += 1
+
+    def alive(self) -> Mapping[int, Optimizer]:
+        """Return the optimizers that still exist, by number."""
+        return {number: optimizer for optimizer, number in self._numbers.items()}
+
+
+# ---- fragment
+#
+# A unit as a fragment of local-update training: its exchanges, and the state that differs between nodes.
+
+Span = tuple[int, int]
+"""Start and stop of values in a flat tensor."""
+_MOST_SPANS = 64
+
+ParameterState = dict[str, object]
+"""State that an optimizer keeps of a parameter, by name."""
+
+
+class FragmentState(TypedDict):
+    """A fragment in a checkpoint.
+
+    Attributes:
+        progress: Fields of :class:`Progress`.
+        exchanges: State of :class:`OuterStep`; None if nothing was exchanged yet.
+        weights: This rank's weights, by FQN.
+        changed: FQNs of what was trained since its last exchange.
+        sent: FQNs of what is on its way.
+    """
+
+    progress: dict[str, Any]
+    exchanges: OuterStepState | None
+    weights: dict[str, Tensor]
+    changed: list[str]
+    sent: list[str]
+
+
+@dataclass
+class Progress:
+    """How far a fragment's training has come, in steps; see [Note: Steps of nodes] in training.py.
+
+    Attributes:
+        made: Steps made.
+        exchanged: How many of these have had their exchanges made.
+        unstepped: Backwards that have synchronized gradients without a step after them.
+        arrives: The step after which the exchange under way is received; None if there is none.
+        apart: Whether nodes have trained on their own since they last held the same weights and optimizer states.
+        sent: Exchanges made so far, the one under way included.
+        committed: Exchanges that elastic nodes have committed to, which tells how much a node knows.
+        round: The round in which they have committed to the last of these.
+        settled: The step after which elastic nodes have exchanged everything; None if there is none.
+    """
+
+    made: int = 0
+    unstepped: int = 0
+    exchanged: int = 0
+    arrives: int | None = None
+    apart: bool = False
+    sent: int = 0
+    committed: int = 0
+    round: int = 0
+    settled: int | None = None
+
+
+class Fragment:
+    """Weights of a unit, which nodes train on their own and exchange.
+
+    What was trained since its last exchange is exchanged, once, whether or not it is still trained by then. Parameters
+    that never were stay out of it.
+
+    Args:
+        config: When and how it is exchanged.
+        outer: Makes its exchanges.
+        share: This rank's share of them, if all ranks of a node hold the same weights.
+        shards: Returns what this rank holds of each parameter of the unit, by FQN; the same names on all ranks.
+        placements: Returns how other parallelisms have placed each parameter of the unit, by FQN.
+        trained: Returns the FQNs of the parameters that steps change now: they require a gradient, or have one.
+        invalidate: Marks the weights as changed.
+
+    Attributes:
+        config: As given.
+        outer: As given.
+        progress: How far its training has come.
+        pending: Optimizer states that were loaded beside the fragment and are restored with it, each with the function
+            that restores it, by the optimizer's id.
+        optimizers: Optimizers known to step parameters of its model.
+        before_restore: Called before what was loaded is restored; may reset it instead. Collective.
+        was_reloaded: Whether weights were loaded without a state of local steps; whoever handles that resets it.
+    """
+
+    def __init__(
+        self,
+        config: LocalSteps,
+        outer: OuterStep,
+        share: NodeShare | None,
+        shards: Callable[[], Mapping[str, Tensor]],
+        placements: Callable[[], Mapping[str, Hashable]],
+        trained: Callable[[], Collection[str]],
+        invalidate: Callable[[], None],
+    ) -> None:
+        self.config, self.outer, self.progress = config, outer, Progress()
+        self.pending: dict[int, tuple[list[ParameterState], Callable[[list[ParameterState]], None]]] = {}
+        self.optimizers = KnownOptimizers()
+        self._own: dict[str, Tensor] | None = None
+        self._share, self._shards, self._placements = share, shards, placements
+        self._trained, self._invalidate = trained, invalidate
+        self._changed: set[str] = set()  # trained since their last exchange
+        self._sent: list[str] = []  # on their way
+        self._loaded: FragmentState | None = None
+        self.before_restore: Callable[[], None] = lambda: None
+        self.was_reloaded = False
+
+    @property
+    def was_trained(self) -> bool:
+        """Return whether any of its weights are trained, or ever were; the same on all ranks."""
+        return bool(self.outer.names) or len(self._trained()) > 0
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Return what this rank holds of the parameters that were ever trained."""
+        return list(self._of(self.outer.names).values())
+
+    def _of(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return what this rank holds of some parameters, in the unit's order."""
+        return {name: shard for name, shard in self._shards().items() if name in names}
+
+    def _exchanged(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return what this rank exchanges of some parameters."""
+        whole = self._of(names)
+        return whole if self._share is None else dict(zip(whole, self._share.of([*whole.values()]), strict=True))
+
+    def start(self, *, anew: bool = False) -> None:
+        """Adopt the weights of what is trained by now, which all nodes hold alike, as the agreed ones.
+
+        Args:
+            anew: Whether to include parameters that have agreed weights already.
+        """
+        new = set(self._trained()) - (frozenset() if anew else self.outer.names)
+        if new:
+            self.outer.start(self._exchanged(new))
+
+    def note_trained(self) -> None:
+        """Record the parameters that a step changes."""
+        self.start()
+        self._changed |= set(self._trained())
+
+    @property
+    def changed(self) -> list[bool]:
+        """Return, for each parameter of the unit, whether it was trained on this rank since its last exchange."""
+        return [name in self._changed for name in self._shards()]
+
+    @changed.setter
+    def changed(self, changed: Sequence[bool]) -> None:
+        """Record which parameters were trained on any rank: all must exchange the same ones."""
+        self._changed = {name for name, flag in zip(self._shards(), changed, strict=True) if flag}
+        if new := self._changed - self.outer.names:
+            self.outer.start(self._exchanged(new))  # this node has left them as they were
+
+    @property
+    def holds_agreed(self) -> bool:
+        """Return whether this rank's weights are the agreed ones."""
+        return self.outer.agrees_with(self._exchanged(self.outer.names))
+
+    def adopt(self) -> None:
+        """Adopt the weights, which all nodes hold alike, as the agreed ones; the momentum stays as it is."""
+        self.outer.adopt(self._exchanged(self.outer.names))
+        self._changed = set()
+
+    def warm_up(self) -> None:
+        """Adopt what was trained, and let the momentum take in its changes since the fragment was due last."""
+        self.outer.adopt(self._exchanged(self._changed), warms_up=True)
+        self._changed = set()
+
+    def retire(self) -> None:
+        """Forget all exchanges: there are no more of them."""
+        self.outer.reset()
+        self._changed = set()
+
+    def restart(self) -> None:
+        """Adopt the weights as the agreed ones, and forget all exchanges."""
+        names = self.outer.names
+        self.outer.reset()
+        self.outer.start(self._exchanged(names))
+        self.progress.arrives, self._sent, self._changed = None, [], set()
+
+    def send(self, arrives: int, weight: float = 1.0) -> None:
+        """Send what was trained, to be received after the step ``arrives``; for ``weight`` see :class:`OuterStep`."""
+        shards = self._exchanged(self._changed)
+        self.outer.send(shards, self._placements(), weight)
+        self._sent, self._changed = [*shards], set()
+        self.progress.arrives = arrives
+        self.progress.sent += 1
+
+    def receive(self, mix: float) -> None:
+        """Continue from the agreed weights; parameters still trained, from a mixture of these and this node's own."""
+        trained = set(self._trained()) if mix != 1 else set()
+        mixed = [name for name in self._sent if name in trained]
+        self.outer.receive(self._exchanged(mixed), mix)
+        self._changed.update(mixed)  # nodes differ in these still, which may be frozen before they are trained again
+        # What is not trained any more is not exchanged again, so that it must not be left to differ.
+        self.outer.receive(self._exchanged([name for name in self._sent if name not in trained]))
+        self._after_write(self._sent)
+        self.progress.arrives, self._sent = None, []
+
+    def _after_write(self, names: Collection[str]) -> None:
+        if self._share is not None:
+            self._share.gather([*self._of(names).values()], self.outer.label)
+        self._invalidate()
+
+    @contextmanager
+    def showing_agreed(self) -> Iterator[None]:
+        """Return a context with the agreed weights in place of this node's own. Collective over the node."""
+        # Others hold what was agreed on, or what a user has written since they were frozen.
+        names = self.outer.names & (self._changed | set(self._sent) | set(self._trained()))
+        self._own = {name: shard.detach().clone() for name, shard in self._of(names).items()}
+        self.outer.receive(self._exchanged(names))
+        self._after_write(names)
+        try:
+            yield
+        finally:
+            self._write(self._own)
+            self._own = None
+
+    @torch.no_grad()
+    def _write(self, own: Mapping[str, Tensor]) -> None:
+        for name, shard in self._of(own.keys()).items():
+            shard.copy_(own[name])
+        self._invalidate()
+
+    def weights_loaded(self) -> None:
+        """Handle weights that were loaded; a state that was loaded with them replaces them."""
+        self.was_reloaded = self._loaded is None and bool(self.outer.names)
+
+    # ---- in checkpoints
+
+    def state_dict(self) -> FragmentState:
+        """Return the progress, the state of the exchanges, and this rank's weights, which other nodes do not have."""
+        if self._loaded is not None:
+            return self._loaded
+        # This node's own, also while the agreed ones are shown.
+        shards = self._of(self.outer.names | set(self._trained())) if self._own is None else self._own
+        return {
+            "progress": asdict(self.progress),
+            "exchanges": self.outer.state_dict() if self.outer.names else None,
+            "weights": {name: shard.detach().to("cpu", copy=True) for name, shard in shards.items()},
+            "changed": sorted(self._changed),
+            "sent": self._sent,
+        }
+
+    def load_state_dict(self, state: FragmentState) -> None:
+        """Continue with what :meth:`state_dict` returned, from the next forward on.
+
+        Raises:
+            ValueError: If it was saved for other weights.
+        """
+        shards = self._shards()
+        saved = {name: list(shard.shape) for name, shard in state["weights"].items()}
+        present = {name: list(shards[name].shape) for name in saved if name in shards}
+        if present != saved:
+            raise ValueError(
+                f"{self.outer.label}: the checkpoint has weights of shapes {saved}, but this rank holds {present}"
+            )
+        # Not at once: a model's state dict may be loaded after this, with weights of whatever node has saved it.
+        self._loaded = state
+        # Older checkpoints are all of nodes that train on their own.
+        self.progress = Progress(**{"apart": True, **state["progress"]})
+
+    def same_as_loaded(self, names: Collection[str]) -> dict[str, tuple[int, list[Span]]]:
+        """Return, by parameter, its number of values on this rank, and where they equal what was loaded."""
+        loaded = {} if self._loaded is None else self._loaded["weights"]
+        return {
+            name: (shard.numel(), _longest_spans(shard == loaded[name].to(shard.device, shard.dtype)))
+            for name, shard in self._of(names).items()
+            if name in loaded
+        }
+
+    def holds_loaded_agreed(self, names: Collection[str]) -> bool:
+        """Return whether this rank holds, of some parameters, the agreed weights of what was loaded."""
+        exchanges = None if self._loaded is None else self._loaded["exchanges"]
+        agreed = {} if exchanges is None else exchanges["agreed"]
+        shards = {name: shard.cpu().view(-1) for name, shard in self._exchanged(names).items()}
+        return shards.keys() <= agreed.keys() and all(
+            torch.equal(agreed[name].to(shard.dtype), shard) for name, shard in shards.items()
+        )
+
+    def restore(self) -> None:
+        """Continue with what was loaded, if anything was."""
+        if self._loaded is not None:
+            self.before_restore()
+        if (state := self._loaded) is None:
+            return
+        self._loaded, self.was_reloaded = None, False  # weights that were loaded before are replaced
+        self._write(state["weights"])
+        if state["exchanges"] is not None:
+            self.outer.load_state_dict(state["exchanges"], self._exchanged(state["exchanges"]["agreed"].keys()))
+        else:
+            self.outer.reset()
+        self._changed, self._sent = set(state["changed"]), list(state["sent"])
+        for value, restore in self.pending.values():
+            restore(value)
+        self.pending.clear()
+
+    def reset(self) -> None:
+        """Start over from the weights of the next forward."""
+        self._loaded, self.progress, self._changed, self._sent = None, Progress(), set(), []
+        self.pending.clear()
+        self.outer.reset()
+
+
+def _longest_spans(flags: Tensor) -> list[Span]:
+    """Return the spans in which flags are set, without the many short ones that arise by chance."""
+    padded = torch.nn.functional.pad(flags.reshape(-1).to(torch.int8), (1, 1))
+    edges = padded.diff().nonzero().view(-1, 2)
+    longest = (edges[:, 1] - edges[:, 0]).topk(min(len(edges), _MOST_SPANS)).indices
+    return [(start, stop) for start, stop in edges[longest].tolist()]
+
+
+# ---- outer watch
+#
+# Watches the outer steps of a model: sums their figures, fits the momentum to them, and warns if steps overshoot.
+#
+# [Note: Figures of exchanges]
+# Of a fragment's outer step, each rank knows the scalar products of its own chunk (:attr:`OuterStep.products`). These
+# are summed over all ranks when the fragment is due again, beside what ranks agree on then: the host waits there
+# anyway, training does not need the communicator meanwhile, and all ranks conclude the same from the same bits.
+#
+# [Note: Overshooting]
+# A round is an exchange of each fragment; its figures are means over the fragments, weighted by <g, g>. Gradient
+# descent on a quadratic diverges if its steps are more than twice as long as the step that reaches the minimum. If the
+# nodes' mean change is about that long, an outer step of more than twice the mean change overshoots. If successive
+# changes correlate by less than -0.5, more than half of a change takes back what the steps before it did. A single
+# round may be chance; five in a row are not.
+
+logger = logging.getLogger("fsdp_zpp")
+
+Products = tuple[float, float]
+"""<m, g> and <g, g> of an outer step; see the top of local_steps.py."""
+
+MOST_GAIN = 2.0
+"""Aligned gain above which an outer step overshoots."""
+LEAST_CORRELATION = -0.5
+"""Correlation of successive changes below which they point against each other."""
+ROUNDS = 5
+"""Rounds in a row after which there is a warning."""
+
+
+class OuterWatch:
+    """Fits the momentum of a model's outer steps, keeps their figures, and warns once if they overshoot.
+
+    See [Note: Figures of exchanges] and [Note: Overshooting].
+
+    Args:
+        model: The model's name in logs.
+        ranks: All ranks.
+        other_axes: Returns the ranks along the axes over which another parallelism shards the model.
+
+    Attributes:
+        last: Figures of each fragment's latest outer step whose figures are known; a fragment that did not change has
+            none.
+    """
+
+    def __init__(self, model: str, ranks: ProcessMesh, other_axes: Callable[[], Iterable[dist.ProcessGroup]]) -> None:
+        self._model, self._ranks, self._other_axes = model, ranks, other_axes
+        self.last: dict[Fragment, OuterFigures] = {}
+        self._round: dict[Fragment, OuterFigures | None] = {}
+        self._large = self._opposed = 0  # rounds in a row
+        self._has_warned = False
+
+    def fit(self, due: Sequence[Fragment], trained: Iterable[Fragment]) -> None:
+        """Choose the momentum of the next outer steps of some fragments, by their last ones. Collective.
+
+        Args:
+            due: The fragments, at least one.
+            trained: All fragments that are exchanged.
+        """
+        self.note({fragment: fragment.outer.fit(of) for fragment, of in self.products(due).items()}, trained)
+
+    def products(self, fragments: Sequence[Fragment]) -> dict[Fragment, Products]:
+        """Return what fragments' next outer steps are fitted to, summed over the ranks. Collective.
+
+        Args:
+            fragments: At least one.
+        """
+        groups = self._groups
+        device = collective_device(groups[0]) if groups else torch.device("cpu")
+        sums = ordered_sum(torch.cat([fragment.outer.products.to(device) for fragment in fragments]), groups)
+        return dict(zip(fragments, zip(sums[::2], sums[1::2], strict=True), strict=True))
+
+    def note(self, figures: Mapping[Fragment, OuterFigures | None], trained: Iterable[Fragment]) -> None:
+        """Keep figures of fragments' last outer steps, and warn if a round of ``trained`` fragments ends with them."""
+        self._round |= figures
+        self.last |= {fragment: each for fragment, each in figures.items() if each is not None}
+        if self._round.keys() >= set(trained):
+            self._end_round(speaks=all(dist.get_rank(group) == 0 for group in self._groups))
+
+    @property
+    def _groups(self) -> list[dist.ProcessGroup]:
+        """Return the groups of all ranks, one for each axis; none for a rank alone."""
+        return [group for group in (self._ranks.group, *self._other_axes()) if group is not None]
+
+    def _end_round(self, *, speaks: bool) -> None:
+        figures = mean_of(each for each in self._round.values() if each is not None)
+        config = next(iter(self._round)).config
+        self._round = {}
+        if figures is None:
+            return
+        correlation = figures.correlation
+        if speaks:
+            logger.debug(
+                "%s: outer correlation %s, outer gain %.3f, outer momentum %.3f",
+                self._model,
+                "unknown" if correlation is None else f"{correlation:.3f}",
+                figures.gain,
+                figures.momentum,
+            )
+        self._large = self._large + 1 if figures.gain > MOST_GAIN else 0
+        self._opposed = self._opposed + 1 if correlation is not None and correlation < LEAST_CORRELATION else 0
+        if max(self._large, self._opposed) < ROUNDS or self._has_warned:
+            return
+        self._has_warned = True
+        if speaks:
+            remedy = f"outer_lr={config.outer_lr}"
+            if config.outer_momentum not in ("auto", 0):
+                remedy = f"outer_momentum={config.outer_momentum} or {remedy}"
+                remedy += ", or pass outer_momentum='auto'" * (config.outer_lr < TARGET_GAIN)  # which else is refused
+            logger.warning(
+                "%s: outer steps overshoot: in %d exchanges in a row they were more than %g times the nodes' mean "
+                "change, or successive changes pointed against each other (now %.2f times, correlation %.2f); lower %s",
+                self._model,
+                ROUNDS,
+                MOST_GAIN,
+                figures.gain,
+                0.0 if correlation is None else correlation,
+                remedy,
+            )
+
+
+def mean_of(figures: Iterable[OuterFigures]) -> OuterFigures | None:
+    """Return the means of figures of several fragments, weighted by <g, g>; None if there are no figures."""
+    every = list(figures)
+    if not every:
+        return None
+    norm = sum(each.norm for each in every)
+    correlated = [(each.norm, each.correlation) for each in every if each.correlation is not None]
+    total = sum(weight for weight, _ in correlated)
+    return OuterFigures(
+        norm,
+        sum(each.norm * each.momentum for each in every) / norm,
+        sum(each.norm * each.gain for each in every) / norm,
+        sum(weight * correlation for weight, correlation in correlated) / total if total else None,
+    )
+
+
+def named_figures(figures: OuterFigures | None) -> dict[str, float]:
+    """Return figures of outer steps by their names in a monitor; none if there are no figures."""
+    if figures is None:
+        return {}
+    correlation = {} if figures.correlation is None else {"outer/correlation": figures.correlation}
+    return {"outer/gain": figures.gain, "outer/momentum": figures.momentum} | correlation

@@ -1,0 +1,615 @@
+"""The outer step: nodes exchange what they have changed, and apply it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import NotRequired, TypedDict
+
+import torch
+from torch import Tensor
+
+from fsdp_zpp.codecs.base import full_precision
+from fsdp_zpp.comm.error_feedback import ErrorFeedbackState, Extent, SavedErrors
+from fsdp_zpp.comm.gradient_reduce import GradientReduce
+from fsdp_zpp.comm.hops import Hop, Traffic, decode, encode
+from fsdp_zpp.comm.layout import FlatLayout, Piece
+from fsdp_zpp.comm.mesh import ProcessMesh, SideStream, for_collectives, keep_until_read, record_event, wait_for
+from fsdp_zpp.strategy.local_steps import LocalSteps, aligned_gain, correlation_of_changes, fitting_momentum
+
+# ---- node chunks
+#
+# Chunks of a rank's tensors, one for each node, as exchanges between nodes send them.
+
+
+class NodeChunks:
+    """Cuts what a rank holds of some parameters into a chunk for each node.
+
+    Each parameter is cut by itself, so that its chunk has the same owner whatever else is exchanged.
+
+    Args:
+        numels: The number of values that this rank holds of each parameter, by name: at least one.
+        placements: How another parallelism has placed each parameter, by name, in an order that is always the same.
+            It may have more parameters than ``numels``.
+        nodes: The number of nodes.
+        block: A number of values; parameters that are placed differently begin at multiples of it, so that no block of
+            a codec spans them. See [Note: Copies] in layout.py.
+
+    Attributes:
+        layout: Where the parameters lie in a node's chunk.
+    """
+
+    def __init__(self, numels: Mapping[str, int], placements: Mapping[str, Hashable], nodes: int, block: int) -> None:
+        self._numels = numels
+        order = {name: place for place, name in enumerate(placements)}
+        pieces = [Piece(order[name], name, chunk_numel(numel, nodes)) for name, numel in numels.items()]
+        self.layout = FlatLayout.aligned(pieces, [placements[name] for name in numels], block)
+
+    def places(self, flat: Tensor) -> Iterator[tuple[str, slice, Tensor]]:
+        """Yield each parameter's name, a slice of its values, and the view of ``flat`` [nodes, numel] for them."""
+        if len(self._numels) == 1:  # its chunks follow each other
+            ((name, numel),) = self._numels.items()
+            yield name, slice(0, numel), flat.view(-1)[:numel]
+            return
+        for piece, part in self.layout.split(flat).items():
+            numel = self._numels[piece.name]
+            for row, start in zip(part, range(0, numel, piece.numel), strict=False):
+                stop = min(start + piece.numel, numel)
+                yield piece.name, slice(start, stop), row[: stop - start]
+
+
+def chunk_numel(numel: int, nodes: int) -> int:
+    """Return the number of values in a node's chunk of ``numel`` values."""
+    return -(-numel // nodes)
+
+
+# ---- node share
+#
+# This rank's share of weights that every rank of a node holds; each exchanges its own with other nodes.
+
+
+class NodeShare:
+    """Splits replicated tensors over the ranks of a node, and puts them together again.
+
+    Args:
+        node: The ranks of this node, of which there are several.
+        traffic: Where bytes are counted.
+    """
+
+    def __init__(self, node: ProcessMesh, traffic: Traffic) -> None:
+        assert node.intra is not None
+        self._ranks, self._local = node.topology.world, node.rank
+        self._hop = Hop(node.intra, "gather", "intra", traffic)
+
+    def of(self, whole: Sequence[Tensor]) -> list[Tensor]:
+        """Return 1-D views of this rank's part of each contiguous tensor; parts may be empty."""
+        return [self._part(tensor.view(-1)) for tensor in whole]
+
+    @torch.no_grad()
+    def gather(self, whole: Sequence[Tensor], label: str) -> None:
+        """Gather the parts of all ranks of the node into each rank's tensors. Collective over the node.
+
+        Args:
+            whole: The tensors.
+            label: Names them in profiles.
+        """
+        for flat in (tensor.view(-1) for tensor in whole):
+            own = flat.new_zeros(1, self._part_numel(flat))  # a collective takes parts of one size
+            part = self._part(flat)
+            own[0, : part.numel()] = part
+            gathered = self._hop.all_gather(for_collectives(own, self._hop.group), label)  # they may be offloaded
+            flat.copy_(gathered.view(-1)[: flat.numel()])
+
+    def _part_numel(self, flat: Tensor) -> int:
+        return -(-flat.numel() // self._ranks)
+
+    def _part(self, flat: Tensor) -> Tensor:
+        first = min(self._local * self._part_numel(flat), flat.numel())
+        return flat[first : first + self._part_numel(flat)]
+
+
+# ---- weights of nodes
+#
+# How much each node's changes count in their mean.
+
+
+def relative_weights(trained: Sequence[int]) -> list[float]:
+    """Return by how much to multiply each node's changes so that their mean is weighted: w * nodes / sum(w).
+
+    Args:
+        trained: What each node has trained, in tokens or steps. If none has trained anything, all count alike.
+    """
+    total = sum(trained)
+    return [each * len(trained) / total if total else 1.0 for each in trained]
+
+
+# ---- outer optimizer
+#
+# Outer optimizer of local-update training: SGD with momentum, on the chunks of weights that a rank owns.
+
+_MOST_AT_ONCE = 2**30
+"""The most values of which a scalar product is taken at once: cuBLAS counts them in 32 bits."""
+
+
+class OuterFit(TypedDict):
+    """Figures from which the next momentum is chosen, in a checkpoint.
+
+    Attributes:
+        products: This rank's part of <m, g> and <g, g> in the last step.
+        coefficient: The momentum mu of the last step.
+        correlation: The last correlation of successive changes that is known.
+    """
+
+    products: Tensor
+    coefficient: float
+    correlation: float
+
+
+@dataclass(frozen=True)
+class OuterFigures:
+    """Figures of an outer step.
+
+    Attributes:
+        norm: Squared norm of the mean change g: <g, g>.
+        momentum: The momentum mu of the step.
+        gain: Its aligned gain; see the top of local_steps.py.
+        correlation: Correlation of this change and earlier ones, in [-1, 1]; None if there was no earlier one.
+    """
+
+    norm: float
+    momentum: float
+    gain: float
+    correlation: float | None
+
+
+class OuterOptimizer:
+    """Makes outer steps, and keeps their momentum by parameter.
+
+    Args:
+        config: Its learning rate and momentum.
+
+    Attributes:
+        products: This rank's part of <m, g> and <g, g> in the last step: fp32 [2], m the momentum kept before it and g
+            the mean change. The products are the sums over all ranks, each of which steps other values.
+    """
+
+    def __init__(self, config: LocalSteps) -> None:
+        self._config = config
+        self._momentum: dict[str, Tensor] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all momentum; :meth:`start` comes next."""
+        self._momentum = {}
+        self.products = torch.zeros(2, dtype=torch.float32)
+        self._correlation = 1.0  # until it is known: "auto" then chooses the least momentum
+        self._last = self._coefficient
+
+    @property
+    def _coefficient(self) -> float:
+        """Return the momentum mu of the next step."""
+        config = self._config
+        if config.outer_momentum != "auto":
+            return config.outer_momentum
+        return fitting_momentum(config.outer_lr, self._correlation, nesterov=config.nesterov)
+
+    def start(self, name: str, numel: int, device: torch.device, kept_on: torch.device) -> None:
+        """Start a parameter with a momentum of zero.
+
+        Args:
+            name: The FQN of a parameter.
+            numel: Number of values in this rank's chunk of it.
+            device: Where steps are made.
+            kept_on: Where its momentum is kept.
+        """
+        self._momentum[name] = torch.zeros(numel, dtype=torch.float32, device=kept_on)
+        self.products = self.products.to(device)
+
+    def momentum_of(self, names: Iterable[str]) -> Iterator[Tensor]:
+        """Yield the momentum of some parameters."""
+        return (self._momentum[name] for name in names)
+
+    def step(self, gradient: Tensor, layout: FlatLayout) -> Tensor:
+        """Make an outer step, and return what is to be added to the weights: fp32, flat.
+
+        Args:
+            gradient: The mean change, fp32, flat; its memory is used up.
+            layout: Where this rank's chunks of parameters lie in it.
+        """
+        config, device = self._config, gradient.device
+        self._last = coefficient = self._coefficient
+        parts = {piece: self._momentum[piece.name].to(device).view(1, -1) for piece in layout.pieces}
+        # The momentum of a single parameter is updated in place.
+        momentum = next(iter(parts.values())).view(-1) if len(parts) == 1 else layout.join(parts, 1, gradient)
+        for product, other in zip(self.products, (momentum, gradient), strict=True):
+            _set_to_product(product, gradient, other)
+        momentum.mul_(coefficient).add_(gradient)
+        for piece, new in layout.split(momentum).items():
+            if (kept := self._momentum[piece.name]).data_ptr() != new.data_ptr():
+                kept.copy_(new[0])
+        step = gradient.add_(momentum, alpha=coefficient) if config.nesterov else momentum
+        return step.mul(-config.outer_lr)
+
+    def warm_up(self, changes: Mapping[str, Tensor]) -> None:
+        """Add changes to the momentum without an outer step, as Pier does in synchronous steps (arXiv 2511.17849).
+
+        Args:
+            changes: Changes of this rank's chunks, fp32, flat, by FQN; what pads a chunk may be left out.
+        """
+        self.products.zero_()
+        self._last = coefficient = self._coefficient
+        for name, change in changes.items():
+            momentum = self._momentum[name]
+            for product, other in zip(self.products, (momentum[: change.numel()], change), strict=True):
+                own = torch.zeros((), dtype=torch.float32, device=change.device)
+                _set_to_product(own, change, other)
+                product.add_(own.to(product.device))
+            momentum.mul_(coefficient)[: change.numel()].add_(change)
+
+    def clear_products(self) -> None:
+        """Note that this rank has no part of the last step's products."""
+        self.products.zero_()
+
+    def fit(self, products: tuple[float, float]) -> OuterFigures | None:
+        """Return figures of the last step, and choose the momentum of the next one.
+
+        Args:
+            products: ``products``, summed over the ranks.
+
+        Returns:
+            None if nothing has changed, or not by a finite amount.
+        """
+        config, (along, norm), coefficient = self._config, products, self._last
+        figures = None
+        if isfinite(along) and isfinite(norm) and norm > 0:
+            gain = aligned_gain(config.outer_lr, coefficient, along / norm, nesterov=config.nesterov)
+            # <m, g> is exactly 0 only while there is no momentum.
+            correlation = correlation_of_changes(coefficient, along / norm) if along else None
+            figures = OuterFigures(norm, coefficient, gain, correlation)
+            self._correlation = self._correlation if correlation is None else correlation
+        return figures
+
+    # ---- in checkpoints
+
+    def state_dict(self) -> tuple[dict[str, Tensor], OuterFit]:
+        """Return copies on the CPU: the momentum by parameter, and the figures from which the next one is chosen."""
+        return {name: value.to("cpu", copy=True) for name, value in self._momentum.items()}, self.last_fit
+
+    @property
+    def last_fit(self) -> OuterFit:
+        """Return a copy, on the CPU, of the figures from which the next momentum is chosen."""
+        products = self.products.to("cpu", copy=True)
+        return {"products": products, "coefficient": self._last, "correlation": self._correlation}
+
+    @last_fit.setter
+    def last_fit(self, fit: OuterFit) -> None:
+        self.products.copy_(fit["products"])
+        self._last, self._correlation = fit["coefficient"], fit["correlation"]
+
+    def load_state_dict(self, momentum: Mapping[str, Tensor], fit: OuterFit | None) -> None:
+        """Continue with what :meth:`state_dict` returned, for parameters that were started; old states lack ``fit``."""
+        for name, value in momentum.items():
+            self._momentum[name].copy_(value)
+        if fit is not None:
+            self.last_fit = fit
+
+
+def _set_to_product(product: Tensor, one: Tensor, other: Tensor) -> None:
+    """Set a scalar tensor to the scalar product of two flat tensors."""
+    product.zero_()
+    for pair in zip(one.split(_MOST_AT_ONCE), other.split(_MOST_AT_ONCE), strict=True):
+        product.add_(torch.dot(*pair))
+
+
+# ---- outer step
+#
+# Outer step of local-update training: one fragment's exchange between nodes that train on their own.
+#
+#     this node's weights         of each parameter what this rank holds, in its own dtype
+#         | what has changed      the agreed weights less these, fp32, each parameter in a chunk for each node
+#     mean over nodes             encode, all-to-all among the ranks with this local index, decode and sum in fp32
+#         | outer step            SGD with momentum, each rank on its chunk: 1 / nodes of this rank's values
+#     update of the weights       encode, all-gather among the same ranks, decode
+#         | added to the agreed weights, from which all nodes go on
+#
+# [Note: Agreed weights]
+# The agreed weights are those that the outer steps have made, in fp32, the same on all nodes bit for bit: every node,
+# the owner of a chunk too, adds the decoded update. A rank keeps its part of them, because only changes against them
+# are small enough for 4 bits. Nodes go on from the agreed weights as rounded to the dtype of the model, and changes are
+# measured from there, so that rounding is not sent as a change. The momentum is kept once, by the owners of the chunks.
+#
+# All of this belongs to parameters ([Note: Identity] in layout.py): an exchange is of some of them, and leaves the
+# others' agreed weights, momentum and errors as they are.
+#
+# Copies that another parallelism has on its ranks stay equal bit for bit ([Note: Copies] in layout.py):
+# parameters that it has placed differently begin a new block, so that no copy is rounded as a neighbour demands that
+# others lack.
+
+
+class OuterStepState(TypedDict):
+    """An :class:`OuterStep` in a checkpoint.
+
+    Attributes:
+        agreed: The agreed weights, by FQN.
+        momentum: This rank's momentum, by FQN.
+        fit: Figures from which the next momentum is chosen; older checkpoints lack them.
+        errors: Errors on the way there; None without error feedback.
+        errors_back: Errors on the way back.
+    """
+
+    agreed: dict[str, Tensor]
+    momentum: dict[str, Tensor]
+    fit: NotRequired[OuterFit]
+    errors: SavedErrors | None
+    errors_back: SavedErrors | None
+
+
+class OuterStep:
+    """Exchanges one fragment's weights between nodes, and keeps what that needs from one exchange to the next.
+
+    Args:
+        config: How.
+        mesh: All ranks, on several nodes. With elastic nodes, those of this one to begin with.
+        traffic: Where bytes are counted.
+        label: Names the fragment in profiles and errors.
+
+    Attributes:
+        stream: Where exchanges travel; fragments may share it.
+
+    Raises:
+        ValueError: If there is one node.
+    """
+
+    def __init__(self, config: LocalSteps, mesh: ProcessMesh, traffic: Traffic, label: str = "fragment") -> None:
+        if mesh.inter is None and config.elastic is None:
+            raise ValueError(f"{label}: local steps exchange weights between nodes, and {mesh.topology} is one node")
+        self._config, self._label, self.stream, self._traffic = config, label, SideStream(), traffic
+        self._codec = config.codec or full_precision(torch.float32)
+        self._agreed: dict[str, Tensor] = {}
+        self._optimizer = OuterOptimizer(config)
+        self._arrival: torch.cuda.Event | None = None
+        self._device = torch.device("cpu")
+        self._set_nodes(mesh)
+
+    def _set_nodes(self, mesh: ProcessMesh) -> None:
+        across, feedback = mesh.across_nodes(), self._config.error_feedback
+        self._nodes, self._node = across.topology.nodes, across.rank
+        self._codec_back = self._codec.for_sum_of(self._nodes)
+        codecs = [self._codec, self._codec_back, None if feedback is None else feedback.dtype]
+        # No block of any codec spans a multiple of it.
+        self._block = math.lcm(*(codec.block_numel for codec in codecs if codec is not None and codec.block_numel))
+        self._reduce = GradientReduce(across, None, self._codec, self._traffic, self._label, error_feedback=feedback)
+        self._gather = None if across.inter is None else Hop(across.inter, "gather", "inter", self._traffic)
+        self._back = None if feedback is None else ErrorFeedbackState(feedback, ["back"])
+
+    @property
+    def label(self) -> str:
+        """Return the fragment's name in profiles and errors."""
+        return self._label
+
+    @label.setter
+    def label(self, label: str) -> None:
+        self._label = self._reduce.label = label
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Return the parameters that have agreed weights."""
+        return frozenset(self._agreed)
+
+    @property
+    def agreed(self) -> dict[str, Tensor]:
+        """Return the agreed weights that this rank holds of each parameter: fp32, flat, those on their way included."""
+        wait_for(self._arrival, self._device)
+        return self._agreed
+
+    @torch.no_grad()
+    def start(self, shards: Mapping[str, Tensor]) -> None:
+        """Adopt weights of this rank, which must be the same on all nodes, as the agreed ones.
+
+        Args:
+            shards: What this rank holds of some parameters, by name.
+        """
+        self._settle()
+        for name, shard in shards.items():
+            # Parameters may be offloaded; exchanges travel from where collectives take them.
+            empty = shard.new_empty(0)
+            self._device = (empty if self._gather is None else for_collectives(empty, self._gather.group)).device
+            kept_on = torch.device("cpu") if self._config.offload else self._device
+            self._agreed[name] = shard.detach().to(kept_on, torch.float32, copy=True).view(-1)
+            self._optimizer.start(name, chunk_numel(shard.numel(), self._nodes), self._device, kept_on)
+
+    def _settle(self) -> None:
+        """Wait in the current stream for what is on its way, before its memory is used otherwise."""
+        wait_for(self._arrival, self._device)
+        self._arrival = None
+
+    def agrees_with(self, shards: Mapping[str, Tensor]) -> bool:
+        """Return whether ``shards``, as in :meth:`start`, are the agreed weights."""
+        beside = self._beside(shards)
+        return all(torch.equal(agreed.to(shard.device, shard.dtype), shard) for agreed, shard in beside)
+
+    @torch.no_grad()
+    def adopt(self, shards: Mapping[str, Tensor], *, warms_up: bool = False) -> None:
+        """Set the agreed weights to ``shards``, which must be the same on all nodes; nothing is communicated.
+
+        Args:
+            shards: Some of those that :meth:`start` was given.
+            warms_up: Whether the momentum takes in how much they have changed since they were agreed on, as in the
+                synchronous steps of Pier (arXiv 2511.17849). Otherwise it stays as it is.
+        """
+        self._settle()
+        changes: dict[str, Tensor] = {}
+        for (agreed, shard), name in zip(self._beside(shards), shards, strict=True):
+            if warms_up:
+                chunk = chunk_numel(shard.numel(), self._nodes)
+                own = slice(self._node * chunk, min((self._node + 1) * chunk, shard.numel()))
+                changes[name] = agreed.view(-1)[own] - shard.view(-1)[own].to(agreed.device, torch.float32)
+            agreed.copy_(shard)
+        if warms_up:
+            self._optimizer.warm_up(changes)
+
+    @torch.no_grad()
+    def send(
+        self, shards: Mapping[str, Tensor], placements: Mapping[str, Hashable] | None = None, weight: float = 1.0
+    ) -> None:
+        """Average the changes of ``shards`` over nodes, and make the outer step. :meth:`receive` follows.
+
+        Collective among the ranks with this local index, unless these hold nothing of the parameters.
+
+        Args:
+            shards: Some of those that :meth:`start` was given, the same parameters on all nodes, changed by this node's
+                steps. They may change again as soon as this returns.
+            placements: How another parallelism has placed each parameter of the fragment, by name, in an order that is
+                always the same; by default ``shards`` are all of them, placed alike.
+            weight: How much this node's changes count, where the average node's count 1.
+
+        Raises:
+            ValueError: If ``shards`` have other shapes than :meth:`start` was given, before any communication.
+        """
+        held = {
+            name: agreed for name, (agreed, shard) in zip(shards, self._beside(shards), strict=True) if shard.numel()
+        }
+        if not held:
+            self._optimizer.clear_products()
+            return
+        assert self._gather is not None
+        numels = {name: agreed.numel() for name, agreed in held.items()}
+        chunks = NodeChunks(numels, placements or dict.fromkeys(shards), self._nodes, self._block)
+        layout = chunks.layout
+        # Zeros where chunks are padded.
+        change = torch.zeros(self._nodes, layout.numel, dtype=torch.float32, device=self._device)
+        for name, places, part in chunks.places(change):
+            values = shards[name].view(-1)[places]
+            torch.sub(
+                held[name].view(-1)[places].to(part.device, values.dtype).float(), values.to(part.device), out=part
+            )
+        if weight != 1:
+            change.mul_(weight)
+        with self.stream.after_current(self._device):
+            # A model may go while an exchange is on its way.
+            agreed = (self._agreed[name] for name in held)
+            for kept in (*agreed, *self._optimizer.momentum_of(held), self._optimizer.products):
+                keep_until_read(kept)
+            # In one expression, so that what is used up is freed.
+            payload = self._encoded(
+                self._optimizer.step(self._mean_over_nodes(keep_until_read(change).view(-1), layout), layout), layout
+            )
+            gathered = self._gather.all_gather(payload, self.label)
+            decode(self._codec_back, gathered, change.view(-1), 1, self._nodes, self.label)  # in place of what was sent
+            for name, places, part in chunks.places(change):
+                kept = self._agreed[name][places]
+                kept.add_(part.to(kept.device))
+            self._arrival = record_event(change)
+
+    @property
+    def products(self) -> Tensor:
+        """Return this rank's part of what :meth:`fit` takes."""
+        wait_for(self._arrival, self._device)
+        return self._optimizer.products
+
+    def fit(self, products: tuple[float, float]) -> OuterFigures | None:
+        """Return figures of the last outer step, and fit the next one; see :class:`OuterOptimizer`."""
+        return self._optimizer.fit(products)
+
+    @torch.no_grad()
+    def receive(self, shards: Mapping[str, Tensor], mix: float = 1.0) -> None:
+        """Set ``shards`` to the agreed weights, or to a mixture of these and their own.
+
+        Args:
+            shards: As in :meth:`send`.
+            mix: Share of the agreed weights.
+        """
+        for agreed, shard in self._beside(shards):
+            moved = agreed.to(shard.device)
+            shard.copy_(moved if mix == 1 else shard.float().lerp(moved, mix))
+
+    def exchange(self, shards: Mapping[str, Tensor]) -> None:
+        """Call :meth:`send`, and :meth:`receive` at once."""
+        self.send(shards)
+        self.receive(shards)
+
+    def _mean_over_nodes(self, change: Tensor, layout: FlatLayout) -> Tensor:
+        mean = change.new_empty(layout.numel)
+        self._reduce.start(change, mean, layout=layout).finish()
+        if self._reduce.errors is not None:
+            self._reduce.errors.step_made()
+        return mean
+
+    def _encoded(self, update: Tensor, layout: FlatLayout) -> Tensor:
+        """Encode this rank's update, with the errors of earlier ones."""
+        if self._back is None:
+            return encode(self._codec_back, update, 1, 1, self.label)
+        self._back.begin(update.device)
+        errors = self._back.buffer("back")
+        assert errors is not None
+        prepared = errors.prepare(Extent(update.numel(), (0,), layout), update.device)
+        payload = encode(self._codec_back, update, 1, 1, self.label, prepared)
+        self._back.step_made()
+        return payload
+
+    def _beside(self, shards: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return the agreed weights of each shard, in its shape, beside the shard.
+
+        Raises:
+            ValueError: If the shards have other sizes than those that :meth:`start` was given.
+        """
+        kept = self.agreed
+        given, started = ({name: each[name].numel() for name in shards if name in each} for each in (shards, kept))
+        if given != started:
+            raise ValueError(f"{self.label}: got shards of {given} values, expected {started}")
+        return ((kept[name].view(shard.shape), shard) for name, shard in shards.items())
+
+    # ---- in checkpoints
+
+    def state_dict(self) -> OuterStepState:
+        """Return the agreed weights, this rank's momentum and its errors, on the CPU."""
+        self._settle()
+        errors, back = (None if each is None else each.state_dict() for each in self._errors)
+        # Copies: on a CPU, those that are kept change in place with the next exchange.
+        agreed = {name: value.to("cpu", copy=True) for name, value in self.agreed.items()}
+        momentum, fit = self._optimizer.state_dict()
+        return {"agreed": agreed, "momentum": momentum, "fit": fit, "errors": errors, "errors_back": back}
+
+    def load_state_dict(self, state: OuterStepState, shards: Mapping[str, Tensor]) -> None:
+        """Continue with what :meth:`state_dict` returned.
+
+        Args:
+            state: What it returned.
+            shards: What this rank holds of all parameters, of which only sizes and device matter.
+
+        Raises:
+            ValueError: If ``state`` is of other parameters, or of another configuration of error feedback.
+        """
+        saved = {name: value.numel() for name, value in state["agreed"].items()}
+        held = {name: shards[name].numel() for name in saved if name in shards}
+        if saved != held:
+            raise ValueError(f"{self.label}: the checkpoint has shards of {saved} values, but this rank holds {held}")
+        if (state["errors"] is None) != (self._reduce.errors is None):
+            saved_with, strategy_side = ("without", "has it") if state["errors"] is None else ("with", "has none")
+            raise ValueError(
+                f"{self.label}: the checkpoint was saved {saved_with} error feedback of exchanges, but this strategy "
+                f"{strategy_side}; use the same LocalSteps(error_feedback=...)"
+            )
+        self.reset()
+        for errors, of_hop in zip(self._errors, (state["errors"], state["errors_back"]), strict=True):
+            if errors is not None and of_hop is not None:
+                errors.load_state_dict(of_hop)  # first, since it may fail
+        self.start({name: shards[name] for name in saved})
+        for name in saved:
+            self._agreed[name].copy_(state["agreed"][name])
+        self._optimizer.load_state_dict(state["momentum"], state.get("fit"))
+
+    def reset(self) -> None:
+        """Forget the agreed weights and errors; :meth:`start` comes next."""
+        self._settle()
+        self._agreed = {}
+        self._optimizer.reset()
+        for errors in self._errors:
+            if errors is not None:
+                errors.reset()
+
+    @property
+    def _errors(self) -> tuple[ErrorFeedbackState | None, ErrorFeedbackState | None]:
+        return self._reduce.errors, self._back

@@ -1,0 +1,880 @@
+"""Training with local steps: when weights and optimizers' moments are exchanged."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp_zpp.codecs.base import Codec, full_precision
+from fsdp_zpp.comm.agreement import (
+    PLACE,
+    agree,
+    agree_on_use,
+    check_agreement,
+    from_each_rank,
+    on_any_rank,
+    replicas_are_equal,
+)
+from fsdp_zpp.comm.gradient_reduce import StepReductions, set_synchronous
+from fsdp_zpp.comm.hops import Hop, Traffic, decode, encode
+from fsdp_zpp.comm.layout import Sharded
+from fsdp_zpp.comm.mesh import ProcessMesh, SideStream, for_collectives
+from fsdp_zpp.strategy.local_steps import MOMENT_CODEC
+
+from .fragment import Fragment, OuterWatch, ParameterState
+from .outer_step import NodeChunks, NodeShare
+
+# ---- made optimizers
+#
+# Optimizers of this process, from their construction on, by the parameters that they were given.
+#
+# A node that joins takes over states before its own optimizers have stepped. Those that have are in
+# fragment.py.
+
+_MADE = "_fsdp_zpp_made"
+
+
+def note_optimizer(optimizer: Optimizer) -> None:
+    """Remember ``optimizer`` for as long as it exists; a part of its construction."""
+    _made().setdefault(id(optimizer), optimizer)
+
+
+def optimizers_of(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
+    """Return the optimizers that hold any of ``parameters``, in the order in which they were made."""
+    ids = {id(parameter) for parameter in parameters}
+    return [
+        each for each in _made().values() if any(id(p) in ids for group in each.param_groups for p in group["params"])
+    ]
+
+
+def _made() -> weakref.WeakValueDictionary[int, Optimizer]:
+    # On torch's class, where torch's own hooks are, rather than in a global of this module; in the order in which they
+    # were made, which is the same in all processes that run the same program. Python's dictionary forgets the dead even
+    # while the interpreter shuts down, when a callback of ours would find the globals of its module gone.
+    if _MADE not in vars(Optimizer):
+        setattr(Optimizer, _MADE, weakref.WeakValueDictionary())
+    made: weakref.WeakValueDictionary[int, Optimizer] = vars(Optimizer)[_MADE]
+    return made
+
+
+# ---- optimizer state
+#
+# An optimizer's state of this rank, in checkpoints of nodes that train on their own.
+#
+# torch's checkpoints keep one copy of what replicas hold. Nodes that train on their own are no replicas, so each rank
+# saves its own.
+
+
+class OptimizerState:
+    """An optimizer's state on this rank.
+
+    Args:
+        optimizer: The optimizer.
+        fragment: A fragment of its model; restoring it restores this state.
+    """
+
+    def __init__(self, optimizer: Optimizer, fragment: Fragment) -> None:
+        self._optimizer, self._fragment = optimizer, fragment
+
+    def state_dict(self) -> dict[str, list[ParameterState]]:
+        """Return the state by parameter, in the optimizer's order."""
+        if id(self._optimizer) in self._fragment.pending:
+            return {"state": self._fragment.pending[id(self._optimizer)][0]}
+        states = (self._optimizer.state.get(parameter, {}) for parameter in self._parameters())
+        return {"state": [{name: _saved(value) for name, value in state.items()} for state in states]}
+
+    def load_state_dict(self, state: dict[str, list[ParameterState]]) -> None:
+        """Continue with what :meth:`state_dict` returned, from the next forward on.
+
+        Raises:
+            ValueError: If it was saved for another number of parameters.
+        """
+        self.check(state["state"])
+        # On the fragment, from which it is saved again, by an object like this one, if no forward comes before.
+        self._fragment.pending[id(self._optimizer)] = (state["state"], self.restore)
+
+    def check(self, saved_states: list[ParameterState]) -> None:
+        """Raise unless there is one state for each parameter.
+
+        Raises:
+            ValueError: If they are of another number of parameters.
+        """
+        parameters = len(list(self._parameters()))
+        if parameters != len(saved_states):
+            raise ValueError(
+                f"the saved optimizer state has {len(saved_states)} parameters, but this optimizer has {parameters}"
+            )
+
+    def reset(self) -> None:
+        """Drop the loaded state; that of torch's own checkpoint stands."""
+        self._fragment.pending.pop(id(self._optimizer), None)
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+
+    @torch.no_grad()
+    def restore(self, saved_states: list[ParameterState]) -> None:
+        """Continue with states by parameter, in the optimizer's order, at once."""
+        states = iter(saved_states)
+        for group in self._optimizer.param_groups:
+            # torch counts the steps of these where it computes, and those of others on the CPU.
+            counts_on_device = bool(group.get("fused") or group.get("capturable"))
+            for parameter, saved in zip(group["params"], states, strict=False):
+                state = self._optimizer.state[parameter]
+                present = dict(state)
+                state.clear()
+                for name, value in saved.items():
+                    state[name] = restored(value, present.get(name), parameter, counts_on_device)
+
+
+def local_state(value: Any) -> Any:
+    """Return what this rank holds of a state or a parameter."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _saved(value: object) -> object:
+    """Return a copy on the CPU."""
+    return local_state(value).detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def restored(saved: object, present: object, parameter: nn.Parameter, counts_on_device: bool) -> object:
+    """Return ``saved`` in the form that the optimizer uses, such as a DTensor."""
+    if not isinstance(saved, Tensor):
+        return saved
+    if isinstance(present, Tensor):
+        local = local_state(present)
+        if local.shape == saved.shape and local.dtype == saved.dtype:
+            local.copy_(saved)
+            return present
+    if isinstance(parameter, DTensor) and saved.shape == parameter.to_local().shape:
+        shard = saved.to(parameter.device)
+        return DTensor.from_local(
+            shard, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+        )
+    return saved.to(parameter.device) if saved.ndim or counts_on_device else saved
+
+
+# ---- moment average
+#
+# Average of optimizers' moments over nodes that train on their own.
+#
+#     this node's moments         of each parameter what this rank holds, in its own dtype
+#         | in chunks             fp32, each parameter in a chunk for each node
+#     mean over nodes             encode, all-to-all among the ranks with this local index, decode, sum in fp32
+#         | each rank its chunk
+#     moments of all nodes        encode, all-gather among the same ranks, decode: equal bit for bit
+#
+# Source: DES-LOC (arXiv 2505.22549), algorithm 1, which averages moments more rarely than weights.
+#
+# [Note: Roots of moments]
+# Adam divides by the root of its second moment. A blockwise code rounds the small values of a block to 0, and an update
+# is then divided by eps alone. So lossy codecs encode fourth roots, with their signs: the smallest code of 8 bits
+# stands for 1 / 127**4 of a block's largest value. In a block without negative values, a root that would still round to
+# 0 decodes to half a code. First moments are encoded in the same way, since their small values matter as much: an
+# optimizer divides each by its own scale. The mean is that of the moments, not of their roots.
+
+_HALF_CODE = 1 / 254
+"""Half of the distance between two codes of 8 bits, as a share of a block's largest value."""
+
+
+class MomentAverage:
+    """Replaces moments by their mean over nodes.
+
+    Args:
+        mesh: All ranks, on several nodes.
+        codec: Encodes roots of moments; None sends the moments themselves, in fp32, so that the mean is exact.
+        traffic: Where bytes are counted.
+        label: The name in profiles of what the moments belong to.
+    """
+
+    def __init__(self, mesh: ProcessMesh, codec: Codec | None, traffic: Traffic, label: str) -> None:
+        assert mesh.inter is not None
+        self._codec, self._label, self._nodes = codec or full_precision(torch.float32), label, mesh.topology.nodes
+        self._reduce = Hop(mesh.inter, "reduce", "inter", traffic)
+        self._gather = Hop(mesh.inter, "gather", "inter", traffic)
+
+    @torch.no_grad()
+    def average(self, moments: Mapping[str, Tensor], placements: Mapping[str, Hashable]) -> None:
+        """Replace moments of one kind, such as Adam's second ones, by their mean over nodes, in place.
+
+        Collective among the ranks with this local index, unless these hold nothing of the moments.
+
+        Args:
+            moments: What this rank holds of each parameter's moment, by the parameter's name: contiguous, of the same
+                sizes on all nodes.
+            placements: How another parallelism has placed each parameter, by name, in an order that is always the same.
+        """
+        held = {name: moment.view(-1) for name, moment in moments.items() if moment.numel()}
+        if not held:
+            return
+        numels = {name: moment.numel() for name, moment in held.items()}
+        chunks = NodeChunks(numels, placements, self._nodes, self._codec.block_numel or 1)
+        device = for_collectives(next(iter(held.values())).new_empty(0), self._gather.group).device
+        # Zeros where chunks are padded.
+        flat = torch.zeros(self._nodes, chunks.layout.numel, dtype=torch.float32, device=device)
+        for name, places, part in chunks.places(flat):
+            part.copy_(held[name][places])
+        # Payloads in one expression with what uses them up, so that they are freed.
+        self._decode(self._reduce.all_to_all(self._encoded(flat), self._label), flat)
+        self._expand(flat)
+        mean = flat[:1]
+        for other in flat[1:]:  # one after the other, so that copies on other axes are summed in the same order
+            mean.add_(other)
+        self._decode(self._gather.all_gather(self._encoded(mean.div_(self._nodes)), self._label), flat)
+        self._expand(flat)
+        for name, places, part in chunks.places(flat):
+            held[name][places].copy_(part)
+
+    def _encoded(self, rows: Tensor) -> Tensor:
+        """Encode chunks [n, numel], which may be written to."""
+        if not self._codec.is_lossless:
+            for row in rows:
+                _to_root(row)
+        return encode(self._codec, rows.view(-1), 1, len(rows), self._label)
+
+    def _decode(self, payload: Tensor, rows: Tensor) -> None:
+        decode(self._codec, payload, rows.view(-1), 1, len(rows), self._label)
+
+    def _expand(self, rows: Tensor) -> None:
+        """Turn decoded roots back into moments, in place."""
+        if not self._codec.is_lossless:
+            for row in rows:
+                for blocks in _in_blocks(row, self._codec.block_numel):
+                    _raise_zeros(blocks)
+                _to_power(row)
+
+
+def _to_root(chunk: Tensor) -> None:
+    """Replace values by their fourth roots, with their signs."""
+    signs = chunk.sign()
+    chunk.abs_().sqrt_().sqrt_().mul_(signs)
+
+
+def _to_power(chunk: Tensor) -> None:
+    """Replace values by their fourth powers, with their signs."""
+    signs = chunk.sign()
+    chunk.square_().square_().mul_(signs)
+
+
+def _in_blocks(chunk: Tensor, block: int) -> tuple[Tensor, ...]:
+    """Return views of a chunk's whole blocks, and of the last one if it is shorter: [blocks, numel]."""
+    whole = chunk.numel() // block * block if block else 0
+    views = chunk[:whole].view(-1, block or 1), chunk[whole:].view(1, -1)
+    return tuple(view for view in views if view.numel())
+
+
+def _raise_zeros(blocks: Tensor) -> None:
+    """Raise values to at least half a code in blocks that have no negative value; see [Note: Roots of moments]."""
+    half, lowest = blocks.amax(1, keepdim=True).mul_(_HALF_CODE), blocks.amin(1, keepdim=True)
+    torch.maximum(blocks, torch.where(lowest < 0, -torch.inf, half), out=blocks)
+
+
+# ---- moments
+#
+# Finds the optimizers' moments of a model whose nodes train on their own, and averages them over nodes.
+#
+# [Note: States that nodes average]
+# A state is a moment if it is a floating-point tensor of as many values as this rank holds of its parameter: Adam's
+# two, Muon's momentum. After an average all nodes hold the same states bit for bit. A node whose optimizer has no state
+# of a parameter yet, because it never got a gradient there, counts as zeros, as its gradients would have been. Numbers,
+# such as step counters, are taken from the node that has made most steps with the parameter: with fewer steps, bias
+# corrections would make updates larger. Everything else can't be averaged, and is refused.
+
+_CALL = "an average of moments over nodes"
+Number = int | float | Tensor
+States = Mapping[str, torch.dtype | Number]
+"""States that an optimizer keeps of a parameter, by name: the dtype of a moment, or a number."""
+Key = tuple[str, str, int]
+"""A unit's name, a parameter's FQN, and its optimizer's number."""
+
+
+class MomentUnit(Protocol):
+    """A unit as seen from here; see :class:`StrategyUnit`."""
+
+    sharded: Sharded
+    ranks: ProcessMesh
+    traffic: Traffic
+    share: NodeShare | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """A parameter that an optimizer holds, of which this rank has values.
+
+    Attributes:
+        unit: Its unit.
+        name: Its FQN, or the first one of a flat parameter.
+        parameter: The parameter.
+        optimizer: The optimizer.
+        group: Its group there.
+        number: The optimizer's number among those that are known.
+    """
+
+    unit: MomentUnit
+    name: str
+    parameter: nn.Parameter
+    optimizer: Optimizer
+    group: Mapping[str, Any]
+    number: int
+
+    @property
+    def key(self) -> Key:
+        return self.unit.sharded.name, self.name, self.number
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Return what the optimizer keeps of it; empty before its first step with it."""
+        found: dict[str, Any] = self.optimizer.state.get(self.parameter, {})
+        return found
+
+    def described(self) -> States:
+        """Return its states: of a moment the dtype, of others the number.
+
+        Raises:
+            ValueError: If nodes can't average them; see [Note: States that nodes average].
+        """
+        present = ((name, value) for name, value in self.state.items() if value is not None)
+        return {name: self._described(name, value) for name, value in present}
+
+    def _described(self, name: str, value: object) -> torch.dtype | Number:
+        if isinstance(value, int | float):
+            return value
+        local = local_state(value)
+        if isinstance(local, Tensor) and type(local) in (Tensor, nn.Parameter) and local.layout == torch.strided:
+            if local.ndim == 0:
+                return local.detach().cpu()
+            numel = local_state(self.parameter).numel()
+            if local.is_floating_point() and local.is_contiguous() and local.numel() == numel:
+                return local.dtype
+        shape = f" {local.dtype} of shape {list(local.shape)}" if isinstance(local, Tensor) else ""
+        raise ValueError(
+            f"{self.unit.sharded.name}: {type(self.optimizer).__name__} keeps {name!r} of {self.name} as a "
+            f"{type(local).__name__}{shape}, which nodes can't average: a moment is a plain, contiguous floating-point "
+            "tensor with as many values as the rank holds of the parameter; use another optimizer, or local steps "
+            "without moments_every and stop"
+        )
+
+    def parts(self, state: str) -> Mapping[str, Tensor]:
+        """Return what this rank holds of a state, by FQN."""
+        return self.unit.sharded.named_parts(self.parameter, local_state(self.state[state]))
+
+    def adopt(self, states: States) -> None:
+        """Set the numbers, and add zeros for moments that are missing."""
+        state = self.optimizer.state[self.parameter]
+        counts_on_device = bool(self.group.get("fused") or self.group.get("capturable"))
+        for name, value in states.items():
+            present = state.get(name)
+            if isinstance(value, torch.dtype):
+                if present is None:
+                    zeros = torch.zeros(local_state(self.parameter).shape, dtype=value)
+                    state[name] = restored(zeros, None, self.parameter, counts_on_device)
+            elif isinstance(value, Tensor):
+                state[name] = restored(value, present, self.parameter, counts_on_device)
+            else:
+                state[name] = value
+
+
+class OptimizerMoments:
+    """Averages the moments of a model's optimizers over nodes.
+
+    Args:
+        model: The model's name in errors.
+        units: Its units, by fragment, in an order that is the same on all ranks.
+        ranks: All ranks.
+    """
+
+    def __init__(self, model: str, units: Mapping[Fragment, MomentUnit], ranks: ProcessMesh) -> None:
+        self._model, self._units, self._ranks = model, units, ranks
+        self._optimizers = next(iter(units)).optimizers
+
+    def saw(self, optimizer: object) -> None:
+        """Note an optimizer that steps the model's parameters."""
+        if isinstance(optimizer, Optimizer):
+            self._optimizers.add(optimizer)
+
+    def check(self, fragments: Sequence[Fragment]) -> None:
+        """Raise on every rank if any has a state that nodes can't average, or knows no optimizer. Collective.
+
+        Args:
+            fragments: As in :meth:`average`.
+
+        Raises:
+            ValueError: If so.
+        """
+        units = [self._units[fragment] for fragment in fragments]
+        agree(self._ranks.group, lambda: self._described(units), call=_CALL)
+
+    @torch.no_grad()
+    def average(self, fragments: Sequence[Fragment], codec: Codec | None = MOMENT_CODEC) -> None:
+        """Let all nodes continue from the mean of their moments, the same bit for bit. Collective.
+
+        Args:
+            fragments: Fragments of the model, the same on all ranks.
+            codec: Encodes what nodes send; None sends fp32, so that the mean is exact.
+
+        Raises:
+            ValueError: If nodes can't average a state, nodes keep different states, or no optimizer is known; on every
+                rank, before any moment is sent.
+        """
+        units = [self._units[fragment] for fragment in fragments]
+        held, described = agree(self._ranks.group, lambda: self._described(units), call=_CALL)
+        gone = self._gone_on_any_rank()
+        described = {key: states for key, states in described.items() if key[2] not in gone}
+        by_node = [
+            from_each_rank(
+                {key: states for key, states in described.items() if held[key].unit.ranks == mesh}, mesh.inter
+            )
+            for mesh in dict.fromkeys(unit.ranks for unit in units)
+            if mesh.inter is not None
+        ]
+        agreed = agree(
+            self._ranks.group,
+            lambda: {key: states for each in by_node for key, states in _agreed(each).items()},
+            call=_CALL,
+        )
+        for key, states in agreed.items():
+            held[key].adopt(states)
+        for unit in units:
+            self._average(unit, {held[key]: states for key, states in agreed.items() if held[key].unit is unit}, codec)
+
+    def _gone_on_any_rank(self) -> frozenset[int]:
+        """Return the numbers of optimizers that some rank has freed already, others perhaps not yet. Collective."""
+        gone = frozenset(range(self._optimizers.count)) - self._optimizers.alive().keys()
+        group = self._ranks.group
+        return gone if group is None else gone.union(*from_each_rank(gone, group))
+
+    def _average(self, unit: MomentUnit, held: Mapping[_Held, States], codec: Codec | None) -> None:
+        kinds: dict[tuple[str, int], dict[str, Tensor]] = {}
+        for each, states in held.items():
+            for state, value in states.items():
+                if isinstance(value, torch.dtype):
+                    kinds.setdefault((state, each.number), {}).update(each.parts(state))
+        over_nodes = MomentAverage(unit.ranks, codec, unit.traffic, unit.sharded.name)
+        placements = unit.sharded.placements()
+        for _, moments in sorted(kinds.items(), key=lambda item: item[0]):
+            if unit.share is None:
+                over_nodes.average(moments, placements)
+            else:
+                whole = [*moments.values()]
+                over_nodes.average(dict(zip(moments, unit.share.of(whole), strict=True)), placements)
+                unit.share.gather(whole, unit.sharded.name)
+
+    def _described(self, units: Sequence[MomentUnit]) -> tuple[dict[Key, _Held], dict[Key, States]]:
+        held = {each.key: each for unit in units for each in self._held(unit)}
+        return held, {key: each.described() for key, each in held.items()}
+
+    def _held(self, unit: MomentUnit) -> Iterator[_Held]:
+        """Yield the unit's parameters that optimizers hold and this rank has values of; the same on all nodes."""
+        if not self._optimizers.count:
+            raise ValueError(
+                f"{self._model}: nodes average the moments of optimizers, but no optimizer derived from "
+                "torch.optim.Optimizer has stepped its parameters; use such an optimizer, or local steps without "
+                "moments_every and stop"
+            )
+        of: dict[int, list[tuple[Optimizer, dict[str, Any], int]]] = {}
+        for number, optimizer in self._optimizers.alive().items():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    of.setdefault(id(parameter), []).append((optimizer, group, number))
+        for parameter in unit.sharded.parameters():
+            local: Tensor = local_state(parameter).detach()
+            if local.numel():
+                name = next(iter(unit.sharded.named_parts(parameter, local)))
+                for holder in of.get(id(parameter), []):
+                    yield _Held(unit, name, parameter, *holder)
+
+
+def _agreed(by_node: Sequence[Mapping[Key, States]]) -> dict[Key, States]:
+    """Return the states that all nodes are to have, given those that each node has.
+
+    Raises:
+        ValueError: If nodes keep different states of a parameter.
+    """
+    agreed: dict[Key, States] = {}
+    for key in dict.fromkeys(key for node in by_node for key in node):
+        present = [states for node in by_node if (states := node.get(key))]
+        if not present:
+            continue
+        kinds = [_kinds(states) for states in present]
+        if any(key not in node for node in by_node) or any(kind != kinds[0] for kind in kinds):
+            raise ValueError(
+                f"{key[0]}: nodes average the moments of {key[1]}, but their optimizers keep different states of it; "
+                "use the same optimizers with the same parameters on every node"
+            )
+        agreed[key] = max(present, key=_steps)
+    return agreed
+
+
+def _kinds(states: States) -> dict[str, Hashable]:
+    return {name: value if isinstance(value, torch.dtype) else "number" for name, value in states.items()}
+
+
+def _steps(states: States) -> float:
+    steps = states.get("step", 0)
+    return 0.0 if isinstance(steps, torch.dtype) else float(steps)
+
+
+# ---- local training
+#
+# Local-update training of a model: it counts steps, and exchanges fragments between nodes when they are due.
+#
+# [Note: Steps of nodes]
+# Nodes step on their own, but must agree which step an exchange follows. So a step is counted where every node must
+# pass: after a backward that synchronizes gradients, when the first optimizer steps or a gradient scaler skips that;
+# further optimizers do not count again. Steps of an optimizer that is not torch's can't be observed; if there is no
+# other, each such backward counts. Exchanges that are due after a step are made before the next forward that records
+# gradients: by then all optimizers have stepped.
+#
+# [Note: Phases of local steps]
+# The number of steps made decides whether the next one is synchronous. It is decided before that step's first forward,
+# for all units at once, after the exchanges of the step before. In synchronous steps nodes stay equal bit for bit, as
+# without local steps, so that nothing is exchanged:
+#
+# - In synchronous steps at the beginning, fragments that are due warm up the momentum. After the last of these steps,
+# the
+#   weights become the agreed ones; the momentum lacks the changes since a fragment was due last.
+# - Before the first synchronous step at the end, nodes exchange all fragments and become equal. Agreed weights and
+#   momentum are dropped.
+#
+# A checkpoint also says whether nodes are apart, since it may be loaded into another schedule.
+#
+# [Note: One place to meet]
+# Nodes may be at different places of a training: one exchanges before a forward, while another has left its loop and is
+# in ``exchange_weights``, or is about to leave the synchronous steps. So everything that nodes do together here begins
+# with a message of one kind, over one group, that names the place: the comparison of [Note: Agreement] in agreement.py.
+# Hops between nodes use other communicators, so it does not wait for an exchange on its way.
+#
+# In synchronous steps nodes stay together as ranks do without local steps, since each backward reduces over all of
+# them. But a node may skip the step after a backward, and so stay in these steps for longer. Once nodes have made as
+# many backwards as there are synchronous steps at the beginning, some may have left these. So the others compare before
+# each forward until they leave, too.
+
+EXCHANGE = "an exchange of weights between nodes"
+"""The name in errors of what nodes do together. See [Note: One place to meet]."""
+
+
+class LocalTraining:
+    """Counts the steps of the model under a root, and exchanges its fragments when they are due. Made collectively.
+
+    Args:
+        model: The model's name in errors.
+        fragments: Its fragments, at least one, in an order that is the same on all ranks; which of them are trained may
+            change.
+        reductions: The gradient reductions of all fragments' units.
+        ranks: All ranks.
+        steps_are_announced: Whether an optimizer says when it steps.
+        outer: Fits the fragments' outer steps.
+        moments: Averages the optimizers' moments.
+
+    Attributes:
+        model: As given.
+        outer: As given.
+        moments: As given.
+
+    Raises:
+        ValueError: If ranks differ in how far they have trained.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        fragments: Sequence[Fragment],
+        reductions: Sequence[StepReductions],
+        ranks: ProcessMesh,
+        steps_are_announced: Callable[[], bool],
+        outer: OuterWatch,
+        moments: OptimizerMoments,
+    ) -> None:
+        self.outer, self.moments = outer, moments
+        self.model, self._all, self._reductions, self._ranks = model, fragments, reductions, ranks
+        self._trained = [fragment for fragment in fragments if fragment.was_trained]
+        self._steps_are_announced = steps_are_announced
+        self._config = fragments[0].config
+        self._awaits_step = self._shows_agreed = self._has_checked_moments = False
+        self._met_after = 0
+        steps = [fragment.progress.made for fragment in fragments]
+        check_agreement(ranks.group, f"the first forward of {model}", {"optimizer steps made, by unit": steps})
+        stream = SideStream()
+        for fragment in fragments:
+            fragment.outer.stream = stream
+
+    def gradients_synchronized(self) -> None:
+        """Handle a backward that has synchronized gradients."""
+        for fragment in self._all if self._awaits_step else ():
+            fragment.progress.unstepped += 1
+        self._awaits_step = True
+        self._note_trained()
+
+    @property
+    def _is_over(self) -> bool:
+        """Return whether nodes exchange nothing any more."""
+        progress = self._all[0].progress
+        return not progress.apart and self._config.has_stopped(progress.made)
+
+    def _note_trained(self) -> None:
+        for fragment in self._all if not self._is_over else ():
+            fragment.note_trained()
+
+    def step_ended(self) -> None:
+        """Handle a step that an optimizer of the model has made, or that a gradient scaler has skipped.
+
+        Raises:
+            RuntimeError: If there was no forward of the root since the last step, before which nodes would have
+                exchanged what was due.
+        """
+        if not self._awaits_step:
+            return
+        self._awaits_step = False
+        self._note_trained()
+        for fragment in self._all:
+            fragment.progress.made += 1
+        progress = self._all[0].progress
+        if progress.made > progress.exchanged + 1:
+            raise RuntimeError(
+                f"{self.model} has made two optimizer steps without a forward of its outermost module between them; "
+                "nodes exchange weights (local_steps) before that forward, so call the outermost module itself, not a "
+                "method of it or a module inside it"
+            )
+
+    # Not traced: when exchanges are due changes with every step.
+    @torch.compiler.disable
+    def before_forward(self, root: nn.Module, *inputs: object) -> None:
+        """Make the exchanges that are due; a hook before the root's forward."""
+        if self._shows_agreed or not torch.is_grad_enabled():
+            for fragment in self._all:
+                fragment.restore()
+            return
+        if not self._steps_are_announced():
+            self.step_ended()
+        self._prepare()
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Make the exchanges of all steps that were made, and enter the phase of the next one."""
+        progress = self._all[0].progress
+        if progress.apart and self._config.is_synchronous(progress.made):
+            self._rejoin()
+        while progress.exchanged < progress.made:
+            self._exchange_after(progress.exchanged + 1)
+        self._enter_phase()
+
+    def _prepare(self) -> None:
+        """Restore what was loaded, and start the exchanges of all parameters that were trained so far."""
+        for fragment in self._all:
+            fragment.restore()
+        furthest = max((fragment.progress for fragment in self._all), key=lambda progress: progress.made)
+        for fragment in self._all:  # a saved state lacks fragments that were frozen then
+            fragment.progress.made, fragment.progress.exchanged = furthest.made, furthest.exchanged
+            fragment.progress.apart, fragment.progress.unstepped = furthest.apart, furthest.unstepped
+        for fragment in self._all if not self._is_over else ():
+            # Until the first step is made, weights may be set in ways that nothing tells of.
+            fragment.start(anew=furthest.made == 0 and not self._awaits_step)
+        # By places that don't change when one of them is frozen, so that the others are due when they were.
+        self._trained = [fragment for fragment in self._all if fragment.was_trained]
+        self._restart_from_loaded()
+
+    def _restart_from_loaded(self) -> None:
+        """Adopt weights loaded without a state of local steps as the agreed ones, if all nodes hold the same."""
+        reloaded = [fragment for fragment in self._trained if fragment.was_reloaded]
+        for fragment in reloaded:
+            fragment.was_reloaded = False
+        if not reloaded:
+            return
+        if not self._all[0].progress.apart:
+            # Nodes hold the same weights whether these are new ones or their own, put back; nothing tells them apart.
+            for fragment in reloaded:
+                fragment.adopt()
+            return
+        # As under the scope I, under N, too: what is compared are nodes.
+        shards = [shard for fragment in reloaded for shard in fragment.weights]
+        differs = any(not fragment.holds_agreed for fragment in reloaded)
+        # If nodes differ, each node's own weights were put back, after an evaluation of averaged weights, say. If they
+        # are the agreed ones already, exchanges go on.
+        met = self._on_any_rank(differs, "at the first use of weights that were loaded")
+        if met and replicas_are_equal(shards, self._ranks, "I"):
+            for fragment in reloaded:
+                fragment.restart()
+
+    def _exchange_after(self, step: int) -> None:
+        if self._all[0].progress.apart:
+            self._exchange_due(step)
+        elif step <= self._config.start:
+            for index in self._config.due(step, len(self._trained)):
+                self._trained[index].warm_up()
+        for fragment in self._all:
+            fragment.progress.exchanged = step
+
+    def _exchange_due(self, step: int) -> None:
+        self._receive(step)
+        due = self._config.due(step, len(self._trained))
+        if due:
+            self._on_any_rank(False, self._before(step), units=f"{due} of {len(self._trained)} after step {step}")
+            self._check_moments()
+            self._agree_on_exchange([self._trained[index] for index in due])
+            self._average_moments([self._trained[index] for index in due])
+        for index in due:
+            fragment = self._trained[index]
+            if fragment.progress.arrives is not None:  # it is due early, since another unit has joined the schedule
+                fragment.receive(self._config.mix)
+            fragment.send(step + self._config.overlap)
+        self._receive(step)
+
+    def _receive(self, step: int) -> None:
+        for fragment in self._trained:
+            if fragment.progress.arrives is not None and fragment.progress.arrives <= step:
+                fragment.receive(self._config.mix)
+
+    @staticmethod
+    def _before(step: int) -> str:
+        """Return the place where nodes exchange what is due after a step."""
+        return f"before the forward of step {step + 1}"
+
+    def _on_any_rank(self, here: bool, place: str, **facts: object) -> bool:
+        """Return whether ``here`` is true on any rank, if all are at one place. See [Note: One place to meet].
+
+        Raises:
+            ValueError: If ranks differ in the place, or in facts.
+        """
+        return on_any_rank(here, self._ranks.group, EXCHANGE, {PLACE: place, "model": self.model, **facts})
+
+    def _agree_on_exchange(self, fragments: Sequence[Fragment]) -> None:
+        """Let all nodes exchange what any of them has trained, by outer steps that fit the last ones. Collective."""
+        flags = [(fragment, self._ranks, fragment.changed) for fragment in fragments]
+        for fragment, on_any in agree_on_use(flags):
+            fragment.changed = on_any()
+        if fragments:
+            self.outer.fit(fragments, self._trained)
+
+    def _average_moments(self, fragments: Sequence[Fragment]) -> None:
+        """Average the moments of those fragments whose next exchange includes them. Collective."""
+        # Before the weights are sent, since hops over the same ranks take turns, and this one is waited for.
+        every = self._config.moments_every
+        due = [each for each in fragments if every is not None and (each.progress.sent + 1) % every == 0]
+        if due and due[0].progress.made:
+            self.moments.average(due)
+
+    def _check_moments(self) -> None:
+        """Raise in the first exchange what an average of moments at the stop would. Collective."""
+        if self._config.stop is not None and not self._has_checked_moments:
+            self.moments.check(self._trained)
+            self._has_checked_moments = True
+
+    def average_moments_exactly(self) -> None:
+        """Average the moments of all fragments now, in fp32, after which all nodes hold the same. Collective.
+
+        Raises:
+            ValueError: As :meth:`OptimizerMoments.average` does.
+        """
+        self._prepare()
+        if self._trained and self._trained[0].progress.made:
+            self.moments.average(self._trained, codec=None)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Return the ranks that compare what they are about to do. See [Note: One place to meet]."""
+        return self._ranks.group
+
+    def exchanged_by_all(self) -> str:
+        """Return the text for errors on what :meth:`exchange_all` exchanges, which must be the same on all ranks.
+
+        Raises:
+            RuntimeError: If the agreed weights are shown.
+        """
+        self._check_not_shown()
+        units = sum(fragment.was_trained for fragment in self._all)
+        return f"all {units} after step {max(fragment.progress.made for fragment in self._all)}"
+
+    def exchange_all(self) -> None:
+        """Exchange all fragments now, after which all nodes hold the same weights. Collective.
+
+        Ranks have compared :meth:`exchanged_by_all`.
+        """
+        self._prepare()
+        if not self._all[0].progress.apart:
+            return
+        for fragment in self._trained:
+            fragment.note_trained()
+        self._exchange_all(self._all[0].progress.made)
+
+    def _exchange_all(self, step: int, *, with_moments: bool = True) -> None:
+        for fragment in self._trained:
+            if fragment.progress.arrives is not None:
+                fragment.receive(self._config.mix)
+        self._agree_on_exchange(self._trained)
+        if with_moments:
+            self._average_moments(self._trained)
+        for fragment in self._trained:
+            fragment.send(step)
+        for fragment in self._trained:
+            fragment.receive(1.0)
+        for fragment in self._all:
+            fragment.progress.exchanged = step
+
+    def _rejoin(self) -> None:
+        """Make all nodes hold the same weights and optimizer moments. Collective."""
+        step = self._all[0].progress.made
+        units = f"all {len(self._trained)} after step {step}"
+        self._on_any_rank(False, f"{self._before(step)}, where local steps end", units=units)
+        self.average_moments_exactly()  # first, since it may fail
+        self._exchange_all(step, with_moments=False)
+        for fragment in self._all:
+            fragment.progress.apart = False
+            if self._config.has_stopped(step):
+                fragment.retire()
+
+    def _enter_phase(self) -> None:
+        """Let the next step be synchronous or not, as its number says."""
+        progress = self._all[0].progress
+        synchronous = self._config.is_synchronous(progress.made)
+        if synchronous:
+            self._look_for_others()
+        begins = f"{self._before(progress.made)}, where {'synchronous' if synchronous else 'local'} steps begin"
+        step = f"{self.model}, step {progress.made + 1}"
+        set_synchronous(self._reductions, synchronous, partial(self._on_any_rank, place=begins), step)
+        if not synchronous and not progress.apart:
+            for fragment in self._all:
+                if progress.made:
+                    fragment.adopt()
+                fragment.progress.apart = True
+
+    def _look_for_others(self) -> None:
+        """Raise if other nodes have left the synchronous steps at the beginning. Collective once they may have."""
+        progress = self._all[0].progress
+        passed = progress.made + progress.unstepped + self._awaits_step  # the same on all nodes in these steps
+        if progress.made < self._config.start <= passed != self._met_after:
+            self._met_after = passed
+            self._on_any_rank(False, self._before(progress.made))
+
+    @contextmanager
+    def showing_agreed(self) -> Iterator[None]:
+        """Return a context with the agreed weights in place of this node's own.
+
+        Raises:
+            RuntimeError: If they are shown already.
+        """
+        self._check_not_shown()
+        self._prepare()
+        self._shows_agreed = True
+        shown = self._trained if self._all[0].progress.apart else []  # else all nodes hold the same weights
+        try:
+            with ExitStack() as stack:
+                for fragment in shown:
+                    stack.enter_context(fragment.showing_agreed())
+                yield
+        finally:
+            self._shows_agreed = False
+
+    def _check_not_shown(self) -> None:
+        if self._shows_agreed:
+            raise RuntimeError(f"{self.model} shows its agreed weights: leave agreed_weights() first")

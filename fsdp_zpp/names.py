@@ -1,0 +1,208 @@
+"""Names that users know: of modules of a model, in messages, of extras, and of modules of this package that moved."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+# ---- module names
+#
+# FQNs of modules and parameters, without the parts that FSDP, activation checkpointing, torch.compile and PEFT insert.
+#
+# Files hold the base and must be readable whether or not any of these wrap the model. So a tensor's name in files is
+# its FQN without the parts that those insert, which the modules themselves reveal. Tensors of adapters have no name in
+# the base. A tied tensor has several names, of which files have at least one.
+
+_PASSED = ("original_module", "token_adapter")
+"""Children that hold the wrapped module in PEFT's wrappers of whole modules."""
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+"""Children that hold the wrapped module in wrappers of FSDP, activation checkpointing and torch.compile."""
+
+
+def original_path(path: str) -> str:
+    """Return a path without the parts that wrappers insert."""
+    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
+
+
+def parameter_name(path: str, own_name: str) -> str:
+    """Return the FQN of the parameter ``own_name`` of the module at ``path``, without what wrappers insert."""
+    return original_path(f"{path}.{own_name}").removeprefix(".")
+
+
+def model_name(model: nn.Module) -> str:
+    """Return the name of a model's class, whether or not the model is sharded."""
+    if isinstance(model, FullyShardedDataParallel):
+        model = model.module
+    name = type(model).__name__
+    # fully_shard makes a class of its own for each model, with this prefix.
+    return name.removeprefix("FSDP") if isinstance(model, FSDPModule) else name
+
+
+def base_fqns(model: nn.Module) -> Iterator[tuple[str, str | None, nn.Module]]:
+    """Yield each module, its FQN and its FQN in the base (None for an adapter's); shared ones under every FQN."""
+    yield from _walk(model, "", "")
+
+
+def _walk(module: nn.Module, path: str, base: str | None) -> Iterator[tuple[str, str | None, nn.Module]]:
+    # named_modules() does not suffice: a module's FQN in the base depends on what its ancestors insert.
+    inserted = _inserted_children(module)
+    yield path, None if inserted is not None else base, module
+    for name, child in module._modules.items():
+        if child is None:  # a registered child that a model leaves out
+            continue
+        if base is None or (inserted is not None and name not in inserted):
+            below = None
+        elif inserted is not None:
+            below = base
+        else:
+            below = original_path(join_fqn(base, name))
+        yield from _walk(child, join_fqn(path, name), below)
+
+
+def _inserted_children(module: nn.Module) -> tuple[str, ...] | None:
+    """Return the children that stand for ``module`` in the base if PEFT inserted it; None if PEFT did not."""
+    children = module._modules
+    if hasattr(module, "adapter_layer_names"):
+        if "base_layer" in children:
+            return ("base_layer",)
+        if "original_module" in children:
+            return _PASSED
+    if hasattr(module, "peft_config"):
+        if "base_model" in children:  # a PeftModel
+            return ("base_model",)
+        if "model" in children and hasattr(module, "inject_adapter"):  # a tuner, which a PeftModel wraps
+            return ("model",)
+    return None
+
+
+def join_fqn(path: str, name: str) -> str:
+    """Return the FQN of the child ``name`` of the module at ``path``; the root is at ""."""
+    return f"{path}.{name}" if path else name
+
+
+# ---- suggestions
+#
+# Suggestions of what users may have meant, "did you mean ...?", in errors about names and keyword arguments.
+
+C = TypeVar("C", bound=type)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def did_you_mean(
+    given: object, known: Iterable[str], name: str = "{}", *, before: str = "", most: int = 1, cutoff: float = 0.6
+) -> str:
+    """Return the question whether one of the known names was meant; "" if none is close.
+
+    Args:
+        given: The name that was given; case does not count.
+        known: The names.
+        name: How the question writes a name.
+        before: Text before the question, if there is one.
+        most: How many names it asks about.
+        cutoff: How close they must be, from 0 to 1.
+    """
+    by_lower = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(str(given).lower(), by_lower, n=most, cutoff=cutoff)
+    return f"{before}did you mean {' or '.join(name.format(by_lower[each]) for each in near)}?" if near else ""
+
+
+def check_keywords(call: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise unless all keyword arguments of a call are known.
+
+    Raises:
+        TypeError: It names what was given and what was meant, or is allowed.
+    """
+    allowed = list(known)
+    for name in given:
+        if name not in allowed:
+            hint = did_you_mean(name, allowed) or f"allowed are {', '.join(allowed)}"
+            raise TypeError(f"{call} has no argument {name!r}; {hint}")
+
+
+def explains_keywords(cls: C) -> C:
+    """Make the constructor of a class say which argument was meant by an unknown one."""
+    construct: Callable[..., None] = cls.__init__  # type: ignore[misc]
+    known = list(inspect.signature(construct).parameters)[1:]
+
+    @functools.wraps(construct)
+    def init(self: object, *arguments: Any, **keywords: Any) -> None:
+        check_keywords(type(self).__name__, keywords, known)
+        construct(self, *arguments, **keywords)
+
+    cls.__init__ = init  # type: ignore[misc]
+    return cls
+
+
+def explains_arguments(function: F) -> F:
+    """Make a function say which argument was meant by an unknown one."""
+    known = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        check_keywords(function.__name__, keywords, known)
+        return function(*arguments, **keywords)
+
+    return call  # type: ignore[return-value]
+
+
+# ---- extras
+#
+# How to install what an optional part of fsdp_zpp needs.
+
+
+def how_to_install(extra: str, *, upgrade: bool = False) -> str:
+    """Return the command that installs the packages of ``extra``, to end an error with."""
+    # From a clone: no package index has fsdp_zpp.
+    return f"run pip install {'--upgrade ' * upgrade}'.[{extra}]' in your clone of fsdp_zpp"
+
+
+# ---- modules that moved
+
+MOVED = {
+    "frozen.report": "frozen.base",
+    "integrations.lightning.monitoring": "integrations.lightning.fabric",
+    "planner.axes": "planner.model_size",
+    "planner.catalog": "planner.cluster",
+    "planner.config": "planner.cluster",
+    "planner.estimate": "planner.choice",
+    "planner.offload": "planner.step_time",
+    "planner.volume": "planner.memory",
+}
+"""Modules by their old paths, which pages have shown, for as long as scripts may import from them."""
+
+
+class MovedModules:
+    """Finds modules by the paths of ``MOVED``, on ``sys.meta_path``."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Return how to import a module that has moved; None for all others."""
+        package, _, inside = name.partition(".")
+        is_known = package == "fsdp_zpp" and inside in MOVED
+        return ModuleSpec(name, MovedModules) if is_known else None  # type: ignore[arg-type]
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> None:
+        """Leave it to Python."""
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        """Show the names of the module that has it all now."""
+        now = importlib.import_module(f"fsdp_zpp.{MOVED[module.__name__.partition('.')[2]]}")
+        vars(module).update({name: each for name, each in vars(now).items() if not name.startswith("__")})
+
+
+def keep_moved_modules() -> None:
+    """Let modules that have moved be imported by their old paths, too."""
+    if MovedModules not in sys.meta_path:
+        sys.meta_path.append(MovedModules)

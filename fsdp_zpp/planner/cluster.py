@@ -1,0 +1,698 @@
+"""The cluster that is planned for: GPUs, nodes and links, from the catalog or measured."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fsdp_zpp.comm.hops import Hop, Level, Traffic, hop_over
+from fsdp_zpp.comm.mesh import process_mesh
+from fsdp_zpp.names import did_you_mean
+from fsdp_zpp.runtime._torch_mesh import find_links
+from fsdp_zpp.strategy.error_feedback import Topology
+
+# ---- config
+#
+# Inputs of a plan: the cluster, the work of a step, the memory of a GPU, and the dtypes.
+
+GIB = 2**30
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes, their GPUs, and the two networks.
+
+    Args:
+        nodes: Number of nodes.
+        gpus_per_node: GPUs of each node.
+        inter_gbps: Gbit/s that a *whole node* can send to the others, all its network cards together. Required if
+            there is more than one node.
+        intra_gbps: Gbit/s that *one GPU* can send to the others of its node. Required if a node has more than one.
+        slow_links: Whether the GPUs of a node have no NVLink, so that codecs pay between them, too.
+
+    Raises:
+        TypeError: If an argument is not a number.
+        ValueError: If an argument is out of range or missing.
+    """
+
+    nodes: int
+    gpus_per_node: int
+    inter_gbps: float | None = None
+    intra_gbps: float | None = None
+    slow_links: bool = False
+
+    def __post_init__(self) -> None:
+        # The command line passes floats. A frozen dataclass lets its fields be set in this way only.
+        object.__setattr__(self, "nodes", whole("nodes", self.nodes))
+        object.__setattr__(self, "gpus_per_node", whole("gpus_per_node", self.gpus_per_node))
+        _check_bandwidth("inter_gbps", self.inter_gbps, self.nodes, "nodes, so a node's Gbit/s to the others", "--net")
+        _check_bandwidth(
+            "intra_gbps",
+            self.intra_gbps,
+            self.gpus_per_node,
+            "GPUs a node, so a GPU's Gbit/s inside it",
+            "--gpu, --link",
+        )
+
+    @property
+    def topology(self) -> Topology:
+        """Return the layout of the ranks."""
+        return Topology(self.nodes * self.gpus_per_node, self.gpus_per_node)
+
+
+def _check_bandwidth(name: str, gbps: float | None, ranks: int, what: str, named: str) -> None:
+    if gbps is not None:
+        positive(name, gbps)
+    elif ranks > 1:
+        raise ValueError(
+            f"{name} is missing: there are {ranks} {what} must be given or measured; on the command line, "
+            f"pass --{name.replace('_', '-')}, {named}, or run it under torchrun with --measure"
+        )
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """Work of one optimizer step.
+
+    Args:
+        micro_batches: Number of micro-batches in a step, all but the last under ``no_sync``.
+        tokens: Number of tokens on one GPU in one micro-batch.
+        tflops: TFLOP/s that a GPU achieves on this model (not its peak).
+        launch_ms: Milliseconds in which the CPU launches forward and backward of one unit; 0 leaves it out.
+
+    Raises:
+        TypeError: If an argument is not a number.
+        ValueError: If an argument is out of range, or only one of ``tokens`` and ``tflops`` is given.
+    """
+
+    micro_batches: int = 1
+    tokens: int | None = None
+    tflops: float | None = None
+    launch_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        not_negative("launch_ms", self.launch_ms)
+        object.__setattr__(self, "micro_batches", whole("micro_batches", self.micro_batches))
+        if (self.tokens is None) != (self.tflops is None):
+            raise ValueError(
+                "computation time needs both tokens (per GPU and micro-batch) and tflops (achieved per GPU), "
+                f"got tokens={self.tokens} and tflops={self.tflops}; give both, or neither to leave it out"
+            )
+        if self.tokens is not None and self.tflops is not None:
+            object.__setattr__(self, "tokens", whole("tokens", self.tokens))
+            positive("tflops", self.tflops)
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Host to which parameters, gradients and optimizer state are offloaded.
+
+    Args:
+        gbps: Gbit/s that one GPU copies from the host's memory, or to it, one direction at a time.
+        optimizer_gbs: GB/s (10**9 bytes) at which the CPUs of a node read and write memory in the optimizer's step, for
+            all GPUs of the node together.
+        memory: GiB of a node's host that its trainings may take, for all GPUs of the node; None sets no limit.
+        assumed: Which of ``host_gbps`` and ``optimizer_gbs`` nobody has given or measured, for the report.
+
+    Raises:
+        TypeError: If a figure is not a number.
+        ValueError: If an argument is out of range.
+    """
+
+    gbps: float
+    optimizer_gbs: float
+    memory: float | None = None
+    assumed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        positive("host_gbps", self.gbps)
+        positive("optimizer_gbs", self.optimizer_gbs)
+        if self.memory is not None:
+            positive("host_memory", self.memory)
+
+    def allows(self, nbytes: int) -> bool:
+        """Return whether ``nbytes`` bytes fit in a node's host memory."""
+        return self.memory is None or nbytes <= self.memory * GIB
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Memory of one GPU, in GiB (2**30 bytes), and where the rest goes.
+
+    GPUs are named after GB but have GiB: an A100-80GB holds 80 GiB, of which torch sees 79.2.
+
+    Args:
+        gpu_memory: Memory of the GPU; None sets no limit.
+        activations: Memory of the activations that the model keeps for backward.
+        reserve: Memory that no tensor can use: the CUDA context, NCCL's buffers, the allocator's gaps.
+        offload: The host that shards, their gradients and optimizer state are on; None keeps them on the GPU.
+
+    Raises:
+        TypeError: If an argument is not a number.
+        ValueError: If an argument is out of range.
+    """
+
+    gpu_memory: float | None = None
+    activations: float = 2.0
+    reserve: float = 2.0
+    offload: Offload | None = None
+
+    def __post_init__(self) -> None:
+        if self.gpu_memory is not None:
+            positive("gpu_memory", self.gpu_memory)
+        not_negative("activations", self.activations)
+        not_negative("reserve", self.reserve)
+
+    def allows(self, nbytes: int) -> bool:
+        """Return whether ``nbytes`` bytes fit on the GPU."""
+        return self.gpu_memory is None or nbytes <= self.gpu_memory * GIB
+
+    def host_allows(self, nbytes: int) -> bool:
+        """Return whether ``nbytes`` bytes fit in a node's host memory; nothing else is known to be there."""
+        return self.offload is None or self.offload.allows(nbytes)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of a training with mixed precision.
+
+    Args:
+        compute: Dtype of the weights in forward and backward, and on the wire without a codec.
+        reduce: Dtype of the gradients on the wire without a codec.
+        storage: Dtype of the shards that the optimizer updates.
+        frozen_storage: Dtype of the shards of frozen weights; None takes ``storage``.
+        optimizer_bytes: Bytes of optimizer state per trainable element; 8 is Adam in fp32.
+        accumulation: Dtype in which gradients of several micro-batches accumulate.
+
+    Raises:
+        TypeError: If a dtype is not a ``torch.dtype``, or ``optimizer_bytes`` is not a number.
+        ValueError: If a dtype is not one that a strategy takes, or ``optimizer_bytes`` is negative.
+    """
+
+    compute: torch.dtype = torch.bfloat16
+    reduce: torch.dtype = torch.bfloat16
+    storage: torch.dtype = torch.float32
+    frozen_storage: torch.dtype | None = None
+    optimizer_bytes: int = 8
+    accumulation: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "reduce", "storage", "frozen_storage", "accumulation"):
+            self._check_dtype(name, getattr(self, name))
+        object.__setattr__(self, "optimizer_bytes", whole("optimizer_bytes", self.optimizer_bytes, least=0))
+
+    def _check_dtype(self, name: str, dtype: object) -> None:
+        if name == "frozen_storage" and dtype is None:
+            return
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{name} must be a torch.dtype, got {dtype!r}")
+        if dtype not in DTYPES.values():
+            raise ValueError(f"{name} must be one of {', '.join(map(str, DTYPES.values()))}, got {dtype}")
+
+
+def whole(name: str, value: float, least: int = 1) -> int:
+    """Return ``value`` as an int; it may be a float such as ``70e9`` without a fraction.
+
+    Raises:
+        TypeError: If ``value`` is not a number.
+        ValueError: If ``value`` has a fraction, is not finite, or is less than ``least``.
+    """
+    number = _number(name, value)
+    if not number.is_integer() or number < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    return int(value)
+
+
+def positive(name: str, value: float) -> float:
+    """Return ``value``, which must be a finite number above 0; raise like :func:`whole`."""
+    if _number(name, value) <= 0:
+        raise ValueError(f"{name} must be above 0, got {value!r}")
+    return value
+
+
+def not_negative(name: str, value: float) -> float:
+    """Return ``value``, which must be a finite number of at least 0; raise like :func:`whole`."""
+    if _number(name, value) < 0:
+        raise ValueError(f"{name} must be at least 0, got {value!r}")
+    return value
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):  # Python counts bool as an int
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value!r}")
+    return float(value)
+
+
+# ---- catalog
+#
+# Typical GPUs, the links between them, and networks: figures of vendors' data sheets, by name.
+#
+# They are peaks. A GPU computes at a part of its peak, and collectives reach a part of a link's: see ``hardware``.
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU.
+
+    Attributes:
+        memory: GiB of memory, which vendors write as GB.
+        tflops: Dense TFLOP/s in bf16 with fp32 accumulation, at its peak.
+        link: Name of the link to other GPUs of a usual machine.
+        host: Name of the link to the host's memory.
+        source: Where the figures are from.
+    """
+
+    memory: float
+    tflops: float
+    link: str
+    host: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between the GPUs of a machine, or of a GPU to the host's memory.
+
+    Attributes:
+        gbps: Gbit/s that one GPU sends, at the link's peak, in one direction.
+        fast: Whether it is NVLink, over which codecs don't pay.
+        source: Where the figure is from.
+    """
+
+    gbps: float
+    fast: bool
+    source: str
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network card of a node.
+
+    Attributes:
+        gbps: Gbit/s that it sends, at line rate.
+        source: Where the figure is from.
+    """
+
+    gbps: float
+    source: str
+
+
+_AMPERE = "NVIDIA A100 Tensor Core GPU data sheet (2021): without sparsity"
+_HOPPER = "NVIDIA H100 Tensor Core GPU data sheet (2023): half of the figure with sparsity"
+_GA102 = "NVIDIA Ampere GA102 GPU Architecture whitepaper, appendix: FP32 accumulation, without sparsity"
+_ADA = "NVIDIA Ada GPU Architecture whitepaper, appendix: FP32 accumulation, without sparsity"
+
+GPUS: Mapping[str, Gpu] = {
+    "a10": Gpu(24, 125, "pcie4", "pcie4", "NVIDIA A10 data sheet (2021): without sparsity"),
+    "a100": Gpu(80, 312, "nvlink3", "pcie4", _AMPERE),
+    "a100-40gb": Gpu(40, 312, "nvlink3", "pcie4", _AMPERE),
+    "a100-pcie": Gpu(80, 312, "pcie4", "pcie4", _AMPERE),
+    "a6000": Gpu(48, 154.8, "pcie4", "pcie4", _GA102),
+    "b200": Gpu(180, 2250, "nvlink5", "pcie5", "NVIDIA HGX B200 data sheet (2025): half of the figure with sparsity"),
+    "h100": Gpu(80, 989, "nvlink4", "pcie5", _HOPPER),
+    "h100-pcie": Gpu(80, 756, "pcie5", "pcie5", _HOPPER),
+    "h200": Gpu(
+        140, 989, "nvlink4", "pcie5", "NVIDIA H200 Tensor Core GPU data sheet (2024): half of the figure with sparsity"
+    ),
+    "l4": Gpu(
+        24, 121, "pcie4", "pcie4", "NVIDIA L4 Tensor Core GPU data sheet (2023): half of the figure with sparsity"
+    ),
+    "l40s": Gpu(48, 362.05, "pcie4", "pcie4", "NVIDIA L40S data sheet (2023): without sparsity"),
+    "rtx3090": Gpu(24, 71, "pcie4", "pcie4", _GA102),
+    "rtx4090": Gpu(24, 165.2, "pcie4", "pcie4", _ADA),
+    "rtx5090": Gpu(
+        32,
+        209.5,
+        "pcie5",
+        "pcie5",
+        "NVIDIA RTX Blackwell GPU Architecture whitepaper: FP32 accumulation, without sparsity",
+    ),
+}
+
+_PCIE = "PCI Express base specification: 16 lanes, 128b/130b encoding, one direction"
+_HALF = "half of the total of both directions"
+
+LINKS: Mapping[str, Link] = {
+    "nvlink3": Link(2400, True, f"NVIDIA A100 data sheet: {_HALF}, 600 GB/s"),
+    "nvlink4": Link(3600, True, f"NVIDIA H100 data sheet: {_HALF}, 900 GB/s"),
+    "nvlink5": Link(7200, True, f"NVIDIA HGX B200 data sheet: {_HALF}, 1.8 TB/s"),
+    "nvlink-bridge": Link(450, True, f"NVIDIA RTX A6000 data sheet: {_HALF}, 112.5 GB/s, between two GPUs"),
+    "pcie3": Link(126, False, _PCIE),
+    "pcie4": Link(252, False, _PCIE),
+    "pcie5": Link(504, False, _PCIE),
+}
+
+_ETHERNET = "IEEE 802.3, by its name"
+_INFINIBAND = "InfiniBand Trade Association roadmap: four lanes"
+
+NETWORKS: Mapping[str, Network] = {
+    **{f"{rate}gbe": Network(float(rate), _ETHERNET) for rate in ("1", "2.5", "10", "25", "40", "50", "100", "200")},
+    "400gbe": Network(400, _ETHERNET),
+    "ib-edr": Network(100, _INFINIBAND),
+    "ib-hdr": Network(200, _INFINIBAND),
+    "ib-ndr": Network(400, _INFINIBAND),
+    "ib-xdr": Network(800, _INFINIBAND),
+}
+
+T = TypeVar("T")
+
+
+def gpu_named(name: str) -> Gpu:
+    """Return a GPU by its name.
+
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    return _named("gpu", GPUS, name)
+
+
+def link_named(name: str) -> Link:
+    """Return a link by its name; raise like :func:`gpu_named`."""
+    return _named("link", LINKS, name)
+
+
+def network_named(name: str) -> Network:
+    """Return a node's network by the name of its card, after the number of cards if it has several: ``8xib-ndr``.
+
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    several = re.fullmatch(r"([1-9]\d*)x(.+)", name)
+    if several is None:
+        return _named("net", NETWORKS, name)
+    card = _named("net", NETWORKS, several[2])
+    return replace(card, gbps=int(several[1]) * card.gbps)
+
+
+def _named(what: str, known: Mapping[str, T], name: str) -> T:
+    if name in known:
+        return known[name]
+    hint = f"{asked} " if (asked := did_you_mean(name, known)) else ""
+    raise ValueError(f"{what} {name!r} is not in the catalog; {hint}allowed are {', '.join(known)}, or give numbers")
+
+
+# ---- hardware
+#
+# Figures of a cluster by the names of its hardware, where no numbers are given.
+#
+# Peaks are discounted: a GPU of the catalog is taken to compute at :data:`UTILIZATION` of its peak, and collectives to
+# reach :data:`OF_A_LINK` of a link inside a machine. The CPU is taken to need :data:`LAUNCH_MS` to launch a unit.
+
+UTILIZATION = 0.4
+"""Share of its peak FLOP/s at which a GPU computes a layer of a transformer, unless ``utilization`` is given."""
+OF_A_LINK = 0.5
+"""Share of a link's peak that an all-gather reaches: over NVLink between two H200s, of 26 MiB, 196 to 200 of 450 GB/s
+(benchmarks/step/results/hops-2x2-*.json)."""
+SLOWEST_NVLINK = OF_A_LINK * link_named("nvlink-bridge").gbps
+"""Gbit/s that collectives reach over the slowest NVLink; what is slower is taken for PCIe or the host's memory."""
+LAUNCH_MS = 5.0
+"""Milliseconds in which a CPU launches forward and backward of one unit in eager mode: of the 25 units of a Llama of
+1.35B under fully_shard, 141 to 243 ms on the CPUs of H100 and H200 machines (benchmarks/step/results/1.35B-*.json)."""
+OF_HOST_LINK = 0.8
+"""Share of PCI Express's peak that copies from and to pinned memory reach, not measured here."""
+OPTIMIZER_GBS = 200.0
+"""GB/s at which the CPUs of a node read and write memory in the optimizer's step: half of the peak of two sockets with
+eight channels of DDR4-3200 each (AMD EPYC 7002 data sheet: 204.8 GB/s a socket), not measured here."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Hardware by its names in the catalog.
+
+    Args:
+        gpu: Name of the GPU: its memory, its FLOP/s, and the link that it usually has.
+        link: Name of the link between the GPUs of a node; None takes the GPU's usual one.
+        net: Name of the network between nodes.
+        utilization: Share of the GPU's peak at which it computes; None takes :data:`UTILIZATION`.
+
+    Raises:
+        ValueError: If a name is not in the catalog, or ``utilization`` is not above 0 and at most 1 or has no ``gpu``.
+        TypeError: If ``utilization`` is not a number.
+    """
+
+    gpu: str | None = None
+    link: str | None = None
+    net: str | None = None
+    utilization: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, lookup in (("gpu", gpu_named), ("link", link_named), ("net", network_named)):
+            if (value := getattr(self, name)) is not None:
+                lookup(value)
+        if self.utilization is None:
+            return
+        if positive("utilization", self.utilization) > 1:
+            raise ValueError(f"utilization is a share of the GPU's peak, above 0 and up to 1, got {self.utilization}")
+        if self.gpu is None:
+            raise ValueError(f"utilization={self.utilization} is a share of a GPU's peak; name the gpu, or give tflops")
+
+    def cluster(
+        self,
+        nodes: int,
+        gpus_per_node: int,
+        inter_gbps: float | None,
+        intra_gbps: float | None,
+        slow_links: bool | None = None,
+    ) -> Cluster:
+        """Return the cluster; numbers that are given override names.
+
+        Args:
+            nodes: Number of nodes.
+            gpus_per_node: GPUs of each.
+            inter_gbps: Gbit/s out of a node.
+            intra_gbps: Gbit/s of a GPU inside.
+            slow_links: Whether the links inside a node are slow; None asks the link's name.
+        """
+        name = self.link or (None if self.gpu is None else gpu_named(self.gpu).link)
+        if name is not None:
+            link = link_named(name)
+            intra_gbps = OF_A_LINK * link.gbps if intra_gbps is None else intra_gbps
+            slow_links = not link.fast if slow_links is None else slow_links
+        if inter_gbps is None and self.net is not None:
+            inter_gbps = network_named(self.net).gbps
+        return Cluster(nodes, gpus_per_node, inter_gbps, intra_gbps, bool(slow_links))
+
+    def work(self, micro_batches: int, tokens: int | None, tflops: float | None, launch_ms: float | None) -> StepConfig:
+        """Return the work of a step; numbers that are given override names."""
+        if self.gpu is not None and tokens is not None:
+            # Numbers say more than a name: who gives TFLOP/s may have measured them.
+            share = UTILIZATION if self.utilization is None else self.utilization
+            tflops = share * gpu_named(self.gpu).tflops if tflops is None else tflops
+            launch_ms = LAUNCH_MS if launch_ms is None else launch_ms
+        return StepConfig(micro_batches, tokens, tflops, 0.0 if launch_ms is None else launch_ms)
+
+    def budget(
+        self, gpu_memory: float | None, activations: float, reserve: float, offload: Offload | None = None
+    ) -> MemoryBudget:
+        """Return the memory of a GPU; a number that is given overrides the GPU's."""
+        if gpu_memory is None and self.gpu is not None:
+            gpu_memory = gpu_named(self.gpu).memory
+        return MemoryBudget(gpu_memory, activations, reserve, offload)
+
+    def offload(
+        self, asked: bool, host_gbps: float | None, host_memory: float | None, optimizer_gbs: float | None
+    ) -> Offload | None:
+        """Return the host that parameters are offloaded to; numbers that are given override names.
+
+        Args:
+            asked: Whether they are to be offloaded.
+            host_gbps: Gbit/s of a GPU's copies from and to the host.
+            host_memory: GiB of a node's host.
+            optimizer_gbs: GB/s of a node's CPUs in the optimizer's step.
+
+        Raises:
+            TypeError: If ``asked`` is not a bool, or a number is none.
+            ValueError: If nothing tells ``host_gbps``, or a number is given though nothing is offloaded.
+        """
+        if not isinstance(asked, bool):
+            raise TypeError(f"cpu_offload must be True or False, got {asked!r}")
+        given = {"host_gbps": host_gbps, "host_memory": host_memory, "optimizer_gbs": optimizer_gbs}
+        if not asked:
+            named = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+            if named:
+                raise ValueError(
+                    f"{named} is about CPU offload; pass cpu_offload=True (--cpu-offload), too, or remove it"
+                )
+            return None
+        assumed = tuple(name for name in ("host_gbps", "optimizer_gbs") if given[name] is None)
+        if host_gbps is None and self.gpu is not None:
+            host_gbps = OF_HOST_LINK * link_named(gpu_named(self.gpu).host).gbps
+        if host_gbps is None:
+            raise ValueError(
+                "host_gbps is missing: Gbit/s at which a GPU copies from the host's memory; name the gpu, or give it"
+            )
+        return Offload(host_gbps, OPTIMIZER_GBS if optimizer_gbs is None else optimizer_gbs, host_memory, assumed)
+
+
+# ---- host link
+#
+# Measures at which rate a GPU copies from its host's memory, with the copies that offloaded parameters make.
+
+MIB = 64
+HOST_REPETITIONS = 5
+
+
+def measure_host_link() -> float | None:
+    """Return the Gbit/s of copies from and to pinned memory, of the slowest GPU if there is a job; None without a GPU.
+
+    Collective over the job. All GPUs copy at once, since they share the host's memory.
+    """
+    if not torch.cuda.is_available():
+        return None
+    host = torch.empty(MIB * 2**20, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(host, device="cuda")
+    seconds = []
+    for _ in range(HOST_REPETITIONS + 1):  # the first warms up
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        device.copy_(host, non_blocking=True)
+        host.copy_(device, non_blocking=True)
+        end.record()
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3)
+    rate = torch.tensor(2 * host.nbytes * 8 / median(seconds[1:]) / 1e9)
+    if dist.is_initialized():
+        # All ranks need the same figure, or they might choose different strategies.
+        rate = rate.to("cuda" if "nccl" in dist.get_backend() else "cpu")
+        dist.all_reduce(rate, dist.ReduceOp.MIN)
+    return rate.item()
+
+
+# ---- bandwidth
+#
+# Measures both bandwidths on the running job, with the collectives that strategies use.
+
+DEFAULT_MIB = 256
+REPETITIONS = 7
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Measured bandwidths, the same on every rank.
+
+    Attributes:
+        nodes: Number of nodes they were measured on.
+        gpus_per_node: GPUs of each node.
+        inter_gbps: Gbit/s of a whole node to the others; None if there is only one node.
+        intra_gbps: Gbit/s of one GPU to the others of its node; None if it has only one GPU.
+    """
+
+    nodes: int
+    gpus_per_node: int
+    inter_gbps: float | None
+    intra_gbps: float | None
+
+    @property
+    def slow_links(self) -> bool:
+        """Return whether GPUs of a node are slower to each other than over any NVLink."""
+        return self.intra_gbps is not None and self.intra_gbps < SLOWEST_NVLINK
+
+
+def measure_bandwidth(
+    group: dist.ProcessGroup,
+    gpus_per_node: int | None = None,
+    mib: float = DEFAULT_MIB,
+    repetitions: int = REPETITIONS,
+) -> Bandwidth:
+    """Time all-gathers between nodes and inside them. Collective over ``group``.
+
+    All ranks take part at once, so the inter-node figure is that of a node's whole network, not the share of one GPU.
+    A repetition counts with the time of its slowest rank. The result is the median of all but the first, which warms
+    up.
+
+    Args:
+        group: The ranks.
+        gpus_per_node: Ranks of a node; None takes it from torchrun.
+        mib: MiB that a rank holds after an all-gather, about as much as a large unit.
+        repetitions: Number of timed all-gathers.
+
+    Raises:
+        TypeError: If an argument is not a number.
+        ValueError: If an argument is out of range, or the layout is not possible.
+    """
+    nbytes = int(positive("mib", mib) * 2**20)
+    repetitions = whole("repetitions", repetitions)
+    mesh = process_mesh(group, gpus_per_node)
+    topology = mesh.topology
+
+    def gbps(subgroup: dist.ProcessGroup | None, level: Level, senders: int) -> float | None:
+        traffic = Traffic()
+        hop = hop_over(subgroup, "gather", level, traffic)
+        if hop is None:
+            return None
+        # Every rank sends an equal part of the bytes that all hold in the end.
+        seconds = _median_seconds(hop, group, max(1, nbytes // hop.size), repetitions)
+        sent = traffic.sent["gather", level] / (repetitions + 1)  # the warm-up counts here
+        return senders * sent * 8 / seconds / 1e9
+
+    return Bandwidth(
+        topology.nodes,
+        topology.gpus_per_node,
+        inter_gbps=gbps(mesh.inter, "inter", topology.gpus_per_node),
+        intra_gbps=gbps(mesh.intra, "intra", 1),
+    )
+
+
+def links_are_slow(group: dist.ProcessGroup, measured: Bandwidth | None) -> bool | None:
+    """Return whether the links inside a node are slow: as the machine says, which decides on nodes in training, too.
+
+    Collective over ``group``.
+
+    Args:
+        group: The ranks.
+        measured: What decides if the machine does not say; None if the links inside nodes were not measured.
+
+    Returns:
+        None if neither says it.
+    """
+    links = find_links(group)
+    if links is not None:
+        return links.are_slow
+    return None if measured is None else measured.slow_links
+
+
+def world() -> dist.ProcessGroup:
+    """Return the group of all ranks.
+
+    Raises:
+        ValueError: If no process group is initialized.
+    """
+    if dist.group.WORLD is None:
+        raise ValueError("no process group is initialized; call torch.distributed.init_process_group first")
+    return dist.group.WORLD
+
+
+def _median_seconds(hop: Hop, group: dist.ProcessGroup, nbytes: int, repetitions: int) -> float:
+    """Return the median over repetitions of the slowest rank's seconds for an all-gather of ``nbytes`` per rank."""
+    # A group may have several backends, such as "cpu:gloo,cuda:nccl".
+    device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+    payload = torch.zeros((1, nbytes), dtype=torch.uint8, device=device)
+    times = torch.empty(repetitions + 1, dtype=torch.float64, device=device)
+    for repetition in range(repetitions + 1):
+        # All ranks start together, or the first would count its wait for the last.
+        dist.barrier(group)
+        _synchronize(device)
+        start = time.perf_counter()
+        hop.all_gather(payload, "bandwidth")
+        _synchronize(device)
+        times[repetition] = time.perf_counter() - start
+    # All ranks need the same figures, or they might choose different strategies.
+    dist.all_reduce(times, dist.ReduceOp.MAX, group)
+    return median(times[1:].tolist())
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,322 @@
+"""Private names of torch: versions of shards, loads of checkpoints, and views of flat parameters."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
+from torch.distributed.fsdp._runtime_utils import _get_orig_buffer_dtypes
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fsdp_zpp.comm.agreement import fingerprint
+from fsdp_zpp.comm.mesh import ProcessMesh
+
+# ---- shard version
+#
+# Private names of torch: which writes to a shard torch counts, and whether it is still in the same memory.
+#
+# torch counts writes to the parameters and to the shards themselves. It does not count those through ``p.data``, those
+# of fused optimizers, those of some ``torch._foreach_*`` on GPUs, and those of most ``torch._foreach_*`` to DTensors on
+# CPUs. With FSDP_ZPP_CHECK=1 a version is a fingerprint of what the shards hold instead, and so differs after any
+# write.
+
+_version_of = attrgetter("_version")
+
+CHECK = "FSDP_ZPP_CHECK"
+"""The environment variable that has what gathers reuse compared with the shards; see the docs of secondary shards."""
+
+
+class ShardVersion:
+    """Versions of a unit's shards: any two are equal if nothing was written, moved or replaced in between.
+
+    Each new tensor counts its writes from zero, and an allocator reuses addresses, so counts and addresses alone could
+    agree by chance. Weak references to the storages keep their identities from reuse without keeping their memory.
+
+    Attributes:
+        of_contents: Whether versions are fingerprints of what the shards hold.
+    """
+
+    def __init__(self) -> None:
+        self.of_contents = os.environ.get(CHECK, "") not in ("", "0")
+        self._storages: list[int] = []
+        self._references: list[StorageWeakRef] = []
+        self._moves = 0
+
+    def of(self, memory: Sequence[Tensor], counted: Sequence[Tensor]) -> Hashable:
+        """Return the version of what a unit's shards hold now.
+
+        Args:
+            memory: The gathered tensors, except subclasses without a storage of their own.
+            counted: These, and the tensors through which users and optimizers write to them.
+        """
+        if self.of_contents:
+            # Of what is counted, DTensors hold what is in the memory; other subclasses are not in it.
+            subclasses = (
+                each for each in counted if not isinstance(each, DTensor) and is_traceable_wrapper_subclass(each)
+            )
+            return tuple(fingerprint(part) for each in (*memory, *subclasses) for part in _parts(each))
+        storages = [tensor.untyped_storage()._cdata for tensor in memory]
+        if storages != self._storages:
+            self._storages, self._moves = storages, self._moves + 1
+            self._references = [StorageWeakRef(tensor.untyped_storage()) for tensor in memory]
+        return self._moves, *map(_version_of, counted)
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensor, or those that it wraps."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _parts(getattr(tensor, name))
+
+
+# ---- checkpoint load
+#
+# Private names of torch's distributed checkpoints: weights that ``dcp.load`` has written in place.
+#
+# A state dict of ``fully_shard`` shows the shards themselves, so a load writes to the weights, whether or not its
+# result is set on the model afterwards. torch has no hook for that. At each call, all its public functions look up the
+# private one that loads in the globals of their module. So a replacement there also hears of calls by code that has
+# imported them before.
+
+_LISTENERS = "_fsdp_zpp_listeners"
+
+
+class Listener(Protocol):
+    """A unit, whose weights a load may have written."""
+
+    @property
+    def ranks(self) -> ProcessMesh:
+        """Return the unit's ranks."""
+
+    def weights_loaded(self) -> None:
+        """Handle weights that were loaded."""
+
+
+def hear_of_loads(unit: Listener) -> None:
+    """Call ``unit.weights_loaded()`` after each load by all of its ranks, for as long as the unit exists.
+
+    It does not matter which tensors are loaded: a rank may hold nothing of a unit, and could not tell.
+    """
+    # On torch's function, rather than in a global of this module.
+    listeners: WeakSet[Listener] | None = getattr(state_dict_loader._load_state_dict, _LISTENERS, None)
+    if listeners is None:
+        listeners = _install()
+    listeners.add(unit)
+
+
+def _install() -> WeakSet[Listener]:
+    """Wrap the function that loads, once for all units."""
+    original = state_dict_loader._load_state_dict
+    signature = inspect.signature(original)
+    listeners: WeakSet[Listener] = WeakSet()
+
+    @functools.wraps(original)
+    def load(*args: Any, **kwargs: Any) -> None:
+        try:
+            original(*args, **kwargs)
+        finally:  # a load that fails may have written, too
+            given = signature.bind(*args, **kwargs).arguments
+            _tell(list(listeners), _loading(given.get("process_group"), alone=bool(given.get("no_dist"))))
+
+    setattr(load, _LISTENERS, listeners)
+    state_dict_loader._load_state_dict = load
+    return listeners
+
+
+def _loading(group: dist.ProcessGroup | None, *, alone: bool) -> frozenset[int]:
+    """Return the ranks that take part in a load."""
+    if not dist.is_initialized() or dist.get_rank(group) < 0:
+        return frozenset()
+    return frozenset([dist.get_rank()] if alone else dist.get_process_group_ranks(group))
+
+
+def _tell(units: Collection[Listener], loading: frozenset[int]) -> None:
+    # If some ranks of a unit took it for stale and others did not, they would enter different collectives.
+    all_load = functools.cache(lambda mesh: mesh.is_within(loading))
+    for unit in units:
+        if all_load(unit.ranks):
+            unit.weights_loaded()
+
+
+# ---- flat parts
+#
+# Private names of torch's flat parameters: the original parameters as parts of them, sharded or not.
+#
+# It concerns all instances of FullyShardedDataParallel, those of torch's own strategies, too.
+
+Site = tuple[nn.Module, str]
+"""A module, and the name of a parameter on it."""
+
+
+@dataclass(frozen=True)
+class FlatPart:
+    """One original parameter of a flat parameter.
+
+    Attributes:
+        handle: The flat parameter's handle.
+        place: The parameter's place among the original ones.
+        start: Where its values begin in the flat parameter.
+        sites: Where modules have it.
+    """
+
+    handle: FlatParamHandle
+    place: int
+    start: int
+    sites: tuple[Site, ...]
+
+    @property
+    def _flat_param(self) -> FlatParameter:
+        return self.handle.flat_param
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return its shape; under another parallelism, that of what FSDP shards."""
+        return self._flat_param._shapes[self.place]
+
+    @property
+    def full_shape(self) -> torch.Size:
+        """Return its shape in full, under another parallelism, too."""
+        spec: Any = self._flat_param._param_extensions[self.place]
+        return self.shape if spec is None else torch.Size(spec.shape)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Return whether it is trained, as an optimizer sees it."""
+        originals = self._flat_param._params
+        return (originals[self.place] if originals else self._flat_param).requires_grad
+
+    @property
+    def shard(self) -> Tensor:
+        """Return what this rank holds of the flat parameter, in full precision."""
+        # There is no _local_shard until FSDP's lazy initialization; the flat parameter is the shard then.
+        return getattr(self._flat_param, "_local_shard", self._flat_param).detach()
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device that gathers, even where shards are offloaded."""
+        device: torch.device = self.handle.device
+        return device
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Return the ranks of which each holds a shard; None if this rank holds all of it."""
+        return self.handle.process_group if self.handle.uses_sharded_strategy else None
+
+    def with_other_axes(self, part: Tensor) -> Tensor:
+        """Gather a parameter that another parallelism shards over its ranks, too. Collective over these."""
+        spec: Any = self._flat_param._param_extensions[self.place]
+        if spec is None:
+            return part
+        sharded = DTensor.from_local(
+            part, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+        )
+        return sharded.full_tensor()
+
+    @property
+    def has_other_axes(self) -> bool:
+        """Return whether another parallelism shards it, too."""
+        return self._flat_param._param_extensions[self.place] is not None
+
+
+def flat_parts(model: nn.Module) -> Iterator[FlatPart]:
+    """Yield the parts of all flat parameters below ``model``, whose shards have what was written to parameters."""
+    for instance in _instances(model):
+        handle = instance._handle
+        if handle is None:
+            continue
+        copy_replaced(handle)
+        flat_param = handle.flat_param
+        sites = [[(info.module, info.param_name)] for info in flat_param._param_infos]
+        places = {site: place for place, [site] in enumerate(sites)}
+        for info in flat_param._shared_param_infos:
+            sites[places[info.prim_module, info.prim_param_name]].append((info.module, info.param_name))
+        start = place = 0
+        for size, is_padding in zip(flat_param._numels_with_padding, flat_param._is_padding_mask, strict=True):
+            if not is_padding:
+                yield FlatPart(handle, place, start, tuple(sites[place]))
+                place += 1
+            start += size
+
+
+def _instances(model: nn.Module) -> Iterator[FullyShardedDataParallel]:
+    # torch's fsdp_modules() takes four times as long: it looks up the states of modules that it has not wrapped, too.
+    return (module for module in model.modules() if isinstance(module, FullyShardedDataParallel))
+
+
+def is_flat(parameter: Tensor) -> bool:
+    """Return whether a parameter that a module shows is a flat one."""
+    return isinstance(parameter, FlatParameter)
+
+
+def original_dtypes(model: nn.Module) -> dict[Tensor, torch.dtype]:
+    """Return the dtypes that buffers had before mixed precision cast them; state dicts show buffers in these."""
+    dtypes = {}
+    for instance in _instances(model):
+        if instance.mixed_precision.buffer_dtype is None:
+            continue
+        for name, buffer in instance.named_buffers():
+            if (clean := clean_tensor_name(name)) not in instance._ignored_buffer_names:
+                [dtypes[buffer]] = _get_orig_buffer_dtypes(instance, [clean])
+    return dtypes
+
+
+# ---- original parameters that were given other memory, by ``p.data = ...``
+
+
+def copy_replaced(handle: FlatParamHandle) -> None:
+    """Copy the values of parameters that were replaced to the shard, from FSDP's lazy initialization on.
+
+    FSDP does so before it gathers. Whatever else reads the shard, or has parameters show it again, must have it done.
+    """
+    flat_param = handle.flat_param
+    if not hasattr(flat_param, "_local_shard") or not _shows_parameters(flat_param):
+        return
+    if handle.uses_sharded_strategy:
+        copy_replaced_shards(handle)
+    elif flat_param._params:
+        _copy_unsharded(handle)
+
+
+def copy_replaced_shards(handle: FlatParamHandle) -> None:
+    """Copy parameters that have other storage by now to a sharded handle's shard, as FSDP does."""
+    # In a backward, FSDP keeps gradients where a writeback does not look for them.
+    may_differ = (
+        torch._C._current_graph_task_id() == -1 and handle._use_orig_params and not handle._skip_writeback_check
+    )
+    if may_differ and handle._writeback_orig_params():
+        handle._use_sharded_views()  # or FSDP would do it again, which counts as a write
+
+
+def _shows_parameters(flat_param: FlatParameter) -> bool:
+    """Return whether modules have parameters, which torch takes away while it moves a model."""
+    return all(hasattr(module, name) for name, module, _ in flat_param._param_infos)
+
+
+@torch.no_grad()
+def _copy_unsharded(handle: FlatParamHandle) -> None:
+    """Copy as FSDP does where nothing is sharded, but no gradients: FSDP would take accumulated ones for a user's."""
+    flat_param = handle.flat_param
+    own = {tensor.untyped_storage().data_ptr() for tensor in (flat_param, flat_param._local_shard)}
+    views = handle._get_unflat_views(flat_param._local_shard)
+    for (name, module, _), view in zip(flat_param._param_infos, views, strict=True):
+        shown = getattr(module, name, None)
+        if isinstance(shown, nn.Parameter) and shown.untyped_storage().data_ptr() not in own:
+            view.copy_(shown)
+            shown.data = view

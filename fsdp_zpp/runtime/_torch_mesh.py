@@ -1,0 +1,668 @@
+"""Ranks that share a node, the links among them, and torch's meshes of them."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.tensor import Placement
+
+from fsdp_zpp.comm.agreement import agree, from_each_rank
+from fsdp_zpp.comm.mesh import (
+    ProcessMesh,
+    described,
+    mesh_on,
+    name_by_axes,
+    named_ranks,
+    tells_node_size,
+    topology_of,
+    twin_of,
+)
+from fsdp_zpp.strategy.error_feedback import Topology
+from fsdp_zpp.strategy.strategy import Strategy
+
+# ---- nvml
+#
+# NVIDIA's management library, which comes with the driver: which GPUs of this machine NVLink joins.
+#
+# It sees all GPUs of the machine. CUDA sees those that CUDA_VISIBLE_DEVICES leaves to a process, often one alone.
+
+_LIBRARY = "libnvidia-ml.so.1"
+_SUCCESS = 0
+_P2P_OVER_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
+_P2P_WORKS = 0  # NVML_P2P_STATUS_OK
+_P2P_UNKNOWN = 6  # NVML_P2P_STATUS_UNKNOWN; those between deny it, each with a reason
+_UUID_NBYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
+
+
+class NvlinkPeers(NamedTuple):
+    """GPUs by UUID, as seen from one of them.
+
+    Attributes:
+        gpu: That one; for an instance of MIG, the whole GPU.
+        joined: GPUs to which it has NVLink, directly or through switches.
+        apart: GPUs to which it has none. Those in neither are unknown.
+    """
+
+    gpu: str
+    joined: frozenset[str]
+    apart: frozenset[str]
+
+
+def nvlink_peers(uuid: str) -> NvlinkPeers | None:
+    """Return the GPUs that NVLink joins to the one with this UUID; None if the library does not say.
+
+    Args:
+        uuid: The UUID as CUDA shows it, without "GPU-" or "MIG-".
+    """
+    try:
+        library = _load()
+        if library.nvmlInit_v2() != _SUCCESS:
+            return None
+        try:
+            return _peers(library, uuid)
+        finally:
+            library.nvmlShutdown()
+    except (OSError, AttributeError):  # there is no such library, or it is a stub without these functions
+        return None
+
+
+def _load() -> Any:
+    return ctypes.CDLL(_LIBRARY)
+
+
+def _peers(library: Any, uuid: str) -> NvlinkPeers | None:
+    own = _whole_gpu(library, uuid)
+    if own is None or (gpu := _uuid(library, own)) is None:
+        return None
+    count = ctypes.c_uint()
+    if library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != _SUCCESS:
+        return None
+    joined: set[str] = set()
+    apart: set[str] = set()
+    for index in range(count.value):
+        peer, status = ctypes.c_void_p(), ctypes.c_int()
+        if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(peer)) != _SUCCESS:
+            continue
+        name = _uuid(library, peer)
+        if name is None or name == gpu:
+            continue
+        if library.nvmlDeviceGetP2PStatus(own, peer, _P2P_OVER_NVLINK, ctypes.byref(status)) == _SUCCESS:
+            if status.value == _P2P_WORKS:
+                joined.add(name)
+            elif status.value < _P2P_UNKNOWN:
+                apart.add(name)
+    return NvlinkPeers(gpu, frozenset(joined), frozenset(apart))
+
+
+def _whole_gpu(library: Any, uuid: str) -> ctypes.c_void_p | None:
+    handle = ctypes.c_void_p()
+    if library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle)) == _SUCCESS:
+        return handle
+    if library.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}".encode(), ctypes.byref(handle)) != _SUCCESS:
+        return None
+    whole = ctypes.c_void_p()
+    found = library.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle, ctypes.byref(whole))
+    return whole if found == _SUCCESS else None
+
+
+def _uuid(library: Any, handle: ctypes.c_void_p) -> str | None:
+    text = ctypes.create_string_buffer(_UUID_NBYTES)
+    return text.value.decode() if library.nvmlDeviceGetUUID(handle, text, _UUID_NBYTES) == _SUCCESS else None
+
+
+# ---- links
+#
+# Links: which ranks of a group share fast ones, as the machine says.
+#
+# Fast are NVLink, directly or through switches, and what ranks on one GPU share. All else is slow: peer-to-peer access
+# over PCIe, copies through the host's memory, and NVLink that NCCL was told not to use. Each rank asks NVML about its
+# own GPU; ranks exchange what they have found, once a group, so that all of them conclude the same. Where a link is not
+# known (on CPUs, or between other accelerators than NVIDIA's), nothing is concluded.
+
+logger = logging.getLogger("fsdp_zpp")
+
+
+@dataclass(frozen=True)
+class GpuReport:
+    """Report of a rank on the links of its GPU; GPUs are named by their UUIDs.
+
+    Attributes:
+        gpu: The rank's GPU; None if it has none.
+        joined: GPUs of the machine to which it has fast links.
+        apart: GPUs of the machine to which it has none. Those in neither are unknown.
+        disabled: Whether NCCL was told to use no peer-to-peer access, and so no NVLink.
+    """
+
+    gpu: str | None
+    joined: frozenset[str] = frozenset()
+    apart: frozenset[str] = frozenset()
+    disabled: bool = False
+
+
+@dataclass(frozen=True)
+class Links:
+    """Fast links among the ranks of a group.
+
+    Attributes:
+        launched: The ranks on nodes as the launcher started them.
+        sets: The sets of ranks that fast links join, each in order, by their first rank; none spans two launched nodes.
+        shares_gpus: Whether ranks share a GPU.
+        disabled: Whether NCCL was told to use no peer-to-peer access.
+    """
+
+    launched: Topology
+    sets: tuple[tuple[int, ...], ...]
+    shares_gpus: bool = False
+    disabled: bool = False
+
+    @property
+    def node_size(self) -> int | None:
+        """Return how many consecutive ranks are in each set; None if sets are unequal or ranks lie in another order."""
+        size = len(self.sets[0])
+        consecutive = all(ranks == tuple(range(ranks[0], ranks[0] + size)) for ranks in self.sets)
+        return size if consecutive else None
+
+    @property
+    def are_slow(self) -> bool:
+        """Return whether ranks of a launched node are without fast links to each other."""
+        return len(self.sets) > self.launched.nodes
+
+    def __str__(self) -> str:
+        what = "ranks" if self.shares_gpus else "GPUs"
+        ranks = f"{self.launched.gpus_per_node} {what}{' a node' * (self.launched.nodes > 1)}"
+        fast = "fast links" if self.shares_gpus else "NVLink"
+        if not self.are_slow:
+            return f"{ranks} with {fast}"
+        if len(self.sets) == self.launched.world:
+            return f"{ranks} without {'peer-to-peer access (NCCL_P2P_DISABLE)' if self.disabled else fast}"
+        if self.node_size is not None:
+            return f"{ranks} with {fast} in sets of {self.node_size}"
+        joined = ", ".join(named_ranks(list(ranks)) for ranks in self.sets if len(ranks) > 1)
+        return f"{ranks} with {fast} among {joined} alone"
+
+
+# None for groups of which nothing is known.
+_links: WeakKeyDictionary[dist.ProcessGroup, Links | None] = WeakKeyDictionary()
+
+
+def find_links(group: dist.ProcessGroup, device: torch.device | None = None) -> Links | None:
+    """Return the links of ``group``, or None if they are not known. Collective at the first call for a group.
+
+    Args:
+        group: The ranks.
+        device: This rank's GPU. Default: the one that the group is bound to, or the current one.
+    """
+    if group not in _links:
+        _links[group] = _exchanged(group, device) if may_be_known(group) else None
+    return _links[group]
+
+
+def known_links(group: dist.ProcessGroup | None) -> Links | None:
+    """Return what :func:`find_links` has found, without communication; None also if it was never called."""
+    return None if group is None else _links.get(group)
+
+
+def links_from(reports: Sequence[GpuReport], launched: Topology) -> Links | None:
+    """Conclude from the reports of all ranks, in their order, which of them share fast links; None if it is unknown."""
+    sets: list[tuple[int, ...]] = []
+    for ranks in launched.intra_partition():
+        found = _joined_sets({rank: reports[rank] for rank in ranks})
+        if found is None:
+            return None
+        sets += found
+    gpus_of_nodes = ([reports[rank].gpu for rank in ranks] for ranks in launched.intra_partition())
+    shares_gpus = any(len({*gpus}) < len(gpus) for gpus in gpus_of_nodes)
+    return Links(launched, tuple(sets), shares_gpus, any(report.disabled for report in reports))
+
+
+def _joined_sets(reports: dict[int, GpuReport]) -> list[tuple[int, ...]] | None:
+    """Return the sets of ranks of one machine that are joined, if through others; None if that is unknown."""
+    # Through others, since NCCL's rings go where links are: an eight-GPU mesh of V100s has no links for many pairs.
+    sets: list[set[int]] = []
+    for rank, report in reports.items():
+        near = [part for part in sets if any(_are_joined(report, reports[other]) for other in part)]
+        sets = [part for part in sets if part not in near] + [{rank}.union(*near)]
+    for part in sets:
+        others = [reports[rank] for rank in reports.keys() - part]
+        if not all(_are_known_apart(reports[rank], other) for rank in part for other in others):
+            return None
+    return sorted(tuple(sorted(part)) for part in sets)
+
+
+def _are_joined(one: GpuReport, other: GpuReport) -> bool:
+    if one.gpu is None or other.gpu is None:
+        return False
+    if one.gpu == other.gpu:
+        return True
+    return not (one.disabled or other.disabled) and one.gpu in other.joined and other.gpu in one.joined
+
+
+def _are_known_apart(one: GpuReport, other: GpuReport) -> bool:
+    """Return whether two ranks that are not joined are surely not."""
+    if one.gpu is None or other.gpu is None:
+        return False
+    return one.disabled or other.disabled or one.gpu in other.apart or other.gpu in one.apart
+
+
+def may_be_known(group: dist.ProcessGroup) -> bool:
+    """Return whether :func:`find_links` asks ranks about GPUs; alike on all of them, whatever each has."""
+    return dist.get_world_size(group) > 1 and "nccl" in dist.get_backend_config(group)
+
+
+def _exchanged(group: dist.ProcessGroup, device: torch.device | None) -> Links | None:
+    reports = from_each_rank(_own_report_or_none(group, device), group, device)
+    try:
+        launched = topology_of(group)
+    except ValueError:  # the launcher does not say what shares a machine; whoever needs nodes raises it
+        return None
+    return links_from(reports, launched)
+
+
+def _own_report_or_none(group: dist.ProcessGroup, device: torch.device | None) -> GpuReport:
+    try:
+        return own_report(group, device)
+    except Exception as error:  # of any kind: the other ranks would hang in the exchange
+        logger.debug("links of this rank's GPU are not known: %s: %s", type(error).__name__, error)
+        return GpuReport(None)
+
+
+def own_report(group: dist.ProcessGroup, device: torch.device | None) -> GpuReport:
+    """Return this rank's report."""
+    if not torch.cuda.is_available():
+        return GpuReport(None)
+    given = (device, getattr(group, "bound_device_id", None), torch.device("cuda", torch.cuda.current_device()))
+    own = next(each.index for each in given if each is not None and each.type == "cuda" and each.index is not None)
+    uuid = str(torch.cuda.get_device_properties(own).uuid)
+    peers = nvlink_peers(uuid) or _peers_without_access(uuid, own)
+    return GpuReport(*peers, disabled=_p2p_is_disabled())
+
+
+def _peers_without_access(uuid: str, own: int) -> NvlinkPeers:
+    """Return which visible GPUs this one can't access: they are apart, while others may have any link."""
+    others = (index for index in range(torch.cuda.device_count()) if index != own)
+    apart = (index for index in others if not torch.cuda.can_device_access_peer(own, index))
+    uuids = frozenset(str(torch.cuda.get_device_properties(index).uuid) for index in apart)
+    return NvlinkPeers(uuid, frozenset(), uuids)
+
+
+def _p2p_is_disabled() -> bool:
+    """Return whether the environment tells NCCL to use no peer-to-peer access."""
+    return os.environ.get("NCCL_P2P_DISABLE", "0") != "0" or os.environ.get("NCCL_P2P_LEVEL") in ("LOC", "0")
+
+
+# ---- rank layout
+#
+# Layout of a strategy's ranks on nodes: decided once for each module that is sharded, and handed on.
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """Ranks that a call shards over, and how they lie on nodes.
+
+    Attributes:
+        group: The ranks.
+        topology: Their nodes.
+        stock: Whether torch's own FULL_SHARD is all that the strategy asks for, so that fully_shard leaves it to torch.
+        by_links: Whether the machine's links have decided on the nodes; see [Note: Links] in strategy.py.
+    """
+
+    group: dist.ProcessGroup
+    topology: Topology
+    stock: bool
+    by_links: bool = False
+
+    @classmethod
+    def of(cls, strategy: Strategy, group: dist.ProcessGroup) -> RankLayout:
+        """Return the layout of ``group``, without communication; raise what :func:`topology_of` raises.
+
+        Links count if they were found before: see :func:`find_links`.
+        """
+        topology = topology_of(group, node_size(strategy, group))
+        if strategy.gpus_per_node is None and strategy.follows_links:
+            joined = joined_by_links(group)
+            if joined is not None:
+                return cls(group, joined, stock=False, by_links=True)
+        return cls(group, topology, stock=topology.nodes == 1 and strategy.is_plain)
+
+    def mesh(self) -> ProcessMesh:
+        """Return the mesh of the ranks. Collective over them at the first call for each layout."""
+        return mesh_on(self.group, self.topology, by_links=self.by_links)
+
+
+def joined_by_links(group: dist.ProcessGroup) -> Topology | None:
+    """Return the nodes of ``group`` whose ranks share fast links; None if that is what was launched, or not known."""
+    links = known_links(group)
+    if links is None or links.node_size is None or links.launched.nodes > 1 or not links.are_slow:
+        return None
+    return Topology(links.launched.world, links.node_size)
+
+
+def node_size(strategy: Strategy, group: dist.ProcessGroup) -> int | None:
+    """Return ``gpus_per_node`` for ``group``; None leaves it to the launcher."""
+    # A plain strategy does the same on any layout, so it must not fail if nothing tells the layout. All ranks then
+    # count as one node, and torch's own collectives do the work.
+    if strategy.gpus_per_node is None and strategy.is_plain and not tells_node_size():
+        return dist.get_world_size(group)
+    return strategy.gpus_per_node
+
+
+def node_size_fact(given: int | None, group: dist.ProcessGroup) -> object:
+    """Return what ranks must agree on of a ``gpus_per_node``, before links are asked: only ranks without one ask."""
+    if given is not None:
+        return given
+    # As resolved rather than as given: ranks that leave it to the launcher may have been launched differently.
+    launched = launched_node_size(group)
+    return f"{launched} (as launched)" if isinstance(launched, int) and may_be_known(group) else launched
+
+
+def launched_node_size(group: dist.ProcessGroup) -> object:
+    """Return ``gpus_per_node`` as launched, or what the launcher says if that gives no layout."""
+    try:
+        return topology_of(group).gpus_per_node
+    except ValueError:  # which must raise on all ranks, not on some: the caller compares the text between them
+        return described()
+
+
+# ---- mesh
+#
+# Private names of torch's device meshes: the parts of a mesh that a strategy shards over.
+
+
+def flattened(mesh: DeviceMesh, dims: tuple[str, ...]) -> DeviceMesh:
+    """Return the 1-D mesh over ``dims`` of ``mesh``. Collective over the root mesh at the first call for these."""
+    part = mesh if dims == mesh.mesh_dim_names else mesh[dims]
+    return part if part.ndim == 1 else part._flatten()
+
+
+def is_part(mesh: DeviceMesh) -> bool:
+    """Return whether ``mesh`` is a part of a larger one, along which other parallelisms may have sharded parameters."""
+    return mesh._get_root_mesh() is not mesh
+
+
+def name_ranks(group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
+    """Have errors name the ranks of ``group``, which ``mesh`` has, by their coordinates, if there are several axes."""
+    root = mesh._get_root_mesh()
+    if root.ndim > 1 and root.mesh_dim_names is not None:
+        name_by_axes(group, root.mesh_dim_names, root.mesh)
+
+
+def sharded_along(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[str, ...]:
+    """Return the dimensions of ``mesh``, by name, along which a tensor with these placements is sharded."""
+    names = mesh.mesh_dim_names or map(str, range(mesh.ndim))
+    pairs = zip(names, placements, strict=True)
+    return tuple([name for name, placement in pairs if not placement.is_replicate()])
+
+
+def mesh_over(group: dist.ProcessGroup, mesh: DeviceMesh) -> DeviceMesh:
+    """Make the 1-D mesh over ``group``, as a dimension of the larger mesh of which ``mesh`` is a part, if it is one.
+
+    torch joins a parameter's mesh for data parallelism with that of another parallelism only if both are parts of one.
+
+    Args:
+        group: Consecutive ranks of ``mesh``, among them this rank; their number divides that of the mesh.
+        mesh: A 1-D mesh.
+    """
+    return _part_of(mesh, group) if is_part(mesh) else DeviceMesh.from_group(group, mesh.device_type)
+
+
+def _part_of(mesh: DeviceMesh, group: dist.ProcessGroup) -> DeviceMesh:
+    size = dist.get_world_size(group)
+    # Without the groups of its dimension, of which torch would make new ones over all ranks of the larger mesh: a stage
+    # of a pipeline can't have other stages take part in that.
+    bare: Any = copy.copy(mesh)
+    del bare._dim_group_names
+    (name,) = mesh.mesh_dim_names or ()
+    parts = bare._unflatten(0, (mesh.size() // size, size), (f"{name}_parts", f"{name}_part"))
+    parts._dim_group_names = [mesh.get_group().group_name, group.group_name]
+    registry = getattr(mesh._get_root_mesh(), "_pg_registry", None)  # from torch 2.13 on, for compiled functions
+    if registry is not None:
+        registry[group.group_name] = group
+    part: DeviceMesh = parts[f"{name}_part"]
+    return part
+
+
+# ---- mesh info
+#
+# Private names of torch's fully_shard: meshes of single parameters, of which torch makes a parameter group each.
+
+_RESULT: Any = getattr(_fsdp_common, "ShardPlacementResult", None)  # from torch 2.12 on
+_mesh_info: Any = _fsdp_init._get_mesh_info
+_init_default_mesh: Any = _fsdp_init._init_default_mesh
+
+
+def takes_mesh_per_parameter() -> bool:
+    """Return whether this torch can shard parameters of one module over different meshes."""
+    return _RESULT is not None
+
+
+def placement_and_mesh(result: object) -> tuple[object, FSDPMeshInfo | None]:
+    """Return what a ``shard_placement_fn`` has returned, as a placement and a mesh of its own; None if it has none."""
+    if _RESULT is not None and isinstance(result, _RESULT):
+        return result.placement, result.mesh_info
+    return result, None
+
+
+def arguments_of(info: FSDPMeshInfo) -> dict[str, Any]:
+    """Return the arguments of ``fully_shard`` that a parameter's mesh stands for: ``mesh`` and ``dp_mesh_dims``."""
+    if info.is_spmd_mesh:
+        return {"mesh": info.spmd_mesh, "dp_mesh_dims": info.dp_mesh_dims}
+    return {"mesh": info.mesh, "dp_mesh_dims": None}
+
+
+def info_on_spmd_mesh(ranks: DeviceMesh, mesh: DeviceMesh, replicate: Sequence[str], dims: Any) -> FSDPMeshInfo:
+    """Return the mesh info of parameters that are sharded over a part of the data-parallel ranks of an SPMD mesh.
+
+    Their sharded DTensors stay on the whole mesh, and torch leaves gradients along all data-parallel dimensions to what
+    reduces them. Yet it gathers over ``ranks`` alone, and knows of no replicas that it would have to reduce over.
+
+    Args:
+        ranks: The 1-D mesh of the ranks to shard over.
+        mesh: The SPMD mesh.
+        replicate: The data-parallel dimensions that have replicas of these ranks.
+        dims: torch's DataParallelMeshDims, of which ``shard`` names all data-parallel dimensions.
+    """
+    shard = tuple(name for name in dims.shard_names if name not in replicate)
+    own = replace(dims, shard=shard or None, replicate=tuple(replicate) or None)
+    make: Any = FSDPMeshInfo  # whose constructor takes these from torch 2.12 on
+    info: FSDPMeshInfo = make(ranks, shard_mesh_dim=0, dp_mesh_dims=own, spmd_mesh=mesh)
+    return info
+
+
+def mesh_infos(calls: Iterable[tuple[Mapping[str, Any], FSDPMeshInfo | None]]) -> list[FSDPMeshInfo]:
+    """Return the mesh info for each set of arguments of ``fully_shard``: torch's, or the one given with it.
+
+    Collective over these meshes. torch tells the parameter groups of a module apart by the process groups of their
+    meshes, so no two have the same.
+    """
+    infos: list[FSDPMeshInfo] = []
+    used: set[dist.ProcessGroup] = set()
+    for arguments, given in calls:
+        mesh, dims = arguments["mesh"], arguments.get("dp_mesh_dims")
+        info = given or _mesh_info(_init_default_mesh() if mesh is None else mesh, *(() if dims is None else (dims,)))
+        # The mesh stays the same, or torch would not clip all gradients together.
+        while info.shard_process_group in used:
+            info.shard_process_group = twin_of(info.shard_process_group)
+        used.add(info.shard_process_group)
+        infos.append(info)
+    return infos
+
+
+def placing(
+    infos: Sequence[FSDPMeshInfo], placements: Sequence[Mapping[nn.Parameter, object]]
+) -> Callable[[nn.Parameter], object]:
+    """Return the ``shard_placement_fn`` that shards some parameters over each of several meshes."""
+    results: dict[nn.Parameter, object] = {}
+    for info, placed in zip(infos, placements, strict=True):
+        results |= {parameter: _RESULT(placement, info) for parameter, placement in placed.items()}
+    return results.__getitem__
+
+
+# ---- data parallel mesh
+#
+# Reads the mesh that ``fully_shard`` is given: the data-parallel ranks, over which a strategy shards.
+
+
+@dataclass(frozen=True)
+class DataParallelMesh:
+    """Ranks over which a strategy shards, and the strategy on them.
+
+    Attributes:
+        strategy: The strategy, with the node size of a mesh of several dimensions. If the caller passed something else,
+            that object.
+        mesh: The 1-D mesh of the ranks; None for all ranks; or, if everything is left to torch, the mesh as given.
+        group: The ranks.
+        compared: Whether these ranks can compare their arguments. With a mesh of several dimensions that is left to
+            torch they can't: torch communicates, and the unit's own ranks are not used.
+    """
+
+    strategy: Strategy
+    mesh: DeviceMesh | None
+    group: dist.ProcessGroup
+    compared: bool
+
+
+def read_mesh(strategy: Strategy, arguments: dict[str, Any]) -> DataParallelMesh:
+    """Read ``mesh`` and ``dp_mesh_dims`` of a call of ``fully_shard``.
+
+    Replaces the mesh in ``arguments`` by a 1-D one, or the dimensions of an SPMD mesh by those to shard along. Makes
+    the default process group if there is none.
+    """
+    mesh, dims = arguments["mesh"], arguments.get("dp_mesh_dims")
+    if isinstance(mesh, DeviceMesh) and isinstance(strategy, Strategy):
+        if dims is not None:
+            strategy, mesh = _read_spmd_mesh(strategy, mesh, dims, arguments)
+        elif (read := read_2d_mesh(strategy, mesh)) is not None:
+            strategy, mesh = read
+            arguments["mesh"] = mesh
+    if mesh is None and not dist.is_initialized():
+        dist.init_process_group()  # as torch would have done
+    has_one_dimension = mesh is None or getattr(mesh, "ndim", None) == 1
+    group = mesh.get_group() if mesh is not None and has_one_dimension else dist.group.WORLD
+    assert group is not None
+    if isinstance(mesh, DeviceMesh) and has_one_dimension:
+        name_ranks(group, mesh)
+    return DataParallelMesh(strategy, mesh, group, has_one_dimension)
+
+
+def _read_spmd_mesh(
+    strategy: Strategy, mesh: DeviceMesh, dims: Any, arguments: dict[str, Any]
+) -> tuple[Strategy, DeviceMesh]:
+    names = data_parallel_names(mesh, dims)
+    if dims.replicate_names and dims.shard_names:
+        read = read_hsdp_mesh(strategy, mesh, dims.replicate_names, dims.shard_names)
+    else:
+        read = strategy, flattened(mesh, names)
+    if read is None or RankLayout.of(read[0], read[1].get_group()).stock:
+        return strategy, mesh
+    arguments["dp_mesh_dims"] = replace(dims, shard=names, replicate=None)
+    return read
+
+
+def names_of_node(mesh: DeviceMesh, names: tuple[str, ...], gpus_per_node: int) -> tuple[str, ...] | None:
+    """Return the last of the dimensions ``names`` of an SPMD mesh, along which the ranks of a node lie.
+
+    It is None if nodes end within a dimension.
+    """
+    dims = mesh.mesh_dim_names or ()
+    for first in range(len(names), -1, -1):
+        if math.prod(mesh.size(dims.index(name)) for name in names[first:]) == gpus_per_node:
+            return names[first:]
+    return None
+
+
+def data_parallel_names(mesh: DeviceMesh, dims: Any) -> tuple[str, ...]:
+    """Return the data-parallel dimensions of an SPMD mesh, in its order; ``dims`` is torch's DataParallelMeshDims."""
+    given = {*dims.replicate_names, *dims.shard_names}
+    return tuple(name for name in mesh.mesh_dim_names or () if name in given)
+
+
+# ---- hsdp mesh
+#
+# Reads an HSDP mesh as a strategy does: as nodes x ranks of a node.
+#
+# torch replicates along the first dimension of a 2-D mesh and shards along the second. A strategy shards over all of
+# its ranks, as far as its scopes say, and takes the second dimension for a node.
+
+
+def read_2d_mesh(strategy: Strategy, mesh: DeviceMesh) -> tuple[Strategy, DeviceMesh] | None:
+    """Read a mesh of two named dimensions by :func:`read_hsdp_mesh`, as nodes x ranks; None if ``mesh`` is another."""
+    if mesh.ndim != 2 or mesh.mesh_dim_names is None:
+        return None
+    nodes, ranks = mesh.mesh_dim_names
+    return read_hsdp_mesh(strategy, mesh, (nodes,), (ranks,))
+
+
+def read_hsdp_mesh(
+    strategy: Strategy, mesh: DeviceMesh, replicate: tuple[str, ...], shard: tuple[str, ...]
+) -> tuple[Strategy, DeviceMesh] | None:
+    """Read the data-parallel dimensions of ``mesh`` as nodes x ranks of a node. Collective over ``mesh``.
+
+    Args:
+        strategy: The strategy.
+        mesh: A mesh with names.
+        replicate: The dimensions along which nodes lie.
+        shard: The dimensions along which a node's ranks lie.
+
+    Returns:
+        The strategy with the size of these nodes, and the 1-D mesh of all data-parallel ranks; None if the strategy is
+        FULL_SHARD on one node, so that all may be left to torch.
+
+    Raises:
+        ValueError: If the strategy is FULL_SHARD on several nodes; if it, or torchrun where it does not say, has nodes
+            of another size; or if ranks differ in that.
+    """
+    names = mesh.mesh_dim_names or ()
+    ranks = flattened(mesh, tuple(name for name in names if name in (*replicate, *shard)))
+    group = ranks.get_group()
+    name_ranks(group, mesh)
+    if not is_part(mesh) and len(names) == len(replicate) + len(shard):
+        ranks = DeviceMesh.from_group(group, mesh.device_type)  # with no other parallelism beside it
+    node_size = agree(
+        group,
+        partial(_node_size, strategy, mesh, shard, group),
+        summary=str,
+        difference="read another size of nodes from the mesh than",
+    )
+    return None if node_size is None else (replace(strategy, gpus_per_node=node_size), ranks)
+
+
+def _node_size(strategy: Strategy, mesh: DeviceMesh, shard: tuple[str, ...], group: dist.ProcessGroup) -> int | None:
+    names = mesh.mesh_dim_names or ()
+    if strategy.is_plain:
+        if RankLayout.of(strategy, group).stock:
+            return None
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimensions {names}, as HSDP takes it, but {strategy.levels!r} shards over all "
+            "ranks; use Strategy('III') for HSDP, or pass the 1-D mesh of all ranks to shard over"
+        )
+    size = math.prod(mesh.size(names.index(name)) for name in shard)
+    shape = dict(zip(names, mesh.shape, strict=True))
+    if strategy.gpus_per_node is not None and strategy.gpus_per_node != size:
+        raise ValueError(
+            f"mesh {shape} has nodes of {size} ranks, along {' and '.join(shard)}, but the strategy has "
+            f"gpus_per_node={strategy.gpus_per_node}; leave one out: pass the 1-D mesh of all data-parallel ranks, or "
+            "no gpus_per_node"
+        )
+    launched = launched_node_size(group)
+    if strategy.gpus_per_node is None and isinstance(launched, int) and launched != size:
+        raise ValueError(
+            f"mesh {shape} has nodes of {size} ranks, along {' and '.join(shard)}, but {launched} of its ranks run on "
+            f"each node; pass gpus_per_node={size} to the strategy as well if that is meant, or the 1-D mesh of all "
+            "data-parallel ranks"
+        )
+    return size

@@ -1,0 +1,456 @@
+"""Local steps as users configure them: when nodes exchange, the outer optimizer, nodes that come and go."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from fsdp_zpp.codecs.base import Codec, check_codec, check_place
+from fsdp_zpp.codecs.blockwise import Int4, Int8
+from fsdp_zpp.names import explains_keywords
+
+from .error_feedback import LoCo, check_loco
+
+# ---- local steps
+#
+# Local steps: nodes train on their own, and exchange changes of weights every few steps.
+#
+# Source: DiLoCo (arXiv 2311.08105); Streaming DiLoCo (arXiv 2501.18512) for fragments that are exchanged one after the
+# other, in 4 bits; Pier (arXiv 2511.17849) for synchronous steps at the beginning.
+
+_INT4 = Int4(128)
+
+MOMENT_CODEC = Int8(128)
+"""Encodes optimizers' moments in exchanges."""
+
+
+@explains_keywords
+@dataclass(frozen=True)
+class LocalSteps:
+    """Configures local-update training, in which nodes send each other nothing between exchanges of weights.
+
+    In an exchange, nodes average how much their weights have changed since the last one. An outer optimizer, SGD with
+    momentum, applies that average to the weights that they last agreed on, and all nodes continue from the result
+    (DiLoCo, arXiv 2311.08105, algorithm 1). The weights of each unit of the model are a fragment, which is exchanged by
+    itself.
+
+    Training may begin and end with synchronous steps, in which gradients are reduced over all ranks. In those at the
+    beginning, the outer momentum is warmed up as in Pier (arXiv 2511.17849): whenever a fragment is due, its momentum
+    takes in how much the weights have changed since the fragment was due last, and the weights stay as they are.
+    Changes in the last of these steps, after a fragment was due for the last time, are left out.
+
+    Args:
+        every: Optimizer steps between two exchanges of a fragment; or a schedule, pairs ``(from_step, every)`` such as
+            ``((0, 8), (1000, 32))``: every 8 steps, and after the first 1000 steps of the training, synchronous ones
+            included, every 32. The first pair begins at 0.
+        outer_lr: Learning rate of the outer optimizer.
+        outer_momentum: Its momentum, in [0, 1); DiLoCo's is 0.9. ``"auto"`` chooses it for each exchange of a fragment:
+            the largest one up to 0.9 with which the outer step is at most 1.4 times the mean change, by the correlation
+            of the last changes. See [Note: Automatic momentum].
+        nesterov: Whether the momentum is Nesterov's.
+        codec: Encodes the changes, and the update on the way back; None sends fp32. ``TopK()`` sends the largest
+            changes alone and needs error feedback.
+        error_feedback: Error feedback on the codec, on both ways. Its ``reset_every`` counts exchanges here.
+        spread: Whether to spread fragments over the ``every`` steps, so that each step sends about the same (arXiv
+            2501.18512, section 2.2), instead of exchanging all of them after the last one.
+        overlap: Steps that an exchange may take to arrive, less than ``every``; the node trains on meanwhile.
+        mix: Share of the agreed weights in those with which a node continues when an exchange arrives; the rest is its
+            own weights. With an overlap, arXiv 2501.18512, section 2.3, takes 0.5: 1 discards the steps made meanwhile.
+            With 0, nodes keep their own weights until :func:`fsdp_zpp.exchange_weights`.
+        offload: Whether the agreed weights and the momentum are kept on the CPU between exchanges. The CPU then waits
+            for an exchange when it is sent, in spite of an overlap.
+        start: Number of synchronous steps at the beginning.
+        stop: The number of steps after which all steps are synchronous again; None never stops local steps. Before the
+            first of them, all fragments are exchanged, and the moments of optimizers are averaged over nodes in fp32.
+            What ``TopK`` leaves out of that exchange is lost.
+        moments_every: Nodes also average their optimizers' moments, in every ``moments_every``-th exchange of a
+            fragment, as int8; None leaves each node its own. DES-LOC (arXiv 2505.22549) takes 3 with Adam. The next
+            forward waits for them, in spite of an overlap.
+        elastic: Lets nodes be lost, and come back or join, while the others train on; each is a job of its own.
+
+    Raises:
+        ValueError: If a number is out of range, the schedule is not in order, the codec does not suit changes or lacks
+            the error feedback that it needs, Nesterov's momentum is 0, ``outer_lr`` leaves no room for a momentum that
+            is ``"auto"``, error feedback has no codec to correct, or elastic nodes are given what they can't do.
+        TypeError: If a flag, the codec, error feedback or ``elastic`` has the wrong type.
+    """
+
+    every: int | Segments = 64
+    outer_lr: float = 0.7
+    outer_momentum: float | Literal["auto"] = "auto"
+    nesterov: bool = True
+    codec: Codec | None = _INT4
+    error_feedback: LoCo | None = None
+    spread: bool = True
+    overlap: int = 0
+    mix: float = 1.0
+    offload: bool = False
+    start: int = 0
+    stop: int | None = None
+    moments_every: int | None = None
+    elastic: Elastic | None = None
+
+    def __post_init__(self) -> None:
+        check_schedule(self.every, self.start, self.stop)
+        if not _is_number(self.outer_lr) or not 0 < self.outer_lr < float("inf"):
+            raise ValueError(f"outer_lr must be a number above 0, got {self.outer_lr!r}")
+        self._check_momentum()
+        least = min(every for _, every in self.segments)
+        if not is_count(self.overlap, 0) or self.overlap >= least:
+            raise ValueError(
+                f"overlap must be an int of 0 or more optimizer steps and below every={least}, so that an "
+                f"exchange arrives before the next; got {self.overlap!r}"
+            )
+        if not _is_number(self.mix) or not 0 <= self.mix <= 1:
+            raise ValueError(f"mix must be in [0, 1], got {self.mix!r}")
+        if self.moments_every is not None and not is_count(self.moments_every, 1):
+            raise ValueError(
+                "moments_every must be an int of 1 or more exchanges, or None, which leaves moments alone; got "
+                f"{self.moments_every!r}"
+            )
+        for name in ("nesterov", "spread", "offload"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.nesterov and self.outer_momentum == 0:
+            raise ValueError("nesterov=True needs momentum, but outer_momentum is 0: pass nesterov=False")
+        self._check_codec()
+        self._check_elastic()
+
+    def _check_momentum(self) -> None:
+        if self.outer_momentum == "auto":
+            if self.outer_lr >= TARGET_GAIN:
+                raise ValueError(
+                    f"outer_momentum='auto' makes outer steps of up to {TARGET_GAIN} times the mean change, to which "
+                    f"outer_lr={self.outer_lr} leaves no room for momentum: pass a lower outer_lr, or a number"
+                )
+        elif (
+            isinstance(self.outer_momentum, str)
+            or not _is_number(self.outer_momentum)
+            or not 0 <= self.outer_momentum < 1
+        ):
+            raise ValueError(f"outer_momentum must be 'auto' or in [0, 1), got {self.outer_momentum!r}")
+
+    def _check_codec(self) -> None:
+        check_codec("codec", self.codec, such_as="Int4(128)")
+        check_place("codec", self.codec, "exchanges")
+        check_loco(self.error_feedback)
+        if self.error_feedback is None and self.codec is not None and self.codec.needs_feedback:
+            raise ValueError(
+                f"codec={self.codec!r} leaves out most of a change, which is lost without error feedback: pass "
+                "error_feedback=LoCo(beta=0, decay=0.95, reset_every=0), with outer_lr=1, outer_momentum=0 and "
+                "nesterov=False as in SparseLoCo"
+            )
+        if self.error_feedback is not None and self.codec is None:
+            raise ValueError("error_feedback corrects the error of the codec, but codec=None has no error")
+
+    def _check_elastic(self) -> None:
+        if self.elastic is None:
+            return
+        if not isinstance(self.elastic, Elastic):
+            raise TypeError(f"elastic must be Elastic(...) or None, got {self.elastic!r}")
+        refused = {
+            "start": self.start,
+            "stop": self.stop is not None,
+            "moments_every": self.moments_every,
+        }
+        if given := [name for name, is_given in refused.items() if is_given]:
+            raise ValueError(
+                f"elastic nodes do not support {given[0]}={getattr(self, given[0])!r}, for which all nodes would have "
+                "to be there: leave it out"
+            )
+        if self.overlap:
+            raise ValueError(
+                f"overlap={self.overlap} leaves an exchange under way while nodes train on, which elastic nodes could "
+                "not repeat without one that was lost: pass overlap=0"
+            )
+
+    @property
+    def segments(self) -> Segments:
+        """Return the schedule: the step at which each segment begins, and its steps between two exchanges."""
+        return segments_of(self.every)
+
+    @property
+    def last_every(self) -> int:
+        """Return the steps between two exchanges in the last segment, which lasts longest."""
+        return self.segments[-1][1]
+
+    @property
+    def has_synchronous_steps(self) -> bool:
+        """Return whether gradients are ever reduced over all ranks."""
+        return self.start > 0 or self.stop is not None
+
+    def is_synchronous(self, made: int) -> bool:
+        """Return whether the step that follows ``made`` steps is synchronous."""
+        return made < self.start or self.has_stopped(made)
+
+    def has_stopped(self, made: int) -> bool:
+        """Return whether all steps that follow ``made`` steps are synchronous."""
+        return self.stop is not None and made >= self.stop
+
+    def due(self, step: int, fragments: int) -> list[int]:
+        """Return the fragments to exchange after a step; in any ``every`` consecutive steps, each of them once.
+
+        Where a segment of the schedule ends, fragments may come sooner or later than that.
+
+        Args:
+            step: Number of steps made so far, from 1 on.
+            fragments: Number of fragments.
+        """
+        return due_in(self.segments, step, fragments, spread=self.spread)
+
+    def __str__(self) -> str:
+        momentum = f"{'Nesterov ' if self.nesterov else ''}momentum {self.outer_momentum}"
+        feedback = f" with error feedback ({self.error_feedback})" if self.error_feedback else ""
+        sent = f"{self.codec or 'fp32'}{feedback}"
+        arrives = f", arriving {self.overlap} step{'s' * (self.overlap > 1)} later" if self.overlap else ""
+        mixed = f", mixed in at {self.mix}" if self.mix < 1 else ""
+        (_, every), *later = self.segments
+        changes = "".join(f", from step {begin} on every {each}" for begin, each in later)
+        started = f", after {self.start} synchronous step{'s' * (self.start > 1)}" if self.start else ""
+        stopped = f", synchronous again from step {self.stop} on" if self.stop is not None else ""
+        which = "each exchange" if self.moments_every == 1 else f"1 of {self.moments_every} exchanges"
+        moments = "" if self.moments_every is None else f", moments in {which} as {MOMENT_CODEC}"
+        members = f", among {self.elastic}" if self.elastic else ""
+        outer = f"outer lr {self.outer_lr}, {momentum}{arrives}{mixed}{moments}"
+        return f"every {every} steps{changes} as {sent}, {outer}{started}{stopped}{members}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+# ---- exchange schedule
+#
+# Schedule of local steps: after which steps fragments are exchanged, and which steps are synchronous.
+#
+# Steps are counted from the first of the training, and a segment of the schedule begins after ``from_step`` of them. In
+# a segment, fragments are due as if the training began with it.
+
+Segments = tuple[tuple[int, int], ...]
+"""Segments of a schedule: the number of steps after which each begins, and its steps between two exchanges."""
+
+
+def segments_of(every: int | Segments) -> Segments:
+    """Return the segments of a schedule; an int is a single segment."""
+    return ((0, every),) if isinstance(every, int) else every
+
+
+def due_in(segments: Segments, step: int, fragments: int, *, spread: bool) -> list[int]:
+    """Return the fragments to exchange after a step.
+
+    In any ``every`` consecutive steps of a segment, each of them is due once.
+
+    Args:
+        segments: The schedule.
+        step: Number of steps made so far, from 1 on.
+        fragments: Number of fragments.
+        spread: Whether fragments are spread over the steps, or all are due after the last.
+    """
+    begin, every = next((begin, every) for begin, every in reversed(segments) if begin < step)
+    step -= begin
+    if not spread:
+        return list(range(fragments)) if step % every == 0 else []
+    # The last fragment comes with the last of the steps, so that every=1 exchanges all of them in each step.
+    return [index for index in range(fragments) if (step - (index + 1) * every // fragments) % every == 0]
+
+
+def check_schedule(every: object, start: int, stop: int | None) -> None:
+    """Raise unless these are arguments of :class:`LocalSteps`.
+
+    Raises:
+        ValueError: If ``every`` is no schedule, a number is out of range, or a part of the schedule would never come.
+    """
+    _check_every(every)
+    if not is_count(start, 0):
+        raise ValueError(f"start must be an int of 0 or more synchronous steps at the beginning, got {start!r}")
+    if stop is None:
+        return
+    if not is_count(stop, 1) or stop <= start:
+        raise ValueError(
+            f"stop must be None or an int above start={start}, the step from which on steps are synchronous again; got "
+            f"{stop!r}"
+        )
+    if isinstance(every, tuple) and every[-1][0] >= stop:
+        raise ValueError(f"every={every!r} has a segment that begins at stop={stop} or after it: leave it out")
+
+
+def _check_every(every: object) -> None:
+    if not isinstance(every, tuple):
+        if not is_count(every, 1):
+            raise ValueError(
+                f"every must be an int of 1 or more optimizer steps, or a tuple of pairs (from_step, every) such as "
+                f"((0, 8), (1000, 32)); got {every!r}"
+            )
+        return
+    pairs = [each for each in every if isinstance(each, tuple) and len(each) == 2]
+    if not every or len(pairs) < len(every) or not all(is_count(a, 0) and is_count(n, 1) for a, n in pairs):
+        raise ValueError(
+            f"every must be an int, or a tuple of pairs (from_step, every), ints of 0 or more and of 1 or more; got "
+            f"{every!r}"
+        )
+    begins = [begin for begin, _ in pairs]
+    if begins[0] != 0 or any(later <= earlier for earlier, later in pairwise(begins)):
+        raise ValueError(
+            f"every must begin with from_step 0, and each from_step be above the one before; got {every!r}"
+        )
+
+
+def is_count(value: object, least: int) -> bool:
+    """Return whether ``value`` is an int of ``least`` or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+# ---- outer momentum
+#
+# Gain of the outer steps of local steps, and the momentum that gives them a chosen gain.
+#
+# Let g be the mean change of the nodes' weights, m the momentum kept before this exchange, and r = <m, g> / <g, g>.
+# Along g, SGD with momentum mu makes a step of lr * (1 + mu * r) times g, and with Nesterov's of lr * (1 + mu + mu^2 *
+# r): its aligned gain. If changes that are k exchanges apart correlate by rho^k, r settles at rho / (1 - mu * rho), and
+# the gain at lr / (1 - mu * rho), or lr * (1 + mu / (1 - mu * rho)). Where all changes are alike (rho = 1) that is
+# about the lr / (1 - mu) by which arXiv 2509.10439 has momentum act.
+#
+# [Note: Automatic momentum]
+# ``outer_momentum="auto"`` is the largest momentum whose settled gain is at most ``TARGET_GAIN``. It takes rho from the
+# exchange before, which the host knows already: summing r over all ranks within an exchange would make a communicator
+# of the training wait for the slow network. A negative rho counts as a positive one: changes that point against each
+# other show an overshoot, so their small gain is no reason for more momentum. Until two changes can be compared, rho is
+# 1.
+
+TARGET_GAIN = 1.4
+"""Gain at which ``"auto"`` aims. Of the values of lr / (1 - mu) measured in short runs, from 1.0 to 7, it gave the
+lowest loss; see docs/results/loss.md."""
+MOST_MOMENTUM = 0.9
+"""Largest momentum that ``"auto"`` chooses, that of DiLoCo (arXiv 2311.08105)."""
+
+
+def aligned_gain(lr: float, momentum: float, alignment: float, *, nesterov: bool) -> float:
+    """Return the aligned gain: how many times as long as the mean change an outer step is, along that change.
+
+    Args:
+        lr: The outer learning rate.
+        momentum: The momentum mu of this step.
+        alignment: r, as at the top of this file.
+        nesterov: Whether the momentum is Nesterov's.
+    """
+    return lr * (1 + momentum + momentum**2 * alignment if nesterov else 1 + momentum * alignment)
+
+
+def correlation_of_changes(momentum: float, alignment: float) -> float:
+    """Return rho, in [-1, 1], at which r would settle where it is now; arguments are those of :func:`aligned_gain`."""
+    ahead = 1 + momentum * alignment
+    return max(-1.0, min(alignment / ahead, 1.0)) if ahead > 0 else -1.0
+
+
+def fitting_momentum(lr: float, correlation: float, *, nesterov: bool) -> float:
+    """Return the momentum of ``outer_momentum="auto"``. See [Note: Automatic momentum].
+
+    Args:
+        lr: The outer learning rate, below ``TARGET_GAIN``.
+        correlation: rho.
+        nesterov: Whether the momentum is Nesterov's.
+    """
+    rho = abs(correlation)
+    if nesterov:
+        room = TARGET_GAIN / lr - 1
+        return min(MOST_MOMENTUM, room / (1 + room * rho))
+    room = 1 - lr / TARGET_GAIN
+    return min(MOST_MOMENTUM, room / rho) if rho > 0 else MOST_MOMENTUM
+
+
+# ---- elastic
+#
+# Elastic nodes: local steps whose nodes may be lost, and may come back or join, while the others train on.
+
+ENDPOINT_VARIABLE = "FSDP_ZPP_ENDPOINT"
+"""The environment variable that gives the endpoint if the argument does not."""
+
+
+@explains_keywords
+@dataclass(frozen=True)
+class Elastic:
+    """Says where nodes that train on their own find each other, and how long they wait for one that is silent.
+
+    Each node is a job of its own (``torchrun --standalone``). Nodes meet in a rendezvous of torch.distributed.elastic
+    (``DynamicRendezvousHandler``) over a ``TCPStore``, which must outlive every node: start it where no node runs.
+
+    Args:
+        max_nodes: The most nodes that train together. More wait, as spares, until one is lost.
+        min_nodes: The fewest that train; fewer wait for others.
+        endpoint: ``host:port`` of the store; None takes it from the environment variable ``FSDP_ZPP_ENDPOINT``.
+        run_id: Names the run in the store. Runs that share a store, and models that train apart, need names of their
+            own; so does a run after one that has ended.
+        timeout: Seconds that a node waits for the others in an exchange, those included by which it is faster.
+        heartbeat: Seconds between a node's signs of life. A node that misses three is lost to the others, so clocks of
+            nodes must not differ by as much.
+        last_call: Seconds that nodes which meet wait for more once there are ``min_nodes``; more than one.
+        join_timeout: Seconds that a node waits to be taken in, and for the store; longer than nodes take from one
+            exchange to the next, and shorter than the timeout of the node's own process group.
+
+    Raises:
+        ValueError: If a number is out of range, or ``endpoint`` is not ``host:port``.
+        TypeError: If a number of nodes is not an int, or ``endpoint`` or ``run_id`` is not text.
+    """
+
+    max_nodes: int
+    min_nodes: int = 1
+    endpoint: str | None = None
+    run_id: str = "fsdp_zpp"
+    timeout: float = 30.0
+    heartbeat: float = 2.0
+    last_call: float = 3.0
+    join_timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_nodes", "min_nodes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} must be an int of 1 or more nodes, got {value!r}")
+        if not 1 <= self.min_nodes <= self.max_nodes:
+            raise ValueError(
+                f"min_nodes must be 1 or more and max_nodes no fewer, got min_nodes={self.min_nodes} and "
+                f"max_nodes={self.max_nodes}"
+            )
+        if not isinstance(self.run_id, str) or not self.run_id:
+            raise TypeError(f"run_id must be a text that is not empty, got {self.run_id!r}")
+        if self.endpoint is not None:
+            parse_endpoint(self.endpoint)
+        for name, least in (("timeout", 0), ("heartbeat", 0), ("last_call", 1), ("join_timeout", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < float("inf"):
+                raise ValueError(f"{name} must be a number of seconds above {least}, got {value!r}")
+
+    def address(self) -> tuple[str, int]:
+        """Return host and port of the store.
+
+        Raises:
+            ValueError: If neither the argument nor the environment variable gives them.
+        """
+        endpoint = self.endpoint or os.environ.get(ENDPOINT_VARIABLE)
+        if not endpoint:
+            raise ValueError(
+                f"elastic nodes need the address of a store: pass Elastic(endpoint='host:port') or set "
+                f"{ENDPOINT_VARIABLE}"
+            )
+        return parse_endpoint(endpoint)
+
+    def __str__(self) -> str:
+        at_least = f"{self.min_nodes} to " if self.min_nodes != self.max_nodes else ""
+        return f"{at_least}{self.max_nodes} nodes that come and go"
+
+
+def parse_endpoint(endpoint: str) -> tuple[str, int]:
+    """Return the host and the port of an endpoint.
+
+    Raises:
+        TypeError: If it is not text.
+        ValueError: If it is not ``host:port``.
+    """
+    if not isinstance(endpoint, str):
+        raise TypeError(f"endpoint must be a text such as 'login1:29400', got {endpoint!r}")
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"endpoint must be host:port such as 'login1:29400', got {endpoint!r}")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,615 @@
+"""Sharding strategies: three levels, a codec for each hop, and what these mean on a layout of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from itertools import product
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, Unpack
+
+from fsdp_zpp.codecs.base import Codec, check_codec, check_place
+from fsdp_zpp.codecs.blockwise import (
+    NAMED,
+    AsStored,
+    FrozenName,
+    Int4,
+    Int4Delta,
+    Int8,
+    codec_of_frozen,
+    codec_of_plain,
+)
+from fsdp_zpp.names import check_keywords, did_you_mean, explains_keywords
+
+from .configuration import (
+    PRESETS,
+    StrategyArguments,
+    arguments_from_mapping,
+    mapping_from_arguments,
+    strategy_arguments,
+)
+from .error_feedback import LoCo, Topology, check_error_feedback, error_buffer_specs
+from .local_steps import Elastic, LocalSteps
+
+# ---- levels
+#
+# The three letters of a strategy: the scopes of parameters, gradients and optimizer state.
+
+_SCOPES = "NIG"
+
+
+def _legal_levels() -> tuple[str, ...]:
+    """Return all (parameter, gradient, optimizer) scopes of which the optimizer's is at least as fine as the others.
+
+    A coarser optimizer state costs memory and saves no communication (PaRO, arXiv 2310.06003, section 3).
+    """
+    fineness = _SCOPES.index
+    return tuple(
+        p + g + o for o, g, p in product(_SCOPES, repeat=3) if fineness(o) >= fineness(g) and fineness(o) >= fineness(p)
+    )
+
+
+LEGAL_LEVELS: tuple[str, ...] = _legal_levels()
+"""The 14 legal combinations of letters."""
+
+
+_OF_TORCH = {
+    "FULL_SHARD": "GGG",
+    "SHARD_GRAD_OP": "NGG",
+    "HYBRID_SHARD": "III",
+    "_HYBRID_SHARD_ZERO2": "NII",
+    "NO_SHARD": "NNN",
+    "FSDP": "GGG",
+    "HSDP": "III",
+    "DDP": "NNN",
+}
+"""The letters of torch's strategies, or those that come closest."""
+_GATHERED_ANEW = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
+"""Strategies of torch that gather weights in every micro-batch; parameter scope N keeps them until they change."""
+
+
+def _meant(levels: str) -> str:
+    """Return a hint at the letters that ``levels`` stands for, after a semicolon; "" if it stands for none."""
+    upper = levels.strip().rpartition(".")[2].upper()
+    name = next((name for name in _OF_TORCH if name.strip("_") == upper.strip("_")), None)
+    if name is not None:
+        closest = "closest to " if name in _GATHERED_ANEW else ""
+        return f"; {closest}torch's {name} is {_OF_TORCH[name]!r}"
+    return f"; did you mean {upper!r}?" if upper in LEGAL_LEVELS else ""
+
+
+def check_levels(levels: object) -> None:
+    """Raise unless ``levels`` are three letters that are legal together.
+
+    Raises:
+        TypeError: If ``levels`` is not a string.
+        ValueError: If they are not legal; it says why, and which are.
+    """
+    if not isinstance(levels, str):
+        meant = _meant(getattr(levels, "name", "")) if type(levels).__name__ == "ShardingStrategy" else ""
+        raise TypeError(f"levels must be three letters such as 'GGG', got {levels!r}{meant}")
+    if levels in LEGAL_LEVELS:
+        return
+    reason = "levels are three of the letters N, I, G"
+    if asked := did_you_mean(levels, PRESETS, "Strategy.{}()", cutoff=0.75):
+        reason += f" ({asked})"
+    # Three valid letters can break only the rule about the optimizer.
+    if len(levels) == 3 and set(levels) <= set(_SCOPES):
+        reason = "the optimizer scope must be at least as fine (N < I < G) as the other two"
+    raise ValueError(f"levels {levels!r} is not legal: {reason}; legal are {', '.join(LEGAL_LEVELS)}{_meant(levels)}")
+
+
+# ---- overrides
+#
+# Overrides of a strategy: other strategies for modules of some classes, such as the experts of a mixture.
+
+
+class Overridable(Protocol):
+    """A strategy, as far as this file knows it."""
+
+    @property
+    def overrides(self) -> object:
+        """Return its own overrides."""
+
+
+S = TypeVar("S", bound=Overridable)
+
+
+def checked_overrides(given: object, kind: type[S]) -> tuple[tuple[str, S], ...]:
+    """Return overrides as pairs of a pattern and a strategy, which can be hashed.
+
+    Args:
+        given: The overrides, as a mapping or as pairs.
+        kind: The class of strategies.
+
+    Raises:
+        TypeError: If they are not patterns with strategies.
+        ValueError: If one of the strategies has overrides itself.
+    """
+    pairs = list(given.items()) if isinstance(given, Mapping) else given
+    checked: list[tuple[str, S]] = []
+    for pair in pairs if isinstance(pairs, (list, tuple)) else [pairs]:
+        match pair:
+            case (str(pattern), strategy) if isinstance(strategy, kind):
+                checked.append((pattern, strategy))
+            case _:
+                raise TypeError(
+                    "overrides must map patterns for names of classes to strategies, as in "
+                    f'{{"*Experts": Strategy.zeropp()}}, got {pair!r}'
+                )
+        if strategy.overrides:
+            raise ValueError(f"overrides: the strategy of {pattern!r} has overrides itself; put all in one mapping")
+    return tuple(checked)
+
+
+def pairs_of(overrides: Mapping[str, S] | tuple[tuple[str, S], ...]) -> Iterable[tuple[str, S]]:
+    """Return the patterns with their strategies, in their order; a pattern may come twice, and its first one counts."""
+    return overrides.items() if isinstance(overrides, Mapping) else overrides
+
+
+def override_for(module_class: type, overrides: Mapping[str, S] | tuple[tuple[str, S], ...]) -> S | None:
+    """Return the strategy of the first pattern that matches the name of a class, case included; None if none does."""
+    return next(
+        (strategy for pattern, strategy in pairs_of(overrides) if fnmatchcase(module_class.__name__, pattern)), None
+    )
+
+
+# ---- strategy
+#
+# A sharding strategy: where each model state lives, how each hop is encoded, and how often the slow hop runs.
+
+
+@explains_keywords
+@dataclass(frozen=True)  # hashable, too: FSDP1 looks up its sharding strategy in a dict
+class Strategy:
+    """Says where parameters, gradients and optimizer state live, how hops are encoded, how often the slow hop runs.
+
+    Pass it as ``fully_shard(module, strategy=strategy)`` or
+    ``FullyShardedDataParallel(..., sharding_strategy=strategy)``. ``None`` as a codec means full precision: values are
+    sent in the dtype in which FSDP would have sent them.
+
+    Args:
+        levels: Three letters for parameters, gradients and optimizer state: ``N`` replicated on every rank,
+            ``I`` sharded inside a node, ``G`` sharded over all ranks. ``GGG`` is ZeRO-3; ``IGG`` keeps a
+            secondary shard of the weights inside each node (ZeRO++'s hpZ).
+        weights: Codec of the weight all-gather (ZeRO++'s qwZ). Weights are quantized once, from the
+            full-precision shard; both hops carry the same codes. With ``Int4Delta()``, after a step the inter-node
+            hop carries only the changes, in 4 bits. On a single node, which has no slow hop, weights
+            and gradients are sent in full precision.
+        gradients: Codec of the gradient reduction's inter-node hop (ZeRO++'s qgZ).
+        intra_gradients: Codec of its intra-node hop; active on a single node, too. ``"auto"`` is finer than
+            ``gradients``: ``Int8`` with the same block if ``gradients`` is set and there are several nodes, else
+            full precision.
+        error_feedback: Error feedback on the gradient codecs.
+        frozen: Codec of frozen parameters, which are quantized once. ``"as stored"`` keeps the codes of layers that
+            another library has quantized, and leaves other parameters as they are; ``"auto"`` keeps them, too, and
+            encodes the others in ``Int8(256)``.
+        local_steps: Local steps: nodes train on their own and exchange changes of weights every few steps, instead of
+            gradients in every step. It has no effect on a single node. Each node needs all of the optimizer state, so
+            the optimizer scope must be ``I`` or ``N``. Gradients are then sent between nodes only in synchronous
+            steps, so ``gradients`` needs ``LocalSteps(start=...)`` or ``LocalSteps(stop=...)``.
+        gpus_per_node: Number of ranks that share fast links; rank = node * gpus_per_node + local. Default: as many as
+            torchrun (``LOCAL_WORLD_SIZE``) or Slurm's srun started on each node; on a single node whose GPUs NVLink
+            does not join, those that it joins, often 1, if codecs make that pay.
+        overrides: Strategies of other parts of the model, by pattern (``fnmatch``'s) for names of classes: a module
+            whose class matches is sharded by that strategy, with all in it that is not sharded by itself. Of nested
+            modules the innermost that matches decides, and of patterns the first. Nodes are those of this strategy,
+            unless the other has a ``gpus_per_node`` of its own.
+
+    Raises:
+        ValueError: If the letters are illegal, ``gpus_per_node`` is not positive, a codec does not suit its place,
+            error feedback has no gradient codec to correct, or an argument has no effect with local steps.
+        TypeError: If a codec is not a ``Codec``, or another argument has the wrong type.
+
+    Examples:
+        >>> strategy = Strategy("IGG", weights=Int8(256), gradients=Int4(128), gpus_per_node=8)
+        >>> mixture = Strategy.zeropp(overrides={"*Experts": Strategy.zeropp(weights=Int4Delta())})
+    """
+
+    levels: str = "GGG"
+    _: dataclasses.KW_ONLY
+    weights: Codec | None = None
+    gradients: Codec | None = None
+    intra_gradients: Codec | Literal["auto"] | None = "auto"
+    error_feedback: LoCo | None = None
+    frozen: Codec | FrozenName | None = None
+    local_steps: LocalSteps | None = None
+    gpus_per_node: int | None = None
+    overrides: Mapping[str, Strategy] | tuple[tuple[str, Strategy], ...] = ()
+
+    def __post_init__(self) -> None:
+        # Letters and types come first: the later checks rely on them.
+        check_levels(self.levels)
+        for name in ("weights", "gradients"):
+            check_codec(name, getattr(self, name))
+        if isinstance(self.frozen, AsStored):
+            object.__setattr__(self, "frozen", self.frozen.name)
+        elif not isinstance(self.frozen, str) or self.frozen not in NAMED:
+            check_codec("frozen", self.frozen, also=f", {' or '.join(map(repr, NAMED))}")
+        if self.intra_gradients != "auto":
+            check_codec("intra_gradients", self.intra_gradients, also=' or "auto"')
+        check_place("weights", self.weights, "weights")
+        check_place("gradients", self.gradients, "gradients")
+        check_place("intra_gradients", self.intra_gradients, "gradients")
+        check_place("frozen", self.frozen, "frozen")
+        self._check_deltas()
+        self._check_local_steps()
+        check_error_feedback(self.error_feedback, "gradients", *self.gradient_codecs)
+        check_gpus_per_node(self.gpus_per_node)
+        object.__setattr__(self, "overrides", checked_overrides(self.overrides, Strategy))
+
+    def _check_deltas(self) -> None:
+        if isinstance(self.weights, Int4Delta) and not self.keeps_secondary:
+            raise ValueError(
+                f"weights={self.weights!r} sends deltas against the secondary shard in each node, which levels "
+                f"{self.levels!r} do not keep; choose I for parameters and G for the optimizer, such as 'IGG', or "
+                f"weights={self.weights.whole!r}"
+            )
+
+    def _check_local_steps(self) -> None:
+        if self.local_steps is None:
+            return
+        if not isinstance(self.local_steps, LocalSteps):
+            raise TypeError(f"local_steps must be LocalSteps(...) or None, got {self.local_steps!r}")
+        if self.optimizer == "G":
+            raise ValueError(
+                f"local_steps has each node step on its own, but under levels {self.levels!r} a node holds only a part "
+                "of the optimizer state; choose I or N for the optimizer, such as 'III'"
+            )
+        if self.local_steps.has_synchronous_steps:
+            return
+        if self.gradients is not None:
+            raise ValueError(
+                f"gradients={self.gradients!r} encodes gradients on the inter-node hop, which only synchronous steps "
+                "make, and local_steps has none: give it a start or a stop; or encode the exchanges with "
+                "LocalSteps(codec=...), and the intra-node hop with intra_gradients=..."
+            )
+        if isinstance(self.error_feedback, LoCo) and self.error_feedback.hops == "inter":
+            raise ValueError(
+                "error_feedback corrects gradients on the inter-node hop, which only synchronous steps make, and "
+                "local_steps has none: give it a start or a stop; or pass LocalSteps(error_feedback=...) for the "
+                "exchanges, or LoCo(hops='both') for the intra-node hop"
+            )
+
+    @property
+    def keeps_secondary(self) -> bool:
+        """Return whether nodes keep a secondary shard of weights whose optimizer state is sharded over all ranks."""
+        return (self.parameters, self.optimizer) == ("I", "G")
+
+    @property
+    def parameters(self) -> str:
+        """Return the scope of the parameters."""
+        return self.levels[0]
+
+    @property
+    def optimizer(self) -> str:
+        """Return the scope of the optimizer state."""
+        return self.levels[2]
+
+    @property
+    def gradient_codecs(self) -> tuple[Codec | None, Codec | None]:
+        """Return the codecs of the intra-node and the inter-node hop of the gradient reduction."""
+        return intra_node_codec(self.intra_gradients, self.gradients), self.gradients
+
+    @property
+    def frozen_codec(self) -> Codec | None:
+        """Return the codec of frozen parameters, whether ``frozen`` is or names it."""
+        return codec_of_frozen(self.frozen)
+
+    def resolve(self, topology: Topology) -> ResolvedStrategy:
+        """Return the effective strategy on ``topology``: its scopes there, and the codecs that are active."""
+        return resolve(
+            self.levels,
+            weights=self.weights,
+            gradients=self.gradients,
+            intra_gradients=self.intra_gradients,
+            error_feedback=self.error_feedback,
+            frozen=codec_of_plain(self.frozen_codec),
+            topology=topology,
+        )
+
+    @property
+    def all_strategies(self) -> tuple[Strategy, ...]:
+        """Return all strategies that a model may be sharded by: this one and those of the overrides."""
+        return (self, *(strategy for _, strategy in pairs_of(self.overrides)))
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether this is FULL_SHARD itself: everything is sharded over all ranks and nothing is encoded."""
+        encodes_intra_node = self.intra_gradients not in (None, "auto")
+        encoded = (self.weights, self.gradients, self.frozen)
+        # Local steps refuse GGG.
+        return self.levels == "GGG" and encoded == (None, None, None) and not encodes_intra_node and not self.overrides
+
+    @property
+    def follows_links(self) -> bool:
+        """Return whether the machine's links decide what a node is, if it is not named; [Note: Links]."""
+        encodes = self.weights is not None or (self.gradients is not None and not self.keeps_secondary)
+        return self.optimizer == "G" and encodes and self.error_feedback is None
+
+    @classmethod
+    def zeropp(cls, **arguments: Unpack[StrategyArguments]) -> Strategy:
+        """Make ZeRO++ (arXiv 2306.10209): quantized gather, secondary shard, quantized reduction."""
+        preset: StrategyArguments = {"levels": "IGG", "weights": Int8(256), "gradients": Int4(128)}
+        return cls(**preset | arguments)
+
+    @classmethod
+    def mixzpp(cls, **arguments: Unpack[StrategyArguments]) -> Strategy:
+        """Make MixZ++: ZeRO++ whose frozen weights are quantized once, unless they are already, and stay quantized."""
+        return cls.zeropp(**StrategyArguments(frozen="auto") | arguments)
+
+    @classmethod
+    def loco(cls, **arguments: Unpack[StrategyArguments]) -> Strategy:
+        """Make ZeRO++ with LoCo's error feedback on the gradients (arXiv 2407.04480)."""
+        return cls.zeropp(**StrategyArguments(error_feedback=LoCo()) | arguments)
+
+    @classmethod
+    def zero1(cls, **arguments: Unpack[StrategyArguments]) -> Strategy:
+        """Make ZeRO-1: only the optimizer state is sharded."""
+        return cls(**StrategyArguments(levels="NNG") | arguments)
+
+    @classmethod
+    def zero2(cls, **arguments: Unpack[StrategyArguments]) -> Strategy:
+        """Make ZeRO-2: gradients and optimizer state are sharded."""
+        return cls(**StrategyArguments(levels="NGG") | arguments)
+
+    @classmethod
+    def zero3(cls, **arguments: Unpack[StrategyArguments]) -> Strategy:
+        """Make ZeRO-3, FSDP's FULL_SHARD: everything is sharded over all ranks."""
+        return cls(**StrategyArguments(levels="GGG") | arguments)
+
+    @classmethod
+    def mics(cls, **arguments: Unpack[StrategyArguments]) -> Strategy:
+        """Make MiCS, FSDP's HYBRID_SHARD: everything is sharded inside a node and replicated across nodes."""
+        return cls(**StrategyArguments(levels="III") | arguments)
+
+    @classmethod
+    def diloco(
+        cls, every: int | None = None, elastic: Elastic | None = None, **arguments: Unpack[StrategyArguments]
+    ) -> Strategy:
+        """Make DiLoCo (arXiv 2311.08105), streamed unit by unit (arXiv 2501.18512) in 4 bits.
+
+        Args:
+            every: Steps between two exchanges of a unit; 64 by default.
+            elastic: Lets nodes be lost and join while the others train on.
+            **arguments: Other arguments of a strategy, ``local_steps`` in place of the two above among them.
+
+        Raises:
+            TypeError: If ``local_steps`` is given and ``every`` or ``elastic``, too.
+            ValueError: If ``local_steps`` is None, which is another preset.
+        """
+        check_keywords("Strategy.diloco", arguments, [*StrategyArguments.__annotations__, "every", "elastic"])
+        if arguments.get("local_steps", True) is None:
+            raise ValueError(
+                "local_steps=None (null or false in a file) makes diloco no DiLoCo but mics, which exchanges gradients "
+                "in every step; leave it out for the defaults, or choose mics"
+            )
+        if every is not None and "local_steps" in arguments:
+            raise TypeError("every and local_steps both say how often nodes exchange weights: pass one of them")
+        if elastic is not None and "local_steps" in arguments:
+            raise TypeError("elastic is an argument of LocalSteps, too: pass LocalSteps(elastic=...) alone")
+        local_steps = LocalSteps(elastic=elastic) if every is None else LocalSteps(every, elastic=elastic)
+        preset: StrategyArguments = {"levels": "III", "local_steps": local_steps}
+        return cls(**preset | arguments)
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, object] | str) -> Strategy:
+        """Make the strategy of a YAML or JSON configuration such as ``{"preset": "zeropp", "gpus_per_node": 8}``.
+
+        Args:
+            mapping: The arguments of a strategy, with codecs by name (``"int8:256"``); ``preset``, if given, is the
+                name of a class method such as ``"zeropp"``, whose arguments the others override. Or the name alone.
+
+        Raises:
+            ValueError: If a key, a preset or a codec is unknown, or a value is out of range; the error names the key.
+            TypeError: If a value has the wrong type; the error names the key.
+        """
+        preset, arguments = arguments_from_mapping(mapping, cls.from_dict)
+        make = cls if preset is None else getattr(cls, preset)
+        strategy: Strategy = make(**arguments)
+        return strategy
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all arguments as ``from_dict`` reads them, in strings, numbers, None and dicts.
+
+        Raises:
+            TypeError: If a codec is not one of this library; the error names the key.
+        """
+        return mapping_from_arguments({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+
+    @classmethod
+    def from_deepspeed(cls, config: Mapping[str, object] | str | os.PathLike[str]) -> Strategy:
+        """Make the strategy that a DeepSpeed configuration asks for; log in one line what it leaves to your script.
+
+        Args:
+            config: The configuration, or the path of one in JSON. Keys that decide no strategy may be "auto".
+
+        Raises:
+            ValueError: If keys are unknown, can't be honoured or contradict each other; the error says what to do about
+                each.
+            TypeError: If values have the wrong type, and nothing else is wrong.
+            OSError: If the file can't be read.
+        """
+        return cls(**strategy_arguments(config))
+
+
+def check_gpus_per_node(gpus_per_node: int | None) -> None:
+    """Raise unless ``gpus_per_node`` is None or a positive int."""
+    if gpus_per_node is None:
+        return
+    if not isinstance(gpus_per_node, int) or isinstance(gpus_per_node, bool):  # Python counts bool as an int
+        raise TypeError(f"gpus_per_node must be a positive int or None, got {gpus_per_node!r}")
+    if gpus_per_node < 1:
+        raise ValueError(f"gpus_per_node must be at least 1, got {gpus_per_node}")
+
+
+# ---- resolve
+#
+# Resolution of a strategy on a layout of ranks: its effective scopes, and the codecs that are active.
+#
+# [Note: One node]
+# Codecs trade computation for bytes on the slow network between nodes. A single node has no such network, and encoding
+# takes longer than its fast links take to send the bytes saved. So the codecs meant for the slow network are inactive
+# there: those of weights and gradients, and what "auto" derives from the latter for the intra-node hop. Torch's own
+# collectives then do whatever the scopes leave to them. A codec named explicitly for the intra-node hop stays active,
+# as does error feedback on it.
+#
+# [Note: Links]
+# What counts is which ranks share fast links. On a single host whose GPUs NVLink does not join, every link is slow, and
+# ``gpus_per_node=1`` makes every hop an inter-node hop; GPUs that NVLink bridges in pairs are nodes of two. If it is
+# not given, the machine is asked (runtime/_torch_mesh.py), and its answer decides if that costs little:
+#
+# - Only with optimizer scope ``G``. Under ``I`` and ``N`` smaller nodes hold more of the optimizer state, the largest
+# of
+#   all states: ``III`` would become ``NNN``.
+# - Only if codecs make it pay. Under parameter scope ``I`` they must encode the weights, of which each node keeps a
+# copy:
+#   one that is not encoded would undo what sharding saves. Under others, codecs of weights or gradients will do.
+# - Not with error feedback, whose fp32 errors each GPU would keep for whole gradients: 4 bytes a parameter, which no
+#   sharding divides.
+# - Not for a frozen base, ours or one of packed values, which stays sharded over the host: under LoRA it is nearly all
+# of
+#   the model, which often has no room on one GPU.
+# - Not on several hosts. The network between them is slower still, so the host stays the node, and both hops are
+# encoded.
+# - Not if the sets of ranks that NVLink joins are unequal or not consecutive, which no node size expresses.
+#
+# The price is the encoded copy of the weights and, under gradient scope ``I``, gradients that accumulate whole on
+# each GPU; the set-up line names the bytes. Otherwise the host is the node. PCIe counts as slow with
+# peer-to-peer access, too: what it lacks beside NVLink is bandwidth.
+
+
+class Scopes(NamedTuple):
+    """Scopes of a parameter, its gradient and its optimizer state: ``N``, ``I`` or ``G`` each."""
+
+    parameters: str
+    gradients: str
+    optimizer: str
+
+
+@dataclass(frozen=True)
+class ResolvedStrategy:
+    """A strategy on a layout of ranks. :meth:`Strategy.resolve` makes it once; everything downstream takes it.
+
+    Attributes:
+        levels: The requested scopes as letters; the first one places a frozen base.
+        topology: The layout.
+        scopes: The effective scopes; see :func:`resolve_scopes`.
+        weights: Codec of the weight all-gather, if active.
+        gradient_codecs: Codecs of the intra-node and of the inter-node hop of the gradient reduction, if active.
+        error_feedback: Error feedback on the gradient codecs, if active.
+        frozen: Codec of frozen parameters that are in full precision.
+        intra_codec: Codec of the intra-node hop of the gradient reduction, if it was named explicitly.
+    """
+
+    levels: str
+    topology: Topology
+    scopes: Scopes
+    weights: Codec | None
+    gradient_codecs: tuple[Codec | None, Codec | None]
+    error_feedback: LoCo | None
+    frozen: Codec | None
+    intra_codec: Codec | None = None
+
+    def within_node(self) -> ResolvedStrategy:
+        """Return the strategy as a node runs it that trains on its own: as a job of one node.
+
+        The codec of its weights stays active, unlike that of a job that has one node: it was resolved for several.
+        """
+        gpus, codecs = self.topology.gpus_per_node, (self.intra_codec, None)
+        node = Topology(gpus, gpus)
+        feedback = self.error_feedback
+        if feedback is not None and (feedback.hops == "inter" or self.intra_codec is None):
+            feedback = None
+        # Error feedback between nodes may have changed the scopes, and does not apply inside a node.
+        scopes = resolve_scopes(Scopes(*self.levels), self.topology)
+        return dataclasses.replace(
+            self,
+            topology=node,
+            scopes=resolve_scopes(scopes, node, feedback, codecs),
+            gradient_codecs=codecs,
+            error_feedback=feedback,
+        )
+
+
+def resolve(
+    levels: str,
+    *,
+    weights: Codec | None,
+    gradients: Codec | None,
+    intra_gradients: Codec | Literal["auto"] | None,
+    error_feedback: LoCo | None,
+    frozen: Codec | None,
+    topology: Topology,
+) -> ResolvedStrategy:
+    """Resolve a strategy on ``topology``; see [Note: One node]. The arguments are those of :class:`Strategy`.
+
+    A single rank keeps its codecs: it sends nothing, so they cost nothing.
+    """
+    if topology.nodes == 1 and topology.world > 1:
+        weights = gradients = None
+        intra_node = intra_node_codec(intra_gradients, None)
+        if error_feedback is not None and (error_feedback.hops == "inter" or intra_node is None):
+            error_feedback = None
+    # Only now: on one node, "auto" must follow a gradient codec that is inactive.
+    codecs = intra_node_codec(intra_gradients, gradients), gradients
+    scopes = resolve_scopes(Scopes(*levels), topology, error_feedback, codecs)
+    named = intra_node_codec(intra_gradients, None)
+    return ResolvedStrategy(levels, topology, scopes, weights, codecs, error_feedback, frozen, named)
+
+
+def resolve_scopes(
+    scopes: Scopes,
+    topology: Topology,
+    error_feedback: LoCo | None = None,
+    gradient_codecs: tuple[Codec | None, Codec | None] = (None, None),
+) -> Scopes:
+    """Return the effective scopes on ``topology``: a network level that does not exist shards nothing.
+
+    On one node, ``I`` is the same as ``G``. On nodes of one GPU, ``I`` is the same as ``N``, except for a secondary
+    shard (parameters ``I`` beside an optimizer ``G``): it then holds all weights, but still encoded, which ``N`` does
+    not express.
+
+    Error feedback must see the sum of all micro-batches. So gradients accumulate before the first hop that has error
+    feedback: on the rank (``N``) or in the node (``I``), unless their scope is as coarse already.
+
+    Args:
+        scopes: The requested scopes.
+        topology: The layout of the ranks.
+        error_feedback: Error feedback on the gradient codecs, if active.
+        gradient_codecs: Codecs of the intra-node and of the inter-node hop of the gradient reduction.
+    """
+    requested = "".join(scopes)
+    if topology.nodes == 1:
+        scopes = Scopes(*requested.replace("I", "G"))
+    elif topology.gpus_per_node == 1:
+        keeps_secondary = scopes.parameters == "I" and scopes.optimizer == "G"
+        scopes = Scopes(*requested.replace("I", "N"))
+        scopes = scopes._replace(parameters="I") if keeps_secondary else scopes
+    if error_feedback is None:
+        return scopes
+    # Only the names of the hops matter here, not the sizes of their buffers.
+    fed_back = error_buffer_specs(error_feedback, gradient_codecs, scopes.optimizer, topology, 0)
+    if "intra" in fed_back or ("inter" in fed_back and topology.gpus_per_node == 1):
+        return scopes._replace(gradients="N")
+    if "inter" in fed_back and scopes.gradients == "G":
+        return scopes._replace(gradients="I")
+    return scopes
+
+
+def intra_node_codec(intra: Codec | Literal["auto"] | None, inter: Codec | None) -> Codec | None:
+    """Return the codec of the intra-node hop: as given, or for ``"auto"`` 8 bits with the inter-node codec's block.
+
+    The intra-node network is fast, so its hop can afford the precision that the slow hop can't. SDP4Bit (arXiv
+    2410.15526, section 3.2) finds 8 bits on the intra-node hop and 4 on the inter-node hop enough to keep the loss.
+    """
+    if intra != "auto":
+        return intra
+    # A codec of a user's own may have no block; 256 is the default of Int8.
+    return None if inter is None else _eight_bits(getattr(inter, "block", 256))
+
+
+_eight_bits = cache(Int8)

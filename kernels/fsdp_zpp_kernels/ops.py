@@ -1,0 +1,804 @@
+"""Blockwise quantization as ``torch.library`` ops: arguments, checks, prepared calls, and the choice of a backend."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, get_args
+
+import torch
+from torch import Tensor
+
+from .reference import ALIGNMENT, PayloadLayout
+
+# ---- backend
+#
+# Interface of the reference, Triton and fake backends: a function for each op, which prepares a call.
+
+
+class Backend(Protocol):
+    """A module that runs ops: each function takes checked arguments, and returns a function that runs the op."""
+
+    def quantize(
+        self, numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype
+    ) -> Callable[[Tensor], Tensor]:
+        """See ``fsdp_zpp_kernels.quantize``."""
+
+    def dequantize_sum(
+        self, peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype
+    ) -> Callable[[Tensor, Tensor, float], None]:
+        """See ``fsdp_zpp_kernels.dequantize_sum``."""
+
+    def dequantize_sum_quantize(
+        self, peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, out_layout: PayloadLayout
+    ) -> Callable[[Tensor, float], Tensor]:
+        """See ``fsdp_zpp_kernels.dequantize_sum_quantize``."""
+
+    def quantize_with_feedback(
+        self,
+        numel: int,
+        rows: int,
+        cols: int,
+        layout: PayloadLayout,
+        error_layout: PayloadLayout | None,
+        dtype: torch.dtype,
+    ) -> Callable[[Tensor, Tensor, float], Tensor]:
+        """See ``fsdp_zpp_kernels.quantize_with_feedback``."""
+
+    def dequantize_sum_quantize_with_feedback(
+        self,
+        peers: int,
+        numel: int,
+        chunks: int,
+        layout: PayloadLayout,
+        out_layout: PayloadLayout,
+        error_layout: PayloadLayout | None,
+    ) -> Callable[[Tensor, Tensor, float, float], Tensor]:
+        """See ``fsdp_zpp_kernels.dequantize_sum_quantize_with_feedback``."""
+
+    def quantize_delta(
+        self, chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout, dtype: torch.dtype
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """See ``fsdp_zpp_kernels.quantize_delta``."""
+
+    def add_delta(
+        self, chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """See ``fsdp_zpp_kernels.add_delta``."""
+
+    def dequantize_rows(
+        self, chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
+    ) -> Callable[[Tensor, Tensor], None]:
+        """See ``fsdp_zpp_kernels.dequantize_rows``."""
+
+    def dequantize_nf4_rows(
+        self, chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
+    ) -> Callable[[Tensor, Tensor], None]:
+        """See ``fsdp_zpp_kernels.dequantize_nf4_rows``."""
+
+
+# ---- checks
+#
+# Checks of the ops' arguments, so that a wrong one raises here and does not reach a kernel.
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Rows and columns are the second and third axis of a kernel's grid, which CUDA limits to this many programs.
+_MAX_GRID = 65535
+
+
+def check_values(name: str, values: Tensor, rows: int, cols: int, flat: bool = True) -> int:
+    """Check a tensor of ``rows * cols`` chunks, which need not be flat unless ``flat``.
+
+    Returns:
+        The number of values in a chunk.
+
+    Raises:
+        TypeError: If ``values`` is not bf16, fp16 or fp32.
+        ValueError: If ``values`` is not contiguous, or not flat though it must be, or does not divide into the grid.
+    """
+    check_grid(rows, cols)
+    if values.dtype not in _DTYPES:
+        raise TypeError(f"{name} is {values.dtype}, but can be {', '.join(map(str, _DTYPES))}")
+    if (flat and values.dim() != 1) or not values.is_contiguous():
+        raise ValueError(
+            f"{name} has shape {tuple(values.shape)} and strides {values.stride()}, "
+            f"but must be {'flat and ' if flat else ''}contiguous"
+        )
+    if values.numel() % (rows * cols):
+        raise ValueError(
+            f"{name} has {values.numel()} values, which do not divide into {rows} x {cols} chunks of equal size"
+        )
+    return values.numel() // (rows * cols)
+
+
+def check_payload(payload: Tensor, lead: str, chunks: int, numel: int, layout: PayloadLayout) -> None:
+    """Check a payload of ``chunks`` rows for chunks of ``numel`` values, with a leading axis if ``lead`` names one.
+
+    Raises:
+        TypeError: If ``payload`` is not uint8.
+        ValueError: If its shape is not the layout's, the leading axis is empty, or it is not contiguous from a multiple
+            of 16 bytes of its storage on.
+    """
+    if payload.dtype != torch.uint8:
+        raise TypeError(f"payload is {payload.dtype}, but must be torch.uint8")
+    row = (chunks, layout.nbytes(numel))
+    # An empty leading axis is refused because kernels decode the first peer before they loop over the others.
+    if payload.dim() != len(row) + bool(lead) or payload.shape[-2:] != row or payload.shape[0] == 0:
+        wanted = ", ".join([lead, *map(str, row)] if lead else map(str, row))
+        raise ValueError(
+            f"payload has shape {tuple(payload.shape)}, but {chunks} chunks of {numel} values with bits "
+            f"{layout.bits}, block {layout.block} and tail {layout.tail} make ({wanted})"
+        )
+    # The offset stands in for the address, which a tensor lacks while tracing; allocators align storages to more.
+    if not payload.is_contiguous() or payload.storage_offset() % ALIGNMENT:
+        raise ValueError(
+            f"payload has strides {payload.stride()} and starts at byte {payload.storage_offset()} of its storage, "
+            f"but must be contiguous and start at a multiple of {ALIGNMENT}"
+        )
+
+
+def check_grid(rows: int, cols: int) -> None:
+    """Raise a ValueError unless ``rows`` and ``cols`` are from 1 to 65535."""
+    for name, size in (("rows", rows), ("cols", cols)):
+        if not 1 <= size <= _MAX_GRID:
+            raise ValueError(f"{name} is {size}, but must be from 1 to {_MAX_GRID}")
+
+
+def check_device(**tensors: Tensor) -> None:
+    """Raise a ValueError that names the tensors unless all are on the same device."""
+    if len({tensor.device for tensor in tensors.values()}) > 1:
+        places = " and ".join(f"{name} is on {tensor.device}" for name, tensor in tensors.items())
+        raise ValueError(f"{places}, but both must be on the same device")
+
+
+def check_sum(
+    payload: Tensor, lead: str, out: Tensor, rows: int, cols: int, bits: int, block: int, tail: int
+) -> tuple[PayloadLayout, int]:
+    """Check a payload and the output of its sum; return the payload's layout and the size of a chunk."""
+    layout = PayloadLayout(bits, block, tail)
+    numel = check_values("out", out, rows, cols)
+    check_payload(payload, lead, rows * cols, numel, layout)
+    check_device(payload=payload, out=out)
+    return layout, numel
+
+
+def check_requantize(
+    payload: Tensor, numel: int, rows: int, cols: int, bits: int, block: int, out_bits: int, out_block: int, tail: int
+) -> tuple[PayloadLayout, PayloadLayout]:
+    """Check payloads of several peers that are summed and quantized; return their layout and the result's."""
+    if numel < 0:
+        raise ValueError(f"numel is {numel}, but a chunk must have at least 0 values")
+    layout, out_layout = PayloadLayout(bits, block, tail), PayloadLayout(out_bits, out_block, tail)
+    check_grid(rows, cols)
+    check_payload(payload, "peers", rows * cols, numel, layout)
+    return layout, out_layout
+
+
+def check_errors(errors: Tensor, chunks: int, numel: int, error_block: int) -> PayloadLayout | None:
+    """Check the errors of ``chunks`` chunks; return their layout, or None if they are fp32."""
+    if error_block:
+        layout = PayloadLayout(8, error_block)
+        check_payload(errors, "", chunks, numel, layout)
+        return layout
+    if errors.dtype != torch.float32:
+        raise TypeError(f"errors are {errors.dtype}, but must be torch.float32 if error_block is 0")
+    if errors.shape != (chunks * numel,) or not errors.is_contiguous():
+        raise ValueError(
+            f"errors have shape {tuple(errors.shape)} and strides {errors.stride()}, but {chunks} chunks of {numel} "
+            f"values need a contiguous ({chunks * numel},)"
+        )
+    return None
+
+
+def check_delta(
+    values: Tensor, base: Tensor, base_bits: int, base_block: int, bits: int, block: int, tail: int
+) -> tuple[PayloadLayout, PayloadLayout, int]:
+    """Check values and the base of their delta; return the layouts of base and delta and the size of a chunk."""
+    layouts = PayloadLayout(base_bits, base_block, tail), PayloadLayout(bits, block, tail)
+    # check_payload refuses a base without two axes; until then any count will do.
+    chunks = base.shape[0] if base.dim() == 2 else 1
+    numel = check_values("values", values, 1, chunks)
+    check_payload(base, "", chunks, numel, layouts[0])
+    check_device(values=values, base=base)
+    return *layouts, numel
+
+
+def check_add_delta(
+    base: Tensor, delta: Tensor, numel: int, base_bits: int, base_block: int, bits: int, block: int, tail: int
+) -> tuple[PayloadLayout, PayloadLayout]:
+    """Check a base and the delta that is added to it; return their layouts."""
+    if numel < 0:
+        raise ValueError(f"numel is {numel}, but a chunk must have at least 0 values")
+    layouts = PayloadLayout(base_bits, base_block, tail), PayloadLayout(bits, block, tail)
+    chunks = base.shape[0] if base.dim() == 2 else 1
+    check_payload(base, "", chunks, numel, layouts[0])
+    check_payload(delta, "", chunks, numel, layouts[1])
+    check_device(base=base, delta=delta)
+    return layouts
+
+
+def check_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> tuple[PayloadLayout, int]:
+    """Check a payload whose rows may lie apart, and the output; return the payload's layout and the size of a chunk."""
+    layout = PayloadLayout(bits, block)
+    if payload.dtype != torch.uint8:
+        raise TypeError(f"payload is {payload.dtype}, but must be torch.uint8")
+    if payload.dim() != 2:
+        raise ValueError(f"payload has shape {tuple(payload.shape)}, but must have two axes")
+    numel = check_values("out", out, payload.shape[0], 1, flat=False)
+    check_device(payload=payload, out=out)
+    if payload.shape[1] != layout.nbytes(numel):
+        raise ValueError(
+            f"payload has rows of {payload.shape[1]} bytes, but chunks of {numel} values with bits {bits} and block "
+            f"{block} take {layout.nbytes(numel)}"
+        )
+    # Torch may give the axis of a single row any stride, and rows without bytes have nothing to align.
+    starts = (payload.storage_offset(), payload.stride(0) if payload.shape[0] > 1 else 0)
+    if payload.shape[1] and (payload.stride(1) != 1 or any(start % ALIGNMENT for start in starts)):
+        raise ValueError(
+            f"payload has strides {payload.stride()} and starts at byte {payload.storage_offset()} of its storage, but "
+            f"its rows must be contiguous and start at multiples of {ALIGNMENT}"
+        )
+    return layout, numel
+
+
+def check_whole_blocks(numel: int, block: int) -> None:
+    """Raise a ValueError unless chunks of ``numel`` values consist of whole blocks."""
+    if numel % block:
+        raise ValueError(f"chunks have {numel} values, but must consist of whole blocks of {block}")
+
+
+# ---- fake
+#
+# Operations for tracing: the shape and dtype of each result, without values.
+
+
+class Fake:
+    """The backend of tensors without values."""
+
+    @staticmethod
+    def quantize(
+        numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype
+    ) -> Callable[[Tensor], Tensor]:
+        """See ``fsdp_zpp_kernels.quantize``."""
+        return _payload(rows * cols, numel, layout)
+
+    @staticmethod
+    def dequantize_sum(
+        peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype
+    ) -> Callable[[Tensor, Tensor, float], None]:
+        """See ``fsdp_zpp_kernels.dequantize_sum``."""
+        return _nothing
+
+    @staticmethod
+    def dequantize_sum_quantize(
+        peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, out_layout: PayloadLayout
+    ) -> Callable[[Tensor, float], Tensor]:
+        """See ``fsdp_zpp_kernels.dequantize_sum_quantize``."""
+        return _payload(rows * cols, numel, out_layout)
+
+    @staticmethod
+    def quantize_with_feedback(
+        numel: int, rows: int, cols: int, layout: PayloadLayout, error_layout: PayloadLayout | None, dtype: torch.dtype
+    ) -> Callable[[Tensor, Tensor, float], Tensor]:
+        """See ``fsdp_zpp_kernels.quantize_with_feedback``."""
+        return _payload(rows * cols, numel, layout)
+
+    @staticmethod
+    def dequantize_sum_quantize_with_feedback(
+        peers: int,
+        numel: int,
+        chunks: int,
+        layout: PayloadLayout,
+        out_layout: PayloadLayout,
+        error_layout: PayloadLayout | None,
+    ) -> Callable[[Tensor, Tensor, float, float], Tensor]:
+        """See ``fsdp_zpp_kernels.dequantize_sum_quantize_with_feedback``."""
+        return _payload(chunks, numel, out_layout)
+
+    @staticmethod
+    def quantize_delta(
+        chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout, dtype: torch.dtype
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """See ``fsdp_zpp_kernels.quantize_delta``."""
+        return _payload(chunks, numel, layout)
+
+    @staticmethod
+    def add_delta(
+        chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """See ``fsdp_zpp_kernels.add_delta``."""
+        return _payload(chunks, numel, base_layout)
+
+    @staticmethod
+    def dequantize_rows(
+        chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
+    ) -> Callable[[Tensor, Tensor], None]:
+        """See ``fsdp_zpp_kernels.dequantize_rows``."""
+        return _nothing
+
+    @staticmethod
+    def dequantize_nf4_rows(
+        chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
+    ) -> Callable[[Tensor, Tensor], None]:
+        """See ``fsdp_zpp_kernels.dequantize_nf4_rows``."""
+        return _nothing
+
+
+def _payload(chunks: int, numel: int, layout: PayloadLayout) -> Callable[..., Tensor]:
+    """Return a call that returns a payload, on the device of its first tensor."""
+    shape = (chunks, layout.nbytes(numel))
+    return lambda tensor, *_: tensor.new_empty(shape, dtype=torch.uint8)
+
+
+def _nothing(*_: Tensor | float) -> None:
+    """Return nothing, as a call that only writes does."""
+
+
+FAKE = Fake()
+
+
+# ---- dispatch
+#
+# Dispatch of ops: which backend runs one, how its calls are prepared, and which go through torch's dispatcher.
+#
+# Checking a call's arguments and working out its launch takes as long as several kernel launches, and so does
+# dispatching a Python op. A sharded model runs a handful of ops for each unit and step, on the same shapes in every
+# step. So all work that depends on the arguments but not on values is done once, and calls on plain tensors skip the
+# dispatcher.
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_OFF_ALIGNMENT = ALIGNMENT - 1  # the bits of an offset or an address in which it is not aligned
+_MAX_PREPARED = 1024
+"""Calls that an op keeps prepared. A model has tens; a program of ever new shapes must not fill the memory."""
+
+
+def backend_for(tensor: Tensor) -> Backend:
+    """Return the module that runs ops on ``tensor``: Triton on CUDA, the reference on CPU, fake while tracing."""
+    # Backends are imported on use, so that machines without a GPU do not need Triton.
+    # Fakes come first: a fake tensor reports the device that it stands for, so is_cuda may be true of it.
+    if tensor.is_meta or (type(tensor) is not Tensor and hasattr(tensor, "fake_mode")):
+        return FAKE
+    if tensor.is_cuda:
+        from . import triton
+
+        return triton
+    from . import reference
+
+    return reference
+
+
+class Op(Generic[P, R]):
+    """A ``torch.library`` op of the namespace ``fsdp_zpp``; see :func:`op`.
+
+    A call's *signature* is its integers and what checks and kernels see of its tensors besides their values. Calls of
+    the same signature share one prepared call. Floats are no part of it: they are factors, which a program may change
+    in every step, and are passed to the prepared call with the tensors.
+    """
+
+    def __init__(self, prepare: Callable[P, Callable[..., R]], mutates_args: tuple[str, ...], name: str) -> None:
+        functools.update_wrapper(self, prepare)
+        self._prepare: Callable[..., Callable[..., R]] = prepare
+        self._prepared: dict[tuple[object, ...], Callable[..., R]] = {}
+
+        own = inspect.signature(prepare, eval_str=True)
+        kinds = [parameter.annotation for parameter in own.parameters.values()]
+        self._arguments, self._tensors = len(kinds), kinds.count(Tensor)
+        assert kinds[: self._tensors] == [Tensor] * self._tensors, f"{name} must take its tensors first"
+        defaults = (parameter.default for parameter in own.parameters.values())
+        self._defaults = tuple(default for default in defaults if default is not inspect.Parameter.empty)
+        self._required = self._arguments - len(self._defaults)
+        self._integers = _select([place for place, kind in enumerate(kinds) if kind is int])
+        self._inputs = _select([place for place, kind in enumerate(kinds) if kind is not int])
+
+        # The op returns what the prepared call returns, and torch reads its schema off this.
+        result = get_args(own.return_annotation)[-1]
+        self.__signature__ = own.replace(return_annotation=None if result is type(None) else result)
+        self._op = self._register(f"fsdp_zpp::{name}", mutates_args)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return self._op(*args, **kwargs)
+        values: tuple[object, ...] = args
+        given = len(args)
+        if kwargs or given != self._arguments:
+            if given == self._required and not kwargs:
+                values += self._defaults
+            else:
+                values = self._complete(args, kwargs)
+        signature = self._integers(values)
+        for tensor in values[: self._tensors]:
+            # Subclasses (fake tensors, DTensor) act in the dispatcher, and so does autograd: it raises in a backward.
+            if type(tensor) is not Tensor or tensor.requires_grad:
+                return self._op(*values)
+            try:
+                signature += _seen_of(tensor)
+            except RuntimeError:  # it has no address
+                self._prepare(*values)  # refuses a sparse tensor
+                return self._op(*values)  # where functorch's tensors act
+        prepared = self._prepared.get(signature) or self._prepare_for(signature, values)
+        return prepared(*self._inputs(values))
+
+    def _complete(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, ...]:
+        """Return all arguments by position, defaults included."""
+        bound = self.__signature__.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.args
+
+    def _prepare_for(self, signature: tuple[object, ...], args: tuple[object, ...]) -> Callable[..., R]:
+        prepared = self._prepare(*args)
+        if len(self._prepared) >= _MAX_PREPARED:
+            self._prepared.clear()  # to note which were used last would cost each call more than this ever will
+        self._prepared[signature] = prepared
+        return prepared
+
+    def _register(self, name: str, mutates_args: tuple[str, ...]) -> Callable[..., R]:
+        """Register the op with torch. It checks its arguments there, too, also while tracing."""
+
+        def run(*args: Any) -> R:
+            args += self._defaults[len(args) - self._required :]  # torch leaves out what equals its default
+            signature = self._integers(args)
+            for tensor in args[: self._tensors]:
+                signature += _seen_of(tensor)
+            prepared = self._prepared.get(signature) or self._prepare_for(signature, args)
+            return prepared(*self._inputs(args))
+
+        def trace(*args: object) -> R:
+            args += self._defaults[len(args) - self._required :]
+            # Not kept: sizes may be symbolic here.
+            return self._prepare(*args)(*self._inputs(args))
+
+        for function in (run, trace):
+            function.__signature__ = self.__signature__  # type: ignore[union-attr]
+        registered = torch.library.custom_op(name, run, mutates_args=mutates_args, device_types=("cpu", "cuda"))
+        registered.register_fake(trace)
+        return registered
+
+
+def op(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable[P, Callable[..., R]]], Op[P, R]]:
+    """Make the op ``fsdp_zpp::<name>`` of a function that checks a call's arguments and prepares the call.
+
+    The function takes the op's arguments, tensors first, and returns a function of the tensors and floats among them.
+    Its annotations are the op's schema. Whatever it reads of a tensor must be in :func:`_seen_of`.
+
+    Args:
+        name: The op's name.
+        mutates_args: The arguments that the op writes to.
+    """
+    return lambda prepare: Op(prepare, mutates_args, name)
+
+
+def _seen_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return what checks and kernels see of a tensor besides its values.
+
+    Triton compiles for the alignment of addresses. Checks use the alignment of offsets, which a tensor has even while
+    it is traced.
+    """
+    return (
+        tensor.dtype,
+        tensor.shape,
+        tensor.is_contiguous() or tensor.stride(),
+        tensor.device,
+        tensor.storage_offset() & _OFF_ALIGNMENT,
+        tensor.data_ptr() & _OFF_ALIGNMENT,
+    )
+
+
+def _select(places: list[int]) -> Callable[[tuple[object, ...]], tuple[object, ...]]:
+    """Return a function that returns the items at these places as a tuple."""
+    # Of one place, itemgetter would return the item itself.
+    return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
+
+
+# ---- ops
+#
+# Operations as ``torch.library`` ops of the namespace ``fsdp_zpp``: their arguments, checks and results.
+#
+# Each function checks the arguments of a call and returns the call as a backend prepares it. ``op`` turns the function
+# into the operation that its docstring describes, which prepares once for all calls that differ in values and factors
+# alone. All backends have the same functions; ``backend_for`` chooses one.
+
+
+@op("quantize")
+def quantize(values: Tensor, rows: int, cols: int, bits: int, block: int, tail: int = 0) -> Callable[[Tensor], Tensor]:
+    """Quantize a ``rows x cols`` grid of chunks into the rows of a payload, in transposed order.
+
+    Args:
+        values: Flat, contiguous ``[rows * cols * numel]`` in bf16, fp16 or fp32; chunk (r, c) starts at
+            ``(r * cols + c) * numel``.
+        rows: Rows of the grid of chunks, from 1 to 65535.
+        cols: Columns of the grid, from 1 to 65535.
+        bits: Width of a code, 4 or 8.
+        block: Number of values that share a scale, a power of two from 32 to 4096.
+        tail: Number of fp32 values at the end of each row, a multiple of 4, that the caller fills in.
+
+    Returns:
+        The payload, uint8 ``[rows * cols, PayloadLayout(bits, block, tail).nbytes(numel)]``, with chunk (r, c) in row
+        ``c * rows + r``. The values determine every byte, padding included, but the tail is uninitialized.
+
+    Raises:
+        TypeError: If ``values`` has another dtype.
+        ValueError: If ``values`` is not flat and contiguous or does not divide into the grid, or another argument is
+            out of range.
+    """
+    numel = check_values("values", values, rows, cols)
+    return backend_for(values).quantize(numel, rows, cols, PayloadLayout(bits, block, tail), values.dtype)
+
+
+@op("dequantize", ("out",))
+def dequantize(
+    payload: Tensor, out: Tensor, rows: int, cols: int, bits: int, block: int, tail: int = 0
+) -> Callable[[Tensor, Tensor], None]:
+    """Dequantize the ``rows x cols`` grid of a payload's rows into chunks in transposed order.
+
+    ``quantize`` over an ``a x b`` grid followed by ``dequantize`` over the ``b x a`` grid restores the order.
+
+    Args:
+        payload: uint8 ``[rows * cols, PayloadLayout(bits, block, tail).nbytes(numel)]``, contiguous, starting at a
+            multiple of 16 bytes of its storage.
+        out: Flat, contiguous ``[rows * cols * numel]`` in bf16, fp16 or fp32. Row ``r * cols + c`` of the payload is
+            written to chunk ``c * rows + r``.
+        rows: Rows of the payload's grid, from 1 to 65535.
+        cols: Columns of the grid, from 1 to 65535.
+        bits: Width of a code, 4 or 8.
+        block: Number of values that share a scale, a power of two from 32 to 4096.
+        tail: Number of fp32 values at the end of each row, a multiple of 4, which are not read.
+
+    Raises:
+        TypeError: If ``payload`` or ``out`` has another dtype.
+        ValueError: If a shape or a stride is not as above, ``payload`` and ``out`` are on different devices, or another
+            argument is out of range.
+    """
+    layout, numel = check_sum(payload, "", out, rows, cols, bits, block, tail)
+    # The sum over one peer, times 1, is exact, so that one kernel serves both ops.
+    one_peer = backend_for(payload).dequantize_sum(1, numel, rows, cols, layout, out.dtype)
+    return lambda payload, out: one_peer(payload, out, 1.0)
+
+
+@op("dequantize_sum", ("out",))
+def dequantize_sum(
+    payload: Tensor, out: Tensor, rows: int, cols: int, bits: int, block: int, scale: float, tail: int = 0
+) -> Callable[[Tensor, Tensor, float], None]:
+    """Dequantize the payloads of several peers, sum them and scale the sum: the last step of a reduction.
+
+    Args:
+        payload: uint8 ``[peers, rows * cols, nbytes]``, otherwise as for ``dequantize``.
+        out: As for ``dequantize``. The sum is taken in fp32 in the order of the peers, multiplied by ``scale``, and
+            cast once.
+        rows: Rows of each peer's grid, from 1 to 65535.
+        cols: Columns of the grid, from 1 to 65535.
+        bits: Width of a code, 4 or 8.
+        block: Number of values that share a scale, a power of two from 32 to 4096.
+        scale: Factor on the sum; 1 / world makes it a mean.
+        tail: As for ``dequantize``.
+
+    Raises:
+        TypeError: If ``payload`` or ``out`` has another dtype.
+        ValueError: As for ``dequantize``, or if there is no peer.
+    """
+    layout, numel = check_sum(payload, "peers", out, rows, cols, bits, block, tail)
+    return backend_for(payload).dequantize_sum(payload.shape[0], numel, rows, cols, layout, out.dtype)
+
+
+@op("dequantize_sum_quantize")
+def dequantize_sum_quantize(
+    payload: Tensor,
+    numel: int,
+    rows: int,
+    cols: int,
+    bits: int,
+    block: int,
+    out_bits: int,
+    out_block: int,
+    scale: float,
+    tail: int = 0,
+) -> Callable[[Tensor, float], Tensor]:
+    """Do ``dequantize_sum`` into fp32, then ``quantize``, fused so that the sums never go through memory.
+
+    Args:
+        payload: uint8 ``[peers, rows * cols, nbytes]``, as for ``dequantize_sum``.
+        numel: Number of values in a chunk. The padded size of the payload does not tell it.
+        rows: Rows of each peer's grid, from 1 to 65535.
+        cols: Columns of the grid, from 1 to 65535.
+        bits: Width of a code of ``payload``, 4 or 8.
+        block: Number of values of ``payload`` that share a scale, a power of two from 32 to 4096.
+        out_bits: Width of a code of the result.
+        out_block: Number of values of the result that share a scale.
+        scale: Factor on the sum.
+        tail: Number of fp32 values at the end of each row of ``payload`` and of the result, a multiple of 4. The
+            former are not read, the latter are for the caller to fill in.
+
+    Returns:
+        The payload of the scaled sum, uint8 ``[rows * cols, PayloadLayout(out_bits, out_block, tail).nbytes(numel)]``,
+        with the sum of the peers' rows ``r * cols + c`` in row ``c * rows + r``.
+
+    Raises:
+        TypeError: If ``payload`` is not uint8.
+        ValueError: As for ``dequantize_sum``, or if ``numel`` is negative.
+    """
+    layouts = check_requantize(payload, numel, rows, cols, bits, block, out_bits, out_block, tail)
+    return backend_for(payload).dequantize_sum_quantize(payload.shape[0], numel, rows, cols, *layouts)
+
+
+@op("quantize_with_feedback", ("errors",))
+def quantize_with_feedback(
+    values: Tensor,
+    errors: Tensor,
+    rows: int,
+    cols: int,
+    bits: int,
+    block: int,
+    error_block: int,
+    beta: float,
+    tail: int = 0,
+) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """Quantize with error feedback, in one pass: add the errors of earlier calls, and update them by this call's.
+
+    Quantizes ``h = values + errors`` and sets ``errors = beta * errors + (1 - beta) * (h - dequantized)`` (LoCo, arXiv
+    2407.04480). A block in which ``h`` is not finite is encoded as such and keeps its old errors.
+
+    Args:
+        values: As for ``quantize``.
+        errors: Updated in place, in the order of the payload's rows: fp32 ``[rows * cols * numel]``, or quantized,
+            uint8 ``[rows * cols, PayloadLayout(8, error_block).nbytes(numel)]``, without tails.
+        rows: As for ``quantize``.
+        cols: As for ``quantize``.
+        bits: As for ``quantize``.
+        block: As for ``quantize``.
+        error_block: Number of values of the errors that share a scale; 0 if the errors are fp32.
+        beta: Weight of the old errors, at least 0 and less than 1.
+        tail: As for ``quantize``.
+
+    Returns:
+        The payload, as from ``quantize``.
+
+    Raises:
+        TypeError: If ``values`` or ``errors`` has another dtype.
+        ValueError: If a shape or a stride is not as above, or the tensors are on different devices.
+    """
+    numel = check_values("values", values, rows, cols)
+    error_layout = check_errors(errors, rows * cols, numel, error_block)
+    check_device(values=values, errors=errors)
+    layout = PayloadLayout(bits, block, tail)
+    return backend_for(values).quantize_with_feedback(numel, rows, cols, layout, error_layout, values.dtype)
+
+
+@op("dequantize_sum_quantize_with_feedback", ("errors",))
+def dequantize_sum_quantize_with_feedback(
+    payload: Tensor,
+    errors: Tensor,
+    numel: int,
+    bits: int,
+    block: int,
+    out_bits: int,
+    out_block: int,
+    scale: float,
+    error_block: int,
+    beta: float,
+    tail: int = 0,
+) -> Callable[[Tensor, Tensor, float, float], Tensor]:
+    """Do ``dequantize_sum_quantize`` in the same order, with error feedback as in ``quantize_with_feedback``.
+
+    Args:
+        payload: uint8 ``[peers, chunks, nbytes]``, as for ``dequantize_sum``.
+        errors: As for ``quantize_with_feedback``, of ``chunks`` chunks.
+        numel: Number of values in a chunk.
+        bits: Width of a code of ``payload``, 4 or 8.
+        block: Number of values of ``payload`` that share a scale.
+        out_bits: Width of a code of the result.
+        out_block: Number of values of the result that share a scale.
+        scale: Factor on the sum. The errors are added to the product.
+        error_block: Number of values of the errors that share a scale; 0 if the errors are fp32.
+        beta: Weight of the old errors, at least 0 and less than 1.
+        tail: As for ``dequantize_sum_quantize``.
+
+    Returns:
+        The payload of the corrected sums, uint8 ``[chunks, PayloadLayout(out_bits, out_block, tail).nbytes(numel)]``.
+
+    Raises:
+        TypeError: If ``payload`` or ``errors`` has another dtype.
+        ValueError: As for ``dequantize_sum_quantize`` and ``quantize_with_feedback``.
+    """
+    chunks = payload.shape[1] if payload.dim() == 3 else 1  # check_requantize refuses any other payload
+    layouts = check_requantize(payload, numel, 1, chunks, bits, block, out_bits, out_block, tail)
+    error_layout = check_errors(errors, chunks, numel, error_block)
+    check_device(payload=payload, errors=errors)
+    backend = backend_for(payload)
+    return backend.dequantize_sum_quantize_with_feedback(payload.shape[0], numel, chunks, *layouts, error_layout)
+
+
+@op("quantize_delta")
+def quantize_delta(
+    values: Tensor, base: Tensor, base_bits: int, base_block: int, bits: int, block: int, tail: int = 0
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Quantize the difference between values and those that a payload encodes.
+
+    Args:
+        values: Flat, contiguous ``[chunks * numel]`` in bf16, fp16 or fp32.
+        base: uint8 ``[chunks, PayloadLayout(base_bits, base_block, tail).nbytes(numel)]``, contiguous, starting at a
+            multiple of 16 bytes of its storage.
+        base_bits: Width of a code of ``base``, 4 or 8.
+        base_block: Number of values of ``base`` that share a scale, a power of two from 32 to 4096.
+        bits: Width of a code of the result.
+        block: Number of values of the result that share a scale.
+        tail: As for ``dequantize_sum_quantize``, of ``base`` and of the result.
+
+    Returns:
+        The payload of ``values - base``, uint8 ``[chunks, PayloadLayout(bits, block, tail).nbytes(numel)]``, in order.
+
+    Raises:
+        TypeError: If ``values`` or ``base`` has another dtype.
+        ValueError: If a shape or a stride is not as above, the two are on different devices, or another argument is out
+            of range.
+    """
+    base_layout, layout, numel = check_delta(values, base, base_bits, base_block, bits, block, tail)
+    return backend_for(values).quantize_delta(base.shape[0], numel, base_layout, layout, values.dtype)
+
+
+@op("add_delta")
+def add_delta(
+    base: Tensor, delta: Tensor, numel: int, base_bits: int, base_block: int, bits: int, block: int, tail: int = 0
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Add a payload of deltas to the payload of their base.
+
+    Args:
+        base: As for ``quantize_delta``.
+        delta: uint8 ``[chunks, PayloadLayout(bits, block, tail).nbytes(numel)]``, with the alignment of ``base``.
+        numel: Number of values in a chunk. The padded size of a payload does not tell it.
+        base_bits: Width of a code of ``base``, 4 or 8.
+        base_block: Number of values of ``base`` that share a scale, a power of two from 32 to 4096.
+        bits: Width of a code of ``delta``.
+        block: Number of values of ``delta`` that share a scale.
+        tail: As for ``dequantize_sum_quantize``, of ``base``, ``delta`` and the result.
+
+    Returns:
+        The payload of the sum, encoded as ``base`` is and of its shape.
+
+    Raises:
+        TypeError: If ``base`` or ``delta`` is not uint8.
+        ValueError: As for ``quantize_delta``, or if ``numel`` is negative.
+    """
+    layouts = check_add_delta(base, delta, numel, base_bits, base_block, bits, block, tail)
+    return backend_for(base).add_delta(base.shape[0], numel, *layouts)
+
+
+@op("dequantize_rows", ("out",))
+def dequantize_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> Callable[[Tensor, Tensor], None]:
+    """Dequantize the rows of a payload, which may lie apart, into adjacent chunks in the same order.
+
+    Args:
+        payload: uint8 ``[chunks, PayloadLayout(bits, block).nbytes(numel)]``. Rows may lie apart, but each is
+            contiguous and starts at a multiple of 16 bytes of the storage: of rows with a tail, give what precedes it.
+        out: Contiguous, ``chunks * numel`` values of any shape in bf16, fp16 or fp32.
+        bits: Width of a code, 4 or 8.
+        block: Number of values that share a scale, a power of two from 32 to 4096.
+
+    Raises:
+        TypeError: If ``payload`` or ``out`` has another dtype.
+        ValueError: If a shape or a stride is not as above, the two are on different devices, or another argument is
+            out of range.
+    """
+    layout, numel = check_rows(payload, out, bits, block)
+    return backend_for(payload).dequantize_rows(payload.shape[0], numel, payload.stride(0), layout, out.dtype)
+
+
+@op("dequantize_nf4_rows", ("out",))
+def dequantize_nf4_rows(payload: Tensor, out: Tensor, block: int) -> Callable[[Tensor, Tensor], None]:
+    """Dequantize the rows of a payload of NF4 codes, which may lie apart, into adjacent chunks in the same order.
+
+    Args:
+        payload: uint8 ``[chunks, PayloadLayout(4, block).nbytes(numel)]``, otherwise as for ``dequantize_rows``.
+            ``reference.py`` says what the codes mean.
+        out: As for ``dequantize_rows``, but ``numel`` must be a multiple of ``block``.
+        block: Number of values that share a scale, a power of two from 32 to 4096.
+
+    Raises:
+        TypeError: If ``payload`` or ``out`` has another dtype.
+        ValueError: As for ``dequantize_rows``, or if chunks are not whole blocks.
+    """
+    layout, numel = check_rows(payload, out, 4, block)
+    check_whole_blocks(numel, block)
+    return backend_for(payload).dequantize_nf4_rows(payload.shape[0], numel, payload.stride(0), layout, out.dtype)

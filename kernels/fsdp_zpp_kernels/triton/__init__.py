@@ -1,0 +1,478 @@
+"""The Triton backend: how calls are prepared, tiled and launched."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp_zpp_kernels.reference import ALIGNMENT, PayloadLayout, levels_on
+
+from .kernels import (
+    add_delta_kernel,
+    nf4_rows_kernel,
+    quantize_delta_kernel,
+    quantize_kernel,
+    quantize_with_feedback_kernel,
+    rows_kernel,
+    sum_kernel,
+    sum_quantize_kernel,
+    sum_quantize_with_feedback_kernel,
+)
+
+# ---- launch
+#
+# Launches that recur: whatever stays the same from one to the next is prepared once.
+#
+# For every call, Triton's JIT binds the arguments, inspects each for specialization, and looks up the compiled kernel,
+# which takes more CPU time than the launch itself. A sharded model launches kernels several times per unit and step,
+# hundreds of times with a quantized base, from a thread that is busy already.
+
+
+class Launch:
+    """A launch of a kernel that lacks only the tensors and factors, which are the kernel's first arguments.
+
+    A kernel that makes a payload takes it as its second argument, which the launch allocates and returns.
+
+    On NVIDIA GPUs, Triton compiles another kernel for another device, dtype, or alignment of an address to 16 bytes. In
+    all calls of one launch these must be the same for each tensor; ``ops.py`` ensures it for tensors that ops are
+    given, and tensors that they allocate are aligned.
+
+    Args:
+        kernel: A Triton kernel, compiled or interpreted. Each argument besides tensors and factors must be in its
+            ``do_not_specialize`` or be a ``tl.constexpr``.
+        grid: Programs along each axis.
+        tiling: Warps of a program, and registers of a thread.
+        payload: Shape of the payload to allocate; None if there is none.
+        fixed: The kernel's remaining arguments, by name.
+
+    Raises:
+        KeyError: If ``fixed`` does not name the last arguments of the kernel.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        tiling: Tiling,
+        payload: tuple[int, int] | None = None,
+        **fixed: int | str,
+    ) -> None:
+        self._kernel, self._grid = kernel, grid
+        self._payload = None if payload is None else _shape_and_strides(payload)
+        # Without fusion: a product that is contracted into a sum is not rounded, as it is in the reference.
+        self._options: dict[str, object] = {"num_warps": tiling.num_warps, "enable_fp_fusion": False}
+        if tiling.max_registers is not None:  # an option of NVIDIA GPUs alone
+            self._options["maxnreg"] = tiling.max_registers
+        # A compiled kernel takes its arguments by position alone.
+        self._fixed = tuple(fixed[name] for name in kernel.arg_names[-len(fixed) :])
+        self._compiled: Callable[..., None] | None = None
+        self._device = -1  # of a CPU, where kernels are interpreted
+
+    def __call__(self, first: Tensor, *others: Tensor | float) -> Tensor | None:
+        """Enqueue the kernel in the current stream of the tensors' device.
+
+        Args:
+            first: The kernel's first argument.
+            others: Those that follow it, without the payload that is allocated: contiguous tensors, of which uint8 ones
+                are payloads, then the factors.
+
+        Returns:
+            The payload that is allocated, if there is one.
+        """
+        payload = None
+        if self._payload is not None:
+            # Not new_empty, which also has a form with names and takes half as long again to tell which is called.
+            payload = first.new_empty_strided(*self._payload, dtype=torch.uint8)
+            others = (payload, *others)
+        if self._compiled is None:
+            self._compile((first, *others))
+        elif self._device < 0 or self._device == torch.cuda.current_device():
+            self._compiled(first, *others, *self._fixed)
+        else:
+            # Triton launches on the current device, in its current stream.
+            with torch.cuda.device(self._device):
+                self._compiled(first, *others, *self._fixed)
+        return payload
+
+    def _compile(self, arguments: tuple[Tensor | float, ...]) -> None:
+        """Compile the kernel, unless Triton has, and launch it."""
+        first = arguments[0]
+        assert isinstance(first, Tensor)
+        with torch.cuda.device_of(first):
+            kernel = self._kernel[self._grid](*map(_as_specialized, arguments), *self._fixed, **self._options)
+        if kernel is not None:  # the interpreter returns None and has nothing to keep
+            self._device, self._compiled = first.get_device(), kernel[self._grid]
+
+
+def _as_specialized(argument: Tensor | float) -> Tensor | float:
+    """Return an argument as kernels are compiled for it. Once compiled they take mere addresses and numbers."""
+    if not isinstance(argument, Tensor):
+        return float(argument)  # Triton would specialize for an int
+    return argument.view(torch.int32) if argument.dtype == torch.uint8 else argument  # payloads are read as words
+
+
+def launch_tiles(
+    kernel: Any,
+    tiling: Tiling,
+    numel: int,
+    cols: int,
+    rows: int,
+    /,
+    payload: PayloadLayout | None = None,
+    **fixed: int | str,
+) -> Callable[..., Any]:
+    """Return a launch with one program for each tile of each chunk.
+
+    Args:
+        kernel: As for :class:`Launch`, with an argument ``TILE``.
+        tiling: How chunks are cut into programs.
+        numel: Number of values in a chunk.
+        cols: Columns of the grid of chunks.
+        rows: Rows of the grid of chunks.
+        payload: Layout of the payload that the launch allocates, a row for each chunk, and returns; None if it
+            allocates none.
+        fixed: The kernel's remaining arguments, by name.
+
+    Returns:
+        The launch; if chunks are empty, a function that does nothing but allocate the payload.
+    """
+    shape = None if payload is None else (rows * cols, payload.nbytes(numel))
+    if numel == 0:
+        return functools.partial(_launch_nothing, shape)
+    # Tiles go first: CUDA limits that axis to 2**31 - 1 programs and the other two to 65535.
+    tiles = -(-numel // tiling.tile)
+    return Launch(kernel, (tiles, cols, rows), tiling, shape, TILE=tiling.tile, **fixed)
+
+
+def _launch_nothing(shape: tuple[int, int] | None, first: Tensor, *others: Tensor | float) -> Tensor | None:
+    return None if shape is None else first.new_empty_strided(*_shape_and_strides(shape), dtype=torch.uint8)
+
+
+def _shape_and_strides(shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    return shape, (max(shape[1], 1), 1)
+
+
+# ---- tiling
+#
+# Tilings: values per thread, threads per program, and the facts about sizes that kernels are compiled for.
+#
+# The figures come from measurements on an H200 (``benchmarks/kernels/run.py``). A program of one warp finds the maximum
+# over a block without shared memory, and its threads never wait for another warp. More values per thread spread the
+# cost of computing addresses and of a block's scale over more values; fewer leave registers for more programs at a
+# time.
+
+WARP = 32
+_CACHE_NBYTES = 2**26  # more than an H200's second-level cache holds
+
+
+class Tiling(NamedTuple):
+    """Way to cut a kernel's work into programs.
+
+    Attributes:
+        tile: The values that one program works on, whole blocks of all its layouts.
+        num_warps: Warps of a program.
+        max_registers: Registers that a thread may have at most; None leaves it to the compiler.
+    """
+
+    tile: int
+    num_warps: int
+    max_registers: int | None = None
+
+
+def tiling(per_thread: int, threads: int, *layouts: PayloadLayout | None, max_registers: int | None = None) -> Tiling:
+    """Cut into programs of ``threads`` threads, or of more if the largest block takes more at ``per_thread`` values."""
+    # All of these are powers of two, so the larger number is a multiple of the smaller: whole blocks, whole warps.
+    tile = max(per_thread * threads, *(layout.block for layout in layouts if layout is not None))
+    return Tiling(tile, tile // per_thread // WARP, max_registers)
+
+
+def quantize_tiling(layout: PayloadLayout) -> Tiling:
+    """Cut quantization. 32 values are four 16-byte loads of 16-bit values in flight per thread."""
+    return tiling(32, 2 * WARP, layout)
+
+
+def sum_tiling(peers: int, layout: PayloadLayout) -> Tiling:
+    """Cut a sum over peers. Loads from all peers are in flight at once, up to 64 bytes per thread for few peers."""
+    return tiling(32 if peers * layout.bits <= 16 else 16, WARP, layout)
+
+
+def sum_quantize_tiling(peers: int, layout: PayloadLayout, out_layout: PayloadLayout) -> Tiling:
+    """Cut a sum over peers that is quantized again."""
+    if layout.bits == out_layout.bits == 8:
+        return tiling(16, WARP, layout, out_layout)  # a 16-byte access
+    few, many = (4, 8) if layout.bits == 4 else (0, 4)
+    if few < peers <= many:
+        # The compiler would start all loads at once, with so many registers that too few programs run beside another.
+        return tiling(32, WARP, layout, out_layout, max_registers=64)
+    # 64 int4 codes are two 16-byte accesses and 16 int8 codes are one; see GROUP in ``dequantize_sum_quantize``.
+    return tiling(64 if layout.bits == 4 else 16, WARP, layout, out_layout)
+
+
+def feedback_tiling(layout: PayloadLayout, error_layout: PayloadLayout | None) -> Tiling:
+    """Cut quantization with error feedback."""
+    # Left to itself, the compiler takes so many registers for int4 and coded errors that too few programs run at once.
+    max_registers = 96 if layout.bits == 4 and error_layout is not None else None
+    return tiling(32, WARP, layout, error_layout, max_registers=max_registers)
+
+
+def sum_feedback_tiling(layout: PayloadLayout, out_layout: PayloadLayout, error_layout: PayloadLayout | None) -> Tiling:
+    """Cut a sum over peers that is quantized again, with error feedback."""
+    layouts = (layout, out_layout, error_layout)
+    if error_layout is None:
+        return tiling(16, WARP, *layouts, max_registers=64)
+    return tiling(32, 2 * WARP, *layouts, max_registers=80)
+
+
+def delta_tiling(*layouts: PayloadLayout) -> Tiling:
+    """Cut the encoding of a delta, and its addition to the base."""
+    return tiling(32, WARP, *layouts)
+
+
+def align(numel: int) -> int:
+    """Return the largest power of two that divides ``numel``, up to the 8 values of a 16-byte access.
+
+    Kernels take ``numel`` in this unit. They then know which accesses are aligned, and are compiled in at most four
+    variants, not for each size.
+    """
+    return min(numel & -numel, 8) or 8  # the lowest bit set; every power divides 0
+
+
+def group(dtype: torch.dtype, layout: PayloadLayout) -> int:
+    """Return how many neighbouring values a thread holds: a 16-byte access, or a word of codes if that is more.
+
+    With fewer, several threads would have to write one word.
+    """
+    return max(16 // dtype.itemsize, 32 // layout.bits)
+
+
+def zero(bits: int) -> int:
+    """Return the bits of the float that code 0 decodes to, 2**23 plus the code's offset; see ``decode_sum``."""
+    return 0x4B000000 + (1 << (bits - 1))
+
+
+def eviction(nbytes: int) -> str:
+    """Return the cache policy for an output of ``nbytes``."""
+    # An output that exceeds the cache is gone before anybody reads it, so it must not push out what is still needed.
+    return "evict_first" if nbytes > _CACHE_NBYTES else ""
+
+
+# ---- triton backend
+#
+# Operations in Triton: one launch each, transposition and padding included, without temporaries.
+#
+# The functions rely on the checks of ``ops.py`` and prepare a call. Each has a twin of the same name and signature in
+# ``reference.py`` and equals its results bit for bit.
+#
+# ``kernels.py`` holds the families of kernels, built from the parts in ``tiles.py``; here the work is cut into programs
+# and these are launched.
+
+
+def quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """See ``fsdp_zpp_kernels.quantize``."""
+    return launch_tiles(
+        quantize_kernel,
+        quantize_tiling(layout),
+        numel,
+        cols,
+        rows,
+        payload=layout,
+        numel_units=numel // align(numel),
+        row_units=layout.nbytes(numel) // ALIGNMENT,
+        ALIGN=align(numel),
+        BITS=layout.bits,
+        BLOCK=layout.block,
+        GROUP=group(dtype, layout),
+    )
+
+
+def dequantize_sum(
+    peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor, float], None]:
+    """See ``fsdp_zpp_kernels.dequantize_sum``."""
+    return launch_tiles(
+        sum_kernel,
+        sum_tiling(peers, layout),
+        numel,
+        cols,
+        rows,
+        numel_units=numel // align(numel),
+        row_units=layout.nbytes(numel) // ALIGNMENT,
+        zero=zero(layout.bits),
+        ALIGN=align(numel),
+        PEERS=peers,
+        BITS=layout.bits,
+        BLOCK=layout.block,
+        GROUP=group(dtype, layout),
+        EVICTION=eviction(rows * cols * numel * dtype.itemsize),
+    )
+
+
+def dequantize_sum_quantize(
+    peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, out_layout: PayloadLayout
+) -> Callable[[Tensor, float], Tensor]:
+    """See ``fsdp_zpp_kernels.dequantize_sum_quantize``."""
+    return launch_tiles(
+        sum_quantize_kernel,
+        sum_quantize_tiling(peers, layout, out_layout),
+        numel,
+        cols,
+        rows,
+        payload=out_layout,
+        numel=numel,
+        row_units=layout.nbytes(numel) // ALIGNMENT,
+        out_row_units=out_layout.nbytes(numel) // ALIGNMENT,
+        zero=zero(layout.bits),
+        PEERS=peers,
+        BITS=layout.bits,
+        BLOCK=layout.block,
+        OUT_BITS=out_layout.bits,
+        OUT_BLOCK=out_layout.block,
+        # No values are read or written here, only codes, so a group is as many codes as a 16-byte access holds.
+        GROUP=128 // layout.bits,
+    )
+
+
+def quantize_with_feedback(
+    numel: int, rows: int, cols: int, layout: PayloadLayout, error_layout: PayloadLayout | None, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """See ``fsdp_zpp_kernels.quantize_with_feedback``."""
+    launch = launch_tiles(
+        quantize_with_feedback_kernel,
+        feedback_tiling(layout, error_layout),
+        numel,
+        cols,
+        rows,
+        payload=layout,
+        numel_units=numel // align(numel),
+        row_units=layout.nbytes(numel) // ALIGNMENT,
+        error_row_units=error_layout.nbytes(numel) // ALIGNMENT if error_layout else 0,
+        zero=zero(8),
+        ALIGN=align(numel),
+        BITS=layout.bits,
+        BLOCK=layout.block,
+        ERROR_BLOCK=error_layout.block if error_layout else 0,
+        GROUP=group(dtype, layout),
+    )
+    # 1 - beta in fp64, as in the reference; from an fp32 beta, the kernel's could differ in the last bit.
+    return lambda values, errors, beta: launch(values, errors, beta, 1 - beta)
+
+
+def dequantize_sum_quantize_with_feedback(
+    peers: int,
+    numel: int,
+    chunks: int,
+    layout: PayloadLayout,
+    out_layout: PayloadLayout,
+    error_layout: PayloadLayout | None,
+) -> Callable[[Tensor, Tensor, float, float], Tensor]:
+    """See ``fsdp_zpp_kernels.dequantize_sum_quantize_with_feedback``."""
+    launch = launch_tiles(
+        sum_quantize_with_feedback_kernel,
+        sum_feedback_tiling(layout, out_layout, error_layout),
+        numel,
+        chunks,
+        1,
+        payload=out_layout,
+        numel=numel,
+        row_units=layout.nbytes(numel) // ALIGNMENT,
+        out_row_units=out_layout.nbytes(numel) // ALIGNMENT,
+        error_row_units=error_layout.nbytes(numel) // ALIGNMENT if error_layout else 0,
+        zero=zero(layout.bits),
+        error_zero=zero(8),
+        PEERS=peers,
+        BITS=layout.bits,
+        BLOCK=layout.block,
+        OUT_BITS=out_layout.bits,
+        OUT_BLOCK=out_layout.block,
+        ERROR_BLOCK=error_layout.block if error_layout else 0,
+    )
+    return lambda payload, errors, scale, beta: launch(payload, errors, scale, beta, 1 - beta)
+
+
+def quantize_delta(
+    chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """See ``fsdp_zpp_kernels.quantize_delta``."""
+    return launch_tiles(
+        quantize_delta_kernel,
+        delta_tiling(base_layout, layout),
+        numel,
+        chunks,
+        1,
+        payload=layout,
+        numel_units=numel // align(numel),
+        base_row_units=base_layout.nbytes(numel) // ALIGNMENT,
+        row_units=layout.nbytes(numel) // ALIGNMENT,
+        base_zero=zero(base_layout.bits),
+        ALIGN=align(numel),
+        BASE_BITS=base_layout.bits,
+        BASE_BLOCK=base_layout.block,
+        BITS=layout.bits,
+        BLOCK=layout.block,
+    )
+
+
+def add_delta(
+    chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """See ``fsdp_zpp_kernels.add_delta``."""
+    return launch_tiles(
+        add_delta_kernel,
+        delta_tiling(base_layout, layout),
+        numel,
+        chunks,
+        1,
+        payload=base_layout,
+        numel=numel,
+        base_row_units=base_layout.nbytes(numel) // ALIGNMENT,
+        row_units=layout.nbytes(numel) // ALIGNMENT,
+        base_zero=zero(base_layout.bits),
+        zero=zero(layout.bits),
+        BASE_BITS=base_layout.bits,
+        BASE_BLOCK=base_layout.block,
+        BITS=layout.bits,
+        BLOCK=layout.block,
+    )
+
+
+def dequantize_rows(
+    chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor], None]:
+    """See ``fsdp_zpp_kernels.dequantize_rows``."""
+    return launch_tiles(
+        rows_kernel,
+        sum_tiling(1, layout),
+        numel,
+        1,
+        chunks,
+        numel_units=numel // align(numel),
+        stride_units=stride // ALIGNMENT,
+        zero=zero(layout.bits),
+        ALIGN=align(numel),
+        BITS=layout.bits,
+        BLOCK=layout.block,
+        GROUP=group(dtype, layout),
+    )
+
+
+def dequantize_nf4_rows(
+    chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor], None]:
+    """See ``fsdp_zpp_kernels.dequantize_nf4_rows``."""
+    launch = launch_tiles(
+        nf4_rows_kernel,
+        sum_tiling(1, layout),
+        numel,
+        1,
+        chunks,
+        numel_units=numel // align(numel),
+        stride_units=stride // ALIGNMENT,
+        ALIGN=align(numel),
+        BLOCK=layout.block,
+        GROUP=group(dtype, layout),
+    )
+    return lambda payload, out: launch(payload, out, levels_on(payload.device))

@@ -1,0 +1,438 @@
+"""Tiles of Triton kernels: how a program reads, encodes, decodes and writes its part of a payload."""
+
+import triton
+import triton.language as tl
+
+from fsdp_zpp_kernels.reference import MIN_SCALE, SCALE_MASK, SCALE_RAISE
+
+# ---- tiles
+#
+# Tiles of Triton kernels: which chunk a program reads and writes, and where its codes lie.
+#
+# The grid is (tiles of a chunk, cols, rows), so that no program divides to find its place. A program reads chunk (r, c)
+# in row-major order and writes to its place in the transposed grid. Offsets are 64-bit up to the tile, since a tensor
+# may have more than 2**31 elements, and 32-bit inside the tile.
+#
+# The kernels are bound by memory only as long as they spend few instructions on a value, which explains the form of the
+# rest. A thread holds groups of ``GROUP`` neighbouring values, one 16-byte access wide, and reads their codes and scale
+# itself; only the maximum over a block crosses threads. Codes are handled as 32-bit words (see ``reference.py``).
+# ``MASKED`` marks the partial tile at the end of a chunk; all other tiles run without masks.
+
+# mypy: disable-error-code="no-untyped-def"
+
+
+@triton.jit
+def source_chunk():
+    """Return the index of the chunk or payload row that this program reads."""
+    return (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+
+
+@triton.jit
+def target_chunk():
+    """Return the index of the chunk or payload row that this program writes."""
+    return (tl.program_id(1) * tl.num_programs(2) + tl.program_id(2)).to(tl.int64)
+
+
+@triton.jit
+def tile_index():
+    """Return the index in its chunk of this program's tile."""
+    return tl.program_id(0).to(tl.int64)
+
+
+@triton.jit
+def codes_words(numel, BITS: tl.constexpr):
+    """Return ``PayloadLayout.scales_offset`` in words. It ends in ``* 4``, which shows Triton the 16-byte alignment."""
+    return (numel * BITS + 127) // 128 * 4
+
+
+@triton.jit
+def row_words(row_units):
+    """Return the length in words of a payload's row, tail included; ``row_units`` is in 16 bytes."""
+    return tl.cast(row_units, tl.int64) * 4  # in this form, Triton sees the alignment
+
+
+@triton.jit
+def word_offsets(BITS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
+    """Return the offsets of a tile's words: [TILE // GROUP, words a group, 1]."""
+    # The last axis is for the codes of a word: every code is cut out of its word by broadcasting.
+    WORDS: tl.constexpr = GROUP * BITS // 32
+    return tl.arange(0, TILE // GROUP)[:, None, None] * WORDS + tl.arange(0, WORDS)[None, :, None]
+
+
+@triton.jit
+def word_ptrs(words_ptr, BITS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
+    """Return pointers to a tile's words.
+
+    Without the hint, Triton would access more than a group at once and exchange the surplus through shared memory.
+    """
+    return tl.max_contiguous(words_ptr + word_offsets(BITS, TILE, GROUP), [1, GROUP * BITS // 32, 1])
+
+
+# ---- encoding
+#
+# Part of the Triton kernels that quantizes one tile and stores it in a payload.
+
+# mypy: disable-error-code="no-untyped-def"
+
+
+_MIN_SCALE = tl.constexpr(MIN_SCALE)
+_SCALE_RAISE = tl.constexpr(SCALE_RAISE)
+_SCALE_MASK = tl.constexpr(SCALE_MASK)
+_ABS_MASK = tl.constexpr(0x7FFFFFFF)
+_INF_BITS = tl.constexpr(0x7F800000)
+_ONE_BITS = tl.constexpr(0x3F800000)
+# 1.5 * 2**23. Adding it to |x| < 2**22 rounds x half to even and leaves the integer in the float's low bits. With 1.5
+# in place of 1, sums with a negative x keep the exponent, in which neighbouring floats differ by 1.
+_ROUNDER = tl.constexpr(12582912.0)
+_ROUNDER_BITS = tl.constexpr(0x4B400000)
+
+
+@triton.jit
+def _larger(a, b):
+    # By default the maximum of a number and a NaN is the number, and the block would pass for finite.
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _magnitude(values, BLOCK: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
+    """Return the bits of each block's largest magnitude, int32 [TILE // BLOCK]: of a NaN or an Inf if it holds one.
+
+    A thread compares its own values as floats, at one instruction per value. Threads compare theirs as integers, at one
+    instruction per warp. Magnitudes have the same order either way, with NaN above Inf.
+    """
+    values = tl.reshape(tl.abs(values), [TILE // BLOCK, BLOCK // GROUP, GROUP])
+    # The mask clears a sign that a NaN may have, with which it would be the smallest integer.
+    return tl.max(tl.reduce(values, 2, _larger).to(tl.int32, bitcast=True) & _ABS_MASK, axis=1)
+
+
+@triton.jit
+def encode(
+    values,
+    words_ptr,
+    numel,
+    row_units,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Quantize this program's tile, fp32 [TILE // BLOCK, BLOCK], into the payload, padding included.
+
+    Values past the end of the chunk must be 0: their codes are the padding of the codes.
+
+    Returns:
+        The rounding errors, values less what the payload decodes to, fp32 [TILE // BLOCK, BLOCK], and whether each
+        block is finite, [TILE // BLOCK, 1]. Errors of a block that is not finite are meaningless. The compiler removes
+        the computation of results that the caller ignores.
+    """
+    magnitude = _magnitude(values, BLOCK, TILE, GROUP)
+    live = (magnitude > 0) & (magnitude < _INF_BITS)
+    # All other blocks compute with 1, whose scale has a finite inverse; their scales and codes are replaced below.
+    absmax = tl.where(live, magnitude, _ONE_BITS).to(tl.float32, bitcast=True)
+    RECIPROCAL: tl.constexpr = (1 + _SCALE_RAISE) / ((1 << (BITS - 1)) - 1)
+    scales = tl.maximum(absmax * RECIPROCAL, _MIN_SCALE).to(tl.int32, bitcast=True) & _SCALE_MASK
+    scales = scales.to(tl.float32, bitcast=True)
+    # Triton's `/` is approximate on GPUs; the reference's is rounded correctly.
+    inverse = tl.math.div_rn(tl.full([TILE // BLOCK], 1.0, tl.float32), scales)
+    scales = tl.where(live, scales, tl.where(magnitude == 0, 0.0, float("inf")))
+
+    # One division per block and a product per value; a division per value would cost many instructions.
+    steps = values * inverse[:, None]
+    # Both summands are even, so that half still goes to the even code.
+    rounder: tl.constexpr = _ROUNDER + (1 << (BITS - 1))
+    rounded = steps + rounder
+    # Fp32 additions are not reassociated, so adding and subtracting the rounder leaves the rounded code. Its product
+    # with the scale is exact ([Note: Exact products] in reference.py), so one fma rounds as product and difference do.
+    # The scale has the minus: with code 0, a value of -0 then stays -0, as in the reference. It is a product, since
+    # Triton compiles -x as 0 - x, which is no -0 where the scale of zeros is 0.
+    left_out = tl.fma(rounded - rounder, tl.broadcast_to((scales * -1.0)[:, None], values.shape), values)
+
+    words = tl.where(live[:, None], _pack(rounded, BITS, BLOCK, TILE), 0)
+    words = tl.reshape(words, [TILE // GROUP, GROUP * BITS // 32, 1])  # the shape of word_ptrs
+
+    tile = tile_index()
+    words_ptr += target_chunk() * row_words(row_units)
+    words_ptrs = word_ptrs(words_ptr + tile * (TILE * BITS // 32), BITS, TILE, GROUP)
+    scales_ptr = words_ptr.to(tl.pointer_type(tl.float32), bitcast=True) + codes_words(numel, BITS)
+    block = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
+    blocks = (numel + (BLOCK - 1)) // BLOCK
+    if MASKED:
+        words_left = codes_words(numel, BITS) - tile * (TILE * BITS // 32)
+        tl.store(words_ptrs, words, mask=word_offsets(BITS, TILE, GROUP) < words_left)
+        tl.store(scales_ptr + block, scales, mask=block < blocks)
+    else:
+        tl.store(words_ptrs, words)
+        tl.store(scales_ptr + block, scales)
+    # The program of the chunk's last tile zeroes what pads the scales to 16 bytes: ranks compare payloads by bytes.
+    if (tile + 1) * TILE >= numel:
+        pad = blocks + tl.arange(0, 4)
+        tl.store(scales_ptr + pad, tl.zeros([4], tl.float32), mask=pad < (blocks + 3) // 4 * 4)
+    return left_out, magnitude[:, None] < _INF_BITS
+
+
+@triton.jit
+def _pack(rounded, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Pack codes that were rounded by adding the rounder and an offset: int32 [TILE // BLOCK, words].
+
+    The codes of a word are shifted to their places and added up. The offset keeps each of them positive, so that none
+    borrows from its neighbour. The bits of all rounders come off in one subtraction, which saves a mask per code, and
+    flipping the sign bits takes the offsets off again.
+
+    Args:
+        rounded: The codes plus ``_ROUNDER`` plus half the number of codes, fp32 [TILE // BLOCK, BLOCK].
+    """
+    PER_WORD: tl.constexpr = 32 // BITS
+    OFFSET: tl.constexpr = 1 << (BITS - 1)
+    EACH: tl.constexpr = 0xFFFFFFFF // ((1 << BITS) - 1)  # the lowest bit of each code: 0x11111111 or 0x01010101
+    # Sums wrap around at 2**32, and so do these constants, written as int32.
+    ROUNDERS: tl.constexpr = (_ROUNDER_BITS * EACH + 0x80000000) % 0x100000000 - 0x80000000
+    OFFSETS: tl.constexpr = OFFSET * EACH - 0x100000000
+    codes = tl.reshape(rounded.to(tl.int32, bitcast=True), [TILE // BLOCK, BLOCK // PER_WORD, PER_WORD])
+    place = (tl.arange(0, PER_WORD) * BITS)[None, None, :]
+    return (tl.sum(codes << place, axis=2) - ROUNDERS) ^ OFFSETS
+
+
+# ---- decoding
+#
+# Parts of the Triton kernels that decode one tile of a payload, and sum it over peers.
+
+# mypy: disable-error-code="no-untyped-def"
+
+
+@triton.jit
+def _load_codes(
+    words_ptr,
+    scales_ptr,
+    left,
+    zero,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Load the tile whose first word and scale the pointers point to; ``left`` values of the chunk start there.
+
+    Half the codes of a word become floats where they are, the other half after one shift of the word. A code is masked
+    into the mantissa of a float whose exponent gives the code's lowest bit the weight 1. Flipping the code's sign bit
+    turns two's complement into an offset, so code 0 becomes ``zeros``, and subtracting that leaves the code. That takes
+    fewer instructions than extracting each code and converting it from int.
+
+    Returns:
+        The codes, fp32 [TILE // GROUP, words a group, codes a word], and their scales, fp32 [TILE // GROUP, 1, 1].
+    """
+    words_ptrs = word_ptrs(words_ptr, BITS, TILE, GROUP)
+    # One pointer per block: the scales of a thread's groups are then a constant distance apart.
+    block = tl.arange(0, TILE // BLOCK)[:, None]
+    if MASKED:
+        # Masking whole groups suffices: a group that starts inside the chunk ends inside its padded codes.
+        words = tl.load(words_ptrs, mask=tl.arange(0, TILE // GROUP)[:, None, None] * GROUP < left, other=0)
+        scales = tl.load(scales_ptr + block, mask=block * BLOCK < left, other=0.0)
+    else:
+        words = tl.load(words_ptrs)
+        scales = tl.load(scales_ptr + block)
+    scales = tl.reshape(tl.broadcast_to(scales, [TILE // BLOCK, BLOCK // GROUP]), [TILE // GROUP, 1, 1])
+
+    HALF: tl.constexpr = 16 // BITS
+    OFFSET: tl.constexpr = 1 << (BITS - 1)
+    # The upper half is shifted by less than 16 bits and so stays this far above bit 0. For codes at bit 0, ptxas would
+    # replace a shift by 16 by two instructions. Mantissas have 23 bits: room for 16 above the lift.
+    LIFT: tl.constexpr = 4 if BITS == 4 else 1
+    code = tl.arange(0, 2 * HALF)[None, None, :]
+    position = code % HALF * BITS + code // HALF * LIFT
+    # ``zero`` with the offset moved up by ``position`` bits and the exponent lowered by as much, to weigh it the same.
+    zeros = zero + ((OFFSET << position) - OFFSET - (position << 23))
+    # The words are signed, so the shift fills in copies of the sign bit, which the mask drops.
+    mask = ((1 << BITS) - 1) << position
+    biased = ((words >> (code // HALF * (16 - LIFT))) & mask) ^ zeros
+    return biased.to(tl.float32, bitcast=True) - zeros.to(tl.float32, bitcast=True), scales
+
+
+@triton.jit
+def _tile_ptrs(row_ptr, numel, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Return pointers to the first word and scale of this program's tile of the payload row at ``row_ptr``."""
+    scales_ptr = row_ptr.to(tl.pointer_type(tl.float32), bitcast=True) + codes_words(numel, BITS)
+    return row_ptr + tile_index() * (TILE * BITS // 32), scales_ptr + tile_index() * (TILE // BLOCK)
+
+
+@triton.jit
+def load_row(
+    row_ptr,
+    numel,
+    zero,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Load this program's tile of the payload row at ``row_ptr``; ``zero`` and the results as in ``_load_codes``."""
+    words_ptr, scales_ptr = _tile_ptrs(row_ptr, numel, BITS, BLOCK, TILE)
+    return _load_codes(words_ptr, scales_ptr, numel - tile_index() * TILE, zero, BITS, BLOCK, TILE, GROUP, MASKED)
+
+
+@triton.jit
+def add_row(
+    values,
+    words_ptr,
+    numel,
+    row_units,
+    zero,
+    row,
+    sign,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Decode row ``row``, and add ``sign`` (1 or -1) times its values to ``values``, this program's tile in any shape.
+
+    Returns:
+        fp32 [TILE // GROUP, words a group, codes a word].
+    """
+    row_ptr = words_ptr + row * row_words(row_units)
+    codes, scales = load_row(row_ptr, numel, zero, BITS, BLOCK, TILE, GROUP, MASKED)
+    # The product is exact, as in ``decode_sum``, and so is that with a sign.
+    return tl.fma(codes, sign * scales, tl.reshape(values, codes.shape))
+
+
+@triton.jit
+def decode_sum(
+    words_ptr,
+    numel,
+    row_units,
+    scale,
+    zero,
+    row,
+    PEERS: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Decode this program's tile of row ``row`` of every peer's payload; return ``scale`` times the sum, in peer order.
+
+    ``zero`` holds the bits of the float that code 0 in the lowest bits of a word decodes to: 2**23 plus the code's
+    offset. It is a kernel argument because with a constant, ptxas takes two instructions, not one, to mask a code and
+    insert it, and int4 sums over 8 peers are close to the limit of the instruction rate already.
+
+    Returns:
+        fp32 [TILE // GROUP, words a group, codes a word].
+    """
+    stride = row_words(row_units)
+    # A peer's payload has as many rows as the grid has chunks; the peers follow one another.
+    peer_words = tl.num_programs(1) * tl.num_programs(2) * stride
+    words_ptr, scales_ptr = _tile_ptrs(words_ptr + row * stride, numel, BITS, BLOCK, TILE)
+    left = numel - tile_index() * TILE
+    codes, scales = _load_codes(words_ptr, scales_ptr, left, zero, BITS, BLOCK, TILE, GROUP, MASKED)
+    total = codes * scales
+    if PEERS <= 8:
+        # Unrolled, so that loads from all peers are in flight at once.
+        for _ in tl.static_range(1, PEERS):
+            words_ptr += peer_words
+            scales_ptr += peer_words
+            codes, scales = _load_codes(words_ptr, scales_ptr, left, zero, BITS, BLOCK, TILE, GROUP, MASKED)
+            # The product is exact ([Note: Exact products] in reference.py), so one fma rounds as product and sum do.
+            total = tl.fma(codes, scales, total)
+    else:
+        for _ in range(1, PEERS):
+            words_ptr += peer_words
+            scales_ptr += peer_words
+            codes, scales = _load_codes(words_ptr, scales_ptr, left, zero, BITS, BLOCK, TILE, GROUP, MASKED)
+            total = tl.fma(codes, scales, total)
+    return total * scale
+
+
+# ---- error tiles
+#
+# Part of the Triton kernels that quantizes one tile with error feedback, and updates its errors.
+#
+# Errors can be updated in place because every thread reads its part of a block before any thread writes to that block:
+# all that is written depends, through the block's maximum, on all values that were read.
+
+# mypy: disable-error-code="no-untyped-def"
+
+
+@triton.jit
+def _load_errors(
+    errors_ptr,
+    numel,
+    row_units,
+    zero,
+    BLOCK: tl.constexpr,
+    ERROR_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Load the tile of the errors, fp32 [TILE // BLOCK, BLOCK]. Errors are in the order of the payload's rows."""
+    if ERROR_BLOCK == 0:
+        start = tile_index() * TILE
+        offsets = tl.arange(0, TILE // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        errors_ptr += target_chunk() * numel + start
+        if MASKED:
+            return tl.load(errors_ptr + offsets, mask=offsets < numel - start, other=0.0)
+        else:
+            return tl.load(errors_ptr + offsets)
+    else:
+        errors = decode_sum(
+            errors_ptr, numel, row_units, 1.0, zero, target_chunk(), 1, 8, ERROR_BLOCK, TILE, GROUP, MASKED
+        )
+        return tl.reshape(errors, [TILE // BLOCK, BLOCK])
+
+
+@triton.jit
+def _store_errors(
+    errors,
+    errors_ptr,
+    numel,
+    row_units,
+    BLOCK: tl.constexpr,
+    ERROR_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    if ERROR_BLOCK == 0:
+        start = tile_index() * TILE
+        offsets = tl.arange(0, TILE // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        errors_ptr += target_chunk() * numel + start
+        if MASKED:
+            tl.store(errors_ptr + offsets, errors, mask=offsets < numel - start)
+        else:
+            tl.store(errors_ptr + offsets, errors)
+    else:
+        errors = tl.reshape(errors, [TILE // ERROR_BLOCK, ERROR_BLOCK])
+        encode(errors, errors_ptr, numel, row_units, 8, ERROR_BLOCK, TILE, GROUP, MASKED)
+
+
+@triton.jit
+def encode_with_feedback(
+    values,
+    words_ptr,
+    errors_ptr,
+    numel,
+    row_units,
+    error_row_units,
+    beta,
+    rest,
+    zero,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ERROR_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Quantize values plus errors into the payload, and update the errors. ``rest`` is 1 - ``beta``.
+
+    Errors are read and written in the groups of the values. In other groups they would go through shared memory twice.
+    """
+    errors = _load_errors(errors_ptr, numel, error_row_units, zero, BLOCK, ERROR_BLOCK, TILE, GROUP, MASKED)
+    left_out, finite = encode(values + errors, words_ptr, numel, row_units, BITS, BLOCK, TILE, GROUP, MASKED)
+    # A block that is not finite keeps its errors: NaN in them would never leave again.
+    errors = tl.where(finite, beta * errors + rest * left_out, errors)
+    _store_errors(errors, errors_ptr, numel, error_row_units, BLOCK, ERROR_BLOCK, TILE, GROUP, MASKED)
