@@ -15,6 +15,7 @@ import gc
 import inspect
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -24,11 +25,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from contenders import WIDTH, Block, prepare_kernels_only
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import fsdp_zpp
-from fsdp_zpp import Strategy, fully_shard
+from fsdp_zpp import Int4, Int8, LocalSteps, Strategy, fully_shard, quantize_frozen_params
 
 ROOT = f"{Path(fsdp_zpp.__file__).parents[1]}{os.sep}"
 FOLDERS = f"{ROOT}fsdp_zpp{os.sep}", f"{ROOT}kernels{os.sep}"
@@ -84,12 +86,12 @@ def stop() -> None:
     sys.setprofile(None)
 
 
-def shard(adapter: str, block: nn.Module) -> Any:
+def shard(adapter: str, block: nn.Module, strategy: Strategy = STRATEGY) -> Any:
     """Shard ``block`` under a strategy."""
     if adapter == "fsdp2":
-        return fully_shard(block, strategy=STRATEGY)
+        return fully_shard(block, strategy=strategy)
     return FullyShardedDataParallel(
-        block, sharding_strategy=STRATEGY, use_orig_params=True, device_id=torch.device("cpu")
+        block, sharding_strategy=strategy, use_orig_params=True, device_id=torch.device("cpu")
     )
 
 
@@ -147,11 +149,69 @@ def of_gradient(adapter: str) -> Walk:
     return walk
 
 
+class Adapted(nn.Module):
+    """Two frozen matrices, each with an adapter beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False) for _ in range(2))
+        self.adapters = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for base, adapter in zip(self.base, self.adapters, strict=True):
+            x = base(x) + adapter(x)
+        return x
+
+
+def of_base_from_file(adapter: str) -> Walk:
+    """Walk from the file of a frozen base to the codes that each rank keeps, the second time in a process."""
+    walk = Walk()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"{dist.get_rank()}.safetensors")
+        save_file(Adapted().state_dict(), path)
+        for start in (lambda: None, lambda: record(walk)):
+            model = Adapted()
+            start()
+            quantize_frozen_params(model, Int8(), checkpoint=path, gpus_per_node=2, min_numel=1)
+            stop()
+    return walk
+
+
+def of_first_forward(adapter: str) -> Walk:
+    """Walk through the first forward of a model with a frozen base, in which its units are made ready."""
+    model = Adapted()
+    quantize_frozen_params(model, Int8(), gpus_per_node=2, min_numel=1)
+    model = shard(adapter, model)
+    record(walk := Walk())
+    loss_of(model)
+    stop()
+    return walk
+
+
+def of_exchange(adapter: str) -> Walk:
+    """Walk through a forward in which nodes that train on their own exchange what they have changed."""
+    strategy = Strategy.diloco(local_steps=LocalSteps(2, codec=Int4()), gpus_per_node=2)
+    model = shard(adapter, Block(), strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    record(walk := Walk())
+    loss_of(model)
+    stop()
+    return walk
+
+
 WALKS: dict[str, Callable[[str], Walk]] = {
     "wrapping of a block": of_wrapping,
     "gather": lambda adapter: of_gather(adapter, 1),
     "gather that prefetches": lambda adapter: of_gather(adapter, 2),
     "gradient": of_gradient,
+    "LoRA base from a file": of_base_from_file,
+    "LoRA first forward": of_first_forward,
+    "exchange of local steps": of_exchange,
 }
 
 
@@ -165,6 +225,7 @@ def main() -> None:
     torch.set_num_threads(1)
     gc.disable()
     prepare_kernels_only()
+    torch.use_deterministic_algorithms(True)  # fills what kernels leave unwritten, so that ranks hold the same codes
     rows = ["| Walk | calls | files | file changes |", "|---|---|---|---|"]
     for name in names if arguments.show is None else [arguments.show]:
         adapter, _, kind = name.partition(" ")
