@@ -263,7 +263,7 @@ class TwoHopReduce(ABC):
         codecs: The codecs of both hops; None sends the dtype of the gradient.
         errors: The errors that are fed back, if any.
         label: Names the unit in profiles and errors.
-        optimizer_scope: See the top of this file.
+        optimizer_scope: See the top of this section.
         native: Whether a single hop without a codec is torch's own reduce-scatter.
 
     Attributes:

@@ -176,7 +176,7 @@ class ShardSource(Protocol):
 
 
 class SecondaryShard:
-    """Secondary shard of one unit on this rank. See the top of this file.
+    """Secondary shard of one unit on this rank. See the top of this section.
 
     Args:
         hop: The inter-node hop; None on one node, where this rank's payload is all there is.
@@ -565,7 +565,7 @@ encoded, its full-precision values take four to eight times that, divided by the
 
 
 class SecondaryShardPrefetcher:
-    """Makes the secondary shards of a model's units. See the top of this file.
+    """Makes the secondary shards of a model's units. See the top of this section.
 
     Args:
         shards: The secondary shards of units that need no second inter-node hop until their weights change, in the
@@ -672,7 +672,7 @@ class WeightGather:
     Args:
         mesh: The ranks.
         codec: Encodes the weights for both hops; None sends them in the dtype of the output. For an
-            :class:`Int4Delta` see the top of delta.py.
+            :class:`Int4Delta` see codecs/blockwise.py.
         keep_secondary: Whether to keep the secondary shard from one call to the next, until it is marked stale.
         traffic: Where bytes are counted.
         label: Names the unit in profiles and errors.

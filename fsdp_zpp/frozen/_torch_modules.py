@@ -49,7 +49,7 @@ _MARK = "_fsdp_zpp_refuses_frozen"
 
 
 def refuse_replacing() -> None:
-    """Make functions of ``torch.nn.utils`` raise for frozen weights, from now on. See the top of this file."""
+    """Make functions of ``torch.nn.utils`` raise for frozen weights, from now on. See the top of this section."""
     for path, cls, name in _REPLACING:
         owner: object = importlib.import_module(path)
         owner = owner if cls is None else getattr(owner, cls, None)  # the old norms are deprecated, and may go
@@ -218,7 +218,7 @@ class _FrozenLinear(torch.autograd.Function):
 class FrozenTensor(Tensor):
     """Has a frozen weight's shape, dtype and device, but no values: operations dequantize it first. Collective.
 
-    Autograd saves no dequantized values for the backward. See the top of this file.
+    Autograd saves no dequantized values for the backward. See the top of this section.
 
     Args:
         frozen: The weight.

@@ -218,7 +218,7 @@ class FrozenBase:
         return list({weight.holder: None for weight in self.weights if isinstance(weight.holder, FrozenUnit)})
 
     def make_units(self) -> None:
-        """Group all weights into units, by the shape that the model has now. Collective. See the top of this file.
+        """Group all weights into units, by the shape that the model has now. Collective. See the top of this section.
 
         Raises:
             ValueError: If ranks have different weights, if ranks that hold the same part of a weight have different
@@ -280,7 +280,7 @@ class FrozenBase:
 
 
 class UngroupedPayload:
-    """Holds the local payload of one weight that is in no unit yet. See the top of this file.
+    """Holds the local payload of one weight that is in no unit yet. See the top of this section.
 
     Args:
         row: The local payload, uint8 [local_nbytes].
@@ -343,7 +343,7 @@ def _named_units(root: nn.Module) -> list[tuple[str, str, FrozenWeight]]:
 
 
 def follow_strategy(module: nn.Module, mesh: ProcessMesh) -> None:
-    """Reshard the frozen base of ``module``, if there is one, over ``mesh``. Collective. See the top of this file.
+    """Reshard the frozen base of ``module``, if there is one, over ``mesh``. Collective. See the top of this section.
 
     Args:
         module: The module that is about to be wrapped. Parts that are already wrapped stay where their strategies have

@@ -64,7 +64,7 @@ _FILE = re.compile(r"frozen_base-(?:([0-9a-f]{16})-)?[0-9]{5}\.safetensors")
 
 
 class Draft:
-    """An index of a save that is not complete. See the top of this file.
+    """An index of a save that is not complete. See the top of this section.
 
     Args:
         folder: The folder of the base; it is made if there is none.
@@ -120,7 +120,7 @@ class Draft:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the files of saves that are over and that the index does not name. See the top of this file.
+    """Remove the files of saves that are over and that the index does not name. See the top of this section.
 
     It ignores errors, since leftover files do no harm.
     """
@@ -186,7 +186,7 @@ def _machine() -> str:
 # Defines the format of a quantized base in safetensors files.
 #
 # Each weight is two tensors: ``<name>.codes``, uint8, the codes of its flat values, and ``<name>.scales``, fp32, one
-# for each block. Chunks are whole blocks (see the top of weight.py), so a chunk of any layout is a slice of both:
+# for each block. Chunks are whole blocks (see ``FrozenWeight``), so a chunk of any layout is a slice of both:
 # its payload is put together from them at any world size, without quantizing again. Frozen parameters that are not
 # quantized are stored as they are, and so are persistent buffers. Names are FQNs without adapters and wrappers. An
 # index has the file of each tensor and, as metadata, each weight's shape, dtype and codec.

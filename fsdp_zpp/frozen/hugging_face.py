@@ -60,7 +60,7 @@ _MARK = "_fsdp_zpp_shows_frozen"
 
 
 def show_to_peft() -> None:
-    """Let PEFT see frozen weights, if it is imported or may be later. See the top of this file."""
+    """Let PEFT see frozen weights, if it is imported or may be later. See the top of this section."""
     # Importing PEFT takes seconds, which a process without any of Hugging Face's libraries need not spend.
     if not {"peft", "transformers"} & set(sys.modules):
         return

@@ -208,7 +208,7 @@ class Selection:
 
 
 def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), unpack: bool = False) -> Selection:
-    """Choose frozen weights, tied ones once. See the top of this file.
+    """Choose frozen weights, tied ones once. See the top of this section.
 
     Args:
         model: The model. Parts that FSDP has sharded are resharded.
@@ -286,7 +286,7 @@ def _unfit(
 
 
 def _fits(module: nn.Module, name: str, shape: torch.Size) -> bool:
-    """Return whether a parameter is a weight of the kind that is quantized. See the top of this file."""
+    """Return whether a parameter is a weight of the kind that is quantized. See the top of this section."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         return name == "weight"
     of_torch = any(cls.__module__.startswith("torch.nn.") and cls is not nn.Module for cls in type(module).__mro__)

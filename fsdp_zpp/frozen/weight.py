@@ -37,12 +37,12 @@ SCOPES = ("N", "I", "G")
 
 @dataclass(frozen=True)
 class Placement:
-    """A scope on a mesh. See the top of this file.
+    """A scope on a mesh. See the top of this section.
 
     Args:
         scope: ``N`` replicated on every rank, ``I`` sharded inside a node, ``G`` sharded over all ranks.
         mesh: The ranks.
-        by_name: Whether the user gave the node size; see the top of base.py.
+        by_name: Whether the user gave the node size; see ``follow_strategy`` in base.py.
 
     Raises:
         ValueError: If the scope is not one of these.
@@ -435,7 +435,7 @@ class _Buffer:
 
 
 class DoubleBuffer:
-    """Gathers units on demand, and prefetches the next. See the top of this file."""
+    """Gathers units on demand, and prefetches the next. See the top of this section."""
 
     def __init__(self) -> None:
         self._current, self._other = _Buffer(), _Buffer()

@@ -522,7 +522,7 @@ class BackwardWatch:
             step_on_arrival()  # only now, or the backward of each unit would take one call more
 
     def reduce_in_two_streams(self) -> None:
-        """Give every other unit a second stream to reduce in; see the top of gradient_reduce.py."""
+        """Give every other unit a second stream to reduce in, beside the others' hops between nodes."""
         two_hops = [each.gradients for each in self._handles if each.gradients.unit.reductions.have_two_hops]
         if len(two_hops) > 1:
             second = two_hops[0].instance._device_handle.Stream()

@@ -325,7 +325,7 @@ def remember_model(optimizer: Optimizer, model: nn.Module) -> None:
 
 @contextmanager
 def paired(accelerator: Accelerator) -> Iterator[None]:
-    """Return a context in which each model is where its optimizers are. See the top of this file."""
+    """Return a context in which each model is where its optimizers are. See the top of this section."""
     models, optimizers = accelerator._models, accelerator._optimizers
     trained: dict[nn.Module, list[Optimizer]] = {}
     for optimizer in optimizers:

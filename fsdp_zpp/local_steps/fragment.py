@@ -378,7 +378,7 @@ def _longest_spans(flags: Tensor) -> list[Span]:
 logger = logging.getLogger("fsdp_zpp")
 
 Products = tuple[float, float]
-"""<m, g> and <g, g> of an outer step; see the top of local_steps.py."""
+"""<m, g> and <g, g> of an outer step; see [Note: Automatic momentum] in strategy/local_steps.py."""
 
 MOST_GAIN = 2.0
 """Aligned gain above which an outer step overshoots."""

@@ -154,7 +154,7 @@ class OuterFigures:
     Attributes:
         norm: Squared norm of the mean change g: <g, g>.
         momentum: The momentum mu of the step.
-        gain: Its aligned gain; see the top of local_steps.py.
+        gain: Its aligned gain; see [Note: Automatic momentum] in strategy/local_steps.py.
         correlation: Correlation of this change and earlier ones, in [-1, 1]; None if there was no earlier one.
     """
 

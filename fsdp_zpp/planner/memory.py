@@ -63,7 +63,7 @@ class Gathers:
 
 
 def gathers_of(size: Units, codec: Codec, strategy: ResolvedStrategy) -> Gathers:
-    """Return the cost of gathering the base of a model, by the rules at the top of this file."""
+    """Return the cost of gathering the base of a model, by the rules at the top of this section."""
     gpus = strategy.topology.gpus_per_node
 
     def gathered(numel: int) -> int:

@@ -590,7 +590,7 @@ def _check_experts(size: ModelSize, axes: Axes) -> None:
 
 
 def _stage(size: ModelSize, stages: int) -> tuple[Unit, ...]:
-    """Return the units of the stage that has most; see the rules at the top of this file."""
+    """Return the units of the stage that has most; see the rules at the top of this section."""
     if stages == 1:
         return size.units
     layers = sorted((unit for unit in size.units if unit.reshard_after_forward), key=lambda unit: -unit.numel)

@@ -171,7 +171,7 @@ class HostWork:
 def host_work(
     size: Units, resolved: ResolvedStrategy, micro_batches: int, precision: Precision, pipelined: bool = False
 ) -> HostWork:
-    """Return what units move by the rules at the top of this file; arguments are those of ``step_volume``."""
+    """Return what units move by the rules at the top of this section; arguments are those of ``step_volume``."""
     parameters, _, optimizer = resolved.scopes
     total = HostWork()
     for unit in size.units:

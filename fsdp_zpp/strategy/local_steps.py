@@ -332,7 +332,7 @@ def aligned_gain(lr: float, momentum: float, alignment: float, *, nesterov: bool
     Args:
         lr: The outer learning rate.
         momentum: The momentum mu of this step.
-        alignment: r, as at the top of this file.
+        alignment: r, as at the top of this section.
         nesterov: Whether the momentum is Nesterov's.
     """
     return lr * (1 + momentum + momentum**2 * alignment if nesterov else 1 + momentum * alignment)

@@ -108,7 +108,7 @@ def check_levels(levels: object) -> None:
 
 
 class Overridable(Protocol):
-    """A strategy, as far as this file knows it."""
+    """A strategy, as far as overrides know it."""
 
     @property
     def overrides(self) -> object:
