@@ -205,6 +205,24 @@ def test_links_of_pages_outside_the_site_lead_somewhere() -> None:
     assert not dead
 
 
+OF_OTHERS = ("axolotl/", "llamafactory/", "swift/", "packing_utils.py", "zero_to_fp32.py", "/torchaudio.py")
+"""Files of other projects, as pages and comments name them."""
+OF_EARLIER = ("benchmarks/convergence.py", "benchmarks/step.py")
+"""Scripts that results were measured with, which have gone."""
+
+
+def test_files_that_pages_and_comments_name_are_there() -> None:
+    folders = ("fsdp_zpp", "kernels", "tests", "benchmarks", "examples", "docs")
+    files = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    lost = {
+        f"{each.relative_to(ROOT)}: {name}"
+        for each in (*PAGES_OUTSIDE[:3], *PAGES_OF_THE_SITE, *BENCHMARKS.rglob("*.md"), *SOURCES)
+        for name in re.findall(r"(?<![\w/.{*-])[\w/]*\w\.py\b", each.read_text())
+        if not name.startswith((*OF_OTHERS, *OF_EARLIER)) and not any(file.endswith(f"/{name}") for file in files)
+    }
+    assert not lost
+
+
 def test_figures_have_a_place_and_pages_have_their_figures() -> None:
     text = "".join(page.read_text() for page in (*PAGES_OUTSIDE, *PAGES_OF_THE_SITE))
     assert set(re.findall(r"figures/([\w.-]+)", text)) == {figure.name for figure in FIGURES}

@@ -73,7 +73,7 @@ def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
 # fp8 with scales: DeepSeek's blocks (``weight_scale_inv``), and scales for each row, group or all of a weight.
 #
 # ``value = code * scale`` in fp32, rounded once. Names and values are those of transformers'
-# ``integrations/finegrained_fp8.py``. Scales in e8m0, powers of two in a byte, are kept as fp32.
+# ``integrations.finegrained_fp8``. Scales in e8m0, powers of two in a byte, are kept as fp32.
 #
 # The configuration says which rows and columns share a scale (:func:`stated_block`):
 #
