@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import peft  # noqa: F401  (whose models a frozen base looks after, if it is imported)
 import torch
 import torch.distributed as dist
 from contenders import WIDTH, Block, prepare_kernels_only
