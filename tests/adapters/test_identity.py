@@ -138,9 +138,13 @@ def head_of(step: int, how: str) -> int:
     return (step + (how == "one ahead" and dist.get_rank() == 3)) % 3
 
 
-def uses_of(head: int, how: str) -> Sequence[int]:
-    """The heads of a forward: frozen ones take part in it."""
-    return range(3) if how == "frozen" else [head]
+def forward_in_turn(model: nn.Module, step: int, how: str) -> Tensor:
+    """Use the head of a step; where the others are frozen, they take part in the forward."""
+    head = head_of(step, how)
+    if how == "frozen":
+        train_only(model, [head], trunk=False)
+    loss: Tensor = model(inputs(step), range(3) if how == "frozen" else [head])
+    return loss
 
 
 def in_turn(adapter: Adapter, strategy: Any, how: str) -> tuple[dict[str, Tensor], list[frozenset[str]]]:
@@ -148,10 +152,7 @@ def in_turn(adapter: Adapter, strategy: Any, how: str) -> tuple[dict[str, Tensor
     model, sums, without = adapter.wrap(make_heads(), strategy), {}, []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for step in range(STEPS):
-        head = head_of(step, how)
-        if how == "frozen":
-            train_only(model, [head], trunk=False)
-        model(inputs(step), uses_of(head, how)).backward()
+        forward_in_turn(model, step, how).backward()
         gradients = adapter.full_gradients(model)
         without.append(without_gradient(model))
         for name, gradient in gradients.items():
@@ -167,10 +168,7 @@ def exact_in_turn(how: str) -> dict[str, Tensor]:
     """In a worker: the means over ranks of the gradients that ``in_turn`` sums."""
     model = make_heads()
     for step in range(STEPS):
-        head = head_of(step, how)
-        if how == "frozen":
-            train_only(model, [head], trunk=False)
-        model(inputs(step), uses_of(head, how)).backward()
+        forward_in_turn(model, step, how).backward()
     return mean_gradients(model)
 
 
