@@ -83,7 +83,7 @@ def _versions() -> dict[str, str]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
-    # Of the library that is loaded: the distribution's version may lack the build, such as +cu130.
+    # The version of the library that is loaded: the distribution's version may lack the build, such as +cu130.
     versions["torch"] = torch.__version__
     if torch.cuda.is_available():
         nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ()

@@ -192,7 +192,7 @@ _BOTH = (
     Needed("torch.nn.Module", "_parameters", "registering parameters on their modules"),
     Needed("torch._C", "_current_graph_task_id", "telling whether a backward runs"),
 )
-"""What both adapters use."""
+"""Names that both adapters use."""
 
 NEEDED: dict[str, tuple[Needed, ...]] = {
     "comm": (

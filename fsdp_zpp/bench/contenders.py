@@ -580,7 +580,7 @@ def _link(rounds: list[Bandwidth], name: str) -> Link | None:
 
 # ---- fitting
 #
-# What the planner says of a contender before it runs: the memory of its model states, and the bytes that it sends.
+# Predictions of the planner for a contender, before it runs: memory of its model states, and bytes that it sends.
 
 
 @dataclass(frozen=True)
@@ -601,7 +601,7 @@ class Planner:
 
     def best(self, gpus_per_node: int, **codecs: Any) -> list[Estimate]:
         """Return the estimates that fit with these codecs on nodes of this size, fastest first, then smallest."""
-        # What is beside model states is not known yet: as the planner assumes.
+        # Memory beside model states is not known yet: as the planner assumes.
         beside = MemoryBudget.activations + MemoryBudget.reserve
         planned = self._plan(self.links.layout_of(gpus_per_node), codecs, beside)
         return sorted(
@@ -742,12 +742,12 @@ def _beside(tried: Collection[str], estimates: Sequence[Estimate]) -> Iterator[s
 
 # ---- recommendation
 #
-# What a run's rows say to do, in one line: a strategy to use, or to stay with FULL_SHARD.
+# A recommendation from a run's rows, in one line: a strategy to use, or to stay with FULL_SHARD.
 
 _LEAST_GAIN = 0.03
 """A smaller gain is none: machines drift by as much from one strategy to the next."""
 _TIE = 0.05
-"""Of strategies whose times differ by no more than this and their spread, the first, plainest one is taken."""
+"""Where times differ by no more than this and their spread, the first, plainest strategy is taken."""
 
 
 @dataclass(frozen=True)
