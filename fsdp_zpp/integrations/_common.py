@@ -73,7 +73,7 @@ def absent(distribution: str, install: str = "") -> ImportError:
 
 
 def _module(distribution: str) -> str:
-    return distribution.replace("-", "_")
+    return {"llamafactory": "llama_factory"}.get(distribution, distribution.replace("-", "_"))
 
 
 # ---- strategy key

@@ -19,16 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedType, PartialState
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin, TorchDynamoPlugin, is_peft_model
-from accelerate.utils.fsdp_utils import (
-    fsdp2_apply_ac,
-    fsdp2_prepare_auto_wrap_policy,
-    get_module_children_bottom_up,
-    get_parameters_from_modules,
-)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
@@ -53,10 +43,18 @@ from ._common import (
     save_codec_state,
 )
 
-# ---- accelerate
-
 require("accelerate", "1.13")
 
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin, TorchDynamoPlugin, is_peft_model
+from accelerate.utils.fsdp_utils import (
+    fsdp2_apply_ac,
+    fsdp2_prepare_auto_wrap_policy,
+    get_module_children_bottom_up,
+    get_parameters_from_modules,
+)
 
 # ---- checks
 #

@@ -21,14 +21,8 @@ from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import BaseModel, Field, field_validator, model_validator
 
 from ._common import NO_DEEPSPEED, absent, quantizes, refuse, require, strategy_of
-
-if TYPE_CHECKING:
-    from axolotl.utils.dict import DictDefault
-    from transformers import Trainer
-
 
 try:
     from axolotl.integrations.base import BasePlugin
@@ -36,7 +30,11 @@ except ModuleNotFoundError as error:
     if (error.name or "").split(".")[0] != "axolotl":
         raise
     raise absent("axolotl") from None
+from pydantic import BaseModel, Field, field_validator, model_validator
 
+if TYPE_CHECKING:
+    from axolotl.utils.dict import DictDefault
+    from transformers import Trainer
 
 Configuration = Mapping[str, Any]
 """Keys of axolotl's configuration."""

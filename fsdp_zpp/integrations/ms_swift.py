@@ -16,16 +16,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from swift.trainers import TrainerFactory
-
 from fsdp_zpp.strategy.strategy import Strategy
 
-from . import transformers as hugging_face
 from ._common import NO_DEEPSPEED, NO_WHOLE_MATRICES, PACKED_BASE, refuse, require
-from .transformers import prepare_references_by_strategy
 
 require("ms-swift", "4.6")
 
+from swift.trainers import TrainerFactory
+
+from . import transformers as hugging_face
+from .transformers import prepare_references_by_strategy
 
 TASKS = ("causal_lm", "dpo")
 """Tasks, and kinds of RLHF, that have been tried with a strategy."""

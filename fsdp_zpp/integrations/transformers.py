@@ -23,16 +23,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils, is_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import StateDictType
 from torch.optim import Optimizer
-from transformers import Trainer, TrainerCallback
-from transformers.distributed import DistributedConfig, fsdp, mixin
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import get_last_checkpoint
 
 from fsdp_zpp.frozen.hugging_face import as_plain, peft_model_in
 from fsdp_zpp.fsdp2.fully_shard import fully_shard
@@ -43,7 +37,6 @@ from fsdp_zpp.runtime.monitor import Monitor, monitor
 from fsdp_zpp.runtime.unit import named_units
 from fsdp_zpp.strategy.strategy import Strategy
 
-from . import accelerate as sharding
 from ._common import (
     MarkedSave,
     check_base_identity,
@@ -53,6 +46,17 @@ from ._common import (
     save_base_identity,
     save_codec_state,
 )
+
+require("transformers", "5.16")
+
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils, is_peft_model
+from transformers import Trainer, TrainerCallback
+from transformers.distributed import DistributedConfig, fsdp, mixin
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import get_last_checkpoint
+
+from . import accelerate as sharding
 from .accelerate import ShardingAccelerator
 
 # ---- load time sharding
@@ -367,9 +371,6 @@ def prepare_references_by_strategy() -> None:
 
 
 # ---- transformers
-
-require("transformers", "5.16")
-
 
 T = TypeVar("T", bound=Trainer)
 
