@@ -155,7 +155,6 @@ class Adapted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.base = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False) for _ in range(2))
         self.adapters = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
 
@@ -231,6 +230,7 @@ def main() -> None:
     for name in names if arguments.show is None else [arguments.show]:
         adapter, _, kind = name.partition(" ")
         gc.collect()  # models of earlier walks, which would be visited whenever Python happens to collect them
+        torch.manual_seed(0)  # nodes that train on their own begin with equal weights
         walk = WALKS[kind](adapter)
         rows.append(f"| {name} | {len(walk)} | {walk.files} | {walk.file_changes} |")
     if dist.get_rank() == 0:
