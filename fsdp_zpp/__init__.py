@@ -5,8 +5,7 @@ as its ``sharding_strategy``; models with torch's own strategies are not affecte
 ``strategy=``.
 """
 
-from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.codecs.blockwise import NF4, Int4, Int4Delta, Int8
+from fsdp_zpp.codecs.codec import NF4, Codec, Int4, Int4Delta, Int8
 from fsdp_zpp.codecs.top_k import TopK
 from fsdp_zpp.frozen.base_files import load_frozen_params, save_frozen_params
 from fsdp_zpp.frozen.hugging_face import save_adapter

@@ -203,6 +203,12 @@ NEEDED: dict[str, tuple[Needed, ...]] = {
         Needed("torch.autograd.profiler", "_is_profiler_enabled", "labels in profiles, only while one is recorded"),
         Needed("torch._C", "_current_graph_task_id", "telling whether a backward runs"),
         Needed("torch.autograd.Variable", "_execution_engine", "the end of a backward, while a model is monitored"),
+        Needed("torch.Tensor", "_version", "noticing writes to shards"),
+        Needed("torch.multiprocessing.reductions", "StorageWeakRef", "noticing that a shard was moved to other memory"),
+        Needed("torch.UntypedStorage", "_cdata", "telling which memory a shard is in"),
+        Needed(
+            "torch.utils._python_dispatch", "is_traceable_wrapper_subclass", "fingerprints of shards that are encoded"
+        ),
     ),
     "local_steps": (
         Needed("torch.distributed.distributed_c10d", "_new_process_group_helper _world", "groups of elastic nodes"),
@@ -251,12 +257,6 @@ NEEDED: dict[str, tuple[Needed, ...]] = {
         ),
         Needed(_COMMON, "ShardPlacementResult", "a mesh for a parameter", since=(2, 12)),
         Needed(f"{_SHARD}._fsdp_init", "_get_mesh_info _init_default_mesh", "making the mesh of a parameter"),
-        Needed("torch.Tensor", "_version", "noticing writes to shards"),
-        Needed("torch.multiprocessing.reductions", "StorageWeakRef", "noticing that a shard was moved to other memory"),
-        Needed("torch.UntypedStorage", "_cdata", "telling which memory a shard is in"),
-        Needed(
-            "torch.utils._python_dispatch", "is_traceable_wrapper_subclass", "fingerprints of shards that are encoded"
-        ),
         Needed(_MESH, "_get_root_mesh", "telling whether a mesh is a part of a larger one"),
         Needed(_MESH, "_flatten", "sharding over several dimensions of a mesh"),
         Needed(_MESH, "_unflatten _dim_group_names", "sharding over a part of the data-parallel ranks of a mesh"),

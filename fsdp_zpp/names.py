@@ -169,6 +169,7 @@ def how_to_install(extra: str, *, upgrade: bool = False) -> str:
 # ---- modules that moved
 
 MOVED = {
+    "codecs.blockwise": "codecs.codec",
     "frozen.report": "frozen.base",
     "integrations.lightning.monitoring": "integrations.lightning.fabric",
     "planner.axes": "planner.model_size",

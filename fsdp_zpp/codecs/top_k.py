@@ -12,8 +12,7 @@ from torch import Tensor
 from fsdp_zpp.names import explains_keywords
 from fsdp_zpp_kernels.reference import ALIGNMENT
 
-from .base import Codec, Place, check_block
-from .blockwise import Int4, Int8
+from .codec import Codec, Int4, Int8, Place, check_block
 
 # ---- packed words
 #

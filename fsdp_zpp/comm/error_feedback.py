@@ -12,14 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.amp import GradScaler
 
-from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.codecs.blockwise import Blockwise, Int8, without_tail
+from fsdp_zpp.codecs.codec import Blockwise, Codec, Int8, without_tail
 from fsdp_zpp.strategy.error_feedback import LoCo
 from fsdp_zpp_kernels import dequantize_sum_quantize_with_feedback, quantize_with_feedback
 from fsdp_zpp_kernels.reference import SCALE_MASK
 
 from .layout import FlatLayout, Piece
-from .mesh import keep_until_read
 
 # ---- held errors
 #
@@ -154,7 +152,8 @@ class HeldErrors:
             return HeldErrors.zeros(extent, self.codec, self.state.device)
         # A rollback or a change of scale may have made them in the stream of another hop, and they are dropped now.
         for made in (self.state, *self.parked.values()):
-            keep_until_read(made)
+            if made.is_cuda:
+                made.record_stream(torch.cuda.current_stream(made.device))
         flat = self.extent.embed(self.values())
         chunks, parts = flat.numel() // old.numel, old.split(flat)
         parked = {

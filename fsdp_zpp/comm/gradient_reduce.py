@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_zpp.codecs.base import Codec, FullPrecision, full_precision
+from fsdp_zpp.codecs.codec import Codec, FullPrecision, full_precision
 from fsdp_zpp.strategy.error_feedback import LoCo, error_buffer_specs, error_nbytes
 from fsdp_zpp.strategy.local_steps import LocalSteps
 from fsdp_zpp.strategy.strategy import ResolvedStrategy
@@ -29,10 +29,13 @@ from .hops import (
     decode_sum_encode,
     encode,
     hop_over,
+    keep_until_read,
     log_launched,
+    record_event,
+    wait_for,
 )
 from .layout import ExactPlaces, FlatLayout, PlacesInChunks
-from .mesh import ProcessMesh, keep_until_read, record_event, wait_for
+from .mesh import ProcessMesh
 
 # ---- accumulated gradient
 #

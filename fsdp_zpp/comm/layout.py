@@ -12,8 +12,10 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.codecs.codec import Codec
 
 from .mesh import ProcessMesh
 
@@ -235,6 +237,21 @@ def sent_exactly(shapes: Sequence[Sequence[int]]) -> list[bool]:
             exact[index] = True
             left -= numels[index]
     return exact
+
+
+def sharded_along(tensors: Iterable[tuple[DeviceMesh, Sequence[Placement]] | None]) -> list[tuple[str, ...]]:
+    """Return the names of the mesh dimensions along which each tensor is sharded.
+
+    Args:
+        tensors: The mesh and the placements of each, or None for a tensor on no mesh.
+    """
+    along: list[tuple[str, ...]] = []
+    for tensor in tensors:
+        mesh, placements = (None, ()) if tensor is None else tensor
+        names = () if mesh is None else mesh.mesh_dim_names or [str(dim) for dim in range(mesh.ndim)]
+        pairs = zip(names, placements, strict=True)
+        along.append(tuple([name for name, placement in pairs if not placement.is_replicate()]))
+    return along
 
 
 class ExactPlaces:

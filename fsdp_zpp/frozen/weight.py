@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_zpp.codecs.base import BlockCodec, Codec, copy_blocks
-from fsdp_zpp.codecs.blockwise import NF4, Int4, Int8
-from fsdp_zpp.comm.hops import Hop, Traffic, hop_over, labelled
+from fsdp_zpp.codecs.codec import NF4, BlockCodec, Codec, Int4, Int8, copy_blocks
+from fsdp_zpp.comm.hops import Hop, SideStream, Traffic, hop_over, labelled, record_event, wait_for
 from fsdp_zpp.comm.layout import keep_recent
-from fsdp_zpp.comm.mesh import ProcessMesh, SideStream, as_launched, process_mesh, record_event, wait_for
+from fsdp_zpp.comm.mesh import ProcessMesh, as_launched, process_mesh
 from fsdp_zpp.frozen.stored.format import StoredWeight
 from fsdp_zpp.names import model_name
 from fsdp_zpp.runtime.unit import Communicator, unit_of

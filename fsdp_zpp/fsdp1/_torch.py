@@ -36,8 +36,8 @@ from torch.distributed.fsdp._flat_param import (
 from torch.nn.modules import module as torch_module
 
 from fsdp_zpp.comm.gradient_reduce import ArrivingGradients, ReductionOrder
-from fsdp_zpp.comm.layout import FlatLayout, Piece, boundaries_between, keep_recent, sent_exactly
-from fsdp_zpp.runtime._torch_mesh import mesh_over, sharded_along
+from fsdp_zpp.comm.layout import FlatLayout, Piece, boundaries_between, keep_recent, sent_exactly, sharded_along
+from fsdp_zpp.runtime._torch_mesh import mesh_over
 from fsdp_zpp.runtime.unit import StrategyUnit
 
 # ---- torch
@@ -357,7 +357,9 @@ class FlatParameterLayout:
 def axes_of(flat_param: FlatParameter) -> list[tuple[str, ...]]:
     """Return the mesh dimensions along which another parallelism shards each original parameter."""
     specs = flat_param._param_extensions
-    return [() if spec is None else sharded_along(spec.mesh, spec.placements) for spec in specs]
+    if all(spec is None for spec in specs):
+        return [()] * len(specs)
+    return sharded_along(None if spec is None else (spec.mesh, spec.placements) for spec in specs)
 
 
 def _layout(flat_param: FlatParameter, numel: int, trained: tuple[bool, ...]) -> FlatLayout:

@@ -24,8 +24,8 @@ from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle, H
 from fsdp_zpp.comm.agreement import agree_on_use
 from fsdp_zpp.comm.gradient_reduce import ArrivingGradients, ReductionOrder
 from fsdp_zpp.comm.layout import FlatLayout, Sharded
-from fsdp_zpp.comm.weight_gather import ShardValues, WeightGather
-from fsdp_zpp.runtime._torch import ShardVersion, copy_replaced, copy_replaced_shards
+from fsdp_zpp.comm.weight_gather import ShardValues, ShardVersion, WeightGather
+from fsdp_zpp.runtime._torch import copy_replaced, copy_replaced_shards
 from fsdp_zpp.runtime.unit import StrategyUnit
 
 from ._torch import FlatParameterLayout, ParameterViews, StepGradients, axes_of, set_parameter, set_tensor

@@ -22,8 +22,8 @@ from torch.profiler import record_function
 
 from fsdp_zpp.comm.agreement import agree_on_use
 from fsdp_zpp.comm.gradient_reduce import ArrivingGradients, ReductionOrder
+from fsdp_zpp.comm.hops import keep_until_read
 from fsdp_zpp.comm.layout import Sharded
-from fsdp_zpp.comm.mesh import keep_until_read
 from fsdp_zpp.comm.weight_gather import WeightGather
 from fsdp_zpp.runtime.unit import StrategyUnit
 from fsdp_zpp.strategy.configuration import source_of
@@ -357,7 +357,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
     def placements(self) -> dict[str, tuple[str, ...]]:
         """Return the mesh dimensions along which each parameter is sharded, by its name in the group's modules."""
-        return dict(zip(self._names(), map(axes_of, self.fsdp_params), strict=True))
+        return dict(zip(self._names(), axes_of(self.fsdp_params), strict=True))
 
     def _names(self) -> list[str]:
         if not all(param in self._known_names for param in self.fsdp_params):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple, TypedDict, TypeVar, cast
@@ -27,12 +27,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from fsdp_zpp.comm.agreement import plain_parts
-from fsdp_zpp.comm.hops import PendingReduction
-from fsdp_zpp.comm.layout import NO_PARAMETERS, FlatLayout, Piece, sent_exactly
-from fsdp_zpp.comm.mesh import keep_until_read
-from fsdp_zpp.comm.weight_gather import SecondaryShard, ShardValues, WeightGather
-from fsdp_zpp.runtime._torch import ShardVersion
-from fsdp_zpp.runtime._torch_mesh import sharded_along
+from fsdp_zpp.comm.hops import PendingReduction, keep_until_read
+from fsdp_zpp.comm.layout import NO_PARAMETERS, FlatLayout, Piece, sent_exactly, sharded_along
+from fsdp_zpp.comm.weight_gather import SecondaryShard, ShardValues, ShardVersion, WeightGather
 from fsdp_zpp.runtime.unit import StrategyUnit
 
 # ---- torch
@@ -511,7 +508,7 @@ def _is_plain(param: FSDPParam) -> bool:
 def order_parameters(group: FSDPParamGroup) -> None:
     """Sort the parameters of a group that has not been used yet."""
     params = group.fsdp_params
-    axes = [axes_of(param) for param in params]
+    axes = axes_of(params)
     exact = sent_exactly([param._orig_size for param in params])
     keys = [(is_exact, len(along), along) for is_exact, along in zip(exact, axes, strict=True)]
     group.fsdp_params = [params[place] for place in sorted(range(len(params)), key=keys.__getitem__)]
@@ -531,14 +528,13 @@ def layout_of(group: FSDPParamGroup, params: Sequence[FSDPParam], places: Sequen
     ]
     # By parameter, not by name: FQNs are not known before the first forward.
     exact = dict(zip(group.fsdp_params, sent_exactly([p._orig_size for p in group.fsdp_params]), strict=True))
-    return FlatLayout.dense(pieces, [exact[param] for param in params], [axes_of(param) for param in params])
+    return FlatLayout.dense(pieces, [exact[param] for param in params], axes_of(params))
 
 
-def axes_of(param: FSDPParam) -> tuple[str, ...]:
-    """Return the mesh dimensions along which FSDP or another parallelism shards a parameter."""
-    sharded = param.sharded_param
-    assert isinstance(sharded, DTensor)
-    return sharded_along(sharded.device_mesh, sharded.placements)
+def axes_of(params: Iterable[FSDPParam]) -> list[tuple[str, ...]]:
+    """Return the mesh dimensions along which FSDP or another parallelism shards each parameter."""
+    sharded = [param.sharded_param for param in params]
+    return sharded_along((tensor.device_mesh, tensor.placements) for tensor in sharded if isinstance(tensor, DTensor))
 
 
 # ---- comms

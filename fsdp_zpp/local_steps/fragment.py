@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fsdp_zpp.comm.agreement import ordered_sum
+from fsdp_zpp.comm.layout import Sharded
 from fsdp_zpp.comm.mesh import ProcessMesh, collective_device
 from fsdp_zpp.strategy.local_steps import TARGET_GAIN, LocalSteps
 
@@ -106,6 +107,19 @@ class Progress:
     settled: int | None = None
 
 
+class ExchangedUnit(Protocol):
+    """The unit whose weights a fragment exchanges: a :class:`~fsdp_zpp.runtime.unit.StrategyUnit`.
+
+    Attributes:
+        sharded: Its parameters; the same names on all ranks.
+    """
+
+    sharded: Sharded
+
+    def invalidate(self) -> None:
+        """Mark the weights as changed."""
+
+
 class Fragment:
     """Weights of a unit, which nodes train on their own and exchange.
 
@@ -115,11 +129,8 @@ class Fragment:
     Args:
         config: When and how it is exchanged.
         outer: Makes its exchanges.
+        unit: The unit whose weights these are.
         share: This rank's share of them, if all ranks of a node hold the same weights.
-        shards: Returns what this rank holds of each parameter of the unit, by FQN; the same names on all ranks.
-        placements: Returns how other parallelisms have placed each parameter of the unit, by FQN.
-        trained: Returns the FQNs of the parameters that steps change now: they require a gradient, or have one.
-        invalidate: Marks the weights as changed.
 
     Attributes:
         config: As given.
@@ -136,18 +147,14 @@ class Fragment:
         self,
         config: LocalSteps,
         outer: OuterStep,
-        share: NodeShare | None,
-        shards: Callable[[], Mapping[str, Tensor]],
-        placements: Callable[[], Mapping[str, Hashable]],
-        trained: Callable[[], Collection[str]],
-        invalidate: Callable[[], None],
+        unit: ExchangedUnit,
+        share: NodeShare | None = None,
     ) -> None:
         self.config, self.outer, self.progress = config, outer, Progress()
         self.pending: dict[int, tuple[list[ParameterState], Callable[[list[ParameterState]], None]]] = {}
         self.optimizers = KnownOptimizers()
         self._own: dict[str, Tensor] | None = None
-        self._share, self._shards, self._placements = share, shards, placements
-        self._trained, self._invalidate = trained, invalidate
+        self._unit, self._share = unit, share
         self._changed: set[str] = set()  # trained since their last exchange
         self._sent: list[str] = []  # on their way
         self._loaded: FragmentState | None = None
@@ -157,7 +164,7 @@ class Fragment:
     @property
     def was_trained(self) -> bool:
         """Return whether any of its weights are trained, or ever were; the same on all ranks."""
-        return bool(self.outer.names) or len(self._trained()) > 0
+        return bool(self.outer.names) or len(self._unit.sharded.trained_names()) > 0
 
     @property
     def weights(self) -> list[Tensor]:
@@ -166,7 +173,7 @@ class Fragment:
 
     def _of(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return what this rank holds of some parameters, in the unit's order."""
-        return {name: shard for name, shard in self._shards().items() if name in names}
+        return {name: shard for name, shard in self._unit.sharded.named_shards().items() if name in names}
 
     def _exchanged(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return what this rank exchanges of some parameters."""
@@ -179,24 +186,24 @@ class Fragment:
         Args:
             anew: Whether to include parameters that have agreed weights already.
         """
-        new = set(self._trained()) - (frozenset() if anew else self.outer.names)
+        new = set(self._unit.sharded.trained_names()) - (frozenset() if anew else self.outer.names)
         if new:
             self.outer.start(self._exchanged(new))
 
     def note_trained(self) -> None:
         """Record the parameters that a step changes."""
         self.start()
-        self._changed |= set(self._trained())
+        self._changed |= set(self._unit.sharded.trained_names())
 
     @property
     def changed(self) -> list[bool]:
         """Return, for each parameter of the unit, whether it was trained on this rank since its last exchange."""
-        return [name in self._changed for name in self._shards()]
+        return [name in self._changed for name in self._unit.sharded.named_shards()]
 
     @changed.setter
     def changed(self, changed: Sequence[bool]) -> None:
         """Record which parameters were trained on any rank: all must exchange the same ones."""
-        self._changed = {name for name, flag in zip(self._shards(), changed, strict=True) if flag}
+        self._changed = {name for name, flag in zip(self._unit.sharded.named_shards(), changed, strict=True) if flag}
         if new := self._changed - self.outer.names:
             self.outer.start(self._exchanged(new))  # this node has left them as they were
 
@@ -230,17 +237,18 @@ class Fragment:
     def send(self, arrives: int, weight: float = 1.0) -> None:
         """Send what was trained, to be received after the step ``arrives``; for ``weight`` see :class:`OuterStep`."""
         shards = self._exchanged(self._changed)
-        self.outer.send(shards, self._placements(), weight)
+        self.outer.send(shards, self._unit.sharded.placements(), weight)
         self._sent, self._changed = [*shards], set()
         self.progress.arrives = arrives
         self.progress.sent += 1
 
     def receive(self, mix: float) -> None:
         """Continue from the agreed weights; parameters still trained, from a mixture of these and this node's own."""
-        trained = set(self._trained()) if mix != 1 else set()
-        mixed = [name for name in self._sent if name in trained]
-        self.outer.receive(self._exchanged(mixed), mix)
-        self._changed.update(mixed)  # nodes differ in these still, which may be frozen before they are trained again
+        trained = set(self._unit.sharded.trained_names()) if mix != 1 else set()
+        if mixed := [name for name in self._sent if name in trained]:
+            self.outer.receive(self._exchanged(mixed), mix)
+            # Nodes differ in these still, which may be frozen before they are trained again.
+            self._changed.update(mixed)
         # What is not trained any more is not exchanged again, so that it must not be left to differ.
         self.outer.receive(self._exchanged([name for name in self._sent if name not in trained]))
         self._after_write(self._sent)
@@ -249,13 +257,13 @@ class Fragment:
     def _after_write(self, names: Collection[str]) -> None:
         if self._share is not None:
             self._share.gather([*self._of(names).values()], self.outer.label)
-        self._invalidate()
+        self._unit.invalidate()
 
     @contextmanager
     def showing_agreed(self) -> Iterator[None]:
         """Return a context with the agreed weights in place of this node's own. Collective over the node."""
         # Others hold what was agreed on, or what a user has written since they were frozen.
-        names = self.outer.names & (self._changed | set(self._sent) | set(self._trained()))
+        names = self.outer.names & (self._changed | set(self._sent) | set(self._unit.sharded.trained_names()))
         self._own = {name: shard.detach().clone() for name, shard in self._of(names).items()}
         self.outer.receive(self._exchanged(names))
         self._after_write(names)
@@ -269,7 +277,7 @@ class Fragment:
     def _write(self, own: Mapping[str, Tensor]) -> None:
         for name, shard in self._of(own.keys()).items():
             shard.copy_(own[name])
-        self._invalidate()
+        self._unit.invalidate()
 
     def weights_loaded(self) -> None:
         """Handle weights that were loaded; a state that was loaded with them replaces them."""
@@ -281,8 +289,9 @@ class Fragment:
         """Return the progress, the state of the exchanges, and this rank's weights, which other nodes do not have."""
         if self._loaded is not None:
             return self._loaded
+        trained = self._unit.sharded.trained_names()
         # This node's own, also while the agreed ones are shown.
-        shards = self._of(self.outer.names | set(self._trained())) if self._own is None else self._own
+        shards = self._of(self.outer.names | set(trained)) if self._own is None else self._own
         return {
             "progress": asdict(self.progress),
             "exchanges": self.outer.state_dict() if self.outer.names else None,
@@ -297,7 +306,7 @@ class Fragment:
         Raises:
             ValueError: If it was saved for other weights.
         """
-        shards = self._shards()
+        shards = self._unit.sharded.named_shards()
         saved = {name: list(shard.shape) for name, shard in state["weights"].items()}
         present = {name: list(shards[name].shape) for name in saved if name in shards}
         if present != saved:

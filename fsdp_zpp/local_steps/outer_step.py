@@ -11,12 +11,12 @@ from typing import NotRequired, TypedDict
 import torch
 from torch import Tensor
 
-from fsdp_zpp.codecs.base import full_precision
+from fsdp_zpp.codecs.codec import full_precision
 from fsdp_zpp.comm.error_feedback import ErrorFeedbackState, Extent, SavedErrors
 from fsdp_zpp.comm.gradient_reduce import GradientReduce
-from fsdp_zpp.comm.hops import Hop, Traffic, decode, encode
+from fsdp_zpp.comm.hops import Hop, SideStream, Traffic, decode, encode, keep_until_read, record_event, wait_for
 from fsdp_zpp.comm.layout import FlatLayout, Piece
-from fsdp_zpp.comm.mesh import ProcessMesh, SideStream, for_collectives, keep_until_read, record_event, wait_for
+from fsdp_zpp.comm.mesh import ProcessMesh, for_collectives
 from fsdp_zpp.strategy.local_steps import LocalSteps, aligned_gain, correlation_of_changes, fitting_momentum
 
 # ---- node chunks

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_zpp.codecs.base import Codec, full_precision
+from fsdp_zpp.codecs.codec import Codec, full_precision
 from fsdp_zpp.comm.agreement import (
     PLACE,
     agree,
@@ -26,9 +26,9 @@ from fsdp_zpp.comm.agreement import (
     replicas_are_equal,
 )
 from fsdp_zpp.comm.gradient_reduce import StepReductions, set_synchronous
-from fsdp_zpp.comm.hops import Hop, Traffic, decode, encode
+from fsdp_zpp.comm.hops import Hop, SideStream, Traffic, decode, encode
 from fsdp_zpp.comm.layout import Sharded
-from fsdp_zpp.comm.mesh import ProcessMesh, SideStream, for_collectives
+from fsdp_zpp.comm.mesh import ProcessMesh, for_collectives
 from fsdp_zpp.strategy.local_steps import MOMENT_CODEC
 
 from .fragment import Fragment, OuterWatch, ParameterState

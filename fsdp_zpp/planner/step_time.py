@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, replace
 
-from fsdp_zpp.codecs.blockwise import Blockwise
+from fsdp_zpp.codecs.codec import Blockwise
 from fsdp_zpp.strategy.error_feedback import Topology, error_nbytes
 from fsdp_zpp.strategy.local_steps import MOMENT_CODEC, LocalSteps
 from fsdp_zpp.strategy.strategy import ResolvedStrategy, Strategy

@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-from torch.distributed.tensor import Placement
 
 from fsdp_zpp.comm.agreement import agree, from_each_rank
 from fsdp_zpp.comm.mesh import (
@@ -399,13 +398,6 @@ def name_ranks(group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
     root = mesh._get_root_mesh()
     if root.ndim > 1 and root.mesh_dim_names is not None:
         name_by_axes(group, root.mesh_dim_names, root.mesh)
-
-
-def sharded_along(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[str, ...]:
-    """Return the dimensions of ``mesh``, by name, along which a tensor with these placements is sharded."""
-    names = mesh.mesh_dim_names or map(str, range(mesh.ndim))
-    pairs = zip(names, placements, strict=True)
-    return tuple([name for name, placement in pairs if not placement.is_replicate()])
 
 
 def mesh_over(group: dist.ProcessGroup, mesh: DeviceMesh) -> DeviceMesh:

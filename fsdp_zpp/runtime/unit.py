@@ -420,12 +420,10 @@ class StrategyUnit:
         # Under N all ranks of a node hold the same weights, so each of them exchanges a part.
         replicas = self.ranks.own_node() if self.scopes.optimizer == "N" and self.ranks.intra is not None else None
         self.share = None if replicas is None else NodeShare(replicas, self.traffic)
-        # Looked up anew, since an adapter sets what it has sharded after this.
-        shards, placements = lambda: self.sharded.named_shards(), lambda: self.sharded.placements()
-        how = self.share, shards, placements, lambda: self.sharded.trained_names(), self.invalidate
         if local_steps.elastic is not None:
-            return ElasticFragment(local_steps, ElasticOuterStep(local_steps, self.ranks, self.traffic), *how)
-        return Fragment(local_steps, OuterStep(local_steps, self.ranks, self.traffic), *how)
+            outer = ElasticOuterStep(local_steps, self.ranks, self.traffic)
+            return ElasticFragment(local_steps, outer, self, self.share)
+        return Fragment(local_steps, OuterStep(local_steps, self.ranks, self.traffic), self, self.share)
 
     @property
     def mesh(self) -> ProcessMesh:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
 
-from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.codecs.blockwise import NAMED, NF4, AsStored, FrozenName, Int4, Int4Delta, Int8
+from fsdp_zpp.codecs.codec import NAMED, NF4, AsStored, Codec, FrozenName, Int4, Int4Delta, Int8
 from fsdp_zpp.codecs.top_k import TopK
 from fsdp_zpp.names import did_you_mean
 

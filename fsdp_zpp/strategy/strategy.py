@@ -11,14 +11,16 @@ from functools import cache
 from itertools import product
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, Unpack
 
-from fsdp_zpp.codecs.base import Codec, check_codec, check_place
-from fsdp_zpp.codecs.blockwise import (
+from fsdp_zpp.codecs.codec import (
     NAMED,
     AsStored,
+    Codec,
     FrozenName,
     Int4,
     Int4Delta,
     Int8,
+    check_codec,
+    check_place,
     codec_of_frozen,
     codec_of_plain,
 )

@@ -233,19 +233,19 @@ def test_a_plan_takes_no_longer_for_more_gpus() -> None:
 
 MOST_ON_A_WALK = {
     "fsdp1 wrapping of a block": (158, 22, 64),
-    "fsdp1 gather": (73, 10, 25),
-    "fsdp1 gather that prefetches": (90, 10, 33),
+    "fsdp1 gather": (73, 8, 24),
+    "fsdp1 gather that prefetches": (90, 9, 31),
     "fsdp1 gradient": (78, 10, 26),
-    "fsdp1 LoRA base from a file": (578, 22, 133),
-    "fsdp1 LoRA first forward": (493, 27, 191),
-    "fsdp1 exchange of local steps": (325, 19, 144),
+    "fsdp1 LoRA base from a file": (578, 21, 125),
+    "fsdp1 LoRA first forward": (493, 25, 188),
+    "fsdp1 exchange of local steps": (306, 18, 134),
     "fsdp2 wrapping of a block": (118, 23, 62),
-    "fsdp2 gather": (52, 10, 21),
-    "fsdp2 gather that prefetches": (62, 10, 26),
+    "fsdp2 gather": (52, 8, 20),
+    "fsdp2 gather that prefetches": (62, 8, 24),
     "fsdp2 gradient": (70, 11, 29),
-    "fsdp2 LoRA base from a file": (578, 22, 133),
-    "fsdp2 LoRA first forward": (397, 28, 190),
-    "fsdp2 exchange of local steps": (340, 20, 155),
+    "fsdp2 LoRA base from a file": (578, 21, 125),
+    "fsdp2 LoRA first forward": (393, 25, 181),
+    "fsdp2 exchange of local steps": (299, 17, 117),
 }
 """Calls, files and changes of file, by walk."""
 

@@ -25,8 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 
 from fsdp_zpp import Int8, Strategy, invalidate
-from fsdp_zpp.comm.weight_gather import StaleSecondaryError
-from fsdp_zpp.runtime._torch import CHECK
+from fsdp_zpp.comm.weight_gather import CHECK, StaleSecondaryError
 from fsdp_zpp.runtime.unit import StrategyUnit, named_units
 
 

@@ -18,8 +18,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from fsdp_zpp import NF4, Codec, Int4, Int4Delta, Int8, Strategy, TopK
-from fsdp_zpp.codecs.base import FullPrecision
-from fsdp_zpp.codecs.blockwise import exact_tail, without_tail
+from fsdp_zpp.codecs.codec import FullPrecision, exact_tail, without_tail
 from fsdp_zpp.codecs.top_k import REACH, TopKOfSum
 from fsdp_zpp.comm.error_feedback import ErrorBuffer, Extent, decode_sum_encode_with_feedback, encode_with_feedback
 from fsdp_zpp_kernels import ops as dispatch

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -28,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_zpp import Codec, Int4, Int8, LocalSteps, LoCo, Strategy, TopK, plan
 from fsdp_zpp.comm.hops import Traffic
+from fsdp_zpp.comm.layout import Sharded
 from fsdp_zpp.comm.mesh import process_mesh
 from fsdp_zpp.frozen.base import FrozenBase
 from fsdp_zpp.local_steps.fragment import Fragment
@@ -243,6 +243,21 @@ class Fused(Codec):
         out.zero_()
 
 
+class OneWeight(Sharded):
+    """A unit of one trained weight."""
+
+    def __init__(self, held: Tensor) -> None:
+        self.sharded, self._held = self, held
+
+    def named_shards(self) -> dict[str, Tensor]:
+        return {"weight": self._held}
+
+    def trained_names(self) -> list[str]:
+        return ["weight"]
+
+    def invalidate(self) -> None: ...
+
+
 def peaks(gpus_per_node: int, numel: int) -> dict[tuple[str, ...], tuple[int, int]]:
     """In a fake world: most bytes at a time of an exchange's buffers, as counted and as planned."""
     mesh = process_mesh(dist.group.WORLD, gpus_per_node)
@@ -255,7 +270,7 @@ def peaks(gpus_per_node: int, numel: int) -> dict[tuple[str, ...], tuple[int, in
         held = torch.ones(numel if replicated else -(-numel // gpus_per_node), dtype=dtype)
         share = NodeShare(mesh.own_node(), Traffic()) if replicated and gpus_per_node > 1 else None
         outer = OuterStep(local_steps, mesh, Traffic())
-        fragment = Fragment(local_steps, outer, share, partial(dict, weight=held), dict, partial(list, ["weight"]), int)
+        fragment = Fragment(local_steps, outer, OneWeight(held), share)
         for _ in range(2):  # the first makes the errors
             fragment.note_trained()
             with LiveBytes(math.inf) as memory:

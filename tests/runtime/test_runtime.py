@@ -29,9 +29,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Monitor, Strategy, monitor, traffic
 from fsdp_zpp.comm import hops as hop_timer
+from fsdp_zpp.comm.layout import Sharded
+from fsdp_zpp.comm.weight_gather import ShardVersion
 from fsdp_zpp.local_steps.fragment import Fragment, Progress
 from fsdp_zpp.runtime import lifecycle as step_ends
-from fsdp_zpp.runtime._torch import ShardVersion
 from fsdp_zpp.runtime.lifecycle import LifecycleHooks, StepEnds, register_mode_hook
 from fsdp_zpp.runtime.monitor import CommunicationWaits, Coverage, StrategySummary, overlaps, summarize
 from fsdp_zpp.strategy.error_feedback import Topology
@@ -129,7 +130,7 @@ def test_a_version_tells_a_write_a_move_and_a_move_back() -> None:
 
 def test_progress_that_was_saved_before_exchanges_were_counted_is_read() -> None:
     outer: Any = SimpleNamespace(names=frozenset(), label="unit")
-    fragment = Fragment(LocalSteps(), outer, None, dict, dict, list, int)
+    fragment = Fragment(LocalSteps(), outer, SimpleNamespace(sharded=Sharded(), invalidate=int))
     progress: Any = {"made": 7, "exchanged": 6, "arrives": None}
     fragment.load_state_dict({"progress": progress, "exchanges": None, "weights": {}, "changed": [], "sent": []})
     assert fragment.progress == Progress(made=7, exchanged=6, arrives=None, sent=0, apart=True)

@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.codecs.blockwise import MIN_BLOCK, NF4
+from fsdp_zpp.codecs.codec import MIN_BLOCK, NF4, Codec
 from fsdp_zpp_kernels.reference import LEVELS, MAX_BLOCK
 
 from .format import (

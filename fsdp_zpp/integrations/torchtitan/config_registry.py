@@ -34,7 +34,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 from tyro.constructors import PrimitiveConstructorSpec
 
-from fsdp_zpp.codecs.blockwise import Int4Delta
+from fsdp_zpp.codecs.codec import Int4Delta
 from fsdp_zpp.comm.agreement import agree, run_on_first_rank
 from fsdp_zpp.integrations._common import Turn, in_place_of_torchs, sharding_by
 from fsdp_zpp.runtime.api import traffic

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fsdp_zpp import CodecState, Int8, LoCo, Strategy, gathered_weights, monitor
-from fsdp_zpp.comm.mesh import keep_until_read
+from fsdp_zpp.comm.hops import keep_until_read
 
 FSDP1, FSDP2 = Fsdp1(), Fsdp2()
 TWO: dict[str, Any] = {"gpus_per_node": 2}
