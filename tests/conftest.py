@@ -1,4 +1,4 @@
-"""Pools of worker processes, shared by all tests of a session, and which tests run."""
+"""Ranks, shared by all tests of a session: pools of processes, and threads of this one; and which tests run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from harness.benchmarks import load
 from harness.pool import Pool, too_few_gpus
 
 settings.register_profile("few", deadline=None, max_examples=30)
@@ -37,6 +39,16 @@ def pool() -> Iterator[Callable[[int], Pool]]:
     yield get
     for each in pools.values():
         each.stop()
+
+
+@pytest.fixture(scope="session")
+def on_ranks() -> Callable[..., list[Any]]:
+    """Return ``on_ranks(nodes, gpus_per_node, function, *args)``: what the function returns, by rank.
+
+    The ranks of several nodes are in this process, for laws that need no others.
+    """
+    run: Callable[..., list[Any]] = load("common", "loopback").on_ranks
+    return run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from harness import llama, lora, messages, models
 from harness.adapter import STOCK, Adapter, Case, Fsdp1, Fsdp2
 from harness.covering import ADAPTERS, WITH_FLAT, over_adapters, over_each
+from harness.local_nodes import ONE_BLOCK
 from harness.messages import Reply
 from harness.pool import Pool, Pools, device_type, shared_folder
 from harness.training import train
-from local_nodes import ONE_BLOCK
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy

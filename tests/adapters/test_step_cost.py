@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp_zpp
 from fsdp_zpp import Strategy, plan
 from fsdp_zpp.runtime.lifecycle import LifecycleHooks
-from fsdp_zpp_kernels import ops as dispatch
+from fsdp_zpp_kernels import ops
 
 contenders = load("scale", "contenders")
 BLOCKS = 8
@@ -89,13 +89,13 @@ def cost_of(name: str) -> Cost:
     for _ in range(3):
         step()
     kernels: Counter[str] = Counter()
-    call = dispatch.Op.__call__
+    call = ops.Op.__call__
 
     def counted(op: Any, *args: Any, **kwargs: Any) -> Any:
         kernels[op.__name__] += 1
         return call(op, *args, **kwargs)
 
-    with wiretap(contenders.GPUS_PER_NODE) as tap, patch.object(dispatch.Op, "__call__", counted):
+    with wiretap(contenders.GPUS_PER_NODE) as tap, patch.object(ops.Op, "__call__", counted):
         step()
     with Copies() as copies:
         step()

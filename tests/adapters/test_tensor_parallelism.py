@@ -18,12 +18,12 @@ from harness.adapter import Adapter
 from harness.covering import ADAPTERS, over_adapters, over_each
 from harness.messages import attempt
 from harness.pool import Pools, device_type
+from harness.two_axes import DATA_PARALLEL, STEPS, TWO, Trained, batch, make, optimizer_of, trained
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from two_axes import DATA_PARALLEL, STEPS, TWO, Trained, batch, make, optimizer_of, trained
 
 from fsdp_zpp import (
     Codec,

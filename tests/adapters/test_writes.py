@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 from harness.adapter import Adapter, Case, Fsdp1, Fsdp2
 from harness.covering import ADAPTERS, over_each
 from harness.launch import ROOT
+from harness.local_nodes import this_node
 from harness.pool import Pools, device_type, shared_folder
 from harness.training import logits, train
-from local_nodes import this_node
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict

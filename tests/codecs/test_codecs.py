@@ -21,7 +21,7 @@ from fsdp_zpp import NF4, Codec, Int4, Int4Delta, Int8, Strategy, TopK
 from fsdp_zpp.codecs.codec import FullPrecision, exact_tail, without_tail
 from fsdp_zpp.codecs.top_k import REACH, TopKOfSum
 from fsdp_zpp.comm.error_feedback import ErrorBuffer, Extent, decode_sum_encode_with_feedback, encode_with_feedback
-from fsdp_zpp_kernels import ops as dispatch
+from fsdp_zpp_kernels import ops
 
 BETA, SCALE, TAIL = 0.8, 0.3, 12
 
@@ -291,12 +291,12 @@ def test_blockwise_codecs_take_one_kernel_with_their_tails() -> None:
     """So no row is copied to make room for a tail."""
     int8, int4 = exact_tail(Int8(64), TAIL), exact_tail(Int4(32), TAIL)
     payload, errors = peers(int8, 1, 2, 300), errors_of(2, 300, None)
-    with patch.object(dispatch.Op, "__call__", autospec=True, side_effect=dispatch.Op.__call__) as called:
+    with patch.object(ops.Op, "__call__", autospec=True, side_effect=ops.Op.__call__) as called:
         int8.decode_sum_encode(payload, 300, int4, SCALE)
         encode_with_feedback(int4, values_of(600), 1, 2, errors)
         decode_sum_encode_with_feedback(int8, payload, 300, int4, SCALE, errors)
-    ops = [call.args[0].__name__ for call in called.call_args_list]
-    assert ops == ["dequantize_sum_quantize", "quantize_with_feedback", "dequantize_sum_quantize_with_feedback"]
+    names = [call.args[0].__name__ for call in called.call_args_list]
+    assert names == ["dequantize_sum_quantize", "quantize_with_feedback", "dequantize_sum_quantize_with_feedback"]
 
 
 # ---- deltas

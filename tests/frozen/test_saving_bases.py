@@ -22,14 +22,14 @@ from harness.pool import Pools
 from torch import Tensor
 
 from fsdp_zpp import load_frozen_params, quantize_frozen_params, save_frozen_params
-from fsdp_zpp.frozen import base_files as base_writer, base_files as drafts, checkpoint_reading as tensor_files
+from fsdp_zpp.frozen import base_files, checkpoint_reading
 from fsdp_zpp.frozen.base_files import Draft
 
 # ---- the disk, step by step
 
 FILE_SIZE = 20_000  # smaller than a base, so that there are several files
 STEPS: list[tuple[Any, str]] = [
-    (base_writer, "save_file"),
+    (base_files, "save_file"),
     (os, "fsync"),
     (fcntl, "flock"),
     *((Path, name) for name in ("mkdir", "open", "iterdir", "replace", "unlink")),
@@ -228,7 +228,7 @@ def test_saves_within_each_other_that_end_anywhere_leave_one_whole_base_and_the_
 
 
 def test_what_loads_while_a_save_replaces_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_file, opened = tensor_files.open_file, []
+    open_file, opened = checkpoint_reading.open_file, []
 
     def opens(at: int, path: Path, *rest: Any) -> Any:
         opened.append(path)
@@ -240,7 +240,7 @@ def test_what_loads_while_a_save_replaces_it_is_whole(tmp_path: Path, monkeypatc
     for at in range(1, len(list(tmp_path.glob("*.safetensors"))) + 1):
         save(0, tmp_path)
         opened.clear()
-        monkeypatch.setattr(tensor_files, "open_file", functools.partial(opens, at))
+        monkeypatch.setattr(checkpoint_reading, "open_file", functools.partial(opens, at))
         assert which(stored_in(tmp_path), 2) == 1
 
 
@@ -264,7 +264,7 @@ def test_jobs_that_save_at_once_leave_one_of_their_bases(pool: Pools, tmp_path: 
 
 def test_files_of_another_machine_stay_and_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(drafts, "_machine", lambda: "0" * 8)
+        patch.setattr(base_files, "_machine", lambda: "0" * 8)
         draft = Draft(tmp_path)
     draft.file(1).write_bytes(b"a part of a base")
     with collected() as records:

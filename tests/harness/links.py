@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_zpp.comm.hops import Hop
-from fsdp_zpp.runtime import _torch_mesh as links, _torch_mesh as rank_layout
+from fsdp_zpp.runtime import _torch_mesh
 from fsdp_zpp.runtime._torch_mesh import GpuReport
 
 Sets = Sequence[Sequence[int]]
@@ -44,10 +44,9 @@ def machine(sets: Sets | None) -> Iterator[None]:
         return dist.get_world_size(group) > 1
 
     with (
-        patch.object(links, "own_report", own_report),
-        patch.object(links, "may_be_known", may_be_known),
-        patch.object(rank_layout, "may_be_known", may_be_known),
-        patch.object(links, "_links", WeakKeyDictionary()),
+        patch.object(_torch_mesh, "own_report", own_report),
+        patch.object(_torch_mesh, "may_be_known", may_be_known),
+        patch.object(_torch_mesh, "_links", WeakKeyDictionary()),
     ):
         yield
 

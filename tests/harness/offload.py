@@ -16,7 +16,7 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 
-from fsdp_zpp.fsdp1 import wrapping as validation
+from fsdp_zpp.fsdp1 import wrapping
 
 from .adapter import Adapter, Fsdp1, Fsdp2
 from .pool import device_type
@@ -59,7 +59,7 @@ def without_pinning() -> Iterator[None]:
         (torch.cpu.Stream, "synchronize", mock.Mock()),
         (FlatParamHandle, "prepare_gradient_for_backward", _prepare_gradient_for_backward),
         (fsdp, "CPUOffloadPolicy", _Unpinned),
-        (validation, "_check_offload", mock.Mock()),  # private, since the check is just what stands in the way
+        (wrapping, "_check_offload", mock.Mock()),  # private, since the check is just what stands in the way
     ]
     with ExitStack() as stack:
         for owner, name, new in replaced if device_type() == "cpu" else ():

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_zpp.comm import mesh as rank_names
+from fsdp_zpp.comm import mesh
 
 TIMEOUT = timedelta(seconds=110)  # of a collective, and of a task
 GRACE = 6.0  # seconds in which ranks answer once one has failed: they may hang in a collective that it never entered
@@ -105,7 +105,7 @@ def _work(rank: int, world: int, port: int, pipe: Connection) -> None:
     gc.freeze()  # or each collection would walk through all of torch
     init_process_group(rank, world, port)
     while (task := pipe.recv()) is not None:
-        rank_names._axes.clear()  # of the mesh of an earlier test over the same ranks
+        mesh._axes.clear()  # of the mesh of an earlier test over the same ranks
         module, name, args, deadline = task
         # A rank that hangs says where, with the test's captured output, before the pool ends it.
         faulthandler.dump_traceback_later(max(deadline - GRACE - time.monotonic(), 1.0))

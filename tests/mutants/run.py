@@ -44,19 +44,22 @@ LEAST_SECONDS = 300  # of a run of tests before it counts as a hang: a test whos
 STAGES = {"functions": "one row of each function", "rows": "other rows of them", "all": "other tests"}
 """The stages that a mutant meets, one after the other, by their names for ``--until``."""
 FOLDERS = {
-    "codecs": "codecs kernel collectives",
-    "fsdp_zpp_kernels": "kernel codecs collectives",
-    "config": "config adapters",
-    "collectives": "collectives adapters elastic",
-    "runtime": "runtime adapters elastic integrations inference",
+    "codecs": "codecs kernel comm local_steps",
+    "fsdp_zpp_kernels": "kernel codecs comm local_steps",
+    "strategy": "strategy adapters fsdp1 fsdp2 runtime local_steps",
+    "comm": "comm adapters fsdp1 fsdp2 runtime local_steps",
+    "local_steps": "local_steps adapters runtime comm",
+    "runtime": "runtime adapters fsdp1 fsdp2 local_steps integrations inference",
     "frozen": "frozen inference integrations",
     "planner": "planner bench",
     "bench": "bench",
-    "adapters": "adapters collectives integrations",
-    "inference": "inference frozen integrations",
+    "fsdp1": "fsdp1 adapters runtime local_steps comm integrations inference",
+    "fsdp2": "fsdp2 adapters runtime local_steps comm integrations inference",
+    "inference_weights.py": "inference frozen integrations",
+    "inference_updates.py": "inference frozen integrations",
     "integrations": "integrations",
 }
-"""The folders of tests that test a folder of the package, where nothing was measured."""
+"""The folders of tests that test a folder or file of the package, where nothing was measured."""
 
 
 class Ended(NamedTuple):
@@ -348,7 +351,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reach", action="store_true", help="measure which tests reach which mutants")
     parser.add_argument("--only", action="append", metavar="NAME or KIND", help="run these mutants alone")
-    parser.add_argument("--tests", default="", metavar="ARGUMENTS", help="pytest's, for example 'tests/config -k loco'")
+    parser.add_argument("--tests", default="", metavar="ARGUMENTS", help="pytest's, as in 'tests/strategy -k loco'")
     parser.add_argument("--until", choices=STAGES, default="rows", help="the last stage that survivors meet")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="begin with no mutant after these")

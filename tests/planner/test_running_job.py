@@ -17,7 +17,7 @@ from harness.pool import Pool, WorkerError
 from torch import nn
 
 from fsdp_zpp import Int8, LocalSteps, Strategy, choose_strategy, plan
-from fsdp_zpp.planner import cluster as bandwidth, plan as running_job
+from fsdp_zpp.planner import cluster as cluster_module, plan as plan_module
 from fsdp_zpp.planner.cluster import Bandwidth, links_are_slow, measure_bandwidth, world
 from fsdp_zpp.planner.model_size import module_size
 from fsdp_zpp.planner.report import Plan
@@ -55,7 +55,7 @@ def test_errors_under_torchrun_are_printed_once() -> None:
 def _measure_by_a_clock_of_our_own(gpus_per_node: int) -> Bandwidth:
     """Each look at the clock finds rank + 1 seconds gone by."""
     clock = itertools.count(step=dist.get_rank() + 1)
-    with mock.patch.object(bandwidth, "time", mock.Mock(perf_counter=clock.__next__)):
+    with mock.patch.object(cluster_module, "time", mock.Mock(perf_counter=clock.__next__)):
         return measure_bandwidth(world(), gpus_per_node, mib=0.25, repetitions=3)
 
 
@@ -81,7 +81,7 @@ def _choose_by_measuring(arguments: dict[str, Any]) -> tuple[Strategy, Bandwidth
         measured.append(measure_bandwidth(*args, mib=0.25, repetitions=2))
         return measured[-1]
 
-    with mock.patch.object(running_job, "measure_bandwidth", small):
+    with mock.patch.object(plan_module, "measure_bandwidth", small):
         strategy = choose_strategy(_model(), **arguments)
     return strategy, *measured
 
@@ -124,8 +124,8 @@ def _choose_on(sets: Sets | None, arguments: dict[str, Any]) -> tuple[bool, bool
 
     with (
         machine(sets),
-        mock.patch.object(running_job, "plan", planned),
-        mock.patch.object(bandwidth, "find_links", asked),
+        mock.patch.object(plan_module, "plan", planned),
+        mock.patch.object(cluster_module, "find_links", asked),
     ):
         choose_strategy(_model(), gpu_memory=80, **arguments)
     return asked.called, seen[0]
@@ -179,8 +179,8 @@ def test_the_memory_of_the_gpu_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: mock.Mock(total_memory=3 * 2**29))
-    assert running_job.device_memory() == 1.5
+    assert plan_module.device_memory() == 1.5
     with pytest.raises(ValueError, match=r"Nothing fits in 1\.5 GiB"):
         choose_strategy(_model(), nodes=2, gpus_per_node=1, inter_gbps=1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert running_job.device_memory() is None
+    assert plan_module.device_memory() is None

@@ -28,11 +28,10 @@ from harness.wiretap import wiretap
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Monitor, Strategy, monitor, traffic
-from fsdp_zpp.comm import hops as hop_timer
 from fsdp_zpp.comm.layout import Sharded
 from fsdp_zpp.comm.weight_gather import ShardVersion
 from fsdp_zpp.local_steps.fragment import Fragment, Progress
-from fsdp_zpp.runtime import lifecycle as step_ends
+from fsdp_zpp.runtime import lifecycle
 from fsdp_zpp.runtime.lifecycle import LifecycleHooks, StepEnds, register_mode_hook
 from fsdp_zpp.runtime.monitor import CommunicationWaits, Coverage, StrategySummary, overlaps, summarize
 from fsdp_zpp.strategy.error_feedback import Topology
@@ -73,7 +72,7 @@ def test_each_step_ends_once(events: list[tuple[str, int | None]], expected: int
     counter = Counter()
     ends = StepEnds([counter])
     for event, backward in events:
-        with patch.object(step_ends, "running_backward", lambda backward=backward: backward):
+        with patch.object(lifecycle, "running_backward", lambda backward=backward: backward):
             ends.gradients_synchronized() if event == SYNCHRONIZED else ends.optimizer_stepped()
     assert counter.steps == expected
 
@@ -282,7 +281,7 @@ def measure_until_closed(adapter: Adapter) -> None:
         second = figures_of(watch)
         assert first["weights/inter/bytes"] == second["weights/inter/bytes"] == sent["gather"]["inter"]
         assert traffic(model) == sent
-        with patch.object(hop_timer, "MOST_INTERVALS", 5), patch("fsdp_zpp.runtime.monitor.MOST_INTERVALS", 5):
+        with patch("fsdp_zpp.comm.hops.MOST_INTERVALS", 5), patch("fsdp_zpp.runtime.monitor.MOST_INTERVALS", 5):
             train(adapter, model, once)
             assert len(watch._timer.hops) == 5
             long = figures_of(watch)

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from harness import models
 from harness.adapter import Adapter, Case, Fsdp2, original_name
 from harness.covering import ADAPTERS, WITH_FLAT, over_each
+from harness.local_nodes import LAYOUTS, strategy_of
 from harness.messages import attempt
 from harness.pool import Pools
 from harness.training import train
-from local_nodes import LAYOUTS, strategy_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer, RMSprop

@@ -13,12 +13,12 @@ from harness.adapter import Adapter, Fsdp1
 from harness.covering import ADAPTERS, over_each
 from harness.pool import Pools, device_type
 from harness.training import load, save
+from harness.two_axes import TWO, WIDTH, Block
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from two_axes import TWO, WIDTH, Block
 
 from fsdp_zpp import CodecState, Int4, Int4Delta, LoCo, Strategy, invalidate
 

@@ -337,7 +337,7 @@ def test_copies_do_not_depend_on_what_else_is_exchanged(on_ranks: OnRanks, confi
         assert all(torch.equal(copy, alone[0]) for copy in (*alone, *beside))
 
 
-# ---- the outer optimizer, whose fitted momentum adapters/test_local_training.py compares with a search
+# ---- the outer optimizer, whose fitted momentum local_steps/test_local_training.py compares with a search
 
 ONE_PART = FlatLayout.dense([Piece(0, "a", 37)])
 

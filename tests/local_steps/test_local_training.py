@@ -15,11 +15,21 @@ import torch.distributed as dist
 from harness import models
 from harness.adapter import Adapter, Case, Precision
 from harness.covering import ADAPTERS, over_each
+from harness.local_nodes import (
+    HEAD,
+    LAYOUTS,
+    ON_OTHER_NODES,
+    ONE_BLOCK,
+    TRAINED,
+    set_trained,
+    sgd,
+    strategy_of,
+    this_node,
+)
 from harness.messages import collected
 from harness.pool import Pools, device_type
 from harness.training import differing_tensors, scaled_steps, train
 from harness.wiretap import sent_in
-from local_nodes import HEAD, LAYOUTS, ON_OTHER_NODES, ONE_BLOCK, TRAINED, set_trained, sgd, strategy_of, this_node
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from harness import models
 from harness.adapter import Adapter, Case, Fsdp1, Fsdp2, original_name
 from harness.covering import ADAPTERS, over_adapters, over_each
+from harness.local_nodes import HEAD, ONE_BLOCK, A, B, sgd, strategy_of, train_parts
 from harness.messages import Refusal, attempt, collected
 from harness.pool import Pools
 from harness.training import differing_tensors, train
 from harness.wiretap import sent_in
-from local_nodes import HEAD, ONE_BLOCK, A, B, sgd, strategy_of, train_parts
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 

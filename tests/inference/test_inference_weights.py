@@ -20,11 +20,11 @@ from harness.covering import ADAPTERS, SCOPES, WITH_FLAT, over_adapters, over_ea
 from harness.live_bytes import LiveBytes
 from harness.pool import Pools, device_type
 from harness.training import train
+from harness.two_axes import trained
 from harness.wiretap import wiretap
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from two_axes import trained
 
 from fsdp_zpp import (
     DeltaReceiver,

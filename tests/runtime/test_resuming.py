@@ -15,12 +15,12 @@ import torch.distributed.checkpoint as dcp
 from harness import lora, models
 from harness.adapter import STOCK, Adapter, Case, Fsdp1, Fsdp2
 from harness.covering import ADAPTERS, over_each
+from harness.local_nodes import LAYOUTS, ONE_BLOCK, TRAINED, set_trained, train_parts
 from harness.messages import collected
 from harness.offload import offloading, without_pinning
 from harness.pool import Pools
 from harness.strategies import BOTH, COARSE, INTER
 from harness.training import differing_tensors, load, logits, make_scaler, save, scaled_steps, train
-from local_nodes import LAYOUTS, ONE_BLOCK, TRAINED, set_trained, train_parts
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
