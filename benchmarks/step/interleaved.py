@@ -14,7 +14,7 @@ import torch.distributed as dist
 from contenders import training_under
 
 from fsdp_zpp.bench.results import Task
-from fsdp_zpp.bench.run import StepTime, rates, timed_steps
+from fsdp_zpp.bench.run import MeasuredStep, rates, timed_steps
 
 
 def interleaved(task: Task, names: list[str], warmup: int, rounds: int) -> list[dict[str, Any]]:
@@ -34,7 +34,7 @@ def interleaved(task: Task, names: list[str], warmup: int, rounds: int) -> list[
     for training in trainings:
         for _ in range(warmup):
             training.step(tokens)
-    times: list[list[StepTime]] = [[] for _ in names]
+    times: list[list[MeasuredStep]] = [[] for _ in names]
     shuffled = random.Random(0)  # the same on all ranks
     for _ in range(rounds):
         # In a fixed order, a strategy would always bear the work that the same other one leaves behind.

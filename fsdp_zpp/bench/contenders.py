@@ -36,7 +36,7 @@ from fsdp_zpp.planner.cluster import SLOWEST_NVLINK, Bandwidth, MemoryBudget, me
 from fsdp_zpp.planner.model_size import ModelSize, layers, module_size, pretrained_size
 from fsdp_zpp.planner.plan import plan
 from fsdp_zpp.planner.report import Plan
-from fsdp_zpp.runtime._torch_mesh import find_links
+from fsdp_zpp.runtime._torch_rank_layout import find_links
 from fsdp_zpp.runtime.api import traffic
 from fsdp_zpp.strategy.configuration import codec_from_name
 from fsdp_zpp.strategy.error_feedback import LoCo
@@ -484,7 +484,7 @@ _NOISY = 0.2
 
 
 @dataclass(frozen=True)
-class Link:
+class HopSpeed:
     """The speed of a hop.
 
     Attributes:
@@ -507,7 +507,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Links:
+class HopSpeeds:
     """Both hops, and the layout that they were measured on.
 
     Attributes:
@@ -520,11 +520,11 @@ class Links:
 
     nodes: int
     gpus_per_node: int
-    inter: Link | None
-    intra: Link | None
+    inter: HopSpeed | None
+    intra: HopSpeed | None
     are_slow: bool = False
 
-    def layout_of(self, gpus_per_node: int | None) -> Links:
+    def layout_of(self, gpus_per_node: int | None) -> HopSpeeds:
         """Return the links with another number of ranks counted as a node, as far as these tell.
 
         If ranks of one node count as nodes, what they send each other goes over the links that are inside the node.
@@ -533,7 +533,7 @@ class Links:
             return self
         between = self.inter or self.intra
         inside = self.intra if gpus_per_node > 1 else None
-        return Links(self.nodes * self.gpus_per_node // gpus_per_node, gpus_per_node, between, inside)
+        return HopSpeeds(self.nodes * self.gpus_per_node // gpus_per_node, gpus_per_node, between, inside)
 
     def lines(self) -> list[str]:
         """Return lines for the report, with a warning where links are noisy."""
@@ -551,7 +551,7 @@ class Links:
         return lines
 
 
-def measure_links(gpus_per_node: int | None, device: str) -> Links:
+def measure_links(gpus_per_node: int | None, device: str) -> HopSpeeds:
     """Measure both hops in a few rounds. Collective.
 
     Args:
@@ -563,7 +563,7 @@ def measure_links(gpus_per_node: int | None, device: str) -> Links:
     """
     rounds = [measure_bandwidth(world(), gpus_per_node, _MIB[device]) for _ in range(_ROUNDS)]
     found = find_links(world())
-    return Links(
+    return HopSpeeds(
         rounds[0].nodes,
         rounds[0].gpus_per_node,
         _link(rounds, "inter_gbps"),
@@ -572,9 +572,9 @@ def measure_links(gpus_per_node: int | None, device: str) -> Links:
     )
 
 
-def _link(rounds: list[Bandwidth], name: str) -> Link | None:
+def _link(rounds: list[Bandwidth], name: str) -> HopSpeed | None:
     gbps = [getattr(one, name) for one in rounds]
-    return None if gbps[0] is None else Link(median(gbps), min(gbps), max(gbps))
+    return None if gbps[0] is None else HopSpeed(median(gbps), min(gbps), max(gbps))
 
 
 # ---- fitting
@@ -595,7 +595,7 @@ class Planner:
 
     size: ModelSize
     task: Task
-    links: Links
+    links: HopSpeeds
     free: float | None
 
     def best(self, gpus_per_node: int, **codecs: Any) -> list[Estimate]:
@@ -642,7 +642,7 @@ class Planner:
             codecs["frozen"] = contender.base
         return self._plan(self.links.layout_of(strategy.gpus_per_node), codecs)[strategy.levels]
 
-    def _plan(self, links: Links, codecs: dict[str, Any], beside: float = 0.0) -> Plan:
+    def _plan(self, links: HopSpeeds, codecs: dict[str, Any], beside: float = 0.0) -> Plan:
         """Plan torch's rows, and letters with these codecs. A frozen base without a codec is in the compute dtype."""
         return plan(
             self.size,
@@ -660,7 +660,7 @@ class Planner:
         )
 
 
-def _gbps(link: Link | None) -> float | None:
+def _gbps(link: HopSpeed | None) -> float | None:
     return None if link is None else link.gbps
 
 
@@ -713,7 +713,7 @@ def _for_full_training(planner: Planner) -> Iterator[str]:
         yield from (f"{name}{ALONE}" for name in names)
 
 
-def _may_pay_alone(links: Links) -> bool:
+def _may_pay_alone(links: HopSpeeds) -> bool:
     """Return whether to try each GPU as a node: always on one node; on several, where links inside them are slow."""
     return links.intra is not None and (links.nodes == 1 or links.intra.gbps < SLOWEST_NVLINK)
 

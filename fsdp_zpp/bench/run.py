@@ -36,7 +36,7 @@ from .contenders import (
     FULL_SHARD,
     NAMES_ON_NODES,
     Contender,
-    Links,
+    HopSpeeds,
     Planner,
     Recommendation,
     TorchFSDP,
@@ -177,7 +177,7 @@ class PeakMemory:
 
 
 @dataclass(frozen=True)
-class StepTime:
+class MeasuredStep:
     """Milliseconds of one step.
 
     Attributes:
@@ -189,7 +189,7 @@ class StepTime:
     host: float
 
 
-def timed_steps(task: Task, training: Training, tokens: torch.Tensor, steps: int) -> list[StepTime]:
+def timed_steps(task: Task, training: Training, tokens: torch.Tensor, steps: int) -> list[MeasuredStep]:
     """Time each step; all ranks start together. Collective."""
     whole, host = [], []
     for _ in range(steps):
@@ -203,7 +203,7 @@ def timed_steps(task: Task, training: Training, tokens: torch.Tensor, steps: int
     return _step_times(task, whole, host)
 
 
-def free_running_steps(task: Task, training: Training, tokens: torch.Tensor, steps: int) -> list[StepTime]:
+def free_running_steps(task: Task, training: Training, tokens: torch.Tensor, steps: int) -> list[MeasuredStep]:
     """Return the mean time of steps that do not wait for each other, as one. Collective.
 
     Work that one step leaves under way, the next ones may hide; if each is waited for, it is part of its time.
@@ -218,14 +218,14 @@ def free_running_steps(task: Task, training: Training, tokens: torch.Tensor, ste
     return _step_times(task, [(time.perf_counter() - began) / steps * 1e3], [host])
 
 
-def _step_times(task: Task, whole: list[float], host: list[float]) -> list[StepTime]:
+def _step_times(task: Task, whole: list[float], host: list[float]) -> list[MeasuredStep]:
     """Return this rank's times with the slowest rank's for the host. Collective."""
     slowest = torch.tensor(host, dtype=torch.float64, device=task.place)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return [StepTime(*both) for both in zip(whole, slowest.tolist(), strict=True)]
+    return [MeasuredStep(*both) for both in zip(whole, slowest.tolist(), strict=True)]
 
 
-def rates(task: Task, times: list[StepTime], tokens: torch.Tensor) -> dict[str, Any]:
+def rates(task: Task, times: list[MeasuredStep], tokens: torch.Tensor) -> dict[str, Any]:
     """Return median, range and quartiles of the steps' times in ms, tokens/s, and the share of the peak FLOP/s."""
     whole = [step.whole for step in times]
     tokens_per_s = tokens.numel() * dist.get_world_size() / statistics.median(whole) * 1e3
@@ -445,7 +445,7 @@ class Findings:
         notes: What a reader has to know of the figures.
     """
 
-    links: Links
+    links: HopSpeeds
     rows: list[Row]
     recommendation: Recommendation
     notes: tuple[str, ...]
@@ -477,7 +477,7 @@ def measure_all(arguments: argparse.Namespace, config: Any, place: torch.device)
     return findings
 
 
-def _task(arguments: argparse.Namespace, config: Any, links: Links, device: str) -> Task:
+def _task(arguments: argparse.Namespace, config: Any, links: HopSpeeds, device: str) -> Task:
     return Task(
         config,
         links.nodes,

@@ -33,16 +33,16 @@ from .base import FrozenBase, FrozenReport, log_report
 from .checkpoint_reading import (
     BASE_INDEX,
     OTHER_FILES,
-    Header,
     ModelTensor,
     TensorFiles,
+    TensorHeader,
     check_header,
     frozen_names,
     match_keys,
     read_index,
 )
 from .hugging_face import on_first_rank
-from .quantize import Candidate, FiniteSlice, Selection, refuse_infinite_values, select
+from .quantize import FiniteSlice, FreezableWeight, Selection, refuse_infinite_values, select
 from .weight import FrozenWeight, Placement, Storable, place_base
 
 # ---- drafts
@@ -238,12 +238,12 @@ class SavedWeight:
         """Return the weight's dtype."""
         return getattr(torch, self.dtype)
 
-    def headers(self) -> tuple[Header, Header]:
+    def headers(self) -> tuple[TensorHeader, TensorHeader]:
         """Return the headers that the weight's codes and scales must have in files."""
         layout = self.make_codec().layout
         blocks = layout.blocks(torch.Size(self.shape).numel())
-        codes = Header((layout.codes_nbytes(blocks * layout.block),), torch.uint8)
-        return codes, Header((blocks,), torch.float32)
+        codes = TensorHeader((layout.codes_nbytes(blocks * layout.block),), torch.uint8)
+        return codes, TensorHeader((blocks,), torch.float32)
 
 
 def full_codes(weight: FrozenWeight) -> tuple[Tensor, Tensor]:
@@ -668,13 +668,13 @@ def load_frozen_params(
 class _Quantized:
     """A weight of the model, and this rank's chunk of the stored one."""
 
-    candidate: Candidate
+    candidate: FreezableWeight
     weight: FrozenWeight
     row: Tensor
 
 
 @dataclass(frozen=True)
-class _Read:
+class _BaseContents:
     """Contents of a base's files for a model, read but not yet put into the model."""
 
     index: str
@@ -682,7 +682,9 @@ class _Read:
     others: list[tuple[ModelTensor, Tensor]]
 
 
-def _read(model: nn.Module, selection: Selection, folder: Path, where: Placement, device: torch.device | None) -> _Read:
+def _read(
+    model: nn.Module, selection: Selection, folder: Path, where: Placement, device: torch.device | None
+) -> _BaseContents:
     """Check that files and model have the same tensors, then read this rank's part of the base."""
     files, stored = read_base(folder)
     # One key for a quantized weight, under the weight's name, though its codes and scales are two tensors.
@@ -708,7 +710,7 @@ def _read(model: nn.Module, selection: Selection, folder: Path, where: Placement
         kept_on = candidate.parameter.device if device is None else device
         weights.append(_Quantized(candidate, weight, row.to("cpu" if kept_on.type == "meta" else kept_on)))
     index = repr([stored, [(key, files.file_of(key).name) for key in files]])
-    return _Read(index, weights, others)
+    return _BaseContents(index, weights, others)
 
 
 def _check_both_ways(
@@ -740,7 +742,7 @@ def _check_both_ways(
             )
         if key in stored:
             shape, dtype = stored[key].shape, stored[key].torch_dtype()
-            check_header(tensor, key, Header(shape, dtype), source)
+            check_header(tensor, key, TensorHeader(shape, dtype), source)
             if id(tensor.tensor) not in chosen:
                 reason = "trainable" if tensor.tensor.requires_grad else reasons.get(id(tensor.tensor), "no weight")
                 raise ValueError(

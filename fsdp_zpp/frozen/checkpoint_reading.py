@@ -55,7 +55,7 @@ _MODEL = ("model.safetensors", f"model{_INDEX}")
 
 
 @dataclass(frozen=True)
-class Header:
+class TensorHeader:
     """Shape and dtype of a stored tensor.
 
     Attributes:
@@ -91,7 +91,7 @@ class TensorFiles:
         """Return the file of a tensor."""
         return self._files[key]
 
-    def header(self, key: str) -> Header:
+    def header(self, key: str) -> TensorHeader:
         """Return the shape and dtype of a tensor.
 
         Raises:
@@ -99,7 +99,7 @@ class TensorFiles:
         """
         part = self.slice(key)
         dtype = part.get_dtype()
-        return Header(tuple(part.get_shape()), STORED_DTYPES.get(dtype, dtype))
+        return TensorHeader(tuple(part.get_shape()), STORED_DTYPES.get(dtype, dtype))
 
     def slice(self, key: str) -> Any:
         """Return a tensor that reads parts when it is indexed; they alias the file. Raises what :meth:`header` does."""
@@ -361,7 +361,7 @@ def refuse_sharded_tensors(model: nn.Module, where: str) -> None:
             raise ValueError(f"{name} is already sharded; load {where} before you wrap the model")
 
 
-def check_header(tensor: ModelTensor, key: str, header: Header, where: object) -> None:
+def check_header(tensor: ModelTensor, key: str, header: TensorHeader, where: object) -> None:
     """Raise unless a stored tensor has exactly the shape of the model's, and a dtype that casts to its dtype.
 
     Args:
@@ -455,11 +455,11 @@ class DecodedFiles:
         """Return the file of a tensor."""
         return self._files.file_of(self._first(key))
 
-    def header(self, key: str) -> Header:
+    def header(self, key: str) -> TensorHeader:
         """Return the decoded shape and dtype of a tensor; raises as :meth:`TensorFiles.header`."""
         if key not in self._stored:
             return self._files.header(key)
-        return Header(tuple(self._stored[key].shape), self._stored[key].dtype)
+        return TensorHeader(tuple(self._stored[key].shape), self._stored[key].dtype)
 
     def values(self, key: str, first: int, last: int) -> Tensor:
         """Read the flat values ``first`` to ``last - 1`` of a tensor, fp32 if it is stored quantized."""
@@ -557,7 +557,7 @@ class StackedFiles:
         """Return the file of a tensor, or of the first part of it."""
         return self._files.file_of(self.parts(key)[0])
 
-    def header(self, key: str) -> Header:
+    def header(self, key: str) -> TensorHeader:
         """Return the shape and dtype of a tensor.
 
         Raises:
@@ -574,7 +574,7 @@ class StackedFiles:
             raise ValueError(
                 f"the experts of {key} differ in shape or dtype in {self.source}; give a complete checkpoint"
             )
-        return Header((len(matrices), sum(part.shape[0] for part in matrices[0]), *first.shape[1:]), first.dtype)
+        return TensorHeader((len(matrices), sum(part.shape[0] for part in matrices[0]), *first.shape[1:]), first.dtype)
 
     def values(self, key: str, first: int, last: int) -> Tensor:
         """Read the flat values ``first`` to ``last - 1`` of a tensor, fp32 if it is stored quantized."""
@@ -696,7 +696,7 @@ class Checkpoint:
             files = dict.fromkeys(open_file(self._source, _REMEDY).keys(), self._source)
         self._files = StackedFiles(DecodedFiles(TensorFiles(files, self._source, _REMEDY)))
         self._keys: dict[ModelTensor, str] = {}
-        self._headers: list[tuple[str, Header, str]] = []
+        self._headers: list[tuple[str, TensorHeader, str]] = []
 
     def cover(self, model: nn.Module) -> list[ModelTensor]:
         matches = match_keys(model, self._files.keys, f"the checkpoint {self._source}", _REMEDY)
@@ -788,7 +788,7 @@ class Generated:
             ) from error
         if not isinstance(value, Tensor):
             raise TypeError(f"the checkpoint function must return a tensor, got {value!r} for {tensor.name}")
-        header = Header(tuple(value.shape), value.dtype)
+        header = TensorHeader(tuple(value.shape), value.dtype)
         check_header(tensor, tensor.name, header, "what the checkpoint function returned")
         return value.detach().clone()
 

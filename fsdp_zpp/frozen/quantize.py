@@ -18,7 +18,7 @@ from fsdp_zpp.comm.agreement import agree, check_agreement
 from fsdp_zpp.comm.mesh import ProcessMesh, as_launched, compute_device
 from fsdp_zpp.frozen.stored.format import NoStackError, StoredWeight
 from fsdp_zpp.names import explains_arguments, model_name, parameter_name
-from fsdp_zpp.runtime._torch_mesh import launched_node_size
+from fsdp_zpp.runtime._torch_rank_layout import launched_node_size
 from fsdp_zpp.runtime.api import DTYPES, check_module, ranks_of
 from fsdp_zpp.runtime.full_tensors import reshard
 from fsdp_zpp.runtime.unit import StrategyUnit, holds_packed_values
@@ -101,7 +101,7 @@ OTHERWISE_SHARDED = "sharded by another parallelism"
 
 
 @dataclass(eq=False)  # found by identity
-class Candidate:
+class FreezableWeight:
     """A weight and all modules that use it.
 
     Attributes:
@@ -135,10 +135,10 @@ class Selection:
         left: Names and values of frozen parameters that stay as they are, by the reason.
     """
 
-    chosen: list[Candidate] = field(default_factory=list)
+    chosen: list[FreezableWeight] = field(default_factory=list)
     left: dict[str, list[tuple[str, nn.Parameter]]] = field(default_factory=dict)
 
-    def leave(self, candidate: Candidate, reason: str) -> None:
+    def leave(self, candidate: FreezableWeight, reason: str) -> None:
         """Leave a weight that was chosen as it is."""
         self.chosen.remove(candidate)
         self.left.setdefault(reason, []).append((candidate.name, candidate.parameter))
@@ -243,7 +243,7 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), u
             else:
                 reason = _unfit(parameter, sites, min_numel, packed)
             if reason is None:
-                selection.chosen.append(Candidate(parameter, sites, packed))
+                selection.chosen.append(FreezableWeight(parameter, sites, packed))
                 if packed is not None:  # its scales go with it
                     seen |= {
                         id(each)
@@ -397,7 +397,10 @@ def quantize_selected(
 
 
 def encode_candidate(
-    candidate: Candidate, options: FrozenOptions, read: ReadValues | None = None, stored: StoredWeight | None = None
+    candidate: FreezableWeight,
+    options: FrozenOptions,
+    read: ReadValues | None = None,
+    stored: StoredWeight | None = None,
 ) -> Encoded:
     """Quantize this rank's chunk of one weight, or keep it as it is stored.
 
@@ -436,7 +439,7 @@ def _stored_in_model(packed: PackedLinear, options: FrozenOptions, device: torch
     return StoredWeight(stored.format, lambda first, last: whole[first:last])
 
 
-def _reader(candidate: Candidate, options: FrozenOptions, device: torch.device) -> ReadValues:
+def _reader(candidate: FreezableWeight, options: FrozenOptions, device: torch.device) -> ReadValues:
     """Return a function that reads values of a weight: from the model, or from the first rank's. Collective."""
     parameter = candidate.parameter
     if options.broadcast is None:
@@ -726,7 +729,7 @@ def _check_arguments(model: object, codec: object, min_numel: object, dtype: obj
 
 
 @dataclass(frozen=True)
-class _Read:
+class _QuantizedCheckpoint:
     """Contents of a checkpoint for a model, read and quantized but not yet put into the model."""
 
     encoded: list[Encoded]
@@ -740,7 +743,7 @@ def _read(
     selection: Selection,
     options: FrozenOptions,
     group: dist.ProcessGroup | None,
-) -> _Read:
+) -> _QuantizedCheckpoint:
     """Check that a checkpoint has all of the model, then read it and quantize the selected weights."""
     source = source_from(checkpoint, warns=group is None or dist.get_rank(group) == 0)
     tensors = {id(tensor.tensor): tensor for tensor in source.cover(model)}
@@ -763,7 +766,7 @@ def _read(
             continue
         encoded.append(encode_candidate(candidate, options, read, stored))
     others = [(tensor, source.read(tensor)) for tensor in tensors.values()]
-    return _Read(encoded, others, source.summary())
+    return _QuantizedCheckpoint(encoded, others, source.summary())
 
 
 def _stored(source: WeightSource, tensor: ModelTensor, codec: Codec) -> StoredWeight | None:

@@ -25,10 +25,17 @@ from fsdp_zpp.comm.agreement import agree_on_use
 from fsdp_zpp.comm.gradient_reduce import ArrivingGradients, ReductionOrder
 from fsdp_zpp.comm.layout import FlatLayout, Sharded
 from fsdp_zpp.comm.weight_gather import ShardValues, ShardVersion, WeightGather
-from fsdp_zpp.runtime._torch import copy_replaced, copy_replaced_shards
+from fsdp_zpp.runtime._torch_flat_parameters import copy_replaced, copy_replaced_shards
 from fsdp_zpp.runtime.unit import StrategyUnit
 
-from ._torch import FlatParameterLayout, ParameterViews, StepGradients, axes_of, set_parameter, set_tensor
+from ._torch_flat_parameter import (
+    FlatParameterLayout,
+    HandleGradients,
+    ParameterViews,
+    axes_of,
+    set_parameter,
+    set_tensor,
+)
 
 # ---- handle
 #
@@ -50,7 +57,7 @@ class StrategyHandle(FlatParamHandle):
         written_back: Called after parameters were written to the shard, or moved.
     """
 
-    gradients: StepGradients
+    gradients: HandleGradients
     views: ParameterViews
     parameter_layout: FlatParameterLayout
     written_back: Callable[[], None]
@@ -70,7 +77,7 @@ class StrategyHandle(FlatParamHandle):
         self._gather_is_lossy = unit.gather is not None and unit.gather.secondary.codec is not None
         self._holds_decoded_weights, self._version_at_summon = False, None
         self._version = ShardVersion()
-        self.gradients = StepGradients(instance, self, layout, unit)
+        self.gradients = HandleGradients(instance, self, layout, unit)
         self.views = ParameterViews(self)
         if self.views.are_direct:
             self._setattr_tensor, self._setattr_param = set_tensor, set_parameter
@@ -436,7 +443,7 @@ def adopt_handle(
     handle.adopt(instance, unit, layout)
     if unit.reductions.all:
         # register_comm_hook() would do, but may be called on a root only, and settles who is the root.
-        instance._comm_hook, instance._comm_hook_state = StepGradients.reduce, handle.gradients
+        instance._comm_hook, instance._comm_hook_state = HandleGradients.reduce, handle.gradients
     return handle
 
 
@@ -498,7 +505,7 @@ _WATCH = "_fsdp_zpp_backward_watch"
 _end_backward = runtime._post_backward_final_callback
 
 
-class BackwardWatch:
+class HandleBackwardWatch:
     """Knows the units of a model that strategies gather, and reports the end of each of its backwards.
 
     Args:
@@ -514,7 +521,7 @@ class BackwardWatch:
         self.on_backward_end = on_backward_end
         self._instances = FullyShardedDataParallel.fsdp_modules(root)
         self._handles = [each._handle for each in self._instances if isinstance(each._handle, StrategyHandle)]
-        self._order: ReductionOrder[StepGradients] = ReductionOrder(handle.gradients for handle in self._handles)
+        self._order: ReductionOrder[HandleGradients] = ReductionOrder(handle.gradients for handle in self._handles)
         self.arriving = ArrivingGradients()
         for handle in self._handles:
             handle.gradients.order, handle.gradients.arriving = self._order, self.arriving
@@ -607,14 +614,14 @@ class BackwardWatch:
         self.on_backward_end(synchronized)
 
 
-def watch_backwards(root: nn.Module, on_backward_end: Callable[[bool], None]) -> BackwardWatch:
+def watch_backwards(root: nn.Module, on_backward_end: Callable[[bool], None]) -> HandleBackwardWatch:
     """Watch the backwards of a model, and fix the order in which its units reduce.
 
     Args:
         root: The model.
         on_backward_end: Called at the end of every backward with whether it synchronizes gradients.
     """
-    watch = BackwardWatch(root, on_backward_end)
+    watch = HandleBackwardWatch(root, on_backward_end)
     setattr(root, _WATCH, watch)
     root.register_forward_pre_hook(torch.compiler.disable(watch.begin_forward), prepend=True)
     return watch
@@ -626,7 +633,7 @@ def hear_of_backwards() -> None:
 
     @functools.wraps(original)
     def post_backward_final_callback(state: FullyShardedDataParallel, module: nn.Module) -> None:
-        watch: BackwardWatch | None = vars(module).get(_WATCH)
+        watch: HandleBackwardWatch | None = vars(module).get(_WATCH)
         if watch is None:
             original(state, module)
             return

@@ -29,8 +29,8 @@ from fsdp_zpp.frozen.base import follow_strategy
 from fsdp_zpp.frozen.hugging_face import guard_sharded
 from fsdp_zpp.frozen.quantize import left_to_shard, log_frozen, prepare_frozen, quantize_for
 from fsdp_zpp.names import explains_keywords, model_name
-from fsdp_zpp.runtime._torch import copy_replaced, hear_of_loads
-from fsdp_zpp.runtime._torch_mesh import (
+from fsdp_zpp.runtime._torch_flat_parameters import copy_replaced, hear_of_loads
+from fsdp_zpp.runtime._torch_rank_layout import (
     RankLayout,
     find_links,
     joined_by_links,
@@ -39,8 +39,8 @@ from fsdp_zpp.runtime._torch_mesh import (
     read_2d_mesh,
 )
 from fsdp_zpp.runtime.api import (
+    AdapterUnits,
     Shared,
-    Units,
     check_dtypes,
     check_exchanges,
     check_instance,
@@ -66,8 +66,8 @@ from fsdp_zpp.runtime.unit import (
 from fsdp_zpp.strategy.error_feedback import LoCo, check_error_feedback
 from fsdp_zpp.strategy.strategy import Strategy, check_gpus_per_node, intra_node_codec
 
-from . import _torch, _torch_handle
-from ._torch import refuse_whole_graphs
+from . import _torch_flat_parameter, _torch_handle
+from ._torch_flat_parameter import refuse_whole_graphs
 from ._torch_handle import ShardedInstance, flattened_sites, is_flattened
 
 # ---- comm hook
@@ -249,7 +249,7 @@ def quantized_reduce_hook(state: QuantizedReduceState, gradient: Tensor, out: Te
 # Refuses what FullyShardedDataParallel can't do with a strategy: on every rank, before anything is sent or sharded.
 
 Sites = dict[tuple[nn.Module, str], tuple[str, nn.Parameter]]
-UNITS = Units(
+UNITS = AdapterUnits(
     is_unit=lambda module: isinstance(module, FullyShardedDataParallel),
     is_torchs=lambda module, parameter: is_flattened(parameter),
 )
@@ -570,12 +570,14 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
     # Before the parameters are flattened.
     packed, sites = packed_sites(arguments["module"]), UNITS.sites([arguments["module"]])
     with ExitStack() as stack:
-        stack.enter_context(_torch.sharding_over(module, strategy, shard_group, sharded=unit.scopes.optimizer != "N"))
+        stack.enter_context(
+            _torch_flat_parameter.sharding_over(module, strategy, shard_group, sharded=unit.scopes.optimizer != "N")
+        )
         stack.enter_context(warnings.catch_warnings())
         if shard_group is not group and shard_group.size() == 1:  # as it is to be
             warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
         if arguments["use_orig_params"]:  # without, FSDP refuses to mix them
-            stack.enter_context(_torch.frozen_apart(module, wrap_frozen))
+            stack.enter_context(_torch_flat_parameter.frozen_apart(module, wrap_frozen))
             warnings.filterwarnings("ignore", ".*both parameters with requires_grad=True and False")
         try:
             construct()
@@ -665,7 +667,7 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
     instances = {path: m for path, m in model.named_modules() if isinstance(m, FullyShardedDataParallel)}
     expected = dist.get_process_group_ranks(state.process_group)
     for instance in instances.values():
-        ranks = dist.get_process_group_ranks(_torch.process_group_of(instance))
+        ranks = dist.get_process_group_ranks(_torch_flat_parameter.process_group_of(instance))
         if ranks != expected:
             raise ValueError(
                 f"the QuantizedReduceState was made for the ranks {expected}, but this model is sharded over {ranks}; "
@@ -697,17 +699,17 @@ PATCHES = (
     Patch(
         "FullyShardedDataParallel.__init__",
         "a Strategy is taken for a sharding_strategy",
-        lambda: _torch.intercept_construction(_construct),
+        lambda: _torch_flat_parameter.intercept_construction(_construct),
     ),
     Patch(
         "FullyShardedDataParallel.register_comm_hook",
         "each unit gets a QuantizedReduceState of its own",
-        lambda: _torch.intercept_hook_registration(_adopt_hook_state),
+        lambda: _torch_flat_parameter.intercept_hook_registration(_adopt_hook_state),
     ),
     Patch(
         "_runtime_utils._share_state_and_init_handle_attrs",
         "the root becomes known, and with it all units of the model and the order in which they reduce",
-        lambda: _torch.on_lazy_init(_on_lazy_init),
+        lambda: _torch_flat_parameter.on_lazy_init(_on_lazy_init),
     ),
     Patch(
         "_runtime_utils._post_backward_hook",
@@ -717,7 +719,7 @@ PATCHES = (
     Patch(
         "_runtime_utils._get_reduce_scatter_tensors",
         "torch makes a view for every rank to find the size of a shard",
-        _torch.shard_gradients_in_constant_time,
+        _torch_flat_parameter.shard_gradients_in_constant_time,
     ),
     Patch(
         "_runtime_utils._post_backward_final_callback",
@@ -732,22 +734,22 @@ PATCHES = (
     Patch(
         "FullyShardedDataParallel._apply",
         "a move or cast of the model reaches the shard, and what was gathered of it is stale",
-        lambda: _torch.around_moves(_before_move, _after_move),
+        lambda: _torch_flat_parameter.around_moves(_before_move, _after_move),
     ),
     Patch(
         "fully_sharded_data_parallel._unshard_params",
         "summon_full_params(recurse=False) summons frozen parameters that are kept apart, too",
-        _torch.summon_frozen_too,
+        _torch_flat_parameter.summon_frozen_too,
     ),
     Patch(
         "_optim_utils._map_param_key_to_optim_keys",
         "torch broadcasts keys of optimizer states from global rank 0, which a node's group may not have",
-        _torch.save_optimizer_states_in_any_group,
+        _torch_flat_parameter.save_optimizer_states_in_any_group,
     ),
     Patch(
         "FullyShardedDataParallel._optim_state_dict_to_load_impl",
         "torch sends optimizer states that rank 0 alone has loaded over a group that may not have it",
-        lambda: _torch.load_optimizer_states_over(_all_ranks_of),
+        lambda: _torch_flat_parameter.load_optimizer_states_over(_all_ranks_of),
     ),
 )
 """All that is replaced in torch; it changes nothing for models of torch's own strategies.

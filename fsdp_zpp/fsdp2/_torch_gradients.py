@@ -216,7 +216,7 @@ def _run(stepping: list[tuple[FSDPParam, Hooks]]) -> None:
 _post_backward = without_dynamo(FSDPParamGroup.post_backward)
 
 
-class StepGradients:
+class GroupGradients:
     """Accumulates and reduces the gradients of a parameter group over the micro-batches of a step.
 
     Small groups, too, are reduced one by one. torch casts, accumulates and hands out a gradient right after its hops.
@@ -236,7 +236,7 @@ class StepGradients:
         layouts: Where parameters lie in a gradient, by the last few sets of parameters that it consisted of.
     """
 
-    order: ReductionOrder[StepGradients]
+    order: ReductionOrder[GroupGradients]
     arriving: ArrivingGradients
 
     def __init__(self, group: FSDPParamGroup, weights: GroupWeights, unit: StrategyUnit) -> None:

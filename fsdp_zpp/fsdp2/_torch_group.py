@@ -29,7 +29,7 @@ from fsdp_zpp.runtime.unit import StrategyUnit
 from fsdp_zpp.strategy.configuration import source_of
 from fsdp_zpp.strategy.strategy import Strategy
 
-from ._torch_gradients import StepGradients
+from ._torch_gradients import GroupGradients
 from ._torch_weights import (
     GatherPlan,
     GroupWeights,
@@ -87,7 +87,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
     unit: StrategyUnit
     weights: GroupWeights
-    gradients: StepGradients
+    gradients: GroupGradients
     _path: str
     _state: FSDPState
     _on_lazy_init: Callable[[nn.Module], None] | None
@@ -99,7 +99,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         """Set the attributes of this class, in place of a constructor; the arguments are those of ``adopt_group``."""
         self.unit, self._path = unit, path
         self.weights = GroupWeights(self, unit.gather, keeps_unsharded=unit.keep_unsharded)
-        self.gradients = StepGradients(self, self.weights, unit)
+        self.gradients = GroupGradients(self, self.weights, unit)
         self._state, self._on_lazy_init = state, on_lazy_init
         self._is_ordered, self._known_names = unit.stock, MappingProxyType({})
         self._knows_formats = False
@@ -471,7 +471,7 @@ def strategy_groups_below(root: nn.Module) -> list[StrategyGroup]:
 # Private names of torch's fully_shard: the end of a backward, at which a step's gradients are complete.
 
 
-class BackwardWatch:
+class GroupBackwardWatch:
     """Knows the groups of a model, and who hears of the end of its backwards.
 
     Args:
@@ -498,7 +498,7 @@ class BackwardWatch:
 
     def restart_order(self) -> None:
         """Start with the order of the model, before the first backward or after an exception."""
-        self.order: ReductionOrder[StepGradients] = ReductionOrder(group.gradients for group in self.groups)
+        self.order: ReductionOrder[GroupGradients] = ReductionOrder(group.gradients for group in self.groups)
         for group in self.groups:
             group.gradients.order, group.gradients.arriving = self.order, self.arriving
 
@@ -510,7 +510,7 @@ class WatchedState(FSDPState):
         watch: Of the model; the same for all of its states.
     """
 
-    watch: BackwardWatch
+    watch: GroupBackwardWatch
 
     _pre_backward = without_dynamo(FSDPState._pre_backward)
 
@@ -579,7 +579,7 @@ class WatchedState(FSDPState):
         self.watch.restart_order()
 
 
-def _drop_unused(gradients: list[StepGradients]) -> None:
+def _drop_unused(gradients: list[GroupGradients]) -> None:
     """Remove gradients of parameters that no rank has used in the step that ends. Collective.
 
     Args:
@@ -597,7 +597,7 @@ def watch_backwards(root: nn.Module, on_backward_end: Callable[[bool], None]) ->
         root: The root, initialized lazily.
         on_backward_end: Called at the end of every backward with whether it synchronizes gradients.
     """
-    watch = BackwardWatch(root, on_backward_end)
+    watch = GroupBackwardWatch(root, on_backward_end)
     # The backward ends in the state whose output it reaches first, which may be any, torch's own ones included.
     for state in state_of(root)._state_ctx.all_states:
         watched: Any = state

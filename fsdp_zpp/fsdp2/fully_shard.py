@@ -30,7 +30,7 @@ from fsdp_zpp.frozen.base import holds_base
 from fsdp_zpp.frozen.hugging_face import guard_sharded
 from fsdp_zpp.frozen.quantize import left_to_shard, log_frozen, prepare_frozen, quantize_for
 from fsdp_zpp.names import check_keywords, model_name
-from fsdp_zpp.runtime._torch_mesh import (
+from fsdp_zpp.runtime._torch_rank_layout import (
     DataParallelMesh,
     RankLayout,
     arguments_of,
@@ -47,8 +47,8 @@ from fsdp_zpp.runtime._torch_mesh import (
     takes_mesh_per_parameter,
 )
 from fsdp_zpp.runtime.api import (
+    AdapterUnits,
     Shared,
-    Units,
     check_dtypes,
     check_exchanges,
     check_instance,
@@ -274,7 +274,7 @@ _MeshKey = tuple[DeviceMesh, str]
 
 
 @dataclass(eq=False)
-class Part:
+class MeshPart:
     """Parameters that one strategy shards over one mesh.
 
     Attributes:
@@ -295,7 +295,7 @@ class Part:
     mesh_info: FSDPMeshInfo | None = None
 
 
-def split(modules: list[nn.Module], strategy: Strategy, call: Part, given: dict[str, Any]) -> list[Part]:
+def split(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: dict[str, Any]) -> list[MeshPart]:
     """Split a call by mesh and strategy. Collective over the call's ranks, then over those of each part.
 
     Args:
@@ -337,16 +337,16 @@ class _PlannedPart:
         shape = None if mesh is None else (mesh.mesh_dim_names, mesh.shape)
         return self.path, self.strategy, shape, [name for name, _ in self.own], list(self.placements.values())
 
-    def read(self, call: Part) -> Part:
+    def read(self, call: MeshPart) -> MeshPart:
         if self.mesh is None:
             over, arguments = replace(call.over, strategy=self.strategy), dict(call.arguments)
         else:
             arguments = call.arguments | self.mesh
             over = read_mesh(self.strategy, arguments)
-        return Part(over, self.own, arguments, self.placements, self.path)
+        return MeshPart(over, self.own, arguments, self.placements, self.path)
 
 
-def _plan(modules: list[nn.Module], strategy: Strategy, call: Part, given: dict[str, Any]) -> list[_PlannedPart]:
+def _plan(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: dict[str, Any]) -> list[_PlannedPart]:
     place = call.arguments.get("shard_placement_fn")
     outer, strategies = replace(strategy, overrides=(), gpus_per_node=None), dict[nn.Parameter, Strategy]()
     for module in modules:
@@ -378,7 +378,7 @@ def _plan(modules: list[nn.Module], strategy: Strategy, call: Part, given: dict[
     return list(parts.values())
 
 
-def _check_several(modules: list[nn.Module], call: Part, meshes: list[_MeshKey | None]) -> None:
+def _check_several(modules: list[nn.Module], call: MeshPart, meshes: list[_MeshKey | None]) -> None:
     """Raise if a module can't have several parts, over these meshes; None is that of the call."""
     name = type(modules[0]).__name__
     if any(holds_base(module) for module in modules):
@@ -460,7 +460,7 @@ logger = logging.getLogger("fsdp_zpp")
 
 
 def make_unit(
-    part: Part, modules: list[nn.Module], holds_packed: bool, others: Collection[nn.Parameter]
+    part: MeshPart, modules: list[nn.Module], holds_packed: bool, others: Collection[nn.Parameter]
 ) -> tuple[StrategyUnit, bool]:
     """Check a part of a call on every rank, make its unit, and quantize what is frozen of it. Collective.
 
@@ -505,7 +505,7 @@ def _not_to_be_encoded(parameters: list[tuple[str, nn.Parameter]]) -> list[Tenso
     return [p for p in packed(parameters).values() if not (p.requires_grad and encodes_itself(p))]
 
 
-def _unit_for(part: Part, layout: RankLayout) -> StrategyUnit:
+def _unit_for(part: MeshPart, layout: RankLayout) -> StrategyUnit:
     """Make a unit on the ranks of ``layout``, and have the part sharded over those that its scope says."""
     arguments = part.arguments
     mesh = arguments["mesh"]
@@ -551,7 +551,7 @@ def _warn_of_packed_values() -> None:
 #
 # Refuses what fully_shard can't do with a strategy: on every rank, before anything is sent or sharded.
 
-UNITS = Units(
+UNITS = AdapterUnits(
     is_unit=lambda module: isinstance(module, FSDPModule),
     is_torchs=lambda module, parameter: isinstance(parameter, DTensor) and is_managed(module),
 )
@@ -825,7 +825,9 @@ def install() -> None:
 fully_shard.state = _torch_weights.state_of  # type: ignore[attr-defined]
 
 
-def _agreed_parts(modules: list[nn.Module], strategy: Strategy, arguments: dict[str, Any]) -> tuple[list[Part], bool]:
+def _agreed_parts(
+    modules: list[nn.Module], strategy: Strategy, arguments: dict[str, Any]
+) -> tuple[list[MeshPart], bool]:
     """Raise on every rank unless all shard the same modules in the same way.
 
     Returns:
@@ -847,7 +849,7 @@ def _agreed_parts(modules: list[nn.Module], strategy: Strategy, arguments: dict[
     facts |= {} if shared is None else {"shared": shared.name}
     check_agreement(ranks, call, facts | packed_facts(held) | parameter_facts(own))
     refuse_shared(shared, modules, call)
-    whole = Part(over, own, arguments)
+    whole = MeshPart(over, own, arguments)
     is_split = isinstance(strategy, Strategy) and (overrides or arguments.get("shard_placement_fn") is not None)
     return split(modules, strategy, whole, given) if is_split else [whole], bool(held)
 

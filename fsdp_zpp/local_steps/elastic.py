@@ -268,7 +268,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Header:
+class NodeHeader:
     """What nodes tell each other before an exchange.
 
     Attributes:
@@ -303,7 +303,7 @@ class Header:
         return self.committed, self.made, self.round
 
 
-def check_alike(headers: Sequence[Header], model: str) -> None:
+def check_alike(headers: Sequence[NodeHeader], model: str) -> None:
     """Raise on every node unless all have the same model and count the same.
 
     Args:
@@ -327,7 +327,7 @@ def check_alike(headers: Sequence[Header], model: str) -> None:
         )
 
 
-def current_nodes(headers: Sequence[Header]) -> list[int]:
+def current_nodes(headers: Sequence[NodeHeader]) -> list[int]:
     """Return the nodes that are current; see [Note: Who is current]. Those that start alike are."""
     most = max(header.knows for header in headers)
     nodes = [node for node, header in enumerate(headers) if header.knows == most]
@@ -490,7 +490,7 @@ class ElasticTraining(LocalTraining):
             else:
                 done = self._exchange_with(headers)
 
-    def _header(self, request: Request | None) -> Header:
+    def _header(self, request: Request | None) -> NodeHeader:
         progress, group = self._progress, self._ranks.group
         flags = [(fragment, self._ranks, fragment.changed) for fragment in self._all]
         changed = tuple(tuple(on_any()) for _, on_any in agree_on_use(flags))
@@ -500,7 +500,7 @@ class ElasticTraining(LocalTraining):
             start = [sums] if group is None else from_each_rank(sums, group)
         total = self._tokens if self._counts_tokens else self._steps
         config = replace(self._config, elastic=None)
-        return Header(
+        return NodeHeader(
             f"{sum(map(len, changed))} parameters in {len(changed)} units on {self._ranks.topology}, {config!r}",
             progress.committed,
             progress.made,
@@ -514,13 +514,13 @@ class ElasticTraining(LocalTraining):
             tuple(self.outer.products(self._all).values()),
         )
 
-    def _share_changes(self, headers: Sequence[Header]) -> None:
+    def _share_changes(self, headers: Sequence[NodeHeader]) -> None:
         """Have this node exchange what any of these nodes has trained."""
         for at, fragment in enumerate(self._all):
             flags = zip(*(header.changed[at] for header in headers), strict=True)
             fragment.changed = [any(on_nodes) for on_nodes in flags]
 
-    def _exchange_with(self, headers: Sequence[Header]) -> bool:
+    def _exchange_with(self, headers: Sequence[NodeHeader]) -> bool:
         """Make the exchange that members are about to; return whether they commit to it."""
         request = headers[0].request
         assert request is not None
@@ -562,7 +562,7 @@ class ElasticTraining(LocalTraining):
 
     # ---- a change of members
 
-    def _meet(self, headers: Sequence[Header]) -> bool:
+    def _meet(self, headers: Sequence[NodeHeader]) -> bool:
         """Have nodes that join take over from one that is current; return whether members commit to it."""
         mesh = self._members.mesh
         assert mesh is not None

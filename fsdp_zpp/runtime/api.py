@@ -23,7 +23,7 @@ from fsdp_zpp.names import join_fqn, parameter_name
 from fsdp_zpp.strategy.local_steps import LocalSteps
 from fsdp_zpp.strategy.strategy import Strategy
 
-from ._torch_mesh import node_size_fact
+from ._torch_rank_layout import node_size_fact
 from .unit import COMMUNICATORS, Communicator, StrategyUnit, holds_packed_values, named_units
 
 # ---- model ranks
@@ -200,7 +200,7 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Units:
+class AdapterUnits:
     """How to recognize the units of an adapter.
 
     Attributes:

@@ -21,7 +21,7 @@ from fsdp_zpp.local_steps.fragment import Fragment, Span
 from fsdp_zpp.local_steps.training import OptimizerState
 
 from .api import communicators
-from .unit import Checksums, StrategyUnit, Unit, named_units
+from .unit import Checksums, ParameterUnit, StrategyUnit, named_units
 
 # ---- loaded state
 #
@@ -38,7 +38,7 @@ from .unit import Checksums, StrategyUnit, Unit, named_units
 # Codec state has the weights of each node, so pieces are compared with these.
 
 
-def trained_checksums(unit: Unit) -> Checksums:
+def trained_checksums(unit: ParameterUnit) -> Checksums:
     """Return the checksums of a unit's trained parameters, which are what tells one step from another."""
     trained = set(unit.sharded.trained_names())
     return checksums({name: shard for name, shard in unit.sharded.named_shards().items() if name in trained})
@@ -54,7 +54,7 @@ class LoadedState:
     """
 
     def __init__(
-        self, saved_with: Mapping[Unit, Checksums], modules: Iterable[nn.Module], drop: Callable[[], None]
+        self, saved_with: Mapping[ParameterUnit, Checksums], modules: Iterable[nn.Module], drop: Callable[[], None]
     ) -> None:
         self.saved_with, self._drop = saved_with, drop
         self._held = {
@@ -100,18 +100,18 @@ class LoadedState:
             differs = on_any_rank(differs, group, "the first use of codec state that was loaded")
         return differs
 
-    def _is_of_same(self, unit: Unit) -> bool:
+    def _is_of_same(self, unit: ParameterUnit) -> bool:
         saved, (loads, held) = self.saved_with[unit], self._held[unit]
         return (loads == unit.loads and _match(held, saved)) or _match(_held(unit, saved), saved)
 
-    def _nodes_hold(self, units: Sequence[Unit]) -> bool:
+    def _nodes_hold(self, units: Sequence[ParameterUnit]) -> bool:
         """Return whether weights of units are those of any node or, all of them, the agreed ones. Collective."""
         meshes = dict.fromkeys(unit.ranks for unit in units)
         # Every rank communicates over each mesh, whatever it has found on the one before.
         found = [self._nodes_of_mesh_hold([unit for unit in units if unit.ranks == mesh], mesh) for mesh in meshes]
         return all(found)
 
-    def _nodes_of_mesh_hold(self, units: Sequence[Unit], mesh: ProcessMesh) -> bool:
+    def _nodes_of_mesh_hold(self, units: Sequence[ParameterUnit], mesh: ProcessMesh) -> bool:
         fragments = [(each, self.saved_with[unit]) for unit in units if (each := _fragment_of(unit)) is not None]
         agreed = all(fragment.holds_loaded_agreed(names) for fragment, names in fragments)
         own = {
@@ -127,11 +127,11 @@ class LoadedState:
         )
 
 
-def _fragment_of(unit: Unit) -> Fragment | None:
+def _fragment_of(unit: ParameterUnit) -> Fragment | None:
     return unit.fragment if isinstance(unit, StrategyUnit) else None
 
 
-def _held(unit: Unit, saved: Checksums) -> Checksums:
+def _held(unit: ParameterUnit, saved: Checksums) -> Checksums:
     """Return the checksums of what this rank holds of parameters that were saved."""
     return checksums({name: shard for name, shard in unit.sharded.named_shards().items() if name in saved})
 
@@ -186,7 +186,7 @@ class RankState:
         self,
         parts: Mapping[str, SavedState],
         meshes: Iterable[ProcessMesh],
-        units: Mapping[str, Unit] | None = None,
+        units: Mapping[str, ParameterUnit] | None = None,
         modules: Sequence[nn.Module] = (),
         *,
         warns: bool,
@@ -210,7 +210,7 @@ class RankState:
         }
         return {"layout": self._layout, **own}
 
-    def _weights_of(self, part: str, saved_with: Mapping[Unit, Checksums]) -> dict[str, Checksums]:
+    def _weights_of(self, part: str, saved_with: Mapping[ParameterUnit, Checksums]) -> dict[str, Checksums]:
         return {_SAVED_WITH: saved_with[self._units[part]]} if part in self._units else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -306,7 +306,7 @@ class CodecState:
 
     def __init__(self, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = ()) -> None:
         next(communicators(model))  # raises if there are none, so that there would be nothing to save
-        names, parts, units_by_part = named_units(model), dict[str, SavedState](), dict[str, Unit]()
+        names, parts, units_by_part = named_units(model), dict[str, SavedState](), dict[str, ParameterUnit]()
         for unit, fqn in names.items():
             for kind, part in _parts_of(unit):
                 name = f"{kind} of {fqn}"
@@ -332,7 +332,7 @@ class CodecState:
         self._state.load_state_dict(state)
 
 
-def _parts_of(unit: Unit) -> Iterator[tuple[str, SavedState]]:
+def _parts_of(unit: ParameterUnit) -> Iterator[tuple[str, SavedState]]:
     if isinstance(unit, StrategyUnit):
         yield from unit.reductions.error_states()
         if unit.gather is not None and unit.gather.secondary.sends_deltas:

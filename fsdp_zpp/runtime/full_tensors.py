@@ -19,7 +19,7 @@ from fsdp_zpp.comm.hops import AllGathers, Waitable
 from fsdp_zpp.comm.mesh import for_collectives
 from fsdp_zpp.names import parameter_name
 
-from ._torch import FlatPart, Site, flat_parts, is_flat, original_dtypes
+from ._torch_flat_parameters import FlatPart, Site, flat_parts, is_flat, original_dtypes
 
 # ---- full tensors
 #
@@ -459,7 +459,7 @@ def reshard(model: nn.Module) -> None:
 # tensor that the caller still holds.
 
 K = TypeVar("K")
-Unit = Sequence[tuple[K, FullTensor]]
+UnitTensors = Sequence[tuple[K, FullTensor]]
 """Tensors of one unit, each with what its receiver knows it by."""
 
 LARGEST_BATCH = 2**28
@@ -483,7 +483,9 @@ class GatherInTurn(Generic[K]):
         to: The global rank that gets them; None means all.
     """
 
-    def __init__(self, units: Sequence[Unit[K]], dtype: torch.dtype | None = None, to: int | None = None) -> None:
+    def __init__(
+        self, units: Sequence[UnitTensors[K]], dtype: torch.dtype | None = None, to: int | None = None
+    ) -> None:
         self._dtype, self._to = dtype, to
         self._limit = max((sum(tensor.nbytes(dtype) for _, tensor in unit) for unit in units), default=0)
         items = [_Item(key, tensor, tensor.peak_nbytes(dtype)) for unit in units for key, tensor in unit]

@@ -28,7 +28,7 @@ from fsdp_zpp.local_steps.fragment import OuterWatch
 from fsdp_zpp.local_steps.training import LocalTraining, OptimizerMoments, note_optimizer
 
 from .monitor import Groups, log_summaries
-from .unit import StrategyUnit, Unit, units_of, warn_of_unmatched
+from .unit import ParameterUnit, StrategyUnit, units_of, warn_of_unmatched
 
 # ---- weight changes
 #
@@ -63,7 +63,7 @@ class WeightChanges:
         too_small: Those of which some rank has no element; the same on all ranks.
     """
 
-    def __init__(self, units: Sequence[Unit], too_small: Collection[Unit] = ()) -> None:
+    def __init__(self, units: Sequence[ParameterUnit], too_small: Collection[ParameterUnit] = ()) -> None:
         self._changing = [unit for unit in units if unit in too_small]
         self._others = [unit for unit in units if unit not in too_small]
         self._has_warned = False
@@ -74,8 +74,8 @@ class WeightChanges:
         Args:
             ids: The ids of the parameters of an optimizer that has stepped.
         """
-        others: list[Unit] = []
-        untrained: list[Unit] = []
+        others: list[ParameterUnit] = []
+        untrained: list[ParameterUnit] = []
         for unit in self._others:
             if unit.sharded.is_trained():
                 self._changing.append(unit)
@@ -107,7 +107,7 @@ class WeightChanges:
         for unit in self._changing:
             unit.invalidate(by_step=by_step)
 
-    def _warn_of(self, untrained: list[Unit]) -> None:
+    def _warn_of(self, untrained: list[ParameterUnit]) -> None:
         if not untrained or self._has_warned:
             return
         self._has_warned = True
@@ -122,7 +122,7 @@ class WeightChanges:
             )
 
 
-def too_small_units(units: Sequence[StrategyUnit]) -> set[Unit]:
+def too_small_units(units: Sequence[StrategyUnit]) -> set[ParameterUnit]:
     """Return the units of which some rank has no element; the same on all ranks. Collective, once a mesh."""
     flags = [(unit, unit.ranks, [not any(map(local_numel, unit.sharded.parameters()))]) for unit in units]
     return {unit for unit, on_any_rank in agree_on_use(flags) if any(on_any_rank())}
@@ -322,7 +322,7 @@ class MistakeWatch:
         units: Its units.
     """
 
-    def __init__(self, root: nn.Module, name: str, units: Sequence[Unit]) -> None:
+    def __init__(self, root: nn.Module, name: str, units: Sequence[ParameterUnit]) -> None:
         self._name, self._units = name, units
         self._others_stepped = self._optimizer_is_known = False
         self._backwards = self._steps_in_a_row = 0
@@ -403,7 +403,7 @@ class LifecycleHooks:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[ParameterUnit],
         local_training: LocalTraining | None = None,
         changes: WeightChanges | None = None,
         mistakes: MistakeWatch | None = None,
@@ -511,7 +511,7 @@ class LifecycleHooks:
                 if self._mistakes is not None:
                     self._mistakes.gradients_cleared()
 
-    def _units_with(self, ids: set[int]) -> Iterator[Unit]:
+    def _units_with(self, ids: set[int]) -> Iterator[ParameterUnit]:
         """Yield the units of which an optimizer with parameters of these ``ids`` holds one; the same on all ranks."""
         # Not all: one of several optimizers, or one that steps within the backward, clears its own gradients alone.
         for unit in self._units:

@@ -36,9 +36,9 @@ from fsdp_zpp.local_steps.fragment import mean_of, named_figures
 from fsdp_zpp.strategy.error_feedback import LoCo, Topology, error_buffer_specs
 from fsdp_zpp.strategy.strategy import ResolvedStrategy, Strategy
 
-from ._torch_mesh import Links, known_links
+from ._torch_rank_layout import Links, known_links
 from .api import communicators
-from .unit import Forwards, FullShardUnit, StrategyUnit, Unit, full_shard_bytes, units_of
+from .unit import Forwards, FullShardUnit, ParameterUnit, StrategyUnit, full_shard_bytes, units_of
 
 # ---- links note
 #
@@ -776,7 +776,7 @@ def _full_shard(model: nn.Module, forwards: Forwards) -> dict[Level, int] | None
     return full_shard_bytes(units, forwards)
 
 
-def _outermost_units(module: nn.Module) -> Iterator[Unit]:
+def _outermost_units(module: nn.Module) -> Iterator[ParameterUnit]:
     """Yield the units that no other unit of ``module`` encloses."""
     if units_of(module):
         yield from units_of(module)

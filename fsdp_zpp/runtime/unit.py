@@ -26,7 +26,7 @@ from fsdp_zpp.strategy.error_feedback import Topology
 from fsdp_zpp.strategy.local_steps import LocalSteps
 from fsdp_zpp.strategy.strategy import Strategy, override_for
 
-from ._torch import hear_of_loads
+from ._torch_flat_parameters import hear_of_loads
 
 if TYPE_CHECKING:
     from fsdp_zpp.local_steps.training import LocalTraining
@@ -242,14 +242,14 @@ class Loaded(Protocol):
     """Codec state from a checkpoint that is not known yet to belong to the weights; see checkpoint.py."""
 
     @property
-    def saved_with(self) -> Mapping[Unit, Checksums]:
+    def saved_with(self) -> Mapping[ParameterUnit, Checksums]:
         """Return, by unit, the checksums of the weights that it was saved with."""
 
     def forget(self) -> None:
         """Leave the state as it is."""
 
 
-class Unit(Communicator, Protocol):
+class ParameterUnit(Communicator, Protocol):
     """One group of parameters that is gathered and reduced together.
 
     Attributes:
@@ -281,7 +281,7 @@ class Unit(Communicator, Protocol):
         """Drop the gradients accumulated from earlier micro-batches of the step."""
 
 
-def attach(module: nn.Module, unit: Unit, path: str = "") -> None:
+def attach(module: nn.Module, unit: ParameterUnit, path: str = "") -> None:
     """Make ``unit`` findable from ``module``.
 
     Args:
@@ -292,21 +292,21 @@ def attach(module: nn.Module, unit: Unit, path: str = "") -> None:
     vars(module).setdefault(_ATTRIBUTE, {})[unit] = path
 
 
-def units_of(module: nn.Module) -> Mapping[Unit, str]:
+def units_of(module: nn.Module) -> Mapping[ParameterUnit, str]:
     """Return the units attached to ``module`` itself, with their paths within it."""
     # vars, not getattr: FSDP1 forwards attributes that it lacks to the module it wraps, which may have another unit.
-    units: Mapping[Unit, str] = vars(module).get(_ATTRIBUTE, {})
+    units: Mapping[ParameterUnit, str] = vars(module).get(_ATTRIBUTE, {})
     return units
 
 
-def unit_of(module: nn.Module) -> Unit | None:
+def unit_of(module: nn.Module) -> ParameterUnit | None:
     """Return the first unit attached to ``module`` itself."""
     return next(iter(units_of(module)), None)
 
 
-def named_units(model: nn.Module) -> dict[Unit, str]:
+def named_units(model: nn.Module) -> dict[ParameterUnit, str]:
     """Return the units of a model, outermost first, with their names; a shared unit has the first one's."""
-    names: dict[Unit, str] = {}
+    names: dict[ParameterUnit, str] = {}
     for name, module in model.named_modules():
         for unit, path in units_of(module).items():
             names.setdefault(unit, ".".join(filter(None, (name, path))))

@@ -338,7 +338,7 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 @dataclass(frozen=True)
-class Findings:
+class ConfigurationIssues:
     """Errors of a configuration, and keys of it that DeepSpeed ignores, collected as its sections are read."""
 
     errors: list[Exception] = field(default_factory=list)
@@ -368,7 +368,7 @@ class Section:
 
     prefix: str
     values: Mapping[str, object]
-    findings: Findings
+    findings: ConfigurationIssues
 
     def inner(self, key: str, hint: str = "") -> Section:
         """Return the section at ``key``, empty if there is none."""
@@ -680,7 +680,7 @@ def strategy_arguments(config: Mapping[str, object] | str | os.PathLike[str]) ->
         TypeError: If values have the wrong type, and nothing else is wrong; the error names all of them.
         OSError: If the file can't be read.
     """
-    findings = Findings()
+    findings = ConfigurationIssues()
     top = Section("", load(config), findings)
     top.check_known(_TOP_KEYS, inside=_ZERO_KEYS)
     zero = top.inner("zero_optimization", '; DeepSpeed\'s old true is {"stage": 1}')

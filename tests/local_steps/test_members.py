@@ -41,7 +41,7 @@ from fsdp_zpp.comm.agreement import from_first_rank
 from fsdp_zpp.comm.hops import Traffic
 from fsdp_zpp.comm.mesh import ProcessMesh
 from fsdp_zpp.local_steps._torch_members import Decisions, group_of_store
-from fsdp_zpp.local_steps.elastic import ElasticOuterStep, Header, Request, check_alike, current_nodes
+from fsdp_zpp.local_steps.elastic import ElasticOuterStep, NodeHeader, Request, check_alike, current_nodes
 from fsdp_zpp.local_steps.outer_step import relative_weights
 from fsdp_zpp.runtime.unit import StrategyUnit, named_units
 from fsdp_zpp.strategy.error_feedback import Topology
@@ -381,7 +381,7 @@ def test_what_cannot_be_is_refused_on_all_ranks(pool: Callable[[int], Pool]) -> 
             assert part in text
 
 
-HEADER = Header("a net", 3, 24, 2, None, False, Request(24, (0,)), ((True,),), (8,), False, ((0.5, 1.0),))
+HEADER = NodeHeader("a net", 3, 24, 2, None, False, Request(24, (0,)), ((True,),), (8,), False, ((0.5, 1.0),))
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ HEADER = Header("a net", 3, 24, 2, None, False, Request(24, (0,)), ((True,),), (
     ],
     ids=["alike", "one was lost", "one is behind", "apart", "one is new", "all are new"],
 )
-def test_nodes_with_the_most_exchanges_are_current(headers: list[Header], current: list[int]) -> None:
+def test_nodes_with_the_most_exchanges_are_current(headers: list[NodeHeader], current: list[int]) -> None:
     assert current_nodes(headers) == current
 
 

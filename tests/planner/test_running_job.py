@@ -21,7 +21,7 @@ from fsdp_zpp.planner import cluster as cluster_module, plan as plan_module
 from fsdp_zpp.planner.cluster import Bandwidth, links_are_slow, measure_bandwidth, world
 from fsdp_zpp.planner.model_size import module_size
 from fsdp_zpp.planner.report import Plan
-from fsdp_zpp.runtime._torch_mesh import find_links
+from fsdp_zpp.runtime._torch_rank_layout import find_links
 
 MEASURE = ["-m", "fsdp_zpp", "plan", "--params", "7e6", "--measure", "0.5", "--gpus-per-node", "2"]
 CLUSTER: dict[str, Any] = {"nodes": 4, "gpus_per_node": 8, "inter_gbps": 100, "intra_gbps": 2400}

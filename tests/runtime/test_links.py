@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 from harness.links import NONE, Sets, machine, reports_of
 
-from fsdp_zpp.runtime import _torch_mesh
-from fsdp_zpp.runtime._torch_mesh import GpuReport, Links, find_links, known_links, links_from, nvlink_peers
+from fsdp_zpp.runtime import _torch_rank_layout
+from fsdp_zpp.runtime._torch_rank_layout import GpuReport, Links, find_links, known_links, links_from, nvlink_peers
 from fsdp_zpp.strategy.error_feedback import Topology
 
 BOX = Topology(8, 8)
@@ -100,28 +100,31 @@ def test_ranks_exchange_what_they_see_once_a_group(on_ranks: Callable[..., list[
         return before, first, again is first, known_links(group) is first
 
     pairs = [(0, 1), (2, 3)]
-    with machine(pairs), patch.object(_torch_mesh, "from_each_rank", wraps=_torch_mesh.from_each_rank) as exchange:
+    with (
+        machine(pairs),
+        patch.object(_torch_rank_layout, "from_each_rank", wraps=_torch_rank_layout.from_each_rank) as exchange,
+    ):
         found = on_ranks(1, 4, agreed)
     assert found == [(None, links_from(reports_of(4, pairs), Topology(4, 4)), True, True)] * 4
     assert exchange.call_count == 4
 
 
 def test_a_driver_that_fails_on_one_rank_leaves_links_unknown_on_all(on_ranks: Callable[..., list[Any]]) -> None:
-    with machine([(0, 1, 2, 3)]), patch.object(_torch_mesh.logger, "debug") as debug:
-        reported = _torch_mesh.own_report
+    with machine([(0, 1, 2, 3)]), patch.object(_torch_rank_layout.logger, "debug") as debug:
+        reported = _torch_rank_layout.own_report
 
         def own_report(*arguments: Any) -> GpuReport:
             if dist.get_rank() == 1:
                 raise UnicodeDecodeError("utf-8", b"", 0, 1, "no name")
             return reported(*arguments)
 
-        with patch.object(_torch_mesh, "own_report", own_report):
+        with patch.object(_torch_rank_layout, "own_report", own_report):
             assert on_ranks(1, 4, lambda: find_links(dist.group.WORLD)) == [None] * 4
     debug.assert_called_once()
 
 
 def test_nothing_is_asked_where_nccl_does_not_communicate(on_ranks: Callable[..., list[Any]]) -> None:
-    with patch.object(_torch_mesh, "own_report") as asked:
+    with patch.object(_torch_rank_layout, "own_report") as asked:
         assert on_ranks(1, 2, lambda: find_links(dist.group.WORLD)) == [None] * 2
     asked.assert_not_called()
 
@@ -136,7 +139,7 @@ def test_nccls_variables_disable_links(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv(variable, value)
-        assert _torch_mesh._p2p_is_disabled() == disabled
+        assert _torch_rank_layout._p2p_is_disabled() == disabled
 
 
 # ---- what the driver's library says
@@ -185,7 +188,7 @@ def library_of(uuids: Sequence[str], joined: Collection[frozenset[int]], instanc
 
 def use(library: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Put a library in the place of the driver's."""
-    monkeypatch.setattr(_torch_mesh, "_load", lambda: library)
+    monkeypatch.setattr(_torch_rank_layout, "_load", lambda: library)
     return library
 
 
@@ -214,5 +217,5 @@ def test_what_nvml_does_not_tell_is_not_known(monkeypatch: pytest.MonkeyPatch) -
     use(SimpleNamespace(), monkeypatch)  # a stub to link with
     assert nvlink_peers("a") is None
     monkeypatch.undo()
-    monkeypatch.setattr(_torch_mesh, "_LIBRARY", "libnothing-of-that-name.so.1")
+    monkeypatch.setattr(_torch_rank_layout, "_LIBRARY", "libnothing-of-that-name.so.1")
     assert nvlink_peers("a") is None

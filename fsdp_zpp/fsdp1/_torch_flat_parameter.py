@@ -37,7 +37,7 @@ from torch.nn.modules import module as torch_module
 
 from fsdp_zpp.comm.gradient_reduce import ArrivingGradients, ReductionOrder
 from fsdp_zpp.comm.layout import FlatLayout, Piece, boundaries_between, keep_recent, sent_exactly, sharded_along
-from fsdp_zpp.runtime._torch_mesh import mesh_over
+from fsdp_zpp.runtime._torch_rank_layout import mesh_over
 from fsdp_zpp.runtime.unit import StrategyUnit
 
 # ---- torch
@@ -559,7 +559,7 @@ def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 
 @dataclass(eq=False, repr=False)
-class StepGradients:
+class HandleGradients:
     """Accumulates and reduces the gradient of a flat parameter over the micro-batches of a step.
 
     Args:
@@ -582,7 +582,7 @@ class StepGradients:
     handle: FlatParamHandle
     layout: FlatParameterLayout
     unit: StrategyUnit
-    order: ReductionOrder[StepGradients] = field(init=False)
+    order: ReductionOrder[HandleGradients] = field(init=False)
     arriving: ArrivingGradients = field(init=False)
     was_gathered: bool = False
     took_part: bool = False
@@ -779,7 +779,7 @@ def shard_gradients_in_constant_time() -> None:
 
     @functools.wraps(original)
     def get_reduce_scatter_tensors(state: FullyShardedDataParallel, unsharded_grad: Tensor) -> tuple[Tensor, Tensor]:
-        if not isinstance(state._comm_hook_state, StepGradients):
+        if not isinstance(state._comm_hook_state, HandleGradients):
             return original(state, unsharded_grad)
         numel = unsharded_grad.numel()
         of_shard = -(-numel // state.world_size)
