@@ -8,7 +8,8 @@
     python benchmarks/loss/run.py straddling
     python benchmarks/loss/run.py small-parameters
 
-A run leaves one JSON file with its figures and its manifest in ``runs/``; report.py reports those in ``results/``.
+A run leaves one JSON file with its figures and its manifest in ``runs/``; report.py reports the studies in
+``results/``, to which result_files.py adds it.
 """
 
 from __future__ import annotations
