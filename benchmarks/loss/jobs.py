@@ -21,11 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from configurations import sharding
-from corpus import Corpus, load_corpus
 from manifest import manifest
 from nodes import add_layout, join, run_on_emulated_nodes
 from result_files import Result, Row, finished
-from training import Settings, train, under_fsdp1
+from training import Corpus, Settings, load_corpus, train, under_fsdp1
 
 from fsdp_zpp.bench.results import write
 

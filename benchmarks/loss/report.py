@@ -12,10 +12,6 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 
-import diloco_table
-import gaps
-import local_gaps
-import muon_table
 import result_pages
 import tables
 from result_files import Result, read
@@ -35,7 +31,7 @@ def seeds(name: str) -> tuple[str, ...]:
 
 def of_gaps(prefix: str = "") -> Callable[[list[Result]], str]:
     """Return the function that makes a table of the convergence study."""
-    return lambda results: gaps.table(gaps.Runs(results), prefix)
+    return lambda results: tables.convergence(tables.Runs(results), prefix)
 
 
 STRATEGIES = tuple(f"compare-cpu-{name}-seed0" for name in ("zeropp", "loco", "int4delta", "fsdp2"))
@@ -53,10 +49,10 @@ TABLES: dict[str, tuple[Callable[[list[Result]], str], str, tuple[str, ...]]] = 
         ("small-parameters-cpu",),
     ),
     "straddling": (lambda results: tables.straddling(results[0]["rows"]), ENCODING_ERRORS, ("straddling-cpu",)),
-    "local steps": (local_gaps.table, LOCAL_STEPS, ()),
-    "DiLoCo's recipe": (diloco_table.table, "diloco-scaling-*", ()),
-    "Muon on CPUs": (muon_table.table, "muon-2x2-cpu", ()),
-    "Muon on GPUs": (muon_table.table, "muon-2x2-h200", ()),
+    "local steps": (tables.local_steps, LOCAL_STEPS, ()),
+    "DiLoCo's recipe": (tables.diloco, "diloco-scaling-*", ()),
+    "Muon on CPUs": (tables.muon, "muon-2x2-cpu", ()),
+    "Muon on GPUs": (tables.muon, "muon-2x2-h200", ()),
 }
 """Functions that make the tables, by their names on the page, the studies that they are from, and the runs that they
 show: all, if none is named."""
@@ -78,16 +74,15 @@ def table(name: str) -> str:
 def draw(kind: str, studies: str, names: tuple[str, ...], *given: str) -> str:
     """Return a figure's SVG: of the losses of a comparison's seeds, of gaps, or of those of local steps."""
     import figures  # tables need no matplotlib
-    import local_figures
 
     results = runs_of(studies, names)
     runs = list(results.values())
     if kind == "losses":
         drawing = figures.seeds_compared(runs)
     elif kind == "local steps":
-        drawing = local_figures.local_steps_svg(local_gaps.by_nodes(runs))
+        drawing = figures.local_steps_svg(tables.by_nodes(runs))
     else:
-        drawing = figures.gaps_svg(gaps.Runs(runs), *given)
+        drawing = figures.gaps_svg(tables.Runs(runs), *given)
     return svg_with_origin(drawing, "loss", results, names)
 
 
