@@ -1,15 +1,64 @@
-"""Runs that the tables of steps show side by side, and the columns of each."""
+"""Tables of steps: runs side by side, other measurements than steps of strategies, and the table on the first page."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from columns import AGAINST_FLOAT8, AGAINST_FSDP2, AGAINST_FULL_SHARD, AGAINST_HSDP, GENERATED, MEDIAN, PAIRED, share
 from labels import label
-from markdown_tables import markdown
-from result_files import Result
+from markdown_tables import crossed, listed, markdown
+from result_files import Result, Row
 
-from fsdp_zpp.bench.results import BETWEEN_NODES, HOST, PEAK, STEP, Column, measured
+from fsdp_zpp.bench.results import (
+    BETWEEN_NODES,
+    HOST,
+    PEAK,
+    STEP,
+    Column,
+    figures_of,
+    filled,
+    measured,
+    of_a_run,
+    times_as_fast,
+)
+
+# ---- columns that only pages and runs of benchmarks have, beside those of fsdp_zpp.bench.results
+
+
+def _paired(own: list[Row], rows: list[Row]) -> str:
+    return " and ".join(
+        "{1:.2f} ({0:.2f}-{2:.2f})".format(*row["paired"]) for row in own if "paired" in row and row is not rows[0]
+    )
+
+
+def share(of: str, key: str, heading: str, form: str = "{:.2f}") -> Column:
+    """Make a column with a figure as a share of that of the strategy ``of``."""
+
+    def cell(own: list[Row], rows: list[Row]) -> str:
+        references = figures_of(rows, key, of)
+        return " and ".join(form.format(figure / references[0]) for figure in figures_of(own, key) if references)
+
+    return Column(heading, cell)
+
+
+MEDIAN = measured("step, ms", "step_ms", "{:.0f}")
+PAIRED = Column("of the first row's time (quartiles)", _paired)
+GENERATED = measured("generated tokens/s", "generate_tokens_per_s", "{:.1f}")
+AGAINST_FULL_SHARD = times_as_fast("full_shard", "speedup over FULL_SHARD")
+AGAINST_FSDP2 = times_as_fast("fsdp2:full_shard", "speedup over FULL_SHARD")
+AGAINST_FLOAT8 = times_as_fast("fsdp2:float8-full_shard", "speedup over FULL_SHARD in float8")
+AGAINST_HSDP = times_as_fast("fsdp2:hybrid_shard", "speedup over HSDP")
+
+
+def summary(rows: list[Row]) -> str:
+    """Return a run's table while it runs: all figures, without columns that would be empty."""
+    columns = [*of_a_run(rows), PAIRED, measured("peak while built, GiB", "build_peak_gib", "{:.1f}"), GENERATED]
+    cells = filled(rows, columns)
+    return markdown(cells, zip(*cells.values(), strict=True))
+
+
+# ---- runs side by side, and the columns of each
 
 HSDP = "fsdp2:hybrid_shard"
 USUAL = (STEP, AGAINST_FULL_SHARD, PEAK)
@@ -256,3 +305,157 @@ RECIPES = {
     ),
 }
 """By the names of the tables in docs/results/step-time.md and lora.md, one-machine-without-nvlink.md and recipes.md."""
+
+
+# ---- hops, the CPU's part, the planner, offload, gathering, and two layouts
+
+RATE = "{ms:.2f} ({gb_per_s:.2f})"
+_NVLINK, _NO_PEER_TO_PEER = "one node of 2, NVLink", "one node of 2, no peer-to-peer"
+GATHERING = {
+    "gathering-1x2": _NVLINK,
+    "gathering-1x2-fsdp1": _NVLINK,
+    "gathering-1x2-rank-0": _NVLINK,
+    "gathering-1x4": "one node of 4, NVLink, earlier version",
+    "gathering-1x2-no-p2p": _NO_PEER_TO_PEER,
+    "gathering-1x2-no-p2p-fsdp1": _NO_PEER_TO_PEER,
+    "gathering-2x1": "two nodes of 1, sockets",
+}
+"""Links by results of gathering.py, a line each: a further result is a further line."""
+ONE_NODE_FIRST = {
+    "1.35B": ("1.35B-1x4", "1.35B-2x2-eager"),
+    "1.35B, earlier version, another machine": ("1.35B-1x4-earlier-on-A", "1.35B-2x2-earlier-on-A"),
+    "6.7B": ("6.7B-1x4", "6.7B-2x2"),
+}
+"""Results on one node of 4 and on two nodes of 2, of one machine, by their label."""
+_ON_ONE_NODE = "fsdp2:full_shard"
+_BESIDE_ONE_NODE = ("fsdp2:zeropp", "fsdp2:zeropp-delta", "fsdp2:hybrid_shard", "fsdp2:full_shard")
+
+
+def hops(runs: Mapping[str, Result], hop: str, least: float = 0) -> str:
+    """Return a table of runs of hops.py over one hop side by side, each under its label, from ``least`` MiB on."""
+    rows = [row | {"run": run} for run, result in runs.items() for row in result["rows"] if row["hop"] == hop]
+    rows = [row for row in rows if row["mib"] >= least]
+    down = {"collective": "{collective}", "sent by a rank, MiB": "{mib:g}"}
+    return crossed(rows, down, "{run}: ms (GB/s)", RATE)
+
+
+def cpu(rows: list[Row]) -> str:
+    """Return a table of the phases of a step on rank 0's CPU."""
+    keys = {"forward": "forward_ms", "backward": "backward_ms", "optimizer": "optimizer_ms"}
+    keys |= {"waits for the GPU": "waits_for_gpu_ms", "together": "together_ms"}
+    columns: dict[str, Any] = {"rank 0's CPU, ms": lambda row: label(row["strategy"])}
+    columns |= {heading: f"{{{key}:.4g}}" for heading, key in keys.items()}
+    return listed((row for row in rows if "again" not in row["strategy"]), columns)
+
+
+def planned(rows: list[Row]) -> str:
+    """Return a table of planned beside measured times and memory of model states, in the order of planned times."""
+    return listed(
+        sorted(rows, key=lambda row: row["planned_communication_ms"]),
+        {
+            "scopes": "{levels}",
+            "communication planned, ms": "{planned_communication_ms:.0f}",
+            "step measured, ms": "{step_ms:.0f}",
+            "states planned, GiB": "{planned_states_gib:.2f}",
+            "measured, GiB": "{states_gib:.2f}",
+            "off by": lambda row: f"{row['states_gib'] / row['planned_states_gib'] - 1:+.1%}",
+        },
+    )
+
+
+def offload(rows: list[Row]) -> str:
+    """Return a table of the time of a step with CPU offload."""
+    (row,) = rows
+    kinds = ("on the GPU", "offloaded", "offloaded, in the backward")
+    times = ({"kind": kind, "ms": row[kind] * 1e3} for kind in kinds)
+    return listed(times, {"optimizer": "{kind}", "step, ms": "{ms:.0f}"})
+
+
+def gathering(results: Mapping[str, Result]) -> str:
+    """Return a table of ``gathered_weights`` beside the link alone, a line for each of :data:`GATHERING`."""
+    rows = []
+    for name, link in GATHERING.items():
+        given, (row,) = results[name]["arguments"], results[name]["rows"]
+        adapter = {"fsdp1": "FSDP", "fsdp2": "FSDP2"}[given["adapter"]]
+        receivers = "all ranks" if given["rank"] is None else "one rank"
+        rows.append(row | {"kind": f"{adapter}, {receivers}", "link": link})
+    return listed(
+        rows,
+        {
+            "adapter, who gets the weights": "{kind}",
+            "link": "{link}",
+            "link alone, ms": lambda row: f"{row['link_s'] * 1e3:.0f}",
+            "`gathered_weights`, ms": lambda row: f"{row['gathered_weights_s'] * 1e3:.0f}",
+            "of the link's time": lambda row: f"{row['gathered_weights_s'] / row['link_s']:.2f}",
+            "above the shards, MiB": lambda row: f"{row['above_shards'] / 2**20:.0f}",
+        },
+    )
+
+
+def beside_one_node(results: Mapping[str, Result]) -> str:
+    """Return a table of strategies on two nodes beside FULL_SHARD on one, for each of :data:`ONE_NODE_FIRST`."""
+    lines: list[Row] = []
+    for model, (one, two) in ONE_NODE_FIRST.items():
+        (reference,) = (row for row in results[one]["rows"] if row["strategy"] == _ON_ONE_NODE)
+        others = (row for strategy in _BESIDE_ONE_NODE for row in results[two]["rows"] if row["strategy"] == strategy)
+        lines.append({"model": model, "nodes": "one of 4", "row": reference, "ratio": 1.0})
+        for row in others:
+            ratio = row["step_ms"] / reference["step_ms"]
+            lines.append({"model": model, "nodes": "two of 2", "row": row, "ratio": ratio})
+    columns: dict[str, Any] = {"model": "{model}", "nodes": "{nodes}"}
+    columns["strategy"] = lambda line: label(line["row"]["strategy"])
+    columns[STEP.heading] = lambda line: STEP.cell([line["row"]], [])
+    columns["of one node's time"] = "{ratio:.2f}"
+    columns[HOST.heading] = lambda line: HOST.cell([line["row"]], [])
+    return listed(lines, columns)
+
+
+# ---- the first page: a line for each training, under torch's strategies and under ours
+
+HEAD = ("training", "FULL_SHARD, ms", "HSDP, ms", "fsdp_zpp, ms", "against FULL_SHARD", "against HSDP")
+
+
+@dataclass(frozen=True)
+class Training:
+    """One line.
+
+    Attributes:
+        title: What is trained, on which machines.
+        run: Name of the result.
+        full_shard: Name of FULL_SHARD there.
+        ours: Names of our strategies there, by what the page calls them beside the first.
+    """
+
+    title: str
+    run: str
+    full_shard: str
+    ours: dict[str, str]
+
+
+ZEROPP = {"": "fsdp2:zeropp", "with deltas": "fsdp2:zeropp-delta"}
+ALONE = {name: f"{strategy}-alone" for name, strategy in ZEROPP.items()}
+TRAININGS = (
+    Training("Llama 1.35B, 2 nodes of 2", "1.35B-2x2-eager", "fsdp2:full_shard", ZEROPP),
+    Training("Llama 6.7B, 2 nodes of 2", "6.7B-2x2", "fsdp2:full_shard", ZEROPP),
+    Training("LoRA of 6.7B, 2 nodes of 2", "lora-6.7B-2x2", "full_shard", {"": "fsdp2:once-zeropp"}),
+    Training("mixture of experts, 2.6B, 2 nodes of 1", "moe-2.6B-2x1", "fsdp2:full_shard", ZEROPP),
+    Training("Llama 6.7B, 1 machine of 4 without NVLink", "6.7B-1x4-no-p2p", "fsdp2:full_shard", ALONE),
+)
+
+
+def first_page(results: Results) -> str:
+    """Return the table; a line without HSDP is of a run in which HSDP is the same as replicating."""
+    return markdown(HEAD, (_line(training, results[training.run]["rows"]) for training in TRAININGS))
+
+
+def _line(training: Training, rows: list[Row]) -> list[str]:
+    times = {row["strategy"]: row["step_ms"] for row in rows if "step_ms" in row}
+    ours = {name: times[strategy] for name, strategy in training.ours.items()}
+    full_shard, hsdp = times[training.full_shard], times.get(HSDP)
+    steps = ", ".join(f"{name} {step:.0f}".strip() for name, step in ours.items())
+    against = [_range([other / step for step in ours.values()]) if other else "" for other in (full_shard, hsdp)]
+    return [training.title, f"{full_shard:.0f}", f"{hsdp:.0f}" if hsdp else "", steps, *against]
+
+
+def _range(ratios: list[float]) -> str:
+    return " to ".join(dict.fromkeys(f"{ratio:.1f}x" for ratio in sorted(ratios)))
