@@ -24,34 +24,33 @@ Figures = Mapping[str, Callable[[], str]]
 """Functions that return a figure's SVG, by the name of its file in docs/figures."""
 
 
-def with_origin(table: str, folder: str, results: Mapping[str, Result], names: Iterable[str]) -> str:
+def with_origin(table: str, folder: str, results: Mapping[str, Result], names: Iterable[str] = ()) -> str:
     """Return a table with a line under it that says where it is from; :func:`origins` has the arguments."""
     return f"{table}\n\n{origins(folder, results, names)}"
 
 
-def svg_with_origin(svg: str, folder: str, results: Mapping[str, Result], names: Iterable[str]) -> str:
+def svg_with_origin(svg: str, folder: str, results: Mapping[str, Result], names: Iterable[str] = ()) -> str:
     """Return a figure with a comment that says where it is from, and what draws it."""
     said = f"{origins(folder, results, names)} Drawn by: python benchmarks/{folder}/report.py"
     return svg.replace("<svg ", f"<!-- {said} -->\n<svg ", 1)
 
 
-def origins(folder: str, results: Mapping[str, Result], names: Iterable[str]) -> str:
+def origins(folder: str, results: Mapping[str, Result], names: Iterable[str] = ()) -> str:
     """Return the sentence that says where a table or a figure is from; runs that were made alike are named together.
 
     Args:
-        folder: Folder in benchmarks/, whose ``results/`` the results are in.
-        results: Results by path there, without ``.json``.
-        names: Names of the results that are shown. Of those in folders below, the folder is named.
+        folder: Folder in benchmarks/, whose ``results/`` has the studies' files.
+        results: Runs by their names.
+        names: Names of the runs that are shown; default: all ``results``, whose studies alone are named.
     """
-    alike_by_origin: dict[str, list[str]] = {}
-    for name in dict.fromkeys(names):
-        below, _, file = name.rpartition("/")
-        alike = alike_by_origin.setdefault(origin(results[name]), [])
-        alike.append(f"`{below}/`" if below else f"`{file}.json`")
+    shown = list(dict.fromkeys(names))
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name in shown or results:
+        alike.setdefault((results[name]["study"], origin(results[name])), []).append(name)
     groups = []
-    for run, files in alike_by_origin.items():
-        runs = f"{len(files)} runs, " if len(set(files)) < len(files) else ""
-        groups.append(f"{', '.join(dict.fromkeys(files))} ({runs}{run})")
+    for (study, made), runs in alike.items():
+        named = ", ".join(f"`{run}`" for run in runs)
+        groups.append(f"{named} in `{study}.json` ({made})" if shown else f"`{study}.json` ({len(runs)} runs, {made})")
     return f"From `benchmarks/{folder}/results`: {'; '.join(groups)}."
 
 

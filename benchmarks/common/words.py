@@ -1,7 +1,7 @@
 """Words for the names of configurations, for legends of figures; tables have the names.
 
 A name of a strategy is one that benchmarks/step knows (labels.py); those of the studies of the loss are codecs of
-gradients (benchmarks/loss/gaps.py) or local steps (benchmarks/loss/local_gaps.py).
+gradients or local steps (benchmarks/loss/tables.py).
 """
 
 from __future__ import annotations

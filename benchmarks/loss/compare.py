@@ -2,9 +2,9 @@
 
     python benchmarks/loss/run.py compare --strategy zeropp
 
-takes all GPUs, or four processes without one, as two nodes with slow links between them (emulated_nodes.py). Under
-torchrun it takes what it is given, and slows down nothing. Runs have the same initial weights and the same data, and
-are made one after the other. Writes ``result.json`` and ``loss.png`` to ``--output``, and prints a table.
+takes all GPUs, or four processes without one, as two nodes with slow links between them. Under torchrun it
+takes what it is given, and slows down nothing. Runs have the same initial weights and the same data, and are made one
+after the other. Writes ``result.json`` and ``loss.png`` to ``--output``, and prints a table.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import json
 import math
 import os
+import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -21,17 +23,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import emulated_nodes
 import torch
 import torch.distributed as dist
 import train
 from figures import draw_losses
-from full_shard import full_shard_sends
 from manifest import manifest
 from markdown_tables import aligned
-from nodes import STARTED_BY, command, join
+from nodes import STARTED_BY, command, join, run_on_emulated_nodes
 from result_files import Row
+from sent_bytes import full_shard_sends
 from tables import comparison, gain
+from throttle import NoThrottleError, per_node
 from torch import Tensor, nn
 
 from fsdp_zpp import Strategy, traffic
@@ -62,9 +64,9 @@ def main(arguments: list[str]) -> None:
     except ValueError as error:
         parser.error(str(error))
     if "RANK" not in os.environ:
-        emulated_nodes.start(options.gpus_per_node, options.gbps)
+        start(options.gpus_per_node, options.gbps)
         return
-    options.gbps = emulated_nodes.throttled_to()
+    options.gbps = throttled_to()
     device = join("cuda" if torch.cuda.is_available() else "cpu")
     tokens = train.load_text(options.data, device)
     held_out = len(tokens) // 50
@@ -87,7 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--levels", nargs="+", metavar="XYZ", help="scopes instead of the strategy's; each is compared")
     for name in ("weights", "gradients"):
         parser.add_argument(f"--{name}", help="codec instead of the strategy's: none, int8, int4:256, ...")
-    emulated_nodes.add_gbps(parser)
+    add_gbps(parser)
     return parser
 
 
@@ -247,3 +249,60 @@ def say(line: str) -> None:
     """Print, once for all ranks."""
     if dist.get_rank() == 0:
         print(line, flush=True)
+
+
+# ---- slow links between nodes
+
+RANKS_ON_CPU = 4
+
+
+def add_gbps(parser: argparse.ArgumentParser) -> None:
+    """Add the option that says how slow links are."""
+    default = 25.0 if torch.cuda.is_available() else 0.25
+    text = f"Gbit/s that a node sends to others at most, unless torchrun starts this; 0: no limit (default: {default})"
+    parser.add_argument("--gbps", type=float, default=default, help=text)
+
+
+def throttled_to() -> float | None:
+    """Return the Gbit/s that this rank's node sends to others at most; None if there is no limit."""
+    gbps = os.environ.get("THROTTLE_GBPS")
+    return float(gbps) if gbps else None
+
+
+def start(gpus_per_node: int | None, gbps: float) -> None:
+    """Start this script again, on all ranks, and wait for them. Exits if a rank fails.
+
+    Args:
+        gpus_per_node: Ranks of a node; by default half of all, if their number is even.
+        gbps: Gbit/s that a node sends to others at most; 0 for no limit.
+    """
+    gpus = torch.cuda.device_count()
+    ranks = gpus or RANKS_ON_CPU
+    of_node = gpus_per_node or (ranks // 2 if ranks > 1 and ranks % 2 == 0 else ranks)
+    nodes = max(1, ranks // of_node)
+    os.environ |= slow_links(nodes, of_node, gbps)
+    os.environ[STARTED_BY] = json.dumps(sys.argv)
+    command = [*sys.argv, f"--gpus-per-node={of_node}"]
+    if gpus:
+        try:
+            run_on_emulated_nodes(nodes, of_node, command)
+        except RuntimeError as error:
+            sys.exit(str(error))
+        return
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    sys.exit(subprocess.run([*torchrun, *command], check=False).returncode)
+
+
+def slow_links(nodes: int, of_node: int, gbps: float) -> dict[str, str]:
+    """Return the variables that make links slow, and print how slow they are, or why they are not."""
+    if nodes == 1:
+        print(f"One node of {of_node}: no link between nodes, and so nothing to throttle", flush=True)
+        return {}
+    reason = "--gbps 0" if gbps <= 0 else ""
+    try:
+        variables = {} if reason else per_node(gbps, nodes, of_node)
+    except NoThrottleError as error:
+        variables, reason = {}, str(error)
+    how = f"not throttled: {reason}" if reason else f"throttled to {gbps:g} Gbit/s a node (common/throttle.c)"
+    print(f"{nodes} nodes of {of_node}; links between them are {how}", flush=True)
+    return variables

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from configurations import NAMES
 from figures import gaps_svg
-from gaps import FAMILIES, REFERENCE, Runs, table
 from jobs import Run, add_options, carry_out, parse_configs, parser_of, settings_of
 from markdown_tables import aligned
 from result_files import Result
+from tables import FAMILIES, REFERENCE, Runs, convergence
 from training import Settings
 
 WEIGHTS = {"": "16-bit weights", "w8:": "int8(256) weights"}
@@ -37,7 +37,7 @@ def report(folder: Path, results: list[Result], settings: Settings) -> None:
     runs = Runs([result for result in results if result["arguments"] == asdict(settings)])
     for prefix, weights in WEIGHTS.items():
         if {REFERENCE, prefix + REFERENCE} <= runs.names and any(runs.members(prefix + family) for family in FAMILIES):
-            print(f"\n{weights}\n\n{aligned(table(runs, prefix))}")
+            print(f"\n{weights}\n\n{aligned(convergence(runs, prefix))}")
             (folder / f"{weights.split('(')[0].replace(' weights', '')}-weights.svg").write_text(gaps_svg(runs, prefix))
 
 

@@ -3,27 +3,132 @@
     python benchmarks/loss/run.py diloco-scaling --nodes 1 --configs synchronous --seeds 0,1,2
     python benchmarks/loss/run.py diloco-scaling --nodes 2 --gpus 1 --configs local30:none:at-once:outer0.6
 
-A node is a replica. ``synchronous`` trains one replica on the whole batch; local_gaps.py says how the others are named.
-Batch and learning rate are those of the paper's fits for the number of replicas, unless they are given
-(diloco_recipe.py). jobs.py says how runs are made; each finished run is a file in ``--output``, for any number of
-nodes. At the end comes a table of all there.
+A node is a replica. ``synchronous`` trains one replica on the whole batch; tables.py says how the others are named.
+Batch and learning rate are those of the paper's fits for the number of replicas, unless they are given. jobs.py says
+how runs are made; each finished run is a file in ``--output``, for any number of nodes. At the end comes a table of all
+there.
+
+The recipe is that of the paper's smallest model (section 3 and table 10): transformer with QK-norm and z-loss, AdamW
+(0.9, 0.99) with a weight decay of 1 / steps, clipping at 1, a thousand steps of warmup and a cosine to 5 %, 20 tokens a
+parameter. Our model reads bytes instead of 32,768 kinds of tokens, so its
+embedding is small, and it has 8 layers of the paper's width instead of 6: 34 M parameters.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from configurations import local_steps
-from corpus import Corpus
-from diloco_recipe import WARMUP_STEPS, RecipeSettings, fitted_batch, fitted_lr, train_by_recipe
-from diloco_table import SYNCHRONOUS, table
 from jobs import Run, add_options, carry_out, parser_of, settings_of
 from markdown_tables import aligned
 from result_files import Result, Row
-from training import Settings
+from tables import SYNCHRONOUS, diloco
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from training import Corpus, Settings, Trainee, train
+from transformers import PreTrainedModel, Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+from fsdp_zpp import Strategy
+
+# ---- the recipe
+
+PARAMETERS = 34e6
+WARMUP_STEPS = 1000
+Z_LOSS = 1e-4
+
+
+@dataclass(frozen=True)
+class RecipeSettings(Settings):
+    """Settings of a run; only batches and learning rates may differ between runs that are compared.
+
+    Args:
+        compiled: Whether layers and the loss are compiled.
+    """
+
+    final_lr: ClassVar[float] = 0.05
+
+    compiled: bool
+
+
+def fitted_lr(replicas: int) -> float:
+    """Return the peak learning rate that the paper's fit gives (table 10)."""
+    return 22256 * PARAMETERS**-0.8827 * replicas**0.2929
+
+
+def fitted_batch(replicas: int) -> int:
+    """Return how many sequences of 2,048 tokens a replica's step takes by the paper's fit (table 10)."""
+    return round(0.00709 * PARAMETERS**0.4695 * replicas**0.3399 / replicas)
+
+
+def model_of(settings: Settings) -> Qwen3Config:
+    """Make the configuration of the model: bytes, and heads of their own for keys and values."""
+    return Qwen3Config(
+        vocab_size=256,
+        hidden_size=settings.hidden,
+        intermediate_size=settings.intermediate,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        num_key_value_heads=settings.heads,
+        head_dim=settings.hidden // settings.heads,
+        max_position_embeddings=settings.sequence,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+
+
+def with_z_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy, and a penalty on the logarithm of the softmax's denominator."""
+    logits = logits.float().flatten(0, 1)
+    normalizer = logits.logsumexp(dim=-1)
+    return F.cross_entropy(logits, targets.flatten()) + Z_LOSS * normalizer.square().mean()
+
+
+def train_by_recipe(
+    settings: RecipeSettings, name: str, seed: int, corpus: Corpus, device: torch.device
+) -> dict[str, Any]:
+    """Train a configuration once. Collective."""
+    loss = torch.compile(with_z_loss) if settings.compiled else with_z_loss
+
+    def objective(model: nn.Module, batch: Tensor) -> Tensor:
+        return loss(model(batch[:, :-1]).logits, batch[:, 1:])
+
+    def prepare(model: PreTrainedModel, device: torch.device) -> Trainee:
+        is_local = name != SYNCHRONOUS
+        if settings.compiled:
+            for layer in model.model.layers:
+                layer.compile()
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        sharded = FullyShardedDataParallel(
+            model,
+            # fsdp_zpp teaches FSDP to take a Strategy, which torch's annotation doesn't know.
+            sharding_strategy=_strategy(name, settings),  # type: ignore[arg-type]
+            auto_wrap_policy=ModuleWrapPolicy({Qwen3DecoderLayer}),
+            mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=dtype),
+            device_id=device,
+            use_orig_params=True,
+        )
+        decay = 1 / settings.steps
+        optimizer = torch.optim.AdamW(
+            sharded.parameters(), settings.lr, betas=(0.9, 0.99), weight_decay=decay, fused=True
+        )
+        return Trainee(sharded, [optimizer], sharded.clip_grad_norm_, is_local)
+
+    return train(settings, prepare, seed, corpus, device, model_of(settings), objective)
+
+
+def _strategy(name: str, settings: Settings) -> Strategy:
+    steps = None if name == SYNCHRONOUS else local_steps(name)
+    return Strategy("III", local_steps=steps, gpus_per_node=settings.gpus_per_node)
+
+
+# ---- the study
 
 PLAIN = "local30:none:at-once:outer0.6"
 """The paper's own: all weights at once every 30 steps, in full precision."""
@@ -60,7 +165,7 @@ def train_run(run: Run, corpus: Corpus, device: torch.device) -> Row:
 
 def report(_: Path, results: list[Result], __: Settings) -> None:
     """Print a table of all runs."""
-    print(f"\n{aligned(table(results))}")
+    print(f"\n{aligned(diloco(results))}")
 
 
 def main(given: list[str]) -> None:

@@ -21,11 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from configurations import sharding
-from corpus import Corpus, load_corpus
 from manifest import manifest
 from nodes import add_layout, join, run_on_emulated_nodes
-from result_files import Result, Row, read
-from training import Settings, train, under_fsdp1
+from result_files import Result, Row, finished
+from training import Corpus, Settings, load_corpus, train, under_fsdp1
 
 from fsdp_zpp.bench.results import write
 
@@ -139,7 +138,7 @@ def carry_out(
         dist.destroy_process_group()
         return
     succeeded = _run_jobs(arguments, min(arguments.jobs, len(runs)), corpus)
-    report(arguments.output, list(read(arguments.output).values()), runs[0].settings)
+    report(arguments.output, list(finished(arguments.output).values()), runs[0].settings)
     sys.exit(0 if succeeded else 1)
 
 
@@ -175,13 +174,13 @@ def _work(
     train_run: Callable[[Run, Corpus, torch.device], Row],
 ) -> None:
     """Train the runs that are not there yet, as one rank of a job; rank 0 writes."""
-    results = read(output).values()
-    finished = [(row["name"], row["seed"], result["arguments"]) for result in results for row in result["rows"]]
+    results = finished(output).values()
+    trained = [(row["name"], row["seed"], result["arguments"]) for result in results for row in result["rows"]]
     # All ranks must have looked before the first run is written.
     dist.barrier()
     on_device = corpus.to(device)
     for run in runs:
-        if (run.name, run.seed, asdict(run.settings)) in finished:
+        if (run.name, run.seed, asdict(run.settings)) in trained:
             continue
         row = {"name": run.name, "seed": run.seed, **train_run(run, on_device, device)}
         if dist.get_rank() == 0:

@@ -17,12 +17,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from configurations import local_steps
-from gaps import REFERENCE
+from figures import local_steps_svg
 from jobs import Run, add_options, carry_out, parser_of, settings_of
-from local_figures import local_steps_svg
-from local_gaps import LOCAL_NAMES, by_nodes, comparable, learning_rates, table
 from markdown_tables import aligned
 from result_files import Result
+from tables import LOCAL_NAMES, REFERENCE, by_nodes, comparable, learning_rates, local_steps as table
 from training import Settings
 
 BATCH = 32

@@ -8,7 +8,8 @@
     python benchmarks/loss/run.py straddling
     python benchmarks/loss/run.py small-parameters
 
-A run leaves one JSON file with its figures and its manifest in ``runs/``; report.py reports those in ``results/``.
+A run leaves one JSON file with its figures and its manifest in ``runs/``; report.py reports the studies in
+``results/``, to which result_files.py adds it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ STUDIES = {
     "small-parameters": "the gradients of small parameters after codecs, on 64 ranks",
     "straddling": "the error of blocks that straddle parameters, one layer encoded once",
 }
+ENCODING_ERRORS = ("small-parameters", "straddling")
+"""Studies of encoding_errors.py, which are computed at once; the others are modules."""
 
 
 def main() -> None:
@@ -38,7 +41,11 @@ def main() -> None:
     parser.add_argument("study", choices=STUDIES, help="; ".join(map(": ".join, STUDIES.items())))
     parser.add_argument("options", nargs=argparse.REMAINDER, help="of the study")
     arguments = parser.parse_args()
-    importlib.import_module(arguments.study.replace("-", "_")).main(arguments.options)
+    name = arguments.study.replace("-", "_")
+    if arguments.study in ENCODING_ERRORS:
+        getattr(importlib.import_module("encoding_errors"), name)(arguments.options)
+    else:
+        importlib.import_module(name).main(arguments.options)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,26 @@
-"""Tables of losses: of the comparisons of examples/train.py, and of two computations."""
+"""Tables of losses: of the comparisons of examples/train.py, of gaps between runs of studies, and of two computations.
+
+A name of the convergence study is ``FAMILY`` or ``FAMILY+CHANGE``, so that the plain member of a family is the one
+without a change; ``w8:`` before it means that weights travel as int8(256).
+
+A name of the study of local steps is ``localEVERY:CODEC[+loco][:CHANGE]...``, where a change is ``at-once`` (all
+fragments in the same step), ``overlapSTEPS``, ``mixSHARE``, ``outerLR``, ``momentumVALUE``, ``momentum-auto``,
+``startSTEPS`` or ``momentsEXCHANGES``. What a name leaves out is LocalSteps' default, except for the momentum, which is
+DiLoCo's 0.9. ``local8-1024-32`` exchanges every 8 steps, and from step 1024 on every 32. ``topk+loco`` has the outer
+step and the errors of SparseLoCo (arXiv 2508.15706).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from markdown_tables import listed, markdown
 from result_files import Result, Row
+
+# ---- comparisons, and two computations
 
 
 def comparison(runs: Sequence[Row]) -> str:
@@ -115,3 +130,309 @@ def megabytes(run: Row, reference: Row, hop: str) -> str:
     if not nbytes:
         return "torch's own, not counted" if whole else "nothing"  # on one node torch's collectives do it all
     return f"{nbytes / 1e6:,.2f} MB ({nbytes / whole:.0%})" if whole else f"{nbytes / 1e6:,.2f} MB"
+
+
+# ---- convergence: how far above the reference runs end, and the share of a gap that a change closes
+
+REFERENCE = "full_shard"
+FAMILIES = {
+    "int4": "4 bits in blocks of 128 between nodes, 8 bits inside",
+    "int4c": "4 bits in blocks of 2048 between nodes, 8 bits inside",
+    "int4x2": "4 bits in blocks of 2048 on both hops",
+    "int2": "2 bits in blocks of 128 between nodes, 8 bits inside",
+}
+"""The plain configurations whose gap is to be closed."""
+CHANGES = ("", "+loco", "+loco-beta0", "+hadamard", "+stochastic")
+
+
+class Runs:
+    """Finished runs by configuration and seed.
+
+    Args:
+        results: Results of the study, all with the same settings.
+
+    Attributes:
+        names: Configurations that were trained.
+    """
+
+    def __init__(self, results: Sequence[Result]) -> None:
+        self._rows = {(row["name"], row["seed"]): row for result in results for row in result["rows"]}
+        self.names = {name for name, _ in self._rows}
+
+    def seeds(self, *names: str) -> list[int]:
+        """Return the seeds that all ``names`` have been trained with."""
+        return sorted(set.intersection(*({seed for name, seed in self._rows if name == each} for each in names)))
+
+    def row(self, name: str, seed: int) -> Row:
+        """Return a run's row of its result."""
+        return self._rows[name, seed]
+
+    def curve(self, name: str, seed: int) -> list[tuple[int, float]]:
+        """Return validation losses, each with the tokens trained on before it."""
+        return self._rows[name, seed]["validation"]
+
+    def final(self, name: str, seed: int) -> float:
+        """Return the last validation loss."""
+        return self.curve(name, seed)[-1][1]
+
+    def gaps(self, name: str, reference: str) -> list[float]:
+        """Return by how many percent ``name`` ends above ``reference``, seed by seed."""
+        return [
+            100 * (self.final(name, seed) / self.final(reference, seed) - 1) for seed in self.seeds(name, reference)
+        ]
+
+    def members(self, family: str) -> list[str]:
+        """Return a family's configurations that were trained, the plain one first."""
+        return [family + change for change in CHANGES if family + change in self.names]
+
+
+def convergence(runs: Runs, prefix: str = "") -> str:
+    """Return a table of all configurations with one kind of weights: mean and standard deviation over the seeds.
+
+    Args:
+        runs: Runs, whose seeds are compared with the same seeds of the reference.
+        prefix: ``w8:`` for int8 weights.
+    """
+    references = [REFERENCE, *([prefix + REFERENCE] if prefix else [])]
+    head = ["configuration", "seeds", "validation loss", *(f"above {name}, %" for name in references)]
+    plain = {name: prefix + family for family in FAMILIES for name in runs.members(prefix + family)}
+    rows = []
+    for name in [*(prefix + name for name in (REFERENCE, "int8") if prefix + name in runs.names), *plain]:
+        losses = [runs.final(name, seed) for seed in runs.seeds(name)]
+        above = ["" if name == reference else spread(runs.gaps(name, reference), "+.2f") for reference in references]
+        changed = plain.get(name, name) != name
+        share = closed(runs, name, plain[name], references[-1]) if changed else ""
+        rows.append([name, str(len(losses)), spread(losses, ".4f"), *above, share])
+    return markdown([*head, "of the gap closed"], rows)
+
+
+def closed(runs: Runs, name: str, plain: str, reference: str) -> str:
+    """Return the share of ``plain``'s mean gap to ``reference`` that ``name`` closes, and the extremes of the seeds."""
+    seeds = runs.seeds(name, plain, reference)
+    if not seeds:
+        return "plain is missing"
+    to_close = [runs.final(plain, seed) - runs.final(reference, seed) for seed in seeds]
+    left = [runs.final(name, seed) - runs.final(reference, seed) for seed in seeds]
+    noise = statistics.stdev(to_close) / len(seeds) ** 0.5 if len(seeds) > 1 else 0.0
+    if not statistics.fmean(to_close) > 2 * noise:
+        return "no gap"
+    shares = [100 * (1 - remaining / gap) for remaining, gap in zip(left, to_close, strict=True) if gap]
+    share = 100 * (1 - statistics.fmean(left) / statistics.fmean(to_close))
+    return f"{share:.0f} % ({min(shares):.0f} to {max(shares):.0f} %)"
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """Return mean and standard deviation as text."""
+    if not values:
+        return ""
+    mean = f"{statistics.fmean(values):{form}}"
+    return f"{mean} ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else mean
+
+
+# ---- local steps: how far above synchronous training runs end, each at its best learning rate
+
+LOCAL_NAMES = (
+    "full_shard local32:int4+loco local32:int4 local32:none local32:int8 local8:int4+loco local128:int4+loco "
+    "local8:int4 local128:int4 local8:none local128:none local32:int4+loco:at-once local32:int4+loco:overlap1 "
+    "local32:int4+loco:overlap1:mix0.5 local32:int4+loco:outer1:momentum0 local8:int8 local128:int8"
+).split()
+"""Names that are trained by default: ``every=32`` with int4 and error feedback, and that with one thing changed."""
+NOT_COMPARED = ("nodes", "batch", "lr")
+"""Settings in which runs of the study may differ: nodes share a step's tokens, and learning rates are tuned."""
+
+
+class TunedRuns:
+    """Runs on one number of nodes, of each configuration those at its best learning rate.
+
+    The best has the lowest loss on the seeds that all rates of the configuration were trained with; if these have no
+    seed in common, it is the rate with most seeds.
+
+    Args:
+        results: Results of the study, all on the same nodes.
+
+    Attributes:
+        runs: Runs at the best learning rates.
+        rates: The best learning rates, by configuration.
+        tried: The mean loss of each learning rate that was tried, over ``compared_on``, by configuration.
+        compared_on: The seeds that all rates of a configuration were trained with, by configuration.
+    """
+
+    def __init__(self, results: Sequence[Result]) -> None:
+        by_rate: dict[str, dict[float, list[Result]]] = {}
+        for result in results:
+            rates = by_rate.setdefault(result["rows"][0]["name"], {})
+            rates.setdefault(result["arguments"]["lr"], []).append(result)
+        self.rates: dict[str, float] = {}
+        self.tried: dict[str, dict[float, float]] = {}
+        self.compared_on: dict[str, list[int]] = {}
+        for name, rates in by_rate.items():
+            self._choose(name, {rate: Runs(of_rate) for rate, of_rate in sorted(rates.items())})
+        self.runs = Runs([result for name, rate in self.rates.items() for result in by_rate[name][rate]])
+
+    def _choose(self, name: str, by_rate: dict[float, Runs]) -> None:
+        common = set.intersection(*(set(runs.seeds(name)) for runs in by_rate.values()))
+        losses = {rate: [runs.final(name, seed) for seed in common] for rate, runs in by_rate.items()}
+        self.compared_on[name] = sorted(common)
+        self.tried[name] = {rate: statistics.fmean(of_rate) for rate, of_rate in losses.items() if of_rate}
+        if common:
+            # A run that diverged has no loss.
+            self.rates[name] = min(
+                losses, key=lambda rate: (math.isnan(self.tried[name][rate]), self.tried[name][rate])
+            )
+        else:
+            self.rates[name] = max(by_rate, key=lambda rate: len(by_rate[rate].seeds(name)))
+
+    @property
+    def names(self) -> list[str]:
+        """Return the reference, then names by codec and other changes, from few steps between exchanges to many."""
+        known = {variant(name): index for index, name in reversed(list(enumerate(LOCAL_NAMES))) if name != REFERENCE}
+
+        def place(name: str) -> tuple[int, str, int]:
+            return known.get(variant(name), len(known)), variant(name), every(name)
+
+        reference = [name for name in (REFERENCE,) if name in self.rates]
+        return reference + sorted(self.rates.keys() - {REFERENCE}, key=place)
+
+    def variants(self) -> dict[str, list[str]]:
+        """Return the configurations of local steps that differ in nothing but ``every``, by variant."""
+        variants: dict[str, list[str]] = {}
+        for name in self.names:
+            if name != REFERENCE:
+                variants.setdefault(variant(name), []).append(name)
+        return variants
+
+
+def every(name: str) -> int:
+    """Return the steps between two exchanges, in the end."""
+    return int(name.partition(":")[0].removeprefix("local").split("-")[-1])
+
+
+def variant(name: str) -> str:
+    """Return a name without the number of steps."""
+    return name.partition(":")[2]
+
+
+def by_nodes(results: Sequence[Result]) -> dict[int, TunedRuns]:
+    """Return the runs, by the number of nodes.
+
+    Raises:
+        ValueError: If they can't be compared, of different texts, say.
+    """
+    for result in results:
+        different = comparable(result["arguments"]).items() ^ comparable(results[0]["arguments"]).items()
+        if different:
+            raise ValueError(f"runs with different settings can't be compared: {sorted(different)}")
+    nodes = sorted({result["arguments"]["nodes"] for result in results})
+    return {n: TunedRuns([result for result in results if result["arguments"]["nodes"] == n]) for n in nodes}
+
+
+def comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that must be the same in runs that are compared."""
+    return {name: value for name, value in settings.items() if name not in NOT_COMPARED}
+
+
+def local_steps(results: Sequence[Result]) -> str:
+    """Return a table of all configurations at their best learning rates: mean and standard deviation over the seeds.
+
+    Gaps are to the same seeds of the reference on as many nodes.
+    """
+    rows = []
+    for nodes, tuned in by_nodes(results).items():
+        for name in tuned.names:
+            losses = [tuned.runs.final(name, seed) for seed in tuned.runs.seeds(name)]
+            has_gap = name != REFERENCE and REFERENCE in tuned.rates
+            gap = spread(tuned.runs.gaps(name, REFERENCE), "+.2f") if has_gap else ""
+            rows.append([str(nodes), name, f"{tuned.rates[name]:g}", str(len(losses)), spread(losses, ".4f"), gap])
+    return markdown(("nodes", "configuration", "lr", "seeds", "validation loss", f"above {REFERENCE}, %"), rows)
+
+
+def learning_rates(results: Sequence[Result]) -> str:
+    """Return a table of losses by learning rate, of configurations with more than one; the best is in bold."""
+    shown = [
+        (nodes, name, tuned)
+        for nodes, tuned in by_nodes(results).items()
+        for name in tuned.names
+        if len(tuned.tried[name]) > 1
+    ]
+    rates = sorted({rate for _, name, tuned in shown for rate in tuned.tried[name]})
+    rows = []
+    for nodes, name, tuned in shown:
+        losses = {rate: f"{loss:.4f}" for rate, loss in tuned.tried[name].items()}
+        losses[tuned.rates[name]] = f"**{losses[tuned.rates[name]]}**"
+        seeds = ", ".join(map(str, tuned.compared_on[name]))
+        rows.append([str(nodes), name, seeds, *(losses.get(rate, "") for rate in rates)])
+    return markdown(("nodes", "configuration", "seeds", *(f"lr {rate:g}" for rate in rates)), rows)
+
+
+# ---- DiLoCo's recipe, with the losses that its authors published beside ours
+
+SYNCHRONOUS = "synchronous"
+"""Name of the configuration of one replica that trains on the whole batch."""
+PUBLISHED = {2: 0.7, 4: 2.0, 8: 3.9}
+"""Percent above data-parallel training by replicas, for 35 M parameters (table 4)."""
+
+
+TOKENS = 700_000_000
+"""Tokens of the published runs, about 20 a parameter."""
+
+
+def diloco(results: Sequence[Result]) -> str:
+    """Return a table of losses, with the paper's gaps beside ours.
+
+    A gap is to the best synchronous runs on as much data, seed by seed: losses of two seeds differ by more than those
+    of many configurations.
+    """
+    alike: dict[tuple[int, int, str, float, int], list[Result]] = {}
+    for result in results:
+        given = result["arguments"]
+        key = given["tokens"], given["nodes"], result["rows"][0]["name"], given["lr"], given["batch"]
+        alike.setdefault(key, []).append(result)
+    rows = []
+    for (data, nodes, name, lr, batch), own in sorted(alike.items(), key=lambda run: (-run[0][0], *run[0][1:])):
+        published = PUBLISHED.get(nodes) if data == TOKENS else None
+        runs = Runs([*own, *([] if name == SYNCHRONOUS else _best_synchronous(results, data))])
+        losses = [runs.final(name, seed) for seed in runs.seeds(name)]
+        gaps = [] if name == SYNCHRONOUS else runs.gaps(name, SYNCHRONOUS)
+        cells = [f"{data / 1e6:.0f} M", f"{lr:.4f}, {nodes * batch}", str(len(losses)), spread(losses, ".4f")]
+        cells += [spread(gaps, "+.2f") if gaps else "", "" if published is None else f"{published:+.1f}"]
+        rows.append([str(nodes), name, *cells])
+    head = ("replicas", "configuration", "bytes read", "lr, sequences a step", "seeds", "validation loss")
+    return markdown((*head, "above synchronous, %", "published, %"), rows)
+
+
+def _best_synchronous(results: Sequence[Result], data: int) -> list[Result]:
+    """Return the synchronous runs on so many tokens at the best learning rate."""
+    runs = [r for r in results if r["arguments"]["tokens"] == data and r["rows"][0]["name"] == SYNCHRONOUS]
+    rate = TunedRuns(runs).rates.get(SYNCHRONOUS)
+    return [run for run in runs if run["arguments"]["lr"] == rate]
+
+
+# ---- Muon
+
+OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
+UNSHARDED = "unsharded"
+SHARDINGS = (UNSHARDED, "full_shard", "IGG", "III", "zeropp", "zeropp-III")
+MUON_NAMES = [f"{optimizer}:{sharding}" for optimizer in OPTIMIZERS for sharding in SHARDINGS]
+"""All configurations."""
+
+
+def muon(results: Sequence[Result]) -> str:
+    """Return a table of losses and bytes; gaps are to the same optimizer without sharding, with the same seeds."""
+    runs = Runs(results)
+    sent = {row["name"]: row for result in results for row in result["rows"]}
+    rows = []
+    for name in (name for name in MUON_NAMES if name in runs.names):
+        optimizer, sharding = name.split(":")
+        reference = f"{optimizer}:{UNSHARDED}"
+        losses = [runs.final(name, seed) for seed in runs.seeds(name)]
+        gap = "" if name == reference else spread(runs.gaps(name, reference), "+.2f")
+        model, own = sent[name]["sent_by_model"], sent[name]["sent_by_optimizer"]
+        between = "" if model is None else _megabytes(model["inter"])
+        cells = [spread(losses, ".4f"), gap, between, _megabytes(own["inter"]), _megabytes(own["intra"])]
+        rows.append([OPTIMIZERS[optimizer], sharding, str(len(losses)), *cells])
+    head = ("optimizer", "sharding", "seeds", "validation loss", "above unsharded, %")
+    return markdown((*head, "model, inter-node", "optimizer, inter-node", "optimizer, intra-node"), rows)
+
+
+def _megabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e6:,.2f} MB" if nbytes else "0"

@@ -22,7 +22,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 
 import nodes
-import single_runs
+import tables
 import torch
 import torch.distributed as dist
 from manifest import manifest
@@ -90,7 +90,7 @@ def work(arguments: argparse.Namespace) -> None:
         made_by, variables = manifest(nodes.command()), nodes.environment()
         write(arguments.out / "hops.json", made_by, arguments, rows, environment=variables)
         for where in LEVELS.values():
-            print(where, single_runs.hops({"this run": {"rows": rows}}, where), "", sep="\n")
+            print(where, tables.hops({"this run": {"rows": rows}}, where), "", sep="\n")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 
 import nodes
-import single_runs
+import tables
 import torch
 import torch.distributed as dist
 from manifest import manifest
@@ -119,7 +119,7 @@ def work(arguments: argparse.Namespace) -> None:
         bandwidth = {"inter_gbps_a_node": cluster.inter_gbps, "intra_gbps_a_gpu": cluster.intra_gbps}
         others = {"environment": nodes.environment(), "bandwidth": bandwidth}
         write(arguments.out / "planned.json", manifest(nodes.command()), arguments, rows, **others)
-        print(bandwidth, single_runs.planned(rows), sep="\n\n")
+        print(bandwidth, tables.planned(rows), sep="\n\n")
 
 
 if __name__ == "__main__":

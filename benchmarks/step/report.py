@@ -11,12 +11,26 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 
-import first_page
 import result_files
 import result_pages
-from comparisons import LORA, NO_NVLINK, RECIPES, STEP_TIME, Comparison, Results
 from result_pages import GUIDES, RESULTS_PAGES, ROOT, Figures, Tables, svg_with_origin, with_origin
-from single_runs import GATHERING, ONE_NODE_FIRST, beside_one_node, cpu, gathering, hops, offload, planned
+from tables import (
+    GATHERING,
+    LORA,
+    NO_NVLINK,
+    ONE_NODE_FIRST,
+    RECIPES,
+    STEP_TIME,
+    Comparison,
+    Results,
+    beside_one_node,
+    cpu,
+    first_page,
+    gathering,
+    hops,
+    offload,
+    planned,
+)
 
 FOLDER = Path(__file__).parent
 CHUNK_SIZES = {"128 KiB (default)": "hops-2x2-128KiB", "512 KiB": "hops-2x2-512KiB", "1 MiB": "hops-2x2-1024KiB"}
@@ -67,7 +81,7 @@ def pages(results: Results) -> dict[Path, Tables]:
         GUIDES / "weights-for-rl.md": {"gathering": with_origin(gathering(results), "step", results, GATHERING)},
         GUIDES / "one-machine-without-nvlink.md": compared(results, NO_NVLINK),
         ROOT / "docs" / "recipes.md": compared(results, RECIPES),
-        ROOT / "README.md": {"first-page": first_page.table(results)},
+        ROOT / "README.md": {"first-page": first_page(results)},
     }
 
 

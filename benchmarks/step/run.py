@@ -22,12 +22,12 @@ sys.path.append(str(Path(__file__).parents[1] / "common"))
 
 import nodes
 import torch.distributed as dist
-from columns import summary
 from contenders import is_known, names, training_under
 from generation import generation
 from interleaved import interleaved
 from manifest import manifest
 from models import add_model, task_of
+from tables import summary
 
 from fsdp_zpp.bench.contenders import Training
 from fsdp_zpp.bench.results import Task, write

@@ -414,7 +414,7 @@ UTILIZATION = 0.4
 """Share of its peak FLOP/s at which a GPU computes a layer of a transformer, unless ``utilization`` is given."""
 OF_A_LINK = 0.5
 """Share of a link's peak that an all-gather reaches: over NVLink between two H200s, of 26 MiB, 196 to 200 of 450 GB/s
-(benchmarks/step/results/hops-2x2-*.json)."""
+(hops-2x2-* in benchmarks/step/results/hops-h200.json)."""
 SLOWEST_NVLINK = OF_A_LINK * link_named("nvlink-bridge").gbps
 """Gbit/s that collectives reach over the slowest NVLink; what is slower is taken for PCIe or the host's memory."""
 LAUNCH_MS = 5.0

@@ -439,7 +439,7 @@ _NOTHING = Volume()
 
 OF_CODECS = 0.08
 """Share by which codecs lengthen a unit's launch: over NVLink, where nothing else differs, a step with zeropp takes
-1.06 (FSDP) to 1.14 (FSDP2) times that of FULL_SHARD (benchmarks/step/results/1.35B-2x1-fast.json)."""
+1.06 (FSDP) to 1.14 (FSDP2) times that of FULL_SHARD (1.35B-2x1-fast in benchmarks/step/results/1.35B-h200.json)."""
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,7 @@ from harness.launch import ROOT, launch
 from fsdp_zpp import Int4, LocalSteps, LoCo, TopK
 
 configurations = load("loss", "configurations")
-local_gaps = load("loss", "local_gaps")
-muon_table = load("loss", "muon_table")
-diloco_table = load("loss", "diloco_table")
+tables = load("loss", "tables")
 TINY = "--gpus-per-node 2 --hidden 32 --layers 1 --sequence 64 --batch 4 --lr 1e-2".split()
 Result = dict[str, Any]
 
@@ -142,7 +140,7 @@ def test_names_say_how_nodes_exchange(name: str, meant: LocalSteps) -> None:
 
 
 def test_all_names_of_the_study_are_of_strategies() -> None:
-    assert all(configurations.sharding(name, 1) for name in local_gaps.LOCAL_NAMES)
+    assert all(configurations.sharding(name, 1) for name in tables.LOCAL_NAMES)
 
 
 def test_trains_on_two_nodes_what_is_not_there_yet(tmp_path: Path) -> None:
@@ -189,7 +187,7 @@ RECORDS = [
 
 
 def test_gaps_are_between_the_best_learning_rates_on_as_many_nodes_and_the_same_seeds() -> None:
-    assert local_gaps.table(RECORDS).splitlines()[2:] == [
+    assert tables.local_steps(RECORDS).splitlines()[2:] == [
         "| 2 | full_shard | 0.002 | 2 | 0.8500 ± 0.0707 |  |",
         "| 2 | local8:int4 | 0.001 | 2 | 0.8625 ± 0.0658 | +1.50 ± 0.71 |",
         "| 2 | local32:int4 | 0.001 | 1 | 0.9900 | +10.00 |",
@@ -197,7 +195,7 @@ def test_gaps_are_between_the_best_learning_rates_on_as_many_nodes_and_the_same_
         "| 4 | local32:int4+loco | 0.001 | 1 | 2.0100 | +0.50 |",
         "| 4 | local32:int4+loco:overlap1 | 0.001 | 1 | 2.0200 | +1.00 |",
     ]
-    assert local_gaps.learning_rates(RECORDS).splitlines() == [
+    assert tables.learning_rates(RECORDS).splitlines() == [
         "| nodes | configuration | seeds | lr 0.001 | lr 0.002 |",
         "|---|---|---|---|---|",
         "| 2 | full_shard | 0 | 1.0000 | **0.9000** |",
@@ -205,20 +203,20 @@ def test_gaps_are_between_the_best_learning_rates_on_as_many_nodes_and_the_same_
     ]
     # Without a common seed, the learning rate with most seeds counts.
     others = (record("full_shard", 2e-3, seed, 2.0) for seed in (1, 2))
-    assert local_gaps.TunedRuns([record("full_shard", 1e-3, 0, 1.0), *others]).rates == {"full_shard": 2e-3}
+    assert tables.TunedRuns([record("full_shard", 1e-3, 0, 1.0), *others]).rates == {"full_shard": 2e-3}
     other = record("local32:int4", 1e-3, 0, 0.9)
     other["arguments"]["text"] = "another"
     with pytest.raises(ValueError, match=r"different settings can't be compared: \[\('text', 'another'\)\]"):
-        local_gaps.table([*RECORDS, other])
+        tables.local_steps([*RECORDS, other])
 
 
 def test_draws_what_was_trained_at_three_places_or_more_and_says_it_in_words() -> None:
-    figures = load("loss", "local_figures")
+    figures = load("loss", "figures")
     some = [record(f"local{every}:int4+loco:at-once", 1e-3, 0, 1 + every / 100) for every in (8, 32)]
     started = [record(f"local32:none:start{start}", 1e-3, 0, 1.5, nodes=4) for start in (4, 8)]
 
     def drawn(*more: dict[str, Any]) -> str:
-        records = local_gaps.by_nodes([*RECORDS, *some, *started, *more])
+        records = tables.by_nodes([*RECORDS, *some, *started, *more])
         return "".join(re.findall(r"<text[^>]*>([^<]*)</text>", figures.local_steps_svg(records)))
 
     assert drawn() == ""
@@ -249,7 +247,7 @@ def test_gaps_are_above_the_best_synchronous_run_with_the_same_seed_and_data() -
         result(2, "local30:none", 0.005, 0.52, tokens=350_000_000),
         result(2, "local30:int8", 0.005, 0.52, seed=1, tokens=350_000_000),
     ]
-    assert diloco_table.table(results).splitlines()[2:] == [
+    assert tables.diloco(results).splitlines()[2:] == [
         "| 1 | synchronous | 700 M | 0.0050, 48 | 2 | 0.5000 ± 0.1414 |  |  |",
         "| 1 | synchronous | 700 M | 0.0100, 48 | 1 | 0.5000 |  |  |",
         "| 2 | local30:none | 700 M | 0.0050, 48 | 3 | 0.4777 ± 0.1216 | +2.00 ± 1.41 | +0.7 |",
@@ -271,12 +269,12 @@ def test_diloco_trains_by_the_recipe(tmp_path: Path) -> None:
 
 
 def test_bytes_and_losses_of_muon_on_two_nodes_of_two(tmp_path: Path) -> None:
-    names = [f"{each}:{sharding}" for each in muon_table.OPTIMIZERS for sharding in ("unsharded", "full_shard", "III")]
+    names = [f"{each}:{sharding}" for each in tables.OPTIMIZERS for sharding in ("unsharded", "full_shard", "III")]
     options = ("--tokens", "2e3", "--configs", ",".join(names))
     run(4, "muon", "--worker", *tiny_study(), *options, "--output", tmp_path)
     rows = {row["name"]: row for result in results_in(tmp_path).values() for row in result["rows"]}
     assert rows.keys() == set(names)
-    for optimizer in muon_table.OPTIMIZERS:
+    for optimizer in tables.OPTIMIZERS:
         unsharded = rows[f"{optimizer}:unsharded"]
         assert unsharded["validation"][-1][1] < unsharded["validation"][0][1]
         for sharding in ("full_shard", "III"):  # Newton-Schulz iterates in bf16

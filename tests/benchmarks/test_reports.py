@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness.benchmarks import BENCHMARKS, RAW_NAME, load
+from harness.benchmarks import BENCHMARKS, RAW_NAME, load, results
 from harness.launch import launch
 
 from fsdp_zpp.bench.results import write
@@ -20,7 +20,7 @@ PAGES = {"step": ("step-time", "lora"), "loss": ("loss",), "kernels": ("kernels"
 """The pages of docs/results that show a folder's results."""
 
 DOCS = BENCHMARKS.parent / "docs"
-RESULTS = sorted(BENCHMARKS.glob("*/results/**/*.json"))
+RESULTS = list(results())
 REQUIRED = {"date", "machine", "versions", "commit", "command"}
 manifest = load("common", "manifest")
 result_pages = load("common", "result_pages")
@@ -37,25 +37,52 @@ def page(name: str) -> str:
 
 
 def test_results_say_how_they_were_made() -> None:
-    for path in RESULTS:
-        result = json.loads(path.read_text())
-        made = result["manifest"]
-        assert made.keys() >= REQUIRED, path
-        assert datetime.fromisoformat(made["date"]).tzinfo, path
-        assert result["arguments"], path
-        assert result["rows"], path
-        assert made["versions"]["torch"], path
+    for study, name, result in RESULTS:
+        run, made = (study, name), result["manifest"]
+        assert made.keys() >= REQUIRED, run
+        assert datetime.fromisoformat(made["date"]).tzinfo, run
+        assert result["arguments"], run
+        assert result["rows"], run
+        assert made["versions"]["torch"], run
         if not made.get("recovered"):
-            assert made["command"], path
-            commit = made["commit"] if "loss" in path.parts else made["commit"].removesuffix("+dirty")
-            assert re.fullmatch("[0-9a-f]{7,40}", commit), path
-    assert {path.relative_to(BENCHMARKS).parts[0] for path in RESULTS} == set(PAGES)
+            assert made["command"], run
+            commit = made["commit"] if "loss" in study.parts else made["commit"].removesuffix("+dirty")
+            assert re.fullmatch("[0-9a-f]{7,40}", commit), run
+
+
+def test_studies_have_all_results_each_of_one_kind_of_machine() -> None:
+    studies = {study for study, *_ in RESULTS}
+    assert studies == {path for path in BENCHMARKS.glob("*/results/**/*") if path.is_file()}
+    assert {study.relative_to(BENCHMARKS).parts[0] for study in studies} == set(PAGES)
+    for study, name, result in RESULTS:
+        gpu = result["manifest"]["machine"].get("gpu", "cpu")
+        assert study.stem.rpartition("-")[2].upper() in gpu.upper(), (study, name)
+
+
+def test_a_script_adds_runs_to_a_study_and_replaces_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = tmp_path / "results/new-cpu.json"
+    study.parent.mkdir()
+    for name, steps in (("a", 1), ("b", 2)):
+        write(tmp_path / f"{name}.json", manifest.manifest(["python"]), SimpleNamespace(steps=steps), [{}])
+    a, b = (str(tmp_path / f"{name}.json") for name in "ab")
+    result_files.main(["add", a, b, str(study)])
+    result_files.main(["add", b, str(study), "--name", "a"])
+    found = result_files.read(study.parent)
+    assert {name: run["arguments"]["steps"] for name, run in found.items()} == {"a": 2, "b": 2}
+    assert json.loads(study.read_text())["a"] == json.loads(Path(b).read_text())
+    assert {run["study"] for run in found.values()} == {"new-cpu"}
+    with pytest.raises(SystemExit):
+        result_files.main(["add", a, b, str(study), "--name", "c"])
+    assert "--name is for one run" in capsys.readouterr().err
+    result_files.main(["add", a, str(study.with_name("other-cpu.json"))])
+    with pytest.raises(ValueError, match=r"other-cpu.json has runs .* another study has, too: \['a'\]"):
+        result_files.read(study.parent)
 
 
 def test_a_new_result_has_the_same_form(tmp_path: Path) -> None:
     arguments = SimpleNamespace(steps=3, out=tmp_path, worker=False)
     write(tmp_path / "new.json", manifest.manifest(["python", "a b.py"]), arguments, [{"step_ms": 1.0}])
-    [(name, result)] = result_files.read(tmp_path).items()
+    [(name, result)] = result_files.finished(tmp_path).items()
     assert name == "new"
     assert result["manifest"].keys() == REQUIRED
     assert result["manifest"]["command"] == "python 'a b.py'"
@@ -89,10 +116,10 @@ def test_a_measurement_that_differs_is_found_and_mended(tmp_path: Path) -> None:
     readme, chart = tmp_path / "README.md", tmp_path / "docs/figures/step-time.svg"
     shutil.copy(DOCS.parent / "README.md", readme)
     shutil.copy(DOCS / "recipes.md", tmp_path / "docs")
-    result = tmp_path / "benchmarks/step/results/1.35B-2x2-eager.json"
-    found = json.loads(result.read_text())
-    found["rows"][2]["step_ms"] += 100
-    result.write_text(json.dumps(found))
+    study = tmp_path / "benchmarks/step/results/1.35B-h200.json"
+    found = json.loads(study.read_text())
+    found["1.35B-2x2-eager"]["rows"][2]["step_ms"] += 100
+    study.write_text(json.dumps(found))
     shown = [tmp_path / "docs/results/step-time.md", readme, chart]
     before = [path.read_text() for path in shown]
     report = tmp_path / "benchmarks/step/report.py"
@@ -116,9 +143,11 @@ def test_a_table_without_a_place_is_an_error() -> None:
 @pytest.mark.parametrize("folder", PAGES)
 def test_pages_name_every_result(folder: str) -> None:
     text = "".join(map(page, PAGES[folder]))
-    results = [path.name for path in (BENCHMARKS / folder / "results").iterdir()]
-    assert results
-    assert not [name for name in results if f"`{name}`" not in text and f"`{name}/`" not in text]
+    shown_whole = set(re.findall(r"(?<! in )`([\w.-]+\.json)` \(\d+ runs", text))
+    own = [(study.name, name) for study, name, _ in RESULTS if study.parts[-3] == folder]
+    assert own
+    assert not [study for study, _ in own if f"`{study}`" not in text]
+    assert not [name for study, name in own if study not in shown_whole and f"`{name}`" not in text]
 
 
 @pytest.mark.parametrize("name", [name for names in PAGES.values() for name in names])
@@ -181,7 +210,8 @@ def test_names_become_words(name: str, words: str) -> None:
 
 
 def test_all_names_of_results_become_words_and_local_steps_differ() -> None:
-    names = {json.loads(path.read_text())["rows"][0]["name"] for path in BENCHMARKS.glob("loss/results/*/*.json")}
+    first = [result["rows"][0] for study, _, result in RESULTS if "loss" in study.parts]
+    names = {row["name"] for row in first if "name" in row}
     words = {name: in_words(name) for name in names if not name.startswith(("muon", "adamw"))}
     assert not [text for text in words.values() if RAW_NAME.search(text)]
     assert [name for name in words if RAW_NAME.search(name)]  # so it finds them

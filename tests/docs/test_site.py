@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from harness.benchmarks import BENCHMARKS, RAW_NAME, load
+from harness.benchmarks import BENCHMARKS, RAW_NAME, load, results
 from harness.launch import ROOT
 
 import fsdp_zpp
@@ -246,8 +246,8 @@ ROWS = [
 
 def test_versions_are_those_of_results() -> None:
     versions = defaultdict(set)  # by package and whether there was a GPU
-    for path in (ROOT / "benchmarks").glob("*/results/**/*.json"):
-        manifest = json.loads(path.read_text())["manifest"]
+    for _, _, result in results():
+        manifest = result["manifest"]
         for package, measured in manifest["versions"].items():
             if measured.count(".") > 1:  # some are rounded to what a run printed
                 versions[package, "gpu" in manifest["machine"]].add(measured.partition("+")[0])
@@ -295,6 +295,10 @@ def test_a_chart_says_where_it_is_from_and_what_draws_it() -> None:
         svg, folder = figure.read_text(), drawn.get(figure.name)
         assert (folder is not None) == ("Matplotlib" in svg), figure
         if folder is not None:
-            [(results, names, command)] = re.findall(r"<!-- From `(\S+)`: (.*) Drawn by: python (\S+) -->", svg)
-            assert (results, command) == (f"benchmarks/{folder}/results", f"benchmarks/{folder}/report.py")
-            assert all((ROOT / results / name).exists() for name in re.findall(r"`(\S+)`", names)), figure
+            [(place, names, command)] = re.findall(r"<!-- From `(\S+)`: (.*) Drawn by: python (\S+) -->", svg)
+            assert (place, command) == (f"benchmarks/{folder}/results", f"benchmarks/{folder}/report.py")
+            named = set(re.findall(r"`(\S+)`", names))
+            studies = {study for study, *_ in results() if study.name in named and study.parts[-3] == folder}
+            runs = {name for study, name, _ in results() if study in studies}
+            assert studies, figure
+            assert named <= {study.name for study in studies} | runs, figure

@@ -235,14 +235,14 @@ def test_torch_names_the_strategies_and_the_remedy(
 
 # ---- Muon, torch's and the one of the guide, on shards of every scope
 
-dtensor_collectives = load("loss", "dtensor_collectives")
+sent_bytes = load("common", "sent_bytes")
 STEPS = 2
 Muon = Callable[..., torch.optim.Optimizer]
 
 
 def whole_muon(matrices: Any, **arguments: Any) -> torch.optim.Optimizer:
     """Make the optimizer of the guide."""
-    optimizer: torch.optim.Optimizer = load("loss", "guides_muon").whole_muon(matrices, **arguments)
+    optimizer: torch.optim.Optimizer = load("common", "guides_muon").whole_muon(matrices, **arguments)
     return optimizer
 
 
@@ -254,7 +254,7 @@ def step_all(net: nn.Module, rows: int, muon: Muon) -> Callable[[], Counter[str]
     optimizers = muon(matrices, lr=0.02), torch.optim.SGD(others, lr=0.1)
 
     def step() -> Counter[str]:
-        with dtensor_collectives.DTensorCollectives(2) as collectives:
+        with sent_bytes.DTensorCollectives(2) as collectives:
             for optimizer in optimizers:
                 optimizer.step()
         for optimizer in optimizers:

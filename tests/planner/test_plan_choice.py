@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness.benchmarks import BENCHMARKS
+from harness.benchmarks import results
 from harness.strategies import FOURTEEN, PARO
 from hypothesis import given, settings, strategies as st
 
@@ -277,28 +275,26 @@ GPUS = {"NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100"}
 NVLINK, WITHOUT_PEER_TO_PEER, SOCKETS = 8 * 254, 8 * 24.8, 8 * 2.5
 
 
-def measured(path: Path) -> dict[str, float]:
+def measured(result: dict[str, Any]) -> dict[str, float]:
     """The fastest step in ms of each planned row: of either adapter, and of repetitions."""
     found: dict[str, float] = {}
-    for row in json.loads(path.read_text())["rows"]:
+    for row in result["rows"]:
         name = NAMES.get(row["strategy"].removeprefix("fsdp2:"))
         if name is not None and "step_ms" in row:
             found[name] = min(row["step_ms"], found.get(name, row["step_ms"]))
     return found
 
 
-def is_planned(path: Path) -> bool:
+def is_planned(name: str, result: dict[str, Any]) -> bool:
     """Tell if several planned rows were measured, each rank on a GPU of its own, whose plan one is."""
-    result = json.loads(path.read_text())
     options = result["arguments"]
     own = not options.get("gpus") and options["nodes"] * options["gpus_per_node"] > 1
-    own = own and "expert-parallel" not in path.stem  # other strategies for experts, which this plan has not
-    return own and result["manifest"]["machine"]["gpu"] in GPUS and len(measured(path)) > 1
+    own = own and "expert-parallel" not in name  # other strategies for experts, which this plan has not
+    return own and result["manifest"]["machine"]["gpu"] in GPUS and len(measured(result)) > 1
 
 
-def options_of(path: Path) -> tuple[ModelSize, dict[str, Any]]:
+def options_of(result: dict[str, Any]) -> tuple[ModelSize, dict[str, Any]]:
     """The model of a result, and the other arguments of its plan."""
-    result = json.loads(path.read_text())
     options = result["arguments"]
     size = SIZES[options["size"] + " adapters" * bool(options.get("lora"))]
     blocked = (result.get("environment") or {}).get("NCCL_P2P_DISABLE") == "1"
@@ -317,10 +313,9 @@ def options_of(path: Path) -> tuple[ModelSize, dict[str, Any]]:
 
 
 RESULTS = {
-    path.stem: path
-    for kind in ("1.35B", "6.7B", "moe", "lora")
-    for path in sorted((BENCHMARKS / "step/results").glob(f"{kind}-*.json"))
-    if is_planned(path)
+    name: result
+    for study, name, result in results()
+    if study.parts[-3] == "step" and name.startswith(("1.35B-", "6.7B-", "moe-", "lora-")) and is_planned(name, result)
 }
 MISSED = {
     "lora-6.7B-2x1-no-p2p": "the CPU binds, and an NF4 base took less time than int8, contrary to lora-6.7B-2x2",
@@ -330,9 +325,9 @@ MISSED = {
 
 def test_the_choice_is_within_a_tenth_of_the_fastest_that_was_measured() -> None:
     missed = {}
-    for name, path in RESULTS.items():
-        times = measured(path)
-        size, options = options_of(path)
+    for name, result in RESULTS.items():
+        times = measured(result)
+        size, options = options_of(result)
         made = plan(size, **options)
         chosen = choose([row for row in made.rows if row.name in times], made.cluster.slow_links)
         assert chosen is not None
