@@ -170,7 +170,7 @@ def how_to_install(extra: str, *, upgrade: bool = False) -> str:
 
 MOVED = {
     "codecs.blockwise": "codecs.codec",
-    "frozen.report": "frozen.base",
+    "frozen.report": "frozen.frozen_base",
     "integrations.lightning.monitoring": "integrations.lightning.fabric",
     "planner.axes": "planner.model_size",
     "planner.catalog": "planner.cluster",

@@ -24,8 +24,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from fsdp_zpp import Codec, Int4, Int8
 from fsdp_zpp.bench.results import write
+from fsdp_zpp.comm.flat_layout import FlatLayout, Piece, PlacesInChunks, sent_exactly
 from fsdp_zpp.comm.hops import decode, encode
-from fsdp_zpp.comm.layout import FlatLayout, Piece, PlacesInChunks, sent_exactly
 from fsdp_zpp.comm.mesh import ProcessMesh
 from fsdp_zpp.strategy.error_feedback import Topology
 

@@ -124,7 +124,7 @@ class TopK(Codec):
     def kept(self, numel: int) -> int:
         """Return how many of a block's ``numel`` values are kept: as many of a chunk's last, short block as of others.
 
-        So what follows a block's values does not change how they are encoded ([Note: Copies] in layout.py).
+        So what follows a block's values does not change how they are encoded ([Note: Copies] in flat_layout.py).
         """
         return min(numel, max(1, round(self.fraction * self.block)))
 

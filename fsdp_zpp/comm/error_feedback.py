@@ -17,7 +17,7 @@ from fsdp_zpp.strategy.error_feedback import LoCo
 from fsdp_zpp_kernels import dequantize_sum_quantize_with_feedback, quantize_with_feedback
 from fsdp_zpp_kernels.reference import SCALE_MASK
 
-from .layout import FlatLayout, Piece
+from .flat_layout import FlatLayout, Piece
 
 # ---- held errors
 #
@@ -105,7 +105,7 @@ class Extent:
 class HeldErrors:
     """Errors of the parameters that the gradient consists of, and those of others that it once consisted of.
 
-    See [Note: Identity] in layout.py.
+    See [Note: Identity] in flat_layout.py.
 
     Args:
         state: fp32 [chunks * numel], or uint8 [chunks, codec.nbytes(numel)]; kernels update it in place.

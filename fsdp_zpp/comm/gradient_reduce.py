@@ -19,6 +19,7 @@ from fsdp_zpp.strategy.local_steps import LocalSteps
 from fsdp_zpp.strategy.strategy import ResolvedStrategy
 
 from .error_feedback import ErrorBuffer, ErrorFeedbackState, Extent
+from .flat_layout import ExactPlaces, FlatLayout, PlacesInChunks
 from .hops import (
     Hop,
     PendingHop,
@@ -34,7 +35,6 @@ from .hops import (
     record_event,
     wait_for,
 )
-from .layout import ExactPlaces, FlatLayout, PlacesInChunks
 from .mesh import ProcessMesh
 
 # ---- accumulated gradient
@@ -45,7 +45,7 @@ from .mesh import ProcessMesh
 class AccumulatedGradient:
     """Accumulated gradient of one unit, in fp32, as far reduced as its gradient scope says.
 
-    It belongs to parameters, and the next micro-batch may use other ones; see [Note: Identity] in layout.py.
+    It belongs to parameters, and the next micro-batch may use other ones; see [Note: Identity] in flat_layout.py.
 
     Micro-batches may add in one stream, and the last one take in another, which waits for the sums.
 
@@ -649,7 +649,7 @@ class GradientReduce:
             out: Flat [numel], in any float dtype; may be ``gradient`` itself for ``N``.
             factor: Applied in fp32, with the last sum.
             layout: Where the parameters that the gradient consists of lie in it, those of accumulated gradients among
-                them; None if they are the same in every call. See [Note: Identity] in layout.py.
+                them; None if they are the same in every call. See [Note: Identity] in flat_layout.py.
             divided_by: The number that the caller has divided this gradient by, but not those of earlier micro-batches.
             idle: The names of parameters in ``layout`` that this rank has not used in the step, so that their errors
                 stay as they are; see [Note: Error feedback] in error_feedback.py.

@@ -21,7 +21,7 @@ from torch.profiler import record_function
 from fsdp_zpp.codecs.codec import Codec, exact_tail
 
 from .error_feedback import ErrorBuffer, decode_sum_encode_with_feedback, encode_with_feedback
-from .layout import ExactPlaces
+from .flat_layout import ExactPlaces
 from .mesh import takes_cpu_tensors_only
 
 # ---- kinds
@@ -415,7 +415,7 @@ def _reduce_scatter_single() -> Callable[..., object]:
     return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-# ---- what is done to values before and after a collective
+# ---- encode and decode
 
 
 def encode(
@@ -430,7 +430,7 @@ def encode(
     """Encode for the unit ``label`` as :meth:`Codec.encode` does, with error feedback if there are ``errors``.
 
     Small values, at the places ``exact``, are taken out of ``values`` and travel in the rows' tails; see
-    [Note: Small parameters] in layout.py.
+    [Note: Small parameters] in flat_layout.py.
     """
     with labelled("encode", label):
         taken = None

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fsdp_zpp.codecs.codec import Codec, ExactTail, Int4Delta, exact_tail, full_precision, sends_deltas
 
 from .agreement import fingerprint
+from .flat_layout import ExactPlaces, FlatLayout, PlacesInChunks
 from .hops import Hop, SideStream, Traffic, decode, hop_over, keep_until_read, labelled, record_event, wait_for
-from .layout import ExactPlaces, FlatLayout, PlacesInChunks
 from .mesh import ProcessMesh
 
 # ---- shard version
@@ -553,7 +553,7 @@ class Run:
             return self._encode(values)
         if values.data_ptr() == self.stale[0].values.tensors[0].data_ptr():
             values = values.clone()  # the optimizer's shard itself is not to be written to
-        # Small values travel in tails; see [Note: Small parameters] in layout.py.
+        # Small values travel in tails; see [Note: Small parameters] in flat_layout.py.
         parts = values.view(self._rows, -1)
         taken = parts[:, exact.flat]
         parts.index_fill_(1, exact.flat, 0)

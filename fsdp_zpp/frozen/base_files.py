@@ -29,7 +29,6 @@ from fsdp_zpp.names import base_fqns, model_name, original_path
 from fsdp_zpp.runtime.api import DTYPES, check_folder, check_module, ranks_of
 from fsdp_zpp.runtime.full_tensors import tensors_of
 
-from .base import FrozenBase, FrozenReport, log_report
 from .checkpoint_reading import (
     BASE_INDEX,
     OTHER_FILES,
@@ -41,6 +40,7 @@ from .checkpoint_reading import (
     match_keys,
     read_index,
 )
+from .frozen_base import FrozenBase, FrozenReport, log_report
 from .hugging_face import on_first_rank
 from .quantize import FiniteSlice, FreezableWeight, Selection, refuse_infinite_values, select
 from .weight import FrozenWeight, Placement, Storable, place_base

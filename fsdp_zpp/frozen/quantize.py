@@ -33,8 +33,8 @@ from ._torch_modules import (
     sharded_parameters,
     unfreeze,
 )
-from .base import FrozenBase, FrozenReport, follow_strategy, log_report
 from .checkpoint_reading import OTHER_FILES, ModelTensor, Source, WeightSource, source_from
+from .frozen_base import FrozenBase, FrozenReport, follow_strategy, log_report
 from .weight import FrozenWeight, Placement, ReadValues, Sliceable, place_base
 
 # ---- finite

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_zpp.codecs.codec import NF4, BlockCodec, Codec, Int4, Int8, copy_blocks
+from fsdp_zpp.comm.flat_layout import keep_recent
 from fsdp_zpp.comm.hops import Hop, SideStream, Traffic, hop_over, labelled, record_event, wait_for
-from fsdp_zpp.comm.layout import keep_recent
 from fsdp_zpp.comm.mesh import ProcessMesh, as_launched, process_mesh
 from fsdp_zpp.frozen.stored.format import StoredWeight
 from fsdp_zpp.names import model_name
@@ -41,7 +41,7 @@ class Placement:
     Args:
         scope: ``N`` replicated on every rank, ``I`` sharded inside a node, ``G`` sharded over all ranks.
         mesh: The ranks.
-        by_name: Whether the user gave the node size; see ``follow_strategy`` in base.py.
+        by_name: Whether the user gave the node size; see ``follow_strategy`` in frozen_base.py.
 
     Raises:
         ValueError: If the scope is not one of these.

@@ -35,8 +35,8 @@ from torch.distributed.fsdp._flat_param import (
 )
 from torch.nn.modules import module as torch_module
 
+from fsdp_zpp.comm.flat_layout import FlatLayout, Piece, boundaries_between, keep_recent, sent_exactly, sharded_along
 from fsdp_zpp.comm.gradient_reduce import ArrivingGradients, ReductionOrder
-from fsdp_zpp.comm.layout import FlatLayout, Piece, boundaries_between, keep_recent, sent_exactly, sharded_along
 from fsdp_zpp.runtime._torch_rank_layout import mesh_over
 from fsdp_zpp.runtime.unit import StrategyUnit
 

@@ -22,10 +22,10 @@ from torch.distributed.fsdp._common_utils import (
 from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle, HandleTrainingState
 
 from fsdp_zpp.comm.agreement import agree_on_use
+from fsdp_zpp.comm.flat_layout import FlatLayout, Sharded
 from fsdp_zpp.comm.gradient_reduce import ArrivingGradients, ReductionOrder
-from fsdp_zpp.comm.layout import FlatLayout, Sharded
 from fsdp_zpp.comm.weight_gather import ShardValues, ShardVersion, WeightGather
-from fsdp_zpp.runtime._torch_flat_parameters import copy_replaced, copy_replaced_shards
+from fsdp_zpp.runtime._torch_flat_parts import copy_replaced, copy_replaced_shards
 from fsdp_zpp.runtime.unit import StrategyUnit
 
 from ._torch_flat_parameter import (

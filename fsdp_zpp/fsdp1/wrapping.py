@@ -21,15 +21,15 @@ from fsdp_zpp._torch_compat import Patch, apply_patches
 from fsdp_zpp.codecs.codec import Codec, check_codec, check_place
 from fsdp_zpp.comm.agreement import agree, check_agreement, parameter_facts, shard_signature
 from fsdp_zpp.comm.error_feedback import ErrorFeedbackState
+from fsdp_zpp.comm.flat_layout import FlatLayout, Sharded
 from fsdp_zpp.comm.gradient_reduce import GradientReduce
 from fsdp_zpp.comm.hops import Traffic
-from fsdp_zpp.comm.layout import FlatLayout, Sharded
 from fsdp_zpp.comm.mesh import ProcessMesh, compute_device, mesh_on, own_rank, process_mesh
-from fsdp_zpp.frozen.base import follow_strategy
+from fsdp_zpp.frozen.frozen_base import follow_strategy
 from fsdp_zpp.frozen.hugging_face import guard_sharded
 from fsdp_zpp.frozen.quantize import left_to_shard, log_frozen, prepare_frozen, quantize_for
 from fsdp_zpp.names import explains_keywords, model_name
-from fsdp_zpp.runtime._torch_flat_parameters import copy_replaced, hear_of_loads
+from fsdp_zpp.runtime._torch_flat_parts import copy_replaced, hear_of_loads
 from fsdp_zpp.runtime._torch_rank_layout import (
     RankLayout,
     find_links,

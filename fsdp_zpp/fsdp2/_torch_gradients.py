@@ -15,9 +15,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from fsdp_zpp.comm.flat_layout import FlatLayout, keep_recent
 from fsdp_zpp.comm.gradient_reduce import ArrivingGradients, ReductionOrder
 from fsdp_zpp.comm.hops import keep_until_read
-from fsdp_zpp.comm.layout import FlatLayout, keep_recent
 from fsdp_zpp.runtime.unit import StrategyUnit
 
 from ._torch_weights import (

@@ -21,9 +21,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.profiler import record_function
 
 from fsdp_zpp.comm.agreement import agree_on_use
+from fsdp_zpp.comm.flat_layout import Sharded
 from fsdp_zpp.comm.gradient_reduce import ArrivingGradients, ReductionOrder
 from fsdp_zpp.comm.hops import keep_until_read
-from fsdp_zpp.comm.layout import Sharded
 from fsdp_zpp.comm.weight_gather import WeightGather
 from fsdp_zpp.runtime.unit import StrategyUnit
 from fsdp_zpp.strategy.configuration import source_of

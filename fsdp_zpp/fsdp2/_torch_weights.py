@@ -27,8 +27,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from fsdp_zpp.comm.agreement import plain_parts
+from fsdp_zpp.comm.flat_layout import NO_PARAMETERS, FlatLayout, Piece, sent_exactly, sharded_along
 from fsdp_zpp.comm.hops import PendingReduction, keep_until_read
-from fsdp_zpp.comm.layout import NO_PARAMETERS, FlatLayout, Piece, sent_exactly, sharded_along
 from fsdp_zpp.comm.weight_gather import SecondaryShard, ShardValues, ShardVersion, WeightGather
 from fsdp_zpp.runtime.unit import StrategyUnit
 
@@ -502,7 +502,7 @@ def _is_plain(param: FSDPParam) -> bool:
 # Private names of torch's fully_shard: in which order parameters of a group follow one another in flat tensors.
 #
 # Small ones are last: among the others they would shift these, so that blocks straddled two of them. The others begin
-# with those that another parallelism shards least. See the notes in layout.py.
+# with those that another parallelism shards least. See the notes in flat_layout.py.
 
 
 def order_parameters(group: FSDPParamGroup) -> None:

@@ -26,7 +26,7 @@ from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
 from fsdp_zpp._torch_compat import Patch, apply_patches, major_minor
 from fsdp_zpp.comm.agreement import agree, check_agreement, parameter_facts
 from fsdp_zpp.comm.mesh import ProcessMesh, default_device_type, own_rank, ranks_on_each_node
-from fsdp_zpp.frozen.base import holds_base
+from fsdp_zpp.frozen.frozen_base import holds_base
 from fsdp_zpp.frozen.hugging_face import guard_sharded
 from fsdp_zpp.frozen.quantize import left_to_shard, log_frozen, prepare_frozen, quantize_for
 from fsdp_zpp.names import check_keywords, model_name

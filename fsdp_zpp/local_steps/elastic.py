@@ -18,8 +18,8 @@ from fsdp_zpp.strategy.local_steps import LocalSteps
 
 from ._torch_members import Members
 from .fragment import Fragment, OuterWatch, Products, Progress
+from .local_training import LocalTraining, OptimizerMoments, OptimizerState, optimizers_of
 from .outer_step import OuterFigures, OuterFit, OuterStep, OuterStepState, chunk_numel, relative_weights
-from .training import LocalTraining, OptimizerMoments, OptimizerState, optimizers_of
 
 # ---- elastic outer step
 #

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fsdp_zpp.comm.agreement import ordered_sum
-from fsdp_zpp.comm.layout import Sharded
+from fsdp_zpp.comm.flat_layout import Sharded
 from fsdp_zpp.comm.mesh import ProcessMesh, collective_device
 from fsdp_zpp.strategy.local_steps import TARGET_GAIN, LocalSteps
 
@@ -82,7 +82,7 @@ class FragmentState(TypedDict):
 
 @dataclass
 class Progress:
-    """How far a fragment's training has come, in steps; see [Note: Steps of nodes] in training.py.
+    """How far a fragment's training has come, in steps; see [Note: Steps of nodes] in local_training.py.
 
     Attributes:
         made: Steps made.

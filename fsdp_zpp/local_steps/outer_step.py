@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fsdp_zpp.codecs.codec import full_precision
 from fsdp_zpp.comm.error_feedback import ErrorFeedbackState, Extent, SavedErrors
+from fsdp_zpp.comm.flat_layout import FlatLayout, Piece
 from fsdp_zpp.comm.gradient_reduce import GradientReduce
 from fsdp_zpp.comm.hops import Hop, SideStream, Traffic, decode, encode, keep_until_read, record_event, wait_for
-from fsdp_zpp.comm.layout import FlatLayout, Piece
 from fsdp_zpp.comm.mesh import ProcessMesh, for_collectives
 from fsdp_zpp.strategy.local_steps import LocalSteps, aligned_gain, correlation_of_changes, fitting_momentum
 
@@ -35,7 +35,7 @@ class NodeChunks:
             It may have more parameters than ``numels``.
         nodes: The number of nodes.
         block: A number of values; parameters that are placed differently begin at multiples of it, so that no block of
-            a codec spans them. See [Note: Copies] in layout.py.
+            a codec spans them. See [Note: Copies] in flat_layout.py.
 
     Attributes:
         layout: Where the parameters lie in a node's chunk.
@@ -320,10 +320,10 @@ def _set_to_product(product: Tensor, one: Tensor, other: Tensor) -> None:
 # are small enough for 4 bits. Nodes go on from the agreed weights as rounded to the dtype of the model, and changes are
 # measured from there, so that rounding is not sent as a change. The momentum is kept once, by the owners of the chunks.
 #
-# All of this belongs to parameters ([Note: Identity] in layout.py): an exchange is of some of them, and leaves the
+# All of this belongs to parameters ([Note: Identity] in flat_layout.py): an exchange is of some of them, and leaves the
 # others' agreed weights, momentum and errors as they are.
 #
-# Copies that another parallelism has on its ranks stay equal bit for bit ([Note: Copies] in layout.py):
+# Copies that another parallelism has on its ranks stay equal bit for bit ([Note: Copies] in flat_layout.py):
 # parameters that it has placed differently begin a new block, so that no copy is rounded as a neighbour demands that
 # others lack.
 

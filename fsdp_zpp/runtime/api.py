@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_zpp.comm.agreement import PLACE, agree
 from fsdp_zpp.comm.hops import Kind, Level
 from fsdp_zpp.local_steps.elastic import ElasticTraining, Membership
-from fsdp_zpp.local_steps.training import EXCHANGE, LocalTraining
+from fsdp_zpp.local_steps.local_training import EXCHANGE, LocalTraining
 from fsdp_zpp.names import join_fqn, parameter_name
 from fsdp_zpp.strategy.local_steps import LocalSteps
 from fsdp_zpp.strategy.strategy import Strategy

@@ -18,7 +18,7 @@ from fsdp_zpp.comm.error_feedback import ErrorFeedbackState
 from fsdp_zpp.comm.mesh import ProcessMesh
 from fsdp_zpp.comm.weight_gather import SecondaryShard
 from fsdp_zpp.local_steps.fragment import Fragment, Span
-from fsdp_zpp.local_steps.training import OptimizerState
+from fsdp_zpp.local_steps.local_training import OptimizerState
 
 from .api import communicators
 from .unit import Checksums, ParameterUnit, StrategyUnit, named_units

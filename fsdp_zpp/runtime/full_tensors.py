@@ -19,7 +19,7 @@ from fsdp_zpp.comm.hops import AllGathers, Waitable
 from fsdp_zpp.comm.mesh import for_collectives
 from fsdp_zpp.names import parameter_name
 
-from ._torch_flat_parameters import FlatPart, Site, flat_parts, is_flat, original_dtypes
+from ._torch_flat_parts import FlatPart, Site, flat_parts, is_flat, original_dtypes
 
 # ---- full tensors
 #

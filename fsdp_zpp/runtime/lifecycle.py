@@ -25,7 +25,7 @@ from fsdp_zpp.comm.hops import running_backward
 from fsdp_zpp.comm.weight_gather import SecondaryShardPrefetcher, WeightGather
 from fsdp_zpp.local_steps.elastic import ElasticFragment, ElasticTraining
 from fsdp_zpp.local_steps.fragment import OuterWatch
-from fsdp_zpp.local_steps.training import LocalTraining, OptimizerMoments, note_optimizer
+from fsdp_zpp.local_steps.local_training import LocalTraining, OptimizerMoments, note_optimizer
 
 from .monitor import Groups, log_summaries
 from .unit import ParameterUnit, StrategyUnit, units_of, warn_of_unmatched

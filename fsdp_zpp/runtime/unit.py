@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_zpp.comm.error_feedback import ErrorFeedbackState
+from fsdp_zpp.comm.flat_layout import Sharded
 from fsdp_zpp.comm.gradient_reduce import GradientReduce, StepReductions
 from fsdp_zpp.comm.hops import Level, Traffic
-from fsdp_zpp.comm.layout import Sharded
 from fsdp_zpp.comm.mesh import ProcessMesh, as_launched, with_own_hop
 from fsdp_zpp.comm.weight_gather import WeightGather
 from fsdp_zpp.local_steps.elastic import ElasticFragment, ElasticOuterStep, active_local_steps
@@ -26,10 +26,10 @@ from fsdp_zpp.strategy.error_feedback import Topology
 from fsdp_zpp.strategy.local_steps import LocalSteps
 from fsdp_zpp.strategy.strategy import Strategy, override_for
 
-from ._torch_flat_parameters import hear_of_loads
+from ._torch_flat_parts import hear_of_loads
 
 if TYPE_CHECKING:
-    from fsdp_zpp.local_steps.training import LocalTraining
+    from fsdp_zpp.local_steps.local_training import LocalTraining
 
 
 # ---- full shard

@@ -22,9 +22,9 @@ from torch import Tensor
 from fsdp_zpp import Codec, Int4, Int4Delta, Int8, LoCo, TopK
 from fsdp_zpp.comm import hops
 from fsdp_zpp.comm.error_feedback import ErrorBuffer, Extent, encode_with_feedback
+from fsdp_zpp.comm.flat_layout import FlatLayout, Piece
 from fsdp_zpp.comm.gradient_reduce import GradientReduce, ReductionOrder
 from fsdp_zpp.comm.hops import AllGathers, Traffic
-from fsdp_zpp.comm.layout import FlatLayout, Piece
 from fsdp_zpp.comm.mesh import ProcessMesh, process_mesh
 from fsdp_zpp.comm.weight_gather import SecondaryShardPrefetcher, ShardValues, WeightGather, in_chunks
 

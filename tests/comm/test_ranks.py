@@ -34,8 +34,8 @@ from fsdp_zpp.comm.mesh import (
     topology_of,
 )
 from fsdp_zpp.comm.weight_gather import WeightGather
+from fsdp_zpp.local_steps.local_training import MomentAverage
 from fsdp_zpp.local_steps.outer_step import OuterStep
-from fsdp_zpp.local_steps.training import MomentAverage
 
 OnRanks = Callable[..., list[Any]]
 

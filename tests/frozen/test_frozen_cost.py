@@ -21,7 +21,7 @@ from fsdp_zpp import NF4, Int4, Int8, Strategy, quantize_frozen_params
 from fsdp_zpp.codecs.codec import Codec
 from fsdp_zpp.comm.hops import Hop
 from fsdp_zpp.frozen._torch_modules import frozen_modules
-from fsdp_zpp.frozen.base import FrozenBase
+from fsdp_zpp.frozen.frozen_base import FrozenBase
 from fsdp_zpp.frozen.weight import FrozenWeight
 from fsdp_zpp_kernels import dequantize_nf4_rows, dequantize_rows, reference
 from fsdp_zpp_kernels.reference import LEVELS, levels_on

@@ -15,11 +15,11 @@ from harness.models import device
 from torch import Tensor
 
 from fsdp_zpp import Codec, Int4, Int8, LocalSteps, LoCo, TopK
+from fsdp_zpp.comm.flat_layout import FlatLayout, Piece
 from fsdp_zpp.comm.hops import Traffic
-from fsdp_zpp.comm.layout import FlatLayout, Piece
 from fsdp_zpp.comm.mesh import process_mesh
+from fsdp_zpp.local_steps.local_training import MomentAverage
 from fsdp_zpp.local_steps.outer_step import OuterOptimizer, OuterStep
-from fsdp_zpp.local_steps.training import MomentAverage
 
 OnRanks = Callable[..., list[Any]]
 ROUNDS = 5

@@ -26,10 +26,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils._pytree import tree_leaves
 
 from fsdp_zpp import Codec, Int4, Int8, LocalSteps, LoCo, Strategy, TopK, plan
+from fsdp_zpp.comm.flat_layout import Sharded
 from fsdp_zpp.comm.hops import Traffic
-from fsdp_zpp.comm.layout import Sharded
 from fsdp_zpp.comm.mesh import process_mesh
-from fsdp_zpp.frozen.base import FrozenBase
+from fsdp_zpp.frozen.frozen_base import FrozenBase
 from fsdp_zpp.local_steps.fragment import Fragment
 from fsdp_zpp.local_steps.outer_step import NodeShare, OuterStep
 from fsdp_zpp.planner.cluster import MemoryBudget, Precision

@@ -28,7 +28,7 @@ from harness.wiretap import wiretap
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Monitor, Strategy, monitor, traffic
-from fsdp_zpp.comm.layout import Sharded
+from fsdp_zpp.comm.flat_layout import Sharded
 from fsdp_zpp.comm.weight_gather import ShardVersion
 from fsdp_zpp.local_steps.fragment import Fragment, Progress
 from fsdp_zpp.runtime import lifecycle

@@ -25,9 +25,9 @@ from fsdp_zpp.comm.agreement import (
     on_any_rank,
     replicas_are_equal,
 )
+from fsdp_zpp.comm.flat_layout import Sharded
 from fsdp_zpp.comm.gradient_reduce import StepReductions, set_synchronous
 from fsdp_zpp.comm.hops import Hop, SideStream, Traffic, decode, encode
-from fsdp_zpp.comm.layout import Sharded
 from fsdp_zpp.comm.mesh import ProcessMesh, for_collectives
 from fsdp_zpp.strategy.local_steps import MOMENT_CODEC
 
