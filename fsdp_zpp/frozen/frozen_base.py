@@ -21,7 +21,7 @@ from fsdp_zpp.runtime.unit import FullShardUnit, unit_of
 
 from ._torch_modules import freeze, frozen_sites, refuse_replacing
 from .hugging_face import guard_save_pretrained, refuse_lost_ties, show_to_peft
-from .weight import DoubleBuffer, FrozenUnit, FrozenWeight, Placement, out_of_inference_mode
+from .weight import DoubleBuffer, FrozenUnit, FrozenWeight, Placement, UngroupedPayload, out_of_inference_mode
 
 # ---- report
 #
@@ -276,36 +276,6 @@ class FrozenBase:
             placed = (weight for weight in self.weights if weight.placement == placement)
             rows = [weight.holder.local_payload(weight).to(device) for weight in placed]
             check_replicas(rows, placement.mesh, placement.replicas, f"the frozen base of {model}")
-
-
-class UngroupedPayload:
-    """Holds the local payload of one weight that is in no unit yet. See the top of this section.
-
-    Args:
-        row: The local payload, uint8 [local_nbytes].
-    """
-
-    def __init__(self, row: Tensor) -> None:
-        self._row = row
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device that the codes are on."""
-        return self._row.device
-
-    def move(self, device: torch.device) -> None:
-        """Move the codes to another device."""
-        self._row = self._row.to(device)
-
-    def local_payload(self, weight: FrozenWeight) -> Tensor:
-        """Return this rank's chunk of the weight, uint8 [local_nbytes]."""
-        return self._row
-
-    def gathered_payload(self, weight: FrozenWeight, device: torch.device) -> Tensor:
-        """Make the units of the base, and gather the one that has the weight. Collective."""
-        with out_of_inference_mode():  # the first use may be in inference mode, and payload shards outlive it
-            weight.base.make_units()
-        return weight.holder.gathered_payload(weight, device)
 
 
 def _check_agreement(model: str, groups: Groups) -> None:

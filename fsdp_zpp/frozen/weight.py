@@ -367,6 +367,36 @@ class FrozenWeight:
         return out
 
 
+class UngroupedPayload:
+    """Holds the local payload of one weight that is in no unit yet. See the notes on bases in frozen_base.py.
+
+    Args:
+        row: The local payload, uint8 [local_nbytes].
+    """
+
+    def __init__(self, row: Tensor) -> None:
+        self._row = row
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device that the codes are on."""
+        return self._row.device
+
+    def move(self, device: torch.device) -> None:
+        """Move the codes to another device."""
+        self._row = self._row.to(device)
+
+    def local_payload(self, weight: FrozenWeight) -> Tensor:
+        """Return this rank's chunk of the weight, uint8 [local_nbytes]."""
+        return self._row
+
+    def gathered_payload(self, weight: FrozenWeight, device: torch.device) -> Tensor:
+        """Make the units of the base, and gather the one that has the weight. Collective."""
+        with out_of_inference_mode():  # the first use may be in inference mode, and payload shards outlive it
+            weight.base.make_units()
+        return weight.holder.gathered_payload(weight, device)
+
+
 # ---- double buffer
 #
 # Two buffers for gathered frozen units: one for the unit in use, one to prefetch the next.
