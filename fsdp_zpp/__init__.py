@@ -5,8 +5,9 @@ as its ``sharding_strategy``; models with torch's own strategies are not affecte
 ``strategy=``.
 """
 
+import sys
+
 from fsdp_zpp.codecs.codec import NF4, Codec, Int4, Int4Delta, Int8
-from fsdp_zpp.codecs.top_k import TopK
 from fsdp_zpp.frozen.base_files import load_frozen_params, save_frozen_params
 from fsdp_zpp.frozen.hugging_face import save_adapter
 from fsdp_zpp.frozen.quantize import dequantize_frozen_params, quantize_frozen_params
@@ -30,7 +31,7 @@ from fsdp_zpp.strategy.strategy import Strategy
 
 from .inference_updates import DeltaReceiver, OutOfSyncError, SyncToken, WeightUpdate
 from .inference_weights import gathered_weights
-from .names import keep_moved_modules
+from .names import REMOVED, keep_moved_modules
 
 keep_moved_modules()
 
@@ -50,7 +51,6 @@ __all__ = [
     "QuantizedReduceState",
     "Strategy",
     "SyncToken",
-    "TopK",
     "WeightUpdate",
     "agreed_weights",
     "choose_strategy",
@@ -72,3 +72,9 @@ __all__ = [
     "save_frozen_params",
     "traffic",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in REMOVED:
+        raise ImportError(f"{name} is not in fsdp_zpp any more: {REMOVED[name]}")
+    return object.__getattribute__(sys.modules[__name__], name)

@@ -166,7 +166,12 @@ def how_to_install(extra: str, *, upgrade: bool = False) -> str:
     return f"run pip install {'--upgrade ' * upgrade}'.[{extra}]' in your clone of fsdp_zpp"
 
 
-# ---- modules that moved
+# ---- modules that moved, and names that went
+
+REMOVED = {
+    "TopK": "copy it from examples/top_k_codec.py, and pass LocalSteps(codec=TopK(), ...)",
+}
+"""What to do instead, by the public name that went."""
 
 MOVED = {
     "codecs.blockwise": "codecs.codec",

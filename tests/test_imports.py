@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from harness.benchmarks import BENCHMARKS
 
-from fsdp_zpp.names import MOVED
+import fsdp_zpp
+from fsdp_zpp.names import MOVED, REMOVED
 
 ROOT = BENCHMARKS.parent
 FILES = [path for folder in ("fsdp_zpp", "kernels") for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -58,3 +59,11 @@ def test_modules_that_moved_are_found_by_their_old_paths(path: str) -> None:
     public = [name for name in vars(now) if not name.startswith("_")]
     assert public
     assert all(getattr(before, name) is getattr(now, name) for name in public)
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_name_that_went_says_what_to_do_instead(name: str) -> None:
+    with pytest.raises(ImportError, match=f"{name} is not in fsdp_zpp any more: {re.escape(REMOVED[name])}"):
+        getattr(fsdp_zpp, name)
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        fsdp_zpp.no_such_name  # noqa: B018

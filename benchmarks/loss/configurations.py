@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from top_k_codec import TopK
 from torch import Tensor
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_zpp import Codec, Int4, Int8, LocalSteps, LoCo, Strategy, TopK
+from fsdp_zpp import Codec, Int4, Int8, LocalSteps, LoCo, Strategy
 
 # ---- codecs
 #

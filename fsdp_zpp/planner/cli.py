@@ -335,7 +335,7 @@ def _add_local_steps(group: argparse._ArgumentGroup) -> None:
     for name, what in (
         (
             "codec",
-            f"of the exchanges, none, int8, int4, or topk with --exchange-feedback (default: {LocalSteps.codec})",
+            f"of the exchanges, none, int8 or int4 (default: {LocalSteps.codec})",
         ),
         (
             "feedback",

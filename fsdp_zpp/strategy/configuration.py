@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
 
 from fsdp_zpp.codecs.codec import NAMED, NF4, AsStored, Codec, FrozenName, Int4, Int4Delta, Int8
-from fsdp_zpp.codecs.top_k import TopK
-from fsdp_zpp.names import did_you_mean
+from fsdp_zpp.names import REMOVED, did_you_mean
 
 from .error_feedback import LoCo
 from .local_steps import Elastic, LocalSteps
@@ -41,24 +40,20 @@ class StrategyArguments(TypedDict, total=False):
 #
 # Codecs by name, for configuration files and command lines: ``int8``, ``int8:256``, ``int4``, ``int4delta``, ``nf4``.
 #
-# A name may be followed by the codec's block, as in ``int8:256``; ``topk`` by fraction, bits and block, as in
-# ``topk:0.02:4:4096``. The last ones may be left out. ``as stored`` and ``auto`` are for frozen weights: the codes that
-# they have, and no codec, or ``int8``, for weights in full precision.
+# A name may be followed by the codec's block, as in ``int8:256``. ``as stored`` and ``auto`` are for frozen weights:
+# the codes that they have, and no codec, or ``int8``, for weights in full precision.
 #
 # A mapping names each argument of a codec: ``{codec: int4delta, block: 256, whole: int8:128}``.
 
-_Named = Int8 | Int4 | Int4Delta | NF4 | TopK
-CODECS: dict[str, type[_Named]] = {"int8": Int8, "int4": Int4, "int4delta": Int4Delta, "nf4": NF4, "topk": TopK}
-_IN_NAMES: dict[str, tuple[str, ...]] = {"topk": ("fraction", "bits", "block")}
-"""The arguments that follow a name, in order; ``block`` alone for all others."""
+_Named = Int8 | Int4 | Int4Delta | NF4
+CODECS: dict[str, type[_Named]] = {"int8": Int8, "int4": Int4, "int4delta": Int4Delta, "nf4": NF4}
 
 
 def codec_from_name(value: object) -> Codec | None:
     """Return the codec that a configuration names.
 
     Args:
-        value: ``none`` or None; a name, with numbers (``int8:256``, ``topk:0.02:4``) or without; a mapping; or a codec
-            itself.
+        value: ``none`` or None; a name, with a block (``int8:256``) or without; a mapping; or a codec itself.
 
     Raises:
         ValueError: If there is no codec of that name, it has no such argument, or a value is out of range.
@@ -75,25 +70,17 @@ def codec_from_name(value: object) -> Codec | None:
         return None
     if value in NAMED:
         return NAMED[value]
-    name, *numbers = value.split(":")
-    cls, names = _class_of(name), _IN_NAMES.get(name, ("block",))
-    arguments = {key: _number(key, number, value) for key, number in zip(names, numbers, strict=False)}
-    if len(numbers) > len(names):
-        raise ValueError(f"{value!r} is not a codec: {name} takes {', '.join(names)} alone, as in {_example(name)!r}")
-    return cls(**arguments)
-
-
-def _number(key: str, text: str, value: str) -> Any:
-    """Return the number ``text``, which the codec's name ``value`` gives for the argument ``key``."""
+    name, has_block, block = value.partition(":")
+    cls = _class_of(name)
+    if not has_block:
+        return cls()
+    if ":" in block:
+        raise ValueError(f"{value!r} is not a codec: {name} takes block alone, as in 'int8:256'")
     try:
-        return float(text) if key == "fraction" else int(text)
+        numel = int(block)
     except ValueError:
-        example = _example(value.split(":")[0])
-        raise ValueError(f"{value!r} is not a codec: a {key} is a number, as in {example!r}") from None
-
-
-def _example(name: str) -> str:
-    return "topk:0.02:4" if name == "topk" else "int8:256"
+        raise ValueError(f"{value!r} is not a codec: a block is a number, as in 'int8:256'") from None
+    return cls(block=numel)
 
 
 def name_of_codec(codec: Codec) -> str | dict[str, object]:
@@ -108,8 +95,7 @@ def name_of_codec(codec: Codec) -> str | dict[str, object]:
     if name is None:
         raise TypeError(f"{codec!r} has no name; those with names are {', '.join(CODECS)}")
     arguments = {field.name: getattr(codec, field.name) for field in dataclasses.fields(CODECS[name])}
-    in_name = _IN_NAMES.get(name, ("block",))
-    brief = ":".join([name, *(str(arguments[key]) for key in in_name)])
+    brief = f"{name}:{arguments['block']}"
     if codec_from_name(brief) == codec:
         return brief
     others = {key: value for key, value in arguments.items() if key != "block"}
@@ -118,6 +104,8 @@ def name_of_codec(codec: Codec) -> str | dict[str, object]:
 
 
 def _class_of(name: object) -> type[_Named]:
+    if name == "topk":
+        raise ValueError(f"'topk' is not a codec any more: {REMOVED['TopK']}")
     if not isinstance(name, str) or name not in CODECS:
         hint = did_you_mean(name, ["none", *CODECS], before="; ")
         raise ValueError(f"{name!r} is not a codec; allowed are none, {', '.join(CODECS)}{hint}")

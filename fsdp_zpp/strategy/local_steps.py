@@ -49,8 +49,7 @@ class LocalSteps:
             the largest one up to 0.9 with which the outer step is at most 1.4 times the mean change, by the correlation
             of the last changes. See [Note: Automatic momentum].
         nesterov: Whether the momentum is Nesterov's.
-        codec: Encodes the changes, and the update on the way back; None sends fp32. ``TopK()`` sends the largest
-            changes alone and needs error feedback.
+        codec: Encodes the changes, and the update on the way back; None sends fp32.
         error_feedback: Error feedback on the codec, on both ways. Its ``reset_every`` counts exchanges here.
         spread: Whether to spread fragments over the ``every`` steps, so that each step sends about the same (arXiv
             2501.18512, section 2.2), instead of exchanging all of them after the last one.
@@ -63,7 +62,7 @@ class LocalSteps:
         start: Number of synchronous steps at the beginning.
         stop: The number of steps after which all steps are synchronous again; None never stops local steps. Before the
             first of them, all fragments are exchanged, and the moments of optimizers are averaged over nodes in fp32.
-            What ``TopK`` leaves out of that exchange is lost.
+            What a codec with ``needs_feedback`` leaves out of that exchange is lost.
         moments_every: Nodes also average their optimizers' moments, in every ``moments_every``-th exchange of a
             fragment, as int8; None leaves each node its own. DES-LOC (arXiv 2505.22549) takes 3 with Adam. The next
             forward waits for them, in spite of an overlap.

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from harness.benchmarks import load
 from harness.launch import ROOT, launch
+from top_k_codec import TopK
 
-from fsdp_zpp import Int4, LocalSteps, LoCo, TopK
+from fsdp_zpp import Int4, LocalSteps, LoCo
 
 configurations = load("loss", "configurations")
 tables = load("loss", "tables")

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from harness.covering import over_each
 from harness.models import device
 from hypothesis import HealthCheck, given, settings, strategies as st
+from top_k_codec import TopK
 from torch import Tensor
 
-from fsdp_zpp import Codec, Int4, Int4Delta, Int8, LoCo, TopK
+from fsdp_zpp import Codec, Int4, Int4Delta, Int8, LoCo
 from fsdp_zpp.comm import hops
 from fsdp_zpp.comm.error_feedback import ErrorBuffer, Extent, encode_with_feedback
 from fsdp_zpp.comm.flat_layout import FlatLayout, Piece

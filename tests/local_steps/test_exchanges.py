@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from harness.covering import over_each, over_pairs
 from harness.models import device
+from top_k_codec import TopK
 from torch import Tensor
 
-from fsdp_zpp import Codec, Int4, Int8, LocalSteps, LoCo, TopK
+from fsdp_zpp import Codec, Int4, Int8, LocalSteps, LoCo
 from fsdp_zpp.comm.flat_layout import FlatLayout, Piece
 from fsdp_zpp.comm.hops import Traffic
 from fsdp_zpp.comm.mesh import process_mesh

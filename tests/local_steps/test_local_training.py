@@ -30,11 +30,12 @@ from harness.messages import collected
 from harness.pool import Pools, device_type
 from harness.training import differing_tensors, scaled_steps, train
 from harness.wiretap import sent_in
+from top_k_codec import TopK
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from fsdp_zpp import Int4, Int8, LocalSteps, LoCo, Strategy, TopK, agreed_weights, exchange_weights, monitor, traffic
+from fsdp_zpp import Int4, Int8, LocalSteps, LoCo, Strategy, agreed_weights, exchange_weights, monitor, traffic
 from fsdp_zpp.runtime.unit import StrategyUnit, named_units
 
 Named = dict[str, Tensor]

@@ -20,12 +20,13 @@ from harness.offload import offloading
 from harness.pool import Pool
 from harness.training import train
 from harness.wiretap import wiretap
+from top_k_codec import TopK
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils._pytree import tree_leaves
 
-from fsdp_zpp import Codec, Int4, Int8, LocalSteps, LoCo, Strategy, TopK, plan
+from fsdp_zpp import Codec, Int4, Int8, LocalSteps, LoCo, Strategy, plan
 from fsdp_zpp.comm.flat_layout import Sharded
 from fsdp_zpp.comm.hops import Traffic
 from fsdp_zpp.comm.mesh import process_mesh

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
+from top_k_codec import TopK
 
-from fsdp_zpp import NF4, Elastic, Int4, LocalSteps, LoCo, Strategy, TopK
+from fsdp_zpp import NF4, Elastic, Int4, LocalSteps, LoCo, Strategy
 from fsdp_zpp.strategy.local_steps import (
     MOST_MOMENTUM,
     TARGET_GAIN,

@@ -11,7 +11,7 @@ import yaml
 from harness.strategies import FOURTEEN
 from hypothesis import given, strategies as st
 
-from fsdp_zpp import NF4, Elastic, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, TopK
+from fsdp_zpp import NF4, Elastic, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
 
 BLOCKS = st.sampled_from([64, 128, 256, 4096])
 INT8 = st.builds(Int8, BLOCKS)
@@ -24,11 +24,7 @@ LOCO = st.builds(
     dtype=st.none() | INT8,
     decay=st.floats(0.01, 1),
 )
-TOP_K = st.builds(TopK, st.floats(1e-6, 1), st.sampled_from([2, 4, 8]), st.sampled_from([128, 4096]))
-SENT = st.one_of(
-    st.fixed_dictionaries({"codec": st.builds(Int4, BLOCKS), "error_feedback": st.none() | LOCO}),
-    st.fixed_dictionaries({"codec": TOP_K, "error_feedback": LOCO}),
-)
+SENT = st.fixed_dictionaries({"codec": st.builds(Int4, BLOCKS), "error_feedback": st.none() | LOCO})
 LOCAL_STEPS = st.builds(
     lambda sent, **options: LocalSteps(**sent, **options),
     sent=SENT,
@@ -94,8 +90,8 @@ def test_every_strategy_comes_back_from_files(strategy: Strategy) -> None:
         ("{levels: INI, local_steps: true}", Strategy("INI", local_steps=LocalSteps())),
         ("{preset: diloco, local_steps: {every: [[0, 8], [99, 32]]}}", Strategy.diloco(((0, 8), (99, 32)))),
         (
-            "{levels: III, local_steps: {codec: 'topk:0.01:2', error_feedback: {beta: 0}}}",
-            Strategy("III", local_steps=LocalSteps(codec=TopK(0.01, 2), error_feedback=LoCo(beta=0))),
+            "{levels: III, local_steps: {codec: 'int8:64', error_feedback: {beta: 0}}}",
+            Strategy("III", local_steps=LocalSteps(codec=Int8(64), error_feedback=LoCo(beta=0))),
         ),
         ("{preset: diloco, local_steps: {every: 8, elastic: {max_nodes: 4}}}", Strategy.diloco(8, Elastic(4))),
     ],
@@ -111,7 +107,11 @@ def test_mappings_are_read_as_they_are_written_in_yaml(text: str, strategy: Stra
         ("zerop", ValueError, "^preset: 'zerop' is not known; allowed are zeropp, mixzpp"),
         ({"preset": None, "level": "IGG"}, ValueError, "^level: unknown key; did you mean levels"),
         ({"weights": "int7"}, ValueError, "^weights: 'int7' is not a codec; allowed are none, int8"),
-        ({"local_steps": {"codec": "topk"}}, ValueError, "^local_steps: codec=TopK.* is lost without error feedback"),
+        (
+            {"local_steps": {"codec": "topk"}},
+            ValueError,
+            "^local_steps.codec: 'topk' is .*examples/top_k_codec.py",
+        ),
         ({"weights": 8}, TypeError, "^weights: a codec is a name such as 'int8:256'"),
         ({"weights": {"block": 64}}, ValueError, "^weights: .* does not say which codec it is"),
         ({"weights": {"codec": "int8", "blocks": 64}}, ValueError, "^weights: 'blocks' is not an argument of Int8"),
