@@ -29,7 +29,7 @@ from .weight import Base, FrozenWeight, out_of_inference_mode
 #
 # Patches functions of ``torch.nn.utils`` that compute a weight from others: for a frozen weight they raise.
 #
-# These functions compute the weight anew in each forward. So they take the parameter out of its module, and a frozen
+# These functions recompute the weight in each forward. So they take the parameter out of its module, and a frozen
 # weight is no parameter: torch itself raises a ``KeyError`` that names nothing but ``weight``. If they are called
 # before quantizing, they are honoured: the parameter that they make is not the weight of a layer any more, so it is not
 # quantized.
@@ -37,14 +37,13 @@ from .weight import Base, FrozenWeight, out_of_inference_mode
 # Other ways to replace a frozen weight are honoured by the modules below (PEFT's ``target_parameters``, an entry in
 # ``module._parameters`` or the instance's ``__dict__``), or raise there (whatever writes to it or sets it).
 
+# Module, class (None for a function) and name. The first two arguments of each are a module and the name of its weight.
 _REPLACING: tuple[tuple[str, str | None, str], ...] = (
     ("torch.nn.utils.parametrize", None, "register_parametrization"),
     ("torch.nn.utils.weight_norm", "WeightNorm", "apply"),
     ("torch.nn.utils.spectral_norm", "SpectralNorm", "apply"),
     ("torch.nn.utils.prune", "BasePruningMethod", "apply"),
 )
-"""What is replaced: the module, the class if it is a method, and its name. The first two arguments are the module whose
-weight is meant and its name there."""
 _MARK = "_fsdp_zpp_refuses_frozen"
 
 
@@ -59,7 +58,7 @@ def refuse_replacing() -> None:
 
 
 def _wrap(original: Any, what: str) -> Any:
-    """Wrap a function, or a static or class method, so that it raises if it is given a frozen weight."""
+    """Wrap a function, or a static or class method, so that it raises for a frozen weight."""
     kind = type(original) if isinstance(original, (staticmethod, classmethod)) else None
     function: Callable[..., object] = original if kind is None else original.__func__
     first = 1 if kind is classmethod else 0
@@ -88,14 +87,14 @@ def _wrap(original: Any, what: str) -> Any:
 # ``fully_shard`` makes a parameter a ``DTensor``. ``FullyShardedDataParallel`` flattens parameters: with
 # ``use_orig_params=True`` modules keep them, in another shape; otherwise they show one flat parameter in their place.
 
+# Parameters by their names in a module, with their shapes before sharding.
 Shown = dict[str, tuple[nn.Parameter, torch.Size]]
-"""Parameters by their names in a module, with the shapes that they had before they were sharded."""
 
 
 def sharded_parameters(model: nn.Module) -> dict[nn.Module, Shown]:
-    """Return the sharded parameters of each module below ``model``, tied ones under each of their names.
+    """Return the sharded parameters of each module below ``model``.
 
-    What ``FullyShardedDataParallel`` shows in place of several parameters is returned for each of them.
+    A tied parameter, and one that ``FullyShardedDataParallel`` has flattened, appears under each of its names.
     """
     flattened = _flattened_parameters(model)
     return {
@@ -110,7 +109,7 @@ def sharded_parameters(model: nn.Module) -> dict[nn.Module, Shown]:
 
 
 def _flattened_parameters(model: nn.Module) -> dict[nn.Module, Shown]:
-    """Return the parameters that instances below ``model`` have flattened; modules may not show them at the moment."""
+    """Return the parameters that FSDP1 has flattened below ``model``; modules may not show them now."""
     parameters: dict[nn.Module, Shown] = {}
     instances: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
     for instance in instances:
@@ -147,9 +146,6 @@ def frozen_linear(x: Tensor, weight: Frozen, bias: Tensor | None) -> Tensor:
         x: [..., in] in any floating dtype.
         weight: [out, in].
         bias: [out] or None.
-
-    Returns:
-        [..., out].
     """
     dtype = compute_dtype(x)
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
@@ -158,7 +154,7 @@ def frozen_linear(x: Tensor, weight: Frozen, bias: Tensor | None) -> Tensor:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which a linear layer computes with an input: the input's, or autocast's."""
+    """Return the dtype in which a linear layer computes with an input."""
     # Autocast would choose in F.linear, but the weight is dequantized before that, into the dtype to compute in.
     return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
 
@@ -166,7 +162,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 @torch.compiler.disable
 @torch.no_grad()
 def frozen_embedding(tokens: Tensor, weight: Frozen) -> Tensor:
-    """Apply ``F.embedding`` with a frozen weight, in the weight's own dtype: integer tokens imply none."""
+    # In the weight's own dtype: integer tokens imply none.
     return F.embedding(tokens, weight.dense(weight.dtype, tokens.device))
 
 
@@ -175,7 +171,7 @@ def _linear(x: Tensor, bias: Tensor | None, weight: Frozen, dtype: torch.dtype) 
 
 
 class _Context(Protocol):
-    """What the forward leaves for the backward."""
+    """State that the forward saves for the backward."""
 
     weight: Frozen
     dtype: torch.dtype
@@ -216,28 +212,23 @@ class _FrozenLinear(torch.autograd.Function):
 
 
 class FrozenTensor(Tensor):
-    """Has a frozen weight's shape, dtype and device, but no values: operations dequantize it first. Collective.
+    """A frozen weight's shape, dtype and device without values: operations dequantize it first. Collective.
 
-    Autograd saves no dequantized values for the backward. See the top of this section.
+    See the top of this section.
 
     Args:
         frozen: The weight.
         views: The views to apply to its dequantized values, in order.
         like: A tensor with the shape and strides that the views result in. Default: those of the weight.
-
-    Attributes:
-        frozen: The weight.
-        views: The views.
     """
 
     frozen: FrozenWeight
     views: tuple[View, ...]
+    # Makes isinstance(tensor, nn.Parameter) true: code that ties weights accepts only parameters.
     _is_param = True
-    """Makes ``isinstance(tensor, nn.Parameter)`` true: code that ties weights accepts only parameters."""
 
     @staticmethod
     def __new__(cls, frozen: FrozenWeight, views: tuple[View, ...] = (), like: Tensor | None = None) -> FrozenTensor:
-        """Return a tensor that stands for ``frozen``, or a view of one."""
         size, strides = (frozen.shape, None) if like is None else (like.shape, like.stride())
         tensor = Tensor._make_wrapper_subclass(cls, size, strides, dtype=frozen.dtype, device=frozen.device)
         tensor.frozen, tensor.views = frozen, views
@@ -269,14 +260,12 @@ class FrozenTensor(Tensor):
         return dense
 
     def requires_grad_(self, requires_grad: bool = True) -> FrozenTensor:
-        """Raise if the tensor would become trainable."""
         if requires_grad:
             refuse_training(self.frozen)
         return self
 
     @property
     def requires_grad(self) -> bool:
-        """Return False."""
         return False
 
     @requires_grad.setter
@@ -285,8 +274,7 @@ class FrozenTensor(Tensor):
 
     @property
     def data(self) -> FrozenTensor:
-        """Return the tensor itself, since it takes no part in autograd."""
-        return self
+        return self  # it takes no part in autograd
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -345,13 +333,14 @@ class View:
 
 
 class _Row(View):
-    """Selects one matrix of a stack, which can be dequantized alone."""
+    """A view of one matrix of a stack, which can be dequantized alone."""
 
     @property
     def index(self) -> int:
         return self.args[1]
 
 
+# The views that modules of experts make. Any other view dequantizes first.
 _VIEWS = (
     torch.ops.aten.detach.default,
     torch.ops.aten.alias.default,
@@ -363,13 +352,12 @@ _VIEWS = (
     torch.ops.aten.expand.default,
     torch.ops.aten.slice.Tensor,
 )
-"""The views that modules of experts make. Any other view dequantizes first."""
 
 
 def _view(
     func: OpOverload, tensor: FrozenTensor, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> FrozenTensor | None:
-    """Return the view that ``func`` makes of ``tensor``; None if it is not among :data:`_VIEWS`."""
+    """Return the view that ``func`` makes of ``tensor``; None if it is not among ``_VIEWS``."""
     if func not in _VIEWS:
         return None
     # On the meta device torch itself works out the shape and strides of the view.
@@ -382,7 +370,7 @@ def _view(
 
 
 def frozen_tensor(frozen: FrozenWeight) -> FrozenTensor:
-    """Return the one tensor that stands for ``frozen``; another one once the weight has another dtype or device."""
+    """Return the one tensor that stands for ``frozen``, made again once the weight's dtype or device has changed."""
     tensor = frozen.shown() if frozen.shown is not None else None
     if isinstance(tensor, FrozenTensor) and (tensor.dtype, tensor.device) == (frozen.dtype, frozen.device):
         return tensor
@@ -397,7 +385,6 @@ def _argument(position: int, name: str, args: tuple[object, ...], kwargs: dict[s
 
 
 def refuse_writing(frozen: FrozenWeight) -> NoReturn:
-    """Raise an error about a write to a frozen weight."""
     raise RuntimeError(
         f"{frozen.name} is frozen and quantized, so it can't be written to (merging an adapter into it would); call "
         "fsdp_zpp.dequantize_frozen_params(model) first, on every rank"
@@ -405,7 +392,6 @@ def refuse_writing(frozen: FrozenWeight) -> NoReturn:
 
 
 def refuse_training(frozen: FrozenWeight) -> NoReturn:
-    """Raise an error about a frozen weight that would become trainable."""
     raise RuntimeError(
         f"{frozen.name} is frozen and quantized, so it can't be trained; before you unfreeze it, call "
         "fsdp_zpp.dequantize_frozen_params(module) on the module that has it, on every rank and before sharding"
@@ -436,7 +422,6 @@ class FrozenModule(nn.Module):
         return [weight.base for weight in frozen_weights_of(self).values()]
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
-        """Return the tensor that stands for a frozen weight; it is dequantized when something computes with it."""
         # Python calls this for names that are not in the instance's __dict__, where a frozen weight never is.
         frozen = frozen_weights_of(self).get(name)
         if frozen is None or self._parameters.get(name) is not None:
@@ -463,7 +448,6 @@ class FrozenModule(nn.Module):
         super().__delattr__(name)
 
     def requires_grad_(self: _Self, requires_grad: bool = True) -> _Self:
-        """Make the module's parameters trainable or not; raise for a frozen weight that would become trainable."""
         if requires_grad:
             refuse_training(next(iter(frozen_weights_of(self).values())))
         return super().requires_grad_(requires_grad)
@@ -510,7 +494,7 @@ def freeze(module: nn.Module, name: str, weight: FrozenWeight) -> None:
 
 
 def unfreeze(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Give ``module`` a plain parameter back in place of a frozen weight, and with the last one its class."""
+    """Replace a frozen weight by a plain parameter; without frozen weights, the module gets its class back."""
     frozen = frozen_weights_of(module)
     del frozen[name]
     vars(module)[_SHOWN].pop(name, None)
@@ -523,7 +507,7 @@ def unfreeze(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 @contextmanager
 def replaced(module: FrozenModule, name: str, make: Callable[[], Tensor]) -> Iterator[None]:
-    """Let ``module`` compute with what ``make`` returns instead of its weight ``name``, in this context."""
+    """Let ``module`` compute with the result of ``make`` instead of its weight ``name``, in this context."""
     vars(module)[_REPLACED][name] = make
     try:
         yield
@@ -532,7 +516,7 @@ def replaced(module: FrozenModule, name: str, make: Callable[[], Tensor]) -> Ite
 
 
 def frozen_weights_of(module: nn.Module) -> dict[str, FrozenWeight]:
-    """Return the frozen weights of a :class:`FrozenModule` itself, by their names in it."""
+    """Return the frozen weights of ``module`` itself, by their names in it."""
     return vars(module).get(_WEIGHTS, {})
 
 
@@ -548,16 +532,15 @@ def frozen_sites(model: nn.Module) -> Iterator[tuple[str, FrozenModule, str, Fro
 
 
 def frozen_modules(model: nn.Module) -> Iterator[tuple[str, FrozenModule, FrozenWeight]]:
-    """Yield what :func:`frozen_sites` yields, without names."""
     for path, module, _, weight in frozen_sites(model):
         yield path, module, weight
 
 
 def plain_class(module: nn.Module) -> type:
-    """Return the class that a frozen module had before; without FSDPModule, say, if fully_shard has mixed it in since.
+    """Return the class that a frozen module had before, without other mixins such as ``FSDPModule``.
 
     Raises:
-        RuntimeError: If another of its parameters was parametrized since, which its class has to know.
+        RuntimeError: If another of its parameters was parametrized since: only its class knows of that.
     """
     if parametrized := list(getattr(module, "parametrizations", ())):
         raise RuntimeError(
@@ -581,7 +564,7 @@ def _frozen_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
-    """Apply the layer without a tensor that stands for its weight: making one takes CPU time in every call."""
+    # Past the tensor that stands for the weight: making one takes CPU time in every call.
     own = vars(self)
     if own[_REPLACED] or "weight" in own or "weight" in own["_parameters"]:
         return _replaced_linear(x, self.weight, self.bias)
@@ -590,7 +573,7 @@ def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
 
 @torch.compiler.disable
 def _replaced_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Apply ``F.linear`` with what is in place of a frozen weight, in the dtype of :func:`frozen_linear`."""
+    """Apply ``F.linear`` with a replacement of a frozen weight, in the dtype of :func:`frozen_linear`."""
     if not isinstance(weight, FrozenTensor):
         # Made of the dequantized weight, whose dtype need not be that of the input.
         dtype = compute_dtype(x)
@@ -603,7 +586,7 @@ def _replaced_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 # Linear layers that another library has packed, in memory: how a base takes over their weights.
 #
 # They are bitsandbytes' ``Linear4bit`` and ``Linear8bitLt``, and transformers' ``FP8Linear``. Their weights are decoded
-# to fp32 and quantized anew, or kept as they are stored. With ``NF4``, codes and scales stay what they were if
+# to fp32 and quantized again, or kept as they are stored. With ``NF4``, codes and scales stay what they were if
 # bitsandbytes used nf4 with blocks of the same size.
 
 
@@ -613,8 +596,8 @@ class PackedLinear:
 
     Args:
         packed: The parameter.
-        stored: What it holds.
-        modules: The layers.
+        stored: Its codes, and how to decode them.
+        modules: The layers that share it.
         beside: Names of the layers' attributes that describe the weight.
     """
 
@@ -625,12 +608,11 @@ class PackedLinear:
 
     @property
     def shape(self) -> torch.Size:
-        """Return the weight's shape."""
         return self.stored.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype that the weight had before, and dequantizes to."""
+        """Return the dtype that the weight had before it was packed, and dequantizes to."""
         return self.stored.format.dtype
 
     def release(self) -> None:
@@ -643,7 +625,7 @@ class PackedLinear:
 
 
 def packed_linear(parameter: nn.Parameter, modules: Sequence[nn.Module]) -> PackedLinear | None:
-    """Return the packed weight that ``modules`` share; None if it is packed otherwise, or not at all."""
+    """Return the packed weight that ``modules`` share; None if it is plain, or packed in an unknown way."""
     first = modules[0]
     kind = type(first)
     # Exactly these classes: a subclass may compute something else.
@@ -695,9 +677,9 @@ def _fp8_linear(parameter: nn.Parameter, modules: tuple[nn.Module, ...]) -> Pack
     return PackedLinear(parameter, stored_in(stored, parts), modules, beside)
 
 
+# Readers of packed layers, by library and class.
 _MAKERS = {
     ("bitsandbytes", "Linear4bit"): _linear_4bit,
     ("bitsandbytes", "Linear8bitLt"): _linear_8bit,
     ("transformers", "FP8Linear"): _fp8_linear,
 }
-"""For the layers of each library, by module and class, what reads them."""

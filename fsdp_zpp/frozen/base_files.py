@@ -64,13 +64,10 @@ _FILE = re.compile(r"frozen_base-(?:([0-9a-f]{16})-)?[0-9]{5}\.safetensors")
 
 
 class Draft:
-    """An index of a save that is not complete. See the top of this section.
+    """The draft of an index, of a save that is running. See the top of this section.
 
     Args:
-        folder: The folder of the base; it is made if there is none.
-
-    Attributes:
-        token: Names the files of this save.
+        folder: The folder of the base; created if it does not exist.
 
     Raises:
         OSError: If the folder can't be written to.
@@ -88,7 +85,7 @@ class Draft:
             self._file.close()  # another save was faster, and takes it for a leftover
 
     def _lock(self) -> bool:
-        """Lock the draft that was just made, and return whether it still exists then."""
+        """Lock the draft and return whether it still exists then."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -111,7 +108,7 @@ class Draft:
         self._file.close()
 
     def abandon(self) -> None:
-        """Remove what this save has written. It ignores errors, since leftover files do no harm."""
+        """Remove the files of this save. Errors are ignored, since leftover files do no harm."""
         with suppress(OSError):
             for path in self._folder.glob(f"frozen_base-{self.token}-*"):
                 path.unlink()
@@ -120,9 +117,9 @@ class Draft:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the files of saves that are over and that the index does not name. See the top of this section.
+    """Remove the files of finished or aborted saves that the index does not name. See the top of this section.
 
-    It ignores errors, since leftover files do no harm.
+    Errors are ignored, since leftover files do no harm.
     """
     with suppress(OSError, ValueError), ExitStack() as locks:
         # In this order: a save makes its draft before its files, and drops it when the index names them.
@@ -160,7 +157,7 @@ def to_disk(path: Path) -> None:
 
 
 def _lock_of(draft: Path) -> TextIO | None:
-    """Lock a draft and return its file; None if somebody else has locked it, or if that can't be told."""
+    """Lock a draft and return its file; None if another process has locked it, or if that can't be told."""
     with suppress(OSError):
         file = draft.open("r+")  # NFS locks what is open for writing
         try:
@@ -204,8 +201,6 @@ CODECS: dict[str, type[Storable]] = {"Int8": Int8, "Int4": Int4, "NF4": NF4}
 
 @dataclass(frozen=True)
 class SavedWeight:
-    """Metadata of one weight in a base that was saved."""
-
     shape: tuple[int, ...]
     dtype: str
     codec: str
@@ -231,11 +226,9 @@ class SavedWeight:
         return cls(tuple(weight.shape), str(weight.dtype).removeprefix("torch."), kind, weight.codec.block)
 
     def make_codec(self) -> Storable:
-        """Return the weight's codec."""
         return CODECS[self.codec](self.block)
 
     def torch_dtype(self) -> torch.dtype:
-        """Return the weight's dtype."""
         return getattr(torch, self.dtype)
 
     def headers(self) -> tuple[TensorHeader, TensorHeader]:
@@ -254,14 +247,13 @@ def full_codes(weight: FrozenWeight) -> tuple[Tensor, Tensor]:
 
 
 def index_text(files: dict[str, str], weights: dict[str, SavedWeight]) -> str:
-    """Return the text of the index."""
     described = {name: asdict(stored) for name, stored in weights.items()}
     metadata = {"format": FORMAT, "version": VERSION, "weights": described}
     return json.dumps({"metadata": metadata, "weight_map": files}, indent=1)
 
 
 def read_base(folder: Path) -> tuple[TensorFiles, dict[str, SavedWeight]]:
-    """Return the files of a quantized base and each weight's metadata, once headers have been checked against it.
+    """Return the files of a quantized base and each weight's metadata; the headers are checked against it.
 
     Raises:
         ValueError: If ``folder`` has no complete base.
@@ -312,10 +304,10 @@ def _read_base(path: Path) -> tuple[TensorFiles, dict[str, SavedWeight]]:
 
 
 def _saved_weight(name: str, described: Any, path: Path) -> SavedWeight:
-    """Return a weight's metadata.
+    """Parse a weight's metadata.
 
     Raises:
-        ValueError: If it does not describe a weight that a codec can have encoded.
+        ValueError: If no codec can have encoded such a weight.
     """
     try:
         stored = SavedWeight(tuple(described["shape"]), described["dtype"], described["codec"], described["block"])
@@ -337,13 +329,9 @@ def _saved_weight(name: str, described: Any, path: Path) -> SavedWeight:
 
 
 class BaseWriter:
-    """Writes the tensors of a base, as they come.
+    """Writes tensors of a base to files of at most ``limit`` bytes, as they come.
 
-    It reports an error only at the end, since until then the other ranks need this one in collectives.
-
-    Args:
-        folder: The folder.
-        limit: Bytes that a file may have.
+    Errors are reported only by ``finish``: until then the other ranks need this one in collectives.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -358,14 +346,14 @@ class BaseWriter:
             self._error = str(failure)
 
     def add(self, tensors: dict[str, Tensor]) -> None:
-        """Put tensors into the current file, or into the next if they would make it too large."""
+        """Add tensors to the current file, or to a new one if they would make it too large."""
         nbytes = sum(tensor.nbytes for tensor in (*self._pending.values(), *tensors.values()))
         if self._pending and nbytes > self._limit:
             self._flush()
         self._pending |= tensors
 
     def finish(self, rest: dict[str, Tensor], stored: dict[str, SavedWeight]) -> str:
-        """Write the rest, and the index; return the error if there was one, else an empty string."""
+        """Write the rest, and the index; return the error, or an empty string."""
         for name, tensor in rest.items():
             self.add({name: tensor})
         self._flush()
@@ -419,9 +407,9 @@ class WeightIdentity(TypedDict):
 
 
 def describe_base(model: nn.Module) -> dict[str, WeightIdentity]:
-    """Return the codec and a few scales of each quantized weight, by names in the base. Collective.
+    """Return the codec and a few scales of each quantized weight, by names in the base, equal on all ranks. Collective.
 
-    All ranks get the same. Weights with a user-defined codec are left out: nothing says where its scales are.
+    Weights with a user-defined codec are left out: nothing says where its scales are.
     """
     known = {weight: names for weight, names in frozen_names(model).items() if isinstance(weight.codec, _SAMPLING)}
     weights = {names[0]: weight for weight, names in known.items()}
@@ -429,12 +417,12 @@ def describe_base(model: nn.Module) -> dict[str, WeightIdentity]:
 
 
 def check_base(model: nn.Module, saved: Mapping[str, WeightIdentity], where: str) -> None:
-    """Raise if the quantized weights of ``model`` are not those that :func:`describe_base` has described. Collective.
+    """Raise if the quantized weights of ``model`` differ from a description by :func:`describe_base`. Collective.
 
     Args:
         model: The model.
-        saved: The description that it returned; the same on all ranks.
-        where: What it was saved with, as the error names it.
+        saved: The description; the same on all ranks.
+        where: The checkpoint with the description, as the error names it.
 
     Raises:
         ValueError: If weights of the same codec have other values.
@@ -535,7 +523,7 @@ def save_frozen_params(
 
 @dataclass(frozen=True)
 class _Task:
-    """Arguments of :func:`save_frozen_params`, checked, and what is derived from them."""
+    """The checked arguments of :func:`save_frozen_params`."""
 
     folder: Path
     limit: int
@@ -666,8 +654,6 @@ def load_frozen_params(
 
 @dataclass(frozen=True)
 class _Quantized:
-    """A weight of the model, and this rank's chunk of the stored one."""
-
     candidate: FreezableWeight
     weight: FrozenWeight
     row: Tensor
@@ -675,8 +661,6 @@ class _Quantized:
 
 @dataclass(frozen=True)
 class _BaseContents:
-    """Contents of a base's files for a model, read but not yet put into the model."""
-
     index: str
     weights: list[_Quantized]
     others: list[tuple[ModelTensor, Tensor]]

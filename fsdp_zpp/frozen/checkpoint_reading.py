@@ -31,6 +31,7 @@ from .weight import FrozenWeight, ReadValues
 #
 # Safetensors files and their indexes. Whatever is read is validated; each error names the file and the remedy.
 
+# Dtypes by their names in files. Others, such as fp8, are left out: they need scales that are stored elsewhere.
 STORED_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -43,15 +44,11 @@ STORED_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Dtypes by their names in files. Others, such as fp8, are left out: they need scales that are stored elsewhere."""
 
-OTHER_FILES = "read different files from"
-"""What ranks did differently, for the error of :func:`fsdp_zpp.collectives.agreement.agree`."""
+OTHER_FILES = "read different files from"  # for the error of comm.agreement.agree
 _INDEX = ".safetensors.index.json"
-BASE_INDEX = f"frozen_base{_INDEX}"
-"""The index of a quantized base, which is no checkpoint in full precision."""
-_MODEL = ("model.safetensors", f"model{_INDEX}")
-"""The files that transformers looks for, in its order."""
+BASE_INDEX = f"frozen_base{_INDEX}"  # the index of a quantized base
+_MODEL = ("model.safetensors", f"model{_INDEX}")  # the files that transformers looks for, in its order
 
 
 @dataclass(frozen=True)
@@ -59,8 +56,7 @@ class TensorHeader:
     """Shape and dtype of a stored tensor.
 
     Attributes:
-        shape: The shape.
-        dtype: The dtype, or its name in the file if that is not in :data:`DTYPES`.
+        dtype: The dtype, or its name in the file if that is not in ``STORED_DTYPES``.
     """
 
     shape: tuple[int, ...]
@@ -88,7 +84,6 @@ class TensorFiles:
         return iter(self._files)
 
     def file_of(self, key: str) -> Path:
-        """Return the file of a tensor."""
         return self._files[key]
 
     def header(self, key: str) -> TensorHeader:
@@ -102,14 +97,14 @@ class TensorFiles:
         return TensorHeader(tuple(part.get_shape()), STORED_DTYPES.get(dtype, dtype))
 
     def slice(self, key: str) -> Any:
-        """Return a tensor that reads parts when it is indexed; they alias the file. Raises what :meth:`header` does."""
+        """Return a tensor that is read lazily, by indexing; the results alias the file. Raises as :meth:`header`."""
         file, keys = self._opened(self._files[key])
         if key not in keys:
             raise ValueError(f"{self._files[key]} has no {key}, which {self.source} lists in it; {self._remedy}")
         return file.get_slice(key)
 
     def values(self, key: str, first: int, last: int) -> Tensor:
-        """Read the flat values ``first`` to ``last - 1`` of a tensor, and of others only those in the same rows."""
+        """Read the flat values ``first`` to ``last - 1`` of a tensor, and only the rows that contain them."""
         part = self.slice(key)
         shape = torch.Size(part.get_shape())
         if len(shape) < 3:
@@ -123,10 +118,9 @@ class TensorFiles:
         return torch.cat(pieces)
 
     def read(self, key: str) -> Tensor:
-        """Copy a tensor, since what is read is mapped memory, which changes with the file."""
         self.slice(key)  # raises if the file lacks it, with the remedy
         whole: Tensor = self._opened(self._files[key])[0].get_tensor(key)
-        return whole.clone()
+        return whole.clone()  # the file's memory is mapped, and changes with the file
 
     def _opened(self, path: Path) -> tuple[safe_open, set[str]]:
         if path not in self._open:
@@ -136,7 +130,7 @@ class TensorFiles:
 
 
 def _values_of_rows(rows: Callable[[int, int], Tensor], columns: int, first: int, last: int) -> Tensor:
-    """Read the flat values ``first`` to ``last - 1`` of a matrix, by a function that reads some of its rows."""
+    """Read flat values of a matrix; ``rows(begin, end)`` reads some of its rows."""
     begin = first // columns
     return rows(begin, -(-last // columns)).reshape(-1)[first - begin * columns : last - begin * columns]
 
@@ -176,8 +170,7 @@ def read_index(path: Path, remedy: str) -> tuple[dict[str, Path], dict[str, obje
 
 
 def _is_inside(file: str) -> bool:
-    """Return whether a relative path stays inside its folder, by the rules of both POSIX and Windows."""
-    kinds = (PurePosixPath(file), PureWindowsPath(file))
+    kinds = (PurePosixPath(file), PureWindowsPath(file))  # an index may come from either system
     return bool(file) and all(not path.anchor and ".." not in path.parts for path in kinds)
 
 
@@ -186,9 +179,6 @@ def find_checkpoint(path: Path) -> Path:
 
     In a folder, it is ``model.safetensors`` or its index, as transformers writes and reads them; otherwise the only
     index or the only safetensors file that is not an adapter's.
-
-    Args:
-        path: The folder or file.
 
     Raises:
         ValueError: If there is no candidate, or more than one.
@@ -225,7 +215,6 @@ class ModelTensor:
     """A parameter or buffer, and all places where it is registered.
 
     Attributes:
-        tensor: The parameter or buffer.
         sites: The modules on which it is registered, with its name on each.
         paths: Its FQNs in the model.
         names: Its FQNs in the base; none if only adapters use it.
@@ -240,7 +229,7 @@ class ModelTensor:
 
     @property
     def name(self) -> str:
-        """Return its name in errors."""
+        """Return its name for errors."""
         return (self.names or self.paths)[0]
 
     @property
@@ -308,7 +297,7 @@ _TIED = "accelerate's init_empty_weights has left them as separate tensors; call
 
 
 def match_keys(model: nn.Module, keys: Collection[str], where: str, remedy: str) -> list[tuple[ModelTensor, list[str]]]:
-    """Return the tensors of ``model`` that files have, each with those of its names that are among ``keys``.
+    """Return the tensors of ``model`` that files have, each with its names among ``keys``.
 
     Args:
         model: The model; not sharded.
@@ -334,11 +323,7 @@ def match_keys(model: nn.Module, keys: Collection[str], where: str, remedy: str)
 
 
 def refuse_unfilled(model: nn.Module, tensors: Iterable[ModelTensor]) -> None:
-    """Raise if a non-persistent buffer of the base is on the meta device: no state dict has it, and so no file.
-
-    Raises:
-        ValueError: It names the buffer.
-    """
+    """Raise ValueError if a non-persistent buffer of the base is on the meta device: no file has it."""
     for tensor in tensors:
         if tensor.names and not tensor.persistent and tensor.tensor.is_meta:
             raise ValueError(
@@ -349,11 +334,7 @@ def refuse_unfilled(model: nn.Module, tensors: Iterable[ModelTensor]) -> None:
 
 
 def refuse_sharded_tensors(model: nn.Module, where: str) -> None:
-    """Raise if FSDP has sharded any part of ``model``.
-
-    Raises:
-        ValueError: It names that part.
-    """
+    """Raise ValueError, with the name of the part, if FSDP has sharded any part of ``model``."""
     for path, module in model.named_modules():
         sharded = isinstance(module, (FullyShardedDataParallel, FSDPModule))
         if sharded or any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
@@ -407,17 +388,14 @@ def _declared_ties(module: nn.Module) -> list[tuple[str, str]]:
 
 # ---- decoded files
 #
-# Tensors of a checkpoint, of which some are stored quantized: they are shown, and read, as what they decode to.
+# Tensors of a checkpoint, of which some are stored quantized: they are shown, and read, decoded.
 
+# Dtypes that have no meaning without scales.
 _DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu}
-"""Dtypes that have no meaning without scales."""
 
 
 class DecodedFiles:
-    """Tensors in files, with those that make up a quantized weight as one, under the weight's name.
-
-    Args:
-        files: The files.
+    """Tensors in files; the parts of a quantized weight are one tensor, under the weight's name.
 
     Raises:
         ValueError: If a quantized weight is incomplete, or the checkpoint is quantized in an unknown way.
@@ -452,7 +430,6 @@ class DecodedFiles:
         return self._stored[key].description if key in self._stored else "as it is"
 
     def file_of(self, key: str) -> Path:
-        """Return the file of a tensor."""
         return self._files.file_of(self._first(key))
 
     def header(self, key: str) -> TensorHeader:
@@ -490,16 +467,13 @@ class _Described:
         return iter(self._files)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
         return self._files.header(key).shape
 
     def dtype(self, key: str) -> torch.dtype | str:
-        """Return the dtype of a tensor, or its name if torch has none."""
         dtype = self._files.header(key).dtype
         return _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
 
     def read(self, key: str) -> Tensor:
-        """Return a tensor."""
         return self._files.read(key)
 
 
@@ -512,22 +486,17 @@ class _Described:
 # them. The matrices of a stack are put together as they are read.
 
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
+# For each stack, the stored matrices that form one of its matrices, top to bottom; the second way is Mixtral's.
 _PARTS = {
     "gate_up_proj": (("gate_proj.weight", "up_proj.weight"), ("w1.weight", "w3.weight")),
     "down_proj": (("down_proj.weight",), ("w2.weight",)),
 }
-"""For each stack, the stored matrices that form one of its matrices, top to bottom; the second way is Mixtral's."""
 
-_MIXTRAL = (".block_sparse_moe.", ".mlp.")
-"""The name of Mixtral's MoE layer in files and in models."""
+_MIXTRAL = (".block_sparse_moe.", ".mlp.")  # the name of Mixtral's MoE layer in files and in models
 
 
 class StackedFiles:
-    """Tensors in files, and stacks that are assembled from them.
-
-    Args:
-        files: The files.
-    """
+    """Tensors in files, and stacks that are assembled from them."""
 
     def __init__(self, files: DecodedFiles) -> None:
         self.source = files.source
@@ -550,11 +519,11 @@ class StackedFiles:
         )
 
     def description(self, key: str) -> str:
-        """Return how a tensor, or the first part of it, is stored, as text."""
+        """Return how a tensor, or its first part, is stored, as text."""
         return self._files.description(self.parts(key)[0])
 
     def file_of(self, key: str) -> object:
-        """Return the file of a tensor, or of the first part of it."""
+        """Return the file of a tensor, or of its first part."""
         return self._files.file_of(self.parts(key)[0])
 
     def header(self, key: str) -> TensorHeader:
@@ -577,7 +546,6 @@ class StackedFiles:
         return TensorHeader((len(matrices), sum(part.shape[0] for part in matrices[0]), *first.shape[1:]), first.dtype)
 
     def values(self, key: str, first: int, last: int) -> Tensor:
-        """Read the flat values ``first`` to ``last - 1`` of a tensor, fp32 if it is stored quantized."""
         if key in self._files or key not in self._stacks:
             return self._files.values(self.parts(key)[0], first, last)
         # All matrices have the shape of the first: the header says so.
@@ -592,7 +560,6 @@ class StackedFiles:
         return torch.cat(pieces)
 
     def read(self, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Copy a tensor, in ``dtype`` if it is stored quantized."""
         if key in self._files or key not in self._stacks:
             return self._files.read(self.parts(key)[0], dtype)
         matrices = self._stacks[key]
@@ -617,7 +584,7 @@ class StackedFiles:
 
 
 def _stacks_in(keys: Iterable[str]) -> dict[str, list[list[str]]]:
-    """Return for each stack that is stored in parts: the stored matrices that form each of its matrices."""
+    """Return the stored matrices that form each matrix of each stack."""
     experts: dict[str, dict[int, set[str]]] = {}
     for key in keys:
         if match := _EXPERT.fullmatch(key):
@@ -641,12 +608,12 @@ def _stacks_in(keys: Iterable[str]) -> dict[str, list[list[str]]]:
 
 logger = logging.getLogger("fsdp_zpp")
 
+# A safetensors file, an index of several, a folder with either, or a function of a tensor's name.
 Source = str | os.PathLike[str] | Callable[[str], Tensor]
-"""A safetensors file, an index of several, a folder with either, or a function of a tensor's name."""
 
 _REMEDY = "give a complete checkpoint of this model in safetensors, downloaded or converted again"
+# Values of two tied tensors that are compared at a time: embeddings may take gigabytes.
 _COMPARED = 2**22
-"""Values of each of two tensors that are compared at a time, which may be embeddings of gigabytes."""
 
 
 class WeightSource(Protocol):
@@ -726,7 +693,7 @@ class Checkpoint:
         return repr(self._headers)
 
     def _check_equal(self, model: nn.Module, one: str, other: str) -> None:
-        """Raise if two tensors that the model ties differ in the files: the model can have only one of their values."""
+        """Raise if two tensors that the model ties differ in the files."""
         shape = self._files.header(one).shape
         if not shape:
             same = torch.equal(self._files.read(one), self._files.read(other))
@@ -741,7 +708,7 @@ class Checkpoint:
             )
 
     def _warn_of_others(self, model: nn.Module) -> None:
-        """Warn of tensors that the model has no place for: the checkpoint may be of a larger model."""
+        # The checkpoint may be of a larger model.
         known = {key for tensor in model_tensors(model) for key in tensor.keys}
         known |= {name for names in frozen_names(model).values() for name in names}
         parts = {key: self._files.parts(key) for key in self._files.keys}

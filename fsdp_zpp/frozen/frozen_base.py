@@ -38,7 +38,7 @@ class FrozenReport:
 
     Attributes:
         model: The name of the model's class.
-        codec: How weights were quantized.
+        codec: The codec of the weights.
         placement: Which rank holds which chunk of them.
         weights: The number of weights that were quantized, tied ones counted once.
         parameters: The number of their values.
@@ -46,7 +46,7 @@ class FrozenReport:
         bytes_after: Bytes that this rank keeps of them.
         left: Names of frozen parameters that stay as they are, by the reason.
         parameters_left: The number of values of these parameters.
-        stored: The number of weights that were quantized already, and whose codes stay.
+        stored: The number of weights that were quantized already and keep their codes.
     """
 
     model: str
@@ -71,7 +71,6 @@ class FrozenReport:
 
     @property
     def _encoded(self) -> str:
-        """Return how weights are encoded, as text."""
         codec = codec_of_plain(self.codec)
         if isinstance(codec, AsStored) or self.stored == self.weights > 0:
             return "as stored"
@@ -85,7 +84,7 @@ def log_report(reports: list[FrozenReport]) -> None:
 
 
 def merge(reports: list[FrozenReport]) -> FrozenReport:
-    """Make one report of those on parts of a model, under the name of the last."""
+    """Merge the reports on parts of a model, under the name of the last."""
     first, last = reports[0], reports[-1]
     left: dict[str, tuple[str, ...]] = {}
     for report in reports:
@@ -119,8 +118,8 @@ def _size(nbytes: int) -> str:
 # model that is wrapped only once is gathered block by block, too; a module in neither is a unit of its own. Until then,
 # and for weights that are added later, each weight's codes are held separately.
 
+# The weights of each unit, by its name and their placement.
 Groups = dict[tuple[str, Placement], list[FrozenWeight]]
-"""The weights of each unit, by its name and their placement."""
 
 
 class FrozenBase:
@@ -131,7 +130,6 @@ class FrozenBase:
 
     Attributes:
         traffic: Bytes that its gathers have sent.
-        weights: All frozen weights.
         reports: Reports on what was quantized since the last log line.
     """
 
@@ -144,7 +142,7 @@ class FrozenBase:
 
     @classmethod
     def of(cls, model: nn.Module) -> FrozenBase:
-        """Return the base of ``model``, made anew if need be; it takes over the bases that parts of ``model`` have."""
+        """Return the base of ``model``, created if need be; it takes over the bases of parts of ``model``."""
         bases = cls.below(model)
         if len(bases) == 1:
             root = bases[0].root()
@@ -189,20 +187,19 @@ class FrozenBase:
         """Drop weights that are plain parameters again. Collective if other weights stay."""
         self.weights = [weight for weight in self.weights if weight not in weights]
         if self.weights:
-            self.make_units()  # anew: a payload shard that contains a dropped weight would keep its memory
+            self.make_units()  # again: a payload shard that contains a dropped weight would keep its memory
 
     def invalidate(self) -> None:
-        """Do nothing, since frozen weights don't change."""
+        pass  # frozen weights don't change
 
     def full_shard_units(self, is_outermost: bool) -> list[FullShardUnit]:
-        """Return what FULL_SHARD would communicate of the weights, in the dtype that they show."""
         return [
             FullShardUnit(w.shape.numel(), 0, w.dtype.itemsize, 0, not is_outermost, w.placement.mesh.topology)
             for w in self.weights
         ]
 
     def compute_device(self) -> torch.device | None:
-        """Return the device of the payloads, which are gathered where they are; None if no weights are left."""
+        # Payloads are gathered where they are.
         return self.weights[0].device if self.weights else None
 
     @property
@@ -217,7 +214,7 @@ class FrozenBase:
         return list({weight.holder: None for weight in self.weights if isinstance(weight.holder, FrozenUnit)})
 
     def make_units(self) -> None:
-        """Group all weights into units, by the shape that the model has now. Collective. See the top of this section.
+        """Group all weights into units, by the current shape of the model. Collective. See the top of this section.
 
         Raises:
             ValueError: If ranks have different weights, if ranks that hold the same part of a weight have different
@@ -240,7 +237,7 @@ class FrozenBase:
         """Make units, with all checks of a first use, unless there are some, and log nothing. Collective.
 
         Raises:
-            ValueError: Where :meth:`make_units` raises it.
+            ValueError: As :meth:`make_units`.
         """
         reports, self.reports = self.reports, []
         try:
@@ -291,7 +288,7 @@ def _check_agreement(model: str, groups: Groups) -> None:
 
 
 def _named_units(root: nn.Module) -> list[tuple[str, str, FrozenWeight]]:
-    """Return for each frozen weight below ``root``: its name, the name of its unit, and the weight."""
+    """Return the name, the unit's name and the weight of each frozen weight below ``root``."""
     modules = dict(root.named_modules())
     named = []
     for path, _, name, weight in frozen_sites(root):
@@ -315,8 +312,7 @@ def follow_strategy(module: nn.Module, mesh: ProcessMesh) -> None:
     """Reshard the frozen base of ``module``, if there is one, over ``mesh``. Collective. See the top of this section.
 
     Args:
-        module: The module that is about to be wrapped. Parts that are already wrapped stay where their strategies have
-            put them.
+        module: The module that is about to be wrapped. Bases of parts that are already wrapped stay where they are.
         mesh: The ranks of the strategy.
 
     Raises:
@@ -340,7 +336,7 @@ def follow_strategy(module: nn.Module, mesh: ProcessMesh) -> None:
 
 
 def holds_base(module: nn.Module) -> bool:
-    """Return whether a module has quantized weights, besides those of parts that are wrapped already."""
+    """Return whether a module has quantized weights outside of parts that are wrapped already."""
     return bool(_unplaced(module))
 
 
@@ -373,16 +369,13 @@ def _check_movable(weight: FrozenWeight, mesh: ProcessMesh) -> None:
 
 
 def _move(weight: FrozenWeight, placement: Placement) -> None:
-    """Re-cut the codes of a weight for another placement."""
     device = weight.device
     weight.holder = UngroupedPayload(weight.recut(_all_rows(weight), placement).to(device))
 
 
 def _all_rows(weight: FrozenWeight) -> Tensor:
-    """Gather all chunks of a weight by itself, uint8 [chunks, local_nbytes]. Collective.
-
-    Gathering its unit would make units, and the model does not have its final shape yet.
-    """
+    """Gather all chunks of a weight, uint8 [chunks, local_nbytes]. Collective."""
+    # Without its unit: gathering that would make units, and the model does not have its final shape yet.
     mesh, scope = weight.placement.mesh, weight.placement.scope
     row = weight.holder.local_payload(weight).view(1, -1)
     hops = (

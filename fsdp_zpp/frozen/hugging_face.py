@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fsdp_zpp")
 
+# Methods that look at the parameters of the object they are called on, or of their arguments.
 _LOOKING_AT_PARAMETERS = (
     ("peft.peft_model", "PeftModel", "__init__"),
     ("peft.peft_model", "PeftModel", "add_adapter"),
     ("peft.peft_model", "PeftModel", "get_nb_trainable_parameters"),
     ("peft.tuners.tuners_utils", "BaseTuner", "inject_adapter"),
 )
-"""Methods that look at the parameters of the object they are called on, or of their arguments."""
 _COMPUTING_WITH_PARAMETER = ("peft.tuners.lora.layer", "ParamWrapper", "_activate_lora")
 _MARK = "_fsdp_zpp_shows_frozen"
 
@@ -77,8 +77,7 @@ def show_to_peft() -> None:
 def shown_as_parameters(*models: object) -> Iterator[None]:
     """Register the frozen weights of ``models`` as parameters of their modules, in this context.
 
-    Args:
-        models: The models; objects that are not modules are skipped, so that any arguments of a call can be passed.
+    Objects that are not modules are skipped, so that any arguments of a call can be passed.
     """
     registered: list[tuple[FrozenModule, str]] = []
     for model in models:
@@ -95,11 +94,7 @@ def shown_as_parameters(*models: object) -> Iterator[None]:
 
 
 def refuse_lost_ties(model: nn.Module) -> None:
-    """Raise if a sharded model has tied adapters, whose tie FSDP does not keep.
-
-    Raises:
-        ValueError: It names the adapter.
-    """
+    """Raise ValueError if a sharded model has tied adapters: FSDP does not keep their tie."""
     modules = list(model.modules())
     if not any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in modules):
         return
@@ -271,7 +266,6 @@ def save_adapter(
 
 
 def _check(model: nn.Module, path: object, adapters: object) -> tuple[PeftModel, list[str]]:
-    """Return the PEFT model in ``model``, and the adapters of it to save."""
     check_module(model)
     check_folder(path)
     peft_model = peft_model_in(model)
@@ -303,9 +297,9 @@ def peft_model_in(model: nn.Module) -> PeftModel:
 
 
 def adapter_state(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """Gather full tensors of adapters and of everything trainable, by the names that PEFT gives them. Collective.
+    """Gather full tensors of adapters and of everything trainable, by PEFT's names for them. Collective.
 
-    Ranks of ``group`` other than the first get none but buffers.
+    Ranks of ``group`` other than the first get only buffers.
     """
     peft_model = peft_model_in(model)
     parameters = [tensor for tensor in adapter_tensors(model, peft_model) if not tensor.is_buffer]
@@ -328,29 +322,30 @@ def adapter_tensors(model: nn.Module, peft_model: PeftModel) -> list[TensorOfMod
 
 
 def path_of(peft_model: PeftModel, model: nn.Module) -> str:
-    """Return what names in ``model`` have before those in ``peft_model``, which is it or a part of it."""
+    """Return the prefix of ``peft_model``'s names within ``model``."""
     path = next(original_path(path) for path, module in model.named_modules() if module is peft_model)
     return f"{path}." if path else ""
 
 
 @contextmanager
 def as_plain(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[None]:
-    """Make ``peft_model.save_pretrained(..., state_dict=state)`` save what it would if it were plain, in this context.
+    """Make ``peft_model.save_pretrained(..., state_dict=state)`` work as if the model were plain, in this context.
 
     Args:
         peft_model: A sharded model.
-        state: The tensors that :func:`adapter_state` returned for it.
+        state: The result of :func:`adapter_state` for it.
     """
     with _original_paths(peft_model), _whole_prompts(peft_model, state):
         yield
 
 
 def _adapter_buffers(model: nn.Module, peft_model: PeftModel) -> dict[str, Tensor]:
-    """Copy the buffers of adapters (VeRA's, say), by all of their names; PEFT registers them under the adapter's."""
+    """Copy the buffers of adapters (VeRA's, say), by all of their names."""
     copies: dict[int, Tensor] = {}
     state = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
+            # PEFT registers them under the adapter's name.
             if buffer is None or name not in peft_model.peft_config or name in module._non_persistent_buffers_set:
                 continue
             if id(buffer) not in copies:
@@ -407,8 +402,8 @@ def on_first_rank(
     Args:
         tensors: The tensors, the same on all ranks.
         group: The ranks of the model.
-        all_names: Whether tied tensors are there by all of their names, each with a copy of its own, as in torch's full
-            state dicts; or by the first name alone.
+        all_names: Whether a tied tensor appears under all of its names, each with its own copy, as in torch's full
+            state dicts; otherwise under its first name alone.
     """
     first = None if group is None else dist.get_global_rank(group, 0)
     copies: dict[str, Tensor] = {}
@@ -421,23 +416,21 @@ def on_first_rank(
 
 # ---- decoded
 #
-# A frozen weight as a tensor of the model that can be had in full: its codes are gathered and decoded.
+# A frozen weight as a full tensor of the model: its codes are gathered and decoded.
 
 
 @dataclass(frozen=True)
 class DecodedWeight(FullTensor):
-    """The values of a frozen weight, decoded directly in the dtype that is asked for."""
+    """The values of a frozen weight, decoded directly in the requested dtype."""
 
     weight: FrozenWeight
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """Return the weight's shape."""
         return self.weight.shape
 
     @property
     def stored(self) -> torch.dtype:  # type: ignore[override]
-        """Return the dtype that the weight shows."""
         return self.weight.dtype
 
     def finish(self, out: Tensor | None, dtype: torch.dtype | None, to: int | None) -> Tensor | None:
@@ -452,7 +445,6 @@ class DecodedWeight(FullTensor):
 
 
 def decoded_weights_of(module: nn.Module) -> dict[str, DecodedWeight]:
-    """Return the frozen weights of a module itself, by their names in it."""
     return {name: DecodedWeight(weight) for name, weight in frozen_weights_of(module).items()}
 
 
@@ -465,16 +457,12 @@ def decoded_weights_of(module: nn.Module) -> dict[str, DecodedWeight]:
 
 
 def quantized_names(model: nn.Module) -> set[str]:
-    """Return the names of a model's quantized weights, as they were before it was wrapped."""
+    """Return the names of a model's quantized weights before it was wrapped."""
     return {parameter_name(path, name) for path, _, name, _ in frozen_sites(model)}
 
 
 def dequantized_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Copy the quantized weights, dequantized, to the CPU of the model's first rank, by all of their FQNs. Collective.
-
-    Args:
-        model: The model, sharded or not.
-    """
+    """Copy the dequantized weights to the CPU of the model's first rank, by all of their FQNs. Collective."""
     tensors = [tensor for tensor in tensors_of(model, decoded_weights_of) if isinstance(tensor.full, DecodedWeight)]
     return on_first_rank(tensors, ranks_of(model), all_names=True)
 
@@ -483,7 +471,7 @@ def dequantized_weights(model: nn.Module) -> dict[str, Tensor]:
 def with_quantized_weights(model: nn.Module) -> Iterator[None]:
     """Add the quantized weights, dequantized, to ``model.state_dict()`` in this context; each call is collective.
 
-    Only the model's first rank gets them, on the CPU, as the rank does to which full state dicts go.
+    Only the model's first rank gets them, on the CPU, as with torch's full state dicts.
     """
 
     def add(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object) -> None:

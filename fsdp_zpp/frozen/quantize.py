@@ -45,11 +45,7 @@ from .weight import FrozenWeight, Placement, ReadValues, Sliceable, place_base
 
 
 def refuse_infinite_values(values: Tensor, name: str, remedy: str) -> None:
-    """Raise if a tensor has NaN or infinite values.
-
-    Raises:
-        ValueError: It names the tensor and the ``remedy``.
-    """
+    """Raise ValueError, with the tensor's name and a ``remedy``, if it has NaN or infinite values."""
     if values.is_meta or not values.numel() or not values.is_floating_point():
         return
     # Both are NaN if any value is.
@@ -58,7 +54,7 @@ def refuse_infinite_values(values: Tensor, name: str, remedy: str) -> None:
 
 
 def finite_values(read: ReadValues, name: str, remedy: str) -> ReadValues:
-    """Wrap ``read`` so that it raises for NaN and infinite values, as :func:`refuse_infinite_values` does."""
+    """Wrap ``read`` so that it raises for NaN and infinite values."""
 
     def checked(first: int, last: int) -> Tensor:
         values = read(first, last)
@@ -69,13 +65,7 @@ def finite_values(read: ReadValues, name: str, remedy: str) -> ReadValues:
 
 
 class FiniteSlice:
-    """A slice of a file, which raises if values that are read from it are NaN or infinite.
-
-    Args:
-        of: The slice.
-        name: The tensor in errors.
-        remedy: What to do.
-    """
+    """A slice of a file that raises for NaN and infinite values."""
 
     def __init__(self, of: Sliceable, name: str, remedy: str) -> None:
         self._of, self._name, self._remedy = of, name, remedy
@@ -116,12 +106,10 @@ class FreezableWeight:
 
     @property
     def shape(self) -> torch.Size:
-        """Return the weight's shape, unpacked."""
-        return self.parameter.shape if self.packed is None else self.packed.shape
+        return self.parameter.shape if self.packed is None else self.packed.shape  # unpacked
 
     @property
     def name(self) -> str:
-        """Return the path of the weight, by its first module."""
         path, _, own_name = self.sites[0]
         return f"{path}.{own_name}".removeprefix(".")
 
@@ -139,36 +127,26 @@ class Selection:
     left: dict[str, list[tuple[str, nn.Parameter]]] = field(default_factory=dict)
 
     def leave(self, candidate: FreezableWeight, reason: str) -> None:
-        """Leave a weight that was chosen as it is."""
         self.chosen.remove(candidate)
         self.left.setdefault(reason, []).append((candidate.name, candidate.parameter))
 
     def leave_plain(self) -> None:
-        """Leave all weights that no library has packed: there are no codes of them to keep."""
+        """Leave all weights that no library has packed: they have no codes to keep."""
         for candidate in [each for each in self.chosen if each.packed is None]:
             self.leave(candidate, PLAIN)
 
     @property
     def left_names(self) -> dict[str, tuple[str, ...]]:
-        """Return the names of parameters that stay as they are, by the reason."""
         return {reason: tuple(name for name, _ in parameters) for reason, parameters in self.left.items()}
 
     def refuse_infinite(self) -> None:
-        """Raise if weights that are to be quantized have NaN or infinite values on this rank.
-
-        Raises:
-            ValueError: It names the weight.
-        """
+        """Raise ValueError if weights that are to be quantized have NaN or infinite values on this rank."""
         for candidate in self.chosen:
             if candidate.packed is None:
                 refuse_infinite_values(candidate.parameter.detach(), candidate.name, "load it again")
 
     def refuse_sharded(self, remedy: str) -> None:
-        """Raise if weights that would be quantized are sharded already, by FSDP or by another parallelism.
-
-        Raises:
-            ValueError: It names the first of them and the ``remedy``.
-        """
+        """Raise ValueError, with a ``remedy``, if weights to quantize are already sharded, by FSDP or otherwise."""
         if sharded := self.left.get(SHARDED):
             raise ValueError(f"{sharded[0][0]} is sharded by FSDP already; {remedy}")
         if sharded := self.left.get(OTHERWISE_SHARDED):
@@ -186,7 +164,7 @@ class Selection:
         gpus_per_node: int | None,
         facts: dict[str, object],
     ) -> None:
-        """Raise on every rank of ``group`` unless all ranks select the same by the same arguments. Collective.
+        """Raise on every rank of ``group`` unless all ranks select the same weights by the same arguments. Collective.
 
         Args:
             call: The public function that was called, for the error.
@@ -200,7 +178,7 @@ class Selection:
         """
         if group is None:
             return
-        # A size that was given differs from the same size by default: only the default one follows a strategy later.
+        # Distinguish an explicit size from an equal default: only the default may be changed by a strategy later.
         nodes = gpus_per_node or f"{launched_node_size(group)} (as launched)"
         chosen = {f"weight {c.name}": f"{c.parameter.dtype} {list(c.parameter.shape)}" for c in self.chosen}
         check_agreement(group, f"{call}({model_name(model)})", {"gpus_per_node": nodes} | facts | chosen)
@@ -215,7 +193,7 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), u
         ignored: Parameters that stay as they are.
         unpack: Whether to choose weights that other libraries have packed, too; see _torch_modules.py.
     """
-    reshard(model)  # what fully_shard has gathered of a parameter is a plain tensor, and the parameter still FSDP's
+    reshard(model)  # a parameter that fully_shard has gathered is a plain tensor, but still FSDP's
     selection, seen = Selection(), set()
     ignored_ids, adapters = {id(tensor) for tensor in ignored}, _adapter_modules(model)
     sites_of, sharded, under_fsdp = _sites_by_parameter(model), sharded_parameters(model), _under_fully_shard(model)
@@ -293,7 +271,7 @@ def _fits(module: nn.Module, name: str, shape: torch.Size) -> bool:
 
 
 def _sites_by_parameter(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
-    """Return for each parameter, by its id: the path of each of its modules, the module, and its name there."""
+    """Return the sites of each parameter (path, module and name), by its id."""
     sites: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -303,7 +281,7 @@ def _sites_by_parameter(model: nn.Module) -> dict[int, list[tuple[str, nn.Module
 
 
 def _adapter_modules(model: nn.Module) -> set[int]:
-    """Return the ids of the modules of PEFT's adapters: inactive ones are frozen, but are not part of the base."""
+    """Return the ids of the modules of PEFT's adapters: inactive ones are frozen, but not part of the base."""
     modules = set()
     for module in model.modules():
         for name in (*getattr(module, "adapter_layer_names", ()), "modules_to_save"):
@@ -317,11 +295,9 @@ def _adapter_modules(model: nn.Module) -> set[int]:
 #
 # Quantizes the parameters that were selected of a model, and puts frozen weights in their place.
 
-Encoded = tuple[FrozenWeight, Tensor]
-"""A frozen weight and its local payload."""
+Encoded = tuple[FrozenWeight, Tensor]  # a weight and its local payload
 
-MIN_NUMEL = 4096
-"""A weight with fewer values costs more in bookkeeping than it saves in memory."""
+MIN_NUMEL = 4096  # a weight with fewer values costs more in bookkeeping than it saves in memory
 
 
 @dataclass(frozen=True)
@@ -329,8 +305,6 @@ class FrozenOptions:
     """Arguments of :func:`quantize_frozen_params`, with their defaults resolved.
 
     Attributes:
-        codec: How weights are quantized.
-        placement: Which rank holds which chunk.
         device: The device that keeps the codes; None keeps each weight's codes on the weight's device.
         dtype: The dtype that weights dequantize to by default; None is each weight's own.
         broadcast: The group whose first rank has the right values; None if every rank has them.
@@ -429,11 +403,11 @@ def encode_candidate(
 
 
 def _stored_in_model(packed: PackedLinear, options: FrozenOptions, device: torch.device) -> StoredWeight:
-    """Return the codes that a packed weight has in the model, or in the first rank's. Collective."""
+    """Return the codes of a packed weight in the model, or in the first rank's. Collective."""
     stored = packed.stored
     if options.broadcast is None:
         return stored
-    # As in _reader: all of them, for each rank needs others.
+    # All of them, as in _reader: each rank needs others.
     whole = stored.records(0, stored.format.groups).to(device)
     dist.broadcast(whole, src=dist.get_global_rank(options.broadcast, 0), group=options.broadcast)
     return StoredWeight(stored.format, lambda first, last: whole[first:last])
@@ -523,13 +497,7 @@ def quantize_for(
 def left_to_shard(
     strategy: object, modules: Iterable[nn.Module], named: Iterable[tuple[str, nn.Parameter]]
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return which of some parameters FSDP is to shard: not those of layers that :func:`quantize_for` takes over.
-
-    Args:
-        strategy: The strategy.
-        modules: The modules that are about to be sharded.
-        named: Their parameters, with names.
-    """
+    """Return the ``named`` parameters of ``modules`` without those that :func:`quantize_for` takes over."""
     taken: set[int] = set()
     for module in modules if isinstance(strategy, Strategy) and strategy.frozen is not None else ():
         for layer in module.modules():
@@ -542,17 +510,13 @@ def left_to_shard(
 
 
 def prepare_frozen(root: nn.Module) -> None:
-    """Make the units of the frozen base below ``root``, with all checks of a first use, and log nothing. Collective.
-
-    Raises:
-        ValueError: Where :meth:`FrozenBase.make_units` raises it.
-    """
+    """Make the units of the frozen base below ``root``, as :meth:`FrozenBase.prepare` does. Collective."""
     for base in FrozenBase.below(root):
         base.prepare()
 
 
 def _log_base_on_host(model: str, bases: Sequence[FrozenBase], units: Sequence[StrategyUnit]) -> None:
-    """Log that a base does not lie on the nodes of its model's strategies, if links have decided on those."""
+    """Log that a base is not on the nodes of its model's strategies, if links have determined those nodes."""
     nodes = next((unit.ranks.topology for unit in units if unit.ranks.by_links and unit.ranks.rank == 0), None)
     placements = (weight.placement for base in bases for weight in base.weights)
     on_host = next((each for each in placements if each.scope != "N" and not each.by_name), None)
@@ -568,7 +532,7 @@ def _log_base_on_host(model: str, bases: Sequence[FrozenBase], units: Sequence[S
 
 
 def log_frozen(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> None:
-    """Log what was quantized for strategies; if nothing was, though they have a codec for it, log that and why."""
+    """Log what was quantized for strategies, or why nothing was."""
     bases = FrozenBase.below(root)
     for base in bases:
         base.log_reports()
@@ -711,9 +675,8 @@ def quantize_frozen_params(
 
 
 def _codec_of(codec: object) -> Codec:
-    """Return the codec that a name stands for; what is none is refused later, on all ranks."""
     given: Any = NAMED.get(codec, codec) if isinstance(codec, str) else codec
-    return given
+    return given  # _check_arguments raises, on all ranks, if it is no codec
 
 
 def _check_arguments(model: object, codec: object, min_numel: object, dtype: object) -> None:
@@ -730,8 +693,6 @@ def _check_arguments(model: object, codec: object, min_numel: object, dtype: obj
 
 @dataclass(frozen=True)
 class _QuantizedCheckpoint:
-    """Contents of a checkpoint for a model, read and quantized but not yet put into the model."""
-
     encoded: list[Encoded]
     others: list[tuple[ModelTensor, Tensor]]
     summary: str
@@ -770,7 +731,7 @@ def _read(
 
 
 def _stored(source: WeightSource, tensor: ModelTensor, codec: Codec) -> StoredWeight | None:
-    """Return a tensor as it is stored, if the codec is to keep it so."""
+    """Return a tensor as it is stored, if the codec keeps stored codes."""
     if not isinstance(codec, AsStored):
         return None
     try:

@@ -64,30 +64,25 @@ class Placement:
 
     @property
     def own_chunk(self) -> int:
-        """Return the chunk that this rank holds."""
         node, local = divmod(self.mesh.rank, self.mesh.topology.gpus_per_node)
         return {"N": 0, "I": local, "G": local * self.mesh.topology.nodes + node}[self.scope]
 
     @property
     def replicas(self) -> str:
-        """Return the scope for :func:`check_replicas`: ``I`` if nodes hold the same, ``N`` if all ranks do, else ``G``.
-
-        It may differ from the placement's scope: on nodes of one GPU, scope ``I`` puts the same on all ranks.
-        """
+        """Return the scope for ``check_replicas``: ``I`` if nodes hold the same, ``N`` if all ranks do, else ``G``."""
         topology = self.mesh.topology
-        if self.scope == "I" and topology.gpus_per_node == 1:
+        if self.scope == "I" and topology.gpus_per_node == 1:  # all ranks hold the same
             return "N"
         return "G" if topology.world == 1 or (self.scope == "I" and topology.nodes == 1) else self.scope
 
     def chunk_numel(self, numel: int, codec: Codec) -> int:
-        """Return how many of ``numel`` values are in a chunk; the last chunks may lie partly or wholly past the end."""
+        """Return how many of ``numel`` values are in a chunk; the last chunks may be partly or wholly past the end."""
         block = block_of(codec)
         return -(-numel // (self.chunks * block)) * block
 
 
 def block_of(codec: Codec) -> int:
-    """Return how many values must stay in one chunk: 16 for codecs without blocks, which keeps payloads aligned."""
-    return int(getattr(codec, "block", 16))
+    return int(getattr(codec, "block", 16))  # without blocks, 16 values keep payloads aligned
 
 
 def place_base(model: nn.Module, scope: str, group: dist.ProcessGroup | None, gpus_per_node: int | None) -> Placement:
@@ -110,11 +105,7 @@ def place_base(model: nn.Module, scope: str, group: dist.ProcessGroup | None, gp
 
 
 def _wrapping_mesh(model: nn.Module, group: dist.ProcessGroup) -> ProcessMesh | None:
-    """Return the mesh on ``group`` of the strategies that wrap parts of ``model``; None if there are none.
-
-    Raises:
-        ValueError: If their node sizes differ.
-    """
+    """Return the mesh on ``group`` of the strategies that wrap parts of ``model``; None if there are none."""
     units = (unit for unit in map(unit_of, model.modules()) if unit is not None and unit.ranks.group is group)
     meshes = {as_launched(unit.ranks) for unit in units}
     if len(meshes) > 1:
@@ -130,15 +121,13 @@ def _wrapping_mesh(model: nn.Module, group: dist.ProcessGroup) -> ProcessMesh | 
 #
 # One frozen weight: how its values become chunks of codes, one for each rank that shares it, and values again.
 
+# Codecs whose payloads can be cut into codes and scales for files, and assembled from them.
 Storable = Int8 | Int4 | NF4
-"""Codecs whose payloads can be cut into codes and scales and put together anew, for files."""
 
+# read(first, last): the flat values first to last - 1 of a weight, in any floating dtype, on any device.
 ReadValues = Callable[[int, int], Tensor]
-"""``read(first, last)`` returns the flat values ``first`` to ``last - 1`` of a weight, in any floating dtype, on any
-device."""
 
-_PIECE = 2**21
-"""Values that are read, and encoded, at a time."""
+_PIECE = 2**21  # values that are read, and encoded, at a time
 
 
 @contextmanager
@@ -153,11 +142,16 @@ def out_of_inference_mode() -> Iterator[None]:
 
 
 class PayloadHolder(Protocol):
-    """Holds the codes of one or more weights on this rank, and gathers them."""
+    """The holder of the codes of one or more weights on this rank, which also gathers them."""
 
-    def gathered_payload(self, weight: FrozenWeight, device: torch.device) -> Tensor: ...
+    def gathered_payload(self, weight: FrozenWeight, device: torch.device) -> Tensor:
+        """Return all chunks, uint8 [chunks, local_nbytes], on the device that computes. Collective.
 
-    def local_payload(self, weight: FrozenWeight) -> Tensor: ...
+        They are valid until the payload of another unit is requested.
+        """
+
+    def local_payload(self, weight: FrozenWeight) -> Tensor:
+        """Return this rank's chunk, uint8 [local_nbytes]; it may be a view."""
 
     def move(self, device: torch.device) -> None: ...
 
@@ -166,13 +160,13 @@ class PayloadHolder(Protocol):
 
 
 class Base(Communicator, Protocol):
-    """A base that a weight is part of: all frozen weights of a model."""
+    """All frozen weights of a model."""
 
     def make_units(self) -> None: ...
 
 
 class Sliceable(Protocol):
-    """A flat tensor, or the slice of a file, which reads what it is indexed with."""
+    """A flat tensor, or the slice of a file, which is read when it is indexed."""
 
     def __getitem__(self, index: slice, /) -> Tensor: ...
 
@@ -184,14 +178,13 @@ class FrozenWeight:
         name: Its name in errors, until units are made and its FQN in the model is known.
         shape: Its shape.
         dtype: The dtype it shows and dequantizes to by default; embeddings return it.
-        codec: How it is quantized.
+        codec: Its codec.
         placement: Which rank holds which chunk.
 
     Attributes:
         holder: Holds its codes, alone or with the other weights of its unit.
-        base: The base of its model.
         shown: The tensor that stands for it, if one is alive.
-        sampled: Some of its scales, once they were asked for.
+        sampled: Some of its scales, once they were requested.
     """
 
     holder: PayloadHolder
@@ -217,18 +210,10 @@ class FrozenWeight:
 
     @property
     def device(self) -> torch.device:
-        """Return the device that its codes are on."""
         return self.holder.device
 
     def codes_and_scales(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Cut chunks into all codes and scales, without padding.
-
-        Args:
-            rows: All chunks, uint8 [chunks, local_nbytes].
-
-        Returns:
-            Codes, flat uint8, and scales, fp32 [blocks].
-        """
+        """Split chunks, uint8 [chunks, local_nbytes], into codes, flat uint8, and scales, fp32 [blocks]."""
         assert isinstance(self.codec, Storable)
         layout, chunk = self.codec.layout, self.chunk_numel
         start = layout.scales_offset(chunk)
@@ -239,14 +224,9 @@ class FrozenWeight:
         return codes[: layout.codes_nbytes(blocks * layout.block)], scales[:blocks]
 
     def local_payload_from_slices(self, codes: Sliceable, scales: Sliceable) -> Tensor:
-        """Put this rank's chunk together from codes and scales.
+        """Return this rank's chunk, uint8 [local_nbytes] on the CPU, assembled from all codes and scales.
 
-        Args:
-            codes: All codes; only this rank's are read, so this may be a slice of a file, which reads lazily.
-            scales: All scales; this may be a slice of a file, too.
-
-        Returns:
-            The local payload, uint8 [local_nbytes] on the CPU.
+        Only this rank's part of them is read, so they may be lazy slices of files.
         """
         assert isinstance(self.codec, Storable)
         layout = self.codec.layout
@@ -264,15 +244,7 @@ class FrozenWeight:
         return row
 
     def recut(self, rows: Tensor, placement: Placement) -> Tensor:
-        """Set another placement, and put this rank's chunk together anew.
-
-        Args:
-            rows: All chunks, uint8 [chunks, local_nbytes].
-            placement: The placement.
-
-        Returns:
-            The local payload, uint8 [local_nbytes], on the device of ``rows``.
-        """
+        """Set another placement, and cut this rank's chunk, uint8 [local_nbytes], out of all chunks."""
         assert isinstance(self.codec, BlockCodec)
         before = self.chunk_numel
         self.place(placement)
@@ -282,11 +254,7 @@ class FrozenWeight:
         return row[0]
 
     def encode(self, read: ReadValues, device: torch.device) -> Tensor:
-        """Quantize this rank's chunk; no other values are read.
-
-        Returns:
-            The local payload, uint8 [local_nbytes] on ``device``.
-        """
+        """Quantize this rank's chunk, uint8 [local_nbytes] on ``device``; no other values are read."""
 
         def encoded(first: int, last: int, padded: int) -> Tensor:
             values = read(first, last).detach().to(device) if first < last else torch.zeros(0, device=device)
@@ -306,11 +274,11 @@ class FrozenWeight:
         return self._in_pieces(kept, device)
 
     def _in_pieces(self, make: Callable[[int, int, int], Tensor], device: torch.device) -> Tensor:
-        """Return this rank's chunk, of pieces of whole blocks, so that no more than a piece is in memory otherwise.
+        """Assemble this rank's chunk from pieces of whole blocks, so that only one piece takes extra memory.
 
         Args:
-            make: Returns the payload of values ``first`` to ``last - 1``, and of what completes their last block:
-                ``make(first, last, padded)`` is uint8 [1, nbytes(padded)].
+            make: ``make(first, last, padded)`` is the payload, uint8 [1, nbytes(padded)], of the values ``first`` to
+                ``last - 1`` and of the padding of their last block.
             device: The device of the chunk.
         """
         codec, numel = self.codec, self.shape.numel()
@@ -334,12 +302,7 @@ class FrozenWeight:
     def dequantize(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
         """Dequantize the whole weight for a computation on ``device``. Collective over the ranks of its placement.
 
-        Args:
-            dtype: The dtype of the result. Default: the weight's.
-            device: The device that computes. Default: the one that the codes are on.
-
-        Returns:
-            A new tensor of the weight's shape.
+        The dtype and the device default to those of the weight and its codes.
         """
         return self.dense(dtype or self.dtype, device or self.device)
 
@@ -368,31 +331,24 @@ class FrozenWeight:
 
 
 class UngroupedPayload:
-    """Holds the local payload of one weight that is in no unit yet. See the notes on bases in frozen_base.py.
-
-    Args:
-        row: The local payload, uint8 [local_nbytes].
-    """
+    """The local payload, uint8 [local_nbytes], of one weight that is in no unit yet. See frozen_base.py."""
 
     def __init__(self, row: Tensor) -> None:
         self._row = row
 
     @property
     def device(self) -> torch.device:
-        """Return the device that the codes are on."""
         return self._row.device
 
     def move(self, device: torch.device) -> None:
-        """Move the codes to another device."""
         self._row = self._row.to(device)
 
     def local_payload(self, weight: FrozenWeight) -> Tensor:
-        """Return this rank's chunk of the weight, uint8 [local_nbytes]."""
         return self._row
 
     def gathered_payload(self, weight: FrozenWeight, device: torch.device) -> Tensor:
-        """Make the units of the base, and gather the one that has the weight. Collective."""
-        with out_of_inference_mode():  # the first use may be in inference mode, and payload shards outlive it
+        # The first use makes the units of the base. It may be in inference mode, and payload shards outlive it.
+        with out_of_inference_mode():
             weight.base.make_units()
         return weight.holder.gathered_payload(weight, device)
 
@@ -428,21 +384,17 @@ class Gathered(Protocol):
 
 
 class _Place(NamedTuple):
-    """A unit's place in a buffer: all of it, and the parts that it splits it into."""
-
     gathered: Tensor
-    parts: Sequence[Tensor]
+    parts: Sequence[Tensor]  # views of gathered, one for each weight
 
 
 @dataclass
 class _Buffer:
-    """Memory for one gathered unit, kept from unit to unit: allocations that cross streams fragment the memory.
-
-    A unit comes back to the same memory in every step, so its place is made once.
-    """
+    """Memory for one gathered unit, kept from unit to unit: allocations that cross streams fragment the memory."""
 
     memory: Tensor | None = None
     unit: Gathered | None = None
+    # Kept, since a unit comes back to the same memory in every step.
     places: dict[Gathered, _Place] = field(default_factory=dict)
     parts: Sequence[Tensor] = ()
     ready: torch.cuda.Event | None = None
@@ -484,17 +436,15 @@ class DoubleBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Return how many bytes both buffers take."""
         return sum(b.memory.nbytes for b in (self._current, self._other) if b.memory is not None)
 
     def drop(self, unit: Gathered) -> None:
-        """Drop what is gathered of ``unit``, so that the next request gathers it again."""
         for buffer in (self._current, self._other):
             if buffer.unit is unit:
                 buffer.unit, buffer.parts = None, ()
 
     def _switch(self, unit: Gathered) -> None:
-        """Make ``unit`` the current one, and prefetch the one that is expected after it."""
+        """Make ``unit`` the current one, and prefetch the expected next one."""
         before, last = self._previous, self._current.unit
         if last is not None:
             if before is not None:
@@ -533,7 +483,7 @@ class DoubleBuffer:
 
 
 class FrozenUnit:
-    """A payload shard of some weights, which it takes over from their holders.
+    """A payload shard of some weights, which takes over the chunks that their holders have.
 
     Args:
         label: Names the unit in profiles.
@@ -561,7 +511,6 @@ class FrozenUnit:
 
     @property
     def device(self) -> torch.device:
-        """Return the device that the payload shard is on."""
         return self._shard.device
 
     @property
@@ -575,22 +524,16 @@ class FrozenUnit:
         return self.placement.chunks, self.local_nbytes
 
     def move(self, device: torch.device) -> None:
-        """Move the payload shard to another device."""
         self._buffers.drop(self)  # what they have gathered is on the old device
         with out_of_inference_mode():  # they outlive the forward that a move may be part of
             self._hold(self._shard.to(device))
 
     def local_payload(self, weight: FrozenWeight) -> Tensor:
-        """Return this rank's chunk of a weight, uint8 [local_nbytes]; a view of the payload shard."""
         # A secondary shard has a row from each node; this rank's own is that of its node.
         node = self.placement.mesh.rank // self.placement.mesh.topology.gpus_per_node if self._crossed else 0
         return self._held[self._places[weight]][node]
 
     def gathered_payload(self, weight: FrozenWeight, device: torch.device) -> Tensor:
-        """Return all chunks of a weight, uint8 [chunks, local_nbytes], on the device that computes. Collective.
-
-        They are valid until the payload of another unit is asked for.
-        """
         if self._shard.is_cpu and device.type != "cpu":
             # FSDP moves a model to its device past Module._apply, so nothing has moved the codes with it.
             self.move(device)
@@ -600,7 +543,7 @@ class FrozenUnit:
         return parts[self._places[weight]]
 
     def split(self, gathered: Tensor) -> Sequence[Tensor]:
-        """Return the part of each weight in rows of the payload: views, uint8 [rows, local_nbytes of the weight]."""
+        """Return each weight's part of gathered rows, uint8 [rows, local_nbytes of the weight]; a view."""
         return gathered.split(self._nbytes, dim=1)
 
     def gather(self, out: Tensor) -> None:
@@ -615,7 +558,6 @@ class FrozenUnit:
         self._crossed = True
 
     def _hold(self, shard: Tensor) -> None:
-        """Hold another tensor as the payload shard, or as the secondary shard."""
         self._shard, self._held = shard, self.split(shard)
         for codec in {weight.codec for weight in self.weights}:
             codec.prepare_decode(shard.device)

@@ -17,6 +17,7 @@ from .floats import FourBit, Fp8, Int8Rows, Mxfp4, Nvfp4
 from .format import REMEDY, Known, StoredFormat, StoredTensors, refuse_unknown, setting
 from .integers import Awq, Gptq, PackedIntegers, PlainIntegers
 
+# The settings and formats of each quant_method. Without a quant_method, all formats are looked for.
 FORMATS: dict[str, tuple[Known, tuple[type[StoredFormat], ...]]] = {
     "fp8": (floats.FP8_SETTINGS, (Fp8,)),
     "fbgemm_fp8": (floats.FBGEMM_SETTINGS, (Fp8,)),
@@ -26,17 +27,16 @@ FORMATS: dict[str, tuple[Known, tuple[type[StoredFormat], ...]]] = {
     "awq": (integers.AWQ_SETTINGS, (Awq,)),
     "compressed-tensors": (format.COMPRESSED_TENSORS_SETTINGS, (PackedIntegers, PlainIntegers, Nvfp4, Fp8)),
 }
-"""The settings and formats of each ``quant_method``. The formats of all are looked for where nothing names one."""
 
+# Ends of the names of tensors that belong to the codes of a weight.
 _OF_CODES = ("scale", "scale_inv", "scale_2", "global_scale", "zero_point", "g_idx", "packed")
-"""Ends of the names of tensors that have no meaning without the codes of a weight, or codes without them."""
 
 
 def read_config(source: Path) -> dict[str, Any]:
-    """Return the ``quantization_config`` of the ``config.json`` beside a checkpoint's file; empty if there is none.
+    """Return the ``quantization_config`` of the ``config.json`` in a checkpoint's folder; empty if there is none.
 
     Raises:
-        ValueError: If that file is broken, has something else there, or names a method that is unknown.
+        ValueError: If that file is broken, or names an unknown method.
     """
     path = source.parent / "config.json"
     if not path.is_file():
@@ -69,11 +69,7 @@ def read_config(source: Path) -> dict[str, Any]:
 
 
 def find_stored(tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
-    """Return the weights that are stored quantized, by name.
-
-    Args:
-        tensors: The tensors of a checkpoint.
-        config: What :func:`read_config` returned.
+    """Return the weights that are stored quantized, by name; ``config`` is the result of :func:`read_config`.
 
     Raises:
         ValueError: If one is incomplete, or its tensors don't fit each other.
@@ -92,10 +88,8 @@ def find_stored(tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, 
 
 
 def _configs(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield each ``quantization_config`` of ``config.json``; models of several parts have one in a part's mapping.
-
-    Older versions of compressed-tensors call it ``compression_config``.
-    """
+    """Yield each ``quantization_config`` of ``config.json``; models of several parts have one in a part's mapping."""
+    # Older versions of compressed-tensors call it compression_config.
     own = [setting(content, key, dict) for key in ("quantization_config", "compression_config")]
     if any(own):
         yield from (each for each in own if each)
@@ -106,11 +100,7 @@ def _configs(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _refuse_unread(tensors: StoredTensors, found: Mapping[str, StoredFormat]) -> None:
-    """Raise if a weight has scales or codes that no format has read: it would be taken for what it is not.
-
-    Raises:
-        ValueError: It names the tensor.
-    """
+    """Raise ValueError if a weight has scales or codes that no format has read."""
     read = {key for stored in found.values() for key in stored.keys.values()}
     for key in tensors:
         weight = next((key.removesuffix(f"_{end}") for end in _OF_CODES if key.endswith(f".weight_{end}")), "")

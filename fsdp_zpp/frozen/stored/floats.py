@@ -40,19 +40,14 @@ from .format import (
 #
 # Values of 4-bit floats (e2m1), two in a byte, as mxfp4 and nvfp4 have them.
 
+# Values of the lower three bits of a code; the fourth is the sign (OCP Microscaling Formats, section 5.3.3).
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of the lower three bits of a code; the fourth is the sign (OCP Microscaling Formats, section 5.3.3)."""
 
 
 def unpack_fp4(octets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Unpack values along the last dimension, those in the lower bits of a byte first.
+    """Unpack values along the last dimension, the lower bits of a byte first: uint8 [..., bytes] to [..., bytes * 2].
 
-    Args:
-        octets: uint8 [..., bytes].
-        dtype: The dtype of the result; every floating dtype of 16 bits or more holds these values exactly.
-
-    Returns:
-        The values, [..., bytes * 2].
+    Every floating dtype of 16 bits or more holds these values exactly.
     """
     # Both codes of a byte at once: one look-up takes half the time of two.
     return torch.nn.functional.embedding(octets.int(), _pairs(dtype, octets.device)).flatten(-2)
@@ -86,12 +81,10 @@ def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
 # Shapes only have to fit that. If the configuration says nothing, shapes decide, and are refused if they leave it open.
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
-_E8M0 = (torch.float8_e8m0fnu, torch.uint8)
-"""Dtypes of scales that are powers of two. A uint8 has the bits of an e8m0."""
+_E8M0 = (torch.float8_e8m0fnu, torch.uint8)  # scales that are powers of two; a uint8 has the bits of an e8m0
 _SCALES = (torch.float32, torch.bfloat16, torch.float16, *_E8M0)
 _SUFFIXES = ("_scale_inv", "_scale")
-_UNBLOCKED = 128
-"""Rows in a group where blocks don't say it."""
+_UNBLOCKED = 128  # rows in a group if blocks don't determine it
 _CODE_NAMES = {
     **dict.fromkeys(("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn"), CODES[0]),
     **dict.fromkeys(("e5m2", "float8_e5m2"), CODES[1]),
@@ -99,6 +92,7 @@ _CODE_NAMES = {
 
 _LAYERS: Known = dict.fromkeys(("modules_to_not_convert", "modules_to_convert", "ignored_layers", "ignore"))
 _ACTIVATIONS: Known = dict.fromkeys(("activation_scheme", "activation_scale_ub", "kv_cache_scheme"))
+# The known settings of fp8, as DeepSeek, transformers and AutoFP8 write them.
 FP8_SETTINGS: Known = {
     **_LAYERS,
     **_ACTIVATIONS,
@@ -109,21 +103,14 @@ FP8_SETTINGS: Known = {
     "scale_fmt": ("float", "ue8m0"),
     "expert_dtype": ("fp8",),
 }
-"""The known settings of ``fp8``, as DeepSeek, transformers and AutoFP8 write them."""
 FBGEMM_SETTINGS: Known = {**_LAYERS, **_ACTIVATIONS, "quant_method": None, "dequantize": None}
 
-Block = tuple[int | None, int | None]
-"""Rows and columns that share a scale; None for all that a matrix has."""
+Block = tuple[int | None, int | None]  # rows and columns that share a scale; None for all of a matrix
 
 
 @dataclass(frozen=True, eq=False)
 class Fp8(StoredFormat):
-    """A matrix, or a stack of matrices, in fp8.
-
-    Attributes:
-        code_dtype: The dtype of the codes.
-        block: Rows and columns that share a scale.
-    """
+    """A matrix, or a stack of matrices, in fp8; ``block`` has the rows and columns that share a scale."""
 
     name: ClassVar[str] = "fp8"
 
@@ -173,9 +160,9 @@ class Fp8(StoredFormat):
 
     @cached_property
     def _rows(self) -> int:
-        """Return how many rows of matrices that are put one below the other are in a group."""
+        # Rows of a group, with the matrices of a stack one below the other. No block spans two matrices of a stack, so
+        # if a matrix ends within a block, a group is a matrix.
         height, rows = self.block[0], self.shape[-2]
-        # No block spans two matrices of a stack, so if a matrix ends within a block, a group is a matrix.
         return height if len(self.shape) == 2 or rows % height == 0 else rows
 
     @cached_property
@@ -239,11 +226,9 @@ class Fp8(StoredFormat):
 
 
 def stated_block(config: Mapping[str, Any], scheme: Scheme | None) -> Block | None:
-    """Return the rows and columns that share a scale by the configuration; None if it does not say it.
+    """Return the rows and columns that share a scale by the configuration; None if it does not determine them.
 
-    Args:
-        config: ``quantization_config``.
-        scheme: The weight's scheme by compressed-tensors' ``config_groups``, if they have one.
+    ``scheme`` is the weight's scheme by compressed-tensors' ``config_groups``.
 
     Raises:
         ValueError: If scales of that kind can't be read.
@@ -269,11 +254,11 @@ def block_of(shape: torch.Size, scales: tuple[int, ...], stated: Block | None, k
     Args:
         shape: The shape of the weight.
         scales: The shape of the scales.
-        stated: The rows and columns by the configuration; None if it says nothing.
+        stated: The block by the configuration; None if it does not determine it.
         key: The name of the scales.
 
     Raises:
-        ValueError: If the scales don't fit the weight or what the configuration states, or nothing says which they are.
+        ValueError: If the scales don't fit the weight or the configuration, or the block is ambiguous.
     """
     rows, columns = shape[-2:]
     single = torch.Size(scales).numel() == 1
@@ -296,7 +281,7 @@ def block_of(shape: torch.Size, scales: tuple[int, ...], stated: Block | None, k
 
 
 def _grid(shape: torch.Size, scales: tuple[int, ...]) -> tuple[int, int] | None:
-    """Return how many scales a matrix has below and beside each other; None if they are of another weight."""
+    """Return the numbers of scales in a column and in a row of a matrix; None if they are of another weight."""
     matrices = len(shape) - 2
     if scales[:matrices] != shape[:-2] or not matrices <= len(scales) <= len(shape):
         return None
@@ -305,13 +290,12 @@ def _grid(shape: torch.Size, scales: tuple[int, ...]) -> tuple[int, int] | None:
 
 
 def _grid_of(block: Block, rows: int, columns: int) -> tuple[int, int]:
-    """Return how many blocks a matrix has; those at its ends may be smaller."""
+    """Return the numbers of blocks in a column and in a row; the last ones may be smaller."""
     height, width = block[0] or rows, block[1] or columns
     return -(-rows // height), -(-columns // width)
 
 
 def _only_block(shape: torch.Size, scales: tuple[int, ...], grid: tuple[int, int], key: str) -> Block:
-    """Return the block, if shapes allow only one."""
     rows, columns = shape[-2:]
     heights, widths = _sizes(rows, grid[0]), _sizes(columns, grid[1])
     if not heights or not widths:
@@ -329,7 +313,7 @@ def _only_block(shape: torch.Size, scales: tuple[int, ...], grid: tuple[int, int
 
 
 def _sizes(length: int, parts: int) -> range:
-    """Return the sizes of blocks that divide ``length`` into ``parts``, the last of which may be smaller."""
+    """Return the possible sizes of blocks that divide ``length`` into ``parts``, the last of which may be smaller."""
     if parts == 1:
         return range(length, length + 1)
     if not 1 < parts <= length:
@@ -342,7 +326,6 @@ def _span(sizes: range) -> str:
 
 
 def _scale_of(key: str, dtype: torch.dtype, tensors: StoredTensors) -> str:
-    """Return the name of a weight's scales."""
     names = [key + suffix for suffix in _SUFFIXES]
     if key.endswith(".weight"):
         names.append(key.removesuffix("weight") + "scale")
@@ -355,7 +338,7 @@ def _scale_of(key: str, dtype: torch.dtype, tensors: StoredTensors) -> str:
 
 
 def _check_dtypes(key: str, dtype: torch.dtype, scale: str, tensors: StoredTensors, config: Mapping[str, Any]) -> None:
-    """Raise if codes or scales have another dtype than can be read, or than the configuration states."""
+    """Raise if the dtypes of codes or scales can't be read, or differ from the configuration's."""
     code_name, scale_name = setting(config, "fmt", str), setting(config, "scale_fmt", str)
     if code_name is not None and _CODE_NAMES.get(code_name.lower()) != dtype:
         refuse_misfit(key, dtype, f"{code_name}, as config.json says in fmt")
@@ -386,15 +369,12 @@ MXFP4_SETTINGS: Known = dict.fromkeys(("quant_method", "modules_to_not_convert",
 
 
 def decode_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Decode rows of matrices.
+    """Decode rows of matrices, [..., rows, in].
 
     Args:
         blocks: uint8 [..., rows, in / 32, 16].
         scales: e8m0, or uint8 with its bits, [..., rows, in / 32].
         dtype: The dtype of the result. transformers multiplies in it; fp32 and bf16 hold the products exactly.
-
-    Returns:
-        The values, [..., rows, in].
     """
     factors = scales.view(torch.float8_e8m0fnu).to(dtype)
     return (unpack_fp4(blocks, dtype) * factors.unsqueeze(-1)).flatten(-2)
@@ -402,8 +382,6 @@ def decode_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Mxfp4(StoredFormat):
-    """A stack of matrices in mxfp4."""
-
     name: ClassVar[str] = "mxfp4"
 
     @classmethod
@@ -476,15 +454,12 @@ _NVFP4_BLOCK = 16
 
 
 def decode_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Decode rows of a weight, or of each weight of a stack.
+    """Decode rows of a weight, or of each weight of a stack, fp32 [..., rows, in].
 
     Args:
         packed: uint8 [..., rows, in / 2].
         scale: float8_e4m3fn [..., rows, in / 16].
         global_scale: fp32 [..., 1].
-
-    Returns:
-        The values, fp32 [..., rows, in].
     """
     scales = scale.float() / global_scale.float().unsqueeze(-1)
     values = unpack_fp4(packed, torch.float32)
@@ -493,7 +468,7 @@ def decode_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Nvfp4(StoredFormat):
-    """A matrix in ``nvfp4-pack-quantized``; a group is a row, whose record has the global scale, too."""
+    """A matrix in ``nvfp4-pack-quantized``; a group is a row, whose record includes the global scale."""
 
     name: ClassVar[str] = "compressed-tensors' nvfp4-pack-quantized"
 
@@ -569,15 +544,14 @@ BITSANDBYTES_SETTINGS: Known = {
     "bnb_4bit_quant_type": ("nf4", "fp4"),
 }
 _FP4 = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
+# The value of each code, as a fraction of the block's scale.
 TABLES = {"nf4": LEVELS, "fp4": (*_FP4, *(-level for level in _FP4))}
-"""The value of each code, as a fraction of the block's scale."""
 
 _STATE = ".quant_state.bitsandbytes__"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORAGE = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
 _READ_KEYS = {"shape", "blocksize", "dtype", "nested_blocksize", "nested_offset"}
-_RECIPROCAL = 7.874015718698502e-3
-"""1 / 127, as bitsandbytes rounds it."""
+_RECIPROCAL = 7.874015718698502e-3  # 1 / 127, as bitsandbytes rounds it
 
 
 @dataclass(frozen=True, eq=False)
@@ -587,8 +561,8 @@ class FourBit(StoredFormat):
     Attributes:
         kind: ``nf4`` or ``fp4``.
         block: Values that share a scale.
-        nested_block: Scales that share a scale of theirs; 0 if they are fp32.
-        offset: What is added to each scale then.
+        nested_block: Scales that share a scale of their own; 0 if they are fp32.
+        offset: Added to each such scale.
     """
 
     name: ClassVar[str] = "bitsandbytes"
@@ -682,7 +656,7 @@ class FourBit(StoredFormat):
         return self.layout.pack(last - first, codes=codes, scale=scales)
 
     def _nested(self, parts: Parts, scales: Tensor, first: int) -> Tensor:
-        """Return the fp32 values of scales that are quantized, of which the first is number ``first``."""
+        """Return the fp32 values of quantized scales; ``first`` is the number of the first."""
         size = self.nested_block
         of = torch.arange(first, first + len(scales), device=scales.device) // size - first // size
         absmax = parts["nested_absmax"][first // size : -(-(first + len(scales)) // size)]
@@ -763,13 +737,13 @@ class Int8Rows(StoredFormat):
 
 @functools.cache  # there are two tables, and few devices
 def _table_on(kind: str, device: torch.device) -> Tensor:
-    """Return a table of :data:`TABLES` on a device; the CPU waits only for the first copy to a GPU."""
+    # Cached, so that the CPU waits only for the first copy to a GPU.
     with torch.inference_mode(False):
         return torch.tensor(TABLES[kind], device=device)
 
 
 def _bytes_of(part: Any, first: int, last: int) -> Tensor:
-    """Return bytes ``first`` to ``last - 1`` of a tensor whose elements may have several, uint8."""
+    """Return bytes ``first`` to ``last - 1`` of a tensor with elements of any size, uint8."""
     is_tensor = isinstance(part, Tensor)
     shape = tuple(part.shape if is_tensor else part.get_shape())
     flat = shape[0] != 1 or len(shape) == 1

@@ -23,19 +23,12 @@ from fsdp_zpp.codecs.codec import BlockCodec, Codec, Place
 # A group decodes on its own, and all groups of a weight have records of one length. So a chunk of a weight is a row of
 # records, and a part of one is a slice.
 
-_FIELD_ALIGNMENT = 4
-"""Bytes that records start at multiples of, for their scales."""
+_FIELD_ALIGNMENT = 4  # records start at multiples of these bytes, for their scales
 
 
 @dataclass(frozen=True)
 class Field:
-    """Some of the bytes of a record.
-
-    Attributes:
-        name: What they are.
-        dtype: Their dtype, of at most 4 bytes.
-        shape: How many there are in a record, as the shape in which they are read.
-    """
+    """A part of a record, in a dtype of at most 4 bytes; ``shape`` is its shape in one record."""
 
     name: str
     dtype: torch.dtype
@@ -43,44 +36,31 @@ class Field:
 
     @property
     def nbytes(self) -> int:
-        """Return how many bytes they take."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """Places of the fields in a record, one after the other."""
+    """The offsets of the fields in a record, one after the other."""
 
     fields: tuple[Field, ...]
 
     @property
     def nbytes(self) -> int:
-        """Return the length of a record."""
         return sum(_aligned(field.nbytes) for field in self.fields)
 
     def get(self, records: Tensor, name: str) -> Tensor:
-        """Return a field of each record.
+        """Return a view of a field of each record, [records, *shape] in the field's dtype.
 
-        Args:
-            records: uint8 [records, nbytes]; they may lie apart, each is contiguous.
-            name: The field.
-
-        Returns:
-            Its values, [records, *shape] in its dtype; a view.
+        The records, uint8 [records, nbytes], need not follow each other; each is contiguous.
         """
         start, field = self._place(name)
         return records[:, start : start + field.nbytes].view(field.dtype).unflatten(1, field.shape)
 
     def pack(self, count: int, **values: Tensor) -> Tensor:
-        """Return records of all fields.
+        """Return ``count`` records, uint8 [count, nbytes], from the values of each field in the order of the records.
 
-        Args:
-            count: The number of records.
-            **values: For each field, its values in the order of the records, in its dtype. If there are fewer, zeros
-                complete them: the last group may have fewer rows than the others.
-
-        Returns:
-            uint8 [count, nbytes].
+        Zeros complete missing values: the last group may have fewer rows than the others.
         """
         records = next(iter(values.values())).new_zeros((count, self.nbytes), dtype=torch.uint8)
         for name, given in values.items():
@@ -111,13 +91,12 @@ def _aligned(nbytes: int) -> int:
 #
 # The codec of a weight that stays as it is stored: chunks are rows of records, which its format decodes.
 
-_RECORD_ALIGNMENT = 16
-"""Bytes that the chunks of a unit's weights start at multiples of, whichever codec has the next one."""
+_RECORD_ALIGNMENT = 16  # chunks of a unit's weights start at multiples of these bytes, whichever codec the next one has
 
 
 @dataclass(frozen=True)
 class StoredCodec(BlockCodec):
-    """Decodes records, and encodes nothing. Equal to the codec of any weight whose records decode in the same way.
+    """Decodes records, and encodes nothing. Two are equal if their weights' records decode in the same way.
 
     Args:
         description: Tells formats apart; see :class:`StoredFormat`.
@@ -178,16 +157,14 @@ class StoredCodec(BlockCodec):
 #
 # A format in which a checkpoint stores a weight: the tensors that it consists of, and how they decode.
 
-_READ = 2**18
-"""Values that are read and decoded at a time, since decoding takes several times their memory in fp32."""
-_DECODED_ON_GPUS = 2**24
-"""Values that GPUs decode at a time: with fewer of them, launching kernels would take longer than they do."""
+_READ = 2**18  # values that are read and decoded at a time: decoding takes several times their memory in fp32
+_DECODED_ON_GPUS = 2**24  # the same on GPUs: with fewer values, launching kernels would take longer than they do
 
 REMEDY = "give a complete checkpoint, downloaded again"
 
 
 class NoStackError(ValueError):
-    """Matrices can't be put together as a stack without being decoded."""
+    """Matrices can't be stacked without being decoded."""
 
 
 class StoredTensors(Protocol):
@@ -197,8 +174,7 @@ class StoredTensors(Protocol):
 
     def __iter__(self) -> Iterator[str]: ...
 
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
+    def shape(self, key: str) -> tuple[int, ...]: ...
 
     def dtype(self, key: str) -> torch.dtype | str:
         """Return the dtype of a tensor, or its name in the file if torch has none."""
@@ -207,8 +183,7 @@ class StoredTensors(Protocol):
         """Return a small tensor as a whole."""
 
 
-Parts = Mapping[str, Any]
-"""The tensors of a weight by their roles: tensors, or slices of files, which read what they are indexed with."""
+Parts = Mapping[str, Any]  # the tensors of a weight by their roles: tensors, or lazy slices of files
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,13 +191,13 @@ class StoredFormat(ABC):
     """A format, and how one weight, or a stack of them, is stored in it. Subclass it to add a format.
 
     Attributes:
+        name: The format's name, in logs and errors.
         shape: The weight's shape, decoded.
-        dtype: The dtype that it decodes to where nothing names another one.
+        dtype: The dtype that it decodes to by default.
         keys: The names of the weight's tensors in the checkpoint, by their roles.
     """
 
     name: ClassVar[str]
-    """The format's name, in logs and errors."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -233,11 +208,8 @@ class StoredFormat(ABC):
     def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> Mapping[str, StoredFormat]:
         """Return the weights of a checkpoint that are stored in this format, by their names in the model.
 
-        Read no more than headers, and small tensors that describe others: it is called for all of a checkpoint.
-
-        Args:
-            tensors: The tensors.
-            config: ``quantization_config`` of ``config.json``; empty if there is none.
+        It is called for the whole checkpoint, so it must read no more than headers, and small tensors that describe
+        others. ``config`` is the ``quantization_config`` of ``config.json``; empty if there is none.
 
         Raises:
             ValueError: If a tensor is missing or has a shape or dtype that does not fit; :func:`refuse_misfit` does so.
@@ -246,7 +218,7 @@ class StoredFormat(ABC):
     @property
     @abstractmethod
     def layout(self) -> RecordLayout:
-        """Return what a group's record holds."""
+        """Return the layout of a group's record."""
 
     @property
     @abstractmethod
@@ -260,12 +232,7 @@ class StoredFormat(ABC):
 
     @abstractmethod
     def pack(self, parts: Parts, first: int, last: int) -> Tensor:
-        """Read the records of groups ``first`` to ``last - 1``, and no others.
-
-        Args:
-            parts: The weight's tensors by the roles of ``keys``.
-            first: The first group.
-            last: The end of the groups, of which there is at least one.
+        """Read the records of groups ``first`` to ``last - 1``, at least one, and no others.
 
         Returns:
             uint8 [last - first, layout.nbytes]. Zeros complete the weight's last group.
@@ -273,13 +240,9 @@ class StoredFormat(ABC):
 
     @abstractmethod
     def decode(self, records: Tensor) -> Tensor:
-        """Decode records.
+        """Decode records, uint8 [groups, layout.nbytes], to fp32 [groups, group_numel].
 
-        Args:
-            records: uint8 [groups, layout.nbytes]; they may lie apart, each is contiguous.
-
-        Returns:
-            fp32 [groups, group_numel].
+        The records need not follow each other; each is contiguous.
         """
 
     @property
@@ -294,11 +257,7 @@ class StoredFormat(ABC):
         return payload
 
     def refuse_infinite(self, records: Tensor) -> None:
-        """Raise if scales in ``records`` are NaN or infinite: values that they decode to would be, too.
-
-        Raises:
-            ValueError: It names the weight.
-        """
+        """Raise ValueError if scales in ``records`` are NaN or infinite: their values would be, too."""
         for field in self.layout.fields:
             if field.dtype.is_floating_point and not self.layout.get(records, field.name).float().isfinite().all():
                 name = next(iter(self.keys.values()), f"a weight in {self.name}")
@@ -319,19 +278,13 @@ class StoredFormat(ABC):
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight as it is stored, and how its records are read.
-
-    Attributes:
-        format: The format.
-        records: Returns the records of groups ``first`` to ``last - 1``, at least one.
-    """
+    """A weight as it is stored; ``records(first, last)`` reads the records of at least one group."""
 
     format: StoredFormat
     records: Callable[[int, int], Tensor]
 
     @property
     def shape(self) -> torch.Size:
-        """Return the weight's shape, decoded."""
         return self.format.shape
 
     def values(self, first: int, last: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -359,16 +312,14 @@ class StoredWeight:
 
 
 def stored_in(format: StoredFormat, parts: Parts) -> StoredWeight:
-    """Return the weight that consists of ``parts``."""
-
     return StoredWeight(format, partial(format.pack, parts))
 
 
 def stacked(matrices: Sequence[Sequence[StoredWeight]], name: str) -> StoredWeight:
-    """Return the stack of matrices that consist, from top to bottom, of the weights in each row of ``matrices``.
+    """Return the stack of matrices, each of which consists of the weights in a row of ``matrices``, top to bottom.
 
     Raises:
-        NoStackError: If the weights don't have one format, or do not consist of whole groups.
+        NoStackError: If the weights have several formats, or don't consist of whole groups.
     """
     parts = [part for matrix in matrices for part in matrix]
     first = parts[0].format
@@ -400,13 +351,12 @@ def stacked(matrices: Sequence[Sequence[StoredWeight]], name: str) -> StoredWeig
 
 
 def refuse_misfit(key: str, found: object, expected: object) -> NoReturn:
-    """Raise the error about a tensor that is not what the weight that it belongs to needs."""
     raise ValueError(f"the checkpoint has {key} as {found}, but its weight needs {expected}; {REMEDY}")
 
 
 # ---- settings
 #
-# Settings in the ``quantization_config`` of a checkpoint's ``config.json``, in which anything may stand.
+# Settings in the ``quantization_config`` of a checkpoint's ``config.json``, which may hold anything.
 #
 # Each method has a table of the settings that are known: those that say nothing of the weights, those that a format
 # reads, and those of which it reads only some values. Any other setting is refused, since it may change what the codes
@@ -414,23 +364,20 @@ def refuse_misfit(key: str, found: object, expected: object) -> NoReturn:
 
 T = TypeVar("T")
 
+# The values that each setting may have; None for any. Strings are compared in lower case.
 Known = Mapping[str, tuple[Any, ...] | None]
-"""The values that each setting may have; None for any. Strings are compared in lower case."""
 
 _KINDS = {dict: "a mapping", list: "a list", str: "a string", bool: "true or false", int: "a whole number"}
 
 
 def refuse_unknown(format: str, settings: Mapping[str, Any], known: Known, within: str = "") -> None:
-    """Raise if a configuration has settings, or values of settings, that are not known. Null says nothing.
+    """Raise ValueError if a configuration has unknown settings, or unknown values of settings. Null means absent.
 
     Args:
         format: The name of the format in errors.
         settings: The settings.
-        known: The settings that are known.
-        within: Where in ``quantization_config`` they stand, for errors: empty, or ending with a dot.
-
-    Raises:
-        ValueError: It names the setting.
+        known: The known settings.
+        within: Their path in ``quantization_config``, for errors: empty, or ending with a dot.
     """
     for key, value in settings.items():
         if value is None or value in ({}, []):
@@ -450,7 +397,6 @@ def refuse_unknown(format: str, settings: Mapping[str, Any], known: Known, withi
 
 
 def refuse_setting(format: str, setting: str, value: object, allowed: str) -> NoReturn:
-    """Raise the error about a setting of a format that is not supported."""
     raise ValueError(
         f"the checkpoint is in {format} with {setting} {reprlib.repr(value)}, and {allowed} can be read; dequantize it "
         "with the library that wrote it, or give another checkpoint"
@@ -459,10 +405,6 @@ def refuse_setting(format: str, setting: str, value: object, allowed: str) -> No
 
 def of_layer(config: Mapping[str, Any], layer: str) -> dict[str, Any]:
     """Return the settings of GPTQ or AWQ for a layer: gptqmodel's ``dynamic`` may override the common ones.
-
-    Args:
-        config: The configuration.
-        layer: The layer's name in the checkpoint.
 
     Raises:
         ValueError: If ``dynamic`` can't be understood.
@@ -573,11 +515,10 @@ class Scheme:
         kind: ``int`` or ``float``.
         bits: Bits of a code.
         symmetric: Whether zero points are 0.
-        strategy: The part that has a scale of its own: ``tensor``, ``channel``, ``group``, ``tensor_group`` or
-            ``block``.
+        strategy: The part that has its own scale: ``tensor``, ``channel``, ``group``, ``tensor_group`` or ``block``.
         group_size: Neighbouring inputs that share a scale, of ``group`` and ``tensor_group``.
         block: Rows and columns that share one, of ``block``.
-        ordered: Whether the inputs of a group are those that files say, not neighbours.
+        ordered: Whether files list the inputs of each group; otherwise they are neighbours.
     """
 
     kind: str = "int"
@@ -625,6 +566,7 @@ class Scheme:
 
 
 _INT, _INT4, _FP8 = Scheme(strategy="channel"), Scheme(bits=4, strategy="group", group_size=128), Scheme("float")
+# Schemes by name. Others are refused: some are not read, and W8A16 has not always been the same.
 _PRESETS = {
     "W8A8": _INT,
     "INT8": _INT,
@@ -638,15 +580,10 @@ _PRESETS = {
     "NVFP4": Scheme("float", 4, strategy="tensor_group", group_size=16),
     "NVFP4A16": Scheme("float", 4, strategy="tensor_group", group_size=16),
 }
-"""Schemes by name. Others are refused: some are not read, and ``W8A16`` has not always been the same."""
 
 
 def refuse_other_formats(config: Mapping[str, Any]) -> None:
-    """Raise if some weights are in a format of compressed-tensors, or have a setting, that can't be read.
-
-    Raises:
-        ValueError: It names the format or setting.
-    """
+    """Raise ValueError if a configuration of compressed-tensors has a format or setting that can't be read."""
     if config.get("quant_method") != _NAME:
         return
     sparsity = setting(config, "sparsity_config", dict) or {}
@@ -667,7 +604,7 @@ def as_stated(config: Mapping[str, Any], weight: str, kind: str, read: Callable[
     """Return the format of a weight that the configuration states.
 
     Several groups may be the weight's, since the class of its module is unknown here. All groups that its tensors fit
-    must come to the same format.
+    must result in the same format.
 
     Args:
         config: ``quantization_config``.
@@ -720,10 +657,8 @@ def _schemes(config: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]:
 
 
 def _candidates(schemes: list[tuple[list[str], Scheme]], module: str, kind: str) -> list[Scheme]:
-    """Return the schemes that may be a module's: by its name, else by its unknown class, else any.
-
-    Targets name modules as the model does, and the checkpoint may have other names.
-    """
+    """Return the schemes that may be a module's: by its name, else by its unknown class, else any."""
+    # Targets name modules as the model does, and the checkpoint may have other names.
     targets = {str(target): scheme for some, scheme in schemes for target in some}
     for target in sorted(targets, key=lambda each: ("re:" in each, each)):
         named = target.startswith("re:") and matches(target.removeprefix("re:"), module)
@@ -737,20 +672,13 @@ def _candidates(schemes: list[tuple[list[str], Scheme]], module: str, kind: str)
 #
 # Checks of the headers of packed weights, and reading of their records, for the formats that pack codes into words.
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-"""Dtypes of scales."""
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of scales
 
 
 def matrix(
     tensors: StoredTensors, key: str, *dtypes: torch.dtype, shape: tuple[int | None, int | None] = (None, None)
 ) -> tuple[int, int]:
-    """Return the shape of a stored matrix.
-
-    Args:
-        tensors: The checkpoint's tensors.
-        key: The name of the matrix.
-        *dtypes: The dtypes that it may have.
-        shape: The shape that it must have; None for any size.
+    """Return the shape of a stored matrix, checked against ``dtypes`` and ``shape``, where None is any size.
 
     Raises:
         ValueError: If the checkpoint lacks it, or it has another shape or dtype.
@@ -767,12 +695,10 @@ def matrix(
 
 
 def lacking(key: str) -> ValueError:
-    """Return the error about a tensor that is missing."""
     return ValueError(f"the checkpoint has no {key}, though it has other tensors of the same weight; {REMEDY}")
 
 
 def float_dtype(tensors: StoredTensors, key: str) -> torch.dtype:
-    """Return the dtype of scales that :func:`matrix` has checked."""
     dtype = tensors.dtype(key)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -803,7 +729,7 @@ def scale_groups(key: str, rows: int, columns: int, tensors: StoredTensors, sche
         scheme: The weight's scheme by the configuration, if it has one.
 
     Raises:
-        ValueError: If the scales are missing, or don't fit the weight or what the configuration says.
+        ValueError: If the scales are missing, or don't fit the weight or the configuration.
     """
     if scheme is not None and scheme.strategy not in (strategies := ("tensor", "channel", "group")):
         refuse_setting("compressed-tensors", "strategy", scheme.strategy, f"{', '.join(strategies)} of integers")
@@ -822,17 +748,13 @@ def scale_groups(key: str, rows: int, columns: int, tensors: StoredTensors, sche
 
 
 def refuse_other_groups(key: str, inputs: int, groups: int, size: int) -> None:
-    """Raise unless neighbouring inputs are in groups of ``size``, the last perhaps smaller; all in one if it is -1.
-
-    Raises:
-        ValueError: It names the tensor.
-    """
+    """Raise ValueError unless groups are ``size`` neighbouring inputs, the last perhaps fewer; -1 is all in one."""
     if groups != (-(-inputs // size) if size > 0 else 1):
         refuse_misfit(key, f"{groups} groups of {inputs} inputs", f"groups of {size}, the group_size of config.json")
 
 
 def rows_of(part: Any, first: int, last: int) -> Tensor:
-    """Read rows ``first`` to ``last - 1`` of a matrix; of one number for all rows, that number for each."""
+    """Read rows ``first`` to ``last - 1`` of a matrix; a single number is repeated for each row."""
     shape = tuple(part.shape if isinstance(part, Tensor) else part.get_shape())
     if len(shape) > 1:
         rows: Tensor = part[first:last]
@@ -842,10 +764,6 @@ def rows_of(part: Any, first: int, last: int) -> Tensor:
 
 
 def refuse_zero_points(key: str, tensors: StoredTensors, zero: int = 0) -> None:
-    """Raise unless all zero points of a weight are ``zero``, as those of symmetric weights are.
-
-    Raises:
-        ValueError: It names the tensor.
-    """
+    """Raise ValueError unless all zero points of a weight are ``zero``, as those of symmetric weights are."""
     if (tensors.read(key).float() != zero).any():
         refuse_misfit(key, f"zero points other than {zero}", "none, since it is symmetric")

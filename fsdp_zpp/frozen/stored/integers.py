@@ -42,15 +42,7 @@ from .format import (
 
 
 def unpack_codes(words: Tensor, bits: int) -> Tensor:
-    """Unpack codes along the last dimension, those in the lowest bits of a word first.
-
-    Args:
-        words: int32 [..., words].
-        bits: 4 or 8.
-
-    Returns:
-        The unsigned codes, uint8 [..., words * 32 // bits].
-    """
+    """Unpack 4- or 8-bit codes, lowest bits first: int32 [..., words] to unsigned uint8 [..., words * 32 // bits]."""
     flat = torch.empty(words.shape, dtype=words.dtype, device=words.device).copy_(words).view(-1)
     # Little-endian, as safetensors and the machines that torch runs on are.
     octets = flat.view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
@@ -60,7 +52,7 @@ def unpack_codes(words: Tensor, bits: int) -> Tensor:
 
 
 def unpack_awq_codes(words: Tensor) -> Tensor:
-    """Unpack AWQ's codes of 4 bits along the last dimension: int32 [..., words] to uint8 [..., words * 8].
+    """Unpack AWQ's 4-bit codes along the last dimension: int32 [..., words] to uint8 [..., words * 8].
 
     From its lowest bits on, a word holds the codes 0, 2, 4, 6, 1, 3, 5, 7 (autoawq's ``packing_utils.py``).
     """
@@ -70,8 +62,8 @@ def unpack_awq_codes(words: Tensor) -> Tensor:
 def scale_codes(codes: Tensor, zeros: Tensor | int, scales: Tensor, group_of: Tensor | None) -> Tensor:
     """Return ``(codes - zeros) * scales``, rounded once, to the dtype of the scales.
 
-    Differences of codes are integers up to 255, which fp16 and bf16 hold exactly, so that the libraries that own these
-    formats, which compute in the dtype of the scales, get the same.
+    The libraries that own these formats compute in the dtype of the scales and get the same, since fp16 and bf16 hold
+    differences of codes, integers up to 255, exactly.
 
     Args:
         codes: uint8 [..., rows, columns].
@@ -80,7 +72,7 @@ def scale_codes(codes: Tensor, zeros: Tensor | int, scales: Tensor, group_of: Te
         group_of: The group of each column, integers [..., columns]. None: groups are equally many neighbouring columns.
 
     Returns:
-        The values, [..., rows, columns], in the dtype of ``scales``.
+        The values, [..., rows, columns].
     """
     integers = codes.to(torch.int16)
     if group_of is None:
@@ -98,11 +90,7 @@ def scale_codes(codes: Tensor, zeros: Tensor | int, scales: Tensor, group_of: Te
 
 
 class GroupOrder:
-    """The group of each input.
-
-    Args:
-        group_of: The groups, int32 [inputs] on the CPU.
-    """
+    """The group of each input, int32 [inputs]."""
 
     def __init__(self, group_of: Tensor) -> None:
         self._on = {group_of.device: group_of}
@@ -118,7 +106,7 @@ class GroupOrder:
             key: The name of the tensor, for errors.
 
         Raises:
-            ValueError: If there is no group of some input.
+            ValueError: If an input has no valid group.
         """
         if stored.shape != (inputs,) or stored.dtype.is_floating_point:
             refuse_misfit(key, f"{stored.dtype} {tuple(stored.shape)}", f"the group of each of {inputs} inputs")
@@ -172,6 +160,7 @@ _PLACES = """
     model_file_base_name model_name_or_path module_name_preceding_first_block modules_in_block_to_quantize
     modules_to_fuse modules_to_not_convert quant_block_list to_quant_block_names use_cuda_fp16 use_exllama
 """
+# Known settings of GPTQ and AWQ, as gptqmodel, auto_gptq, autoawq, optimum, transformers, AutoRound write them.
 COMMON_SETTINGS: Known = {
     **dict.fromkeys(_SEARCH.split()),  # how codes were found
     **dict.fromkeys(_PLACES.split()),  # which layers have some, and what computes with them
@@ -181,7 +170,6 @@ COMMON_SETTINGS: Known = {
     "rotation": (),
     "adapter": (),
 }
-"""Known settings of GPTQ and AWQ, as gptqmodel, auto_gptq, autoawq, optimum, transformers, AutoRound write them."""
 GPTQ_SETTINGS: Known = {
     **COMMON_SETTINGS,
     "backend": None,
@@ -214,8 +202,8 @@ def decode_gptq(
         The values, [..., rows, in], in the dtype of ``scales``.
     """
     if minus_one:
-        # Whole words are added to, with carries, as gptqmodel does: it subtracts whole words when it writes, so that a
-        # zero point of 0 borrows from its neighbour. int32 wraps around.
+        # Add to whole words, with carries: gptqmodel subtracts from whole words when it writes, so that a zero point of
+        # 0 borrows from its neighbour. int32 wraps around.
         qzeros = qzeros + torch.tensor(_ONES[bits], dtype=torch.int32, device=qzeros.device)
     codes = unpack_codes(qweight.mT, bits)
     zeros = unpack_codes(qzeros, bits)[..., : scales.shape[-1]].mT
@@ -235,13 +223,7 @@ def settings_of(config: Mapping[str, Any], layer: str) -> dict[str, Any]:
 
 
 def _neighbours(own: Mapping[str, Any], key: str, inputs: int, groups: int) -> GroupOrder | None:
-    """Return the order of groups of neighbouring inputs, the last of which may have fewer; None if all are of one size.
-
-    Args:
-        own: The settings of the layer.
-        key: The name of the scales.
-        inputs: The number of inputs.
-        groups: The number of groups.
+    """Return the order of groups of neighbouring inputs; None if all groups have one size.
 
     Raises:
         ValueError: If the configuration states other groups, or none while several sizes are possible.
@@ -263,9 +245,8 @@ class Gptq(StoredFormat):
     Attributes:
         bits: 4 or 8.
         minus_one: Whether zero points are stored minus one.
-        scale_dtype: The dtype of the scales.
-        scale_groups: Groups of inputs that share a scale.
-        order: The group of each input, if groups are not neighbouring inputs.
+        scale_groups: The number of groups of inputs that share a scale.
+        order: The group of each input; None if groups are neighbouring inputs.
     """
 
     name: ClassVar[str] = "GPTQ"
@@ -401,12 +382,7 @@ def decode_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Awq(StoredFormat):
-    """A matrix in AWQ's format; a group is eight rows.
-
-    Attributes:
-        scale_dtype: The dtype of the scales.
-        scale_groups: Groups of inputs that share a scale.
-    """
+    """A matrix in AWQ's format; a group is eight rows, ``scale_groups`` groups of inputs share scales."""
 
     name: ClassVar[str] = "AWQ"
 
@@ -497,7 +473,7 @@ def decode_packed_integers(
     """
     codes = unpack_codes(packed, bits)[..., :columns]
     rows = packed.shape[-2]
-    # Both are packed plus 2^(bits - 1), which the difference does not have.
+    # Codes and zero points are packed plus 2^(bits - 1), which cancels in their difference.
     zeros = 2 ** (bits - 1) if zero_point is None else unpack_codes(zero_point.mT, bits)[..., :rows].mT
     return scale_codes(codes, zeros, scale, group_of)
 
@@ -508,9 +484,8 @@ class PackedIntegers(StoredFormat):
 
     Attributes:
         bits: 4 or 8.
-        scale_dtype: The dtype of the scales.
-        scale_groups: Groups of inputs that share a scale.
-        order: The group of each input, if groups are not neighbouring inputs.
+        scale_groups: The number of groups of inputs that share a scale.
+        order: The group of each input; None if groups are neighbouring inputs.
     """
 
     name: ClassVar[str] = "compressed-tensors' pack-quantized"
@@ -565,8 +540,7 @@ class PackedIntegers(StoredFormat):
 
     @property
     def _rows(self) -> int:
-        """Return the number of rows of a group: as many as have their zero points in one word."""
-        return 32 // self.bits if self._asymmetric else 1
+        return 32 // self.bits if self._asymmetric else 1  # a word holds the zero points of these rows
 
     @property
     def group_numel(self) -> int:
@@ -599,7 +573,6 @@ class PackedIntegers(StoredFormat):
 
 
 def _inputs_and_bits(key: str, out: int, words: int, tensors: StoredTensors, scheme: Scheme | None) -> tuple[int, int]:
-    """Return the number of inputs of a weight, which its shape says, and the bits of its codes."""
     if key not in tensors or tensors.shape(key) != (2,) or tensors.dtype(key) not in (torch.int32, torch.int64):
         refuse_misfit(key, tensors.shape(key) if key in tensors else "missing", "the shape of the weight")
     rows, inputs = tensors.read(key).tolist()
@@ -625,12 +598,7 @@ def _inputs_and_bits(key: str, out: int, words: int, tensors: StoredTensors, sch
 
 @dataclass(frozen=True, eq=False)
 class PlainIntegers(StoredFormat):
-    """A matrix in ``int-quantized``; a group is a row.
-
-    Attributes:
-        scale_dtype: The dtype of the scales.
-        scale_groups: Groups of inputs that share a scale.
-    """
+    """A matrix in ``int-quantized``; a group is a row."""
 
     name: ClassVar[str] = "compressed-tensors' int-quantized"
 
