@@ -19,22 +19,19 @@ from .reference import ALIGNMENT, PayloadLayout
 
 
 class Backend(Protocol):
-    """A module that runs ops: each function takes checked arguments, and returns a function that runs the op."""
+    """A module that runs ops: each function prepares calls of the op of its name, whose checked arguments it takes."""
 
     def quantize(
         self, numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype
-    ) -> Callable[[Tensor], Tensor]:
-        """See ``fsdp_zpp_kernels.quantize``."""
+    ) -> Callable[[Tensor], Tensor]: ...
 
     def dequantize_sum(
         self, peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype
-    ) -> Callable[[Tensor, Tensor, float], None]:
-        """See ``fsdp_zpp_kernels.dequantize_sum``."""
+    ) -> Callable[[Tensor, Tensor, float], None]: ...
 
     def dequantize_sum_quantize(
         self, peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, out_layout: PayloadLayout
-    ) -> Callable[[Tensor, float], Tensor]:
-        """See ``fsdp_zpp_kernels.dequantize_sum_quantize``."""
+    ) -> Callable[[Tensor, float], Tensor]: ...
 
     def quantize_with_feedback(
         self,
@@ -44,8 +41,7 @@ class Backend(Protocol):
         layout: PayloadLayout,
         error_layout: PayloadLayout | None,
         dtype: torch.dtype,
-    ) -> Callable[[Tensor, Tensor, float], Tensor]:
-        """See ``fsdp_zpp_kernels.quantize_with_feedback``."""
+    ) -> Callable[[Tensor, Tensor, float], Tensor]: ...
 
     def dequantize_sum_quantize_with_feedback(
         self,
@@ -55,28 +51,23 @@ class Backend(Protocol):
         layout: PayloadLayout,
         out_layout: PayloadLayout,
         error_layout: PayloadLayout | None,
-    ) -> Callable[[Tensor, Tensor, float, float], Tensor]:
-        """See ``fsdp_zpp_kernels.dequantize_sum_quantize_with_feedback``."""
+    ) -> Callable[[Tensor, Tensor, float, float], Tensor]: ...
 
     def quantize_delta(
         self, chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout, dtype: torch.dtype
-    ) -> Callable[[Tensor, Tensor], Tensor]:
-        """See ``fsdp_zpp_kernels.quantize_delta``."""
+    ) -> Callable[[Tensor, Tensor], Tensor]: ...
 
     def add_delta(
         self, chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout
-    ) -> Callable[[Tensor, Tensor], Tensor]:
-        """See ``fsdp_zpp_kernels.add_delta``."""
+    ) -> Callable[[Tensor, Tensor], Tensor]: ...
 
     def dequantize_rows(
         self, chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
-    ) -> Callable[[Tensor, Tensor], None]:
-        """See ``fsdp_zpp_kernels.dequantize_rows``."""
+    ) -> Callable[[Tensor, Tensor], None]: ...
 
     def dequantize_nf4_rows(
         self, chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
-    ) -> Callable[[Tensor, Tensor], None]:
-        """See ``fsdp_zpp_kernels.dequantize_nf4_rows``."""
+    ) -> Callable[[Tensor, Tensor], None]: ...
 
 
 # ---- checks
@@ -89,15 +80,7 @@ _MAX_GRID = 65535
 
 
 def check_values(name: str, values: Tensor, rows: int, cols: int, flat: bool = True) -> int:
-    """Check a tensor of ``rows * cols`` chunks, which need not be flat unless ``flat``.
-
-    Returns:
-        The number of values in a chunk.
-
-    Raises:
-        TypeError: If ``values`` is not bf16, fp16 or fp32.
-        ValueError: If ``values`` is not contiguous, or not flat though it must be, or does not divide into the grid.
-    """
+    """Check a tensor of ``rows * cols`` chunks, with any shape unless ``flat``; return the size of a chunk."""
     check_grid(rows, cols)
     if values.dtype not in _DTYPES:
         raise TypeError(f"{name} is {values.dtype}, but can be {', '.join(map(str, _DTYPES))}")
@@ -114,13 +97,7 @@ def check_values(name: str, values: Tensor, rows: int, cols: int, flat: bool = T
 
 
 def check_payload(payload: Tensor, lead: str, chunks: int, numel: int, layout: PayloadLayout) -> None:
-    """Check a payload of ``chunks`` rows for chunks of ``numel`` values, with a leading axis if ``lead`` names one.
-
-    Raises:
-        TypeError: If ``payload`` is not uint8.
-        ValueError: If its shape is not the layout's, the leading axis is empty, or it is not contiguous from a multiple
-            of 16 bytes of its storage on.
-    """
+    """Check a payload of ``chunks`` rows for chunks of ``numel`` values, with a leading axis if ``lead`` names one."""
     if payload.dtype != torch.uint8:
         raise TypeError(f"payload is {payload.dtype}, but must be torch.uint8")
     row = (chunks, layout.nbytes(numel))
@@ -140,14 +117,12 @@ def check_payload(payload: Tensor, lead: str, chunks: int, numel: int, layout: P
 
 
 def check_grid(rows: int, cols: int) -> None:
-    """Raise a ValueError unless ``rows`` and ``cols`` are from 1 to 65535."""
     for name, size in (("rows", rows), ("cols", cols)):
         if not 1 <= size <= _MAX_GRID:
             raise ValueError(f"{name} is {size}, but must be from 1 to {_MAX_GRID}")
 
 
 def check_device(**tensors: Tensor) -> None:
-    """Raise a ValueError that names the tensors unless all are on the same device."""
     if len({tensor.device for tensor in tensors.values()}) > 1:
         places = " and ".join(f"{name} is on {tensor.device}" for name, tensor in tensors.items())
         raise ValueError(f"{places}, but both must be on the same device")
@@ -208,7 +183,6 @@ def check_delta(
 def check_add_delta(
     base: Tensor, delta: Tensor, numel: int, base_bits: int, base_block: int, bits: int, block: int, tail: int
 ) -> tuple[PayloadLayout, PayloadLayout]:
-    """Check a base and the delta that is added to it; return their layouts."""
     if numel < 0:
         raise ValueError(f"numel is {numel}, but a chunk must have at least 0 values")
     layouts = PayloadLayout(base_bits, base_block, tail), PayloadLayout(bits, block, tail)
@@ -220,7 +194,7 @@ def check_add_delta(
 
 
 def check_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> tuple[PayloadLayout, int]:
-    """Check a payload whose rows may lie apart, and the output; return the payload's layout and the size of a chunk."""
+    """Check a payload whose rows need not be adjacent, and the output; return its layout and the size of a chunk."""
     layout = PayloadLayout(bits, block)
     if payload.dtype != torch.uint8:
         raise TypeError(f"payload is {payload.dtype}, but must be torch.uint8")
@@ -244,7 +218,6 @@ def check_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> tuple[Pay
 
 
 def check_whole_blocks(numel: int, block: int) -> None:
-    """Raise a ValueError unless chunks of ``numel`` values consist of whole blocks."""
     if numel % block:
         raise ValueError(f"chunks have {numel} values, but must consist of whole blocks of {block}")
 
@@ -255,34 +228,28 @@ def check_whole_blocks(numel: int, block: int) -> None:
 
 
 class Fake:
-    """The backend of tensors without values."""
-
     @staticmethod
     def quantize(
         numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype
     ) -> Callable[[Tensor], Tensor]:
-        """See ``fsdp_zpp_kernels.quantize``."""
         return _payload(rows * cols, numel, layout)
 
     @staticmethod
     def dequantize_sum(
         peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype
     ) -> Callable[[Tensor, Tensor, float], None]:
-        """See ``fsdp_zpp_kernels.dequantize_sum``."""
         return _nothing
 
     @staticmethod
     def dequantize_sum_quantize(
         peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, out_layout: PayloadLayout
     ) -> Callable[[Tensor, float], Tensor]:
-        """See ``fsdp_zpp_kernels.dequantize_sum_quantize``."""
         return _payload(rows * cols, numel, out_layout)
 
     @staticmethod
     def quantize_with_feedback(
         numel: int, rows: int, cols: int, layout: PayloadLayout, error_layout: PayloadLayout | None, dtype: torch.dtype
     ) -> Callable[[Tensor, Tensor, float], Tensor]:
-        """See ``fsdp_zpp_kernels.quantize_with_feedback``."""
         return _payload(rows * cols, numel, layout)
 
     @staticmethod
@@ -294,46 +261,39 @@ class Fake:
         out_layout: PayloadLayout,
         error_layout: PayloadLayout | None,
     ) -> Callable[[Tensor, Tensor, float, float], Tensor]:
-        """See ``fsdp_zpp_kernels.dequantize_sum_quantize_with_feedback``."""
         return _payload(chunks, numel, out_layout)
 
     @staticmethod
     def quantize_delta(
         chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout, dtype: torch.dtype
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        """See ``fsdp_zpp_kernels.quantize_delta``."""
         return _payload(chunks, numel, layout)
 
     @staticmethod
     def add_delta(
         chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        """See ``fsdp_zpp_kernels.add_delta``."""
         return _payload(chunks, numel, base_layout)
 
     @staticmethod
     def dequantize_rows(
         chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
     ) -> Callable[[Tensor, Tensor], None]:
-        """See ``fsdp_zpp_kernels.dequantize_rows``."""
         return _nothing
 
     @staticmethod
     def dequantize_nf4_rows(
         chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
     ) -> Callable[[Tensor, Tensor], None]:
-        """See ``fsdp_zpp_kernels.dequantize_nf4_rows``."""
         return _nothing
 
 
 def _payload(chunks: int, numel: int, layout: PayloadLayout) -> Callable[..., Tensor]:
-    """Return a call that returns a payload, on the device of its first tensor."""
-    shape = (chunks, layout.nbytes(numel))
+    shape = (chunks, layout.nbytes(numel))  # on the device of the call's first tensor
     return lambda tensor, *_: tensor.new_empty(shape, dtype=torch.uint8)
 
 
-def _nothing(*_: Tensor | float) -> None:
-    """Return nothing, as a call that only writes does."""
+def _nothing(*_: Tensor | float) -> None: ...
 
 
 FAKE = Fake()
@@ -352,8 +312,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _OFF_ALIGNMENT = ALIGNMENT - 1  # the bits of an offset or an address in which it is not aligned
+# Calls that an op keeps prepared. A model has tens; a program of ever new shapes must not fill the memory.
 _MAX_PREPARED = 1024
-"""Calls that an op keeps prepared. A model has tens; a program of ever new shapes must not fill the memory."""
 
 
 def backend_for(tensor: Tensor) -> Backend:
@@ -374,9 +334,9 @@ def backend_for(tensor: Tensor) -> Backend:
 class Op(Generic[P, R]):
     """A ``torch.library`` op of the namespace ``fsdp_zpp``; see :func:`op`.
 
-    A call's *signature* is its integers and what checks and kernels see of its tensors besides their values. Calls of
-    the same signature share one prepared call. Floats are no part of it: they are factors, which a program may change
-    in every step, and are passed to the prepared call with the tensors.
+    A call's *signature* is its integers and all that checks and kernels see of its tensors besides their values. Calls
+    of the same signature share one prepared call. Floats are no part of it: they are factors, which a program may
+    change in every step, and are passed to the prepared call with the tensors.
     """
 
     def __init__(self, prepare: Callable[P, Callable[..., R]], mutates_args: tuple[str, ...], name: str) -> None:
@@ -423,7 +383,6 @@ class Op(Generic[P, R]):
         return prepared(*self._inputs(values))
 
     def _complete(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, ...]:
-        """Return all arguments by position, defaults included."""
         bound = self.__signature__.bind(*args, **kwargs)
         bound.apply_defaults()
         return bound.args
@@ -462,21 +421,15 @@ def op(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable[P, C
     """Make the op ``fsdp_zpp::<name>`` of a function that checks a call's arguments and prepares the call.
 
     The function takes the op's arguments, tensors first, and returns a function of the tensors and floats among them.
-    Its annotations are the op's schema. Whatever it reads of a tensor must be in :func:`_seen_of`.
-
-    Args:
-        name: The op's name.
-        mutates_args: The arguments that the op writes to.
+    Its annotations are the op's schema. All that it reads of a tensor must be in :func:`_seen_of`.
     """
     return lambda prepare: Op(prepare, mutates_args, name)
 
 
 def _seen_of(tensor: Tensor) -> tuple[object, ...]:
-    """Return what checks and kernels see of a tensor besides its values.
-
-    Triton compiles for the alignment of addresses. Checks use the alignment of offsets, which a tensor has even while
-    it is traced.
-    """
+    """Return all that checks and kernels see of a tensor besides its values."""
+    # Triton compiles for the alignment of addresses. Checks use the alignment of offsets, which a tensor has even while
+    # it is traced.
     return (
         tensor.dtype,
         tensor.shape,
@@ -488,7 +441,6 @@ def _seen_of(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _select(places: list[int]) -> Callable[[tuple[object, ...]], tuple[object, ...]]:
-    """Return a function that returns the items at these places as a tuple."""
     # Of one place, itemgetter would return the item itself.
     return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
 
@@ -535,16 +487,13 @@ def dequantize(
     """Dequantize the ``rows x cols`` grid of a payload's rows into chunks in transposed order.
 
     ``quantize`` over an ``a x b`` grid followed by ``dequantize`` over the ``b x a`` grid restores the order.
+    ``rows``, ``cols``, ``bits`` and ``block`` are as for ``quantize``.
 
     Args:
         payload: uint8 ``[rows * cols, PayloadLayout(bits, block, tail).nbytes(numel)]``, contiguous, starting at a
             multiple of 16 bytes of its storage.
         out: Flat, contiguous ``[rows * cols * numel]`` in bf16, fp16 or fp32. Row ``r * cols + c`` of the payload is
             written to chunk ``c * rows + r``.
-        rows: Rows of the payload's grid, from 1 to 65535.
-        cols: Columns of the grid, from 1 to 65535.
-        bits: Width of a code, 4 or 8.
-        block: Number of values that share a scale, a power of two from 32 to 4096.
         tail: Number of fp32 values at the end of each row, a multiple of 4, which are not read.
 
     Raises:
@@ -564,16 +513,13 @@ def dequantize_sum(
 ) -> Callable[[Tensor, Tensor, float], None]:
     """Dequantize the payloads of several peers, sum them and scale the sum: the last step of a reduction.
 
+    Other arguments are as for ``dequantize``, for each peer.
+
     Args:
         payload: uint8 ``[peers, rows * cols, nbytes]``, otherwise as for ``dequantize``.
         out: As for ``dequantize``. The sum is taken in fp32 in the order of the peers, multiplied by ``scale``, and
             cast once.
-        rows: Rows of each peer's grid, from 1 to 65535.
-        cols: Columns of the grid, from 1 to 65535.
-        bits: Width of a code, 4 or 8.
-        block: Number of values that share a scale, a power of two from 32 to 4096.
         scale: Factor on the sum; 1 / world makes it a mean.
-        tail: As for ``dequantize``.
 
     Raises:
         TypeError: If ``payload`` or ``out`` has another dtype.
@@ -598,16 +544,12 @@ def dequantize_sum_quantize(
 ) -> Callable[[Tensor, float], Tensor]:
     """Do ``dequantize_sum`` into fp32, then ``quantize``, fused so that the sums never go through memory.
 
+    ``rows``, ``cols`` and ``scale`` are as for ``dequantize_sum``; ``bits`` and ``block`` are those of ``payload``,
+    ``out_bits`` and ``out_block`` those of the result.
+
     Args:
         payload: uint8 ``[peers, rows * cols, nbytes]``, as for ``dequantize_sum``.
         numel: Number of values in a chunk. The padded size of the payload does not tell it.
-        rows: Rows of each peer's grid, from 1 to 65535.
-        cols: Columns of the grid, from 1 to 65535.
-        bits: Width of a code of ``payload``, 4 or 8.
-        block: Number of values of ``payload`` that share a scale, a power of two from 32 to 4096.
-        out_bits: Width of a code of the result.
-        out_block: Number of values of the result that share a scale.
-        scale: Factor on the sum.
         tail: Number of fp32 values at the end of each row of ``payload`` and of the result, a multiple of 4. The
             former are not read, the latter are for the caller to fill in.
 
@@ -638,22 +580,14 @@ def quantize_with_feedback(
     """Quantize with error feedback, in one pass: add the errors of earlier calls, and update them by this call's.
 
     Quantizes ``h = values + errors`` and sets ``errors = beta * errors + (1 - beta) * (h - dequantized)`` (LoCo, arXiv
-    2407.04480). A block in which ``h`` is not finite is encoded as such and keeps its old errors.
+    2407.04480). A block in which ``h`` is not finite is encoded as such and keeps its old errors. Other arguments and
+    the result are as for ``quantize``.
 
     Args:
-        values: As for ``quantize``.
         errors: Updated in place, in the order of the payload's rows: fp32 ``[rows * cols * numel]``, or quantized,
             uint8 ``[rows * cols, PayloadLayout(8, error_block).nbytes(numel)]``, without tails.
-        rows: As for ``quantize``.
-        cols: As for ``quantize``.
-        bits: As for ``quantize``.
-        block: As for ``quantize``.
         error_block: Number of values of the errors that share a scale; 0 if the errors are fp32.
         beta: Weight of the old errors, at least 0 and less than 1.
-        tail: As for ``quantize``.
-
-    Returns:
-        The payload, as from ``quantize``.
 
     Raises:
         TypeError: If ``values`` or ``errors`` has another dtype.
@@ -682,18 +616,11 @@ def dequantize_sum_quantize_with_feedback(
 ) -> Callable[[Tensor, Tensor, float, float], Tensor]:
     """Do ``dequantize_sum_quantize`` in the same order, with error feedback as in ``quantize_with_feedback``.
 
+    Other arguments are as for these two ops. The errors are added to the scaled sum.
+
     Args:
         payload: uint8 ``[peers, chunks, nbytes]``, as for ``dequantize_sum``.
         errors: As for ``quantize_with_feedback``, of ``chunks`` chunks.
-        numel: Number of values in a chunk.
-        bits: Width of a code of ``payload``, 4 or 8.
-        block: Number of values of ``payload`` that share a scale.
-        out_bits: Width of a code of the result.
-        out_block: Number of values of the result that share a scale.
-        scale: Factor on the sum. The errors are added to the product.
-        error_block: Number of values of the errors that share a scale; 0 if the errors are fp32.
-        beta: Weight of the old errors, at least 0 and less than 1.
-        tail: As for ``dequantize_sum_quantize``.
 
     Returns:
         The payload of the corrected sums, uint8 ``[chunks, PayloadLayout(out_bits, out_block, tail).nbytes(numel)]``.
@@ -716,14 +643,12 @@ def quantize_delta(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Quantize the difference between values and those that a payload encodes.
 
+    ``base_bits`` and ``base_block`` are those of ``base``, ``bits`` and ``block`` those of the result.
+
     Args:
         values: Flat, contiguous ``[chunks * numel]`` in bf16, fp16 or fp32.
         base: uint8 ``[chunks, PayloadLayout(base_bits, base_block, tail).nbytes(numel)]``, contiguous, starting at a
             multiple of 16 bytes of its storage.
-        base_bits: Width of a code of ``base``, 4 or 8.
-        base_block: Number of values of ``base`` that share a scale, a power of two from 32 to 4096.
-        bits: Width of a code of the result.
-        block: Number of values of the result that share a scale.
         tail: As for ``dequantize_sum_quantize``, of ``base`` and of the result.
 
     Returns:
@@ -742,20 +667,13 @@ def quantize_delta(
 def add_delta(
     base: Tensor, delta: Tensor, numel: int, base_bits: int, base_block: int, bits: int, block: int, tail: int = 0
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Add a payload of deltas to the payload of their base.
+    """Add a payload of deltas, in ``bits`` and ``block``, to the payload of their base; return one as of ``base``.
 
     Args:
         base: As for ``quantize_delta``.
         delta: uint8 ``[chunks, PayloadLayout(bits, block, tail).nbytes(numel)]``, with the alignment of ``base``.
         numel: Number of values in a chunk. The padded size of a payload does not tell it.
-        base_bits: Width of a code of ``base``, 4 or 8.
-        base_block: Number of values of ``base`` that share a scale, a power of two from 32 to 4096.
-        bits: Width of a code of ``delta``.
-        block: Number of values of ``delta`` that share a scale.
         tail: As for ``dequantize_sum_quantize``, of ``base``, ``delta`` and the result.
-
-    Returns:
-        The payload of the sum, encoded as ``base`` is and of its shape.
 
     Raises:
         TypeError: If ``base`` or ``delta`` is not uint8.
@@ -767,14 +685,14 @@ def add_delta(
 
 @op("dequantize_rows", ("out",))
 def dequantize_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> Callable[[Tensor, Tensor], None]:
-    """Dequantize the rows of a payload, which may lie apart, into adjacent chunks in the same order.
+    """Dequantize the rows of a payload, which need not be adjacent, into adjacent chunks in the same order.
 
     Args:
-        payload: uint8 ``[chunks, PayloadLayout(bits, block).nbytes(numel)]``. Rows may lie apart, but each is
-            contiguous and starts at a multiple of 16 bytes of the storage: of rows with a tail, give what precedes it.
+        payload: uint8 ``[chunks, PayloadLayout(bits, block).nbytes(numel)]``. Each row is contiguous and starts at a
+            multiple of 16 bytes of the storage: of rows with a tail, give the part before it.
         out: Contiguous, ``chunks * numel`` values of any shape in bf16, fp16 or fp32.
-        bits: Width of a code, 4 or 8.
-        block: Number of values that share a scale, a power of two from 32 to 4096.
+        bits: As for ``quantize``.
+        block: As for ``quantize``.
 
     Raises:
         TypeError: If ``payload`` or ``out`` has another dtype.
@@ -787,13 +705,12 @@ def dequantize_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> Call
 
 @op("dequantize_nf4_rows", ("out",))
 def dequantize_nf4_rows(payload: Tensor, out: Tensor, block: int) -> Callable[[Tensor, Tensor], None]:
-    """Dequantize the rows of a payload of NF4 codes, which may lie apart, into adjacent chunks in the same order.
+    """Dequantize the rows of a payload of NF4 codes, as ``dequantize_rows`` does. ``reference.py`` defines the codes.
 
     Args:
         payload: uint8 ``[chunks, PayloadLayout(4, block).nbytes(numel)]``, otherwise as for ``dequantize_rows``.
-            ``reference.py`` says what the codes mean.
         out: As for ``dequantize_rows``, but ``numel`` must be a multiple of ``block``.
-        block: Number of values that share a scale, a power of two from 32 to 4096.
+        block: As for ``quantize``.
 
     Raises:
         TypeError: If ``payload`` or ``out`` has another dtype.

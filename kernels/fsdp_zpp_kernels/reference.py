@@ -38,11 +38,10 @@ from torch import Tensor
 # compensates for earlier roundings, so that ``absmax = qmax * scale`` yields the same scale again: decoding and
 # encoding again reproduces the payload.
 
+# In bytes. Rows and their scales start at multiples of this, the widest access of a GPU thread.
 ALIGNMENT = 16
-"""Bytes. Rows and their scales start at multiples of this, the widest access of a GPU thread."""
-
+# Tails have a multiple of this many fp32 values, so that no padding follows them.
 TAIL_STEP = ALIGNMENT // 4
-"""Tails have a multiple of this many fp32 values, so that no padding follows them."""
 
 BITS = (4, 8)
 # A thread reads up to 32 codes (16 bytes of int4) with one scale, so they must all belong to one block.
@@ -50,14 +49,12 @@ MIN_BLOCK = 32
 # One program holds a whole block in registers, or the maximum over a block would take a second pass over memory.
 MAX_BLOCK = 4096
 
+# Smallest normal fp32. It keeps 1 / scale finite for blocks of tiny values.
 MIN_SCALE = 2.0**-126
-"""Smallest normal fp32. It keeps ``1 / scale`` finite for blocks of tiny values."""
-
+# Bits of an fp32 that a scale keeps, as an int32: 16 of 24 significant bits. See [Note: Exact products].
 SCALE_MASK = -0x100
-"""Bits of an fp32 that a scale keeps, as an int32: 16 of 24 significant bits. See [Note: Exact products]."""
-
+# Exceeds the errors of rounding 1 / qmax and of a product with it, 2**-24 each.
 SCALE_RAISE = 2.0**-22
-"""Exceeds the errors of rounding ``1 / qmax`` and of a product with it, 2**-24 each."""
 
 
 @dataclass(frozen=True)
@@ -136,13 +133,14 @@ def _align(nbytes: int) -> int:
 
 # ---- nf4
 #
-# NF4's levels: what its 4-bit codes stand for, as fractions of a block's scale.
+# NF4's levels: the values of its 4-bit codes, as fractions of a block's scale.
 #
 # A payload of NF4 codes has the layout of int4 codes and holds whole blocks. It differs in what a code means, and in
 # the order of the two codes of a byte: value ``2i`` is the high nibble, value ``2i + 1`` the low one, as in
 # bitsandbytes. Decoding takes ``level * scale`` in fp32 and rounds once, to the dtype of the output. The scale of a
 # block that is not finite is NaN, so all of it decodes to NaN.
 
+# The level of each code: fp32 values, ascending. They are those of QLoRA (arXiv 2305.14314, appendix E).
 LEVELS = (
     -1.0,
     -0.6961928009986877,
@@ -161,15 +159,14 @@ LEVELS = (
     0.7229568362236023,
     1.0,
 )
-"""The level of each code: fp32 values, ascending. They are those of QLoRA (arXiv 2305.14314, appendix E)."""
 
 
 @functools.cache  # a process has few devices
 def levels_on(device: torch.device) -> Tensor:
     """Return the levels on ``device``, fp32 [16].
 
-    The first call for a GPU copies them there, for which the CPU waits, and which no CUDA graph can capture: make it
-    before a forward.
+    The first call for a GPU copies them there: the CPU waits, and no CUDA graph can capture it. Make it before a
+    forward.
     """
     with torch.inference_mode(False):
         return torch.tensor(LEVELS, dtype=torch.float32, device=device)
@@ -180,20 +177,17 @@ def levels_on(device: torch.device) -> Tensor:
 # Operations in plain PyTorch, on any device. They run on CPUs, and the Triton kernels equal them bit for bit.
 #
 # The functions rely on the checks of ``ops.py`` and prepare a call: they take what its repetitions have in common, and
-# return a function of the tensors and factors. Each has a twin of the same name and signature in ``triton_backend`` and
-# one without values in ``ops.py``.
+# return a function of the tensors and factors. Each prepares the op of its name, as its twins of the same signature in
+# ``triton`` and, without values, in ``ops.py`` do.
 
 
 def quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """See ``fsdp_zpp_kernels.quantize``."""
     return lambda values: _encode(values.view(rows * cols, numel), rows, cols, layout)
 
 
 def dequantize_sum(
     peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor, float], None]:
-    """See ``fsdp_zpp_kernels.dequantize_sum``."""
-
     def call(payload: Tensor, out: Tensor, scale: float) -> None:
         total = _sum_peers(payload.view(peers, rows * cols, -1), numel, layout).mul_(scale)
         out.view(cols, rows, numel).copy_(total.view(rows, cols, numel).transpose(0, 1))
@@ -204,8 +198,6 @@ def dequantize_sum(
 def dequantize_sum_quantize(
     peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, out_layout: PayloadLayout
 ) -> Callable[[Tensor, float], Tensor]:
-    """See ``fsdp_zpp_kernels.dequantize_sum_quantize``."""
-
     def call(payload: Tensor, scale: float) -> Tensor:
         return _encode(_sum_peers(payload, numel, layout).mul_(scale), rows, cols, out_layout)
 
@@ -215,8 +207,6 @@ def dequantize_sum_quantize(
 def quantize_with_feedback(
     numel: int, rows: int, cols: int, layout: PayloadLayout, error_layout: PayloadLayout | None, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """See ``fsdp_zpp_kernels.quantize_with_feedback``."""
-
     def call(values: Tensor, errors: Tensor, beta: float) -> Tensor:
         in_order = values.view(rows, cols, numel).transpose(0, 1).flatten(0, 1).float()
         return _encode_with_feedback(in_order, errors, layout, error_layout, beta)
@@ -232,8 +222,6 @@ def dequantize_sum_quantize_with_feedback(
     out_layout: PayloadLayout,
     error_layout: PayloadLayout | None,
 ) -> Callable[[Tensor, Tensor, float, float], Tensor]:
-    """See ``fsdp_zpp_kernels.dequantize_sum_quantize_with_feedback``."""
-
     def call(payload: Tensor, errors: Tensor, scale: float, beta: float) -> Tensor:
         sums = _sum_peers(payload, numel, layout).mul_(scale)
         return _encode_with_feedback(sums, errors, out_layout, error_layout, beta)
@@ -244,8 +232,6 @@ def dequantize_sum_quantize_with_feedback(
 def quantize_delta(
     chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """See ``fsdp_zpp_kernels.quantize_delta``."""
-
     def call(values: Tensor, base: Tensor) -> Tensor:
         delta = values.view(chunks, numel).float() - _decode(base, numel, base_layout)
         return _encode(delta, 1, chunks, layout)
@@ -256,8 +242,6 @@ def quantize_delta(
 def add_delta(
     chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """See ``fsdp_zpp_kernels.add_delta``."""
-
     def call(base: Tensor, delta: Tensor) -> Tensor:
         values = _decode(base, numel, base_layout) + _decode(delta, numel, layout)
         return _encode(values, 1, chunks, base_layout)
@@ -268,7 +252,6 @@ def add_delta(
 def dequantize_rows(
     chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor], None]:
-    """See ``fsdp_zpp_kernels.dequantize_rows``."""
     in_order = dequantize_sum(1, numel, chunks, 1, layout, dtype)
     return lambda payload, out: in_order(payload, out, 1.0)
 
@@ -276,8 +259,6 @@ def dequantize_rows(
 def dequantize_nf4_rows(
     chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor], None]:
-    """See ``fsdp_zpp_kernels.dequantize_nf4_rows``."""
-
     def call(payload: Tensor, out: Tensor) -> None:
         if numel == 0:  # torch views no rows without bytes as floats
             return

@@ -35,22 +35,17 @@ from .kernels import (
 class Launch:
     """A launch of a kernel that lacks only the tensors and factors, which are the kernel's first arguments.
 
-    A kernel that makes a payload takes it as its second argument, which the launch allocates and returns.
-
     On NVIDIA GPUs, Triton compiles another kernel for another device, dtype, or alignment of an address to 16 bytes. In
-    all calls of one launch these must be the same for each tensor; ``ops.py`` ensures it for tensors that ops are
-    given, and tensors that they allocate are aligned.
+    all calls of one launch these must be the same for each tensor; ``ops.py`` ensures it for the tensors that it gets,
+    and tensors that ops allocate are aligned.
 
     Args:
         kernel: A Triton kernel, compiled or interpreted. Each argument besides tensors and factors must be in its
             ``do_not_specialize`` or be a ``tl.constexpr``.
         grid: Programs along each axis.
         tiling: Warps of a program, and registers of a thread.
-        payload: Shape of the payload to allocate; None if there is none.
+        payload: Shape of the payload that the launch allocates, passes as the second argument and returns; or None.
         fixed: The kernel's remaining arguments, by name.
-
-    Raises:
-        KeyError: If ``fixed`` does not name the last arguments of the kernel.
     """
 
     def __init__(
@@ -73,15 +68,9 @@ class Launch:
         self._device = -1  # of a CPU, where kernels are interpreted
 
     def __call__(self, first: Tensor, *others: Tensor | float) -> Tensor | None:
-        """Enqueue the kernel in the current stream of the tensors' device.
+        """Enqueue the kernel in the current stream of the tensors' device; return the payload that is allocated.
 
-        Args:
-            first: The kernel's first argument.
-            others: Those that follow it, without the payload that is allocated: contiguous tensors, of which uint8 ones
-                are payloads, then the factors.
-
-        Returns:
-            The payload that is allocated, if there is one.
+        Tensors, of which uint8 ones are payloads, are contiguous and come before the factors.
         """
         payload = None
         if self._payload is not None:
@@ -109,7 +98,7 @@ class Launch:
 
 
 def _as_specialized(argument: Tensor | float) -> Tensor | float:
-    """Return an argument as kernels are compiled for it. Once compiled they take mere addresses and numbers."""
+    """Return an argument as kernels are compiled for it. Compiled kernels take mere addresses and numbers."""
     if not isinstance(argument, Tensor):
         return float(argument)  # Triton would specialize for an int
     return argument.view(torch.int32) if argument.dtype == torch.uint8 else argument  # payloads are read as words
@@ -125,20 +114,10 @@ def launch_tiles(
     payload: PayloadLayout | None = None,
     **fixed: int | str,
 ) -> Callable[..., Any]:
-    """Return a launch with one program for each tile of each chunk.
+    """Return a launch with one program for each tile of each chunk; the kernel has an argument ``TILE``.
 
-    Args:
-        kernel: As for :class:`Launch`, with an argument ``TILE``.
-        tiling: How chunks are cut into programs.
-        numel: Number of values in a chunk.
-        cols: Columns of the grid of chunks.
-        rows: Rows of the grid of chunks.
-        payload: Layout of the payload that the launch allocates, a row for each chunk, and returns; None if it
-            allocates none.
-        fixed: The kernel's remaining arguments, by name.
-
-    Returns:
-        The launch; if chunks are empty, a function that does nothing but allocate the payload.
+    ``payload`` is the layout of the payload that the launch allocates and returns, a row for each chunk; None if it
+    allocates none. If chunks are empty, the result only allocates the payload.
     """
     shape = None if payload is None else (rows * cols, payload.nbytes(numel))
     if numel == 0:
@@ -170,11 +149,10 @@ _CACHE_NBYTES = 2**26  # more than an H200's second-level cache holds
 
 
 class Tiling(NamedTuple):
-    """Way to cut a kernel's work into programs.
+    """A division of a kernel's work into programs.
 
     Attributes:
         tile: The values that one program works on, whole blocks of all its layouts.
-        num_warps: Warps of a program.
         max_registers: Registers that a thread may have at most; None leaves it to the compiler.
     """
 
@@ -184,24 +162,23 @@ class Tiling(NamedTuple):
 
 
 def tiling(per_thread: int, threads: int, *layouts: PayloadLayout | None, max_registers: int | None = None) -> Tiling:
-    """Cut into programs of ``threads`` threads, or of more if the largest block takes more at ``per_thread`` values."""
+    """Return programs of ``threads`` threads, or of more if the largest block needs more at ``per_thread`` values."""
     # All of these are powers of two, so the larger number is a multiple of the smaller: whole blocks, whole warps.
     tile = max(per_thread * threads, *(layout.block for layout in layouts if layout is not None))
     return Tiling(tile, tile // per_thread // WARP, max_registers)
 
 
 def quantize_tiling(layout: PayloadLayout) -> Tiling:
-    """Cut quantization. 32 values are four 16-byte loads of 16-bit values in flight per thread."""
+    # 32 values are four 16-byte loads of 16-bit values in flight per thread.
     return tiling(32, 2 * WARP, layout)
 
 
 def sum_tiling(peers: int, layout: PayloadLayout) -> Tiling:
-    """Cut a sum over peers. Loads from all peers are in flight at once, up to 64 bytes per thread for few peers."""
+    # Loads from all peers are in flight at once, up to 64 bytes per thread for few peers.
     return tiling(32 if peers * layout.bits <= 16 else 16, WARP, layout)
 
 
 def sum_quantize_tiling(peers: int, layout: PayloadLayout, out_layout: PayloadLayout) -> Tiling:
-    """Cut a sum over peers that is quantized again."""
     if layout.bits == out_layout.bits == 8:
         return tiling(16, WARP, layout, out_layout)  # a 16-byte access
     few, many = (4, 8) if layout.bits == 4 else (0, 4)
@@ -213,14 +190,12 @@ def sum_quantize_tiling(peers: int, layout: PayloadLayout, out_layout: PayloadLa
 
 
 def feedback_tiling(layout: PayloadLayout, error_layout: PayloadLayout | None) -> Tiling:
-    """Cut quantization with error feedback."""
     # Left to itself, the compiler takes so many registers for int4 and coded errors that too few programs run at once.
     max_registers = 96 if layout.bits == 4 and error_layout is not None else None
     return tiling(32, WARP, layout, error_layout, max_registers=max_registers)
 
 
 def sum_feedback_tiling(layout: PayloadLayout, out_layout: PayloadLayout, error_layout: PayloadLayout | None) -> Tiling:
-    """Cut a sum over peers that is quantized again, with error feedback."""
     layouts = (layout, out_layout, error_layout)
     if error_layout is None:
         return tiling(16, WARP, *layouts, max_registers=64)
@@ -228,25 +203,20 @@ def sum_feedback_tiling(layout: PayloadLayout, out_layout: PayloadLayout, error_
 
 
 def delta_tiling(*layouts: PayloadLayout) -> Tiling:
-    """Cut the encoding of a delta, and its addition to the base."""
     return tiling(32, WARP, *layouts)
 
 
 def align(numel: int) -> int:
     """Return the largest power of two that divides ``numel``, up to the 8 values of a 16-byte access.
 
-    Kernels take ``numel`` in this unit. They then know which accesses are aligned, and are compiled in at most four
-    variants, not for each size.
+    Kernels take ``numel`` in this unit. So they know which accesses are aligned, and have at most four variants.
     """
     return min(numel & -numel, 8) or 8  # the lowest bit set; every power divides 0
 
 
 def group(dtype: torch.dtype, layout: PayloadLayout) -> int:
-    """Return how many neighbouring values a thread holds: a 16-byte access, or a word of codes if that is more.
-
-    With fewer, several threads would have to write one word.
-    """
-    return max(16 // dtype.itemsize, 32 // layout.bits)
+    """Return how many neighbouring values a thread holds: a 16-byte access, or a word of codes if that is more."""
+    return max(16 // dtype.itemsize, 32 // layout.bits)  # with fewer, several threads would have to write one word
 
 
 def zero(bits: int) -> int:
@@ -255,7 +225,6 @@ def zero(bits: int) -> int:
 
 
 def eviction(nbytes: int) -> str:
-    """Return the cache policy for an output of ``nbytes``."""
     # An output that exceeds the cache is gone before anybody reads it, so it must not push out what is still needed.
     return "evict_first" if nbytes > _CACHE_NBYTES else ""
 
@@ -272,7 +241,6 @@ def eviction(nbytes: int) -> str:
 
 
 def quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """See ``fsdp_zpp_kernels.quantize``."""
     return launch_tiles(
         quantize_kernel,
         quantize_tiling(layout),
@@ -292,7 +260,6 @@ def quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: tor
 def dequantize_sum(
     peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor, float], None]:
-    """See ``fsdp_zpp_kernels.dequantize_sum``."""
     return launch_tiles(
         sum_kernel,
         sum_tiling(peers, layout),
@@ -314,7 +281,6 @@ def dequantize_sum(
 def dequantize_sum_quantize(
     peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, out_layout: PayloadLayout
 ) -> Callable[[Tensor, float], Tensor]:
-    """See ``fsdp_zpp_kernels.dequantize_sum_quantize``."""
     return launch_tiles(
         sum_quantize_kernel,
         sum_quantize_tiling(peers, layout, out_layout),
@@ -339,7 +305,6 @@ def dequantize_sum_quantize(
 def quantize_with_feedback(
     numel: int, rows: int, cols: int, layout: PayloadLayout, error_layout: PayloadLayout | None, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """See ``fsdp_zpp_kernels.quantize_with_feedback``."""
     launch = launch_tiles(
         quantize_with_feedback_kernel,
         feedback_tiling(layout, error_layout),
@@ -369,7 +334,6 @@ def dequantize_sum_quantize_with_feedback(
     out_layout: PayloadLayout,
     error_layout: PayloadLayout | None,
 ) -> Callable[[Tensor, Tensor, float, float], Tensor]:
-    """See ``fsdp_zpp_kernels.dequantize_sum_quantize_with_feedback``."""
     launch = launch_tiles(
         sum_quantize_with_feedback_kernel,
         sum_feedback_tiling(layout, out_layout, error_layout),
@@ -396,7 +360,6 @@ def dequantize_sum_quantize_with_feedback(
 def quantize_delta(
     chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """See ``fsdp_zpp_kernels.quantize_delta``."""
     return launch_tiles(
         quantize_delta_kernel,
         delta_tiling(base_layout, layout),
@@ -419,7 +382,6 @@ def quantize_delta(
 def add_delta(
     chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """See ``fsdp_zpp_kernels.add_delta``."""
     return launch_tiles(
         add_delta_kernel,
         delta_tiling(base_layout, layout),
@@ -442,7 +404,6 @@ def add_delta(
 def dequantize_rows(
     chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor], None]:
-    """See ``fsdp_zpp_kernels.dequantize_rows``."""
     return launch_tiles(
         rows_kernel,
         sum_tiling(1, layout),
@@ -462,7 +423,6 @@ def dequantize_rows(
 def dequantize_nf4_rows(
     chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor], None]:
-    """See ``fsdp_zpp_kernels.dequantize_nf4_rows``."""
     launch = launch_tiles(
         nf4_rows_kernel,
         sum_tiling(1, layout),

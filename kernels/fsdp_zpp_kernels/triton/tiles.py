@@ -23,32 +23,29 @@ from fsdp_zpp_kernels.reference import MIN_SCALE, SCALE_MASK, SCALE_RAISE
 
 @triton.jit
 def source_chunk():
-    """Return the index of the chunk or payload row that this program reads."""
     return (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
 
 
 @triton.jit
 def target_chunk():
-    """Return the index of the chunk or payload row that this program writes."""
     return (tl.program_id(1) * tl.num_programs(2) + tl.program_id(2)).to(tl.int64)
 
 
 @triton.jit
 def tile_index():
-    """Return the index in its chunk of this program's tile."""
     return tl.program_id(0).to(tl.int64)
 
 
 @triton.jit
 def codes_words(numel, BITS: tl.constexpr):
-    """Return ``PayloadLayout.scales_offset`` in words. It ends in ``* 4``, which shows Triton the 16-byte alignment."""
+    # PayloadLayout.scales_offset in words. It ends in `* 4`, which shows Triton the 16-byte alignment.
     return (numel * BITS + 127) // 128 * 4
 
 
 @triton.jit
 def row_words(row_units):
-    """Return the length in words of a payload's row, tail included; ``row_units`` is in 16 bytes."""
-    return tl.cast(row_units, tl.int64) * 4  # in this form, Triton sees the alignment
+    # The words of a row, tail included, whose units are 16 bytes. In this form, Triton sees the alignment.
+    return tl.cast(row_units, tl.int64) * 4
 
 
 @triton.jit
@@ -61,10 +58,7 @@ def word_offsets(BITS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def word_ptrs(words_ptr, BITS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
-    """Return pointers to a tile's words.
-
-    Without the hint, Triton would access more than a group at once and exchange the surplus through shared memory.
-    """
+    # Without the hint, Triton would access more than a group at once and exchange the surplus through shared memory.
     return tl.max_contiguous(words_ptr + word_offsets(BITS, TILE, GROUP), [1, GROUP * BITS // 32, 1])
 
 
@@ -95,11 +89,9 @@ def _larger(a, b):
 
 @triton.jit
 def _magnitude(values, BLOCK: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
-    """Return the bits of each block's largest magnitude, int32 [TILE // BLOCK]: of a NaN or an Inf if it holds one.
-
-    A thread compares its own values as floats, at one instruction per value. Threads compare theirs as integers, at one
-    instruction per warp. Magnitudes have the same order either way, with NaN above Inf.
-    """
+    """Return the bits of each block's largest magnitude, int32 [TILE // BLOCK]: of a NaN or an Inf if it holds one."""
+    # A thread compares its own values as floats, at one instruction per value. Threads compare theirs as integers, at
+    # one instruction per warp. Magnitudes have the same order either way, with NaN above Inf.
     values = tl.reshape(tl.abs(values), [TILE // BLOCK, BLOCK // GROUP, GROUP])
     # The mask clears a sign that a NaN may have, with which it would be the smallest integer.
     return tl.max(tl.reduce(values, 2, _larger).to(tl.int32, bitcast=True) & _ABS_MASK, axis=1)
@@ -122,9 +114,8 @@ def encode(
     Values past the end of the chunk must be 0: their codes are the padding of the codes.
 
     Returns:
-        The rounding errors, values less what the payload decodes to, fp32 [TILE // BLOCK, BLOCK], and whether each
-        block is finite, [TILE // BLOCK, 1]. Errors of a block that is not finite are meaningless. The compiler removes
-        the computation of results that the caller ignores.
+        The rounding errors, values less their decoded codes, fp32 [TILE // BLOCK, BLOCK], and whether each block is
+        finite, [TILE // BLOCK, 1]. Errors of a block that is not finite are meaningless.
     """
     magnitude = _magnitude(values, BLOCK, TILE, GROUP)
     live = (magnitude > 0) & (magnitude < _INF_BITS)
@@ -168,20 +159,19 @@ def encode(
     if (tile + 1) * TILE >= numel:
         pad = blocks + tl.arange(0, 4)
         tl.store(scales_ptr + pad, tl.zeros([4], tl.float32), mask=pad < (blocks + 3) // 4 * 4)
+    # The compiler removes the computation of results that the caller ignores.
     return left_out, magnitude[:, None] < _INF_BITS
 
 
 @triton.jit
 def _pack(rounded, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Pack codes that were rounded by adding the rounder and an offset: int32 [TILE // BLOCK, words].
+    """Pack ``rounded`` codes, fp32 [TILE // BLOCK, BLOCK]: int32 [TILE // BLOCK, words].
 
-    The codes of a word are shifted to their places and added up. The offset keeps each of them positive, so that none
-    borrows from its neighbour. The bits of all rounders come off in one subtraction, which saves a mask per code, and
-    flipping the sign bits takes the offsets off again.
-
-    Args:
-        rounded: The codes plus ``_ROUNDER`` plus half the number of codes, fp32 [TILE // BLOCK, BLOCK].
+    They are codes plus ``_ROUNDER`` plus half the number of codes.
     """
+    # The codes of a word are shifted to their places and added up. The offset keeps each of them positive, so that none
+    # borrows from its neighbour. The bits of all rounders come off in one subtraction, which saves a mask per code, and
+    # flipping the sign bits takes the offsets off again.
     PER_WORD: tl.constexpr = 32 // BITS
     OFFSET: tl.constexpr = 1 << (BITS - 1)
     EACH: tl.constexpr = 0xFFFFFFFF // ((1 << BITS) - 1)  # the lowest bit of each code: 0x11111111 or 0x01010101
@@ -214,14 +204,13 @@ def _load_codes(
 ):
     """Load the tile whose first word and scale the pointers point to; ``left`` values of the chunk start there.
 
-    Half the codes of a word become floats where they are, the other half after one shift of the word. A code is masked
-    into the mantissa of a float whose exponent gives the code's lowest bit the weight 1. Flipping the code's sign bit
-    turns two's complement into an offset, so code 0 becomes ``zeros``, and subtracting that leaves the code. That takes
-    fewer instructions than extracting each code and converting it from int.
-
     Returns:
         The codes, fp32 [TILE // GROUP, words a group, codes a word], and their scales, fp32 [TILE // GROUP, 1, 1].
     """
+    # Half the codes of a word become floats where they are, the other half after one shift of the word. A code is
+    # masked into the mantissa of a float whose exponent gives the code's lowest bit the weight 1. Flipping the code's
+    # sign bit turns two's complement into an offset, so code 0 becomes `zeros`, and subtracting that leaves the code.
+    # That takes fewer instructions than extracting each code and converting it from int.
     words_ptrs = word_ptrs(words_ptr, BITS, TILE, GROUP)
     # One pointer per block: the scales of a thread's groups are then a constant distance apart.
     block = tl.arange(0, TILE // BLOCK)[:, None]
@@ -287,10 +276,9 @@ def add_row(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Decode row ``row``, and add ``sign`` (1 or -1) times its values to ``values``, this program's tile in any shape.
+    """Return ``values`` plus ``sign`` (1 or -1) times row ``row``, fp32 [TILE // GROUP, words a group, codes a word].
 
-    Returns:
-        fp32 [TILE // GROUP, words a group, codes a word].
+    ``values`` are this program's tile in any shape.
     """
     row_ptr = words_ptr + row * row_words(row_units)
     codes, scales = load_row(row_ptr, numel, zero, BITS, BLOCK, TILE, GROUP, MASKED)
@@ -315,13 +303,12 @@ def decode_sum(
 ):
     """Decode this program's tile of row ``row`` of every peer's payload; return ``scale`` times the sum, in peer order.
 
-    ``zero`` holds the bits of the float that code 0 in the lowest bits of a word decodes to: 2**23 plus the code's
-    offset. It is a kernel argument because with a constant, ptxas takes two instructions, not one, to mask a code and
-    insert it, and int4 sums over 8 peers are close to the limit of the instruction rate already.
-
     Returns:
         fp32 [TILE // GROUP, words a group, codes a word].
     """
+    # `zero` holds the bits of the float that code 0 in the lowest bits of a word decodes to: 2**23 plus the code's
+    # offset. It is a kernel argument because with a constant, ptxas takes two instructions, not one, to mask a code and
+    # insert it, and int4 sums over 8 peers are close to the limit of the instruction rate already.
     stride = row_words(row_units)
     # A peer's payload has as many rows as the grid has chunks; the peers follow one another.
     peer_words = tl.num_programs(1) * tl.num_programs(2) * stride
@@ -427,10 +414,8 @@ def encode_with_feedback(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Quantize values plus errors into the payload, and update the errors. ``rest`` is 1 - ``beta``.
-
-    Errors are read and written in the groups of the values. In other groups they would go through shared memory twice.
-    """
+    """Quantize values plus errors into the payload, and update the errors. ``rest`` is 1 - ``beta``."""
+    # Errors are read and written in the groups of the values. In others they would go through shared memory twice.
     errors = _load_errors(errors_ptr, numel, error_row_units, zero, BLOCK, ERROR_BLOCK, TILE, GROUP, MASKED)
     left_out, finite = encode(values + errors, words_ptr, numel, row_units, BITS, BLOCK, TILE, GROUP, MASKED)
     # A block that is not finite keeps its errors: NaN in them would never leave again.
