@@ -92,10 +92,7 @@ Shown = dict[str, tuple[nn.Parameter, torch.Size]]
 
 
 def sharded_parameters(model: nn.Module) -> dict[nn.Module, Shown]:
-    """Return the sharded parameters of each module below ``model``.
-
-    A tied parameter, and one that ``FullyShardedDataParallel`` has flattened, appears under each of its names.
-    """
+    """Return the sharded parameters of each module below ``model``, tied ones under each name."""
     flattened = _flattened_parameters(model)
     return {
         module: {
@@ -140,13 +137,7 @@ class Frozen(Protocol):
 # Dynamo would trace into the gather, and take its buffers, and whether they hold the weight, for constants.
 @torch.compiler.disable
 def frozen_linear(x: Tensor, weight: Frozen, bias: Tensor | None) -> Tensor:
-    """Apply ``F.linear`` with a frozen weight, in the dtype of ``x``, or autocast's.
-
-    Args:
-        x: [..., in] in any floating dtype.
-        weight: [out, in].
-        bias: [out] or None.
-    """
+    """Apply ``F.linear`` to x [..., in] with a frozen weight [out, in], in the dtype of ``x``, or autocast's."""
     dtype = compute_dtype(x)
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return _FrozenLinear.apply(x, bias, weight, dtype)
@@ -154,7 +145,6 @@ def frozen_linear(x: Tensor, weight: Frozen, bias: Tensor | None) -> Tensor:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which a linear layer computes with an input."""
     # Autocast would choose in F.linear, but the weight is dequantized before that, into the dtype to compute in.
     return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
 
@@ -171,8 +161,6 @@ def _linear(x: Tensor, bias: Tensor | None, weight: Frozen, dtype: torch.dtype) 
 
 
 class _Context(Protocol):
-    """State that the forward saves for the backward."""
-
     weight: Frozen
     dtype: torch.dtype
     input_dtype: torch.dtype
@@ -214,12 +202,7 @@ class _FrozenLinear(torch.autograd.Function):
 class FrozenTensor(Tensor):
     """A frozen weight's shape, dtype and device without values: operations dequantize it first. Collective.
 
-    See the top of this section.
-
-    Args:
-        frozen: The weight.
-        views: The views to apply to its dequantized values, in order.
-        like: A tensor with the shape and strides that the views result in. Default: those of the weight.
+    ``views`` are applied to its dequantized values, in order; ``like`` has the shape and strides of the result.
     """
 
     frozen: FrozenWeight
@@ -243,7 +226,6 @@ class FrozenTensor(Tensor):
     @torch.compiler.disable
     @torch.no_grad()
     def dequantize(self) -> Tensor:
-        """Return the weight as a plain tensor. Collective."""
         return self.dense(self.dtype, self.device)
 
     def dense(self, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -322,8 +304,6 @@ class FrozenTensor(Tensor):
 
 @dataclass(frozen=True)
 class View:
-    """A recorded operation that makes a view of its argument."""
-
     func: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, object]
@@ -333,8 +313,6 @@ class View:
 
 
 class _Row(View):
-    """A view of one matrix of a stack, which can be dequantized alone."""
-
     @property
     def index(self) -> int:
         return self.args[1]
@@ -521,10 +499,7 @@ def frozen_weights_of(module: nn.Module) -> dict[str, FrozenWeight]:
 
 
 def frozen_sites(model: nn.Module) -> Iterator[tuple[str, FrozenModule, str, FrozenWeight]]:
-    """Yield for each frozen weight below ``model``: its module's path, the module, its name there, and the weight.
-
-    A tied weight appears once for each of its modules.
-    """
+    """Yield each frozen weight below ``model`` (path, module, name, weight), a tied one for each of its modules."""
     for path, module in model.named_modules():
         if isinstance(module, FrozenModule):
             for name, weight in frozen_weights_of(module).items():
@@ -537,12 +512,8 @@ def frozen_modules(model: nn.Module) -> Iterator[tuple[str, FrozenModule, Frozen
 
 
 def plain_class(module: nn.Module) -> type:
-    """Return the class that a frozen module had before, without other mixins such as ``FSDPModule``.
-
-    Raises:
-        RuntimeError: If another of its parameters was parametrized since: only its class knows of that.
-    """
-    if parametrized := list(getattr(module, "parametrizations", ())):
+    """Return the class that a frozen module had before, without other mixins such as ``FSDPModule``."""
+    if parametrized := list(getattr(module, "parametrizations", ())):  # only the module's class knows of that
         raise RuntimeError(
             f"{', '.join(parametrized)} of a {type(module).__name__} with quantized weights is parametrized; call "
             "torch.nn.utils.parametrize.remove_parametrizations on it before you dequantize or copy the module"
@@ -592,14 +563,7 @@ def _replaced_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """A packed weight of one or more linear layers.
-
-    Args:
-        packed: The parameter.
-        stored: Its codes, and how to decode them.
-        modules: The layers that share it.
-        beside: Names of the layers' attributes that describe the weight.
-    """
+    """A packed weight that linear layers share; ``beside`` names their attributes that describe it."""
 
     packed: nn.Parameter
     stored: StoredWeight

@@ -64,14 +64,7 @@ _FILE = re.compile(r"frozen_base-(?:([0-9a-f]{16})-)?[0-9]{5}\.safetensors")
 
 
 class Draft:
-    """The draft of an index, of a save that is running. See the top of this section.
-
-    Args:
-        folder: The folder of the base; created if it does not exist.
-
-    Raises:
-        OSError: If the folder can't be written to.
-    """
+    """The draft of an index, of a save that is running. See the top of this section."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,14 +78,13 @@ class Draft:
             self._file.close()  # another save was faster, and takes it for a leftover
 
     def _lock(self) -> bool:
-        """Lock the draft and return whether it still exists then."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError:
             return True  # without locks in the file system, nobody takes it for a leftover
-        return self._path.exists()
+        return self._path.exists()  # another save may have removed it before it was locked
 
     def file(self, number: int) -> Path:
         """Return the path of a file of this save, counted from 1."""
@@ -117,11 +109,8 @@ class Draft:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the files of finished or aborted saves that the index does not name. See the top of this section.
-
-    Errors are ignored, since leftover files do no harm.
-    """
-    with suppress(OSError, ValueError), ExitStack() as locks:
+    """Remove the files of finished or aborted saves that the index does not name. See the top of this section."""
+    with suppress(OSError, ValueError), ExitStack() as locks:  # leftover files do no harm
         # In this order: a save makes its draft before its files, and drops it when the index names them.
         tokens = {path: match[1] for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))}
         drafts = {path: match for path in folder.iterdir() if (match := _DRAFT.fullmatch(path.name))}
@@ -148,7 +137,6 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def to_disk(path: Path) -> None:
-    """Wait until a file or folder is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -208,11 +196,6 @@ class SavedWeight:
 
     @classmethod
     def of(cls, weight: FrozenWeight) -> SavedWeight:
-        """Return the metadata of ``weight``.
-
-        Raises:
-            ValueError: If its codec can't be stored.
-        """
         if isinstance(weight.codec, StoredCodec):
             raise ValueError(
                 f"{weight.name} is kept {weight.codec}, and its codes are in the checkpoint that it was read from: "
@@ -253,11 +236,7 @@ def index_text(files: dict[str, str], weights: dict[str, SavedWeight]) -> str:
 
 
 def read_base(folder: Path) -> tuple[TensorFiles, dict[str, SavedWeight]]:
-    """Return the files of a quantized base and each weight's metadata; the headers are checked against it.
-
-    Raises:
-        ValueError: If ``folder`` has no complete base.
-    """
+    """Return the files of a complete quantized base and each weight's metadata; the headers are checked against it."""
     path = folder / BASE_INDEX
     while True:
         if not path.exists():
@@ -304,11 +283,6 @@ def _read_base(path: Path) -> tuple[TensorFiles, dict[str, SavedWeight]]:
 
 
 def _saved_weight(name: str, described: Any, path: Path) -> SavedWeight:
-    """Parse a weight's metadata.
-
-    Raises:
-        ValueError: If no codec can have encoded such a weight.
-    """
     try:
         stored = SavedWeight(tuple(described["shape"]), described["dtype"], described["codec"], described["block"])
         # The type itself, since JSON's true is an int by isinstance.
@@ -346,7 +320,6 @@ class BaseWriter:
             self._error = str(failure)
 
     def add(self, tensors: dict[str, Tensor]) -> None:
-        """Add tensors to the current file, or to a new one if they would make it too large."""
         nbytes = sum(tensor.nbytes for tensor in (*self._pending.values(), *tensors.values()))
         if self._pending and nbytes > self._limit:
             self._flush()
@@ -407,25 +380,17 @@ class WeightIdentity(TypedDict):
 
 
 def describe_base(model: nn.Module) -> dict[str, WeightIdentity]:
-    """Return the codec and a few scales of each quantized weight, by names in the base, equal on all ranks. Collective.
-
-    Weights with a user-defined codec are left out: nothing says where its scales are.
-    """
+    """Return the codec and a few scales of each quantized weight by its name, equal on all ranks. Collective."""
+    # Nothing says where a user-defined codec has its scales.
     known = {weight: names for weight, names in frozen_names(model).items() if isinstance(weight.codec, _SAMPLING)}
     weights = {names[0]: weight for weight, names in known.items()}
     return {name: {"codec": str(weight.codec), "scales": _scales(weight)} for name, weight in weights.items()}
 
 
 def check_base(model: nn.Module, saved: Mapping[str, WeightIdentity], where: str) -> None:
-    """Raise if the quantized weights of ``model`` differ from a description by :func:`describe_base`. Collective.
+    """Raise ValueError if the quantized weights of ``model`` differ from the description ``saved``. Collective.
 
-    Args:
-        model: The model.
-        saved: The description; the same on all ranks.
-        where: The checkpoint with the description, as the error names it.
-
-    Raises:
-        ValueError: If weights of the same codec have other values.
+    ``where`` names the checkpoint with the description, in the error.
     """
     own = {name: weight for name, weight in describe_base(model).items() if name in saved}
     recoded = [name for name, weight in own.items() if weight["codec"] != saved[name]["codec"]]
@@ -523,8 +488,6 @@ def save_frozen_params(
 
 @dataclass(frozen=True)
 class _Task:
-    """The checked arguments of :func:`save_frozen_params`."""
-
     folder: Path
     limit: int
     weights: dict[FrozenWeight, str]
@@ -552,10 +515,7 @@ def _nbytes(size: object) -> int:
 
 
 def _not_quantized(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """Gather the rest of the base by names in the base: frozen parameters and persistent buffers. Collective.
-
-    Ranks other than the first get nothing.
-    """
+    """Gather frozen parameters and persistent buffers on the first rank, by names in the base. Collective."""
     bases = {original_path(path): base for path, base, _ in base_fqns(model)}
 
     def name_of(path: str) -> str | None:
@@ -669,7 +629,6 @@ class _BaseContents:
 def _read(
     model: nn.Module, selection: Selection, folder: Path, where: Placement, device: torch.device | None
 ) -> _BaseContents:
-    """Check that files and model have the same tensors, then read this rank's part of the base."""
     files, stored = read_base(folder)
     # One key for a quantized weight, under the weight's name, though its codes and scales are two tensors.
     keys = [*stored, *(key for key in files if key.removesuffix(f".{CODES}").removesuffix(f".{SCALES}") not in stored)]

@@ -53,24 +53,14 @@ _MODEL = ("model.safetensors", f"model{_INDEX}")  # the files that transformers 
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """Shape and dtype of a stored tensor.
-
-    Attributes:
-        dtype: The dtype, or its name in the file if that is not in ``STORED_DTYPES``.
-    """
+    """Shape and dtype of a stored tensor; the dtype is its name in the file if it is not in ``STORED_DTYPES``."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
 
 
 class TensorFiles:
-    """Tensors in safetensors files, read slice by slice.
-
-    Args:
-        files: The file of each tensor.
-        source: The index, or the one file, that lists the tensors; named in errors.
-        remedy: What to do about a broken file, for errors.
-    """
+    """Tensors in safetensors files, read slice by slice; ``source`` and ``remedy`` are named in errors."""
 
     def __init__(self, files: dict[str, Path], source: Path, remedy: str) -> None:
         self.source = source
@@ -87,17 +77,12 @@ class TensorFiles:
         return self._files[key]
 
     def header(self, key: str) -> TensorHeader:
-        """Return the shape and dtype of a tensor.
-
-        Raises:
-            ValueError: If its file is missing or broken, or has no such tensor.
-        """
         part = self.slice(key)
         dtype = part.get_dtype()
         return TensorHeader(tuple(part.get_shape()), STORED_DTYPES.get(dtype, dtype))
 
     def slice(self, key: str) -> Any:
-        """Return a tensor that is read lazily, by indexing; the results alias the file. Raises as :meth:`header`."""
+        """Return a tensor that is read lazily, by indexing; the results alias the file."""
         file, keys = self._opened(self._files[key])
         if key not in keys:
             raise ValueError(f"{self._files[key]} has no {key}, which {self.source} lists in it; {self._remedy}")
@@ -136,11 +121,6 @@ def _values_of_rows(rows: Callable[[int, int], Tensor], columns: int, first: int
 
 
 def open_file(path: Path, remedy: str, named_by: str = "") -> safe_open:
-    """Open a safetensors file.
-
-    Raises:
-        ValueError: If it is missing, truncated, or not a safetensors file.
-    """
     if not path.is_file():
         raise ValueError(f"there is no file {path}{named_by}; {remedy}")
     try:
@@ -150,11 +130,7 @@ def open_file(path: Path, remedy: str, named_by: str = "") -> safe_open:
 
 
 def read_index(path: Path, remedy: str) -> tuple[dict[str, Path], dict[str, object]]:
-    """Return the file of each tensor, and the whole content of the index.
-
-    Raises:
-        ValueError: If it is not an index, or names files outside its folder.
-    """
+    """Return the file of each tensor, and the whole content of the index."""
     try:
         index = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -179,9 +155,6 @@ def find_checkpoint(path: Path) -> Path:
 
     In a folder, it is ``model.safetensors`` or its index, as transformers writes and reads them; otherwise the only
     index or the only safetensors file that is not an adapter's.
-
-    Raises:
-        ValueError: If there is no candidate, or more than one.
     """
     if not path.is_dir():
         if not path.exists():
@@ -229,12 +202,10 @@ class ModelTensor:
 
     @property
     def name(self) -> str:
-        """Return its name for errors."""
         return (self.names or self.paths)[0]
 
     @property
     def keys(self) -> list[str]:
-        """Return the names that it may have in files."""
         return list(dict.fromkeys([*self.paths, *self.names]))
 
     @property
@@ -299,12 +270,6 @@ _TIED = "accelerate's init_empty_weights has left them as separate tensors; call
 def match_keys(model: nn.Module, keys: Collection[str], where: str, remedy: str) -> list[tuple[ModelTensor, list[str]]]:
     """Return the tensors of ``model`` that files have, each with its names among ``keys``.
 
-    Args:
-        model: The model; not sharded.
-        keys: The names of the tensors in the files.
-        where: The files, as errors name them.
-        remedy: What to do if the files lack a tensor, for errors.
-
     Raises:
         ValueError: If the model needs a tensor that the files lack, or is sharded.
     """
@@ -343,17 +308,7 @@ def refuse_sharded_tensors(model: nn.Module, where: str) -> None:
 
 
 def check_header(tensor: ModelTensor, key: str, header: TensorHeader, where: object) -> None:
-    """Raise unless a stored tensor has exactly the shape of the model's, and a dtype that casts to its dtype.
-
-    Args:
-        tensor: The model's tensor.
-        key: The name of the stored tensor.
-        header: Its shape and dtype.
-        where: Its file, as errors name it.
-
-    Raises:
-        ValueError: If it does not fit; the error names both shapes or both dtypes.
-    """
+    """Raise ValueError unless a stored tensor has exactly the model's shape, and a dtype that casts to the model's."""
     shape, dtype, stored = tuple(tensor.tensor.shape), tensor.tensor.dtype, header.dtype
     if header.shape != shape:
         raise ValueError(
@@ -395,11 +350,7 @@ _DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M
 
 
 class DecodedFiles:
-    """Tensors in files; the parts of a quantized weight are one tensor, under the weight's name.
-
-    Raises:
-        ValueError: If a quantized weight is incomplete, or the checkpoint is quantized in an unknown way.
-    """
+    """Tensors in files; the parts of a quantized weight are one tensor, under the weight's name."""
 
     def __init__(self, files: TensorFiles) -> None:
         self.source = files.source
@@ -419,21 +370,18 @@ class DecodedFiles:
         return iter(self._keys)
 
     def stored(self, key: str) -> StoredWeight | None:
-        """Return a weight that is stored quantized; None for any other tensor."""
         if key not in self._stored:
             return None
         stored = self._stored[key]
         return stored_in(stored, {role: self._files.slice(name) for role, name in stored.keys.items()})
 
     def description(self, key: str) -> str:
-        """Return how a tensor is stored, as text."""
         return self._stored[key].description if key in self._stored else "as it is"
 
     def file_of(self, key: str) -> Path:
         return self._files.file_of(self._first(key))
 
     def header(self, key: str) -> TensorHeader:
-        """Return the decoded shape and dtype of a tensor; raises as :meth:`TensorFiles.header`."""
         if key not in self._stored:
             return self._files.header(key)
         return TensorHeader(tuple(self._stored[key].shape), self._stored[key].dtype)
@@ -454,9 +402,7 @@ class DecodedFiles:
         return next(iter(self._stored[key].keys.values())) if key in self._stored else key
 
 
-class _Described:
-    """Shapes and dtypes of tensors in files, for the formats; see ``StoredTensors``."""
-
+class _Described:  # implements StoredTensors
     def __init__(self, files: TensorFiles) -> None:
         self._files = files
 
@@ -506,7 +452,6 @@ class StackedFiles:
 
     @property
     def keys(self) -> list[str]:
-        """Return the names of all tensors, and of all stacks that can be assembled."""
         return list(dict.fromkeys([*self._files, *self._stacks, *self._renamed]))
 
     def parts(self, key: str) -> list[str]:
@@ -519,19 +464,12 @@ class StackedFiles:
         )
 
     def description(self, key: str) -> str:
-        """Return how a tensor, or its first part, is stored, as text."""
         return self._files.description(self.parts(key)[0])
 
     def file_of(self, key: str) -> object:
-        """Return the file of a tensor, or of its first part."""
         return self._files.file_of(self.parts(key)[0])
 
     def header(self, key: str) -> TensorHeader:
-        """Return the shape and dtype of a tensor.
-
-        Raises:
-            ValueError: As :meth:`TensorFiles.header`, and if the matrices of a stack differ in shape or dtype.
-        """
         if key not in self._stacks or key in self._files:
             return self._files.header(self.parts(key)[0])
         matrices = [[self._files.header(part) for part in matrix] for matrix in self._stacks[key]]
@@ -570,7 +508,6 @@ class StackedFiles:
 
         Raises:
             NoStackError: If its matrices can't be put together without being decoded.
-            ValueError: If only some of them are stored quantized.
         """
         if key in self._files or key not in self._stacks:
             return self._files.stored(self.parts(key)[0])
@@ -617,20 +554,12 @@ _COMPARED = 2**22
 
 
 class WeightSource(Protocol):
-    """A source of a model's tensors."""
-
     def cover(self, model: nn.Module) -> list[ModelTensor]:
-        """Return the tensors to read. Changes nothing.
+        """Return the tensors to read, which fit ``model`` and include all that it needs. Changes nothing."""
 
-        Raises:
-            ValueError: If the source lacks a tensor that ``model`` needs, or has it in another shape or kind of dtype.
-        """
+    def reader(self, tensor: ModelTensor) -> ReadValues: ...
 
-    def reader(self, tensor: ModelTensor) -> ReadValues:
-        """Return a function that reads values of ``tensor``."""
-
-    def read(self, tensor: ModelTensor) -> Tensor:
-        """Copy ``tensor``."""
+    def read(self, tensor: ModelTensor) -> Tensor: ...
 
     def stored(self, tensor: ModelTensor) -> StoredWeight | None:
         """Return ``tensor`` as it is stored; None if it is stored in full precision.
@@ -644,14 +573,9 @@ class WeightSource(Protocol):
 
 
 class Checkpoint:
-    """Weights in safetensors files.
+    """Weights in safetensors files: a file, an index, or a folder with either.
 
-    Args:
-        path: A file, an index, or a folder with either.
-        warns: Whether to warn of tensors that a model has no place for; set it on one rank only, or each rank warns.
-
-    Raises:
-        ValueError: If it holds no safetensors.
+    ``warns`` is whether to warn of tensors that a model has no place for; set it on one rank only.
     """
 
     def __init__(self, path: Path, warns: bool) -> None:
@@ -725,11 +649,7 @@ class Checkpoint:
 
 
 class Generated:
-    """Weights that a function returns, one at a time.
-
-    Args:
-        make: Returns all values of a tensor, by its name in the model without adapters.
-    """
+    """Weights that a function returns, one at a time, by their names in the model without adapters."""
 
     def __init__(self, make: Callable[[str], Tensor]) -> None:
         self._make = make
@@ -767,12 +687,7 @@ class Generated:
 
 
 def source_from(checkpoint: Source, warns: bool) -> WeightSource:
-    """Return the source that the argument ``checkpoint`` describes; ``warns`` as for :class:`Checkpoint`.
-
-    Raises:
-        ValueError: If it is a path that holds no safetensors.
-        TypeError: If it is neither a path nor a function.
-    """
+    """Return the source that the argument ``checkpoint`` describes; ``warns`` as for :class:`Checkpoint`."""
     if callable(checkpoint):
         return Generated(checkpoint)
     if not isinstance(checkpoint, (str, os.PathLike)):

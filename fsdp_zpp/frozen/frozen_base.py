@@ -78,9 +78,8 @@ class FrozenReport:
 
 
 def log_report(reports: list[FrozenReport]) -> None:
-    """Log reports on parts of a model as one line, on the mesh's first rank."""
     if reports and reports[0].placement.mesh.rank == 0:
-        logger.info("%s", merge(reports))
+        logger.info("%s", merge(reports))  # as one line
 
 
 def merge(reports: list[FrozenReport]) -> FrozenReport:
@@ -123,10 +122,7 @@ Groups = dict[tuple[str, Placement], list[FrozenWeight]]
 
 
 class FrozenBase:
-    """All frozen weights of one model.
-
-    Args:
-        root: The model, or as much of it as is known.
+    """All frozen weights of one model, or of as much of it as ``root``.
 
     Attributes:
         traffic: Bytes that its gathers have sent.
@@ -171,13 +167,7 @@ class FrozenBase:
             weight.base, weight.holder = self, UngroupedPayload(weight.holder.local_payload(weight))
 
     def add(self, weight: FrozenWeight, row: Tensor, sites: Iterable[tuple[str, nn.Module, str]]) -> None:
-        """Put a weight in place of a parameter.
-
-        Args:
-            weight: The weight.
-            row: Its local payload, uint8 [local_nbytes].
-            sites: For each module that uses the parameter: its path, the module, and the parameter's name there.
-        """
+        """Put a weight and its local payload, uint8 [local_nbytes], in place of the parameter at ``sites``."""
         weight.base, weight.holder = self, UngroupedPayload(row)
         self.weights.append(weight)
         for _, module, name in sites:
@@ -204,7 +194,6 @@ class FrozenBase:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """Return the groups that its weights are placed on; none if each process has all weights."""
         groups = dict.fromkeys(weight.placement.mesh.group for weight in self.weights)
         return [group for group in groups if group is not None]
 
@@ -234,11 +223,7 @@ class FrozenBase:
         self.log_reports()
 
     def prepare(self) -> None:
-        """Make units, with all checks of a first use, unless there are some, and log nothing. Collective.
-
-        Raises:
-            ValueError: As :meth:`make_units`.
-        """
+        """Make units, with all checks of a first use, unless there are some, and log nothing. Collective."""
         reports, self.reports = self.reports, []
         try:
             if any(isinstance(weight.holder, UngroupedPayload) for weight in self.weights):
@@ -248,7 +233,6 @@ class FrozenBase:
             self.reports = reports
 
     def log_reports(self) -> None:
-        """Log what was quantized since the last log line, as one line."""
         log_report(self.reports)
         self.reports = []
 
@@ -288,7 +272,6 @@ def _check_agreement(model: str, groups: Groups) -> None:
 
 
 def _named_units(root: nn.Module) -> list[tuple[str, str, FrozenWeight]]:
-    """Return the name, the unit's name and the weight of each frozen weight below ``root``."""
     modules = dict(root.named_modules())
     named = []
     for path, _, name, weight in frozen_sites(root):
@@ -311,9 +294,7 @@ def _named_units(root: nn.Module) -> list[tuple[str, str, FrozenWeight]]:
 def follow_strategy(module: nn.Module, mesh: ProcessMesh) -> None:
     """Reshard the frozen base of ``module``, if there is one, over ``mesh``. Collective. See the top of this section.
 
-    Args:
-        module: The module that is about to be wrapped. Bases of parts that are already wrapped stay where they are.
-        mesh: The ranks of the strategy.
+    Bases of parts that are already wrapped stay where they are.
 
     Raises:
         ValueError: If a weight would have to move, but its codec is user-defined, so that its chunks can't be re-cut.

@@ -75,10 +75,7 @@ def show_to_peft() -> None:
 
 @contextmanager
 def shown_as_parameters(*models: object) -> Iterator[None]:
-    """Register the frozen weights of ``models`` as parameters of their modules, in this context.
-
-    Objects that are not modules are skipped, so that any arguments of a call can be passed.
-    """
+    """Register the frozen weights of ``models`` as parameters in this context; other objects are skipped."""
     registered: list[tuple[FrozenModule, str]] = []
     for model in models:
         for _, module, name, weight in frozen_sites(model) if isinstance(model, nn.Module) else ():
@@ -168,9 +165,7 @@ def guard_save_pretrained(model: nn.Module) -> None:
 def guard_sharded(model: nn.Module, is_sharded: Callable[[nn.Module], bool]) -> None:
     """Make ``save_pretrained`` of ``model`` and its submodules raise if it would write one rank's part.
 
-    Args:
-        model: The model.
-        is_sharded: Returns whether ranks hold parts of a module's weights; the same on all ranks.
+    ``is_sharded`` returns whether ranks hold parts of a module's weights; the same on all ranks.
     """
     for module in model.modules():
         if hasattr(type(module), _METHOD):
@@ -208,7 +203,6 @@ def _save_pretrained(module: nn.Module, *args: object, **kwargs: object) -> obje
 
 
 def _left_out(module: nn.Module, state: Mapping[str, object]) -> int:
-    """Return how many of the quantized weights of ``module`` a state dict lacks."""
     present = {weight for path, _, name, weight in frozen_sites(module) if parameter_name(path, name) in state}
     return len({weight for _, _, weight in frozen_modules(module)} - present)
 
@@ -280,12 +274,7 @@ def _check(model: nn.Module, path: object, adapters: object) -> tuple[PeftModel,
 
 
 def peft_model_in(model: nn.Module) -> PeftModel:
-    """Return the PEFT model that ``model`` is or contains.
-
-    Raises:
-        ImportError: If peft is not installed.
-        ValueError: If there is none.
-    """
+    """Return the PEFT model that ``model`` is or contains."""
     try:
         from peft import PeftModel
     except ImportError as error:
@@ -329,12 +318,7 @@ def path_of(peft_model: PeftModel, model: nn.Module) -> str:
 
 @contextmanager
 def as_plain(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[None]:
-    """Make ``peft_model.save_pretrained(..., state_dict=state)`` work as if the model were plain, in this context.
-
-    Args:
-        peft_model: A sharded model.
-        state: The result of :func:`adapter_state` for it.
-    """
+    """Let ``peft_model`` save the tensors of :func:`adapter_state` as if it were not sharded, in this context."""
     with _original_paths(peft_model), _whole_prompts(peft_model, state):
         yield
 
@@ -397,13 +381,10 @@ def _original_paths(peft_model: PeftModel) -> Iterator[None]:
 def on_first_rank(
     tensors: Iterable[TensorOfModel], group: dist.ProcessGroup | None, *, all_names: bool = False
 ) -> dict[str, Tensor]:
-    """Copy tensors to the CPU of the first rank of ``group``; other ranks get nothing. Collective.
+    """Copy tensors, the same on all ranks, to the CPU of the first rank of ``group``. Collective.
 
-    Args:
-        tensors: The tensors, the same on all ranks.
-        group: The ranks of the model.
-        all_names: Whether a tied tensor appears under all of its names, each with its own copy, as in torch's full
-            state dicts; otherwise under its first name alone.
+    With ``all_names``, a tied tensor appears under all of its names, each with its own copy, as in torch's full state
+    dicts; otherwise under its first name alone.
     """
     first = None if group is None else dist.get_global_rank(group, 0)
     copies: dict[str, Tensor] = {}
@@ -421,8 +402,6 @@ def on_first_rank(
 
 @dataclass(frozen=True)
 class DecodedWeight(FullTensor):
-    """The values of a frozen weight, decoded directly in the requested dtype."""
-
     weight: FrozenWeight
 
     @property
@@ -457,7 +436,6 @@ def decoded_weights_of(module: nn.Module) -> dict[str, DecodedWeight]:
 
 
 def quantized_names(model: nn.Module) -> set[str]:
-    """Return the names of a model's quantized weights before it was wrapped."""
     return {parameter_name(path, name) for path, _, name, _ in frozen_sites(model)}
 
 

@@ -54,8 +54,6 @@ def refuse_infinite_values(values: Tensor, name: str, remedy: str) -> None:
 
 
 def finite_values(read: ReadValues, name: str, remedy: str) -> ReadValues:
-    """Wrap ``read`` so that it raises for NaN and infinite values."""
-
     def checked(first: int, last: int) -> Tensor:
         values = read(first, last)
         refuse_infinite_values(values, name, remedy)
@@ -65,8 +63,6 @@ def finite_values(read: ReadValues, name: str, remedy: str) -> ReadValues:
 
 
 class FiniteSlice:
-    """A slice of a file that raises for NaN and infinite values."""
-
     def __init__(self, of: Sliceable, name: str, remedy: str) -> None:
         self._of, self._name, self._remedy = of, name, remedy
 
@@ -92,13 +88,7 @@ OTHERWISE_SHARDED = "sharded by another parallelism"
 
 @dataclass(eq=False)  # found by identity
 class FreezableWeight:
-    """A weight and all modules that use it.
-
-    Attributes:
-        parameter: The weight.
-        sites: For each module that uses it: the module's path, the module, and its name there.
-        packed: Unpacks it if another library has packed it; None if it is plain.
-    """
+    """A weight and all modules that use it, each with its path and the weight's name there."""
 
     parameter: nn.Parameter
     sites: list[tuple[str, nn.Module, str]]
@@ -116,12 +106,7 @@ class FreezableWeight:
 
 @dataclass
 class Selection:
-    """Weights to quantize, and parameters that stay as they are.
-
-    Attributes:
-        chosen: The weights to quantize, in the order of the model.
-        left: Names and values of frozen parameters that stay as they are, by the reason.
-    """
+    """Weights to quantize, in the order of the model, and parameters that stay as they are, by the reason."""
 
     chosen: list[FreezableWeight] = field(default_factory=list)
     left: dict[str, list[tuple[str, nn.Parameter]]] = field(default_factory=dict)
@@ -164,18 +149,7 @@ class Selection:
         gpus_per_node: int | None,
         facts: dict[str, object],
     ) -> None:
-        """Raise on every rank of ``group`` unless all ranks select the same weights by the same arguments. Collective.
-
-        Args:
-            call: The public function that was called, for the error.
-            model: The model.
-            group: The ranks; None means this process alone.
-            gpus_per_node: The node size that the user gave.
-            facts: Other arguments of the call, by name.
-
-        Raises:
-            ValueError: If they differ.
-        """
+        """Raise ValueError on all ranks unless they select the same weights by the same arguments. Collective."""
         if group is None:
             return
         # Distinguish an explicit size from an equal default: only the default may be changed by a strategy later.
@@ -185,13 +159,9 @@ class Selection:
 
 
 def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), unpack: bool = False) -> Selection:
-    """Choose frozen weights, tied ones once. See the top of this section.
+    """Choose frozen weights with at least ``min_numel`` values, tied ones once. See the top of this section.
 
-    Args:
-        model: The model. Parts that FSDP has sharded are resharded.
-        min_numel: Weights with fewer values stay as they are.
-        ignored: Parameters that stay as they are.
-        unpack: Whether to choose weights that other libraries have packed, too; see _torch_modules.py.
+    Parts that FSDP has sharded are resharded. With ``unpack``, weights that other libraries have packed count, too.
     """
     reshard(model)  # a parameter that fully_shard has gathered is a plain tensor, but still FSDP's
     selection, seen = Selection(), set()
@@ -235,7 +205,6 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), u
 
 
 def _under_fully_shard(model: nn.Module) -> set[nn.Module]:
-    """Return the modules below ``model`` that ``fully_shard`` was called on, and all modules inside them."""
     return {part for module in model.modules() if isinstance(module, FSDPModule) for part in module.modules()}
 
 
@@ -271,7 +240,6 @@ def _fits(module: nn.Module, name: str, shape: torch.Size) -> bool:
 
 
 def _sites_by_parameter(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
-    """Return the sites of each parameter (path, module and name), by its id."""
     sites: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -320,16 +288,9 @@ class FrozenOptions:
 def quantize_selected(
     model: nn.Module, selection: Selection, options: FrozenOptions, encoded: Iterable[Encoded] | None = None
 ) -> tuple[FrozenReport, FrozenBase | None]:
-    """Quantize the selected weights of ``model``. The caller has checked the arguments. Collective.
+    """Quantize the selected weights of ``model``, or put those that are ``encoded`` there. Collective.
 
-    Args:
-        model: The model.
-        selection: Its weights to quantize.
-        options: How to quantize.
-        encoded: The selected weights, already quantized. Default: quantize them from the model.
-
-    Returns:
-        A report, and the base that has the weights; None for the base if the model has no frozen weights at all.
+    The caller has checked the arguments. The base is None if the model has no frozen weights at all.
 
     Raises:
         ValueError: If a weight has no values.
@@ -466,9 +427,6 @@ def quantize_for(
 
     Returns:
         Names of frozen parameters that stay as they are, by the reason.
-
-    Raises:
-        ValueError: If weights have no values, or infinite ones, or weights that were quantized before can't move.
     """
     if not is_part:
         follow_strategy(module, mesh)
@@ -705,7 +663,6 @@ def _read(
     options: FrozenOptions,
     group: dist.ProcessGroup | None,
 ) -> _QuantizedCheckpoint:
-    """Check that a checkpoint has all of the model, then read it and quantize the selected weights."""
     source = source_from(checkpoint, warns=group is None or dist.get_rank(group) == 0)
     tensors = {id(tensor.tensor): tensor for tensor in source.cover(model)}
     encoded = []
@@ -731,7 +688,6 @@ def _read(
 
 
 def _stored(source: WeightSource, tensor: ModelTensor, codec: Codec) -> StoredWeight | None:
-    """Return a tensor as it is stored, if the codec keeps stored codes."""
     if not isinstance(codec, AsStored):
         return None
     try:

@@ -38,13 +38,9 @@ SCOPES = ("N", "I", "G")
 class Placement:
     """A scope on a mesh. See the top of this section.
 
-    Args:
+    Attributes:
         scope: ``N`` replicated on every rank, ``I`` sharded inside a node, ``G`` sharded over all ranks.
-        mesh: The ranks.
         by_name: Whether the user gave the node size; see ``follow_strategy`` in frozen_base.py.
-
-    Raises:
-        ValueError: If the scope is not one of these.
     """
 
     scope: str
@@ -88,14 +84,7 @@ def block_of(codec: Codec) -> int:
 def place_base(model: nn.Module, scope: str, group: dist.ProcessGroup | None, gpus_per_node: int | None) -> Placement:
     """Return the placement on ``group``, or on this process alone if there is none. Collective over ``group``.
 
-    Args:
-        model: The model. Strategies that wrap parts of it give the node size if the user does not.
-        scope: The scope.
-        group: The data-parallel ranks.
-        gpus_per_node: The node size that the user gave.
-
-    Raises:
-        ValueError: If the scope is unknown, ``group`` can't be laid out on nodes of that size, or strategies differ.
+    Strategies that wrap parts of ``model`` give the node size if the user does not.
     """
     if group is None:
         return Placement(scope, ProcessMesh(Topology(1, 1), 0, None, None))
@@ -141,9 +130,7 @@ def out_of_inference_mode() -> Iterator[None]:
         yield
 
 
-class PayloadHolder(Protocol):
-    """The holder of the codes of one or more weights on this rank, which also gathers them."""
-
+class PayloadHolder(Protocol):  # of one or more weights
     def gathered_payload(self, weight: FrozenWeight, device: torch.device) -> Tensor:
         """Return all chunks, uint8 [chunks, local_nbytes], on the device that computes. Collective.
 
@@ -160,8 +147,6 @@ class PayloadHolder(Protocol):
 
 
 class Base(Communicator, Protocol):
-    """All frozen weights of a model."""
-
     def make_units(self) -> None: ...
 
 
@@ -174,14 +159,9 @@ class Sliceable(Protocol):
 class FrozenWeight:
     """A matrix, or a stack of matrices, that is quantized once and sharded.
 
-    Args:
-        name: Its name in errors, until units are made and its FQN in the model is known.
-        shape: Its shape.
-        dtype: The dtype it shows and dequantizes to by default; embeddings return it.
-        codec: Its codec.
-        placement: Which rank holds which chunk.
-
     Attributes:
+        name: Its name in errors, until units are made and its FQN in the model is known.
+        dtype: The dtype it shows and dequantizes to by default; embeddings return it.
         holder: Holds its codes, alone or with the other weights of its unit.
         shown: The tensor that stands for it, if one is alive.
         sampled: Some of its scales, once they were requested.
@@ -276,10 +256,8 @@ class FrozenWeight:
     def _in_pieces(self, make: Callable[[int, int, int], Tensor], device: torch.device) -> Tensor:
         """Assemble this rank's chunk from pieces of whole blocks, so that only one piece takes extra memory.
 
-        Args:
-            make: ``make(first, last, padded)`` is the payload, uint8 [1, nbytes(padded)], of the values ``first`` to
-                ``last - 1`` and of the padding of their last block.
-            device: The device of the chunk.
+        ``make(first, last, padded)`` is the payload, uint8 [1, nbytes(padded)], of the values ``first`` to ``last - 1``
+        and of the padding of their last block.
         """
         codec, numel = self.codec, self.shape.numel()
         # Chunks are equally long on all ranks, so the last ones may lie partly or wholly past the end of the weight.
@@ -300,10 +278,7 @@ class FrozenWeight:
     @torch.compiler.disable
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
-        """Dequantize the whole weight for a computation on ``device``. Collective over the ranks of its placement.
-
-        The dtype and the device default to those of the weight and its codes.
-        """
+        """Dequantize the whole weight for a computation on ``device``. Collective over the ranks of its placement."""
         return self.dense(dtype or self.dtype, device or self.device)
 
     def dense(self, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -368,8 +343,6 @@ class UngroupedPayload:
 
 
 class Gathered(Protocol):
-    """A unit that can be gathered into a buffer."""
-
     label: str
 
     @property
@@ -444,7 +417,6 @@ class DoubleBuffer:
                 buffer.unit, buffer.parts = None, ()
 
     def _switch(self, unit: Gathered) -> None:
-        """Make ``unit`` the current one, and prefetch the expected next one."""
         before, last = self._previous, self._current.unit
         if last is not None:
             if before is not None:
@@ -483,14 +455,7 @@ class DoubleBuffer:
 
 
 class FrozenUnit:
-    """A payload shard of some weights, which takes over the chunks that their holders have.
-
-    Args:
-        label: Names the unit in profiles.
-        weights: The weights, of one placement.
-        traffic: Counts the bytes sent.
-        buffers: The memory that units of the base are gathered into.
-    """
+    """A payload shard of weights of one placement, which takes over the chunks that their holders have."""
 
     def __init__(self, label: str, weights: list[FrozenWeight], traffic: Traffic, buffers: DoubleBuffer) -> None:
         self.label, self.weights = label, weights
@@ -515,7 +480,6 @@ class FrozenUnit:
 
     @property
     def nbytes(self) -> int:
-        """Return how many bytes this rank keeps of the unit."""
         return self._shard.nbytes
 
     @property

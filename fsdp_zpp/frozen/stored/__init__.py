@@ -33,11 +33,7 @@ _OF_CODES = ("scale", "scale_inv", "scale_2", "global_scale", "zero_point", "g_i
 
 
 def read_config(source: Path) -> dict[str, Any]:
-    """Return the ``quantization_config`` of the ``config.json`` in a checkpoint's folder; empty if there is none.
-
-    Raises:
-        ValueError: If that file is broken, or names an unknown method.
-    """
+    """Return the ``quantization_config`` of the ``config.json`` in a checkpoint's folder; empty if there is none."""
     path = source.parent / "config.json"
     if not path.is_file():
         return {}
@@ -69,11 +65,7 @@ def read_config(source: Path) -> dict[str, Any]:
 
 
 def find_stored(tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
-    """Return the weights that are stored quantized, by name; ``config`` is the result of :func:`read_config`.
-
-    Raises:
-        ValueError: If one is incomplete, or its tensors don't fit each other.
-    """
+    """Return the weights that are stored quantized, by name; ``config`` is the result of :func:`read_config`."""
     if config:
         known, formats = FORMATS[config["quant_method"]]
         refuse_unknown(config["quant_method"], config, known)

@@ -45,10 +45,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def unpack_fp4(octets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Unpack values along the last dimension, the lower bits of a byte first: uint8 [..., bytes] to [..., bytes * 2].
-
-    Every floating dtype of 16 bits or more holds these values exactly.
-    """
+    """Unpack values along the last dimension, the lower bits of a byte first: [..., bytes] to [..., bytes * 2]."""
     # Both codes of a byte at once: one look-up takes half the time of two.
     return torch.nn.functional.embedding(octets.int(), _pairs(dtype, octets.device)).flatten(-2)
 
@@ -226,13 +223,7 @@ class Fp8(StoredFormat):
 
 
 def stated_block(config: Mapping[str, Any], scheme: Scheme | None) -> Block | None:
-    """Return the rows and columns that share a scale by the configuration; None if it does not determine them.
-
-    ``scheme`` is the weight's scheme by compressed-tensors' ``config_groups``.
-
-    Raises:
-        ValueError: If scales of that kind can't be read.
-    """
+    """Return the rows and columns that share a scale by the configuration; None if it does not determine them."""
     if scheme is None:
         return (1, None) if config.get("quant_method") == "fbgemm_fp8" else block_size(config, "weight_block_size")
     if scheme.bits != 8:
@@ -249,13 +240,9 @@ def stated_block(config: Mapping[str, Any], scheme: Scheme | None) -> Block | No
 
 
 def block_of(shape: torch.Size, scales: tuple[int, ...], stated: Block | None, key: str) -> tuple[int, int]:
-    """Return the rows and columns that share a scale.
+    """Return the rows and columns that share a scale, by the shapes of the weight and of the scales ``key``.
 
-    Args:
-        shape: The shape of the weight.
-        scales: The shape of the scales.
-        stated: The block by the configuration; None if it does not determine it.
-        key: The name of the scales.
+    ``stated`` is the block by the configuration; None if it does not determine it.
 
     Raises:
         ValueError: If the scales don't fit the weight or the configuration, or the block is ambiguous.
@@ -338,7 +325,6 @@ def _scale_of(key: str, dtype: torch.dtype, tensors: StoredTensors) -> str:
 
 
 def _check_dtypes(key: str, dtype: torch.dtype, scale: str, tensors: StoredTensors, config: Mapping[str, Any]) -> None:
-    """Raise if the dtypes of codes or scales can't be read, or differ from the configuration's."""
     code_name, scale_name = setting(config, "fmt", str), setting(config, "scale_fmt", str)
     if code_name is not None and _CODE_NAMES.get(code_name.lower()) != dtype:
         refuse_misfit(key, dtype, f"{code_name}, as config.json says in fmt")
@@ -369,12 +355,9 @@ MXFP4_SETTINGS: Known = dict.fromkeys(("quant_method", "modules_to_not_convert",
 
 
 def decode_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Decode rows of matrices, [..., rows, in].
+    """Decode uint8 [..., rows, in / 32, 16] with scales, e8m0 or its bits [..., rows, in / 32], to [..., rows, in].
 
-    Args:
-        blocks: uint8 [..., rows, in / 32, 16].
-        scales: e8m0, or uint8 with its bits, [..., rows, in / 32].
-        dtype: The dtype of the result. transformers multiplies in it; fp32 and bf16 hold the products exactly.
+    transformers multiplies in ``dtype``; fp32 and bf16 hold the products exactly.
     """
     factors = scales.view(torch.float8_e8m0fnu).to(dtype)
     return (unpack_fp4(blocks, dtype) * factors.unsqueeze(-1)).flatten(-2)
@@ -454,12 +437,9 @@ _NVFP4_BLOCK = 16
 
 
 def decode_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Decode rows of a weight, or of each weight of a stack, fp32 [..., rows, in].
+    """Decode uint8 [..., rows, in / 2] to fp32 [..., rows, in].
 
-    Args:
-        packed: uint8 [..., rows, in / 2].
-        scale: float8_e4m3fn [..., rows, in / 16].
-        global_scale: fp32 [..., 1].
+    The scales are e4m3fn [..., rows, in / 16] and, for the whole weight, fp32 [..., 1].
     """
     scales = scale.float() / global_scale.float().unsqueeze(-1)
     values = unpack_fp4(packed, torch.float32)
@@ -556,11 +536,9 @@ _RECIPROCAL = 7.874015718698502e-3  # 1 / 127, as bitsandbytes rounds it
 
 @dataclass(frozen=True, eq=False)
 class FourBit(StoredFormat):
-    """A weight in 4 bits.
+    """A weight in 4 bits, ``nf4`` or ``fp4``, in blocks of values that share a scale.
 
     Attributes:
-        kind: ``nf4`` or ``fp4``.
-        block: Values that share a scale.
         nested_block: Scales that share a scale of their own; 0 if they are fp32.
         offset: Added to each such scale.
     """
@@ -613,7 +591,6 @@ class FourBit(StoredFormat):
         return stored
 
     def _check(self, tensors: StoredTensors) -> None:
-        """Raise unless the weight's tensors have the sizes and dtypes that its description implies."""
         for role, key in self.keys.items():
             if key not in tensors:
                 refuse_misfit(key, "nothing", f"the {role} of {self.kind}, which are missing")

@@ -98,11 +98,9 @@ _RECORD_ALIGNMENT = 16  # chunks of a unit's weights start at multiples of these
 class StoredCodec(BlockCodec):
     """Decodes records, and encodes nothing. Two are equal if their weights' records decode in the same way.
 
-    Args:
+    Attributes:
         description: Tells formats apart; see :class:`StoredFormat`.
         block: Values of a group.
-        record_nbytes: Bytes of a group.
-        decode_into: Decodes records into flat values.
     """
 
     places: ClassVar[tuple[Place, ...]] = ("frozen",)
@@ -288,7 +286,6 @@ class StoredWeight:
         return self.format.shape
 
     def values(self, first: int, last: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Read and decode the flat values ``first`` to ``last - 1``."""
         size = self.format.group_numel
         begin, end = first // size, -(-last // size)
         values = torch.empty((end - begin) * size, dtype=dtype)
@@ -301,11 +298,7 @@ class StoredWeight:
         return values[first - begin * size :][: last - first]
 
     def payload(self, first: int, last: int) -> Tensor:
-        """Return groups ``first`` to ``last - 1`` as a payload of ``format.codec``, uint8 [nbytes].
-
-        Raises:
-            ValueError: If their scales are NaN or infinite.
-        """
+        """Return groups ``first`` to ``last - 1`` as a payload of ``format.codec``, uint8; scales must be finite."""
         records = self.records(first, last)
         self.format.refuse_infinite(records)
         return self.format.payload(records)
@@ -373,11 +366,7 @@ _KINDS = {dict: "a mapping", list: "a list", str: "a string", bool: "true or fal
 def refuse_unknown(format: str, settings: Mapping[str, Any], known: Known, within: str = "") -> None:
     """Raise ValueError if a configuration has unknown settings, or unknown values of settings. Null means absent.
 
-    Args:
-        format: The name of the format in errors.
-        settings: The settings.
-        known: The known settings.
-        within: Their path in ``quantization_config``, for errors: empty, or ending with a dot.
+    ``within`` is their path in ``quantization_config``, for errors: empty, or ending with a dot.
     """
     for key, value in settings.items():
         if value is None or value in ({}, []):
@@ -404,11 +393,7 @@ def refuse_setting(format: str, setting: str, value: object, allowed: str) -> No
 
 
 def of_layer(config: Mapping[str, Any], layer: str) -> dict[str, Any]:
-    """Return the settings of GPTQ or AWQ for a layer: gptqmodel's ``dynamic`` may override the common ones.
-
-    Raises:
-        ValueError: If ``dynamic`` can't be understood.
-    """
+    """Return the settings of GPTQ or AWQ for a layer: gptqmodel's ``dynamic`` may override the common ones."""
     dynamic = setting(config, "dynamic", dict) or {}
     common = {key: value for key, value in config.items() if key != "dynamic"}
     for pattern in dynamic:
@@ -418,11 +403,7 @@ def of_layer(config: Mapping[str, Any], layer: str) -> dict[str, Any]:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a regular expression of a configuration matches the beginning of a name.
-
-    Raises:
-        ValueError: If the pattern is no regular expression.
-    """
+    """Return whether a regular expression of a configuration matches the beginning of a name."""
     try:
         return re.match(pattern, name) is not None
     except re.error as error:
@@ -433,11 +414,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def setting(settings: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
-    """Return a setting; None if it is missing or null.
-
-    Raises:
-        ValueError: If it is of another kind.
-    """
+    """Return a setting, which must be of that kind; None if it is missing or null."""
     value = settings.get(key)
     if value is None or (isinstance(value, kind) and not (kind is int and isinstance(value, bool))):
         return value
@@ -447,11 +424,7 @@ def setting(settings: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
 
 
 def block_size(settings: Mapping[str, Any], key: str) -> tuple[int, int] | None:
-    """Return the rows and columns of blocks; None if the setting is missing or null.
-
-    Raises:
-        ValueError: If the setting is something else.
-    """
+    """Return the rows and columns of blocks; None if the setting is missing or null."""
     stated = setting(settings, key, list)
     if stated is None:
         return None
@@ -509,12 +482,9 @@ _WEIGHTS: Known = {
 
 @dataclass(frozen=True)
 class Scheme:
-    """How some weights are quantized.
+    """How some weights are quantized, with codes of ``bits`` that are ``int`` or ``float``.
 
     Attributes:
-        kind: ``int`` or ``float``.
-        bits: Bits of a code.
-        symmetric: Whether zero points are 0.
         strategy: The part that has its own scale: ``tensor``, ``channel``, ``group``, ``tensor_group`` or ``block``.
         group_size: Neighbouring inputs that share a scale, of ``group`` and ``tensor_group``.
         block: Rows and columns that share one, of ``block``.
@@ -531,11 +501,6 @@ class Scheme:
 
     @classmethod
     def of(cls, weights: Mapping[str, Any]) -> Scheme:
-        """Return the scheme that ``weights`` of a group states.
-
-        Raises:
-            ValueError: If it states something impossible or unknown.
-        """
         refuse_unknown(_NAME, weights, _WEIGHTS, "config_groups.*.weights.")
         size, strategy = setting(weights, "group_size", int), setting(weights, "strategy", str)
         if strategy is None:
@@ -604,16 +569,8 @@ def as_stated(config: Mapping[str, Any], weight: str, kind: str, read: Callable[
     """Return the format of a weight that the configuration states.
 
     Several groups may be the weight's, since the class of its module is unknown here. All groups that its tensors fit
-    must result in the same format.
-
-    Args:
-        config: ``quantization_config``.
-        weight: The weight's name in the checkpoint.
-        kind: The kind of its codes, ``int`` or ``float``.
-        read: Returns the format by a scheme; None if the configuration has none. Raises if the tensors don't fit it.
-
-    Raises:
-        ValueError: If no group is the weight's, or its tensors fit none, or several in different ways.
+    must result in the same format. ``read`` returns the format by a scheme, or raises if the tensors don't fit it; the
+    scheme is None if the configuration has none.
     """
     schemes = _schemes(config) if config.get("quant_method") == _NAME else []
     if not schemes:
@@ -643,7 +600,6 @@ def as_stated(config: Mapping[str, Any], weight: str, kind: str, read: Callable[
 
 
 def _schemes(config: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]:
-    """Return the targets and the scheme of each group that has weights."""
     groups = setting(config, "config_groups", dict) or {}
     schemes = []
     for name, group in groups.items():
@@ -678,11 +634,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of scales
 def matrix(
     tensors: StoredTensors, key: str, *dtypes: torch.dtype, shape: tuple[int | None, int | None] = (None, None)
 ) -> tuple[int, int]:
-    """Return the shape of a stored matrix, checked against ``dtypes`` and ``shape``, where None is any size.
-
-    Raises:
-        ValueError: If the checkpoint lacks it, or it has another shape or dtype.
-    """
+    """Return the shape of a stored matrix, checked against ``dtypes`` and ``shape``, where None is any size."""
     if key not in tensors:
         raise lacking(key)
     found, dtype = tensors.shape(key), tensors.dtype(key)
@@ -705,10 +657,9 @@ def float_dtype(tensors: StoredTensors, key: str) -> torch.dtype:
 
 
 def columns_of(parts: Parts, layout: RecordLayout, first: int, last: int) -> dict[str, Tensor]:
-    """Read the columns of groups ``first`` to ``last - 1`` of matrices [rows, columns] whose columns are the outputs.
+    """Read groups ``first`` to ``last - 1`` of matrices [rows, columns] whose columns are the outputs, by field.
 
-    Returns:
-        For each field of ``layout``, of shape [rows, columns of a group]: [groups, rows, columns of a group].
+    Each is [groups, rows, columns of a group].
     """
     values = {}
     for field in layout.fields:
@@ -719,17 +670,10 @@ def columns_of(parts: Parts, layout: RecordLayout, first: int, last: int) -> dic
 
 
 def scale_groups(key: str, rows: int, columns: int, tensors: StoredTensors, scheme: Scheme | None = None) -> int:
-    """Return how many groups of columns have a scale of their own; 1 if there is one for each row, or for all.
-
-    Args:
-        key: The name of the scales.
-        rows: The rows of the weight.
-        columns: The columns of the weight.
-        tensors: The checkpoint's tensors.
-        scheme: The weight's scheme by the configuration, if it has one.
+    """Return how many groups of columns of a weight have a scale of their own; 1 if each row has one, or all share one.
 
     Raises:
-        ValueError: If the scales are missing, or don't fit the weight or the configuration.
+        ValueError: If the scales ``key`` are missing, or don't fit the weight or the configuration.
     """
     if scheme is not None and scheme.strategy not in (strategies := ("tensor", "channel", "group")):
         refuse_setting("compressed-tensors", "strategy", scheme.strategy, f"{', '.join(strategies)} of integers")

@@ -52,28 +52,22 @@ def unpack_codes(words: Tensor, bits: int) -> Tensor:
 
 
 def unpack_awq_codes(words: Tensor) -> Tensor:
-    """Unpack AWQ's 4-bit codes along the last dimension: int32 [..., words] to uint8 [..., words * 8].
-
-    From its lowest bits on, a word holds the codes 0, 2, 4, 6, 1, 3, 5, 7 (autoawq's ``packing_utils.py``).
-    """
+    """Unpack AWQ's 4-bit codes along the last dimension: int32 [..., words] to uint8 [..., words * 8]."""
+    # From its lowest bits on, a word holds the codes 0, 2, 4, 6, 1, 3, 5, 7 (autoawq's packing_utils.py).
     return unpack_codes(words, 4).unflatten(-1, (-1, 2, 4)).mT.flatten(-3)
 
 
 def scale_codes(codes: Tensor, zeros: Tensor | int, scales: Tensor, group_of: Tensor | None) -> Tensor:
-    """Return ``(codes - zeros) * scales``, rounded once, to the dtype of the scales.
-
-    The libraries that own these formats compute in the dtype of the scales and get the same, since fp16 and bf16 hold
-    differences of codes, integers up to 255, exactly.
+    """Return ``(codes - zeros) * scales``, rounded once, [..., rows, columns] in the dtype of the scales.
 
     Args:
         codes: uint8 [..., rows, columns].
         zeros: Unsigned zero points, uint8 [..., rows, groups], or one for all.
         scales: Floats, [..., rows, groups].
         group_of: The group of each column, integers [..., columns]. None: groups are equally many neighbouring columns.
-
-    Returns:
-        The values, [..., rows, columns].
     """
+    # fp16 and bf16 hold differences of codes, integers up to 255, exactly. So the libraries that own these formats,
+    # which compute in the dtype of the scales, get the same.
     integers = codes.to(torch.int16)
     if group_of is None:
         grouped = integers.unflatten(-1, (scales.shape[-1], -1))
@@ -97,16 +91,9 @@ class GroupOrder:
 
     @classmethod
     def of(cls, stored: Tensor, inputs: int, groups: int, key: str) -> GroupOrder | None:
-        """Return the order that ``stored`` has; None if groups are equally many neighbours, in order.
+        """Return the order in ``stored``, integers [inputs]; None if groups are equally many neighbours, in order.
 
-        Args:
-            stored: Integers [inputs]. -1 anywhere means that the groups are neighbours (compressed-tensors).
-            inputs: The number of inputs.
-            groups: The number of groups.
-            key: The name of the tensor, for errors.
-
-        Raises:
-            ValueError: If an input has no valid group.
+        -1 anywhere means that the groups are neighbours (compressed-tensors).
         """
         if stored.shape != (inputs,) or stored.dtype.is_floating_point:
             refuse_misfit(key, f"{stored.dtype} {tuple(stored.shape)}", f"the group of each of {inputs} inputs")
@@ -188,7 +175,7 @@ _OVERRIDES: Known = {
 def decode_gptq(
     qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None, bits: int, minus_one: bool
 ) -> Tensor:
-    """Decode some of the outputs of a weight, or of each weight of a stack.
+    """Decode some of the outputs of a weight, or of each weight of a stack, [..., rows, in] in the dtype of ``scales``.
 
     Args:
         qweight: int32 [..., in / f, rows].
@@ -197,9 +184,6 @@ def decode_gptq(
         g_idx: Integers, [..., in]. None: groups are equally many neighbouring inputs.
         bits: 4 or 8.
         minus_one: Whether the zero points are stored minus one.
-
-    Returns:
-        The values, [..., rows, in], in the dtype of ``scales``.
     """
     if minus_one:
         # Add to whole words, with carries: gptqmodel subtracts from whole words when it writes, so that a zero point of
@@ -211,11 +195,7 @@ def decode_gptq(
 
 
 def settings_of(config: Mapping[str, Any], layer: str) -> dict[str, Any]:
-    """Return the settings of a layer, for which ``dynamic`` may override some.
-
-    Raises:
-        ValueError: If it overrides a setting that can't differ by layer.
-    """
+    """Return the settings of a layer, for which ``dynamic`` may override some."""
     own = of_layer(config, layer)
     changed = {key: value for key, value in own.items() if key not in config or value != config[key]}
     refuse_unknown(str(config.get("quant_method")), changed, _OVERRIDES, "dynamic.*.")
@@ -223,11 +203,7 @@ def settings_of(config: Mapping[str, Any], layer: str) -> dict[str, Any]:
 
 
 def _neighbours(own: Mapping[str, Any], key: str, inputs: int, groups: int) -> GroupOrder | None:
-    """Return the order of groups of neighbouring inputs; None if all groups have one size.
-
-    Raises:
-        ValueError: If the configuration states other groups, or none while several sizes are possible.
-    """
+    """Return the order of groups of neighbouring inputs; None if all groups have one size."""
     size = setting(own, "group_size", int)
     if size is None:
         sizes = range(-(-inputs // groups), -(-inputs // (groups - 1)) if groups > 1 else inputs + 1)
@@ -243,7 +219,6 @@ class Gptq(StoredFormat):
     """A matrix in GPTQ's format; a group is as many rows as a word holds codes.
 
     Attributes:
-        bits: 4 or 8.
         minus_one: Whether zero points are stored minus one.
         scale_groups: The number of groups of inputs that share a scale.
         order: The group of each input; None if groups are neighbouring inputs.
@@ -367,15 +342,12 @@ AWQ_SETTINGS: Known = {
 
 
 def decode_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
-    """Decode some of the outputs of a weight, or of each weight of a stack.
+    """Decode some of the outputs of a weight, or of each weight of a stack, [..., rows, in] in the dtype of ``scales``.
 
     Args:
         qweight: int32 [..., in, rows / 8].
         qzeros: int32 [..., groups, rows / 8].
         scales: Floats, [..., groups, rows].
-
-    Returns:
-        The values, [..., rows, in], in the dtype of ``scales``.
     """
     return scale_codes(unpack_awq_codes(qweight).mT, unpack_awq_codes(qzeros).mT, scales.mT, None)
 
@@ -458,7 +430,7 @@ class Awq(StoredFormat):
 def decode_packed_integers(
     packed: Tensor, scale: Tensor, zero_point: Tensor | None, group_of: Tensor | None, bits: int, columns: int
 ) -> Tensor:
-    """Decode rows of a weight, or of each weight of a stack.
+    """Decode rows of a weight, or of each weight of a stack, [..., rows, columns] in the dtype of ``scale``.
 
     Args:
         packed: int32 [..., rows, columns / f].
@@ -467,9 +439,6 @@ def decode_packed_integers(
         group_of: Integers, [..., columns]. None: groups are equally many neighbouring columns.
         bits: 4 or 8.
         columns: The number of columns, which need not fill the last word.
-
-    Returns:
-        The values, [..., rows, columns], in the dtype of ``scale``.
     """
     codes = unpack_codes(packed, bits)[..., :columns]
     rows = packed.shape[-2]
@@ -480,13 +449,7 @@ def decode_packed_integers(
 
 @dataclass(frozen=True, eq=False)
 class PackedIntegers(StoredFormat):
-    """A matrix in ``pack-quantized``; a group is as many rows as a word holds codes, or one if it is symmetric.
-
-    Attributes:
-        bits: 4 or 8.
-        scale_groups: The number of groups of inputs that share a scale.
-        order: The group of each input; None if groups are neighbouring inputs.
-    """
+    """A matrix in ``pack-quantized``; a group is as many rows as a word holds codes, or one if it is symmetric."""
 
     name: ClassVar[str] = "compressed-tensors' pack-quantized"
 
