@@ -19,7 +19,7 @@ from .local_steps import Elastic, LocalSteps
 
 # ---- strategy arguments
 #
-# The arguments of a strategy as a dict: what presets override, and what configuration files are read as.
+# The arguments of a strategy as a dict, which presets override and configuration files give.
 
 
 class StrategyArguments(TypedDict, total=False):
@@ -50,16 +50,7 @@ CODECS: dict[str, type[_Named]] = {"int8": Int8, "int4": Int4, "int4delta": Int4
 
 
 def codec_from_name(value: object) -> Codec | None:
-    """Return the codec that a configuration names.
-
-    Args:
-        value: ``none`` or None; a name, with a block (``int8:256``) or without; a mapping; or a codec itself.
-
-    Raises:
-        ValueError: If there is no codec of that name, it has no such argument, or a value is out of range.
-        TypeError: If ``value`` or an argument has the wrong type.
-        ModuleNotFoundError: If the codec needs a package that is not installed.
-    """
+    """Return the codec of a configuration: a name, with a block (``int8:256``) or without, a mapping, or a codec."""
     if value is None or isinstance(value, Codec):
         return value
     if isinstance(value, Mapping):
@@ -84,11 +75,7 @@ def codec_from_name(value: object) -> Codec | None:
 
 
 def name_of_codec(codec: Codec) -> str | dict[str, object]:
-    """Return what :func:`codec_from_name` reads as ``codec``.
-
-    Raises:
-        TypeError: If it is not one of the library's codecs.
-    """
+    """Return the name or mapping that :func:`codec_from_name` reads as ``codec``, one of the library's."""
     if isinstance(codec, AsStored):
         return codec.name
     name = next((name for name, cls in CODECS.items() if cls is type(codec)), None)
@@ -142,8 +129,8 @@ def _from_mapping(values: dict[str, Any]) -> Codec:
 #   gpus_per_node: 8
 #   overrides: {"*Experts": {preset: zeropp, weights: int4delta}}
 
+# The names of the class methods of Strategy that make one.
 PRESETS = ("zeropp", "mixzpp", "loco", "zero1", "zero2", "zero3", "mics", "diloco")
-"""The names of the class methods of Strategy that make one."""
 
 _CODECS = ("weights", "gradients", "intra_gradients", "frozen")
 _KEYS = ("preset", "levels", *_CODECS, "error_feedback", "local_steps", "gpus_per_node", "overrides")
@@ -154,15 +141,9 @@ C = TypeVar("C", LoCo, LocalSteps, Elastic)
 
 
 def arguments_from_mapping(values: object, read_strategy: Callable[[Any], object]) -> tuple[str | None, dict[str, Any]]:
-    """Return the preset and the keyword arguments of the Strategy that a mapping stands for.
+    """Return the preset and the keyword arguments of the Strategy in a mapping, which may be the name of a preset.
 
-    Args:
-        values: A mapping, or the name of a preset.
-        read_strategy: Makes a strategy of such a mapping, for the overrides.
-
-    Raises:
-        ValueError: If a key or a name is unknown; the error names the key.
-        TypeError: If a value has the wrong type; the error names the key.
+    ``read_strategy`` makes a strategy of such a mapping, for the overrides. Errors name the key.
     """
     if isinstance(values, str):
         values = {"preset": values}
@@ -190,11 +171,7 @@ def arguments_from_mapping(values: object, read_strategy: Callable[[Any], object
 
 
 def mapping_from_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mapping, of strings, numbers and dicts, that :func:`arguments_from_mapping` reads as ``arguments``.
-
-    Raises:
-        TypeError: If a codec has no name; the error names the key.
-    """
+    """Return the mapping, of strings, numbers and dicts, that :func:`arguments_from_mapping` reads as ``arguments``."""
     mapping = dict(arguments)
     for key in _CODECS:
         if mapping.get(key) is not None and not isinstance(mapping[key], str):
@@ -212,7 +189,6 @@ def mapping_from_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fields_of(value: LoCo | LocalSteps | Elastic | None, key: str, codec: str | None = None) -> dict[str, Any] | None:
-    """Return the arguments of ``value`` by name, with that named ``codec`` as text."""
     if value is None:
         return None
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -222,12 +198,10 @@ def _fields_of(value: LoCo | LocalSteps | Elastic | None, key: str, codec: str |
 
 
 def source_of(arguments: Mapping[str, object]) -> str:
-    """Return the source code of the Strategy that has these keyword arguments."""
     return f"Strategy({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
 
 
 def _local_steps(value: object) -> LocalSteps | None:
-    """Read None, ``true`` for the defaults, or a mapping of LocalSteps' arguments."""
     arguments = _arguments_of(LocalSteps, "local_steps", value, codec="codec")
     if not isinstance(arguments, dict):
         return arguments
@@ -241,7 +215,6 @@ def _local_steps(value: object) -> LocalSteps | None:
 
 
 def _elastic(value: object) -> Elastic | None:
-    """Read None or a mapping of Elastic's arguments."""
     if value is True:
         raise TypeError("local_steps.elastic: must be false or a mapping with max_nodes, got True")
     arguments = _arguments_of(Elastic, "local_steps.elastic", value)
@@ -251,16 +224,15 @@ def _elastic(value: object) -> Elastic | None:
 
 
 def _error_feedback(key: str, value: object) -> LoCo | None:
-    """Read None, ``true`` for the defaults, or a mapping of LoCo's arguments."""
     arguments = _arguments_of(LoCo, key, value, codec="dtype")
     return _at(key, lambda given: LoCo(**given), arguments) if isinstance(arguments, dict) else arguments
 
 
 def _arguments_of(kind: type[C], key: str, value: object, codec: str | None = None) -> dict[str, Any] | C | None:
-    """Return the arguments of ``kind`` in a mapping, the one named ``codec`` read; anything else as it is, or None."""
+    """Return the arguments of ``kind`` in a mapping, the one named ``codec`` read; None, or a ``kind``, as it is."""
     if value is None or value is False or isinstance(value, kind):
         return value or None
-    if value is True:
+    if value is True:  # the defaults
         return {}
     if not isinstance(value, Mapping):
         raise TypeError(f"{key}: must be true, false or a mapping of {kind.__name__}'s arguments, got {value!r}")
@@ -291,17 +263,11 @@ def _at(key: str, read: Callable[[S], T], value: S) -> T:
 #
 # Reading a DeepSpeed configuration: the file and its sections, whose errors name keys by their full path.
 #
-# All that is wrong with a configuration is told at once: users would otherwise correct one key a launch.
+# All errors of a configuration are raised at once: users would otherwise correct one key a launch.
 
 
 def load(config: Mapping[str, object] | str | os.PathLike[str]) -> Mapping[str, object]:
-    """Return the configuration, read from its file if it is a path.
-
-    Raises:
-        TypeError: If it is neither a dict nor a path, or the file holds no dict.
-        ValueError: If the file is not plain JSON, or has a key twice.
-        OSError: If the file can't be read.
-    """
+    """Return the configuration, read from its file, in plain JSON, if it is a path."""
     if isinstance(config, Mapping):
         return config
     if not isinstance(config, str | os.PathLike):
@@ -317,9 +283,8 @@ def load(config: Mapping[str, object] | str | os.PathLike[str]) -> Mapping[str, 
 
 
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Make a dict of ``pairs``, which must not repeat a key: json would silently keep the last value."""
     values = dict(pairs)
-    if len(values) < len(pairs):
+    if len(values) < len(pairs):  # json would silently keep the last value
         keys = [key for key, _ in pairs]
         raise ValueError(f"duplicate keys: {', '.join(sorted({key for key in keys if keys.count(key) > 1}))}")
     return values
@@ -344,14 +309,10 @@ class ConfigurationIssues:
 
 @dataclass(frozen=True)
 class Section:
-    """One section of a configuration; the top level is one, too.
+    """One section of a configuration, or its top level. A key whose value is null is not set.
 
-    Its methods add errors to ``findings`` and go on, with a default where they return a value.
-
-    Args:
-        prefix: The path of the section, which ends in a dot; empty for the top level.
-        values: The keys and values. One that is null is not set.
-        findings: The findings of the whole configuration.
+    Methods add errors to ``findings`` and go on, with a default where they return a value. ``prefix`` is the path of
+    the section, which ends in a dot; empty for the top level.
     """
 
     prefix: str
@@ -359,7 +320,6 @@ class Section:
     findings: ConfigurationIssues
 
     def inner(self, key: str, hint: str = "") -> Section:
-        """Return the section at ``key``, empty if there is none."""
         return Section(f"{self.prefix}{key}.", self.mapping(key, hint) or {}, self.findings)
 
     def error(self, key: str, reason: str, kind: type[Exception] = ValueError) -> None:
@@ -391,8 +351,7 @@ class Section:
                 self.error(key, f"can't be honoured: {refusal.reason}")
 
     def is_auto(self, key: str) -> bool:
-        """Return whether the value is "auto", which is an error."""
-        if self.values.get(key) == "auto":
+        if self.values.get(key) == "auto":  # an error, too
             self.error(key, 'it decides the strategy, and nothing here resolves "auto"; write the value')
             return True
         return False
@@ -441,18 +400,12 @@ class Section:
 
 @dataclass(frozen=True)
 class Refused:
-    """A key that raises.
-
-    Args:
-        reason: Why it raises, and what to do instead.
-        neutral: Values that change nothing, besides the common ways to switch a feature off.
-    """
+    """A key that raises. ``neutral`` values change nothing, besides the common ways to switch a feature off."""
 
     reason: str
     neutral: tuple[object, ...] = ()
 
     def is_off(self, value: object) -> bool:
-        """Return whether ``value`` changes nothing."""
         if isinstance(value, Mapping):
             return not value or value.get("enabled") is False or value in self.neutral
         # Equality alone would take true for 1.
@@ -568,14 +521,13 @@ PLACE_KEYS = ("stage", "paro_strategy", "zero_hpz_partition_size", "mics_shard_s
 
 @dataclass(frozen=True)
 class Place:
-    """Place where the states live, and the engine of DeepSpeed that would place them there."""
+    """The place of the states, and the engine of DeepSpeed that would put them there."""
 
     levels: str
     engine: str
     gpus_per_node: int | None = None
 
     def arguments(self) -> StrategyArguments:
-        """Return the arguments of a Strategy for this place."""
         levels = StrategyArguments(levels=self.levels)
         return levels if self.gpus_per_node is None else {**levels, "gpus_per_node": self.gpus_per_node}
 
@@ -629,8 +581,7 @@ def _stage_or_paro(zero: Section) -> Place:
 # Differences from DeepSpeed:
 #
 # - This library's codecs are finer at the same number of bits: 256 values (weights) or 128 (gradients) share a scale.
-# In
-#   DeepSpeed, up to 16,000 values of a weight gather do, and as many values of a gradient as the shorter side of its
+#   In DeepSpeed, up to 16,000 values of a weight gather do, and as many values of a gradient as the shorter side of its
 #   matrix has.
 # - The size of hpZ's groups becomes ``gpus_per_node`` for both collectives; DeepSpeed's gradient reduction takes the
 #   visible devices as a node. If hpZ's groups are nodes, as DeepSpeed advises, the two agree.
@@ -655,18 +606,9 @@ _TOP_KEYS = {"zero_optimization"} | TOP_WITHOUT_EFFECT | TOP_SCRIPT.keys() | TOP
 
 
 def strategy_arguments(config: Mapping[str, object] | str | os.PathLike[str]) -> StrategyArguments:
-    """Return the arguments of the Strategy that ``config`` asks for. Log in one line what it leaves to others.
+    """Return the arguments of the Strategy that ``config`` asks for, without defaults. Log the keys left to others.
 
-    Args:
-        config: A DeepSpeed configuration, or the path of one in JSON.
-
-    Returns:
-        Keyword arguments, without those that keep their default.
-
-    Raises:
-        ValueError: If keys are unknown, can't be honoured or contradict each other; the error names all of them.
-        TypeError: If values have the wrong type, and nothing else is wrong; the error names all of them.
-        OSError: If the file can't be read.
+    An error names all keys that are unknown, can't be honoured, contradict each other or have the wrong type.
     """
     findings = ConfigurationIssues()
     top = Section("", load(config), findings)
@@ -691,7 +633,6 @@ def strategy_arguments(config: Mapping[str, object] | str | os.PathLike[str]) ->
 
 
 def _codecs(zero: Section, place: Place) -> StrategyArguments:
-    """Return the codecs and the error feedback, as arguments of a Strategy."""
     keys = [key for key in _CODEC_ARGUMENTS if zero.flag(key)]
     arguments: StrategyArguments = {}
     for key in keys:
@@ -712,9 +653,9 @@ def _codecs(zero: Section, place: Place) -> StrategyArguments:
 
 
 def _loco(zero: Section) -> LoCo | None:
-    """Return LoCo as DeepSpeed runs it: err_beta weighs the old error, as beta here; both hops keep 8-bit errors."""
     if zero.values.get("zeropp_loco_param") is None:
         return None
+    # As DeepSpeed runs it: err_beta weighs the old error, as beta here, and both hops keep 8-bit errors.
     section = zero.inner("zeropp_loco_param")
     section.check_known(("err_beta", "reset_T"))
     beta = section.values.get("err_beta")

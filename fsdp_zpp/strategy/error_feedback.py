@@ -16,15 +16,7 @@ from fsdp_zpp.names import did_you_mean, explains_keywords
 
 @dataclass(frozen=True)
 class Topology:
-    """``world`` ranks on nodes of ``gpus_per_node``: rank = node * gpus_per_node + local.
-
-    Args:
-        world: Number of ranks.
-        gpus_per_node: Ranks on each node.
-
-    Raises:
-        ValueError: If ``world`` is not divisible by ``gpus_per_node``.
-    """
+    """``world`` ranks on nodes of ``gpus_per_node``: rank = node * gpus_per_node + local."""
 
     world: int
     gpus_per_node: int
@@ -39,7 +31,6 @@ class Topology:
 
     @cached_property
     def nodes(self) -> int:
-        """Return the number of nodes."""
         return self.world // self.gpus_per_node
 
     def shard_count(self, scope: str) -> int:
@@ -117,7 +108,7 @@ class LoCo:
 
 @dataclass(frozen=True)
 class ErrorBufferSpec:
-    """Size of the values that a rank encodes for one hop and keeps errors for: ``chunks`` chunks of ``numel``."""
+    """The size of a hop's error buffer: ``chunks`` chunks of ``numel`` values."""
 
     chunks: int
     numel: int
@@ -135,15 +126,7 @@ def error_buffer_specs(
     ``"intra"`` and ``"inter"`` are the two hops. ``"back"`` gathers the sums back if the optimizer scope is not ``G``.
     They are encoded once more, by the codec of the hop that made them, and have errors if that hop has.
 
-    Args:
-        config: Error feedback of the reduction, if any.
-        codecs: Codecs of the intra-node and of the inter-node hop.
-        optimizer_scope: The scope of the optimizer state.
-        topology: The layout of the ranks.
-        numel: Number of values of the gradient that a rank keeps.
-
-    Returns:
-        The error buffers, by the names of the transfers that have errors.
+    ``codecs`` are those of the intra-node and of the inter-node hop. A rank keeps ``numel`` values of the gradient.
     """
     if config is None:
         return {}
@@ -176,17 +159,13 @@ def error_nbytes(
 
 
 def check_loco(error_feedback: object) -> None:
-    """Raise a TypeError unless ``error_feedback`` is a :class:`LoCo` or None."""
     if error_feedback is not None and not isinstance(error_feedback, LoCo):
         hint = " (did you mean LoCo()?)" if error_feedback is LoCo else ""
         raise TypeError(f"error_feedback must be a LoCo or None, got {error_feedback!r}{hint}")
 
 
 def check_error_feedback(error_feedback: LoCo | None, name: str, intra: Codec | None, inter: Codec | None) -> None:
-    """Raise unless ``error_feedback`` is None, or a :class:`LoCo` with a codec to correct.
-
-    ``name`` is the argument that holds ``inter``, for the error message.
-    """
+    """Raise unless ``error_feedback`` has a codec to correct; the argument ``name`` holds ``inter``."""
     check_loco(error_feedback)
     if error_feedback is not None and inter is None and (intra is None or error_feedback.hops == "inter"):
         raise ValueError(

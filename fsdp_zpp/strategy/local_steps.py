@@ -21,8 +21,7 @@ from .error_feedback import LoCo, check_loco
 
 _INT4 = Int4(128)
 
-MOMENT_CODEC = Int8(128)
-"""Encodes optimizers' moments in exchanges."""
+MOMENT_CODEC = Int8(128)  # encodes optimizers' moments in exchanges
 
 
 @explains_keywords
@@ -37,8 +36,8 @@ class LocalSteps:
 
     Training may begin and end with synchronous steps, in which gradients are reduced over all ranks. In those at the
     beginning, the outer momentum is warmed up as in Pier (arXiv 2511.17849): whenever a fragment is due, its momentum
-    takes in how much the weights have changed since the fragment was due last, and the weights stay as they are.
-    Changes in the last of these steps, after a fragment was due for the last time, are left out.
+    accumulates the change of its weights since it was due last, and the weights stay as they are. Changes after a
+    fragment was due for the last time in these steps are left out.
 
     Args:
         every: Optimizer steps between two exchanges of a fragment; or a schedule, pairs ``(from_step, every)`` such as
@@ -54,15 +53,15 @@ class LocalSteps:
         spread: Whether to spread fragments over the ``every`` steps, so that each step sends about the same (arXiv
             2501.18512, section 2.2), instead of exchanging all of them after the last one.
         overlap: Steps that an exchange may take to arrive, less than ``every``; the node trains on meanwhile.
-        mix: Share of the agreed weights in those with which a node continues when an exchange arrives; the rest is its
-            own weights. With an overlap, arXiv 2501.18512, section 2.3, takes 0.5: 1 discards the steps made meanwhile.
-            With 0, nodes keep their own weights until :func:`fsdp_zpp.exchange_weights`.
+        mix: Share of the agreed weights when a node mixes them with its own at the arrival of an exchange. With an
+            overlap, arXiv 2501.18512, section 2.3, takes 0.5: 1 discards the steps made meanwhile. With 0, nodes keep
+            their own weights until :func:`fsdp_zpp.exchange_weights`.
         offload: Whether the agreed weights and the momentum are kept on the CPU between exchanges. The CPU then waits
             for an exchange when it is sent, in spite of an overlap.
         start: Number of synchronous steps at the beginning.
         stop: The number of steps after which all steps are synchronous again; None never stops local steps. Before the
             first of them, all fragments are exchanged, and the moments of optimizers are averaged over nodes in fp32.
-            What a codec with ``needs_feedback`` leaves out of that exchange is lost.
+            Changes that a codec with ``needs_feedback`` leaves out of that exchange are lost.
         moments_every: Nodes also average their optimizers' moments, in every ``moments_every``-th exchange of a
             fragment, as int8; None leaves each node its own. DES-LOC (arXiv 2505.22549) takes 3 with Adam. The next
             forward waits for them, in spite of an overlap.
@@ -171,12 +170,10 @@ class LocalSteps:
 
     @property
     def last_every(self) -> int:
-        """Return the steps between two exchanges in the last segment, which lasts longest."""
-        return self.segments[-1][1]
+        return self.segments[-1][1]  # the last segment lasts longest
 
     @property
     def has_synchronous_steps(self) -> bool:
-        """Return whether gradients are ever reduced over all ranks."""
         return self.start > 0 or self.stop is not None
 
     def is_synchronous(self, made: int) -> bool:
@@ -184,18 +181,10 @@ class LocalSteps:
         return made < self.start or self.has_stopped(made)
 
     def has_stopped(self, made: int) -> bool:
-        """Return whether all steps that follow ``made`` steps are synchronous."""
-        return self.stop is not None and made >= self.stop
+        return self.stop is not None and made >= self.stop  # all later steps are synchronous
 
     def due(self, step: int, fragments: int) -> list[int]:
-        """Return the fragments to exchange after a step; in any ``every`` consecutive steps, each of them once.
-
-        Where a segment of the schedule ends, fragments may come sooner or later than that.
-
-        Args:
-            step: Number of steps made so far, from 1 on.
-            fragments: Number of fragments.
-        """
+        """Return the fragments to exchange after ``step`` steps, counted from 1; see :func:`due_in`."""
         return due_in(self.segments, step, fragments, spread=self.spread)
 
     def __str__(self) -> str:
@@ -226,25 +215,19 @@ def _is_number(value: object) -> bool:
 # Steps are counted from the first of the training, and a segment of the schedule begins after ``from_step`` of them. In
 # a segment, fragments are due as if the training began with it.
 
+# Segments of a schedule: the number of steps after which each begins, and its steps between two exchanges.
 Segments = tuple[tuple[int, int], ...]
-"""Segments of a schedule: the number of steps after which each begins, and its steps between two exchanges."""
 
 
 def segments_of(every: int | Segments) -> Segments:
-    """Return the segments of a schedule; an int is a single segment."""
     return ((0, every),) if isinstance(every, int) else every
 
 
 def due_in(segments: Segments, step: int, fragments: int, *, spread: bool) -> list[int]:
-    """Return the fragments to exchange after a step.
+    """Return the fragments to exchange after ``step`` steps, counted from 1.
 
-    In any ``every`` consecutive steps of a segment, each of them is due once.
-
-    Args:
-        segments: The schedule.
-        step: Number of steps made so far, from 1 on.
-        fragments: Number of fragments.
-        spread: Whether fragments are spread over the steps, or all are due after the last.
+    In any ``every`` consecutive steps of a segment, each of them is due once: spread over the steps, or all after the
+    last. Where a segment ends, fragments may come sooner or later than that.
     """
     begin, every = next((begin, every) for begin, every in reversed(segments) if begin < step)
     step -= begin
@@ -255,11 +238,7 @@ def due_in(segments: Segments, step: int, fragments: int, *, spread: bool) -> li
 
 
 def check_schedule(every: object, start: int, stop: int | None) -> None:
-    """Raise unless these are arguments of :class:`LocalSteps`.
-
-    Raises:
-        ValueError: If ``every`` is no schedule, a number is out of range, or a part of the schedule would never come.
-    """
+    """Raise ValueError unless these are arguments of :class:`LocalSteps`, and each part of the schedule comes."""
     _check_every(every)
     if not is_count(start, 0):
         raise ValueError(f"start must be an int of 0 or more synchronous steps at the beginning, got {start!r}")
@@ -296,7 +275,6 @@ def _check_every(every: object) -> None:
 
 
 def is_count(value: object, least: int) -> bool:
-    """Return whether ``value`` is an int of ``least`` or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
@@ -317,38 +295,30 @@ def is_count(value: object, least: int) -> bool:
 # other show an overshoot, so their small gain is no reason for more momentum. Until two changes can be compared, rho is
 # 1.
 
+# Target of "auto". Among values of lr / (1 - mu) from 1.0 to 7, measured in short runs, it gave the lowest loss; see
+# docs/results/loss.md.
 TARGET_GAIN = 1.4
-"""Gain at which ``"auto"`` aims. Of the values of lr / (1 - mu) measured in short runs, from 1.0 to 7, it gave the
-lowest loss; see docs/results/loss.md."""
-MOST_MOMENTUM = 0.9
-"""Largest momentum that ``"auto"`` chooses, that of DiLoCo (arXiv 2311.08105)."""
+MOST_MOMENTUM = 0.9  # the largest momentum that "auto" chooses, that of DiLoCo (arXiv 2311.08105)
 
 
 def aligned_gain(lr: float, momentum: float, alignment: float, *, nesterov: bool) -> float:
-    """Return the aligned gain: how many times as long as the mean change an outer step is, along that change.
+    """Return the aligned gain of momentum mu: the length of an outer step along the mean change, in mean changes.
 
-    Args:
-        lr: The outer learning rate.
-        momentum: The momentum mu of this step.
-        alignment: r, as at the top of this section.
-        nesterov: Whether the momentum is Nesterov's.
+    ``alignment`` is r, as at the top of this section.
     """
     return lr * (1 + momentum + momentum**2 * alignment if nesterov else 1 + momentum * alignment)
 
 
 def correlation_of_changes(momentum: float, alignment: float) -> float:
-    """Return rho, in [-1, 1], at which r would settle where it is now; arguments are those of :func:`aligned_gain`."""
+    """Return rho, in [-1, 1], at which r would settle at its current value; for arguments see :func:`aligned_gain`."""
     ahead = 1 + momentum * alignment
     return max(-1.0, min(alignment / ahead, 1.0)) if ahead > 0 else -1.0
 
 
 def fitting_momentum(lr: float, correlation: float, *, nesterov: bool) -> float:
-    """Return the momentum of ``outer_momentum="auto"``. See [Note: Automatic momentum].
+    """Return the momentum of ``outer_momentum="auto"`` for rho, and ``lr`` below ``TARGET_GAIN``.
 
-    Args:
-        lr: The outer learning rate, below ``TARGET_GAIN``.
-        correlation: rho.
-        nesterov: Whether the momentum is Nesterov's.
+    See [Note: Automatic momentum].
     """
     rho = abs(correlation)
     if nesterov:
@@ -362,14 +332,13 @@ def fitting_momentum(lr: float, correlation: float, *, nesterov: bool) -> float:
 #
 # Elastic nodes: local steps whose nodes may be lost, and may come back or join, while the others train on.
 
-ENDPOINT_VARIABLE = "FSDP_ZPP_ENDPOINT"
-"""The environment variable that gives the endpoint if the argument does not."""
+ENDPOINT_VARIABLE = "FSDP_ZPP_ENDPOINT"  # gives the endpoint if the argument does not
 
 
 @explains_keywords
 @dataclass(frozen=True)
 class Elastic:
-    """Says where nodes that train on their own find each other, and how long they wait for one that is silent.
+    """Configures how nodes that train on their own meet, and how long they wait for a silent one.
 
     Each node is a job of its own (``torchrun --standalone``). Nodes meet in a rendezvous of torch.distributed.elastic
     (``DynamicRendezvousHandler``) over a ``TCPStore``, which must outlive every node: start it where no node runs.
@@ -378,13 +347,13 @@ class Elastic:
         max_nodes: The most nodes that train together. More wait, as spares, until one is lost.
         min_nodes: The fewest that train; fewer wait for others.
         endpoint: ``host:port`` of the store; None takes it from the environment variable ``FSDP_ZPP_ENDPOINT``.
-        run_id: Names the run in the store. Runs that share a store, and models that train apart, need names of their
-            own; so does a run after one that has ended.
-        timeout: Seconds that a node waits for the others in an exchange, those included by which it is faster.
+        run_id: The name of the run in the store. Runs that share a store, and models that train separately, need
+            different names; so does a run after one that has ended.
+        timeout: Seconds that a node waits for the others in an exchange, including those by which it is faster.
         heartbeat: Seconds between a node's signs of life. A node that misses three is lost to the others, so clocks of
             nodes must not differ by as much.
         last_call: Seconds that nodes which meet wait for more once there are ``min_nodes``; more than one.
-        join_timeout: Seconds that a node waits to be taken in, and for the store; longer than nodes take from one
+        join_timeout: Seconds that a node waits for the store and to be admitted; longer than nodes take from one
             exchange to the next, and shorter than the timeout of the node's own process group.
 
     Raises:
@@ -421,11 +390,7 @@ class Elastic:
                 raise ValueError(f"{name} must be a number of seconds above {least}, got {value!r}")
 
     def address(self) -> tuple[str, int]:
-        """Return host and port of the store.
-
-        Raises:
-            ValueError: If neither the argument nor the environment variable gives them.
-        """
+        """Return host and port of the store, from the argument or the environment variable."""
         endpoint = self.endpoint or os.environ.get(ENDPOINT_VARIABLE)
         if not endpoint:
             raise ValueError(
@@ -440,12 +405,6 @@ class Elastic:
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:
-    """Return the host and the port of an endpoint.
-
-    Raises:
-        TypeError: If it is not text.
-        ValueError: If it is not ``host:port``.
-    """
     if not isinstance(endpoint, str):
         raise TypeError(f"endpoint must be a text such as 'login1:29400', got {endpoint!r}")
     host, colon, port = endpoint.rpartition(":")

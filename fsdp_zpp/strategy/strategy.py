@@ -44,20 +44,18 @@ _SCOPES = "NIG"
 
 
 def _legal_levels() -> tuple[str, ...]:
-    """Return all (parameter, gradient, optimizer) scopes of which the optimizer's is at least as fine as the others.
-
-    A coarser optimizer state costs memory and saves no communication (PaRO, arXiv 2310.06003, section 3).
-    """
+    # The optimizer's scope is at least as fine as the others: a coarser optimizer state costs memory and saves no
+    # communication (PaRO, arXiv 2310.06003, section 3).
     fineness = _SCOPES.index
     return tuple(
         p + g + o for o, g, p in product(_SCOPES, repeat=3) if fineness(o) >= fineness(g) and fineness(o) >= fineness(p)
     )
 
 
-LEGAL_LEVELS: tuple[str, ...] = _legal_levels()
-"""The 14 legal combinations of letters."""
+LEGAL_LEVELS: tuple[str, ...] = _legal_levels()  # 14 combinations
 
 
+# The letters of torch's strategies, or those that come closest.
 _OF_TORCH = {
     "FULL_SHARD": "GGG",
     "SHARD_GRAD_OP": "NGG",
@@ -68,28 +66,22 @@ _OF_TORCH = {
     "HSDP": "III",
     "DDP": "NNN",
 }
-"""The letters of torch's strategies, or those that come closest."""
-_GATHERED_ANEW = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
-"""Strategies of torch that gather weights in every micro-batch; parameter scope N keeps them until they change."""
+# Strategies of torch that gather weights in every micro-batch; parameter scope N keeps them until they change.
+_GATHERED_AGAIN = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
 
 
 def _meant(levels: str) -> str:
-    """Return a hint at the letters that ``levels`` stands for, after a semicolon; "" if it stands for none."""
+    """Return a hint at the intended letters, after a semicolon; "" if ``levels`` stands for none."""
     upper = levels.strip().rpartition(".")[2].upper()
     name = next((name for name in _OF_TORCH if name.strip("_") == upper.strip("_")), None)
     if name is not None:
-        closest = "closest to " if name in _GATHERED_ANEW else ""
+        closest = "closest to " if name in _GATHERED_AGAIN else ""
         return f"; {closest}torch's {name} is {_OF_TORCH[name]!r}"
     return f"; did you mean {upper!r}?" if upper in LEGAL_LEVELS else ""
 
 
 def check_levels(levels: object) -> None:
-    """Raise unless ``levels`` are three letters that are legal together.
-
-    Raises:
-        TypeError: If ``levels`` is not a string.
-        ValueError: If they are not legal; it says why, and which are.
-    """
+    """Raise, with the reason, unless ``levels`` are three letters that are legal together."""
     if not isinstance(levels, str):
         meant = _meant(getattr(levels, "name", "")) if type(levels).__name__ == "ShardingStrategy" else ""
         raise TypeError(f"levels must be three letters such as 'GGG', got {levels!r}{meant}")
@@ -110,27 +102,15 @@ def check_levels(levels: object) -> None:
 
 
 class Overridable(Protocol):
-    """A strategy, as far as overrides know it."""
-
     @property
-    def overrides(self) -> object:
-        """Return its own overrides."""
+    def overrides(self) -> object: ...
 
 
 S = TypeVar("S", bound=Overridable)
 
 
 def checked_overrides(given: object, kind: type[S]) -> tuple[tuple[str, S], ...]:
-    """Return overrides as pairs of a pattern and a strategy, which can be hashed.
-
-    Args:
-        given: The overrides, as a mapping or as pairs.
-        kind: The class of strategies.
-
-    Raises:
-        TypeError: If they are not patterns with strategies.
-        ValueError: If one of the strategies has overrides itself.
-    """
+    """Return overrides, a mapping or pairs, as hashable pairs of a pattern and a strategy of class ``kind``."""
     pairs = list(given.items()) if isinstance(given, Mapping) else given
     checked: list[tuple[str, S]] = []
     for pair in pairs if isinstance(pairs, (list, tuple)) else [pairs]:
@@ -148,7 +128,6 @@ def checked_overrides(given: object, kind: type[S]) -> tuple[tuple[str, S], ...]
 
 
 def pairs_of(overrides: Mapping[str, S] | tuple[tuple[str, S], ...]) -> Iterable[tuple[str, S]]:
-    """Return the patterns with their strategies, in their order; a pattern may come twice, and its first one counts."""
     return overrides.items() if isinstance(overrides, Mapping) else overrides
 
 
@@ -197,9 +176,9 @@ class Strategy:
             torchrun (``LOCAL_WORLD_SIZE``) or Slurm's srun started on each node; on a single node whose GPUs NVLink
             does not join, those that it joins, often 1, if codecs make that pay.
         overrides: Strategies of other parts of the model, by pattern (``fnmatch``'s) for names of classes: a module
-            whose class matches is sharded by that strategy, with all in it that is not sharded by itself. Of nested
-            modules the innermost that matches decides, and of patterns the first. Nodes are those of this strategy,
-            unless the other has a ``gpus_per_node`` of its own.
+            whose class matches is sharded by that strategy, with all submodules that are not sharded separately. The
+            innermost matching module and the first matching pattern count. Nodes are those of this strategy, unless the
+            other has its own ``gpus_per_node``.
 
     Raises:
         ValueError: If the letters are illegal, ``gpus_per_node`` is not positive, a codec does not suit its place,
@@ -283,12 +262,10 @@ class Strategy:
 
     @property
     def parameters(self) -> str:
-        """Return the scope of the parameters."""
         return self.levels[0]
 
     @property
     def optimizer(self) -> str:
-        """Return the scope of the optimizer state."""
         return self.levels[2]
 
     @property
@@ -298,11 +275,10 @@ class Strategy:
 
     @property
     def frozen_codec(self) -> Codec | None:
-        """Return the codec of frozen parameters, whether ``frozen`` is or names it."""
         return codec_of_frozen(self.frozen)
 
     def resolve(self, topology: Topology) -> ResolvedStrategy:
-        """Return the effective strategy on ``topology``: its scopes there, and the codecs that are active."""
+        """Return the effective strategy on ``topology``: its scopes there, and the active codecs."""
         return resolve(
             self.levels,
             weights=self.weights,
@@ -315,12 +291,11 @@ class Strategy:
 
     @property
     def all_strategies(self) -> tuple[Strategy, ...]:
-        """Return all strategies that a model may be sharded by: this one and those of the overrides."""
         return (self, *(strategy for _, strategy in pairs_of(self.overrides)))
 
     @property
     def is_plain(self) -> bool:
-        """Return whether this is FULL_SHARD itself: everything is sharded over all ranks and nothing is encoded."""
+        """Return whether this is FULL_SHARD itself: all states are sharded over all ranks, and nothing is encoded."""
         encodes_intra_node = self.intra_gradients not in (None, "auto")
         encoded = (self.weights, self.gradients, self.frozen)
         # Local steps refuse GGG.
@@ -328,7 +303,7 @@ class Strategy:
 
     @property
     def follows_links(self) -> bool:
-        """Return whether the machine's links decide what a node is, if it is not named; [Note: Links]."""
+        """Return whether the machine's links determine the node size, unless it is given; [Note: Links]."""
         encodes = self.weights is not None or (self.gradients is not None and not self.keeps_secondary)
         return self.optimizer == "G" and encodes and self.error_feedback is None
 
@@ -424,14 +399,13 @@ class Strategy:
 
     @classmethod
     def from_deepspeed(cls, config: Mapping[str, object] | str | os.PathLike[str]) -> Strategy:
-        """Make the strategy that a DeepSpeed configuration asks for; log in one line what it leaves to your script.
+        """Make the strategy that a DeepSpeed configuration asks for; log the keys that it leaves to your script.
 
         Args:
             config: The configuration, or the path of one in JSON. Keys that decide no strategy may be "auto".
 
         Raises:
-            ValueError: If keys are unknown, can't be honoured or contradict each other; the error says what to do about
-                each.
+            ValueError: If keys are unknown, can't be honoured or contradict each other, with a remedy for each.
             TypeError: If values have the wrong type, and nothing else is wrong.
             OSError: If the file can't be read.
         """
@@ -439,7 +413,6 @@ class Strategy:
 
 
 def check_gpus_per_node(gpus_per_node: int | None) -> None:
-    """Raise unless ``gpus_per_node`` is None or a positive int."""
     if gpus_per_node is None:
         return
     if not isinstance(gpus_per_node, int) or isinstance(gpus_per_node, bool):  # Python counts bool as an int
@@ -460,49 +433,43 @@ def check_gpus_per_node(gpus_per_node: int | None) -> None:
 # as does error feedback on it.
 #
 # [Note: Links]
-# What counts is which ranks share fast links. On a single host whose GPUs NVLink does not join, every link is slow, and
+# Nodes are the ranks that share fast links. On a single host whose GPUs NVLink does not join, every link is slow, and
 # ``gpus_per_node=1`` makes every hop an inter-node hop; GPUs that NVLink bridges in pairs are nodes of two. If it is
 # not given, the machine is asked (runtime/_torch_rank_layout.py), and its answer decides if that costs little:
 #
 # - Only with optimizer scope ``G``. Under ``I`` and ``N`` smaller nodes hold more of the optimizer state, the largest
-# of
-#   all states: ``III`` would become ``NNN``.
+#   of all states: ``III`` would become ``NNN``.
 # - Only if codecs make it pay. Under parameter scope ``I`` they must encode the weights, of which each node keeps a
-# copy:
-#   one that is not encoded would undo what sharding saves. Under others, codecs of weights or gradients will do.
+#   copy: one that is not encoded would undo what sharding saves. Under others, codecs of weights or gradients will do.
 # - Not with error feedback, whose fp32 errors each GPU would keep for whole gradients: 4 bytes a parameter, which no
 #   sharding divides.
 # - Not for a frozen base, ours or one of packed values, which stays sharded over the host: under LoRA it is nearly all
-# of
-#   the model, which often has no room on one GPU.
+#   of the model, which often has no room on one GPU.
 # - Not on several hosts. The network between them is slower still, so the host stays the node, and both hops are
-# encoded.
+#   encoded.
 # - Not if the sets of ranks that NVLink joins are unequal or not consecutive, which no node size expresses.
 #
 # The price is the encoded copy of the weights and, under gradient scope ``I``, gradients that accumulate whole on
 # each GPU; the set-up line names the bytes. Otherwise the host is the node. PCIe counts as slow with
-# peer-to-peer access, too: what it lacks beside NVLink is bandwidth.
+# peer-to-peer access, too: compared with NVLink, it lacks bandwidth.
 
 
 class Scopes(NamedTuple):
-    """Scopes of a parameter, its gradient and its optimizer state: ``N``, ``I`` or ``G`` each."""
-
-    parameters: str
+    parameters: str  # each is N, I or G
     gradients: str
     optimizer: str
 
 
 @dataclass(frozen=True)
 class ResolvedStrategy:
-    """A strategy on a layout of ranks. :meth:`Strategy.resolve` makes it once; everything downstream takes it.
+    """A strategy on a layout of ranks. :meth:`Strategy.resolve` makes it once; all code downstream takes it.
+
+    Codecs and error feedback are None unless they are active.
 
     Attributes:
         levels: The requested scopes as letters; the first one places a frozen base.
-        topology: The layout.
         scopes: The effective scopes; see :func:`resolve_scopes`.
-        weights: Codec of the weight all-gather, if active.
-        gradient_codecs: Codecs of the intra-node and of the inter-node hop of the gradient reduction, if active.
-        error_feedback: Error feedback on the gradient codecs, if active.
+        gradient_codecs: Codecs of the intra-node and of the inter-node hop of the gradient reduction.
         frozen: Codec of frozen parameters that are in full precision.
         intra_codec: Codec of the intra-node hop of the gradient reduction, if it was named explicitly.
     """
@@ -517,9 +484,9 @@ class ResolvedStrategy:
     intra_codec: Codec | None = None
 
     def within_node(self) -> ResolvedStrategy:
-        """Return the strategy as a node runs it that trains on its own: as a job of one node.
+        """Return the strategy for a node that trains on its own, as a job of one node.
 
-        The codec of its weights stays active, unlike that of a job that has one node: it was resolved for several.
+        The codec of its weights stays active, unlike in a job that has one node: it was resolved for several.
         """
         gpus, codecs = self.topology.gpus_per_node, (self.intra_codec, None)
         node = Topology(gpus, gpus)
@@ -572,17 +539,12 @@ def resolve_scopes(
     """Return the effective scopes on ``topology``: a network level that does not exist shards nothing.
 
     On one node, ``I`` is the same as ``G``. On nodes of one GPU, ``I`` is the same as ``N``, except for a secondary
-    shard (parameters ``I`` beside an optimizer ``G``): it then holds all weights, but still encoded, which ``N`` does
-    not express.
+    shard (parameters ``I`` with an optimizer ``G``): it then holds all weights, but still encoded, which ``N`` does not
+    express.
 
     Error feedback must see the sum of all micro-batches. So gradients accumulate before the first hop that has error
-    feedback: on the rank (``N``) or in the node (``I``), unless their scope is as coarse already.
-
-    Args:
-        scopes: The requested scopes.
-        topology: The layout of the ranks.
-        error_feedback: Error feedback on the gradient codecs, if active.
-        gradient_codecs: Codecs of the intra-node and of the inter-node hop of the gradient reduction.
+    feedback: on the rank (``N``) or in the node (``I``), unless their scope is as coarse already. Error feedback and
+    codecs are the active ones.
     """
     requested = "".join(scopes)
     if topology.nodes == 1:
@@ -603,11 +565,9 @@ def resolve_scopes(
 
 
 def intra_node_codec(intra: Codec | Literal["auto"] | None, inter: Codec | None) -> Codec | None:
-    """Return the codec of the intra-node hop: as given, or for ``"auto"`` 8 bits with the inter-node codec's block.
-
-    The intra-node network is fast, so its hop can afford the precision that the slow hop can't. SDP4Bit (arXiv
-    2410.15526, section 3.2) finds 8 bits on the intra-node hop and 4 on the inter-node hop enough to keep the loss.
-    """
+    """Return the codec of the intra-node hop: as given, or for ``"auto"`` 8 bits with the inter-node codec's block."""
+    # The intra-node network is fast, so its hop can afford the precision that the slow hop can't. SDP4Bit (arXiv
+    # 2410.15526, section 3.2) finds 8 bits on the intra-node hop and 4 on the inter-node hop enough to keep the loss.
     if intra != "auto":
         return intra
     # A codec of a user's own may have no block; 256 is the default of Int8.
