@@ -19,15 +19,7 @@ SUPPORTED = ((2, 11), (2, 15))
 
 
 def check_torch_version(adapter: str, version: str | None = None) -> None:
-    """Raise unless ``adapter`` supports this torch.
-
-    Args:
-        adapter: The adapter, as the error names it.
-        version: The version of torch to check. Default: that of the running torch.
-
-    Raises:
-        RuntimeError: If the version is not supported.
-    """
+    """Raise RuntimeError unless ``adapter`` supports this ``version`` of torch, by default the running one."""
     version = torch.__version__ if version is None else version
     if not SUPPORTED[0] <= major_minor(version) <= SUPPORTED[1]:
         raise RuntimeError(
@@ -53,14 +45,14 @@ _STORE_ATTR = dis.opmap["STORE_ATTR"]
 
 
 class Patch(NamedTuple):
-    """Something in torch that an adapter replaces, for good, when the adapter is imported.
+    """A part of torch that an adapter replaces, for good, when the adapter is imported.
 
     Attributes:
         replaced: Its full name without ``torch.distributed.fsdp.``.
-        reason: What the adapter needs that torch has no hook for.
+        reason: The need of the adapter for which torch has no hook.
         apply: Replaces it with a function that calls the original and does more.
         since: The first version of torch in which it is replaced.
-        until: The last version of torch in which it is replaced.
+        until: The last one.
     """
 
     replaced: str
@@ -84,9 +76,9 @@ class Needed(NamedTuple):
     Attributes:
         owner: The full name of the module or class that has the names.
         names: The names, separated by spaces: attributes of ``owner``, or attributes that it sets on its instances.
-        purpose: What the names are needed for, as the error says it to users.
+        purpose: The purpose, as the error tells users.
         since: The first version of torch in which they are needed.
-        until: The last version of torch in which they are needed.
+        until: The last one.
     """
 
     owner: str
@@ -97,16 +89,9 @@ class Needed(NamedTuple):
 
 
 def check_needed(user: str, table: Sequence[Needed], version: str | None = None) -> None:
-    """Raise unless torch has all names of a table.
+    """Raise RuntimeError unless torch has all names of a table; the error lists the missing ones and their purposes.
 
-    Args:
-        user: What needs the names, as the error says it.
-        table: The names.
-        version: The version of torch, which selects rows. Default: that of the running torch.
-
-    Raises:
-        RuntimeError: If any name is missing. The error lists all missing names, the purpose of each, and the supported
-            versions.
+    ``user`` is the part that needs them, for the error. ``version`` selects rows, by default that of the running torch.
     """
     version = torch.__version__ if version is None else version
     rows = [row for row in table if row.since <= major_minor(version) <= row.until]
@@ -127,7 +112,6 @@ def _missing(row: Needed) -> Iterator[str]:
 
 
 def _resolve(path: str) -> types.ModuleType | type | None:
-    """Return the module or class with this full name, or None if there is none."""
     module, _, name = path.rpartition(".")
     try:
         return importlib.import_module(path)
@@ -188,12 +172,13 @@ _CONTEXT = f"{_SHARD}._fsdp_param_group.FSDPCommContext"
 _PARAM = f"{_SHARD}._fsdp_param.FSDPParam"
 _STATE = f"{_SHARD}._fsdp_state.FSDPState"
 
+# Names that both adapters use.
 _BOTH = (
     Needed("torch.nn.Module", "_parameters", "registering parameters on their modules"),
     Needed("torch._C", "_current_graph_task_id", "telling whether a backward runs"),
 )
-"""Names that both adapters use."""
 
+# The names that each folder uses.
 NEEDED: dict[str, tuple[Needed, ...]] = {
     "comm": (
         Needed("torch.distributed.distributed_c10d", "_process_group_name", "naming groups alike on all members"),
@@ -495,9 +480,9 @@ NEEDED: dict[str, tuple[Needed, ...]] = {
         Needed(_COMMON, "_dynamo_disable", "hooks that torch.compile leaves out", since=(2, 13)),
     ),
 }
-"""The names that each folder uses."""
 
 
+# The folders as errors name them, where that is not their name.
 _USERS = {
     "comm": "collectives",
     "local_steps": "local steps",
@@ -505,7 +490,6 @@ _USERS = {
     "fsdp1": "adapter for FullyShardedDataParallel",
     "fsdp2": "adapter for fully_shard",
 }
-"""The folders as errors name them, where that is not their name."""
 
 
 def check_folder(folder: str) -> None:

@@ -23,7 +23,7 @@ from fsdp_zpp.runtime.full_tensors import gets
 
 # ---- weight update
 #
-# What a trainer sends to an inference engine about one tensor: its values, or their changes in 4 bits.
+# A trainer's message to an inference engine about one tensor: its values, or their changes in 4 bits.
 
 _FORMAT = "fsdp_zpp weight updates 1"
 _HEADERS = "updates"
@@ -110,10 +110,9 @@ class WeightUpdate:
 
     @staticmethod
     def pack(updates: Iterable[WeightUpdate]) -> bytes:
-        """Return updates as the bytes of a safetensors file, which :meth:`unpack` reads.
+        """Return updates of different tensors as the bytes of a safetensors file, which :meth:`unpack` reads.
 
-        Args:
-            updates: Updates of different tensors. All of them are in memory at once: of a large model, pack some.
+        All of them are in memory at once: of a large model, pack some.
         """
         tensors: dict[str, Tensor] = {}
         headers = []
@@ -145,7 +144,6 @@ class WeightUpdate:
         return [WeightUpdate.from_header(header, tensors[str(place)]) for place, header in enumerate(headers)]
 
     def codec(self) -> Int4:
-        """Return the codec of the changes."""
         return Int4(self.block)
 
     def _changes_nbytes(self) -> int:
@@ -162,7 +160,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _metadata_of(packed: bytes) -> dict[str, str]:
-    """Return the metadata in a safetensors file's header: 8 bytes with its length, then JSON."""
+    # A safetensors file begins with 8 bytes, the length of its header, and the header in JSON.
     length = int.from_bytes(packed[:8], "little")
     metadata: dict[str, str] = json.loads(packed[8 : 8 + length]).get("__metadata__", {})
     return metadata
@@ -170,11 +168,11 @@ def _metadata_of(packed: bytes) -> dict[str, str]:
 
 # ---- sync token
 #
-# What a trainer knows of the weights that an inference engine holds, and what it sends it next.
+# A trainer's copy of the weights that an inference engine holds, and the updates that follow from it.
 #
-# The copy of what receivers hold is spread over ranks: of each tensor, a rank has a run of chunks
-# (codecs/weight_changes. py). It encodes the changes of those, from the gathered tensor, and an all-gather makes the
-# update of the whole tensor. The update does not depend on the number of ranks.
+# The copy is spread over ranks: of each tensor, a rank has a run of chunks (codecs/codec.py). It encodes the changes of
+# those, from the gathered tensor, and an all-gather makes the update of the whole tensor. The update does not depend on
+# the number of ranks.
 
 _CALL = "gathered_weights(since=...)"
 
@@ -192,13 +190,13 @@ class _Sent:
 
 
 class SyncToken:
-    """Notes what receivers hold, so that ``gathered_weights(model, since=token)`` sends changes only, in 4 bits.
+    """Tracks the weights of receivers, so that ``gathered_weights(model, since=token)`` sends only changes, in 4 bits.
 
-    The first pass with a token sends all tensors whole, later ones what has changed since the last one. Every rank has
+    The first pass with a token sends all tensors whole, later ones their changes since the last one. Every rank has
     a token of its own and passes it to each call. Receivers that get the same updates share a token; each token takes
     the bytes of the gathered weights, divided by the number of ranks, on each rank.
 
-    A pass that is not iterated to its end is as good as lost, and the next one sends whole tensors again.
+    If a pass is not iterated to its end, the next one sends whole tensors again.
 
     Args:
         block: Number of changes that share a scale, a power of two from 32 to 4096.
@@ -225,7 +223,7 @@ class SyncToken:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of this rank's part of the copy of what receivers hold."""
+        """Return the bytes of this rank's part of the copy of the receivers' weights."""
         return sum(sent.base.nbytes for sent in self._sent.values())
 
     def reset(self) -> None:
@@ -240,14 +238,9 @@ class SyncToken:
     def updates(
         self, weights: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None
     ) -> Generator[tuple[str, WeightUpdate]]:
-        """Yield what receivers need to hold ``weights``. Collective.
+        """Yield the updates that make receivers hold ``weights``, in their order, without unchanged ones. Collective.
 
-        Args:
-            weights: Names and tensors, the same on all ranks.
-            group: The ranks; None means this process alone.
-
-        Yields:
-            Names and updates, the same on all ranks, in the order of ``weights`` without what has not changed.
+        Names, tensors and updates are the same on all ranks of ``group``; None means this process alone.
 
         Raises:
             ValueError: If ranks pass tokens with different settings, or of different passes.
@@ -305,7 +298,6 @@ class SyncToken:
 
 
 def check_token(since: object) -> None:
-    """Raise a TypeError unless ``since`` is a token or None."""
     if not (since is None or isinstance(since, SyncToken)):
         raise TypeError(f"since must be a SyncToken, which notes what receivers hold, or None, got {since!r}")
 
@@ -313,18 +305,14 @@ def check_token(since: object) -> None:
 def updates_since(
     token: SyncToken, weights: Iterator[tuple[str, Tensor | None]], group: dist.ProcessGroup | None, rank: int | None
 ) -> Iterator[tuple[str, WeightUpdate | None]]:
-    """Yield what :meth:`SyncToken.updates` does; on ranks other than ``rank``, if it is given, None for the updates."""
+    """Yield the updates of :meth:`SyncToken.updates`; on ranks other than ``rank``, if it is given, None for each."""
     with closing(token.updates(cast(Iterator[tuple[str, Tensor]], weights), group)) as updates:
         for name, update in updates:
             yield name, update if gets(rank) else None
 
 
 def _first_rank(place: int, world: int) -> int:
-    """Return the rank that has the first run of the tensor at ``place`` of a pass.
-
-    Small tensors are one run alone, so ranks take turns.
-    """
-    return place % world
+    return place % world  # small tensors are one run alone, so ranks take turns
 
 
 def _chunks_of_a_run(numel: int, world: int) -> int:
@@ -343,7 +331,7 @@ def _run_of(numel: int, place: int, group: dist.ProcessGroup | None) -> slice:
 
 
 def _of_all_ranks(own: Tensor, numel: int, place: int, codec: Int4, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the changes of a tensor of ``numel`` values in the order of its chunks, given this rank's run of them."""
+    """Gather a tensor's changes from each rank's run, in the order of its chunks. Collective."""
     if group is None:
         return own
     world, nbytes = dist.get_world_size(group), changes_nbytes(numel, codec)
@@ -364,13 +352,13 @@ _ALIGNMENT = 16
 
 
 class OutOfSyncError(RuntimeError):
-    """Changes were made since a version of a tensor that this receiver does not hold; it needs whole tensors."""
+    """Changes are relative to a version of a tensor that this receiver does not hold; it needs whole tensors."""
 
 
 class DeltaReceiver:
     """Follows the weights that a trainer sends with ``gathered_weights(model, since=token)``, bit for bit.
 
-    It holds a copy of each tensor, in the dtype in which it is sent, to which changes are added; or has the caller hold
+    It holds a copy of each tensor, in the dtype in which it is sent, to which changes are added; or the caller holds
     it, see :meth:`apply`. Several receivers may follow one token, if each gets all of its updates.
 
     Args:
@@ -406,7 +394,7 @@ class DeltaReceiver:
 
     @torch.no_grad()
     def apply(self, update: WeightUpdate, into: Tensor | None = None) -> Tensor:
-        """Apply an update. One that was applied already, and arrives once more, changes nothing.
+        """Apply an update. An update that arrives again, after it was applied, changes nothing.
 
         Args:
             update: The update.
@@ -418,8 +406,9 @@ class DeltaReceiver:
             The tensor with its new values: ``into``, or the receiver's own copy, which later updates change.
 
         Raises:
-            OutOfSyncError: If changes were made since another version than the one that is held, because updates were
-                missed, or this receiver joined late. Nothing has changed; call ``reset`` of the token on the trainer.
+            OutOfSyncError: If the changes are relative to another version than the one that is held, because updates
+                were missed, or this receiver joined late. Nothing has changed; call the token's ``reset`` on the
+                trainer.
             ValueError: If ``into`` has another dtype or shape, or is not contiguous.
         """
         if into is not None:
@@ -447,7 +436,7 @@ class DeltaReceiver:
 
 
 def _add(update: WeightUpdate, target: Tensor) -> None:
-    """Add changes to ``target``, on an accelerator if either of both is there: the bits are the same."""
+    # On an accelerator if either tensor is there: the bits are the same.
     device = update.data.device if target.device.type == "cpu" else target.device
     payload, values = update.data.to(device), target.to(device)
     if payload.storage_offset() % _ALIGNMENT or payload.data_ptr() % _ALIGNMENT or not payload.is_contiguous():

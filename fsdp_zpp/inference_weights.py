@@ -1,4 +1,4 @@
-"""Weights of a sharded model in full, for an inference engine beside the training."""
+"""Full weights of a sharded model, for an inference engine."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ from .names import WRAPPERS, base_fqns, join_fqn, original_path
 # PEFT merges adapters by methods of its layers, each kind of layer in its own way. They run on a stand-in as on a model
 # that is not sharded.
 
-Values = Mapping[nn.Module, Mapping[str, Tensor]]
-"""Full tensors by module and name."""
+Values = Mapping[nn.Module, Mapping[str, Tensor]]  # full tensors by module and name
 
 
 def stand_in(module: nn.Module, values: Values) -> nn.Module:
-    """Return a copy of ``module`` and all below it whose parameters are ``values``, without what wraps modules.
+    """Return a copy of ``module``, without wrappers, whose parameters are ``values``. Nothing communicates.
 
-    Everything else is the original's, but for lists and dicts, to which methods may add. Nothing communicates.
+    Everything else is shared with the original, except lists, dicts and sets, to which methods may add.
     """
     return _copy(module, values, {})
 
@@ -71,9 +70,7 @@ def _copy(module: nn.Module, values: Values, memo: dict[nn.Module, nn.Module]) -
 class MergedLayer:
     """A layer of PEFT's, whose adapters are merged into its base once for all of its parameters.
 
-    Args:
-        layer: The layer, which wraps a base layer.
-        inputs: Its parameters: those of the base, and those of active adapters.
+    ``inputs`` are the parameters of the base and of active adapters.
     """
 
     def __init__(self, layer: nn.Module, inputs: Sequence[TensorOfModel]) -> None:
@@ -84,7 +81,7 @@ class MergedLayer:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of its parameters. What PEFT allocates while it merges them comes on top."""
+        # Only the parameters: the memory that PEFT allocates while it merges them comes on top.
         return sum(tensor.full.peak_nbytes(None) for tensor in self._inputs)
 
     def start(self, to: int | None, gathers: AllGathers) -> list[Pending]:
@@ -111,7 +108,6 @@ class MergedLayer:
 
 @torch.no_grad()
 def _merge(layer: nn.Module, values: Values) -> dict[str, Tensor]:
-    """Return the parameters of a layer's base with the active adapters merged into them."""
     copied: Any = stand_in(layer, values)
     # As PEFT's merge_and_unload: some layers have a method of their own for it.
     if hasattr(copied, "unload_and_optionally_merge_module"):
@@ -123,20 +119,14 @@ def _merge(layer: nn.Module, values: Values) -> dict[str, Tensor]:
 
 
 class MergedParameter(FullTensor):
-    """A parameter of a base layer with adapters merged into it.
-
-    Args:
-        layer: The layer.
-        name: Its name in the base layer.
-        base: The parameter without adapters.
-    """
+    """A parameter ``name`` of a base layer with adapters merged into it; ``base`` is without them."""
 
     def __init__(self, layer: MergedLayer, name: str, base: FullTensor) -> None:
         self._layer, self._name = layer, name
         self.shape, self.stored = base.shape, base.stored
 
     def peak_nbytes(self, dtype: torch.dtype | None) -> int:
-        # Of several parameters of a layer, each counts all of it: whichever is first gathers all.
+        # Each parameter counts the whole layer: the first one gathers all of it.
         return self._layer.nbytes + self.nbytes(dtype) * (self.as_delivered(dtype) != self.stored)
 
     def start(self, dtype: torch.dtype | None, to: int | None, gathers: AllGathers) -> Pending:
@@ -152,20 +142,15 @@ class MergedParameter(FullTensor):
 
 # ---- merged names
 #
-# Tensors of a base model with adapters merged into them, by the names that they have without PEFT.
+# Tensors of a base model with adapters merged into them, by their names without PEFT.
 
-Tensors = Mapping[nn.Module, Mapping[str, TensorOfModel]]
-"""The tensors of a model, by module and name."""
+Tensors = Mapping[nn.Module, Mapping[str, TensorOfModel]]  # by module and name
 
 
 def merged_tensors(model: nn.Module, tensors: Sequence[TensorOfModel]) -> list[TensorOfModel]:
-    """Return the tensors of the base model, with the active adapters merged into those that have some.
+    """Return the ``tensors`` of the base in ``model``, with the active adapters merged into those that have some.
 
-    Each name has what its module computes with: of tied weights, one may have an adapter and the other not.
-
-    Args:
-        model: A PEFT model, or one that contains one.
-        tensors: Its tensors.
+    Each name has the weight of its module: one of two tied weights may have an adapter and the other not.
 
     Raises:
         ImportError: If peft is not installed.
@@ -182,7 +167,7 @@ def merged_tensors(model: nn.Module, tensors: Sequence[TensorOfModel]) -> list[T
     result: dict[object, TensorOfModel] = {}
     for path, base, module in _base_modules(model):
         layer = next((each for each in _ancestors(path) if each in layers), None)
-        if layer is not None and layer not in made:  # what it wraps comes first, whose FQN in the base is its own
+        if layer is not None and layer not in made:  # its base layer comes first, and has the layer's FQN in the base
             made[layer] = MergedLayer(layers[layer], _inputs(layers[layer], own, peft_model.peft_config)), base
         for name, tensor in own.get(module, {}).items():
             fqn = join_fqn(base, name)
@@ -205,7 +190,7 @@ def _check_mergeable(peft_model: Any) -> None:
 
 
 def _outermost_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return PEFT's layers that wrap base layers, by FQN, but for those inside of others."""
+    """Return PEFT's layers that wrap base layers, by FQN, without those inside of others."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers: dict[str, nn.Module] = {}
@@ -218,7 +203,7 @@ def _outermost_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _ancestors(path: str) -> list[str]:
-    """Return a path and those of all that it lies in, outermost first."""
+    """Return a path and those of its ancestors, outermost first."""
     parts = path.split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
@@ -226,7 +211,7 @@ def _ancestors(path: str) -> list[str]:
 def _base_modules(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     """Yield each module of the base with its FQN and its FQN in the base.
 
-    Where an adapter trains a copy of a module (``modules_to_save``), it is the copy.
+    If an adapter trains a copy of a module (``modules_to_save``), the copy takes its place.
     """
     modules = {original_path(path): module for path, module in model.named_modules(remove_duplicate=False)}
     copies = dict(_trained_copies(modules))
@@ -241,7 +226,7 @@ def _base_modules(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
 
 
 def _trained_copies(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
-    """Yield the FQN of each module of which an active adapter trains a copy, and that of the copy."""
+    """Yield the FQN of each module with a copy that an active adapter trains, and the FQN of the copy."""
     for path, module in modules.items():
         copies = module._modules.get("modules_to_save")
         if copies is None or module._modules.get("original_module") is None:
@@ -252,7 +237,7 @@ def _trained_copies(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str
 
 
 def _inputs(layer: Any, own: Tensors, adapters: Collection[str]) -> list[TensorOfModel]:
-    """Return the parameters that a layer is merged from: not those of adapters that are not active."""
+    """Return the parameters that a layer is merged from, without those of adapters that are not active."""
     others = set(adapters) - set(layer.active_adapters)
     containers = {name.rpartition(".")[2] for name in (*layer.adapter_layer_names, *layer.other_param_names)}
     inputs: dict[TensorOfModel, None] = {}
@@ -271,9 +256,7 @@ def _inputs(layer: Any, own: Tensors, adapters: Collection[str]) -> list[TensorO
 
 
 def active_adapter_tensors(model: nn.Module) -> list[TensorOfModel]:
-    """Return the tensors of the active adapter, by the names that ``save_adapter`` writes them by.
-
-    PEFT itself says which, given tensors without values.
+    """Return the tensors of the active adapter, by their names in the files of ``save_adapter``.
 
     Raises:
         ImportError: If peft is not installed.
@@ -292,6 +275,7 @@ def active_adapter_tensors(model: nn.Module) -> list[TensorOfModel]:
     prefix = path_of(peft_model, model)
     tensors = adapter_tensors(model, peft_model)
     by_name = {name.removeprefix(prefix): tensor for tensor in tensors for name in tensor.names}
+    # PEFT itself chooses among tensors without values.
     state = {name: torch.empty(tensor.full.shape, device="meta") for name, tensor in by_name.items()}
     tensor_of = {id(value): by_name[name] for name, value in state.items()}
     if not peft_model.peft_config[active[0]].is_prompt_learning:
@@ -381,13 +365,12 @@ def gathered_weights(
     """Return an iterator over the names and full tensors of a model, for an inference engine. Collective.
 
     By default these are the tensors of the full state dict, bit for bit, and by the same names: in full precision,
-    whatever the forward computes in; tied ones by each of their names; weights of a quantized base decoded, by the
-    names that they had. What modules have there as ``_extra_state`` is left out. They are yours: nothing else refers to
-    them.
+    whatever the forward computes in; tied ones by each of their names; weights of a quantized base decoded, by their
+    former names. Entries ``_extra_state`` are left out. The tensors are yours: nothing else refers to them.
 
     They are gathered a few at a time, the next ones while you use the current one. Together with the current one they
-    take at most the memory of the largest unit, or of two tensors if that is more; what you keep comes on top, and with
-    ``merged``, the copies that PEFT makes of one weight.
+    take at most the memory of the largest unit, or of two tensors if that is more. Tensors that you keep come on top,
+    and with ``merged``, the copies that PEFT makes of one weight.
 
     All ranks must iterate to the end, or leave at the same tensor. Don't change the model meanwhile. With local steps
     a node hands out its own weights, as its state dicts do; iterate within :func:`agreed_weights` for the agreed ones.
@@ -396,9 +379,8 @@ def gathered_weights(
         model: A model, sharded by either FSDP or not.
         dtype: Cast floating-point tensors to it: fp32, bf16 or fp16. Shards are cast before they are sent if that makes
             them smaller. Default: each in its own.
-        adapters_only: Hand out only the active PEFT adapter, by the names in the files that ``save_adapter`` writes.
-        merged: Hand out the base model with the active PEFT adapters merged into it, by the names that it has without
-            PEFT.
+        adapters_only: Hand out only the active PEFT adapter, by its names in the files that ``save_adapter`` writes.
+        merged: Hand out the base model with the active PEFT adapters merged into it, by its names without PEFT.
         since: Hand out a :class:`WeightUpdate` for each tensor that has changed since the last call with this token,
             instead of the tensor, for a :class:`DeltaReceiver`: its changes in 4 bits, or at the first call all of it.
         rank: The global rank that gets the tensors; the others take part and get None in their place. Default: all get
@@ -453,11 +435,11 @@ def _named(turn: GatherInTurn[TensorOfModel]) -> Iterator[tuple[str, Tensor | No
 
 
 def _refuse_packed(tensors: Sequence[TensorOfModel]) -> None:
-    """Raise if parameters hold bytes that another quantizer has packed: neither casts nor merges understand them."""
     for tensor in tensors:
         for module, name in tensor.sites:
             parameter = module._parameters.get(name)
             by_bitsandbytes = any(cls.__module__.partition(".")[0] == "bitsandbytes" for cls in type(module).__mro__)
+            # Neither casts nor merges understand bytes that another quantizer has packed.
             if by_bitsandbytes or (parameter is not None and holds_packed_values(parameter)):
                 raise ValueError(
                     f"{tensor.names[0]} is packed by another quantizer, so it can be handed out as it is stored, but "

@@ -23,10 +23,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 # its FQN without the parts that those insert, which the modules themselves reveal. Tensors of adapters have no name in
 # the base. A tied tensor has several names, of which files have at least one.
 
+# Children that hold the wrapped module in PEFT's wrappers of whole modules.
 _PASSED = ("original_module", "token_adapter")
-"""Children that hold the wrapped module in PEFT's wrappers of whole modules."""
+# The same in wrappers of FSDP, activation checkpointing and torch.compile.
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-"""Children that hold the wrapped module in wrappers of FSDP, activation checkpointing and torch.compile."""
 
 
 def original_path(path: str) -> str:
@@ -35,16 +35,15 @@ def original_path(path: str) -> str:
 
 
 def parameter_name(path: str, own_name: str) -> str:
-    """Return the FQN of the parameter ``own_name`` of the module at ``path``, without what wrappers insert."""
+    """Return the FQN of the parameter ``own_name`` of the module at ``path``, without the parts of wrappers."""
     return original_path(f"{path}.{own_name}").removeprefix(".")
 
 
 def model_name(model: nn.Module) -> str:
-    """Return the name of a model's class, whether or not the model is sharded."""
     if isinstance(model, FullyShardedDataParallel):
         model = model.module
     name = type(model).__name__
-    # fully_shard makes a class of its own for each model, with this prefix.
+    # fully_shard changes the model's class to one with this prefix.
     return name.removeprefix("FSDP") if isinstance(model, FSDPModule) else name
 
 
@@ -86,13 +85,12 @@ def _inserted_children(module: nn.Module) -> tuple[str, ...] | None:
 
 
 def join_fqn(path: str, name: str) -> str:
-    """Return the FQN of the child ``name`` of the module at ``path``; the root is at ""."""
-    return f"{path}.{name}" if path else name
+    return f"{path}.{name}" if path else name  # the root is at ""
 
 
 # ---- suggestions
 #
-# Suggestions of what users may have meant, "did you mean ...?", in errors about names and keyword arguments.
+# Suggestions, "did you mean ...?", in errors about names and keyword arguments.
 
 C = TypeVar("C", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -101,15 +99,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 def did_you_mean(
     given: object, known: Iterable[str], name: str = "{}", *, before: str = "", most: int = 1, cutoff: float = 0.6
 ) -> str:
-    """Return the question whether one of the known names was meant; "" if none is close.
+    """Return the question "did you mean ...?" about the ``most`` closest known names; "" if none is close.
 
-    Args:
-        given: The name that was given; case does not count.
-        known: The names.
-        name: How the question writes a name.
-        before: Text before the question, if there is one.
-        most: How many names it asks about.
-        cutoff: How close they must be, from 0 to 1.
+    Case does not count. ``name`` formats each name, ``before`` precedes the question, and ``cutoff`` is the closeness
+    that is needed, from 0 to 1.
     """
     by_lower = {each.lower(): each for each in known}
     near = difflib.get_close_matches(str(given).lower(), by_lower, n=most, cutoff=cutoff)
@@ -117,11 +110,7 @@ def did_you_mean(
 
 
 def check_keywords(call: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise unless all keyword arguments of a call are known.
-
-    Raises:
-        TypeError: It names what was given and what was meant, or is allowed.
-    """
+    """Raise TypeError unless all keyword arguments of a call are known; the error suggests a name."""
     allowed = list(known)
     for name in given:
         if name not in allowed:
@@ -130,7 +119,7 @@ def check_keywords(call: str, given: Iterable[str], known: Iterable[str]) -> Non
 
 
 def explains_keywords(cls: C) -> C:
-    """Make the constructor of a class say which argument was meant by an unknown one."""
+    """Let the constructor of a class suggest an argument in place of an unknown one."""
     construct: Callable[..., None] = cls.__init__  # type: ignore[misc]
     known = list(inspect.signature(construct).parameters)[1:]
 
@@ -144,7 +133,7 @@ def explains_keywords(cls: C) -> C:
 
 
 def explains_arguments(function: F) -> F:
-    """Make a function say which argument was meant by an unknown one."""
+    """Let a function suggest an argument in place of an unknown one."""
     known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -161,18 +150,19 @@ def explains_arguments(function: F) -> F:
 
 
 def how_to_install(extra: str, *, upgrade: bool = False) -> str:
-    """Return the command that installs the packages of ``extra``, to end an error with."""
+    """Return the command that installs the packages of ``extra``, as the end of an error."""
     # From a clone: no package index has fsdp_zpp.
     return f"run pip install {'--upgrade ' * upgrade}'.[{extra}]' in your clone of fsdp_zpp"
 
 
 # ---- modules that moved, and names that went
 
+# Alternatives to public names that went.
 REMOVED = {
     "TopK": "copy it from examples/top_k_codec.py, and pass LocalSteps(codec=TopK(), ...)",
 }
-"""What to do instead, by the public name that went."""
 
+# Modules by their old paths, which pages have shown, for as long as scripts may import from them.
 MOVED = {
     "codecs.blockwise": "codecs.codec",
     "frozen.report": "frozen.frozen_base",
@@ -184,7 +174,6 @@ MOVED = {
     "planner.offload": "planner.step_time",
     "planner.volume": "planner.memory",
 }
-"""Modules by their old paths, which pages have shown, for as long as scripts may import from them."""
 
 
 class MovedModules:
@@ -192,18 +181,16 @@ class MovedModules:
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return how to import a module that has moved; None for all others."""
         package, _, inside = name.partition(".")
         is_known = package == "fsdp_zpp" and inside in MOVED
         return ModuleSpec(name, MovedModules) if is_known else None  # type: ignore[arg-type]
 
     @staticmethod
     def create_module(spec: ModuleSpec) -> None:
-        """Leave it to Python."""
+        return None  # Python makes it
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
-        """Show the names of the module that has it all now."""
         now = importlib.import_module(f"fsdp_zpp.{MOVED[module.__name__.partition('.')[2]]}")
         vars(module).update({name: each for name, each in vars(now).items() if not name.startswith("__")})
 
