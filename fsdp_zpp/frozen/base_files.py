@@ -1,4 +1,4 @@
-"""Files of a quantized base: saving, loading, and telling bases apart."""
+"""Files of a quantized base: saving, loading, and a check that a model has the base of a checkpoint."""
 
 from __future__ import annotations
 
@@ -558,7 +558,7 @@ def load_frozen_params(
 
     Args:
         model: The same architecture, its base frozen, with any values or on the meta device, with adapters or without.
-            What was trainable when the base was saved is not in the files, and must be trainable here, too.
+            Parameters that were trainable when the base was saved are not in the files, and must be trainable here.
         path: The folder.
         placement: As for ``quantize_frozen_params``. This and the next three arguments may differ from those that the
             base was saved with.

@@ -45,7 +45,7 @@ class Placement:
 
     scope: str
     mesh: ProcessMesh
-    # Not compared: weights that lie on the same ranks are gathered together, whoever chose the ranks.
+    # Excluded from comparison: weights on the same ranks are gathered together, whoever chose the ranks.
     by_name: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -450,7 +450,7 @@ class DoubleBuffer:
 # A unit is the frozen weights of one transformer block, or of whatever FSDP wraps as one. This rank's chunks of all of
 # them lie side by side in one row of bytes, the *payload shard*; a gather returns one such row for each rank. Under the
 # scope ``I`` all nodes hold the same, so there is only the intra-node hop. Under ``G`` the first gather crosses nodes.
-# What that leaves, the *secondary shard*, contains the payload shard and replaces it for good, since frozen weights
+# Its result, the *secondary shard*, contains the payload shard and replaces it for good, since frozen weights
 # never get stale.
 
 

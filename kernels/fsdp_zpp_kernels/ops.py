@@ -407,8 +407,7 @@ class Op(Generic[P, R]):
 
         def trace(*args: object) -> R:
             args += self._defaults[len(args) - self._required :]
-            # Not kept: sizes may be symbolic here.
-            return self._prepare(*args)(*self._inputs(args))
+            return self._prepare(*args)(*self._inputs(args))  # not cached, since sizes may be symbolic here
 
         for function in (run, trace):
             function.__signature__ = self.__signature__  # type: ignore[union-attr]
@@ -441,7 +440,7 @@ def _seen_of(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _select(places: list[int]) -> Callable[[tuple[object, ...]], tuple[object, ...]]:
-    # Of one place, itemgetter would return the item itself.
+    # With one place, itemgetter would return the item itself.
     return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
 
 

@@ -74,7 +74,7 @@ class Launch:
         """
         payload = None
         if self._payload is not None:
-            # Not new_empty, which also has a form with names and takes half as long again to tell which is called.
+            # new_empty, which also has a form with names, would take half as long again to tell which is called.
             payload = first.new_empty_strided(*self._payload, dtype=torch.uint8)
             others = (payload, *others)
         if self._compiled is None:
@@ -183,7 +183,7 @@ def sum_quantize_tiling(peers: int, layout: PayloadLayout, out_layout: PayloadLa
         return tiling(16, WARP, layout, out_layout)  # a 16-byte access
     few, many = (4, 8) if layout.bits == 4 else (0, 4)
     if few < peers <= many:
-        # The compiler would start all loads at once, with so many registers that too few programs run beside another.
+        # The compiler would start all loads at once, with so many registers that too few programs run concurrently.
         return tiling(32, WARP, layout, out_layout, max_registers=64)
     # 64 int4 codes are two 16-byte accesses and 16 int8 codes are one; see GROUP in ``dequantize_sum_quantize``.
     return tiling(64 if layout.bits == 4 else 16, WARP, layout, out_layout)
