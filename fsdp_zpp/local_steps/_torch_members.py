@@ -308,8 +308,8 @@ class Members:
 
     # ---- what they exchange
 
-    # By node, from the first ranks; None if a member is lost.
     def gather(self, value: T) -> list[T] | None:
+        """Return the values of all members' first ranks, by node; None if a member is lost."""
         assert self.mesh is not None
         values: list[T] | None = [value] * self.mesh.topology.nodes
         failure = ""
