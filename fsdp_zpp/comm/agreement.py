@@ -32,11 +32,8 @@ def fingerprint(shard: Tensor) -> str:
 
 
 def checksums(shards: Mapping[str, Tensor]) -> dict[str, tuple[str, int]]:
-    """Return the dtype of each shard and a sum over the bits of its values, in which -0 and 0 are equal.
-
-    Computed where the shards are, with memory for a few million values; the same on every device. Waits for the device
-    once.
-    """
+    """Return the dtype of each shard and a sum over the bits of its values, in which -0 and 0 are equal."""
+    # Computed where the shards are, with memory for a few million values; the same on every device.
     sums = [_checksum(shard) for shard in shards.values()]
     devices = {each.device for each in sums}
     totals = torch.stack(sums if len(devices) == 1 else [each.cpu() for each in sums]).tolist() if sums else []
@@ -46,7 +43,7 @@ def checksums(shards: Mapping[str, Tensor]) -> dict[str, tuple[str, int]]:
 def _checksum(shard: Tensor) -> Tensor:
     total, start = torch.zeros((), dtype=torch.int64, device=shard.device), 0
     parts = [part.reshape(-1) for part in plain_parts(shard.detach())]
-    # What fits into a CPU's cache, or keeps a GPU busy.
+    # A chunk fits into a CPU's cache, or keeps a GPU busy.
     size = min(1 << 16 if shard.device.type == "cpu" else 1 << 22, max(map(len, parts), default=1)) or 1
     # Odd factors, so that each bit counts.
     factors = 2 * torch.arange(size, device=shard.device) + 1
@@ -104,7 +101,7 @@ def ordered_sum(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[flo
 # differ do ranks exchange the arguments themselves, so that the error on every rank names who was given what.
 #
 # All comparisons send this one kind of message, whatever else they ask, such as whether an act has failed on any rank,
-# or whether something is true there. So different calls over the same ranks meet in one comparison, and are told apart:
+# or whether something is true there. So different calls over the same ranks meet in one comparison, which reports them:
 # a rank that wraps a block while another wraps the root, or already runs its first forward; a node that exchanges
 # weights before a forward while another does so at the end of its loop. A rank that never makes such a call (because it
 # uses torch's own strategies) can't be noticed: the others hang. Nor can ranks compare over which ranks to compare: a
@@ -114,7 +111,7 @@ def ordered_sum(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[flo
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _MOST_DIFFERENCES = 4
 PLACE = "place"
-"""The fact that tells calls of one name apart."""
+"""The fact that distinguishes calls of one name."""
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -297,10 +294,7 @@ def agree(
 
 
 def from_first_rank(value: T, group: dist.ProcessGroup | None = None) -> T:
-    """Return the first rank's ``value``, any object that can be pickled, on all ranks of ``group``. Collective.
-
-    Without torch.distributed, this process is the first rank.
-    """
+    """Return the first rank's ``value``, any object that can be pickled, on all ranks of ``group``. Collective."""
     if not dist.is_initialized():
         return value
     values = [value]

@@ -180,7 +180,8 @@ class HeldErrors:
             self.state.mul_(factor)
             return
         scales = self.codec.scales(self.state, self.extent.numel)
-        # As few bits as kernels give scales, so that decoding stays exact ([Note: Exact products] in reference.py).
+        # Scales keep as few bits as kernels give them, so that decoding stays exact ([Note: Exact products] in
+        # reference.py).
         scales.copy_(((scales * factor).view(torch.int32) & SCALE_MASK).view(torch.float32))
 
     def put_back(self, where: Tensor, before: Tensor) -> None:
@@ -259,8 +260,6 @@ def _loaded(pieces: list[tuple[int, str, int]], starts: list[int], numel: int) -
 
 
 class ErrorBufferState(HeldErrorsState):
-    """An :class:`ErrorBuffer` in a checkpoint: its errors, and how many of them share a scale."""
-
     block: int
 
 
@@ -317,7 +316,6 @@ class ErrorBuffer:
     # ---- for codecs without kernels of their own
 
     def read(self) -> Tensor:
-        """Return the errors in fp32, flat."""
         assert self._held is not None
         return self._held.values()
 
@@ -492,7 +490,6 @@ class ErrorFeedbackState:
         return self._buffers.get(hop)
 
     def begin(self, device: torch.device) -> None:
-        """Note that a reduction is about to use the errors."""
         if not self._steps_announced and self.has_uncommitted:
             self._count_step()
         if self.has_uncommitted:

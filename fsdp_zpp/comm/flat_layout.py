@@ -24,10 +24,10 @@ from .mesh import ProcessMesh
 # Layouts: where the parameters of a unit lie in a flat tensor.
 #
 # [Note: Identity]
-# What outlives a backward (accumulated gradients, errors that are fed back) belongs to parameters, not to positions in
-# a flat tensor: which parameters a gradient consists of changes whenever one of them is frozen, unfrozen or not used.
+# State that outlives a backward (accumulated gradients, errors that are fed back) belongs to parameters, not to
+# positions in a flat tensor: the parameters of a gradient change whenever one of them is frozen, unfrozen or not used.
 # So each such tensor carries its layout, and is translated when it meets a tensor of another layout. Parameters that a
-# new layout lacks are kept apart, or the layout is widened to hold them.
+# new layout lacks are kept separately, or the layout is widened to hold them.
 #
 # Every step may use other parameters, such as one of several heads, or other experts. So what is derived from layouts
 # is kept for the last few layouts alone (:func:`keep_recent`).
@@ -125,7 +125,6 @@ class FlatLayout:
         return runs
 
     def __or__(self, other: FlatLayout) -> FlatLayout:
-        """Return the dense layout of all parameters of both."""
         return FlatLayout.dense(sorted({*self.pieces, *other.pieces}))
 
     def split(self, flat: Tensor) -> dict[Piece, Tensor]:
@@ -225,7 +224,6 @@ class ExactPlaces:
 
     @cached_property
     def key(self) -> Hashable:
-        """Return a value that is equal for equal places."""
         return tuple(self.flat.tolist())
 
 
@@ -368,7 +366,7 @@ def _padded(indices: Tensor, length: int) -> Tensor:
 
 # ---- sharded
 #
-# Parameters that FSDP has sharded of a unit, as the core sees them, and what lies beside them.
+# Parameters of a unit that FSDP has sharded, as the core sees them.
 
 
 class Sharded:

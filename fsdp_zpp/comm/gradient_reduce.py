@@ -103,7 +103,7 @@ class AccumulatedGradient:
 # With offloaded parameters, a gradient is copied to the host's memory, and an optimizer there must wait for the copy. A
 # wait in the backward keeps the CPU from launching what comes next, so that GPU and CPU would take turns. So a unit's
 # optimizers step only when the backward is :data:`UNITS_BEHIND` units ahead: the GPU then has those units to compute
-# while the CPU waits for the copy and steps. What is left at the end of the backward steps there.
+# while the CPU waits for the copy and steps. The remaining units step at the end of the backward.
 #
 # The delay is a number of units, not whether a copy has arrived, so that all ranks step in the same order: optimizers
 # may communicate.
@@ -114,8 +114,6 @@ computes."""
 
 
 class ArrivingGradients:
-    """The steps that wait for their gradients, in the order of the backward."""
-
     def __init__(self) -> None:
         self.waiting: deque[tuple[torch.Event | torch.cuda.Event | None, Callable[[], None]]] = deque()
 
@@ -201,7 +199,6 @@ class ReductionOrder(Generic[U]):
         self.abandon()
 
     def abandon(self) -> None:
-        """Forget a backward that was not ended."""
         # Some ranks may have got further than others, so the order of the failed backward is not used.
         self.synchronized, self._finished, self._returned, self._turn = [], set(), set(), 0
 
@@ -307,10 +304,12 @@ class TwoHopReduce(ABC):
         return codec, self._intra.all_to_all(payload, self.label).view(gpus, chunks, -1)
 
     @abstractmethod
-    def _exact(self, numel: int, device: torch.device) -> ExactPlaces | None: ...
+    def _exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
+        """Return the places of small values in a gradient with ``numel`` values in a chunk."""
 
     @abstractmethod
-    def _exact_in_sums(self, part: int, device: torch.device) -> ExactPlaces | None: ...
+    def _exact_in_sums(self, part: int, device: torch.device) -> ExactPlaces | None:
+        """Return the places of small values in the ``part`` values of this local index."""
 
     def _errors_of(self, hop: str, starts: Sequence[int], numel: int, device: torch.device) -> ErrorBuffer | None:
         buffer = None if self._errors is None else self._errors.buffer(hop)
@@ -350,6 +349,7 @@ class TwoHopReduceScatter(TwoHopReduce):
         return PendingHop(self._inter, codec, payload, out, factor, self.label, own)
 
     def _exact_of_hops(self, numel: int, device: torch.device) -> tuple[ExactPlaces | None, ...]:
+        """Return the places of small values in the chunks of all ranks, of the inter-node hop, and of this rank."""
         layout, settled = self.layout, self._settled_for
         if settled is None or settled[0] is not layout or settled[1:] != (numel, device):
             self._settled_for = layout, numel, device
@@ -408,7 +408,6 @@ class TwoHopAllReduce(TwoHopReduce):
         return _PendingAllReduce(self, sums, full_precision(wire_dtype), out, factor)
 
     def all_reduce_inter_node(self, sums: Tensor, wire_codec: FullPrecision, out: Tensor, factor: float) -> None:
-        """Sum the nodes' sums, and write the whole result to ``out`` on every replica."""
         nodes, part = self._nodes, keep_until_read(sums).numel()  # made in the stream of the intra-node hop
         chunk = -(-part // nodes)  # a collective takes chunks of one size, so the last one is padded
         codec, payload = self._sum_inter_node(_padded(sums, chunk * nodes - part), part, wire_codec, factor)
@@ -429,10 +428,7 @@ class TwoHopAllReduce(TwoHopReduce):
     def _sum_inter_node(
         self, sums: Tensor, part: int, wire_codec: FullPrecision, factor: float
     ) -> tuple[Codec, Tensor]:
-        """Sum over nodes; return the codec, and the encoded sums of all nodes' chunks: uint8 [nodes, nbytes].
-
-        ``sums`` are padded; ``part`` is their number without padding.
-        """
+        """Sum over nodes; return the codec, and the encoded sums of all nodes' chunks: uint8 [nodes, nbytes]."""
         start, device = self._places.part_starts(self.layout, part)[self._rank % self._gpus], sums.device
         nodes, chunk = self._nodes, sums.numel() // self._nodes
         own = self._places.of_nodes(self.layout, part, chunk, "own", device)
@@ -565,7 +561,6 @@ class GradientReduce:
         return _PendingAccumulation(accumulated, self._two_hop.start(gradient, None, part, 1.0), part, layout)
 
     def __call__(self, gradient: Tensor, out: Tensor, factor: float = 1.0) -> None:
-        """Start a reduction and finish it."""
         self.start(gradient, out, factor).finish()
 
     def start(

@@ -34,7 +34,7 @@ Level = Literal["inter", "intra"]
 
 # ---- streams
 #
-# Streams beside the computation's, and memory that passes from one stream to another.
+# Side streams, and memory that passes from one stream to another.
 #
 # torch's allocator reuses memory as soon as nothing refers to it, in the stream that allocated it. Work in that stream
 # is ordered, but a kernel of another stream may still read the memory. So either the reader's stream is recorded with
@@ -56,7 +56,7 @@ class SideStream:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         stream = self._streams[device]
-        # What is made here next may reuse memory that the readers still read.
+        # The next tensors made here may reuse memory that the readers still read.
         for other in {torch.cuda.current_stream(device), *self._readers}:
             stream.wait_stream(other)
         return torch.cuda.stream(stream)
@@ -73,7 +73,6 @@ def record_event(made: Tensor) -> torch.cuda.Event | None:
 
 
 def wait_for(event: torch.cuda.Event | None, device: torch.device) -> None:
-    """Wait in the current stream for an event of :func:`record_event`."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)
 
@@ -149,13 +148,13 @@ class HopTimer:
 
 
 class Waitable(Protocol):
-    """A handle to wait for, such as ``dist.Work``."""
-
     def wait(self) -> object:
         """Wait, on a GPU in the current stream and not on the host."""
 
 
 class AllGathers:
+    """All-gathers that start together; ranks of a group must add the same ones, in the same order."""
+
     def __init__(self) -> None:
         self._of_groups: dict[tuple[dist.ProcessGroup, torch.dtype], _OfGroup] = {}
 
@@ -173,8 +172,6 @@ class AllGathers:
 
 
 class _OfGroup:
-    """The all-gathers of one process group and dtype."""
-
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.tensors: list[tuple[Tensor, Tensor]] = []
@@ -205,10 +202,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def running_backward() -> int | None:
-    """Return the number of the backward whose hook or end calls this; None outside of backwards.
-
-    It is unique in this process. A backward within another one has its own, larger one.
-    """
+    """Return the process-wide number of the backward whose hook or end calls this; a nested one has a larger number."""
     number = torch._C._current_graph_task_id()
     return None if number == -1 else number
 
@@ -240,7 +234,6 @@ class Traffic:
         self.sent[kind, level] = self.sent.get((kind, level), 0) + nbytes
 
     def since_reset(self) -> dict[tuple[Kind, Level], int]:
-        """Return the bytes sent since the last reset."""
         return {key: sent - self.before_reset.get(key, 0) for key, sent in self.sent.items()}
 
     def reset(self) -> None:
@@ -248,7 +241,6 @@ class Traffic:
         self.before_reset = dict(self.sent)
 
     def take_over(self, other: Traffic) -> None:
-        """Add the counts of another one."""
         for mine, others in ((self.sent, other.sent), (self.before_reset, other.before_reset)):
             for key, nbytes in others.items():
                 mine[key] = mine.get(key, 0) + nbytes
@@ -273,7 +265,6 @@ class Hop:
         return self.all_gather_uncounted(payload, label, out)
 
     def count_gather(self, nbytes: int) -> None:
-        """Count ``nbytes`` of this rank as sent to all others."""
         self.traffic.add(self.kind, self.level, nbytes * (self.size - 1))
 
     def all_gather_uncounted(self, payload: Tensor, label: str, out: Tensor | None = None) -> Tensor:
@@ -349,7 +340,6 @@ class PendingHop(PendingReduction):
 
 
 def log_launched(label: str) -> None:
-    """Log at DEBUG that the last hop of the reduction of unit ``label`` was launched."""
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("%s: last hop of the reduction launched", label)
 

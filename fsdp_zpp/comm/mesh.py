@@ -234,7 +234,7 @@ def _place_on_nodes() -> str:
 # another order they have other names. So torch must forget what it has cached when the first unit over a group is made,
 # and when groups end.
 
-# By default group: how many groups of the same ranks were made in the job, for as long as it lasts.
+# Counts of groups of the same ranks that were made in the job, by default group.
 _made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
@@ -304,7 +304,7 @@ class ProcessMesh:
     intra: dist.ProcessGroup | None
     inter: dist.ProcessGroup | None
     group: dist.ProcessGroup | None = None
-    # Not compared: the hops are the same whoever decided.
+    # It is not compared, since the hops are the same whoever decided.
     by_links: bool = field(default=False, compare=False)
 
     def own_node(self) -> ProcessMesh:
@@ -336,10 +336,10 @@ _Subgroup = dist.ProcessGroup | _Whole | None
 _own_ranks: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[_Subgroup, _Subgroup]]] = WeakKeyDictionary()
-# By default group, the subgroups that were made of other groups: torch keeps a group until it is destroyed explicitly.
+# Subgroups that were made of other groups, by default group: torch keeps a group until it is destroyed explicitly.
 _made_of: WeakKeyDictionary[dist.ProcessGroup, list[tuple[ref[dist.ProcessGroup], dist.ProcessGroup]]]
 _made_of = WeakKeyDictionary()
-# By the launcher's node size: looking at all ranks of a group takes too long to repeat for every unit of a model.
+# Layouts by the launcher's node size: looking at all ranks of a group takes too long to repeat for every unit.
 _layouts: WeakKeyDictionary[dist.ProcessGroup, dict[int, Topology]] = WeakKeyDictionary()
 
 
@@ -436,7 +436,7 @@ def _subgroup(group: dist.ProcessGroup, partition: list[list[int]]) -> _Subgroup
     if len(partition) == 1:
         return _Whole()
     # torch has all ranks of the job make a group together, members or not. A mesh that is only a part of the job
-    # (data parallel beside tensor parallel) can't have the others call that, so its ranks make it among themselves.
+    # (data parallel with tensor parallel) can't have the others call that, so its ranks make it among themselves.
     make = _made_by_all if dist.get_world_size(group) == dist.get_world_size() else _made_by_members
     with named_by_ranks():
         return make(group, partition)
@@ -480,7 +480,6 @@ def _remember(parent: dist.ProcessGroup, *subgroups: _Subgroup) -> None:
 
 
 def _destroy_orphans() -> None:
-    """Destroy the subgroups of groups that users have destroyed."""
     # A finalizer of the parent group would not do: finalizers run at different times on each rank, and NCCL destroys a
     # communicator on all of its ranks together.
     world = dist.group.WORLD

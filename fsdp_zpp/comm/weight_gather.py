@@ -82,7 +82,7 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 # [Note: Weights of a checkpoint]
 # A secondary shard from a checkpoint (Int4Delta) is valid only for the weights that were saved with it. The weights may
 # be loaded before the shard or after it, and other weights may be loaded or written later, so the order of events
-# proves nothing. A fingerprint of this rank's weights, saved beside the shard, does: at the first gather, the ranks
+# proves nothing. A fingerprint of this rank's weights, saved with the shard, does: at the first gather, the ranks
 # that gather from each other exchange whether their fingerprints match. If all do, they continue from the saved shard;
 # otherwise the weights are sent whole.
 
@@ -97,12 +97,10 @@ class CheckpointedShardState(TypedDict):
 
 @dataclass(frozen=True)
 class CheckpointedShard:
-    """This rank's row of a secondary shard from a checkpoint. See [Note: Weights of a checkpoint].
+    """This rank's row of a secondary shard from a checkpoint, on the CPU. See [Note: Weights of a checkpoint].
 
-    Args:
-        row: The row, uint8 [1, nbytes], on the CPU.
-        fresh: Whether it encodes the weights saved with it; otherwise it is the base of their next delta.
-        fingerprint: The fingerprint of those weights; None if unknown, in which case it matches nothing.
+    A fresh row encodes the weights saved with it; any other is the base of their next delta. Without a fingerprint it
+    matches nothing.
     """
 
     row: Tensor
@@ -192,8 +190,7 @@ class ShardSource(Protocol):
     def prepare_read(self) -> int:
         """Copy the values of replaced parameters into the shard, in the stream that gathers; return its numel."""
 
-    def read(self) -> ShardValues:
-        """Return this rank's values."""
+    def read(self) -> ShardValues: ...
 
     def shard_version(self) -> Hashable:
         """Return a value that changes with each write to the shard that torch counts, and when it moves."""
@@ -204,8 +201,7 @@ class ShardSource(Protocol):
     def keeps_gathered(self) -> bool:
         """Return whether a gather has left unsharded weights that the next one would reuse."""
 
-    def is_trained(self) -> bool:
-        """Return whether steps change the weights."""
+    def is_trained(self) -> bool: ...
 
     def layout(self, numel: int) -> FlatLayout:
         """Return the layout of a gathered tensor of ``numel`` values."""
@@ -303,10 +299,7 @@ class SecondaryShard:
         return False
 
     def hold(self, payload: Tensor, codec: Codec, version: Hashable, ready: torch.cuda.Event | None) -> None:
-        """Hold a payload, uint8 [nodes, nbytes], and become fresh.
-
-        ``ready`` is an event in the stream that makes the payload; None on a CPU.
-        """
+        """Hold a payload, uint8 [nodes, nbytes], and become fresh; ``ready`` is None on a CPU."""
         if self.codec is None:
             self.next_codec = codec
         self._payload, self.encoded_by, self._version = payload, codec, version
@@ -403,7 +396,7 @@ class SecondaryShard:
 #         | transpose, apply deltas
 #     secondary shards                uint8 [k, nodes, nbytes]: a contiguous part of one buffer for each unit
 #
-# Units of another size, or of which only some have a base for a delta, are encoded apart and share the collective.
+# Units of other sizes, and those with and without a base for a delta, are encoded separately and share the collective.
 
 _UNLABELLED = nullcontext()
 
@@ -529,8 +522,8 @@ def _adjacent(parts: Sequence[Tensor]) -> Tensor:
 #
 # A forward after a step asks for one unit after the other, but the slow network need not wait for that: secondary
 # shards are kept anyway, so all of them can be sent when the first is needed. They are made in a stream of their own,
-# beside the intra-node hops and the computation of earlier units; the computation waits for a secondary shard only when
-# it reaches its unit.
+# concurrent with intra-node hops and computation of earlier units; the computation waits for a secondary shard only
+# when it reaches its unit.
 #
 # This starts with the first gather after a change, not with the change: what is written between a step and the forward
 # (averages, clipped weights) must be in them, and a step that another one follows, of a second optimizer, must not send
@@ -591,10 +584,7 @@ class SecondaryShardPrefetcher:
 def in_chunks(
     sent: Sequence[tuple[SecondaryShard, int]], least_nbytes: int = LEAST_NBYTES, most_nbytes: int = MOST_NBYTES
 ) -> list[list[SecondaryShard]]:
-    """Cut secondary shards, in order, into parts that are sent together. See [Note: Chunks].
-
-    ``sent`` has the bytes that a rank sends for each shard if it sends no delta.
-    """
+    """Cut shards, with the bytes that a rank sends for each, into parts that are sent together. See [Note: Chunks]."""
     limit = min(most_nbytes, max(least_nbytes, -(-sum(size for _, size in sent) // CHUNKS)))
     chunks: list[list[SecondaryShard]] = []
     nbytes = 0

@@ -466,7 +466,6 @@ class ShardViews:
         self._shapes = [parameter.shape for parameter in self._parameters]
 
     def hold(self) -> bool:
-        """Return whether the parameters still are these views."""
         # Views keep their memory, so equal addresses mean the same memory.
         same_memory = [parameter.data_ptr() for parameter in self._parameters] == self._addresses
         return same_memory and [parameter.shape for parameter in self._parameters] == self._shapes
@@ -711,7 +710,6 @@ class HandleGradients:
 
 
 def _note_use(used: set[int], is_padding: Sequence[bool], gradients: tuple[Tensor | None, ...]) -> None:
-    """Record which parts of a flat parameter have gradients, without padding."""
     of_parameters = compress(gradients, map(operator.not_, is_padding))
     used.update(place for place, gradient in enumerate(of_parameters) if gradient is not None)
 

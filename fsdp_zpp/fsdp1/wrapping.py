@@ -160,6 +160,7 @@ class QuantizedReduceState:
         return self._reduce.errors
 
     def error_nbytes(self, numel: int) -> int:
+        """Return the bytes of this rank's error state for a unit, whose shard has ``numel`` values."""
         return self._reduce.error_nbytes(numel)
 
     def reduce(self, gradient: Tensor, out: Tensor) -> None:
@@ -268,15 +269,9 @@ def shared_error(shared: Shared, wrapped: nn.Module, root: nn.Module) -> ValueEr
 
 
 def hold_flattened(instance: FullyShardedDataParallel, arguments: dict[str, Any], before: Sites) -> None:
-    """Mark the parameters that ``instance`` has flattened, for the check of later ones.
+    """Mark the parameters that ``instance`` has flattened; raise a ValueError if a nested instance has one, too.
 
-    Args:
-        instance: The instance.
-        arguments: The arguments of its constructor.
-        before: The parameters of the wrapped module, with names, before the instance was constructed.
-
-    Raises:
-        ValueError: If a nested instance has flattened one of them meanwhile.
+    ``before`` has the parameters of the wrapped module, with names, before the instance was constructed.
     """
     wrapped, own = arguments["module"], flattened_sites(instance)
     inner = instance._fsdp_wrapped_module
@@ -381,11 +376,7 @@ def _check_group(arguments: dict[str, Any]) -> None:
 
 
 def group_of(arguments: dict[str, Any]) -> dist.ProcessGroup | None:
-    """Return the ranks that the arguments name, all by default; None if there is no default group.
-
-    Raises:
-        ValueError: If they name several groups or a mesh of several dimensions.
-    """
+    """Return the ranks that the arguments name, all by default; raise a ValueError for several groups or dimensions."""
     _check_group(arguments)
     group, mesh = arguments["process_group"], arguments["device_mesh"]
     if isinstance(mesh, DeviceMesh):
@@ -483,8 +474,8 @@ class CommHookUnit:
         self.loaded_state: Loaded | None = None
         hear_of_loads(self)
 
-    def invalidate(self, *, by_step: bool = False) -> None:
-        """Do nothing, since stock FSDP keeps no secondary shard."""
+    # Stock FSDP keeps no weights and no secondary shard, and has gradients only in ``.grad``.
+    def invalidate(self, *, by_step: bool = False) -> None: ...
 
     def full_shard_units(self, is_outermost: bool) -> None:
         """Return None, since torch gathers the weights."""
@@ -495,12 +486,10 @@ class CommHookUnit:
     def weights_loaded(self) -> None:
         self.loads += 1
 
-    def drop_gradients(self) -> None:
-        """Do nothing, since stock FSDP has gradients only in ``.grad``."""
+    def drop_gradients(self) -> None: ...
 
     @property
     def keeps_weights(self) -> bool:
-        """Return False, since stock FSDP keeps no weights."""
         return False
 
 

@@ -388,18 +388,11 @@ def adopt_groups(
     infos: Sequence[FSDPMeshInfo],
     on_lazy_init: Callable[[nn.Module], None],
 ) -> list[StrategyGroup | None]:
-    """Have torch gather and reduce the parameter groups of ``module`` through units, unless torch does everything.
+    """Have torch gather and reduce the parameter groups of ``module`` through units, one for each part of its call.
 
-    Args:
-        module: A module on which torch's ``fully_shard`` was just called, alone or with others.
-        units: The units, one for each part of the call.
-        paths: Their paths within the module.
-        infos: The meshes of the parts; empty if the call has one part.
-        on_lazy_init: Called with the root when FSDP has initialized all groups below it lazily.
-
-    Returns:
-        The group of each unit, which has another class now; None where the module has no parameters of a unit.
+    Returns the group of each unit, which has another class now; None where the module has no parameters of a unit.
     """
+    # There are no ``infos`` for a call of one part.
     state = state_of(module)
     # Without FSDPMeshInfo it is not sharded: dp_mesh_dims that only replicate are left to torch.
     sharded = [group for group in groups_of(state) if isinstance(group.mesh_info, FSDPMeshInfo)]
@@ -492,7 +485,6 @@ class WatchedState(FSDPState):
         self._end_backward(last, synchronized)
 
     def finalize_backward(self, **arguments: object) -> None:
-        """End a step at a user's request; from torch 2.15 on."""
         parent: Any = super()
         parent.finalize_backward(**arguments)
         watch = self.watch

@@ -66,7 +66,6 @@ def numel_of(group: FSDPParamGroup) -> int:
 
 
 def names_in(group: FSDPParamGroup) -> dict[FSDPParam, str]:
-    """Return the names of a group's parameters in its modules."""
     # FQNs are known only from lazy initialization on, and a checkpoint may be loaded before that.
     paths: dict[nn.Module, str] = {}
     for index, module in enumerate(group.modules):
@@ -223,8 +222,6 @@ def gather_result(dtypes: list[list[torch.dtype]], numels: list[list[int]], size
 
 
 class _Extension(NamedTuple):
-    """A parameter that encodes itself, with the metadata and the shapes of its tensors."""
-
     param: FSDPParam
     metadata: Any
     sizes: Sequence[torch.Size]
@@ -244,10 +241,7 @@ class GatherInputs:
 
     @torch.no_grad()
     def put_together(self) -> tuple[Tensor, GatherResult]:
-        """Return the current all-gather input, flat, and the fields of torch's result for it.
-
-        The number of elements is the same each time. It is collective if a parameter's own encoding is.
-        """
+        """Return the current all-gather input, flat, and the fields of torch's result; collective if encodings are."""
         params = self._group.fsdp_params
         # Tensors and metadata that an evaluation has encoded may be saved for a backward later.
         with torch.inference_mode(False):
@@ -278,10 +272,7 @@ def encodes_itself(param: FSDPParam) -> bool:
 
 
 def has_own_bytes(params: Sequence[FSDPParam]) -> bool:
-    """Return whether any sharded parameter encodes itself as anything but its values in the dtype to compute in.
-
-    It is collective if a parameter's own encoding is.
-    """
+    """Return whether a parameter encodes itself as other bytes; collective if a parameter's own encoding is."""
     # Ask all of them, however early one decides it, so that ranks enter the same collectives.
     return any([not _sends_values(param) for param in params if encodes_itself(param)])  # noqa: C419
 
@@ -471,7 +462,6 @@ def _is_plain(param: FSDPParam) -> bool:
 
 
 def order_parameters(group: FSDPParamGroup) -> None:
-    """Sort the parameters of a group that has not been used yet."""
     params = group.fsdp_params
     axes = axes_of(params)
     exact = sent_exactly([param._orig_size for param in params])
@@ -480,10 +470,7 @@ def order_parameters(group: FSDPParamGroup) -> None:
 
 
 def layout_of(group: FSDPParamGroup, params: Sequence[FSDPParam], places: Sequence[int]) -> FlatLayout:
-    """Return the layout of a rank's part of a flat tensor that consists of ``params``.
-
-    Their group was initialized lazily; ``places`` are their indices among all parameters of the group.
-    """
+    """Return the layout of a rank's part of a flat tensor of ``params``, which have these ``places`` in their group."""
     pieces = [
         Piece(place, param._param_fqn or "", param._sharded_param_data.numel())
         for place, param in zip(places, params, strict=True)
@@ -597,18 +584,14 @@ class StrategyAllReduce:
             factor = self.unit.reductions.mesh.topology.world * (divide_factor if around_sum else 1.0)
         divisor = divided_by(self.group, gradient.dtype) if reduce.accumulated.sums is not None else 1.0
         reduce.start(gradient, gradient, factor, self.layout, divisor, self.idle).finish()
-        # As in StrategyReduceScatter.finish: torch frees it in the stream of the reduce-scatter.
+        # torch frees it in the stream of the reduce-scatter, as in StrategyReduceScatter.finish.
         keep_until_read(gradient)
 
 
 def _factor_of(op: ReduceOp | ReduceOp.RedOpType, sharded_over: int, world: int, divide_factor: float | None) -> float:
     """Return the factor of a reduction of torch's on the mean; raise a ValueError unless it is a kind of sum.
 
-    Args:
-        op: The reduction.
-        sharded_over: The number of ranks that torch knows of.
-        world: The number of all ranks, replicas included.
-        divide_factor: The divisor of the sum that a user has set in torch, if any.
+    torch knows only of ``sharded_over`` ranks, without replicas; a user may have set a divisor of the sum.
     """
     summed = sharded_over if divide_factor is None else world
     if op == ReduceOp.AVG:
@@ -704,6 +687,7 @@ class GroupWeights:
         return plan.inputs is None or (plan.numel > 0 and group.is_sharded and group._all_gather_result is None)
 
     def prepare_read(self) -> int:
+        # Nothing is written back, since parameters are views of the shard.
         return (self.plan or self.make_plan()).shard_numel
 
     def read(self) -> ShardValues:

@@ -295,11 +295,8 @@ class MeshPart:
 def split(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: dict[str, Any]) -> list[MeshPart]:
     """Split a call by mesh and strategy. Collective over the call's ranks, then over those of each part.
 
-    Args:
-        modules: The modules.
-        strategy: The strategy, with overrides.
-        call: All parameters, with the strategy of the first of ``modules``.
-        given: The arguments before the call's mesh was read.
+    ``call`` has all parameters, with the strategy of the first module; ``given`` has the arguments before its mesh was
+    read.
 
     Raises:
         ValueError: If ``shard_placement_fn`` returns something other than a placement, if torch can't make several
@@ -454,14 +451,8 @@ def make_unit(
 ) -> tuple[StrategyUnit, bool]:
     """Check a part of a call on every rank, make its unit, and quantize its frozen parameters. Collective.
 
-    Args:
-        part: The part; the mesh in its arguments is replaced by that of the ranks to shard over.
-        modules: The modules of the call.
-        holds_packed: Whether any parameter of the call holds packed values.
-        others: The parameters of other parts.
-
-    Returns:
-        The unit, and whether its strategy asks only for torch's FULL_SHARD.
+    Returns the unit, and whether its strategy asks only for torch's FULL_SHARD. The mesh in the part's arguments
+    becomes that of the ranks to shard over.
     """
     over, arguments = part.over, part.arguments
     strategy, group = over.strategy, over.group
@@ -798,11 +789,7 @@ fully_shard.state = _torch_weights.state_of  # type: ignore[attr-defined]
 def _agreed_parts(
     modules: list[nn.Module], strategy: Strategy, arguments: dict[str, Any]
 ) -> tuple[list[MeshPart], bool]:
-    """Raise on every rank unless all shard the same modules in the same way.
-
-    Returns:
-        The parts of the call, and whether any of its parameters holds packed values.
-    """
+    """Return the parts of a call, and whether any parameter holds packed values; raise if ranks shard differently."""
     overrides = strategy.overrides if isinstance(strategy, Strategy) else ()
     given = dict(arguments)
     over = read_mesh(strategy_for(modules[0], strategy) if overrides else strategy, arguments)

@@ -37,15 +37,12 @@ from fsdp_zpp.strategy.local_steps import Elastic
 # [Note: One round at a time]
 # All members of a round may be taken for lost, by nodes that have waited to join, while they only were slow. Two rounds
 # without a common member would then commit to exchanges side by side. So a round begins by closing those before: it
-# decides their next exchange, which is that they try again. What was on its way there when it began is committed to
+# decides that they retry their next exchange. An exchange that was on its way when it began is committed to
 # before that, or never.
 
 
 class Decisions:
-    """Decisions of a round, as one of its members sees them.
-
-    ``round_number`` is larger than that of any round before; ``timeout`` is the longest wait for other members.
-    """
+    """Decisions of a round, as one of its members sees them; ``timeout`` is the longest wait for others."""
 
     def __init__(self, store: dist.Store, run_id: str, round_number: int, members: int, timeout: timedelta) -> None:
         self._store = dist.PrefixStore(f"fsdp_zpp.{run_id}", store)
@@ -92,14 +89,10 @@ class Decisions:
 
 
 def group_of_store(store: dist.Store, name: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Make a group with all processes that make it on the same store. Collective over them.
+    """Make a group with all processes that make it on the same store, under a unique name. Collective over them.
 
-    Args:
-        store: A store that all members reach, without other users of its keys.
-        name: The group's name, unique in this process.
-        rank: This member's rank.
-        size: The number of members.
-        timeout: The longest that making it, and any of its collectives, may take.
+    Nobody else may use the store's keys. Neither making the group nor any of its collectives takes longer than
+    ``timeout``.
 
     Raises:
         RuntimeError: If a member is missing, or can't be reached.
@@ -131,11 +124,8 @@ class Round(NamedTuple):
 
 
 class Rendezvous:
-    """One node's part in a rendezvous. A thread sends its signs of life between rounds.
-
-    The store must serve the rendezvous alone: a client that waits would hold up signs of life.
-    """
-
+    # A thread sends signs of life between rounds. A client that waits would hold them up, so this one has its own
+    # store.
     def __init__(self, config: Elastic, store: dist.Store) -> None:
         self._store = store
         seconds = timedelta(seconds=1)
@@ -301,7 +291,6 @@ class Members:
         return 0 if self._round is None else self._round.number
 
     def end(self) -> None:
-        """Keep nodes from joining any more, since the training has ended."""
         self.disconnect()
         self._on_first_rank(lambda: self._own_rendezvous().close())
         self._rendezvous = None

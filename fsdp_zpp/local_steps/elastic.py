@@ -27,8 +27,8 @@ from .outer_step import OuterFigures, OuterFit, OuterStep, OuterStepState, chunk
 #
 # [Note: Chunks of members]
 # The momentum is kept once, by the owners of chunks ([Note: Agreed weights] in outer_step.py). When members change, so
-# do the chunks: those who were members before put theirs together, and each of the new ones takes its own. What a lost
-# node owned is lost with it, and starts from zero, as the errors of error feedback do on all nodes.
+# do the chunks: members of the last round put theirs together, and each new member takes its own. The chunk of a lost
+# node is lost with it, and starts from zero, as the errors of error feedback do on all nodes.
 
 
 class Snapshot(NamedTuple):
@@ -43,8 +43,6 @@ class OwnedState(OuterStepState):
 
 
 class ElasticOuterStep(OuterStep):
-    """Exchanges one fragment's weights between nodes that come and go."""
-
     def __init__(self, config: LocalSteps, mesh: ProcessMesh, traffic: Traffic, label: str = "fragment") -> None:
         self._alone = mesh
         super().__init__(config, mesh, traffic, label)
@@ -96,10 +94,7 @@ class ElasticOuterStep(OuterStep):
         return self._optimizer.last_fit
 
     def take_over(self, agreed: Mapping[str, Tensor], fit: OuterFit, shards: Mapping[str, Tensor]) -> None:
-        """Take over the agreed weights and the fit of other nodes; :meth:`connect` comes next.
-
-        Only sizes and device of ``shards`` matter.
-        """
+        """Take over the agreed weights and the fit of other nodes; :meth:`connect` comes next."""
         self.reset()
         self.start({name: shards[name] for name in agreed})
         for name, weights in agreed.items():
@@ -143,11 +138,7 @@ class ElasticOuterStep(OuterStep):
 
 
 def active_local_steps(local_steps: LocalSteps | None, ranks: ProcessMesh) -> LocalSteps | None:
-    """Return the local steps that are active on ``ranks``; None on one node.
-
-    Raises:
-        ValueError: If nodes are elastic and ``ranks`` are not those of one node, and all of them.
-    """
+    """Return the local steps that are active on ``ranks``; raise a ValueError if elastic nodes are not whole jobs."""
     if local_steps is None or local_steps.elastic is None:
         return None if ranks.inter is None else local_steps
     if ranks.inter is not None or ranks.topology.world != dist.get_world_size():
@@ -160,8 +151,6 @@ def active_local_steps(local_steps: LocalSteps | None, ranks: ProcessMesh) -> Lo
 
 
 class BeforeExchange(NamedTuple):
-    """State of a fragment that an exchange changes."""
-
     exchanges: Snapshot
     changed: set[str]
     sent: list[str]
@@ -169,8 +158,6 @@ class BeforeExchange(NamedTuple):
 
 
 class ElasticFragment(Fragment):
-    """Weights of a unit, which nodes that come and go train on their own and exchange."""
-
     outer: ElasticOuterStep
 
     @property
@@ -178,7 +165,6 @@ class ElasticFragment(Fragment):
         return self._loaded is not None
 
     def snapshot(self) -> BeforeExchange:
-        """Return the state that :meth:`send` would change now."""
         kept = self.outer.snapshot(self._changed)
         return BeforeExchange(kept, set(self._changed), list(self._sent), self.progress.sent)
 
@@ -261,7 +247,6 @@ class NodeHeader:
 
     @property
     def knows(self) -> tuple[int, int, int]:
-        """Return a key that is largest for current nodes."""
         return self.committed, self.made, self.round
 
 
@@ -315,10 +300,7 @@ class Membership(NamedTuple):
 
 
 class ElasticTraining(LocalTraining):
-    """Counts the steps of the model under a root, and exchanges its fragments with the nodes that are present.
-
-    ``ranks`` are those of this node, ``parameters`` returns the model's.
-    """
+    """Counts the steps of the model under a root, and exchanges its fragments with the nodes that are present."""
 
     def __init__(
         self,
@@ -530,7 +512,6 @@ class ElasticTraining(LocalTraining):
         return True
 
     def _state(self) -> dict[str, Any]:
-        """Return the state that a joining node takes over."""
         optimizers = [OptimizerState(each, self._all[0]) for each in optimizers_of(self._parameters())]
         return {
             "progress": asdict(self._progress),
@@ -540,11 +521,7 @@ class ElasticTraining(LocalTraining):
         }
 
     def _take_over(self, state: dict[str, Any]) -> None:
-        """Continue from the state of another node. Collective over the node.
-
-        Raises:
-            ValueError: If its optimizers are others than this node's, before anything is taken over.
-        """
+        """Continue from another node's state; raise a ValueError first if its optimizers are others. Collective."""
         optimizers = optimizers_of(self._parameters())
         if any(state["optimizers"]) and len(state["optimizers"]) != len(optimizers):
             raise ValueError(

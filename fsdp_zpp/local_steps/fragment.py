@@ -94,8 +94,6 @@ class Progress:
 
 
 class ExchangedUnit(Protocol):
-    """The unit whose weights a fragment exchanges: a :class:`~fsdp_zpp.runtime.unit.StrategyUnit`."""
-
     sharded: Sharded
 
     def invalidate(self) -> None: ...
@@ -106,12 +104,6 @@ class Fragment:
 
     Parameters that were trained since their last exchange are exchanged, once, even if they are frozen by then.
     Parameters that never were trained are not exchanged.
-
-    Args:
-        config: The schedule and the form of exchanges.
-        outer: Makes its exchanges.
-        unit: The unit whose weights these are.
-        share: This rank's share of them, if all ranks of a node hold the same weights.
 
     Attributes:
         pending: Optimizer states that were loaded with the fragment and are restored with it, each with the function
@@ -156,16 +148,12 @@ class Fragment:
         return whole if self._share is None else dict(zip(whole, self._share.of([*whole.values()]), strict=True))
 
     def start(self, *, anew: bool = False) -> None:
-        """Adopt the weights of all trained parameters, which are equal on all nodes, as the agreed ones.
-
-        ``anew`` includes parameters that have agreed weights already.
-        """
+        """Adopt trained weights, equal on all nodes, as the agreed ones; with ``anew`` also where there are some."""
         new = set(self._unit.sharded.trained_names()) - (frozenset() if anew else self.outer.names)
         if new:
             self.outer.start(self._exchanged(new))
 
     def note_trained(self) -> None:
-        """Record the parameters that a step changes."""
         self.start()
         self._changed |= set(self._unit.sharded.trained_names())
 
@@ -183,7 +171,6 @@ class Fragment:
 
     @property
     def holds_agreed(self) -> bool:
-        """Return whether this rank's weights are the agreed ones."""
         return self.outer.agrees_with(self._exchanged(self.outer.names))
 
     def adopt(self) -> None:
@@ -202,7 +189,6 @@ class Fragment:
         self._changed = set()
 
     def restart(self) -> None:
-        """Adopt the weights as the agreed ones, and forget all exchanges."""
         names = self.outer.names
         self.outer.reset()
         self.outer.start(self._exchanged(names))
@@ -367,11 +353,9 @@ ROUNDS = 5
 
 
 class OuterWatch:
-    """Fits the momentum of a model's outer steps, keeps their figures, and warns once if they overshoot.
+    """Fits the momentum of a model's outer steps, keeps their figures in ``last``, and warns once if they overshoot.
 
     See [Note: Figures of exchanges] and [Note: Overshooting].
-
-    ``other_axes`` returns the ranks along other parallelisms' axes. ``last`` has the latest known figures of fragments.
     """
 
     def __init__(self, model: str, ranks: ProcessMesh, other_axes: Callable[[], Iterable[dist.ProcessGroup]]) -> None:
@@ -457,7 +441,6 @@ def mean_of(figures: Iterable[OuterFigures]) -> OuterFigures | None:
 
 
 def named_figures(figures: OuterFigures | None) -> dict[str, float]:
-    """Return figures of outer steps by their names in a monitor; none if there are no figures."""
     if figures is None:
         return {}
     correlation = {} if figures.correlation is None else {"outer/correlation": figures.correlation}

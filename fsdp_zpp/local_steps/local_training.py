@@ -124,7 +124,6 @@ class OptimizerState:
 
 
 def local_state(value: Any) -> Any:
-    """Return this rank's part of a state or a parameter."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
@@ -188,12 +187,8 @@ class MomentAverage:
     def average(self, moments: Mapping[str, Tensor], placements: Mapping[str, Hashable]) -> None:
         """Replace moments of one kind, such as Adam's second ones, by their mean over nodes, in place.
 
-        Collective among the ranks with this local index, unless these hold nothing of the moments.
-
-        Args:
-            moments: This rank's part of each parameter's moment, by the parameter's name: contiguous, of the same sizes
-                on all nodes.
-            placements: How another parallelism has placed each parameter, by name, in an order that is always the same.
+        Collective among the ranks with this local index, unless these hold nothing of the moments. Moments
+        are contiguous, of the same sizes on all nodes.
         """
         held = {name: moment.view(-1) for name, moment in moments.items() if moment.numel()}
         if not held:
@@ -226,7 +221,6 @@ class MomentAverage:
         decode(self._codec, payload, rows.view(-1), 1, len(rows), self._label)
 
     def _expand(self, rows: Tensor) -> None:
-        """Turn decoded roots back into moments, in place."""
         if not self._codec.is_lossless:
             for row in rows:
                 for blocks in _in_blocks(row, self._codec.block_numel):
@@ -277,8 +271,6 @@ Key = tuple[str, str, int]
 
 
 class MomentUnit(Protocol):
-    """A unit with moments: a :class:`StrategyUnit`."""
-
     sharded: Sharded
     ranks: ProcessMesh
     traffic: Traffic
@@ -287,8 +279,6 @@ class MomentUnit(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _Held:
-    """A parameter that an optimizer holds, of which this rank has values."""
-
     unit: MomentUnit
     name: str  # its FQN, or the first one of a flat parameter
     parameter: nn.Parameter
@@ -334,7 +324,6 @@ class _Held:
         return self.unit.sharded.named_parts(self.parameter, local_state(self.state[state]))
 
     def adopt(self, states: States) -> None:
-        """Set the numbers, and add zeros for moments that are missing."""
         state = self.optimizer.state[self.parameter]
         counts_on_device = bool(self.group.get("fused") or self.group.get("capturable"))
         for name, value in states.items():
@@ -350,10 +339,7 @@ class _Held:
 
 
 class OptimizerMoments:
-    """Averages the moments of a model's optimizers over nodes.
-
-    ``units`` are in an order that is the same on all ranks.
-    """
+    """Averages the moments of a model's optimizers over nodes."""
 
     def __init__(self, model: str, units: Mapping[Fragment, MomentUnit], ranks: ProcessMesh) -> None:
         self._model, self._units, self._ranks = model, units, ranks
@@ -364,17 +350,13 @@ class OptimizerMoments:
             self._optimizers.add(optimizer)
 
     def check(self, fragments: Sequence[Fragment]) -> None:
-        """Raise the ValueError of :meth:`average` on every rank, before anything is averaged. Collective."""
+        """Raise a ValueError on every rank if any can't average its states or knows no optimizer. Collective."""
         units = [self._units[fragment] for fragment in fragments]
         agree(self._ranks.group, lambda: self._described(units), call=_CALL)
 
     @torch.no_grad()
     def average(self, fragments: Sequence[Fragment], codec: Codec | None = MOMENT_CODEC) -> None:
-        """Replace the moments of all nodes by their mean, the same bit for bit. Collective.
-
-        Args:
-            fragments: Fragments of the model, the same on all ranks.
-            codec: Encodes the moments; None sends fp32, so that the mean is exact.
+        """Replace the moments of all nodes by their mean, the same bit for bit; without a codec, exactly. Collective.
 
         Raises:
             ValueError: If nodes can't average a state, nodes keep different states, or no optimizer is known; on every
@@ -516,18 +498,8 @@ EXCHANGE = "an exchange of weights between nodes"
 class LocalTraining:
     """Counts the steps of the model under a root, and exchanges its fragments when they are due. Made collectively.
 
-    Args:
-        model: The model's name in errors.
-        fragments: Its fragments, at least one, in an order that is the same on all ranks; they may be frozen and
-            unfrozen.
-        reductions: The gradient reductions of all fragments' units.
-        ranks: All ranks.
-        steps_are_announced: Whether an optimizer announces its steps.
-        outer: Fits the fragments' outer steps.
-        moments: Averages the optimizers' moments.
-
-    Raises:
-        ValueError: If ranks differ in the number of steps made.
+    ``fragments`` are in an order that is the same on all ranks; they may be frozen and unfrozen. Raises a ValueError if
+    ranks differ in the number of steps made.
     """
 
     def __init__(
@@ -569,11 +541,7 @@ class LocalTraining:
             fragment.note_trained()
 
     def step_ended(self) -> None:
-        """Handle a step that an optimizer of the model has made, or that a gradient scaler has skipped.
-
-        Raises:
-            RuntimeError: If there was no forward of the root since the last step; nodes exchange weights before it.
-        """
+        """Handle a step, made or skipped; raise a RuntimeError if no forward of the root preceded it."""
         if not self._awaits_step:
             return
         self._awaits_step = False
@@ -718,20 +686,13 @@ class LocalTraining:
         return self._ranks.group
 
     def exchanged_by_all(self) -> str:
-        """Return the text of :meth:`exchange_all` for errors, which must be the same on all ranks.
-
-        Raises:
-            RuntimeError: If the agreed weights are shown.
-        """
+        """Return the text of :meth:`exchange_all` for errors, which must be the same on all ranks."""
         self._check_not_shown()
         units = sum(fragment.was_trained for fragment in self._all)
         return f"all {units} after step {max(fragment.progress.made for fragment in self._all)}"
 
     def exchange_all(self) -> None:
-        """Exchange all fragments now, after which all nodes hold the same weights. Collective.
-
-        Ranks have compared :meth:`exchanged_by_all`.
-        """
+        """Exchange all fragments, so that nodes hold the same; ranks compared :meth:`exchanged_by_all`. Collective."""
         self._prepare()
         if not self._all[0].progress.apart:
             return

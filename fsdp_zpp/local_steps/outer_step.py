@@ -27,13 +27,8 @@ from fsdp_zpp.strategy.local_steps import LocalSteps, aligned_gain, correlation_
 class NodeChunks:
     """Cuts this rank's part of some parameters into a chunk for each node.
 
-    Args:
-        numels: The number of values of each parameter on this rank, by name: at least one.
-        placements: How another parallelism has placed each parameter, by name, in an order that is always the same.
-            It may have more parameters than ``numels``.
-        nodes: The number of nodes.
-        block: A number of values; parameters that are placed differently begin at multiples of it, so that no block of
-            a codec spans them. See [Note: Copies] in flat_layout.py.
+    ``placements`` are in an order that is always the same, and may have more parameters than ``numels``. Parameters
+    that are placed differently begin at multiples of ``block``: no block of a codec spans them. See [Note: Copies].
     """
 
     def __init__(self, numels: Mapping[str, int], placements: Mapping[str, Hashable], nodes: int, block: int) -> None:
@@ -101,10 +96,7 @@ class NodeShare:
 
 
 def relative_weights(trained: Sequence[int]) -> list[float]:
-    """Return the factors of nodes' changes that make their mean a weighted one: w * nodes / sum(w).
-
-    ``trained`` are tokens or steps of each node; without any, all nodes weigh the same.
-    """
+    """Return the factors that weight nodes' changes by tokens or steps in their mean: w * nodes / sum(w), or all 1."""
     total = sum(trained)
     return [each * len(trained) / total if total else 1.0 for each in trained]
 
@@ -183,10 +175,7 @@ class OuterOptimizer:
         return (self._momentum[name] for name in names)
 
     def step(self, gradient: Tensor, layout: FlatLayout) -> Tensor:
-        """Make an outer step, and return the update of the weights: fp32, flat.
-
-        ``gradient`` is the mean change, fp32, flat; its memory is reused.
-        """
+        """Make an outer step by the mean change, fp32, flat, and reuse its memory; return the update of weights."""
         config, device = self._config, gradient.device
         self._last = coefficient = self._coefficient
         parts = {piece: self._momentum[piece.name].to(device).view(1, -1) for piece in layout.pieces}
@@ -302,17 +291,7 @@ class OuterStepState(TypedDict):
 
 
 class OuterStep:
-    """Exchanges one fragment's weights between nodes, and keeps the state of its exchanges.
-
-    Args:
-        config: The schedule and the form of exchanges.
-        mesh: All ranks, on several nodes. With elastic nodes, those of this one to begin with.
-        traffic: Counts the bytes.
-        label: The fragment's name in profiles and errors.
-
-    Raises:
-        ValueError: If there is one node.
-    """
+    """Exchanges one fragment's weights between nodes, more than one, and keeps the state of its exchanges."""
 
     def __init__(self, config: LocalSteps, mesh: ProcessMesh, traffic: Traffic, label: str = "fragment") -> None:
         if mesh.inter is None and config.elastic is None:
@@ -372,7 +351,6 @@ class OuterStep:
         self._arrival = None
 
     def agrees_with(self, shards: Mapping[str, Tensor]) -> bool:
-        """Return whether ``shards``, as in :meth:`start`, are the agreed weights."""
         beside = self._beside(shards)
         return all(torch.equal(agreed.to(shard.device, shard.dtype), shard) for agreed, shard in beside)
 
@@ -475,7 +453,6 @@ class OuterStep:
         return mean
 
     def _encoded(self, update: Tensor, layout: FlatLayout) -> Tensor:
-        """Encode this rank's update, with the errors of earlier ones."""
         if self._back is None:
             return encode(self._codec_back, update, 1, 1, self.label)
         self._back.begin(update.device)
@@ -506,11 +483,7 @@ class OuterStep:
         return {"agreed": agreed, "momentum": momentum, "fit": fit, "errors": errors, "errors_back": back}
 
     def load_state_dict(self, state: OuterStepState, shards: Mapping[str, Tensor]) -> None:
-        """Continue with a saved state; only sizes and device of ``shards``, those of all parameters, matter.
-
-        Raises:
-            ValueError: If ``state`` is of other parameters, or of another configuration of error feedback.
-        """
+        """Continue with a saved state; only sizes and device of ``shards``, those of all parameters, matter."""
         saved = {name: value.numel() for name, value in state["agreed"].items()}
         held = {name: shards[name].numel() for name in saved if name in shards}
         if saved != held:

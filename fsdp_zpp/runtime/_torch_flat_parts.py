@@ -96,11 +96,7 @@ Site = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class FlatPart:
-    """One original parameter of a flat parameter.
-
-    ``place`` is its index among the original ones, ``start`` the offset of its values, ``sites`` the modules that have
-    it.
-    """
+    """One original parameter of a flat one, its index and offset there, and the modules that have it."""
 
     handle: FlatParamHandle
     place: int
@@ -185,7 +181,6 @@ def _instances(model: nn.Module) -> Iterator[FullyShardedDataParallel]:
 
 
 def is_flat(parameter: Tensor) -> bool:
-    """Return whether a parameter that a module shows is a flat one."""
     return isinstance(parameter, FlatParameter)
 
 

@@ -49,21 +49,15 @@ _UUID_NBYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
 
 
 class NvlinkPeers(NamedTuple):
-    """GPUs by UUID that have NVLink to ``gpu``, directly or through switches, and those that have none.
+    """GPUs by UUID that have NVLink to ``gpu``, directly or through switches, and those known to have none."""
 
-    GPUs in neither set are unknown. For an instance of MIG, ``gpu`` is the whole GPU.
-    """
-
-    gpu: str
+    gpu: str  # the whole GPU, for an instance of MIG
     joined: frozenset[str]
     apart: frozenset[str]
 
 
 def nvlink_peers(uuid: str) -> NvlinkPeers | None:
-    """Return the GPUs that NVLink joins to the one with this UUID; None if the library does not say.
-
-    The UUID is as CUDA shows it, without "GPU-" or "MIG-".
-    """
+    """Return the GPUs that NVLink joins to the one with this UUID, which lacks "GPU-" or "MIG-"; None if unknown."""
     try:
         library = _load()
         if library.nvmlInit_v2() != _SUCCESS:
@@ -163,7 +157,7 @@ class Links:
 
     @property
     def node_size(self) -> int | None:
-        """Return how many consecutive ranks are in each set; None if sets are unequal or ranks lie in another order."""
+        """Return the number of consecutive ranks in each set; None if sets are unequal or in another order."""
         size = len(self.sets[0])
         consecutive = all(ranks == tuple(range(ranks[0], ranks[0] + size)) for ranks in self.sets)
         return size if consecutive else None
@@ -299,10 +293,9 @@ def _p2p_is_disabled() -> bool:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Ranks that a call shards over, and their nodes.
+    """Ranks that a call shards over, and their nodes; for ``by_links`` see [Note: Links] in strategy.py.
 
     ``stock`` says that fully_shard leaves everything to torch, since the strategy asks for torch's own FULL_SHARD.
-    ``by_links`` says that the machine's links have decided on the nodes; see [Note: Links] in strategy.py.
     """
 
     group: dist.ProcessGroup
@@ -334,7 +327,7 @@ def joined_by_links(group: dist.ProcessGroup) -> Topology | None:
 
 
 def node_size(strategy: Strategy, group: dist.ProcessGroup) -> int | None:
-    """Return the number of consecutive ranks in each set; None if sets are unequal or ranks lie in another order."""
+    """Return ``gpus_per_node`` for ``group``; None leaves it to the launcher."""
     # A plain strategy does the same on any layout, so it must not fail if nothing tells the layout. All ranks then
     # count as one node, and torch's own collectives do the work.
     if strategy.gpus_per_node is None and strategy.is_plain and not tells_node_size():
@@ -433,16 +426,10 @@ def arguments_of(info: FSDPMeshInfo) -> dict[str, Any]:
 
 
 def info_on_spmd_mesh(ranks: DeviceMesh, mesh: DeviceMesh, replicate: Sequence[str], dims: Any) -> FSDPMeshInfo:
-    """Return the mesh info of parameters that are sharded over a part of the data-parallel ranks of an SPMD mesh.
+    """Return the mesh info of parameters that are sharded over ``ranks``, a part of an SPMD mesh's data-parallel ranks.
 
     Their sharded DTensors stay on the whole mesh, and torch leaves gradients along all data-parallel dimensions to the
-    caller. It gathers over ``ranks`` alone, and does not reduce over replicas.
-
-    Args:
-        ranks: The 1-D mesh of the ranks to shard over.
-        mesh: The SPMD mesh.
-        replicate: The data-parallel dimensions that have replicas of these ranks.
-        dims: torch's DataParallelMeshDims; its ``shard`` names all data-parallel dimensions.
+    caller. It gathers over ``ranks`` alone, and does not reduce over replicas, which lie along ``replicate``.
     """
     shard = tuple(name for name in dims.shard_names if name not in replicate)
     own = replace(dims, shard=shard or None, replicate=tuple(replicate) or None)
@@ -453,7 +440,7 @@ def info_on_spmd_mesh(ranks: DeviceMesh, mesh: DeviceMesh, replicate: Sequence[s
 
 def mesh_infos(calls: Iterable[tuple[Mapping[str, Any], FSDPMeshInfo | None]]) -> list[FSDPMeshInfo]:
     """Return the mesh info for each set of arguments of ``fully_shard``: torch's, or the given one. Collective."""
-    # torch tells the parameter groups of a module apart by the process groups of their meshes, so no two have the same.
+    # torch identifies the parameter groups of a module by the process groups of their meshes, so no two have the same.
     infos: list[FSDPMeshInfo] = []
     used: set[dist.ProcessGroup] = set()
     for arguments, given in calls:
@@ -571,9 +558,8 @@ def read_hsdp_mesh(
 ) -> tuple[Strategy, DeviceMesh] | None:
     """Read the data-parallel dimensions of ``mesh`` as nodes x ranks of a node. Collective over ``mesh``.
 
-    Returns:
-        The strategy with the size of these nodes, and the 1-D mesh of all data-parallel ranks; None if the strategy is
-        FULL_SHARD on one node, so that all may be left to torch.
+    Returns the strategy with the size of these nodes, and the 1-D mesh of all data-parallel ranks; None for FULL_SHARD
+    on one node, so that all may be left to torch.
 
     Raises:
         ValueError: If the strategy is FULL_SHARD on several nodes; if its nodes, or torchrun's by default, have another
@@ -584,7 +570,7 @@ def read_hsdp_mesh(
     group = ranks.get_group()
     name_ranks(group, mesh)
     if not is_part(mesh) and len(names) == len(replicate) + len(shard):
-        ranks = DeviceMesh.from_group(group, mesh.device_type)  # with no other parallelism beside it
+        ranks = DeviceMesh.from_group(group, mesh.device_type)  # there is no other parallelism
     node_size = agree(
         group,
         partial(_node_size, strategy, mesh, shard, group),

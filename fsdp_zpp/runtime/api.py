@@ -103,10 +103,7 @@ def strategy_facts(strategy: object, group: dist.ProcessGroup) -> dict[str, obje
 
 
 def check_dtypes(parameters: Iterable[tuple[str, Tensor]], remedy: str, *, takes_integers: bool = False) -> None:
-    """Raise a TypeError that names a parameter whose dtype can't be sharded, and a ``remedy``.
-
-    ``takes_integers`` says that FSDP gathers integers, so that packed values may be stored as such.
-    """
+    """Raise a TypeError that names a parameter whose dtype can't be sharded, and a ``remedy``."""
     for name, parameter in parameters:
         if parameter.dtype in DTYPES:
             continue
@@ -124,11 +121,7 @@ def check_dtypes(parameters: Iterable[tuple[str, Tensor]], remedy: str, *, takes
 
 
 def check_exchanges(local_steps: LocalSteps, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise if exchanges would round the copies of a parameter of another parallelism in a different way on each rank.
-
-    Raises:
-        NotImplementedError: It names a parameter that another parallelism has sharded, together with copies of others.
-    """
+    """Raise a NotImplementedError if exchanges would round copies of a parameter in a different way on each rank."""
     codec = local_steps.codec
     if codec is None or codec.block_numel:
         return
@@ -146,7 +139,7 @@ def check_exchanges(local_steps: LocalSteps, parameters: Iterable[tuple[str, Ten
 #
 # Parameters that two units share: FSDP gathers and reduces each in one unit alone, so a call that finds one raises.
 #
-# torch's own calls go on, and fail in the forward with errors about something else, or train the two apart. Parameters
+# torch's own calls go on, and fail in the forward with other errors, or train two separate copies. Parameters
 # that a call has sharded are marked, and so are their modules, since FSDP replaces parameters, or takes them away.
 
 Site = tuple[nn.Module, str]
@@ -161,19 +154,12 @@ _ANOTHER = "a parameter of another unit"
 
 @dataclass(frozen=True)
 class Shared:
-    """A parameter that a call would shard and another unit has.
-
-    Attributes:
-        site: The module where the call finds it.
-        name: Its name in the call's modules.
-        parameter: The parameter; None where FSDP has taken it off its module.
-        held_as: Its name in the other unit's call.
-    """
+    """A parameter that a call would shard and another unit has; None if FSDP has taken it off its module."""
 
     site: Site
-    name: str
+    name: str  # in the call's modules
     parameter: nn.Parameter | None
-    held_as: str
+    held_as: str  # its name in the other unit's call
 
 
 @dataclass(frozen=True)
@@ -257,11 +243,7 @@ class AdapterUnits:
 
 
 def hold(site: Site, name: str, parameter: nn.Parameter, unit: str) -> None:
-    """Mark a parameter as sharded, before or after FSDP has replaced it on its module.
-
-    ``parameter`` is the one before the call; ``name`` is its name in the unit, and ``unit`` the name of the unit's
-    class.
-    """
+    """Mark a parameter of a unit as sharded, before or after FSDP has replaced it on its module."""
     module, own_name = site
     held_as = f"{name} of another {unit}"
     vars(module).setdefault(_HELD, {})[own_name] = held_as
@@ -271,7 +253,6 @@ def hold(site: Site, name: str, parameter: nn.Parameter, unit: str) -> None:
 
 
 def held(parameter: nn.Parameter) -> str | None:
-    """Return the name of a parameter in the unit that has sharded it."""
     return vars(parameter).get(_HELD)
 
 
@@ -281,11 +262,7 @@ def held(parameter: nn.Parameter) -> str | None:
 
 
 def communicators(model: nn.Module) -> Iterator[Communicator]:
-    """Yield the units of a model, outermost first, then its frozen base.
-
-    Raises:
-        ValueError: If nothing of fsdp_zpp is in ``model``.
-    """
+    """Yield the units of a model, outermost first, then its frozen base; raise a ValueError if there are none."""
     check_module(model)
     # All modules of a frozen base list the base. A dict, since the order of a set would change from run to run.
     parts: dict[Communicator, None] = dict.fromkeys(named_units(model))
@@ -344,7 +321,7 @@ def traffic(model: nn.Module, *, reset: bool = False) -> dict[Kind, dict[Level, 
         "gather": {"inter": 0, "intra": 0},
         "reduce": {"inter": 0, "intra": 0},
     }
-    # By identity, since all units of a model with a comm hook count into the one Traffic of its state.
+    # Counters are keyed by identity, since all units of a model with a comm hook share the Traffic of its state.
     for counter in {id(part.traffic): part.traffic for part in communicators(model)}.values():
         for (kind, level), nbytes in counter.since_reset().items():
             total[kind][level] += nbytes

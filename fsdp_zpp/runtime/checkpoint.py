@@ -32,7 +32,7 @@ from .unit import Checksums, ParameterUnit, StrategyUnit, named_units
 # state carries checksums of the weights that it was saved with. Weights may be loaded before codec state or after it.
 # So codec state is used if they match when it is loaded and none are loaded afterwards, or if they match at the next
 # forward. If they do not match on all ranks, it is dropped on all of them, those of other parallelisms too: copies of a
-# parameter would drift apart if one of them were sent with errors and another one without.
+# parameter would diverge if one of them were sent with errors and another one without.
 #
 # If nodes train on their own, a checkpoint has each piece of a weight from an arbitrary node, or the agreed weights.
 # Codec state has the weights of each node, so pieces are compared with these.
@@ -45,10 +45,7 @@ def trained_checksums(unit: ParameterUnit) -> Checksums:
 
 
 class LoadedState:
-    """Codec state that was loaded for several units, with checksums of its weights. See [Note: Weights of codec state].
-
-    ``drop`` starts over without it.
-    """
+    """Codec state that was loaded for several units, until it is settled. See [Note: Weights of codec state]."""
 
     def __init__(
         self, saved_with: Mapping[ParameterUnit, Checksums], modules: Iterable[nn.Module], drop: Callable[[], None]
@@ -150,7 +147,7 @@ def _cover(numel: int, spans: Iterable[Span]) -> bool:
 #
 # Codec state belongs to the rank that sends: no other rank has it, and it depends on how the ranks are laid out. So
 # each rank saves its own part, under keys that name the rank, as bytes, which torch.distributed.checkpoint loads
-# without knowing their size beforehand. The layout is saved beside them. On another layout, or with other weights than
+# without knowing their size beforehand. The layout is saved with them. On another layout, or with other weights than
 # those that it was saved with ([Note: Weights of codec state]), codec state starts over: errors are
 # zero, weights are sent whole once, nodes restart their local steps, and a warning says so.
 
@@ -167,12 +164,8 @@ _SAVED_WITH = "saved_with"
 class RankState:
     """Codec state of several units on this rank.
 
-    Args:
-        parts: The state of each unit, by a name that is the same on all ranks.
-        meshes: The ranks of the units.
-        units: The unit with whose weights each part is saved, by the part's name.
-        modules: The modules of these units.
-        warns: Whether this rank logs a warning when state starts over.
+    ``parts`` have names that are the same on all ranks; ``units`` has the unit with whose weights each is saved. A rank
+    that ``warns`` logs when state starts over.
     """
 
     def __init__(
@@ -207,11 +200,7 @@ class RankState:
         return {_SAVED_WITH: saved_with[self._units[part]]} if part in self._units else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load state that was saved on this layout; if it was saved on another, start over and warn.
-
-        Raises:
-            ValueError: If it was saved for other units, or under another configuration.
-        """
+        """Load state that was saved on this layout; if it was saved on another, start over and warn."""
         if not self._parts:
             saved_on = state.get("layout", "")
             # DCP reads only this key; it records the layout of nodes if codec state was saved.

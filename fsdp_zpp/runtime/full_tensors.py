@@ -32,13 +32,9 @@ from ._torch_flat_parts import FlatPart, Site, flat_parts, is_flat, original_dty
 
 @dataclass
 class Pending:
-    """A tensor that is being gathered.
+    """A tensor that is being gathered, without ``out`` if this rank gets nothing or gathering begins in :meth:`wait`.
 
-    Args:
-        dtype: The dtype to cast it to; None keeps the stored one.
-        to: The rank that gets it; None means all.
-        out: Memory that it arrives in; None if this rank gets nothing, or if gathering begins with :meth:`wait`.
-        sent: The tensors that ``works`` send, which must not be freed before they are done.
+    Tensors in ``sent`` must not be freed before ``works`` are done.
     """
 
     source: FullTensor
@@ -85,10 +81,7 @@ class FullTensor(ABC):
         return self.stored if dtype is None or not self.stored.is_floating_point else dtype
 
     def start(self, dtype: torch.dtype | None, to: int | None, gathers: AllGathers) -> Pending:
-        """Start to gather it, or add it to all-gathers that must start before it is waited for.
-
-        Collective over the ranks that share it.
-        """
+        """Start to gather it, or add it to ``gathers``. Collective over the ranks that share it."""
         return Pending(self, dtype, to)
 
     @abstractmethod
@@ -96,7 +89,6 @@ class FullTensor(ABC):
         """Return the gathered tensor; None if this rank gets nothing."""
 
     def on_the_wire(self, dtype: torch.dtype | None) -> torch.dtype:
-        """Return the dtype in which shards are sent."""
         delivered = self.as_delivered(dtype)
         return delivered if delivered.itemsize <= self.stored.itemsize else self.stored
 
@@ -224,18 +216,13 @@ def _gather(out: Tensor | None, own: Tensor, group: dist.ProcessGroup, to: int) 
 
 
 class _Range(NamedTuple):
-    """A rank's range of a parameter's values: in the parameter, and in the rank's shard."""
-
     owner: int
     values: slice
     in_shard: slice
 
 
 class PartOfFlat(FullTensor):
-    """An original parameter of a flat one; each rank has a range of its values, or none.
-
-    For all ranks, the owner of each range broadcasts it. For one rank, each rank sends its range to it.
-    """
+    """An original parameter of a flat one; each rank has a range of its values, or none."""
 
     def __init__(self, part: FlatPart) -> None:
         self._part = part
@@ -278,7 +265,7 @@ class PartOfFlat(FullTensor):
             pending.out = torch.empty(part.shape.numel(), dtype=wire, device=part.device)
             for each in ranges:
                 if each.owner == rank:
-                    pending.out[each.values].copy_(own)  # casts without a copy beside it
+                    pending.out[each.values].copy_(own)  # casts without another copy
             own = own[:0]
         own = own.to(part.device, wire)
         # Other ranks' ranges lie before and after the receiver's own: one collective for each side, if there is any.
@@ -297,7 +284,6 @@ class PartOfFlat(FullTensor):
         pending.works, pending.sent = works, sent
 
     def _ranges(self) -> list[_Range]:
-        """Return the ranks' ranges, in the order of ranks and of values."""
         start, length = self._part.start, self._part.shard.numel()
         stop = start + self._part.shape.numel()
         ranges = []
@@ -375,7 +361,6 @@ def _in_full(tensor: Tensor | FlatPart | FullTensor, dtypes: Mapping[Tensor, tor
 
 
 def in_units(tensors: Iterable[TensorOfModel]) -> list[list[tuple[TensorOfModel, FullTensor]]]:
-    """Group tensors by their units, for :class:`GatherInTurn`."""
     units: dict[str, list[tuple[TensorOfModel, FullTensor]]] = {}
     for tensor in tensors:
         units.setdefault(tensor.unit, []).append((tensor, tensor.full))
@@ -407,7 +392,7 @@ def reshard(model: nn.Module) -> None:
 # Gathers full tensors in turn: the next ones while the caller has the current one, within the memory of one unit.
 #
 # Tensors are gathered in batches of at most half of the largest unit, so that the current batch and the next one are no
-# more than a unit. The next batch starts as soon as there is room for it beside the rest of the current one and the
+# more than a unit. The next batch starts as soon as there is room for it with the rest of the current one and the
 # tensor that the caller still holds.
 
 K = TypeVar("K")

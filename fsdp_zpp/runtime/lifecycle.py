@@ -56,10 +56,7 @@ logger = logging.getLogger("fsdp_zpp")
 
 
 class WeightChanges:
-    """Declares weights stale that a step may have changed. See [Note: What a step changes].
-
-    Some rank has no element of the units ``too_small``; they are the same on all ranks.
-    """
+    """Declares weights stale that a step may have changed. See [Note: What a step changes]."""
 
     def __init__(self, units: Sequence[ParameterUnit], too_small: Collection[ParameterUnit] = ()) -> None:
         self._changing = [unit for unit in units if unit in too_small]
@@ -67,10 +64,7 @@ class WeightChanges:
         self._has_warned = False
 
     def look(self, ids: Collection[int] = ()) -> None:
-        """Find the units that have begun to change, at a point that all ranks pass.
-
-        ``ids`` are those of the parameters of an optimizer that has stepped.
-        """
+        """Find the units that have begun to change, some by an optimizer of ``ids``, at a point that all ranks pass."""
         others: list[ParameterUnit] = []
         untrained: list[ParameterUnit] = []
         for unit in self._others:
@@ -135,8 +129,7 @@ def local_numel(parameter: nn.Parameter) -> int:
 
 
 class StepCounter(Protocol):
-    def gradients_synchronized(self) -> None:
-        """Handle the synchronization of a step's gradients."""
+    def gradients_synchronized(self) -> None: ...
 
     def step_ended(self) -> None:
         """Handle a step on these gradients; only the first call after their synchronization counts."""
@@ -166,7 +159,6 @@ class StepEnds:
         self._synchronized_in, self._stepped_in = backward, None
 
     def optimizer_stepped(self) -> None:
-        """Handle a step of one of the model's optimizers, made or skipped."""
         backward = running_backward()
         if backward is None or backward == self._synchronized_in:
             self._end()
@@ -314,7 +306,6 @@ class MistakeWatch:
             self._has_run = True  # which is not read here, so that no graph is specialized on it
 
     def gradients_synchronized(self) -> None:
-        """Handle a backward that has synchronized gradients."""
         if self._others_stepped and not self._optimizer_is_known:
             self._check_optimizer()
         self._backwards += self._has_run
@@ -368,11 +359,8 @@ class MistakeWatch:
 class LifecycleHooks:
     """Tells the units of a model when their weights change and when their gradients are cleared.
 
-    Weights change with a backward that synchronizes gradients, with a step of an optimizer, and with its ``train`` and
-    ``eval``, if it has them. Each changes all units that any step changes, except a step in the
-    backward, which changes those that its optimizer holds; see [Note: What a step changes].
-
-    Without ``changes``, every rank has elements of every unit.
+    A backward that synchronizes gradients, a step of an optimizer, and its ``train`` and ``eval`` change all units that
+    any step changes; a step in the backward, those of its optimizer. See [Note: What a step changes].
     """
 
     def __init__(
@@ -451,7 +439,6 @@ class LifecycleHooks:
                 unit.errors.scaler_stepped(scaler)
 
     def loss_scaled(self, scaler: GradScaler, *args: object, **kwargs: object) -> None:
-        """Handle ``scaler.scale(loss)``, the loss of this or of another model."""
         # Units read the scale by having the scaler scale a 1, which calls this again.
         if not scaler.is_enabled() or (self._last_scaler is not None and self._last_scaler() is scaler):
             return
@@ -508,7 +495,7 @@ class LifecycleHooks:
 
     def gradients_synchronized(self) -> None:
         # A step follows, and not every optimizer announces it: some are not torch's, some write through p.data or in
-        # the middle of their step. Those that do announce it cover steps that no backward precedes.
+        # the middle of their step. Announced steps cover the case that no backward precedes a step.
         self._changes.step()
         self._steps.gradients_synchronized()
 
@@ -555,7 +542,6 @@ def weights_moved(module: nn.Module) -> None:
 
 
 def _optimizer_given(optimizer: Optimizer, *args: object, **kwargs: object) -> None:
-    """Mark the parameters of the group that was just added to an optimizer, which is its last."""
     for parameter in optimizer.param_groups[-1]["params"]:
         setattr(parameter, IN_OPTIMIZER, True)
     note_optimizer(optimizer)

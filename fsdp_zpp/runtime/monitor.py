@@ -46,8 +46,6 @@ from .unit import Forwards, FullShardUnit, ParameterUnit, StrategyUnit, full_sha
 
 
 class LinksNote(NamedTuple):
-    """A part of a log line, and whether users should see it by default."""
-
     text: str
     is_warning: bool
 
@@ -157,8 +155,6 @@ class StrategySummary:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Some units out of all ``of_units``, and the numbers of values of their parameters."""
-
     units: int
     numel: int
     of_units: int
@@ -184,14 +180,8 @@ def summarize(
 ) -> StrategySummary:
     """Sort the parts of a strategy into active and inactive ones.
 
-    Args:
-        strategy: The strategy.
-        resolved: The strategy as resolved where its weights are encoded.
-        error_nbytes: Bytes of error state on a rank.
-        encoded: The units whose weights are encoded. Default: all.
-        links: The links of the ranks, if they are known.
-        own: The units of weights that encode themselves, if there are any.
-        packed: Whether other units hold packed values.
+    ``encoded`` are the units whose weights are encoded, by default all; ``own`` those that encode themselves.
+    ``packed`` says that other units hold packed values. ``resolved`` is the strategy where its weights are encoded.
     """
     no_gain = f"one node, {links}: no gain from codecs" if links is not None and not links.are_slow else _FAST_LINKS
     codecs, scopes, topology = resolved.gradient_codecs, resolved.scopes, resolved.topology
@@ -330,10 +320,7 @@ def _no_intra_node_hop(topology: Topology) -> str | None:
 
 
 def log_summaries(model: str, groups: Groups, others: Sequence[int]) -> None:
-    """Log once a strategy, on the model's first rank, its active parts; as a warning if something is inactive.
-
-    ``others`` are the numbers of values of units that torch alone manages.
-    """
+    """Log once a strategy, on the model's first rank, its active parts; as a warning if something is inactive."""
     if any(mesh.rank for _, mesh in groups):  # the first of a mesh of experts is not the first of all
         return
     numels = [*(unit.sharded.numel() for members in groups.values() for unit in members), *others]
@@ -401,7 +388,7 @@ def _log(subject: str, mesh: ProcessMesh, coverage: Coverage, report: StrategySu
 class ForwardCounter:
     """Counts forwards of a model since the last call of ``take``."""
 
-    # Not every model is called itself: a LightningModule may have its inner model called, and a list of a pipeline's
+    # Some models are not called: a LightningModule may have its inner model called, and a list of a pipeline's
     # stages can't be called at all. So the modules on the way to the first one with a unit are watched, and the
     # outermost one that is trained decides: recomputation runs inner ones more often, and some of it without gradients.
     def __init__(self, model: nn.Module) -> None:
@@ -445,8 +432,6 @@ def _path_to_unit(module: nn.Module) -> list[nn.Module]:
 
 
 class CommunicationWaits:
-    """Intervals in which a model's computation waits for communication, at most ``MOST_INTERVALS``."""
-
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.intervals: list[tuple[Mark, Mark]] = []
         self._device = device
@@ -700,7 +685,7 @@ def overlaps(
 
 
 def _counters(model: nn.Module) -> list[Traffic]:
-    # By identity, since all units of a model with a comm hook count into the one Traffic of its state.
+    # Counters are keyed by identity, since all units of a model with a comm hook share the Traffic of its state.
     return list({id(part.traffic): part.traffic for part in communicators(model)}.values())
 
 

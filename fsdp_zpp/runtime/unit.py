@@ -39,31 +39,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Forwards:
-    """Forwards of a model in a step: micro-batches, and forwards without gradients."""
-
     trained: int
     evaluated: int
 
 
 @dataclass(frozen=True)
 class FullShardUnit:
-    """Parameters that FULL_SHARD would gather and reduce together.
+    """Parameters that FULL_SHARD would gather, perhaps as ``own_nbytes`` in all, and reduce together."""
 
-    Args:
-        numel: Number of values, on all ranks together.
-        trained_numel: Number of those whose gradients are reduced.
-        weight_nbytes: Bytes of a value that is gathered.
-        gradient_nbytes: Bytes of a value that is reduced.
-        reshards: Whether they are gathered again for the backward, as all but the outermost unit's are.
-        topology: The ranks.
-        own_nbytes: Bytes that are gathered, of all ranks together, if they aren't ``weight_nbytes`` for each value.
-    """
-
-    numel: int
+    numel: int  # on all ranks together
     trained_numel: int
-    weight_nbytes: int
+    weight_nbytes: int  # of a value
     gradient_nbytes: int
-    reshards: bool
+    reshards: bool  # all but the outermost unit are gathered again for the backward
     topology: Topology
     own_nbytes: int | None = None
 
@@ -199,8 +187,6 @@ COMMUNICATORS = "_fsdp_zpp_parts"
 
 
 class Communicator(Protocol):
-    """A part of a model that communicates."""
-
     traffic: Traffic
 
     def invalidate(self) -> None: ...
@@ -226,17 +212,11 @@ class Loaded(Protocol):
 
 
 class ParameterUnit(Communicator, Protocol):
-    """One group of parameters that is gathered and reduced together.
-
-    Attributes:
-        sharded: Its parameters as FSDP has sharded them.
-        loads: Number of times that weights were loaded from a state dict.
-        loaded_state: Its codec state from a checkpoint, until the next forward.
-    """
+    """One group of parameters that is gathered and reduced together."""
 
     sharded: Sharded
-    loads: int
-    loaded_state: Loaded | None
+    loads: int  # of weights from a state dict
+    loaded_state: Loaded | None  # codec state from a checkpoint, until the next forward
 
     @property
     def errors(self) -> ErrorFeedbackState | None:
@@ -358,10 +338,7 @@ class StrategyUnit:
         return self.sharded.compute_device()
 
     def leave_weights_uncoded(self, *, in_place_of_torch: bool = False) -> None:
-        """Gather the weights as they are, since they hold packed values; call it before the unit is used.
-
-        ``in_place_of_torch`` does so even where torch's own all-gather would do; see [Note: Packed bytes].
-        """
+        """Gather packed weights as they are, perhaps even in place of torch; call it before the unit is used."""
         self.packed, self._in_place_of_torch = True, in_place_of_torch
         # Packed values are a frozen base, unless they encode themselves: see [Note: Links] in strategy.py.
         if self.ranks.by_links and not self.encodes_itself:
@@ -407,7 +384,6 @@ class StrategyUnit:
         self.sharded.weights_changed(by_step)
 
     def weights_loaded(self) -> None:
-        """Handle weights that were loaded: from a state dict, or in place from a checkpoint."""
         self.invalidate()
         self.loads += 1
         if self.fragment is not None:
