@@ -32,11 +32,8 @@ def fingerprint(shard: Tensor) -> str:
 
 
 def checksums(shards: Mapping[str, Tensor]) -> dict[str, tuple[str, int]]:
-    """Return the dtype of each shard and a sum over the bits of its values, in which -0 and 0 are equal.
-
-    Computed where the shards are, with memory for a few million values; the same on every device. Waits for the device
-    once.
-    """
+    """Return the dtype of each shard and a sum over the bits of its values, in which -0 and 0 are equal."""
+    # Computed where the shards are, with memory for a few million values; the same on every device.
     sums = [_checksum(shard) for shard in shards.values()]
     devices = {each.device for each in sums}
     totals = torch.stack(sums if len(devices) == 1 else [each.cpu() for each in sums]).tolist() if sums else []
@@ -46,7 +43,7 @@ def checksums(shards: Mapping[str, Tensor]) -> dict[str, tuple[str, int]]:
 def _checksum(shard: Tensor) -> Tensor:
     total, start = torch.zeros((), dtype=torch.int64, device=shard.device), 0
     parts = [part.reshape(-1) for part in plain_parts(shard.detach())]
-    # What fits into a CPU's cache, or keeps a GPU busy.
+    # A chunk fits into a CPU's cache, or keeps a GPU busy.
     size = min(1 << 16 if shard.device.type == "cpu" else 1 << 22, max(map(len, parts), default=1)) or 1
     # Odd factors, so that each bit counts.
     factors = 2 * torch.arange(size, device=shard.device) + 1
@@ -61,7 +58,7 @@ def _checksum(shard: Tensor) -> Tensor:
 
 
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors with values of their own in a tensor subclass; a plain tensor is its only part."""
+    """Yield the plain tensors that a tensor subclass wraps; a plain tensor is its only part."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
@@ -79,11 +76,7 @@ def ordered_sum(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[flo
     """Return numbers summed over the ranks of one group after the other, in fp64. Collective.
 
     All ranks add the same numbers in the same order and get the same bits, also in groups that hold copies of each
-    other. So a sum over all axes of a mesh is the same on the whole mesh.
-
-    Args:
-        values: Numbers of this rank, 1-D; as many on all ranks.
-        groups: The groups. Ranks of torch's fake backend are taken to have the same values.
+    other. So a sum over all axes of a mesh is the same on the whole mesh. Torch's fake backend adds nothing.
     """
     for group in groups:
         if dist.get_backend(group) == "fake":
@@ -108,7 +101,7 @@ def ordered_sum(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[flo
 # differ do ranks exchange the arguments themselves, so that the error on every rank names who was given what.
 #
 # All comparisons send this one kind of message, whatever else they ask, such as whether an act has failed on any rank,
-# or whether something is true there. So different calls over the same ranks meet in one comparison, and are told apart:
+# or whether something is true there. So different calls over the same ranks meet in one comparison, which reports them:
 # a rank that wraps a block while another wraps the root, or already runs its first forward; a node that exchanges
 # weights before a forward while another does so at the end of its loop. A rank that never makes such a call (because it
 # uses torch's own strategies) can't be noticed: the others hang. Nor can ranks compare over which ranks to compare: a
@@ -118,19 +111,13 @@ def ordered_sum(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[flo
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _MOST_DIFFERENCES = 4
 PLACE = "place"
-"""The fact that tells calls of one name apart."""
+"""The fact that distinguishes calls of one name."""
 T = TypeVar("T")
 U = TypeVar("U")
 
 
 class _Report(NamedTuple):
-    """A rank's report of the call that it is about to make.
-
-    Attributes:
-        call: Its call, as errors name it.
-        facts: The call's arguments by name, as text.
-        failure: The type and the message of the error that it has met before the call, if any.
-    """
+    """The call that a rank is about to make, its arguments as text, and the type and message of its error, if any."""
 
     call: str
     facts: Mapping[str, str]
@@ -142,14 +129,14 @@ def check_agreement(
 ) -> None:
     """Raise on every rank of ``group`` unless all of them make the same call. Collective. See [Note: Agreement].
 
+    Nothing is compared without a group, on one rank, or with torch's fake backend.
+
     Args:
-        group: The ranks. For None, a group of one rank and torch's fake backend, nothing is compared.
-        call: The call, as errors name it.
-        facts: Its arguments by name, compared by ``repr``.
+        facts: The arguments of the call by name, compared by ``repr``.
         device: The device that FSDP was given, for backends that don't take CPU tensors.
 
     Raises:
-        ValueError: If ranks differ; it names the ranks and what differs.
+        ValueError: If ranks differ; it names the ranks and their arguments.
     """
     on_any_rank(False, group, call, facts, device)
 
@@ -161,18 +148,7 @@ def on_any_rank(
     facts: Mapping[str, object] | None = None,
     device: torch.device | None = None,
 ) -> bool:
-    """Return whether ``here`` is true on any rank of ``group``. Collective. See [Note: Agreement].
-
-    Args:
-        here: Whether it is true on this rank.
-        group: The ranks, as in :func:`check_agreement`.
-        call: The call that asks.
-        facts: Its arguments.
-        device: The device that FSDP was given.
-
-    Raises:
-        ValueError: If ranks do not make the same call, as :func:`check_agreement` does.
-    """
+    """Return whether ``here`` is true on any rank, with the arguments of :func:`check_agreement`. Collective."""
     if group is None or _is_alone(group):
         return here
     anywhere, reports = _compare(group, _Report(call, _as_text(facts or {})), here=here, device=device)
@@ -196,11 +172,7 @@ def _hash(text: str) -> bytes:
 def _compare(
     group: dist.ProcessGroup, report: _Report, *, here: bool = False, device: torch.device | None = None
 ) -> tuple[bool, dict[int, _Report]]:
-    """Compare what ranks are about to do, by the one kind of message that all comparisons send. Collective.
-
-    Returns:
-        True if ``here`` is true on any rank, and each rank's report if they differ.
-    """
+    """Return whether ``here`` is true on any rank, and each rank's report if they differ. Collective."""
     # 56 bits and a flag: the number and its negative fit an int64, and the MAX of both tells the largest and the least.
     digest = _hash(json.dumps([report.call, *report.facts.items(), report.failure]))
     number = int.from_bytes(digest[:7], "big") << 1 | here
@@ -213,7 +185,7 @@ def _compare(
 
 
 def parameter_facts(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Return what must be the same on all ranks about each parameter, by name; its device need not be."""
+    """Return the properties of each parameter, by name, that must be the same on all ranks; its device need not be."""
     return {
         f"parameter {name}": f"{parameter.dtype} {list(parameter.shape)}{' frozen' * (not parameter.requires_grad)}"
         for name, parameter in parameters
@@ -229,7 +201,7 @@ def shard_signature(shards: Iterable[Tensor]) -> str:
 
 
 def _error(reports: Mapping[int, _Report], group: dist.ProcessGroup, difference: str = "") -> Exception:
-    """Return the error of a rank that has not failed itself, given each rank's report; see :func:`agree`."""
+    """Return the error of a rank that has not failed itself."""
     if len({report.call for report in reports.values()}) > 1:
         calls = {rank: _named(report) for rank, report in reports.items()}
         return ValueError(
@@ -252,7 +224,6 @@ def _named(report: _Report) -> str:
 
 
 def _difference(reports: Mapping[int, _Report], group: dist.ProcessGroup) -> str:
-    """Return how the arguments of one call differ."""
     by_rank = {rank: report.facts for rank, report in reports.items()}
     names = list(dict.fromkeys(name for facts in by_rank.values() for name in facts))
     differing = []
@@ -295,13 +266,8 @@ def agree(
     Args:
         group: The ranks; None means this process alone.
         act: The function that may fail. It must not communicate, nor change anything that an error would have to undo.
-        summary: Returns what must be the same on all ranks, given the result of ``act``: arguments by name, as in
-            :func:`check_agreement`, or a text of any length. Default: nothing must.
+        summary: Returns the facts that must be the same on all ranks, by name, or a text of any length.
         difference: How ranks differ if this text does, for the error, such as "read different files from".
-        call: The call, as errors name it.
-
-    Returns:
-        The result of ``act`` on this rank.
 
     Raises:
         ValueError: If ranks differ in ``summary``.
@@ -328,12 +294,7 @@ def agree(
 
 
 def from_first_rank(value: T, group: dist.ProcessGroup | None = None) -> T:
-    """Return the ``value`` of the first rank of ``group`` on all of its ranks. Collective.
-
-    Args:
-        value: What this rank has; any object that can be pickled. Only the first rank's matters.
-        group: The ranks; None means all. Where torch.distributed is not initialized, that is this process alone.
-    """
+    """Return the first rank's ``value``, any object that can be pickled, on all ranks of ``group``. Collective."""
     if not dist.is_initialized():
         return value
     values = [value]
@@ -342,13 +303,7 @@ def from_first_rank(value: T, group: dist.ProcessGroup | None = None) -> T:
 
 
 def from_each_rank(value: T, group: dist.ProcessGroup, device: torch.device | None = None) -> list[T]:
-    """Return the ``value`` of each rank of ``group``, in the order of ranks. Collective.
-
-    Args:
-        value: What this rank has; any object that can be pickled.
-        group: The ranks.
-        device: As of :func:`check_agreement`.
-    """
+    """Return each rank's ``value``, any object that can be pickled, in the order of ranks. Collective."""
     where = collective_device(group, device)
     values = [value] * dist.get_world_size(group)
     with nullcontext() if where.index is None else torch.accelerator.device_index(where.index):
@@ -357,11 +312,7 @@ def from_each_rank(value: T, group: dist.ProcessGroup, device: torch.device | No
 
 
 def run_on_first_rank(act: Callable[[], None]) -> None:
-    """Run ``act`` on rank 0; the others wait until it is done. Collective.
-
-    Raises:
-        OSError: On every rank, if ``act`` raises it.
-    """
+    """Run ``act`` on rank 0; the others wait until it is done, and raise its OSError. Collective."""
     failure: OSError | None = None
     if dist.get_rank() == 0:
         try:
@@ -375,15 +326,11 @@ def run_on_first_rank(act: Callable[[], None]) -> None:
 def agree_on_use(
     usage: Sequence[tuple[U, ProcessMesh, Sequence[bool]]],
 ) -> list[tuple[U, Callable[[], list[bool]]]]:
-    """Exchange which parameters each rank has used. Collective, once a mesh.
-
-    Args:
-        usage: Units, their ranks, and for each of their parameters whether this rank has used it; the same units on
-            all ranks.
+    """Exchange which parameters of each unit this rank has used; the same units on all ranks. Collective, once a mesh.
 
     Returns:
         Each unit, with a function that waits for the device and returns, for each of its parameters, whether any rank
-        has used it. A caller that has used all of them knows the answer and need not call it.
+        has used it. A caller that has used all of them need not call it.
     """
     answers: list[tuple[U, Callable[[], list[bool]]]] = []
     for mesh in dict.fromkeys(mesh for _, mesh, _ in usage):
@@ -421,17 +368,9 @@ def _part_of(of_all: Callable[[], list[bool]], start: int, length: int) -> list[
 
 
 def check_replicas(held: Iterable[Tensor], mesh: ProcessMesh, scope: str, model: str) -> None:
-    """Raise on every rank of ``mesh`` if what its replicas hold differs. Collective over ``mesh``.
+    """Raise a ValueError on every rank of ``mesh`` if its replicas hold different values. Collective over ``mesh``.
 
-    Args:
-        held: What this rank holds of the model.
-        mesh: The ranks.
-        scope: ``I`` if the nodes are replicas of each other, ``N`` if all ranks are; nothing is to be checked for
-            ``G``.
-        model: The model's name in the error.
-
-    Raises:
-        ValueError: If they differ.
+    Replicas are nodes with ``scope`` ``I`` and ranks with ``N``; ``G`` has none.
     """
     if not replicas_are_equal(held, mesh, scope):
         who = "nodes" if scope == "I" else "ranks"
@@ -443,7 +382,7 @@ def check_replicas(held: Iterable[Tensor], mesh: ProcessMesh, scope: str, model:
 
 
 def replicas_are_equal(held: Iterable[Tensor], mesh: ProcessMesh, scope: str) -> bool:
-    """Return on every rank whether all replicas hold the same; for arguments see :func:`check_replicas`. Collective."""
+    """Return on every rank whether all replicas hold the same values; see :func:`check_replicas`. Collective."""
     if scope == "G":
         return True
     # Sums of bits, not of values: integer sums do not depend on the order in which a device adds.
@@ -458,7 +397,7 @@ def replicas_are_equal(held: Iterable[Tensor], mesh: ProcessMesh, scope: str) ->
         bounds = for_collectives(bounds, group)  # parameters may be offloaded
     if mesh.inter is not None:
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.inter)
-    if scope == "I":  # other ranks of the node hold other parts, but are to learn of it, too
+    if scope == "I":  # other ranks of the node hold other parts, but need the answer, too
         bounds = torch.stack([(bounds[0] != -bounds[1]).long(), bounds.new_zeros(())])
     if mesh.intra is not None:
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.intra)

@@ -40,13 +40,7 @@ SavedLayout = tuple[list[tuple[int, str, int]], list[int], int]
 
 @dataclass(frozen=True)
 class Extent:
-    """Values of a flat gradient that a hop encodes on this rank.
-
-    Args:
-        numel: Number of values in a chunk that is encoded.
-        starts: Where each chunk begins in the flat gradient.
-        layout: The gradient's layout; None if it never changes.
-    """
+    """Chunks of ``numel`` values in a flat gradient that a hop encodes; its layout is None if it never changes."""
 
     numel: int
     starts: tuple[int, ...]
@@ -54,7 +48,6 @@ class Extent:
 
     @property
     def chunks(self) -> int:
-        """Return the number of chunks."""
         return len(self.starts)
 
     @property
@@ -63,7 +56,7 @@ class Extent:
         return self.layout is not None and self.numel == self.layout.numel
 
     def marked(self, names: Collection[str], device: torch.device) -> Tensor | None:
-        """Return where values of the parameters ``names`` are, bool [chunks * numel]; None if there are none here."""
+        """Return the places of the parameters ``names``, bool [chunks * numel]; None if there are none here."""
         if self.layout is None:
             return None
         firsts = (0,) * self.chunks if self.is_whole else self.starts
@@ -103,16 +96,10 @@ class Extent:
 
 @dataclass(frozen=True)
 class HeldErrors:
-    """Errors of the parameters that the gradient consists of, and those of others that it once consisted of.
+    """Errors of the parameters in the present gradient, and ``parked`` ones of parameters in earlier ones.
 
-    See [Note: Identity] in flat_layout.py.
-
-    Args:
-        state: fp32 [chunks * numel], or uint8 [chunks, codec.nbytes(numel)]; kernels update it in place.
-        extent: The values that they are errors of.
-        parked: Errors of parameters that the present layout lacks, in the form of ``state``, by parameter; never
-            changed in place.
-        codec: Encodes them; None keeps fp32.
+    ``state`` is fp32 [chunks * numel], or uint8 [chunks, codec.nbytes(numel)]; kernels update it in place. Parked
+    errors have the same form and are never changed in place. See [Note: Identity] in flat_layout.py.
     """
 
     state: Tensor
@@ -122,7 +109,6 @@ class HeldErrors:
 
     @classmethod
     def zeros(cls, extent: Extent, codec: Int8 | None, device: torch.device) -> HeldErrors:
-        """Make errors that are all zero."""
         chunks, numel = extent.chunks, extent.numel
         shape = (chunks * numel,) if codec is None else (chunks, codec.nbytes(numel))
         dtype = torch.float32 if codec is None else torch.uint8
@@ -143,11 +129,9 @@ class HeldErrors:
         return values if self.codec is None else self.codec.encode(values.contiguous().view(-1), 1, chunks)
 
     def in_extent(self, extent: Extent) -> HeldErrors:
-        """Return the errors for another gradient; those of parameters that it lacks are parked until one has them.
-
-        If chunks may cut the layout anywhere, a value that moves to another rank starts from zero there.
-        """
+        """Return the errors for another gradient; errors of parameters that it lacks are parked until one has them."""
         old, new = self.extent.layout, extent.layout
+        # If chunks may cut the layout anywhere, a value that moves to another rank starts from zero there.
         if old is None or new is None or self.extent.is_whole != extent.is_whole:
             return HeldErrors.zeros(extent, self.codec, self.state.device)
         # A rollback or a change of scale may have made them in the stream of another hop, and they are dropped now.
@@ -170,11 +154,10 @@ class HeldErrors:
         return HeldErrors(self._encoded(values, extent.chunks), extent, parked, self.codec)
 
     def copy(self) -> HeldErrors:
-        """Return a copy, of which the state may be changed in place."""
+        """Return a copy whose state may be changed in place."""
         return replace(self, state=self.state.clone())
 
     def to(self, device: torch.device) -> HeldErrors:
-        """Return the errors on ``device``."""
         if self.state.device == device:
             return self
         parked = {piece: state.to(device) for piece, state in self.parked.items()}
@@ -192,21 +175,17 @@ class HeldErrors:
         return replace(self, parked=parked)
 
     def decay(self, factor: float) -> None:
-        """Multiply the errors of the present extent by ``factor``, in place; those that are parked stay."""
+        """Multiply the errors of the present extent by ``factor``, in place; parked errors stay."""
         if self.codec is None:
             self.state.mul_(factor)
             return
         scales = self.codec.scales(self.state, self.extent.numel)
-        # As few bits as kernels give scales, so that decoding stays exact ([Note: Exact products] in reference.py).
+        # Scales keep as few bits as kernels give them, so that decoding stays exact ([Note: Exact products] in
+        # reference.py).
         scales.copy_(((scales * factor).view(torch.int32) & SCALE_MASK).view(torch.float32))
 
     def put_back(self, where: Tensor, before: Tensor) -> None:
-        """Return to earlier errors in some places, in place.
-
-        Args:
-            where: The places, bool [chunks * numel].
-            before: The earlier state.
-        """
+        """Return to the errors of the state ``before`` in the places ``where``, bool [chunks * numel], in place."""
         if self.codec is None:
             torch.where(where, before, self.state, out=self.state)
             return
@@ -232,7 +211,7 @@ class HeldErrors:
     # ---- in checkpoints
 
     def state_dict(self) -> HeldErrorsState:
-        """Return the errors, on the CPU, and the extent and parameters that they belong to."""
+        """Return the errors, their extent and their parameters, on the CPU."""
         extent = self.extent
         return {
             "state": self.state.cpu(),
@@ -244,7 +223,6 @@ class HeldErrors:
 
     @classmethod
     def from_state_dict(cls, saved: HeldErrorsState, codec: Int8 | None) -> HeldErrors:
-        """Make the errors that :meth:`state_dict` was called on."""
         layout = None if saved["layout"] is None else _loaded(*saved["layout"])
         extent = Extent(saved["numel"], tuple(saved["starts"]), layout)
         parked = {Piece(order, name, numel): state.clone() for order, name, numel, state in saved["parked"]}
@@ -282,33 +260,20 @@ def _loaded(pieces: list[tuple[int, str, int]], starts: list[int], numel: int) -
 
 
 class ErrorBufferState(HeldErrorsState):
-    """An :class:`ErrorBuffer` in a checkpoint: its errors, and how many of them share a scale."""
-
     block: int
 
 
 class Spared(NamedTuple):
-    """Errors that stay as they are where what is sent is zero.
-
-    Attributes:
-        marks: Where they are, bool [chunks * numel].
-        state: All errors as they are.
-    """
+    """Errors that stay where zeros are sent: their places, bool [chunks * numel], and the state of all errors."""
 
     marks: Tensor
     state: Tensor
 
 
 class ErrorBuffer:
-    """This rank's errors on one hop.
+    """This rank's errors on one hop; ``codec`` encodes them at rest, None keeps them in fp32.
 
-    Args:
-        beta: Weight of the old errors.
-        codec: Encodes the errors at rest; None keeps them in fp32.
-        decay: Factor on the errors before each use.
-
-    Attributes:
-        spared: The errors that stay as they are in this use; None if the rank has used all parameters.
+    ``spared`` are the errors that stay as they are in this use; None if the rank has used all parameters.
     """
 
     def __init__(self, beta: float, codec: Int8 | None, decay: float = 1.0) -> None:
@@ -334,11 +299,6 @@ class ErrorBuffer:
         """Fit the errors to ``extent``, and let them decay, for one use; return the buffer.
 
         Parameters without errors start from zero; errors of parameters that ``extent`` lacks do not decay.
-
-        Args:
-            extent: The values to be sent.
-            device: Where they are.
-            idle: The names of parameters that this rank has not used.
         """
         held, self.spared = self._held, None
         if held is None:
@@ -356,31 +316,26 @@ class ErrorBuffer:
     # ---- for codecs without kernels of their own
 
     def read(self) -> Tensor:
-        """Return the errors in fp32, flat."""
         assert self._held is not None
         return self._held.values()
 
     def write(self, errors: Tensor, chunks: int) -> None:
-        """Replace the errors by fp32 ones."""
         self.state.copy_(errors if self._codec is None else self._codec.encode(errors, 1, chunks))
 
     def put_back(self, where: Tensor, state: Tensor) -> None:
-        """Return to the errors of an earlier ``state`` in the places ``where``, bool [chunks * numel]."""
         assert self._held is not None
         self._held.put_back(where, state)
 
     # ---- in time
 
     def move(self, device: torch.device) -> None:
-        """Move the errors to ``device``; after a checkpoint was loaded they are on the CPU."""
         self._held = None if self._held is None else self._held.to(device)
 
     def snapshot(self) -> None:
-        """Keep a copy of the errors, to which :meth:`rollback` returns."""
         self._kept = None if self._held is None else self._held.copy()
 
     def commit(self) -> None:
-        """Keep the errors as they are now, and drop the copy."""
+        """Keep the errors as they are now, and drop the snapshot."""
         self._kept, self._is_new = None, False
 
     def rollback(self) -> None:
@@ -400,19 +355,17 @@ class ErrorBuffer:
         self.commit()
 
     def reset(self) -> None:
-        """Drop all errors."""
         self._held = None
         self.commit()
 
     def rescale(self, factor: Tensor) -> None:
-        """Multiply the errors by ``factor``, a number on their device."""
         if self._held is not None:
             self._held = self._held.rescaled(factor)
 
     # ---- in checkpoints
 
     def state_dict(self, scale: Tensor | None) -> ErrorBufferState | None:
-        """Return the errors divided by ``scale``, on the CPU, and how they are kept; None if there are none."""
+        """Return the errors divided by ``scale``, on the CPU, and their form; None if there are none."""
         if self._held is None:
             return None
         held = self._held.copy()
@@ -421,11 +374,6 @@ class ErrorBuffer:
         return {"block": self.block, **held.state_dict()}
 
     def load_state_dict(self, saved: ErrorBufferState | None) -> None:
-        """Continue with what :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: If those errors were kept in another form.
-        """
         self.reset()
         if saved is None:
             return
@@ -439,15 +387,7 @@ class ErrorBuffer:
 
 
 def encode_with_feedback(codec: Codec, values: Tensor, rows: int, cols: int, errors: ErrorBuffer) -> Tensor:
-    """Encode as :meth:`Codec.encode` does, with error feedback; see [Note: Error feedback].
-
-    Args:
-        codec: The codec.
-        values: As in :meth:`Codec.encode`.
-        rows: As in :meth:`Codec.encode`.
-        cols: As in :meth:`Codec.encode`.
-        errors: What earlier calls have left out, which is added; then updated by what this one leaves out.
-    """
+    """Encode as :meth:`Codec.encode` does, adding ``errors`` and updating them; see [Note: Error feedback]."""
     if errors.spared is not None:
         return _encode_sparing(codec, values, rows, cols, errors, errors.spared)
     coded, tail = without_tail(codec)
@@ -483,7 +423,7 @@ def _encode_sparing(codec: Codec, values: Tensor, rows: int, cols: int, errors: 
 def decode_sum_encode_with_feedback(
     codec: Codec, payload: Tensor, numel: int, next_codec: Codec, scale: float, errors: ErrorBuffer
 ) -> Tensor:
-    """Do what :meth:`Codec.decode_sum_encode` does, encoding as :func:`encode_with_feedback` does."""
+    """Decode and sum as :meth:`Codec.decode_sum_encode` does, then encode as :func:`encode_with_feedback` does."""
     (source, tail), (target, next_tail) = without_tail(codec), without_tail(next_codec)
     is_plain = errors.spared is None and tail == next_tail
     if not (is_plain and isinstance(source, Blockwise) and isinstance(target, Blockwise)):
@@ -521,29 +461,17 @@ def decode_sum_encode_with_feedback(
 
 
 class SavedErrors(TypedDict):
-    """An :class:`ErrorFeedbackState` in a checkpoint.
-
-    Attributes:
-        steps: Steps since the errors were reset last.
-        hears_of_steps: Whether optimizers have told of their steps.
-        errors: The errors of each hop; None where there are none.
-    """
+    """An :class:`ErrorFeedbackState` in a checkpoint; steps are counted from the last reset."""
 
     steps: int
-    hears_of_steps: bool
+    hears_of_steps: bool  # whether optimizers have announced steps
     errors: dict[str, ErrorBufferState | None]
 
 
 class ErrorFeedbackState:
-    """Errors of one unit's hops.
+    """Errors of one unit's hops, as :func:`fsdp_zpp.strategy.error_feedback.error_buffer_specs` names them.
 
-    Args:
-        config: How errors are fed back.
-        hops: The names of what is sent with feedback, as of :func:`fsdp_zpp.config.error_feedback.error_buffer_specs`.
-
-    Attributes:
-        codec: Encodes the errors at rest; None keeps them in fp32.
-        has_uncommitted: Whether a reduction has used errors since the last step.
+    ``has_uncommitted`` says whether a reduction has used errors since the last step.
     """
 
     def __init__(self, config: LoCo, hops: Collection[str]) -> None:
@@ -559,22 +487,21 @@ class ErrorFeedbackState:
         self._next_scale: Tensor | None = None  # the loss scale of uncommitted errors
 
     def buffer(self, hop: str) -> ErrorBuffer | None:
-        """Return the errors of a hop; None if there is no feedback on it."""
         return self._buffers.get(hop)
 
     def begin(self, device: torch.device) -> None:
-        """Note that a reduction is about to use the errors."""
         if not self._steps_announced and self.has_uncommitted:
             self._count_step()
         if self.has_uncommitted:
             return
         self.has_uncommitted = True
         if self._last_step_unscaled and self._scaler_of_step is None:
-            self._scale = None  # the scaler that was heard before was another model's
+            self._scale = None  # the earlier scaler was another model's
         self._next_scale = self._loss_scale(device)
         if self._scale is not None:
             self._scale = self._scale.to(device)
         for buffer in self._buffers.values():
+            # After a checkpoint was loaded, errors are on the CPU.
             buffer.move(device)
             if self._next_scale is not None:
                 buffer.snapshot()
@@ -587,9 +514,7 @@ class ErrorFeedbackState:
     def step_made(self, skipped: Tensor | None = None) -> None:
         """Note that an optimizer has made a step, whether or not it used this unit's gradients.
 
-        Args:
-            skipped: For optimizers that skip steps on the device: nonzero if this step was skipped. It counts towards
-                ``reset_every`` all the same.
+        ``skipped`` is nonzero if the step was skipped on the device; it counts towards ``reset_every`` all the same.
         """
         if not self._steps_announced:
             self._steps_announced, self._steps = True, 0
@@ -640,7 +565,6 @@ class ErrorFeedbackState:
     # ---- in checkpoints
 
     def reset(self) -> None:
-        """Start anew."""
         for buffer in self._buffers.values():
             buffer.reset()
         self._steps, self.has_uncommitted, self._scale, self._next_scale = 0, False, None, None
@@ -655,11 +579,6 @@ class ErrorFeedbackState:
         }
 
     def load_state_dict(self, state: SavedErrors) -> None:
-        """Continue with what :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: If those errors are of other hops, or were kept in another form.
-        """
         if state["errors"].keys() != self._buffers.keys():
             raise ValueError(
                 f"the error state was saved for the hops {sorted(state['errors'])}, but this model has error feedback "

@@ -1,4 +1,4 @@
-"""Parameters of a unit as FSDP has sharded them, and how they lie in what a hop carries."""
+"""Parameters of a unit as FSDP has sharded them, and their places in the tensors that hops carry."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .mesh import ProcessMesh
 # Layouts: where the parameters of a unit lie in a flat tensor.
 #
 # [Note: Identity]
-# What outlives a backward (accumulated gradients, errors that are fed back) belongs to parameters, not to positions in
-# a flat tensor: which parameters a gradient consists of changes whenever one of them is frozen, unfrozen or not used.
+# State that outlives a backward (accumulated gradients, errors that are fed back) belongs to parameters, not to
+# positions in a flat tensor: the parameters of a gradient change whenever one of them is frozen, unfrozen or not used.
 # So each such tensor carries its layout, and is translated when it meets a tensor of another layout. Parameters that a
-# new layout lacks are kept apart, or the layout is widened to hold them.
+# new layout lacks are kept separately, or the layout is widened to hold them.
 #
 # Every step may use other parameters, such as one of several heads, or other experts. So what is derived from layouts
 # is kept for the last few layouts alone (:func:`keep_recent`).
@@ -40,13 +40,7 @@ MOST_KEPT = 4
 
 
 class Piece(NamedTuple):
-    """A parameter's part of each chunk of a flat tensor.
-
-    Attributes:
-        order: The parameter's place among all of the unit's.
-        name: The parameter's FQN.
-        numel: Its number of values in a chunk.
-    """
+    """A parameter's part of each chunk, of ``numel`` values; ``order`` is its place among the unit's parameters."""
 
     order: int
     name: str
@@ -62,11 +56,11 @@ class FlatLayout:
 
     Args:
         pieces: The parts of the parameters, in order.
-        starts: Where each piece begins in a chunk.
+        starts: The offset of each piece in a chunk.
         numel: Number of values in a chunk; values between the pieces belong to no parameter.
-        exact: Where small parameters begin and end in a chunk, which codecs leave as they are, in order.
+        exact: The bounds in a chunk of small parameters, which codecs leave as they are, in order.
         is_fixed: Whether the flat tensor is the same whatever the pieces are, as in a flat parameter.
-        boundaries: Where a parameter ends and the next is one that another parallelism shards differently, in order.
+        boundaries: The offsets between two parameters that another parallelism shards differently, in order.
             See [Note: Copies].
     """
 
@@ -83,10 +77,7 @@ class FlatLayout:
     ) -> FlatLayout:
         """Make the layout of ``pieces`` that lie one after the other.
 
-        Args:
-            pieces: The parts of the parameters.
-            exact: Whether each is a part of a small parameter; by default none is.
-            placements: How another parallelism has placed each parameter; by default all alike.
+        ``placements`` say how another parallelism has placed each parameter; by default all in the same way.
         """
         pieces = tuple(pieces)
         bounds = (0, *accumulate(piece.numel for piece in pieces))
@@ -98,13 +89,7 @@ class FlatLayout:
 
     @classmethod
     def aligned(cls, pieces: Iterable[Piece], placements: Iterable[Hashable], multiple: int) -> FlatLayout:
-        """Make the layout of ``pieces`` in which those that are placed alike lie together, away from all others.
-
-        Args:
-            pieces: The parts of the parameters.
-            placements: How another parallelism has placed each parameter.
-            multiple: What each run of pieces that are placed alike begins at a multiple of.
-        """
+        """Make the layout in which pieces with equal ``placements`` form a run, each at a multiple of ``multiple``."""
         runs: dict[Hashable, list[Piece]] = {}
         for piece, placement in zip(pieces, placements, strict=True):
             runs.setdefault(placement, []).append(piece)
@@ -119,18 +104,17 @@ class FlatLayout:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Return the parameters' FQNs."""
         return frozenset(piece.name for piece in self.pieces)
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Return where the values between the pieces begin and end in a chunk."""
+        """Return the bounds in a chunk of the values between the pieces."""
         ends = (0, *(start + piece.numel for piece, start in zip(self.pieces, self.starts, strict=True)))
         bounds = zip(ends, (*self.starts, self.numel), strict=True)
         return tuple((end, start) for end, start in bounds if start > end)
 
     def runs(self, names: Collection[str]) -> list[tuple[int, int]]:
-        """Return where the parameters ``names`` begin and end in a chunk; neighbours are one run, gaps included."""
+        """Return the bounds of the parameters ``names`` in a chunk; neighbours are one run, gaps included."""
         runs: list[tuple[int, int]] = []
         is_neighbour = False
         for piece, start in zip(self.pieces, self.starts, strict=True):
@@ -141,7 +125,6 @@ class FlatLayout:
         return runs
 
     def __or__(self, other: FlatLayout) -> FlatLayout:
-        """Return the dense layout of all parameters of both."""
         return FlatLayout.dense(sorted({*self.pieces, *other.pieces}))
 
     def split(self, flat: Tensor) -> dict[Piece, Tensor]:
@@ -150,13 +133,7 @@ class FlatLayout:
         return {p: chunks[:, start : start + p.numel] for p, start in zip(self.pieces, self.starts, strict=True)}
 
     def join(self, parts: Mapping[Piece, Tensor], chunks: int, like: Tensor) -> Tensor:
-        """Make the flat tensor that :meth:`split` gives views of, with zeros for parameters that ``parts`` lacks.
-
-        Args:
-            parts: The values of each parameter, [chunks, numel].
-            chunks: Number of chunks.
-            like: A tensor of the same dtype and device.
-        """
+        """Make the flat tensor whose views :meth:`split` returns, with zeros for parameters that ``parts`` lacks."""
         flat = like.new_zeros(chunks * self.numel)
         for piece, place in self.split(flat).items():
             if (part := parts.get(piece)) is not None:
@@ -164,31 +141,20 @@ class FlatLayout:
         return flat
 
     def translate(self, flat: Tensor, to: FlatLayout) -> Tensor:
-        """Translate a tensor of this layout to another one, with zeros for what this one lacks and without the rest.
-
-        Args:
-            flat: A flat tensor of whole chunks.
-            to: The other layout.
-        """
+        """Return whole chunks of this layout in the layout ``to``, with zeros for parameters that only ``to`` has."""
         return flat if self == to else to.join(self.split(flat), flat.numel() // self.numel, flat)
 
 
 def boundaries_between(placed: Iterable[tuple[int, Hashable]]) -> tuple[int, ...]:
-    """Return where parameters begin that are placed differently from those before them.
-
-    Args:
-        placed: Where each parameter begins, in order, and how another parallelism has placed it.
-    """
+    """Return the offsets of parameters that are placed differently from those before them."""
     pairs = pairwise(placed)
     return tuple(start for (_, before), (start, after) in pairs if before != after)
 
 
 def keep_recent(kept: dict[K, V], key: K, value: V) -> V:
-    """Add ``value`` to ``kept``, in place of the oldest entry if there are too many, and return it.
-
-    A few tasks or heads that take turns find their entries again. Hardly any two steps use the same experts, and
-    entries for them take memory of the device.
-    """
+    """Add ``value`` to ``kept``, in place of the oldest entry if there are too many, and return it."""
+    # A few tasks or heads that take turns find their entries again. Hardly any two steps use the same experts, and
+    # entries for them take memory of the device.
     if len(kept) >= MOST_KEPT:
         del kept[next(iter(kept))]
     kept[key] = value
@@ -223,15 +189,11 @@ _MULTIPLE = 4  # of which a tail's length must be one, so that rows stay aligned
 
 
 def sent_exactly(shapes: Sequence[Sequence[int]]) -> list[bool]:
-    """Tell, for each of a unit's parameters, whether codecs leave it as it is. See [Note: Small parameters].
-
-    Args:
-        shapes: Those of all parameters of the unit, sharded or not by anything else than FSDP.
-    """
+    """Return, for each parameter of a unit, whether codecs leave it as it is. See [Note: Small parameters]."""
     numels = [math.prod(shape) for shape in shapes]
     exact = [len(shape) < 2 for shape in shapes]
     left = sum(numels) // SMALLEST
-    # Of equal sizes the last ones, so that the choice stays the same once those that are chosen have been put last.
+    # Choose the last ones of equal sizes: the choice stays the same once the chosen ones have been put last.
     for index in sorted(range(len(shapes)), key=lambda index: (numels[index], -index)):
         if not exact[index] and numels[index] <= left:
             exact[index] = True
@@ -240,11 +202,7 @@ def sent_exactly(shapes: Sequence[Sequence[int]]) -> list[bool]:
 
 
 def sharded_along(tensors: Iterable[tuple[DeviceMesh, Sequence[Placement]] | None]) -> list[tuple[str, ...]]:
-    """Return the names of the mesh dimensions along which each tensor is sharded.
-
-    Args:
-        tensors: The mesh and the placements of each, or None for a tensor on no mesh.
-    """
+    """Return the names of the mesh dimensions along which each tensor is sharded; None is a tensor on no mesh."""
     along: list[tuple[str, ...]] = []
     for tensor in tensors:
         mesh, placements = (None, ()) if tensor is None else tensor
@@ -255,16 +213,9 @@ def sharded_along(tensors: Iterable[tuple[DeviceMesh, Sequence[Placement]] | Non
 
 
 class ExactPlaces:
-    """Places of the values that travel in the tails of some rows.
+    """Places of the values that travel in the tails of some rows: indices in a flat tensor, int64 [rows, tail].
 
-    Args:
-        indices: Indices in a flat tensor of the values of each row's tail, int64 [rows, tail]. If a chunk has fewer
-            small values than the tail, some of its values are in it twice, or one that is not small is.
-
-    Attributes:
-        indices: As given.
-        flat: The same, one row after the other: int64 [rows * tail].
-        tail: Length of a tail.
+    If a chunk has fewer small values than the tail, some are in it twice, or one that is not small is.
     """
 
     def __init__(self, indices: Tensor) -> None:
@@ -273,17 +224,11 @@ class ExactPlaces:
 
     @cached_property
     def key(self) -> Hashable:
-        """Return a value that is equal for equal places."""
         return tuple(self.flat.tolist())
 
 
 class PlacesInChunks:
-    """Computes the places of small values in chunks that a hop encodes, once for each of the last few layouts.
-
-    Args:
-        mesh: The ranks.
-        codecs: What encodes the chunks, one at a time.
-    """
+    """Places of small values in the chunks that a hop encodes by one of ``codecs``, kept for the last few layouts."""
 
     def __init__(self, mesh: ProcessMesh, codecs: Iterable[Codec | None]) -> None:
         self._codecs = [codec for codec in codecs if codec is not None]
@@ -320,8 +265,6 @@ class PlacesInChunks:
         return self._cached(layout, numel, "all", device, rows)
 
     def of_own_local_index(self, layout: FlatLayout | None, numel: int, device: torch.device) -> ExactPlaces | None:
-        """Return the places in the chunks of the ranks of all nodes with this local index."""
-
         def rows() -> _Rows:
             order = [node * self._gpus + self._local for node in range(self._nodes)]
             return self._ranks(numel, order, range(self._nodes))
@@ -329,7 +272,6 @@ class PlacesInChunks:
         return self._cached(layout, numel, "own index", device, rows)
 
     def of_own_rank(self, layout: FlatLayout | None, numel: int, device: torch.device) -> ExactPlaces | None:
-        """Return the places in this rank's chunk alone."""
         rank = self._node * self._gpus + self._local
         return self._cached(layout, numel, "own", device, lambda: self._ranks(numel, [rank], [0]))
 
@@ -340,33 +282,26 @@ class PlacesInChunks:
     # ---- of tensors that replicas share: a part for each local index, and in it a chunk for each node
 
     def of_parts(self, layout: FlatLayout | None, part: int, device: torch.device) -> ExactPlaces | None:
-        """Return the places in the parts of all local indices."""
         return self._cached(layout, part, "parts", device, lambda: self._parts(layout, part, range(self._gpus)))
 
     def of_own_part(self, layout: FlatLayout | None, part: int, device: torch.device) -> ExactPlaces | None:
-        """Return the places in this local index's part alone."""
         return self._cached(layout, part, "own part", device, lambda: self._parts(layout, part, [self._local]))
 
     def _parts(self, layout: FlatLayout | None, part: int, locals_: Sequence[int]) -> _Rows:
         return _Rows(self.part_starts(layout, part), locals_, [row * part for row in range(len(locals_))])
 
     def part_starts(self, layout: FlatLayout | None, part: int) -> list[int]:
-        """Return where each local index's part begins in the layout, of which it may be one chunk of several."""
+        """Return the offset of each local index's part in the layout, which may be one chunk of several."""
         step = 0 if layout is None or layout.numel == part else part
         return [local * step for local in range(self._gpus)]
 
     def of_nodes(
         self, layout: FlatLayout | None, part: int, chunk: int, which: str, device: torch.device
     ) -> ExactPlaces | None:
-        """Return the places in the chunks of nodes.
+        """Return the places in the nodes' chunks, of ``chunk`` values, of a local index's part, of ``part`` values.
 
-        Args:
-            layout: The gradient's layout.
-            part: Number of values of a local index's part.
-            chunk: Number of values of a node's chunk of it.
-            which: ``"own"`` for this rank's chunk, ``"part"`` for all chunks of its part, ``"all"`` for those of all
-                parts.
-            device: Where the values are.
+        ``which`` is ``"own"`` for this rank's chunk, ``"part"`` for all chunks of its part, ``"all"`` for those of all
+        parts.
         """
         locals_ = range(self._gpus) if which == "all" else [self._local]
         nodes = [self._node] if which == "own" else range(self._nodes)
@@ -381,14 +316,7 @@ class PlacesInChunks:
 
 @dataclass
 class _Computed:
-    """Places that were computed for a layout.
-
-    Args:
-        layout: The layout, which must live as long as its id stands for it.
-
-    Attributes:
-        places: By kind and number of values in a chunk, of which a layout has a handful, with their device.
-    """
+    """Places for a layout, which must live as long as its id stands for it, by kind and size of a chunk."""
 
     layout: FlatLayout
     places: dict[tuple[str, int], tuple[torch.device, ExactPlaces | None]] = field(default_factory=dict)
@@ -396,17 +324,9 @@ class _Computed:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of a payload.
-
-    Args:
-        starts: Where each chunk of any rank begins in the layout.
-        chunks: Which of them the rows are.
-        places: Where each of these lies in the flat tensor that is encoded or decoded into.
-    """
-
-    starts: Sequence[int]
-    chunks: Sequence[int]
-    places: Sequence[int]
+    starts: Sequence[int]  # the offset of each rank's chunk in the layout
+    chunks: Sequence[int]  # the chunks that are rows of the payload
+    places: Sequence[int]  # their offsets in the flat tensor that is encoded or decoded into
 
 
 def _places(layout: FlatLayout, numel: int, rows: _Rows, device: torch.device, block: int) -> ExactPlaces | None:
@@ -446,13 +366,13 @@ def _padded(indices: Tensor, length: int) -> Tensor:
 
 # ---- sharded
 #
-# Parameters that FSDP has sharded of a unit, as the core sees them, and what lies beside them.
+# Parameters of a unit that FSDP has sharded, as the core sees them.
 
 
 class Sharded:
     """Parameters of a unit as FSDP has sharded them: none in this base class, which adapters derive from.
 
-    Everything is looked up anew at each call: ``load_state_dict(assign=True)``, a move of the model, or FSDP itself may
+    Each call looks up everything again: ``load_state_dict(assign=True)``, a move of the model, or FSDP itself may
     replace parameters and shards, and a reference to the old ones would keep their memory.
     """
 
@@ -474,17 +394,11 @@ class Sharded:
         return None
 
     def wire_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """Return the dtypes in which FSDP itself gathers the weights and reduces the gradients.
-
-        They are known after the first forward.
-        """
+        """Return the dtypes in which FSDP itself gathers weights and reduces gradients, known after a forward."""
         return torch.float32, torch.float32
 
     def own_nbytes(self) -> int | None:
-        """Return the bytes that FSDP itself gathers, of all ranks together, if they aren't values in one dtype.
-
-        They are known after the first forward.
-        """
+        """Return the bytes that FSDP itself gathers, of all ranks together, if they aren't values in one dtype."""
         return None
 
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -492,21 +406,15 @@ class Sharded:
         return ()
 
     def parameter_owners(self) -> Sequence[Sequence[nn.Module]]:
-        """Return, for each parameter, the modules on which it is registered.
-
-        It is empty for adapters whose modules show the parameters at any time.
-        """
+        """Return the modules that have each parameter; empty for adapters whose modules show parameters at any time."""
         return ()
 
     def other_axes(self) -> Sequence[dist.ProcessGroup]:
-        """Return the ranks along the axes over which another parallelism shards parameters.
-
-        Units of these ranks hold copies of the parameters that it leaves whole.
-        """
+        """Return the ranks along other parallelisms' axes, which hold copies of parameters that these leave whole."""
         return ()
 
     def is_trained(self) -> bool:
-        """Return whether a parameter requires a gradient, sharded or as modules show it; on all ranks alike."""
+        """Return whether a parameter requires a gradient, sharded or as modules show it; all ranks return the same."""
         return False
 
     def trained_names(self) -> Collection[str]:
@@ -514,19 +422,17 @@ class Sharded:
         return ()
 
     def shards(self) -> Sequence[Tensor]:
-        """Return what this rank holds of the parameters, padding included."""
+        """Return this rank's shards of the parameters, padding included."""
         return ()
 
     def named_shards(self) -> Mapping[str, Tensor]:
-        """Return what this rank holds of each parameter, by FQN, ready to be read and written to."""
+        """Return this rank's shard of each parameter, by FQN, ready to be read and written to."""
         return {}
 
     def named_parts(self, parameter: nn.Parameter, of: Tensor) -> Mapping[str, Tensor]:
-        """Return the parts of a tensor that lies as this rank's shard of one of :meth:`parameters`, by FQN.
+        """Return the parts, by FQN, of a contiguous tensor that is laid out as this rank's shard of a parameter.
 
-        Args:
-            parameter: A parameter as an optimizer holds it, which may consist of several original ones.
-            of: A contiguous tensor of as many values as this rank holds of it, such as an optimizer's state.
+        The parameter is as an optimizer holds it, and may consist of several original ones.
         """
         return {}
 
@@ -535,7 +441,7 @@ class Sharded:
         return {}
 
     def weights_changed(self, by_step: bool) -> None:
-        """Drop what is kept of the old weights; ``by_step`` says that nothing but their values has changed."""
+        """Drop caches of the old weights; ``by_step`` says that nothing but their values has changed."""
 
     def drop_gradients(self) -> None:
         """Drop the gradients accumulated from earlier micro-batches of the step."""

@@ -1,4 +1,4 @@
-"""Two-hop reduction of gradients, and what micro-batches accumulate."""
+"""Two-hop reduction of gradients, and the sums that micro-batches accumulate."""
 
 from __future__ import annotations
 
@@ -43,15 +43,10 @@ from .mesh import ProcessMesh
 
 
 class AccumulatedGradient:
-    """Accumulated gradient of one unit, in fp32, as far reduced as its gradient scope says.
+    """Accumulated gradient of one unit, in fp32, reduced as far as its gradient scope says.
 
     It belongs to parameters, and the next micro-batch may use other ones; see [Note: Identity] in flat_layout.py.
-
-    Micro-batches may add in one stream, and the last one take in another, which waits for the sums.
-
-    Attributes:
-        sums: The sums, flat; None if nothing has been accumulated.
-        names: The FQNs of the parameters that are accumulated, as far as layouts were given.
+    Micro-batches may add in one stream and take in another, which waits for the sums.
     """
 
     def __init__(self) -> None:
@@ -61,7 +56,6 @@ class AccumulatedGradient:
         self._complete: torch.cuda.Event | None = None
 
     def drop(self) -> None:
-        """Drop the sums."""
         self._set(None, None)
 
     def _set(self, sums: Tensor | None, layout: FlatLayout | None) -> None:
@@ -74,7 +68,7 @@ class AccumulatedGradient:
         return keep_until_read(sums)
 
     def add(self, part: Tensor, layout: FlatLayout | None) -> None:
-        """Add a micro-batch's fp32 ``part``, of whole chunks of ``layout``, which may be kept and written to.
+        """Add a micro-batch's fp32 ``part``, whole chunks of ``layout``, which may be kept and written to.
 
         If layouts are fixed, or there is none, all parts have the same layout.
         """
@@ -109,7 +103,7 @@ class AccumulatedGradient:
 # With offloaded parameters, a gradient is copied to the host's memory, and an optimizer there must wait for the copy. A
 # wait in the backward keeps the CPU from launching what comes next, so that GPU and CPU would take turns. So a unit's
 # optimizers step only when the backward is :data:`UNITS_BEHIND` units ahead: the GPU then has those units to compute
-# while the CPU waits for the copy and steps. What is left at the end of the backward steps there.
+# while the CPU waits for the copy and steps. The remaining units step at the end of the backward.
 #
 # The delay is a number of units, not whether a copy has arrived, so that all ranks step in the same order: optimizers
 # may communicate.
@@ -120,33 +114,20 @@ computes."""
 
 
 class ArrivingGradients:
-    """The steps that wait for their gradients, in the order of the backward.
-
-    Attributes:
-        waiting: The events after the copies of units' gradients, and their steps.
-    """
-
     def __init__(self) -> None:
         self.waiting: deque[tuple[torch.Event | torch.cuda.Event | None, Callable[[], None]]] = deque()
 
     def step_on_arrival(self, event: torch.Event | torch.cuda.Event | None, step: Callable[[], None]) -> None:
-        """Have a unit's optimizers step when its gradients have arrived, and let those step that are due.
-
-        Args:
-            event: Recorded after the copy of the gradients; None if they are there already.
-            step: Makes the step.
-        """
+        """Queue a step for the arrival of its gradients, at ``event``, and make the steps that are due."""
         self.waiting.append((event, step))
         while len(self.waiting) > UNITS_BEHIND:
             self._step()
 
     def step_all(self) -> None:
-        """Let all optimizers step that wait, at the end of a backward."""
         while self.waiting:
             self._step()
 
     def drop(self) -> None:
-        """Forget steps that an exception has kept from being made."""
         self.waiting.clear()
 
     def _step(self) -> None:
@@ -170,8 +151,6 @@ class ArrivingGradients:
 
 
 class OrderedGradients(Protocol):
-    """Gradients of a unit, which are reduced in their turn."""
-
     @property
     def takes_part(self) -> bool:
         """Return whether ranks gathered it for the micro-batch whose backward runs; the same on all ranks."""
@@ -181,14 +160,9 @@ U = TypeVar("U", bound=OrderedGradients)
 
 
 class ReductionOrder(Generic[U]):
-    """Tells which units to reduce next; see [Note: The order of reductions].
+    """Order in which units reduce; see [Note: The order of reductions].
 
-    Args:
-        units: The units of a model, in the model's order.
-
-    Attributes:
-        synchronized: The units that reduced in this backward, which synchronizes gradients, in order. An adapter
-            appends each when it reduces it.
+    An adapter appends each unit to ``synchronized`` when it reduces it, in backwards that synchronize gradients.
     """
 
     def __init__(self, units: Iterable[U]) -> None:
@@ -213,20 +187,19 @@ class ReductionOrder(Generic[U]):
         return due
 
     def remaining(self) -> list[U]:
-        """End the backward of a micro-batch; return the units that have not had their turn in it."""
         order, returned = self._order, self._returned
         self.restart()
-        # A unit may be gathered only after its turn: in the second of two backwards after two forwards, say.
+        # A unit may be gathered after its turn: in the second of two backwards after two forwards, say.
         return [unit for unit in order if unit.takes_part and id(unit) not in returned]
 
     def restart(self) -> None:
-        """End a backward: start the next one at the first turn, in the order in which this one synchronized."""
+        """End a backward: the next one begins at the first turn, in the order in which this one synchronized."""
         first = dict.fromkeys(self.synchronized)
         self._order = [*first] + [unit for unit in self._order if unit not in first]
         self.abandon()
 
     def abandon(self) -> None:
-        """Forget a backward that was not ended: ranks may have got further than others, so its order says nothing."""
+        # Some ranks may have got further than others, so the order of the failed backward is not used.
         self.synchronized, self._finished, self._returned, self._turn = [], set(), set(), 0
 
 
@@ -250,27 +223,17 @@ class ReductionOrder(Generic[U]):
 
 
 class _Done(PendingReduction):
-    def finish(self) -> None:
-        """Do nothing, for nothing is left to do."""
+    def finish(self) -> None: ...
 
 
 DONE = _Done()
 
 
 class TwoHopReduce(ABC):
-    """Base of the two ways to reduce.
-
-    Args:
-        mesh: The ranks.
-        hops: The intra-node and the inter-node hop; None for a level that has one rank.
-        codecs: The codecs of both hops; None sends the dtype of the gradient.
-        errors: The errors that are fed back, if any.
-        label: Names the unit in profiles and errors.
-        optimizer_scope: See the top of this section.
-        native: Whether a single hop without a codec is torch's own reduce-scatter.
+    """Base of the two ways to reduce, with an intra-node and an inter-node hop; None for a level that has one rank.
 
     Attributes:
-        layout: Where parameters lie in the gradient that is being reduced; None if that is neither known nor changes.
+        layout: Layout of the gradient that is being reduced; None if it is unknown or never changes.
         idle: The names of parameters that this rank has not used.
     """
 
@@ -307,13 +270,11 @@ class TwoHopReduce(ABC):
         factor: float,
         wire_dtype: torch.dtype | None = None,
     ) -> PendingReduction:
-        """Reduce up to the inter-node hop.
+        """Reduce up to the inter-node hop; write this rank's part of the mean, times ``factor``, to ``out``.
 
         Args:
             gradient: Flat, contiguous; a part for each rank that shares it.
-            accumulated: The fp32 sums of earlier micro-batches in this node, which the inter-node hop is to add.
-            out: Receives this rank's part of the mean, times ``factor``.
-            factor: Applied in fp32, with the last sum.
+            accumulated: The fp32 sums of earlier micro-batches in this node, which the inter-node hop adds.
             wire_dtype: The dtype in which hops without a codec send; None is the gradient's.
         """
 
@@ -351,7 +312,6 @@ class TwoHopReduce(ABC):
         """Return the places of small values in the ``part`` values of this local index."""
 
     def _errors_of(self, hop: str, starts: Sequence[int], numel: int, device: torch.device) -> ErrorBuffer | None:
-        """Return the errors of what is sent, if they are fed back; the arguments are those of an :class:`Extent`."""
         buffer = None if self._errors is None else self._errors.buffer(hop)
         if self._errors is None or buffer is None:
             return None
@@ -359,8 +319,6 @@ class TwoHopReduce(ABC):
 
 
 class TwoHopReduceScatter(TwoHopReduce):
-    """Reduces to a chunk on each rank: optimizer scope ``G``."""
-
     _settled_for: tuple[FlatLayout | None, int, torch.device] | None = None
     _settled: tuple[ExactPlaces | None, ...] = (None, None, None)
 
@@ -433,7 +391,7 @@ class TwoHopReduceScatter(TwoHopReduce):
 
 
 class TwoHopAllReduce(TwoHopReduce):
-    """Reduces to replicas: optimizer scope ``I``, where ranks of a local index are alike, or ``N``, where all are."""
+    """Reduces to replicas: on the ranks of a local index with optimizer scope ``I``, on all ranks with ``N``."""
 
     def start(
         self,
@@ -450,7 +408,6 @@ class TwoHopAllReduce(TwoHopReduce):
         return _PendingAllReduce(self, sums, full_precision(wire_dtype), out, factor)
 
     def all_reduce_inter_node(self, sums: Tensor, wire_codec: FullPrecision, out: Tensor, factor: float) -> None:
-        """Sum the nodes' sums, and write the whole result to ``out`` on every replica."""
         nodes, part = self._nodes, keep_until_read(sums).numel()  # made in the stream of the intra-node hop
         chunk = -(-part // nodes)  # a collective takes chunks of one size, so the last one is padded
         codec, payload = self._sum_inter_node(_padded(sums, chunk * nodes - part), part, wire_codec, factor)
@@ -471,14 +428,7 @@ class TwoHopAllReduce(TwoHopReduce):
     def _sum_inter_node(
         self, sums: Tensor, part: int, wire_codec: FullPrecision, factor: float
     ) -> tuple[Codec, Tensor]:
-        """Sum over nodes; return the codec, and the encoded sums of all nodes' chunks: uint8 [nodes, nbytes].
-
-        Args:
-            sums: The node's sums of this local index's part of the gradient, padded.
-            part: Its number of values without padding.
-            wire_codec: Encodes if the hop has no codec.
-            factor: Applied with the last sum.
-        """
+        """Sum over nodes; return the codec, and the encoded sums of all nodes' chunks: uint8 [nodes, nbytes]."""
         start, device = self._places.part_starts(self.layout, part)[self._rank % self._gpus], sums.device
         nodes, chunk = self._nodes, sums.numel() // self._nodes
         own = self._places.of_nodes(self.layout, part, chunk, "own", device)
@@ -541,21 +491,16 @@ class GradientReduce:
         mesh: The ranks.
         intra_codec: Encodes the gradients for the intra-node hop; None sends them in their own dtype.
         inter_codec: Encodes the partial sums for the inter-node hop; None sends them in the gradients' dtype.
-        traffic: Where bytes are counted.
-        label: Names the unit in profiles and errors.
+        traffic: Counts the bytes.
+        label: The unit's name in profiles and errors.
         gradient_scope: How far micro-batches reduce before the last one; see [Note: What a micro-batch reduces].
-        optimizer_scope: Which part of the sums a rank needs; see [Note: What a micro-batch reduces].
+        optimizer_scope: The part of the sums that a rank needs.
         error_feedback: Feeds the codecs' errors back; see [Note: Error feedback] in error_feedback.py.
-        native: Whether to use torch's own reduce-scatter, whose bytes are not counted, instead of an all-to-all where
-            there is one hop and it has no codec.
+        native: Whether a single hop without a codec is torch's own reduce-scatter, whose bytes are not counted.
 
     Attributes:
-        accumulated: The gradients of earlier micro-batches.
-        errors: The errors that are fed back, if any.
-        is_native: True if a reduction is torch's own reduce-scatter.
-        has_two_hops: True if gradients make an intra-node and an inter-node hop, which take two networks.
         communicates_early: True if a micro-batch that is not the last makes hops.
-        defers_hops: True if a micro-batch that is not the last leaves hops to be made by the last one.
+        defers_hops: True if a micro-batch that is not the last leaves hops to the last one.
     """
 
     def __init__(
@@ -593,7 +538,6 @@ class GradientReduce:
 
     @property
     def label(self) -> str:
-        """Return the unit's name in profiles and errors."""
         return self._two_hop.label
 
     @label.setter
@@ -601,16 +545,10 @@ class GradientReduce:
         self._two_hop.label = label
 
     def error_nbytes(self, numel: int) -> int:
-        """Return the bytes of the errors of a gradient of which a rank keeps ``numel`` values."""
         return error_nbytes(self._error_feedback, self._codecs, self._optimizer_scope, self._topology, numel)
 
     def accumulate(self, gradient: Tensor, layout: FlatLayout | None = None) -> PendingReduction:
-        """Take a micro-batch's gradient as far as the gradient scope says, and add it to those of earlier ones.
-
-        Args:
-            gradient: As in :meth:`start`.
-            layout: As in :meth:`start`.
-        """
+        """Take a micro-batch's gradient as far as the gradient scope says; arguments are those of :meth:`start`."""
         accumulated, self._two_hop.layout, self._two_hop.idle = self.accumulated, layout, ()
         if self._gradient_scope == "N":
             # The gradient is the caller's, who may write to it.
@@ -623,10 +561,6 @@ class GradientReduce:
         return _PendingAccumulation(accumulated, self._two_hop.start(gradient, None, part, 1.0), part, layout)
 
     def __call__(self, gradient: Tensor, out: Tensor, factor: float = 1.0) -> None:
-        """Write the mean over ranks of this rank's part of ``gradient``, times ``factor``, to ``out``.
-
-        Arguments and errors are those of :meth:`start`.
-        """
         self.start(gradient, out, factor).finish()
 
     def start(
@@ -648,11 +582,11 @@ class GradientReduce:
                 ``N``.
             out: Flat [numel], in any float dtype; may be ``gradient`` itself for ``N``.
             factor: Applied in fp32, with the last sum.
-            layout: Where the parameters that the gradient consists of lie in it, those of accumulated gradients among
-                them; None if they are the same in every call. See [Note: Identity] in flat_layout.py.
+            layout: Layout of the gradient, which has all parameters of accumulated gradients; None if it never changes.
+                See [Note: Identity] in flat_layout.py.
             divided_by: The number that the caller has divided this gradient by, but not those of earlier micro-batches.
-            idle: The names of parameters in ``layout`` that this rank has not used in the step, so that their errors
-                stay as they are; see [Note: Error feedback] in error_feedback.py.
+            idle: The names of parameters in ``layout`` that this rank has not used in the step; their errors stay as
+                they are.
 
         Raises:
             ValueError: If the sizes do not fit, before any communication.
@@ -731,20 +665,9 @@ class _PendingWithAccumulated(PendingReduction):
 
 
 class StepReductions:
-    """Holds the gradient reductions of a unit, and knows which of them steps make now.
+    """Gradient reductions of a unit; the current one is over all ranks if steps are synchronous, else in the node.
 
-    Args:
-        ranks: All ranks.
-        resolved: The strategy as resolved on them.
-        local_steps: Local steps of the nodes; None without, or on one node.
-        traffic: Where bytes are counted.
-
-    Attributes:
-        is_synchronous: Whether steps reduce over all ranks now.
-        mesh: The ranks over which steps reduce now.
-        current: The reduction over these ranks; None if there is only one rank, or torch reduces.
-        all: The reductions of all phases.
-        have_two_hops: Whether any of them makes two hops.
+    ``current`` is None if there is only one rank, or torch reduces.
     """
 
     def __init__(
@@ -762,12 +685,11 @@ class StepReductions:
         self.have_two_hops = any(reduction.has_two_hops for reduction in self.all)
 
     def leave_to_torch(self) -> None:
-        """Leave all reductions to torch."""
         self._by_phase = {phase: (mesh, None) for phase, (mesh, _) in self._by_phase.items()}
         self.current, self.all, self.have_two_hops = None, [], False
 
     def set_synchronous(self, synchronous: bool) -> None:
-        """Let steps reduce over all ranks, or inside this node, from now on; drop the errors of the other reduction."""
+        """Have steps reduce over all ranks or inside this node; drop the errors of the other reduction."""
         if synchronous == self.is_synchronous:
             return
         if self.current is not None and self.current.errors is not None:
@@ -776,7 +698,6 @@ class StepReductions:
         self.mesh, self.current = self._by_phase[synchronous]
 
     def error_states(self) -> Iterator[tuple[str, ErrorFeedbackState]]:
-        """Yield the error states, each with its name in checkpoints."""
         for synchronous, (_, reduction) in self._by_phase.items():
             if reduction is not None and reduction.errors is not None:
                 is_second = not synchronous and True in self._by_phase
@@ -786,13 +707,7 @@ class StepReductions:
 def set_synchronous(
     reductions: Sequence[StepReductions], synchronous: bool, on_any_rank: Callable[[bool], bool], step: str
 ) -> None:
-    """Let the next step of a model reduce over all ranks, or inside nodes. Collective if that changes.
-
-    Args:
-        reductions: The reductions of the model's units, at least one.
-        synchronous: Whether the step reduces over all ranks.
-        on_any_rank: Returns whether something is true on any rank.
-        step: Names the model and the step in errors.
+    """Have the next step of a model reduce over all ranks, or inside nodes. Collective if that changes.
 
     Raises:
         RuntimeError: If gradients of an earlier step wait for their reduction on any rank.

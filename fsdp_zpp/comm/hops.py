@@ -34,7 +34,7 @@ Level = Literal["inter", "intra"]
 
 # ---- streams
 #
-# Streams beside the computation's, and memory that passes from one stream to another.
+# Side streams, and memory that passes from one stream to another.
 #
 # torch's allocator reuses memory as soon as nothing refers to it, in the stream that allocated it. Work in that stream
 # is ordered, but a kernel of another stream may still read the memory. So either the reader's stream is recorded with
@@ -43,7 +43,7 @@ Level = Literal["inter", "intra"]
 
 
 class SideStream:
-    """A stream for communication beside the computation, made at its first use. On a CPU there is none."""
+    """A stream for communication, made at its first use. A CPU has none."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -56,13 +56,13 @@ class SideStream:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         stream = self._streams[device]
-        # What is made here next may reuse memory that the readers still read.
+        # The next tensors made here may reuse memory that the readers still read.
         for other in {torch.cuda.current_stream(device), *self._readers}:
             stream.wait_stream(other)
         return torch.cuda.stream(stream)
 
     def read_by_current(self) -> None:
-        """Note that the current stream reads what was made in this one."""
+        """Note that the current stream reads tensors made in this one."""
         for device in self._streams:
             self._readers.add(torch.cuda.current_stream(device))
 
@@ -73,14 +73,12 @@ def record_event(made: Tensor) -> torch.cuda.Event | None:
 
 
 def wait_for(event: torch.cuda.Event | None, device: torch.device) -> None:
-    """Wait in the current stream for an event of :func:`record_event`."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)
 
 
 def keep_until_read(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, its memory kept from reuse until the current stream has done all that it is given before the
-    last reference goes."""
+    """Return ``tensor``; once freed, its memory is not reused before the current stream has done its work so far."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensor
@@ -98,7 +96,7 @@ MOST_INTERVALS = 100_000
 
 
 def mark(device: torch.device) -> Mark:
-    """Return the present time of the current stream, which comes when the stream has done what it was given so far."""
+    """Return the time at which the current stream has finished its work so far."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -107,12 +105,10 @@ def mark(device: torch.device) -> Mark:
 
 
 def has_come(at: Mark) -> bool:
-    """Return whether the time of a mark is known by now."""
     return isinstance(at, float) or at.query()
 
 
 def milliseconds_between(start: Mark, end: Mark) -> float:
-    """Return the milliseconds from one mark to another of the same device; both must have come."""
     if isinstance(start, float) or isinstance(end, float):
         assert isinstance(start, float)
         assert isinstance(end, float)
@@ -122,15 +118,6 @@ def milliseconds_between(start: Mark, end: Mark) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TimedHop:
-    """When one collective of a hop ran.
-
-    Args:
-        kind: ``gather`` or ``reduce``.
-        level: ``inter`` or ``intra``.
-        start: When its stream came to it.
-        end: When its stream had its result.
-    """
-
     kind: Kind
     level: Level
     start: Mark
@@ -138,18 +125,13 @@ class TimedHop:
 
 
 class HopTimer:
-    """Notes when hops run.
-
-    Attributes:
-        hops: Those since the list was emptied, in the order in which they were launched, at most ``MOST_INTERVALS``.
-    """
+    """Times of hops in ``hops``, in the order of launches, at most ``MOST_INTERVALS``."""
 
     def __init__(self) -> None:
         self.hops: list[TimedHop] = []
 
     @contextmanager
     def timing(self, kind: Kind, level: Level, device: torch.device) -> Iterator[None]:
-        """Return a context in which a collective of a hop is launched."""
         if len(self.hops) >= MOST_INTERVALS:
             yield
             return
@@ -166,38 +148,30 @@ class HopTimer:
 
 
 class Waitable(Protocol):
-    """What has been started and can be waited for, such as ``dist.Work``."""
-
     def wait(self) -> object:
-        """Wait for it: on a GPU the current stream, not the host."""
+        """Wait, on a GPU in the current stream and not on the host."""
 
 
 class AllGathers:
-    """All-gathers that start when all of them are known.
-
-    Ranks of a group must add the same ones, in the same order.
-    """
+    """All-gathers that start together; ranks of a group must add the same ones, in the same order."""
 
     def __init__(self) -> None:
         self._of_groups: dict[tuple[dist.ProcessGroup, torch.dtype], _OfGroup] = {}
 
     def add(self, out: Tensor, own: Tensor, group: dist.ProcessGroup) -> Waitable:
-        """Add one: of ``own`` into ``out``, which belong to it until what is returned has been waited for."""
+        """Add an all-gather of ``own`` into ``out``; both must stay untouched until the result has been waited for."""
         # gloo would make one tensor of those that start together, in a dtype that all can be cast to.
         of_group = self._of_groups.setdefault((group, own.dtype), _OfGroup(group))
         of_group.tensors.append((out, own))
         return of_group
 
     def start(self) -> None:
-        """Start all that were added."""
         for of_group in self._of_groups.values():
             of_group.start()
         self._of_groups = {}
 
 
 class _OfGroup:
-    """The all-gathers of one process group and dtype."""
-
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.tensors: list[tuple[Tensor, Tensor]] = []
@@ -223,15 +197,12 @@ class _OfGroup:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Have ``callback`` called at the end of the backward that runs, after what asked for it earlier."""
+    """Call ``callback`` at the end of the running backward, after callbacks that were queued earlier."""
     Variable._execution_engine.queue_callback(callback)
 
 
 def running_backward() -> int | None:
-    """Return the number of the backward that has called this, in a hook or at its end; None outside of backwards.
-
-    It is unique in this process. A backward within another one has its own, larger one.
-    """
+    """Return the process-wide number of the backward whose hook or end calls this; a nested one has a larger number."""
     number = torch._C._current_graph_task_id()
     return None if number == -1 else number
 
@@ -251,33 +222,25 @@ _NOTHING = nullcontext()
 class Traffic:
     """Bytes sent by this rank, per kind of collective and level of the network.
 
-    An all-gather of a payload of b bytes over n ranks sends b * (n - 1), an all-to-all b * (n - 1) / n: what
+    An all-gather of a payload of b bytes over n ranks sends b * (n - 1), an all-to-all b * (n - 1) / n: the bytes that
     each rank must put on the wire when every byte goes to its destination once.
-
-    Attributes:
-        sent: The bytes.
-        before_reset: Those of them that were sent before the last reset.
-        timer: Notes when hops run, while the model is monitored.
     """
 
     sent: dict[tuple[Kind, Level], int] = field(default_factory=dict)
     before_reset: dict[tuple[Kind, Level], int] = field(default_factory=dict)
-    timer: HopTimer | None = None
+    timer: HopTimer | None = None  # while the model is monitored
 
     def add(self, kind: Kind, level: Level, nbytes: int) -> None:
-        """Count ``nbytes`` sent."""
         self.sent[kind, level] = self.sent.get((kind, level), 0) + nbytes
 
     def since_reset(self) -> dict[tuple[Kind, Level], int]:
-        """Return the bytes sent since the last reset."""
         return {key: sent - self.before_reset.get(key, 0) for key, sent in self.sent.items()}
 
     def reset(self) -> None:
-        """Begin to count anew what :meth:`since_reset` returns."""
+        """Restart the count that :meth:`since_reset` returns."""
         self.before_reset = dict(self.sent)
 
     def take_over(self, other: Traffic) -> None:
-        """Count what another one has counted as one's own."""
         for mine, others in ((self.sent, other.sent), (self.before_reset, other.before_reset)):
             for key, nbytes in others.items():
                 mine[key] = mine.get(key, 0) + nbytes
@@ -285,14 +248,7 @@ class Traffic:
 
 @dataclass(frozen=True, eq=False)
 class Hop:
-    """Collectives of one kind over one process group.
-
-    Args:
-        group: Ranks of this hop, in the order of the chunks.
-        kind: ``"gather"`` for weights, ``"reduce"`` for gradients.
-        level: ``"inter"`` or ``"intra"``: the inter-node or the intra-node network.
-        traffic: Where the bytes are counted.
-    """
+    """Collectives of one kind over one process group, whose ranks are in the order of the chunks."""
 
     group: dist.ProcessGroup
     kind: Kind
@@ -301,7 +257,6 @@ class Hop:
 
     @cached_property
     def size(self) -> int:
-        """Return the number of ranks."""
         return int(self.group.size())
 
     def all_gather(self, payload: Tensor, label: str, out: Tensor | None = None) -> Tensor:
@@ -310,7 +265,6 @@ class Hop:
         return self.all_gather_uncounted(payload, label, out)
 
     def count_gather(self, nbytes: int) -> None:
-        """Count a payload of ``nbytes`` of this rank as sent to all others."""
         self.traffic.add(self.kind, self.level, nbytes * (self.size - 1))
 
     def all_gather_uncounted(self, payload: Tensor, label: str, out: Tensor | None = None) -> Tensor:
@@ -341,7 +295,6 @@ class Hop:
         return takes_cpu_tensors_only(self.group)
 
     def _exchange(self, collective: Callable[..., object], received: Tensor, sent: Tensor) -> None:
-        """Run a collective of this hop, through the CPU if its group takes nothing else."""
         if not (sent.is_cuda and self._takes_cpu_tensors_only):
             collective(received, sent, group=self.group)
             return
@@ -353,27 +306,21 @@ class Hop:
         return timer.timing(self.kind, self.level, sent.device)
 
 
+# While the slow network is busy with one unit's sums, the fast one can sum up the next unit's.
 class PendingReduction(ABC):
-    """A reduction that has started, and whose inter-node hop has not: while the slow network is busy with one unit's
-    sums, the fast one can sum up the next unit's."""
+    """A reduction that has started, but not its inter-node hop."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Make the inter-node hop, in whatever stream is current, which must come after the one that started it."""
+        """Make the inter-node hop in the current stream, which must come after the stream that started it."""
 
 
 @dataclass(slots=True)
 class PendingHop(PendingReduction):
     """Last hop of a reduction to a chunk on each rank.
 
-    Args:
-        hop: The hop.
-        codec: Decodes what it receives.
-        payload: uint8 [size, nbytes], by destination.
-        out: Receives the sum, flat.
-        factor: Applied to the sum, in fp32.
-        label: Names the unit.
-        exact: The places of small values in ``out``.
+    ``payload`` is uint8 [size, nbytes], by destination; ``out`` receives the sum times ``factor``, flat, with its small
+    values at the places ``exact``.
     """
 
     hop: Hop
@@ -393,13 +340,11 @@ class PendingHop(PendingReduction):
 
 
 def log_launched(label: str) -> None:
-    """Log at DEBUG that the last hop of the reduction of unit ``label`` was launched."""
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("%s: last hop of the reduction launched", label)
 
 
 def hop_over(group: dist.ProcessGroup | None, kind: Kind, level: Level, traffic: Traffic) -> Hop | None:
-    """Make the hop over ``group``; None for a level that has one rank only and so nothing to send."""
     return None if group is None else Hop(group, kind, level, traffic)
 
 
@@ -411,7 +356,6 @@ def all_gather_single() -> Callable[..., object]:
 
 
 def _reduce_scatter_single() -> Callable[..., object]:
-    """Return torch's reduce-scatter of one tensor, ``f(out, in, group=...)``."""
     return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -429,8 +373,7 @@ def encode(
 ) -> Tensor:
     """Encode for the unit ``label`` as :meth:`Codec.encode` does, with error feedback if there are ``errors``.
 
-    Small values, at the places ``exact``, are taken out of ``values`` and travel in the rows' tails; see
-    [Note: Small parameters] in flat_layout.py.
+    Values at the places ``exact`` travel in the rows' tails; see [Note: Small parameters] in flat_layout.py.
     """
     with labelled("encode", label):
         taken = None
@@ -488,10 +431,7 @@ def decode_sum_encode(
     errors: ErrorBuffer | None = None,
     exact: ExactPlaces | None = None,
 ) -> Tensor:
-    """Decode, sum and encode for the unit ``label``, with error feedback if there are ``errors``.
-
-    Small values, at the places ``exact`` in the sums, go from tails to tails.
-    """
+    """Decode, sum and encode for the unit ``label``; arguments as in :func:`encode`."""
     if exact is not None and (codec.is_lossless or next_codec.is_lossless):
         # Only one of the two has tails.
         chunks = received.shape[1]
@@ -512,10 +452,8 @@ def decode_sum_encode(
 
 
 def labelled(phase: str, unit: str, level: Level | None = None) -> AbstractContextManager[object]:
-    """Label the block ``fsdp_zpp::<level>_<phase> (<unit>)`` for the profiler, if one is recording.
-
-    Without one, ``record_function`` still takes microseconds, and a unit would enter a dozen of them a step.
-    """
+    """Label the block ``fsdp_zpp::<level>_<phase> (<unit>)`` for the profiler, if one is recording."""
+    # Without a profiler, record_function still takes microseconds, and a unit would enter a dozen of them a step.
     if profiler._is_profiler_enabled:
         return record_function(f"fsdp_zpp::{phase if level is None else f'{level}_{phase}'} ({unit})")
     return _NOTHING

@@ -1,4 +1,4 @@
-"""Ranks by node: their groups and names, their devices and streams."""
+"""Ranks by node: their groups, names and devices."""
 
 from __future__ import annotations
 
@@ -31,10 +31,8 @@ from fsdp_zpp.strategy.error_feedback import Topology
 
 
 def accelerator() -> torch.device | None:
-    """Return the kind of accelerator that this machine has; None if it computes on the CPU.
-
-    A CUDA build of torch often runs on machines without a GPU, where it still names CUDA unless told to look.
-    """
+    """Return the kind of accelerator that this machine has; None if it computes on the CPU."""
+    # A CUDA build of torch often runs on machines without a GPU, where it still names CUDA unless told to look.
     return torch.accelerator.current_accelerator(check_available=True)
 
 
@@ -49,7 +47,7 @@ def collective_device(group: dist.ProcessGroup, device: torch.device | None = No
 
 
 def for_collectives(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return ``tensor`` on a device from which collectives of ``group`` take it: the accelerator if they do."""
+    """Return ``tensor`` on a device that collectives of ``group`` accept: the accelerator if possible."""
     if tensor.device.type != "cpu":
         return tensor
     kind, backend = accelerator(), dist.get_backend(group)
@@ -59,12 +57,12 @@ def for_collectives(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def takes_cpu_tensors_only(group: dist.ProcessGroup) -> bool:
-    """Return whether not all collectives of ``group`` take an accelerator's tensors, as those of gloo alone don't."""
+    """Return whether some collectives of ``group`` reject an accelerator's tensors, as those of gloo alone do."""
     return dist.get_backend(group) == "gloo"
 
 
 def default_device_type() -> str:
-    """Return the device type of the mesh that torch's FSDP makes if it is given none."""
+    """Return the device type of the mesh that torch's FSDP makes without one."""
     kind = accelerator()
     return "cpu" if kind is None else kind.type
 
@@ -90,18 +88,11 @@ _axes: WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[str, ...], Tensor]] = We
 
 
 def name_by_axes(group: dist.ProcessGroup, names: Sequence[str], ranks: Tensor) -> None:
-    """Have errors name the ranks of ``group`` by their coordinates, too.
-
-    Args:
-        group: Ranks along one or several axes of a mesh.
-        names: The names of the axes.
-        ranks: The ranks on the mesh, of as many dimensions.
-    """
+    """Have errors name the ranks of ``group`` by their coordinates; ``ranks`` has a dimension for each axis."""
     _axes[group] = tuple(names), ranks
 
 
 def name_alike(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
-    """Have errors name the ranks of ``group`` as those of ``other``, which are the same."""
     if other in _axes:
         _axes[group] = _axes[other]
 
@@ -144,11 +135,11 @@ def tells_node_size() -> bool:
 
 
 def launched_on_each_node() -> int:
-    """Return how many ranks the launcher has started on this node and on each other. Needs the default process group.
+    """Return the number of ranks that the launcher has started on each node. Needs the default process group.
 
     Raises:
-        ValueError: If it does not say, if what it says is not a number, or if nodes are of different sizes; on some
-            ranks alone if ranks differ in that, or if srun has not put consecutive ranks on a node.
+        ValueError: If the launcher gives no number or no valid one, or if nodes are of different sizes; on some ranks
+            alone if ranks differ in that, or if srun has not put consecutive ranks on a node.
     """
     if "LOCAL_WORLD_SIZE" in os.environ:
         return _by_torchrun()
@@ -169,7 +160,7 @@ def launched_on_each_node() -> int:
 
 
 def described() -> str:
-    """Describe what the launcher says where it gives no layout of a group, for a comparison between ranks."""
+    """Return the launcher's variables as text for a comparison between ranks, where it gives no layout of a group."""
     tasks = _tasks_on_each_node()
     if "LOCAL_WORLD_SIZE" in os.environ or not tasks:
         return f"LOCAL_WORLD_SIZE={os.environ.get('LOCAL_WORLD_SIZE')}"
@@ -193,11 +184,7 @@ def _unequal(nodes: int, on_this_one: int) -> ValueError:
 
 
 def _positive(name: str) -> int:
-    """Return the positive number in a variable that torchrun sets; 0 if it is not set.
-
-    Raises:
-        ValueError: If it is anything else.
-    """
+    """Return the positive number in a variable that torchrun sets; 0 if it is not set."""
     value = os.environ.get(name)
     if value is None:
         return 0
@@ -219,7 +206,6 @@ def _tasks_on_each_node() -> list[int]:
 
 
 def _place_by_srun(tasks_a_node: int) -> int:
-    """Return the rank that this task has if nodes have consecutive ones."""
     return int(os.environ["SLURM_NODEID"]) * tasks_a_node + int(os.environ["SLURM_LOCALID"])
 
 
@@ -248,7 +234,7 @@ def _place_on_nodes() -> str:
 # another order they have other names. So torch must forget what it has cached when the first unit over a group is made,
 # and when groups end.
 
-# By default group: how many groups of the same ranks were made in the job, for as long as it lasts.
+# Counts of groups of the same ranks that were made in the job, by default group.
 _made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
@@ -273,10 +259,8 @@ def named_by_ranks() -> Iterator[None]:
 
 
 def forget_equal_meshes() -> None:
-    """Make torch forget its cached meshes: an equal one may have lost its groups, or have this process at another rank.
-
-    Threads have caches of their own; those of other threads stay.
-    """
+    """Clear torch's caches of meshes: an equal one may have lost its groups, or have this process at another rank."""
+    # Threads have caches of their own; those of other threads stay.
     propagate: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
     plan: Any = getattr(_redistribute, "_gen_transform_infos", None)
     clears = (
@@ -293,10 +277,8 @@ def forget_equal_meshes() -> None:
 
 
 def _free_ended_groups() -> None:
-    """Take groups that have ended from all meshes, since their threads live as long as they do.
-
-    Until torch 2.12, the cache that is cleared in C++ never lets go of the meshes in it.
-    """
+    """Remove ended groups from all meshes, since their threads live as long as they do."""
+    # Until torch 2.12, the cache that is cleared in C++ never lets go of the meshes in it.
     for mesh in gc.get_objects():
         if type(mesh) is DeviceMesh:
             groups: dict[str, dist.ProcessGroup] = getattr(mesh, "_pg_registry", {})
@@ -312,15 +294,9 @@ def _free_ended_groups() -> None:
 
 @dataclass(frozen=True)
 class ProcessMesh:
-    """A process group laid out by a :class:`Topology`, with a subgroup for each hop.
+    """A process group laid out by a :class:`Topology`, with a subgroup for each hop; None is one rank.
 
-    Attributes:
-        topology: The layout.
-        rank: This rank in the group.
-        intra: The ranks of this node; None if it has one rank.
-        inter: The ranks with this local index on all nodes, or None if there is one node.
-        group: All of its ranks, or None if this one is alone.
-        by_links: Whether the machine's links have decided what a node is, not an argument or the launcher.
+    ``by_links`` says whether the machine's links have decided on the node size, not an argument or the launcher.
     """
 
     topology: Topology
@@ -328,11 +304,10 @@ class ProcessMesh:
     intra: dist.ProcessGroup | None
     inter: dist.ProcessGroup | None
     group: dist.ProcessGroup | None = None
-    # Not compared: the hops are the same whoever decided.
+    # It is not compared, since the hops are the same whoever decided.
     by_links: bool = field(default=False, compare=False)
 
     def own_node(self) -> ProcessMesh:
-        """Return this rank's node as a mesh of its own."""
         gpus = self.topology.gpus_per_node
         return ProcessMesh(Topology(gpus, gpus), self.rank % gpus, self.intra, None, self.intra)
 
@@ -346,7 +321,7 @@ class ProcessMesh:
             return False
 
     def across_nodes(self) -> ProcessMesh:
-        """Return the ranks with this local index as a mesh of nodes of one."""
+        """Return the ranks with this local index as a mesh whose nodes have one rank."""
         nodes, gpus = self.topology.nodes, self.topology.gpus_per_node
         return ProcessMesh(Topology(nodes, 1), self.rank // gpus, None, self.inter, self.inter)
 
@@ -361,10 +336,10 @@ _Subgroup = dist.ProcessGroup | _Whole | None
 _own_ranks: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[_Subgroup, _Subgroup]]] = WeakKeyDictionary()
-# By default group, the subgroups that were made of other groups: torch keeps a group until it is destroyed explicitly.
+# Subgroups that were made of other groups, by default group: torch keeps a group until it is destroyed explicitly.
 _made_of: WeakKeyDictionary[dist.ProcessGroup, list[tuple[ref[dist.ProcessGroup], dist.ProcessGroup]]]
 _made_of = WeakKeyDictionary()
-# By the launcher's node size: looking at all ranks of a group takes too long to repeat for every unit of a model.
+# Layouts by the launcher's node size: looking at all ranks of a group takes too long to repeat for every unit.
 _layouts: WeakKeyDictionary[dist.ProcessGroup, dict[int, Topology]] = WeakKeyDictionary()
 
 
@@ -406,7 +381,7 @@ def own_rank() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     if world not in _own_ranks:
-        # By its one member alone: a job has as many of these groups as ranks, and need not make each of them together.
+        # Only its member makes it: a job has as many of these groups as ranks, and need not make each of them together.
         with named_by_ranks():
             _own_ranks[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return _own_ranks[world]
@@ -433,13 +408,13 @@ def topology_of(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> T
 
 
 def ranks_on_each_node(nodes: Sequence[int]) -> int | None:
-    """Return how many of the ranks that lie on ``nodes``, in their order, share one; None if not equally many do."""
+    """Return the number of ranks a node, given each rank's node; None if numbers differ or nodes alternate."""
     sizes = set(Counter(nodes).values())
     return sizes.pop() if len(sizes) == 1 and list(nodes) == sorted(nodes) else None
 
 
 def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return another group of the same ranks, for what torch tells apart by groups. Collective at the first call."""
+    """Return another group of the same ranks, for code of torch that compares groups. Collective at the first call."""
     if group not in _twins:
         _destroy_orphans()
         with named_by_ranks():
@@ -450,22 +425,18 @@ def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def with_own_hop(mesh: ProcessMesh) -> ProcessMesh:
-    """Return a mesh whose group waits for no hop between nodes: if it serves as that hop, a twin takes its place there.
-
-    So ranks can compare over the group that users know while an exchange is on its way. Collective at the first call
-    for a group.
-    """
+    """Return a mesh with a twin as inter-node hop, if it was the group itself. Collective at the first call."""
+    # So ranks can compare over the group that users know while an exchange is on its way.
     return replace(mesh, inter=twin_of(mesh.group)) if mesh.group and mesh.group is mesh.inter else mesh
 
 
 def _subgroup(group: dist.ProcessGroup, partition: list[list[int]]) -> _Subgroup:
-    """Make this rank's part of a partition of ``group`` into parts of one size; None for parts of one rank."""
     if len(partition[0]) == 1:
         return None
     if len(partition) == 1:
         return _Whole()
     # torch has all ranks of the job make a group together, members or not. A mesh that is only a part of the job
-    # (data parallel beside tensor parallel) can't have the others call that, so its ranks make it among themselves.
+    # (data parallel with tensor parallel) can't have the others call that, so its ranks make it among themselves.
     make = _made_by_all if dist.get_world_size(group) == dist.get_world_size() else _made_by_members
     with named_by_ranks():
         return make(group, partition)
@@ -509,11 +480,8 @@ def _remember(parent: dist.ProcessGroup, *subgroups: _Subgroup) -> None:
 
 
 def _destroy_orphans() -> None:
-    """Destroy the subgroups of groups that users have destroyed.
-
-    Not in a finalizer of the parent group: finalizers run at different times on each rank, and NCCL destroys a
-    communicator on all of its ranks together.
-    """
+    # A finalizer of the parent group would not do: finalizers run at different times on each rank, and NCCL destroys a
+    # communicator on all of its ranks together.
     world = dist.group.WORLD
     assert world is not None
     remembered = _made_of.get(world, [])

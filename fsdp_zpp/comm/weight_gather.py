@@ -42,15 +42,10 @@ CHECK = "FSDP_ZPP_CHECK"
 
 
 class ShardVersion:
-    """Versions of a unit's shards: any two are equal if nothing was written, moved or replaced in between.
+    """Versions of a unit's shards: any two are equal if nothing was written, moved or replaced in between."""
 
-    Each new tensor counts its writes from zero, and an allocator reuses addresses, so counts and addresses alone could
-    agree by chance. Weak references to the storages keep their identities from reuse without keeping their memory.
-
-    Attributes:
-        of_contents: Whether versions are fingerprints of what the shards hold.
-    """
-
+    # New tensors count writes from zero, and an allocator reuses addresses, so both could agree by chance. Weak
+    # references to the storages keep their identities from reuse without keeping their memory.
     def __init__(self) -> None:
         self.of_contents = os.environ.get(CHECK, "") not in ("", "0")
         self._storages: list[int] = []
@@ -58,14 +53,9 @@ class ShardVersion:
         self._moves = 0
 
     def of(self, memory: Sequence[Tensor], counted: Sequence[Tensor]) -> Hashable:
-        """Return the version of what a unit's shards hold now.
-
-        Args:
-            memory: The gathered tensors, except subclasses without a storage of their own.
-            counted: These, and the tensors through which users and optimizers write to them.
-        """
+        """Return the version of the gathered tensors ``memory``; users and optimizers write to ``counted``."""
         if self.of_contents:
-            # Of what is counted, DTensors hold what is in the memory; other subclasses are not in it.
+            # The values of DTensors are in ``memory`` already; those of other subclasses are not.
             subclasses = (
                 each for each in counted if not isinstance(each, DTensor) and is_traceable_wrapper_subclass(each)
             )
@@ -78,7 +68,6 @@ class ShardVersion:
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensor, or those that it wraps."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
@@ -93,7 +82,7 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 # [Note: Weights of a checkpoint]
 # A secondary shard from a checkpoint (Int4Delta) is valid only for the weights that were saved with it. The weights may
 # be loaded before the shard or after it, and other weights may be loaded or written later, so the order of events
-# proves nothing. A fingerprint of this rank's weights, saved beside the shard, does: at the first gather, the ranks
+# proves nothing. A fingerprint of this rank's weights, saved with the shard, does: at the first gather, the ranks
 # that gather from each other exchange whether their fingerprints match. If all do, they continue from the saved shard;
 # otherwise the weights are sent whole.
 
@@ -108,12 +97,10 @@ class CheckpointedShardState(TypedDict):
 
 @dataclass(frozen=True)
 class CheckpointedShard:
-    """This rank's row of a secondary shard from a checkpoint. See [Note: Weights of a checkpoint].
+    """This rank's row of a secondary shard from a checkpoint, on the CPU. See [Note: Weights of a checkpoint].
 
-    Args:
-        row: The row, uint8 [1, nbytes], on the CPU.
-        fresh: Whether it encodes the weights saved with it; otherwise it is the base of their next delta.
-        fingerprint: The fingerprint of those weights; None if unknown, in which case it matches nothing.
+    A fresh row encodes the weights saved with it; any other is the base of their next delta. Without a fingerprint it
+    matches nothing.
     """
 
     row: Tensor
@@ -126,12 +113,10 @@ class CheckpointedShard:
         return cls(row.cpu().clone(), fresh, None if weights is None else fingerprint(weights))
 
     def state_dict(self) -> CheckpointedShardState:
-        """Return the record as a dict, which :meth:`from_state_dict` reads."""
         return {"row": self.row.clone(), "fresh": self.fresh, "fingerprint": self.fingerprint}
 
     @classmethod
     def from_state_dict(cls, state: CheckpointedShardState) -> CheckpointedShard | None:
-        """Return the record that :meth:`state_dict` was called on; None if there was none."""
         row = state["row"]
         return None if row is None else cls(row.cpu(), state["fresh"], state.get("fingerprint"))
 
@@ -140,16 +125,7 @@ class CheckpointedShard:
         return self.row.shape == (1, nbytes) and self.fingerprint == fingerprint(shard)
 
     def all_gather_if_matching(self, hop: Hop, shard: Tensor, nbytes: int, label: str) -> Tensor | None:
-        """Gather the rows of all ranks of ``hop``, uint8 [ranks, nbytes]; None unless each is of its rank's weights.
-
-        Collective.
-
-        Args:
-            hop: The inter-node hop.
-            shard: This rank's weights.
-            nbytes: Bytes of a payload.
-            label: Names the unit in profiles.
-        """
+        """Gather the rows of all ranks of ``hop``, uint8 [ranks, nbytes]; None if one does not match its weights."""
         matches = torch.tensor([[self.is_of(shard, nbytes)]], dtype=torch.uint8)
         rows = hop.all_gather(torch.cat((self.row, matches), dim=1).to(shard.device), label)
         return rows[:, :-1].contiguous() if rows[:, -1].all() else None
@@ -188,15 +164,13 @@ logger = logging.getLogger("fsdp_zpp")
 
 
 class StaleSecondaryError(RuntimeError):
-    """Raised if weights were written to in a way that no event announced."""
+    """Raised if weights were written to without an event."""
 
 
 class ShardValues(NamedTuple):
-    """Values that a unit's shard holds on this rank.
+    """Full-precision values of a unit's shard on this rank, flat, on the device that gathers, and their number.
 
     Attributes:
-        tensors: The full-precision values, flat tensors on the device to gather on.
-        numel: Their number.
         version: Their version, as of :meth:`ShardSource.shard_version`.
         is_trained: Whether steps change them.
     """
@@ -214,14 +188,9 @@ class ShardSource(Protocol):
         """Return whether the weights can be read now, and will not change before their gather."""
 
     def prepare_read(self) -> int:
-        """Copy the values of replaced parameters into the shard, in the stream that gathers.
+        """Copy the values of replaced parameters into the shard, in the stream that gathers; return its numel."""
 
-        Returns:
-            This rank's number of values.
-        """
-
-    def read(self) -> ShardValues:
-        """Return this rank's values."""
+    def read(self) -> ShardValues: ...
 
     def shard_version(self) -> Hashable:
         """Return a value that changes with each write to the shard that torch counts, and when it moves."""
@@ -232,36 +201,30 @@ class ShardSource(Protocol):
     def keeps_gathered(self) -> bool:
         """Return whether a gather has left unsharded weights that the next one would reuse."""
 
-    def is_trained(self) -> bool:
-        """Return whether steps change the weights."""
+    def is_trained(self) -> bool: ...
 
     def layout(self, numel: int) -> FlatLayout:
-        """Return where parameters lie in a gathered tensor of ``numel`` values."""
+        """Return the layout of a gathered tensor of ``numel`` values."""
 
 
 class SecondaryShard:
     """Secondary shard of one unit on this rank. See the top of this section.
 
     Args:
-        hop: The inter-node hop; None on one node, where this rank's payload is all there is.
-        own_node: This rank's node, and so its row.
+        hop: The inter-node hop; None on one node, where there is only this rank's payload.
+        own_node: This rank's node, which is the index of its row.
         codec: Encodes the weights; None if the dtype of each gather's output decides.
         keep: Whether to keep it from one gather to the next, until the weights change.
-        label: Names the unit in profiles and errors.
 
     Attributes:
-        group: The ranks of the hop.
-        own_node: This rank's node, and so its row.
-        base: The older secondary shard that the next delta is to be against, if there is one.
-        checkpointed: The shard that was loaded from a checkpoint, and may hold the weights as they are now.
-        source: Where the weights can be read; None if they can't. FSDP may replace it.
-        side_stream: The stream in which it is made; None if that is the one that reads it.
-        find_exact: Returns the places of small values in this rank's shard, given its size and device.
-        exact: These places; None if there are none, or before :meth:`sent_as` has looked for them.
+        base: The older secondary shard that the next delta refers to, if there is one.
+        checkpointed: The shard from a checkpoint, until the first gather has compared it with the weights.
+        source: The source of the weights; None if they can't be read. FSDP may replace it.
+        side_stream: The stream in which it is made; None if it is made in the stream that reads it.
+        exact: places of small values; None if there are none, or before :meth:`sent_as`.
         nbytes: Bytes of a row that is sent whole; 0 before :meth:`sent_as`.
         next_codec: The codec of the next gather, as :meth:`sent_as` takes it; None if that is not known yet.
-        encoded_by: The codec that encoded what it holds; None if it holds nothing, or the weights have changed since.
-        stale: True if the weights have changed since they were encoded.
+        encoded_by: The codec of the payload; None without a payload.
         unread: True if it has not been read since it was made.
     """
 
@@ -289,7 +252,6 @@ class SecondaryShard:
 
     @cached_property
     def peers(self) -> int:
-        """Return the number of other ranks of the hop."""
         return 0 if self.hop is None else self.hop.size - 1
 
     @property
@@ -312,7 +274,7 @@ class SecondaryShard:
         return self._sent_as
 
     def take_base(self) -> Tensor:
-        """Return the base, which must exist, for its last use, and drop it."""
+        """Drop the base, which must exist, and return it for its last use."""
         base, self.base = self.base, None
         assert base is not None
         if base.is_cuda:
@@ -320,21 +282,12 @@ class SecondaryShard:
         return base
 
     def keep_base_apart(self) -> None:
-        """Move the base, if there is one, to memory of its own, since it outlives the bases that share its memory."""
+        """Move the base, if there is one, to memory of its own: it outlives the bases that share its memory."""
         if self.base is not None and self.base.untyped_storage().nbytes() > self.base.nbytes:
             self.base = self.take_base().clone()
 
     def gather_checkpoint(self, values: Tensor, codec: Codec, version: Hashable) -> bool:
-        """Continue from the checkpoint's shard, if it is of these values on all ranks. Collective.
-
-        Args:
-            values: This rank's full-precision values, flat.
-            codec: Encodes them.
-            version: Their version.
-
-        Returns:
-            Whether the secondary shard is fresh now, so that nothing is to be sent.
-        """
+        """Continue from the checkpoint's shard if it matches on all ranks; return whether it is fresh. Collective."""
         checkpointed, self.checkpointed = self.checkpointed, None
         if checkpointed is None or self.hop is None or not self.sends_deltas:
             return False
@@ -346,14 +299,7 @@ class SecondaryShard:
         return False
 
     def hold(self, payload: Tensor, codec: Codec, version: Hashable, ready: torch.cuda.Event | None) -> None:
-        """Hold a payload, and become fresh.
-
-        Args:
-            payload: The encoded shards from all nodes, uint8 [nodes, nbytes].
-            codec: Decodes it.
-            version: The version of the weights that it holds.
-            ready: An event in the stream that makes ``payload``; None on a CPU.
-        """
+        """Hold a payload, uint8 [nodes, nbytes], and become fresh; ``ready`` is None on a CPU."""
         if self.codec is None:
             self.next_codec = codec
         self._payload, self.encoded_by, self._version = payload, codec, version
@@ -376,16 +322,11 @@ class SecondaryShard:
         return payload
 
     def check_version(self, version: Hashable) -> None:
-        """Raise if the weights do not have the version that was sent last. See [Note: Staleness].
-
-        Raises:
-            StaleSecondaryError: If they have another version, with no event in between.
-        """
+        """Raise a StaleSecondaryError if the weights changed without an event. See [Note: Staleness]."""
         if not self.stale and self._version != version:
             self.raise_written()
 
     def raise_written(self) -> NoReturn:
-        """Raise the error about weights that were written to with no event."""
         raise StaleSecondaryError(
             f"the weights of {self.label} were changed outside of an optimizer step, load_state_dict or "
             "summon_full_params(writeback=True), or in a forward that was already sending them, so the copies on "
@@ -394,25 +335,21 @@ class SecondaryShard:
 
     @property
     def is_outdated(self) -> bool:
-        """Return whether the next gather would reuse weights that were written to on this rank, with no event since."""
+        """Return whether the next gather would reuse weights that were written to on this rank without an event."""
         source = self.source
         if self.stale or source is None or not (self.encoded_by is not None or source.keeps_gathered()):
             return False
         if source.can_be_read():
-            source.prepare_read()  # writes back tensors that users have put in place of parameters
+            source.prepare_read()  # writes back tensors with which users have replaced parameters
         return self._version != source.shard_version()
 
     def rebase_version(self, before: Hashable, after: Hashable) -> None:
-        """Declare that the change of version from ``before`` to ``after`` was no change of the values."""
+        """Declare that the values did not change between the versions ``before`` and ``after``."""
         if not self.stale and self._version == before:
             self._version = after
 
     def mark_stale(self, *, by_step: bool = False) -> None:
-        """Declare that the weights have changed; to be called on all ranks. See [Note: Staleness].
-
-        Args:
-            by_step: Whether they have changed by a step only, and so by little: the next gather may send a delta.
-        """
+        """Declare that the weights have changed, on every rank; after a step, the next gather may send a delta."""
         if not by_step or not self.sends_deltas:
             self.base = None
         elif self._payload is not None:  # else nothing was sent since the last change: receivers hold the same base
@@ -424,7 +361,6 @@ class SecondaryShard:
     # ---- in checkpoints
 
     def reset(self) -> None:
-        """Send the weights whole when they are gathered next."""
         self.checkpointed = None
         self.mark_stale()
 
@@ -444,7 +380,6 @@ class SecondaryShard:
         return CheckpointedShard.from_payload(row, self._payload is not None, weights).state_dict()
 
     def load_state_dict(self, state: CheckpointedShardState) -> None:
-        """Continue with what :meth:`state_dict` returned, whether the weights are loaded before or after."""
         self.reset()
         self.checkpointed = CheckpointedShard.from_state_dict(state)
 
@@ -461,19 +396,13 @@ class SecondaryShard:
 #         | transpose, apply deltas
 #     secondary shards                uint8 [k, nodes, nbytes]: a contiguous part of one buffer for each unit
 #
-# Units of another size, or of which only some have a base for a delta, are encoded apart and share the collective.
+# Units of other sizes, and those with and without a base for a delta, are encoded separately and share the collective.
 
 _UNLABELLED = nullcontext()
 
 
 class StaleShard(NamedTuple):
-    """A secondary shard that is to be made fresh, and the values to make it from.
-
-    Attributes:
-        shard: The secondary shard.
-        codec: Encodes the values.
-        values: The values that it is made from.
-    """
+    """A stale secondary shard, and the codec and the values that make it fresh."""
 
     shard: SecondaryShard
     codec: Codec
@@ -482,10 +411,8 @@ class StaleShard(NamedTuple):
 
 @torch.no_grad()
 def gather_inter_node(stale: Sequence[StaleShard]) -> None:
-    """Make secondary shards fresh whose hops are over the same ranks, in the current stream, in one collective.
-
-    Collective. Each shard that was loaded from a checkpoint takes another collective.
-    """
+    """Make secondary shards fresh whose hops are over the same ranks, in the current stream. Collective."""
+    # One collective sends all of them; each shard from a checkpoint takes another one.
     first, last = stale[0].shard, stale[-1].shard
     label = first.label if first is last else f"{first.label} to {last.label}"
     # Asked here, too, as labelled() asks: a hot path need not go there to learn that no profiler runs.
@@ -525,7 +452,6 @@ def _send(sent: Sequence[StaleShard], label: str) -> None:
 
 
 def _kind(stale: StaleShard) -> Hashable:
-    """Return a key, equal for shards that can be encoded as one."""
     values = stale.values
     # A buffer is freed when the last of its units has another one, which a frozen unit never has.
     exact = None if stale.shard.exact is None else stale.shard.exact.key
@@ -533,11 +459,7 @@ def _kind(stale: StaleShard) -> Hashable:
 
 
 class Run:
-    """Neighbours that are encoded as one: of one size, by one codec, all of them with a base for a delta or none.
-
-    Args:
-        stale: The neighbours.
-    """
+    """Neighbours that are encoded as one: of one size, by one codec, all of them with a base for a delta or none."""
 
     def __init__(self, stale: list[StaleShard]) -> None:
         self.stale = stale
@@ -546,7 +468,6 @@ class Run:
         self._base = _adjacent(bases) if bases else None
 
     def encode(self) -> Tensor:
-        """Encode all of them: uint8 [rows, nbytes], a row for each."""
         values = _joined([piece for each in self.stale for piece in each.values.tensors])
         exact, codec = self.stale[0].shard.exact, self._codec
         if exact is None or not isinstance(codec, ExactTail):
@@ -585,7 +506,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _adjacent(parts: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all parts; without a copy if they lie one after the other, as a run leaves them."""
+    """Return the rows of all parts, without a copy if a run has left them one after the other."""
     first = parts[0]
     memory, start = first.untyped_storage().data_ptr(), first.storage_offset()
     for number, part in enumerate(parts):
@@ -601,8 +522,8 @@ def _adjacent(parts: Sequence[Tensor]) -> Tensor:
 #
 # A forward after a step asks for one unit after the other, but the slow network need not wait for that: secondary
 # shards are kept anyway, so all of them can be sent when the first is needed. They are made in a stream of their own,
-# beside the intra-node hops and the computation of earlier units; the computation waits for a secondary shard only when
-# it reaches its unit.
+# concurrent with intra-node hops and computation of earlier units; the computation waits for a secondary shard only
+# when it reaches its unit.
 #
 # This starts with the first gather after a change, not with the change: what is written between a step and the forward
 # (averages, clipped weights) must be in them, and a step that another one follows, of a second optimizer, must not send
@@ -629,14 +550,6 @@ encoded, its full-precision values take four to eight times that, divided by the
 
 
 class SecondaryShardPrefetcher:
-    """Makes the secondary shards of a model's units. See the top of this section.
-
-    Args:
-        shards: The secondary shards of units that need no second inter-node hop until their weights change, in the
-            order in which a forward needs them. Each has a source.
-        least_nbytes: As of :func:`in_chunks`.
-    """
-
     def __init__(self, shards: Iterable[SecondaryShard], least_nbytes: int = LEAST_NBYTES) -> None:
         self._shards = list(shards)
         self._least_nbytes = least_nbytes
@@ -646,13 +559,7 @@ class SecondaryShardPrefetcher:
             shard.side_stream = self._stream
 
     def refresh(self, needed: SecondaryShard, codec: Codec, values: ShardValues) -> None:
-        """Make ``needed`` fresh, and the stale secondary shards that the forward needs after it. Collective.
-
-        Args:
-            needed: The secondary shard of the unit that is gathered now.
-            codec: Encodes its values.
-            values: Its values.
-        """
+        """Make ``needed`` fresh, and the stale shards that the forward needs later. Collective."""
         stale = [shard for shard in self._shards if shard.stale and shard is not needed]
         self._excluded.update(id(shard) for shard in (needed, *stale) if shard.unread)
         ahead = [
@@ -669,7 +576,7 @@ class SecondaryShardPrefetcher:
                 if id(shard) in self._excluded:
                     shard.keep_base_apart()
             for chunk in in_chunks([(shard, shard.nbytes * shard.peers) for shard in codecs], self._least_nbytes):
-                # Others are read only now, for shards that are offloaded are copied to the device.
+                # Others are read only now, since reading copies offloaded shards to the device.
                 read = {shard: values if shard is needed else sources[shard].read() for shard in chunk}
                 gather_inter_node([StaleShard(shard, codecs[shard], read[shard]) for shard in chunk])
 
@@ -677,13 +584,7 @@ class SecondaryShardPrefetcher:
 def in_chunks(
     sent: Sequence[tuple[SecondaryShard, int]], least_nbytes: int = LEAST_NBYTES, most_nbytes: int = MOST_NBYTES
 ) -> list[list[SecondaryShard]]:
-    """Cut what is to be sent, in order, into parts that are sent together. See [Note: Chunks].
-
-    Args:
-        sent: Secondary shards, and the bytes that a rank sends for each if it sends no delta.
-        least_nbytes: Parts of fewer bytes are not cut.
-        most_nbytes: The most that a part of several shards may be.
-    """
+    """Cut shards, with the bytes that a rank sends for each, into parts that are sent together. See [Note: Chunks]."""
     limit = min(most_nbytes, max(least_nbytes, -(-sum(size for _, size in sent) // CHUNKS)))
     chunks: list[list[SecondaryShard]] = []
     nbytes = 0
@@ -715,14 +616,7 @@ def in_chunks(
 
 
 class _Settled(NamedTuple):
-    """Facts that gathers into outputs of one shape, dtype and device have in common.
-
-    Attributes:
-        of: The shape, the dtype and the device.
-        codec: Encodes the weights.
-        sent_as: The same codec, with room for small values.
-        exact: The places of small values in an output.
-    """
+    """Values that gathers into outputs of one shape, dtype and device have in common."""
 
     of: tuple[torch.Size, torch.dtype, torch.device]
     codec: Codec
@@ -735,16 +629,10 @@ class WeightGather:
 
     Args:
         mesh: The ranks.
-        codec: Encodes the weights for both hops; None sends them in the dtype of the output. For an
-            :class:`Int4Delta` see codecs/codec.py.
+        codec: Encodes the weights for both hops; None sends them in the dtype of the output.
         keep_secondary: Whether to keep the secondary shard from one call to the next, until it is marked stale.
-        traffic: Where bytes are counted.
-        label: Names the unit in profiles and errors.
-
-    Attributes:
-        group: The ranks that gather; None if this one is alone.
-        secondary: What the inter-node hop leaves on this rank.
-        prefetcher: Makes the secondary shards of several units; None if each is made when it is needed.
+        traffic: Counts the bytes.
+        label: The unit's name in profiles and errors.
     """
 
     def __init__(
@@ -769,7 +657,6 @@ class WeightGather:
 
     @property
     def label(self) -> str:
-        """Return the unit's name in profiles and errors."""
         return self.secondary.label
 
     @label.setter
@@ -780,8 +667,8 @@ class WeightGather:
         """Gather every rank's ``shard`` into ``out``.
 
         Args:
-            shard: This rank's full-precision values, flat [numel], the same numel on every rank; None has them read
-                from the secondary shard's source, if they are needed.
+            shard: This rank's full-precision values, flat [numel], the same numel on every rank; None reads them from
+                the secondary shard's source, if they are needed.
             out: Flat [world * numel], in any float dtype; chunk i receives rank i's shard.
             version: Identifies the state of the shard; compared while the secondary shard is reused.
 

@@ -3,7 +3,7 @@
 from fsdp_zpp._torch_compat import check_folder, check_torch_version
 
 check_torch_version("FullyShardedDataParallel")
-check_folder("fsdp1")  # before what uses them is imported
+check_folder("fsdp1")  # before the modules that use them are imported
 
 from . import wrapping
 

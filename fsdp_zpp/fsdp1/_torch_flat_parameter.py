@@ -44,15 +44,15 @@ from fsdp_zpp.runtime.unit import StrategyUnit
 #
 # Private names of torch's FullyShardedDataParallel: those of construction.
 #
-# With ``_torch_handle.py``, which holds those of flat parameters and of backwards, this is all that the adapter touches
-# of torch's internals, and these files do nothing else. ``_torch_compat.py`` lists the names.
+# ``_torch_handle.py`` has those of flat parameters and of backwards. The adapter touches no other internals of torch,
+# and these files do nothing else. ``_torch_compat.py`` lists the names.
 
 
 @contextmanager
 def sharding_over(
     module: FullyShardedDataParallel, strategy: Hashable, group: dist.ProcessGroup, *, sharded: bool
 ) -> Iterator[None]:
-    """Let FSDP shard ``module`` over ``group``, or not at all, while it is constructed with ``strategy``.
+    """Have FSDP shard ``module`` over ``group``, or not at all, while it is constructed with ``strategy``.
 
     If ``group`` is only a part of the user's group, FSDP still broadcasts the initial module states over the user's
     group; everything else goes over ``group``.
@@ -79,7 +79,7 @@ def sharding_over(
         synchronize(module, params, users_group)
 
     def init_own_handle(state: FullyShardedDataParallel, *args: Any) -> None:
-        # Not before: instances within are constructed with the same strategy, whose overrides may say otherwise.
+        # Set it here: nested instances are constructed with the same strategy, whose overrides may give another one.
         if state is module:
             strategies[strategy] = HandleShardingStrategy.FULL_SHARD if sharded else HandleShardingStrategy.NO_SHARD
         init_handle(state, *args)
@@ -107,12 +107,9 @@ def frozen_apart(
 ) -> Iterator[None]:
     """Take frozen parameters out of ``module`` while it is constructed, if it has trainable ones, too.
 
-    In one flat parameter, gradients of frozen parameters would be allocated and reduced.
-
-    Args:
-        module: An instance of FSDP.
-        wrap: Wraps what ``module`` wraps, without the given parameters; returns the instance that goes between the two.
+    ``wrap`` makes the instance between ``module`` and the wrapped module, without the given parameters.
     """
+    # In one flat parameter, gradients of frozen parameters would be allocated and reduced.
     init_handle = _init_utils._init_param_handle_from_params
     frozen_unit: FullyShardedDataParallel | None = None
 
@@ -143,7 +140,7 @@ _TAKEN_OUT: weakref.WeakSet[FullyShardedDataParallel] = weakref.WeakSet()
 
 
 def summon_frozen_too() -> None:
-    """Let ``summon_full_params(recurse=False)`` of an instance also summon the frozen parameters taken out of it."""
+    """Have ``summon_full_params(recurse=False)`` of an instance also summon the frozen parameters taken out of it."""
     original: Any = _wrapper._unshard_params
 
     @contextmanager
@@ -159,7 +156,6 @@ def summon_frozen_too() -> None:
 
 
 def process_group_of(module: FullyShardedDataParallel) -> dist.ProcessGroup:
-    """Return the group that ``module`` is sharded over."""
     group = module.process_group
     assert group is not None
     return group
@@ -168,7 +164,7 @@ def process_group_of(module: FullyShardedDataParallel) -> dist.ProcessGroup:
 def intercept_construction(
     around: Callable[[Callable[[], None], FullyShardedDataParallel, dict[str, Any]], None],
 ) -> None:
-    """Let ``around(construct, module, arguments)`` run FSDP's constructor, for every instance from now on.
+    """Have ``around(construct, module, arguments)`` run FSDP's constructor, for every instance from now on.
 
     ``construct()`` calls the constructor with ``arguments``, which ``around`` may change before.
     """
@@ -219,10 +215,8 @@ def on_lazy_init(callback: Callable[[nn.Module], None]) -> None:
 def around_moves(
     before: Callable[[FullyShardedDataParallel], None], after: Callable[[FullyShardedDataParallel], None]
 ) -> None:
-    """Call ``before(instance)`` and ``after(instance)`` around each move or cast of an instance: ``to()``, ``half()``.
-
-    All of these go through ``_apply``, module by module.
-    """
+    """Call ``before(instance)`` and ``after(instance)`` around each move or cast: ``to()``, ``half()``."""
+    # All moves go through _apply, module by module.
     original = FullyShardedDataParallel._apply
 
     @functools.wraps(original)
@@ -236,10 +230,8 @@ def around_moves(
 
 
 def save_optimizer_states_in_any_group() -> None:
-    """Make FSDP gather the keys of optimizer states where it would broadcast them from a rank outside of the group.
-
-    FSDP broadcasts them from global rank 0, which only one node's group has if a model is sharded inside each node.
-    """
+    """Make FSDP gather the keys of optimizer states where it would broadcast them from a rank outside of the group."""
+    # FSDP broadcasts them from global rank 0, which only one node's group has if a model is sharded inside each node.
     original: Any = _optim_utils._map_param_key_to_optim_keys
 
     @functools.wraps(original)
@@ -253,11 +245,8 @@ def save_optimizer_states_in_any_group() -> None:
 
 
 def load_optimizer_states_over(ranks_of: Callable[[nn.Module], dist.ProcessGroup | None]) -> None:
-    """Make FSDP send optimizer states that rank 0 alone has loaded to ``ranks_of(model)``, unless that is None.
-
-    FSDP itself sends them over the group that it shards over. If a model is sharded inside nodes, rank 0 is in the
-    group of one node alone.
-    """
+    """Make FSDP send optimizer states that only rank 0 has loaded to ``ranks_of(model)``, unless that is None."""
+    # FSDP itself sends them over the group that it shards over: if a model is sharded inside nodes, that of one node.
     original = FullyShardedDataParallel._optim_state_dict_to_load_impl
     signature = inspect.signature(original)
 
@@ -274,7 +263,7 @@ def load_optimizer_states_over(ranks_of: Callable[[nn.Module], dist.ProcessGroup
 
 # ---- compile
 #
-# Private names of torch's FullyShardedDataParallel: telling that torch.compile traces a whole model.
+# Private names of torch's FullyShardedDataParallel: detecting that torch.compile traces a whole model.
 
 _REASON = (
     "torch.compile can't compile a whole FullyShardedDataParallel with a Strategy: its graphs do not see where weights "
@@ -311,16 +300,10 @@ def refuse_whole_graphs(instance: FullyShardedDataParallel) -> None:
 
 # ---- flat layout
 #
-# Private names of torch's flat parameters: where the original parameters lie in them.
+# Private names of torch's flat parameters: the layout of the original parameters.
 
 
 class FlatParameterLayout:
-    """Tells where the parameters of an instance lie in its flat gradient.
-
-    Args:
-        instance: The instance, which has a flat parameter.
-    """
-
     def __init__(self, instance: FullyShardedDataParallel) -> None:
         self._instance = instance
         self._whole: FlatLayout | None = None
@@ -334,7 +317,7 @@ class FlatParameterLayout:
         return whole
 
     def trained(self, numel: int) -> FlatLayout:
-        """Return the layout of the trained parameters alone; a flat gradient has the frozen ones in it as well."""
+        """Return the layout of only the trained parameters; a flat gradient also has the frozen ones."""
         flags = tuple([parameter.requires_grad for parameter in self._flat_param._params or ()])
         layout = self._of_trained.get((numel, flags))
         if layout is None:
@@ -342,7 +325,7 @@ class FlatParameterLayout:
         return layout
 
     def around(self, shard: Tensor) -> tuple[FlatLayout, int]:
-        """Return the layout of all parameters, and where this rank's shard begins in it."""
+        """Return the layout of all parameters, and the offset of this rank's shard in it."""
         handle = self._instance._handle
         assert handle is not None
         ranks, rank = (handle.world_size, handle.rank) if handle.uses_sharded_strategy else (1, 0)
@@ -389,20 +372,16 @@ def _layout(flat_param: FlatParameter, numel: int, trained: tuple[bool, ...]) ->
 #
 # Private names of torch's flat parameters: the views that modules show in place of parameters.
 #
-# torch makes the views of a unit anew whenever it unshards or reshards it, four times a step, though nearly always they
+# torch makes new views of a unit whenever it unshards or reshards it, four times a step, though nearly always they
 # are the same. That takes a fifth of the time that Python spends in FSDP. Here the views of the shard are made once,
-# and those of what was gathered once a forward. They are kept until something moves or replaces what they are views of;
-# until then, modules only switch between the two.
+# and those of gathered weights once a forward. They are kept until their memory is moved or replaced; until then,
+# modules only switch between the two.
 
 
 class ParameterViews:
     """Shows views on modules in place of a unit's parameters, in fewer steps than torch.
 
-    Args:
-        handle: The flat parameter's handle.
-
-    Attributes:
-        are_direct: Whether ``setattr`` would put parameters and views where modules look for them, and do nothing else.
+    ``are_direct`` says that ``setattr`` would only put parameters and views where modules look for them.
     """
 
     def __init__(self, handle: FlatParamHandle) -> None:
@@ -411,13 +390,13 @@ class ParameterViews:
         self.are_direct = _can_set_directly(handle)
 
     def drop(self) -> None:
-        """Drop the views, because parameters or the shard were moved or replaced; torch makes them anew."""
+        """Drop the views, because parameters or the shard were moved or replaced; torch makes new ones."""
         self._of_shard = None
 
     # ---- while the unit is sharded, parameters are views of the shard
 
     def show_shard(self) -> bool:
-        """Let modules show views of the shard, if those of the last time hold; return whether they do."""
+        """Have modules show the cached views of the shard if they are valid; return whether they do."""
         views = self._of_shard
         if views is None or self._handle.flat_param.data_ptr() != views.address or not views.hold():
             return False
@@ -425,7 +404,7 @@ class ParameterViews:
         return True
 
     def keep(self) -> None:
-        """Keep the views of the shard that torch has just made, for the next time."""
+        """Cache the sharded views that torch just created."""
         handle = self._handle
         may_last = (
             self.are_direct
@@ -437,7 +416,7 @@ class ParameterViews:
         self._of_shard = ShardViews(handle) if may_last else None
 
     def are_written_back(self) -> bool:
-        """Return whether parameters still are the views of the shard, so that nothing is to be copied to it."""
+        """Return whether parameters still are the views of the shard, so that nothing needs to be copied to it."""
         flat_param, views = self._handle.flat_param, self._of_shard
         if views is None or flat_param.data_ptr() != views.address:
             return False
@@ -449,14 +428,9 @@ class ParameterViews:
     # ---- while it is unsharded, modules show views of what was gathered
 
     def show_forward_views(self) -> bool:
-        """Let modules show the views that the forward has saved, if they are views of what is gathered now.
-
-        They are, unless a user gave parameters other values: between forward and backward, torch frees the memory and
-        allocates it again under the same tensors.
-
-        Returns:
-            Whether modules show them.
-        """
+        """Have modules show the views that the forward saved, if they view the gathered memory; return if so."""
+        # They are, unless a user gave parameters other values: between forward and backward, torch frees the memory and
+        # allocates it again under the same tensors.
         flat_param = self._handle.flat_param
         if not self.are_direct or not self._handle._use_orig_params or flat_param._shared_param_infos:
             return False
@@ -471,7 +445,7 @@ class ParameterViews:
 
     @property
     def are_shown(self) -> bool:
-        """Tell whether modules show views of the flat parameter, in place of the parameters."""
+        """Return whether modules show views of the flat parameter, in place of the parameters."""
         flat_param = self._handle.flat_param
         if not self._handle._use_orig_params:
             return True
@@ -480,17 +454,9 @@ class ParameterViews:
 
 
 class ShardViews:
-    """A unit's parameters as views of its shard; empty, if this rank has nothing of them.
+    """A unit's parameters as views of its shard, which torch has just made; empty without a shard on this rank."""
 
-    Checks over all parameters use lists, for a generator's frame costs more than most checks.
-
-    Args:
-        handle: The flat parameter's handle, for which torch has just made the views.
-
-    Attributes:
-        address: The shard's address.
-    """
-
+    # Checks over all parameters use lists, since a generator's frame costs more than most checks.
     def __init__(self, handle: FlatParamHandle) -> None:
         flat_param = handle.flat_param
         self.address = flat_param.data_ptr()
@@ -500,22 +466,18 @@ class ShardViews:
         self._shapes = [parameter.shape for parameter in self._parameters]
 
     def hold(self) -> bool:
-        """Return whether the parameters still are these views."""
-        # Views keep their memory, so what has their addresses is that memory.
+        # Views keep their memory, so equal addresses mean the same memory.
         same_memory = [parameter.data_ptr() for parameter in self._parameters] == self._addresses
         return same_memory and [parameter.shape for parameter in self._parameters] == self._shapes
 
     def are_shown(self) -> bool:
-        """Return whether modules have these parameters."""
         shown = [module._parameters.get(name) for module, name in self._sites]
         return all(map(operator.is_, shown, self._parameters))
 
     def have_no_gradient(self) -> bool:
-        """Return whether no parameter has a gradient."""
         return all(map(operator.is_, [parameter.grad for parameter in self._parameters], repeat(None)))
 
     def show(self) -> None:
-        """Let modules show the parameters."""
         for (module, name), parameter in zip(self._sites, self._parameters, strict=True):
             set_parameter(module, name, parameter)
 
@@ -538,13 +500,11 @@ def _can_set_directly(handle: FlatParamHandle) -> bool:
 
 
 def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Set a tensor on a module in place of a parameter."""
     module._parameters.pop(name, None)
     module.__dict__[name] = tensor
 
 
 def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Set a parameter on a module in place of a tensor."""
     module.__dict__.pop(name, None)
     module._parameters.pop(name, None)  # so that it goes last, as with setattr
     if torch_module._global_parameter_registration_hooks:
@@ -562,12 +522,6 @@ def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
 class HandleGradients:
     """Accumulates and reduces the gradient of a flat parameter over the micro-batches of a step.
 
-    Args:
-        instance: The instance of FSDP.
-        handle: The flat parameter's handle.
-        layout: Where its parameters lie.
-        unit: Its unit.
-
     Attributes:
         order: The order in which the model's units reduce; set before the first forward.
         arriving: The model's optimizers in the backward that wait for gradients; likewise.
@@ -575,7 +529,7 @@ class HandleGradients:
         took_part: Whether ranks have gathered them in an earlier micro-batch of the step.
         is_used: Whether this rank has used the unit in the step.
         is_unreduced: Whether a unit that is not sharded has gradients that nothing has reduced.
-        used: The places of the original parameters that this rank has used in the step, noted with error feedback.
+        used: The indices of original parameters that this rank has used in the step, recorded with error feedback.
     """
 
     instance: FullyShardedDataParallel
@@ -592,19 +546,18 @@ class HandleGradients:
 
     @property
     def reduces_early(self) -> bool:
-        """Tell whether micro-batches before the last one reduce, as far as the gradient scope says."""
         # Without shards, FSDP accumulates in the unsharded gradient, which is what the optimizer will see.
         return self.handle.uses_sharded_strategy and self.unit.reductions.current is not None
 
     @property
     def is_of_micro_batch(self) -> bool:
-        """Tell whether ranks have gathered the weights for this micro-batch, used or not; the same on all of them."""
+        """Return whether ranks have gathered the weights for this micro-batch, used or not; the same on all ranks."""
         is_gathered = self.was_gathered or (self.unit.keep_unsharded and not FlatParamHandle.needs_unshard(self.handle))
         return is_gathered and self.reduces_early and self.handle.flat_param.requires_grad
 
     @property
     def takes_part(self) -> bool:
-        """Tell whether the unit is of this micro-batch, and has hops to make before the last one."""
+        """Return whether the unit belongs to this micro-batch, and has hops to make before the last one."""
         return (
             self.unit.reductions.current is not None
             and self.unit.reductions.current.communicates_early
@@ -613,7 +566,6 @@ class HandleGradients:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Return the dtype in which gradients are reduced."""
         handle = self.handle
         dtype = handle._orig_param_dtype if handle._force_full_precision else handle._reduce_dtype
         assert dtype is not None
@@ -622,10 +574,8 @@ class HandleGradients:
     # ---- which parameters are used
 
     def watch_use(self) -> None:
-        """In the next backward, note which of the views that modules show now get a gradient.
-
-        The gradient of a flat parameter does not tell: it has zeros for a parameter that was not used.
-        """
+        """In the next backward, record which of the currently shown views get a gradient."""
+        # The gradient of a flat parameter can't tell: it has zeros for an unused parameter.
         flat_param = self.handle.flat_param
         name, module, _ = flat_param._param_infos[0]
         node = getattr(module, name).grad_fn
@@ -640,7 +590,7 @@ class HandleGradients:
     # ---- before the last micro-batch
 
     def reduce_micro_batch(self) -> None:
-        """Reduce the gradient that FSDP has left unsharded, or zeros if there is none, as far as its scope says."""
+        """Reduce the gradient that FSDP has left unsharded, or zeros without one, as far as its scope says."""
         assert self.unit.reductions.current is not None
         instance, flat_param = self.instance, self.handle.flat_param
         self._keep_reduced_gradient()
@@ -664,22 +614,19 @@ class HandleGradients:
             self.unit.reductions.current.accumulate(gradient, self._layout_in(gradient)).finish()
 
     def _keep_reduced_gradient(self) -> None:
-        """Let FSDP add to the gradient of an earlier backward of the step, as before each backward of the unit.
-
-        An idle unit has had no backward in this micro-batch.
-        """
+        """Have FSDP add to the gradient of an earlier backward of the step, as before each backward of the unit."""
+        # An idle unit has had no backward in this micro-batch.
         if self.handle._training_state == HandleTrainingState.IDLE:
             self.handle.prepare_gradient_for_backward()
 
     def _zeros(self) -> Tensor:
-        """Return the unsharded gradient of a unit that got none."""
         handle = self.handle
         return torch.zeros(handle.flat_param._unpadded_unsharded_size, dtype=self._dtype, device=handle.device)
 
     # ---- the last micro-batch
 
     def reduce(self, gradient: Tensor, out: Tensor | None = None) -> None:
-        """Write this rank's part of the mean of ``gradient``, and of what was accumulated, to ``out``.
+        """Write this rank's part of the mean of ``gradient`` and of the accumulated gradients to ``out``.
 
         FSDP calls this as a communication hook. For a unit that it does not shard it passes no ``out``: the mean then
         replaces ``gradient``.
@@ -693,21 +640,20 @@ class HandleGradients:
             idle = [piece.name for piece in layout.pieces if piece.order not in self.used]
         self.unit.reductions.current.start(gradient, out_or_gradient, 1.0, layout, idle=idle).finish()
         if out is None:
-            # FSDP adds the next gradient to this tensor, and all is encoded together. What overflows takes its whole
-            # blocks along, of which zero_grad(set_to_none=False) clears only the gradients that parameters show.
+            # FSDP adds the next gradient to this tensor, and all is encoded together. An overflow spoils whole blocks,
+            # in which zero_grad(set_to_none=False) clears only the gradients that parameters show.
             for start, stop in self.layout.trained(gradient.shape[0]).gaps:
                 gradient[start:stop].zero_()
 
     def _layout_in(self, gradient: Tensor) -> FlatLayout:
-        # Only errors are to know which parameters are frozen.
+        # Only errors need to know which parameters are frozen.
         knows_frozen = self.unit.reductions.current is not None and self.unit.reductions.current.errors is not None
         return (self.layout.trained if knows_frozen else self.layout.whole)(gradient.shape[0])
 
     def reduce_accumulated(self, used_elsewhere: bool) -> None:
         """Reduce gradients of earlier micro-batches, if the unit took no part in the last one.
 
-        Args:
-            used_elsewhere: Whether other ranks have used it in the step, and this one has not.
+        ``used_elsewhere`` says that other ranks have used it in the step, and this one has not.
         """
         if self.unit.reductions.current is None:
             return
@@ -732,7 +678,7 @@ class HandleGradients:
         # A unit that was run but got no gradient may still be unsharded.
         runtime._catch_all_reshard(self.instance)
         self._keep_reduced_gradient()
-        # Not true, for it had no backward: until FSDP's final callback, which resets all three.
+        # Pretend that a backward ran; FSDP's final callback resets these three.
         self.instance.training_state = TrainingState.FORWARD_BACKWARD
         self.handle._training_state = HandleTrainingState.BACKWARD_POST
         self._set_post_backward_called(True)
@@ -764,17 +710,14 @@ class HandleGradients:
 
 
 def _note_use(used: set[int], is_padding: Sequence[bool], gradients: tuple[Tensor | None, ...]) -> None:
-    """Note which parts of a flat parameter have gradients; those that are padding are not counted."""
     of_parameters = compress(gradients, map(operator.not_, is_padding))
     used.update(place for place, gradient in enumerate(of_parameters) if gradient is not None)
 
 
 def shard_gradients_in_constant_time() -> None:
-    """Compute the size of a gradient's shard, where torch cuts the gradient into a view for every rank.
-
-    On a thousand ranks, torch makes a thousand views and reads one of them, which takes longer than all the rest of a
-    unit's backward.
-    """
+    """Compute the size of a gradient's shard, where torch cuts the gradient into a view for every rank."""
+    # On a thousand ranks, torch makes a thousand views and reads one of them, which takes longer than all the rest of a
+    # unit's backward.
     original = runtime._get_reduce_scatter_tensors
 
     @functools.wraps(original)

@@ -45,16 +45,11 @@ from ._torch_flat_parameter import (
 class StrategyHandle(FlatParamHandle):
     """A flat parameter's handle that gathers and reduces through a strategy.
 
-    Made by :func:`_torch_adoption.adopt_handle` from the handle that torch built. It overrides what torch calls to
-    gather, to reshard and to show parameters, and is the source of the unit's secondary shard. Whatever asks for full
-    precision (state dicts, ``summon_full_params``, evaluation under FSDP_USE_FULL_PREC_IN_EVAL) is left to torch's own
-    gather.
+    :func:`adopt_handle` makes it from the handle that torch built. It overrides torch's methods that gather, reshard
+    and show parameters, and is the source of the unit's secondary shard. Full precision (for state dicts,
+    ``summon_full_params``, evaluation under FSDP_USE_FULL_PREC_IN_EVAL) is left to torch's own gather.
 
-    Attributes:
-        gradients: Its gradient, as the strategy accumulates and reduces it.
-        views: What modules show in place of its parameters.
-        parameter_layout: Where its parameters lie.
-        written_back: Called after parameters were written to the shard, or moved.
+    ``written_back`` is called after parameters were written to the shard, or moved.
     """
 
     gradients: HandleGradients
@@ -70,7 +65,7 @@ class StrategyHandle(FlatParamHandle):
     _has_optim_in_backward: bool
 
     def adopt(self, instance: FullyShardedDataParallel, unit: StrategyUnit, layout: FlatParameterLayout) -> None:
-        """Set the attributes of this class, in place of a constructor; the arguments are those of ``adopt_handle``."""
+        """Set the attributes of this class, in place of a constructor; arguments as in :func:`adopt_handle`."""
         self.parameter_layout = layout
         self._zero_padding()
         self._gather, self._keeps_unsharded = unit.gather, unit.keep_unsharded
@@ -97,7 +92,7 @@ class StrategyHandle(FlatParamHandle):
 
     def pre_unshard(self) -> bool:
         unsharding = super().pre_unshard()
-        # Only now: super() has copied replaced parameters to the shard, which counts as a write.
+        # This comes after super(), which copies replaced parameters to the shard: that counts as a write.
         if self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS:
             self._version_at_summon = self.shard_version()
         return unsharding
@@ -110,7 +105,7 @@ class StrategyHandle(FlatParamHandle):
 
     def reshard(self, free_unsharded_flat_param: bool) -> None:
         summoned = self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS
-        # Parameter scope N keeps what was gathered until the weights change; weights_changed() frees it then.
+        # Parameter scope N keeps gathered weights until they change; weights_changed() frees them then.
         super().reshard(free_unsharded_flat_param and (summoned or not self._keeps_unsharded))
         if summoned and self._gather is not None:
             # Edits of summoned parameters count as writes to them, but are not of the shard unless written back.
@@ -202,12 +197,9 @@ class StrategyHandle(FlatParamHandle):
     # ---- when weights change
 
     def weights_changed(self, by_step: bool) -> None:
-        """Drop what FSDP still keeps unsharded between forwards, so that the next one gathers it anew.
-
-        FSDP keeps the root, and units that a forward has prefetched and not run.
-        """
+        # FSDP keeps the root unsharded, and units that a forward has prefetched and not run.
         initialized = hasattr(self.flat_param, "_full_param_padded")
-        # What is prefetched counts as idle, but a backward that runs (with optimizers in it) is about to use it.
+        # A prefetched unit counts as idle, but a backward that runs (with optimizers in it) is about to use it.
         is_in_use = self._prefetched and torch._C._current_graph_task_id() != -1
         if initialized and self._training_state == HandleTrainingState.IDLE and not is_in_use:
             if self._prefetched:
@@ -232,41 +224,31 @@ class StrategyHandle(FlatParamHandle):
     # ---- as a ShardSource, which is asked before FSDP's gather
 
     def can_be_read(self) -> bool:
-        """Return whether the shard may be read: not in a backward, in which an optimizer may write to it."""
-        return torch._C._current_graph_task_id() == -1
+        return torch._C._current_graph_task_id() == -1  # an optimizer in a backward may write to the shard
 
     def prepare_read(self) -> int:
-        """Copy parameters that have other storage by now to the shard, as FSDP does; return this rank's value count."""
         copy_replaced_shards(self)
         return self.flat_param._local_shard.numel()
 
     def read(self) -> ShardValues:
-        """Return this rank's values, on the device to gather on."""
         shard, trained = self.flat_param._local_shard.to(self.device, non_blocking=True), self.is_trained()
         return ShardValues([shard], shard.numel(), self.shard_version(), trained)
 
     def compares_contents(self) -> bool:
-        """Return whether versions of the shards are fingerprints, as FSDP_ZPP_CHECK asks for."""
         return self._version.of_contents
 
     def keeps_gathered(self) -> bool:
-        """Return whether unsharded weights are kept, to be reused if they have not changed."""
         return self._keeps_unsharded and self._holds_decoded_weights and not self.needs_unshard()
 
     def layout(self, numel: int) -> FlatLayout:
-        """Return where parameters lie in a gathered flat parameter of ``numel`` values."""
         return self.parameter_layout.whole(numel)
 
     def is_trained(self: FlatParamHandle) -> bool:
-        """Return whether the flat parameter or an original one, which a forward passes on, requires a gradient.
-
-        It is called on torch's own handles, too.
-        """
+        """Return whether the flat parameter or an original one requires a gradient, also of torch's own handles."""
         flat_param = self.flat_param
         return flat_param.requires_grad or any(p.requires_grad for p in flat_param._params or ())
 
     def shard_version(self) -> Hashable:
-        """Return a value that changes with every write to the shard that torch counts, and when it is moved."""
         flat_param = self.flat_param
         shard = flat_param._local_shard
         return self._version.of((shard,), (shard, flat_param, *(flat_param._params or ())))
@@ -282,7 +264,7 @@ class StrategyHandle(FlatParamHandle):
         self.views.drop()
         flat_param = self.flat_param
         shard = getattr(flat_param, "_local_shard", None)  # there is none until FSDP's lazy initialization
-        # FSDP would return to the old memory after the next forward, and lose what was written to the new memory.
+        # FSDP would return to the old memory after the next forward, and lose writes to the new memory.
         # A changed dtype is left alone: the next gather raises.
         same_kind = shard is not None and (flat_param.dtype, flat_param.size()) == (shard.dtype, shard.size())
         if same_kind and not self._offload_params:
@@ -292,19 +274,11 @@ class StrategyHandle(FlatParamHandle):
 
 # ---- sharded
 #
-# Private names of torch's flat parameters: what an instance of FullyShardedDataParallel has sharded of its own.
+# Private names of torch's flat parameters: the parameters that an instance of FullyShardedDataParallel has sharded.
 
 
 class ShardedInstance(Sharded):
-    """An instance's own part of what FSDP has sharded: its flat parameter, or nothing if it has none.
-
-    Args:
-        instance: The instance.
-        name: The unit's name.
-
-    Attributes:
-        layout: Where the original parameters lie in the flat one.
-    """
+    """The flat parameter of an instance of FullyShardedDataParallel, or nothing if it has none."""
 
     def __init__(self, instance: FullyShardedDataParallel, name: str = "unit") -> None:
         self._instance = instance
@@ -313,11 +287,9 @@ class ShardedInstance(Sharded):
 
     @property
     def name(self) -> str:
-        """Return the unit's name in profiles, errors and log lines."""
         return self._name
 
     def rename(self, name: str) -> None:
-        """Set the name, once the model and thus the path of the instance in it are known."""
         self._name = name
 
     @property
@@ -326,22 +298,18 @@ class ShardedInstance(Sharded):
         return None if handle is None else handle.flat_param
 
     def numel(self) -> int:
-        """Return the number of values of the parameters, without padding."""
         flat_param = self._flat_param
         return 0 if flat_param is None else sum(shape.numel() for shape in flat_param._shapes)
 
     def trained_numel(self) -> int:
-        """Return the number of all values if any is trained, since torch reduces the gradient of a flat parameter."""
         return self.numel() if self.is_trained() else 0
 
     def compute_device(self) -> torch.device | None:
-        """Return the device of the handle."""
         handle = self._instance._handle
         device: torch.device | None = None if handle is None else handle.device
         return device
 
     def wire_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """Return the dtypes in which FSDP itself gathers the weights and reduces the gradients."""
         handle = self._instance._handle
         if handle is None:
             return super().wire_dtypes()
@@ -349,23 +317,19 @@ class ShardedInstance(Sharded):
         return weights, handle._reduce_dtype or weights
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters as an optimizer may hold them by now: original, or flat."""
         flat_param = self._flat_param
         return [] if flat_param is None else list(flat_param._params or (flat_param,))
 
     def other_axes(self) -> list[dist.ProcessGroup]:
-        """Return the ranks over which another parallelism has sharded parameters, one group an axis."""
         flat_param = self._flat_param
         specs = [] if flat_param is None else flat_param._param_extensions
         return [group for spec in specs if spec is not None for group in spec.mesh.get_all_groups()]
 
     def is_trained(self) -> bool:
-        """Return whether the flat parameter or an original one requires a gradient by now."""
         handle = self._instance._handle
         return handle is not None and StrategyHandle.is_trained(handle)
 
     def trained_names(self) -> list[str]:
-        """Return the FQNs of the original parameters that require a gradient or have one."""
         flat_param = self._flat_param
         if flat_param is None:
             return []
@@ -375,12 +339,10 @@ class ShardedInstance(Sharded):
         return [name for name, parameter in pairs if parameter.requires_grad or parameter.grad is not None]
 
     def shards(self) -> list[Tensor]:
-        """Return what this rank holds of the flat parameter."""
         flat_param = self._flat_param  # which is the shard itself until FSDP's lazy initialization
         return [] if flat_param is None else [getattr(flat_param, "_local_shard", flat_param)]
 
     def named_shards(self) -> dict[str, Tensor]:
-        """Return what this rank holds of the original parameters, by FQN; a parameter may have nothing here."""
         if self._instance._handle is None:
             return {}
         copy_replaced(self._instance._handle)
@@ -395,7 +357,6 @@ class ShardedInstance(Sharded):
         return {piece.name: part for piece, part in zip(layout.pieces, held, strict=True)}
 
     def named_parts(self, parameter: nn.Parameter, of: Tensor) -> dict[str, Tensor]:
-        """Return the parts of a tensor that lies as this rank's shard of a parameter, by FQN."""
         flat_param = self._flat_param
         if flat_param is None or not flat_param._params:
             return self._parts_of(of)
@@ -403,17 +364,14 @@ class ShardedInstance(Sharded):
         return {name: of for name, original in pairs if original is parameter}
 
     def placements(self) -> dict[str, tuple[str, ...]]:
-        """Return the mesh dimensions along which another parallelism shards each original parameter, by FQN."""
         flat_param = self._flat_param
         return {} if flat_param is None else dict(zip(flat_param._fqns, axes_of(flat_param), strict=True))
 
     def weights_changed(self, by_step: bool) -> None:
-        """Drop what the handle keeps of the old weights, if a strategy has adopted it."""
         if isinstance(handle := self._instance._handle, StrategyHandle):
             handle.weights_changed(by_step)
 
     def drop_gradients(self) -> None:
-        """Drop what the handle has accumulated, if a strategy has adopted it."""
         if isinstance(handle := self._instance._handle, StrategyHandle):
             handle.drop_gradients()
 
@@ -426,23 +384,14 @@ class ShardedInstance(Sharded):
 def adopt_handle(
     instance: FullyShardedDataParallel, unit: StrategyUnit, layout: FlatParameterLayout
 ) -> StrategyHandle | None:
-    """Let torch gather and reduce the flat parameter of ``instance``, if it has one, through ``unit``.
-
-    Args:
-        instance: The instance.
-        unit: Its unit.
-        layout: Where its parameters lie.
-
-    Returns:
-        The flat parameter's handle; None if the instance has no flat parameter.
-    """
+    """Have torch gather and reduce the flat parameter of ``instance`` through ``unit``; return its handle, if any."""
     if instance._handle is None:
         return None
     handle: Any = instance._handle
     handle.__class__ = StrategyHandle
     handle.adopt(instance, unit, layout)
     if unit.reductions.all:
-        # register_comm_hook() would do, but may be called on a root only, and settles who is the root.
+        # register_comm_hook() would do, but may be called on a root only, and makes the instance the root.
         instance._comm_hook, instance._comm_hook_state = HandleGradients.reduce, handle.gradients
     return handle
 
@@ -470,13 +419,13 @@ def is_flattened(parameter: nn.Parameter) -> bool:
 
 
 def handle_of(instance: FullyShardedDataParallel) -> StrategyHandle | None:
-    """Return the handle of the flat parameter of ``instance``, if a strategy has adopted it."""
     handle = instance._handle
     return handle if isinstance(handle, StrategyHandle) else None
 
 
 def prefetch_shards_alone(root: nn.Module) -> None:
-    """Prefetch nothing in forwards if a unit is not sharded: if such a unit is not run, FSDP hides its gradients."""
+    """Turn off prefetching in forwards if a unit is not sharded."""
+    # If a unit without shards is prefetched and not run, FSDP hides its gradients.
     instances: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
     handles = [handle for each in instances if (handle := handle_of(each)) is not None]
     if not all(handle.uses_sharded_strategy for handle in handles):
@@ -506,15 +455,9 @@ _end_backward = runtime._post_backward_final_callback
 
 
 class HandleBackwardWatch:
-    """Knows the units of a model that strategies gather, and reports the end of each of its backwards.
+    """Units of a model that strategies gather; it reports the end of each of the model's backwards.
 
-    Args:
-        root: The model.
-        on_backward_end: Called at the end of every backward with whether it synchronizes gradients.
-
-    Attributes:
-        on_backward_end: As given.
-        arriving: The optimizers in the backward that wait for gradients.
+    ``on_backward_end`` is called with whether the backward synchronizes gradients.
     """
 
     def __init__(self, root: nn.Module, on_backward_end: Callable[[bool], None]) -> None:
@@ -529,7 +472,7 @@ class HandleBackwardWatch:
             step_on_arrival()  # only now, or the backward of each unit would take one call more
 
     def reduce_in_two_streams(self) -> None:
-        """Give every other unit a second stream to reduce in, beside the others' hops between nodes."""
+        """Give every other unit a second stream to reduce in, concurrent with the others' hops between nodes."""
         two_hops = [each.gradients for each in self._handles if each.gradients.unit.reductions.have_two_hops]
         if len(two_hops) > 1:
             second = two_hops[0].instance._device_handle.Stream()
@@ -537,11 +480,9 @@ class HandleBackwardWatch:
                 gradients.instance._post_backward_stream = second
 
     def begin_forward(self, root: FullyShardedDataParallel, *unused: object) -> None:
-        """End a backward that an exception has ended, before a forward of the model.
-
-        torch would take the forward for a recomputation in that backward, and so run no hooks at the end of the next.
-        Gradients stay until they are cleared, as torch leaves them.
-        """
+        """End a backward that an exception has ended, before a forward of the model."""
+        # torch would take the forward for a recomputation in that backward, and so run no hooks at the end of the next.
+        # Gradients stay until they are cleared, as torch leaves them.
         began = getattr(root, "_post_backward_callback_queued", False)  # there is none until a forward with gradients
         if not began or torch._C._current_graph_task_id() != -1:
             return
@@ -560,7 +501,7 @@ class HandleBackwardWatch:
             handle.gradients.end_backward(synchronized=True)
 
     def reduce_rest(self, root: FullyShardedDataParallel) -> None:
-        """Reduce what is left at the end of a backward, before FSDP finishes gradients."""
+        """Reduce the remaining gradients at the end of a backward, before FSDP finishes gradients."""
         if root._sync_gradients:
             used_elsewhere = self._drop_unused()
             for handle in self._handles:
@@ -576,16 +517,15 @@ class HandleBackwardWatch:
             gradients.reduce_micro_batch()
         for handle in self._handles:
             handle.gradients.took_part |= handle.gradients.is_of_micro_batch
-            # torch does so where it reduces. Else it would clear what a parameter has got that had no gradient
-            # before the forward: one that was thawed, or cleared alone, since the last reduction.
+            # torch does so where it reduces. Otherwise it would clear the gradient of a parameter that had none
+            # before the forward: one that was unfrozen, or cleared by itself, since the last reduction.
             if not handle.uses_sharded_strategy and handle._training_state == HandleTrainingState.BACKWARD_POST:
                 handle._reset_is_grad_none()
 
     def _drop_unused(self) -> set[StrategyHandle]:
         """Drop the gradients of units that micro-batches have gathered but no rank has used. Collective.
 
-        Returns:
-            The units that other ranks have used in the step, and this one has not.
+        Returns the units that other ranks have used in the step, and this one has not.
         """
         used_elsewhere: set[StrategyHandle] = set()
         gathered = [handle for handle in self._handles if handle.gradients.took_part]
@@ -602,7 +542,6 @@ class HandleBackwardWatch:
         return used_elsewhere
 
     def end(self, synchronized: bool) -> None:
-        """End a backward, after FSDP has ended it."""
         for handle in self._handles:
             # FSDP takes an unsharded flat parameter for resharded, and leaves the parameters of frozen ones as views.
             # Units that this micro-batch has not run may have replaced parameters that no forward has copied yet.
@@ -615,12 +554,7 @@ class HandleBackwardWatch:
 
 
 def watch_backwards(root: nn.Module, on_backward_end: Callable[[bool], None]) -> HandleBackwardWatch:
-    """Watch the backwards of a model, and fix the order in which its units reduce.
-
-    Args:
-        root: The model.
-        on_backward_end: Called at the end of every backward with whether it synchronizes gradients.
-    """
+    """Watch the backwards of a model, and fix the order in which its units reduce."""
     watch = HandleBackwardWatch(root, on_backward_end)
     setattr(root, _WATCH, watch)
     root.register_forward_pre_hook(torch.compiler.disable(watch.begin_forward), prepend=True)
@@ -628,7 +562,7 @@ def watch_backwards(root: nn.Module, on_backward_end: Callable[[bool], None]) ->
 
 
 def hear_of_backwards() -> None:
-    """Let the watch of a model hear of the end of every backward."""
+    """Notify the watch of a model at the end of every backward."""
     original = runtime._post_backward_final_callback
 
     @functools.wraps(original)
@@ -647,10 +581,9 @@ def hear_of_backwards() -> None:
 
 
 def reduce_in_every_backward() -> None:
-    """Let handles of strategies reduce in every backward, inside of no_sync too, as far as their scopes say.
+    """Have handles of strategies reduce in every backward, also inside no_sync, as far as their scopes say.
 
-    See [Note: What a micro-batch reduces] in gradient_reduce.py and, for their turns, [Note: The order of reductions]
-    in gradient_reduce.py.
+    See [Note: What a micro-batch reduces] and [Note: The order of reductions] in gradient_reduce.py.
     """
     hook = runtime._post_backward_hook
 
@@ -691,12 +624,9 @@ def reduce_in_every_backward() -> None:
 
 
 def step_on_arrival() -> None:
-    """Let optimizers in the backward step on offloaded parameters of strategies when their gradients have arrived.
-
-    It replaces torch's function once, however often it is called.
-    """
+    """Have optimizers in the backward step on offloaded parameters of strategies when their gradients have arrived."""
     original = runtime._post_reduce_grad_callback
-    if hasattr(original, "__wrapped__"):
+    if hasattr(original, "__wrapped__"):  # replaced before
         return
 
     @functools.wraps(original)

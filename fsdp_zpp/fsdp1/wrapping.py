@@ -72,7 +72,7 @@ from ._torch_handle import ShardedInstance, flattened_sites, is_flattened
 
 # ---- comm hook
 #
-# Quantized gradient reduction by itself: a communication hook for any FSDP model.
+# Quantized gradient reduction without a strategy: a communication hook for any FSDP model.
 
 
 @explains_keywords
@@ -138,7 +138,7 @@ class QuantizedReduceState:
 
         Args:
             name: The unit's name.
-            layout: Returns where parameters lie in the unit's flat gradient, given its size.
+            layout: Returns the layout of the unit's flat gradient, given its size.
 
         Raises:
             ValueError: If a state of that name exists already and has errors.
@@ -160,7 +160,7 @@ class QuantizedReduceState:
         return self._reduce.errors
 
     def error_nbytes(self, numel: int) -> int:
-        """Return the bytes of error state on this rank, for a unit of which it keeps a shard of ``numel`` values."""
+        """Return the bytes of this rank's error state for a unit, whose shard has ``numel`` values."""
         return self._reduce.error_nbytes(numel)
 
     def reduce(self, gradient: Tensor, out: Tensor) -> None:
@@ -184,7 +184,7 @@ class QuantizedReduceState:
         return self._rank_state().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned; call it after ``register_comm_hook``.
+        """Continue from the result of ``state_dict``; call it after ``register_comm_hook``.
 
         Raises:
             ValueError: If the errors were saved under another configuration.
@@ -201,7 +201,6 @@ def _checked(
     error_feedback: LoCo | None,
     gpus_per_node: int | None,
 ) -> Codec | None:
-    """Check all arguments, and return the codec of the intra-node hop."""
     intra = intra_node_codec(intra_codec, codec)  # first, since the checks below are for codecs, not for "auto"
     for name, value in (("codec", codec), ("intra_codec", intra)):
         check_codec(name, value, such_as="Int4(128)")
@@ -212,7 +211,7 @@ def _checked(
 
 
 def _mesh_of(group: dist.ProcessGroup, gpus_per_node: int | None, gains: bool) -> ProcessMesh:
-    """Return the mesh of a hook. Like a strategy, it follows links if it gains by that at little cost. Collective."""
+    """Return the mesh of a hook, which follows links if it gains by that, like a strategy. Collective."""
     if gpus_per_node is None and gains:
         find_links(group)
         if (joined := joined_by_links(group)) is not None:
@@ -246,7 +245,7 @@ def quantized_reduce_hook(state: QuantizedReduceState, gradient: Tensor, out: Te
 
 # ---- validation
 #
-# Refuses what FullyShardedDataParallel can't do with a strategy: on every rank, before anything is sent or sharded.
+# Refuses arguments that FullyShardedDataParallel can't combine with a strategy: on every rank, before any sharding.
 
 Sites = dict[tuple[nn.Module, str], tuple[str, nn.Parameter]]
 UNITS = AdapterUnits(
@@ -258,12 +257,7 @@ UNITS = AdapterUnits(
 def shared_error(shared: Shared, wrapped: nn.Module, root: nn.Module) -> ValueError:
     """Return the error that two instances of FSDP would have to flatten one parameter.
 
-    Its attribute ``seen_from`` makes the same error with names in a module around ``root``.
-
-    Args:
-        shared: The parameter.
-        wrapped: The module of the instance that found it.
-        root: The outermost module that is known.
+    Its attribute ``seen_from`` makes the same error with names in a module around ``root``, the outermost known one.
     """
     error = ValueError(
         f"FullyShardedDataParallel({model_name(root)}): {UNITS.explain(shared, root, [wrapped])}: it is shared by two "
@@ -275,15 +269,9 @@ def shared_error(shared: Shared, wrapped: nn.Module, root: nn.Module) -> ValueEr
 
 
 def hold_flattened(instance: FullyShardedDataParallel, arguments: dict[str, Any], before: Sites) -> None:
-    """Mark what ``instance`` has flattened, for the check of later ones.
+    """Mark the parameters that ``instance`` has flattened; raise a ValueError if a nested instance has one, too.
 
-    Args:
-        instance: The instance.
-        arguments: The arguments of its constructor.
-        before: The parameters of the module that it wraps, with names, as they were before it was constructed.
-
-    Raises:
-        ValueError: If an instance that was made meanwhile, inside of it, has flattened one of them.
+    ``before`` has the parameters of the wrapped module, with names, before the instance was constructed.
     """
     wrapped, own = arguments["module"], flattened_sites(instance)
     inner = instance._fsdp_wrapped_module
@@ -309,15 +297,12 @@ def hold_flattened(instance: FullyShardedDataParallel, arguments: dict[str, Any]
 def check_arguments(
     strategy: object, group: dist.ProcessGroup | None, arguments: dict[str, Any]
 ) -> tuple[Strategy, RankLayout]:
-    """Raise if a strategy can't shard by these arguments. Collective over ``group``.
+    """Raise if a strategy can't shard by these arguments of FSDP's constructor. Collective over ``group``.
 
-    Args:
-        strategy: How to shard. Ranks compare any other object, too, before they refuse it.
-        group: The ranks to shard over; None if there is no process group.
-        arguments: Those of FSDP's constructor; iterators among them become lists.
+    Ranks compare any other object than a strategy, too, before they refuse it. Iterators in ``arguments`` become lists.
 
     Returns:
-        The strategy of the module, without overrides, and where the ranks lie.
+        The strategy of the module, without overrides, and the layout of the ranks.
 
     Raises:
         TypeError, ValueError, NotImplementedError: Saying what to do instead.
@@ -340,16 +325,9 @@ def check_arguments(
 def check_overrides(
     wrapped: nn.Module, own: Strategy, strategy: Strategy, flattened: Iterable[tuple[nn.Module, str]]
 ) -> None:
-    """Raise if overrides give a module in an instance of FSDP another strategy than the instance has.
+    """Raise a ValueError if overrides give a module another strategy than ``own``, that of its instance of FSDP.
 
-    Args:
-        wrapped: What the instance wraps.
-        own: The strategy of the instance.
-        strategy: The strategy with the overrides.
-        flattened: The modules of the parameters in its flat parameter, with the names there.
-
-    Raises:
-        ValueError: If so.
+    ``flattened`` has the modules of the parameters in its flat parameter, with the names there.
     """
     by_module = strategies_below(wrapped, own, strategy)
     for module, name in flattened:
@@ -374,7 +352,7 @@ def _check_what_is_sharded(
 
 
 def _check_no_other_parallelism(strategy: Strategy, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise if another parallelism has sharded a parameter that FSDP is not to shard: FSDP can't write it back."""
+    """Raise if another parallelism has sharded a parameter that FSDP does not shard: FSDP can't write it back."""
     for name, parameter in parameters:
         if isinstance(parameter, DTensor) and strategy.optimizer == "N":
             raise NotImplementedError(
@@ -398,11 +376,7 @@ def _check_group(arguments: dict[str, Any]) -> None:
 
 
 def group_of(arguments: dict[str, Any]) -> dist.ProcessGroup | None:
-    """Return the ranks that the arguments name, all by default; None if there is no default group.
-
-    Raises:
-        ValueError: If they name several groups or a mesh of several dimensions.
-    """
+    """Return the ranks that the arguments name, all by default; raise a ValueError for several groups or dimensions."""
     _check_group(arguments)
     group, mesh = arguments["process_group"], arguments["device_mesh"]
     if isinstance(mesh, DeviceMesh):
@@ -414,9 +388,9 @@ def group_of(arguments: dict[str, Any]) -> dist.ProcessGroup | None:
 def _check_agreement(
     strategy: object, group: dist.ProcessGroup, arguments: dict[str, Any]
 ) -> list[tuple[str, nn.Parameter]]:
-    """Raise unless all ranks shard the same module in the same way; return what it is to flatten, with names."""
+    """Raise unless all ranks shard the same module in the same way; return the named parameters to flatten."""
     module: nn.Module = arguments["module"]
-    if not isinstance(module, nn.Module):  # which differs from what other ranks have, if they have one
+    if not isinstance(module, nn.Module):  # other ranks may have one
         check_agreement(group, f"FullyShardedDataParallel({module!r})", {})
         check_module(module)
     nested = {
@@ -451,7 +425,6 @@ def _to_be_sharded(arguments: dict[str, Any]) -> list[tuple[str, nn.Parameter]]:
 def ignored_parameters(
     ignored_modules: list[nn.Module] | None, ignored_states: list[nn.Module | nn.Parameter] | None
 ) -> set[nn.Parameter]:
-    """Return the parameters that FSDP's constructor was told to leave alone."""
     ignored: set[nn.Parameter] = set()
     for item in (*(ignored_modules or ()), *(ignored_states or ())):
         ignored.update(item.parameters() if isinstance(item, nn.Module) else (item,))
@@ -464,11 +437,7 @@ def _check_offload(offload: CPUOffload | None) -> None:
 
 
 def refuse_local_state_dict(module: FullyShardedDataParallel, *unused: object) -> None:
-    """Raise if ``module`` is set to give local state dicts; a hook that torch calls before it makes one.
-
-    Raises:
-        ValueError: If it is.
-    """
+    """Raise a ValueError if ``module`` is set to give local state dicts; a hook of torch's state dicts."""
     # torch looks for its global rank in the group of a node, under its own HYBRID_SHARD too: all nodes but one raise.
     if FullyShardedDataParallel.get_state_dict_type(module).state_dict_type == StateDictType.LOCAL_STATE_DICT:
         raise ValueError(
@@ -478,11 +447,7 @@ def refuse_local_state_dict(module: FullyShardedDataParallel, *unused: object) -
 
 
 def check_one_group(units: Iterable[StrategyUnit]) -> None:
-    """Raise if some units of a model are sharded within nodes and others are not.
-
-    Raises:
-        ValueError: Naming one of each.
-    """
+    """Raise a ValueError if some units of a model are sharded within nodes and others are not."""
     by_scope = {unit.scopes.optimizer: unit.sharded.name for unit in units}
     if "I" in by_scope and len(by_scope) > 1:
         other = next(name for scope, name in by_scope.items() if scope != "I")
@@ -509,26 +474,22 @@ class CommHookUnit:
         self.loaded_state: Loaded | None = None
         hear_of_loads(self)
 
-    def invalidate(self, *, by_step: bool = False) -> None:
-        """Do nothing, for stock FSDP keeps no secondary shard."""
+    # Stock FSDP keeps no weights and no secondary shard, and has gradients only in ``.grad``.
+    def invalidate(self, *, by_step: bool = False) -> None: ...
 
     def full_shard_units(self, is_outermost: bool) -> None:
-        """Return None, for torch gathers the weights."""
+        """Return None, since torch gathers the weights."""
 
     def compute_device(self) -> torch.device | None:
-        """Return the device that gradients are reduced on."""
         return self.sharded.compute_device()
 
     def weights_loaded(self) -> None:
-        """Handle weights that were loaded: from a state dict, or in place from a checkpoint."""
         self.loads += 1
 
-    def drop_gradients(self) -> None:
-        """Do nothing, for stock FSDP has gradients in ``.grad`` alone."""
+    def drop_gradients(self) -> None: ...
 
     @property
     def keeps_weights(self) -> bool:
-        """Return False, for stock FSDP keeps no weights."""
         return False
 
 
@@ -567,7 +528,7 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
 
     hop = unit.mesh.intra if unit.scopes.optimizer == "I" else unit.mesh.group
     shard_group = own_rank() if hop is None else hop
-    # Before the parameters are flattened.
+    # Look them up before the parameters are flattened.
     packed, sites = packed_sites(arguments["module"]), UNITS.sites([arguments["module"]])
     with ExitStack() as stack:
         stack.enter_context(
@@ -611,7 +572,6 @@ def _all_ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def _on_lazy_init(root: nn.Module) -> None:
-    """Start to watch the model under ``root``, and prepare its reductions."""
     with repeated_if_failed(root, _on_lazy_init):
         _set_up(root)
 
@@ -637,7 +597,7 @@ def _set_up(root: nn.Module) -> None:
 
 
 def _before_move(instance: FullyShardedDataParallel) -> None:
-    # All at once, since torch takes original parameters out of all units within an instance before it moves the first.
+    # Handle all units here, since torch takes original parameters out of all of them before it moves the first.
     for each in FullyShardedDataParallel.fsdp_modules(instance):
         if (handle := _torch_handle.handle_of(each)) is not None:
             handle.drop_cleared_gradients()
@@ -650,7 +610,7 @@ def _after_move(instance: FullyShardedDataParallel) -> None:
 
 
 def _name_of(path: str) -> str:
-    """Return a unit's name: the path to what it wraps; ``frozen of <path>`` for the instance of a frozen part."""
+    """Return a unit's name: the path of the wrapped module; ``frozen of <path>`` for the instance of a frozen part."""
     name = path.replace("_fsdp_wrapped_module.", "")
     owner = name.removesuffix("_fsdp_wrapped_module").rstrip(".")
     return f"frozen of {owner or 'root'}" if name.endswith("_fsdp_wrapped_module") else name or "root"
@@ -659,8 +619,7 @@ def _name_of(path: str) -> str:
 def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[FullyShardedDataParallel, object]:
     """Check that ``state`` reduces over the model's group, log which parts of it are active, and count its traffic.
 
-    Returns:
-        A state for each instance.
+    Returns a state for each instance.
     """
     if not isinstance(state, QuantizedReduceState):
         return {}
@@ -760,5 +719,4 @@ model that is offloaded has _torch_handle.py replace ``_runtime_utils._post_redu
 
 
 def install() -> None:
-    """Make FullyShardedDataParallel understand strategies."""
     apply_patches(PATCHES)

@@ -33,10 +33,10 @@ from ._torch_weights import (
 
 # ---- use
 #
-# Private names of torch's fully_shard: which parameters of a group ranks have used in a step.
+# Private names of torch's fully_shard: the parameters of a group that ranks have used in a step.
 
 Hooks = Mapping[int, Callable[[Tensor], None]]
-"""What runs after a gradient was accumulated: optimizers in the backward."""
+"""Hooks that run after a gradient was accumulated: optimizers in the backward."""
 
 
 class UnusedParameter(NamedTuple):
@@ -49,16 +49,12 @@ class UnusedParameter(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class ParameterUse:
-    """Tells which parameters of a group one step has used, since ranks reduce all of them.
+    """Parameters of a group that one step has used, since ranks reduce all of them.
 
     Ranks may use different parameters in a micro-batch, but must reduce the same ones. So a micro-batch that is not the
     last of its step reduces all parameters of a group, and so does the last one of that step. With error feedback every
     step reduces all of them, since errors are laid out as all parameters of a group. Parameters that no rank has used
     get no gradient in the end, as with torch's own reduction (:meth:`drop_unused`).
-
-    Args:
-        group: The group.
-        unit: Its unit.
 
     Attributes:
         took_part: Whether ranks have gathered the group in an earlier micro-batch of the step.
@@ -76,11 +72,10 @@ class ParameterUse:
     _used: set[int] = field(default_factory=set)
 
     def forget_used(self) -> None:
-        """Forget which parameters were used, since their gradients are dropped."""
         self._used = set()
 
     def note(self, params: Sequence[FSDPParam], gradients: Sequence[Tensor | None]) -> bool:
-        """Note which of ``params`` have gradients in a micro-batch; return whether any has."""
+        """Record which of ``params`` have gradients in a micro-batch; return whether any has."""
         used = {id(param) for param, gradient in zip(params, gradients, strict=True) if gradient is not None}
         self._used |= used
         return bool(used)
@@ -108,10 +103,8 @@ class ParameterUse:
                 self.unused[id(param)] = UnusedParameter(param, sharded.grad, hooks)
 
     def _goes_without(self, param: FSDPParam) -> bool:
-        """Return whether a parameter gets no gradient if no rank has used it, so that ranks exchange whether they have.
-
-        It gets zeros if it requires a gradient by now and ``set_reduce_scatter_unused_params`` asks for them.
-        """
+        """Return whether a parameter gets no gradient if no rank has used it, so that ranks must compare their use."""
+        # It gets zeros if it requires a gradient by now and ``set_reduce_scatter_unused_params`` asks for them.
         if self.unit.reduce is None:
             return False
         zeros_reduced = getattr(self.group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
@@ -154,7 +147,6 @@ class ParameterUse:
 
 
 def set_hooks(param: FSDPParam, hooks: Hooks | None) -> None:
-    """Set the hooks that torch runs when a parameter has its sharded gradient."""
     param.sharded_param._post_accumulate_grad_hooks = hooks  # type: ignore[assignment]  # torch declares a dict
 
 
@@ -169,12 +161,9 @@ def set_hooks(param: FSDPParam, hooks: Hooks | None) -> None:
 
 @contextmanager
 def stepping_on_arrival(group: FSDPParamGroup, arriving: ArrivingGradients, left_out: Container[int]) -> Iterator[None]:
-    """Return a context in which torch reduces gradients of ``group``, whose hooks then run when these have arrived.
+    """Return a context in which torch reduces gradients of an offloaded group, whose hooks run when these have arrived.
 
-    Args:
-        group: The group, whose parameters are offloaded.
-        arriving: Where its steps wait.
-        left_out: Parameters, by id, whose hooks are postponed for another reason.
+    ``left_out`` has the ids of parameters whose hooks are postponed for another reason.
     """
     hooked: list[tuple[FSDPParam, Hooks, object]] = []
     for param in group.fsdp_params:
@@ -216,24 +205,18 @@ def _run(stepping: list[tuple[FSDPParam, Hooks]]) -> None:
 _post_backward = without_dynamo(FSDPParamGroup.post_backward)
 
 
+# Small groups, too, are reduced one by one. torch casts, accumulates and hands out a gradient right after its hops.
+# To send those of several groups at once, each would have to be copied into a flat buffer once more, which takes the
+# CPU longer than the hop that it saves.
 class GroupGradients:
     """Accumulates and reduces the gradients of a parameter group over the micro-batches of a step.
-
-    Small groups, too, are reduced one by one. torch casts, accumulates and hands out a gradient right after its hops.
-    To send those of several groups at once, each would have to be copied into a flat buffer once more, which takes the
-    CPU longer than the hop that it saves.
-
-    Args:
-        group: The group.
-        weights: Its weights, which know whether ranks have gathered them.
-        unit: Its unit.
 
     Attributes:
         comm: The reduction as torch calls it; None where torch reduces.
         use: The parameters that the step uses.
         order: The order in which groups reduce; set before the first forward.
         arriving: The model's optimizers in the backward that wait for gradients; likewise.
-        layouts: Where parameters lie in a gradient, by the last few sets of parameters that it consisted of.
+        layouts: Layouts of gradients, by the last few sets of their parameters.
     """
 
     order: ReductionOrder[GroupGradients]
@@ -255,7 +238,7 @@ class GroupGradients:
 
     @property
     def is_last_micro_batch(self) -> bool:
-        """Tell whether a backward completes the gradients of its step, as FSDPModule's setters say."""
+        """Return whether a backward completes the gradients of its step, as FSDPModule's setters say."""
         # torch has no all-reduce without replicas of its own, so set_requires_all_reduce governs deferred hops.
         return self._group.reduce_grads and (
             self._group.all_reduce_grads
@@ -265,7 +248,7 @@ class GroupGradients:
 
     @property
     def takes_part(self) -> bool:
-        """Tell whether ranks have gathered the group for this micro-batch, and it has hops to make before the last."""
+        """Return whether ranks gathered the group for this micro-batch, and it has hops to make before the last."""
         early = (
             self.unit.reductions.current is not None
             and self.unit.reductions.current.communicates_early
@@ -343,10 +326,8 @@ class GroupGradients:
             pending.finish()
 
     def _drop_prefetch(self) -> None:
-        """Finish a first gather that was prefetched and not used.
-
-        Until a group's first gather is complete, its parameters have no unsharded tensor that could get a gradient.
-        """
+        """Finish a first gather that was prefetched and not used."""
+        # Until a group's first gather is complete, its parameters have no unsharded tensor that could get a gradient.
         group = self._group
         if group._all_gather_result is not None and not all(hasattr(p, "_unsharded_param") for p in group.fsdp_params):
             group.wait_for_unshard()
@@ -385,14 +366,14 @@ class GroupGradients:
     def _reduced_params(self) -> list[FSDPParam]:
         """Return the parameters whose gradients a micro-batch reduces, in torch's order; the same on all ranks.
 
-        They are the parameters that require a gradient, and those that have one from an earlier micro-batch, which
-        torch reduces even if they don't require one any more.
+        They require a gradient, or have one from an earlier micro-batch, which torch reduces even if they are frozen
+        now.
         """
         params = self._group.fsdp_params
         if (order := getattr(self._group, "_reduce_scatter_param_indices", None)) is not None:  # from torch 2.14 on
             params = [params[index] for index in order]
         unsharded = [param for param in params if hasattr(param, "_unsharded_param")]
-        # As _requires_gradient() in _torch_weights.py, without a call for each parameter.
+        # The condition of _requires_gradient() in _torch_weights.py, without a call for each parameter.
         reduced = [
             param
             for param in unsharded
@@ -404,7 +385,7 @@ class GroupGradients:
         return [param for param in unsharded if param in others or param._param_fqn in accumulated]
 
     def _layout_of(self, params: Sequence[FSDPParam]) -> FlatLayout:
-        """Return where ``params`` lie in a gradient that consists of their gradients."""
+        """Return the layout of a gradient that consists of the gradients of ``params``."""
         key = tuple(params)
         layout = self.layouts.get(key)
         if layout is None:
@@ -420,14 +401,14 @@ class GroupGradients:
     def end_backward(self, synchronized: bool) -> None:
         """Handle the end of a backward, which may have completed the gradients of a step."""
         self._reduced = False
-        # Ranks that use what is kept need not gather it, so it is of every micro-batch on all ranks, used or not.
+        # Ranks need not gather kept weights to use them, so the group is in every micro-batch on all ranks, used or
+        # not.
         self._weights.was_gathered = self._weights.is_kept
         if synchronized:
             self.use = ParameterUse(self._group, self.unit)
 
     def drop(self) -> None:
-        """Drop the gradients that torch has kept, and forget which parameters have them. Not to be called in a
-        backward."""
+        """Drop the gradients that torch has kept, and forget which parameters have them, unless a backward runs."""
         if torch._C._current_graph_task_id() != -1:
             return  # an optimizer in the backward has cleared what it has stepped with
         self.use.forget_used()
@@ -445,5 +426,5 @@ class GroupGradients:
 
 
 def _with_gradient(params: Sequence[FSDPParam]) -> list[FSDPParam]:
-    """Return those for which :func:`has_gradient` holds, without a call for each."""
+    """Return the parameters with :func:`has_gradient`, without a call for each."""
     return [p for p in params if p._unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None]

@@ -1,4 +1,4 @@
-"""A parameter group with a strategy: its forward, its backward, and when it is resharded."""
+"""A parameter group with a strategy: its forward, its backward, and its resharding."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from ._torch_weights import (
 
 # ---- sharded by
 #
-# Which strategy has sharded a parameter, for errors that name it.
+# The strategy that has sharded a parameter, for errors that name it.
 
 MARK = "_fsdp_zpp_sharded"
 """Attribute of a parameter that a strategy has sharded: the strategy, as :func:`as_mark` gives it."""
@@ -64,7 +64,7 @@ def as_mark(strategy: Strategy) -> str:
 
 
 def sharded_by(parameter: Tensor) -> str | None:
-    """Return the strategy that has sharded a parameter, as source code; None if torch alone has, or nothing."""
+    """Return the strategy that has sharded a parameter, as source code; None if only torch has, or nothing."""
     return getattr(parameter, MARK, None)
 
 
@@ -76,13 +76,8 @@ def sharded_by(parameter: Tensor) -> str | None:
 class StrategyGroup(FSDPParamGroup, Sharded):
     """A parameter group that a strategy gathers and reduces.
 
-    Made by :func:`_torch_adoption.adopt_group` from the group that torch built. It overrides what torch calls to
-    gather, to reshard and to reduce, and tells the core what FSDP has sharded.
-
-    Attributes:
-        unit: Its unit.
-        weights: Its weights, as the strategy gathers and keeps them.
-        gradients: Its gradients, as the strategy accumulates and reduces them.
+    :func:`adopt_groups` makes it from the group that torch built. It overrides torch's methods that gather, reshard and
+    reduce.
     """
 
     unit: StrategyUnit
@@ -96,7 +91,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     _known_names: Mapping[FSDPParam, str]
 
     def adopt(self, state: FSDPState, unit: StrategyUnit, path: str, on_lazy_init: Callable[[nn.Module], None]) -> None:
-        """Set the attributes of this class, in place of a constructor; the arguments are those of ``adopt_group``."""
+        """Set the attributes of this class, in place of a constructor; arguments as in :func:`adopt_groups`."""
         self.unit, self._path = unit, path
         self.weights = GroupWeights(self, unit.gather, keeps_unsharded=unit.keep_unsharded)
         self.gradients = GroupGradients(self, self.weights, unit)
@@ -107,7 +102,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     # ---- lazy initialization
 
     def lazy_init(self) -> None:
-        if not self._is_ordered:  # torch comes here more than once, and what has been gathered is in this order
+        if not self._is_ordered:  # torch comes here more than once, and gathered weights are in this order
             order_parameters(self)
             self._is_ordered = True
         super().lazy_init()
@@ -125,7 +120,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             self._on_lazy_init = None
 
     def _leave_weights_uncoded(self) -> None:
-        """Leave out the codec, since parameters encode themselves; before the first gather, on all ranks alike."""
+        """Leave out the codec, since parameters encode themselves; before the first gather, on all ranks."""
         was_encoded, self.unit.encodes_itself = self.weights.is_encoded, True
         if was_encoded:
             self.unit.leave_weights_uncoded(in_place_of_torch=True)
@@ -141,7 +136,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         for param in self.fsdp_params:
             info = param._module_info
             param._param_fqn = ".".join(filter(None, (paths[info.module], info.param_name)))
-        # Both go by these names.
+        # The plan and the layouts contain these names.
         self.weights.plan = None
         self.gradients.layouts.clear()
 
@@ -179,7 +174,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         with self._labelled("FSDP::all_gather"), self.device_handle.stream(stream):
             if inputs is not None and (secondary.encoded_by is None or plan.numel == 0):
                 shard = plan.put_together(inputs)
-            # A stale secondary shard that is made from what ``weights`` reads has the version of that.
+            # A stale secondary shard that is made from what ``weights`` reads gets its version there.
             is_compared = self.weights.reuses and not (secondary.stale and shard is None)
             out = torch.empty(plan.numel, dtype=plan.dtype, device=self.device)
             gather(shard, out, self.weights.shard_version() if is_compared else None)
@@ -190,7 +185,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
     @without_functorch
     def wait_for_unshard(self) -> None:
-        """Show what was gathered, as torch does; from the second time on without looking up what does not change."""
+        """Show the gathered weights, as torch does; from the second time on without lookups that never change."""
         weights, result = self.weights, self._all_gather_result
         plan = weights.plan
         if result is None:
@@ -221,7 +216,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             self._sharded_state = ShardedState.UNSHARDED
         copied = self.device_handle.Event()
         copied.record()
-        # A forward keeps what was gathered until its next gather, which need not wait for the copy then.
+        # A forward keeps the gathered output until its next gather, which need not wait for the copy then.
         if in_forward:
             self.comm_ctx.all_gather_state = AllGatherState(result, copied)
         else:
@@ -229,7 +224,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         self._all_gather_result = None
 
     def _gather_after(self, event: torch.Event | None) -> None:
-        """Let the streams in which weights are gathered wait for ``event``."""
+        """Have the streams in which weights are gathered wait for ``event``."""
         context = self.comm_ctx
         if event is not None and hasattr(context, "all_gather_stream"):  # there is none before lazy initialization
             context.all_gather_copy_in_stream.wait_event(event)
@@ -287,76 +282,61 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         parent: Any = super()
         parent._set_separate_reduce_scatter_group(enable, *groups)  # from torch 2.13 on
 
-    # ---- as what FSDP has sharded of a unit
+    # ---- as Sharded
 
     @property
     def name(self) -> str:
-        """Return the paths of the group's modules from the root, and its own within them if they have several."""
         return ".".join(filter(None, (self._module_fqn, self._path))) or "root"
 
     def numel(self) -> int:
-        """Return the number of values of its parameters, on all ranks together."""
         return numel_of(self)
 
     def trained_numel(self) -> int:
-        """Return the number of values that have gradients, which are all that torch reduces."""
         return self.weights.trained_numel()
 
     def compute_device(self) -> torch.device:
-        """Return the device of the group's mesh."""
         return self.device
 
     def wire_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """Return the dtypes in which FSDP itself gathers the weights, those of a uniform group, and reduces them."""
         first = self.fsdp_params[0]
         weights = first.param_dtype or first.sharded_param.dtype
         trained = next((param for param in self.fsdp_params if param.sharded_param.requires_grad), first)
         return weights, self._reduce_dtype or trained.param_dtype or trained.sharded_param.dtype
 
     def own_nbytes(self) -> int | None:
-        """Return the bytes that torch gathers, of all ranks together, if they are of several dtypes or a format."""
         plan = self.weights.plan
         return plan.numel or None if plan is not None and plan.dtype == torch.uint8 else None
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the sharded parameters, as an optimizer holds them."""
         return [param.sharded_param for param in self.fsdp_params]
 
     def parameter_owners(self) -> list[tuple[nn.Module, ...]]:
-        """Return, for each parameter, the modules on which it is registered."""
         infos = [param._module_info for param in self.fsdp_params]
         return [(info.module, *info.shared_modules) for info in infos]
 
     def other_axes(self) -> list[dist.ProcessGroup]:
-        """Return the ranks along the axes of meshes that another parallelism has a part in, our own axis too."""
         sharded: list[Any] = self.parameters()
         meshes = dict.fromkeys(parameter.device_mesh for parameter in sharded)
         return [group for mesh in meshes if mesh.ndim > 1 for group in mesh.get_all_groups()]
 
     def is_trained(self) -> bool:
-        """Return whether any parameter requires a gradient, sharded or as modules show it."""
         return self.weights.is_trained()
 
     def trained_names(self) -> list[str]:
-        """Return the names of the parameters that require a gradient, as modules show them now, or have one."""
         named = zip(self._names(), self.fsdp_params, strict=True)
         return [name for name, param in named if _shows_trained(param) or param.sharded_param.grad is not None]
 
     def shards(self) -> list[Tensor]:
-        """Return what this rank holds of the parameters."""
         return [param._sharded_param_data for param in self.fsdp_params]
 
     def named_shards(self) -> dict[str, Tensor]:
-        """Return what this rank holds of the parameters, by their names in the group's modules."""
         return dict(zip(self._names(), self.shards(), strict=True))
 
     def named_parts(self, parameter: nn.Parameter, of: Tensor) -> dict[str, Tensor]:
-        """Return a tensor that lies as this rank's shard of a parameter, by the parameter's name."""
         pairs = zip(self._names(), self.fsdp_params, strict=True)
         return {name: of for name, param in pairs if param.sharded_param is parameter}
 
     def placements(self) -> dict[str, tuple[str, ...]]:
-        """Return the mesh dimensions along which each parameter is sharded, by its name in the group's modules."""
         return dict(zip(self._names(), axes_of(self.fsdp_params), strict=True))
 
     def _names(self) -> list[str]:
@@ -365,27 +345,25 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         return [self._known_names[param] for param in self.fsdp_params]
 
     def weights_changed(self, by_step: bool) -> None:
-        """Drop what does not hold any more; ``by_step`` says that nothing but the values has changed."""
         self.drop_unsharded()
         if not by_step:
             self.weights.plan = None
-            # A user's event of the last step, for which alone the next forward's gathers would wait.
+            # This is a user's event of the last step. The next forward's gathers would wait for it and nothing later.
             self._state._state_ctx.post_optim_event = None
 
     def drop_unsharded(self) -> None:
-        """Drop what FSDP still keeps unsharded between forwards, so that the next one gathers it anew."""
+        """Drop weights that FSDP keeps unsharded between forwards, so that the next forward gathers them again."""
         if self._training_state == TrainingState.IDLE:
             self.weights.drop_kept()
             self.wait_for_unshard()
             self._to_sharded()
 
     def drop_gradients(self) -> None:
-        """Drop the gradients accumulated from earlier micro-batches of the step."""
         self.gradients.drop()
 
 
 def _shows_trained(param: FSDPParam) -> bool:
-    """Return whether a parameter requires a gradient as modules show it now, which the next forward goes by."""
+    """Return whether a parameter requires a gradient as modules show it now, which decides for the next forward."""
     shown: nn.Parameter = getattr(param._module_info.module, param._module_info.param_name)
     return shown.requires_grad
 
@@ -396,13 +374,11 @@ def _shows_trained(param: FSDPParam) -> bool:
 
 
 class StockGroup(StrategyGroup):
-    """A parameter group of a strategy for which torch does everything, as it would without one."""
+    """A parameter group of a strategy for which torch does everything; it stays as torch leaves it."""
 
-    def weights_changed(self, by_step: bool) -> None:
-        """Leave what is unsharded as it is."""
+    def weights_changed(self, by_step: bool) -> None: ...
 
-    def drop_gradients(self) -> None:
-        """Leave torch's accumulated gradients as they are, whatever is cleared."""
+    def drop_gradients(self) -> None: ...
 
 
 def adopt_groups(
@@ -412,20 +388,13 @@ def adopt_groups(
     infos: Sequence[FSDPMeshInfo],
     on_lazy_init: Callable[[nn.Module], None],
 ) -> list[StrategyGroup | None]:
-    """Let torch gather and reduce the parameter groups of ``module`` through units, unless torch does everything.
+    """Have torch gather and reduce the parameter groups of ``module`` through units, one for each part of its call.
 
-    Args:
-        module: A module on which torch's ``fully_shard`` was just called, alone or with others.
-        units: The units, one for each part of the call.
-        paths: Their paths within the module.
-        infos: The meshes of the parts; empty if the call has one part.
-        on_lazy_init: Called with the root when FSDP has initialized all groups below it lazily.
-
-    Returns:
-        The group of each unit, which has another class now; None where the module has no parameters of a unit.
+    Returns the group of each unit, which has another class now; None where the module has no parameters of a unit.
     """
+    # There are no ``infos`` for a call of one part.
     state = state_of(module)
-    # Without FSDPMeshInfo it is not sharded: dp_mesh_dims that replicate alone, which are left to torch.
+    # Without FSDPMeshInfo it is not sharded: dp_mesh_dims that only replicate are left to torch.
     sharded = [group for group in groups_of(state) if isinstance(group.mesh_info, FSDPMeshInfo)]
     groups: list[FSDPParamGroup | None] = [*sharded] or [None]
     if infos:
@@ -446,14 +415,14 @@ def adopt_groups(
         if unit.stock:
             continue
         unit.sharded = own
-        # Not by the setters of the module, which are for modules of one group.
+        # Set them here: the setters of the module are for modules of one group.
         if own.weights.comm is not None:
             group._all_gather_comm = own.weights.comm
         if isinstance(own.gradients.comm, StrategyAllReduce):
             group._all_reduce_hook = own.gradients.comm
         elif own.gradients.comm is not None:
             group._reduce_scatter_comm = own.gradients.comm
-        # Loading a part of the model runs the hooks of that part only, so they are on whatever holds a parameter.
+        # Loading a part of the model runs the hooks of that part only, so every owner of a parameter gets them.
         for owner in {owner for owners in own.parameter_owners() for owner in owners}:
             owner.register_load_state_dict_post_hook(lambda module, incompatible_keys, unit=unit: unit.weights_loaded())
             # A partial, since torch sets an attribute on the hook, which a method does not take.
@@ -472,18 +441,10 @@ def strategy_groups_below(root: nn.Module) -> list[StrategyGroup]:
 
 
 class GroupBackwardWatch:
-    """Knows the groups of a model, and who hears of the end of its backwards.
+    """Groups of a model: those of strategies, and ``others`` that only torch manages.
 
-    Args:
-        root: The model, initialized lazily, after which it has the same groups for good.
-        on_backward_end: Called at the end of every backward with whether it synchronizes gradients.
-
-    Attributes:
-        groups: The groups of strategies.
-        others: The groups that torch alone manages.
-        on_backward_end: As given.
-        order: The order in which groups reduce on all ranks.
-        arriving: The optimizers in the backward that wait for gradients.
+    The root was initialized lazily, so it keeps these groups. ``on_backward_end`` is called at the end of every
+    backward with whether it synchronizes gradients.
     """
 
     def __init__(self, root: nn.Module, on_backward_end: Callable[[bool], None]) -> None:
@@ -504,11 +465,7 @@ class GroupBackwardWatch:
 
 
 class WatchedState(FSDPState):
-    """A module's state that tells of the end of backwards.
-
-    Attributes:
-        watch: Of the model; the same for all of its states.
-    """
+    """A module's state that reports the end of backwards to ``watch``, which all states of a model share."""
 
     watch: GroupBackwardWatch
 
@@ -519,8 +476,8 @@ class WatchedState(FSDPState):
         # From torch 2.15 on, a user may end the step by calling finalize_backward instead.
         ends_step = not getattr(self._state_ctx, "manual_backward_finalization_active", None)
         synchronized = ends_step and (any(last) or any(group.reduce_grads for group in self.watch.others))
-        # Before torch's own callback: until then no group is idle, so nothing that a user told FSDP to keep
-        # unsharded after the backward is dropped.
+        # This comes before torch's own callback: until then no group is idle, so weights that a user told FSDP to keep
+        # unsharded after the backward are not dropped.
         self.watch.on_backward_end(synchronized)
         super()._root_post_backward_final_callback()
         if self.watch.arriving.waiting:
@@ -528,7 +485,6 @@ class WatchedState(FSDPState):
         self._end_backward(last, synchronized)
 
     def finalize_backward(self, **arguments: object) -> None:
-        """End a step at a user's request; from torch 2.15 on."""
         parent: Any = super()
         parent.finalize_backward(**arguments)
         watch = self.watch
@@ -537,20 +493,15 @@ class WatchedState(FSDPState):
         synchronized = any(last) or any(group.reduce_grads for group in watch.others)
         if synchronized:
             with ExitStack() as stack:
-                # Not true, for they are idle by now: only inside of this ``with``, so that drop_unsharded() spares what
-                # the user keeps unsharded, as it does at the end of a backward.
+                # Set the state to POST_BACKWARD here so that drop_unsharded() keeps what the user keeps unsharded, as
+                # at the end of a backward.
                 for group in (*watch.groups, *watch.others):
                     stack.enter_context(group.use_training_state(TrainingState.POST_BACKWARD))
                 watch.on_backward_end(True)
         self._end_backward(last, synchronized)
 
     def _end_backward(self, last: list[bool], synchronized: bool) -> None:
-        """End a backward of the model.
-
-        Args:
-            last: For each group of a strategy, whether this was its last micro-batch.
-            synchronized: Whether gradients are left for a step.
-        """
+        """End a backward of the model; ``last`` has the groups of strategies for which it was the last micro-batch."""
         watch = self.watch
         if all(last):
             watch.order.restart()
@@ -568,7 +519,6 @@ class WatchedState(FSDPState):
                 group.drop_unsharded()
 
     def _reset_iter_state(self) -> None:
-        """Recover from an exception."""
         parent: Any = super()
         parent._reset_iter_state()  # from torch 2.13 on
         for group in self.watch.groups:
@@ -580,23 +530,14 @@ class WatchedState(FSDPState):
 
 
 def _drop_unused(gradients: list[GroupGradients]) -> None:
-    """Remove gradients of parameters that no rank has used in the step that ends. Collective.
-
-    Args:
-        gradients: The gradients of groups whose ranks may have reduced more parameters than they have used.
-    """
+    """Remove gradients of parameters that no rank has used in the step that ends. Collective."""
     asked = [(each.use, each.unit.reductions.mesh, used) for each in gradients if (used := each.use.in_step())]
     for use, used_by_any in agree_on_use(asked):
         use.drop_unused(used_by_any)
 
 
 def watch_backwards(root: nn.Module, on_backward_end: Callable[[bool], None]) -> None:
-    """Watch the backwards below ``root``, and let its groups reduce in one order on all ranks.
-
-    Args:
-        root: The root, initialized lazily.
-        on_backward_end: Called at the end of every backward with whether it synchronizes gradients.
-    """
+    """Watch the backwards below ``root``, initialized lazily, and have its groups reduce in one order on all ranks."""
     watch = GroupBackwardWatch(root, on_backward_end)
     # The backward ends in the state whose output it reaches first, which may be any, torch's own ones included.
     for state in state_of(root)._state_ctx.all_states:

@@ -47,7 +47,6 @@ def is_managed(module: nn.Module) -> bool:
 
 
 def groups_of(state: FSDPState) -> list[FSDPParamGroup]:
-    """Return the parameter groups of a module."""
     # torch 2.12 allows for several groups a module; before, there was one or none.
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
@@ -63,15 +62,11 @@ def init_groups_lazily(root: nn.Module) -> None:
 
 
 def numel_of(group: FSDPParamGroup) -> int:
-    """Return the number of values of a group's parameters, on all ranks together."""
     return sum(param.sharded_param.numel() for param in group.fsdp_params)
 
 
 def names_in(group: FSDPParamGroup) -> dict[FSDPParam, str]:
-    """Return the names of a group's parameters in its modules.
-
-    FQNs are known only from lazy initialization on, and a checkpoint may be loaded before that.
-    """
+    # FQNs are known only from lazy initialization on, and a checkpoint may be loaded before that.
     paths: dict[nn.Module, str] = {}
     for index, module in enumerate(group.modules):
         for path, part in module.named_modules(prefix=str(index)):
@@ -81,7 +76,7 @@ def names_in(group: FSDPParamGroup) -> dict[FSDPParam, str]:
 
 
 def groups_below(root: nn.Module) -> list[FSDPParamGroup]:
-    """Return the parameter groups of all modules below ``root``, outermost first; that of a list of modules once."""
+    """Return the parameter groups under ``root``, outermost first. A group shared by a list of modules appears once."""
     states = [module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)]
     return list(dict.fromkeys(group for state in states for group in groups_of(state)))
 
@@ -92,10 +87,8 @@ def sizes_of_other_groups(root: nn.Module, groups: Collection[FSDPParamGroup]) -
 
 
 def after_moves(callback: Callable[[nn.Module], None]) -> None:
-    """Run ``callback(module)`` after each move or cast of a sharded module's parameters: ``to()``, ``half()``.
-
-    All of these go through ``_apply``, module by module.
-    """
+    """Run ``callback(module)`` after each move or cast of a sharded module's parameters: ``to()``, ``half()``."""
+    # All moves go through _apply, module by module.
     original = FSDPModule._apply
 
     @functools.wraps(original)
@@ -114,7 +107,7 @@ def after_moves(callback: Callable[[nn.Module], None]) -> None:
 
 # ---- transforms
 #
-# Private names of torch's fully_shard: how its hooks step out of torch.compile and of functorch's transforms.
+# Private names of torch's fully_shard: its hooks step out of torch.compile and of functorch's transforms.
 
 Method = TypeVar("Method", bound=Callable[..., object])
 
@@ -125,11 +118,9 @@ without_functorch: Callable[[Method], Method] = getattr(
 
 
 def without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of torch's for which dynamo is disabled once.
-
-    From torch 2.13 on, its decorator makes a wrapper that disables dynamo anew in every call, which takes longer than
-    much of what the methods do. A method that something else has wrapped is left as it is.
-    """
+    """Return a method of torch's for which dynamo is disabled once."""
+    # From torch 2.13 on, its decorator makes a new wrapper that disables dynamo in every call, which takes longer than
+    # much of what the methods do. A method that something else has wrapped is left as it is.
     decorator = getattr(_fsdp_common, "_dynamo_disable", None)
     if decorator is None or method.__code__ is not decorator(lambda: None).__code__:
         return method
@@ -157,12 +148,7 @@ def take_gradient(param: FSDPParam) -> Tensor | None:
 
 
 def divided_by(group: FSDPParamGroup, dtype: torch.dtype) -> float:
-    """Return what torch has divided a gradient by before its reduction, as it does in fp16; 1 if by nothing.
-
-    Args:
-        group: The group of the gradient.
-        dtype: The dtype in which it is reduced.
-    """
+    """Return the divisor that torch has applied to a gradient before its reduction, as it does in fp16; or 1."""
     ranks, factor = group._reduce_scatter_process_group, group.gradient_divide_factor
     before, *_ = _get_gradient_divide_factors(
         ranks, None, dtype, group.device.type, factor, group.force_sum_reduction_for_comms
@@ -173,15 +159,9 @@ def divided_by(group: FSDPParamGroup, dtype: torch.dtype) -> float:
 
 
 def flatten_gradients(group: FSDPParamGroup, params: Sequence[FSDPParam], gradients: Sequence[Tensor | None]) -> Tensor:
-    """Return unsharded gradients in one flat tensor, in the layout and dtype in which torch reduces them.
+    """Return unsharded gradients, None for zeros, in one flat tensor [world * numel], chunk i for rank i.
 
-    Args:
-        group: The group of the parameters.
-        params: The parameters, in the order in which torch reduces them.
-        gradients: The gradient of each; None counts as zeros.
-
-    Returns:
-        Flat [world * numel], chunk i for rank i.
+    Layout and dtype are those in which torch reduces them, as is the order of ``params``.
     """
     world = group._reduce_scatter_process_group.size()
     dtype = _gradient_dtype(group, params)
@@ -210,21 +190,21 @@ def _gradient_dtype(group: FSDPParamGroup, params: Sequence[FSDPParam]) -> torch
 
 # ---- gather inputs
 #
-# Private names of torch's fully_shard: what it would put together of a group's shards for its all-gather.
+# Private names of torch's fully_shard: the input of its all-gather, from a group's shards.
 #
 # [Note: Own bytes]
-# A tensor subclass may decide itself what is gathered of it: ``fsdp_pre_all_gather`` returns tensors and metadata, and
-# ``fsdp_post_all_gather`` makes the unsharded parameter of all ranks' tensors. So does float8 training in torchao: it
-# casts to 8 bits before the gather. Such bytes are a codec of their own, which go through both hops and into the
-# secondary shard as they are. The other parameters of the group go beside them, in the dtype to compute in. A secondary
-# shard that is reused brings no call of ``fsdp_pre_all_gather``, so the metadata of the last one is kept beside it.
+# A tensor subclass may encode itself for the all-gather: ``fsdp_pre_all_gather`` returns tensors and metadata, and
+# ``fsdp_post_all_gather`` makes the unsharded parameter from all ranks' tensors. Float8 training in torchao does: it
+# casts to 8 bits before the gather. Such bytes are encoded already, and go through both hops and into the
+# secondary shard as they are. The other parameters of the group go with them, in the dtype to compute in. A secondary
+# shard that is reused brings no call of ``fsdp_pre_all_gather``, so the metadata of the last one is kept with it.
 #
 # Some subclasses send no bytes of their own but their values in the dtype to compute in, as torchao's MXFP8 weights do.
 # A codec encodes these as it does any others.
 
 
 class GatherResult(TypedDict):
-    """Fields of torch's ``AllGatherResult`` besides the output and its event."""
+    """Fields of torch's ``AllGatherResult`` without the output and its event."""
 
     all_gather_work: None
     param_all_gather_input_dtypes: list[list[torch.dtype]]
@@ -233,7 +213,6 @@ class GatherResult(TypedDict):
 
 
 def gather_result(dtypes: list[list[torch.dtype]], numels: list[list[int]], sizes: list[int]) -> GatherResult:
-    """Return the dtypes and numbers of elements of each parameter's tensors, and the sizes of all of them."""
     return {
         "all_gather_work": None,
         "param_all_gather_input_dtypes": dtypes,
@@ -243,20 +222,16 @@ def gather_result(dtypes: list[list[torch.dtype]], numels: list[list[int]], size
 
 
 class _Extension(NamedTuple):
-    """What a parameter that encodes itself has told torch beside its tensors: metadata, and their shapes."""
-
     param: FSDPParam
     metadata: Any
     sizes: Sequence[torch.Size]
 
 
 class GatherInputs:
-    """A rank's part of a gather as torch would put it together. See [Note: Own bytes].
+    """A rank's part of a gather, joined as torch would. See [Note: Own bytes].
 
-    Args:
-        group: The group, initialized lazily.
-        dtype: The dtype of the values that a codec encodes; uint8 for bytes that none does.
-        mixed: Whether torch is given values of several dtypes, which it takes as bytes.
+    ``dtype`` is that of the values that a codec encodes, or uint8 for bytes that none does. ``mixed`` says that torch
+    gets values of several dtypes, which it takes as bytes.
     """
 
     def __init__(self, group: FSDPParamGroup, dtype: torch.dtype, mixed: bool) -> None:
@@ -266,12 +241,9 @@ class GatherInputs:
 
     @torch.no_grad()
     def put_together(self) -> tuple[Tensor, GatherResult]:
-        """Return what is to be gathered of the shards as they are now, flat, and what torch needs to know of it.
-
-        The number of elements is the same each time. It is collective if a parameter's own encoding is.
-        """
+        """Return the current all-gather input, flat, and the fields of torch's result; collective if encodings are."""
         params = self._group.fsdp_params
-        # What an evaluation has encoded, metadata above all, may be saved for a backward later.
+        # Tensors and metadata that an evaluation has encoded may be saved for a backward later.
         with torch.inference_mode(False):
             by_param = _get_param_all_gather_inputs(params)
             flat = [each.view(-1) for inputs in by_param for each in inputs]
@@ -288,23 +260,20 @@ class GatherInputs:
         return joined, result
 
     def tell_torch(self) -> None:
-        """Give torch the metadata of what was put together last, which it forgets whenever it has unsharded."""
+        """Give torch the metadata of the last input, which it forgets whenever it has unsharded."""
         for param, metadata, sizes in self._extensions:
             param._extensions_data.all_gather_metadata = metadata
             param._extensions_data.all_gather_input_sizes = sizes
 
 
 def encodes_itself(param: FSDPParam) -> bool:
-    """Return whether a parameter decides itself what is gathered of it."""
+    """Return whether a parameter encodes itself for the all-gather."""
     return hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
 
 
 def has_own_bytes(params: Sequence[FSDPParam]) -> bool:
-    """Return whether any sharded parameter encodes itself as anything but its values in the dtype to compute in.
-
-    It is collective if a parameter's own encoding is.
-    """
-    # Of all of them, however early one decides it, so that ranks enter the same collectives.
+    """Return whether a parameter encodes itself as other bytes; collective if a parameter's own encoding is."""
+    # Ask all of them, however early one decides it, so that ranks enter the same collectives.
     return any([not _sends_values(param) for param in params if encodes_itself(param)])  # noqa: C419
 
 
@@ -312,39 +281,35 @@ def has_own_bytes(params: Sequence[FSDPParam]) -> bool:
 def _sends_values(param: FSDPParam) -> bool:
     first, *others = param.all_gather_inputs
     dtype = param.param_dtype or param.orig_dtype
-    # With or without padding, which not all ranks have.
+    # Accept sizes with or without padding, which not all ranks have.
     numels = param._sharded_local_tensor.numel(), param._sharded_param_data.numel()
     return not others and first.dtype == dtype and first.numel() in numels
 
 
 # ---- plan
 #
-# Private names of torch's fully_shard: what all gathers of a parameter group have in common.
+# Private names of torch's fully_shard: the common plan of all gathers of a parameter group.
 
 
 class GatherPlan:
-    """Holds what all gathers of a group have in common, until parameters are moved, cast or replaced.
-
-    Args:
-        group: The group, initialized lazily.
-        encodes: Whether a codec encodes what is gathered.
+    """Plan of all gathers of a group, valid until parameters are moved, cast or replaced.
 
     Attributes:
         mixed: Whether parameters are computed with in several dtypes.
-        inputs: Puts together what is gathered, if a parameter encodes itself or, without a codec, dtypes are mixed;
-            else None, and it is the shards themselves.
+        inputs: Joins the inputs of the gather, if a parameter encodes itself or, without a codec, dtypes are mixed;
+            else None, and the shards themselves are gathered.
         dtype: The dtype in which parameters are gathered; if theirs differ, one that can hold the values of all, and
             uint8 if ``inputs`` are bytes.
-        shard_numel: The number of elements that a rank contributes to a gather; with ``inputs``, 0 until they were put
-            together, and the same ever after.
+        shard_numel: The number of elements that a rank contributes to a gather; with ``inputs``, 0 until their first
+            use.
         numel: The number of elements that a gather leaves on a rank.
-        result: What an ``AllGatherResult`` tells besides the output and its event.
-        layout: Where parameters lie in a rank's part of a gather.
+        result: Fields of an ``AllGatherResult`` without the output and its event.
+        layout: Layout of a rank's part of a gather.
         memory: The gathered shards, except tensor subclasses, which may have no storage.
         counted: The tensors whose writes torch counts: the parameters and their shards.
-        cast_before_joining: Whether each shard is to be cast to ``dtype`` before it is joined with others.
-        swaps: The swaps of all parameters, once :meth:`fill`, :meth:`unshard` and :meth:`reshard` do what torch would
-            do for each; else empty.
+        cast_before_joining: Whether each shard must be cast to ``dtype`` before it is joined with others.
+        swaps: The swaps of all parameters, once :meth:`fill`, :meth:`unshard` and :meth:`reshard` can replace torch's
+            work for each; else empty.
     """
 
     def __init__(self, group: FSDPParamGroup, encodes: bool) -> None:
@@ -373,7 +338,7 @@ class GatherPlan:
         self._views: list[Tensor] = []
 
     def put_together(self, inputs: GatherInputs) -> Tensor:
-        """Return what ``inputs`` put together of the shards as they are now, flat [shard_numel]."""
+        """Return the current all-gather input, flat [shard_numel]."""
         joined, self.result = inputs.put_together()
         self.shard_numel = joined.numel()
         self.numel = self.shard_numel * self._world
@@ -391,7 +356,7 @@ class GatherPlan:
 
     @torch.no_grad()
     def fill(self, gathered: Tensor) -> None:
-        """Copy what was gathered, flat [numel], into the unsharded parameters' memory."""
+        """Copy the gathered output, flat [numel], into the unsharded parameters' memory."""
         for swap in self.swaps:
             if swap.storage.size() != swap.nbytes:
                 swap.storage.resize_(swap.nbytes)
@@ -403,7 +368,7 @@ class GatherPlan:
 
     @torch.no_grad()
     def as_torch_gathers(self, gathered: Tensor) -> Tensor:
-        """Return what was gathered, flat [numel], as torch takes it: as bytes, if parameters have several dtypes."""
+        """Return the gathered output, flat [numel], as torch takes it: as bytes, if parameters have several dtypes."""
         if not self.mixed:
             return gathered
         parts = gathered.view(self._world, -1).split(self._numels, dim=1)
@@ -411,7 +376,6 @@ class GatherPlan:
         return torch.cat([part.view(torch.uint8) for part in cast], dim=1).view(-1)
 
     def unshard(self) -> None:
-        """Let modules show the unsharded parameters."""
         for param, unsharded, sites, _, _ in self.swaps:
             sharded = param.sharded_param
             if sharded.requires_grad != unsharded.requires_grad:
@@ -421,14 +385,14 @@ class GatherPlan:
             param.sharded_state = ShardedState.UNSHARDED
 
     def reshard(self) -> None:
-        """Let modules show the sharded parameters, and free the others' memory."""
+        """Have modules show the sharded parameters, and free the others' memory."""
         self.show_shards()
         for param, _, _, storage, _ in self.swaps:
             if not getattr(param, "keep_unsharded_storage", False):  # from torch 2.15 on
                 storage.resize_(0)
 
     def show_shards(self) -> None:
-        """Let modules show the sharded parameters; the others' memory stays."""
+        """Have modules show the sharded parameters; the others' memory stays."""
         for param, _, sites, _, _ in self.swaps:
             for module, name in sites:
                 module._parameters[name] = param.sharded_param
@@ -436,14 +400,9 @@ class GatherPlan:
 
 
 class Swap(NamedTuple):
-    """A parameter in place of which modules show the sharded or the unsharded one.
+    """A parameter whose sharded and unsharded tensors take turns on the modules in ``sites``, with its name in each.
 
-    Attributes:
-        param: torch's record of it.
-        unsharded: The unsharded parameter.
-        sites: The modules, and its name in each.
-        storage: The unsharded parameter's storage.
-        nbytes: The storage's size while the parameter is unsharded.
+    ``storage`` is the unsharded parameter's, and ``nbytes`` its size while the parameter is unsharded.
     """
 
     param: FSDPParam
@@ -454,7 +413,6 @@ class Swap(NamedTuple):
 
     @classmethod
     def of(cls, param: FSDPParam) -> Swap:
-        """Return the swap of a parameter that torch has unsharded before."""
         info, output = param._module_info, param.all_gather_outputs[0]
         shared = zip(info.shared_modules, info.shared_param_names, strict=True)
         sites = ((info.module, info.param_name), *shared)
@@ -462,30 +420,28 @@ class Swap(NamedTuple):
 
 
 def show_shards(params: Sequence[FSDPParam]) -> None:
-    """Show shards as torch's ``to_sharded`` does, but leave the memory of unsharded parameters."""
+    """Show shards as torch's ``to_sharded`` does, but keep the memory of unsharded parameters."""
     for param in params:
         param._setattr_on_modules(param.sharded_param)
         param.sharded_state = ShardedState.SHARDED
 
 
 def free_unsharded(params: Sequence[FSDPParam]) -> None:
-    """Free the memory of unsharded parameters that modules don't show, unless torch is to keep it."""
+    """Free the memory of unsharded parameters that modules don't show, unless torch must keep it."""
     for param in params:
         if not getattr(param, "keep_unsharded_storage", False):  # from torch 2.15 on
             param.free_unsharded_param()
 
 
 def _beside(output: Tensor, world: int) -> Tensor:
-    """Return ``output`` as [world, numel], with a count of writes of its own.
-
-    Autograd has saved the unsharded parameters; it must not take a write that restores their values for a change.
-    """
+    """Return a [world, numel] view of output with its own version counter."""
+    # Autograd has saved the unsharded parameters; it must not take a write that restores their values for a change.
     numel = output.numel() // world
     return output.new_empty(0).set_(output.untyped_storage(), 0, (world, numel), (numel, 1))
 
 
 def _is_plain(param: FSDPParam) -> bool:
-    """Return whether a parameter is unsharded by a copy and a swap alone."""
+    """Return whether a copy and a swap are enough to unshard a parameter."""
     info = param._module_info
     return (
         hasattr(param, "_unsharded_param")
@@ -499,14 +455,13 @@ def _is_plain(param: FSDPParam) -> bool:
 
 # ---- flat layout
 #
-# Private names of torch's fully_shard: in which order parameters of a group follow one another in flat tensors.
+# Private names of torch's fully_shard: the order of a group's parameters in flat tensors.
 #
-# Small ones are last: among the others they would shift these, so that blocks straddled two of them. The others begin
-# with those that another parallelism shards least. See the notes in flat_layout.py.
+# Small parameters are last: among the others they would shift these, so that blocks straddled two of them. The others
+# are sorted by the number of axes along which another parallelism shards them. See the notes in flat_layout.py.
 
 
 def order_parameters(group: FSDPParamGroup) -> None:
-    """Sort the parameters of a group that has not been used yet."""
     params = group.fsdp_params
     axes = axes_of(params)
     exact = sent_exactly([param._orig_size for param in params])
@@ -515,18 +470,12 @@ def order_parameters(group: FSDPParamGroup) -> None:
 
 
 def layout_of(group: FSDPParamGroup, params: Sequence[FSDPParam], places: Sequence[int]) -> FlatLayout:
-    """Return the layout of a rank's part of a flat tensor that consists of ``params``.
-
-    Args:
-        group: Their group, initialized lazily.
-        params: Parameters in the order of the flat tensor.
-        places: The place of each among all parameters of the group.
-    """
+    """Return the layout of a rank's part of a flat tensor of ``params``, which have these ``places`` in their group."""
     pieces = [
         Piece(place, param._param_fqn or "", param._sharded_param_data.numel())
         for place, param in zip(places, params, strict=True)
     ]
-    # By parameter, not by name: FQNs are not known before the first forward.
+    # Keys are parameters, since FQNs are not known before the first forward.
     exact = dict(zip(group.fsdp_params, sent_exactly([p._orig_size for p in group.fsdp_params]), strict=True))
     return FlatLayout.dense(pieces, [exact[param] for param in params], axes_of(params))
 
@@ -544,11 +493,9 @@ def axes_of(params: Iterable[FSDPParam]) -> list[tuple[str, ...]]:
 
 @dataclass(eq=False, repr=False)
 class StrategyAllGather(AllGather):
-    """Gathers in two hops what torch has put together of a group's weights.
+    """Gathers in two hops the input that torch has joined from a group's weights.
 
-    Args:
-        gather: The two hops.
-        version: Returns the version of the shards, if something of a gather is used in later ones.
+    ``version`` returns the version of the shards; None if later gathers reuse nothing.
     """
 
     gather: WeightGather
@@ -559,7 +506,6 @@ class StrategyAllGather(AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Fill ``output_tensor``; ``input_tensor`` is this rank's part of it."""
         self.gather(input_tensor, output_tensor, None if self.version is None else self.version())
 
 
@@ -570,15 +516,11 @@ class StrategyReduceScatter(ReduceScatter):
     With two hops it makes the first, and torch's all-reduce hook, :meth:`finish`, makes the second, which therefore
     runs in the stream of the all-reduce.
 
-    Args:
-        unit: Its unit.
-        group: The group.
-
     Attributes:
-        layout: Where parameters lie in the gradient that torch is about to reduce.
+        layout: Layout of the gradient that torch is about to reduce.
         idle: The names of parameters that this rank has not used.
         hook: A user's all-reduce hook, which :meth:`finish` runs afterwards.
-        pending: What :meth:`finish` has to finish, if anything.
+        pending: The reduction that :meth:`finish` has to finish, if any.
     """
 
     unit: StrategyUnit
@@ -598,12 +540,11 @@ class StrategyReduceScatter(ReduceScatter):
         op: ReduceOp | ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Reduce ``input_tensor`` into ``output_tensor`` by ``op``."""
         reduce, world = self.unit.reductions.current, self.unit.reductions.mesh.topology.world
         assert reduce is not None, "one rank is not sharded over"
         # torch asks for the average, unless there is a risk of overflow or a divide factor was set.
         factor = _factor_of(op, group.size(), world, self.group.gradient_divide_factor)
-        # What torch has divided this gradient by, accumulated ones are still to be divided by.
+        # Accumulated gradients still need the division that torch has applied to this gradient.
         divisor = divided_by(self.group, input_tensor.dtype) if reduce.accumulated.sums is not None else 1.0
         pending = reduce.start(input_tensor, output_tensor, factor, self.layout, divisor, self.idle)
         if reduce.has_two_hops:
@@ -612,7 +553,6 @@ class StrategyReduceScatter(ReduceScatter):
             pending.finish()
 
     def finish(self, gradient: Tensor) -> None:
-        """Complete ``gradient`` in place."""
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.finish()
@@ -625,16 +565,7 @@ class StrategyReduceScatter(ReduceScatter):
 
 @dataclass(eq=False, repr=False)
 class StrategyAllReduce:
-    """Reduces a group's gradient where torch shards over one rank and so has nothing to scatter: its all-reduce hook.
-
-    Args:
-        unit: Its unit.
-        group: The group.
-
-    Attributes:
-        layout: Where parameters lie in the gradient that torch is about to reduce.
-        idle: The names of parameters that this rank has not used.
-    """
+    """Reduces a group's gradient where torch shards over one rank and has nothing to scatter: its all-reduce hook."""
 
     unit: StrategyUnit
     group: FSDPParamGroup
@@ -642,7 +573,6 @@ class StrategyAllReduce:
     idle: Collection[str] = ()
 
     def __call__(self, gradient: Tensor) -> None:
-        """Reduce ``gradient`` in place."""
         reduce = self.unit.reductions.current
         if reduce is None:  # a node of one rank that trains on its own
             return
@@ -654,21 +584,14 @@ class StrategyAllReduce:
             factor = self.unit.reductions.mesh.topology.world * (divide_factor if around_sum else 1.0)
         divisor = divided_by(self.group, gradient.dtype) if reduce.accumulated.sums is not None else 1.0
         reduce.start(gradient, gradient, factor, self.layout, divisor, self.idle).finish()
-        # As in StrategyReduceScatter.finish: torch frees it in the stream of the reduce-scatter.
+        # torch frees it in the stream of the reduce-scatter, as in StrategyReduceScatter.finish.
         keep_until_read(gradient)
 
 
 def _factor_of(op: ReduceOp | ReduceOp.RedOpType, sharded_over: int, world: int, divide_factor: float | None) -> float:
-    """Return what a reduction of torch's multiplies the mean by.
+    """Return the factor of a reduction of torch's on the mean; raise a ValueError unless it is a kind of sum.
 
-    Args:
-        op: The reduction.
-        sharded_over: The ranks that torch knows of.
-        world: All ranks, their replicas too.
-        divide_factor: The divisor of the sum that a user has set in torch, if any.
-
-    Raises:
-        ValueError: If it is not a kind of sum.
+    torch knows only of ``sharded_over`` ranks, without replicas; a user may have set a divisor of the sum.
     """
     summed = sharded_over if divide_factor is None else world
     if op == ReduceOp.AVG:
@@ -682,35 +605,27 @@ def _factor_of(op: ReduceOp | ReduceOp.RedOpType, sharded_over: int, world: int,
 
 # ---- weights
 #
-# Private names of torch's fully_shard: the weights of a parameter group, as they are read, gathered and kept.
+# Private names of torch's fully_shard: reads, gathers and kept memory of a parameter group's weights.
 #
 # [Note: Kept weights]
-# Parameter scope N keeps what was gathered until the weights change, and that is all that it keeps: whenever torch
+# Parameter scope N keeps the gathered memory until the weights change, and nothing else: whenever torch
 # would reshard, modules show the sharded parameters again. Optimizers that are made then, ``requires_grad_``, writes
-# and state dicts reach what they would reach under torch's own strategies. Only the memory stays. The next unshard has
-# modules show it again instead of gathering.
+# and state dicts see the same tensors as under torch's own strategies. The next unshard has
+# modules show the memory again instead of gathering.
 
 
 class GroupWeights:
-    """A parameter group's weights: what its gathers have in common, what they read, and what stays of them.
-
-    It is the source of the group's secondary shard, which may be read before torch asks for the gather.
-
-    Args:
-        group: The group.
-        gather: Gathers its weights; None where torch does.
-        keeps_unsharded: Whether what was gathered stays until the weights change.
+    """A parameter group's weights: the source of its gathers and of its secondary shard, and the memory that it keeps.
 
     Attributes:
-        gather: As given.
-        comm: What torch would call to gather; None where torch's own collective is to.
-        plan: What gathers have in common; None before :meth:`make_plan`.
-        reuses: Whether something of one gather is used in later ones.
-        staleness_guard: The secondary shard that tells whether weights that stay unsharded from one micro-batch to the
+        comm: The gather as torch calls it; None where torch's own collective gathers.
+        plan: The common plan of gathers; None before :meth:`make_plan`.
+        reuses: Whether later gathers reuse anything of an earlier one.
+        staleness_guard: The secondary shard that knows whether weights that stay unsharded from one micro-batch to the
             next are stale; None if they don't stay.
         is_kept: Whether the memory of unsharded weights is kept while modules show shards.
         puts_back: Whether torch is about to show that memory again, in place of a gather.
-        was_gathered: Whether ranks have gathered the group for the micro-batch; the same on all of them.
+        was_gathered: Whether ranks have gathered the group for the micro-batch; the same on all ranks.
     """
 
     def __init__(self, group: FSDPParamGroup, gather: WeightGather | None, *, keeps_unsharded: bool) -> None:
@@ -720,7 +635,7 @@ class GroupWeights:
         self.set_gather(gather, keeps_unsharded=keeps_unsharded)
 
     def set_gather(self, gather: WeightGather | None, *, keeps_unsharded: bool) -> None:
-        """Gather by ``gather`` from now on, as the first gather does; the arguments are the constructor's."""
+        """Gather by ``gather`` from now on, or by torch, and perhaps keep the gathered memory until weights change."""
         self.gather = gather
         self.plan: GatherPlan | None = None
         self.comm: StrategyAllGather | None = None
@@ -733,20 +648,18 @@ class GroupWeights:
             self.comm = StrategyAllGather(gather, self.shard_version if self.reuses else None)
 
     def make_plan(self) -> GatherPlan:
-        """Make the plan of the group's gathers, and return it."""
         self.plan = GatherPlan(self._group, self.is_encoded)
         return self.plan
 
     @property
     def is_encoded(self) -> bool:
-        """Return whether a codec encodes what is gathered."""
         gather = self.gather
         return gather is not None and gather.secondary.codec is not None and self._group._all_gather_comm is self.comm
 
     # ---- weights that are kept, see [Note: Kept weights]
 
     def is_fresh(self) -> bool:
-        """Return whether the weights that are kept have not changed, and drop them if they have; the same on all ranks.
+        """Return whether the kept weights have not changed, and drop them if they have; the same on all ranks.
 
         Raises:
             StaleSecondaryError: If they have changed without an event.
@@ -759,7 +672,7 @@ class GroupWeights:
         return True
 
     def drop_kept(self) -> None:
-        """Free what is kept while modules show shards."""
+        """Free the memory that is kept while modules show shards."""
         if self.is_kept:
             free_unsharded(self._group.fsdp_params)
             self.is_kept = self.puts_back = self.was_gathered = False
@@ -767,15 +680,14 @@ class GroupWeights:
     # ---- as a ShardSource, which is asked before torch's gather
 
     def can_be_read(self) -> bool:
-        """Return whether the shards may be read: not in a backward, nor if it is not known yet how much there is."""
         if torch._C._current_graph_task_id() != -1:  # an optimizer in the backward may outdate what is prefetched
             return False
         plan, group = self.plan or self.make_plan(), self._group
-        # Of what is gathered already, torch still needs the metadata.
+        # The size of the inputs may be unknown yet, and torch still needs the metadata of a gather on its way.
         return plan.inputs is None or (plan.numel > 0 and group.is_sharded and group._all_gather_result is None)
 
     def prepare_read(self) -> int:
-        """Return this rank's number of values; nothing is written back, for parameters are views of the shard."""
+        # Nothing is written back, since parameters are views of the shard.
         return (self.plan or self.make_plan()).shard_numel
 
     def read(self) -> ShardValues:
@@ -794,30 +706,24 @@ class GroupWeights:
         return ShardValues(shards, plan.shard_numel, self._version.of(plan.memory, plan.counted), trained)
 
     def compares_contents(self) -> bool:
-        """Return whether versions of the shards are fingerprints, as FSDP_ZPP_CHECK asks for."""
         return self._version.of_contents
 
     def keeps_gathered(self) -> bool:
-        """Return whether unsharded weights are kept, to be reused if they have not changed."""
         return self.staleness_guard is not None and (self.is_kept or self._group.is_unsharded)
 
     def layout(self, numel: int) -> FlatLayout:
-        """Return where parameters lie in each rank's part of what is gathered."""
         return (self.plan or self.make_plan()).layout
 
     def shard_version(self) -> Hashable:
-        """Return a value that changes with every write to the shards that torch counts, and when they are moved."""
         plan = self.plan or self.make_plan()
         return self._version.of(plan.memory, plan.counted)
 
     def share_version_counters(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object
     ) -> None:
-        """Make writes to the values in a state dict of ``module`` count as writes to the shards. A state dict hook.
-
-        torch detaches parameters in DTensor's dispatch, below autograd, so the local tensors of the values are in the
-        memory of the shards but count writes of their own.
-        """
+        """Make writes to the values in a state dict of ``module`` count as writes to the shards. A state dict hook."""
+        # torch detaches parameters in DTensor's dispatch, below autograd, so the local tensors of the values are in the
+        # memory of the shards but have version counters of their own.
         for param in self._group.fsdp_params:
             info, local = param._module_info, param._sharded_local_tensor
             shared = zip(info.shared_modules, info.shared_param_names, strict=True)
@@ -828,26 +734,22 @@ class GroupWeights:
                     value._local_tensor = local
 
     def is_trained(self) -> bool:
-        """Return whether any parameter requires a gradient, sharded or as modules show it."""
         return any(map(_requires_gradient, self._group.fsdp_params))
 
     def trained_numel(self) -> int:
-        """Return the number of values of the parameters that require a gradient, on all ranks together."""
         return sum(param.sharded_param.numel() for param in self._group.fsdp_params if _requires_gradient(param))
 
 
 def _memory(tensor: Tensor) -> list[tuple[Hashable, ...]]:
-    """Return the memory of a tensor, or of each tensor that it wraps."""
     parts = plain_parts(tensor)
     return [(part.untyped_storage()._cdata, part.storage_offset(), part.shape) for part in parts]
 
 
 def _requires_gradient(param: FSDPParam) -> bool:
-    """Return whether a parameter requires a gradient: sharded, or as modules showed it when it was unsharded last.
-
-    ``requires_grad_`` on a module reaches what the module shows at that moment. A root that a forward left unsharded
-    then trains though its sharded parameters don't require a gradient: PEFT switches adapters off and on that way.
-    """
+    """Return whether a parameter requires a gradient: sharded, or as modules showed it when it was unsharded last."""
+    # ``requires_grad_`` on a module changes the tensors that the module shows at that moment. A root that a forward
+    # left unsharded then trains though its sharded parameters don't require a gradient: PEFT switches adapters that
+    # way.
     if param.sharded_param.requires_grad:
         return True
     unsharded = getattr(param, "_unsharded_param", None)  # there is none before the first gather

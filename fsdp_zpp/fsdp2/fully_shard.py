@@ -77,7 +77,7 @@ from ._torch_weights import is_managed
 #
 # Clipping of gradients by their norm, where parameters are sharded over different meshes.
 #
-# torch adds norms up as DTensors, which must be on one mesh. Here each rank adds up what it holds, and ranks then add
+# torch adds norms up as DTensors, which must be on one mesh. Here each rank adds up its shards, and ranks then add
 # these sums up along the dimensions of a mesh that shard parameters. Copies are counted once, since nothing is added up
 # along a dimension that replicates.
 
@@ -96,11 +96,11 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the gradients of ``parameters``, in place, by their norm over all ranks that shard them. Collective.
 
-    What ``torch.nn.utils.clip_grad_norm_`` does, also where parameters are sharded over different meshes, which torch
-    refuses: modules with different optimizer scopes, experts on a mesh of their own, tensor parallelism for some of
-    the parameters. Ranks must pass the same parameters in the same order, whether or not each has a gradient for all.
-    Ranks that are not in the mesh of a parameter count as holding copies: experts must be DTensors over the axis along
-    which ranks hold different ones.
+    It does the same as ``torch.nn.utils.clip_grad_norm_``, also where parameters are sharded over different meshes,
+    which torch refuses: modules with different optimizer scopes, experts on a mesh of their own, tensor parallelism for
+    some of the parameters. Ranks must pass the same parameters in the same order, whether or not each has a gradient
+    for all. Ranks that are not in the mesh of a parameter count as holding copies: experts must be DTensors over the
+    axis along which ranks hold different ones.
 
     Args:
         parameters: Parameters of ``fully_shard``, with a strategy or torch's own, and plain ones, whose gradients count
@@ -109,8 +109,8 @@ def clip_grad_norm_(
         norm_type: The order of the norm, above 0; ``math.inf`` is the largest absolute value.
         error_if_nonfinite: Whether a norm that is NaN or infinite raises.
         foreach: As torch's.
-        pp_mesh: The 1-D mesh of pipeline stages. With it the norm is that of the whole model, of which a rank has the
-            parameters of its own stages only.
+        pp_mesh: The 1-D mesh of pipeline stages. It makes the norm that of the whole model if each rank has only the
+            parameters of its own stages.
 
     Returns:
         The norm before clipping: a tensor of no dimensions, the same on all ranks.
@@ -166,9 +166,9 @@ def _by_groups(parameters: Iterable[Tensor]) -> dict[Groups, list[Tensor]]:
 
 
 def _norm_of_own(parameters: Sequence[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
-    """Return the norm of the gradients that this rank holds, on the device that ranks communicate on."""
+    """Return the norm of this rank's gradients, on the device of the collectives."""
     shards = [_own_gradient(parameter) for parameter in parameters if parameter.grad is not None]
-    shards = [shard for shard in shards if shard.numel()]  # of which torch has no largest value
+    shards = [shard for shard in shards if shard.numel()]  # torch has no largest value of an empty tensor
     first = parameters[0]
     device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device
     norm = get_total_norm(shards, norm_type, foreach=foreach) if shards else torch.zeros(())
@@ -187,11 +187,9 @@ def _own_gradient(parameter: Tensor) -> Tensor:
 
 
 def _with_own(gradient: Tensor) -> Tensor:
-    """Return a tensor whose gradient is the part of ``gradient`` that this rank holds.
-
-    Scaled alone, since torch can't scale DTensors of different meshes together, and torch 2.11 scales a copy of those
-    that are left to be reduced.
-    """
+    """Return a tensor whose gradient is this rank's part of ``gradient``."""
+    # Parts are scaled by themselves, since torch can't scale DTensors of different meshes together, and torch 2.11
+    # scales a copy of partial ones.
     own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     holder = own.detach()
     holder.grad = own
@@ -202,7 +200,7 @@ def _reduced(norm: Tensor, norm_type: float, groups: Groups) -> Tensor:
     """Return the norm over all ranks of ``groups``, one dimension of a mesh after the other."""
     for group in groups:
         if math.isinf(norm_type):
-            norm = torch.where(norm.isnan(), math.inf, norm)  # of which a maximum may lose sight
+            norm = torch.where(norm.isnan(), math.inf, norm)  # a maximum may lose NaNs
             dist.all_reduce(norm, dist.ReduceOp.MAX, group)
         else:
             norm = norm.pow(norm_type)
@@ -212,7 +210,6 @@ def _reduced(norm: Tensor, norm_type: float, groups: Groups) -> Tensor:
 
 
 def _combined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of all gradients, from the norms of parts of them."""
     if not norms:
         return torch.zeros(())
     device = norms[0].device
@@ -221,17 +218,17 @@ def _combined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
 
 # ---- clipping
 #
-# What torch's ``clip_grad_norm_`` says of units that are sharded over different ranks; ours clips them.
+# A clear error of torch's ``clip_grad_norm_`` on different meshes; ours clips such gradients.
 
 
 def explain_clipping_errors() -> None:
-    """Let ``torch.nn.utils.clip_grad_norm_`` name the strategies of what it can't clip together."""
+    """Have ``torch.nn.utils.clip_grad_norm_`` name the strategies of gradients that it can't clip together."""
     original = clip_grad.clip_grad_norm_
 
     @functools.wraps(original)
     def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
         given = parameters
-        if isinstance(parameters, GeneratorType):  # as which torch must get it, since it treats an empty one apart
+        if isinstance(parameters, GeneratorType):  # torch must get one, since it handles an empty one separately
             given = list(parameters)
             parameters = (parameter for parameter in given)
         try:
@@ -246,7 +243,7 @@ def explain_clipping_errors() -> None:
 
 
 def _cause(parameters: Iterable[Tensor]) -> str:
-    """Return why ``parameters`` can't be clipped together; nothing if all are sharded over one mesh."""
+    """Return the reason why ``parameters`` can't be clipped together; empty if all are sharded over one mesh."""
     strategies = {
         parameter.device_mesh: sharded_by(parameter) or "torch's own fully_shard"
         for parameter in parameters
@@ -270,7 +267,7 @@ def _cause(parameters: Iterable[Tensor]) -> str:
 
 Named = list[tuple[str, nn.Parameter]]
 _MeshKey = tuple[DeviceMesh, str]
-"""A parameter's own mesh, and which of its dimensions are those of data parallelism."""
+"""A parameter's own mesh, and its data-parallel dimensions."""
 
 
 @dataclass(eq=False)
@@ -280,11 +277,11 @@ class MeshPart:
     Attributes:
         over: The mesh, and the strategy, without overrides.
         own: The parameters, with names.
-        arguments: What ``fully_shard`` is called with; ``mesh`` and ``dp_mesh_dims`` are those of the part.
-        placements: What the ``shard_placement_fn`` of the call returns for them, without meshes.
+        arguments: The arguments of ``fully_shard``; ``mesh`` and ``dp_mesh_dims`` are those of the part.
+        placements: The results of the call's ``shard_placement_fn`` for them, without meshes.
         path: The part's path within the module, for its name; empty for the part that has the call's own mesh and
             strategy.
-        mesh_info: How torch is to shard them, if it would not find that by the arguments.
+        mesh_info: The mesh info for torch, if it would not find that by the arguments.
     """
 
     over: DataParallelMesh
@@ -298,15 +295,12 @@ class MeshPart:
 def split(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: dict[str, Any]) -> list[MeshPart]:
     """Split a call by mesh and strategy. Collective over the call's ranks, then over those of each part.
 
-    Args:
-        modules: The modules.
-        strategy: The strategy, with overrides.
-        call: All parameters, with the strategy of the first of ``modules``.
-        given: The arguments before the call's mesh was read.
+    ``call`` has all parameters, with the strategy of the first module; ``given`` has the arguments before its mesh was
+    read.
 
     Raises:
         ValueError: If ``shard_placement_fn`` returns something other than a placement, if torch can't make several
-            groups of a module, or if it is not known how the ranks of a parameter's mesh lie on nodes.
+            groups of a module, or if the nodes of a parameter's mesh are unknown.
     """
     planned = agree(
         call.over.group if call.over.compared else None,
@@ -319,20 +313,14 @@ def split(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: d
 
 @dataclass(eq=False)
 class _PlannedPart:
-    """A part whose mesh has not been read.
-
-    Attributes:
-        mesh: The arguments of ``fully_shard`` that its mesh stands for; None if they are the call's.
-    """
-
     strategy: Strategy
-    mesh: dict[str, Any] | None
+    mesh: dict[str, Any] | None  # the arguments of its mesh, which has not been read; None if they are the call's
     own: Named = field(default_factory=list)
     placements: dict[nn.Parameter, Shard | None] = field(default_factory=dict)
     path: str = ""
 
     def summary(self) -> tuple[object, ...]:
-        """Return what must be the same on all ranks; they may have other ranks in the mesh."""
+        """Return the facts that must be the same on all ranks; they may have other ranks in the mesh."""
         mesh = None if self.mesh is None else self.mesh["mesh"]
         shape = None if mesh is None else (mesh.mesh_dim_names, mesh.shape)
         return self.path, self.strategy, shape, [name for name, _ in self.own], list(self.placements.values())
@@ -414,7 +402,7 @@ def _own_mesh(info: FSDPMeshInfo | None, call: dict[str, Any]) -> dict[str, Any]
 def _with_nodes(
     strategy: Strategy, gpus_per_node: int | None, group: dist.ProcessGroup, own: dict[str, Any] | None
 ) -> Strategy:
-    """Return the strategy with the nodes of the call's ranks, as they lie in the part's own mesh, if it has no own."""
+    """Fill in gpus_per_node from the call's layout if the strategy does not set it."""
     if strategy.gpus_per_node is not None or gpus_per_node is None:
         return strategy
     if own is None:
@@ -439,7 +427,6 @@ def _with_nodes(
 
 
 def _common_path(own: Named) -> str:
-    """Return the path of the innermost module that holds all of these parameters."""
     levels = zip(*(name.split(".")[:-1] for name, _ in own), strict=False)
     return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
 
@@ -462,16 +449,10 @@ logger = logging.getLogger("fsdp_zpp")
 def make_unit(
     part: MeshPart, modules: list[nn.Module], holds_packed: bool, others: Collection[nn.Parameter]
 ) -> tuple[StrategyUnit, bool]:
-    """Check a part of a call on every rank, make its unit, and quantize what is frozen of it. Collective.
+    """Check a part of a call on every rank, make its unit, and quantize its frozen parameters. Collective.
 
-    Args:
-        part: The part; the mesh in its arguments is replaced by that of the ranks to shard over.
-        modules: The modules of the call.
-        holds_packed: Whether any parameter of the call holds packed values.
-        others: The parameters of other parts.
-
-    Returns:
-        The unit, and whether torch's FULL_SHARD is all that its strategy asks for.
+    Returns the unit, and whether its strategy asks only for torch's FULL_SHARD. The mesh in the part's arguments
+    becomes that of the ranks to shard over.
     """
     over, arguments = part.over, part.arguments
     strategy, group = over.strategy, over.group
@@ -498,15 +479,13 @@ def make_unit(
 
 
 def _not_to_be_encoded(parameters: list[tuple[str, nn.Parameter]]) -> list[Tensor]:
-    """Return the parameters that hold packed values, but for trained ones that encode themselves.
-
-    What these send is known only when they are sharded; see ``lazy_init`` in _torch_group.py.
-    """
+    """Return the parameters that hold packed values, except trained ones that encode themselves."""
+    # Their bytes are known only when they are sharded; see ``lazy_init`` in _torch_group.py.
     return [p for p in packed(parameters).values() if not (p.requires_grad and encodes_itself(p))]
 
 
 def _unit_for(part: MeshPart, layout: RankLayout) -> StrategyUnit:
-    """Make a unit on the ranks of ``layout``, and have the part sharded over those that its scope says."""
+    """Create the unit and shard its parameters over the ranks of its optimizer scope."""
     arguments = part.arguments
     mesh = arguments["mesh"]
     unit = StrategyUnit(part.over.strategy, layout.mesh())
@@ -549,7 +528,7 @@ def _warn_of_packed_values() -> None:
 
 # ---- validation
 #
-# Refuses what fully_shard can't do with a strategy: on every rank, before anything is sent or sharded.
+# Refuses arguments that fully_shard can't combine with a strategy: on every rank, before any sharding.
 
 UNITS = AdapterUnits(
     is_unit=lambda module: isinstance(module, FSDPModule),
@@ -564,23 +543,14 @@ _REMEDY = "pass others in ignored_params"
 def check_arguments(
     own: list[tuple[str, nn.Parameter]], strategy: Strategy, group: dist.ProcessGroup, arguments: dict[str, Any]
 ) -> RankLayout:
-    """Raise if a strategy can't shard so.
-
-    Args:
-        own: What is to be sharded, with names.
-        strategy: How.
-        group: The ranks to shard over.
-        arguments: What torch's ``fully_shard`` will be called with.
-
-    Returns:
-        Where the ranks lie.
+    """Raise if a strategy can't shard parameters by these arguments of ``fully_shard``; return the layout.
 
     Raises:
         TypeError, ValueError, NotImplementedError: Saying what to do instead.
     """
     check_strategy(strategy)
     layout = RankLayout.of(strategy, group)
-    # Even if all is left to torch, which would say that integers can't have gradients.
+    # Check them even if all is left to torch, which would say that integers can't have gradients.
     check_dtypes(packed(own).items() if layout.stock else own, _REMEDY, takes_integers=_TAKES_INTEGERS)
     if layout.stock:
         return layout
@@ -597,16 +567,8 @@ def check_arguments(
 
 
 def refuse_shared(shared: Shared | None, modules: list[nn.Module], call: str) -> None:
-    """Raise if a call would shard what another one has sharded: torch would raise in its own terms, or not at all.
-
-    Args:
-        shared: The parameter that :data:`UNITS` has found, if any.
-        modules: The modules that the call shards.
-        call: The call, as errors name it.
-
-    Raises:
-        ValueError: If there is one.
-    """
+    """Raise a ValueError if a call would shard a parameter that another one has sharded."""
+    # torch would raise in its own terms, or not at all.
     if shared is None:
         return
     if any(map(is_managed, modules)):
@@ -672,7 +634,7 @@ def _check_mesh(mesh: DeviceMesh | None) -> None:
 
 
 def named_own_parameters(modules: list[nn.Module], ignored: Iterable[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that are to be sharded, with names: without ``ignored`` and those of an earlier call."""
+    """Return the named parameters to shard: without ``ignored`` and those of an earlier call."""
     inner = [child for module in modules for child in module.modules() if isinstance(child, FSDPModule)]
     others = {id(p) for child in inner for p in child.parameters()} | {id(p) for p in ignored}
     return [(name, p) for module in modules for name, p in module.named_parameters() if id(p) not in others]
@@ -737,7 +699,7 @@ def fully_shard(
         module: The module, or several that are gathered together.
         strategy: Where each model state lives and how each hop is encoded.
         mesh: The 1-D mesh of the data-parallel ranks; a dimension of a larger mesh will do. Default: all ranks.
-            How they split into nodes is the strategy's ``gpus_per_node``, counted in ranks of this mesh. A 2-D mesh,
+            They split into nodes by the strategy's ``gpus_per_node``, counted in ranks of this mesh. A 2-D mesh,
             as HSDP takes it, is read as nodes x ranks of a node. With ``dp_mesh_dims``, the whole SPMD mesh.
         reshard_after_forward: As torch's, except that an int is refused: parameter scope ``I`` keeps a
             secondary shard inside each node. ``Strategy("GGG")`` on one node is torch's ``fully_shard`` itself, except
@@ -812,12 +774,11 @@ PATCHES = (
 """All that is replaced in torch.
 
 Besides, parameter groups that a strategy shards become :class:`_torch_group.StrategyGroup`, and the states of the
-modules of such a model :class:`_torch_backward.WatchedState`, which hears of the end of backwards.
+modules of such a model :class:`_torch_group.WatchedState`, which reports the end of backwards.
 """
 
 
 def install() -> None:
-    """Prepare torch for strategies."""
     apply_patches(PATCHES)
 
 
@@ -828,11 +789,7 @@ fully_shard.state = _torch_weights.state_of  # type: ignore[attr-defined]
 def _agreed_parts(
     modules: list[nn.Module], strategy: Strategy, arguments: dict[str, Any]
 ) -> tuple[list[MeshPart], bool]:
-    """Raise on every rank unless all shard the same modules in the same way.
-
-    Returns:
-        The parts of the call, and whether any parameter that is to be sharded holds packed values.
-    """
+    """Return the parts of a call, and whether any parameter holds packed values; raise if ranks shard differently."""
     overrides = strategy.overrides if isinstance(strategy, Strategy) else ()
     given = dict(arguments)
     over = read_mesh(strategy_for(modules[0], strategy) if overrides else strategy, arguments)
@@ -855,7 +812,6 @@ def _agreed_parts(
 
 
 def _on_lazy_init(root: nn.Module) -> None:
-    """Start to watch the model under ``root``."""
     with repeated_if_failed(root, _torch_weights.init_groups_lazily):
         _set_up(root)
 

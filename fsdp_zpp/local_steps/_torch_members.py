@@ -29,28 +29,20 @@ from fsdp_zpp.strategy.local_steps import Elastic
 #
 # [Note: Decisions]
 # A member may be lost at any moment of an exchange, after which some of the others have all of it and some have not. So
-# what they have received is tentative until the store says otherwise: a node that has it counts itself there, and the
-# last one writes that all of them commit. Who fails, or has waited for too long, writes that all of them try again,
-# without whoever is lost. The store takes only the first decision, and everybody obeys what it has taken. A node that
+# received changes are tentative until the store has a decision: a node that has them counts itself there, and the
+# last one writes that all of them commit. A node that fails, or has waited for too long, writes that all of them try
+# again, without lost members. The store takes only the first decision, and all nodes obey it. A node that
 # was stopped meanwhile, and wakes up, finds the decision there, and then that the others have met without it.
 #
 # [Note: One round at a time]
 # All members of a round may be taken for lost, by nodes that have waited to join, while they only were slow. Two rounds
 # without a common member would then commit to exchanges side by side. So a round begins by closing those before: it
-# decides their next exchange, which is that they try again. What was on its way there when it began is committed to
+# decides that they retry their next exchange. An exchange that was on its way when it began is committed to
 # before that, or never.
 
 
 class Decisions:
-    """Decisions of a round, as one of its members sees them.
-
-    Args:
-        store: Where nodes decide.
-        run_id: Names the run in the store.
-        round_number: The round's number, larger than that of any before.
-        members: How many there are.
-        timeout: The longest that a member waits for the others.
-    """
+    """Decisions of a round, as one of its members sees them; ``timeout`` is the longest wait for others."""
 
     def __init__(self, store: dist.Store, run_id: str, round_number: int, members: int, timeout: timedelta) -> None:
         self._store = dist.PrefixStore(f"fsdp_zpp.{run_id}", store)
@@ -58,11 +50,7 @@ class Decisions:
         self._made = 0
 
     def close_earlier_rounds(self) -> None:
-        """Let no earlier round commit any more; one member does this before any of them decides.
-
-        Raises:
-            RuntimeError: If the store can't be reached.
-        """
+        """Keep earlier rounds from committing; one member does this before any of them decides."""
         for number in range(self._store.add("closed", 0), self._round):
             at = self._store.add(f"{number}/committed", 0)  # this many at least
             while self._first_decision(number, at, "retry") == "commit":
@@ -71,9 +59,6 @@ class Decisions:
 
     def decide(self, *, failed: bool) -> bool:
         """Return whether all members commit to the next exchange; every member calls it, and all get the same answer.
-
-        Args:
-            failed: Whether this one can't commit.
 
         Raises:
             RuntimeError: If the store can't be reached.
@@ -91,7 +76,7 @@ class Decisions:
         return self._first_decision(self._round, at, "retry") == "commit"
 
     def _first_decision(self, number: int, at: int, decision: str) -> str:
-        """Decide one exchange of a round, unless that was done before; return what was decided first."""
+        """Decide one exchange of a round, unless that was done before; return the first decision."""
         return self._store.compare_set(f"{number}/{at}/decision", "", decision).decode()
 
 
@@ -104,25 +89,20 @@ class Decisions:
 
 
 def group_of_store(store: dist.Store, name: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Make a group with everybody who makes it on the same store. Collective over them.
+    """Make a group with all processes that make it on the same store, under a unique name. Collective over them.
 
-    It is gloo's: communicators of GPUs can't be relied on to give up when a member is gone, but sockets can.
-
-    Args:
-        store: A store that all members reach; nobody else uses its keys.
-        name: The group's name, other than those of this process's groups.
-        rank: This member's rank.
-        size: The number of members.
-        timeout: The longest that making it, and any of its collectives, may take.
+    Nobody else may use the store's keys. Neither making the group nor any of its collectives takes longer than
+    ``timeout``.
 
     Raises:
         RuntimeError: If a member is missing, or can't be reached.
     """
-    # No ranks: a group of some of the job's ranks would have to have their numbers.
+    # The group is gloo's: communicators of GPUs may not give up when a member is gone, but sockets do. It gets no list
+    # of ranks: a group of some of the job's ranks would have to have their numbers.
     make: Any = distributed_c10d._new_process_group_helper
     group, _ = make(size, rank, [], "gloo", store, name, timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)
-    # By this, collectives tell what rank this process has in the group.
+    # Collectives look up this process's rank in the group here.
     distributed_c10d._world.pg_group_ranks[group] = {dist.get_rank(): rank}
     return group
 
@@ -136,13 +116,7 @@ HEARTBEATS = 3
 
 
 class Round(NamedTuple):
-    """What nodes that have met agree on.
-
-    Attributes:
-        number: Number of the round, larger than any before.
-        node: This node among them.
-        nodes: How many have met.
-    """
+    """Round of nodes that have met: its number, larger than any before, this node's number, and the number of nodes."""
 
     number: int
     node: int
@@ -150,13 +124,8 @@ class Round(NamedTuple):
 
 
 class Rendezvous:
-    """One node's part in a rendezvous. A thread sends its signs of life between rounds.
-
-    Args:
-        config: Who may meet.
-        store: A client of the store for the rendezvous alone: one that waits would hold up signs of life.
-    """
-
+    # A thread sends signs of life between rounds. A client that waits would hold them up, so this one has its own
+    # store.
     def __init__(self, config: Elastic, store: dist.Store) -> None:
         self._store = store
         seconds = timedelta(seconds=1)
@@ -171,7 +140,8 @@ class Rendezvous:
             keep_alive_interval=config.heartbeat,  # type: ignore[arg-type]  # an int by its annotation only
             keep_alive_max_attempt=HEARTBEATS,
         )
-        # Before each exchange, nodes ask whether their round is still the last one: not whether it was, a second ago.
+        # Before each exchange, nodes ask whether their round is still the last one; a cached answer may be a second
+        # old.
         self._handler._state_holder._cache_duration = 0
         # torch would start a store on the first node of a round, and have others read its address, which only nodes
         # that are new write: those that join later would wait for it. Nobody here uses it.
@@ -179,7 +149,7 @@ class Rendezvous:
         self._handler._bootstrap_store_info = RendezvousStoreInfo("", 0)
 
     def next_round(self) -> Round:
-        """Meet whoever else comes, which ends the round before.
+        """Meet the other nodes that come, which ends the round before.
 
         Raises:
             RendezvousClosedError: If the training has ended.
@@ -190,15 +160,14 @@ class Rendezvous:
         return Round(self._handler._state_holder.state.round, info.rank, info.world_size)
 
     def is_over(self, round_: Round) -> bool:
-        """Return whether nodes have to meet again after a round: others wait to be taken in, or some have left it."""
-        waiting = self._handler.num_nodes_waiting()  # reads the state anew
+        """Return whether nodes have to meet again after a round: others wait to join, or some have left it."""
+        waiting = self._handler.num_nodes_waiting()  # reads the state again
         state = self._handler._state_holder.state
         # Others may have missed this node's signs of life, and gone on without it.
         is_member = state.complete and self._handler._this_node in state.participants
         return waiting > 0 or state.round != round_.number or len(state.participants) < round_.nodes or not is_member
 
     def close(self) -> None:
-        """Let nobody meet any more."""
         self._handler.set_closed()
         self._handler._stop_heartbeats()
 
@@ -225,16 +194,7 @@ T = TypeVar("T")
 class Members:
     """Nodes that train together now, as one of them sees them. All methods are collective over the node's ranks.
 
-    Args:
-        config: Who may take part.
-        node: The ranks of this node.
-        model: The model's name in errors.
-
-    Raises:
-        ValueError: If nothing gives the address of the store.
-
-    Attributes:
-        mesh: The ranks of all members with this local index, as nodes of one; None while this node is not a member.
+    ``mesh`` has the ranks of all members with this local index, as nodes of one; None while this node is not a member.
     """
 
     def __init__(self, config: Elastic, node: ProcessMesh, model: str) -> None:
@@ -284,7 +244,6 @@ class Members:
         return self._rendezvous
 
     def _client(self) -> dist.Store:
-        """Return a connection to the store, which serves one caller at a time."""
         host, port = self._address
         longest = timedelta(seconds=self._config.join_timeout)
         store = dist.TCPStore(host, port, is_master=False, timeout=longest, wait_for_workers=False)
@@ -304,14 +263,7 @@ class Members:
         self.mesh = ProcessMesh(Topology(round_.nodes, 1), round_.node, None, group, group)
 
     def disconnect(self, reason: str = "") -> None:
-        """End this node's part in the round.
-
-        Args:
-            reason: What has failed, if anything has.
-
-        Raises:
-            RuntimeError: If something has failed too often.
-        """
+        """End this node's part in the round; ``reason`` is a failure, and too many of them raise a RuntimeError."""
         _destroy(self._groups)
         self.mesh = None
         if not reason:
@@ -336,11 +288,9 @@ class Members:
 
     @property
     def round_number(self) -> int:
-        """Return the number of the round that this node is in, or was in last."""
         return 0 if self._round is None else self._round.number
 
     def end(self) -> None:
-        """Let nobody join any more, since the training has ended."""
         self.disconnect()
         self._on_first_rank(lambda: self._own_rendezvous().close())
         self._rendezvous = None
@@ -348,11 +298,7 @@ class Members:
     # ---- what they exchange
 
     def gather(self, value: T) -> list[T] | None:
-        """Return what the first ranks of all members have, by node; None if a member is lost.
-
-        Args:
-            value: What this node has; any object that can be pickled. Only the first rank's matters.
-        """
+        """Return the values of all members' first ranks, by node; None if a member is lost."""
         assert self.mesh is not None
         values: list[T] | None = [value] * self.mesh.topology.nodes
         failure = ""
@@ -367,17 +313,9 @@ class Members:
         return values
 
     def send(self, state: object, source: int, *, needed: bool) -> Any:
-        """Return the state of one member's rank with this local index, where it is needed; else None.
+        """Return the state of the member ``source``'s rank with this local index, where it is needed; else None.
 
-        Not collective over the node's ranks: each has another state.
-
-        Args:
-            state: The state, of tensors and plain values; only the source's matters.
-            source: That member.
-            needed: Whether this one needs it.
-
-        Raises:
-            RuntimeError: If a member is lost.
+        Unlike other methods, it is not collective over the node's ranks. Raises a RuntimeError if a member is lost.
         """
         assert self.mesh is not None
         group, is_source = self.mesh.group, self.mesh.rank == source
@@ -397,11 +335,7 @@ class Members:
         return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True) if needed and not is_source else None
 
     def commit(self, failure: str = "") -> bool:
-        """Return whether all members commit to what they have exchanged; see [Note: Decisions].
-
-        Args:
-            failure: What has failed on this rank, if anything has.
-        """
+        """Return whether all members commit to their exchange; ``failure`` is this rank's. See [Note: Decisions]."""
         assert self.mesh is not None
         assert self._decisions is not None
         failed = on_any_rank(bool(failure), self._node.group, f"{self._model}: elastic nodes commit to an exchange")
@@ -414,11 +348,7 @@ class Members:
         return committed
 
     def _on_first_rank(self, act: Callable[[], T]) -> T:
-        """Return what ``act`` returns on the node's first rank, on all of them.
-
-        Raises:
-            RuntimeError: If it fails there; on all ranks of the node.
-        """
+        """Return the result of ``act`` on the node's first rank, or raise its RuntimeError, on all ranks."""
         result: T | None = None
         failure = ""
         if self._leads:

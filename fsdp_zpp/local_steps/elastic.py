@@ -23,39 +23,26 @@ from .outer_step import OuterFigures, OuterFit, OuterStep, OuterStepState, chunk
 
 # ---- elastic outer step
 #
-# Outer step among nodes that come and go: whatever an exchange changes can be taken back, and chunks change owners.
+# Outer step among nodes that come and go: the changes of an exchange can be taken back, and chunks change owners.
 #
 # [Note: Chunks of members]
 # The momentum is kept once, by the owners of chunks ([Note: Agreed weights] in outer_step.py). When members change, so
-# do the chunks: those who were members before put theirs together, and each of the new ones takes its own. What a lost
-# node owned is lost with it, and starts from zero, as the errors of error feedback do on all nodes.
+# do the chunks: members of the last round put theirs together, and each new member takes its own. The chunk of a lost
+# node is lost with it, and starts from zero, as the errors of error feedback do on all nodes.
 
 
 class Snapshot(NamedTuple):
-    """What an exchange changes, apart from errors.
-
-    Attributes:
-        weights: Agreed weights and momentum of parameters, by name, on the CPU.
-        fit: Figures from which the next momentum is chosen.
-    """
+    """State that an exchange changes, except errors: agreed weights and momentum by name, and the outer fit."""
 
     weights: dict[str, tuple[Tensor, Tensor]]
     fit: OuterFit
 
 
 class OwnedState(OuterStepState):
-    """An :class:`ElasticOuterStep` in a checkpoint.
-
-    Attributes:
-        owner: The node whose chunks of the momentum these are, and the number of nodes that it was one of.
-    """
-
-    owner: tuple[int, int]
+    owner: tuple[int, int]  # the node whose chunks of the momentum these are, and the number of nodes then
 
 
 class ElasticOuterStep(OuterStep):
-    """Exchanges one fragment's weights between nodes that come and go; arguments are those of :class:`OuterStep`."""
-
     def __init__(self, config: LocalSteps, mesh: ProcessMesh, traffic: Traffic, label: str = "fragment") -> None:
         self._alone = mesh
         super().__init__(config, mesh, traffic, label)
@@ -63,15 +50,8 @@ class ElasticOuterStep(OuterStep):
     def momentum_among(self, mesh: ProcessMesh, numels: Mapping[str, int], *, owned: bool) -> dict[str, Tensor]:
         """Return this rank's chunks of the momentum among other nodes; see [Note: Chunks of members].
 
-        Collective among the ranks with this local index.
-
-        Args:
-            mesh: Those ranks.
-            numels: The number of values that they exchange of each parameter, the same on all of them.
-            owned: Whether this node was a member before.
-
-        Raises:
-            RuntimeError: If a member is lost.
+        Collective among the ranks of ``mesh``, which exchange the same ``numels``. Raises a RuntimeError if a member is
+        lost. ``owned`` says that this node was a member before.
         """
         names = sorted(name for name, numel in numels.items() if numel)
         if not names:
@@ -92,12 +72,7 @@ class ElasticOuterStep(OuterStep):
         return momentum
 
     def connect(self, mesh: ProcessMesh, momentum: Mapping[str, Tensor]) -> None:
-        """Exchange with other nodes from now on.
-
-        Args:
-            mesh: The ranks with this local index, as nodes of one.
-            momentum: This rank's chunks among them.
-        """
+        """Exchange over ``mesh`` from now on, with this rank's chunks of the momentum there."""
         self._settle()
         self._set_nodes(mesh)
         for name, chunk in momentum.items():
@@ -107,7 +82,7 @@ class ElasticOuterStep(OuterStep):
         self._optimizer.clear_products()  # a lost node's part would be missing from their sum
 
     def disconnect(self) -> None:
-        """Let go of the other nodes, whose sockets close when nothing refers to them: they are waiting for that."""
+        """Drop all references to the groups of other nodes, so that their sockets close: the others wait for that."""
         self._settle()
         owner = self._node, self._nodes
         self._set_nodes(self._alone)
@@ -115,18 +90,11 @@ class ElasticOuterStep(OuterStep):
 
     @property
     def last_fit(self) -> OuterFit:
-        """Return the figures from which the next momentum is chosen."""
         self._settle()
         return self._optimizer.last_fit
 
     def take_over(self, agreed: Mapping[str, Tensor], fit: OuterFit, shards: Mapping[str, Tensor]) -> None:
-        """Take over the agreed weights of other nodes; :meth:`connect` comes next.
-
-        Args:
-            agreed: The weights.
-            fit: Another node's :attr:`last_fit`.
-            shards: What this rank holds of at least these parameters, of which only sizes and device matter.
-        """
+        """Take over the agreed weights and the fit of other nodes; :meth:`connect` comes next."""
         self.reset()
         self.start({name: shards[name] for name in agreed})
         for name, weights in agreed.items():
@@ -134,7 +102,6 @@ class ElasticOuterStep(OuterStep):
         self._optimizer.last_fit = fit
 
     def snapshot(self, names: Collection[str]) -> Snapshot:
-        """Return what an exchange of some parameters changes, apart from errors."""
         self._settle()
         weights = {}
         for name in names:
@@ -152,15 +119,9 @@ class ElasticOuterStep(OuterStep):
         self._optimizer.last_fit = snapshot.fit
 
     def state_dict(self) -> OwnedState:
-        """Return the agreed weights, this rank's momentum, its owner and its errors, on the CPU."""
         return {**super().state_dict(), "owner": (self._node, self._nodes)}
 
     def load_state_dict(self, state: OuterStepState, shards: Mapping[str, Tensor]) -> None:
-        """Continue with what :meth:`state_dict` returned, once :meth:`connect` is called.
-
-        Raises:
-            ValueError: If ``state`` is of other parameters, or of another configuration.
-        """
         owner = state.get("owner")
         if not isinstance(owner, tuple | list):
             raise ValueError(
@@ -173,15 +134,11 @@ class ElasticOuterStep(OuterStep):
 
 # ---- elastic fragment
 #
-# A fragment of elastic nodes: exchanges can be taken back, and who joins takes over what others have agreed on.
+# A fragment of elastic nodes: exchanges can be taken back, and a node that joins takes over the agreed weights.
 
 
 def active_local_steps(local_steps: LocalSteps | None, ranks: ProcessMesh) -> LocalSteps | None:
-    """Return the local steps that are active on ``ranks``; None on one node, which has nobody to exchange with.
-
-    Raises:
-        ValueError: If nodes are elastic and ``ranks`` are not those of one node, and all of them.
-    """
+    """Return the local steps that are active on ``ranks``; raise a ValueError if elastic nodes are not whole jobs."""
     if local_steps is None or local_steps.elastic is None:
         return None if ranks.inter is None else local_steps
     if ranks.inter is not None or ranks.topology.world != dist.get_world_size():
@@ -194,8 +151,6 @@ def active_local_steps(local_steps: LocalSteps | None, ranks: ProcessMesh) -> Lo
 
 
 class BeforeExchange(NamedTuple):
-    """What an exchange of a fragment changes."""
-
     exchanges: Snapshot
     changed: set[str]
     sent: list[str]
@@ -203,32 +158,28 @@ class BeforeExchange(NamedTuple):
 
 
 class ElasticFragment(Fragment):
-    """Weights of a unit, which nodes that come and go train on their own and exchange."""
-
     outer: ElasticOuterStep
 
     @property
     def has_loaded(self) -> bool:
-        """Return whether it has a state from a checkpoint, until the next forward."""
         return self._loaded is not None
 
     def snapshot(self) -> BeforeExchange:
-        """Return what :meth:`send` would change now."""
         kept = self.outer.snapshot(self._changed)
         return BeforeExchange(kept, set(self._changed), list(self._sent), self.progress.sent)
 
     def rollback(self, before: BeforeExchange) -> None:
-        """Take back what was sent since ``before``."""
+        """Take back the exchanges since ``before``."""
         self.outer.rollback(before.exchanges)
         self._changed, self._sent, self.progress.arrives = before.changed, before.sent, None
         self.progress.sent = before.exchanges_sent  # it may have failed before it was counted
 
     def numels(self) -> dict[str, int]:
-        """Return how many values this rank exchanges of each parameter that has agreed weights."""
+        """Return the number of values that this rank exchanges of each parameter with agreed weights."""
         return {name: agreed.numel() for name, agreed in self.outer.agreed.items()}
 
     def take_over(self, agreed: Mapping[str, Tensor], fit: OuterFit) -> None:
-        """Continue from weights that other nodes have agreed on, with their fit. Collective over the node."""
+        """Continue from the weights that other nodes have agreed on, with their fit. Collective over the node."""
         self.outer.take_over(agreed, fit, self._exchanged(agreed.keys()))
         self._changed, self._sent, self.progress.arrives = set(), [], None
         self.outer.receive(self._exchanged(agreed.keys()))
@@ -237,7 +188,7 @@ class ElasticFragment(Fragment):
 
 # ---- elastic header
 #
-# What elastic nodes tell each other before an exchange, and which of them that makes current.
+# Headers that elastic nodes send each other before an exchange, and the nodes that are current by them.
 #
 # [Note: Who is current]
 # Each exchange that members commit to is counted. A node that was lost, or stopped, lacks some of them, and so does a
@@ -254,12 +205,9 @@ class ElasticFragment(Fragment):
 
 @dataclass(frozen=True)
 class Request:
-    """Exchange that a node is about to make.
+    """Exchange that a node is about to make after a step, of fragments by their index in the model.
 
-    Attributes:
-        step: The step that it follows.
-        fragments: Which fragments, by their places among all of the model's.
-        settles: Whether these are all, after which nodes hold the same.
+    ``settles`` says that these are all, so that nodes hold the same weights afterwards.
     """
 
     step: int
@@ -269,20 +217,20 @@ class Request:
 
 @dataclass(frozen=True)
 class NodeHeader:
-    """What nodes tell each other before an exchange.
+    """Header that a node sends the others before an exchange.
 
     Attributes:
-        model: What must be the same on all nodes.
+        model: Text that must be the same on all nodes.
         committed: Exchanges that this node has committed to.
         made: Steps that it has made.
-        round: The round in which it has made the last exchange.
-        start: The checksums of the weights that it has started from, if it has committed to none; else None.
+        round: The round of its last exchange.
+        start: The checksums of the weights that it has started from, if it has committed to no exchange; else None.
         round_is_over: Whether it has seen that nodes have to meet again, such as for one that waits to join.
-        request: What it is about to exchange; None if it has come to join.
+        request: The exchange that it is about to make; None if it has come to join.
         changed: For each parameter, by fragment, whether it was trained since its last exchange.
-        trained: For each fragment, how much was trained since its last exchange: steps, or tokens.
+        trained: For each fragment, the steps or tokens since its last exchange.
         counts_tokens: Whether these are tokens.
-        products: For each fragment, this node's part of what the next outer step is fitted to.
+        products: For each fragment, this node's part of the products that fit the next outer step.
     """
 
     model: str
@@ -299,20 +247,11 @@ class NodeHeader:
 
     @property
     def knows(self) -> tuple[int, int, int]:
-        """Return what is largest for a node that is current."""
         return self.committed, self.made, self.round
 
 
 def check_alike(headers: Sequence[NodeHeader], model: str) -> None:
-    """Raise on every node unless all have the same model and count the same.
-
-    Args:
-        headers: Those of all members, by node.
-        model: The model's name in errors.
-
-    Raises:
-        ValueError: If nodes have different models, or some count tokens and others steps.
-    """
+    """Raise a ValueError on every node unless all have the same model, and all count tokens or all count steps."""
     for node, header in enumerate(headers):
         if header.model != headers[0].model:
             raise ValueError(
@@ -328,7 +267,7 @@ def check_alike(headers: Sequence[NodeHeader], model: str) -> None:
 
 
 def current_nodes(headers: Sequence[NodeHeader]) -> list[int]:
-    """Return the nodes that are current; see [Note: Who is current]. Those that start alike are."""
+    """Return the current nodes; see [Note: Who is current]. Before any exchange, equal weights decide."""
     most = max(header.knows for header in headers)
     nodes = [node for node, header in enumerate(headers) if header.knows == most]
     return [node for node in nodes if headers[node].start == headers[nodes[0]].start]
@@ -347,12 +286,12 @@ def current_nodes(headers: Sequence[NodeHeader]) -> list[int]:
 
 
 class Membership(NamedTuple):
-    """A node's place among those that train together.
+    """A node's place among the nodes that train together.
 
     Attributes:
         node: Its number among them, from 0 on, which changes as nodes come and go.
-        nodes: How many they are.
-        step: Optimizer steps that the training has made, those before this node joined included.
+        nodes: Their number.
+        step: Optimizer steps that the training has made, including those before this node joined.
     """
 
     node: int
@@ -361,17 +300,7 @@ class Membership(NamedTuple):
 
 
 class ElasticTraining(LocalTraining):
-    """Counts the steps of the model under a root, and exchanges its fragments with whichever nodes there are.
-
-    Args:
-        model: The model's name in errors.
-        fragments: Its fragments, at least one.
-        reductions: As of :class:`LocalTraining`, like the next four; ``ranks`` are those of this node.
-        parameters: Returns the model's parameters.
-
-    Raises:
-        ValueError: If ranks differ in how far they have trained.
-    """
+    """Counts the steps of the model under a root, and exchanges its fragments with the nodes that are present."""
 
     def __init__(
         self,
@@ -400,18 +329,15 @@ class ElasticTraining(LocalTraining):
 
     @property
     def membership(self) -> Membership:
-        """Return this node's place among those that train together; alone before it has met others."""
         mesh = self._members.mesh
         node, nodes = (0, 1) if mesh is None else (mesh.rank, mesh.topology.nodes)
         return Membership(node, nodes, self._progress.made)
 
     def count_tokens(self, tokens: int) -> None:
-        """Weight this node's changes by tokens, of which it has just trained some more."""
         self._counts_tokens = True
         self._tokens += tokens
 
     def end(self) -> None:
-        """Let no node join any more. Collective over the node."""
         for fragment in self._fragments:
             fragment.outer.disconnect()
         self._members.end()
@@ -429,8 +355,8 @@ class ElasticTraining(LocalTraining):
             self._members.disconnect()
 
     def _restart_from_loaded(self) -> None:
-        # Other nodes have not loaded the same at the same time. What was loaded is this node's own, and is exchanged
-        # with its next changes.
+        # Other nodes have not loaded the same at the same time. The loaded weights are this node's own, and are
+        # exchanged with its next changes.
         for fragment in self._all:
             fragment.was_reloaded = False
 
@@ -455,10 +381,7 @@ class ElasticTraining(LocalTraining):
     def exchange_all(self) -> None:
         """Exchange all fragments now, after which all nodes hold the same weights; does nothing if they do.
 
-        Collective over the node.
-
-        Raises:
-            RuntimeError: If the store can't be reached.
+        Collective over the node. Raises a RuntimeError if the store can't be reached.
         """
         self._prepare()
         for fragment in self._trained:
@@ -470,7 +393,7 @@ class ElasticTraining(LocalTraining):
     # ---- an exchange
 
     def _exchange(self, request: Request | None) -> None:
-        """Exchange what this node, or those that it joins, are about to, until members commit to it."""
+        """Run the next due exchange, this node's or that of the nodes that it joins, until the members commit."""
         done = False
         while not done:
             if self._members.mesh is None:
@@ -515,13 +438,12 @@ class ElasticTraining(LocalTraining):
         )
 
     def _share_changes(self, headers: Sequence[NodeHeader]) -> None:
-        """Have this node exchange what any of these nodes has trained."""
+        """Mark all parameters that any of these nodes has trained as changed."""
         for at, fragment in enumerate(self._all):
             flags = zip(*(header.changed[at] for header in headers), strict=True)
             fragment.changed = [any(on_nodes) for on_nodes in flags]
 
     def _exchange_with(self, headers: Sequence[NodeHeader]) -> bool:
-        """Make the exchange that members are about to; return whether they commit to it."""
         request = headers[0].request
         assert request is not None
         weights = [relative_weights([header.trained[at] for header in headers]) for at in request.fragments]
@@ -590,7 +512,6 @@ class ElasticTraining(LocalTraining):
         return True
 
     def _state(self) -> dict[str, Any]:
-        """Return what a node takes over that joins."""
         optimizers = [OptimizerState(each, self._all[0]) for each in optimizers_of(self._parameters())]
         return {
             "progress": asdict(self._progress),
@@ -600,11 +521,7 @@ class ElasticTraining(LocalTraining):
         }
 
     def _take_over(self, state: dict[str, Any]) -> None:
-        """Continue from the state of another node. Collective over the node.
-
-        Raises:
-            ValueError: If its optimizers are others than this node's, before anything is taken over.
-        """
+        """Continue from another node's state; raise a ValueError first if its optimizers are others. Collective."""
         optimizers = optimizers_of(self._parameters())
         if any(state["optimizers"]) and len(state["optimizers"]) != len(optimizers):
             raise ValueError(

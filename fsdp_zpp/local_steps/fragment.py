@@ -1,4 +1,4 @@
-"""A unit's weights as nodes exchange them, and how far each exchange has come."""
+"""A unit's weights as nodes exchange them, and the progress of each exchange."""
 
 from __future__ import annotations
 
@@ -27,14 +27,9 @@ from .outer_step import NodeShare, OuterFigures, OuterStep, OuterStepState
 
 
 class KnownOptimizers:
-    """Numbers optimizers in the order in which they become known, by events that all ranks see.
+    """Numbers optimizers in the order in which they become known, by events that all ranks see."""
 
-    It keeps none of them alive: ranks may free an optimizer at different times, but its number stays.
-
-    Attributes:
-        count: How many have become known so far.
-    """
-
+    # It keeps no optimizer alive: ranks may free one at different times, but its number stays.
     def __init__(self) -> None:
         self.count = 0
         self._numbers = weakref.WeakKeyDictionary[Optimizer, int]()
@@ -46,7 +41,6 @@ class KnownOptimizers:
             self.count += 1
 
     def alive(self) -> Mapping[int, Optimizer]:
-        """Return the optimizers that still exist, by number."""
         return {number: optimizer for optimizer, number in self._numbers.items()}
 
 
@@ -63,35 +57,27 @@ ParameterState = dict[str, object]
 
 
 class FragmentState(TypedDict):
-    """A fragment in a checkpoint.
-
-    Attributes:
-        progress: Fields of :class:`Progress`.
-        exchanges: State of :class:`OuterStep`; None if nothing was exchanged yet.
-        weights: This rank's weights, by FQN.
-        changed: FQNs of what was trained since its last exchange.
-        sent: FQNs of what is on its way.
-    """
+    """A fragment in a checkpoint; tensors and names are by FQN."""
 
     progress: dict[str, Any]
-    exchanges: OuterStepState | None
+    exchanges: OuterStepState | None  # None before the first exchange
     weights: dict[str, Tensor]
-    changed: list[str]
-    sent: list[str]
+    changed: list[str]  # trained since their last exchange
+    sent: list[str]  # on their way
 
 
 @dataclass
 class Progress:
-    """How far a fragment's training has come, in steps; see [Note: Steps of nodes] in local_training.py.
+    """Progress of a fragment's training, in steps; see [Note: Steps of nodes] in local_training.py.
 
     Attributes:
         made: Steps made.
-        exchanged: How many of these have had their exchanges made.
+        exchanged: The number of these steps whose exchanges were made.
         unstepped: Backwards that have synchronized gradients without a step after them.
         arrives: The step after which the exchange under way is received; None if there is none.
         apart: Whether nodes have trained on their own since they last held the same weights and optimizer states.
         sent: Exchanges made so far, the one under way included.
-        committed: Exchanges that elastic nodes have committed to, which tells how much a node knows.
+        committed: Exchanges that elastic nodes have committed to.
         round: The round in which they have committed to the last of these.
         settled: The step after which elastic nodes have exchanged everything; None if there is none.
     """
@@ -108,39 +94,22 @@ class Progress:
 
 
 class ExchangedUnit(Protocol):
-    """The unit whose weights a fragment exchanges: a :class:`~fsdp_zpp.runtime.unit.StrategyUnit`.
-
-    Attributes:
-        sharded: Its parameters; the same names on all ranks.
-    """
-
     sharded: Sharded
 
-    def invalidate(self) -> None:
-        """Mark the weights as changed."""
+    def invalidate(self) -> None: ...
 
 
 class Fragment:
     """Weights of a unit, which nodes train on their own and exchange.
 
-    What was trained since its last exchange is exchanged, once, whether or not it is still trained by then. Parameters
-    that never were stay out of it.
-
-    Args:
-        config: When and how it is exchanged.
-        outer: Makes its exchanges.
-        unit: The unit whose weights these are.
-        share: This rank's share of them, if all ranks of a node hold the same weights.
+    Parameters that were trained since their last exchange are exchanged, once, even if they are frozen by then.
+    Parameters that never were trained are not exchanged.
 
     Attributes:
-        config: As given.
-        outer: As given.
-        progress: How far its training has come.
-        pending: Optimizer states that were loaded beside the fragment and are restored with it, each with the function
+        pending: Optimizer states that were loaded with the fragment and are restored with it, each with the function
             that restores it, by the optimizer's id.
-        optimizers: Optimizers known to step parameters of its model.
-        before_restore: Called before what was loaded is restored; may reset it instead. Collective.
-        was_reloaded: Whether weights were loaded without a state of local steps; whoever handles that resets it.
+        before_restore: Called before a loaded state is restored; may reset it instead. Collective.
+        was_reloaded: Whether weights were loaded without a state of local steps, and nobody has handled that yet.
     """
 
     def __init__(
@@ -168,30 +137,23 @@ class Fragment:
 
     @property
     def weights(self) -> list[Tensor]:
-        """Return what this rank holds of the parameters that were ever trained."""
         return list(self._of(self.outer.names).values())
 
     def _of(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return what this rank holds of some parameters, in the unit's order."""
         return {name: shard for name, shard in self._unit.sharded.named_shards().items() if name in names}
 
     def _exchanged(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return what this rank exchanges of some parameters."""
+        """Return the values that this rank exchanges of some parameters."""
         whole = self._of(names)
         return whole if self._share is None else dict(zip(whole, self._share.of([*whole.values()]), strict=True))
 
     def start(self, *, anew: bool = False) -> None:
-        """Adopt the weights of what is trained by now, which all nodes hold alike, as the agreed ones.
-
-        Args:
-            anew: Whether to include parameters that have agreed weights already.
-        """
+        """Adopt trained weights, equal on all nodes, as the agreed ones; with ``anew`` also where there are some."""
         new = set(self._unit.sharded.trained_names()) - (frozenset() if anew else self.outer.names)
         if new:
             self.outer.start(self._exchanged(new))
 
     def note_trained(self) -> None:
-        """Record the parameters that a step changes."""
         self.start()
         self._changed |= set(self._unit.sharded.trained_names())
 
@@ -202,23 +164,22 @@ class Fragment:
 
     @changed.setter
     def changed(self, changed: Sequence[bool]) -> None:
-        """Record which parameters were trained on any rank: all must exchange the same ones."""
+        """Record the parameters that were trained on any rank: all must exchange the same ones."""
         self._changed = {name for name, flag in zip(self._unit.sharded.named_shards(), changed, strict=True) if flag}
         if new := self._changed - self.outer.names:
             self.outer.start(self._exchanged(new))  # this node has left them as they were
 
     @property
     def holds_agreed(self) -> bool:
-        """Return whether this rank's weights are the agreed ones."""
         return self.outer.agrees_with(self._exchanged(self.outer.names))
 
     def adopt(self) -> None:
-        """Adopt the weights, which all nodes hold alike, as the agreed ones; the momentum stays as it is."""
+        """Adopt the weights, which are equal on all nodes, as the agreed ones; the momentum stays as it is."""
         self.outer.adopt(self._exchanged(self.outer.names))
         self._changed = set()
 
     def warm_up(self) -> None:
-        """Adopt what was trained, and let the momentum take in its changes since the fragment was due last."""
+        """Adopt the changed weights, and add their changes since the fragment was due last to the momentum."""
         self.outer.adopt(self._exchanged(self._changed), warms_up=True)
         self._changed = set()
 
@@ -228,14 +189,13 @@ class Fragment:
         self._changed = set()
 
     def restart(self) -> None:
-        """Adopt the weights as the agreed ones, and forget all exchanges."""
         names = self.outer.names
         self.outer.reset()
         self.outer.start(self._exchanged(names))
         self.progress.arrives, self._sent, self._changed = None, [], set()
 
     def send(self, arrives: int, weight: float = 1.0) -> None:
-        """Send what was trained, to be received after the step ``arrives``; for ``weight`` see :class:`OuterStep`."""
+        """Send the changed weights, which are received after the step ``arrives``; see :meth:`OuterStep.send`."""
         shards = self._exchanged(self._changed)
         self.outer.send(shards, self._unit.sharded.placements(), weight)
         self._sent, self._changed = [*shards], set()
@@ -243,13 +203,13 @@ class Fragment:
         self.progress.sent += 1
 
     def receive(self, mix: float) -> None:
-        """Continue from the agreed weights; parameters still trained, from a mixture of these and this node's own."""
+        """Continue from the agreed weights; trained parameters, from a mixture of these and this node's own."""
         trained = set(self._unit.sharded.trained_names()) if mix != 1 else set()
         if mixed := [name for name in self._sent if name in trained]:
             self.outer.receive(self._exchanged(mixed), mix)
             # Nodes differ in these still, which may be frozen before they are trained again.
             self._changed.update(mixed)
-        # What is not trained any more is not exchanged again, so that it must not be left to differ.
+        # Frozen parameters are not exchanged again, so they must not be left to differ.
         self.outer.receive(self._exchanged([name for name in self._sent if name not in trained]))
         self._after_write(self._sent)
         self.progress.arrives, self._sent = None, []
@@ -262,7 +222,7 @@ class Fragment:
     @contextmanager
     def showing_agreed(self) -> Iterator[None]:
         """Return a context with the agreed weights in place of this node's own. Collective over the node."""
-        # Others hold what was agreed on, or what a user has written since they were frozen.
+        # Other parameters hold their agreed weights, or values that a user has written since they were frozen.
         names = self.outer.names & (self._changed | set(self._sent) | set(self._unit.sharded.trained_names()))
         self._own = {name: shard.detach().clone() for name, shard in self._of(names).items()}
         self.outer.receive(self._exchanged(names))
@@ -301,11 +261,6 @@ class Fragment:
         }
 
     def load_state_dict(self, state: FragmentState) -> None:
-        """Continue with what :meth:`state_dict` returned, from the next forward on.
-
-        Raises:
-            ValueError: If it was saved for other weights.
-        """
         shards = self._unit.sharded.named_shards()
         saved = {name: list(shard.shape) for name, shard in state["weights"].items()}
         present = {name: list(shards[name].shape) for name in saved if name in shards}
@@ -313,13 +268,13 @@ class Fragment:
             raise ValueError(
                 f"{self.outer.label}: the checkpoint has weights of shapes {saved}, but this rank holds {present}"
             )
-        # Not at once: a model's state dict may be loaded after this, with weights of whatever node has saved it.
+        # Restore it later: a model's state dict may be loaded after this, with weights of the node that has saved it.
         self._loaded = state
         # Older checkpoints are all of nodes that train on their own.
         self.progress = Progress(**{"apart": True, **state["progress"]})
 
     def same_as_loaded(self, names: Collection[str]) -> dict[str, tuple[int, list[Span]]]:
-        """Return, by parameter, its number of values on this rank, and where they equal what was loaded."""
+        """Return, by parameter, its number of values on this rank, and the spans that equal the loaded values."""
         loaded = {} if self._loaded is None else self._loaded["weights"]
         return {
             name: (shard.numel(), _longest_spans(shard == loaded[name].to(shard.device, shard.dtype)))
@@ -328,7 +283,7 @@ class Fragment:
         }
 
     def holds_loaded_agreed(self, names: Collection[str]) -> bool:
-        """Return whether this rank holds, of some parameters, the agreed weights of what was loaded."""
+        """Return whether this rank's weights of some parameters are the agreed weights of the loaded state."""
         exchanges = None if self._loaded is None else self._loaded["exchanges"]
         agreed = {} if exchanges is None else exchanges["agreed"]
         shards = {name: shard.cpu().view(-1) for name, shard in self._exchanged(names).items()}
@@ -337,7 +292,7 @@ class Fragment:
         )
 
     def restore(self) -> None:
-        """Continue with what was loaded, if anything was."""
+        """Continue with the loaded state, if there is one."""
         if self._loaded is not None:
             self.before_restore()
         if (state := self._loaded) is None:
@@ -373,8 +328,8 @@ def _longest_spans(flags: Tensor) -> list[Span]:
 # Watches the outer steps of a model: sums their figures, fits the momentum to them, and warns if steps overshoot.
 #
 # [Note: Figures of exchanges]
-# Of a fragment's outer step, each rank knows the scalar products of its own chunk (:attr:`OuterStep.products`). These
-# are summed over all ranks when the fragment is due again, beside what ranks agree on then: the host waits there
+# Each rank knows the scalar products of its own chunk of a fragment's outer step (:attr:`OuterStep.products`). These
+# are summed over all ranks when the fragment is due again and ranks compare anyway: the host waits there
 # anyway, training does not need the communicator meanwhile, and all ranks conclude the same from the same bits.
 #
 # [Note: Overshooting]
@@ -398,18 +353,9 @@ ROUNDS = 5
 
 
 class OuterWatch:
-    """Fits the momentum of a model's outer steps, keeps their figures, and warns once if they overshoot.
+    """Fits the momentum of a model's outer steps, keeps their figures in ``last``, and warns once if they overshoot.
 
     See [Note: Figures of exchanges] and [Note: Overshooting].
-
-    Args:
-        model: The model's name in logs.
-        ranks: All ranks.
-        other_axes: Returns the ranks along the axes over which another parallelism shards the model.
-
-    Attributes:
-        last: Figures of each fragment's latest outer step whose figures are known; a fragment that did not change has
-            none.
     """
 
     def __init__(self, model: str, ranks: ProcessMesh, other_axes: Callable[[], Iterable[dist.ProcessGroup]]) -> None:
@@ -420,20 +366,11 @@ class OuterWatch:
         self._has_warned = False
 
     def fit(self, due: Sequence[Fragment], trained: Iterable[Fragment]) -> None:
-        """Choose the momentum of the next outer steps of some fragments, by their last ones. Collective.
-
-        Args:
-            due: The fragments, at least one.
-            trained: All fragments that are exchanged.
-        """
+        """Choose the momentum of the next outer steps of fragments, at least one, by their last ones. Collective."""
         self.note({fragment: fragment.outer.fit(of) for fragment, of in self.products(due).items()}, trained)
 
     def products(self, fragments: Sequence[Fragment]) -> dict[Fragment, Products]:
-        """Return what fragments' next outer steps are fitted to, summed over the ranks. Collective.
-
-        Args:
-            fragments: At least one.
-        """
+        """Return the products that fit the next outer steps of fragments, summed over the ranks. Collective."""
         groups = self._groups
         device = collective_device(groups[0]) if groups else torch.device("cpu")
         sums = ordered_sum(torch.cat([fragment.outer.products.to(device) for fragment in fragments]), groups)
@@ -448,7 +385,6 @@ class OuterWatch:
 
     @property
     def _groups(self) -> list[dist.ProcessGroup]:
-        """Return the groups of all ranks, one for each axis; none for a rank alone."""
         return [group for group in (self._ranks.group, *self._other_axes()) if group is not None]
 
     def _end_round(self, *, speaks: bool) -> None:
@@ -505,7 +441,6 @@ def mean_of(figures: Iterable[OuterFigures]) -> OuterFigures | None:
 
 
 def named_figures(figures: OuterFigures | None) -> dict[str, float]:
-    """Return figures of outer steps by their names in a monitor; none if there are no figures."""
     if figures is None:
         return {}
     correlation = {} if figures.correlation is None else {"outer/correlation": figures.correlation}

@@ -38,8 +38,8 @@ from .outer_step import NodeChunks, NodeShare
 #
 # Optimizers of this process, from their construction on, by the parameters that they were given.
 #
-# A node that joins takes over states before its own optimizers have stepped. Those that have are in
-# fragment.py.
+# A node that joins takes over states before its own optimizers have stepped. fragment.py has the optimizers
+# that have stepped.
 
 _MADE = "_fsdp_zpp_made"
 
@@ -50,7 +50,7 @@ def note_optimizer(optimizer: Optimizer) -> None:
 
 
 def optimizers_of(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
-    """Return the optimizers that hold any of ``parameters``, in the order in which they were made."""
+    """Return the optimizers that hold any of ``parameters``, in the order of their construction."""
     ids = {id(parameter) for parameter in parameters}
     return [
         each for each in _made().values() if any(id(p) in ids for group in each.param_groups for p in group["params"])
@@ -58,8 +58,8 @@ def optimizers_of(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
 
 
 def _made() -> weakref.WeakValueDictionary[int, Optimizer]:
-    # On torch's class, where torch's own hooks are, rather than in a global of this module; in the order in which they
-    # were made, which is the same in all processes that run the same program. Python's dictionary forgets the dead even
+    # It is kept on torch's class, where torch's own hooks are, rather than in a global of this module. Its order, that
+    # of construction, is the same in all processes that run the same program. Python's dictionary forgets the dead even
     # while the interpreter shuts down, when a callback of ours would find the globals of its module gone.
     if _MADE not in vars(Optimizer):
         setattr(Optimizer, _MADE, weakref.WeakValueDictionary())
@@ -76,12 +76,7 @@ def _made() -> weakref.WeakValueDictionary[int, Optimizer]:
 
 
 class OptimizerState:
-    """An optimizer's state on this rank.
-
-    Args:
-        optimizer: The optimizer.
-        fragment: A fragment of its model; restoring it restores this state.
-    """
+    """An optimizer's state on this rank, which is restored with a fragment of its model."""
 
     def __init__(self, optimizer: Optimizer, fragment: Fragment) -> None:
         self._optimizer, self._fragment = optimizer, fragment
@@ -94,21 +89,12 @@ class OptimizerState:
         return {"state": [{name: _saved(value) for name, value in state.items()} for state in states]}
 
     def load_state_dict(self, state: dict[str, list[ParameterState]]) -> None:
-        """Continue with what :meth:`state_dict` returned, from the next forward on.
-
-        Raises:
-            ValueError: If it was saved for another number of parameters.
-        """
+        """Continue with a saved state from the next forward on; raise a ValueError for another number of parameters."""
         self.check(state["state"])
-        # On the fragment, from which it is saved again, by an object like this one, if no forward comes before.
+        # It is kept on the fragment, from which another OptimizerState can save it again before the next forward.
         self._fragment.pending[id(self._optimizer)] = (state["state"], self.restore)
 
     def check(self, saved_states: list[ParameterState]) -> None:
-        """Raise unless there is one state for each parameter.
-
-        Raises:
-            ValueError: If they are of another number of parameters.
-        """
         parameters = len(list(self._parameters()))
         if parameters != len(saved_states):
             raise ValueError(
@@ -116,7 +102,7 @@ class OptimizerState:
             )
 
     def reset(self) -> None:
-        """Drop the loaded state; that of torch's own checkpoint stands."""
+        """Drop the loaded state, so that the one of torch's own checkpoint stays."""
         self._fragment.pending.pop(id(self._optimizer), None)
 
     def _parameters(self) -> Iterator[nn.Parameter]:
@@ -125,10 +111,9 @@ class OptimizerState:
 
     @torch.no_grad()
     def restore(self, saved_states: list[ParameterState]) -> None:
-        """Continue with states by parameter, in the optimizer's order, at once."""
         states = iter(saved_states)
         for group in self._optimizer.param_groups:
-            # torch counts the steps of these where it computes, and those of others on the CPU.
+            # torch counts steps of fused and capturable optimizers on the device, those of others on the CPU.
             counts_on_device = bool(group.get("fused") or group.get("capturable"))
             for parameter, saved in zip(group["params"], states, strict=False):
                 state = self._optimizer.state[parameter]
@@ -139,12 +124,10 @@ class OptimizerState:
 
 
 def local_state(value: Any) -> Any:
-    """Return what this rank holds of a state or a parameter."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _saved(value: object) -> object:
-    """Return a copy on the CPU."""
     return local_state(value).detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
@@ -169,7 +152,7 @@ def restored(saved: object, present: object, parameter: nn.Parameter, counts_on_
 #
 # Average of optimizers' moments over nodes that train on their own.
 #
-#     this node's moments         of each parameter what this rank holds, in its own dtype
+#     this node's moments         this rank's part of each parameter's, in its own dtype
 #         | in chunks             fp32, each parameter in a chunk for each node
 #     mean over nodes             encode, all-to-all among the ranks with this local index, decode, sum in fp32
 #         | each rank its chunk
@@ -191,11 +174,7 @@ _HALF_CODE = 1 / 254
 class MomentAverage:
     """Replaces moments by their mean over nodes.
 
-    Args:
-        mesh: All ranks, on several nodes.
-        codec: Encodes roots of moments; None sends the moments themselves, in fp32, so that the mean is exact.
-        traffic: Where bytes are counted.
-        label: The name in profiles of what the moments belong to.
+    ``codec`` encodes roots of moments; None sends the moments themselves, in fp32, so that the mean is exact.
     """
 
     def __init__(self, mesh: ProcessMesh, codec: Codec | None, traffic: Traffic, label: str) -> None:
@@ -208,12 +187,8 @@ class MomentAverage:
     def average(self, moments: Mapping[str, Tensor], placements: Mapping[str, Hashable]) -> None:
         """Replace moments of one kind, such as Adam's second ones, by their mean over nodes, in place.
 
-        Collective among the ranks with this local index, unless these hold nothing of the moments.
-
-        Args:
-            moments: What this rank holds of each parameter's moment, by the parameter's name: contiguous, of the same
-                sizes on all nodes.
-            placements: How another parallelism has placed each parameter, by name, in an order that is always the same.
+        Collective among the ranks with this local index, unless these hold nothing of the moments. Moments
+        are contiguous, of the same sizes on all nodes.
         """
         held = {name: moment.view(-1) for name, moment in moments.items() if moment.numel()}
         if not held:
@@ -225,7 +200,7 @@ class MomentAverage:
         flat = torch.zeros(self._nodes, chunks.layout.numel, dtype=torch.float32, device=device)
         for name, places, part in chunks.places(flat):
             part.copy_(held[name][places])
-        # Payloads in one expression with what uses them up, so that they are freed.
+        # Payloads stay in one expression with their consumers, so that they are freed.
         self._decode(self._reduce.all_to_all(self._encoded(flat), self._label), flat)
         self._expand(flat)
         mean = flat[:1]
@@ -237,7 +212,6 @@ class MomentAverage:
             held[name][places].copy_(part)
 
     def _encoded(self, rows: Tensor) -> Tensor:
-        """Encode chunks [n, numel], which may be written to."""
         if not self._codec.is_lossless:
             for row in rows:
                 _to_root(row)
@@ -247,7 +221,6 @@ class MomentAverage:
         decode(self._codec, payload, rows.view(-1), 1, len(rows), self._label)
 
     def _expand(self, rows: Tensor) -> None:
-        """Turn decoded roots back into moments, in place."""
         if not self._codec.is_lossless:
             for row in rows:
                 for blocks in _in_blocks(row, self._codec.block_numel):
@@ -256,13 +229,11 @@ class MomentAverage:
 
 
 def _to_root(chunk: Tensor) -> None:
-    """Replace values by their fourth roots, with their signs."""
     signs = chunk.sign()
     chunk.abs_().sqrt_().sqrt_().mul_(signs)
 
 
 def _to_power(chunk: Tensor) -> None:
-    """Replace values by their fourth powers, with their signs."""
     signs = chunk.sign()
     chunk.square_().square_().mul_(signs)
 
@@ -300,8 +271,6 @@ Key = tuple[str, str, int]
 
 
 class MomentUnit(Protocol):
-    """A unit as seen from here; see :class:`StrategyUnit`."""
-
     sharded: Sharded
     ranks: ProcessMesh
     traffic: Traffic
@@ -310,23 +279,12 @@ class MomentUnit(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _Held:
-    """A parameter that an optimizer holds, of which this rank has values.
-
-    Attributes:
-        unit: Its unit.
-        name: Its FQN, or the first one of a flat parameter.
-        parameter: The parameter.
-        optimizer: The optimizer.
-        group: Its group there.
-        number: The optimizer's number among those that are known.
-    """
-
     unit: MomentUnit
-    name: str
+    name: str  # its FQN, or the first one of a flat parameter
     parameter: nn.Parameter
     optimizer: Optimizer
     group: Mapping[str, Any]
-    number: int
+    number: int  # of the optimizer, among those that are known
 
     @property
     def key(self) -> Key:
@@ -334,16 +292,12 @@ class _Held:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Return what the optimizer keeps of it; empty before its first step with it."""
+        """Return its optimizer state, which is empty before the optimizer's first step with it."""
         found: dict[str, Any] = self.optimizer.state.get(self.parameter, {})
         return found
 
     def described(self) -> States:
-        """Return its states: of a moment the dtype, of others the number.
-
-        Raises:
-            ValueError: If nodes can't average them; see [Note: States that nodes average].
-        """
+        """Return the dtypes of its moments and the numbers, or raise a ValueError if nodes can't average its states."""
         present = ((name, value) for name, value in self.state.items() if value is not None)
         return {name: self._described(name, value) for name, value in present}
 
@@ -366,11 +320,10 @@ class _Held:
         )
 
     def parts(self, state: str) -> Mapping[str, Tensor]:
-        """Return what this rank holds of a state, by FQN."""
+        """Return this rank's part of a state, by FQN."""
         return self.unit.sharded.named_parts(self.parameter, local_state(self.state[state]))
 
     def adopt(self, states: States) -> None:
-        """Set the numbers, and add zeros for moments that are missing."""
         state = self.optimizer.state[self.parameter]
         counts_on_device = bool(self.group.get("fused") or self.group.get("capturable"))
         for name, value in states.items():
@@ -386,42 +339,24 @@ class _Held:
 
 
 class OptimizerMoments:
-    """Averages the moments of a model's optimizers over nodes.
-
-    Args:
-        model: The model's name in errors.
-        units: Its units, by fragment, in an order that is the same on all ranks.
-        ranks: All ranks.
-    """
+    """Averages the moments of a model's optimizers over nodes."""
 
     def __init__(self, model: str, units: Mapping[Fragment, MomentUnit], ranks: ProcessMesh) -> None:
         self._model, self._units, self._ranks = model, units, ranks
         self._optimizers = next(iter(units)).optimizers
 
     def saw(self, optimizer: object) -> None:
-        """Note an optimizer that steps the model's parameters."""
         if isinstance(optimizer, Optimizer):
             self._optimizers.add(optimizer)
 
     def check(self, fragments: Sequence[Fragment]) -> None:
-        """Raise on every rank if any has a state that nodes can't average, or knows no optimizer. Collective.
-
-        Args:
-            fragments: As in :meth:`average`.
-
-        Raises:
-            ValueError: If so.
-        """
+        """Raise a ValueError on every rank if any can't average its states or knows no optimizer. Collective."""
         units = [self._units[fragment] for fragment in fragments]
         agree(self._ranks.group, lambda: self._described(units), call=_CALL)
 
     @torch.no_grad()
     def average(self, fragments: Sequence[Fragment], codec: Codec | None = MOMENT_CODEC) -> None:
-        """Let all nodes continue from the mean of their moments, the same bit for bit. Collective.
-
-        Args:
-            fragments: Fragments of the model, the same on all ranks.
-            codec: Encodes what nodes send; None sends fp32, so that the mean is exact.
+        """Replace the moments of all nodes by their mean, the same bit for bit; without a codec, exactly. Collective.
 
         Raises:
             ValueError: If nodes can't average a state, nodes keep different states, or no optimizer is known; on every
@@ -496,11 +431,7 @@ class OptimizerMoments:
 
 
 def _agreed(by_node: Sequence[Mapping[Key, States]]) -> dict[Key, States]:
-    """Return the states that all nodes are to have, given those that each node has.
-
-    Raises:
-        ValueError: If nodes keep different states of a parameter.
-    """
+    """Return the states that all nodes will have; raise a ValueError if those of a parameter differ in kind."""
     agreed: dict[Key, States] = {}
     for key in dict.fromkeys(key for node in by_node for key in node):
         present = [states for node in by_node if (states := node.get(key))]
@@ -561,29 +492,14 @@ def _steps(states: States) -> float:
 # each forward until they leave, too.
 
 EXCHANGE = "an exchange of weights between nodes"
-"""The name in errors of what nodes do together. See [Note: One place to meet]."""
+"""The name of exchanges in errors. See [Note: One place to meet]."""
 
 
 class LocalTraining:
     """Counts the steps of the model under a root, and exchanges its fragments when they are due. Made collectively.
 
-    Args:
-        model: The model's name in errors.
-        fragments: Its fragments, at least one, in an order that is the same on all ranks; which of them are trained may
-            change.
-        reductions: The gradient reductions of all fragments' units.
-        ranks: All ranks.
-        steps_are_announced: Whether an optimizer says when it steps.
-        outer: Fits the fragments' outer steps.
-        moments: Averages the optimizers' moments.
-
-    Attributes:
-        model: As given.
-        outer: As given.
-        moments: As given.
-
-    Raises:
-        ValueError: If ranks differ in how far they have trained.
+    ``fragments`` are in an order that is the same on all ranks; they may be frozen and unfrozen. Raises a ValueError if
+    ranks differ in the number of steps made.
     """
 
     def __init__(
@@ -610,7 +526,6 @@ class LocalTraining:
             fragment.outer.stream = stream
 
     def gradients_synchronized(self) -> None:
-        """Handle a backward that has synchronized gradients."""
         for fragment in self._all if self._awaits_step else ():
             fragment.progress.unstepped += 1
         self._awaits_step = True
@@ -618,7 +533,6 @@ class LocalTraining:
 
     @property
     def _is_over(self) -> bool:
-        """Return whether nodes exchange nothing any more."""
         progress = self._all[0].progress
         return not progress.apart and self._config.has_stopped(progress.made)
 
@@ -627,12 +541,7 @@ class LocalTraining:
             fragment.note_trained()
 
     def step_ended(self) -> None:
-        """Handle a step that an optimizer of the model has made, or that a gradient scaler has skipped.
-
-        Raises:
-            RuntimeError: If there was no forward of the root since the last step, before which nodes would have
-                exchanged what was due.
-        """
+        """Handle a step, made or skipped; raise a RuntimeError if no forward of the root preceded it."""
         if not self._awaits_step:
             return
         self._awaits_step = False
@@ -647,7 +556,7 @@ class LocalTraining:
                 "method of it or a module inside it"
             )
 
-    # Not traced: when exchanges are due changes with every step.
+    # It is not traced, since the step decides whether exchanges are due.
     @torch.compiler.disable
     def before_forward(self, root: nn.Module, *inputs: object) -> None:
         """Make the exchanges that are due; a hook before the root's forward."""
@@ -670,7 +579,7 @@ class LocalTraining:
         self._enter_phase()
 
     def _prepare(self) -> None:
-        """Restore what was loaded, and start the exchanges of all parameters that were trained so far."""
+        """Restore loaded states, and start the exchanges of all parameters that were trained so far."""
         for fragment in self._all:
             fragment.restore()
         furthest = max((fragment.progress for fragment in self._all), key=lambda progress: progress.made)
@@ -678,9 +587,9 @@ class LocalTraining:
             fragment.progress.made, fragment.progress.exchanged = furthest.made, furthest.exchanged
             fragment.progress.apart, fragment.progress.unstepped = furthest.apart, furthest.unstepped
         for fragment in self._all if not self._is_over else ():
-            # Until the first step is made, weights may be set in ways that nothing tells of.
+            # Until the first step is made, weights may be set without any event.
             fragment.start(anew=furthest.made == 0 and not self._awaits_step)
-        # By places that don't change when one of them is frozen, so that the others are due when they were.
+        # Index over all fragments that were ever trained, so that freezing one does not move the others' schedule.
         self._trained = [fragment for fragment in self._all if fragment.was_trained]
         self._restart_from_loaded()
 
@@ -692,11 +601,11 @@ class LocalTraining:
         if not reloaded:
             return
         if not self._all[0].progress.apart:
-            # Nodes hold the same weights whether these are new ones or their own, put back; nothing tells them apart.
+            # Nodes hold the same weights, whether these are new ones or their own, put back.
             for fragment in reloaded:
                 fragment.adopt()
             return
-        # As under the scope I, under N, too: what is compared are nodes.
+        # Compare nodes, as under the scope I, also under N.
         shards = [shard for fragment in reloaded for shard in fragment.weights]
         differs = any(not fragment.holds_agreed for fragment in reloaded)
         # If nodes differ, each node's own weights were put back, after an evaluation of averaged weights, say. If they
@@ -737,19 +646,14 @@ class LocalTraining:
 
     @staticmethod
     def _before(step: int) -> str:
-        """Return the place where nodes exchange what is due after a step."""
         return f"before the forward of step {step + 1}"
 
     def _on_any_rank(self, here: bool, place: str, **facts: object) -> bool:
-        """Return whether ``here`` is true on any rank, if all are at one place. See [Note: One place to meet].
-
-        Raises:
-            ValueError: If ranks differ in the place, or in facts.
-        """
+        """Return whether ``here`` is true on any rank, if all are at one place. See [Note: One place to meet]."""
         return on_any_rank(here, self._ranks.group, EXCHANGE, {PLACE: place, "model": self.model, **facts})
 
     def _agree_on_exchange(self, fragments: Sequence[Fragment]) -> None:
-        """Let all nodes exchange what any of them has trained, by outer steps that fit the last ones. Collective."""
+        """Have all nodes exchange the parameters that any has trained, and fit their outer steps. Collective."""
         flags = [(fragment, self._ranks, fragment.changed) for fragment in fragments]
         for fragment, on_any in agree_on_use(flags):
             fragment.changed = on_any()
@@ -758,48 +662,37 @@ class LocalTraining:
 
     def _average_moments(self, fragments: Sequence[Fragment]) -> None:
         """Average the moments of those fragments whose next exchange includes them. Collective."""
-        # Before the weights are sent, since hops over the same ranks take turns, and this one is waited for.
+        # This comes before the weights are sent, since hops over the same ranks take turns, and this one is waited for.
         every = self._config.moments_every
         due = [each for each in fragments if every is not None and (each.progress.sent + 1) % every == 0]
         if due and due[0].progress.made:
             self.moments.average(due)
 
     def _check_moments(self) -> None:
-        """Raise in the first exchange what an average of moments at the stop would. Collective."""
+        """Raise the errors of an average of moments at the stop in the first exchange. Collective."""
         if self._config.stop is not None and not self._has_checked_moments:
             self.moments.check(self._trained)
             self._has_checked_moments = True
 
     def average_moments_exactly(self) -> None:
-        """Average the moments of all fragments now, in fp32, after which all nodes hold the same. Collective.
-
-        Raises:
-            ValueError: As :meth:`OptimizerMoments.average` does.
-        """
+        """Average the moments of all fragments now, in fp32, after which all nodes hold the same. Collective."""
         self._prepare()
         if self._trained and self._trained[0].progress.made:
             self.moments.average(self._trained, codec=None)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Return the ranks that compare what they are about to do. See [Note: One place to meet]."""
+        """Return the ranks that compare their next exchange. See [Note: One place to meet]."""
         return self._ranks.group
 
     def exchanged_by_all(self) -> str:
-        """Return the text for errors on what :meth:`exchange_all` exchanges, which must be the same on all ranks.
-
-        Raises:
-            RuntimeError: If the agreed weights are shown.
-        """
+        """Return the text of :meth:`exchange_all` for errors, which must be the same on all ranks."""
         self._check_not_shown()
         units = sum(fragment.was_trained for fragment in self._all)
         return f"all {units} after step {max(fragment.progress.made for fragment in self._all)}"
 
     def exchange_all(self) -> None:
-        """Exchange all fragments now, after which all nodes hold the same weights. Collective.
-
-        Ranks have compared :meth:`exchanged_by_all`.
-        """
+        """Exchange all fragments, so that nodes hold the same; ranks compared :meth:`exchanged_by_all`. Collective."""
         self._prepare()
         if not self._all[0].progress.apart:
             return
@@ -834,7 +727,6 @@ class LocalTraining:
                 fragment.retire()
 
     def _enter_phase(self) -> None:
-        """Let the next step be synchronous or not, as its number says."""
         progress = self._all[0].progress
         synchronous = self._config.is_synchronous(progress.made)
         if synchronous:
@@ -858,11 +750,7 @@ class LocalTraining:
 
     @contextmanager
     def showing_agreed(self) -> Iterator[None]:
-        """Return a context with the agreed weights in place of this node's own.
-
-        Raises:
-            RuntimeError: If they are shown already.
-        """
+        """Return a context with the agreed weights in place of this node's own."""
         self._check_not_shown()
         self._prepare()
         self._shows_agreed = True

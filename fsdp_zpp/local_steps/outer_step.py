@@ -1,4 +1,4 @@
-"""The outer step: nodes exchange what they have changed, and apply it."""
+"""The outer step: nodes exchange the changes of their weights, and apply them."""
 
 from __future__ import annotations
 
@@ -25,24 +25,15 @@ from fsdp_zpp.strategy.local_steps import LocalSteps, aligned_gain, correlation_
 
 
 class NodeChunks:
-    """Cuts what a rank holds of some parameters into a chunk for each node.
+    """Cuts this rank's part of some parameters into a chunk for each node.
 
-    Each parameter is cut by itself, so that its chunk has the same owner whatever else is exchanged.
-
-    Args:
-        numels: The number of values that this rank holds of each parameter, by name: at least one.
-        placements: How another parallelism has placed each parameter, by name, in an order that is always the same.
-            It may have more parameters than ``numels``.
-        nodes: The number of nodes.
-        block: A number of values; parameters that are placed differently begin at multiples of it, so that no block of
-            a codec spans them. See [Note: Copies] in flat_layout.py.
-
-    Attributes:
-        layout: Where the parameters lie in a node's chunk.
+    ``placements`` are in an order that is always the same, and may have more parameters than ``numels``. Parameters
+    that are placed differently begin at multiples of ``block``: no block of a codec spans them. See [Note: Copies].
     """
 
     def __init__(self, numels: Mapping[str, int], placements: Mapping[str, Hashable], nodes: int, block: int) -> None:
         self._numels = numels
+        # Each parameter is cut by itself, so that its chunk has the same owner in any set of parameters.
         order = {name: place for place, name in enumerate(placements)}
         pieces = [Piece(order[name], name, chunk_numel(numel, nodes)) for name, numel in numels.items()]
         self.layout = FlatLayout.aligned(pieces, [placements[name] for name in numels], block)
@@ -61,7 +52,6 @@ class NodeChunks:
 
 
 def chunk_numel(numel: int, nodes: int) -> int:
-    """Return the number of values in a node's chunk of ``numel`` values."""
     return -(-numel // nodes)
 
 
@@ -71,12 +61,7 @@ def chunk_numel(numel: int, nodes: int) -> int:
 
 
 class NodeShare:
-    """Splits replicated tensors over the ranks of a node, and puts them together again.
-
-    Args:
-        node: The ranks of this node, of which there are several.
-        traffic: Where bytes are counted.
-    """
+    """Splits replicated tensors over the ranks of a node, and puts them together again."""
 
     def __init__(self, node: ProcessMesh, traffic: Traffic) -> None:
         assert node.intra is not None
@@ -89,12 +74,7 @@ class NodeShare:
 
     @torch.no_grad()
     def gather(self, whole: Sequence[Tensor], label: str) -> None:
-        """Gather the parts of all ranks of the node into each rank's tensors. Collective over the node.
-
-        Args:
-            whole: The tensors.
-            label: Names them in profiles.
-        """
+        """Gather the parts of all ranks of the node into each rank's tensors. Collective over the node."""
         for flat in (tensor.view(-1) for tensor in whole):
             own = flat.new_zeros(1, self._part_numel(flat))  # a collective takes parts of one size
             part = self._part(flat)
@@ -112,15 +92,11 @@ class NodeShare:
 
 # ---- weights of nodes
 #
-# How much each node's changes count in their mean.
+# Weight of each node in the average.
 
 
 def relative_weights(trained: Sequence[int]) -> list[float]:
-    """Return by how much to multiply each node's changes so that their mean is weighted: w * nodes / sum(w).
-
-    Args:
-        trained: What each node has trained, in tokens or steps. If none has trained anything, all count alike.
-    """
+    """Return the factors that weight nodes' changes by tokens or steps in their mean: w * nodes / sum(w), or all 1."""
     total = sum(trained)
     return [each * len(trained) / total if total else 1.0 for each in trained]
 
@@ -134,7 +110,7 @@ _MOST_AT_ONCE = 2**30
 
 
 class OuterFit(TypedDict):
-    """Figures from which the next momentum is chosen, in a checkpoint.
+    """Figures that fit the next momentum, in a checkpoint.
 
     Attributes:
         products: This rank's part of <m, g> and <g, g> in the last step.
@@ -167,12 +143,8 @@ class OuterFigures:
 class OuterOptimizer:
     """Makes outer steps, and keeps their momentum by parameter.
 
-    Args:
-        config: Its learning rate and momentum.
-
-    Attributes:
-        products: This rank's part of <m, g> and <g, g> in the last step: fp32 [2], m the momentum kept before it and g
-            the mean change. The products are the sums over all ranks, each of which steps other values.
+    ``products`` are this rank's part of <m, g> and <g, g> in the last step, fp32 [2], with the momentum m before it and
+    the mean change g; the sums over all ranks, each of which steps other values, are the products.
     """
 
     def __init__(self, config: LocalSteps) -> None:
@@ -189,35 +161,21 @@ class OuterOptimizer:
 
     @property
     def _coefficient(self) -> float:
-        """Return the momentum mu of the next step."""
         config = self._config
         if config.outer_momentum != "auto":
             return config.outer_momentum
         return fitting_momentum(config.outer_lr, self._correlation, nesterov=config.nesterov)
 
     def start(self, name: str, numel: int, device: torch.device, kept_on: torch.device) -> None:
-        """Start a parameter with a momentum of zero.
-
-        Args:
-            name: The FQN of a parameter.
-            numel: Number of values in this rank's chunk of it.
-            device: Where steps are made.
-            kept_on: Where its momentum is kept.
-        """
+        """Start a parameter's chunk with a momentum of zero on ``kept_on``; steps are made on ``device``."""
         self._momentum[name] = torch.zeros(numel, dtype=torch.float32, device=kept_on)
         self.products = self.products.to(device)
 
     def momentum_of(self, names: Iterable[str]) -> Iterator[Tensor]:
-        """Yield the momentum of some parameters."""
         return (self._momentum[name] for name in names)
 
     def step(self, gradient: Tensor, layout: FlatLayout) -> Tensor:
-        """Make an outer step, and return what is to be added to the weights: fp32, flat.
-
-        Args:
-            gradient: The mean change, fp32, flat; its memory is used up.
-            layout: Where this rank's chunks of parameters lie in it.
-        """
+        """Make an outer step by the mean change, fp32, flat, and reuse its memory; return the update of weights."""
         config, device = self._config, gradient.device
         self._last = coefficient = self._coefficient
         parts = {piece: self._momentum[piece.name].to(device).view(1, -1) for piece in layout.pieces}
@@ -235,8 +193,7 @@ class OuterOptimizer:
     def warm_up(self, changes: Mapping[str, Tensor]) -> None:
         """Add changes to the momentum without an outer step, as Pier does in synchronous steps (arXiv 2511.17849).
 
-        Args:
-            changes: Changes of this rank's chunks, fp32, flat, by FQN; what pads a chunk may be left out.
+        ``changes`` are those of this rank's chunks, fp32, flat, by FQN; the padding of a chunk may be left out.
         """
         self.products.zero_()
         self._last = coefficient = self._coefficient
@@ -249,17 +206,12 @@ class OuterOptimizer:
             momentum.mul_(coefficient)[: change.numel()].add_(change)
 
     def clear_products(self) -> None:
-        """Note that this rank has no part of the last step's products."""
         self.products.zero_()
 
     def fit(self, products: tuple[float, float]) -> OuterFigures | None:
-        """Return figures of the last step, and choose the momentum of the next one.
+        """Return figures of the last step, and fit the next momentum to ``products``, the sums over ranks.
 
-        Args:
-            products: ``products``, summed over the ranks.
-
-        Returns:
-            None if nothing has changed, or not by a finite amount.
+        None means that nothing has changed, or not by a finite amount.
         """
         config, (along, norm), coefficient = self._config, products, self._last
         figures = None
@@ -274,12 +226,10 @@ class OuterOptimizer:
     # ---- in checkpoints
 
     def state_dict(self) -> tuple[dict[str, Tensor], OuterFit]:
-        """Return copies on the CPU: the momentum by parameter, and the figures from which the next one is chosen."""
         return {name: value.to("cpu", copy=True) for name, value in self._momentum.items()}, self.last_fit
 
     @property
     def last_fit(self) -> OuterFit:
-        """Return a copy, on the CPU, of the figures from which the next momentum is chosen."""
         products = self.products.to("cpu", copy=True)
         return {"products": products, "coefficient": self._last, "correlation": self._correlation}
 
@@ -289,7 +239,7 @@ class OuterOptimizer:
         self._last, self._correlation = fit["coefficient"], fit["correlation"]
 
     def load_state_dict(self, momentum: Mapping[str, Tensor], fit: OuterFit | None) -> None:
-        """Continue with what :meth:`state_dict` returned, for parameters that were started; old states lack ``fit``."""
+        """Continue with a saved momentum of parameters that were started; old states lack ``fit``."""
         for name, value in momentum.items():
             self._momentum[name].copy_(value)
         if fit is not None:
@@ -297,7 +247,6 @@ class OuterOptimizer:
 
 
 def _set_to_product(product: Tensor, one: Tensor, other: Tensor) -> None:
-    """Set a scalar tensor to the scalar product of two flat tensors."""
     product.zero_()
     for pair in zip(one.split(_MOST_AT_ONCE), other.split(_MOST_AT_ONCE), strict=True):
         product.add_(torch.dot(*pair))
@@ -307,8 +256,8 @@ def _set_to_product(product: Tensor, one: Tensor, other: Tensor) -> None:
 #
 # Outer step of local-update training: one fragment's exchange between nodes that train on their own.
 #
-#     this node's weights         of each parameter what this rank holds, in its own dtype
-#         | what has changed      the agreed weights less these, fp32, each parameter in a chunk for each node
+#     this node's weights         this rank's part of each parameter, in its own dtype
+#         | changes               the agreed weights less these, fp32, each parameter in a chunk for each node
 #     mean over nodes             encode, all-to-all among the ranks with this local index, decode and sum in fp32
 #         | outer step            SGD with momentum, each rank on its chunk: 1 / nodes of this rank's values
 #     update of the weights       encode, all-gather among the same ranks, decode
@@ -329,14 +278,9 @@ def _set_to_product(product: Tensor, one: Tensor, other: Tensor) -> None:
 
 
 class OuterStepState(TypedDict):
-    """An :class:`OuterStep` in a checkpoint.
+    """An :class:`OuterStep` in a checkpoint; tensors are by FQN, and older checkpoints lack ``fit``.
 
-    Attributes:
-        agreed: The agreed weights, by FQN.
-        momentum: This rank's momentum, by FQN.
-        fit: Figures from which the next momentum is chosen; older checkpoints lack them.
-        errors: Errors on the way there; None without error feedback.
-        errors_back: Errors on the way back.
+    ``errors`` are those on the way to the owner of a chunk, ``errors_back`` those on the way back.
     """
 
     agreed: dict[str, Tensor]
@@ -347,20 +291,7 @@ class OuterStepState(TypedDict):
 
 
 class OuterStep:
-    """Exchanges one fragment's weights between nodes, and keeps what that needs from one exchange to the next.
-
-    Args:
-        config: How.
-        mesh: All ranks, on several nodes. With elastic nodes, those of this one to begin with.
-        traffic: Where bytes are counted.
-        label: Names the fragment in profiles and errors.
-
-    Attributes:
-        stream: Where exchanges travel; fragments may share it.
-
-    Raises:
-        ValueError: If there is one node.
-    """
+    """Exchanges one fragment's weights between nodes, more than one, and keeps the state of its exchanges."""
 
     def __init__(self, config: LocalSteps, mesh: ProcessMesh, traffic: Traffic, label: str = "fragment") -> None:
         if mesh.inter is None and config.elastic is None:
@@ -386,7 +317,6 @@ class OuterStep:
 
     @property
     def label(self) -> str:
-        """Return the fragment's name in profiles and errors."""
         return self._label
 
     @label.setter
@@ -395,25 +325,20 @@ class OuterStep:
 
     @property
     def names(self) -> frozenset[str]:
-        """Return the parameters that have agreed weights."""
         return frozenset(self._agreed)
 
     @property
     def agreed(self) -> dict[str, Tensor]:
-        """Return the agreed weights that this rank holds of each parameter: fp32, flat, those on their way included."""
+        """Return this rank's part of the agreed weights of each parameter: fp32, flat, including those on their way."""
         wait_for(self._arrival, self._device)
         return self._agreed
 
     @torch.no_grad()
     def start(self, shards: Mapping[str, Tensor]) -> None:
-        """Adopt weights of this rank, which must be the same on all nodes, as the agreed ones.
-
-        Args:
-            shards: What this rank holds of some parameters, by name.
-        """
+        """Adopt weights of this rank, which must be the same on all nodes, as the agreed ones."""
         self._settle()
         for name, shard in shards.items():
-            # Parameters may be offloaded; exchanges travel from where collectives take them.
+            # Parameters may be offloaded; exchanges start on a device that collectives accept.
             empty = shard.new_empty(0)
             self._device = (empty if self._gather is None else for_collectives(empty, self._gather.group)).device
             kept_on = torch.device("cpu") if self._config.offload else self._device
@@ -421,12 +346,11 @@ class OuterStep:
             self._optimizer.start(name, chunk_numel(shard.numel(), self._nodes), self._device, kept_on)
 
     def _settle(self) -> None:
-        """Wait in the current stream for what is on its way, before its memory is used otherwise."""
+        """Wait in the current stream for exchanges on their way, before their memory is used otherwise."""
         wait_for(self._arrival, self._device)
         self._arrival = None
 
     def agrees_with(self, shards: Mapping[str, Tensor]) -> bool:
-        """Return whether ``shards``, as in :meth:`start`, are the agreed weights."""
         beside = self._beside(shards)
         return all(torch.equal(agreed.to(shard.device, shard.dtype), shard) for agreed, shard in beside)
 
@@ -434,10 +358,8 @@ class OuterStep:
     def adopt(self, shards: Mapping[str, Tensor], *, warms_up: bool = False) -> None:
         """Set the agreed weights to ``shards``, which must be the same on all nodes; nothing is communicated.
 
-        Args:
-            shards: Some of those that :meth:`start` was given.
-            warms_up: Whether the momentum takes in how much they have changed since they were agreed on, as in the
-                synchronous steps of Pier (arXiv 2511.17849). Otherwise it stays as it is.
+        ``warms_up`` adds the changes since the last agreement to the momentum, as in the synchronous steps of Pier
+        (arXiv 2511.17849). Otherwise it stays as it is.
         """
         self._settle()
         changes: dict[str, Tensor] = {}
@@ -462,8 +384,8 @@ class OuterStep:
             shards: Some of those that :meth:`start` was given, the same parameters on all nodes, changed by this node's
                 steps. They may change again as soon as this returns.
             placements: How another parallelism has placed each parameter of the fragment, by name, in an order that is
-                always the same; by default ``shards`` are all of them, placed alike.
-            weight: How much this node's changes count, where the average node's count 1.
+                always the same; by default ``shards`` are all of them, all placed in the same way.
+            weight: Weight of this node's changes; the average node's is 1.
 
         Raises:
             ValueError: If ``shards`` have other shapes than :meth:`start` was given, before any communication.
@@ -492,7 +414,7 @@ class OuterStep:
             agreed = (self._agreed[name] for name in held)
             for kept in (*agreed, *self._optimizer.momentum_of(held), self._optimizer.products):
                 keep_until_read(kept)
-            # In one expression, so that what is used up is freed.
+            # This is one expression, so that temporaries are freed.
             payload = self._encoded(
                 self._optimizer.step(self._mean_over_nodes(keep_until_read(change).view(-1), layout), layout), layout
             )
@@ -505,28 +427,21 @@ class OuterStep:
 
     @property
     def products(self) -> Tensor:
-        """Return this rank's part of what :meth:`fit` takes."""
+        """Return this rank's part of the products for :meth:`fit`."""
         wait_for(self._arrival, self._device)
         return self._optimizer.products
 
     def fit(self, products: tuple[float, float]) -> OuterFigures | None:
-        """Return figures of the last outer step, and fit the next one; see :class:`OuterOptimizer`."""
         return self._optimizer.fit(products)
 
     @torch.no_grad()
     def receive(self, shards: Mapping[str, Tensor], mix: float = 1.0) -> None:
-        """Set ``shards`` to the agreed weights, or to a mixture of these and their own.
-
-        Args:
-            shards: As in :meth:`send`.
-            mix: Share of the agreed weights.
-        """
+        """Set ``shards`` to the agreed weights, or to a mixture of these, with a share of ``mix``, and their own."""
         for agreed, shard in self._beside(shards):
             moved = agreed.to(shard.device)
             shard.copy_(moved if mix == 1 else shard.float().lerp(moved, mix))
 
     def exchange(self, shards: Mapping[str, Tensor]) -> None:
-        """Call :meth:`send`, and :meth:`receive` at once."""
         self.send(shards)
         self.receive(shards)
 
@@ -538,7 +453,6 @@ class OuterStep:
         return mean
 
     def _encoded(self, update: Tensor, layout: FlatLayout) -> Tensor:
-        """Encode this rank's update, with the errors of earlier ones."""
         if self._back is None:
             return encode(self._codec_back, update, 1, 1, self.label)
         self._back.begin(update.device)
@@ -550,11 +464,7 @@ class OuterStep:
         return payload
 
     def _beside(self, shards: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return the agreed weights of each shard, in its shape, beside the shard.
-
-        Raises:
-            ValueError: If the shards have other sizes than those that :meth:`start` was given.
-        """
+        """Return the agreed weights of each shard, in its shape, with the shard; raise a ValueError if sizes differ."""
         kept = self.agreed
         given, started = ({name: each[name].numel() for name in shards if name in each} for each in (shards, kept))
         if given != started:
@@ -567,21 +477,13 @@ class OuterStep:
         """Return the agreed weights, this rank's momentum and its errors, on the CPU."""
         self._settle()
         errors, back = (None if each is None else each.state_dict() for each in self._errors)
-        # Copies: on a CPU, those that are kept change in place with the next exchange.
+        # Copy them: on a CPU, the agreed weights change in place with the next exchange.
         agreed = {name: value.to("cpu", copy=True) for name, value in self.agreed.items()}
         momentum, fit = self._optimizer.state_dict()
         return {"agreed": agreed, "momentum": momentum, "fit": fit, "errors": errors, "errors_back": back}
 
     def load_state_dict(self, state: OuterStepState, shards: Mapping[str, Tensor]) -> None:
-        """Continue with what :meth:`state_dict` returned.
-
-        Args:
-            state: What it returned.
-            shards: What this rank holds of all parameters, of which only sizes and device matter.
-
-        Raises:
-            ValueError: If ``state`` is of other parameters, or of another configuration of error feedback.
-        """
+        """Continue with a saved state; only sizes and device of ``shards``, those of all parameters, matter."""
         saved = {name: value.numel() for name, value in state["agreed"].items()}
         held = {name: shards[name].numel() for name in saved if name in shards}
         if saved != held:

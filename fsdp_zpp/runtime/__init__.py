@@ -2,4 +2,4 @@
 
 from fsdp_zpp._torch_compat import check_folder
 
-check_folder("runtime")  # before what uses them is imported
+check_folder("runtime")  # before the modules that use them are imported

@@ -27,29 +27,25 @@ from fsdp_zpp.comm.mesh import ProcessMesh
 #
 # A state dict of ``fully_shard`` shows the shards themselves, so a load writes to the weights, whether or not its
 # result is set on the model afterwards. torch has no hook for that. At each call, all its public functions look up the
-# private one that loads in the globals of their module. So a replacement there also hears of calls by code that has
+# private one that loads in the globals of their module. So a replacement there also sees calls by code that has
 # imported them before.
 
 _LISTENERS = "_fsdp_zpp_listeners"
 
 
 class Listener(Protocol):
-    """A unit, whose weights a load may have written."""
+    """A unit whose weights a load may have written."""
 
     @property
-    def ranks(self) -> ProcessMesh:
-        """Return the unit's ranks."""
+    def ranks(self) -> ProcessMesh: ...
 
-    def weights_loaded(self) -> None:
-        """Handle weights that were loaded."""
+    def weights_loaded(self) -> None: ...
 
 
 def hear_of_loads(unit: Listener) -> None:
-    """Call ``unit.weights_loaded()`` after each load by all of its ranks, for as long as the unit exists.
-
-    It does not matter which tensors are loaded: a rank may hold nothing of a unit, and could not tell.
-    """
-    # On torch's function, rather than in a global of this module.
+    """Call ``unit.weights_loaded()`` after each load by all of its ranks, for as long as the unit exists."""
+    # The tensors that are loaded don't matter: a rank may hold nothing of a unit, and could not tell.
+    # The set is kept on torch's function, rather than in a global of this module.
     listeners: WeakSet[Listener] | None = getattr(state_dict_loader._load_state_dict, _LISTENERS, None)
     if listeners is None:
         listeners = _install()
@@ -57,7 +53,6 @@ def hear_of_loads(unit: Listener) -> None:
 
 
 def _install() -> WeakSet[Listener]:
-    """Wrap the function that loads, once for all units."""
     original = state_dict_loader._load_state_dict
     signature = inspect.signature(original)
     listeners: WeakSet[Listener] = WeakSet()
@@ -76,7 +71,6 @@ def _install() -> WeakSet[Listener]:
 
 
 def _loading(group: dist.ProcessGroup | None, *, alone: bool) -> frozenset[int]:
-    """Return the ranks that take part in a load."""
     if not dist.is_initialized() or dist.get_rank(group) < 0:
         return frozenset()
     return frozenset([dist.get_rank()] if alone else dist.get_process_group_ranks(group))
@@ -102,14 +96,7 @@ Site = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class FlatPart:
-    """One original parameter of a flat parameter.
-
-    Attributes:
-        handle: The flat parameter's handle.
-        place: The parameter's place among the original ones.
-        start: Where its values begin in the flat parameter.
-        sites: Where modules have it.
-    """
+    """One original parameter of a flat one, its index and offset there, and the modules that have it."""
 
     handle: FlatParamHandle
     place: int
@@ -122,24 +109,23 @@ class FlatPart:
 
     @property
     def shape(self) -> torch.Size:
-        """Return its shape; under another parallelism, that of what FSDP shards."""
+        """Return its shape; under another parallelism, the shape of its local part, which FSDP shards."""
         return self._flat_param._shapes[self.place]
 
     @property
     def full_shape(self) -> torch.Size:
-        """Return its shape in full, under another parallelism, too."""
+        """Return its full shape, under another parallelism, too."""
         spec: Any = self._flat_param._param_extensions[self.place]
         return self.shape if spec is None else torch.Size(spec.shape)
 
     @property
     def requires_grad(self) -> bool:
-        """Return whether it is trained, as an optimizer sees it."""
         originals = self._flat_param._params
         return (originals[self.place] if originals else self._flat_param).requires_grad
 
     @property
     def shard(self) -> Tensor:
-        """Return what this rank holds of the flat parameter, in full precision."""
+        """Return this rank's shard of the flat parameter, in full precision."""
         # There is no _local_shard until FSDP's lazy initialization; the flat parameter is the shard then.
         return getattr(self._flat_param, "_local_shard", self._flat_param).detach()
 
@@ -151,7 +137,7 @@ class FlatPart:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Return the ranks of which each holds a shard; None if this rank holds all of it."""
+        """Return the ranks that hold a shard each; None if this rank holds all of it."""
         return self.handle.process_group if self.handle.uses_sharded_strategy else None
 
     def with_other_axes(self, part: Tensor) -> Tensor:
@@ -166,12 +152,11 @@ class FlatPart:
 
     @property
     def has_other_axes(self) -> bool:
-        """Return whether another parallelism shards it, too."""
         return self._flat_param._param_extensions[self.place] is not None
 
 
 def flat_parts(model: nn.Module) -> Iterator[FlatPart]:
-    """Yield the parts of all flat parameters below ``model``, whose shards have what was written to parameters."""
+    """Yield the parts of all flat parameters below ``model``, whose shards have the values written to parameters."""
     for instance in _instances(model):
         handle = instance._handle
         if handle is None:
@@ -196,12 +181,11 @@ def _instances(model: nn.Module) -> Iterator[FullyShardedDataParallel]:
 
 
 def is_flat(parameter: Tensor) -> bool:
-    """Return whether a parameter that a module shows is a flat one."""
     return isinstance(parameter, FlatParameter)
 
 
 def original_dtypes(model: nn.Module) -> dict[Tensor, torch.dtype]:
-    """Return the dtypes that buffers had before mixed precision cast them; state dicts show buffers in these."""
+    """Return the dtypes of buffers before mixed precision cast them; state dicts show buffers in these."""
     dtypes = {}
     for instance in _instances(model):
         if instance.mixed_precision.buffer_dtype is None:
@@ -216,10 +200,9 @@ def original_dtypes(model: nn.Module) -> dict[Tensor, torch.dtype]:
 
 
 def copy_replaced(handle: FlatParamHandle) -> None:
-    """Copy the values of parameters that were replaced to the shard, from FSDP's lazy initialization on.
-
-    FSDP does so before it gathers. Whatever else reads the shard, or has parameters show it again, must have it done.
-    """
+    """Copy the values of parameters that were replaced to the shard, from FSDP's lazy initialization on."""
+    # FSDP does so before it gathers. Any other code that reads the shard, or has parameters show it again, must call
+    # this.
     flat_param = handle.flat_param
     if not hasattr(flat_param, "_local_shard") or not _shows_parameters(flat_param):
         return
@@ -230,7 +213,7 @@ def copy_replaced(handle: FlatParamHandle) -> None:
 
 
 def copy_replaced_shards(handle: FlatParamHandle) -> None:
-    """Copy parameters that have other storage by now to a sharded handle's shard, as FSDP does."""
+    """Copy parameters that have another storage by now to a sharded handle's shard, as FSDP does."""
     # In a backward, FSDP keeps gradients where a writeback does not look for them.
     may_differ = (
         torch._C._current_graph_task_id() == -1 and handle._use_orig_params and not handle._skip_writeback_check
@@ -240,7 +223,6 @@ def copy_replaced_shards(handle: FlatParamHandle) -> None:
 
 
 def _shows_parameters(flat_param: FlatParameter) -> bool:
-    """Return whether modules have parameters, which torch takes away while it moves a model."""
     return all(hasattr(module, name) for name, module, _ in flat_param._param_infos)
 
 

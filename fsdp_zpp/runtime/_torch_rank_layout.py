@@ -38,7 +38,7 @@ from fsdp_zpp.strategy.strategy import Strategy
 #
 # NVIDIA's management library, which comes with the driver: which GPUs of this machine NVLink joins.
 #
-# It sees all GPUs of the machine. CUDA sees those that CUDA_VISIBLE_DEVICES leaves to a process, often one alone.
+# It sees all GPUs of the machine. CUDA sees those that CUDA_VISIBLE_DEVICES leaves to a process, often just one.
 
 _LIBRARY = "libnvidia-ml.so.1"
 _SUCCESS = 0
@@ -49,25 +49,15 @@ _UUID_NBYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
 
 
 class NvlinkPeers(NamedTuple):
-    """GPUs by UUID, as seen from one of them.
+    """GPUs by UUID that have NVLink to ``gpu``, directly or through switches, and those known to have none."""
 
-    Attributes:
-        gpu: That one; for an instance of MIG, the whole GPU.
-        joined: GPUs to which it has NVLink, directly or through switches.
-        apart: GPUs to which it has none. Those in neither are unknown.
-    """
-
-    gpu: str
+    gpu: str  # the whole GPU, for an instance of MIG
     joined: frozenset[str]
     apart: frozenset[str]
 
 
 def nvlink_peers(uuid: str) -> NvlinkPeers | None:
-    """Return the GPUs that NVLink joins to the one with this UUID; None if the library does not say.
-
-    Args:
-        uuid: The UUID as CUDA shows it, without "GPU-" or "MIG-".
-    """
+    """Return the GPUs that NVLink joins to the one with this UUID, which lacks "GPU-" or "MIG-"; None if unknown."""
     try:
         library = _load()
         if library.nvmlInit_v2() != _SUCCESS:
@@ -138,13 +128,9 @@ logger = logging.getLogger("fsdp_zpp")
 
 @dataclass(frozen=True)
 class GpuReport:
-    """Report of a rank on the links of its GPU; GPUs are named by their UUIDs.
+    """Report of a rank on the links of its GPU; GPUs are named by their UUIDs, and unknown if in neither set.
 
-    Attributes:
-        gpu: The rank's GPU; None if it has none.
-        joined: GPUs of the machine to which it has fast links.
-        apart: GPUs of the machine to which it has none. Those in neither are unknown.
-        disabled: Whether NCCL was told to use no peer-to-peer access, and so no NVLink.
+    ``disabled`` says that NCCL was told to use no peer-to-peer access, and so no NVLink.
     """
 
     gpu: str | None
@@ -171,14 +157,14 @@ class Links:
 
     @property
     def node_size(self) -> int | None:
-        """Return how many consecutive ranks are in each set; None if sets are unequal or ranks lie in another order."""
+        """Return the number of consecutive ranks in each set; None if sets are unequal or in another order."""
         size = len(self.sets[0])
         consecutive = all(ranks == tuple(range(ranks[0], ranks[0] + size)) for ranks in self.sets)
         return size if consecutive else None
 
     @property
     def are_slow(self) -> bool:
-        """Return whether ranks of a launched node are without fast links to each other."""
+        """Return whether a launched node has ranks without fast links to each other."""
         return len(self.sets) > self.launched.nodes
 
     def __str__(self) -> str:
@@ -200,11 +186,9 @@ _links: WeakKeyDictionary[dist.ProcessGroup, Links | None] = WeakKeyDictionary()
 
 
 def find_links(group: dist.ProcessGroup, device: torch.device | None = None) -> Links | None:
-    """Return the links of ``group``, or None if they are not known. Collective at the first call for a group.
+    """Return the links of ``group``, or None if they are unknown. Collective at the first call for a group.
 
-    Args:
-        group: The ranks.
-        device: This rank's GPU. Default: the one that the group is bound to, or the current one.
+    ``device`` is this rank's GPU; by default the one that the group is bound to, or the current one.
     """
     if group not in _links:
         _links[group] = _exchanged(group, device) if may_be_known(group) else None
@@ -212,12 +196,12 @@ def find_links(group: dist.ProcessGroup, device: torch.device | None = None) -> 
 
 
 def known_links(group: dist.ProcessGroup | None) -> Links | None:
-    """Return what :func:`find_links` has found, without communication; None also if it was never called."""
+    """Return the result of :func:`find_links`, without communication; None also if it was never called."""
     return None if group is None else _links.get(group)
 
 
 def links_from(reports: Sequence[GpuReport], launched: Topology) -> Links | None:
-    """Conclude from the reports of all ranks, in their order, which of them share fast links; None if it is unknown."""
+    """Return the fast links that the reports of all ranks, in their order, show; None if they are unknown."""
     sets: list[tuple[int, ...]] = []
     for ranks in launched.intra_partition():
         found = _joined_sets({rank: reports[rank] for rank in ranks})
@@ -231,7 +215,7 @@ def links_from(reports: Sequence[GpuReport], launched: Topology) -> Links | None
 
 def _joined_sets(reports: dict[int, GpuReport]) -> list[tuple[int, ...]] | None:
     """Return the sets of ranks of one machine that are joined, if through others; None if that is unknown."""
-    # Through others, since NCCL's rings go where links are: an eight-GPU mesh of V100s has no links for many pairs.
+    # Links through others count, since NCCL's rings go where links are: many pairs of eight V100s have no link.
     sets: list[set[int]] = []
     for rank, report in reports.items():
         near = [part for part in sets if any(_are_joined(report, reports[other]) for other in part)]
@@ -252,14 +236,14 @@ def _are_joined(one: GpuReport, other: GpuReport) -> bool:
 
 
 def _are_known_apart(one: GpuReport, other: GpuReport) -> bool:
-    """Return whether two ranks that are not joined are surely not."""
+    """Return whether two ranks that are not joined are known to have no fast link."""
     if one.gpu is None or other.gpu is None:
         return False
     return one.disabled or other.disabled or one.gpu in other.apart or other.gpu in one.apart
 
 
 def may_be_known(group: dist.ProcessGroup) -> bool:
-    """Return whether :func:`find_links` asks ranks about GPUs; alike on all of them, whatever each has."""
+    """Return whether :func:`find_links` asks ranks about GPUs; the same on all ranks, whatever each has."""
     return dist.get_world_size(group) > 1 and "nccl" in dist.get_backend_config(group)
 
 
@@ -281,7 +265,6 @@ def _own_report_or_none(group: dist.ProcessGroup, device: torch.device | None) -
 
 
 def own_report(group: dist.ProcessGroup, device: torch.device | None) -> GpuReport:
-    """Return this rank's report."""
     if not torch.cuda.is_available():
         return GpuReport(None)
     given = (device, getattr(group, "bound_device_id", None), torch.device("cuda", torch.cuda.current_device()))
@@ -292,7 +275,7 @@ def own_report(group: dist.ProcessGroup, device: torch.device | None) -> GpuRepo
 
 
 def _peers_without_access(uuid: str, own: int) -> NvlinkPeers:
-    """Return which visible GPUs this one can't access: they are apart, while others may have any link."""
+    """Return the visible GPUs that this one can't access; all others may have any link."""
     others = (index for index in range(torch.cuda.device_count()) if index != own)
     apart = (index for index in others if not torch.cuda.can_device_access_peer(own, index))
     uuids = frozenset(str(torch.cuda.get_device_properties(index).uuid) for index in apart)
@@ -300,7 +283,6 @@ def _peers_without_access(uuid: str, own: int) -> NvlinkPeers:
 
 
 def _p2p_is_disabled() -> bool:
-    """Return whether the environment tells NCCL to use no peer-to-peer access."""
     return os.environ.get("NCCL_P2P_DISABLE", "0") != "0" or os.environ.get("NCCL_P2P_LEVEL") in ("LOC", "0")
 
 
@@ -311,13 +293,9 @@ def _p2p_is_disabled() -> bool:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Ranks that a call shards over, and how they lie on nodes.
+    """Ranks that a call shards over, and their nodes; for ``by_links`` see [Note: Links] in strategy.py.
 
-    Attributes:
-        group: The ranks.
-        topology: Their nodes.
-        stock: Whether torch's own FULL_SHARD is all that the strategy asks for, so that fully_shard leaves it to torch.
-        by_links: Whether the machine's links have decided on the nodes; see [Note: Links] in strategy.py.
+    ``stock`` says that fully_shard leaves everything to torch, since the strategy asks for torch's own FULL_SHARD.
     """
 
     group: dist.ProcessGroup
@@ -327,10 +305,8 @@ class RankLayout:
 
     @classmethod
     def of(cls, strategy: Strategy, group: dist.ProcessGroup) -> RankLayout:
-        """Return the layout of ``group``, without communication; raise what :func:`topology_of` raises.
-
-        Links count if they were found before: see :func:`find_links`.
-        """
+        """Return the layout of ``group``, without communication, or raise the errors of :func:`topology_of`."""
+        # Links count if find_links has found them before.
         topology = topology_of(group, node_size(strategy, group))
         if strategy.gpus_per_node is None and strategy.follows_links:
             joined = joined_by_links(group)
@@ -339,12 +315,11 @@ class RankLayout:
         return cls(group, topology, stock=topology.nodes == 1 and strategy.is_plain)
 
     def mesh(self) -> ProcessMesh:
-        """Return the mesh of the ranks. Collective over them at the first call for each layout."""
         return mesh_on(self.group, self.topology, by_links=self.by_links)
 
 
 def joined_by_links(group: dist.ProcessGroup) -> Topology | None:
-    """Return the nodes of ``group`` whose ranks share fast links; None if that is what was launched, or not known."""
+    """Return the nodes of ``group`` whose ranks share fast links; None if these are the launched ones, or unknown."""
     links = known_links(group)
     if links is None or links.node_size is None or links.launched.nodes > 1 or not links.are_slow:
         return None
@@ -361,16 +336,16 @@ def node_size(strategy: Strategy, group: dist.ProcessGroup) -> int | None:
 
 
 def node_size_fact(given: int | None, group: dist.ProcessGroup) -> object:
-    """Return what ranks must agree on of a ``gpus_per_node``, before links are asked: only ranks without one ask."""
+    """Return the ``gpus_per_node`` that ranks must agree on, before links are asked: only ranks without one ask."""
     if given is not None:
         return given
-    # As resolved rather than as given: ranks that leave it to the launcher may have been launched differently.
+    # Compare the resolved size: ranks that leave it to the launcher may have been launched differently.
     launched = launched_node_size(group)
     return f"{launched} (as launched)" if isinstance(launched, int) and may_be_known(group) else launched
 
 
 def launched_node_size(group: dist.ProcessGroup) -> object:
-    """Return ``gpus_per_node`` as launched, or what the launcher says if that gives no layout."""
+    """Return ``gpus_per_node`` as launched, or the launcher's variables as text if they give no layout."""
     try:
         return topology_of(group).gpus_per_node
     except ValueError:  # which must raise on all ranks, not on some: the caller compares the text between them
@@ -389,33 +364,27 @@ def flattened(mesh: DeviceMesh, dims: tuple[str, ...]) -> DeviceMesh:
 
 
 def is_part(mesh: DeviceMesh) -> bool:
-    """Return whether ``mesh`` is a part of a larger one, along which other parallelisms may have sharded parameters."""
+    """Return whether ``mesh`` is a part of a larger one, which other parallelisms may shard over."""
     return mesh._get_root_mesh() is not mesh
 
 
 def name_ranks(group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
-    """Have errors name the ranks of ``group``, which ``mesh`` has, by their coordinates, if there are several axes."""
+    """Have errors name the ranks of ``group``, a group of ``mesh``, by their coordinates, if there are several axes."""
     root = mesh._get_root_mesh()
     if root.ndim > 1 and root.mesh_dim_names is not None:
         name_by_axes(group, root.mesh_dim_names, root.mesh)
 
 
 def mesh_over(group: dist.ProcessGroup, mesh: DeviceMesh) -> DeviceMesh:
-    """Make the 1-D mesh over ``group``, as a dimension of the larger mesh of which ``mesh`` is a part, if it is one.
-
-    torch joins a parameter's mesh for data parallelism with that of another parallelism only if both are parts of one.
-
-    Args:
-        group: Consecutive ranks of ``mesh``, among them this rank; their number divides that of the mesh.
-        mesh: A 1-D mesh.
-    """
+    """Make the 1-D mesh over ``group``, consecutive ranks of the 1-D ``mesh``, as a dimension of the same root mesh."""
+    # torch joins a parameter's data-parallel mesh with another parallelism's only if both are parts of one mesh.
     return _part_of(mesh, group) if is_part(mesh) else DeviceMesh.from_group(group, mesh.device_type)
 
 
 def _part_of(mesh: DeviceMesh, group: dist.ProcessGroup) -> DeviceMesh:
     size = dist.get_world_size(group)
-    # Without the groups of its dimension, of which torch would make new ones over all ranks of the larger mesh: a stage
-    # of a pipeline can't have other stages take part in that.
+    # Drop the groups of its dimension: from them, torch would make new ones over all ranks of the larger mesh, and a
+    # stage of a pipeline can't have other stages take part in that.
     bare: Any = copy.copy(mesh)
     del bare._dim_group_names
     (name,) = mesh.mesh_dim_names or ()
@@ -443,30 +412,24 @@ def takes_mesh_per_parameter() -> bool:
 
 
 def placement_and_mesh(result: object) -> tuple[object, FSDPMeshInfo | None]:
-    """Return what a ``shard_placement_fn`` has returned, as a placement and a mesh of its own; None if it has none."""
+    """Return the placement and the mesh, or None, that a ``shard_placement_fn`` has returned."""
     if _RESULT is not None and isinstance(result, _RESULT):
         return result.placement, result.mesh_info
     return result, None
 
 
 def arguments_of(info: FSDPMeshInfo) -> dict[str, Any]:
-    """Return the arguments of ``fully_shard`` that a parameter's mesh stands for: ``mesh`` and ``dp_mesh_dims``."""
+    """Return the arguments ``mesh`` and ``dp_mesh_dims`` of ``fully_shard`` for a parameter's mesh."""
     if info.is_spmd_mesh:
         return {"mesh": info.spmd_mesh, "dp_mesh_dims": info.dp_mesh_dims}
     return {"mesh": info.mesh, "dp_mesh_dims": None}
 
 
 def info_on_spmd_mesh(ranks: DeviceMesh, mesh: DeviceMesh, replicate: Sequence[str], dims: Any) -> FSDPMeshInfo:
-    """Return the mesh info of parameters that are sharded over a part of the data-parallel ranks of an SPMD mesh.
+    """Return the mesh info of parameters that are sharded over ``ranks``, a part of an SPMD mesh's data-parallel ranks.
 
-    Their sharded DTensors stay on the whole mesh, and torch leaves gradients along all data-parallel dimensions to what
-    reduces them. Yet it gathers over ``ranks`` alone, and knows of no replicas that it would have to reduce over.
-
-    Args:
-        ranks: The 1-D mesh of the ranks to shard over.
-        mesh: The SPMD mesh.
-        replicate: The data-parallel dimensions that have replicas of these ranks.
-        dims: torch's DataParallelMeshDims, of which ``shard`` names all data-parallel dimensions.
+    Their sharded DTensors stay on the whole mesh, and torch leaves gradients along all data-parallel dimensions to the
+    caller. It gathers over ``ranks`` alone, and does not reduce over replicas, which lie along ``replicate``.
     """
     shard = tuple(name for name in dims.shard_names if name not in replicate)
     own = replace(dims, shard=shard or None, replicate=tuple(replicate) or None)
@@ -476,11 +439,8 @@ def info_on_spmd_mesh(ranks: DeviceMesh, mesh: DeviceMesh, replicate: Sequence[s
 
 
 def mesh_infos(calls: Iterable[tuple[Mapping[str, Any], FSDPMeshInfo | None]]) -> list[FSDPMeshInfo]:
-    """Return the mesh info for each set of arguments of ``fully_shard``: torch's, or the one given with it.
-
-    Collective over these meshes. torch tells the parameter groups of a module apart by the process groups of their
-    meshes, so no two have the same.
-    """
+    """Return the mesh info for each set of arguments of ``fully_shard``: torch's, or the given one. Collective."""
+    # torch identifies the parameter groups of a module by the process groups of their meshes, so no two have the same.
     infos: list[FSDPMeshInfo] = []
     used: set[dist.ProcessGroup] = set()
     for arguments, given in calls:
@@ -497,7 +457,6 @@ def mesh_infos(calls: Iterable[tuple[Mapping[str, Any], FSDPMeshInfo | None]]) -
 def placing(
     infos: Sequence[FSDPMeshInfo], placements: Sequence[Mapping[nn.Parameter, object]]
 ) -> Callable[[nn.Parameter], object]:
-    """Return the ``shard_placement_fn`` that shards some parameters over each of several meshes."""
     results: dict[nn.Parameter, object] = {}
     for info, placed in zip(infos, placements, strict=True):
         results |= {parameter: _RESULT(placement, info) for parameter, placement in placed.items()}
@@ -514,10 +473,8 @@ class DataParallelMesh:
     """Ranks over which a strategy shards, and the strategy on them.
 
     Attributes:
-        strategy: The strategy, with the node size of a mesh of several dimensions. If the caller passed something else,
-            that object.
+        strategy: The strategy, with the node size of a mesh of several dimensions; any other object stays as given.
         mesh: The 1-D mesh of the ranks; None for all ranks; or, if everything is left to torch, the mesh as given.
-        group: The ranks.
         compared: Whether these ranks can compare their arguments. With a mesh of several dimensions that is left to
             torch they can't: torch communicates, and the unit's own ranks are not used.
     """
@@ -566,10 +523,7 @@ def _read_spmd_mesh(
 
 
 def names_of_node(mesh: DeviceMesh, names: tuple[str, ...], gpus_per_node: int) -> tuple[str, ...] | None:
-    """Return the last of the dimensions ``names`` of an SPMD mesh, along which the ranks of a node lie.
-
-    It is None if nodes end within a dimension.
-    """
+    """Return the last of the dimensions ``names`` of an SPMD mesh, which span a node; None if nodes end within one."""
     dims = mesh.mesh_dim_names or ()
     for first in range(len(names), -1, -1):
         if math.prod(mesh.size(dims.index(name)) for name in names[first:]) == gpus_per_node:
@@ -604,26 +558,19 @@ def read_hsdp_mesh(
 ) -> tuple[Strategy, DeviceMesh] | None:
     """Read the data-parallel dimensions of ``mesh`` as nodes x ranks of a node. Collective over ``mesh``.
 
-    Args:
-        strategy: The strategy.
-        mesh: A mesh with names.
-        replicate: The dimensions along which nodes lie.
-        shard: The dimensions along which a node's ranks lie.
-
-    Returns:
-        The strategy with the size of these nodes, and the 1-D mesh of all data-parallel ranks; None if the strategy is
-        FULL_SHARD on one node, so that all may be left to torch.
+    Returns the strategy with the size of these nodes, and the 1-D mesh of all data-parallel ranks; None for FULL_SHARD
+    on one node, so that all may be left to torch.
 
     Raises:
-        ValueError: If the strategy is FULL_SHARD on several nodes; if it, or torchrun where it does not say, has nodes
-            of another size; or if ranks differ in that.
+        ValueError: If the strategy is FULL_SHARD on several nodes; if its nodes, or torchrun's by default, have another
+            size; or if ranks differ in that.
     """
     names = mesh.mesh_dim_names or ()
     ranks = flattened(mesh, tuple(name for name in names if name in (*replicate, *shard)))
     group = ranks.get_group()
     name_ranks(group, mesh)
     if not is_part(mesh) and len(names) == len(replicate) + len(shard):
-        ranks = DeviceMesh.from_group(group, mesh.device_type)  # with no other parallelism beside it
+        ranks = DeviceMesh.from_group(group, mesh.device_type)  # there is no other parallelism
     node_size = agree(
         group,
         partial(_node_size, strategy, mesh, shard, group),

@@ -32,15 +32,11 @@ from .unit import COMMUNICATORS, Communicator, StrategyUnit, holds_packed_values
 
 
 def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
-    """Return the ranks of ``model``: the largest group that a part of it is sharded over. Does not communicate.
+    """Return the ranks of ``model``, or the given ones: the largest group that a part of it is sharded over.
 
-    Args:
-        model: The model. Any other object is accepted, since a caller refuses it on all ranks.
-        process_group: The ranks that the user gave.
-
-    Returns:
-        The ranks; for a model that is not sharded, or over a mesh of several dimensions, all ranks of the job. None if
-        this process is alone.
+    For a model that is not sharded, or over a mesh of several dimensions, these are all ranks of the job; None if this
+    process is alone. Does not communicate. An object that is no module is accepted, since a caller refuses it on all
+    ranks.
     """
     if process_group is not None or not dist.is_initialized() or not isinstance(model, nn.Module):
         return process_group if process_group is not None else dist.group.WORLD
@@ -52,7 +48,7 @@ def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | None = None) -
 
 
 def _unit_groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    # First, since what torch sees under the optimizer scopes I and N is a node or a rank.
+    # They come first, since torch sees a node or a rank under the optimizer scopes I and N.
     groups = [unit.ranks.group for unit in named_units(model)]
     groups += [
         group for module in model.modules() for part in getattr(module, COMMUNICATORS, ()) for group in part.groups
@@ -75,32 +71,19 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_module(model: object) -> None:
-    """Raise unless ``model`` is a module.
-
-    Raises:
-        TypeError: If it is not one.
-    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {model!r}")
 
 
 def check_folder(path: object) -> Path:
-    """Return the folder that the argument ``path`` names.
-
-    Raises:
-        TypeError: If it is not a path.
-    """
+    """Return the folder that ``path`` names, or raise a TypeError."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a folder, as a str or a path, got {path!r}")
     return Path(path)
 
 
 def check_instance(name: str, value: object) -> None:
-    """Raise if the class Strategy, or a method that makes one, was passed where an instance was meant.
-
-    Raises:
-        TypeError: If ``value`` is one of these.
-    """
+    """Raise a TypeError if the class Strategy, or a method that makes one, was passed where an instance was meant."""
     if isinstance(value, type) and issubclass(value, Strategy):
         raise TypeError(f"{name} is the class Strategy itself, not an instance; did you mean Strategy()?")
     made_by = getattr(value, "__self__", None)
@@ -111,7 +94,7 @@ def check_instance(name: str, value: object) -> None:
 
 def strategy_facts(strategy: object, group: dist.ProcessGroup) -> dict[str, object]:
     """Return the facts about a strategy on which ranks must agree; see [Note: Agreement] in agreement.py."""
-    # Of what is no strategy, too: a rank that just raised would leave the others in the comparison.
+    # Other objects are compared, too: a rank that just raised would leave the others in the comparison.
     if not isinstance(strategy, Strategy):
         return {"strategy": strategy}
     facts: dict[str, object] = {"strategy": "a Strategy"}
@@ -120,16 +103,7 @@ def strategy_facts(strategy: object, group: dist.ProcessGroup) -> dict[str, obje
 
 
 def check_dtypes(parameters: Iterable[tuple[str, Tensor]], remedy: str, *, takes_integers: bool = False) -> None:
-    """Raise if a parameter has a dtype that can't be sharded.
-
-    Args:
-        parameters: Names and parameters.
-        remedy: What to do about it, for the error.
-        takes_integers: Whether FSDP gathers integers, so that packed values may be stored as such.
-
-    Raises:
-        TypeError: It names the parameter.
-    """
+    """Raise a TypeError that names a parameter whose dtype can't be sharded, and a ``remedy``."""
     for name, parameter in parameters:
         if parameter.dtype in DTYPES:
             continue
@@ -147,11 +121,7 @@ def check_dtypes(parameters: Iterable[tuple[str, Tensor]], remedy: str, *, takes
 
 
 def check_exchanges(local_steps: LocalSteps, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise if exchanges would round parameters of which another parallelism has copies, each rank in its own way.
-
-    Raises:
-        NotImplementedError: It names a parameter that another parallelism has sharded, beside which copies lie.
-    """
+    """Raise a NotImplementedError if exchanges would round copies of a parameter in a different way on each rank."""
     codec = local_steps.codec
     if codec is None or codec.block_numel:
         return
@@ -169,7 +139,7 @@ def check_exchanges(local_steps: LocalSteps, parameters: Iterable[tuple[str, Ten
 #
 # Parameters that two units share: FSDP gathers and reduces each in one unit alone, so a call that finds one raises.
 #
-# torch's own calls go on, and fail in the forward with errors about something else, or train the two apart. Parameters
+# torch's own calls go on, and fail in the forward with other errors, or train two separate copies. Parameters
 # that a call has sharded are marked, and so are their modules, since FSDP replaces parameters, or takes them away.
 
 Site = tuple[nn.Module, str]
@@ -184,29 +154,17 @@ _ANOTHER = "a parameter of another unit"
 
 @dataclass(frozen=True)
 class Shared:
-    """A parameter that a call would shard and another unit has.
-
-    Attributes:
-        site: Where the call finds it.
-        name: Its name in the call's modules.
-        parameter: The parameter; None where FSDP has taken it off its module.
-        held_as: Its name in the other unit's call.
-    """
+    """A parameter that a call would shard and another unit has; None if FSDP has taken it off its module."""
 
     site: Site
-    name: str
+    name: str  # in the call's modules
     parameter: nn.Parameter | None
-    held_as: str
+    held_as: str  # its name in the other unit's call
 
 
 @dataclass(frozen=True)
 class AdapterUnits:
-    """How to recognize the units of an adapter.
-
-    Attributes:
-        is_unit: Returns whether a module is one.
-        is_torchs: Returns whether torch has sharded the parameter of a module already, by whatever strategy.
-    """
+    """Predicates that recognize the units of an adapter, and parameters that torch has sharded by whatever strategy."""
 
     is_unit: Callable[[nn.Module], bool]
     is_torchs: Callable[[nn.Module, nn.Parameter], bool]
@@ -225,10 +183,7 @@ class AdapterUnits:
     ) -> Shared | None:
         """Return the first parameter of ``modules`` that another unit has; None if there is none.
 
-        Args:
-            modules: The modules that a call shards.
-            ignored: Parameters that it leaves alone.
-            own: The parameters that it has sharded already.
+        ``ignored`` are parameters that the call leaves alone, ``own`` those that it has sharded already.
         """
         left_alone = set(map(id, ignored))
         for path, module in self._own(modules):
@@ -246,13 +201,7 @@ class AdapterUnits:
         return None
 
     def explain(self, shared: Shared, root: nn.Module, modules: Collection[nn.Module]) -> str:
-        """Return which units share a parameter.
-
-        Args:
-            shared: The parameter.
-            root: The outermost module that is known.
-            modules: The modules of the call that found it.
-        """
+        """Return text that names the units that share a parameter; ``modules`` are those of the call that found it."""
         names: dict[str, str] = {}
         for unit, name in self._names(root, shared, modules, "", ""):
             names.setdefault(unit, name)
@@ -264,7 +213,7 @@ class AdapterUnits:
     def _names(
         self, module: nn.Module, shared: Shared, units: Collection[nn.Module], path: str, unit: str
     ) -> Iterator[tuple[str, str]]:
-        """Yield each unit and name under which ``module`` has a shared parameter; named_modules() has one alone."""
+        """Yield each unit and name under which ``module`` has a shared parameter; named_modules() has only one."""
         if self.is_unit(module) or module in units:
             unit = parameter_name(path, "").rstrip(".")
         for name, parameter in module._parameters.items():
@@ -294,14 +243,7 @@ class AdapterUnits:
 
 
 def hold(site: Site, name: str, parameter: nn.Parameter, unit: str) -> None:
-    """Mark a parameter as sharded, before or after FSDP has replaced it on its module.
-
-    Args:
-        site: Where it is, or was.
-        name: Its name in the unit.
-        parameter: The parameter, as it was before the call.
-        unit: The name of the unit's class.
-    """
+    """Mark a parameter of a unit as sharded, before or after FSDP has replaced it on its module."""
     module, own_name = site
     held_as = f"{name} of another {unit}"
     vars(module).setdefault(_HELD, {})[own_name] = held_as
@@ -311,7 +253,6 @@ def hold(site: Site, name: str, parameter: nn.Parameter, unit: str) -> None:
 
 
 def held(parameter: nn.Parameter) -> str | None:
-    """Return the name of a parameter in the unit that has sharded it; None if there is none."""
     return vars(parameter).get(_HELD)
 
 
@@ -321,11 +262,7 @@ def held(parameter: nn.Parameter) -> str | None:
 
 
 def communicators(model: nn.Module) -> Iterator[Communicator]:
-    """Yield the units of a model, outermost first, then its frozen base.
-
-    Raises:
-        ValueError: If nothing of fsdp_zpp is in ``model``.
-    """
+    """Yield the units of a model, outermost first, then its frozen base; raise a ValueError if there are none."""
     check_module(model)
     # All modules of a frozen base list the base. A dict, since the order of a set would change from run to run.
     parts: dict[Communicator, None] = dict.fromkeys(named_units(model))
@@ -346,7 +283,7 @@ def invalidate(model: nn.Module) -> None:
     ``torch.distributed.checkpoint.load`` on all ranks, and ``summon_full_params(writeback=True)``. The first three
     concern only weights that were ever trained or given to an optimizer. After any other write to the weights, call
     this before the next forward, so that the weights are gathered between nodes again: clipping, averaging,
-    ``p.data.copy_()``, ``torch._foreach_*``, fused kernels that are called by themselves, a teacher's moving average,
+    ``p.data.copy_()``, ``torch._foreach_*``, fused kernels that are called directly, a teacher's moving average,
     ``eval()`` and ``train()`` of optimizers that are not torch's. torch counts some of these writes, which then raise a
     ``StaleSecondaryError``; with ``FSDP_ZPP_CHECK=1`` all of them do. A forward sends the weights of all units as soon
     as it needs the first, so after a write within a forward (in a hook, say), call this before the forward reaches the
@@ -372,7 +309,7 @@ def traffic(model: nn.Module, *, reset: bool = False) -> dict[Kind, dict[Level, 
     Args:
         model: A model, or a part of one, that is wrapped with a ``Strategy``, has a
             ``quantized_reduce_hook``, or has a quantized frozen base.
-        reset: Whether to begin to count anew; the next call then returns what was sent after this one.
+        reset: Whether to restart the count; the next call then returns the bytes sent after this one.
 
     Returns:
         ``{"gather": {"inter": ..., "intra": ...}, "reduce": {"inter": ..., "intra": ...}}``, in bytes.
@@ -384,7 +321,7 @@ def traffic(model: nn.Module, *, reset: bool = False) -> dict[Kind, dict[Level, 
         "gather": {"inter": 0, "intra": 0},
         "reduce": {"inter": 0, "intra": 0},
     }
-    # By identity, since all units of a model with a comm hook count into the one Traffic of its state.
+    # Counters are keyed by identity, since all units of a model with a comm hook share the Traffic of its state.
     for counter in {id(part.traffic): part.traffic for part in communicators(model)}.values():
         for (kind, level), nbytes in counter.since_reset().items():
             total[kind][level] += nbytes

@@ -1,4 +1,4 @@
-"""Codec state: what is kept from step to step, in checkpoints."""
+"""Codec state in checkpoints: the state that codecs and nodes keep from step to step."""
 
 from __future__ import annotations
 
@@ -32,26 +32,20 @@ from .unit import Checksums, ParameterUnit, StrategyUnit, named_units
 # state carries checksums of the weights that it was saved with. Weights may be loaded before codec state or after it.
 # So codec state is used if they match when it is loaded and none are loaded afterwards, or if they match at the next
 # forward. If they do not match on all ranks, it is dropped on all of them, those of other parallelisms too: copies of a
-# parameter would drift apart if one of them were sent with errors and another one without.
+# parameter would diverge if one of them were sent with errors and another one without.
 #
 # If nodes train on their own, a checkpoint has each piece of a weight from an arbitrary node, or the agreed weights.
 # Codec state has the weights of each node, so pieces are compared with these.
 
 
 def trained_checksums(unit: ParameterUnit) -> Checksums:
-    """Return the checksums of a unit's trained parameters, which are what tells one step from another."""
+    """Return the checksums of a unit's trained parameters, which differ from step to step."""
     trained = set(unit.sharded.trained_names())
     return checksums({name: shard for name, shard in unit.sharded.named_shards().items() if name in trained})
 
 
 class LoadedState:
-    """Codec state that was loaded for several units. See [Note: Weights of codec state].
-
-    Args:
-        saved_with: Checksums by unit, of the weights that it was saved with.
-        modules: The modules of these units.
-        drop: Starts over without it.
-    """
+    """Codec state that was loaded for several units, until it is settled. See [Note: Weights of codec state]."""
 
     def __init__(
         self, saved_with: Mapping[ParameterUnit, Checksums], modules: Iterable[nn.Module], drop: Callable[[], None]
@@ -60,7 +54,7 @@ class LoadedState:
         self._held = {
             unit: (unit.loads, _held(unit, saved)) for unit, saved in saved_with.items() if _fragment_of(unit) is None
         }
-        # On all of them: not every model is called by its root. The first that is called removes them.
+        # All modules get a hook, since not every model is called by its root. The first call removes all hooks.
         self._hooks = [module.register_forward_pre_hook(self._before_forward, prepend=True) for module in modules]
         for unit in saved_with:
             unit.loaded_state = self
@@ -68,7 +62,6 @@ class LoadedState:
                 fragment.before_restore = self.settle
 
     def forget(self) -> None:
-        """Leave the state as it is: it was settled, or other state was loaded over it."""
         for hook in self._hooks:
             hook.remove()
         for unit in self.saved_with:
@@ -76,7 +69,7 @@ class LoadedState:
             if (fragment := _fragment_of(unit)) is not None:
                 fragment.before_restore = lambda: None
 
-    # Not traced: once, and then it is gone.
+    # It runs once, so it is not traced.
     @torch.compiler.disable
     def _before_forward(self, module: nn.Module, *inputs: object) -> None:
         self.settle()
@@ -92,7 +85,7 @@ class LoadedState:
             self._drop()
 
     def _on_any_rank(self, differs: bool) -> bool:
-        """Return whether ``differs`` is true on any rank, those of other parallelisms too. Collective."""
+        """Return whether ``differs`` is true on any rank, including those of other parallelisms. Collective."""
         # Dicts, not sets: ranks must go through them in the same order, and a set's order differs by process.
         groups = dict.fromkeys(unit.ranks.group for unit in self.saved_with)
         other_axes = dict.fromkeys(axis for unit in self.saved_with for axis in unit.sharded.other_axes())
@@ -105,7 +98,7 @@ class LoadedState:
         return (loads == unit.loads and _match(held, saved)) or _match(_held(unit, saved), saved)
 
     def _nodes_hold(self, units: Sequence[ParameterUnit]) -> bool:
-        """Return whether weights of units are those of any node or, all of them, the agreed ones. Collective."""
+        """Return whether each weight of the units is that of some node or all are the agreed ones. Collective."""
         meshes = dict.fromkeys(unit.ranks for unit in units)
         # Every rank communicates over each mesh, whatever it has found on the one before.
         found = [self._nodes_of_mesh_hold([unit for unit in units if unit.ranks == mesh], mesh) for mesh in meshes]
@@ -119,7 +112,7 @@ class LoadedState:
             for index, (fragment, names) in enumerate(fragments)
             for name, same in fragment.same_as_loaded(names).items()
         }
-        # Of what was trained there, which may differ. An elastic node is alone, and has saved by itself.
+        # Compare only weights that the node trained. An elastic node saves alone.
         by_node = [own] if mesh.inter is None else from_each_rank(own, mesh.inter)
         return agreed or all(
             _cover(numel, [span for node in by_node for span in node.get(parameter, (0, []))[1]])
@@ -132,17 +125,14 @@ def _fragment_of(unit: ParameterUnit) -> Fragment | None:
 
 
 def _held(unit: ParameterUnit, saved: Checksums) -> Checksums:
-    """Return the checksums of what this rank holds of parameters that were saved."""
     return checksums({name: shard for name, shard in unit.sharded.named_shards().items() if name in saved})
 
 
 def _match(held: Checksums, saved: Checksums) -> bool:
-    """Return whether parameters are those that were saved, perhaps in another dtype."""
     return all(dtype != saved[name][0] or value == saved[name][1] for name, (dtype, value) in held.items())
 
 
 def _cover(numel: int, spans: Iterable[Span]) -> bool:
-    """Return whether spans leave no gap in a tensor."""
     reached = 0
     for start, stop in sorted(spans):
         if start > reached:
@@ -157,9 +147,9 @@ def _cover(numel: int, spans: Iterable[Span]) -> bool:
 #
 # Codec state belongs to the rank that sends: no other rank has it, and it depends on how the ranks are laid out. So
 # each rank saves its own part, under keys that name the rank, as bytes, which torch.distributed.checkpoint loads
-# without knowing their size beforehand. The layout is saved beside them. On another layout, or with other weights than
+# without knowing their size beforehand. The layout is saved with them. On another layout, or with other weights than
 # those that it was saved with ([Note: Weights of codec state]), codec state starts over: errors are
-# zero, weights are sent whole once, nodes begin their local steps anew, and a warning says so.
+# zero, weights are sent whole once, nodes restart their local steps, and a warning says so.
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -174,12 +164,8 @@ _SAVED_WITH = "saved_with"
 class RankState:
     """Codec state of several units on this rank.
 
-    Args:
-        parts: The state of each unit, by a name that is the same on all ranks.
-        meshes: The ranks of the units.
-        units: By the name of a part, the unit with whose weights it is saved.
-        modules: The modules of these units.
-        warns: Whether this rank says what starts over; one of the ranks that load does.
+    ``parts`` have names that are the same on all ranks; ``units`` has the unit with whose weights each is saved. A rank
+    that ``warns`` logs when state starts over.
     """
 
     def __init__(
@@ -199,7 +185,7 @@ class RankState:
 
     def state_dict(self) -> dict[str, str | bytes]:
         """Return each part as bytes, under a key that no other rank uses, and the layout of the ranks."""
-        # Of what was loaded and not used yet, those that it was saved with.
+        # State that was loaded and not used yet keeps the checksums that it was saved with.
         saved_with = {
             unit: trained_checksums(unit) if unit.loaded_state is None else unit.loaded_state.saved_with[unit]
             for unit in dict.fromkeys(self._units.values())
@@ -214,14 +200,10 @@ class RankState:
         return {_SAVED_WITH: saved_with[self._units[part]]} if part in self._units else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what was saved on this layout; if it was saved on another, start over and warn.
-
-        Raises:
-            ValueError: If it was saved for other units, or under another configuration.
-        """
+        """Load state that was saved on this layout; if it was saved on another, start over and warn."""
         if not self._parts:
             saved_on = state.get("layout", "")
-            # torch.distributed.checkpoint loads nothing else here; it says as what nodes if there was codec state.
+            # DCP reads only this key; it records the layout of nodes if codec state was saved.
             if " as " in saved_on and self._warns:
                 logger.warning(
                     "the codec state was saved on %s, but this model has none: error feedback, weight deltas and local "
@@ -281,12 +263,12 @@ class CodecState:
     """Codec state of a model, for checkpoints from which training resumes bit for bit.
 
     It holds the errors of ``Strategy(error_feedback=...)`` and the secondary shards that ``weights=Int4Delta(...)``
-    sends deltas against; of ``Strategy(local_steps=...)``, what differs from node to node: weights, states of
-    optimizers and of exchanges. It is a ``Stateful`` of torch.distributed.checkpoint; each rank saves its own part. On
-    another number of ranks or nodes, or if the weights at the next forward are not those that it was saved with, errors
-    start from zero, weights are sent whole once and nodes begin their local steps anew, with a warning. If more ranks
-    load than have saved, the checkpoint has no entries for some of them: load this part by itself,
-    ``dcp.load({"codecs": CodecState(model)}, ..., planner=DefaultLoadPlanner(allow_partial_load=True))``.
+    sends deltas against. With ``Strategy(local_steps=...)``, it also holds the state that differs from node to node:
+    weights, states of optimizers and of exchanges. It is a ``Stateful`` of torch.distributed.checkpoint; each rank
+    saves its own part. On another number of ranks or nodes, or if the weights at the next forward are not those that it
+    was saved with, errors start from zero, weights are sent whole once and nodes restart their local steps, with a
+    warning. If more ranks load than have saved, the checkpoint has no entries for some of them: load this part by
+    itself, ``dcp.load({"codecs": CodecState(model)}, ..., planner=DefaultLoadPlanner(allow_partial_load=True))``.
 
     With local steps, weights and optimizer states in torch's own checkpoints come from an arbitrary node. On the same
     layout this state replaces them, before the next forward. For other layouts, save weights under
@@ -312,7 +294,7 @@ class CodecState:
                 name = f"{kind} of {fqn}"
                 parts[name], units_by_part[name] = part, unit
         meshes = dict.fromkeys(unit.ranks for unit in units_by_part.values())
-        # Of all that FSDP has sharded: a root whose parameters are all in other units has no unit, but is called first.
+        # All modules that FSDP has sharded: a root whose parameters are all in other units has no unit, but runs first.
         modules = [each for each in model.modules() if isinstance(each, FSDPModule | FullyShardedDataParallel)]
         axes = {axis for unit in names for axis in unit.sharded.other_axes()}
         warns = any(unit.ranks.rank == 0 for unit in names) and all(dist.get_rank(axis) == 0 for axis in axes)
@@ -324,7 +306,7 @@ class CodecState:
         return self._state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned.
+        """Continue from the result of ``state_dict``.
 
         Raises:
             ValueError: If it was saved for other units, or under another configuration of error feedback.

@@ -32,15 +32,9 @@ from ._torch_flat_parts import FlatPart, Site, flat_parts, is_flat, original_dty
 
 @dataclass
 class Pending:
-    """A tensor that is being gathered.
+    """A tensor that is being gathered, without ``out`` if this rank gets nothing or gathering begins in :meth:`wait`.
 
-    Args:
-        source: What is gathered.
-        dtype: The dtype that it will have; None as it is stored.
-        to: The rank that gets it; None means all.
-        out: Memory that it arrives in; None if this rank gets nothing, or if gathering begins with :meth:`wait`.
-        works: The collectives.
-        sent: What they send, which must not be freed before they are done.
+    Tensors in ``sent`` must not be freed before ``works`` are done.
     """
 
     source: FullTensor
@@ -52,7 +46,7 @@ class Pending:
 
     @torch.no_grad()
     def wait(self) -> Tensor | None:
-        """Return the tensor, which nothing else refers to; None if this rank gets nothing.
+        """Return the tensor, with no other reference to it; None if this rank gets nothing.
 
         On a GPU the current stream waits, not the host. Pending tensors must be waited for in the same order on all
         ranks.
@@ -63,31 +57,23 @@ class Pending:
         return full if gets(self.to) else None
 
     def drain(self) -> None:
-        """Wait for the collectives alone."""
         for work in self.works:
             work.wait()
         self.works = self.sent = ()
 
 
 class FullTensor(ABC):
-    """A tensor of a model, which every rank or one of them can have in full.
-
-    Attributes:
-        shape: Its shape, in full.
-        stored: The dtype in which it is stored.
-        requires_grad: Whether it is trained.
-    """
+    """A tensor of a model that every rank or one of them can have in full; ``stored`` is its dtype."""
 
     shape: torch.Size
     stored: torch.dtype
     requires_grad: bool = False
 
+    # Sizes are in bytes: of the full tensor, and of all memory while it is gathered.
     def nbytes(self, dtype: torch.dtype | None) -> int:
-        """Return the bytes that it takes in full."""
         return self.shape.numel() * self.as_delivered(dtype).itemsize
 
     def peak_nbytes(self, dtype: torch.dtype | None) -> int:
-        """Return the bytes that it takes while it is gathered."""
         return self.nbytes(dtype)
 
     def as_delivered(self, dtype: torch.dtype | None) -> torch.dtype:
@@ -95,42 +81,25 @@ class FullTensor(ABC):
         return self.stored if dtype is None or not self.stored.is_floating_point else dtype
 
     def start(self, dtype: torch.dtype | None, to: int | None, gathers: AllGathers) -> Pending:
-        """Start to gather it, or add it to all-gathers that start soon. Collective over the ranks that share it.
-
-        Args:
-            dtype: The dtype to cast it to; None as it is stored.
-            to: The global rank that gets it; None means all.
-            gathers: The all-gathers, which must start before it is waited for.
-        """
+        """Start to gather it, or add it to ``gathers``. Collective over the ranks that share it."""
         return Pending(self, dtype, to)
 
     @abstractmethod
     def finish(self, out: Tensor | None, dtype: torch.dtype | None, to: int | None) -> Tensor | None:
-        """Return the tensor from what :meth:`start` has gathered; None if this rank gets nothing."""
+        """Return the gathered tensor; None if this rank gets nothing."""
 
     def on_the_wire(self, dtype: torch.dtype | None) -> torch.dtype:
-        """Return the dtype in which shards are sent."""
         delivered = self.as_delivered(dtype)
         return delivered if delivered.itemsize <= self.stored.itemsize else self.stored
 
     def of_casts(self, own: int, dtype: torch.dtype | None) -> int:
-        """Return the bytes that casts take beside what is gathered.
-
-        Args:
-            own: The bytes of this rank's part, as it is sent.
-            dtype: The dtype to cast to.
-        """
+        """Return the additional bytes that casts take, given the bytes of this rank's part as it is sent."""
         wire = self.on_the_wire(dtype)
         return own * (wire != self.stored) + self.nbytes(dtype) * (wire != self.as_delivered(dtype))
 
 
 class Whole(FullTensor):
-    """A tensor that every rank has already, also as a DTensor that is replicated, or a shard over one rank.
-
-    Args:
-        tensor: The tensor.
-        stored: The dtype that it is delivered in by default. Default: its own.
-    """
+    """A tensor that every rank has already, also as a DTensor that is replicated, or a shard over one rank."""
 
     def __init__(self, tensor: Tensor, stored: torch.dtype | None = None) -> None:
         self._tensor = tensor
@@ -148,23 +117,17 @@ class Whole(FullTensor):
 
 
 class ShardedRows(FullTensor):
-    """A DTensor of which the ranks of one mesh dimension have some rows each.
-
-    Args:
-        tensor: The tensor.
-        dim: The mesh dimension; along all others, it is replicated.
-    """
+    """A DTensor whose rows are sharded along one mesh dimension; it is replicated along all others."""
 
     def __init__(self, tensor: DTensor, dim: int) -> None:
         self._tensor = tensor
         self.shape, self.stored, self.requires_grad = tensor.shape, tensor.dtype, tensor.requires_grad
         self._group = tensor.device_mesh.get_group(dim)
-        # As torch.chunk cuts them: equal parts, of which the last may be cut short, or empty.
+        # torch.chunk cuts equal parts; the last ones may be cut short, or empty.
         self._world = dist.get_world_size(self._group)
         self._rows = -(-self.shape[0] // self._world)
 
     def peak_nbytes(self, dtype: torch.dtype | None) -> int:
-        """Return the bytes that it takes while it is gathered: in full, padded, and this rank's part, cast."""
         row = self.shape[1:].numel() * self.on_the_wire(dtype).itemsize
         return self._rows * self._world * row + self.of_casts(self._rows * row, dtype)
 
@@ -195,7 +158,6 @@ class AnyDTensor(FullTensor):
         self.shape, self.stored, self.requires_grad = tensor.shape, tensor.dtype, tensor.requires_grad
 
     def peak_nbytes(self, dtype: torch.dtype | None) -> int:
-        """Return the bytes that it takes while it is gathered: in full, and a copy in another order or dtype."""
         return self.nbytes(None) + max(self.nbytes(None), self.nbytes(dtype))
 
     def finish(self, out: Tensor | None, dtype: torch.dtype | None, to: int | None) -> Tensor | None:
@@ -206,7 +168,7 @@ class AnyDTensor(FullTensor):
 
 
 def full_tensor_of(tensor: Tensor) -> FullTensor:
-    """Return how a parameter or buffer is had in full that is none of a flat parameter's."""
+    """Return the full tensor of a parameter or buffer that is not a part of a flat parameter."""
     if not isinstance(tensor, DTensor):
         return Whole(tensor)
     mesh = tensor.device_mesh
@@ -221,12 +183,12 @@ def full_tensor_of(tensor: Tensor) -> FullTensor:
 
 
 def gets(to: int | None) -> bool:
-    """Return whether this rank gets what is delivered to the rank ``to``, or to all."""
+    """Return whether this rank gets a tensor that is delivered to the rank ``to``, or to all."""
     return to is None or not dist.is_initialized() or dist.get_rank() == to
 
 
 def _padded(own: Tensor, rows: int) -> Tensor:
-    """Return rows of a shard, contiguous, with any values in those that it lacks."""
+    """Return ``rows`` rows of a shard, contiguous; the values of missing ones are arbitrary."""
     if own.shape[0] == rows and own.is_contiguous():
         return own
     shape = (rows, *own.shape[1:])
@@ -242,7 +204,6 @@ def takes_part(to: int | None, group: dist.ProcessGroup | None) -> bool:
 
 
 def _gather(out: Tensor | None, own: Tensor, group: dist.ProcessGroup, to: int) -> dist.Work:
-    """Start to gather equal chunks into ``out`` on the rank ``to`` alone."""
     chunks = None if out is None else list(out.chunk(dist.get_world_size(group)))
     work = dist.gather(own, chunks, dst=to, group=group, async_op=True)
     assert isinstance(work, dist.Work)
@@ -255,25 +216,19 @@ def _gather(out: Tensor | None, own: Tensor, group: dist.ProcessGroup, to: int) 
 
 
 class _Range(NamedTuple):
-    """The values of a parameter that a rank of its group holds: where in the parameter, and where in the shard."""
-
     owner: int
     values: slice
     in_shard: slice
 
 
 class PartOfFlat(FullTensor):
-    """An original parameter of a flat one, of which each rank has a range of values, or none.
-
-    For all ranks, each range is broadcast by the rank that has it. For one rank, each rank sends its range to that one.
-    """
+    """An original parameter of a flat one; each rank has a range of its values, or none."""
 
     def __init__(self, part: FlatPart) -> None:
         self._part = part
         self.shape, self.stored, self.requires_grad = part.full_shape, part.shard.dtype, part.requires_grad
 
     def peak_nbytes(self, dtype: torch.dtype | None) -> int:
-        """Return the bytes that it takes while it is gathered: in full, and what is cast of it."""
         # Along other axes it is gathered out of place, and may be put into another order.
         others = 2 * self.nbytes(None) if self._part.has_other_axes else 0
         return self._part.shape.numel() * self.on_the_wire(dtype).itemsize + self.of_casts(0, dtype) + others
@@ -291,7 +246,6 @@ class PartOfFlat(FullTensor):
         return pending
 
     def _broadcast(self, pending: Pending, group: dist.ProcessGroup | None) -> None:
-        """Start to gather it on all ranks of ``group``; None means that this rank has all of it."""
         part, works = self._part, []
         out = torch.empty(part.shape.numel(), dtype=self.on_the_wire(pending.dtype), device=part.device)
         for each in self._ranges():
@@ -303,7 +257,7 @@ class PartOfFlat(FullTensor):
         pending.out, pending.works = out, works
 
     def _send(self, pending: Pending, group: dist.ProcessGroup, to: int) -> None:
-        """Start to gather it on the global rank ``to`` alone, to which ranks send what they have."""
+        """Start to gather it on the global rank ``to`` alone."""
         part, wire, ranges = self._part, self.on_the_wire(pending.dtype), self._ranges()
         rank, receiver = dist.get_rank(group), dist.get_group_rank(group, to)
         own = next((part.shard[each.in_shard] for each in ranges if each.owner == rank), part.shard[:0])
@@ -311,10 +265,10 @@ class PartOfFlat(FullTensor):
             pending.out = torch.empty(part.shape.numel(), dtype=wire, device=part.device)
             for each in ranges:
                 if each.owner == rank:
-                    pending.out[each.values].copy_(own)  # casts without a copy beside it
+                    pending.out[each.values].copy_(own)  # casts without another copy
             own = own[:0]
         own = own.to(part.device, wire)
-        # What arrives lies before and after the receiver's own range: one collective for each, if there is any.
+        # Other ranks' ranges lie before and after the receiver's own: one collective for each side, if there is any.
         before, after = ([r for r in ranges if r.owner < receiver], [r for r in ranges if r.owner > receiver])
         works, sent = [], []
         for owners in filter(None, (before, after)):
@@ -330,7 +284,6 @@ class PartOfFlat(FullTensor):
         pending.works, pending.sent = works, sent
 
     def _ranges(self) -> list[_Range]:
-        """Return what ranks hold of it, in the order of ranks and of its values."""
         start, length = self._part.start, self._part.shard.numel()
         stop = start + self._part.shape.numel()
         ranges = []
@@ -349,19 +302,14 @@ class PartOfFlat(FullTensor):
 
 # ---- tensors of model
 #
-# All tensors of a model's state dict, as what can be had in full, by their FQNs without wrappers.
+# All tensors of a model's state dict as full tensors, by their FQNs without wrappers.
 
 
 @dataclass(eq=False)
 class TensorOfModel:
-    """A parameter or persistent buffer, or what stands for one.
+    """A parameter, a persistent buffer, or another tensor of a state dict.
 
-    Attributes:
-        full: How it is had in full.
-        unit: The path of its unit; see :func:`unit_path`.
-        is_buffer: Whether it is a buffer.
-        sites: The modules that have it, with its name on each.
-        names: Its names in the state dict, several if it is tied.
+    ``unit`` is a path, see :func:`unit_path`; a tied tensor has several ``sites`` and ``names``.
     """
 
     full: FullTensor
@@ -377,14 +325,8 @@ Others = Callable[[nn.Module], Mapping[str, FullTensor]]
 
 @torch.no_grad()  # so that taking the shard of a parameter records no autograd function
 def tensors_of(model: nn.Module, others: Others = lambda module: {}) -> list[TensorOfModel]:
-    """Return all tensors of a model, tied ones once, in the order of its modules.
-
-    Parameters that a forward left unsharded are sharded again, or modules would show them in mixed precision's dtype.
-
-    Args:
-        model: The model, sharded or not.
-        others: Finds further tensors.
-    """
+    """Return all tensors of a model, tied ones once, in the order of its modules."""
+    # Parameters that a forward left unsharded would be shown in mixed precision's dtype.
     reshard(model)
     flat: dict[nn.Module, dict[str, FlatPart]] = {}
     for part in flat_parts(model):
@@ -419,7 +361,6 @@ def _in_full(tensor: Tensor | FlatPart | FullTensor, dtypes: Mapping[Tensor, tor
 
 
 def in_units(tensors: Iterable[TensorOfModel]) -> list[list[tuple[TensorOfModel, FullTensor]]]:
-    """Group tensors by their units, for :class:`GatherInTurn`."""
     units: dict[str, list[tuple[TensorOfModel, FullTensor]]] = {}
     for tensor in tensors:
         units.setdefault(tensor.unit, []).append((tensor, tensor.full))
@@ -427,14 +368,10 @@ def in_units(tensors: Iterable[TensorOfModel]) -> list[list[tuple[TensorOfModel,
 
 
 def unit_path(path: str, modules: Mapping[str, nn.Module]) -> str:
-    """Return the path of the unit that the module at ``path`` belongs to.
+    """Return the path of the unit of the module at ``path``, among all modules of the model.
 
     It is the innermost module that FSDP wraps or the outermost item of an ``nn.ModuleList``, whichever is further down;
-    a module in neither is a unit of its own.
-
-    Args:
-        path: The path.
-        modules: All modules of the model, by path.
+    a module in neither is a unit by itself.
     """
     parts = path.split(".")
     ancestors = [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
@@ -455,20 +392,18 @@ def reshard(model: nn.Module) -> None:
 # Gathers full tensors in turn: the next ones while the caller has the current one, within the memory of one unit.
 #
 # Tensors are gathered in batches of at most half of the largest unit, so that the current batch and the next one are no
-# more than a unit. The next batch starts as soon as there is room for it beside the rest of the current one and the
+# more than a unit. The next batch starts as soon as there is room for it with the rest of the current one and the
 # tensor that the caller still holds.
 
 K = TypeVar("K")
 UnitTensors = Sequence[tuple[K, FullTensor]]
-"""Tensors of one unit, each with what its receiver knows it by."""
+"""Tensors of one unit, each with its receiver's key."""
 
 LARGEST_BATCH = 2**28
 """Bytes of a batch, unless a tensor has more: larger batches don't make better use of links."""
 
 
 class _Item(NamedTuple, Generic[K]):
-    """A tensor, what its receiver knows it by, and the bytes that it takes while it is gathered."""
-
     key: K
     tensor: FullTensor
     nbytes: int
@@ -479,7 +414,7 @@ class GatherInTurn(Generic[K]):
 
     Args:
         units: The tensors, unit by unit, equal on all ranks.
-        dtype: The dtype to cast floating-point tensors to; None leaves them as they are stored.
+        dtype: The dtype to cast floating-point tensors to; None keeps the stored ones.
         to: The global rank that gets them; None means all.
     """
 
@@ -514,7 +449,7 @@ class GatherInTurn(Generic[K]):
             self._started.clear()
 
     def _has_room(self, held: int) -> bool:
-        """Return whether the next batch fits beside what is started and the tensor that the caller holds."""
+        """Return whether the next batch fits, given the bytes of the tensor that the caller holds."""
         if not self._batches:
             return False
         items = [*(item for item, _ in self._started), *self._batches[0]]

@@ -56,12 +56,7 @@ logger = logging.getLogger("fsdp_zpp")
 
 
 class WeightChanges:
-    """Tells the units of a model that a step may have changed their weights. See [Note: What a step changes].
-
-    Args:
-        units: The units.
-        too_small: Those of which some rank has no element; the same on all ranks.
-    """
+    """Declares weights stale that a step may have changed. See [Note: What a step changes]."""
 
     def __init__(self, units: Sequence[ParameterUnit], too_small: Collection[ParameterUnit] = ()) -> None:
         self._changing = [unit for unit in units if unit in too_small]
@@ -69,11 +64,7 @@ class WeightChanges:
         self._has_warned = False
 
     def look(self, ids: Collection[int] = ()) -> None:
-        """Find the units that have begun to change; to be called at a point that all ranks pass.
-
-        Args:
-            ids: The ids of the parameters of an optimizer that has stepped.
-        """
+        """Find the units that have begun to change, some by an optimizer of ``ids``, at a point that all ranks pass."""
         others: list[ParameterUnit] = []
         untrained: list[ParameterUnit] = []
         for unit in self._others:
@@ -129,7 +120,6 @@ def too_small_units(units: Sequence[StrategyUnit]) -> set[ParameterUnit]:
 
 
 def local_numel(parameter: nn.Parameter) -> int:
-    """Return the number of elements that this rank holds."""
     return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
 
 
@@ -139,10 +129,7 @@ def local_numel(parameter: nn.Parameter) -> int:
 
 
 class StepCounter(Protocol):
-    """Counts the steps of a model."""
-
-    def gradients_synchronized(self) -> None:
-        """Handle the synchronization of a step's gradients."""
+    def gradients_synchronized(self) -> None: ...
 
     def step_ended(self) -> None:
         """Handle a step on these gradients; only the first call after their synchronization counts."""
@@ -152,10 +139,7 @@ class StepEnds:
     """Tells counters when the gradients of a model's step are synchronized, and when the step has ended.
 
     Optimizers in the backward step on each unit's gradients before the whole model's are synchronized. Such a step ends
-    when they are; if no optimizer has stepped by then, with the first one that does after it.
-
-    Args:
-        counters: The counters.
+    with the synchronization; otherwise the first optimizer that steps after it ends the step.
     """
 
     def __init__(self, counters: Sequence[StepCounter]) -> None:
@@ -168,14 +152,13 @@ class StepEnds:
         backward = running_backward()
         for counter in self._counters:
             counter.gradients_synchronized()
-        # Steps in a backward within this one, as of a reentrant checkpoint, have a larger number; those in an earlier
-        # one, which an exception has ended, a smaller one.
+        # A step in a nested backward, as of a reentrant checkpoint, has a larger number. A step in an earlier backward
+        # that failed has a smaller one.
         if self._stepped_in is not None and (backward is None or self._stepped_in >= backward):
             self._end()
         self._synchronized_in, self._stepped_in = backward, None
 
     def optimizer_stepped(self) -> None:
-        """Handle a step of one of the model's optimizers, made or skipped."""
         backward = running_backward()
         if backward is None or backward == self._synchronized_in:
             self._end()
@@ -219,8 +202,8 @@ def register_step_hook(hook: Hook) -> Callable[[], None]:
 
 
 def add_hook(owner: type, name: str, hook: Hook) -> Callable[[], None]:
-    """Add a hook to those that a class has under ``name``; return a function that removes it at any time."""
-    # On torch's class, where torch's own hooks are, rather than in a global of this module.
+    """Add a hook under ``name`` of a class; return a function that removes it at any time."""
+    # Hooks are kept on torch's class, where torch's own hooks are, rather than in a global of this module.
     if not hasattr(owner, name):
         setattr(owner, name, {})
     hooks: dict[int, Hook] = getattr(owner, name)
@@ -229,7 +212,6 @@ def add_hook(owner: type, name: str, hook: Hook) -> Callable[[], None]:
 
 
 def run_hooks(owner: type, name: str, *args: object, **kwargs: object) -> None:
-    """Run the hooks that :func:`add_hook` has added."""
     hooks: dict[int, Hook] = getattr(owner, name, {})
     for hook in list(hooks.values()):  # a copy, since a hook may be removed meanwhile
         hook(*args, **kwargs)
@@ -243,7 +225,7 @@ def _remover(hooks: dict[int, Hook], hook: Hook) -> Callable[[], None]:
 
 
 def _install(owner: type, method: str) -> dict[int, Hook]:
-    """Wrap the method, once for all hooks; they are kept on the wrapper."""
+    """Wrap the method, once for all hooks, which are kept on the wrapper."""
     original = getattr(owner, method)
     hooks: dict[int, Hook] = {}
 
@@ -272,10 +254,7 @@ _MODE = "_fsdp_zpp_mode"
 
 
 def register_mode_hook(hook: Hook) -> Callable[[], None]:
-    """Run ``hook(optimizer)`` after ``train`` or ``eval`` may have changed weights; return a function that removes it.
-
-    It runs for optimizers that are torch's or derived from it.
-    """
+    """Run ``hook(optimizer)`` after a torch optimizer switches between ``train`` and ``eval``; return its remover."""
     return add_hook(Optimizer, _MODE_HOOKS, hook)
 
 
@@ -293,8 +272,7 @@ def _called(mode: str, optimizer: Optimizer, *args: object, **kwargs: object) ->
 
 
 def _forget(optimizer: Optimizer, *args: object, **kwargs: object) -> None:
-    """Forget the mode, since the state that was loaded may have been saved in the other one."""
-    vars(optimizer).pop(_MODE, None)
+    vars(optimizer).pop(_MODE, None)  # the loaded state may have been saved in the other mode
 
 
 _CALLED: dict[str, Hook] = {mode: partial(_called, mode) for mode in ("train", "eval")}
@@ -303,39 +281,31 @@ register_method_post_hook(Optimizer, "load_state_dict", _forget)
 
 # ---- mistakes
 #
-# Mistakes in a training script that raise nothing: they train nothing, or send in every micro-batch what a step needs.
+# Warnings about silent mistakes: an optimizer that trains nothing, or gradient sync in every micro-batch.
 #
 # [Note: Which backwards are micro-batches]
 # A step may rightly follow several backwards that synchronize gradients: of several losses of one forward, of the other
 # half of a GAN, whose gradients are cleared, or in a script that does so once. So a backward counts only if a forward
-# of the whole model preceded it; the count starts anew when gradients are cleared; and a warning comes only when two
+# of the whole model preceded it; clearing gradients restarts the count; and a warning comes only when two
 # steps in a row have several, with no step of another model's optimizer between. A forward that activation
 # checkpointing repeats is a layer's, not the model's.
 
 
 class MistakeWatch:
-    """Warns of each mistake once. See [Note: Which backwards are micro-batches].
-
-    Args:
-        root: The model.
-        name: Its name in warnings.
-        units: Its units.
-    """
+    """Warns of each mistake once. See [Note: Which backwards are micro-batches]."""
 
     def __init__(self, root: nn.Module, name: str, units: Sequence[ParameterUnit]) -> None:
         self._name, self._units = name, units
         self._others_stepped = self._optimizer_is_known = False
         self._backwards = self._steps_in_a_row = 0
-        self._has_run = True  # FSDP sets up its model in a forward, of which hooks have been run
+        self._has_run = True  # FSDP sets up its model in a forward, whose hooks have already run
         root.register_forward_pre_hook(self.before_forward, prepend=True)
 
     def before_forward(self, root: nn.Module, *inputs: object) -> None:
-        """Handle a forward of the whole model."""
         if torch.is_grad_enabled():
             self._has_run = True  # which is not read here, so that no graph is specialized on it
 
     def gradients_synchronized(self) -> None:
-        """Handle a backward that has synchronized gradients."""
         if self._others_stepped and not self._optimizer_is_known:
             self._check_optimizer()
         self._backwards += self._has_run
@@ -358,7 +328,6 @@ class MistakeWatch:
         self._backwards, self._others_stepped = 0, False
 
     def other_stepped(self) -> None:
-        """Handle a step of an optimizer that holds no parameter of this model."""
         self._others_stepped = True
 
     def gradients_cleared(self) -> None:
@@ -390,15 +359,8 @@ class MistakeWatch:
 class LifecycleHooks:
     """Tells the units of a model when their weights change and when their gradients are cleared.
 
-    Weights change with a backward that synchronizes gradients, with a step of an optimizer, and with its ``train`` and
-    ``eval``, if it has them. Each changes all units that any step changes, except a step in the
-    backward, which changes those that its optimizer holds; see [Note: What a step changes].
-
-    Args:
-        units: The units of the model.
-        local_training: Counts the steps of a model whose nodes train on their own.
-        changes: Declares weights stale; None makes one for units of which every rank has elements.
-        mistakes: Warns of what trains nothing.
+    A backward that synchronizes gradients, a step of an optimizer, and its ``train`` and ``eval`` change all units that
+    any step changes; a step in the backward, those of its optimizer. See [Note: What a step changes].
     """
 
     def __init__(
@@ -477,7 +439,6 @@ class LifecycleHooks:
                 unit.errors.scaler_stepped(scaler)
 
     def loss_scaled(self, scaler: GradScaler, *args: object, **kwargs: object) -> None:
-        """Handle ``scaler.scale(loss)``, the loss of this or of another model."""
         # Units read the scale by having the scaler scale a 1, which calls this again.
         if not scaler.is_enabled() or (self._last_scaler is not None and self._last_scaler() is scaler):
             return
@@ -512,8 +473,8 @@ class LifecycleHooks:
                     self._mistakes.gradients_cleared()
 
     def _units_with(self, ids: set[int]) -> Iterator[ParameterUnit]:
-        """Yield the units of which an optimizer with parameters of these ``ids`` holds one; the same on all ranks."""
-        # Not all: one of several optimizers, or one that steps within the backward, clears its own gradients alone.
+        """Yield the units with parameters of an optimizer, given by ``ids``; the same on all ranks."""
+        # One of several optimizers, or one that steps within the backward, clears only its own gradients.
         for unit in self._units:
             parameters = unit.sharded.parameters()
             # A rank may hold no element of a unit. Its empty parameters count like any others, but if users leave them
@@ -524,20 +485,17 @@ class LifecycleHooks:
                 yield unit
 
     def _holds_any(self, ids: set[int]) -> bool:
-        """Return whether an optimizer with these parameters is one of this model's."""
         return any(id(p) in ids for unit in self._units for p in unit.sharded.parameters())
 
     def backward_ended(self, synchronized: bool) -> None:
-        """Handle the end of a backward, which may have synchronized gradients."""
         if synchronized:
             self.gradients_synchronized()
         else:
             self._changes.look()
 
     def gradients_synchronized(self) -> None:
-        """Handle a backward that has synchronized gradients, for a step to come."""
         # A step follows, and not every optimizer announces it: some are not torch's, some write through p.data or in
-        # the middle of their step. Those that do announce it cover steps that no backward precedes.
+        # the middle of their step. Announced steps cover the case that no backward precedes a step.
         self._changes.step()
         self._steps.gradients_synchronized()
 
@@ -557,7 +515,6 @@ def _weak(method: Callable[..., None]) -> Hook:
 
 
 def _parameter_ids(optimizer: Optimizer) -> set[int]:
-    """Return the ids of an optimizer's parameters."""
     ids: set[int] = set()
     for group in optimizer.param_groups:
         ids.update(map(id, group["params"]))  # in C, since this runs twice a step
@@ -573,7 +530,6 @@ def _clear_gradient(parameter: nn.Parameter, set_to_none: bool) -> None:
 
 
 def _found_inf(scaler: GradScaler, optimizer: Optimizer) -> bool:
-    """Return whether a scaler has skipped the step of an optimizer."""
     # item() costs no wait of its own: to decide on that step, GradScaler.step has just waited for these values.
     return any(found_inf.item() for found_inf in scaler._found_inf_per_device(optimizer).values())
 
@@ -586,7 +542,6 @@ def weights_moved(module: nn.Module) -> None:
 
 
 def _optimizer_given(optimizer: Optimizer, *args: object, **kwargs: object) -> None:
-    """Mark the parameters of the group that was just added to an optimizer, which is its last."""
     for parameter in optimizer.param_groups[-1]["params"]:
         setattr(parameter, IN_OPTIMIZER, True)
     note_optimizer(optimizer)
@@ -607,11 +562,7 @@ def set_up_model(
 ) -> LifecycleHooks:
     """Compare the units of a model between ranks, name them, log what is active, and watch for events. Collective.
 
-    Args:
-        root: Its outermost part.
-        model: The model's name in errors and in the log line.
-        units: Its units.
-        others: The numbers of values of the units below ``root`` that torch alone manages.
+    ``others`` are the numbers of values of the units below ``root`` that torch alone manages.
 
     Raises:
         ValueError: If ranks have different units, or if ranks that hold the same part of the model hold different
@@ -641,10 +592,7 @@ def set_up_model(
 
 @contextmanager
 def repeated_if_failed(root: nn.Module, set_up: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Call ``set_up(root)`` before the next forward if the block, which sets up a model, raises.
-
-    After a first forward that failed, torch counts the model as initialized, and would train it unchecked.
-    """
+    """Call ``set_up(root)`` before the next forward if the block, which sets up a model, raises."""
 
     def before_forward(root: nn.Module, inputs: object) -> None:
         handle.remove()
@@ -653,13 +601,14 @@ def repeated_if_failed(root: nn.Module, set_up: Callable[[nn.Module], None]) -> 
     try:
         yield
     except Exception:
+        # After a first forward that failed, torch counts the model as initialized, and would train it unchecked.
         handle = root.register_forward_pre_hook(before_forward, prepend=True)
         raise
 
 
 def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> LocalTraining | None:
-    """Let nodes exchange the fragments of a model before forwards; return None if it has none. Collective."""
-    # What is frozen now may be trained later.
+    """Have nodes exchange the fragments of a model before forwards; return None if it has none. Collective."""
+    # Frozen units with a fragment count, since they may be trained later.
     concerned = [unit for unit in units if unit.fragment is not None or unit.sharded.is_trained()]
     configurations = dict.fromkeys(unit.strategy.local_steps for unit in concerned)
     if len(configurations) > 1:
@@ -690,7 +639,7 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -
     else:
         training = LocalTraining(model, [*fragments], *how)
     root.register_forward_pre_hook(training.before_forward, prepend=True)
-    # FSDP sets up its model in a forward, of which hooks have been run, or for a state dict that is to be loaded.
+    # FSDP sets up its model in a forward, whose hooks have already run, or for a state dict that is to be loaded.
     if all(unit.loaded_state is None for unit in fragments.values()):
         training.before_forward(root)
     for unit in fragments.values():
@@ -717,7 +666,7 @@ def _check_before_forwards(root: nn.Module, units: Sequence[StrategyUnit]) -> No
 
 
 def _prefetch_secondary_shards(gathers: Sequence[WeightGather | None]) -> None:
-    """Let one prefetcher make the secondary shards of all units whose weights can be read before their gather."""
+    """Have one prefetcher make the secondary shards of all units whose weights can be read before their gather."""
     readable = [gather for gather in gathers if gather is not None and gather.secondary.source is not None]
     prefetcher = SecondaryShardPrefetcher(gather.secondary for gather in readable)
     for gather in readable:

@@ -42,12 +42,10 @@ from .unit import Forwards, FullShardUnit, ParameterUnit, StrategyUnit, full_sha
 
 # ---- links note
 #
-# Part of a model's log line: what the links of the machine have decided, and at what price. See [Note: Links].
+# Part of a model's log line: nodes by the links of the machine, and their price. See [Note: Links].
 
 
 class LinksNote(NamedTuple):
-    """A part of a log line, and whether it tells of something that users should see by default."""
-
     text: str
     is_warning: bool
 
@@ -58,13 +56,7 @@ def links_of(strategy: Strategy, mesh: ProcessMesh) -> Links | None:
 
 
 def note_on_links(strategy: Strategy, mesh: ProcessMesh, members: Sequence[StrategyUnit]) -> LinksNote | None:
-    """Return what to say of slow links; None if there are none, or the strategy names its nodes.
-
-    Args:
-        strategy: The strategy.
-        mesh: The ranks.
-        members: The units that it has there.
-    """
+    """Return the note on slow links; None if there are none, or the strategy names its nodes."""
     links = links_of(strategy, mesh)
     if links is None or not links.are_slow:
         return None
@@ -91,7 +83,7 @@ def note_on_links(strategy: Strategy, mesh: ProcessMesh, members: Sequence[Strat
 
 
 def note_on_nodes(mesh: ProcessMesh, price: str = "") -> LinksNote | None:
-    """Return what to say of nodes that links have decided on, and of their ``price``; None if links have not."""
+    """Return the note on nodes that links have decided on, with their ``price``; None if links have not."""
     links = known_links(mesh.group)
     if links is None or not mesh.by_links:
         return None
@@ -101,7 +93,7 @@ def note_on_nodes(mesh: ProcessMesh, price: str = "") -> LinksNote | None:
 
 
 def _price(members: Sequence[StrategyUnit]) -> str:
-    """Return what the members take on a GPU beyond what they would with the host as a node, as a part of a sentence."""
+    """Return the additional memory on a GPU compared with the host as one node, as a part of a sentence."""
     copies, sums = sum(map(_copy_nbytes, members)), sum(map(_sum_nbytes, members))
     parts = []
     if copies:
@@ -112,7 +104,6 @@ def _price(members: Sequence[StrategyUnit]) -> str:
 
 
 def _copy_nbytes(unit: StrategyUnit) -> int:
-    """Return the bytes of the encoded weights that a unit keeps."""
     codec = unit.resolved.weights
     if codec is None or unit.gather is None or not unit.gather.secondary.keep:
         return 0
@@ -120,7 +111,7 @@ def _copy_nbytes(unit: StrategyUnit) -> int:
 
 
 def _sum_nbytes(unit: StrategyUnit) -> int:
-    """Return the bytes of the fp32 sums of gradients of a unit that on one node would be sharded over all ranks."""
+    """Return the bytes of a unit's fp32 sums of gradients that one node would shard over all ranks."""
     topology, scope = unit.ranks.topology, unit.scopes.gradients
     on_one_node = unit.strategy.resolve(Topology(topology.world, topology.world)).scopes.gradients
     if scope == "G" or on_one_node != "G" or not unit.sharded.is_trained():
@@ -129,7 +120,6 @@ def _sum_nbytes(unit: StrategyUnit) -> int:
 
 
 def size_text(nbytes: int) -> str:
-    """Format a number of bytes."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if nbytes >= unit:
             return f"{nbytes / unit:.3g} {name}"
@@ -165,15 +155,6 @@ class StrategySummary:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Some units out of all that FSDP has made of a model.
-
-    Attributes:
-        units: Their number.
-        numel: The number of values of their parameters.
-        of_units: The number of all units.
-        of_numel: The number of values of all parameters in units.
-    """
-
     units: int
     numel: int
     of_units: int
@@ -183,7 +164,7 @@ class Coverage:
         if self.units == self.of_units:
             return f"{self.units} unit{'' if self.units == 1 else 's'}"
         share = 100 * self.numel / max(self.of_numel, 1)
-        # Neither 0 nor 100 % if that is not exact.
+        # Don't say 0 or 100 % if that is not exact.
         percent = "under 1" if 0 < share < 0.5 else "over 99" if 99.5 <= share < 100 else f"{share:.0f}"
         return f"{self.units} of {self.of_units} units, {percent} % of parameters"
 
@@ -199,14 +180,8 @@ def summarize(
 ) -> StrategySummary:
     """Sort the parts of a strategy into active and inactive ones.
 
-    Args:
-        strategy: The strategy.
-        resolved: As resolved where its weights are encoded.
-        error_nbytes: Bytes of error state on a rank.
-        encoded: The units whose weights are encoded. Default: all.
-        links: The links of the ranks, if they are known.
-        own: The units of weights that encode themselves, if there are any.
-        packed: Whether other units hold packed values.
+    ``encoded`` are the units whose weights are encoded, by default all; ``own`` those that encode themselves.
+    ``packed`` says that other units hold packed values. ``resolved`` is the strategy where its weights are encoded.
     """
     no_gain = f"one node, {links}: no gain from codecs" if links is not None and not links.are_slow else _FAST_LINKS
     codecs, scopes, topology = resolved.gradient_codecs, resolved.scopes, resolved.topology
@@ -245,7 +220,7 @@ def _weights(
 ) -> list[tuple[str, str | None]]:
     """Return texts on how parameters are gathered, each with the reason why it is inactive, or None.
 
-    ``no_gain`` is the reason for which codecs are inactive on one node; the rest is as for :func:`summarize`.
+    ``no_gain`` is the reason why codecs are inactive on one node; the rest is as for :func:`summarize`.
     """
     parts: list[tuple[str, str | None]] = []
     scopes, topology, codec = resolved.scopes, resolved.topology, resolved.weights
@@ -273,7 +248,7 @@ def _weights(
 
 
 def _summary(parts: list[tuple[str, str | None]]) -> StrategySummary:
-    """Group texts, each with the reason why it is inactive or None, so that each reason is given once."""
+    """Group texts by the reason why they are inactive, or None, so that each reason is given once."""
     by_reason: dict[str | None, list[str]] = {None: []}
     for text, why_not in parts:
         by_reason.setdefault(why_not, []).append(text)
@@ -298,7 +273,6 @@ def _reduction(intra: Codec | None, inter: Codec | None, topology: Topology) -> 
 
 
 def _reduction_in_phases(resolved: ResolvedStrategy) -> list[tuple[str, str | None]]:
-    """Return texts on the reductions of synchronous and of local steps; see :func:`_weights`."""
     node = resolved.within_node()
     over_all = _reduction(*resolved.gradient_codecs, resolved.topology)
     inside = [part for part in _reduction(*node.gradient_codecs, node.topology) if part[1] is None]
@@ -315,7 +289,6 @@ def _feedback(
     topology: Topology,
     nbytes: int,
 ) -> list[tuple[str, str | None]]:
-    """Return texts on error feedback; see :func:`_weights`."""
     if config is None:
         return []
     # Only which hops have errors matters here, not their sizes, so any number of values does.
@@ -347,13 +320,7 @@ def _no_intra_node_hop(topology: Topology) -> str | None:
 
 
 def log_summaries(model: str, groups: Groups, others: Sequence[int]) -> None:
-    """Log once a strategy, on the model's first rank, what is active; as a warning if something is inactive.
-
-    Args:
-        model: The model's name.
-        groups: Its units.
-        others: The numbers of values of units that torch alone manages.
-    """
+    """Log once a strategy, on the model's first rank, its active parts; as a warning if something is inactive."""
     if any(mesh.rank for _, mesh in groups):  # the first of a mesh of experts is not the first of all
         return
     numels = [*(unit.sharded.numel() for members in groups.values() for unit in members), *others]
@@ -371,16 +338,14 @@ def log_summaries(model: str, groups: Groups, others: Sequence[int]) -> None:
 
 
 def _coverage(members: Sequence[StrategyUnit], numels: Sequence[int]) -> Coverage:
-    """Return the share of some units in all of a model's, whose numbers of values are ``numels``."""
     return Coverage(len(members), sum(unit.sharded.numel() for unit in members), len(numels), sum(numels))
 
 
 def _error_nbytes(unit: StrategyUnit) -> int:
-    """Return the bytes of error state that a unit will take on this rank."""
     if not unit.sharded.is_trained():
         return 0
     held = sum(shard.numel() for shard in unit.sharded.shards())
-    # Those of one phase of local steps at a time.
+    # Local steps have the errors of one phase at a time.
     return max((reduction.error_nbytes(held) for reduction in unit.reductions.all), default=0)
 
 
@@ -392,7 +357,7 @@ def log_reduction(
     units: int,
     error_nbytes: int,
 ) -> None:
-    """Log, for a comm hook, which reduces gradients and gathers nothing, what is active."""
+    """Log the active parts of a comm hook, which reduces gradients and gathers nothing."""
     parts = _reduction(*codecs, mesh.topology)
     # Under torch's strategies each rank's optimizer has a shard of its own, which is the scope G.
     parts += _feedback(error_feedback, codecs, "G", mesh.topology, error_nbytes)
@@ -421,16 +386,11 @@ def _log(subject: str, mesh: ProcessMesh, coverage: Coverage, report: StrategySu
 
 
 class ForwardCounter:
-    """Counts forwards of a model.
+    """Counts forwards of a model since the last call of ``take``."""
 
-    Not every model is called itself: a ``LightningModule`` may have its inner model called, and a list of a pipeline's
-    stages can't be called at all. So the modules on the way to the first one with a unit are watched, and the outermost
-    of them that is trained decides: recomputation runs inner ones more often, and some of it without gradients.
-
-    Args:
-        model: The model.
-    """
-
+    # Some models are not called: a LightningModule may have its inner model called, and a list of a pipeline's
+    # stages can't be called at all. So the modules on the way to the first one with a unit are watched, and the
+    # outermost one that is trained decides: recomputation runs inner ones more often, and some of it without gradients.
     def __init__(self, model: nn.Module) -> None:
         self._watched = _path_to_unit(model) or [model]
         self._handles = [self._watch(module) for module in self._watched]
@@ -438,14 +398,12 @@ class ForwardCounter:
         self._evaluated = dict.fromkeys(self._watched, 0)
 
     def take(self) -> Forwards:
-        """Return the number of forwards since the last call."""
         trained, evaluated = self._trained, self._evaluated
         self._trained, self._evaluated = dict.fromkeys(self._watched, 0), dict.fromkeys(self._watched, 0)
         ran = [module for count in (trained, evaluated) for module in self._watched if count[module]]
         return Forwards(trained[ran[0]], evaluated[ran[0]]) if ran else Forwards(0, 0)
 
     def remove(self) -> None:
-        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -457,7 +415,7 @@ class ForwardCounter:
 
 
 def _path_to_unit(module: nn.Module) -> list[nn.Module]:
-    """Return the modules from ``module`` to the first one in it that has a unit, both included; none without units."""
+    """Return the modules from ``model`` to the first one in it that has a unit, both included; none without units."""
     if units_of(module):
         return [module]
     inner = next(filter(None, map(_path_to_unit, module.children())), [])
@@ -474,16 +432,6 @@ def _path_to_unit(module: nn.Module) -> list[nn.Module]:
 
 
 class CommunicationWaits:
-    """Notes when a model's computation waits for communication.
-
-    Args:
-        model: Model with units.
-        device: Device that it computes on.
-
-    Attributes:
-        intervals: Those since the list was emptied, at most ``MOST_INTERVALS``.
-    """
-
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.intervals: list[tuple[Mark, Mark]] = []
         self._device = device
@@ -493,7 +441,6 @@ class CommunicationWaits:
         self._handles = [handle for module in modules for handle in self._watch(module)]
 
     def remove(self) -> None:
-        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -549,7 +496,7 @@ class CommunicationWaits:
 
 
 def _watch_gradients(output: object, note: Callable[[], None]) -> None:
-    """Have ``note`` called when the gradient of a forward's output is there, in turn with FSDP's own hooks."""
+    """Call ``note`` when the gradient of a forward's output is there, in turn with FSDP's own hooks."""
     for tensor in tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             tensor.register_hook(lambda _: note())
@@ -557,7 +504,7 @@ def _watch_gradients(output: object, note: Callable[[], None]) -> None:
 
 # ---- monitor
 #
-# ``monitor``: what a model communicates in each step of its training, and how long that takes.
+# ``monitor``: the bytes and times of a model's communication in each step of its training.
 #
 # Hops are timed where they are launched (hops.py), and the waits of the computation's stream around FSDP's hooks
 # (``CommunicationWaits``). On a GPU all times are events, which :meth:`Monitor.step` reads when they have come, a step
@@ -568,7 +515,7 @@ _LEVELS: tuple[Level, ...] = ("inter", "intra")
 
 
 def monitor(model: nn.Module) -> Monitor:
-    """Begin to measure what ``model`` communicates; call ``step()`` of what it returns after each optimizer step.
+    """Begin to measure the communication of ``model``; call ``step()`` of the result after each optimizer step.
 
     Args:
         model: A model, or a part of one, that is wrapped with a ``Strategy``, has a ``quantized_reduce_hook``, or has a
@@ -588,12 +535,9 @@ def monitor(model: nn.Module) -> Monitor:
 
 
 class Monitor:
-    """Measures what a model communicates in each step; :func:`monitor` makes it.
+    """Measures the communication of a model in each step; :func:`monitor` makes it.
 
     It is a context manager, too, which closes it.
-
-    Args:
-        model: The model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -614,7 +558,7 @@ class Monitor:
         """End a step, and return the figures of the latest step that the device has completed.
 
         On a GPU that is mostly the step before, and in the first calls there may be none; on a CPU it is this one. All
-        calls between two of this belong to one step, those of micro-batches and of evaluation among them.
+        forwards and backwards between two calls belong to one step, also those of micro-batches and of evaluation.
 
         Returns:
             ``step``, counted from 1; ``ms``, the step's time; for ``weights`` and ``gradients``, each with ``inter``
@@ -665,7 +609,6 @@ class Monitor:
         self.close()
 
     def _latest(self) -> dict[str, float]:
-        """Return the figures of the latest step that the device has completed."""
         while self._steps and self._steps[0].is_complete():
             self._last = self._steps.popleft().figures()
         return dict(self._last)
@@ -686,8 +629,6 @@ class Monitor:
 
 @dataclass(frozen=True)
 class _Step:
-    """What was noted of one step."""
-
     number: int
     start: Mark
     end: Mark
@@ -698,17 +639,15 @@ class _Step:
     outer: dict[str, float] = field(default_factory=dict)
 
     def is_complete(self) -> bool:
-        """Return whether all times of the step are known."""
         ends = (*(hop.end for hop in self.hops), *(end for _, end in self.waits or ()))
         return has_come(self.end) and all(map(has_come, ends))
 
     def figures(self) -> dict[str, float]:
-        """Return what :meth:`Monitor.step` returns."""
         found: dict[str, float] = {"step": self.number, "ms": milliseconds_between(self.start, self.end)}
         for kind, name in _KINDS.items():
             for level in _LEVELS:
                 found[f"{name}/{level}/bytes"] = self.sent.get((kind, level), 0)
-        # Of longer steps not all is known.
+        # Longer steps have not recorded all hops.
         if max(len(self.hops), len(self.waits or ())) < MOST_INTERVALS:
             found |= self._times()
         for level, nbytes in (self.full_shard or {}).items():
@@ -718,7 +657,6 @@ class _Step:
         return found | self.outer
 
     def _times(self) -> dict[str, float]:
-        """Return the times of hops."""
         found = {}
         waits = None if self.waits is None else [self._since_start(*wait) for wait in self.waits]
         for kind, name in _KINDS.items():
@@ -736,7 +674,7 @@ class _Step:
 def overlaps(
     ones: Iterable[tuple[float, float]], others: Iterable[tuple[float, float]]
 ) -> Iterator[tuple[float, float]]:
-    """Yield the parts of intervals in which one of ``others``, which do not overlap each other, runs, too."""
+    """Yield the parts of intervals that ``others``, which do not overlap each other, cover."""
     others = sorted(others)
     for start, end in ones:
         for at in range(bisect_right(others, start, key=itemgetter(1)), len(others)):
@@ -747,25 +685,24 @@ def overlaps(
 
 
 def _counters(model: nn.Module) -> list[Traffic]:
-    # By identity, since all units of a model with a comm hook count into the one Traffic of its state.
+    # Counters are keyed by identity, since all units of a model with a comm hook share the Traffic of its state.
     return list({id(part.traffic): part.traffic for part in communicators(model)}.values())
 
 
 def _device(model: nn.Module) -> torch.device:
-    """Return the device that ``model`` computes on, which need not be that of its parameters: they may be offloaded."""
+    """Return the device that ``model`` computes on; its parameters may be offloaded."""
     devices = (part.compute_device() for part in communicators(model))
     return next((device for device in devices if device is not None), torch.device("cpu"))
 
 
 def _outer_steps(model: nn.Module) -> dict[str, float]:
-    """Return the figures of the latest outer steps of ``model``, as far as they are known."""
     units = (part for part in communicators(model) if isinstance(part, StrategyUnit))
     trainings = dict.fromkeys(unit.local_training for unit in units if unit.local_training is not None)
     return named_figures(mean_of(figures for training in trainings for figures in training.outer.last.values()))
 
 
 def _full_shard(model: nn.Module, forwards: Forwards) -> dict[Level, int] | None:
-    """Return the bytes of FULL_SHARD; None if not all that the model itself sends is counted."""
+    """Return the bytes of FULL_SHARD; None if the model itself sends bytes that are not counted."""
     units: list[FullShardUnit] = []
     outermost: set[object] = set(_outermost_units(model))
     for part in communicators(model):

@@ -39,36 +39,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Forwards:
-    """How often a model ran forward in a step.
-
-    Args:
-        trained: Micro-batches.
-        evaluated: Forwards without gradients.
-    """
-
     trained: int
     evaluated: int
 
 
 @dataclass(frozen=True)
 class FullShardUnit:
-    """Parameters that FULL_SHARD would gather and reduce together.
+    """Parameters that FULL_SHARD would gather, perhaps as ``own_nbytes`` in all, and reduce together."""
 
-    Args:
-        numel: Number of values, on all ranks together.
-        trained_numel: Number of those whose gradients are reduced.
-        weight_nbytes: Bytes of a value that is gathered.
-        gradient_nbytes: Bytes of a value that is reduced.
-        reshards: Whether they are gathered again for the backward, as all but the outermost unit's are.
-        topology: The ranks.
-        own_nbytes: Bytes that are gathered, of all ranks together, if they aren't ``weight_nbytes`` for each value.
-    """
-
-    numel: int
+    numel: int  # on all ranks together
     trained_numel: int
-    weight_nbytes: int
+    weight_nbytes: int  # of a value
     gradient_nbytes: int
-    reshards: bool
+    reshards: bool  # all but the outermost unit are gathered again for the backward
     topology: Topology
     own_nbytes: int | None = None
 
@@ -78,10 +61,6 @@ def full_shard_bytes(units: Iterable[FullShardUnit], forwards: Forwards) -> dict
 
     FULL_SHARD gathers in each forward and, where it reshards, again in its backward; under ``no_sync``, it reduces once
     a step. A shard goes once to each other node, and is passed on inside: a flat ring sends more.
-
-    Args:
-        units: The units.
-        forwards: Forwards of the step.
     """
     sent: dict[Level, int] = {"inter": 0, "intra": 0}
     for unit in units:
@@ -163,7 +142,7 @@ logger = logging.getLogger("fsdp_zpp")
 
 
 def unwrapped(module: object) -> object:
-    """Return the module inside of torch.compile's and checkpointing's wrappers, whose class is a user's."""
+    """Return the user's module inside of torch.compile's and checkpointing's wrappers."""
     for name in ("_orig_mod", "_checkpoint_wrapped_module"):
         if isinstance(module, nn.Module) and (inner := module._modules.get(name)) is not None:
             return unwrapped(inner)
@@ -179,13 +158,7 @@ def strategy_for(module: object, strategy: Strategy) -> Strategy:
 
 
 def strategies_below(module: nn.Module, outer: Strategy, strategy: Strategy) -> dict[nn.Module, Strategy]:
-    """Return the strategies of a module and of all below it.
-
-    Args:
-        module: The module.
-        outer: The strategy of what is around it.
-        strategy: The strategy with the overrides.
-    """
+    """Return the strategies of a module and of all below it; ``outer`` is the strategy of its parent."""
     own = override_for(type(module), strategy.overrides) or outer
     found = {module: own}
     for child in module.children():
@@ -194,13 +167,7 @@ def strategies_below(module: nn.Module, outer: Strategy, strategy: Strategy) -> 
 
 
 def warn_of_unmatched(root: nn.Module, model: str, patterns: Iterable[str]) -> None:
-    """Warn of patterns of overrides that match the class of no module.
-
-    Args:
-        root: The model.
-        model: Its name.
-        patterns: The patterns.
-    """
+    """Warn of patterns of overrides that match the class of no module."""
     names = {type(module).__name__ for module in root.modules()}
     own = {name.removeprefix("FSDP") for name in names}  # fully_shard has renamed them
     classes = names | own
@@ -212,23 +179,20 @@ def warn_of_unmatched(root: nn.Module, model: str, patterns: Iterable[str]) -> N
 
 # ---- unit
 #
-# One group of parameters under a strategy: how it is gathered, how it is reduced, what it has sent.
+# One group of parameters under a strategy: its gathers, its reductions, its traffic.
 
 _ATTRIBUTE = "_fsdp_zpp_unit"
 COMMUNICATORS = "_fsdp_zpp_parts"
-"""Attribute in which a module lists what communicates for it besides its unit: its frozen base."""
+"""Attribute in which a module lists the communicators other than its unit: its frozen base."""
 
 
 class Communicator(Protocol):
-    """A part of a model that communicates."""
-
     traffic: Traffic
 
-    def invalidate(self) -> None:
-        """Declare the secondary shard stale."""
+    def invalidate(self) -> None: ...
 
     def full_shard_units(self, is_outermost: bool) -> Sequence[FullShardUnit] | None:
-        """Return what FULL_SHARD would communicate; None if torch sends something of this part itself, uncounted."""
+        """Return the units of FULL_SHARD; None if torch sends something of this part itself, uncounted."""
 
     def compute_device(self) -> torch.device | None:
         """Return the device on which it communicates; None if it has nothing to send."""
@@ -242,53 +206,41 @@ class Loaded(Protocol):
     """Codec state from a checkpoint that is not known yet to belong to the weights; see checkpoint.py."""
 
     @property
-    def saved_with(self) -> Mapping[ParameterUnit, Checksums]:
-        """Return, by unit, the checksums of the weights that it was saved with."""
+    def saved_with(self) -> Mapping[ParameterUnit, Checksums]: ...
 
-    def forget(self) -> None:
-        """Leave the state as it is."""
+    def forget(self) -> None: ...
 
 
 class ParameterUnit(Communicator, Protocol):
-    """One group of parameters that is gathered and reduced together.
-
-    Attributes:
-        sharded: What FSDP has sharded of it.
-        loads: Number of times that weights were loaded from a state dict.
-        loaded_state: Its codec state from a checkpoint, until the next forward.
-    """
+    """One group of parameters that is gathered and reduced together."""
 
     sharded: Sharded
-    loads: int
-    loaded_state: Loaded | None
+    loads: int  # of weights from a state dict
+    loaded_state: Loaded | None  # codec state from a checkpoint, until the next forward
 
     @property
     def errors(self) -> ErrorFeedbackState | None:
         """Return the error state of the unit's gradient codecs; None without error feedback."""
 
     @property
-    def ranks(self) -> ProcessMesh:
-        """Return the unit's ranks."""
+    def ranks(self) -> ProcessMesh: ...
 
     @property
     def keeps_weights(self) -> bool:
-        """Return whether weights are kept from one gather to the next, which a change makes stale."""
+        """Return whether weights are kept from one gather to the next, until they change."""
 
     def invalidate(self, *, by_step: bool = False) -> None:
-        """Declare the secondary shard stale; ``by_step`` says that the weights have changed by a step only."""
+        """Declare all copies of the old weights stale, such as the secondary shard.
+
+        ``by_step`` says that a training step changes the weights: by little, so that a delta codec may send the change.
+        """
 
     def drop_gradients(self) -> None:
         """Drop the gradients accumulated from earlier micro-batches of the step."""
 
 
 def attach(module: nn.Module, unit: ParameterUnit, path: str = "") -> None:
-    """Make ``unit`` findable from ``module``.
-
-    Args:
-        module: The module.
-        unit: The unit.
-        path: The unit's path within the module, if this has several units.
-    """
+    """Make ``unit`` findable from ``module``; ``path`` is its path within a module that has several units."""
     vars(module).setdefault(_ATTRIBUTE, {})[unit] = path
 
 
@@ -300,7 +252,6 @@ def units_of(module: nn.Module) -> Mapping[ParameterUnit, str]:
 
 
 def unit_of(module: nn.Module) -> ParameterUnit | None:
-    """Return the first unit attached to ``module`` itself."""
     return next(iter(units_of(module)), None)
 
 
@@ -316,29 +267,18 @@ def named_units(model: nn.Module) -> dict[ParameterUnit, str]:
 class StrategyUnit:
     """A group of parameters that is gathered together and whose gradients are reduced together.
 
-    Args:
-        strategy: Its strategy. Parts that gain nothing on the mesh are inactive; see [Note: One node] in strategy.py.
-        ranks: Its ranks.
-
     Attributes:
-        ranks: Its ranks.
-        resolved: The strategy as resolved on its ranks.
-        scopes: Its effective scopes.
-        traffic: Bytes it has sent.
+        resolved: The strategy as resolved on its ranks; parts that gain nothing there are inactive.
         gather: Gathers its weights; None if torch's own all-gather does just that, or if nothing needs a gather.
         keep_unsharded: Whether the weights stay gathered until they change.
         packed: Whether it holds packed values, so that no codec may touch its weights.
         encodes_itself: Whether trained weights encode themselves for the all-gather, as other bytes.
         stock: Whether torch does everything, as it would without a strategy.
         left_unquantized: Names of frozen parameters that ``frozen=`` has left to it, by the reason.
-        patterns: Patterns of the overrides that its call was given.
-        reductions: Its gradient reductions, of which each step makes one.
+        patterns: Patterns of the overrides of its call.
         fragment: Exchanges its weights between nodes that train on their own; None if they don't.
         share: This rank's share of the exchanges, if all ranks of a node hold the same weights; None if they don't.
         local_training: Decides when the fragment is exchanged; None before the first forward.
-        sharded: What FSDP has sharded of it.
-        loads: Number of times that weights were loaded from a state dict.
-        loaded_state: Its codec state from a checkpoint, until the next forward.
     """
 
     def __init__(self, strategy: Strategy, ranks: ProcessMesh) -> None:
@@ -376,7 +316,6 @@ class StrategyUnit:
         return WeightGather(mesh, self.resolved.weights, self.scopes.parameters == "I", self.traffic)
 
     def full_shard_units(self, is_outermost: bool) -> list[FullShardUnit] | None:
-        """Return what FULL_SHARD would communicate of it; None if torch sends something itself, uncounted."""
         if self.ranks.topology.world == 1:
             return []
         torch_gathers = self.gather is None and self.scopes.optimizer != "N"
@@ -396,15 +335,10 @@ class StrategyUnit:
         ]
 
     def compute_device(self) -> torch.device | None:
-        """Return the device on which FSDP gathers and computes; None if it has no parameters."""
         return self.sharded.compute_device()
 
     def leave_weights_uncoded(self, *, in_place_of_torch: bool = False) -> None:
-        """Gather the weights as they are, since they hold packed values; to be called before the unit is used.
-
-        Args:
-            in_place_of_torch: Whether to do so even where torch's own all-gather would do; see [Note: Packed bytes].
-        """
+        """Gather packed weights as they are, perhaps even in place of torch; call it before the unit is used."""
         self.packed, self._in_place_of_torch = True, in_place_of_torch
         # Packed values are a frozen base, unless they encode themselves: see [Note: Links] in strategy.py.
         if self.ranks.by_links and not self.encodes_itself:
@@ -432,12 +366,11 @@ class StrategyUnit:
 
     @property
     def reduce(self) -> GradientReduce | None:
-        """Return what reduces the gradients of steps now; None if there is only one rank, or torch does."""
+        """Return the reduction of steps now; None if there is only one rank, or torch reduces."""
         return self.reductions.current
 
     @property
     def keeps_weights(self) -> bool:
-        """Return whether weights are kept from one gather to the next: a secondary shard, or what was gathered."""
         return self.gather is not None and (self.gather.secondary.keep or self.keep_unsharded)
 
     @property
@@ -446,35 +379,26 @@ class StrategyUnit:
         return self.gather is not None and self.gather.secondary.hop is not None and self.scopes.parameters != "G"
 
     def invalidate(self, *, by_step: bool = False) -> None:
-        """Declare stale what is kept of the old weights, the secondary shard above all; see :class:`SecondaryShard`.
-
-        Args:
-            by_step: Whether a training step changes the weights: by little, so that a delta codec may send the change.
-        """
         if self.gather is not None:
             self.gather.secondary.mark_stale(by_step=by_step)
         self.sharded.weights_changed(by_step)
 
     def weights_loaded(self) -> None:
-        """Handle weights that were loaded: from a state dict, or in place from a checkpoint."""
         self.invalidate()
         self.loads += 1
         if self.fragment is not None:
             self.fragment.weights_loaded()
 
     def drop_gradients(self) -> None:
-        """Drop the gradients accumulated from earlier micro-batches of the step."""
         for reduction in self.reductions.all:
             reduction.accumulated.drop()
         self.sharded.drop_gradients()
 
     @property
     def errors(self) -> ErrorFeedbackState | None:
-        """Return the error state of the unit's gradient codecs; None without error feedback."""
         return None if self.reduce is None else self.reduce.errors
 
     def rename(self, name: str) -> None:
-        """Set the unit's name in profiles and errors."""
         outer = None if self.fragment is None else self.fragment.outer
         for part in (self.gather, *self.reductions.all, outer):
             if part is not None:
