@@ -22,9 +22,9 @@ from fsdp_zpp.strategy.error_feedback import Topology
 from fsdp_zpp.strategy.local_steps import LocalSteps
 from fsdp_zpp.strategy.strategy import LEGAL_LEVELS, Scopes, Strategy, resolve_scopes
 
-from .cluster import GIB, Cluster, MemoryBudget, StepConfig
+from .cluster import GIB
 from .memory import Memory, Volume
-from .model_size import ModelSize
+from .model_size import Case
 from .step_time import HostWork, StepTime
 
 # ---- table
@@ -107,45 +107,42 @@ class Candidate:
     instead: tuple[Strategy, ...] = ()
 
 
-def lettered(codecs: Strategy, cluster: Cluster, local_steps: LocalSteps | None) -> list[Candidate]:
+def lettered(case: Case, codecs: Strategy, local_steps: LocalSteps | None) -> list[Candidate]:
     """Return the 14 letters under the codecs of a strategy, then those of them that can have local steps."""
     strategies = [with_levels(codecs, levels) for levels in LEGAL_LEVELS]
-    if local_steps is not None:
-        local = [with_local_steps(each, local_steps) for each in strategies if each.optimizer != "G"]
-        strategies += local if cluster.nodes > 1 else []
+    if local_steps is not None and case.cluster.nodes > 1:
+        strategies += [with_local_steps(each, local_steps) for each in strategies if each.optimizer != "G"]
     return [Candidate(strategy) for strategy in strategies]
 
 
-def of_torch(cluster: Cluster, work: StepConfig) -> Iterator[Candidate]:
-    """Return what people run without this package: FULL_SHARD and, on several nodes, HYBRID_SHARD.
+def of_torch(case: Case) -> Iterator[Candidate]:
+    """Yield what people run without this package: FULL_SHARD and, on several nodes, HYBRID_SHARD.
 
     Under ``no_sync``, torch accumulates whole gradients on each rank, and communicates them once a step.
     """
-    accumulates = work.micro_batches > 1
+    accumulates = case.work.micro_batches > 1
     full, hybrid = Strategy("GGG"), Strategy("III")
     yield Candidate(Strategy("GNG") if accumulates else full, "FULL_SHARD", "FULL_SHARD", instead=(full,))
-    if cluster.nodes > 1:
+    if case.cluster.nodes > 1:
         planned = Strategy("INI") if accumulates else hybrid
         yield Candidate(planned, "HYBRID_SHARD", "HYBRID_SHARD", instead=(hybrid, full))
 
 
-def presets(
-    size: ModelSize, cluster: Cluster, work: StepConfig, frozen: Codec | FrozenName | None
-) -> Iterator[Candidate]:
-    """Return presets with their codecs: of ZeRO++, and of MixZ++ if parts of the model are frozen.
+def presets(case: Case, frozen: Codec | FrozenName | None) -> Iterator[Candidate]:
+    """Yield presets with their codecs: of ZeRO++, and of MixZ++ if parts of the model are frozen.
+
+    On a single node with fast links ZeRO++'s codecs are inactive, so it is left out. If links inside nodes are slow,
+    each GPU as a node is a candidate, too, where that is not what links decide.
 
     Args:
-        size: The size of the model.
-        cluster: The cluster. On a single node with fast links ZeRO++'s codecs are inactive, so it is left out. If links
-            inside nodes are slow, each GPU as a node is a candidate, too, where that is not what links decide.
-        work: The work of a step. Scopes that accumulate inside a node are candidates if it accumulates.
+        case: What is planned. Scopes that accumulate inside a node are candidates if it accumulates.
         frozen: Codec of the frozen base; None compares those that there are, and a base without a codec.
     """
-    accumulates = work.micro_batches > 1
+    cluster, accumulates = case.cluster, case.work.micro_batches > 1
     found: list[Candidate] = []
-    if size.frozen:
+    if case.size.frozen:
         found += _with_quantized_base(accumulates, _base_codecs() if frozen is None else [frozen])
-    if (frozen is None or not size.frozen) and (cluster.nodes > 1 or cluster.slow_links):
+    if (frozen is None or not case.size.frozen) and (cluster.nodes > 1 or cluster.slow_links):
         found += _with_codecs(accumulates, several_nodes=cluster.nodes > 1)
     splits = cluster.slow_links and cluster.gpus_per_node > 1
     for candidate in found:
@@ -429,16 +426,16 @@ def _least(estimates: list[Estimate], cost: Callable[[Estimate], float]) -> list
     return [estimate for estimate in estimates if cost(estimate) <= bound]
 
 
-def reason(estimates: Sequence[Estimate], choice: Estimate | None, budget: MemoryBudget, cluster: Cluster) -> str:
+def reason(estimates: Sequence[Estimate], choice: Estimate | None, case: Case) -> str:
     """Say why ``choice`` is the choice, or why there is none."""
-    slow_links = cluster.slow_links
+    slow_links = case.cluster.slow_links
     if choice is None:
-        return _nothing_fits(estimates, budget, cluster.gpus_per_node)
+        return _nothing_fits(estimates, case)
     fitting = [estimate for estimate in estimates if estimate.fits]
     in_step, local = _by_mathematics(fitting)
     beside = _beside_full_shard(estimates, choice)
     if len(fitting) == 1:
-        takes = f"{choice.gib:.1f} GiB of {budget.gpu_memory:g} GiB a GPU"
+        takes = f"{choice.gib:.1f} GiB of {case.budget.gpu_memory:g} GiB a GPU"
         sentences = [f"{choice.name} is the only one that fits, with {takes}{beside}."]
     else:
         alike = in_step if choice in in_step else local
@@ -450,13 +447,14 @@ def reason(estimates: Sequence[Estimate], choice: Estimate | None, budget: Memor
     return " ".join([*sentences, *_on_mathematics(choice, in_step, local)])
 
 
-def _nothing_fits(estimates: Sequence[Estimate], budget: MemoryBudget, gpus_per_node: int) -> str:
+def _nothing_fits(estimates: Sequence[Estimate], case: Case) -> str:
+    budget = case.budget
     on_gpu = [estimate for estimate in estimates if budget.allows(estimate.memory.total)]
     if on_gpu and budget.offload is not None and budget.offload.memory is not None:
         smallest = min(on_gpu, key=lambda estimate: estimate.memory.host)
         return (
             f"Nothing fits in {budget.offload.memory:g} GiB of a node's host: of what fits on the GPU, the smallest, "
-            f"{smallest.name}, takes {gpus_per_node * smallest.memory.host / GIB:.1f} GiB there."
+            f"{smallest.name}, takes {case.cluster.gpus_per_node * smallest.memory.host / GIB:.1f} GiB there."
         )
     smallest = min(estimates, key=lambda estimate: estimate.memory.total)
     return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from math import isqrt
 from pathlib import Path
@@ -18,7 +19,7 @@ from fsdp_zpp.runtime.api import check_module
 from fsdp_zpp.strategy.error_feedback import Topology
 from fsdp_zpp.strategy.strategy import Strategy
 
-from .cluster import Cluster, whole
+from .cluster import Cluster, MemoryBudget, Precision, StepConfig, whole
 
 # ---- model config
 #
@@ -552,31 +553,6 @@ class Part:
     strategy: Strategy | None = None
 
 
-def parts_of(size: ModelSize, cluster: Cluster, axes: Axes, experts: Strategy | None) -> tuple[Part, ...]:
-    """Return the dense parameters, then the experts if they have ranks or a strategy of their own.
-
-    Args:
-        size: The size of the model.
-        cluster: The cluster.
-        axes: The other parallelisms, which fit it.
-        experts: The strategy of the experts, if they have one of their own.
-
-    Raises:
-        ValueError: If the planner knows of no experts in the model, if ``ep`` does not divide their number, or if there
-            are fewer layers than stages.
-    """
-    dense_topology = axes.dense_ranks(cluster).topology(cluster)
-    stage = _stage(size, axes.pp)
-    if axes.ep == 1 and experts is None:
-        return (Part(_shared(stage, axes.tp, _whole), dense_topology),)
-    _check_experts(size, axes)
-    split_by = axes.tp if axes.ep == 1 else axes.ep
-    return (
-        Part(_shared(stage, axes.tp, _without_experts), dense_topology),
-        Part(_shared(stage, split_by, _experts_alone), axes.expert_ranks(cluster).topology(cluster), experts),
-    )
-
-
 def _check_experts(size: ModelSize, axes: Axes) -> None:
     if size.experts == 0:
         raise ValueError(
@@ -610,10 +586,6 @@ def _shared(units: tuple[Unit, ...], ranks: int, part: Callable[[Unit], Unit]) -
     return Units(tuple(_divided(part(unit), ranks) for unit in units if part(unit).numel))
 
 
-def _whole(unit: Unit) -> Unit:
-    return unit
-
-
 def _without_experts(unit: Unit) -> Unit:
     return replace(
         unit,
@@ -632,3 +604,49 @@ def _divided(unit: Unit, ranks: int) -> Unit:
     """Return a rank's share of the elements of ``unit``, rounded up."""
     names = ("trainable", "frozen", "expert_trainable", "expert_frozen")
     return replace(unit, **{name: -(-getattr(unit, name) // ranks) for name in names})
+
+
+# ---- case
+
+
+@dataclass(frozen=True)
+class Case:
+    """The training that is planned, whatever its strategy.
+
+    Args:
+        size: Size of the model.
+        cluster: Cluster that it trains on.
+        work: Work of a step.
+        budget: Memory of a GPU.
+        precision: Dtypes.
+        axes: The other parallelisms.
+        experts_strategy: Strategy of the experts; None if they have that of the other parameters.
+    """
+
+    size: ModelSize
+    cluster: Cluster
+    work: StepConfig
+    budget: MemoryBudget
+    precision: Precision
+    axes: Axes = Axes()
+    experts_strategy: Strategy | None = None
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Return the dense parameters, then the experts if they have ranks or a strategy of their own.
+
+        Raises:
+            ValueError: If the planner knows of no experts in the model, if ``ep`` does not divide their number, or if
+                there are fewer layers than stages.
+        """
+        dense_topology = self.axes.dense_ranks(self.cluster).topology(self.cluster)
+        stage = _stage(self.size, self.axes.pp)
+        if self.axes.ep == 1 and self.experts_strategy is None:
+            return (Part(_shared(stage, self.axes.tp, lambda unit: unit), dense_topology),)
+        _check_experts(self.size, self.axes)
+        split_by = self.axes.tp if self.axes.ep == 1 else self.axes.ep
+        expert_topology = self.axes.expert_ranks(self.cluster).topology(self.cluster)
+        return (
+            Part(_shared(stage, self.axes.tp, _without_experts), dense_topology),
+            Part(_shared(stage, split_by, _experts_alone), expert_topology, self.experts_strategy),
+        )

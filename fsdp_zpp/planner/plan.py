@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 import torch
@@ -30,11 +30,9 @@ from .choice import (
 )
 from .cluster import (
     GIB,
-    Cluster,
     Hardware,
     MemoryBudget,
     Precision,
-    StepConfig,
     links_are_slow,
     measure_bandwidth,
     measure_host_link,
@@ -42,7 +40,7 @@ from .cluster import (
     world,
 )
 from .memory import Memory, Volume, memory_beside, memory_of_units, step_volume
-from .model_size import Axes, ModelSize, Part, Units, equal_units, module_size, parts_of
+from .model_size import Axes, Case, ModelSize, Part, Units, equal_units, module_size
 from .report import (
     ANY_HOST,
     Plan,
@@ -75,16 +73,7 @@ from .step_time import (
 # Figures of one row: memory, traffic and time, summed over the parts of a model.
 
 
-def estimate_of(
-    candidate: Candidate,
-    parts: tuple[Part, ...],
-    size: ModelSize,
-    cluster: Cluster,
-    axes: Axes,
-    work: StepConfig,
-    budget: MemoryBudget,
-    precision: Precision,
-) -> Estimate:
+def estimate_of(candidate: Candidate, case: Case) -> Estimate:
     """Return the figures of ``candidate``.
 
     With local steps, there is one part, of whole layers. Traffic and time are those of local steps, and memory is that
@@ -92,13 +81,13 @@ def estimate_of(
 
     Figures of one of torch's are as torch runs it, and the strategy is one that fits here if any does.
     """
-    on = parts, size, cluster, axes, work, budget
     if candidate.torch is None:
-        return _estimate(candidate, *on, precision)
+        return _estimate(candidate, case)
     # Torch's FSDP accumulates in the dtype in which it reduces.
-    as_torchs = _estimate(candidate, *on, replace(precision, accumulation=precision.reduce))
+    precision = replace(case.precision, accumulation=case.precision.reduce)
+    as_torchs = _estimate(candidate, replace(case, precision=precision))
     for strategy in (candidate.strategy, *candidate.instead):
-        own = _estimate(replace(candidate, strategy=strategy), *on, precision)
+        own = _estimate(replace(candidate, strategy=strategy), case)
         if own.fits:
             break
     experts = as_torchs.experts
@@ -107,38 +96,29 @@ def estimate_of(
     return replace(as_torchs, strategy=own.strategy, experts=experts)
 
 
-def _estimate(
-    candidate: Candidate,
-    parts: tuple[Part, ...],
-    size: ModelSize,
-    cluster: Cluster,
-    axes: Axes,
-    work: StepConfig,
-    budget: MemoryBudget,
-    precision: Precision,
-) -> Estimate:
-    strategy, offloads = candidate.strategy, budget.offload is not None
-    dense, *others = (_of_part(part, strategy, cluster, axes, work, precision, offloads) for part in parts)
+def _estimate(candidate: Candidate, case: Case) -> Estimate:
+    strategy, cluster, budget = candidate.strategy, case.cluster, case.budget
+    dense, *others = (_of_part(part, strategy, case) for part in case.parts)
     experts = next(iter(others), None)
     volume, memory, on_host = dense.volume, dense.memory + memory_beside(budget), dense.host_work
     if experts is not None:
         volume, memory = volume + experts.volume, memory + experts.memory
         on_host += experts.host_work
     resolved = strategy.resolve(dense.topology)
-    time = step_time(volume, size, cluster, work, axes, resolved)
+    time = step_time(volume, resolved, case)
     if budget.offload is not None:
         time = with_offload(time, on_host, budget.offload, cluster.gpus_per_node)
     local_steps = strategy.local_steps
     if local_steps is not None:
-        exchanged = size, resolved, local_steps, precision
+        exchanged = case.size, resolved, local_steps, case.precision
         exchange, moments = exchange_volume(*exchanged), moment_volume(*exchanged)
-        time = with_exchanges(time, exchange, fragment_count(size), cluster, local_steps, moments)
+        time = with_exchanges(time, exchange, fragment_count(case.size), cluster, local_steps, moments)
         volume += per_step(exchange, moments, local_steps)
         added = exchange_memory(*exchanged)
         memory += added
         if local_steps.has_synchronous_steps:
             plain = replace(strategy, local_steps=None)
-            in_step = _of_part(parts[0], plain, cluster, axes, work, precision, offloads)
+            in_step = _of_part(case.parts[0], plain, case)
             # At the end there is no outer state any more, nor memory of an exchange in any synchronous step.
             outer = added.outer if local_steps.start else 0
             synchronous = in_step.memory + memory_beside(budget) + Memory(outer=outer)
@@ -156,23 +136,15 @@ def _estimate(
     )
 
 
-def _of_part(
-    part: Part,
-    strategy: Strategy,
-    cluster: Cluster,
-    axes: Axes,
-    work: StepConfig,
-    precision: Precision,
-    offloads: bool,
-) -> PartEstimate:
+def _of_part(part: Part, strategy: Strategy, case: Case) -> PartEstimate:
+    cluster, offloads = case.cluster, case.budget.offload is not None
     strategy = part.strategy or strategy
     topology = strategy_topology(strategy, part.topology, cluster)
     resolved = strategy.resolve(topology)
     in_step = resolved if strategy.local_steps is None else resolved.within_node()
-    pipelined = axes.pp > 1
 
     def figures(units: Units, of: ResolvedStrategy) -> tuple[Volume, Memory, HostWork]:
-        asked = units, of, work.micro_batches, precision, pipelined
+        asked = units, of, case.work.micro_batches, case.precision, case.axes.pp > 1
         sent = on_machines(step_volume(*asked), of.topology, part.topology)
         return sent, memory_of_units(*asked, offloads), host_work(*asked) if offloads else HostWork()
 
@@ -327,23 +299,17 @@ def plan(
     _check_local_steps(local_steps, axes, experts_strategy)
     if presets and frozen_storage is None:  # of rows whose base is not quantized
         frozen_storage = compute
-    return make_plan(
+    offload = hardware.offload(cpu_offload, host_gbps, host_memory, optimizer_gbs)
+    case = Case(
         _size_of(params, trainable, units),
         cluster,
-        axes,
         hardware.work(micro_batches, tokens, tflops, launch_ms),
-        hardware.budget(
-            gpu_memory,
-            activations,
-            reserve,
-            hardware.offload(cpu_offload, host_gbps, host_memory, optimizer_gbs),
-        ),
+        hardware.budget(gpu_memory, activations, reserve, offload),
         Precision(compute, reduce, storage, frozen_storage, optimizer_bytes),
-        codecs,
+        axes,
         _experts_strategy(experts_strategy, codecs, axes.expert_ranks(cluster).topology(cluster)),
-        local_steps,
-        presets,
     )
+    return _plan(case, codecs, local_steps, presets)
 
 
 def _check_local_steps(local_steps: LocalSteps | None, axes: Axes, experts_strategy: Strategy | str | None) -> None:
@@ -367,49 +333,32 @@ def _experts_strategy(asked: Strategy | str | None, codecs: Strategy, topology: 
     return asked
 
 
-def make_plan(
-    size: ModelSize,
-    cluster: Cluster,
-    axes: Axes,
-    work: StepConfig,
-    budget: MemoryBudget,
-    precision: Precision,
-    codecs: Strategy,
-    experts: Strategy | None = None,
-    local_steps: LocalSteps | None = None,
-    presets: bool = False,
-) -> Plan:
+def _plan(case: Case, codecs: Strategy, local_steps: LocalSteps | None, presets: bool) -> Plan:
     """Return the plan of arguments that are checked already. The letters of ``codecs`` do not matter."""
-    parts = parts_of(size, cluster, axes, experts)
-    letters = lettered(codecs, cluster, local_steps)
-    named = [*of_torch(cluster, work), *with_presets(size, cluster, work, codecs.frozen)] if presets else []
-    asked = size, cluster, axes, work, budget, precision
-    estimates = tuple(estimate_of(candidate, parts, *asked) for candidate in letters)
-    rows = (*(estimate_of(candidate, parts, *asked) for candidate in named), *estimates)
-    choice = choose(rows, cluster.slow_links)
-    hints = notes_on_offload(budget)
-    if choice is None and budget.offload is None:
-        offloading = replace(budget, offload=ANY_HOST)
-        hints = hint_at_offload(
-            [estimate_of(each, parts, size, cluster, axes, work, offloading, precision) for each in (*named, *letters)]
-        )
-    topologies = [part.topology for part in parts if part.strategy is None]
-    notes = [*notes_on(size, cluster, work, budget, codecs, topologies), *notes_on_links(cluster, rows)]
-    notes += [note for part in parts[1:] for note in notes_on_experts(size.routing, axes, part.topology)]
+    letters = lettered(case, codecs, local_steps)
+    named = [*of_torch(case), *with_presets(case, codecs.frozen)] if presets else []
+    estimates = tuple(estimate_of(candidate, case) for candidate in letters)
+    rows = (*(estimate_of(candidate, case) for candidate in named), *estimates)
+    choice = choose(rows, case.cluster.slow_links)
+    hints = notes_on_offload(case.budget)
+    if choice is None and case.budget.offload is None:
+        offloading = replace(case, budget=replace(case.budget, offload=ANY_HOST))
+        hints = hint_at_offload([estimate_of(each, offloading) for each in (*named, *letters)])
     return Plan(
-        size,
-        cluster,
-        work,
-        budget,
-        precision,
-        estimates,
-        choice,
-        reason(rows, choice, budget, cluster),
-        (*notes, *notes_on_local_steps(cluster, codecs, local_steps), *hints),
-        local_steps if cluster.nodes > 1 else None,
-        axes,
-        tuple(activation_volumes(size, parts, cluster, axes, work, precision).items()),
-        rows,
+        **{each.name: getattr(case, each.name) for each in fields(case)},
+        estimates=estimates,
+        choice=choice,
+        reason=reason(rows, choice, case),
+        notes=(
+            *notes_on(case, codecs),
+            *notes_on_links(case.cluster, rows),
+            *notes_on_experts(case),
+            *notes_on_local_steps(case.cluster, codecs, local_steps),
+            *hints,
+        ),
+        local_steps=local_steps if case.cluster.nodes > 1 else None,
+        activations=tuple(activation_volumes(case).items()),
+        rows=rows,
     )
 
 

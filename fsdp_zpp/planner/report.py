@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,9 @@ from fsdp_zpp.strategy.local_steps import LocalSteps
 from fsdp_zpp.strategy.strategy import ResolvedStrategy, Strategy
 
 from .choice import TOLERANCE, Estimate, aligned, choose, count, number, seconds, with_levels, with_local_steps
-from .cluster import GIB, Cluster, MemoryBudget, Offload, Precision, StepConfig
+from .cluster import GIB, Cluster, MemoryBudget, Offload
 from .memory import Memory, Volume
-from .model_size import Axes, ModelSize, Routing, Unit
+from .model_size import Axes, Case, ModelSize, Unit
 from .step_time import StepTime
 
 if TYPE_CHECKING:
@@ -163,24 +163,10 @@ def _point(estimate: Estimate) -> tuple[float, float]:
 # Notes on a plan: what was assumed, and which arguments have no effect.
 
 
-def notes_on(
-    size: ModelSize,
-    cluster: Cluster,
-    work: StepConfig,
-    budget: MemoryBudget,
-    codecs: Strategy,
-    topologies: Sequence[Topology],
-) -> list[str]:
-    """Return notes on a plan, one sentence each.
-
-    Args:
-        size: The size of the model.
-        cluster: The cluster.
-        work: The work of a step.
-        budget: The memory of a GPU.
-        codecs: The codecs of all strategies.
-        topologies: The layouts of the ranks that these are on.
-    """
+def notes_on(case: Case, codecs: Strategy) -> list[str]:
+    """Return notes on a plan, one sentence each; ``codecs`` are those of its letters."""
+    cluster, work, budget = case.cluster, case.work, case.budget
+    topologies = [part.topology for part in case.parts if part.strategy is None]
     notes = [
         f"Activations are assumed to take {budget.activations:g} GiB a GPU, and {budget.reserve:g} GiB are in reserve."
     ]
@@ -199,7 +185,7 @@ def notes_on(
         notes.append("Each strategy's ranks share a node, so it sends nothing to other nodes.")
     if cluster.gpus_per_node == 1:
         notes.append("Nodes of one GPU send nothing inside.")
-    return notes + _idle_codecs(size, topologies, codecs)
+    return notes + _idle_codecs(case.size, topologies, codecs)
 
 
 def notes_on_local_steps(cluster: Cluster, codecs: Strategy, local_steps: LocalSteps | None) -> list[str]:
@@ -234,9 +220,13 @@ def _left_out(codecs: Strategy, local_steps: LocalSteps) -> list[str]:
     return [f"Local steps ignore {' and '.join(idle)}: gradients stay inside nodes{unencoded}."]
 
 
-def notes_on_experts(routing: Routing | None, axes: Axes, topology: Topology) -> list[str]:
-    """Return a note if ``fully_shard`` would pad experts that are sharded over the ranks of ``topology``."""
-    if routing is None or topology.world <= (held := routing.experts // axes.ep):
+def notes_on_experts(case: Case) -> list[str]:
+    """Return a note if ``fully_shard`` would pad experts."""
+    routing, (_, *experts) = case.size.routing, case.parts
+    if routing is None or not experts:
+        return []
+    topology, held = experts[0].topology, routing.experts // case.axes.ep
+    if topology.world <= held:
         return []
     padded = (
         f"Experts are sharded over {topology.world} ranks, and a layer has {held} for them: fully_shard pads a stack "
@@ -494,9 +484,9 @@ def _figures(estimate: Estimate, plan: Plan) -> dict[str, Any]:
 # ---- report
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A plan, the result of ``plan``.
+@dataclass(frozen=True, kw_only=True)
+class Plan(Case):
+    """A plan, the result of ``plan``: the case, and figures of strategies for it.
 
     Attributes:
         size: The size of the model.
@@ -504,31 +494,26 @@ class Plan:
         work: The work of a step.
         budget: The memory of a GPU.
         precision: The dtypes.
+        axes: The other parallelisms.
+        experts_strategy: The strategy of experts, if they have one of their own.
         estimates: All 14 strategies, in the order of ``LEGAL_LEVELS``; then those with local steps, if they were given
             and there are several nodes.
         choice: The best strategy that fits; None if none does.
         reason: A sentence or two that say why.
         notes: Sentences that explain the figures.
         local_steps: The local steps of the strategies that have them; None if none has.
-        axes: The other parallelisms.
-        activations: Estimated bytes that one GPU sends in a step along each of their axes, as far as they are known.
+        activations: Estimated bytes that one GPU sends in a step along each axis, as far as they are known.
         rows: All that the plan compares: torch's strategies and presets if they are planned, then ``estimates``. Each
             has a ``name``, a ``strategy`` or torch's name (``torch``), ``memory``, ``time``, and a line to ``paste``.
     """
 
-    size: ModelSize
-    cluster: Cluster
-    work: StepConfig
-    budget: MemoryBudget
-    precision: Precision
     estimates: tuple[Estimate, ...]
     choice: Estimate | None
     reason: str
     notes: tuple[str, ...]
-    local_steps: LocalSteps | None = None
-    axes: Axes = field(default_factory=Axes)
-    activations: tuple[tuple[str, Volume], ...] = ()
-    rows: tuple[Estimate, ...] = ()
+    local_steps: LocalSteps | None
+    activations: tuple[tuple[str, Volume], ...]
+    rows: tuple[Estimate, ...]
 
     def __getitem__(self, name: str) -> Estimate:
         """Return a row by its name: letters (``IIG``, ``III every 64``), a preset or ``FULL_SHARD``.

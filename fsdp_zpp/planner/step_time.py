@@ -15,9 +15,9 @@ from fsdp_zpp.strategy.error_feedback import Topology, error_nbytes
 from fsdp_zpp.strategy.local_steps import MOMENT_CODEC, LocalSteps
 from fsdp_zpp.strategy.strategy import ResolvedStrategy, Strategy
 
-from .cluster import Cluster, Offload, Precision, StepConfig
+from .cluster import Cluster, Offload, Precision
 from .memory import Memory, Volume, gathers_in_step, nbytes, shard_numel
-from .model_size import Axes, AxisRanks, LayerShape, ModelSize, Part, Units
+from .model_size import AxisRanks, Case, ModelSize, Part, Units
 
 # ---- node size
 #
@@ -86,36 +86,32 @@ _PASSES_OF_CP = 3
 _EXCHANGES_OF_EP = 4
 
 
-def activation_volumes(
-    size: ModelSize, parts: tuple[Part, ...], cluster: Cluster, axes: Axes, work: StepConfig, precision: Precision
-) -> dict[str, Volume]:
+def activation_volumes(case: Case) -> dict[str, Volume]:
     """Return the bytes that one rank sends in a step along each axis but data parallelism, as far as they are known.
 
     They are known if the shape of layers is, and the number of tokens.
     """
-    ranks_of = axes.others(cluster)
-    if not ranks_of or size.layer is None or work.tokens is None:
+    ranks_of = case.axes.others(case.cluster)
+    if not ranks_of or case.size.layer is None or case.work.tokens is None:
         return {}
-    tokens = work.tokens * work.micro_batches
-    to_each = _to_each_peer(size.layer, size, parts, axes, tokens)
     volumes = {}
-    for axis, ranks in ranks_of.items():
-        values = to_each[axis]
-        if values is not None:
-            volumes[axis] = _sent(axis, ranks, round(values * precision.compute.itemsize), cluster.gpus_per_node)
+    for axis, values in _to_each_peer(case, case.work.tokens * case.work.micro_batches).items():
+        if values is not None and axis in ranks_of:
+            to_each = round(values * case.precision.compute.itemsize)
+            volumes[axis] = _sent(axis, ranks_of[axis], to_each, case.cluster.gpus_per_node)
     return volumes
 
 
-def _to_each_peer(
-    layer: LayerShape, size: ModelSize, parts: tuple[Part, ...], axes: Axes, tokens: int
-) -> dict[str, float | None]:
+def _to_each_peer(case: Case, tokens: int) -> dict[str, float | None]:
     """Return the values that a rank sends to each other rank of an axis."""
-    layers, expert_layers = (_layers(part) for part in (parts[0], parts[-1]))
+    layer, axes, routing, parts = case.size.layer, case.axes, case.size.routing, case.parts
+    assert layer is not None
+    layers, expert_layers = _layers(parts[0]), _layers(parts[-1])
     own = tokens * layer.hidden / axes.tp  # the ranks of tensor parallelism share the tokens
     return {
         "tp": _COLLECTIVES_OF_TP * layers * own,
         "cp": None if layer.keys is None else _PASSES_OF_CP * layers * 2 * tokens * layer.keys / axes.tp,
-        "ep": None if size.routing is None else _EXCHANGES_OF_EP * expert_layers * own * size.routing.chosen / axes.ep,
+        "ep": None if routing is None else _EXCHANGES_OF_EP * expert_layers * own * routing.chosen / axes.ep,
         "pp": own,
     }
 
@@ -483,22 +479,21 @@ class StepTime:
         return max(hops, self.computation, self.launch) + self.optimizer + self.wait
 
 
-def step_time(
-    volume: Volume, size: ModelSize, cluster: Cluster, work: StepConfig, axes: Axes, resolved: ResolvedStrategy
-) -> StepTime:
+def step_time(volume: Volume, resolved: ResolvedStrategy, case: Case) -> StepTime:
     """Return the time that ``volume``, the computation and its launch take.
 
     The GPUs of a node share its network, which therefore sends gpus_per_node * volume.inter bytes at inter_gbps. Tensor
     parallelism and a pipeline divide the computation; bubbles of the pipeline are left out.
     """
+    cluster, axes = case.cluster, case.axes
     # Beside a quantized base, what is trained and encoded is a small part, in one unit if the model is wrapped once.
     encodes = resolved.frozen is None and (resolved.weights, *resolved.gradient_codecs) != (None, None, None)
-    launches = size.count * work.micro_batches / axes.pp
+    launches = case.size.count * case.work.micro_batches / axes.pp
     return StepTime(
         inter=_seconds(cluster.gpus_per_node * volume.inter, cluster.inter_gbps),
         intra=_seconds(volume.intra, cluster.intra_gbps),
-        computation=_computation(size, work) / (axes.tp * axes.pp),
-        launch=work.launch_ms / 1e3 * launches * (1 + OF_CODECS * encodes),
+        computation=_computation(case) / (axes.tp * axes.pp),
+        launch=case.work.launch_ms / 1e3 * launches * (1 + OF_CODECS * encodes),
     )
 
 
@@ -544,12 +539,13 @@ def _seconds(nbytes: int, gbps: float | None) -> float:
     return 0.0 if gbps is None else nbytes * 8 / (gbps * 1e9)
 
 
-def _computation(size: ModelSize, work: StepConfig) -> float:
+def _computation(case: Case) -> float:
     """Return the seconds of forward and backward.
 
     Per parameter and token they take 2 FLOPs for the output, 2 for the gradient of the input and, if the parameter is
     trainable, 2 for its own gradient. In a mixture of experts, only the experts that a token is routed to count.
     """
+    size, work = case.size, case.work
     if work.tokens is None or work.tflops is None:
         return 0.0
     flops = (6 * size.active_trainable + 4 * size.active_frozen) * work.tokens * work.micro_batches
