@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import islice
 from statistics import median
 from typing import Any
 
@@ -31,8 +30,8 @@ from fsdp_zpp.codecs.codec import Codec, Int4Delta, Int8
 from fsdp_zpp.frozen.quantize import quantize_frozen_params
 from fsdp_zpp.fsdp2.fully_shard import fully_shard
 from fsdp_zpp.names import did_you_mean, how_to_install
-from fsdp_zpp.planner.choice import Estimate, line_of
-from fsdp_zpp.planner.cluster import SLOWEST_NVLINK, Bandwidth, MemoryBudget, measure_bandwidth, world
+from fsdp_zpp.planner.choice import TOLERANCE, Estimate, line_of, ties, with_codecs
+from fsdp_zpp.planner.cluster import SLOWEST_NVLINK, Bandwidth, measure_bandwidth, world
 from fsdp_zpp.planner.model_size import ModelSize, layers, module_size, pretrained_size
 from fsdp_zpp.planner.plan import plan
 from fsdp_zpp.planner.report import Plan
@@ -231,7 +230,7 @@ class TorchFSDP(Training):
     def _make_mesh(self) -> DeviceMesh | None:
         """Make the mesh that the strategy shards over, if it does not find that out by itself."""
         task = self._task
-        if self._contender.preset == HSDP:
+        if self._strategy is TORCHS[HSDP]:
             shape = (task.nodes, task.gpus_per_node)
             return init_device_mesh(task.device, shape, mesh_dim_names=("replicate", "shard"))
         return init_device_mesh(task.device, (dist.get_world_size(),)) if self._contender.fsdp2 else None
@@ -340,7 +339,7 @@ def utilization(task: Task, tokens_per_s: float, gpu: str) -> float | None:
 
 FULL_SHARD, HSDP = "full_shard", "hybrid_shard"
 TORCHS = {FULL_SHARD: ShardingStrategy.FULL_SHARD, HSDP: ShardingStrategy.HYBRID_SHARD}
-_TORCHS_LABELS = {FULL_SHARD: "FULL_SHARD", HSDP: "HSDP"}
+_TORCHS_LABELS = {ShardingStrategy.FULL_SHARD: "FULL_SHARD", ShardingStrategy.HYBRID_SHARD: "HSDP"}
 BASES = {"int8": "int8:256", "int4": "int4:128", "nf4": "nf4:64"}
 """Codecs of a frozen base by the word for them in a contender's name."""
 
@@ -351,84 +350,69 @@ class Contender:
 
     Attributes:
         name: Its name in a result.
-        preset: ``full_shard`` or ``hybrid_shard`` of torch; a class method of ``Strategy``; empty for ``Strategy``.
-        arguments: The arguments of the latter two.
+        strategy: A ``Strategy``, or torch's ``ShardingStrategy``.
         fsdp2: Whether ``fully_shard`` shards it, or ``FullyShardedDataParallel``.
         base: Codec by which the frozen base is quantized before the model is wrapped, once, as one unit; None wraps
             each layer.
     """
 
     name: str
-    preset: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    strategy: Any
     fsdp2: bool = True
     base: Codec | None = None
 
     @property
     def is_torchs(self) -> bool:
         """Return whether the strategy is one of torch's own."""
-        return self.preset in TORCHS
-
-    @property
-    def strategy(self) -> Any:
-        """Return torch's ``ShardingStrategy``, or a ``Strategy``."""
-        if self.is_torchs:
-            return TORCHS[self.preset]
-        make = getattr(Strategy, self.preset) if self.preset else Strategy
-        return make(**self.arguments)
+        return isinstance(self.strategy, ShardingStrategy)
 
     @property
     def code(self) -> str:
         """Return the Python expression of the strategy, to paste; a word for torch's own."""
-        if self.is_torchs:
-            return _TORCHS_LABELS[self.preset]
-        made = line_of(self.strategy, self.arguments.get("gpus_per_node")).partition("strategy = ")[2]
         if self.base is None:
-            return made
+            return self._made
         codec = repr(self.base).replace("block=", "")
-        return f"quantize_frozen_params(model, {codec}), then wrap the whole model once by {made}"
+        return f"quantize_frozen_params(model, {codec}), then wrap the whole model once by {self._made}"
+
+    @property
+    def _made(self) -> str:
+        if self.is_torchs:
+            return _TORCHS_LABELS[self.strategy]
+        return line_of(self.strategy, self.strategy.gpus_per_node).partition("strategy = ")[2]
 
     @property
     def label(self) -> str:
         """Return what a table or a chart calls it."""
-        if self.base is None:
-            own = self.code.removeprefix("Strategy.")
-        else:
-            made = self.code.rpartition(" by ")[2].removeprefix("Strategy.")
-            own = f"{made} once, {self.base} base"
+        own = self._made.removeprefix("Strategy.") + (f" once, {self.base} base" if self.base is not None else "")
         return own if self.fsdp2 else f"{own}, FSDP1"
 
     def on_nodes_of(self, gpus_per_node: int) -> Contender:
         """Return the contender with this many GPUs counted as a node; torch's own have no such argument."""
         if self.is_torchs:
             return self
-        return dataclasses.replace(self, arguments={**self.arguments, "gpus_per_node": gpus_per_node})
+        return dataclasses.replace(self, strategy=dataclasses.replace(self.strategy, gpus_per_node=gpus_per_node))
 
 
-_PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
-    FULL_SHARD: (FULL_SHARD, {}),
-    HSDP: (HSDP, {}),
-    **{levels: ("", {"levels": levels}) for levels in LEGAL_LEVELS},
-    **{f"zeropp-{levels}": ("zeropp", {"levels": levels}) for levels in LEGAL_LEVELS},
-    "zeropp": ("zeropp", {}),
-    "zeropp-delta": ("zeropp", {"weights": Int4Delta()}),
-    "zeropp-delta-IIG": ("zeropp", {"levels": "IIG", "weights": Int4Delta()}),
-    "loco": ("loco", {}),
-    "loco-int8": ("loco", {"error_feedback": LoCo(dtype=Int8(256))}),
-    "loco-both": ("loco", {"error_feedback": LoCo(hops="both", dtype=Int8(256))}),
-    **{f"diloco-{every}": ("diloco", {"every": every}) for every in (8, 64)},
+_STRATEGIES: dict[str, Strategy | ShardingStrategy] = {
+    **TORCHS,
+    **{levels: Strategy(levels) for levels in LEGAL_LEVELS},
+    **{f"zeropp-{levels}": Strategy.zeropp(levels=levels) for levels in LEGAL_LEVELS},
+    "zeropp": Strategy.zeropp(),
+    "zeropp-delta": Strategy.zeropp(weights=Int4Delta()),
+    "zeropp-delta-IIG": Strategy.zeropp(levels="IIG", weights=Int4Delta()),
+    "loco": Strategy.loco(),
+    "loco-int8": Strategy.loco(error_feedback=LoCo(dtype=Int8(256))),
+    "loco-both": Strategy.loco(error_feedback=LoCo(hops="both", dtype=Int8(256))),
+    **{f"diloco-{every}": Strategy.diloco(every=every) for every in (8, 64)},
     **{
-        f"diloco-{every}-overlap": ("diloco", {"local_steps": LocalSteps(every, overlap=1, mix=0.5)})
+        f"diloco-{every}-overlap": Strategy.diloco(local_steps=LocalSteps(every, overlap=1, mix=0.5))
         for every in (8, 64)
     },
-    "mixzpp": ("mixzpp", {}),
+    "mixzpp": Strategy.mixzpp(),
 }
-_ON_A_BASE: dict[str, tuple[str, dict[str, Any]]] = {
-    "once-NNN": ("", {"levels": "NNN"}),
-    "once-zeropp": ("zeropp", {}),
-}
+_ON_A_BASE = {"once-NNN": Strategy("NNN"), "once-zeropp": Strategy.zeropp()}
 NAMES_ON_NODES = (
-    *_PRESETS,
+    *_STRATEGIES,
     *_ON_A_BASE,
     *(f"{name}-{base}" for name in ("once-zeropp", "mixzpp") for base in ("int4", "nf4")),
 )
@@ -457,20 +441,15 @@ def contender(name: str, fsdp2: bool = True, called: str | None = None) -> Conte
             f"{name!r} is not a strategy; allowed are {', '.join(NAMES_ON_NODES)}, and those that are not torch's with "
             f"{ALONE} behind, each GPU a node{hint}"
         )
-    found = _named(name.removesuffix(ALONE), fsdp2, called or name)
+    own, base = name.removesuffix(ALONE), None
+    if own in _STRATEGIES:
+        strategy = _STRATEGIES[own]
+    else:
+        stem, _, word = (own if own not in _ON_A_BASE else f"{own}-int8").rpartition("-")
+        codec = codec_from_name(BASES[word])  # made only if asked for: NF4 needs bitsandbytes
+        strategy, base = (_ON_A_BASE[stem], codec) if stem in _ON_A_BASE else (Strategy.mixzpp(frozen=codec), None)
+    found = Contender(called or name, strategy, fsdp2, base)
     return found.on_nodes_of(1) if name.endswith(ALONE) else found
-
-
-def _named(name: str, fsdp2: bool, called: str) -> Contender:
-    if name in _PRESETS:
-        return Contender(called, *_PRESETS[name], fsdp2=fsdp2)
-    if name in _ON_A_BASE:
-        return Contender(called, *_ON_A_BASE[name], fsdp2=fsdp2, base=codec_from_name(BASES["int8"]))
-    stem, _, base = name.rpartition("-")
-    codec = codec_from_name(BASES[base])  # made only if asked for: NF4 needs bitsandbytes
-    if stem in _ON_A_BASE:
-        return Contender(called, *_ON_A_BASE[stem], fsdp2=fsdp2, base=codec)
-    return Contender(called, stem, {"frozen": codec}, fsdp2=fsdp2)
 
 
 # ---- links
@@ -598,19 +577,10 @@ class Planner:
     links: HopSpeeds
     free: float | None
 
-    def best(self, gpus_per_node: int, **codecs: Any) -> list[Estimate]:
-        """Return the estimates that fit with these codecs on nodes of this size, fastest first, then smallest."""
-        # Memory beside model states is not known yet: as the planner assumes.
-        beside = MemoryBudget.activations + MemoryBudget.reserve
-        planned = self._plan(self.links.layout_of(gpus_per_node), codecs, beside)
-        return sorted(
-            (one for one in planned.estimates if one.fits),
-            key=lambda one: (one.time.total, one.memory.total),
-        )
-
     def states_gib(self, contender: Contender) -> float | None:
         """Return the GiB that a rank needs for model states and units in flight; None if that is not planned."""
-        return self._of(contender).gib if _is_planned(contender) else None
+        has_local_steps = not contender.is_torchs and contender.strategy.local_steps is not None
+        return None if has_local_steps else self._of(contender).gib
 
     def does_not_fit(self, contender: Contender, beside_states: float) -> str:
         """Say why a contender can't run; empty if it may.
@@ -642,7 +612,7 @@ class Planner:
             codecs["frozen"] = contender.base
         return self._plan(self.links.layout_of(strategy.gpus_per_node), codecs)[strategy.levels]
 
-    def _plan(self, links: HopSpeeds, codecs: dict[str, Any], beside: float = 0.0) -> Plan:
+    def _plan(self, links: HopSpeeds, codecs: dict[str, Any]) -> Plan:
         """Plan torch's rows, and letters with these codecs. A frozen base without a codec is in the compute dtype."""
         return plan(
             self.size,
@@ -652,8 +622,7 @@ class Planner:
             intra_gbps=_gbps(links.intra),
             slow_links=links.are_slow,
             micro_batches=self.task.micro_batches,
-            gpu_memory=self.free,
-            activations=beside,
+            activations=0,
             reserve=0,
             presets=True,
             **codecs,
@@ -664,16 +633,11 @@ def _gbps(link: HopSpeed | None) -> float | None:
     return None if link is None else link.gbps
 
 
-def _is_planned(contender: Contender) -> bool:
-    return contender.is_torchs or (contender.arguments.get("local_steps") is None and contender.preset != "diloco")
-
-
 # ---- candidates
 #
 # Strategies that a run tries unless it is told which: torch's own, and those of fsdp_zpp that may pay.
 
-_PLANNED = 2
-"""How many of the planner's first strategies are tried for each size of a node."""
+_NAMES = {strategy: name for name, strategy in _STRATEGIES.items()}
 
 
 def candidates(planner: Planner, frozen: str | None) -> list[str]:
@@ -701,16 +665,16 @@ def _suffix(base: str) -> str:
 
 
 def _for_full_training(planner: Planner) -> Iterator[str]:
-    """Yield those for the nodes that there are, then those for nodes of one GPU where that may pay.
+    """Yield the planner's for the nodes that there are, then those for nodes of one GPU where that may pay.
 
     One node has no slow hop, so fsdp_zpp is torch's FSDP there, unless each of its GPUs counts as a node.
     """
-    links = planner.links
+    links, accumulates = planner.links, planner.task.micro_batches > 1
     if links.nodes > 1:
-        yield from _on_nodes(planner, links.gpus_per_node)
+        yield from (_NAMES[each.strategy] for each in with_codecs(accumulates, several_nodes=True))
     if _may_pay_alone(links):
-        names = _on_nodes(planner, 1) if links.nodes == 1 else iter(("zeropp", "zeropp-delta"))
-        yield from (f"{name}{ALONE}" for name in names)
+        alone = [_NAMES[each.strategy] for each in with_codecs(accumulates, several_nodes=False)]
+        yield from (f"{name}{ALONE}" for name in (alone if links.nodes == 1 else ("zeropp", "zeropp-delta")))
 
 
 def _may_pay_alone(links: HopSpeeds) -> bool:
@@ -718,35 +682,9 @@ def _may_pay_alone(links: HopSpeeds) -> bool:
     return links.intra is not None and (links.nodes == 1 or links.intra.gbps < SLOWEST_NVLINK)
 
 
-def _on_nodes(planner: Planner, gpus_per_node: int) -> Iterator[str]:
-    """Yield ZeRO++ as it is and with deltas, those that send less under accumulation, and the planner's first."""
-    accumulates = planner.task.micro_batches > 1
-    yield from ("zeropp", "zeropp-delta", *(("zeropp-IIG", "zeropp-delta-IIG") if accumulates else ()))
-    zeropp = Strategy.zeropp()
-    estimates = planner.best(gpus_per_node, weights=zeropp.weights, gradients=zeropp.gradients)
-    others = _beside(("IGG", "IIG") if accumulates else ("IGG",), estimates)
-    yield from (f"zeropp-{levels}" for levels in islice(others, _PLANNED))
-    yield "zeropp-GGG"  # which needs the least memory
-
-
-def _beside(tried: Collection[str], estimates: Sequence[Estimate]) -> Iterator[str]:
-    """Yield the letters of estimates that are not ``tried`` under other letters: on nodes of one, I is N."""
-    scopes = {one.levels: one.strategy.resolve(one.topology).scopes for one in estimates}
-    known = {scopes[levels] for levels in tried if levels in scopes}
-    for levels, own in scopes.items():
-        if own not in known:
-            known.add(own)
-            yield levels
-
-
 # ---- recommendation
 #
 # A recommendation from a run's rows, in one line: a strategy to use, or to stay with FULL_SHARD.
-
-_LEAST_GAIN = 0.03
-"""A smaller gain is none: machines drift by as much from one strategy to the next."""
-_TIE = 0.05
-"""Where times differ by no more than this and their spread, the first, plainest strategy is taken."""
 
 
 @dataclass(frozen=True)
@@ -781,17 +719,17 @@ def recommend(rows: Sequence[Row]) -> Recommendation:
 
 def is_clearly_faster(row: Row, than: Row) -> bool:
     """Return whether a row's steps are faster by more than noise: three quarters of them are faster than as many."""
-    return bool(
-        row["quartiles_ms"][1] < than["quartiles_ms"][0] and row["step_ms"] < (1 - _LEAST_GAIN) * than["step_ms"]
-    )
+    return bool(row["quartiles_ms"][1] < than["quartiles_ms"][0] and row["step_ms"] < (1 - TOLERANCE) * than["step_ms"])
 
 
 def _plainest_of_the_fastest(rows: Sequence[Row]) -> Row:
     """Return the first row that the fastest is not clearly faster than, and that takes hardly longer."""
-    fastest = min(rows, key=lambda row: row["step_ms"])
-    return next(
-        row for row in rows if row["step_ms"] <= fastest["step_ms"] * (1 + _TIE) and not is_clearly_faster(fastest, row)
-    )
+    fastest = min(rows, key=_step_ms)
+    return next(row for row in ties(rows, _step_ms) if not is_clearly_faster(fastest, row))
+
+
+def _step_ms(row: Row) -> float:
+    return float(row["step_ms"])
 
 
 def _gains(chosen: Row, stock: Row | None, hsdp: Row | None) -> str:

@@ -35,6 +35,7 @@ from .contenders import (
     BASES,
     FULL_SHARD,
     NAMES_ON_NODES,
+    TORCHS,
     Contender,
     HopSpeeds,
     Planner,
@@ -510,7 +511,7 @@ def _measured(
             row = attempt(task, one.name, partial(TorchFSDP, task, one), schedule, further) | about
             if one.is_torchs and "step_ms" in row:
                 row |= planner.sent(one)
-            if one.preset == FULL_SHARD and row.get("peak_gib") is not None:
+            if one.strategy is TORCHS[FULL_SHARD] and row.get("peak_gib") is not None:
                 beside_states = max(0.0, row["peak_gib"] - (planner.states_gib(one) or 0.0))
             yield row
 
@@ -649,9 +650,10 @@ def named_contenders(names: str, gpus_per_node: int | None, lora: bool) -> list[
     for name in names.split(","):
         own = name.removeprefix("fsdp1:")
         one = contender(own, fsdp2=own == name, called=name)
-        if not lora and (one.base is not None or one.arguments.get("frozen") or one.preset == "mixzpp"):
+        frozen = None if one.is_torchs else one.strategy.frozen
+        if not lora and (one.base, frozen) != (None, None):
             raise ValueError(f"--strategies {name} is for a frozen base, which --lora has; add --lora 16, say")
-        is_told = gpus_per_node is None or "gpus_per_node" in one.arguments
+        is_told = gpus_per_node is None or one.is_torchs or one.strategy.gpus_per_node is not None
         found.append(one if is_told else one.on_nodes_of(gpus_per_node or 1))
     return found
 

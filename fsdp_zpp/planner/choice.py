@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 from fsdp_zpp.codecs.codec import NF4, Codec, FrozenName, Int4, Int4Delta, Int8
 from fsdp_zpp.strategy.configuration import PRESETS
@@ -143,7 +143,7 @@ def presets(case: Case, frozen: Codec | FrozenName | None) -> Iterator[Candidate
     if case.size.frozen:
         found += _with_quantized_base(accumulates, _base_codecs() if frozen is None else [frozen])
     if (frozen is None or not case.size.frozen) and (cluster.nodes > 1 or cluster.slow_links):
-        found += _with_codecs(accumulates, several_nodes=cluster.nodes > 1)
+        found += with_codecs(accumulates, several_nodes=cluster.nodes > 1)
     splits = cluster.slow_links and cluster.gpus_per_node > 1
     for candidate in found:
         yield candidate
@@ -152,7 +152,13 @@ def presets(case: Case, frozen: Codec | FrozenName | None) -> Iterator[Candidate
             yield Candidate(finer, f"{candidate.title}, nodes of 1")
 
 
-def _with_codecs(accumulates: bool, several_nodes: bool) -> Iterator[Candidate]:
+def with_codecs(accumulates: bool, several_nodes: bool) -> Iterator[Candidate]:
+    """Yield ZeRO++'s presets, the plainest first, which ``plan`` predicts and ``bench`` measures.
+
+    Args:
+        accumulates: Whether a step has several micro-batches, so that gradients may be reduced between nodes once.
+        several_nodes: Whether shards inside a node differ from those over all.
+    """
     yield Candidate(Strategy.zeropp(), "zeropp")
     yield Candidate(Strategy.zeropp(weights=Int4Delta()), "zeropp Int4Delta")
     if accumulates:
@@ -337,8 +343,10 @@ class Estimate:
 
 # ---- choice
 
+Row = TypeVar("Row")
+
 TOLERANCE = 0.03
-"""Times within this fraction of the shortest step count as equal: predictions are no better."""
+"""Times within this fraction of the shortest count as equal: predictions are no better, and machines drift as much."""
 
 LESS_MEMORY = 0.1
 """Fraction of a row's memory that is worth codecs: that of a quantized base, not of what a step's buffers take."""
@@ -404,13 +412,21 @@ def _goes_by_another_name(estimate: Estimate) -> bool:
     return "".join(resolve_scopes(Scopes(*estimate.levels), estimate.topology)) != estimate.levels
 
 
+def ties(rows: Sequence[Row], time: Callable[[Row], float]) -> list[Row]:
+    """Return the rows that are as fast as the fastest within :data:`TOLERANCE`, in their order."""
+    shortest = min(map(time, rows))
+    return [row for row in rows if time(row) <= shortest + TOLERANCE * shortest]
+
+
 def _fastest(estimates: list[Estimate]) -> list[Estimate]:
-    return _least(estimates, lambda estimate: estimate.time.total)
+    return ties(estimates, lambda estimate: estimate.time.total)
 
 
 def _quietest(estimates: list[Estimate], slow_links: bool) -> list[Estimate]:
     """Return those that communicate least over the slow network."""
-    return _least(estimates, _slow_hop(estimates, slow_links))
+    cost = _slow_hop(estimates, slow_links)
+    bound = min(map(cost, estimates)) + TOLERANCE * min(estimate.time.total for estimate in estimates)
+    return [estimate for estimate in estimates if cost(estimate) <= bound]
 
 
 def _slow_hop(estimates: list[Estimate], slow_links: bool) -> Callable[[Estimate], float]:
@@ -418,12 +434,6 @@ def _slow_hop(estimates: list[Estimate], slow_links: bool) -> Callable[[Estimate
     if any(estimate.time.inter for estimate in estimates):
         return lambda estimate: estimate.time.inter
     return lambda estimate: estimate.time.intra if slow_links else 0.0
-
-
-def _least(estimates: list[Estimate], cost: Callable[[Estimate], float]) -> list[Estimate]:
-    """Return the estimates with the least cost, in seconds, within :data:`TOLERANCE`."""
-    bound = min(map(cost, estimates)) + TOLERANCE * min(estimate.time.total for estimate in estimates)
-    return [estimate for estimate in estimates if cost(estimate) <= bound]
 
 
 def reason(estimates: Sequence[Estimate], choice: Estimate | None, case: Case) -> str:

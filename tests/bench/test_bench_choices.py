@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_zpp import NF4, Int4Delta, Int8, Strategy
+from fsdp_zpp import NF4, Int4Delta, Int8, Strategy, plan
 from fsdp_zpp.bench.contenders import NAMES, HopSpeed, HopSpeeds, Planner, candidates, contender, recommend
 from fsdp_zpp.bench.results import Task
 from fsdp_zpp.bench.run import named_contenders
@@ -38,6 +38,8 @@ def test_nodes_and_links_decide_what_is_tried() -> None:
     assert on_nodes[:4] == ["full_shard", "hybrid_shard", "zeropp", "zeropp-delta"]
     assert not [name for name in on_nodes if name.endswith("-alone")]
     assert "zeropp-alone" in candidates(planner(HopSpeeds(2, 4, SOCKETS, PCIE)), None)
+    # Those that the planner compares.
+    assert set(on_nodes[4:]) == {"loco", "zeropp-GGG", "zeropp-NNG", "zeropp-III"}
     # Accumulation adds those that reduce between nodes once a step.
     assert {"zeropp-IIG", "zeropp-delta-IIG"} <= set(candidates(planner(TWO_NODES, micro_batches=4), None))
     assert "zeropp-delta-IIG" not in on_nodes
@@ -92,8 +94,9 @@ def test_what_cannot_fit_is_left_out_with_both_figures() -> None:
 
 def test_memory_is_the_planners() -> None:
     made = planner(TWO_NODES)
+    layout = {"nodes": 2, "gpus_per_node": 4, "inter_gbps": 20, "intra_gbps": 2000, "presets": False}
     # The planner adds activations and a reserve, of 2 GiB each.
-    by_levels = {one.levels: one.memory.total / 2**30 - 4 for one in made.best(4)}
+    by_levels = {one.levels: one.memory.total / 2**30 - 4 for one in plan(made.size, **layout).estimates}
     for name, levels in {"IIG": "IIG", "full_shard": "GGG", "hybrid_shard": "III"}.items():
         assert made.states_gib(contender(name)) == pytest.approx(by_levels[levels])
     assert made.states_gib(contender("zeropp-alone")) == made.states_gib(contender("zeropp").on_nodes_of(1))
