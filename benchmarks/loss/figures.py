@@ -14,7 +14,7 @@ from result_files import Result, Row
 from tables import CHANGES, FAMILIES, REFERENCE, Runs, TunedRuns, every, variant
 from words import in_words
 
-from fsdp_zpp.bench.results import PEER
+from fsdp_zpp.planner.chart import PEER
 
 _WARM = 0.15
 """Share of a run left out of the convergence figures: losses fall so far there that no difference would be seen."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from charts import GRADIENTS, TEXT, WEIGHTS, Figure, drawn, laid_out
+from columns import times_as_fast
 from labels import label
 from matplotlib.patches import Patch
 from result_files import Result
 
-from fsdp_zpp.bench.results import OURS, PEER, Bar, peaks_figure, steps_figure, times_as_fast
+from fsdp_zpp.planner.chart import BAR, GAP, OURS, PEER, ROW, SOFT, WIDTH, Bar, canvas, steps_figure, width_of, write
 
 REFERENCE = "fsdp2:full_shard"
 _SPEEDUP = times_as_fast(REFERENCE, "", "{:.1f}")
@@ -35,7 +36,17 @@ def memory(result: Result) -> Figure:
     """Draw the peak memory of each strategy of a result, the largest first."""
     rows = sorted(result["rows"], key=lambda row: -row["peak_gib"])
     bars = [Bar(label(row["strategy"]), f"{row['peak_gib']:.1f}", "", _color(row["strategy"]), [row]) for row in rows]
-    return peaks_figure(bars, "Peak memory of a GPU, GiB", _setting(result))
+    figure, axes = canvas(ROW * (len(bars) + 2))
+    left = max(width_of(bar.name) for bar in bars) + GAP
+    scale = (WIDTH - left - 2 * GAP - max(width_of(bar.text) for bar in bars)) / max(bar.peak for bar in bars)
+    write(axes, 0, ROW / 2, "Peak memory of a GPU, GiB", weight="bold")
+    for place, bar in enumerate(bars):
+        middle = ROW * (place + 1.5)
+        write(axes, left - GAP, middle, bar.name, ha="right")
+        axes.barh(middle, bar.peak * scale, left=left, height=BAR, color=bar.color)
+        write(axes, left + bar.peak * scale + GAP, middle, bar.text)
+    write(axes, 0, ROW * (len(bars) + 1.5), _setting(result), color=SOFT)
+    return figure
 
 
 @drawn

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import random
 import statistics
+import time
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from contenders import training_under
 
+from fsdp_zpp.bench.contenders import Training
 from fsdp_zpp.bench.results import Task
-from fsdp_zpp.bench.run import MeasuredStep, rates, timed_steps
+from fsdp_zpp.bench.run import MeasuredStep, rates, step_times, synchronize, timed_steps
 
 
 def interleaved(task: Task, names: list[str], warmup: int, rounds: int) -> list[dict[str, Any]]:
@@ -52,3 +55,18 @@ def interleaved(task: Task, names: list[str], warmup: int, rounds: int) -> list[
 def paired(times: list[float], of_first: list[float]) -> list[float]:
     """Return lower quartile, median and upper quartile of the ratios of a round."""
     return statistics.quantiles((a / b for a, b in zip(times, of_first, strict=True)), n=4)
+
+
+def free_running_steps(task: Task, training: Training, tokens: torch.Tensor, steps: int) -> list[MeasuredStep]:
+    """Return the mean time of steps that do not wait for each other, as one. Collective.
+
+    Work that one step leaves under way, the next ones may hide; if each is waited for, it is part of its time.
+    """
+    dist.barrier()
+    synchronize(task)
+    began = time.perf_counter()
+    for _ in range(steps):
+        training.step(tokens)
+    host = (time.perf_counter() - began) / steps * 1e3
+    synchronize(task)
+    return step_times(task, [(time.perf_counter() - began) / steps * 1e3], [host])

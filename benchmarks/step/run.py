@@ -24,14 +24,14 @@ import nodes
 import torch.distributed as dist
 from contenders import is_known, names, training_under
 from generation import generation
-from interleaved import interleaved
+from interleaved import free_running_steps, interleaved
 from manifest import manifest
 from models import add_model, task_of
 from tables import summary
 
 from fsdp_zpp.bench.contenders import Training
 from fsdp_zpp.bench.results import Task, write
-from fsdp_zpp.bench.run import PeakMemory, Schedule, attempt, traced
+from fsdp_zpp.bench.run import PeakMemory, Schedule, attempt, timed_steps, traced
 
 
 def parse() -> argparse.Namespace:
@@ -81,7 +81,9 @@ def further(
 def work(arguments: argparse.Namespace) -> None:
     """Measure all strategies in turn as one rank; rank 0 writes after each."""
     task, strategies, rows = task_of(arguments), arguments.strategies.split(","), []
-    schedule = Schedule(arguments.warmup, arguments.steps, arguments.free_running)
+    schedule = Schedule(
+        arguments.warmup, arguments.steps, free_running_steps if arguments.free_running else timed_steps
+    )
     made_by, is_writer = manifest(nodes.command()), dist.get_rank() == 0
 
     def save() -> None:

@@ -6,11 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from labels import label
-from markdown_tables import crossed, listed, markdown
-from result_files import Result, Row
-
-from fsdp_zpp.bench.results import (
+from columns import (
     BETWEEN_NODES,
     HOST,
     PEAK,
@@ -22,8 +18,11 @@ from fsdp_zpp.bench.results import (
     of_a_run,
     times_as_fast,
 )
+from labels import label
+from markdown_tables import crossed, listed, markdown
+from result_files import Result, Row
 
-# ---- columns that only pages and runs of benchmarks have, beside those of fsdp_zpp.bench.results
+# ---- columns that only pages and runs of benchmarks have, beside those of columns.py
 
 
 def _paired(own: list[Row], rows: list[Row]) -> str:
@@ -53,7 +52,7 @@ AGAINST_HSDP = times_as_fast("fsdp2:hybrid_shard", "speedup over HSDP")
 
 def summary(rows: list[Row]) -> str:
     """Return a run's table while it runs: all figures, without columns that would be empty."""
-    columns = [*of_a_run(rows), PAIRED, measured("peak while built, GiB", "build_peak_gib", "{:.1f}"), GENERATED]
+    columns = [*of_a_run(), PAIRED, measured("peak while built, GiB", "build_peak_gib", "{:.1f}"), GENERATED]
     cells = filled(rows, columns)
     return markdown(cells, zip(*cells.values(), strict=True))
 

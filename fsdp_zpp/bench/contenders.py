@@ -30,6 +30,7 @@ from fsdp_zpp.codecs.codec import Codec, Int4Delta, Int8
 from fsdp_zpp.frozen.quantize import quantize_frozen_params
 from fsdp_zpp.fsdp2.fully_shard import fully_shard
 from fsdp_zpp.names import did_you_mean, how_to_install
+from fsdp_zpp.planner.chart import Row
 from fsdp_zpp.planner.choice import TOLERANCE, Estimate, line_of, ties, with_codecs
 from fsdp_zpp.planner.cluster import SLOWEST_NVLINK, Bandwidth, measure_bandwidth, world
 from fsdp_zpp.planner.model_size import ModelSize, layers, module_size, pretrained_size
@@ -42,7 +43,7 @@ from fsdp_zpp.strategy.error_feedback import LoCo
 from fsdp_zpp.strategy.local_steps import LocalSteps
 from fsdp_zpp.strategy.strategy import LEGAL_LEVELS, Strategy
 
-from .results import Row, Task
+from .results import Task
 
 # ---- training
 #

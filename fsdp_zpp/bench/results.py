@@ -1,4 +1,4 @@
-"""Files of results, and tables and charts of them."""
+"""Files of results, and the table and the chart of one."""
 
 from __future__ import annotations
 
@@ -9,21 +9,15 @@ import os
 import platform
 import shlex
 import sys
-import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from fsdp_zpp.names import how_to_install
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
+from fsdp_zpp.planner.chart import OURS, PEER, Bar, Row, save, steps_figure
 
 # ---- task
 #
@@ -133,8 +127,6 @@ def versions() -> dict[str, str]:
 #
 # A result may have more beside its rows.
 
-Row = dict[str, Any]
-Result = dict[str, Any]
 NOT_RECORDED = ("out", "output", "resume", "worker", "json", "chart", "run", "parser", "version")
 """Options that change no figure: where a result goes, and those of a script to its own processes."""
 
@@ -175,33 +167,9 @@ def check_writable(option: str, path: Path) -> None:
         raise OSError(f"{option} {path} can't be written: {error}; name a file where rank 0 may write") from error
 
 
-# ---- columns
+# ---- table
 #
-# Columns of tables of steps: the text of each for a row of a result, beside the others of its run.
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column.
-
-    Attributes:
-        heading: Text over it.
-        cell: Function that returns its text for the rows of one strategy, given all rows of that run; empty if they
-            lack the figure.
-    """
-
-    heading: str
-    cell: Callable[[list[Row], list[Row]], str]
-
-
-def each(heading: str, text: Callable[[Row], str]) -> Column:
-    """Make a column with a text for every measurement of a strategy."""
-    return Column(heading, lambda own, _: " and ".join(filter(None, dict.fromkeys(map(text, own)))))
-
-
-def measured(heading: str, key: str, form: str) -> Column:
-    """Make a column with one figure of a row."""
-    return each(heading, lambda row: form.format(row[key]) if row.get(key) is not None else "")
+# The table of a run: a text of each figure, a row each strategy.
 
 
 def _step(row: Row) -> str:
@@ -210,117 +178,47 @@ def _step(row: Row) -> str:
     return f"{row['step_ms']:.0f} ({row['fastest_ms']:.0f}-{row['slowest_ms']:.0f})"
 
 
-def _peak(own: list[Row], _: list[Row]) -> str:
-    if any(row.get("peak_counts_others") for row in own):
-        return "not known"
-    peaks = [row["peak_gib"] for row in own if row.get("peak_gib") is not None]
-    return f"{max(peaks):.1f}" if peaks else ""
+def _sent(row: Row, hop: str) -> str:
+    """Return the MiB that a rank sends over one hop a step: weights + gradients."""
+    figures = [mib for name, mib in row.get("sent_mib_a_step", {}).items() if name.endswith(hop)]
+    shown = " + ".join(f"{mib:.0f}" if mib >= 10 else f"{mib:.2f}" for mib in figures)
+    return f"~{shown}" if row.get("sent_is_planned") else shown
 
 
 def _exposed(row: Row) -> str:
     return f"{row['exposed_ms']:.0f} ({row['exposed_share']:.0%})" if row.get("exposed_share") else ""
 
 
-def sent(heading: str, hop: str) -> Column:
-    """Make a column with the MiB that a rank sends over one hop a step: weights + gradients."""
-
-    def text(row: Row) -> str:
-        figures = [mib for name, mib in row.get("sent_mib_a_step", {}).items() if name.endswith(hop)]
-        shown = " + ".join(f"{mib:.0f}" if mib >= 10 else f"{mib:.2f}" for mib in figures)
-        return f"~{shown}" if row.get("sent_is_planned") else shown
-
-    return each(heading, text)
+def _figure(key: str, form: str) -> Callable[[Row], str]:
+    return lambda row: form.format(row[key]) if row.get(key) is not None else ""
 
 
-def figures_of(rows: list[Row], key: str, strategy: str = "") -> list[float]:
-    """Return a figure of the rows that have it, or of those of one strategy."""
-    return [row[key] for row in rows if row.get(key) and strategy in ("", row["strategy"])]
+TEXTS: dict[str, Callable[[Row], str]] = {
+    "strategy": lambda row: str(row.get("label", row["strategy"])),
+    "step, ms (fastest-slowest)": _step,
+    "speedup over the first": _figure("speedup", "{:.2f}x"),
+    "peak, GiB": lambda row: "not known" if row.get("peak_counts_others") else _figure("peak_gib", "{:.1f}")(row),
+    "tokens/s": _figure("tokens_per_s", "{:.0f}"),
+    "CPU finished after, ms": _figure("host_ms", "{:.0f}"),
+    "of the GPUs' peak FLOP/s": _figure("utilization", "{:.1%}"),
+    "exposed communication, ms (share)": _exposed,
+    "sent between nodes, MiB": lambda row: _sent(row, "inter"),
+    "sent inside a node, MiB": lambda row: _sent(row, "intra"),
+}
+"""Text of a figure by its heading; empty if a row lacks the figure. Benchmarks' tables have the same columns."""
 
 
-def times_as_fast(than: str, heading: str, form: str = "{:.2f}", to: str = "-") -> Column:
-    """Make a column with the speedup over ``than``: from the lowest ratio of measurements ``to`` the highest."""
-
-    def cell(own: list[Row], rows: list[Row]) -> str:
-        references, times = figures_of(rows, "step_ms", than), figures_of(own, "step_ms")
-        if not references or not times:
-            return ""
-        if own[0]["strategy"] == than:
-            return f"{form.format(1)}x"
-        ends = (form.format(min(references) / max(times)), form.format(max(references) / min(times)))
-        return f"{to.join(dict.fromkeys(ends))}x"
-
-    return Column(heading, cell)
+def table(rows: list[Row]) -> dict[str, list[str]]:
+    """Return the texts of a run's rows by heading, without columns that would be empty."""
+    shown = [row | speedup(row, rows[0]) for row in rows]
+    texts = {heading: list(map(text, shown)) for heading, text in TEXTS.items()}
+    return {heading: column for heading, column in texts.items() if any(column)}
 
 
-STEP = each("step, ms (fastest-slowest)", _step)
-PEAK = Column("peak, GiB", _peak)
-EXPOSED = each("exposed communication, ms (share)", _exposed)
-HOST = measured("CPU finished after, ms", "host_ms", "{:.0f}")
-UTILIZATION = measured("of the GPUs' peak FLOP/s", "utilization", "{:.1%}")
-BETWEEN_NODES = sent("sent between nodes, MiB", "inter")
-
-
-def filled(rows: list[Row], columns: Iterable[Column]) -> dict[str, list[str]]:
-    """Return the cells of each column, a row each, by its heading, without columns that would be empty."""
-    cells = {column.heading: [column.cell([row], rows) for row in rows] for column in columns}
-    return {heading: texts for heading, texts in cells.items() if any(texts)}
-
-
-def of_a_run(rows: list[Row]) -> list[Column]:
-    """Return the columns of one run's table: all figures that :mod:`.measuring` has."""
-    return [
-        each("strategy", lambda row: str(row.get("label", row["strategy"]))),
-        STEP,
-        times_as_fast(rows[0]["strategy"], "speedup over the first"),
-        PEAK,
-        measured("tokens/s", "tokens_per_s", "{:.0f}"),
-        HOST,
-        UTILIZATION,
-        EXPOSED,
-        BETWEEN_NODES,
-        sent("sent inside a node, MiB", "intra"),
-    ]
-
-
-# ---- chart
-#
-# Bars of strategies: the time of a step with its speedup, and beside it peak memory.
-
-INK, SOFT, PEER, OURS = "#1f2430", "#5b6472", "#8a93a3", "#2b66d1"
-"""Colors: of text, of what is less important, of other libraries' bars, of fsdp_zpp's."""
-ON_BAR = {PEER: "#10141b", OURS: "#ffffff"}
-"""Colors of text on bars."""
-WIDTH, TEXT = 640, 16
-"""Width of a figure and size of its text, in points: on 640 pixels, text is as large as that of a page."""
-_ROW, _LINE, _BAR, _GAP = 31, 20, 20, 9
-_PEAKS = 132
-"""Width of the bars of memory with their text and heading."""
-
-
-@dataclass(frozen=True)
-class Bar:
-    """What is drawn of one strategy.
-
-    Attributes:
-        name: Text before its bars.
-        text: Text at the bar of its time.
-        speedup: Bold text behind that one; empty for what others are compared with.
-        color: Color of its bars.
-        rows: Its measurements.
-    """
-
-    name: str
-    text: str
-    speedup: str
-    color: str
-    rows: Sequence[Row]
-
-    @property
-    def peak(self) -> float:
-        """Return the largest peak of memory in GiB, 0 if it is not known."""
-        if any(row.get("peak_counts_others") for row in self.rows):
-            return 0.0
-        return max((row.get("peak_gib") or 0.0 for row in self.rows), default=0.0)
+def speedup(row: Row, first: Row) -> Row:
+    """Return how many times as fast a row's step is as that of the first, as a figure of a row, if both have one."""
+    both = "step_ms" in row and "step_ms" in first
+    return {"speedup": first["step_ms"] / row["step_ms"]} if both else {}
 
 
 def draw_steps(rows: Sequence[Row], path: Path) -> None:
@@ -334,153 +232,8 @@ def draw_steps(rows: Sequence[Row], path: Path) -> None:
     if not measured:
         raise ValueError(f"nothing was measured, so there is nothing to draw to {path}")
     first = measured[0]
-    speedup = times_as_fast(first["strategy"], "", "{:.1f}")
-    bars = [
-        Bar(
-            row["label"],
-            f"{row['step_ms']:.0f}",
-            "" if row is first else speedup.cell([row], measured),
-            PEER if row["is_torchs"] else OURS,
-            [row],
-        )
-        for row in measured
-    ]
-    steps_figure(bars, f"Step time in ms, and speedup over {first['label']}").savefig(
-        path, dpi=150, bbox_inches="tight", pad_inches=0.1
-    )
-
-
-def check_format(path: Path) -> None:
-    """Raise unless :func:`draw_steps` can write to ``path``.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-        ValueError: If matplotlib can't write the format.
-    """
-    known = new_figure(1).canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in known:
-        raise ValueError(f"--chart {path} is not an image; allowed are the suffixes .{', .'.join(sorted(known))}")
-
-
-def new_figure(height: float) -> Figure:
-    """Return an empty figure of this height in points.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"the chart needs matplotlib: {how_to_install('bench')}") from error
-    # Without pyplot there is neither a window nor a global figure that somebody must close.
-    return Figure(figsize=(WIDTH / 72, height / 72))
-
-
-def steps_figure(bars: Sequence[Bar], heading: str, note: str = "") -> Figure:
-    """Return a figure with the times of steps, and with peaks of memory if any are known.
-
-    Args:
-        bars: Strategies, from top to bottom.
-        heading: Text over the times.
-        note: What was measured on what, at the bottom.
-    """
-    names = [textwrap.fill(bar.name, 26, break_long_words=False) for bar in bars]
-    rows = [_ROW + _LINE * name.count("\n") for name in names]
-    figure, axes = _canvas(_ROW + sum(rows) + (_ROW if note else 4))
-    peak = max(bar.peak for bar in bars)
-    left = max(width_of(line) for name in names for line in name.splitlines()) + _GAP
-    right = WIDTH - (_PEAKS + 2 * _GAP if peak else 0)
-    room = right - left
-    scale = _scale(bars, room)
-    _write(axes, 0, _ROW / 2, heading, weight="bold")
-    if peak:
-        _write(axes, WIDTH - _PEAKS, _ROW / 2, "Memory, GiB", weight="bold")
-        peak_scale = (_PEAKS - _GAP - width_of(f"{peak:.1f}")) / peak
-    top = float(_ROW)
-    for bar, name, row in zip(bars, names, rows, strict=True):
-        middle = top + row / 2
-        _write(axes, left - _GAP, middle, name, ha="right")
-        _draw_time(axes, left, middle, bar, scale, room)
-        if bar.peak:
-            axes.barh(middle, bar.peak * peak_scale, left=WIDTH - _PEAKS, height=_BAR, color=bar.color)
-            _write(axes, WIDTH - _PEAKS + bar.peak * peak_scale + _GAP, middle, f"{bar.peak:.1f}")
-        top += row
-    _write(axes, 0, top + _ROW / 2, note, color=SOFT)
-    return figure
-
-
-def peaks_figure(bars: Sequence[Bar], heading: str, note: str = "") -> Figure:
-    """Return a figure with peaks of memory alone; arguments are as for :func:`steps_figure`."""
-    figure, axes = _canvas(_ROW * (len(bars) + 1) + (_ROW if note else 4))
-    left = max(width_of(bar.name) for bar in bars) + _GAP
-    scale = (WIDTH - left - 2 * _GAP - max(width_of(bar.text) for bar in bars)) / max(bar.peak for bar in bars)
-    _write(axes, 0, _ROW / 2, heading, weight="bold")
-    for place, bar in enumerate(bars):
-        middle = _ROW * (place + 1.5)
-        _write(axes, left - _GAP, middle, bar.name, ha="right")
-        axes.barh(middle, bar.peak * scale, left=left, height=_BAR, color=bar.color)
-        _write(axes, left + bar.peak * scale + _GAP, middle, bar.text)
-    _write(axes, 0, _ROW * (len(bars) + 1.5), note, color=SOFT)
-    return figure
-
-
-def width_of(text: str, weight: str = "normal") -> float:
-    """Return how wide a text is in matplotlib's font, in points; fonts of most systems are narrower."""
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import text_to_path
-
-    font = FontProperties(size=TEXT, weight=weight)
-    return float(text_to_path.get_text_width_height_descent(text, font, ismath=False)[0])
-
-
-def _canvas(height: float) -> tuple[Figure, Axes]:
-    """Return a figure with axes over all of it, whose unit is the point and which show nothing."""
-    figure = new_figure(height)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, WIDTH), ylim=(height, 0))
-    axes.set_axis_off()
-    return figure, axes
-
-
-def _write(axes: Axes, x: float, y: float, text: str, ha: str = "left", **look: Any) -> None:
-    axes.text(x, y, text, ha=ha, va="center", fontsize=TEXT, **({"color": INK} | look))
-
-
-def _texts_width(bar: Bar) -> float:
-    """Return the width of the texts at a bar, with the gaps around them."""
-    return 3 * _GAP + width_of(bar.text) + width_of(bar.speedup, "bold")
-
-
-def _ends(bar: Bar, key: str) -> tuple[float, float]:
-    """Return the lowest and the highest of a figure of a strategy's measurements."""
-    figures = [row[key] for row in bar.rows]
-    return min(figures), max(figures)
-
-
-def _text_place(bar: Bar, scale: float, room: float) -> float | None:
-    """Return where texts start: behind the bar if there is room, else in one of the longest; None if neither."""
-    behind = _ends(bar, "slowest_ms")[1] * scale
-    if behind + _texts_width(bar) <= room:
-        return behind + _GAP
-    is_long = behind >= 0.7 * room and _ends(bar, "step_ms")[0] * scale >= _texts_width(bar)
-    return _GAP if is_long else None
-
-
-def _scale(bars: Sequence[Bar], room: float) -> float:
-    """Return the largest number of points a ms with which all texts have room; with a tenth of it, all do."""
-    largest = room / max(_ends(bar, "slowest_ms")[1] for bar in bars)
-    scales = [largest * part / 50 for part in range(50, 4, -1)]
-    return next((scale for scale in scales if all(_text_place(bar, scale, room) for bar in bars)), scales[-1])
-
-
-def _draw_time(axes: Axes, left: float, middle: float, bar: Bar, scale: float, room: float) -> None:
-    """Draw a strategy's median time, paler from its lowest to its highest, and a line from the fastest step on."""
-    low, high = _ends(bar, "step_ms")
-    axes.barh(middle, high * scale, left=left, height=_BAR, color=bar.color, alpha=0.5)
-    axes.barh(middle, low * scale, left=left, height=_BAR, color=bar.color)
-    steps = (_ends(bar, "fastest_ms")[0], _ends(bar, "slowest_ms")[1])
-    axes.plot([left + step * scale for step in steps], [middle + _BAR / 2 + 2] * 2, color=SOFT, lw=1.5)
-    place = _text_place(bar, scale, room) or steps[1] * scale + _GAP
-    color = INK if place > _GAP else ON_BAR[bar.color]
-    _write(axes, left + place, middle, bar.text, color=color)
-    _write(axes, left + place + width_of(bar.text) + _GAP, middle, bar.speedup, color=color, weight="bold")
+    bars = []
+    for row in measured:
+        text = "" if row is first else f"{speedup(row, first)['speedup']:.1f}x"
+        bars.append(Bar(row["label"], f"{row['step_ms']:.0f}", text, PEER if row["is_torchs"] else OURS, [row]))
+    save(steps_figure(bars, f"Step time in ms, and speedup over {first['label']}"), path)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_zpp.comm.agreement import agree, from_first_rank, run_on_first_rank
+from fsdp_zpp.planner.chart import Row, check_format
 from fsdp_zpp.planner.choice import aligned
 from fsdp_zpp.planner.cluster import whole, world
 from fsdp_zpp.planner.model_size import module_size
@@ -50,7 +51,7 @@ from .contenders import (
     recommend,
     utilization,
 )
-from .results import Row, Task, check_format, check_writable, draw_steps, filled, manifest, of_a_run, write
+from .results import Task, check_writable, draw_steps, manifest, table, write
 
 # ---- job
 #
@@ -201,25 +202,10 @@ def timed_steps(task: Task, training: Training, tokens: torch.Tensor, steps: int
         host.append((time.perf_counter() - began) * 1e3)
         synchronize(task)
         whole.append((time.perf_counter() - began) * 1e3)
-    return _step_times(task, whole, host)
+    return step_times(task, whole, host)
 
 
-def free_running_steps(task: Task, training: Training, tokens: torch.Tensor, steps: int) -> list[MeasuredStep]:
-    """Return the mean time of steps that do not wait for each other, as one. Collective.
-
-    Work that one step leaves under way, the next ones may hide; if each is waited for, it is part of its time.
-    """
-    dist.barrier()
-    synchronize(task)
-    began = time.perf_counter()
-    for _ in range(steps):
-        training.step(tokens)
-    host = (time.perf_counter() - began) / steps * 1e3
-    synchronize(task)
-    return _step_times(task, [(time.perf_counter() - began) / steps * 1e3], [host])
-
-
-def _step_times(task: Task, whole: list[float], host: list[float]) -> list[MeasuredStep]:
+def step_times(task: Task, whole: list[float], host: list[float]) -> list[MeasuredStep]:
     """Return this rank's times with the slowest rank's for the host. Collective."""
     slowest = torch.tensor(host, dtype=torch.float64, device=task.place)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -263,12 +249,12 @@ class Schedule:
     Attributes:
         warmup: Steps before those that are timed.
         steps: Steps that are timed.
-        free_running: Whether they are timed together: work that a step leaves under way may then be hidden.
+        timed: How they are timed.
     """
 
     warmup: int = 3
     steps: int = 8
-    free_running: bool = False
+    timed: Callable[[Task, Training, torch.Tensor, int], list[MeasuredStep]] = timed_steps
 
 
 def figures(task: Task, training: Training, memory: PeakMemory, schedule: Schedule) -> Row:
@@ -278,8 +264,7 @@ def figures(task: Task, training: Training, memory: PeakMemory, schedule: Schedu
     losses = [training.step(tokens) for _ in range(schedule.warmup)]
     memory.since_last()
     before = training.sent()
-    timed = free_running_steps if schedule.free_running else timed_steps
-    times = timed(task, training, tokens, schedule.steps)
+    times = schedule.timed(task, training, tokens, schedule.steps)
     after = training.sent()
     result |= rates(task, times, tokens) | {"peak_gib": memory.since_last()}
     if before is not None and after is not None:
@@ -728,7 +713,7 @@ def _check_sequence(sequence: int, config: Any) -> None:
 
 
 def _report(findings: Findings, arguments: argparse.Namespace) -> None:
-    cells = filled(findings.rows, of_a_run(findings.rows))
+    cells = table(findings.rows)
     print("\n".join(findings.links.lines()), end="\n\n")
     print("\n".join(aligned([tuple(cells), *zip(*cells.values(), strict=True)], names=1)))
     if any(row.get("sent_is_planned") for row in findings.rows):

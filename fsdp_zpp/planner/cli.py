@@ -146,7 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_local_steps(parser.add_argument_group("local steps"))
     report = parser.add_argument_group("report")
     report.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    report.add_argument("--plot", type=Path, metavar="FILE", help="draw memory against step time, e.g. plan.png")
+    report.add_argument("--plot", type=Path, metavar="FILE", help="draw step times and memory, e.g. plan.png")
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:

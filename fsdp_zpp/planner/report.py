@@ -4,158 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fsdp_zpp.names import how_to_install
 from fsdp_zpp.strategy.error_feedback import Topology, error_buffer_specs
 from fsdp_zpp.strategy.local_steps import LocalSteps
 from fsdp_zpp.strategy.strategy import ResolvedStrategy, Strategy
 
+from .chart import OURS, PEER, Bar, save, steps_figure
 from .choice import TOLERANCE, Estimate, aligned, choose, count, number, seconds, with_levels, with_local_steps
 from .cluster import GIB, Cluster, MemoryBudget, Offload
 from .memory import Memory, Volume
 from .model_size import Axes, Case, ModelSize, Unit
 from .step_time import StepTime
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes as ChartAxes
-    from matplotlib.figure import Figure
-    from matplotlib.transforms import Bbox
-
-
-# ---- chart labels
-#
-# Labels of a chart's points, placed so that none covers another or a point.
-
-Labelled = tuple[str, tuple[float, float], bool]
-"""A name, where its point is, and whether it is to be read first (black) or is in the background (grey)."""
-
-_NEAR = 0.01
-"""Points that are closer than this fraction of both axes share a label."""
-_NAMES = 3
-"""Names in a label; of more, it says how many there are."""
-_REACH = 30
-"""How far a label may be moved from its point, in steps of half its height."""
-_POINT = 4
-"""Half the size of a point, in pixels."""
-_GAP = 6
-"""Pixels between a point and a label beside it."""
-
-
-def write_labels(axes: ChartAxes, figure: Figure, points: Sequence[Labelled]) -> None:
-    """Write the names beside the points, with a line to those that lie further off.
-
-    Args:
-        axes: The axes, whose limits and scales are set.
-        figure: The figure that they are in.
-        points: The points, the most important first: they get the best places.
-    """
-    from matplotlib.transforms import Bbox
-
-    figure.draw_without_rendering()  # sets the layout, on which places depend
-    figure.set_layout_engine("none")
-    spots = [axes.transData.transform(at) for _, at, _ in points]
-    taken = [Bbox.from_bounds(x - _POINT, y - _POINT, 2 * _POINT, 2 * _POINT) for x, y in spots]
-    to_points = 72 / figure.dpi  # an image of any resolution has the same layout in points
-    line = {"arrowstyle": "-", "color": "0.7", "lw": 0.6, "shrinkA": 0, "shrinkB": 2}
-    for names, at, first in _grouped(axes, points):
-        more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-        options: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": "black" if first else "0.5"}
-        text = ", ".join(names[:_NAMES]) + more
-        # Without its line, which would count as a part of it.
-        label = axes.annotate(text, at, xytext=(0, 0), **options)
-        (dx, dy), box = _place(label.get_window_extent(), taken, axes.get_window_extent())
-        label.remove()
-        axes.annotate(text, at, xytext=(dx * to_points, dy * to_points), **options, arrowprops=line)
-        taken.append(box)
-
-
-def _grouped(axes: ChartAxes, points: Sequence[Labelled]) -> list[tuple[list[str], tuple[float, float], bool]]:
-    """Put together names whose points nearly coincide as the eye sees them, after the scaling of both axes."""
-    to_axes = axes.transData + axes.transAxes.inverted()
-    groups: list[tuple[list[str], tuple[float, float], bool]] = []
-    for name, at, first in points:
-        x, y = to_axes.transform(at)
-        for names, other, _ in groups:
-            other_x, other_y = to_axes.transform(other)
-            if abs(x - other_x) < _NEAR and abs(y - other_y) < _NEAR:
-                names.append(name)
-                break
-        else:
-            groups.append(([name], at, first))
-    return groups
-
-
-def _place(box: Bbox, taken: Sequence[Bbox], inside: Bbox) -> tuple[tuple[float, float], Bbox]:
-    """Return how far to move a label's box to the nearest free place inside the axes, and the box there."""
-    for dx, dy in _offsets(box.width, box.height):
-        moved = box.translated(dx, dy)
-        within = inside.x0 <= moved.x0 and moved.x1 <= inside.x1 and inside.y0 <= moved.y0 and moved.y1 <= inside.y1
-        if within and not any(moved.overlaps(other) for other in taken):
-            return (dx, dy), moved
-    return (_GAP, _GAP), box.translated(_GAP, _GAP)
-
-
-def _offsets(width: float, height: float) -> Iterator[tuple[float, float]]:
-    """Return places around a point, the nearest first: to its right and left, then higher and lower."""
-    for step in range(_REACH):
-        for dy in (step * height / 2 - height / 2, -step * height / 2 - height / 2):
-            for dx in (_GAP, -_GAP - width, -width / 2):
-                yield dx, dy
-
-
 # ---- chart
-#
-# A plan as a chart: memory against predicted step time.
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
-    """Draw a point for each row of the table, in grey if it does not fit, to an image whose suffix sets the format.
+    """Draw the predicted time and the memory of each row of the table to an image whose suffix sets the format.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
         ValueError: If matplotlib can't write the format.
+        OSError: If the file can't be written.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import LogFormatter
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"the chart needs matplotlib: {how_to_install('examples')}") from error
-    # Without pyplot there is neither a window nor a global figure that somebody must close.
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    axes = figure.subplots()
-    rows, _ = shown_rows(plan)
-    for fits, colour, label in ((True, "tab:blue", "fits"), (False, "0.7", "does not fit")):
-        points = [_point(estimate) for estimate in rows if estimate.fits == fits]
-        if points:
-            axes.plot(*zip(*points, strict=True), "o", color=colour, label=label, ls="")
-    if plan.choice is not None:
-        x, y = _point(plan.choice)
-        axes.plot([x], [y], "o", mfc="none", mec="tab:red", ms=12, label=f"the choice: {plan.choice.name}", ls="")
-    if plan.budget.gpu_memory is not None:
-        axes.axvline(plan.budget.gpu_memory, color="0.5", ls="--", lw=1, label=f"{plan.budget.gpu_memory:g} GiB")
-    # Strategies differ by factors in memory, NNN and GGG by up to the world size, which crowds them on linear axes.
-    axes.set_xscale("log")
-    # A single GPU sends nothing, and a log axis can't show 0.
-    if all(estimate.time.total > 0 for estimate in rows):
-        axes.set_yscale("log")
-    axes.set(xlabel="memory, GiB a GPU", ylabel="predicted step time, s")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter(LogFormatter())
-    axes.margins(0.15)
-    axes.grid(alpha=0.3)
-    # Below the axes, where it covers no point.
-    figure.legend(loc="outside lower center", ncols=4)
-    write_labels(axes, figure, [(each.name, _point(each), each.fits) for each in rows])
-    figure.savefig(path, dpi=150)
-
-
-def _point(estimate: Estimate) -> tuple[float, float]:
-    return estimate.gib, estimate.time.total
+    bars = []
+    for row in shown_rows(plan)[0]:
+        ms = row.time.total * 1e3
+        figures = {"step_ms": ms, "fastest_ms": ms, "slowest_ms": ms, "peak_gib": row.gib}
+        said = "the choice" if row is plan.choice else "" if row.fits else "does not fit"
+        bars.append(Bar(row.name, seconds(row.time.total), said, PEER if row.torch else OURS, [figures]))
+    save(steps_figure(bars, "Predicted time of a step"), path)
 
 
 # ---- notes

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_zpp.__main__ import main
 from fsdp_zpp.bench.contenders import Training, base_of, layer_places, materialize, network, recommend
-from fsdp_zpp.bench.results import Task, filled, of_a_run
+from fsdp_zpp.bench.results import Task, table
 from fsdp_zpp.bench.run import PeakMemory, Schedule, attempt
 from fsdp_zpp.codecs.codec import Int4, Int8
 from fsdp_zpp.planner.model_size import pretrained_size
@@ -77,7 +77,7 @@ def test_all_parameters_are_trained_under_each_strategy(tmp_path: Path) -> None:
     made = recommend(result["rows"])
     assert result["recommendation"] == {"line": made.line, "strategy": made.strategy}
     assert made.line in printed.splitlines()
-    assert all(text in printed for texts in filled(result["rows"], of_a_run(result["rows"])).values() for text in texts)
+    assert all(text in printed for texts in table(result["rows"]).values() for text in texts)
     assert "zeropp(weights=Int4Delta(), gpus_per_node=2), FSDP1" in printed
     assert "<svg" in chart.read_text()
     # The result says how it was made, and over which links.

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from fsdp_zpp.bench.results import OURS, PEER, Bar, draw_steps, steps_figure
+from fsdp_zpp.bench.results import draw_steps
 from fsdp_zpp.bench.run import Interval, exposed, overlap, union
+from fsdp_zpp.planner.chart import OURS, PEER, Bar, steps_figure
 
 
 def row(label: str, step_ms: float, peak_gib: float | None, is_torchs: bool = False) -> dict[str, Any]:
