@@ -1,9 +1,11 @@
-"""``python -m fsdp_zpp plan``."""
+"""``python -m fsdp_zpp plan``: an option for each argument of ``plan``, by its annotation and its docstring."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -22,27 +24,20 @@ from .cluster import (
     DEFAULT_MIB,
     DTYPES,
     GPUS,
-    LAUNCH_MS,
     LINKS,
     NETWORKS,
-    OF_HOST_LINK,
-    OPTIMIZER_GBS,
-    UTILIZATION,
     Hardware,
-    MemoryBudget,
     links_are_slow,
     measure_bandwidth,
     measure_host_link,
     whole,
     world,
 )
-from .model_size import DEFAULT_UNITS, ModelSize, equal_units, pretrained_size
+from .model_size import ModelSize, equal_units, pretrained_size
 from .plan import plan
 from .report import Plan, draw_plan, plan_to_json
 
 # ---- argument types
-#
-# How values on the planner's command line are parsed.
 
 
 def codec(text: str) -> Codec | None:
@@ -57,12 +52,8 @@ def codec(text: str) -> Codec | None:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def feedback(text: str) -> LoCo | None:
-    """Parse error feedback: ``none``, ``inter`` or ``both``, the latter two with a codec of the errors or without.
-
-    Raises:
-        argparse.ArgumentTypeError: If ``text`` is not error feedback.
-    """
+def _feedback(text: str) -> LoCo | None:
+    """Parse error feedback: ``none``, ``inter`` or ``both``, the latter two with a codec of the errors or without."""
     if text == "none":
         return None
     hops, _, errors = text.partition(":")
@@ -72,17 +63,11 @@ def feedback(text: str) -> LoCo | None:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def codec_or_auto(text: str) -> Codec | Literal["auto"] | None:
-    """Parse a codec like :func:`codec`, or ``auto``."""
+def _codec_or_auto(text: str) -> Codec | Literal["auto"] | None:
     return "auto" if text == "auto" else codec(text)
 
 
-def dtype(text: str) -> torch.dtype:
-    """Parse the short name of a dtype.
-
-    Raises:
-        argparse.ArgumentTypeError: If strategies do not take the dtype.
-    """
+def _dtype(text: str) -> torch.dtype:
     if text not in DTYPES:
         hint = did_you_mean(text, DTYPES, before="; ")
         raise argparse.ArgumentTypeError(f"{text!r} is not a dtype; allowed are {', '.join(DTYPES)}{hint}")
@@ -92,12 +77,8 @@ def dtype(text: str) -> torch.dtype:
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
-def count(text: str) -> float:
-    """Parse a number of parameters, such as ``8e9`` or ``8B``.
-
-    Raises:
-        argparse.ArgumentTypeError: If ``text`` is none.
-    """
+def _count(text: str) -> float:
+    """Parse a number of parameters, such as ``8e9`` or ``8B``."""
     factor = _SUFFIXES.get(text[-1:].lower(), 1.0)
     try:
         return float(text[:-1] if factor > 1 else text) * factor
@@ -107,15 +88,11 @@ def count(text: str) -> float:
         ) from None
 
 
-def trainable_count(text: str, params: int) -> float:
-    """Parse a number of parameters, or a share of ``params`` such as ``0.3%``, which is rounded to at least 1.
-
-    Raises:
-        ValueError: If ``text`` is neither.
-    """
+def _trainable_count(text: str, params: int) -> float:
+    """Parse a number of parameters, or a share of ``params`` such as ``0.3%``, which is rounded to at least 1."""
     number, percent, rest = text.partition("%")
     try:
-        value = float(number) if percent else count(number)
+        value = float(number) if percent else _count(number)
     except (ValueError, argparse.ArgumentTypeError):
         value = None
     if value is None or rest or (percent and not 0 < value <= 100):
@@ -129,239 +106,142 @@ def trainable_count(text: str, params: int) -> float:
 
 
 # ---- arguments
-#
-# Options of the planner's command line.
 
-_CODEC_HELP = "none, int8, int4, or with a block, int8:256; for --weights also int4delta, for --frozen nf4"
+_TYPES: dict[str, tuple[Any, str]] = {
+    # Whole numbers are floats here so that 70e9 can be written; the planner refuses fractions.
+    "int": (float, "N"),
+    "float": (float, "X"),
+    "str": (str, "NAME"),
+    "Strategy | str": (str, "LEVELS"),
+    "Codec": (codec, "CODEC"),
+    "Codec | FrozenName": (codec, "CODEC"),
+    "Codec | Literal['auto']": (_codec_or_auto, "CODEC"),
+    "LoCo": (_feedback, "HOPS"),
+    "torch.dtype": (_dtype, "DTYPE"),
+}
+"""Parser and metavar of an option by the annotation of its argument."""
+
+_GROUPS = {
+    "cluster": "nodes gpus_per_node gpu link net inter_gbps intra_gbps gpu_memory",
+    "CPU offload": "cpu_offload host_memory host_gbps optimizer_gbs",
+    "other parallelisms": "tp pp cp ep experts_strategy",
+    "step": "micro_batches tokens tflops utilization launch_ms activations reserve",
+    "codecs and dtypes": "presets weights gradients intra_gradients error_feedback frozen compute reduce storage "
+    "frozen_storage optimizer_bytes",
+}
+_SYNTAX = (
+    "CODEC is none, int8 or int4, with a block as int8:256 or without; for --weights also int4delta, for --frozen nf4. "
+    "HOPS is none, inter or both; inter:int8:256 keeps errors in 8 bits. DTYPE is bf16, fp16 or fp32."
+)
+_NAMES = [name for names in _GROUPS.values() for name in names.split()]
+_CATALOG = {"gpu": GPUS, "link": LINKS, "net": NETWORKS}
+_PARAMETERS = inspect.signature(plan).parameters
+
+
+def _helps() -> dict[str, str]:
+    """Return what the docstring of ``plan`` says of each argument, as the help of an option."""
+    described = inspect.getdoc(plan) or ""
+    section = described.partition("Args:\n")[2].partition("\nRaises:")[0]
+    helps = dict.fromkeys(_PARAMETERS, "")  # python -OO leaves docstrings out
+    for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE):
+        words = " ".join(text.split()).removeprefix("Whether ").rstrip(".")
+        words = re.sub(r"``([^`]+)``", lambda found: _option(found[1]), words).replace("%", "%%")
+        if name in _CATALOG:
+            words += f"; names are {', '.join(_CATALOG[name])}"
+        if words[1].islower() and not words.startswith(("Gbit", "GiB")):
+            words = words[0].lower() + words[1:]
+        helps[name] = words + _default(name)
+    return helps
+
+
+def _default(name: str) -> str:
+    default = _PARAMETERS[name].default
+    if default in (None, False, inspect.Parameter.empty):
+        return ""
+    shown = next((short for short, dtype in DTYPES.items() if dtype is default), default)
+    return f" (default: {shown:g})" if isinstance(shown, float) else f" (default: {shown})"
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}" if name in _PARAMETERS else name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the planner's options."""
-    _add_model(parser.add_argument_group("model"))
-    _add_cluster(parser.add_argument_group("cluster"))
-    _add_offload(parser.add_argument_group("CPU offload"))
-    _add_axes(parser.add_argument_group("other parallelisms"))
-    _add_step(parser.add_argument_group("step"))
-    _add_codecs(parser.add_argument_group("codecs and dtypes"))
+    helps = _helps()
+    _add_model(parser.add_argument_group("model"), helps)
+    for title, names in _GROUPS.items():
+        group = parser.add_argument_group(title, _SYNTAX if "weights" in names else None)
+        for name in names.split():
+            _add(group, name, helps[name])
+        if title == "cluster":
+            group.add_argument(
+                "--measure",
+                type=float,
+                nargs="?",
+                const=DEFAULT_MIB,
+                metavar="MIB",
+                help="under torchrun: measure the bandwidths that are not given, with gathers of this many MiB per "
+                f"rank (default: {DEFAULT_MIB}); nodes and GPUs default to those of the job",
+            )
     _add_local_steps(parser.add_argument_group("local steps"))
     report = parser.add_argument_group("report")
     report.add_argument("--json", action="store_true", help="print JSON instead of the table")
     report.add_argument("--plot", type=Path, metavar="FILE", help="draw step times and memory, e.g. plan.png")
 
 
-def _add_model(group: argparse._ArgumentGroup) -> None:
+def _add(group: argparse._ArgumentGroup, name: str, said: str) -> None:
+    parameter = _PARAMETERS[name]
+    if parameter.annotation == "bool":
+        group.add_argument(_option(name), action="store_true", help=said)
+    elif parameter.annotation == "bool | None":
+        group.add_argument(_option(name), action=argparse.BooleanOptionalAction, help=said)
+    else:
+        parse, metavar = _TYPES[parameter.annotation.removesuffix(" | None")]
+        default = None if parameter.default is parameter.empty else parameter.default
+        group.add_argument(_option(name), type=parse, default=default, metavar=metavar, help=said)
+
+
+def _add_model(group: argparse._ArgumentGroup, helps: dict[str, str]) -> None:
     which = group.add_mutually_exclusive_group(required=True)
-    # Counts are floats here so that 70e9 can be written; the planner refuses fractions.
-    which.add_argument("--params", type=count, metavar="N", help="parameters, e.g. 70e9 or 70B")
+    which.add_argument("--params", type=_count, metavar="N", help="number of parameters, e.g. 70e9 or 70B")
     which.add_argument(
         "--model", metavar="CONFIG", help="a config.json, a directory that has one, or a name on the Hugging Face hub"
     )
     # Kept as text: a share can be resolved only when the number of parameters is known.
-    group.add_argument(
-        "--trainable", metavar="N|X%", help="number or share of trainable parameters, e.g. 0.3%% (default: all)"
-    )
-    group.add_argument(
-        "--units",
-        type=float,
-        metavar="N",
-        help=f"number of FSDP units that --params are wrapped in (default: {DEFAULT_UNITS}; --model has its own)",
-    )
+    group.add_argument("--trainable", metavar="N|X%", help=f"{helps['trainable']}; or a share, e.g. 0.3%%")
+    _add(group, "units", helps["units"])
 
 
-def _add_cluster(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--nodes", type=float, metavar="N", help="number of nodes")
-    add("--gpus-per-node", type=float, metavar="N", help="GPUs of each node")
-    add("--gpu", metavar="NAME", help=f"GPU, for its memory, link and computation: {', '.join(GPUS)}")
-    add("--link", metavar="NAME", help=f"link between the GPUs of a node (default: the GPU's): {', '.join(LINKS)}")
-    add(
-        "--net",
-        metavar="NAME",
-        help=f"network card of a node, several as 8xib-ndr: {', '.join(NETWORKS)}",
-    )
-    add("--inter-gbps", type=float, metavar="X", help="Gbit/s of a whole node to the others, all its cards together")
-    add("--intra-gbps", type=float, metavar="X", help="Gbit/s of one GPU to the others of its node")
-    add(
-        "--measure",
-        type=float,
-        nargs="?",
-        const=DEFAULT_MIB,
-        metavar="MIB",
-        help="under torchrun: measure the bandwidths that are not given, with gathers of this many MiB per rank "
-        f"(default: {DEFAULT_MIB}); nodes and GPUs default to those of the job",
-    )
-    add(
-        "--gpu-memory",
-        type=float,
-        metavar="GIB",
-        help="memory of a GPU in GiB, the number in its name, e.g. 80 (default: that of --gpu, or no limit)",
-    )
-
-
-def _add_offload(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--cpu-offload",
-        action="store_true",
-        help="offload parameters, gradients and optimizer state to the host's memory, as FSDP does",
-    )
-    add(
-        "--host-memory",
-        type=float,
-        metavar="GIB",
-        help="GiB of a node's host that the training may take (default: no limit)",
-    )
-    add(
-        "--host-gbps",
-        type=float,
-        metavar="X",
-        help="Gbit/s at which one GPU copies from the host's memory, or to it (default: "
-        f"{OF_HOST_LINK:g} of the peak of the link that --gpu has to its host; --measure finds it on GPUs)",
-    )
-    add(
-        "--optimizer-gbs",
-        type=float,
-        metavar="X",
-        help="GB/s at which all CPUs of a node read and write memory in the optimizer's step (default: "
-        f"{OPTIMIZER_GBS:g})",
-    )
-
-
-def _add_axes(group: argparse._ArgumentGroup) -> None:
-    for name, what in (
-        ("tp", "ranks of tensor parallelism, which share --tokens"),
-        ("pp", "stages of a pipeline"),
-        ("cp", "ranks of context parallelism, which are data-parallel ranks to a strategy"),
-        ("ep", "ranks of expert parallelism; experts are sharded over the ranks of a stage that have the same ones"),
-    ):
-        group.add_argument(f"--{name}", type=float, default=1, metavar="N", help=f"{what} (default: 1)")
-    group.add_argument(
-        "--experts-strategy",
-        metavar="LEVELS",
-        help="letters of the experts' strategy, e.g. IGG (default: those of dense parameters)",
-    )
-
-
-def _add_step(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--micro-batches", type=float, default=1, metavar="N", help="micro-batches in an optimizer step (default: 1)")
-    add("--tokens", type=float, metavar="N", help="tokens on one GPU in a micro-batch, for the computation time")
-    add("--tflops", type=float, metavar="X", help="TFLOP/s that one GPU achieves, for the computation time")
-    add(
-        "--utilization",
-        type=float,
-        metavar="X",
-        help=f"instead of --tflops, share of the peak of --gpu that it achieves (default: {UTILIZATION})",
-    )
-    add(
-        "--launch-ms",
-        type=float,
-        metavar="X",
-        help="milliseconds in which the CPU launches forward and backward of one unit (default: "
-        f"{LAUNCH_MS:g} with --gpu and --tokens, else left out)",
-    )
-    for name, what in (
-        ("activations", "of activations on a GPU"),
-        ("reserve", "of a GPU that no tensor can use: CUDA context, NCCL, gaps"),
-    ):
-        default = getattr(MemoryBudget, name)
-        add(f"--{name}", type=float, default=default, metavar="GIB", help=f"GiB {what} (default: {default:g})")
-
-
-def _add_codecs(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--presets",
-        action=argparse.BooleanOptionalAction,
-        help="plan presets with their own codecs and torch's strategies beside the letters (default: if no codec of "
-        "what is sent is given)",
-    )
-    add("--weights", type=codec, metavar="CODEC", help=f"codec of the weight gather: {_CODEC_HELP} (default: none)")
-    add("--gradients", type=codec, metavar="CODEC", help="codec of the inter-node gradient reduction (default: none)")
-    add(
-        "--intra-gradients",
-        type=codec_or_auto,
-        default="auto",
-        metavar="CODEC",
-        help="codec of the intra-node gradient reduction, or auto: int8 if --gradients has a codec (default: auto)",
-    )
-    add(
-        "--error-feedback",
-        type=feedback,
-        metavar="HOPS",
-        help="LoCo's error feedback: inter (on the hop between nodes) or both; inter:int8:256 keeps errors in 8 bits "
-        "(default: none)",
-    )
-    add("--frozen", type=codec, metavar="CODEC", help="codec of frozen weights, which stay encoded (default: none)")
-    for name, what, default in (
-        ("compute", "of forward and backward", "bf16"),
-        ("reduce", "of gradients without a codec", "bf16"),
-        ("storage", "of the shards that the optimizer updates", "fp32"),
-        ("frozen-storage", "of the shards of frozen weights", None),
-    ):
-        said = default or "as --storage, or as --compute beside presets"
-        # argparse passes a default that is a string through ``type``, too.
-        add(f"--{name}", type=dtype, default=default, metavar="DTYPE", help=f"dtype {what} (default: {said})")
-    add(
-        "--optimizer-bytes",
-        type=float,
-        default=8,
-        metavar="N",
-        help="bytes of optimizer state per trainable parameter (default: 8, Adam)",
-    )
-
-
-_EXCHANGES = {
-    "exchange_codec": "codec",
-    "exchange_feedback": "error_feedback",
-    "exchange_overlap": "overlap",
-    "exchange_at_once": "spread",
-    "exchange_offload": "offload",
-    "exchange_moments_every": "moments_every",
+_EXCHANGES: dict[str, tuple[str, Any, str]] = {
+    "codec": ("codec", codec, f"codec of the exchanges, none, int8 or int4 (default: {LocalSteps.codec})"),
+    "feedback": ("error_feedback", codec, "keep errors of exchanges: in fp32 for none, or as int8 (default: never)"),
+    "overlap": ("overlap", float, "steps that an exchange may take to arrive"),
+    "moments_every": (
+        "moments_every",
+        float,
+        "also average the optimizer's moments in every Nth exchange, as int8 (default: never)",
+    ),
+    "at_once": ("spread", False, "exchange all units after the same step, instead of spreading them over the N steps"),
+    "offload": ("offload", True, "keep agreed weights and momentum on the CPU"),
 }
-"""The argument of :class:`LocalSteps` behind each option."""
+"""Options of exchanges: the argument of :class:`LocalSteps`, its parser or what the option sets, and its help."""
 
 
 def _add_local_steps(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
+    group.add_argument(
         "--local-steps",
         type=float,
         metavar="N",
         help="also plan local-update training, which changes the mathematics: nodes step on their own and exchange "
         "weights every N steps",
     )
-    # Options that are not given are left out of the namespace, so that LocalSteps has the only defaults.
-    for name, what in (
-        (
-            "codec",
-            f"of the exchanges, none, int8 or int4 (default: {LocalSteps.codec})",
-        ),
-        (
-            "feedback",
-            "of the errors, which turns error feedback on: none (fp32) or int8 (default: no feedback)",
-        ),
-    ):
-        add(f"--exchange-{name}", type=codec, metavar="CODEC", default=argparse.SUPPRESS, help=f"codec {what}")
-    add(
-        "--exchange-overlap",
-        type=float,
-        metavar="N",
-        default=argparse.SUPPRESS,
-        help="steps that an exchange may take to arrive",
-    )
-    add(
-        "--exchange-moments-every",
-        type=float,
-        metavar="N",
-        default=argparse.SUPPRESS,
-        help="also average the optimizer's moments in every Nth exchange, as int8 (default: never)",
-    )
-    for name, default, what in (
-        ("at-once", False, "exchange all units after the same step, instead of spreading them over the N steps"),
-        ("offload", True, "keep agreed weights and momentum on the CPU"),
-    ):
-        add(f"--exchange-{name}", action="store_const", const=default, default=argparse.SUPPRESS, help=what)
+    for name, (_, parse, said) in _EXCHANGES.items():
+        takes: dict[str, Any] = {"type": parse, "metavar": "CODEC" if parse is codec else "N"}
+        if isinstance(parse, bool):
+            takes = {"action": "store_const", "const": parse}
+        # Options that are not given are left out of the namespace, so that LocalSteps has the only defaults.
+        group.add_argument(f"--exchange-{name.replace('_', '-')}", default=argparse.SUPPRESS, help=said, **takes)
 
 
 def local_steps(arguments: argparse.Namespace) -> LocalSteps | None:
@@ -371,31 +251,26 @@ def local_steps(arguments: argparse.Namespace) -> LocalSteps | None:
         ValueError: If a value is out of range, or there are options of exchanges without ``--local-steps``.
         TypeError: If the errors of exchanges are to be kept as another codec than ``int8``.
     """
-    given = {name: getattr(arguments, name) for name in _EXCHANGES if hasattr(arguments, name)}
+    options: dict[str, Any] = {}
+    for name, (argument, parse, _) in _EXCHANGES.items():
+        if hasattr(arguments, f"exchange_{name}"):
+            value = getattr(arguments, f"exchange_{name}")
+            option = f"--exchange-{name.replace('_', '-')}"
+            options[argument] = whole(option, value, least=int(name != "overlap")) if parse is float else value
     if arguments.local_steps is None:
-        if given:
-            names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        if options:
+            given = [name for name, (argument, *_) in _EXCHANGES.items() if argument in options]
+            names = " and ".join(f"--exchange-{name.replace('_', '-')}" for name in given)
             raise ValueError(f"{names}: needs --local-steps")
         return None
-    if "exchange_feedback" in given:
-        given["exchange_feedback"] = LoCo(dtype=given["exchange_feedback"])
-    if "exchange_overlap" in given:
-        given["exchange_overlap"] = whole("--exchange-overlap", given["exchange_overlap"], least=0)
-    if "exchange_moments_every" in given:
-        given["exchange_moments_every"] = whole("--exchange-moments-every", given["exchange_moments_every"])
-    options = {_EXCHANGES[name]: value for name, value in given.items()}
+    if "error_feedback" in options:
+        options["error_feedback"] = LoCo(dtype=options["error_feedback"])
     return LocalSteps(whole("--local-steps", arguments.local_steps), **options)
 
 
 # ---- cli
 
 NOTHING_FITS = 1
-
-_OPTIONS = (
-    "gpu link net utilization micro_batches tokens tflops launch_ms gpu_memory activations reserve weights gradients "
-    "intra_gradients error_feedback frozen compute reduce storage frozen_storage optimizer_bytes tp pp cp ep "
-    "experts_strategy presets cpu_offload host_gbps host_memory optimizer_gbs"
-).split()
 
 EXAMPLE = (
     "python -m fsdp_zpp plan --params 70e9 --trainable 0.3% --nodes 16 --gpus-per-node 8 --gpu a100 --net 100gbe "
@@ -438,17 +313,15 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     if arguments.experts_strategy is not None:
         check_levels(arguments.experts_strategy)
     size = _size(arguments)
-    cluster = {name: getattr(arguments, name) for name in ("nodes", "gpus_per_node", "inter_gbps", "intra_gbps")}
-    options = {name: getattr(arguments, name) for name in _OPTIONS}
+    options = {name: getattr(arguments, name) for name in _NAMES}
     if arguments.measure is not None:
         measures_host = arguments.cpu_offload and arguments.host_gbps is None and arguments.gpu is None
-        found = _measured(cluster, arguments.measure, arguments.link, measures_host)
-        options["host_gbps"] = found.pop("host_gbps", arguments.host_gbps)
-        cluster |= found
-    missing = [f"--{name.replace('_', '-')}" for name in ("nodes", "gpus_per_node") if cluster[name] is None]
+        given = {name: options[name] for name in ("nodes", "gpus_per_node", "inter_gbps", "intra_gbps")}
+        options |= _measured(given, arguments.measure, arguments.link, measures_host)
+    missing = [_option(name) for name in ("nodes", "gpus_per_node") if options[name] is None]
     if missing:
         raise ValueError(f"{' and '.join(missing)} must be given, or --measure under torchrun, which finds them")
-    return plan(size, **cluster, **options, local_steps=local_steps(arguments))
+    return plan(size, **options, local_steps=local_steps(arguments))
 
 
 def _size(arguments: argparse.Namespace) -> ModelSize:
@@ -460,7 +333,7 @@ def _size(arguments: argparse.Namespace) -> ModelSize:
         size = pretrained_size(arguments.model)
     if arguments.trainable is None:
         return size
-    return size.with_trainable(trainable_count(arguments.trainable, size.params))
+    return size.with_trainable(_trainable_count(arguments.trainable, size.params))
 
 
 def _measured(given: dict[str, Any], mib: float, link: str | None, measures_host: bool) -> dict[str, Any]:

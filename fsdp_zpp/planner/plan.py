@@ -215,60 +215,62 @@ def plan(
 ) -> Plan:
     """Predict memory, traffic and step time of torch's strategies, presets and all 14 letters, and choose one.
 
+    The command line takes its options from this signature, and their help from these lines.
+
     Args:
         params: Number of parameters of the model, or its units (``fsdp_zpp.planner.model_size``).
-        trainable: Number of trainable parameters; None means all, or those of the units.
-        units: Number of equal FSDP units that the parameters are wrapped in; None means 32.
+        trainable: Number of trainable parameters; by default all, or those of the units.
+        units: Number of equal FSDP units that ``params`` are wrapped in; by default 32.
         nodes: Number of nodes.
         gpus_per_node: GPUs of each node.
         inter_gbps: Gbit/s of a whole node to the others, all its network cards together.
         intra_gbps: Gbit/s of one GPU to the others of its node.
-        gpu: Name of the GPU in ``fsdp_zpp.planner.cluster``, such as ``"a100"``: its memory, the links that it usually
-            has and, with ``tokens``, its TFLOP/s. Numbers that are given override names.
-        link: Name of the link between the GPUs of a node, such as ``"nvlink4"`` or ``"pcie4"``. Over PCIe, each GPU of
-            a single machine is a node to strategies with codecs and optimizer scope G, as in training.
-        net: Name of a node's network cards, such as ``"100gbe"`` or ``"8xib-ndr"``.
-        slow_links: Whether the GPUs of a node have no NVLink; None asks the name of the link, and without one takes
-            links to be fast.
-        utilization: Share of the GPU's peak at which it computes; None takes 0.4.
+        gpu: GPU by its name, for its memory, its usual links and, with ``tokens``, its TFLOP/s. Numbers that are given
+            override names.
+        link: Link between the GPUs of a node by its name; by default the GPU's. Over PCIe, each GPU of a single machine
+            is a node to strategies with codecs and optimizer scope G, as in training.
+        net: Network card of a node by its name, several as 8xib-ndr.
+        slow_links: Whether the GPUs of a node have no NVLink; by default, as the name of the link says, and without one
+            they have.
+        utilization: Share of the peak of ``gpu`` at which it computes, in place of ``tflops``; by default 0.4.
         micro_batches: Number of micro-batches that an optimizer step accumulates.
         tokens: Number of tokens on a GPU in a micro-batch. Computation time needs this and ``tflops`` or ``gpu``;
             otherwise it is left out.
         tflops: TFLOP/s that a GPU achieves.
-        launch_ms: Milliseconds in which the CPU launches forward and backward of one unit. None takes 5 with ``gpu``
-            and ``tokens``, and leaves it out otherwise.
-        gpu_memory: GiB of a GPU (80 for an A100-80GB); None sets no limit.
+        launch_ms: Milliseconds in which the CPU launches forward and backward of one unit; by default 5 with ``gpu``
+            and ``tokens``, otherwise left out.
+        gpu_memory: GiB of a GPU (80 for an A100-80GB); by default those of ``gpu``, or no limit.
         activations: GiB of activations on a GPU.
-        reserve: GiB of a GPU that no tensor can use.
-        weights: As in ``Strategy``.
-        gradients: As in ``Strategy``.
-        intra_gradients: As in ``Strategy``.
-        error_feedback: As in ``Strategy``.
-        frozen: As in ``Strategy``.
+        reserve: GiB of a GPU that no tensor can use: CUDA context, NCCL, gaps.
+        weights: Codec of the weight gather, as in ``Strategy``.
+        gradients: Codec of the gradient reduction between nodes, as in ``Strategy``.
+        intra_gradients: Codec of the gradient reduction inside nodes, as in ``Strategy``.
+        error_feedback: Error feedback of LoCo, on the hop between nodes or on both, as in ``Strategy``.
+        frozen: Codec of frozen weights, which stay encoded, as in ``Strategy``.
         local_steps: Adds strategies with these local steps, for each of the letters that can have them. They change
             the mathematics, so the choice is one of them only where it saves time. Traffic and time
             are those of local steps in the last segment of their schedule; memory also suffices for synchronous steps.
         compute: Dtype of forward and backward.
         reduce: Dtype of gradients on the wire without a codec.
         storage: Dtype of the shards that the optimizer updates.
-        frozen_storage: Dtype of the shards of frozen weights; None takes ``storage``, or ``compute`` with ``presets``.
+        frozen_storage: Dtype of the shards of frozen weights; by default ``storage``, or ``compute`` with ``presets``.
         optimizer_bytes: Bytes of optimizer state per trainable parameter; 8 is Adam.
         tp: Ranks of tensor parallelism, which are neighbours. They share the ``tokens``.
         pp: Stages of a pipeline, which are neighbouring ranks each.
         cp: Ranks of context parallelism. They are data-parallel ranks to a strategy.
         ep: Ranks of expert parallelism, which are neighbours. Experts are then sharded over the ranks of a stage that
             have the same ones.
-        experts_strategy: The strategy of experts, or its letters, to go with the codecs given here. By default, experts
-            have the same letters as dense parameters.
+        experts_strategy: Strategy of experts, or its letters, to go with the codecs given here; by default, that of
+            dense parameters.
         presets: Whether presets are planned, with codecs of their own, beside letters with the codecs given here, and
-            torch's strategies. None does if no codec of what is sent is given; then frozen weights are taken to be
+            torch's strategies; by default if no codec of what is sent is given. Frozen weights are then taken to be
             stored in ``compute``, as LoRA's are.
         cpu_offload: Whether FSDP offloads parameters, gradients and optimizer state to the host's memory.
-        host_gbps: With ``cpu_offload``, Gbit/s at which a GPU copies from the host's memory, or to it. None takes 0.8
-            of the peak of the link that the ``gpu`` has to its host.
-        host_memory: With ``cpu_offload``, GiB of a node's host that the training may take; None sets no limit.
-        optimizer_gbs: With ``cpu_offload``, GB/s at which all CPUs of a node read and write memory in the optimizer's
-            step; None takes 200.
+        host_gbps: Gbit/s at which a GPU copies from the host's memory, or to it, with ``cpu_offload``; by default 0.8
+            of the peak of the link that ``gpu`` has to its host.
+        host_memory: GiB of a node's host that the training may take, with ``cpu_offload``; by default, no limit.
+        optimizer_gbs: GB/s at which all CPUs of a node read and write memory in the optimizer's step, with
+            ``cpu_offload``; by default 200.
 
     Raises:
         TypeError: If an argument has the wrong type.
