@@ -211,6 +211,11 @@ class Precision:
             self._check_dtype(name, getattr(self, name))
         object.__setattr__(self, "optimizer_bytes", whole("optimizer_bytes", self.optimizer_bytes, least=0))
 
+    @property
+    def of_frozen(self) -> torch.dtype:
+        """Return the dtype of the shards of frozen weights."""
+        return self.frozen_storage or self.storage
+
     def _check_dtype(self, name: str, dtype: object) -> None:
         if name == "frozen_storage" and dtype is None:
             return

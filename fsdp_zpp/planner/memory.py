@@ -7,9 +7,10 @@ several micro-batches accumulate in fp32; and weights are kept as they are sent,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -47,13 +48,11 @@ def kept_nbytes(numel: int, codec: Codec, strategy: ResolvedStrategy) -> int:
     return rows * codec.nbytes(placement.chunk_numel(numel, codec)) if numel else 0
 
 
-@dataclass(frozen=True)
-class Gathers:
-    """Cost of gathering a base.
+class Gathers(NamedTuple):
+    """Cost of gathering a base, of which nothing crosses nodes.
 
     Attributes:
-        sent: Bytes that a rank sends inside its node for one forward and backward, in the steady state. Nothing
-            crosses nodes.
+        sent: Bytes that a rank sends inside its node for one forward and backward, in the steady state.
         buffers: Bytes of the buffers that units are gathered into.
     """
 
@@ -63,10 +62,13 @@ class Gathers:
 
 def gathers_of(size: Units, codec: Codec, strategy: ResolvedStrategy) -> Gathers:
     """Return the cost of gathering the base of a model, by the rules at the top of this section."""
-    gpus = strategy.topology.gpus_per_node
+    gpus, placement = strategy.topology.gpus_per_node, _placement(strategy)
 
     def gathered(numel: int) -> int:
-        return _gathered_nbytes(numel, codec, strategy)
+        # Under N, and on nodes of one GPU, each rank holds all of it anyway.
+        if gpus == 1 or placement.scope == "N" or not numel:
+            return 0
+        return placement.chunks * codec.nbytes(placement.chunk_numel(numel, codec))
 
     units = [(_Unit(nbytes), again) for numel, again in _sizes_in_order(size) if (nbytes := gathered(numel))]
     buffers = DoubleBuffer()
@@ -98,15 +100,12 @@ class _Unit:
 
     @property
     def gathered_shape(self) -> tuple[int, int]:
-        """Return the shape of the buffer: one row of all bytes."""
         return 1, self.nbytes
 
     def gather(self, out: Tensor) -> None:
-        """Count a gather."""
         self.gathers += 1
 
     def split(self, gathered: Tensor) -> tuple[Tensor, ...]:
-        """Return all of it as one part."""
         return (gathered,)
 
 
@@ -120,14 +119,6 @@ def _sizes_in_order(size: Units) -> Iterator[tuple[int, bool]]:
             yield from [(unit.frozen, True)] * min(unit.count, _SIMULATED)
     for frozen in roots:
         yield frozen - frozen // 2, True
-
-
-def _gathered_nbytes(numel: int, codec: Codec, strategy: ResolvedStrategy) -> int:
-    """Return the bytes of a gathered unit; 0 if each rank holds all of it anyway."""
-    placement = _placement(strategy)
-    if strategy.topology.gpus_per_node == 1 or placement.scope == "N" or not numel:
-        return 0
-    return placement.chunks * codec.nbytes(placement.chunk_numel(numel, codec))
 
 
 def _placement(strategy: ResolvedStrategy) -> Placement:
@@ -155,10 +146,22 @@ def _placement(strategy: ResolvedStrategy) -> Placement:
 
 
 @dataclass(frozen=True)
-class Volume:
+class Figures:
+    """Numbers that add up over units."""
+
+    def __add__(self, other: Self) -> Self:
+        others = vars(other)
+        return replace(self, **{name: value + others[name] for name, value in vars(self).items()})
+
+    def __mul__(self, times: int) -> Self:
+        return replace(self, **{name: value * times for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class Volume(Figures):
     """Bytes that one rank sends.
 
-    Attributes:
+    Args:
         inter: Bytes to other nodes.
         intra: Bytes to other GPUs of its node.
     """
@@ -166,33 +169,19 @@ class Volume:
     inter: int = 0
     intra: int = 0
 
-    def __add__(self, other: Volume) -> Volume:
-        return Volume(self.inter + other.inter, self.intra + other.intra)
-
 
 def step_volume(
     size: Units, resolved: ResolvedStrategy, micro_batches: int, precision: Precision, pipelined: bool = False
 ) -> Volume:
-    """Return the bytes that one rank sends for all units in a step of ``micro_batches`` micro-batches.
-
-    Args:
-        size: The units.
-        resolved: The strategy.
-        micro_batches: Number of micro-batches.
-        precision: The dtypes.
-        pipelined: Whether the units are a stage of a pipeline.
-    """
+    """Return the bytes that one rank sends for all units in a step; ``pipelined`` if they are a pipeline's stage."""
     total = Volume()
     for unit in size.units:
-        one = Volume()
-        # FSDP does not gather a base with a codec of its own; its bytes are added at the end.
-        for numel, trainable in ((unit.trainable, True), (unit.frozen if resolved.frozen is None else 0, False)):
-            payload = shard_payload(numel, resolved, precision)
-            repeats = gathers_in_step(unit, micro_batches, pipelined)
-            change = _change_payload(numel, resolved)
-            one += _gathers(payload, change, trainable, resolved, repeats)
+        repeats = gathers_in_step(unit, micro_batches, pipelined)
+        one = _gathers(unit.trainable, True, resolved, precision, repeats)
+        if resolved.frozen is None:  # FSDP does not gather a base with a codec of its own
+            one += _gathers(unit.frozen, False, resolved, precision, repeats)
         one += _reductions(unit.trainable, resolved, micro_batches + pipelined, precision.reduce.itemsize)
-        total += Volume(unit.count * one.inter, unit.count * one.intra)
+        total += one * unit.count
     if resolved.frozen is not None:
         total += Volume(0, micro_batches * gathers_of(size, resolved.frozen, resolved).sent)
     return total
@@ -222,14 +211,7 @@ def shard_payload(numel: int, strategy: ResolvedStrategy, precision: Precision) 
     return nbytes(strategy.weights, shard, precision.compute.itemsize)
 
 
-def _change_payload(numel: int, strategy: ResolvedStrategy) -> int | None:
-    """Return the bytes of the delta of one rank's shard; None if weights are sent whole."""
-    if not isinstance(strategy.weights, Int4Delta):
-        return None
-    return strategy.weights.changes.nbytes(shard_numel(numel, "G", strategy.topology))
-
-
-def _gathers(payload: int, change: int | None, trainable: bool, strategy: ResolvedStrategy, repeats: int) -> Volume:
+def _gathers(numel: int, trainable: bool, strategy: ResolvedStrategy, precision: Precision, repeats: int) -> Volume:
     """Count all gathers of a flat group in a step (PaRO, appendix; ZeRO++'s hpZ, arXiv 2306.10209, for I over G).
 
     ``repeats`` is the number of times that its unit needs weights which it does not keep. Weights that it keeps, on the
@@ -239,12 +221,15 @@ def _gathers(payload: int, change: int | None, trainable: bool, strategy: Resolv
     nodes, gpus = strategy.topology.nodes, strategy.topology.gpus_per_node
     if optimizer == "N":
         return Volume()
+    payload = shard_payload(numel, strategy, precision)
     renewals = 1 if trainable else 0
     between = repeats if parameters == optimizer else renewals
     inside = renewals if parameters == "N" else repeats
     if optimizer == "I":  # each node has all shards: nothing crosses nodes
         return Volume(0, inside * payload * (gpus - 1))
-    changes = payload if change is None or not trainable else change
+    changes = payload
+    if isinstance(strategy.weights, Int4Delta) and trainable:
+        changes = strategy.weights.changes.nbytes(shard_numel(numel, "G", strategy.topology))
     # After the inter-node hop a rank holds a shard of every node, and all of them go through the intra-node hop.
     return Volume(between * changes * (nodes - 1), inside * nodes * payload * (gpus - 1))
 
@@ -281,7 +266,7 @@ _FP32 = 4
 
 
 @dataclass(frozen=True)
-class Memory:
+class Memory(Figures):
     """Bytes on one GPU.
 
     Attributes:
@@ -310,16 +295,10 @@ class Memory:
     reserve: int = 0
     host: int = 0
 
-    def __add__(self, other: Memory) -> Memory:
-        return Memory(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    def __mul__(self, times: int) -> Memory:
-        return Memory(*(getattr(self, f.name) * times for f in fields(self)))
-
     @property
     def total(self) -> int:
         """Return the sum of all parts that are on the GPU."""
-        return sum(getattr(self, f.name) for f in fields(self) if f.name != "host")
+        return sum(value for name, value in vars(self).items() if name != "host")
 
 
 def memory_per_gpu(
@@ -343,17 +322,8 @@ def memory_of_units(
     pipelined: bool = False,
     offloads: bool = False,
 ) -> Memory:
-    """Return the memory that units take on each GPU.
-
-    Args:
-        size: As in ``step_volume``.
-        resolved: As in ``step_volume``.
-        micro_batches: As in ``step_volume``.
-        precision: As in ``step_volume``.
-        pipelined: As in ``step_volume``.
-        offloads: Whether shards, their gradients and the optimizer state are in the host's memory.
-    """
-    total = Memory(working=working_memory(size, resolved, precision, pipelined))
+    """Return the memory that units take on each GPU, with the shards in the host's memory if it ``offloads``."""
+    total = Memory(working=_working_memory(size, resolved, precision, pipelined))
     for unit in size.units:
         trainable = _trainable_states(unit.trainable, resolved, micro_batches + pipelined, precision, offloads)
         total += (trainable + _frozen_states(unit.frozen, resolved, precision)) * unit.count
@@ -368,11 +338,16 @@ def _copied_shards(size: Units, strategy: ResolvedStrategy, precision: Precision
     scope, topology = strategy.scopes.optimizer, strategy.topology
 
     def shard(unit: Unit) -> int:
-        storage = (precision.frozen_storage or precision.storage).itemsize if strategy.frozen is None else 0
+        storage = precision.of_frozen.itemsize if strategy.frozen is None else 0
         frozen = shard_numel(unit.frozen, scope, topology) * storage
         return frozen + shard_numel(unit.trainable, scope, topology) * precision.storage.itemsize
 
-    return sum(sorted(chain.from_iterable([shard(unit)] * min(unit.count, 2) for unit in size.units))[-2:])
+    return _two_largest(size.units, shard)
+
+
+def _two_largest(units: Iterable[Unit], nbytes: Callable[[Unit], int]) -> int:
+    # Two of each size suffice to find the two largest.
+    return sum(sorted(chain.from_iterable([nbytes(unit)] * min(unit.count, 2) for unit in units))[-2:])
 
 
 def _trainable_states(
@@ -396,8 +371,7 @@ def _trainable_states(
 
 def _frozen_states(numel: int, strategy: ResolvedStrategy, precision: Precision) -> Memory:
     if strategy.frozen is None:
-        storage = precision.frozen_storage or precision.storage
-        shard = shard_numel(numel, strategy.scopes.optimizer, strategy.topology) * storage.itemsize
+        shard = shard_numel(numel, strategy.scopes.optimizer, strategy.topology) * precision.of_frozen.itemsize
         return Memory(parameters=_kept(numel, strategy, precision), shard=shard)
     # Frozen weights are encoded once, and nothing but their codes remains.
     return Memory(parameters=kept_nbytes(numel, strategy.frozen, strategy))
@@ -428,7 +402,7 @@ def _accumulator_numel(numel: int, strategy: ResolvedStrategy) -> int:
     return shard_numel(numel, gradients, strategy.topology)
 
 
-def working_memory(size: Units, strategy: ResolvedStrategy, precision: Precision, pipelined: bool = False) -> int:
+def _working_memory(size: Units, strategy: ResolvedStrategy, precision: Precision, pipelined: bool = False) -> int:
     """Return the bytes of the units in flight.
 
     Counts the weights, in the compute dtype, of the units that FSDP keeps from forward to backward and of the two
@@ -447,9 +421,7 @@ def working_memory(size: Units, strategy: ResolvedStrategy, precision: Precision
         return pipelined or not unit.reshard_after_forward
 
     held = sum(unit.count * in_flight(unit) for unit in size.units if stays(unit))
-    # Only two can be in flight, so two of each size suffice to find the two largest.
-    others = [[in_flight(unit)] * min(unit.count, 2) for unit in size.units if not stays(unit)]
-    weights = held + sum(sorted(chain.from_iterable(others))[-2:])
+    weights = held + _two_largest((unit for unit in size.units if not stays(unit)), in_flight)
     base = 0
     if strategy.frozen is not None:
         base = gathers_of(size, strategy.frozen, strategy).buffers

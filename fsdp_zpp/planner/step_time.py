@@ -8,6 +8,7 @@ grows with the sequence, recomputation and the optimizer are left out.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fsdp_zpp.codecs.codec import Blockwise
@@ -16,7 +17,7 @@ from fsdp_zpp.strategy.local_steps import MOMENT_CODEC, LocalSteps
 from fsdp_zpp.strategy.strategy import ResolvedStrategy, Strategy
 
 from .cluster import Cluster, Offload, Precision
-from .memory import Memory, Volume, gathers_in_step, nbytes, shard_numel
+from .memory import Figures, Memory, Volume, gathers_in_step, nbytes, shard_numel
 from .model_size import AxisRanks, Case, ModelSize, Part, Units
 
 # ---- node size
@@ -34,13 +35,7 @@ from .model_size import AxisRanks, Case, ModelSize, Part, Units
 
 
 def strategy_topology(strategy: Strategy, ranks: Topology, cluster: Cluster) -> Topology:
-    """Return the layout that ``strategy`` sees of the ranks that it shards over.
-
-    Args:
-        strategy: The strategy.
-        ranks: The layout of these ranks on machines.
-        cluster: The cluster.
-    """
+    """Return the layout that ``strategy`` sees of ``ranks``, over which it shards on machines."""
     if strategy.gpus_per_node is not None:
         return Topology(ranks.world, strategy.gpus_per_node)
     return Topology(ranks.world, 1) if splits_machine(strategy, cluster) else ranks
@@ -55,10 +50,7 @@ def splits_machine(strategy: Strategy, cluster: Cluster) -> bool:
 def on_machines(hops: Volume, seen: Topology, ranks: Topology) -> Volume:
     """Return what a rank sends out of its machine and inside it, of what it sends between nodes and inside them.
 
-    Args:
-        hops: Bytes of the hops, between nodes and inside them.
-        seen: The layout that the strategy sees.
-        ranks: The layout of its ranks on machines, whose nodes are as large or larger.
+    The strategy sees nodes in ``seen``, and ``ranks`` are on machines, which are as large or larger.
     """
     if seen.nodes == 1 or seen == ranks:
         return hops
@@ -147,10 +139,10 @@ def _sent(axis: str, ranks: AxisRanks, to_each: int, gpus_per_node: int) -> Volu
 
 
 @dataclass(frozen=True)
-class HostWork:
+class HostWork(Figures):
     """Bytes that offloaded parameters of one GPU move in an optimizer step.
 
-    Attributes:
+    Args:
         down: Bytes of parameters that are copied to the GPU.
         up: Bytes of gradients that are copied to the host.
         optimizer: Bytes that the optimizer reads and writes in the host's memory.
@@ -160,42 +152,27 @@ class HostWork:
     up: int = 0
     optimizer: int = 0
 
-    def __add__(self, other: HostWork) -> HostWork:
-        return HostWork(self.down + other.down, self.up + other.up, self.optimizer + other.optimizer)
-
 
 def host_work(
     size: Units, resolved: ResolvedStrategy, micro_batches: int, precision: Precision, pipelined: bool = False
 ) -> HostWork:
     """Return what units move by the rules at the top of this section; arguments are those of ``step_volume``."""
     parameters, _, optimizer = resolved.scopes
-    total = HostWork()
+    stored, total = precision.storage.itemsize, HostWork()
     for unit in size.units:
         gathers = gathers_in_step(unit, micro_batches, pipelined)
         trained = shard_numel(unit.trainable, optimizer, resolved.topology)
         # A base with a codec of its own is not FSDP's, and stays on the GPU.
         frozen = shard_numel(unit.frozen, optimizer, resolved.topology) if resolved.frozen is None else 0
-        stored = precision.storage.itemsize
-        of_frozen = frozen * (precision.frozen_storage or precision.storage).itemsize
-        reads = (gathers, gathers) if parameters == optimizer else (1, 0)
-        one = HostWork(
-            down=reads[0] * trained * stored + reads[1] * of_frozen,
-            up=trained * stored,
-            optimizer=trained * (3 * stored + 2 * precision.optimizer_bytes),
-        )
-        total += HostWork(unit.count * one.down, unit.count * one.up, unit.count * one.optimizer)
+        reads, reads_of_frozen = (gathers, gathers) if parameters == optimizer else (1, 0)
+        down = reads * trained * stored + reads_of_frozen * frozen * precision.of_frozen.itemsize
+        steps = trained * (3 * stored + 2 * precision.optimizer_bytes)
+        total += HostWork(down, trained * stored, steps) * unit.count
     return total
 
 
 def with_offload(step: StepTime, work: HostWork, offload: Offload, gpus_per_node: int) -> StepTime:
-    """Return the time of a step whose parameters are offloaded.
-
-    Args:
-        step: The time of the step without.
-        work: What one GPU's parameters move.
-        offload: The host.
-        gpus_per_node: Number of GPUs that share its CPUs.
-    """
+    """Return the time of a step whose parameters, which move ``work`` on each GPU, are offloaded."""
     return replace(
         step,
         host=(work.down + work.up) * 8 / (offload.gbps * 1e9),
@@ -226,77 +203,54 @@ def fragment_count(size: ModelSize) -> int:
 def exchange_volume(
     size: ModelSize, resolved: ResolvedStrategy, local_steps: LocalSteps, precision: Precision
 ) -> Volume:
-    """Return the bytes that one rank sends when each unit is exchanged once, which takes ``every`` steps.
-
-    Args:
-        size: The size of the model.
-        resolved: The strategy, on several nodes.
-        local_steps: How they exchange.
-        precision: The dtypes.
-    """
+    """Return the bytes that one rank sends when each unit is exchanged once, which takes ``every`` steps."""
     total = Volume()
-    for unit in size.units:
-        if unit.trainable:
-            one = _Exchange(unit.trainable, resolved, local_steps, precision)
-            total += Volume(unit.count * one.sent_between, unit.count * one.sent_inside)
+    for count, one in _exchanges(size, resolved, local_steps, precision):
+        total += Volume(one.sent_between, one.sent_inside) * count
     return total
 
 
 def moment_volume(size: ModelSize, resolved: ResolvedStrategy, local_steps: LocalSteps, precision: Precision) -> Volume:
     """Return the bytes that one rank sends when each unit's moments are averaged once; none if they never are.
 
-    This happens once in ``every * moments_every`` steps. Arguments are those of :func:`exchange_volume`.
+    This happens once in ``every * moments_every`` steps.
     """
     total = Volume()
-    for unit in size.units:
-        if unit.trainable and local_steps.moments_every is not None:
-            one = _Exchange(unit.trainable, resolved, local_steps, precision)
-            total += Volume(unit.count * one.moments_sent_between, unit.count * one.moments_sent_inside)
+    if local_steps.moments_every is not None:
+        for count, one in _exchanges(size, resolved, local_steps, precision):
+            total += Volume(one.moments_sent_between, one.moments_sent_inside) * count
     return total
 
 
 def per_step(exchange: Volume, moments: Volume, local_steps: LocalSteps) -> Volume:
-    """Return the bytes of exchanges averaged over the steps of the last segment, rounded up to whole bytes.
-
-    Args:
-        exchange: What :func:`exchange_volume` returns.
-        moments: What :func:`moment_volume` returns.
-        local_steps: How often both are sent.
-    """
+    """Return the bytes of exchanges averaged over the steps of the last segment, rounded up to whole bytes."""
     times = local_steps.moments_every or 1
-    steps = local_steps.last_every * times
-    return Volume(
-        -(-(exchange.inter * times + moments.inter) // steps), -(-(exchange.intra * times + moments.intra) // steps)
-    )
+    steps, sent = local_steps.last_every * times, exchange * times + moments
+    return Volume(-(-sent.inter // steps), -(-sent.intra // steps))
 
 
 def exchange_memory(
     size: ModelSize, resolved: ResolvedStrategy, local_steps: LocalSteps, precision: Precision
 ) -> Memory:
-    """Return the memory that exchanges add on a GPU; arguments are those of :func:`exchange_volume`.
+    """Return the memory that exchanges add on a GPU.
 
     The buffers of the largest unit count in full beside the units that are gathered: an exchange has a stream of its
     own, and torch's allocator does not reuse memory across streams at once. However many units are due together, they
     are exchanged one after the other. Errors stay on the GPU under ``offload``, too.
     """
     total, buffers = Memory(), 0
-    for unit in size.units:
-        if unit.trainable:
-            one = _Exchange(unit.trainable, resolved, local_steps, precision)
-            total += Memory(outer=one.outer_state, errors=one.errors) * unit.count
-            buffers = max(buffers, one.buffers)
+    for count, one in _exchanges(size, resolved, local_steps, precision):
+        total += Memory(outer=one.outer_state, errors=one.errors) * count
+        buffers = max(buffers, one.buffers)
     return total + Memory(working=buffers)
 
 
-def moment_buffers(chunk: int, nodes: int) -> int:
-    """Return the peak bytes of buffers while moments are averaged, one moment after the other.
-
-    Args:
-        chunk: The number of values of which a rank makes the mean.
-        nodes: The number of nodes.
-    """
-    # The moments in fp32, and beside them payloads sent and received, or the signs of a chunk.
-    return nodes * _FP32 * chunk + max(2 * nodes * MOMENT_CODEC.nbytes(chunk), _FP32 * chunk)
+def _exchanges(
+    size: ModelSize, resolved: ResolvedStrategy, local_steps: LocalSteps, precision: Precision
+) -> Iterator[tuple[int, _Exchange]]:
+    for unit in size.units:
+        if unit.trainable:
+            yield unit.count, _Exchange(unit.trainable, resolved, local_steps, precision)
 
 
 @dataclass(frozen=True)
@@ -324,12 +278,11 @@ class _Exchange:
 
     @property
     def _payload(self) -> int:
-        """Return the bytes of an encoded chunk."""
         return nbytes(self.local_steps.codec, self._chunk, _FP32)
 
     @property
     def _payload_back(self) -> int:
-        """Return the bytes of an encoded chunk of the update, which is made of all nodes' changes."""
+        # The update is made of all nodes' changes.
         codec = self.local_steps.codec
         return nbytes(None if codec is None else codec.for_sum_of(self._nodes), self._chunk, _FP32)
 
@@ -338,35 +291,31 @@ class _Exchange:
         """Return whether the ranks of a node hold the same weights, and put their parts together after an exchange."""
         return self.resolved.scopes.optimizer == "N" and self.resolved.topology.gpus_per_node > 1
 
+    def _sent_to_node(self, itemsize: int) -> int:
+        others = self.resolved.topology.gpus_per_node - 1
+        return others * self._part * itemsize if self._shares_node else 0
+
     @property
     def sent_between(self) -> int:
-        """Return the bytes to other nodes: a chunk of changes to each, and this rank's chunk of the update to all."""
+        # A chunk of changes to each other node, and this rank's chunk of the update to all.
         return (self._nodes - 1) * (self._payload + self._payload_back)
 
     @property
     def sent_inside(self) -> int:
-        """Return the bytes to other GPUs of the node."""
-        others = self.resolved.topology.gpus_per_node - 1
-        return others * self._part * self.precision.storage.itemsize if self._shares_node else 0
+        return self._sent_to_node(self.precision.storage.itemsize)
 
     @property
     def _moments(self) -> int:
         return -(-self.precision.optimizer_bytes // _FP32)
 
     @property
-    def _averages_moments(self) -> bool:
-        return self.local_steps.moments_every is not None and self._moments > 0
-
-    @property
     def moments_sent_between(self) -> int:
-        """Return the bytes to other nodes while moments are averaged: a chunk to each, and this rank's mean to all."""
+        # A chunk to each other node, and this rank's mean to all.
         return 2 * (self._nodes - 1) * self._moments * MOMENT_CODEC.nbytes(self._chunk)
 
     @property
     def moments_sent_inside(self) -> int:
-        """Return the bytes to other GPUs of the node."""
-        others = self.resolved.topology.gpus_per_node - 1
-        return others * self._part * self.precision.optimizer_bytes if self._shares_node else 0
+        return self._sent_to_node(self.precision.optimizer_bytes)
 
     @property
     def outer_state(self) -> int:
@@ -390,24 +339,26 @@ class _Exchange:
         change, payloads = self._nodes * chunk, self._nodes * self._payload
         # Without a codec, changes are sent from where they are.
         sent = payloads if self.local_steps.codec is not None else 0
+        put_together = (self.resolved.topology.gpus_per_node + 1) * self._part * self.precision.storage.itemsize
+        # The moments in fp32, one after the other, and beside them payloads sent and received, or a chunk's signs.
+        averaged = change + max(2 * self._nodes * MOMENT_CODEC.nbytes(self._chunk), chunk)
+        has_moments = self._moments > 0
         return max(
             change + self._agreed_copies,
             change + chunk + sent + payloads,  # the mean, and payloads sent and received
             change + 2 * chunk,  # the outer step, from the mean to the update
             change + (self._nodes + 1) * self._payload_back,  # the update, one payload sent and one from each node
             change + chunk + self._fed_back * self._nodes + payloads,
-            self._put_together,
-            moment_buffers(self._chunk, self._nodes) if self._averages_moments else 0,
+            put_together if self._shares_node else 0,
+            averaged if has_moments and self.local_steps.moments_every is not None else 0,
             # Before the stop, the exact mean of moments, sent from where they are.
-            2 * change if self.local_steps.stop is not None and self._moments > 0 else 0,
+            2 * change if has_moments and self.local_steps.stop is not None else 0,
         )
 
     @property
     def _fed_back(self) -> int:
-        """Return the bytes of error feedback on a chunk where the codec has no kernel for it, else 0.
-
-        They hold the change with its errors added, the new errors, and two temporaries for whether these are finite.
-        """
+        # Codecs without a kernel for it hold the change with its errors added, the new errors, and two temporaries for
+        # whether these are finite.
         feedback, codec = self.local_steps.error_feedback, self.local_steps.codec
         if feedback is None or isinstance(codec, Blockwise):
             return 0
@@ -421,12 +372,6 @@ class _Exchange:
         if itemsize == _FP32:
             return _FP32 * self._part if self.local_steps.offload else 0
         return (itemsize + _FP32) * self._part
-
-    @property
-    def _put_together(self) -> int:
-        """Return the bytes of the node's parts, put together, and of this rank's own part."""
-        gpus = self.resolved.topology.gpus_per_node
-        return (gpus + 1) * self._part * self.precision.storage.itemsize if self._shares_node else 0
 
 
 # ---- step time
@@ -442,7 +387,7 @@ OF_CODECS = 0.08
 class StepTime:
     """Seconds of a step.
 
-    Attributes:
+    Args:
         inter: Time on the network between nodes.
         intra: Time on the network inside a node.
         computation: Time of forward and backward; 0 if ``tokens`` and ``tflops`` were not given.
@@ -513,15 +458,8 @@ def with_exchanges(
 
     This assumes that all fragments have the same size and all steps take the same time, that spread fragments are due
     at equal intervals, and that those on their way take turns on the network between nodes, which the steps leave idle.
-    It leaves out encoding, the outer optimizer, and copies from and to the CPU under ``offload``.
-
-    Args:
-        step: The time of a step inside a node.
-        exchange: Bytes that one rank sends when each fragment is exchanged once.
-        fragments: Number of fragments.
-        cluster: The cluster.
-        local_steps: When fragments are exchanged.
-        moments: Bytes that one rank sends when each fragment's moments are averaged once.
+    It leaves out encoding, the outer optimizer, and copies from and to the CPU under ``offload``. ``exchange`` and
+    ``moments`` are what one rank sends for all fragments once.
     """
     every = local_steps.last_every
     between = _seconds(cluster.gpus_per_node * exchange.inter, cluster.inter_gbps) / every
