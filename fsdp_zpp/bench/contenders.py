@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,8 +46,6 @@ from fsdp_zpp.strategy.strategy import LEGAL_LEVELS, Strategy
 from .results import Task
 
 # ---- training
-#
-# One interface to every contender: a training, step by step.
 
 
 class Training(ABC):
@@ -298,8 +296,6 @@ class TorchFSDP(Training):
 
 
 # ---- utilization
-#
-# Model FLOP/s utilization, as in appendix B of the PaLM paper: the share of a GPU's arithmetic that is used.
 
 PEAK_FLOPS = {
     "NVIDIA H200": 989e12,
@@ -454,8 +450,6 @@ def contender(name: str, fsdp2: bool = True, called: str | None = None) -> Conte
 
 
 # ---- links
-#
-# The links of the running job: measured several times, to know how far to trust them.
 
 _ROUNDS = 3
 _MIB = {"cuda": 128, "cpu": 8}
@@ -465,13 +459,7 @@ _NOISY = 0.2
 
 @dataclass(frozen=True)
 class HopSpeed:
-    """The speed of a hop.
-
-    Attributes:
-        gbps: Gbit/s, the median of the rounds.
-        lowest: Gbit/s of the slowest round.
-        highest: Gbit/s of the fastest.
-    """
+    """Gbit/s of a hop: the median of the rounds, the slowest round and the fastest."""
 
     gbps: float
     lowest: float
@@ -488,14 +476,9 @@ class HopSpeed:
 
 @dataclass(frozen=True)
 class HopSpeeds:
-    """Both hops, and the layout that they were measured on.
+    """Speed of a whole node to the others and of a rank inside its node, where there are others.
 
-    Attributes:
-        nodes: Number of nodes.
-        gpus_per_node: Ranks of each.
-        inter: A whole node to the others; None if there is one node.
-        intra: A rank to the others of its node; None if a node has one rank.
-        are_slow: Whether the machine says that it has no NVLink, so that strategies may split it, as in training.
+    Links ``are_slow`` if the machine says that it has no NVLink, so that strategies may split it, as in training.
     """
 
     nodes: int
@@ -532,15 +515,7 @@ class HopSpeeds:
 
 
 def measure_links(gpus_per_node: int | None, device: str) -> HopSpeeds:
-    """Measure both hops in a few rounds. Collective.
-
-    Args:
-        gpus_per_node: Ranks of a node; None takes it from the machine.
-        device: ``cuda`` or ``cpu``.
-
-    Raises:
-        ValueError: If the layout is not possible.
-    """
+    """Measure both hops in a few rounds. Collective. Raise ValueError if the layout is not possible."""
     rounds = [measure_bandwidth(world(), gpus_per_node, _MIB[device]) for _ in range(_ROUNDS)]
     found = find_links(world())
     return HopSpeeds(
@@ -558,20 +533,11 @@ def _link(rounds: list[Bandwidth], name: str) -> HopSpeed | None:
 
 
 # ---- fitting
-#
-# Predictions of the planner for a contender, before it runs: memory of its model states, and bytes that it sends.
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans contenders of one run.
-
-    Attributes:
-        size: Units of the model.
-        task: Task that is trained.
-        links: The links, and the layout of the ranks.
-        free: GiB that are free on each GPU; None sets no limit.
-    """
+    """Plans contenders of one run before they run. ``free`` GiB are free on each GPU; None sets no limit."""
 
     size: ModelSize
     task: Task
@@ -586,9 +552,7 @@ class Planner:
     def does_not_fit(self, contender: Contender, beside_states: float) -> str:
         """Say why a contender can't run; empty if it may.
 
-        Args:
-            contender: The contender.
-            beside_states: GiB that another one of this run took beside its model states, activations above all.
+        Another one of this run took ``beside_states`` GiB beside its model states, for activations above all.
         """
         needed = self.states_gib(contender)
         if needed is None or self.free is None or needed + beside_states <= self.free:
@@ -635,8 +599,6 @@ def _gbps(link: HopSpeed | None) -> float | None:
 
 
 # ---- candidates
-#
-# Strategies that a run tries unless it is told which: torch's own, and those of fsdp_zpp that may pay.
 
 _NAMES = {strategy: name for name, strategy in _STRATEGIES.items()}
 
@@ -644,9 +606,7 @@ _NAMES = {strategy: name for name, strategy in _STRATEGIES.items()}
 def candidates(planner: Planner, frozen: str | None) -> list[str]:
     """Return the names of strategies to try, the plainest first, as this rank's packages allow.
 
-    Args:
-        planner: Planner of the run.
-        frozen: Word for the codec of a frozen base; None tries all that can be made here.
+    With ``frozen``, the word for a codec, no other base is tried.
     """
     torchs = [FULL_SHARD, HSDP] if planner.links.nodes > 1 else [FULL_SHARD]
     ours = _for_adapters(planner, frozen) if planner.task.lora else _for_full_training(planner)
@@ -684,18 +644,10 @@ def _may_pay_alone(links: HopSpeeds) -> bool:
 
 
 # ---- recommendation
-#
-# A recommendation from a run's rows, in one line: a strategy to use, or to stay with FULL_SHARD.
 
 
-@dataclass(frozen=True)
-class Recommendation:
-    """What to do.
-
-    Attributes:
-        line: A line to paste.
-        strategy: The strategy's name among the rows; None if nothing could be measured.
-    """
+class Recommendation(NamedTuple):
+    """A line to paste, and the strategy's name among the rows; None if nothing could be measured."""
 
     line: str
     strategy: str | None
@@ -707,26 +659,22 @@ def recommend(rows: Sequence[Row]) -> Recommendation:
     if not measured:
         said = "; ".join(f"{row['label']}: {row['failed']}" for row in rows)
         return Recommendation(f"nothing could be measured: {said}", None)
-    stock, hsdp = (_first(rows, name) for name in (FULL_SHARD, HSDP))
-    if stock is None or "step_ms" not in stock:
-        chosen = _plainest_of_the_fastest(measured)
-        return Recommendation(f"use {chosen['code']}: {_gains(chosen, stock, hsdp)}", chosen["strategy"])
-    faster = [row for row in measured if is_clearly_faster(row, stock)]
-    if not faster:
-        return Recommendation(f"stay with FULL_SHARD: {_why_stay(rows, stock)}", stock["strategy"])
-    chosen = _plainest_of_the_fastest(faster)
+    by_name = {row["strategy"]: row for row in reversed(rows)}
+    stock, hsdp = by_name.get(FULL_SHARD), by_name.get(HSDP)
+    faster = measured
+    if stock is not None and "step_ms" in stock:
+        faster = [row for row in measured if is_clearly_faster(row, stock)]
+        if not faster:
+            return Recommendation(f"stay with FULL_SHARD: {_why_stay(measured, stock)}", stock["strategy"])
+    fastest = min(faster, key=_step_ms)
+    # Of equals the first, plainest one.
+    chosen = next(row for row in ties(faster, _step_ms) if not is_clearly_faster(fastest, row))
     return Recommendation(f"use {chosen['code']}: {_gains(chosen, stock, hsdp)}", chosen["strategy"])
 
 
 def is_clearly_faster(row: Row, than: Row) -> bool:
     """Return whether a row's steps are faster by more than noise: three quarters of them are faster than as many."""
     return bool(row["quartiles_ms"][1] < than["quartiles_ms"][0] and row["step_ms"] < (1 - TOLERANCE) * than["step_ms"])
-
-
-def _plainest_of_the_fastest(rows: Sequence[Row]) -> Row:
-    """Return the first row that the fastest is not clearly faster than, and that takes hardly longer."""
-    fastest = min(rows, key=_step_ms)
-    return next(row for row in ties(rows, _step_ms) if not is_clearly_faster(fastest, row))
 
 
 def _step_ms(row: Row) -> float:
@@ -745,9 +693,9 @@ def _gains(chosen: Row, stock: Row | None, hsdp: Row | None) -> str:
     return ", ".join(parts) or f"{chosen['step_ms']:.0f} ms a step"
 
 
-def _why_stay(rows: Sequence[Row], stock: Row) -> str:
+def _why_stay(measured: Sequence[Row], stock: Row) -> str:
     """Say by how much the others fall short of being clearly faster than FULL_SHARD."""
-    others = [row for row in rows if "step_ms" in row and row is not stock]
+    others = [row for row in measured if row is not stock]
     if not others:
         return "nothing else could be measured"
     best = min(others, key=lambda row: row["step_ms"])
@@ -763,7 +711,3 @@ def _why_stay(rows: Sequence[Row], stock: Row) -> str:
 def _ratio(slower: Row, faster: Row) -> str:
     ratio = slower["step_ms"] / faster["step_ms"]
     return f"{ratio:.1f}" if ratio >= 1.5 else f"{ratio:.2f}"
-
-
-def _first(rows: Sequence[Row], strategy: str) -> Row | None:
-    return next((row for row in rows if row["strategy"] == strategy), None)

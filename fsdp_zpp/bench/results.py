@@ -19,10 +19,6 @@ import torch
 
 from fsdp_zpp.planner.chart import OURS, PEER, Bar, Row, save, steps_figure
 
-# ---- task
-#
-# What all strategies of a run train: a model, its data, and the ranks that share the work.
-
 
 @dataclass(frozen=True)
 class Task:
@@ -65,8 +61,6 @@ class Task:
 
 
 # ---- manifest
-#
-# Manifests: when and where a run was made, with which versions, by which command.
 
 PACKAGES = ("fsdp_zpp", "torch", "triton", "transformers", "numpy", "deepspeed", "megatron-fsdp", "peft")
 

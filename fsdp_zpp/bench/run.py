@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import gzip
 import json
@@ -13,12 +14,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,8 @@ from torch.profiler import ProfilerActivity, profile
 from fsdp_zpp.comm.agreement import agree, from_first_rank, run_on_first_rank
 from fsdp_zpp.planner.chart import Row, check_format
 from fsdp_zpp.planner.choice import aligned
-from fsdp_zpp.planner.cluster import whole, world
+from fsdp_zpp.planner.cli import is_rank_zero
+from fsdp_zpp.planner.cluster import GIB, least_of_job, whole, world
 from fsdp_zpp.planner.model_size import module_size
 from fsdp_zpp.strategy.strategy import LEGAL_LEVELS
 
@@ -54,8 +55,6 @@ from .contenders import (
 from .results import Task, check_writable, draw_steps, manifest, table, write
 
 # ---- job
-#
-# The running job: its process group, this rank's device, and the memory that is free on all of them.
 
 
 def join(device: str) -> torch.device:
@@ -92,60 +91,18 @@ def joined() -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def is_rank_zero() -> bool:
-    """Return whether this rank is the one that reports."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def free_gib(place: torch.device) -> float | None:
     """Return the GiB that are free on the fullest GPU of the job; None on CPUs. Collective."""
     if place.type != "cuda":
         return None
     dist.barrier()  # NCCL's first buffers are allocated now
-    free = torch.tensor(float(torch.cuda.mem_get_info(place)[0]), device=place)
-    dist.all_reduce(free, op=dist.ReduceOp.MIN)
-    return free.item() / 2**30
+    return least_of_job(torch.cuda.mem_get_info(place)[0] / GIB)
 
 
-# ---- progress
-#
-# How far a run is: a bar where somebody watches, lines elsewhere.
-
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-def with_progress(named: Sequence[tuple[str, T]], shown: bool) -> Iterator[T]:
-    """Yield each item, and say before what it is.
-
-    Args:
-        named: The items, each after its name.
-        shown: Whether this rank says so.
-    """
-    if shown and sys.stderr.isatty() and (bar := _bar(len(named))) is not None:
-        with bar:
-            for name, item in named:
-                bar.set_description(name)
-                yield item
-                bar.update()
-        return
-    for number, (name, item) in enumerate(named, 1):
-        if shown:
-            _log.info("measuring %s (%d of %d)", name, number, len(named))
-        yield item
-
-
-def _bar(total: int):  # type: ignore[no-untyped-def]  # tqdm has no types
-    try:
-        from tqdm import tqdm  # transformers depends on it
-    except ModuleNotFoundError:
-        return None
-    return tqdm(total=total, unit="strategy", leave=False)
-
-
 # ---- timing
-#
-# The clock: steps timed on all ranks together, and the rates that follow from their times.
 
 
 def synchronize(task: Task) -> None:
@@ -155,37 +112,24 @@ def synchronize(task: Task) -> None:
 
 
 class PeakMemory:
-    """Peaks of a contender's memory, above the memory that earlier ones have left: not all libraries free theirs.
-
-    Args:
-        task: Task that is trained.
-
-    Attributes:
-        left_gib: GiB allocated on this rank from the start.
-    """
+    """Peaks of a contender's memory, above ``left_gib`` of earlier ones: not all libraries free theirs."""
 
     def __init__(self, task: Task) -> None:
         self._on_gpu = task.device == "cuda"
-        self.left_gib = torch.cuda.memory_allocated() / 2**30 if self._on_gpu else 0.0
+        self.left_gib = torch.cuda.memory_allocated() / GIB if self._on_gpu else 0.0
 
     def since_last(self) -> float | None:
         """Return the largest peak of any rank since the last call, in GiB; None on the CPU. Collective."""
         if not self._on_gpu:
             return None
-        peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30 - self.left_gib, device="cuda")
+        peak = torch.tensor(torch.cuda.max_memory_allocated() / GIB - self.left_gib, device="cuda")
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         torch.cuda.reset_peak_memory_stats()
         return peak.item()
 
 
-@dataclass(frozen=True)
-class MeasuredStep:
-    """Milliseconds of one step.
-
-    Attributes:
-        whole: Until this rank's GPU was done.
-        host: Until ``step()`` had returned, on the slowest rank.
-    """
+class MeasuredStep(NamedTuple):
+    """Milliseconds of one step: until this rank's GPU was done, and until the slowest rank's ``step()`` returned."""
 
     whole: float
     host: float
@@ -235,22 +179,13 @@ def _quartiles(times: list[float]) -> list[float]:
 
 
 # ---- measuring
-#
-# Measurements of one contender, and how it fails: time, memory, bytes sent.
 
 Make = Callable[[], Training]
 Further = Callable[[Training, PeakMemory], Row]
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Steps of a measurement.
-
-    Attributes:
-        warmup: Steps before those that are timed.
-        steps: Steps that are timed.
-        timed: How they are timed.
-    """
+class Schedule(NamedTuple):
+    """Steps of a measurement: how many before those that are timed, how many of these, and how they are timed."""
 
     warmup: int = 3
     steps: int = 8
@@ -420,16 +355,8 @@ _ON_CPU = (
 )
 
 
-@dataclass(frozen=True)
-class Findings:
-    """Result of a run.
-
-    Attributes:
-        links: The links.
-        rows: A row for each strategy, in the order of preference among equals.
-        recommendation: What to do.
-        notes: What a reader has to know of the figures.
-    """
+class Findings(NamedTuple):
+    """Result of a run, with a row for each strategy, in the order of preference among equals."""
 
     links: HopSpeeds
     rows: list[Row]
@@ -484,16 +411,22 @@ def _measured(
     """Measure each contender that fits, one after the other."""
     schedule = Schedule(arguments.warmup, arguments.steps)
     beside_states = 0.0
-    named = [(one.label, one) for one in contenders]
     with tempfile.TemporaryDirectory() as folder:
-        further = _exposed(task, Path(folder)) if task.device == "cuda" else None
-        for one in with_progress(named, is_rank_zero()):
+
+        def further(training: Training, memory: PeakMemory) -> Row:
+            trace = Path(folder) / "trace.json.gz"
+            return dict(traced(training, task.tokens(dist.get_rank()), trace, with_host=False))
+
+        for number, one in enumerate(contenders, 1):
+            if is_rank_zero():
+                _log.info("measuring %s (%d of %d)", one.label, number, len(contenders))
             about = {"label": one.label, "code": one.code, "is_torchs": one.is_torchs}
             reason = planner.does_not_fit(one, beside_states)
             if reason:
                 yield {"strategy": one.name, **about, "failed": reason, "left_out": True}
                 continue
-            row = attempt(task, one.name, partial(TorchFSDP, task, one), schedule, further) | about
+            make = partial(TorchFSDP, task, one)
+            row = attempt(task, one.name, make, schedule, further if task.device == "cuda" else None) | about
             if one.is_torchs and "step_ms" in row:
                 row |= planner.sent(one)
             if one.strategy is TORCHS[FULL_SHARD] and row.get("peak_gib") is not None:
@@ -501,73 +434,49 @@ def _measured(
             yield row
 
 
-def _exposed(task: Task, folder: Path) -> Callable[[Training, PeakMemory], Row]:
-    """Return a function that adds how much communication nothing hides, from a trace of the GPU alone."""
-
-    def further(training: Training, memory: PeakMemory) -> Row:
-        return dict(traced(training, task.tokens(dist.get_rank()), folder / "trace.json.gz", with_host=False))
-
-    return further
-
-
 def _write(arguments: argparse.Namespace, findings: Findings) -> None:
-    write(
-        arguments.json,
-        manifest(["python", "-m", "fsdp_zpp", *sys.argv[1:]]),
-        arguments,
-        findings.rows,
-        links=vars(findings.links) | {"inter": _shown(findings.links.inter), "intra": _shown(findings.links.intra)},
-        recommendation=vars(findings.recommendation),
-        notes=findings.notes,
-    )
-
-
-def _shown(link: Any) -> dict[str, float] | None:
-    return None if link is None else vars(link)
+    links = dataclasses.asdict(findings.links)
+    said = findings.recommendation._asdict()
+    made_by = manifest(["python", "-m", "fsdp_zpp", *sys.argv[1:]])
+    write(arguments.json, made_by, arguments, findings.rows, links=links, recommendation=said, notes=findings.notes)
 
 
 # ---- arguments
-#
-# Options of the command ``bench``.
 
 _SHOWN = [name for name in NAMES_ON_NODES if not name.endswith(LEGAL_LEVELS)]
-_AT_LEAST = {
-    "lora": 1,
-    "micro_batch": 1,
-    "micro_batches": 1,
-    "sequence": 1,
-    "steps": 2,
-    "warmup": 1,
-    "gpus_per_node": 1,
+_ADAPTERS = (
+    "train adapters of this rank on q, k, v and o of attention (on all layers if the model has none of these names); "
+    "the base is frozen, in bf16 (default: train the whole model)"
+)
+_ACCUMULATED = "micro-batches in an optimizer step, all but the last without synchronization"
+_NODE = "ranks that share fast links, as in Strategy (default: as the machine is)"
+_NUMBERS = {
+    "lora": (1, "model", None, _ADAPTERS),
+    "micro_batch": (1, "work of a step", 1, "sequences on one GPU in a micro-batch"),
+    "micro_batches": (1, "work of a step", 1, _ACCUMULATED),
+    "sequence": (1, "work of a step", 1024, "tokens of a sequence"),
+    "gpus_per_node": (1, "measurement", None, _NODE),
+    "steps": (2, "measurement", 8, "timed steps of each strategy"),
+    "warmup": (1, "measurement", 3, "steps before them"),
 }
-"""Options that are whole numbers, and the least of each."""
+"""Options that are whole numbers: the least of each, its group, its default and its help."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    _add_model(parser.add_argument_group("model"))
-    _add_work(parser.add_argument_group("work of a step"))
-    _add_measurement(parser.add_argument_group("measurement"))
-    report = parser.add_argument_group("report")
-    report.add_argument("--json", type=Path, metavar="FILE", help="write all figures, after each strategy")
-    report.add_argument("--chart", type=Path, metavar="FILE", help="draw step times and peak memory: bench.svg or .png")
-
-
-def _add_model(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
+    groups = {title: parser.add_argument_group(title) for title in ("model", "work of a step", "measurement", "report")}
+    groups["model"].add_argument(
         "--model",
         required=True,
         metavar="CONFIG",
         help="a config.json, a directory that has one, or a name on the Hugging Face hub; weights are random",
     )
-    add(
-        "--lora",
-        type=float,
-        metavar="RANK",
-        help="train adapters of this rank on q, k, v and o of attention (on all layers if the model has none of these "
-        "names); the base is frozen, in bf16 (default: train the whole model)",
-    )
+    for name, (_, title, default, said) in _NUMBERS.items():
+        told = f"{said} (default: {default})" if default else said
+        metavar = "RANK" if name == "lora" else "N"
+        option = f"--{name.replace('_', '-')}"
+        groups[title].add_argument(option, type=float, default=default, metavar=metavar, help=told)
+    add = groups["model"].add_argument
     add(
         "--frozen",
         choices=BASES,
@@ -575,26 +484,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     )
     add("--checkpointing", action="store_true", help="recompute the activations of each layer")
     add("--compile", action="store_true", help="torch.compile each layer")
-
-
-def _add_work(group: argparse._ArgumentGroup) -> None:
-    for name, default, what in (
-        ("micro-batch", 1, "sequences on one GPU in a micro-batch"),
-        ("micro-batches", 1, "micro-batches in an optimizer step, all but the last without synchronization"),
-        ("sequence", 1024, "tokens of a sequence"),
-    ):
-        group.add_argument(f"--{name}", type=float, default=default, metavar="N", help=f"{what} (default: {default})")
-
-
-def _add_measurement(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--gpus-per-node",
-        type=float,
-        metavar="N",
-        help="ranks that share fast links, as in Strategy (default: as the machine is)",
-    )
-    add(
+    groups["measurement"].add_argument(
         "--strategies",
         metavar="NAMES",
         help=f"the only strategies to try, separated by commas: {', '.join(_SHOWN)}; IIG: these scopes without codecs; "
@@ -602,8 +492,9 @@ def _add_measurement(group: argparse._ArgumentGroup) -> None:
         f"{ALONE} counts each GPU as a node (not for torch's own); once-...: the base is quantized and the model "
         "wrapped once; mixzpp wraps each layer (default: those that may pay)",
     )
-    add("--steps", type=float, default=8, metavar="N", help="timed steps of each strategy (default: 8)")
-    add("--warmup", type=float, default=3, metavar="N", help="steps before them (default: 3)")
+    add = groups["report"].add_argument
+    add("--json", type=Path, metavar="FILE", help="write all figures, after each strategy")
+    add("--chart", type=Path, metavar="FILE", help="draw step times and peak memory: bench.svg or .png")
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -612,7 +503,7 @@ def check(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: If one is out of range, or goes with another that is missing.
     """
-    for name, least in _AT_LEAST.items():
+    for name, (least, *_) in _NUMBERS.items():
         if (value := getattr(arguments, name)) is not None:
             setattr(arguments, name, whole(f"--{name.replace('_', '-')}", value, least))
     if arguments.frozen is not None and arguments.lora is None:
@@ -620,12 +511,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def named_contenders(names: str, gpus_per_node: int | None, lora: bool) -> list[Contender]:
-    """Return the contenders of names that commas separate.
-
-    Args:
-        names: The names.
-        gpus_per_node: Ranks of a node that each strategy is told, unless its name says another number; None tells none.
-        lora: Whether there is a frozen base.
+    """Return the contenders of names that commas separate, on nodes of ``gpus_per_node`` if they name no other size.
 
     Raises:
         ValueError: If there is none of a name, or it is for a frozen base and there is none.
@@ -644,8 +530,6 @@ def named_contenders(names: str, gpus_per_node: int | None, lora: bool) -> list[
 
 
 # ---- cli
-#
-# ``python -m fsdp_zpp bench``.
 
 NOTHING_MEASURED = 1
 

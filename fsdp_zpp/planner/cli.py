@@ -297,12 +297,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Make the plan, report it and return the exit status. Under torchrun only rank 0 reports."""
     try:
         result = _plan(arguments)
-        if _rank_zero():
+        if is_rank_zero():
             _report(result, arguments)
     # These are errors of the arguments; anything else is a bug and keeps its traceback.
     except (ValueError, TypeError, ModuleNotFoundError, OSError) as error:
         # All ranks have the same arguments and so the same error; one message is enough.
-        if _rank_zero():
+        if is_rank_zero():
             arguments.parser.error(str(error))
         return 2
     return NOTHING_FITS if result.choice is None else 0
@@ -365,7 +365,8 @@ def _measured(given: dict[str, Any], mib: float, link: str | None, measures_host
     return found
 
 
-def _rank_zero() -> bool:
+def is_rank_zero() -> bool:
+    """Return whether this rank is the one that reports."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -6,9 +6,9 @@ import math
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -53,16 +53,11 @@ class Cluster:
 
     def __post_init__(self) -> None:
         # The command line passes floats. A frozen dataclass lets its fields be set in this way only.
-        object.__setattr__(self, "nodes", whole("nodes", self.nodes))
-        object.__setattr__(self, "gpus_per_node", whole("gpus_per_node", self.gpus_per_node))
-        _check_bandwidth("inter_gbps", self.inter_gbps, self.nodes, "nodes, so a node's Gbit/s to the others", "--net")
-        _check_bandwidth(
-            "intra_gbps",
-            self.intra_gbps,
-            self.gpus_per_node,
-            "GPUs a node, so a GPU's Gbit/s inside it",
-            "--gpu, --link",
-        )
+        for name in ("nodes", "gpus_per_node"):
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
+        between, inside = "nodes, so a node's Gbit/s to the others", "GPUs a node, so a GPU's Gbit/s inside it"
+        _check_bandwidth("inter_gbps", self.inter_gbps, self.nodes, between, "--net")
+        _check_bandwidth("intra_gbps", self.intra_gbps, self.gpus_per_node, inside, "--gpu, --link")
 
     @property
     def topology(self) -> Topology:
@@ -267,8 +262,7 @@ def _number(name: str, value: object) -> float:
 # They are peaks. A GPU computes at a part of its peak, and collectives reach a part of a link's: see ``hardware``.
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """A GPU.
 
     Attributes:
@@ -286,8 +280,7 @@ class Gpu:
     source: str
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """A link between the GPUs of a machine, or of a GPU to the host's memory.
 
     Attributes:
@@ -301,8 +294,7 @@ class Link:
     source: str
 
 
-@dataclass(frozen=True)
-class Network:
+class Network(NamedTuple):
     """A network card of a node.
 
     Attributes:
@@ -314,10 +306,12 @@ class Network:
     source: str
 
 
-_AMPERE = "NVIDIA A100 Tensor Core GPU data sheet (2021): without sparsity"
-_HOPPER = "NVIDIA H100 Tensor Core GPU data sheet (2023): half of the figure with sparsity"
+_SHEET = "Tensor Core GPU data sheet"
+_AMPERE = f"NVIDIA A100 {_SHEET} (2021): without sparsity"
+_HOPPER = f"NVIDIA H100 {_SHEET} (2023): half of the figure with sparsity"
 _GA102 = "NVIDIA Ampere GA102 GPU Architecture whitepaper, appendix: FP32 accumulation, without sparsity"
 _ADA = "NVIDIA Ada GPU Architecture whitepaper, appendix: FP32 accumulation, without sparsity"
+_BLACKWELL = "NVIDIA RTX Blackwell GPU Architecture whitepaper: FP32 accumulation, without sparsity"
 
 GPUS: Mapping[str, Gpu] = {
     "a10": Gpu(24, 125, "pcie4", "pcie4", "NVIDIA A10 data sheet (2021): without sparsity"),
@@ -328,22 +322,12 @@ GPUS: Mapping[str, Gpu] = {
     "b200": Gpu(180, 2250, "nvlink5", "pcie5", "NVIDIA HGX B200 data sheet (2025): half of the figure with sparsity"),
     "h100": Gpu(80, 989, "nvlink4", "pcie5", _HOPPER),
     "h100-pcie": Gpu(80, 756, "pcie5", "pcie5", _HOPPER),
-    "h200": Gpu(
-        140, 989, "nvlink4", "pcie5", "NVIDIA H200 Tensor Core GPU data sheet (2024): half of the figure with sparsity"
-    ),
-    "l4": Gpu(
-        24, 121, "pcie4", "pcie4", "NVIDIA L4 Tensor Core GPU data sheet (2023): half of the figure with sparsity"
-    ),
+    "h200": Gpu(140, 989, "nvlink4", "pcie5", f"NVIDIA H200 {_SHEET} (2024): half of the figure with sparsity"),
+    "l4": Gpu(24, 121, "pcie4", "pcie4", f"NVIDIA L4 {_SHEET} (2023): half of the figure with sparsity"),
     "l40s": Gpu(48, 362.05, "pcie4", "pcie4", "NVIDIA L40S data sheet (2023): without sparsity"),
     "rtx3090": Gpu(24, 71, "pcie4", "pcie4", _GA102),
     "rtx4090": Gpu(24, 165.2, "pcie4", "pcie4", _ADA),
-    "rtx5090": Gpu(
-        32,
-        209.5,
-        "pcie5",
-        "pcie5",
-        "NVIDIA RTX Blackwell GPU Architecture whitepaper: FP32 accumulation, without sparsity",
-    ),
+    "rtx5090": Gpu(32, 209.5, "pcie5", "pcie5", _BLACKWELL),
 }
 
 _PCIE = "PCI Express base specification: 16 lanes, 128b/130b encoding, one direction"
@@ -375,11 +359,7 @@ T = TypeVar("T")
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return a GPU by its name.
-
-    Raises:
-        ValueError: If there is none of that name.
-    """
+    """Return a GPU by its name; raise ValueError if there is none of that name."""
     return _named("gpu", GPUS, name)
 
 
@@ -389,16 +369,12 @@ def link_named(name: str) -> Link:
 
 
 def network_named(name: str) -> Network:
-    """Return a node's network by the name of its card, after the number of cards if it has several: ``8xib-ndr``.
-
-    Raises:
-        ValueError: If there is none of that name.
-    """
+    """Return a node's network by the name of its card, after the number of cards if it has several: ``8xib-ndr``."""
     several = re.fullmatch(r"([1-9]\d*)x(.+)", name)
     if several is None:
         return _named("net", NETWORKS, name)
     card = _named("net", NETWORKS, several[2])
-    return replace(card, gbps=int(several[1]) * card.gbps)
+    return card._replace(gbps=int(several[1]) * card.gbps)
 
 
 def _named(what: str, known: Mapping[str, T], name: str) -> T:
@@ -471,15 +447,7 @@ class Hardware:
         intra_gbps: float | None,
         slow_links: bool | None = None,
     ) -> Cluster:
-        """Return the cluster; numbers that are given override names.
-
-        Args:
-            nodes: Number of nodes.
-            gpus_per_node: GPUs of each.
-            inter_gbps: Gbit/s out of a node.
-            intra_gbps: Gbit/s of a GPU inside.
-            slow_links: Whether the links inside a node are slow; None asks the link's name.
-        """
+        """Return the cluster; numbers that are given override names."""
         name = self.link or (None if self.gpu is None else gpu_named(self.gpu).link)
         if name is not None:
             link = link_named(name)
@@ -509,18 +477,7 @@ class Hardware:
     def offload(
         self, asked: bool, host_gbps: float | None, host_memory: float | None, optimizer_gbs: float | None
     ) -> Offload | None:
-        """Return the host that parameters are offloaded to; numbers that are given override names.
-
-        Args:
-            asked: Whether they are to be offloaded.
-            host_gbps: Gbit/s of a GPU's copies from and to the host.
-            host_memory: GiB of a node's host.
-            optimizer_gbs: GB/s of a node's CPUs in the optimizer's step.
-
-        Raises:
-            TypeError: If ``asked`` is not a bool, or a number is none.
-            ValueError: If nothing tells ``host_gbps``, or a number is given though nothing is offloaded.
-        """
+        """Return the host that parameters are offloaded to, if that is ``asked``; numbers override names."""
         if not isinstance(asked, bool):
             raise TypeError(f"cpu_offload must be True or False, got {asked!r}")
         given = {"host_gbps": host_gbps, "host_memory": host_memory, "optimizer_gbs": optimizer_gbs}
@@ -541,9 +498,7 @@ class Hardware:
         return Offload(host_gbps, OPTIMIZER_GBS if optimizer_gbs is None else optimizer_gbs, host_memory, assumed)
 
 
-# ---- host link
-#
-# Measures at which rate a GPU copies from its host's memory, with the copies that offloaded parameters make.
+# ---- measurements
 
 MIB = 64
 HOST_REPETITIONS = 5
@@ -567,17 +522,17 @@ def measure_host_link() -> float | None:
         end.record()
         end.synchronize()
         seconds.append(begin.elapsed_time(end) / 1e3)
-    rate = torch.tensor(2 * host.nbytes * 8 / median(seconds[1:]) / 1e9)
-    if dist.is_initialized():
-        # All ranks need the same figure, or they might choose different strategies.
-        rate = rate.to("cuda" if "nccl" in dist.get_backend() else "cpu")
-        dist.all_reduce(rate, dist.ReduceOp.MIN)
-    return rate.item()
+    return least_of_job(2 * host.nbytes * 8 / median(seconds[1:]) / 1e9)
 
 
-# ---- bandwidth
-#
-# Measures both bandwidths on the running job, with the collectives that strategies use.
+def least_of_job(figure: float) -> float:
+    """Return the least of all ranks' figures if there is a job: with different ones, they might choose differently."""
+    if not dist.is_initialized():
+        return figure
+    least = torch.tensor(figure, device="cuda" if "nccl" in dist.get_backend() else "cpu")
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return least.item()
+
 
 DEFAULT_MIB = 256
 REPETITIONS = 7
@@ -587,7 +542,7 @@ REPETITIONS = 7
 class Bandwidth:
     """Measured bandwidths, the same on every rank.
 
-    Attributes:
+    Args:
         nodes: Number of nodes they were measured on.
         gpus_per_node: GPUs of each node.
         inter_gbps: Gbit/s of a whole node to the others; None if there is only one node.
@@ -653,14 +608,7 @@ def measure_bandwidth(
 def links_are_slow(group: dist.ProcessGroup, measured: Bandwidth | None) -> bool | None:
     """Return whether the links inside a node are slow: as the machine says, which decides on nodes in training, too.
 
-    Collective over ``group``.
-
-    Args:
-        group: The ranks.
-        measured: What decides if the machine does not say; None if the links inside nodes were not measured.
-
-    Returns:
-        None if neither says it.
+    If the machine does not say, the measurement does; None if there is neither. Collective over ``group``.
     """
     links = find_links(group)
     if links is not None:
@@ -682,22 +630,20 @@ def world() -> dist.ProcessGroup:
 def _median_seconds(hop: Hop, group: dist.ProcessGroup, nbytes: int, repetitions: int) -> float:
     """Return the median over repetitions of the slowest rank's seconds for an all-gather of ``nbytes`` per rank."""
     # A group may have several backends, such as "cpu:gloo,cuda:nccl".
-    device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+    on_gpu = "nccl" in dist.get_backend(group)
+    device = torch.device("cuda" if on_gpu else "cpu")
     payload = torch.zeros((1, nbytes), dtype=torch.uint8, device=device)
     times = torch.empty(repetitions + 1, dtype=torch.float64, device=device)
     for repetition in range(repetitions + 1):
         # All ranks start together, or the first would count its wait for the last.
         dist.barrier(group)
-        _synchronize(device)
+        if on_gpu:
+            torch.cuda.synchronize()
         start = time.perf_counter()
         hop.all_gather(payload, "bandwidth")
-        _synchronize(device)
+        if on_gpu:
+            torch.cuda.synchronize()
         times[repetition] = time.perf_counter() - start
     # All ranks need the same figures, or they might choose different strategies.
     dist.all_reduce(times, dist.ReduceOp.MAX, group)
     return median(times[1:].tolist())
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()

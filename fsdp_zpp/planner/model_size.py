@@ -23,9 +23,9 @@ from .cluster import Cluster, MemoryBudget, Precision, StepConfig, whole
 
 # ---- model config
 #
-# What Hugging Face's config says of a model: its experts, and the shape of its layers.
+# Hugging Face's config says how many experts a model has, and the shape of its layers.
 
-# The names that Hugging Face's configurations have for the number of experts, and for those that a token is routed to.
+# The names that configurations have for the number of experts, and for those that a token is routed to.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk")
 
@@ -38,40 +38,33 @@ class Routing(NamedTuple):
 
 
 class LayerShape(NamedTuple):
-    """Shape of what a layer computes.
-
-    Attributes:
-        hidden: Size of a token's activations between layers.
-        keys: Size of a token's keys, and of its values; None if it is not known.
-    """
+    """Size of a token's activations between layers, and of its keys (its values have the same); None if not known."""
 
     hidden: int
     keys: int | None
 
 
-def routing_of(model: nn.Module) -> Routing | None:
-    """Return what Hugging Face's ``model.config`` says of the experts; None if it does not tell."""
+def _routing_of(model: nn.Module) -> Routing | None:
     for said in _configs_of(model):
-        experts, chosen = _first(said, _EXPERTS), _first(said, _CHOSEN)
+        experts, chosen = _first(said, *_EXPERTS), _first(said, *_CHOSEN)
         if experts is not None and chosen is not None and chosen <= experts:
             return Routing(experts, chosen)
     return None
 
 
-def shape_of(model: nn.Module) -> LayerShape | None:
-    """Return what Hugging Face's ``model.config`` says of the layers; None if it does not tell."""
+def _shape_of(model: nn.Module) -> LayerShape | None:
     for said in _configs_of(model):
-        if (hidden := _first(said, ("hidden_size", "n_embd", "d_model"))) is not None:
+        if (hidden := _first(said, "hidden_size", "n_embd", "d_model")) is not None:
             return LayerShape(hidden, _keys_of(said, hidden))
     return None
 
 
 def _keys_of(config: object, hidden: int) -> int | None:
-    heads = _first(config, ("num_attention_heads", "n_head"))
+    heads = _first(config, "num_attention_heads", "n_head")
     if heads is None or hasattr(config, "kv_lora_rank"):  # keys and values of latent attention differ in size
         return None
-    groups = _first(config, ("num_key_value_heads",)) or heads
-    return groups * (_first(config, ("head_dim",)) or hidden // heads)
+    groups = _first(config, "num_key_value_heads") or heads
+    return groups * (_first(config, "head_dim") or hidden // heads)
 
 
 def _configs_of(model: nn.Module) -> tuple[object, object]:
@@ -81,19 +74,15 @@ def _configs_of(model: nn.Module) -> tuple[object, object]:
     return config, text() if callable(text) else None
 
 
-def _first(config: object, names: tuple[str, ...]) -> int | None:
+def _first(config: object, *names: str) -> int | None:
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
-# ---- experts
-#
-# Experts of a mixture: which parameters are theirs, and how much of them a token computes with.
-
 _MODULES = {"experts", "routed_experts"}
 
 
-def expert_parameters(model: nn.Module, routing: Routing | None) -> set[nn.Parameter]:
+def _expert_parameters(model: nn.Module, routing: Routing | None) -> set[nn.Parameter]:
     """Return the parameters of experts that tokens are routed to, which expert parallelism splits.
 
     They are the parameters below a module named ``experts`` or ``routed_experts``, and if the number of experts is
@@ -108,7 +97,7 @@ def expert_parameters(model: nn.Module, routing: Routing | None) -> set[nn.Param
     return {parameter for name, parameter in model.named_parameters() if is_experts(name, parameter)}
 
 
-def idle_elements(model: nn.Module, routing: Routing | None) -> tuple[int, int]:
+def _idle_elements(experts: set[nn.Parameter], routing: Routing | None) -> tuple[int, int]:
     """Return the average numbers of trainable and of frozen elements in experts that a token is not routed to.
 
     Both are 0 if it is not known how many experts there are and how many of them a token is routed to.
@@ -116,7 +105,7 @@ def idle_elements(model: nn.Module, routing: Routing | None) -> tuple[int, int]:
     if routing is None:
         return 0, 0
     routed = {True: 0, False: 0}
-    for parameter in expert_parameters(model, routing):
+    for parameter in experts:
         routed[parameter.requires_grad] += parameter.numel()
     idle = routing.experts - routing.chosen
     return routed[True] * idle // routing.experts, routed[False] * idle // routing.experts
@@ -175,11 +164,7 @@ def _check_at_most(name: str, value: int, most: int) -> None:
 
 @dataclass(frozen=True)
 class Units:
-    """FSDP units of a model, or those parts of them that a rank has beside other parallelisms.
-
-    Args:
-        units: The units.
-    """
+    """FSDP units of a model, or those parts of them that a rank has beside other parallelisms."""
 
     units: tuple[Unit, ...]
 
@@ -300,8 +285,8 @@ def module_size(model: nn.Module) -> ModelSize:
         ValueError: If nothing in it is trainable.
     """
     check_module(model)
-    blocks, routing = list(layers(model)), routing_of(model)
-    experts = expert_parameters(model, routing)
+    blocks, routing = list(layers(model)), _routing_of(model)
+    experts = _expert_parameters(model, routing)
     # Parameters hash by identity, so a set counts a shared one once.
     inside = {parameter for layer in blocks for parameter in layer.parameters()}
     root = _unit_of(set(model.parameters()) - inside, experts, reshard_after_forward=False)
@@ -312,8 +297,8 @@ def module_size(model: nn.Module) -> ModelSize:
         seen |= own
         sizes[_unit_of(own, experts)] += 1
     units = [replace(unit, count=count) for unit, count in sizes.items() if unit.numel]
-    idle = idle_elements(model, routing)
-    return ModelSize((*([root] if root.numel else []), *units), *idle, routing, shape_of(model))
+    idle = _idle_elements(experts, routing)
+    return ModelSize((*([root] if root.numel else []), *units), *idle, routing, _shape_of(model))
 
 
 def layers(module: nn.Module) -> Iterator[nn.Module]:
@@ -486,13 +471,7 @@ class Axes:
 
 @dataclass(frozen=True)
 class AxisRanks:
-    """Ranks of a mesh dimension.
-
-    Attributes:
-        name: What they are, in errors.
-        size: Number of ranks along the dimension.
-        stride: How far they are apart: the product of the dimensions inside of it.
-    """
+    """Ranks of a mesh dimension, ``stride`` apart: the product of the dimensions inside of it."""
 
     name: str
     size: int
@@ -507,11 +486,7 @@ class AxisRanks:
         return Topology(self.size, self.on_a_node(cluster.gpus_per_node))
 
     def check(self, cluster: Cluster) -> None:
-        """Raise unless all nodes that have any of them have equally many.
-
-        Raises:
-            ValueError: If they do not.
-        """
+        """Raise ValueError unless all nodes that have any of them have equally many."""
         gpus, span = cluster.gpus_per_node, self.size * self.stride
         # Blocks of ``stride`` and of ``span`` neighbours must tile the nodes, or nodes the blocks.
         if self.size == 1 or all(gpus % block == 0 or block % gpus == 0 for block in (self.stride, span)):
@@ -542,10 +517,7 @@ def _divisors(number: int) -> list[int]:
 class Part:
     """Parameters that are sharded over the same ranks by one strategy, as one rank has them.
 
-    Attributes:
-        units: What the rank has of each unit beside other parallelisms: the elements that its strategy shards.
-        topology: Layout of the ranks that it shards them over.
-        strategy: A strategy of their own; None if they have that of the dense parameters.
+    The strategy is None if it is that of the dense parameters.
     """
 
     units: Units

@@ -33,6 +33,7 @@ from .cluster import (
     Hardware,
     MemoryBudget,
     Precision,
+    least_of_job,
     links_are_slow,
     measure_bandwidth,
     measure_host_link,
@@ -447,8 +448,8 @@ def choose_strategy(
 def _on_what(model: nn.Module, nodes: int | None, gpus_per_node: int | None) -> tuple[ModelSize, int, int]:
     """Return the size of ``model``, and the numbers of nodes and of GPUs of each, given or from the running job."""
     size = module_size(model)
-    running = _running(gpus_per_node) if nodes is None or gpus_per_node is None else None
-    if running is not None:
+    if dist.is_initialized() and None in (nodes, gpus_per_node):
+        running = topology_of(world(), gpus_per_node)
         gpus_per_node = running.gpus_per_node
         nodes = running.nodes if nodes is None else nodes
     if nodes is None or gpus_per_node is None:
@@ -463,13 +464,4 @@ def device_memory() -> float | None:
     """Return the GiB of the current GPU, or of the smallest GPU of the running job; None without a GPU."""
     if not torch.cuda.is_available():
         return None
-    memory = torch.tensor(float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory))
-    if dist.is_initialized():
-        # All ranks need the same figure, or they might choose different strategies.
-        memory = memory.to("cuda" if "nccl" in dist.get_backend() else "cpu")
-        dist.all_reduce(memory, dist.ReduceOp.MIN)
-    return memory.item() / GIB
-
-
-def _running(gpus_per_node: int | None) -> Topology | None:
-    return topology_of(world(), gpus_per_node) if dist.is_initialized() else None
+    return least_of_job(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB)
