@@ -64,24 +64,12 @@ class Training(ABC):
 
 
 # ---- models
-#
-# Models without values, on the meta device, from a configuration of transformers; with LoRA around a frozen base.
-#
-# With ``lora`` the base is frozen and in bf16, beside trainable adapters on q, k, v and o.
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def load_config(name: str) -> Any:
-    """Return the configuration of a causal language model.
-
-    Args:
-        name: A config.json, a directory that has one, or a name on the hub.
-
-    Raises:
-        ModuleNotFoundError: If transformers is not installed.
-        ValueError: If there is no such configuration, the hub can't be reached, or it is of another kind of model.
-    """
+    """Return the configuration of a causal language model; ``name`` and errors are those of ``pretrained_size``."""
     pretrained_size(name)  # which raises for whatever can't be built
     from transformers import AutoConfig
 
@@ -89,14 +77,9 @@ def load_config(name: str) -> Any:
 
 
 def network(task: Task, one_dtype: bool = False) -> nn.Module:
-    """Build the model without values, on the meta device.
+    """Build the model without values, on the meta device: in fp32, or a PEFT model around a frozen base in bf16.
 
-    Args:
-        task: Task that is trained.
-        one_dtype: Whether LoRA's adapters are in bf16 as the base is, not in fp32.
-
-    Returns:
-        The transformers model in fp32, or a PEFT model around one in bf16.
+    Adapters are in fp32, or in bf16 too if all is to have ``one_dtype``.
     """
     from transformers import AutoModelForCausalLM
 
@@ -152,21 +135,11 @@ def prepare(task: Task, places: nn.ModuleList, index: int) -> None:
         places[index].compile()
 
 
-# ---- materialize
-#
-# Random values for a model that has none, module by module, so that no rank ever holds more than a unit of it.
-
-
 def materialize(module: nn.Module, base: Any, device: torch.device) -> nn.Module:
-    """Give values to the parameters and buffers that have none, the same on every rank that has the same seed.
+    """Give random values to the parameters and buffers that have none, and return the module.
 
-    Args:
-        module: The model, or a part of it.
-        base: The transformers model that it is or belongs to, which knows how its buffers are computed.
-        device: The device that they are made on.
-
-    Returns:
-        ``module``.
+    Ranks of the same seed get the same values. ``base`` is the transformers model that the module belongs to, which
+    knows how its buffers are computed.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}  # parameters that are tied stay so
     for inner in module.modules():
@@ -184,7 +157,6 @@ def materialize(module: nn.Module, base: Any, device: torch.device) -> nn.Module
 
 
 def _make_buffers(module: Any, base: Any, device: torch.device) -> None:
-    """Compute the buffers of one module, which the meta device has skipped."""
     if "inv_freq" in module._buffers:
         module.__init__(module.config)
         module.to(device)
@@ -198,8 +170,6 @@ def _make_buffers(module: Any, base: Any, device: torch.device) -> None:
 
 # ---- fsdp
 #
-# Training under torch's FSDPs, with torch's strategies or those of fsdp_zpp.
-#
 # [Note: Equal terms]
 # All compute and communicate in bf16 and have fp32 master weights in full training; one unit for each decoder layer and
 # one for the rest, or one for all (``once-...``); fused AdamW. With LoRA the base is in bf16 and the adapters in fp32,
@@ -208,12 +178,7 @@ def _make_buffers(module: Any, base: Any, device: torch.device) -> None:
 
 
 class TorchFSDP(Training):
-    """A model under a contender's strategy: ``fully_shard``, or ``FullyShardedDataParallel``.
-
-    Attributes:
-        model: The sharded model.
-        optimizer: AdamW over the trainable parameters.
-    """
+    """A model under a contender's strategy, by ``fully_shard`` or ``FullyShardedDataParallel``, and its AdamW."""
 
     def __init__(self, task: Task, contender: Contender):
         torch.manual_seed(0)
@@ -227,7 +192,6 @@ class TorchFSDP(Training):
         self.optimizer = torch.optim.AdamW(trainable, lr=1e-4, fused=task.device == "cuda")
 
     def _make_mesh(self) -> DeviceMesh | None:
-        """Make the mesh that the strategy shards over, if it does not find that out by itself."""
         task = self._task
         if self._strategy is TORCHS[HSDP]:
             shape = (task.nodes, task.gpus_per_node)
@@ -235,7 +199,6 @@ class TorchFSDP(Training):
         return init_device_mesh(task.device, (dist.get_world_size(),)) if self._contender.fsdp2 else None
 
     def _build(self) -> nn.Module:
-        """Build the model, layer by layer."""
         contender = self._contender
         model = network(self._task, one_dtype=contender.is_torchs and not contender.fsdp2)
         base = base_of(model)
@@ -248,13 +211,11 @@ class TorchFSDP(Training):
         return self._shard(model)
 
     def _materialize(self, module: nn.Module, base: Any) -> None:
-        """Give values to a module, and quantize its part of a base."""
         materialize(module, base, self._task.place)
         if self._contender.base is not None:
             quantize_frozen_params(module, self._contender.base)
 
     def _shard(self, module: nn.Module) -> nn.Module:
-        """Shard one unit, by fsdp_zpp for a Strategy and by torch for torch's."""
         half = torch.bfloat16
         if not self._contender.fsdp2:
             return FullyShardedDataParallel(
@@ -345,7 +306,7 @@ BASES = {"int8": "int8:256", "int4": "int4:128", "nf4": "nf4:64"}
 class Contender:
     """A way to shard a model.
 
-    Attributes:
+    Args:
         name: Its name in a result.
         strategy: A ``Strategy``, or torch's ``ShardingStrategy``.
         fsdp2: Whether ``fully_shard`` shards it, or ``FullyShardedDataParallel``.
@@ -421,12 +382,7 @@ it has a whole base."""
 
 
 def contender(name: str, fsdp2: bool = True, called: str | None = None) -> Contender:
-    """Return the contender of a name.
-
-    Args:
-        name: One of :data:`NAMES`.
-        fsdp2: Whether ``fully_shard`` shards it, or ``FullyShardedDataParallel``.
-        called: Its name in a result; by default, ``name``.
+    """Return the contender of one of :data:`NAMES`; ``called`` is its name in a result, if that is another.
 
     Raises:
         ValueError: If there is none of this name.
@@ -578,7 +534,6 @@ class Planner:
         return self._plan(self.links.layout_of(strategy.gpus_per_node), codecs)[strategy.levels]
 
     def _plan(self, links: HopSpeeds, codecs: dict[str, Any]) -> Plan:
-        """Plan torch's rows, and letters with these codecs. A frozen base without a codec is in the compute dtype."""
         return plan(
             self.size,
             nodes=links.nodes,
@@ -682,7 +637,6 @@ def _step_ms(row: Row) -> float:
 
 
 def _gains(chosen: Row, stock: Row | None, hsdp: Row | None) -> str:
-    """Say how a row compares with torch's own strategies."""
     parts = []
     for name, other in (("FULL_SHARD", stock), ("HSDP", hsdp)):
         if other is None or other is chosen:
@@ -694,7 +648,6 @@ def _gains(chosen: Row, stock: Row | None, hsdp: Row | None) -> str:
 
 
 def _why_stay(measured: Sequence[Row], stock: Row) -> str:
-    """Say by how much the others fall short of being clearly faster than FULL_SHARD."""
     others = [row for row in measured if row is not stock]
     if not others:
         return "nothing else could be measured"

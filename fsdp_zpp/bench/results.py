@@ -24,7 +24,7 @@ from fsdp_zpp.planner.chart import OURS, PEER, Bar, Row, save, steps_figure
 class Task:
     """Model and the data that all strategies of a run train on.
 
-    Attributes:
+    Args:
         config: The model's configuration, one of transformers' for causal language models.
         nodes: Number of nodes.
         gpus_per_node: Ranks of each.
@@ -66,15 +66,7 @@ PACKAGES = ("fsdp_zpp", "torch", "triton", "transformers", "numpy", "deepspeed",
 
 
 def manifest(command: list[str] | None = None) -> dict[str, Any]:
-    """Return the manifest of this run.
-
-    Args:
-        command: Command that started it; by default, this process's own.
-
-    Returns:
-        ``date`` (ISO 8601, UTC), ``machine`` (names and counts of CPUs and GPUs), ``versions``, and ``command``, as one
-        types it.
-    """
+    """Return when, where, with which versions and by which command, by default this process's own, a run is made."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine(),

@@ -290,17 +290,12 @@ def events_of(trace: Path) -> list[dict[str, Any]]:
 
 
 def kernels(events: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], bool, Interval]]:
-    """Yield the kernels of a trace, each with whether it is NCCL's, and its interval.
-
-    Annotations, too, may be called nccl and have a time on the GPU.
-    """
+    """Yield the kernels of a trace, each with whether it is NCCL's, and its interval."""
     for event in events:
+        # Annotations, too, may be called nccl and have a time on the GPU.
         if event.get("cat") == "kernel":
-            yield (
-                event,
-                event["name"].startswith("nccl"),
-                (float(event["ts"]), float(event["ts"]) + float(event["dur"])),
-            )
+            start = float(event["ts"])
+            yield event, event["name"].startswith("nccl"), (start, start + float(event["dur"]))
 
 
 def overlap(trace: Path, steps: int) -> dict[str, float | None]:
@@ -320,16 +315,9 @@ def overlap(trace: Path, steps: int) -> dict[str, float | None]:
 
 
 def traced(training: Training, tokens: torch.Tensor, trace: Path, with_host: bool = True) -> dict[str, float | None]:
-    """Trace further steps on rank 0, write the trace, and return its figures of communication. Collective.
+    """Trace further steps on rank 0, and return its figures of communication, on the others nothing. Collective.
 
-    Args:
-        training: What makes the steps.
-        tokens: Those of this rank.
-        trace: File for the gzipped trace; its folder is made.
-        with_host: Whether the trace also has what the CPU does, which takes long to write.
-
-    Returns:
-        The figures on rank 0, nothing on the others.
+    The gzipped trace is written to ``trace``; what the CPU does, ``with_host``, takes long to write.
     """
     if dist.get_rank() != 0:
         for _ in range(TRACED_STEPS):
@@ -408,7 +396,6 @@ def _task(arguments: argparse.Namespace, config: Any, links: HopSpeeds, device: 
 def _measured(
     arguments: argparse.Namespace, task: Task, planner: Planner, contenders: list[Contender]
 ) -> Iterator[Row]:
-    """Measure each contender that fits, one after the other."""
     schedule = Schedule(arguments.warmup, arguments.steps)
     beside_states = 0.0
     with tempfile.TemporaryDirectory() as folder:
@@ -584,7 +571,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
-    """Raise if a result could not be written after minutes of measurements."""
     for option in ("json", "chart"):
         if (path := getattr(arguments, option)) is not None:
             check_writable(f"--{option}", path)

@@ -55,23 +55,14 @@ class Bar:
 
 
 def check_format(path: Path) -> None:
-    """Raise unless :func:`save` can write to ``path``.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-        ValueError: If matplotlib can't write the format.
-    """
+    """Raise ValueError unless :func:`save` can write to ``path``, and ModuleNotFoundError without matplotlib."""
     known = new_figure(1).canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in known:
         raise ValueError(f"--chart {path} is not an image; allowed are the suffixes .{', .'.join(sorted(known))}")
 
 
 def new_figure(height: float) -> Figure:
-    """Return an empty figure of this height in points.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-    """
+    """Return an empty figure of this height in points; raise ModuleNotFoundError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -81,13 +72,7 @@ def new_figure(height: float) -> Figure:
 
 
 def steps_figure(bars: Sequence[Bar], heading: str, note: str = "") -> Figure:
-    """Return a figure with the times of steps, and with peaks of memory if any are known.
-
-    Args:
-        bars: Strategies, from top to bottom.
-        heading: Text over the times.
-        note: What was measured on what, at the bottom.
-    """
+    """Return a figure with the times of steps under a heading, peaks of memory if any are known, and a note below."""
     names = [textwrap.fill(bar.name, 26, break_long_words=False) for bar in bars]
     rows = [ROW + _LINE * name.count("\n") for name in names]
     figure, axes = canvas(ROW + sum(rows) + (ROW if note else 4))
@@ -123,12 +108,7 @@ def width_of(text: str, weight: str = "normal") -> float:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure to an image file, whose suffix sets the format.
-
-    Raises:
-        ValueError: If matplotlib can't write the format.
-        OSError: If the file can't be written.
-    """
+    """Write a figure to an image file, whose suffix sets the format; raise ValueError for one that is unknown."""
     figure.savefig(path, dpi=150, bbox_inches="tight", pad_inches=0.1)
 
 
@@ -147,12 +127,10 @@ def write(axes: Axes, x: float, y: float, text: str, ha: str = "left", **look: A
 
 
 def _texts_width(bar: Bar) -> float:
-    """Return the width of the texts at a bar, with the gaps around them."""
     return 3 * GAP + width_of(bar.text) + width_of(bar.speedup, "bold")
 
 
 def _ends(bar: Bar, key: str) -> tuple[float, float]:
-    """Return the lowest and the highest of a figure of a strategy's measurements."""
     figures = [row[key] for row in bar.rows]
     return min(figures), max(figures)
 

@@ -27,9 +27,7 @@ from .memory import Memory, Volume
 from .model_size import Case
 from .step_time import HostWork, StepTime
 
-# ---- table
-#
-# Numbers and tables as text.
+# ---- text
 
 
 def aligned(rows: Sequence[tuple[str, ...]], names: int) -> list[str]:
@@ -58,9 +56,9 @@ def seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
-# ---- levels
+# ---- candidates
 #
-# The strategies of a plan: its codecs under other letters, and with local steps.
+# What a plan compares: strategies of torch's that people run today, presets with their codecs, and the 14 letters.
 
 
 def with_levels(codecs: Strategy, levels: str) -> Strategy:
@@ -80,16 +78,11 @@ def with_local_steps(strategy: Strategy, local_steps: LocalSteps) -> Strategy:
     return dataclasses.replace(strategy, local_steps=local_steps) if local_steps.has_synchronous_steps else alone
 
 
-# ---- candidates
-#
-# What a plan compares: strategies of torch's that people run today, presets with their codecs, and the 14 letters.
-
-
 @dataclass(frozen=True)
 class Candidate:
     """One row of a plan.
 
-    Attributes:
+    Args:
         strategy: The strategy. For one of torch's, that which sends the same here. It keeps the same, too, but that
             gradients of several micro-batches accumulate in fp32; torch's do in the dtype in which they are reduced.
         title: Name of a preset, with what is different from its defaults, or of torch's strategy; None has letters
@@ -132,11 +125,8 @@ def presets(case: Case, frozen: Codec | FrozenName | None) -> Iterator[Candidate
     """Yield presets with their codecs: of ZeRO++, and of MixZ++ if parts of the model are frozen.
 
     On a single node with fast links ZeRO++'s codecs are inactive, so it is left out. If links inside nodes are slow,
-    each GPU as a node is a candidate, too, where that is not what links decide.
-
-    Args:
-        case: What is planned. Scopes that accumulate inside a node are candidates if it accumulates.
-        frozen: Codec of the frozen base; None compares those that there are, and a base without a codec.
+    each GPU as a node is a candidate, too, where that is not what links decide. Without a codec of the frozen base,
+    those that there are, and a base without one, are compared.
     """
     cluster, accumulates = case.cluster, case.work.micro_batches > 1
     found: list[Candidate] = []
@@ -153,12 +143,7 @@ def presets(case: Case, frozen: Codec | FrozenName | None) -> Iterator[Candidate
 
 
 def with_codecs(accumulates: bool, several_nodes: bool) -> Iterator[Candidate]:
-    """Yield ZeRO++'s presets, the plainest first, which ``plan`` predicts and ``bench`` measures.
-
-    Args:
-        accumulates: Whether a step has several micro-batches, so that gradients may be reduced between nodes once.
-        several_nodes: Whether shards inside a node differ from those over all.
-    """
+    """Yield ZeRO++'s presets, the plainest first, which ``plan`` predicts and ``bench`` measures."""
     yield Candidate(Strategy.zeropp(), "zeropp")
     yield Candidate(Strategy.zeropp(weights=Int4Delta()), "zeropp Int4Delta")
     if accumulates:
@@ -191,21 +176,13 @@ def _base_codecs() -> Iterator[Codec | FrozenName]:
 def line_of(strategy: Strategy, gpus_per_node: int | None = None) -> str:
     """Return a line that makes ``strategy``, with its imports.
 
-    Args:
-        strategy: The strategy. Its own ``gpus_per_node`` is left out: the launcher, or the machine, tells it.
-        gpus_per_node: Node size to pass explicitly.
+    Its own ``gpus_per_node`` is left out, since the launcher, or the machine, tells it, unless the size is passed here.
     """
     call, names = _call(dataclasses.replace(strategy, gpus_per_node=gpus_per_node))
     return f"from fsdp_zpp import {', '.join(sorted({'Strategy', *names}))}; strategy = {call}"
 
 
-def line_of_torch(name: str) -> str:
-    """Return a line with torch's ``ShardingStrategy`` of this name."""
-    return f"from torch.distributed.fsdp import ShardingStrategy; strategy = ShardingStrategy.{name}"
-
-
 def _call(strategy: Strategy) -> tuple[str, set[str]]:
-    """Return the shortest call that makes ``strategy``, and the names in it."""
     # Of equally short calls the first is taken: of a quantized base MixZ++'s, of local steps DiLoCo's.
     first = {"mixzpp": strategy.frozen is not None, "diloco": strategy.local_steps is not None}
     names = sorted(PRESETS, key=lambda name: not first.get(name, False))
@@ -242,15 +219,13 @@ def _value(value: Any, names: set[str]) -> str:
 
 
 # ---- estimate
-#
-# Figures of one row of a plan: what a strategy sends and keeps, and how long its step takes.
 
 
 @dataclass(frozen=True)
 class PartEstimate:
     """Figures of parameters that one strategy shards over the same ranks: dense ones, or experts.
 
-    Attributes:
+    Args:
         strategy: The strategy. Its ``gpus_per_node`` counts those ranks of a node that it shards over.
         topology: The layout of the ranks that it shards over.
         volume: Bytes that one GPU sends for these parameters in an optimizer step.
@@ -269,7 +244,7 @@ class PartEstimate:
 class Estimate:
     """Figures of one row: a strategy of this package, or one of torch's.
 
-    Attributes:
+    Args:
         strategy: The strategy of all parameters, or of those beside experts. If each GPU counts as a node without being
             asked to, and there is a quantized base, ``gpus_per_node`` is None, so that the base is sharded over the
             machine. For a row of torch's, the strategy here that sends the same or, if that does not fit since it
@@ -293,8 +268,8 @@ class Estimate:
     memory: Memory
     time: StepTime
     fits: bool
-    experts: PartEstimate | None = None
-    candidate: Candidate | None = None
+    experts: PartEstimate | None
+    candidate: Candidate
 
     @property
     def dense_volume(self) -> Volume:
@@ -320,20 +295,19 @@ class Estimate:
     @property
     def title(self) -> str | None:
         """Return the name of a preset or a strategy of torch's; None for a row that has letters alone."""
-        return None if self.candidate is None else self.candidate.title
+        return self.candidate.title
 
     @property
     def torch(self) -> str | None:
         """Return the name of torch's ``ShardingStrategy``; None for a strategy of this package."""
-        return None if self.candidate is None else self.candidate.torch
+        return self.candidate.torch
 
     @property
     def paste(self) -> str:
         """Return a line of Python that makes the strategy, with its imports."""
         if self.torch is not None:
-            return line_of_torch(self.torch)
-        asked = None if self.candidate is None else self.candidate.strategy.gpus_per_node
-        return line_of(self.strategy, gpus_per_node=asked)
+            return f"from torch.distributed.fsdp import ShardingStrategy; strategy = ShardingStrategy.{self.torch}"
+        return line_of(self.strategy, gpus_per_node=self.candidate.strategy.gpus_per_node)
 
     @property
     def gib(self) -> float:
@@ -356,10 +330,6 @@ def choose(estimates: Sequence[Estimate], slow_links: bool) -> Estimate | None:
     """Return the best that fits by the rule above; None if nothing fits.
 
     Local steps change the mathematics, so they are chosen only if the fastest with them beats the fastest without.
-
-    Args:
-        estimates: The rows.
-        slow_links: Whether links inside a node are slow.
     """
     fitting = [estimate for estimate in estimates if estimate.fits]
     if not fitting:
@@ -370,7 +340,6 @@ def choose(estimates: Sequence[Estimate], slow_links: bool) -> Estimate | None:
 
 
 def _best(fast: list[Estimate], slow_links: bool) -> Estimate:
-    """Return the best of those that are as fast."""
     best = _plainest(_quietest(fast, slow_links))
     exact = [estimate for estimate in fast if not _is_lossy(estimate)]
     if not exact or not _is_lossy(best):
@@ -397,14 +366,13 @@ def _is_lossy(estimate: Estimate) -> bool:
 
 
 def _by_mathematics(estimates: Sequence[Estimate]) -> tuple[list[Estimate], list[Estimate]]:
-    """Return the estimates without local steps, and those with them."""
     in_step = [estimate for estimate in estimates if estimate.strategy.local_steps is None]
     return in_step, [estimate for estimate in estimates if estimate.strategy.local_steps is not None]
 
 
 def _fame(estimate: Estimate) -> tuple[bool, bool]:
     """Return a key that sorts presets and torch's strategies first, and variations of presets behind them."""
-    return estimate.title is None, estimate.candidate is not None and estimate.candidate.coarser
+    return estimate.title is None, estimate.candidate.coarser
 
 
 def _goes_by_another_name(estimate: Estimate) -> bool:
@@ -481,7 +449,6 @@ def _hider(choice: Estimate) -> str:
 
 
 def _on_ties(choice: Estimate, alike: list[Estimate], others: str, slow_links: bool) -> str:
-    """Say how many are as fast, and what decided among them."""
     fast = _fastest(alike)
     hider = _hider(choice)
     if len(fast) == 1:
@@ -503,7 +470,6 @@ def _on_ties(choice: Estimate, alike: list[Estimate], others: str, slow_links: b
 
 
 def _on_mathematics(choice: Estimate, in_step: list[Estimate], local: list[Estimate]) -> list[str]:
-    """Say how the choice compares with those that fit on the other side of local steps."""
     others = in_step if choice in local else local
     fastest = min(others, key=lambda estimate: estimate.time.total, default=None)
     if choice in local:

@@ -53,7 +53,6 @@ def codec(text: str) -> Codec | None:
 
 
 def _feedback(text: str) -> LoCo | None:
-    """Parse error feedback: ``none``, ``inter`` or ``both``, the latter two with a codec of the errors or without."""
     if text == "none":
         return None
     hops, _, errors = text.partition(":")
@@ -78,7 +77,6 @@ _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def _count(text: str) -> float:
-    """Parse a number of parameters, such as ``8e9`` or ``8B``."""
     factor = _SUFFIXES.get(text[-1:].lower(), 1.0)
     try:
         return float(text[:-1] if factor > 1 else text) * factor

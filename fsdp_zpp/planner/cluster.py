@@ -20,8 +20,6 @@ from fsdp_zpp.runtime._torch_rank_layout import find_links
 from fsdp_zpp.strategy.error_feedback import Topology
 
 # ---- config
-#
-# Inputs of a plan: the cluster, the work of a step, the memory of a GPU, and the dtypes.
 
 GIB = 2**30
 
@@ -540,14 +538,7 @@ REPETITIONS = 7
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Measured bandwidths, the same on every rank.
-
-    Args:
-        nodes: Number of nodes they were measured on.
-        gpus_per_node: GPUs of each node.
-        inter_gbps: Gbit/s of a whole node to the others; None if there is only one node.
-        intra_gbps: Gbit/s of one GPU to the others of its node; None if it has only one GPU.
-    """
+    """Measured bandwidths as of :class:`Cluster`, the same on every rank; None where there is one node, or one GPU."""
 
     nodes: int
     gpus_per_node: int
@@ -569,14 +560,8 @@ def measure_bandwidth(
     """Time all-gathers between nodes and inside them. Collective over ``group``.
 
     All ranks take part at once, so the inter-node figure is that of a node's whole network, not the share of one GPU.
-    A repetition counts with the time of its slowest rank. The result is the median of all but the first, which warms
-    up.
-
-    Args:
-        group: The ranks.
-        gpus_per_node: Ranks of a node; None takes it from torchrun.
-        mib: MiB that a rank holds after an all-gather, about as much as a large unit.
-        repetitions: Number of timed all-gathers.
+    After an all-gather, a rank holds ``mib`` MiB. A repetition counts with the time of its slowest rank. The result is
+    the median of all but the first, which warms up.
 
     Raises:
         TypeError: If an argument is not a number.
@@ -617,11 +602,7 @@ def links_are_slow(group: dist.ProcessGroup, measured: Bandwidth | None) -> bool
 
 
 def world() -> dist.ProcessGroup:
-    """Return the group of all ranks.
-
-    Raises:
-        ValueError: If no process group is initialized.
-    """
+    """Return the group of all ranks; raise ValueError if none is initialized."""
     if dist.group.WORLD is None:
         raise ValueError("no process group is initialized; call torch.distributed.init_process_group first")
     return dist.group.WORLD

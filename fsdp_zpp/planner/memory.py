@@ -110,7 +110,6 @@ class _Unit:
 
 
 def _sizes_in_order(size: Units) -> Iterator[tuple[int, bool]]:
-    """Return the frozen elements of each unit in forward order, and whether backward needs them, too."""
     roots = [unit.frozen for unit in size.units if not unit.reshard_after_forward]
     for frozen in roots:
         yield frozen // 2, False  # an embedding's backward needs no weight
@@ -378,7 +377,6 @@ def _frozen_states(numel: int, strategy: ResolvedStrategy, precision: Precision)
 
 
 def _kept(numel: int, strategy: ResolvedStrategy, precision: Precision) -> int:
-    """Return the bytes of weights kept beside the shard."""
     parameters, _, optimizer = strategy.scopes
     if _kept_whole(strategy):
         return numel * precision.compute.itemsize
@@ -395,7 +393,6 @@ def _kept_whole(strategy: ResolvedStrategy) -> bool:
 
 
 def _accumulator_numel(numel: int, strategy: ResolvedStrategy) -> int:
-    """Return the elements of an accumulated gradient, after the hops that every micro-batch makes."""
     _, gradients, optimizer = strategy.scopes
     if gradients == "I" and optimizer == "G":  # padded to chunks, one for every node
         return strategy.topology.nodes * shard_numel(numel, "G", strategy.topology)

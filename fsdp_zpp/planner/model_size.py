@@ -334,7 +334,6 @@ def _split(params: int, trainable: int, count: int, reshard_after_forward: bool)
 
 
 def _with_experts(unit: Unit, experts: int) -> Unit:
-    """Return the unit with ``experts`` of its elements in experts, trainable and frozen ones in proportion."""
     experts = min(experts, unit.numel)  # units that are split have one element more or less
     trainable = experts * unit.trainable // max(1, unit.numel)
     return replace(unit, expert_trainable=trainable, expert_frozen=experts - trainable)
@@ -381,7 +380,6 @@ def pretrained_size(name: str) -> ModelSize:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Return the error and those that it was raised from."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -538,7 +536,6 @@ def _check_experts(size: ModelSize, axes: Axes) -> None:
 
 
 def _stage(size: ModelSize, stages: int) -> tuple[Unit, ...]:
-    """Return the units of the stage that has most; see the rules at the top of this section."""
     if stages == 1:
         return size.units
     layers = sorted((unit for unit in size.units if unit.reshard_after_forward), key=lambda unit: -unit.numel)

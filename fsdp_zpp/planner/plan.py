@@ -337,7 +337,6 @@ def _experts_strategy(asked: Strategy | str | None, codecs: Strategy, topology: 
 
 
 def _plan(case: Case, codecs: Strategy, local_steps: LocalSteps | None, presets: bool) -> Plan:
-    """Return the plan of arguments that are checked already. The letters of ``codecs`` do not matter."""
     letters = lettered(case, codecs, local_steps)
     named = [*of_torch(case), *with_presets(case, codecs.frozen)] if presets else []
     estimates = tuple(estimate_of(candidate, case) for candidate in letters)
@@ -446,7 +445,6 @@ def choose_strategy(
 
 
 def _on_what(model: nn.Module, nodes: int | None, gpus_per_node: int | None) -> tuple[ModelSize, int, int]:
-    """Return the size of ``model``, and the numbers of nodes and of GPUs of each, given or from the running job."""
     size = module_size(model)
     if dist.is_initialized() and None in (nodes, gpus_per_node):
         running = topology_of(world(), gpus_per_node)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,7 @@ from .step_time import StepTime
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
-    """Draw the predicted time and the memory of each row of the table to an image whose suffix sets the format.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-        ValueError: If matplotlib can't write the format.
-        OSError: If the file can't be written.
-    """
+    """Draw the predicted time and the memory of each row of the table to an image, whose suffix sets the format."""
     bars = []
     for row in shown_rows(plan)[0]:
         ms = row.time.total * 1e3
@@ -41,12 +34,10 @@ def draw_plan(plan: Plan, path: Path) -> None:
 
 
 # ---- notes
-#
-# Notes on a plan: what was assumed, and which arguments have no effect.
 
 
 def notes_on(case: Case, codecs: Strategy) -> list[str]:
-    """Return notes on a plan, one sentence each; ``codecs`` are those of its letters."""
+    """Return what was assumed and which arguments have no effect; ``codecs`` are those of the letters."""
     cluster, work, budget = case.cluster, case.work, case.budget
     topologies = [part.topology for part in case.parts if part.strategy is None]
     notes = [
@@ -149,13 +140,8 @@ def _idle_codecs(size: ModelSize, topologies: Sequence[Topology], codecs: Strate
     return idle
 
 
-# ---- link notes
-#
-# Notes on slow links inside nodes: what counts as a node, and which size of one is better on three levels of links.
-
-
 def notes_on_links(cluster: Cluster, rows: Sequence[Estimate]) -> list[str]:
-    """Return notes if the links inside nodes are slow."""
+    """Return what counts as a node if the links inside nodes are slow, and the better size of one on several."""
     if not cluster.slow_links or cluster.gpus_per_node == 1:
         return []
     if cluster.nodes == 1:
@@ -164,25 +150,18 @@ def notes_on_links(cluster: Cluster, rows: Sequence[Estimate]) -> list[str]:
             "their bytes are shown as sent inside it. A quantized base stays sharded over the machine."
         )
         return [note]
-    by_size = [[row for row in rows if row.fits and _splits(row) == splits] for splits in (False, True)]
-    machine, gpu = (choose([row for row in of if row.torch is None], slow_links=True) for of in by_size)
+    fitting = [row for row in rows if row.fits and row.torch is None]
+    splits = [row for row in fitting if row.candidate.strategy.gpus_per_node == 1]
+    machine = choose([row for row in fitting if row.candidate.strategy.gpus_per_node != 1], slow_links=True)
+    gpu = choose(splits, slow_links=True)
     return [] if machine is None or gpu is None else [_recommendation(machine, gpu)]
 
 
-def _splits(row: Estimate) -> bool:
-    return row.candidate is not None and row.candidate.strategy.gpus_per_node == 1
-
-
 def _recommendation(machine: Estimate, gpu: Estimate) -> str:
-    """Say which size of a node is better. Ties go to the machine, which keeps less on each GPU."""
     better = "pass gpus_per_node=1" if gpu.time.total * (1 + TOLERANCE) < machine.time.total else "keep the machine"
     one, other = (f"{row.name} takes {seconds(row.time.total)} and {row.gib:.1f} GiB" for row in (machine, gpu))
     return f"Three levels of links: with a machine as a node, {one}; with each GPU as a node, {other}: {better}."
 
-
-# ---- offload notes
-#
-# Notes on CPU offload: what it takes beside the strategy, and that it would help where nothing fits without.
 
 ANY_HOST = Offload(gbps=1.0, optimizer_gbs=1.0)
 """A host of which no figure matters but that it has enough memory: what fits does not depend on its speed."""
@@ -213,11 +192,7 @@ def notes_on_offload(budget: MemoryBudget) -> list[str]:
 
 
 def hint_at_offload(offloaded: Sequence[Estimate]) -> list[str]:
-    """Return a note on the smallest row that would fit with CPU offload, if any would.
-
-    Args:
-        offloaded: The rows with offload.
-    """
+    """Return a note on the smallest of the rows with CPU offload that fits, if any does."""
     fitting = [estimate for estimate in offloaded if estimate.fits]
     if not fitting:
         return []
@@ -231,58 +206,38 @@ def hint_at_offload(offloaded: Sequence[Estimate]) -> list[str]:
     return [hint]
 
 
-# ---- axes report
-#
-# What a report says of other parallelisms: where ranks lie, and the bytes of each axis.
+# ---- axes
 
 
-def title_of_axes(axes: Axes, estimate: Estimate) -> str:
-    """Return a line with the degrees of the axes, and the ranks that strategies shard over."""
-    degrees = ", ".join(f"{name} {degree}" for name, degree in asdict(axes).items())
-    if estimate.experts is None:
+def _title_of_axes(plan: Plan) -> str:
+    estimate = plan["IGG"]
+    degrees, experts = ", ".join(f"{name} {degree}" for name, degree in asdict(plan.axes).items()), estimate.experts
+    if experts is None:
         return f"{degrees}; sharded over {_ranks(estimate.topology)}"
-    own = f", by {estimate.experts.strategy.levels}" * (estimate.experts.strategy.levels != estimate.levels)
-    return (
-        f"{degrees}; dense parameters sharded over {_ranks(estimate.topology)}, experts over "
-        f"{_ranks(estimate.experts.topology)}{own}"
-    )
+    own = f", by {experts.strategy.levels}" * (experts.strategy.levels != estimate.levels)
+    dense = f"dense parameters sharded over {_ranks(estimate.topology)}"
+    return f"{degrees}; {dense}, experts over {_ranks(experts.topology)}{own}"
 
 
 def _ranks(topology: Topology) -> str:
     return f"{count(topology.world, 'rank')}, {topology.gpus_per_node:,} a node"
 
 
-def table_of_axes(estimate: Estimate, activations: Iterable[tuple[str, Volume]], cluster: Cluster) -> list[str]:
-    """Return a table of the bytes that a step sends along each axis under one strategy."""
+def _table_of_axes(plan: Plan, estimate: Estimate) -> list[str]:
     experts = estimate.experts
     volumes = {"dp" if experts is None else "dp, dense parameters": estimate.dense_volume}
     if experts is not None:
         volumes[f"dp, experts ({experts.strategy.levels})"] = experts.volume
-    estimated = {f"{axis}, activations *": volume for axis, volume in activations}
+    volumes |= {f"{axis}, activations *": volume for axis, volume in plan.activations}
     rows = [(f"GB a step under {estimate.name}:", "out of node", "in node, a GPU")]
-    for name, volume in (volumes | estimated).items():
-        out = cluster.gpus_per_node * volume.inter
+    for name, volume in volumes.items():
+        out = plan.cluster.gpus_per_node * volume.inter
         rows.append((f"   {name}", number(out / 1e9), number(volume.intra / 1e9)))
-    legend = ["* estimated from the shape of a layer; no time above includes them."] if estimated else []
-    return [*aligned(rows, names=1), *legend, ""]
+    estimated = "* estimated from the shape of a layer; no time above includes them."
+    return [*aligned(rows, names=1), *([estimated] if plan.activations else []), ""]
 
 
-def ranks_of(estimate: Estimate) -> dict[str, Any]:
-    """Return, for JSON, the ranks that a strategy shards over, and the figures of experts that are apart."""
-    figures: dict[str, Any] = {"ranks": asdict(estimate.topology)}
-    if (experts := estimate.experts) is not None:
-        figures["experts"] = {
-            "levels": experts.strategy.levels,
-            "ranks": asdict(experts.topology),
-            "sent_bytes_per_gpu": asdict(experts.volume),
-            "memory_bytes": experts.memory.total,
-        }
-    return figures
-
-
-# ---- json report
-#
-# A plan as JSON.
+# ---- json
 
 
 def plan_to_json(plan: Plan) -> str:
@@ -295,72 +250,74 @@ def plan_to_json(plan: Plan) -> str:
             "params": plan.size.params,
             "trainable": plan.size.trainable,
             "active": plan.size.active_trainable + plan.size.active_frozen,
-            "units": [_unit(unit, plan.has_axes) for unit in plan.size.units],
+            "units": [_without(unit, () if plan.has_axes else _OF_EXPERTS) for unit in plan.size.units],
         },
-        "cluster": dataclasses.asdict(plan.cluster),
-        "work": dataclasses.asdict(plan.work),
-        "budget_gib": {name: figure for name, figure in vars(plan.budget).items() if name != "offload"},
-        "precision": dataclasses.asdict(plan.precision),
+        "cluster": asdict(plan.cluster),
+        "work": asdict(plan.work),
+        "budget_gib": _without(plan.budget, ("offload",)),
+        "precision": asdict(plan.precision),
         "codecs": _codecs(plan),
         "paste": None if plan.choice is None else plan.choice.paste,
         "strategies": {estimate.name: _figures(estimate, plan) for estimate in plan.rows},
     }
     if plan.has_axes:
-        report["axes"] = dataclasses.asdict(plan.axes)
-        report["estimated_activation_bytes_per_gpu"] = {
-            axis: dataclasses.asdict(volume) for axis, volume in plan.activations
-        }
+        report["axes"] = asdict(plan.axes)
+        report["estimated_activation_bytes_per_gpu"] = {axis: asdict(volume) for axis, volume in plan.activations}
     if plan.budget.offload is not None:
-        report["offload"] = dataclasses.asdict(plan.budget.offload)
+        report["offload"] = asdict(plan.budget.offload)
     if plan.local_steps is not None:
         # Codecs as text: asdict would leave of them no more than their blocks.
         report["local_steps"] = vars(plan.local_steps)
     return json.dumps(report, indent=1, default=str)
 
 
-def _codecs(plan: Plan) -> dict[str, str | None]:
-    strategy = plan.resolved
-    intra, inter = strategy.gradient_codecs
-    codecs: dict[str, object] = {
-        "weights": strategy.weights,
-        "gradients": inter,
-        "intra_gradients": intra,
-        "frozen": strategy.frozen,
-    }
-    codecs["error_feedback"] = strategy.error_feedback
-    return {name: None if codec is None else str(codec) for name, codec in codecs.items()}
-
-
+_OF_EXPERTS = ("expert_trainable", "expert_frozen")
 _OF_LOCAL_STEPS = ("outer", "exchange", "wait")
 _OF_OFFLOAD = ("host", "optimizer")
 
 
-def _unit(unit: Unit, with_experts: bool) -> dict[str, Any]:
-    figures = dataclasses.asdict(unit)
-    return {name: figure for name, figure in figures.items() if with_experts or not name.startswith("expert_")}
+def _without(record: Unit | MemoryBudget | Memory | StepTime, left_out: Sequence[str]) -> dict[str, Any]:
+    return {name: figure for name, figure in asdict(record).items() if name not in left_out}
+
+
+def _codecs(plan: Plan) -> dict[str, str | None]:
+    strategy = plan.resolved
+    intra, inter = strategy.gradient_codecs
+    codecs: dict[str, object] = {"weights": strategy.weights, "gradients": inter, "intra_gradients": intra}
+    codecs |= {"frozen": strategy.frozen, "error_feedback": strategy.error_feedback}
+    return {name: None if codec is None else str(codec) for name, codec in codecs.items()}
 
 
 def _figures(estimate: Estimate, plan: Plan) -> dict[str, Any]:
-    offloads = plan.budget.offload is not None
-
-    def fields_of(value: Memory | StepTime) -> dict[str, Any]:
-        left_out: tuple[str, ...] = _OF_LOCAL_STEPS if estimate.strategy.local_steps is None else ()
-        if not offloads:
-            left_out += ("host",) if isinstance(value, Memory) else _OF_OFFLOAD
-        return {name: figure for name, figure in dataclasses.asdict(value).items() if name not in left_out}
-
-    return (ranks_of(estimate) if plan.has_axes else {}) | {
+    out_of_memory: tuple[str, ...] = _OF_LOCAL_STEPS if estimate.strategy.local_steps is None else ()
+    out_of_time = out_of_memory
+    if plan.budget.offload is None:
+        out_of_memory, out_of_time = (*out_of_memory, "host"), (*out_of_time, *_OF_OFFLOAD)
+    memory, time = estimate.memory, estimate.time
+    totals = {"communication": time.communication, "step": time.total}
+    return (_ranks_of(estimate) if plan.has_axes else {}) | {
         "torch": estimate.torch,
         "paste": estimate.paste,
         "levels": estimate.levels,
         "gpus_per_node": estimate.topology.gpus_per_node,
         "fits": estimate.fits,
-        "memory_bytes": fields_of(estimate.memory) | {"total": estimate.memory.total},
+        "memory_bytes": _without(memory, out_of_memory) | {"total": memory.total},
         "inter_node_bytes": estimate.inter_node_bytes,
-        "sent_bytes_per_gpu": dataclasses.asdict(estimate.volume),
-        "seconds": fields_of(estimate.time)
-        | {"communication": estimate.time.communication, "step": estimate.time.total},
+        "sent_bytes_per_gpu": asdict(estimate.volume),
+        "seconds": _without(time, out_of_time) | totals,
     }
+
+
+def _ranks_of(estimate: Estimate) -> dict[str, Any]:
+    figures: dict[str, Any] = {"ranks": asdict(estimate.topology)}
+    if (experts := estimate.experts) is not None:
+        figures["experts"] = {
+            "levels": experts.strategy.levels,
+            "ranks": asdict(experts.topology),
+            "sent_bytes_per_gpu": asdict(experts.volume),
+            "memory_bytes": experts.memory.total,
+        }
+    return figures
 
 
 # ---- report
@@ -432,23 +389,22 @@ KNOWN_AS = {
     "GGG": "ZeRO-3, FSDP",
 }
 
-_HEADER = (
-    "",
-    "known as",
-    "weights",
-    "shards",
-    "optimizer",
-    "outer",
-    "gradients",
-    "errors",
-    "working",
-    "total",
-    "on host",
-    "out of node",
-    "in node",
-    "communication",
-    "step",
-)
+_COLUMNS: dict[str, Callable[[Estimate], str]] = {
+    "known as": lambda row: _known_as(row),
+    "weights": lambda row: number(row.memory.parameters / GIB),
+    "shards": lambda row: number(row.memory.shard / GIB),
+    "optimizer": lambda row: number(row.memory.optimizer / GIB),
+    "outer": lambda row: number(row.memory.outer / GIB),
+    "gradients": lambda row: number(row.memory.gradients / GIB),
+    "errors": lambda row: number(row.memory.errors / GIB),
+    "working": lambda row: number(row.memory.working / GIB),
+    "total": lambda row: number(row.memory.total / GIB),
+    "on host": lambda row: number(row.memory.host / GIB),
+    "out of node": lambda row: number(row.inter_node_bytes / 1e9),
+    "in node": lambda row: number(row.volume.intra / 1e9),
+    "communication": lambda row: seconds(row.time.communication),
+    "step": lambda row: seconds(row.time.total),
+}
 _UNITS = {"weights": "GiB a GPU:", "out of node": "GB a step:", "communication": "predicted:"}
 """What stands above columns, from the named one to the next that is named."""
 
@@ -480,9 +436,12 @@ _LETTERS = 4
 def format_plan(plan: Plan) -> str:
     """Return a table (the choice first, then by speed, those that do not fit last), the reason, and a legend."""
     ranked, left_out = shown_rows(plan)
-    rows = [_HEADER, *(_row(estimate, estimate is plan.choice) for estimate in ranked)]
-    zeros = {_HEADER.index(name) for name in _columns_of_zeros(plan)}
-    rows = [tuple(cell for column, cell in enumerate(row) if column not in zeros) for row in rows]
+    zeros = _columns_of_zeros(plan)
+    columns = {name: cell for name, cell in _COLUMNS.items() if name not in zeros}
+    rows = [("", *columns)]
+    for row in ranked:
+        name = ("-> " if row is plan.choice else "   ") + row.name
+        rows.append((name, *(cell(row) for cell in columns.values())))
     header, *lines = aligned(rows, names=2)
     rule = "-" * max(map(len, [header, *lines]))
     first_out = next((i for i, estimate in enumerate(ranked) if not estimate.fits), None)
@@ -491,7 +450,7 @@ def format_plan(plan: Plan) -> str:
     lines = [_units_above(header), header, rule, *lines]
     more = [f"{count(left_out, 'combination')} of letters not shown; --json has all."] if left_out else []
     verdict = [plan.reason] if plan.choice is None else [plan.reason, "", plan.choice.paste]
-    by_axis = table_of_axes(ranked[0], plan.activations, plan.cluster) if plan.has_axes else []
+    by_axis = _table_of_axes(plan, ranked[0]) if plan.has_axes else []
     return "\n".join([*_title(plan), "", *lines, *more, rule, *verdict, "", *by_axis, *_legend(plan), *plan.notes])
 
 
@@ -544,7 +503,11 @@ def _title(plan: Plan) -> list[str]:
         networks.append(f"{cluster.intra_gbps:,.4g} Gbit/s a GPU inside")
     strategy = plan.resolved
     intra, inter = strategy.gradient_codecs
-    trainable = "all trainable" if not size.frozen else f"{size.trainable:,} ({_percent(size)}) trainable"
+    trainable = (
+        "all trainable"
+        if not size.frozen
+        else f"{size.trainable:,} ({100 * size.trainable / size.params:.3g} %) trainable"
+    )
     active = size.active_trainable + size.active_frozen
     if active < size.params:
         trainable += f", {active:,} active for a token"
@@ -552,7 +515,7 @@ def _title(plan: Plan) -> list[str]:
     return [
         f"{size.params:,} parameters, {trainable}, in {units}; {micro_batches} a step",
         ", ".join(networks),
-        *([title_of_axes(plan.axes, plan["IGG"])] if plan.has_axes else []),
+        *([_title_of_axes(plan)] if plan.has_axes else []),
         *(["presets with their own codecs; for letters:"] if plan.rows != plan.estimates else []),
         f"weights {_codec(strategy.weights)}, gradients {_codec(inter)} between nodes and {_codec(intra)} inside"
         + (f", error feedback {strategy.error_feedback}" if strategy.error_feedback is not None else "")
@@ -561,40 +524,12 @@ def _title(plan: Plan) -> list[str]:
     ]
 
 
-def _row(estimate: Estimate, chosen: bool) -> tuple[str, ...]:
-    memory = estimate.memory
-    states = (
-        memory.parameters,
-        memory.shard,
-        memory.optimizer,
-        memory.outer,
-        memory.gradients,
-        memory.errors,
-        memory.working,
-        memory.total,
-        memory.host,
-    )
-    return (
-        ("-> " if chosen else "   ") + estimate.name,
-        _known_as(estimate),
-        *(number(state / GIB) for state in states),
-        number(estimate.inter_node_bytes / 1e9),
-        number(estimate.volume.intra / 1e9),
-        seconds(estimate.time.communication),
-        seconds(estimate.time.total),
-    )
-
-
 def _known_as(estimate: Estimate) -> str:
     if estimate.strategy.local_steps is not None:
         return "local steps *"
     if estimate.torch is not None:
         return "torch's FSDP"
     return KNOWN_AS.get(estimate.levels, "") if estimate.title is None else estimate.levels
-
-
-def _percent(size: ModelSize) -> str:
-    return f"{100 * size.trainable / size.params:.3g} %"
 
 
 def _codec(codec: object) -> str:

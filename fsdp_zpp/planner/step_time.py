@@ -7,9 +7,9 @@ grows with the sequence, recomputation and the optimizer are left out.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fsdp_zpp.codecs.codec import Blockwise
 from fsdp_zpp.strategy.error_feedback import Topology, error_nbytes
@@ -62,9 +62,7 @@ def on_machines(hops: Volume, seen: Topology, ranks: Topology) -> Volume:
 
 # ---- activations
 #
-# Activations that other parallelisms send: estimates, from the shape of a layer.
-#
-# They are the textbook's figures, in each micro-batch and with what backward sends:
+# Activations that other parallelisms send are the textbook's figures, in each micro-batch and with what backward sends:
 #
 # - tp, with sequence parallelism (arXiv 2205.05198): four all-gathers and four reduce-scatters of a layer's
 # activations; - cp, as ring attention (arXiv 2310.01889): keys and values twice, and their gradients once; - ep: each
@@ -95,7 +93,6 @@ def activation_volumes(case: Case) -> dict[str, Volume]:
 
 
 def _to_each_peer(case: Case, tokens: int) -> dict[str, float | None]:
-    """Return the values that a rank sends to each other rank of an axis."""
     layer, axes, routing, parts = case.size.layer, case.axes, case.size.routing, case.parts
     assert layer is not None
     layers, expert_layers = _layers(parts[0]), _layers(parts[-1])
@@ -206,7 +203,7 @@ def exchange_volume(
     """Return the bytes that one rank sends when each unit is exchanged once, which takes ``every`` steps."""
     total = Volume()
     for count, one in _exchanges(size, resolved, local_steps, precision):
-        total += Volume(one.sent_between, one.sent_inside) * count
+        total += one.sent * count
     return total
 
 
@@ -218,7 +215,7 @@ def moment_volume(size: ModelSize, resolved: ResolvedStrategy, local_steps: Loca
     total = Volume()
     if local_steps.moments_every is not None:
         for count, one in _exchanges(size, resolved, local_steps, precision):
-            total += Volume(one.moments_sent_between, one.moments_sent_inside) * count
+            total += one.moments_sent * count
     return total
 
 
@@ -240,7 +237,7 @@ def exchange_memory(
     """
     total, buffers = Memory(), 0
     for count, one in _exchanges(size, resolved, local_steps, precision):
-        total += Memory(outer=one.outer_state, errors=one.errors) * count
+        total += one.kept * count
         buffers = max(buffers, one.buffers)
     return total + Memory(working=buffers)
 
@@ -250,128 +247,65 @@ def _exchanges(
 ) -> Iterator[tuple[int, _Exchange]]:
     for unit in size.units:
         if unit.trainable:
-            yield unit.count, _Exchange(unit.trainable, resolved, local_steps, precision)
+            yield unit.count, _exchange(unit.trainable, resolved, local_steps, precision)
 
 
-@dataclass(frozen=True)
-class _Exchange:
-    """Exchange of one unit of ``numel`` trainable elements, on one rank."""
+class _Exchange(NamedTuple):
+    sent: Volume
+    moments_sent: Volume
+    kept: Memory
+    buffers: int
 
-    numel: int
-    resolved: ResolvedStrategy
-    local_steps: LocalSteps
-    precision: Precision
 
-    @property
-    def _nodes(self) -> int:
-        return self.resolved.topology.nodes
-
-    @property
-    def _part(self) -> int:
-        """Return the elements that this rank exchanges."""
-        return shard_numel(self.numel, "I", self.resolved.topology)
-
-    @property
-    def _chunk(self) -> int:
-        """Return the elements of which this rank makes the outer step."""
-        return -(-self._part // self._nodes)
-
-    @property
-    def _payload(self) -> int:
-        return nbytes(self.local_steps.codec, self._chunk, _FP32)
-
-    @property
-    def _payload_back(self) -> int:
-        # The update is made of all nodes' changes.
-        codec = self.local_steps.codec
-        return nbytes(None if codec is None else codec.for_sum_of(self._nodes), self._chunk, _FP32)
-
-    @property
-    def _shares_node(self) -> bool:
-        """Return whether the ranks of a node hold the same weights, and put their parts together after an exchange."""
-        return self.resolved.scopes.optimizer == "N" and self.resolved.topology.gpus_per_node > 1
-
-    def _sent_to_node(self, itemsize: int) -> int:
-        others = self.resolved.topology.gpus_per_node - 1
-        return others * self._part * itemsize if self._shares_node else 0
-
-    @property
-    def sent_between(self) -> int:
-        # A chunk of changes to each other node, and this rank's chunk of the update to all.
-        return (self._nodes - 1) * (self._payload + self._payload_back)
-
-    @property
-    def sent_inside(self) -> int:
-        return self._sent_to_node(self.precision.storage.itemsize)
-
-    @property
-    def _moments(self) -> int:
-        return -(-self.precision.optimizer_bytes // _FP32)
-
-    @property
-    def moments_sent_between(self) -> int:
-        # A chunk to each other node, and this rank's mean to all.
-        return 2 * (self._nodes - 1) * self._moments * MOMENT_CODEC.nbytes(self._chunk)
-
-    @property
-    def moments_sent_inside(self) -> int:
-        return self._sent_to_node(self.precision.optimizer_bytes)
-
-    @property
-    def outer_state(self) -> int:
-        """Return the bytes of the agreed weights and the momentum on the GPU."""
-        return 0 if self.local_steps.offload else _FP32 * (self._nodes + 1) * self._chunk
-
-    @property
-    def errors(self) -> int:
-        """Return the bytes of the errors, on the way there and back."""
-        feedback = self.local_steps.error_feedback
-        if feedback is None:
-            return 0
-        across = Topology(self._nodes, 1)
-        there = error_nbytes(feedback, (None, self.local_steps.codec), "G", across, self._chunk)
-        return there + feedback.nbytes(self._chunk)
-
-    @property
-    def buffers(self) -> int:
-        """Return the peak bytes of buffers over the phases of an exchange."""
-        chunk = _FP32 * self._chunk
-        change, payloads = self._nodes * chunk, self._nodes * self._payload
-        # Without a codec, changes are sent from where they are.
-        sent = payloads if self.local_steps.codec is not None else 0
-        put_together = (self.resolved.topology.gpus_per_node + 1) * self._part * self.precision.storage.itemsize
+def _exchange(numel: int, resolved: ResolvedStrategy, local_steps: LocalSteps, precision: Precision) -> _Exchange:
+    """Return the figures of one rank in the exchange of one unit of ``numel`` trainable elements."""
+    codec, feedback = local_steps.codec, local_steps.error_feedback
+    nodes, gpus, stored = resolved.topology.nodes, resolved.topology.gpus_per_node, precision.storage.itemsize
+    part = shard_numel(numel, "I", resolved.topology)  # which this rank exchanges
+    chunk = -(-part // nodes)  # of which it makes the outer step
+    payload = nbytes(codec, chunk, _FP32)
+    # The update is made of all nodes' changes.
+    payload_back = nbytes(None if codec is None else codec.for_sum_of(nodes), chunk, _FP32)
+    # Ranks of a node that hold the same weights put their parts together afterwards.
+    shares_node = resolved.scopes.optimizer == "N" and gpus > 1
+    inside = (gpus - 1) * part if shares_node else 0
+    moments = -(-precision.optimizer_bytes // _FP32)
+    errors = 0
+    if feedback is not None:  # on the way there and back
+        there = error_nbytes(feedback, (None, codec), "G", Topology(nodes, 1), chunk)
+        errors = there + feedback.nbytes(chunk)
+    # The agreed weights on the GPU, and as rounded to the dtype of the weights.
+    copies = (stored + _FP32) * part if stored != _FP32 else _FP32 * part if local_steps.offload else 0
+    values, change, payloads = _FP32 * chunk, _FP32 * nodes * chunk, nodes * payload
+    buffers = max(
+        change + copies,
+        # The mean, and payloads sent and received; without a codec, changes are sent from where they are.
+        change + values + payloads * (1 if codec is None else 2),
+        change + 2 * values,  # the outer step, from the mean to the update
+        change + (nodes + 1) * payload_back,  # the update, one payload sent and one from each node
+        change + values + _fed_back(local_steps) * nodes * chunk + payloads,
+        (gpus + 1) * part * stored if shares_node else 0,
+    )
+    if moments and local_steps.moments_every is not None:
         # The moments in fp32, one after the other, and beside them payloads sent and received, or a chunk's signs.
-        averaged = change + max(2 * self._nodes * MOMENT_CODEC.nbytes(self._chunk), chunk)
-        has_moments = self._moments > 0
-        return max(
-            change + self._agreed_copies,
-            change + chunk + sent + payloads,  # the mean, and payloads sent and received
-            change + 2 * chunk,  # the outer step, from the mean to the update
-            change + (self._nodes + 1) * self._payload_back,  # the update, one payload sent and one from each node
-            change + chunk + self._fed_back * self._nodes + payloads,
-            put_together if self._shares_node else 0,
-            averaged if has_moments and self.local_steps.moments_every is not None else 0,
-            # Before the stop, the exact mean of moments, sent from where they are.
-            2 * change if has_moments and self.local_steps.stop is not None else 0,
-        )
+        buffers = max(buffers, change + max(2 * nodes * MOMENT_CODEC.nbytes(chunk), values))
+    if moments and local_steps.stop is not None:
+        buffers = max(buffers, 2 * change)  # before the stop, the exact mean, sent from where they are
+    return _Exchange(
+        sent=Volume((nodes - 1) * (payload + payload_back), inside * stored),
+        moments_sent=Volume(2 * (nodes - 1) * moments * MOMENT_CODEC.nbytes(chunk), inside * precision.optimizer_bytes),
+        kept=Memory(outer=0 if local_steps.offload else change + values, errors=errors),
+        buffers=buffers,
+    )
 
-    @property
-    def _fed_back(self) -> int:
-        # Codecs without a kernel for it hold the change with its errors added, the new errors, and two temporaries for
-        # whether these are finite.
-        feedback, codec = self.local_steps.error_feedback, self.local_steps.codec
-        if feedback is None or isinstance(codec, Blockwise):
-            return 0
-        decoded = 0 if feedback.dtype is None else _FP32
-        return (3 * _FP32 + 1 + decoded) * self._chunk
 
-    @property
-    def _agreed_copies(self) -> int:
-        """Return the bytes of the agreed weights on the GPU, and as rounded to the dtype of the weights."""
-        itemsize = self.precision.storage.itemsize
-        if itemsize == _FP32:
-            return _FP32 * self._part if self.local_steps.offload else 0
-        return (itemsize + _FP32) * self._part
+def _fed_back(local_steps: LocalSteps) -> int:
+    # Codecs without a kernel for it hold the change with its errors added, the new errors, and two temporaries for
+    # whether these are finite.
+    feedback = local_steps.error_feedback
+    if feedback is None or isinstance(local_steps.codec, Blockwise):
+        return 0
+    return 3 * _FP32 + 1 + (0 if feedback.dtype is None else _FP32)
 
 
 # ---- step time
@@ -470,7 +404,7 @@ def with_exchanges(
     averaged = _seconds(cluster.gpus_per_node * moments.inter, cluster.inter_gbps)
     averaged = (averaged + _seconds(moments.intra, cluster.intra_gbps)) / (every * (local_steps.moments_every or 1))
     wait = max(0.0, between - hiding * step.total) + inside + averaged
-    return dataclasses.replace(step, exchange=between + inside + averaged, wait=wait)
+    return replace(step, exchange=between + inside + averaged, wait=wait)
 
 
 def _seconds(nbytes: int, gbps: float | None) -> float:
