@@ -274,7 +274,7 @@ def flops_a_token(task: Task) -> float:
 
     A parameter takes 6 if it is trained and 4 if it is frozen, as it has no weight gradient then; attention takes
     12 * layers * hidden * sequence over the whole square, which PaLM (arXiv 2204.02311, appendix B) does not halve for
-    causal attention. Of experts, those that a token reaches count. Recomputation does not, nor does the input
+    causal attention. Experts count that a token reaches. Recomputation does not, nor does the input
     embedding, which multiplies nothing, unless it is the output's, too, as PaLM's is.
     """
     model, config = network(task), task.config.get_text_config()
@@ -309,7 +309,7 @@ class Contender:
     Args:
         name: Its name in a result.
         strategy: A ``Strategy``, or torch's ``ShardingStrategy``.
-        fsdp2: Whether ``fully_shard`` shards it, or ``FullyShardedDataParallel``.
+        fsdp2: True if ``fully_shard`` shards it, or ``FullyShardedDataParallel``.
         base: Codec by which the frozen base is quantized before the model is wrapped, once, as one unit; None wraps
             each layer.
     """
@@ -622,7 +622,7 @@ def recommend(rows: Sequence[Row]) -> Recommendation:
         if not faster:
             return Recommendation(f"stay with FULL_SHARD: {_why_stay(measured, stock)}", stock["strategy"])
     fastest = min(faster, key=_step_ms)
-    # Of equals the first, plainest one.
+    # The first of equals is the plainest one.
     chosen = next(row for row in ties(faster, _step_ms) if not is_clearly_faster(fastest, row))
     return Recommendation(f"use {chosen['code']}: {_gains(chosen, stock, hsdp)}", chosen["strategy"])
 

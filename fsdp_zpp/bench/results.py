@@ -32,8 +32,8 @@ class Task:
         micro_batch: Sequences a rank in a micro-batch.
         micro_batches: Micro-batches a step, all but the last without synchronization.
         sequence: Tokens a sequence.
-        checkpointing: Whether the activations of each layer are recomputed.
-        compile: Whether torch.compile compiles each layer.
+        checkpointing: True if the activations of each layer are recomputed.
+        compile: True if torch.compile compiles each layer.
         device: ``cuda``, or ``cpu`` to try things out.
     """
 

@@ -30,7 +30,7 @@ _PEAKS = 132
 
 @dataclass(frozen=True)
 class Bar:
-    """What is drawn of one strategy.
+    """Bars of one strategy.
 
     Args:
         name: Text before its bars.

@@ -1,10 +1,10 @@
 """The best row that fits, and why it is.
 
-The fastest wins (PaRO, section 3.4). Of those that are as fast within :data:`TOLERANCE`, rows without codecs go first
-if computation hides their communication and codecs would gain nothing else: neither :data:`TOLERANCE` of a step less
-communication over the slow network nor :data:`LESS_MEMORY`. Of the rest the one is chosen that communicates least over
-the slow network, since computation hides communication on paper better than in practice; of equals one with a name that
-people know, torch's or a preset's, before presets with a coarser base; of those the smallest.
+The fastest wins (PaRO, section 3.4). Among rows that are as fast within :data:`TOLERANCE`, those without codecs go
+first if computation hides their communication and codecs would gain nothing else: neither :data:`TOLERANCE` of a step
+less communication over the slow network nor :data:`LESS_MEMORY`. Among the rest the one is chosen that communicates
+least over the slow network, since computation hides communication on paper better than in practice; of equals one with
+a name that people know, torch's or a preset's, before presets with a coarser base; of these the smallest.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def seconds(value: float) -> str:
 
 # ---- candidates
 #
-# What a plan compares: strategies of torch's that people run today, presets with their codecs, and the 14 letters.
+# A plan compares strategies of torch's that people run today, presets with their codecs, and the 14 letters.
 
 
 def with_levels(codecs: Strategy, levels: str) -> Strategy:
@@ -88,7 +88,7 @@ class Candidate:
         title: Name of a preset, with what is different from its defaults, or of torch's strategy; None has letters
             alone.
         torch: Name of torch's ``ShardingStrategy``; None for a strategy of this package.
-        coarser: Whether the base is coarser than the preset's, and takes longer to decode: to fit, or to send less.
+        coarser: True if the base is coarser than the preset's, and takes longer to decode: to fit, or to send less.
         instead: Strategies to use here for one of torch's, in this order, if gradients in fp32 do not fit: they reduce
             each micro-batch, so they send more than planned and keep less.
     """
@@ -183,7 +183,7 @@ def line_of(strategy: Strategy, gpus_per_node: int | None = None) -> str:
 
 
 def _call(strategy: Strategy) -> tuple[str, set[str]]:
-    # Of equally short calls the first is taken: of a quantized base MixZ++'s, of local steps DiLoCo's.
+    # The first of equally short calls is taken: MixZ++'s for a quantized base, DiLoCo's for local steps.
     first = {"mixzpp": strategy.frozen is not None, "diloco": strategy.local_steps is not None}
     names = sorted(PRESETS, key=lambda name: not first.get(name, False))
     calls = [(f"Strategy.{name}", _differences(strategy, getattr(Strategy, name)())) for name in names]
@@ -255,10 +255,10 @@ class Estimate:
         inter_node_bytes: Bytes that all GPUs of a node together send to other nodes in an optimizer step.
         memory: Bytes on one GPU.
         time: Seconds of an optimizer step.
-        fits: Whether the memory suffices, that of the host, too.
-        experts: What of ``volume`` and ``memory`` is for experts with ranks or a strategy of their own; None if there
+        fits: True if the memory suffices, that of the host, too.
+        experts: The part of ``volume`` and ``memory`` for experts with ranks or a strategy of their own; None if there
             are no such experts.
-        candidate: What the row is of.
+        candidate: The candidate that the figures are of.
     """
 
     strategy: Strategy

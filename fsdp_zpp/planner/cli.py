@@ -142,7 +142,7 @@ def _helps() -> dict[str, str]:
     section = described.partition("Args:\n")[2].partition("\nRaises:")[0]
     helps = dict.fromkeys(_PARAMETERS, "")  # python -OO leaves docstrings out
     for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE):
-        words = " ".join(text.split()).removeprefix("Whether ").rstrip(".")
+        words = " ".join(text.split()).removeprefix("True if ").rstrip(".")
         words = re.sub(r"``([^`]+)``", lambda found: _option(found[1]), words).replace("%", "%%")
         if name in _CATALOG:
             words += f"; names are {', '.join(_CATALOG[name])}"

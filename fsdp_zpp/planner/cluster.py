@@ -36,7 +36,7 @@ class Cluster:
         inter_gbps: Gbit/s that a *whole node* can send to the others, all its network cards together. Required if
             there is more than one node.
         intra_gbps: Gbit/s that *one GPU* can send to the others of its node. Required if a node has more than one.
-        slow_links: Whether the GPUs of a node have no NVLink, so that codecs pay between them, too.
+        slow_links: True if the GPUs of a node have no NVLink, so that codecs pay between them, too.
 
     Raises:
         TypeError: If an argument is not a number.
@@ -283,7 +283,7 @@ class Link(NamedTuple):
 
     Attributes:
         gbps: Gbit/s that one GPU sends, at the link's peak, in one direction.
-        fast: Whether it is NVLink, over which codecs don't pay.
+        fast: True if it is NVLink, over which codecs don't pay.
         source: Where the figure is from.
     """
 

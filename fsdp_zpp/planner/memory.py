@@ -405,7 +405,7 @@ def _working_memory(size: Units, strategy: ResolvedStrategy, precision: Precisio
     Counts the weights, in the compute dtype, of the units that FSDP keeps from forward to backward and of the two
     largest others (one computes, one is being gathered), unless all weights are kept anyway (N over I or G); the
     gradient of the largest unit, once in the reduce dtype and once in fp32; and for a quantized base, the buffers that
-    its codes are gathered into, and the weights decoded from them. Those are decoded one by one: at most a unit. In a
+    its codes are gathered into, and the weights decoded from them. Weights are decoded one by one: at most a unit. In a
     pipeline, units stay gathered from the first backward of a step to the last.
     """
     kept = _kept_whole(strategy)

@@ -129,7 +129,7 @@ class Unit:
         trainable: Trainable elements of one unit.
         frozen: Frozen elements of one unit.
         count: Number of such units.
-        reshard_after_forward: Whether a unit is gathered again for backward. FSDP keeps the root unit gathered.
+        reshard_after_forward: True if a unit is gathered again for backward. FSDP keeps the root unit gathered.
         expert_trainable: How many of ``trainable`` are in experts that tokens are routed to.
         expert_frozen: How many of ``frozen`` are.
 
@@ -505,7 +505,7 @@ def _divisors(number: int) -> list[int]:
 # Parts of a model that are sharded over different ranks: dense parameters, and experts.
 #
 # A rank has one pipeline stage's share of the layers, and of each unit there what tensor and expert parallelism leave
-# it. Three things are simplified. Of the layers, sorted by size, the stage has every pp-th, from the largest on. The
+# it. Three things are simplified. The stage has every pp-th layer, sorted by size, from the largest on. The
 # root unit is half an embedding, which the first stage has, and half a head, which the last one has. And tensor
 # parallelism splits all dense parameters, although it leaves copies of norms and routers, which are well under a
 # hundredth.

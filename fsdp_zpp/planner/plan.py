@@ -231,7 +231,7 @@ def plan(
         link: Link between the GPUs of a node by its name; by default the GPU's. Over PCIe, each GPU of a single machine
             is a node to strategies with codecs and optimizer scope G, as in training.
         net: Network card of a node by its name, several as 8xib-ndr.
-        slow_links: Whether the GPUs of a node have no NVLink; by default, as the name of the link says, and without one
+        slow_links: True if the GPUs of a node have no NVLink; by default, as the name of the link says, and without one
             they have.
         utilization: Share of the peak of ``gpu`` at which it computes, in place of ``tflops``; by default 0.4.
         micro_batches: Number of micro-batches that an optimizer step accumulates.
@@ -263,10 +263,10 @@ def plan(
             have the same ones.
         experts_strategy: Strategy of experts, or its letters, to go with the codecs given here; by default, that of
             dense parameters.
-        presets: Whether presets are planned, with codecs of their own, beside letters with the codecs given here, and
+        presets: True if presets are planned, with codecs of their own, beside letters with the codecs given here, and
             torch's strategies; by default if no codec of what is sent is given. Frozen weights are then taken to be
             stored in ``compute``, as LoRA's are.
-        cpu_offload: Whether FSDP offloads parameters, gradients and optimizer state to the host's memory.
+        cpu_offload: True if FSDP offloads parameters, gradients and optimizer state to the host's memory.
         host_gbps: Gbit/s at which a GPU copies from the host's memory, or to it, with ``cpu_offload``; by default 0.8
             of the peak of the link that ``gpu`` has to its host.
         host_memory: GiB of a node's host that the training may take, with ``cpu_offload``; by default, no limit.
@@ -401,7 +401,7 @@ def choose_strategy(
         inter_gbps: Gbit/s of a whole node to the others. None measures it with all-gathers over the running job.
         intra_gbps: Gbit/s of one GPU to the others of its node. None measures it likewise.
         gpu_memory: GiB of a GPU. None asks the GPUs; without GPUs there is no limit.
-        slow_links: Whether the links inside a node are slow, as in ``plan``. None asks the machine, or
+        slow_links: True if the links inside a node are slow, as in ``plan``. None asks the machine, or
             the measurement if it does not say, unless ``gpus_per_node`` or hardware is named: a node size that is given
             stays.
         **options: The other options of ``plan``: codecs, ``micro_batches``, ``gpu``, ``tp``, ``activations``, ... Names

@@ -406,7 +406,7 @@ _COLUMNS: dict[str, Callable[[Estimate], str]] = {
     "step": lambda row: seconds(row.time.total),
 }
 _UNITS = {"weights": "GiB a GPU:", "out of node": "GB a step:", "communication": "predicted:"}
-"""What stands above columns, from the named one to the next that is named."""
+"""Text above columns, from the named one to the next that is named."""
 
 _LEGEND = """\
 weights: kept beside the shards. shards: what the optimizer updates, and frozen weights.

@@ -69,7 +69,7 @@ def on_machines(hops: Volume, seen: Topology, ranks: Topology) -> Volume:
 # token to the experts that it is routed to, and back, as if tokens spread evenly; - pp: the activations that a stage
 # hands on, and their gradients. With two stages, each sends one of them.
 #
-# A byte counts once for each rank that it goes to. What frameworks do better, or compute again, is not in it.
+# A byte counts once for each rank that it goes to. Savings of frameworks, and what they compute again, are not in it.
 
 _COLLECTIVES_OF_TP = 8
 _PASSES_OF_CP = 3
@@ -121,7 +121,7 @@ def _sent(axis: str, ranks: AxisRanks, to_each: int, gpus_per_node: int) -> Volu
 
 # ---- offload
 #
-# What CPU offload costs in time: copies between the host's memory and the GPU, and the optimizer's step on the CPU.
+# CPU offload takes time for copies between the host's memory and the GPU, and for the optimizer's step on the CPU.
 #
 # Copies. FSDP keeps shards in the dtype in which they are stored, and copies a unit's shard to the GPU whenever ranks
 # gather from it: with equal parameter and optimizer scopes for each forward and backward, as torch's FSDP does; with
