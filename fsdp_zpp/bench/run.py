@@ -159,23 +159,18 @@ def step_times(task: Task, whole: list[float], host: list[float]) -> list[Measur
 def rates(task: Task, times: list[MeasuredStep], tokens: torch.Tensor) -> dict[str, Any]:
     """Return median, range and quartiles of the steps' times in ms, tokens/s, and the share of the peak FLOP/s."""
     whole = [step.whole for step in times]
+    lower, _, upper = statistics.quantiles(whole, n=4, method="inclusive") if len(whole) > 1 else whole * 3
     tokens_per_s = tokens.numel() * dist.get_world_size() / statistics.median(whole) * 1e3
     on_gpu = task.device == "cuda"
     return {
         "step_ms": statistics.median(whole),
         "fastest_ms": min(whole),
         "slowest_ms": max(whole),
-        "quartiles_ms": _quartiles(whole),
+        "quartiles_ms": [lower, upper],
         "host_ms": statistics.median(step.host for step in times) if on_gpu else None,
         "tokens_per_s": tokens_per_s,
         "utilization": utilization(task, tokens_per_s, torch.cuda.get_device_name() if on_gpu else ""),
     }
-
-
-def _quartiles(times: list[float]) -> list[float]:
-    """Return the lower and the upper quartile; of one time, that time twice."""
-    lower, _, upper = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
-    return [lower, upper]
 
 
 # ---- measuring
@@ -551,7 +546,10 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.strategies is not None:  # names are checked before the hub is asked for a model
             named_contenders(arguments.strategies, arguments.gpus_per_node, arguments.lora is not None)
         config = load_config(arguments.model)
-        _check_sequence(arguments.sequence, config)
+        most = getattr(config.get_text_config(), "max_position_embeddings", None)
+        if most is not None and arguments.sequence > most:
+            given = f"{arguments.sequence:,}"
+            raise ValueError(f"--sequence must be at most {most:,}, the positions that the model has, got {given}")
         if arguments.chart is not None:
             check_format(arguments.chart)  # now, not after minutes of measurements
         with joined() as place:
@@ -571,15 +569,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
+    # A result that can't be written is an error now, not after minutes of measurements.
     for option in ("json", "chart"):
         if (path := getattr(arguments, option)) is not None:
             check_writable(f"--{option}", path)
-
-
-def _check_sequence(sequence: int, config: Any) -> None:
-    most = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if most is not None and sequence > most:
-        raise ValueError(f"--sequence must be at most {most:,}, the positions that the model has, got {sequence:,}")
 
 
 def _report(findings: Findings, arguments: argparse.Namespace) -> None:

@@ -188,20 +188,17 @@ def _call(strategy: Strategy) -> tuple[str, set[str]]:
     names = sorted(PRESETS, key=lambda name: not first.get(name, False))
     calls = [(f"Strategy.{name}", _differences(strategy, getattr(Strategy, name)())) for name in names]
     calls.append(("Strategy", {"levels": strategy.levels} | _differences(strategy, Strategy())))
-    return _written(*min(calls, key=lambda call: len(call[1]) - (call[0] == "Strategy")))
+    maker, arguments = min(calls, key=lambda call: len(call[1]) - (call[0] == "Strategy"))
+    classes: set[str] = set()
+    texts = [f"{name}={_value(value, classes)}" for name, value in arguments.items()]
+    if maker == "Strategy":
+        texts[0] = texts[0].removeprefix("levels=")
+    return f"{maker}({', '.join(texts)})", classes
 
 
 def _differences(strategy: Strategy, base: Strategy) -> dict[str, Any]:
     fields = [field.name for field in dataclasses.fields(Strategy)]
     return {name: getattr(strategy, name) for name in fields if getattr(strategy, name) != getattr(base, name)}
-
-
-def _written(maker: str, arguments: dict[str, Any]) -> tuple[str, set[str]]:
-    names: set[str] = set()
-    texts = [f"{name}={_value(value, names)}" for name, value in arguments.items()]
-    if maker == "Strategy":
-        texts[0] = texts[0].removeprefix("levels=")
-    return f"{maker}({', '.join(texts)})", names
 
 
 def _value(value: Any, names: set[str]) -> str:
@@ -354,8 +351,12 @@ def _best(fast: list[Estimate], slow_links: bool) -> Estimate:
 
 
 def _plainest(estimates: list[Estimate]) -> Estimate:
-    # Where letters coincide, the usual name wins: False sorts before True.
-    return min(estimates, key=lambda each: (*_fame(each), each.memory.total, _goes_by_another_name(each)))
+    def rank(each: Estimate) -> tuple[bool, bool, int, bool]:
+        # Where letters coincide, as I and G do on one node, the usual name wins: False sorts before True.
+        usual = "".join(resolve_scopes(Scopes(*each.levels), each.topology))
+        return *_fame(each), each.memory.total, usual != each.levels
+
+    return min(estimates, key=rank)
 
 
 def _is_lossy(estimate: Estimate) -> bool:
@@ -373,11 +374,6 @@ def _by_mathematics(estimates: Sequence[Estimate]) -> tuple[list[Estimate], list
 def _fame(estimate: Estimate) -> tuple[bool, bool]:
     """Return a key that sorts presets and torch's strategies first, and variations of presets behind them."""
     return estimate.title is None, estimate.candidate.coarser
-
-
-def _goes_by_another_name(estimate: Estimate) -> bool:
-    """Return whether other letters mean the same on this topology: on one node, I is G."""
-    return "".join(resolve_scopes(Scopes(*estimate.levels), estimate.topology)) != estimate.levels
 
 
 def ties(rows: Sequence[Row], time: Callable[[Row], float]) -> list[Row]:

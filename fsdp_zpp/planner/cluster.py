@@ -133,10 +133,6 @@ class Offload:
         if self.memory is not None:
             positive("host_memory", self.memory)
 
-    def allows(self, nbytes: int) -> bool:
-        """Return whether ``nbytes`` bytes fit in a node's host memory."""
-        return self.memory is None or nbytes <= self.memory * GIB
-
 
 @dataclass(frozen=True)
 class MemoryBudget:
@@ -172,7 +168,7 @@ class MemoryBudget:
 
     def host_allows(self, nbytes: int) -> bool:
         """Return whether ``nbytes`` bytes fit in a node's host memory; nothing else is known to be there."""
-        return self.offload is None or self.offload.allows(nbytes)
+        return self.offload is None or self.offload.memory is None or nbytes <= self.offload.memory * GIB
 
 
 @dataclass(frozen=True)
@@ -201,21 +197,19 @@ class Precision:
 
     def __post_init__(self) -> None:
         for name in ("compute", "reduce", "storage", "frozen_storage", "accumulation"):
-            self._check_dtype(name, getattr(self, name))
+            dtype = getattr(self, name)
+            if name == "frozen_storage" and dtype is None:
+                continue
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"{name} must be a torch.dtype, got {dtype!r}")
+            if dtype not in DTYPES.values():
+                raise ValueError(f"{name} must be one of {', '.join(map(str, DTYPES.values()))}, got {dtype}")
         object.__setattr__(self, "optimizer_bytes", whole("optimizer_bytes", self.optimizer_bytes, least=0))
 
     @property
     def of_frozen(self) -> torch.dtype:
         """Return the dtype of the shards of frozen weights."""
         return self.frozen_storage or self.storage
-
-    def _check_dtype(self, name: str, dtype: object) -> None:
-        if name == "frozen_storage" and dtype is None:
-            return
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{name} must be a torch.dtype, got {dtype!r}")
-        if dtype not in DTYPES.values():
-            raise ValueError(f"{name} must be one of {', '.join(map(str, DTYPES.values()))}, got {dtype}")
 
 
 def whole(name: str, value: float, least: int = 1) -> int:
@@ -408,18 +402,7 @@ eight channels of DDR4-3200 each (AMD EPYC 7002 data sheet: 204.8 GB/s a socket)
 
 @dataclass(frozen=True)
 class Hardware:
-    """Hardware by its names in the catalog.
-
-    Args:
-        gpu: Name of the GPU: its memory, its FLOP/s, and the link that it usually has.
-        link: Name of the link between the GPUs of a node; None takes the GPU's usual one.
-        net: Name of the network between nodes.
-        utilization: Share of the GPU's peak at which it computes; None takes :data:`UTILIZATION`.
-
-    Raises:
-        ValueError: If a name is not in the catalog, or ``utilization`` is not above 0 and at most 1 or has no ``gpu``.
-        TypeError: If ``utilization`` is not a number.
-    """
+    """Hardware by its names in the catalog; arguments and errors are those of ``plan``."""
 
     gpu: str | None = None
     link: str | None = None

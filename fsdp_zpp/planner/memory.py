@@ -300,14 +300,6 @@ class Memory(Figures):
         return sum(value for name, value in vars(self).items() if name != "host")
 
 
-def memory_per_gpu(
-    size: Units, resolved: ResolvedStrategy, micro_batches: int, precision: Precision, budget: MemoryBudget
-) -> Memory:
-    """Return the memory that a training takes on each GPU."""
-    offloads = budget.offload is not None
-    return memory_of_units(size, resolved, micro_batches, precision, offloads=offloads) + memory_beside(budget)
-
-
 def memory_beside(budget: MemoryBudget) -> Memory:
     """Return the memory that does not depend on a strategy."""
     return Memory(activations=round(budget.activations * GIB), reserve=round(budget.reserve * GIB))

@@ -366,7 +366,10 @@ def pretrained_size(name: str) -> ModelSize:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # whatever a config of anything makes of transformers' code
-        if any(isinstance(cause, LocalEntryNotFoundError) for cause in _causes(error)):
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, LocalEntryNotFoundError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is not None:
             raise ValueError(
                 f"the hub could not be reached for the config of {name}, which is neither a file or directory here nor "
                 "in the cache; check the network, give a config.json or a directory that has one, or give the number "
@@ -377,12 +380,6 @@ def pretrained_size(name: str) -> ModelSize:
             f"a directory that has one, or a name on the hub: {type(error).__name__}: {error}"
         ) from error
     return module_size(model)
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 # ---- axes

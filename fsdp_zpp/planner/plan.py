@@ -151,7 +151,7 @@ def _of_part(part: Part, strategy: Strategy, case: Case) -> PartEstimate:
 
     if strategy.frozen is not None and splits_machine(strategy, cluster):
         # Said explicitly, a node size would hold for the base, too.
-        trained, base = _without_frozen(part.units), _without_trainable(part.units)
+        trained, base = _without(part.units, "frozen"), _without(part.units, "trainable")
         over_machine = strategy.resolve(part.topology)
         (sent, kept, moved), (sent_of_base, base_kept, _) = figures(trained, in_step), figures(base, over_machine)
         return PartEstimate(strategy, topology, sent + sent_of_base, kept + base_kept, moved)
@@ -159,12 +159,9 @@ def _of_part(part: Part, strategy: Strategy, case: Case) -> PartEstimate:
     return PartEstimate(strategy, topology, *figures(part.units, in_step))
 
 
-def _without_frozen(units: Units) -> Units:
-    return Units(tuple(replace(unit, frozen=0, expert_frozen=0) for unit in units.units))
-
-
-def _without_trainable(units: Units) -> Units:
-    return Units(tuple(replace(unit, trainable=0, expert_trainable=0) for unit in units.units))
+def _without(units: Units, kind: str) -> Units:
+    zeros: dict[str, Any] = {kind: 0, f"expert_{kind}": 0}
+    return Units(tuple(replace(unit, **zeros) for unit in units.units))
 
 
 # ---- plan

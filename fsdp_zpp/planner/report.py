@@ -447,11 +447,16 @@ def format_plan(plan: Plan) -> str:
     first_out = next((i for i, estimate in enumerate(ranked) if not estimate.fits), None)
     if first_out is not None:
         lines.insert(first_out, f"does not fit in {_limits(plan.budget)}:")
-    lines = [_units_above(header), header, rule, *lines]
+    units = ""
+    for column, unit in _UNITS.items():
+        units = units.ljust(header.index(column)) + unit
+    lines = [units, header, rule, *lines]
     more = [f"{count(left_out, 'combination')} of letters not shown; --json has all."] if left_out else []
     verdict = [plan.reason] if plan.choice is None else [plan.reason, "", plan.choice.paste]
     by_axis = _table_of_axes(plan, ranked[0]) if plan.has_axes else []
-    return "\n".join([*_title(plan), "", *lines, *more, rule, *verdict, "", *by_axis, *_legend(plan), *plan.notes])
+    legend = [_LEGEND if plan.budget.offload is None else _OFFLOAD_LEGEND]
+    legend += [] if plan.local_steps is None else [_LOCAL_STEPS_LEGEND]
+    return "\n".join([*_title(plan), "", *lines, *more, rule, *verdict, "", *by_axis, *legend, *plan.notes])
 
 
 def shown_rows(plan: Plan) -> tuple[list[Estimate], int]:
@@ -468,13 +473,6 @@ def shown_rows(plan: Plan) -> tuple[list[Estimate], int]:
     return [each for each in ranked if not any(each is other for other in hidden)], len(hidden)
 
 
-def _units_above(header: str) -> str:
-    line = ""
-    for column, unit in _UNITS.items():
-        line = line.ljust(header.index(column)) + unit
-    return line
-
-
 def _columns_of_zeros(plan: Plan) -> list[str]:
     offloads = plan.budget.offload is not None
     in_use = {"errors": any(row.memory.errors for row in plan.rows), "outer": plan.local_steps is not None}
@@ -487,11 +485,6 @@ def _limits(budget: MemoryBudget) -> str:
     if budget.offload is not None and budget.offload.memory is not None:
         limits.append(f"{budget.offload.memory:g} GiB of a node's host")
     return ", or in ".join(limits)
-
-
-def _legend(plan: Plan) -> list[str]:
-    legends = [_LEGEND if plan.budget.offload is None else _OFFLOAD_LEGEND]
-    return legends if plan.local_steps is None else [*legends, _LOCAL_STEPS_LEGEND]
 
 
 def _title(plan: Plan) -> list[str]:

@@ -33,8 +33,8 @@ from fsdp_zpp.comm.mesh import process_mesh
 from fsdp_zpp.frozen.frozen_base import FrozenBase
 from fsdp_zpp.local_steps.fragment import Fragment
 from fsdp_zpp.local_steps.outer_step import NodeShare, OuterStep
-from fsdp_zpp.planner.cluster import MemoryBudget, Precision
-from fsdp_zpp.planner.memory import Volume, gathers_of, memory_per_gpu, step_volume
+from fsdp_zpp.planner.cluster import Precision
+from fsdp_zpp.planner.memory import Volume, gathers_of, memory_of_units, step_volume
 from fsdp_zpp.planner.model_size import ModelSize, Unit, module_size
 from fsdp_zpp.planner.step_time import exchange_memory, exchange_volume, moment_volume
 from fsdp_zpp.runtime.unit import StrategyUnit, named_units
@@ -170,7 +170,7 @@ def planned(strategy: Strategy, micro_batches: int) -> dict[str, Any]:
     local_steps, codec = strategy.local_steps, strategy.frozen
     inside = resolved if local_steps is None else resolved.within_node()
     without_base = ModelSize(tuple(replace(unit, frozen=0) for unit in size.units))
-    memory, less = (memory_per_gpu(each, inside, micro_batches, FULL, MemoryBudget()) for each in (size, without_base))
+    memory, less = (memory_of_units(each, inside, micro_batches, FULL) for each in (size, without_base))
     in_step = step_volume(size, inside, micro_batches, FULL)
     period = period_of(local_steps)
     sent, outer, errors = Volume(period * in_step.inter, period * in_step.intra), 0, 0
