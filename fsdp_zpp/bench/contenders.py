@@ -31,11 +31,19 @@ from fsdp_zpp.frozen.quantize import quantize_frozen_params
 from fsdp_zpp.fsdp2.fully_shard import fully_shard
 from fsdp_zpp.names import did_you_mean, how_to_install
 from fsdp_zpp.planner.chart import Row
-from fsdp_zpp.planner.choice import TOLERANCE, Estimate, line_of, ties, with_codecs
-from fsdp_zpp.planner.cluster import SLOWEST_NVLINK, Bandwidth, measure_bandwidth, world
-from fsdp_zpp.planner.model_size import ModelSize, layers, module_size, pretrained_size
-from fsdp_zpp.planner.plan import plan
-from fsdp_zpp.planner.report import Plan
+from fsdp_zpp.planner.choice import TOLERANCE, Candidate, Estimate, line_of, of_torch, ties, with_codecs
+from fsdp_zpp.planner.cluster import (
+    SLOWEST_NVLINK,
+    Bandwidth,
+    Cluster,
+    MemoryBudget,
+    Precision,
+    StepConfig,
+    measure_bandwidth,
+    world,
+)
+from fsdp_zpp.planner.model_size import Case, ModelSize, layers, module_size, pretrained_size
+from fsdp_zpp.planner.plan import estimate_of
 from fsdp_zpp.runtime._torch_rank_layout import find_links
 from fsdp_zpp.runtime.api import traffic
 from fsdp_zpp.strategy.configuration import codec_from_name
@@ -522,35 +530,22 @@ class Planner:
         return {"sent_mib_a_step": mib, "sent_is_planned": True}
 
     def _of(self, contender: Contender) -> Estimate:
+        strategy = contender.strategy
+        links = self.links if contender.is_torchs else self.links.layout_of(strategy.gpus_per_node)
+        inter, intra = (None if link is None else link.gbps for link in (links.inter, links.intra))
+        case = Case(
+            self.size,
+            Cluster(links.nodes, links.gpus_per_node, inter, intra, links.are_slow),
+            StepConfig(self.task.micro_batches),
+            MemoryBudget(activations=0, reserve=0),
+            Precision(frozen_storage=Precision.compute),
+        )
         if contender.is_torchs:
             # On a single node, HYBRID_SHARD shards over all ranks, as FULL_SHARD does.
-            name = contender.strategy.name if self.links.nodes > 1 else "FULL_SHARD"
-            return self._plan(self.links, {})[name]
-        strategy = contender.strategy
-        codecs = {name: getattr(strategy, name) for name in ("weights", "gradients", "intra_gradients", "frozen")}
-        codecs["error_feedback"] = strategy.error_feedback
-        if contender.base is not None:
-            codecs["frozen"] = contender.base
-        return self._plan(self.links.layout_of(strategy.gpus_per_node), codecs)[strategy.levels]
-
-    def _plan(self, links: HopSpeeds, codecs: dict[str, Any]) -> Plan:
-        return plan(
-            self.size,
-            nodes=links.nodes,
-            gpus_per_node=links.gpus_per_node,
-            inter_gbps=_gbps(links.inter),
-            intra_gbps=_gbps(links.intra),
-            slow_links=links.are_slow,
-            micro_batches=self.task.micro_batches,
-            activations=0,
-            reserve=0,
-            presets=True,
-            **codecs,
-        )
-
-
-def _gbps(link: HopSpeed | None) -> float | None:
-    return None if link is None else link.gbps
+            by_name = {each.torch: each for each in of_torch(case)}
+            return estimate_of(by_name.get(strategy.name, by_name["FULL_SHARD"]), case)
+        base = strategy.frozen if contender.base is None else contender.base
+        return estimate_of(Candidate(dataclasses.replace(strategy, gpus_per_node=None, frozen=base)), case)
 
 
 # ---- candidates
