@@ -42,16 +42,7 @@ from .cluster import (
 )
 from .memory import Memory, Volume, memory_beside, memory_of_units, step_volume
 from .model_size import Axes, Case, ModelSize, Part, Units, equal_units, module_size
-from .report import (
-    ANY_HOST,
-    Plan,
-    hint_at_offload,
-    notes_on,
-    notes_on_experts,
-    notes_on_links,
-    notes_on_local_steps,
-    notes_on_offload,
-)
+from .report import ANY_HOST, Plan, hint_at_offload, notes_on
 from .step_time import (
     HostWork,
     activation_volumes,
@@ -339,7 +330,7 @@ def _plan(case: Case, codecs: Strategy, local_steps: LocalSteps | None, presets:
     estimates = tuple(estimate_of(candidate, case) for candidate in letters)
     rows = (*(estimate_of(candidate, case) for candidate in named), *estimates)
     choice = choose(rows, case.cluster.slow_links)
-    hints = notes_on_offload(case.budget)
+    hints: list[str] = []
     if choice is None and case.budget.offload is None:
         offloading = replace(case, budget=replace(case.budget, offload=ANY_HOST))
         hints = hint_at_offload([estimate_of(each, offloading) for each in (*named, *letters)])
@@ -348,13 +339,7 @@ def _plan(case: Case, codecs: Strategy, local_steps: LocalSteps | None, presets:
         estimates=estimates,
         choice=choice,
         reason=reason(rows, choice, case),
-        notes=(
-            *notes_on(case, codecs),
-            *notes_on_links(case.cluster, rows),
-            *notes_on_experts(case),
-            *notes_on_local_steps(case.cluster, codecs, local_steps),
-            *hints,
-        ),
+        notes=(*notes_on(case, codecs, local_steps, rows), *hints),
         local_steps=local_steps if case.cluster.nodes > 1 else None,
         activations=tuple(activation_volumes(case).items()),
         rows=rows,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,18 @@ def draw_plan(plan: Plan, path: Path) -> None:
 # ---- notes
 
 
-def notes_on(case: Case, codecs: Strategy) -> list[str]:
-    """Return what was assumed and which arguments have no effect; ``codecs`` are those of the letters."""
+def notes_on(case: Case, codecs: Strategy, local_steps: LocalSteps | None, rows: Sequence[Estimate]) -> Iterator[str]:
+    """Yield what was assumed, and which arguments have no effect; ``codecs`` are those of the letters."""
+    yield from _on_case(case, codecs)
+    yield from _on_links(case.cluster, rows)
+    yield from _on_experts(case)
+    if local_steps is not None:
+        yield from _on_local_steps(case.cluster, codecs, local_steps)
+    if case.budget.offload is not None:
+        yield from _on_offload(case.budget.offload)
+
+
+def _on_case(case: Case, codecs: Strategy) -> list[str]:
     cluster, work, budget = case.cluster, case.work, case.budget
     topologies = [part.topology for part in case.parts if part.strategy is None]
     notes = [
@@ -61,10 +71,7 @@ def notes_on(case: Case, codecs: Strategy) -> list[str]:
     return notes + _idle_codecs(case.size, topologies, codecs)
 
 
-def notes_on_local_steps(cluster: Cluster, codecs: Strategy, local_steps: LocalSteps | None) -> list[str]:
-    """Return notes on local steps, if there are any."""
-    if local_steps is None:
-        return []
+def _on_local_steps(cluster: Cluster, codecs: Strategy, local_steps: LocalSteps) -> list[str]:
     if cluster.nodes == 1:
         return ["Local steps have no effect: there is only one node."]
     notes = []
@@ -93,19 +100,16 @@ def _left_out(codecs: Strategy, local_steps: LocalSteps) -> list[str]:
     return [f"Local steps ignore {' and '.join(idle)}: gradients stay inside nodes{unencoded}."]
 
 
-def notes_on_experts(case: Case) -> list[str]:
-    """Return a note if ``fully_shard`` would pad experts."""
+def _on_experts(case: Case) -> Iterator[str]:
     routing, (_, *experts) = case.size.routing, case.parts
     if routing is None or not experts:
-        return []
-    topology, held = experts[0].topology, routing.experts // case.axes.ep
-    if topology.world <= held:
-        return []
-    padded = (
-        f"Experts are sharded over {topology.world} ranks, and a layer has {held} for them: fully_shard pads a stack "
-        "of fewer experts than ranks, which is left out here. Have shard_placement_fn cut another dimension."
-    )
-    return [padded]
+        return
+    ranks, held = experts[0].topology.world, routing.experts // case.axes.ep
+    if ranks > held:
+        yield (
+            f"Experts are sharded over {ranks} ranks, and a layer has {held} for them: fully_shard pads a stack of "
+            "fewer experts than ranks, which is left out here. Have shard_placement_fn cut another dimension."
+        )
 
 
 def _idle_codecs(size: ModelSize, topologies: Sequence[Topology], codecs: Strategy) -> list[str]:
@@ -140,55 +144,48 @@ def _idle_codecs(size: ModelSize, topologies: Sequence[Topology], codecs: Strate
     return idle
 
 
-def notes_on_links(cluster: Cluster, rows: Sequence[Estimate]) -> list[str]:
-    """Return what counts as a node if the links inside nodes are slow, and the better size of one on several."""
+def _on_links(cluster: Cluster, rows: Sequence[Estimate]) -> Iterator[str]:
+    """Yield what counts as a node if the links inside nodes are slow, and the better size of one on several."""
     if not cluster.slow_links or cluster.gpus_per_node == 1:
-        return []
+        return
     if cluster.nodes == 1:
-        note = (
+        yield (
             "Links of the machine are slow: strategies with codecs and optimizer scope G count each GPU as a node, and "
             "their bytes are shown as sent inside it. A quantized base stays sharded over the machine."
         )
-        return [note]
+        return
     fitting = [row for row in rows if row.fits and row.torch is None]
-    splits = [row for row in fitting if row.candidate.strategy.gpus_per_node == 1]
-    machine = choose([row for row in fitting if row.candidate.strategy.gpus_per_node != 1], slow_links=True)
-    gpu = choose(splits, slow_links=True)
-    return [] if machine is None or gpu is None else [_recommendation(machine, gpu)]
-
-
-def _recommendation(machine: Estimate, gpu: Estimate) -> str:
+    by_size: dict[bool, list[Estimate]] = {False: [], True: []}
+    for row in fitting:
+        by_size[row.candidate.strategy.gpus_per_node == 1].append(row)
+    machine, gpu = (choose(each, slow_links=True) for each in by_size.values())
+    if machine is None or gpu is None:
+        return
+    # Ties go to the machine, which keeps less on each GPU.
     better = "pass gpus_per_node=1" if gpu.time.total * (1 + TOLERANCE) < machine.time.total else "keep the machine"
     one, other = (f"{row.name} takes {seconds(row.time.total)} and {row.gib:.1f} GiB" for row in (machine, gpu))
-    return f"Three levels of links: with a machine as a node, {one}; with each GPU as a node, {other}: {better}."
+    yield f"Three levels of links: with a machine as a node, {one}; with each GPU as a node, {other}: {better}."
 
 
 ANY_HOST = Offload(gbps=1.0, optimizer_gbs=1.0)
 """A host of which no figure matters but that it has enough memory: what fits does not depend on its speed."""
 
 
-def notes_on_offload(budget: MemoryBudget) -> list[str]:
-    """Return notes on what is offloaded, if anything is."""
-    offload = budget.offload
-    if offload is None:
-        return []
-    what = (
+def _on_offload(offload: Offload) -> Iterator[str]:
+    yield (
         "Parameters, their gradients and optimizer state are offloaded: pass offload_policy=CPUOffloadPolicy() to "
         "fully_shard, or cpu_offload=CPUOffload(offload_params=True) to FullyShardedDataParallel. A quantized base, "
         "secondary shards, accumulated gradients and errors stay on the GPU."
     )
-    speed = (
+    yield (
         f"A GPU is taken to copy {offload.gbps:,.4g} Gbit/s from and to the host, and the CPUs of a node to move "
         f"{offload.optimizer_gbs:,.4g} GB/s in a fused optimizer's step, which comes after the backward."
     )
     if not offload.assumed:
-        return [what, speed]
+        return
     options = " and ".join(f"{name} (--{name.replace('_', '-')})" for name in offload.assumed)
     which, them = ("That is", "them") if len(offload.assumed) == 2 else ("Of these, one is", "it")
-    assumption = (
-        f"{which} assumed, not measured: pass {options} as benchmarks/step/offload.py prints {them} on your machine."
-    )
-    return [what, speed, assumption]
+    yield f"{which} assumed, not measured: pass {options} as benchmarks/step/offload.py prints {them} on your machine."
 
 
 def hint_at_offload(offloaded: Sequence[Estimate]) -> list[str]:
