@@ -5,8 +5,7 @@
     torchrun --nproc-per-node 8 -m fsdp_zpp.integrations.llama_factory train llama3_lora_sft.yaml
 
 LLaMA-Factory's own Trainers shard by integrations/transformers.py; LLaMA-Factory has no plug-in point for that, so
-their classes are replaced while it runs. With ``USE_V1=1``, its second trainer takes plug-ins for sharding, and
-_llama_factory_v1.py registers one.
+their classes are replaced while it runs. Its second trainer, V1, is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ require("llamafactory", "0.9.5", install="see docs/guides/llama-factory.md")
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-__all__ = ["main", "run_exp", "run_sft"]
+__all__ = ["main", "run_exp"]
 
 Arguments = dict[str, Any]
 
@@ -58,8 +57,10 @@ _ALTERNATIVES = {
 }
 """Keys of LLaMA-Factory that ask for what a strategy can't honour, and what to do instead."""
 
-_VARIABLES = ("USE_MCA", "USE_MEGATRON_BRIDGE", "USE_RAY", "USE_KT")
-"""Environment variables that choose another trainer."""
+_V1 = "no release of LLaMA-Factory has a V1 that takes a strategy: leave USE_V1 out, and run train"
+
+_VARIABLES = {**dict.fromkeys(("USE_MCA", "USE_MEGATRON_BRIDGE", "USE_RAY", "USE_KT"), _BACKEND), "USE_V1": _V1}
+"""Environment variables that choose another trainer, and what to do instead."""
 
 
 def run_exp(args: Arguments | None = None, callbacks: list[TrainerCallback] | None = None) -> None:
@@ -82,37 +83,22 @@ def run_exp(args: Arguments | None = None, callbacks: list[TrainerCallback] | No
         tuner.run_exp({**DEFAULTS, **arguments, "fsdp_config": fsdp_config}, callbacks)
 
 
-def run_sft(args: Arguments | None = None) -> None:
-    """Train as ``run_sft`` of LLaMA-Factory's V1 does, by the strategy of the key ``fsdp_zpp``.
-
-    Args:
-        args: The arguments. Default: those of the configuration file that the command line names.
-
-    Raises:
-        ImportError: If LLaMA-Factory is too old.
-        ValueError: If there is no strategy, or the arguments ask for what it can't honour; the error names the key.
-    """
-    from . import _llama_factory_v1
-
-    arguments, strategy = split(args)
-    _llama_factory_v1.run_sft(arguments, strategy)
+def run_sft(*_: object) -> None:
+    """Raise a ValueError, since V1 is not supported."""
+    refuse("run_sft", "V1", _V1)
 
 
 def main() -> None:
-    """Run ``train``, or with ``USE_V1=1`` also ``sft``, of ``llamafactory-cli``, in a process that torchrun started.
+    """Run ``train`` of ``llamafactory-cli`` in a process that torchrun started.
 
     Raises:
-        ValueError: If another command is given, beside what :func:`run_exp` and :func:`run_sft` raise.
+        ValueError: If another command is given, or V1 is asked for, beside what :func:`run_exp` raises.
     """
-    from llamafactory.extras.misc import is_env_enabled
-
-    runs = {"train": run_exp}
-    if is_env_enabled("USE_V1"):
-        runs = {"train": run_sft, "sft": run_sft}  # type: ignore[dict-item]
+    _check_environment()
     command = sys.argv.pop(1) if len(sys.argv) > 1 else "none"
-    if command not in runs:
-        raise ValueError(f"the command must be one of {', '.join(runs)}, as of llamafactory-cli, got {command}")
-    runs[command]()
+    if command != "train":
+        raise ValueError(f"the command must be train, as of llamafactory-cli, got {command}")
+    run_exp()
 
 
 def split(args: Arguments | None) -> tuple[Arguments, Strategy]:
@@ -141,12 +127,16 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     for key, instead in _ALTERNATIVES.items():
         if arguments.get(key) not in (None, False):
             refuse(key, arguments[key], instead)
-    for variable in _VARIABLES:
-        if os.environ.get(variable, "").lower() in ("1", "true", "y"):
-            refuse(variable, os.environ[variable], _BACKEND)
+    _check_environment()
     stage = arguments.get("stage", "sft")
     if stage not in TRAINERS:
         refuse("stage", stage, f"it has not been tried with a strategy, only {', '.join(TRAINERS)} have")
+
+
+def _check_environment() -> None:
+    for variable, instead in _VARIABLES.items():
+        if os.environ.get(variable, "").lower() in ("1", "true", "y"):
+            refuse(variable, os.environ[variable], instead)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Axolotl, LLaMA-Factory, its V1 and ms-swift with a strategy, each in an environment where it is installed.
+"""Axolotl, LLaMA-Factory and ms-swift with a strategy, each in an environment where it is installed.
 
 None means to train in several processes on CPUs, so tests choose FSDP for them where a strategy does not.
 """
@@ -90,12 +90,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     columns = {"prompt": "instruction", "query": "input"}
     ranking = {"ranking": True, "columns": columns | {"chosen": "chosen", "rejected": "rejected"}}
-    chats = {"path": str(folder / "alpaca.json"), "source": "local", "converter": "alpaca"}
     files = {
         "alpaca.json": [{"instruction": q, "input": "", "output": a} for q, a in QUESTIONS],
         "ranked.json": [{"instruction": q, "input": "", "chosen": a, "rejected": "none"} for q, a in QUESTIONS],
         "dataset_info.json": {"chats": {"file_name": "alpaca.json"}, "pairs": {"file_name": "ranked.json", **ranking}},
-        "v1.yaml": {"chats": chats},  # JSON is YAML, too
     }
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
@@ -271,57 +269,6 @@ def train_by_llama_factory(folder: Path, output: Path, kind: str, strategy: Stra
     return keeps.results[0]
 
 
-def train_by_v1(folder: Path, output: Path, kind: str, strategy: StrategyKey, resumes: bool) -> Result:
-    adapters = {"name": "lora", "r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": "all"}
-    arguments: dict[str, Any] = {
-        "model": str(folder / ("bf16" if kind == "bf16 adapters" else "model")),
-        "model_class": "llm",
-        "peft_config": None if kind == "whole" else adapters,
-        "dist_config": {"name": "fsdp2"},
-        "train_dataset": str(folder / "v1.yaml"),
-        "output_dir": str(output),
-        "micro_batch_size": 2,
-        "global_batch_size": 16,
-        "cutoff_len": 128,
-        "learning_rate": 2e-3 if kind == "whole" else 5e-3,
-        "max_steps": 4,
-        "save_steps": 2,
-        "bf16": kind == "bf16 adapters",
-        "batching_workers": 0,
-        **({} if strategy is None else {"fsdp_zpp": strategy}),
-        **({"resume_from_checkpoint": "auto"} if resumes else {}),
-    }
-    from llamafactory.v1.accelerator.interface import DistributedInterface
-    from llamafactory.v1.trainers import sft_trainer
-    from llamafactory.v1.utils.callbacks import LoggingCallback
-
-    from fsdp_zpp.integrations.llama_factory import run_sft
-
-    results, losses = list[Result](), list[float]()
-    save, on_log = sft_trainer.SFTTrainer.save_model, LoggingCallback.on_log
-
-    def save_and_keep(trainer: Any) -> None:
-        save(trainer)
-        results.append(result_of(trainer.model, losses, strategy))
-
-    def log_and_keep(callback: Any, args: Any, state: Any, logs: dict[str, Any], **others: Any) -> None:
-        losses.append(logs["loss"])
-        on_log(callback, args, state, logs, **others)
-
-    on_cpu = patch("torch.accelerator.synchronize") if device_type() == "cpu" else patch.dict({})
-    DistributedInterface._instance, DistributedInterface._initialized = None, False
-    with (
-        on_cpu,  # which has nothing to synchronize, and torch raises
-        patch("torch.distributed.destroy_process_group"),
-        patch("llamafactory.v1.accelerator.interface.init_process_group"),  # the pool has one
-        patch("llamafactory.v1.accelerator.interface.destroy_process_group"),
-        patch.object(sft_trainer.SFTTrainer, "save_model", save_and_keep),
-        patch.object(LoggingCallback, "on_log", log_and_keep),
-    ):
-        (sft_trainer.run_sft if strategy is None else run_sft)(arguments)
-    return results[0]
-
-
 @contextmanager
 def ms_swift_by(strategy: StrategyKey) -> Iterator[None]:
     """Return a context in which ms-swift's trainers have a strategy, or its own FSDP2."""
@@ -395,7 +342,6 @@ def train_by_ms_swift(folder: Path, output: Path, kind: str, strategy: StrategyK
 TRAIN: dict[str, tuple[str, Callable[..., Result]]] = {
     "axolotl": ("axolotl.train", train_by_axolotl),
     "LLaMA-Factory": ("llamafactory.train.tuner", train_by_llama_factory),
-    "V1": ("llamafactory.v1.plugins.trainer_plugins.distributed.interface", train_by_v1),
     "ms-swift": ("swift.trainers", train_by_ms_swift),
 }
 """By framework the module without which it is not there, and a function that trains four steps of two micro-batches."""
@@ -445,7 +391,7 @@ def files_in(output: Path, name: str) -> Path:
 def test_losses_are_those_of_its_own_fsdp(
     workers: Workers, framework: str, folder: Path, tmp_path: Path, kind: str
 ) -> None:
-    if kind == "dpo" and framework in ("axolotl", "V1"):
+    if kind == "dpo" and framework == "axolotl":
         pytest.skip("not tried")
     own, plain, zeropp = (
         workers(trained, framework, False, folder, tmp_path / str(number), kind, strategy)
