@@ -13,7 +13,7 @@ import secrets
 import shutil
 import socket
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -35,6 +35,7 @@ from fsdp_zpp.frozen.base_files import WeightIdentity, check_base, describe_base
 from fsdp_zpp.fsdp2.fully_shard import fully_shard
 from fsdp_zpp.names import how_to_install
 from fsdp_zpp.runtime.checkpoint import CodecState
+from fsdp_zpp.runtime.monitor import Monitor, monitor
 from fsdp_zpp.runtime.unit import named_units
 from fsdp_zpp.strategy.strategy import Strategy
 
@@ -114,6 +115,45 @@ def refuse(key: str, value: object, instead: str) -> None:
     raise ValueError(f"{key}: {value!r} can't be combined with fsdp_zpp: {instead}")
 
 
+def refuse_set(values: Mapping[str, Any], alternatives: Mapping[str, str], section: str = "") -> None:
+    """Refuse the first key of ``alternatives`` that ``values`` sets to anything but what asks for nothing."""
+    for key, instead in alternatives.items():
+        if values.get(key):
+            refuse(f"{section}{key}", values[key], instead)
+
+
+def check_strategy(strategy: object) -> None:
+    """Raise a TypeError unless ``strategy`` is a Strategy."""
+    if not isinstance(strategy, Strategy):
+        raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
+
+
+# ---- steps
+
+
+class StepMonitor:
+    """Figures of :func:`fsdp_zpp.monitor`, by names that begin with ``fsdp_zpp/``, once it is started."""
+
+    def __init__(self) -> None:
+        self._monitor: Monitor | None = None
+
+    def start(self, model: nn.Module) -> None:
+        """Begin to measure a sharded model; a measurement that was begun before ends."""
+        self.close()
+        self._monitor = monitor(model)
+
+    def step(self) -> dict[str, float]:
+        """End a step, and return its figures."""
+        figures = {} if self._monitor is None else self._monitor.step()
+        return {f"fsdp_zpp/{name}": figure for name, figure in figures.items()}
+
+    def close(self) -> None:
+        """End the measurement."""
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
+
+
 # ---- in place of torchs
 #
 # Frameworks' own functions that shard, in which ``fully_shard`` is fsdp_zpp's with a strategy.
@@ -133,13 +173,24 @@ def sharding_by(strategy: Strategy, *, reshards_always: bool = False) -> Any:
         reshards_always: Whether ``reshard_after_forward=True`` is no default, but was asked for.
     """
 
-    @functools.wraps(torch_fully_shard)  # which also has its state under its name
     def fully_shard_by_strategy(module: Any, *, reshard_after_forward: Any = None, **arguments: Any) -> Any:
         if reshard_after_forward is True and not reshards_always:
             reshard_after_forward = None
         return fully_shard(module, strategy=strategy, reshard_after_forward=reshard_after_forward, **arguments)
 
     return fully_shard_by_strategy
+
+
+_IS_REPLACED = "_fsdp_zpp_replaces"
+
+
+def replace_function(holder: object, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace the function ``name`` of a framework's module or class, if it has one, by ``make(original)``, once."""
+    original = getattr(holder, name, None)
+    if original is not None and not hasattr(original, _IS_REPLACED):
+        replacement = functools.wraps(original)(make(original))
+        setattr(replacement, _IS_REPLACED, True)
+        setattr(holder, name, replacement)
 
 
 @contextmanager
@@ -151,6 +202,7 @@ def in_place_of_torchs(replacement: Any) -> Iterator[None]:
         # What some packages put there is no module.
         if getattr(module, "__dict__", {}).get("fully_shard") is torch_fully_shard and not name.startswith("fsdp_zpp.")
     ]
+    replacement = functools.wraps(torch_fully_shard)(replacement)  # torch has its state under its name
     for module in holders:
         vars(module)["fully_shard"] = replacement
     try:
@@ -636,6 +688,18 @@ def load_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoi
 
 def _saved_keys(folder: Path) -> set[str]:
     return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+
+
+def save_beside(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path) -> None:
+    """Save the identity of the base of ``model``, and codec state, with what a framework has saved. Collective."""
+    save_base_identity(model, checkpoint)
+    save_codec_state(model, optimizers, checkpoint)
+
+
+def load_beside(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path) -> None:
+    """Check that ``model`` has the base that it was saved with, and load codec state. Collective."""
+    check_base_identity(model, checkpoint)
+    load_codec_state(model, optimizers, checkpoint)
 
 
 def remove_codec_state(checkpoint: Path) -> None:

@@ -33,15 +33,7 @@ from fsdp_zpp.runtime.full_tensors import reshard
 from fsdp_zpp.runtime.unit import unit_of
 from fsdp_zpp.strategy.strategy import Strategy
 
-from ._common import (
-    MarkedSave,
-    check_base_identity,
-    check_complete,
-    load_codec_state,
-    require,
-    save_base_identity,
-    save_codec_state,
-)
+from ._common import MarkedSave, check_complete, check_strategy, load_beside, require, save_beside
 
 require("accelerate", "1.13")
 
@@ -341,16 +333,14 @@ def save_codec_states(
 ) -> None:
     """Save the codec state of all models, in a hook of ``save_state``, which :func:`paired` surrounds."""
     for model, optimizers, checkpoint in _codec_states(accelerator, output_dir):
-        save_base_identity(model, checkpoint)
-        save_codec_state(model, optimizers, checkpoint)
+        save_beside(model, optimizers, checkpoint)
 
 
 def load_codec_states(accelerator: Accelerator, models: list[nn.Module], input_dir: str | os.PathLike[str]) -> None:
     """Load the codec state of all models, in a hook of ``load_state``, which :func:`paired` surrounds."""
     # accelerate hands over the models that are still to be loaded, which is none under FSDP.
     for model, optimizers, checkpoint in _codec_states(accelerator, input_dir):
-        check_base_identity(model, checkpoint)
-        load_codec_state(model, optimizers, checkpoint)
+        load_beside(model, optimizers, checkpoint)
 
 
 def _codec_states(
@@ -397,8 +387,7 @@ def use_strategy(accelerator: A, strategy: Strategy, *, plugin: FullyShardedData
         ValueError: If the accelerator has prepared a model, runs in one process, or was configured for what a strategy
             can't honour; the error says what to do instead.
     """
-    if not isinstance(strategy, Strategy):
-        raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
+    check_strategy(strategy)
     if isinstance(accelerator, ShardingAccelerator):
         raise ValueError(f"this accelerator has a strategy already, {accelerator.strategy}")
     check_accelerator(accelerator)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._common import NO_DEEPSPEED, absent, quantizes, refuse, require, strategy_of
+from ._common import NO_DEEPSPEED, absent, quantizes, refuse, refuse_set, require, strategy_of
 
 try:
     from axolotl.integrations.base import BasePlugin
@@ -192,9 +192,7 @@ def check_configuration(config: Configuration) -> None:
         if f"{__name__}.{StrategyPlugin.__name__}" in (config.get("plugins") or []):
             raise ValueError("fsdp_zpp: give the plugin a strategy, such as fsdp_zpp: zeropp")
         return
-    for key, instead in _ALTERNATIVES.items():
-        if config.get(key) not in (None, False):
-            refuse(key, config[key], instead)
+    refuse_set(config, _ALTERNATIVES)
     for key, instead in _SIZES.items():
         if (config.get(key) or 1) > 1:
             refuse(key, config[key], instead)
@@ -209,9 +207,7 @@ def _check_fsdp(config: Configuration) -> None:
     version, fsdp = config.get("fsdp_version"), config.get("fsdp_config") or {}
     if version not in (None, 2):
         refuse("fsdp_version", version, "a strategy needs FSDP2: leave it out, or write fsdp_version: 2")
-    for key, instead in _FSDP_ALTERNATIVES.items():
-        if fsdp.get(key):
-            refuse(f"fsdp_config.{key}", fsdp[key], instead)
+    refuse_set(fsdp, _FSDP_ALTERNATIVES, "fsdp_config.")
     if fsdp.get("final_state_dict_type") not in (None, "FULL_STATE_DICT"):
         refuse(
             "fsdp_config.final_state_dict_type",

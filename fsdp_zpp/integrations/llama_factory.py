@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_zpp.strategy.strategy import Strategy
 
-from ._common import KEY, NO_DEEPSPEED, NO_PACKED_BASE, NO_WHOLE_MATRICES, refuse, require, strategy_of
+from ._common import KEY, NO_DEEPSPEED, NO_PACKED_BASE, NO_WHOLE_MATRICES, refuse, refuse_set, require, strategy_of
 
 # No extra has it: its requirements exclude the versions of transformers that a strategy needs.
 require("llamafactory", "0.9.5", install="see docs/guides/llama-factory.md")
@@ -124,9 +124,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     Raises:
         ValueError: If they do; the error names the key and says what to do instead.
     """
-    for key, instead in _ALTERNATIVES.items():
-        if arguments.get(key) not in (None, False):
-            refuse(key, arguments[key], instead)
+    refuse_set(arguments, _ALTERNATIVES)
     _check_environment()
     stage = arguments.get("stage", "sft")
     if stage not in TRAINERS:

@@ -18,7 +18,7 @@ from typing import Any
 
 from fsdp_zpp.strategy.strategy import Strategy
 
-from ._common import NO_DEEPSPEED, NO_WHOLE_MATRICES, PACKED_BASE, refuse, require
+from ._common import NO_DEEPSPEED, NO_WHOLE_MATRICES, PACKED_BASE, check_strategy, refuse, refuse_set, require
 
 require("ms-swift", "4.6")
 
@@ -54,8 +54,7 @@ def use_strategy(strategy: Strategy) -> None:
         TypeError: If ``strategy`` is not a ``Strategy``.
         ValueError: If there is a strategy already.
     """
-    if not isinstance(strategy, Strategy):
-        raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
+    check_strategy(strategy)
     original = getattr(TrainerFactory, _FACTORY)
     if (present := getattr(original, _IS_REPLACED, None)) is not None:
         raise ValueError(f"ms-swift's trainers have a strategy already, {present}")
@@ -76,9 +75,7 @@ def check_arguments(args: Any) -> None:
     Raises:
         ValueError: If they do; the error names the argument and says what to do instead.
     """
-    for key, instead in _ALTERNATIVES.items():
-        if value := getattr(args, key, None):
-            refuse(key, value, instead)
+    refuse_set(vars(args), _ALTERNATIVES)
     if args.tuner_backend != "peft":
         refuse("tuner_backend", args.tuner_backend, "unsloth trains in one process: leave it out")
     if args.sequence_parallel_size > 1:

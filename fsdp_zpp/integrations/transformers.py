@@ -14,7 +14,6 @@ state. integrations/accelerate/ shards the model when the training, or the first
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
@@ -33,18 +32,19 @@ from fsdp_zpp.fsdp2.fully_shard import fully_shard
 from fsdp_zpp.inference_weights import gathered_weights
 from fsdp_zpp.runtime.api import invalidate, members
 from fsdp_zpp.runtime.full_tensors import reshard
-from fsdp_zpp.runtime.monitor import Monitor, monitor
 from fsdp_zpp.runtime.unit import named_units
 from fsdp_zpp.strategy.strategy import Strategy
 
 from ._common import (
     MarkedSave,
-    check_base_identity,
+    StepMonitor,
     check_complete,
-    load_codec_state,
+    check_strategy,
+    in_place_of_torchs,
+    load_beside,
+    replace_function,
     require,
-    save_base_identity,
-    save_codec_state,
+    save_beside,
 )
 
 require("transformers", "5.16")
@@ -52,7 +52,7 @@ require("transformers", "5.16")
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils, is_peft_model
 from transformers import Trainer, TrainerCallback
-from transformers.distributed import DistributedConfig, fsdp, mixin
+from transformers.distributed import DistributedConfig, mixin
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -105,8 +105,7 @@ def with_strategy(
     if not isinstance(config, DistributedConfig):
         raise TypeError(f"with_strategy takes a DistributedConfig of transformers, got {config!r}")
     for each in (strategy, strategy if experts is None else experts):
-        if not isinstance(each, Strategy):
-            raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {each!r}")
+        check_strategy(each)
         if frozen := [part.frozen for part in each.all_strategies if part.frozen is not None]:
             raise ValueError(
                 f"frozen={frozen[0]} quantizes weights when a model is sharded, but from_pretrained loads them "
@@ -149,7 +148,7 @@ def _sharding_by(config: ShardingConfig) -> Iterator[None]:
     Raises:
         RuntimeError: At its end, if transformers has called nothing of this.
     """
-    torch_fully_shard, called = fsdp.fully_shard, False
+    called = False
 
     def by_strategy(module: Any, *, mesh: DeviceMesh, **arguments: Any) -> Any:
         nonlocal called
@@ -159,31 +158,24 @@ def _sharding_by(config: ShardingConfig) -> Iterator[None]:
             arguments.pop("reshard_after_forward", None)  # which transformers gives each unit; N keeps all of them
         return fully_shard(module, strategy=strategy, mesh=mesh, **arguments)
 
-    fsdp.fully_shard = by_strategy  # type: ignore[assignment]  # without the overloads that transformers does not use
-    try:
+    with in_place_of_torchs(by_strategy):
         yield
-    finally:
-        fsdp.fully_shard = torch_fully_shard
     if not called:
         raise RuntimeError("this transformers does not shard with transformers.distributed.fsdp.fully_shard")
 
 
-def install() -> None:
-    """Prepare transformers for configurations that have a strategy."""
-    apply = mixin.apply_fully_sharded_data_parallelism
-
-    @functools.wraps(apply)
+def _applying(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     def apply_fully_sharded_data_parallelism(model: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
         config = getattr(model.config, "distributed_config", None)
         if not isinstance(config, ShardingConfig):
-            return apply(model, *arguments, **options)
+            return original(model, *arguments, **options)
         with _sharding_by(config):
-            return apply(model, *arguments, **options)
+            return original(model, *arguments, **options)
 
-    mixin.apply_fully_sharded_data_parallelism = apply_fully_sharded_data_parallelism
+    return apply_fully_sharded_data_parallelism
 
 
-install()
+replace_function(mixin, "apply_fully_sharded_data_parallelism", _applying)
 
 
 # ---- trainer callbacks
@@ -241,36 +233,26 @@ class MonitorCallback(TrainerCallback):
 
     def __init__(self, trainer: Trainer) -> None:
         self._handler = trainer.callback_handler
-        self._monitor: Monitor | None = None
+        self._monitor = StepMonitor()
         self._figures: dict[str, float] = {}
 
     def on_train_begin(self, *arguments: object, **others: Any) -> None:
-        """Begin to measure, now that the model is sharded."""
         # First, so that those who report to TensorBoard and the like find the figures in the logs.
         self._handler.callbacks.remove(self)
         self._handler.callbacks.insert(0, self)
-        self._close()  # for a training that has failed does not end
-        self._monitor = monitor(others["model"])
+        self._monitor.start(others["model"])
 
     def on_step_end(self, *arguments: object, **others: object) -> None:
-        """End a step of the optimizer."""
-        if self._monitor is not None:
-            self._figures = self._monitor.step()
+        self._figures = self._monitor.step()
 
     def on_log(self, *arguments: object, **others: Any) -> None:
         """Add the figures of the latest step to those of the training."""
         logs: MutableMapping[str, float] = others["logs"]
         if "loss" in logs:
-            logs.update({f"fsdp_zpp/{name}": figure for name, figure in self._figures.items()})
+            logs.update(self._figures)
 
     def on_train_end(self, *arguments: object, **others: object) -> None:
-        """End the measurement."""
-        self._close()
-
-    def _close(self) -> None:
-        if self._monitor is not None:
-            self._monitor.close()
-            self._monitor = None
+        self._monitor.close()
 
 
 # ---- trl
@@ -282,57 +264,34 @@ class MonitorCallback(TrainerCallback):
 
 Prepare = Callable[[nn.Module, Accelerator], nn.Module]
 NamedTensors = Iterator[tuple[str, Tensor]]
-_PREPARE_FSDP = "prepare_fsdp"
-_PARAMETERS = "_iter_named_params"
-_IS_REPLACED = "_fsdp_zpp_prepares"
 
 
 def prepare_by_strategy(trainer: type) -> None:
-    """Replace ``prepare_fsdp`` in the modules of ``trainer`` and its bases by one that knows strategies.
-
-    Args:
-        trainer: The class of a trainer, of TRL or not.
-    """
+    """Replace functions of TRL that shard references and send weights, if ``trainer`` is of TRL's classes."""
     for cls in trainer.__mro__:
-        module = sys.modules.get(cls.__module__)
-        original = vars(module).get(_PREPARE_FSDP) if cls.__module__.startswith("trl.") else None
-        if original is not None and not hasattr(original, _IS_REPLACED):
-            setattr(module, _PREPARE_FSDP, _preparing(original))
-    sync_by_strategy()
+        if cls.__module__.startswith("trl."):
+            replace_function(sys.modules.get(cls.__module__), "prepare_fsdp", _preparing)
+    # TRL's own asks each parameter for its full tensor and merges adapters in place; bases that we quantize are no
+    # parameters, and layers that the last forward left unsharded are no DTensors.
+    generation = sys.modules.get("trl.generation.vllm_generation")
+    replace_function(getattr(generation, "VLLMGeneration", None), "_iter_named_params", _gathering)
 
 
 def _preparing(original: Prepare) -> Prepare:
-    @functools.wraps(original)
     def prepare(model: nn.Module, accelerator: Accelerator) -> nn.Module:
         if not isinstance(accelerator, ShardingAccelerator):
             return original(model, accelerator)
         return accelerator.prepare_model(model, evaluation_mode=True).eval()
 
-    setattr(prepare, _IS_REPLACED, True)
     return prepare
 
 
-def sync_by_strategy() -> None:
-    """Have TRL's sync of weights to vLLM, if it is imported, take them from ``gathered_weights``.
-
-    TRL's own asks each parameter for its full tensor and merges adapters in place; bases that we quantize are no
-    parameters, and layers that the last forward left unsharded are no DTensors.
-    """
-    module = sys.modules.get("trl.generation.vllm_generation")
-    cls = getattr(module, "VLLMGeneration", None)
-    original = getattr(cls, _PARAMETERS, None)
-    if original is not None and not hasattr(original, _IS_REPLACED):
-        setattr(cls, _PARAMETERS, _gathering(original))
-
-
 def _gathering(original: Callable[[Any], NamedTensors]) -> Callable[[Any], NamedTensors]:
-    @functools.wraps(original)
     def iterate(generation: Any) -> NamedTensors:
         if not isinstance(generation.accelerator, ShardingAccelerator):
             return original(generation)
         return _each_once(gathered_weights(generation.model, merged=is_peft_model(generation.model)))
 
-    setattr(iterate, _IS_REPLACED, True)
     return iterate
 
 
@@ -345,29 +304,21 @@ def _each_once(weights: NamedTensors) -> NamedTensors:
         previous = tensor
 
 
-# ---- reference models
-#
-# Reference models of frameworks that call accelerate's ``fsdp2_prepare_model`` themselves, sharded by a strategy.
-#
-# LLaMA-Factory's and ms-swift's trainers do, in their constructors, and import it by name each time.
-
-_PREPARE_FSDP2 = "fsdp2_prepare_model"
-
-
 def prepare_references_by_strategy() -> None:
-    """Replace accelerate's ``fsdp2_prepare_model`` by one that leaves models to accelerators with a strategy."""
-    original: Any = getattr(fsdp_utils, _PREPARE_FSDP2)
-    if hasattr(original, _IS_REPLACED):
-        return
+    """Replace accelerate's ``fsdp2_prepare_model`` by one that leaves models to accelerators with a strategy.
 
-    @functools.wraps(original)
-    def prepare(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-        if not isinstance(accelerator, ShardingAccelerator):
-            return original(accelerator, model)  # type: ignore[no-any-return]
-        return accelerator.prepare_model(model, evaluation_mode=True)
+    LLaMA-Factory's and ms-swift's trainers call it for reference models, in their constructors.
+    """
 
-    setattr(prepare, _IS_REPLACED, True)
-    setattr(fsdp_utils, _PREPARE_FSDP2, prepare)
+    def preparing(original: Any) -> Any:
+        def prepare(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+            if not isinstance(accelerator, ShardingAccelerator):
+                return original(accelerator, model)  # type: ignore[no-any-return]
+            return accelerator.prepare_model(model, evaluation_mode=True)
+
+        return prepare
+
+    replace_function(fsdp_utils, "fsdp2_prepare_model", preparing)
 
 
 # ---- transformers
@@ -426,8 +377,7 @@ def _subclass(cls: type, strategy: Strategy) -> type:
         raise TypeError(f"use_strategy takes a Trainer or a class derived from it, got {cls.__name__}")
     if issubclass(cls, ShardingTrainer):
         raise ValueError(f"the class {cls.__name__} has a strategy already, {cls.strategy}")
-    if not isinstance(strategy, Strategy):
-        raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
+    check_strategy(strategy)
     prepare_by_strategy(cls)
     return type(f"Strategy{cls.__name__}", (ShardingTrainer, cls), {"strategy": strategy, "__module__": cls.__module__})
 
@@ -514,8 +464,7 @@ class ShardingTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        save_base_identity(self.model, Path(output_dir))
-        save_codec_state(self.model, filter(None, [self.optimizer]), Path(output_dir))
+        save_beside(self.model, filter(None, [self.optimizer]), Path(output_dir))
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         self._saves_checkpoint = True
@@ -547,8 +496,7 @@ class ShardingTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            check_base_identity(self.model, Path(checkpoint))
-            load_codec_state(self.model, filter(None, [self.optimizer]), Path(checkpoint))
+            load_beside(self.model, filter(None, [self.optimizer]), Path(checkpoint))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as ``from_pretrained`` reads it, or adapters as PEFT reads them. Collective.

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,62 +37,28 @@ from fsdp_zpp.comm.agreement import from_first_rank
 from fsdp_zpp.frozen.hugging_face import quantized_names, with_quantized_weights, without_quantized_weights
 from fsdp_zpp.integrations._common import (
     MarkedSave,
+    StepMonitor,
     check_base_identity,
     check_complete,
     load_codec_state,
     remove_codec_state,
     save_base_identity,
-    save_codec_state,
+    save_beside,
 )
 from fsdp_zpp.names import model_name
 from fsdp_zpp.runtime.api import check_instance
 from fsdp_zpp.runtime.checkpoint import CodecState
-from fsdp_zpp.runtime.monitor import Monitor, monitor
 from fsdp_zpp.runtime.unit import StrategyUnit, named_units
 from fsdp_zpp.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import FSDPStrategy as FabricFSDPStrategy
-    from lightning.fabric.strategies.fsdp import _SHARDING_STRATEGY
     from lightning.pytorch.strategies import FSDPStrategy as TrainerFSDPStrategy
 
 
 # ---- checks
 #
 # Checks that Lightning's strategies make before they shard or load anything.
-
-Content = Mapping[str, Any]
-"""Content of a checkpoint that is a file."""
-
-
-def split_sharding_strategy(
-    sharding_strategy: Strategy | ShardingStrategy | str, arguments: Mapping[str, object]
-) -> _SHARDING_STRATEGY:
-    """Return the sharding strategy to give to Lightning's constructor, which reads its name.
-
-    Args:
-        sharding_strategy: A :class:`Strategy`, or what Lightning takes.
-        arguments: The other arguments of Lightning's FSDPStrategy.
-
-    Raises:
-        TypeError: If it is the class Strategy itself.
-        ValueError: If an argument contradicts a :class:`Strategy`.
-    """
-    check_instance("sharding_strategy", sharding_strategy)
-    if not isinstance(sharding_strategy, Strategy):
-        return cast("_SHARDING_STRATEGY", sharding_strategy)  # Lightning checks the name
-    mesh = arguments.get("device_mesh")
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise ValueError(
-            f"device_mesh={mesh!r} splits the ranks as HYBRID_SHARD does; a Strategy takes gpus_per_node instead: "
-            'Strategy("III", gpus_per_node=...) shards inside each node and replicates across nodes'
-        )
-    return "FULL_SHARD"
-
-
-def announce_node_size(processes: int) -> None:
-    """Tell strategies how many processes a node has, as torchrun does and Lightning's own launchers do not."""
-    os.environ.setdefault("LOCAL_WORLD_SIZE", str(processes))
 
 
 def check_data_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -121,19 +86,6 @@ def check_data_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             )
 
 
-def check_no_codec_state(state: Iterable[object]) -> None:
-    """Raise if the state that Fabric is to save or load has codec state: Fabric would save rank 0's alone.
-
-    Raises:
-        TypeError: If so.
-    """
-    if any(isinstance(value, CodecState) for value in state):
-        raise TypeError(
-            "the state holds a CodecState, and Fabric would save only rank 0's; leave it out: the strategy saves and "
-            "loads codec state together with the optimizer"
-        )
-
-
 def local_path(path: str | os.PathLike[str]) -> Path:
     """Return the path of a checkpoint on a disk.
 
@@ -143,49 +95,6 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     if "://" in str(path):
         raise ValueError(f"{path} is remote, and sharded checkpoints are written to a disk: save there, and upload it")
     return Path(path)
-
-
-def check_base(model: nn.Module, checkpoint: Path, keys: Collection[str], read: Callable[[Path], Content]) -> bool:
-    """Raise if a checkpoint was made on another quantized base than the model has. Collective.
-
-    Args:
-        model: The model.
-        checkpoint: Lightning's file or folder, the same on all ranks.
-        keys: Where in it the model's weights may be; empty if it is a bare state dict.
-        read: How Lightning reads a file.
-
-    Returns:
-        Whether the checkpoint was saved on the model's base; it may then hold the base's values, too.
-
-    Raises:
-        ValueError: On every rank; also if the checkpoint has values for quantized weights, but does not tell its base.
-            Lightning would skip these values, or call them unexpected.
-    """
-    if check_base_identity(model, checkpoint):
-        return True
-    quantized = quantized_names(model)
-    if not quantized:
-        return False
-    names = _names_in(checkpoint, keys, read) if dist.get_rank() == 0 else set()
-    if overlap := from_first_rank(sorted(quantized & names)):
-        raise ValueError(
-            f"{checkpoint} has values for {len(overlap)} weights that are quantized in this {model_name(model)} "
-            f"({overlap[0]}, ...), and nothing beside it says that they are the same: load them into the model before "
-            "the strategy shards it, or remove them from the checkpoint if the model has them already"
-        )
-    return False
-
-
-def _names_in(checkpoint: Path, keys: Collection[str], read: Callable[[Path], Content]) -> set[str]:
-    """Return the names of weights in a checkpoint; none if it can't be read, which Lightning will report."""
-    try:
-        if checkpoint.is_dir():
-            saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-            return {name.removeprefix(f"{key}.") for name in saved for key in keys}
-        content = read(checkpoint)
-        return set(content).union(*(content.get(key, ()) for key in keys))
-    except Exception:
-        return set()
 
 
 # ---- wrapping
@@ -259,64 +168,72 @@ class MonitorCallback(Callback):
     """
 
     def __init__(self) -> None:
-        self._monitor: Monitor | None = None
+        self._monitor = StepMonitor()
         self._done = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure, now that the model is sharded."""
-        self._close()
         assert trainer.strategy.model is not None
-        self._monitor, self._done = monitor(trainer.strategy.model), trainer.global_step
+        self._monitor.start(trainer.strategy.model)  # which is sharded by now
+        self._done = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
-        """End a step, if the optimizer has made one, and log its figures."""
-        if self._monitor is not None and trainer.global_step != self._done:
+        if trainer.global_step != self._done:
             self._done = trainer.global_step
-            pl_module.log_dict({f"fsdp_zpp/{name}": figure for name, figure in self._monitor.step().items()})
+            pl_module.log_dict(self._monitor.step())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the measurement."""
-        self._close()
+        self._monitor.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """End the measurement."""
-        self._close()
-
-    def _close(self) -> None:
-        if self._monitor is not None:
-            self._monitor.close()
-            self._monitor = None
+        self._monitor.close()
 
 
-# ---- checkpoint files
+# ---- shared
 #
-# Checkpoints of Lightning's two strategies for FSDP, in Trainer and Fabric: how they become whole.
+# Parts of Lightning's two strategies for FSDP that Trainer and Fabric share.
+
+Content = Mapping[str, Any]
+"""Content of a checkpoint that is a file."""
 
 
 class CheckpointFiles(ABC):
     """Completes a strategy's checkpoints: with quantized weights or the identity of a base, and with codec state."""
 
     is_global_zero: bool
+    parallel_devices: list[torch.device] | None
+    _taken_by: str
 
     @property
     @abstractmethod
     def _saves_files(self) -> bool:
-        """Return whether checkpoints are files, with everything gathered."""
+        """Whether checkpoints are files, with everything gathered."""
 
     @abstractmethod
     def _read(self, file: Path, weights_only: bool | None) -> Content:
         """Read a file as Lightning will, without the tensors' values."""
+
+    def __repr__(self) -> str:
+        """Name who takes it, for the error of another one, or of another package."""
+        return f"<{type(self).__name__} for the {self._taken_by}>"
+
+    def setup_environment(self) -> None:
+        """Set up the process group as Lightning does, and tell strategies the size of a node."""
+        assert self.parallel_devices is not None
+        # torchrun sets it, and Lightning's own launchers do not.
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(len(self.parallel_devices)))
+        super().setup_environment()  # type: ignore[misc]  # Lightning's
 
     @contextmanager
     def _saving(self, path: Path, model: nn.Module | None, optimizers: Sequence[Optimizer]) -> Iterator[None]:
         """Return a context in which Lightning saves; its end adds a base's identity and codec state. Collective."""
         with MarkedSave(path):
             yield
+            if model is not None and optimizers:
+                save_beside(model, optimizers, path)
+                return
             if model is not None:
                 save_base_identity(model, path)
-            if model is not None and optimizers:
-                save_codec_state(model, optimizers, path)
-            elif self.is_global_zero:
+            if self.is_global_zero:
                 remove_codec_state(path)
 
     @contextmanager
@@ -332,12 +249,38 @@ class CheckpointFiles(ABC):
             weights_only: As in Lightning.
 
         Raises:
-            ValueError: If the save was cut off, or if the model has another quantized base than it had then.
+            ValueError: On every rank, if the save was cut off, or if the model has another quantized base than it had
+                then; also if the checkpoint has values for quantized weights, but does not tell its base. Lightning
+                would skip these values, or call them unexpected.
         """
         check_complete(path)
-        has_base = model is not None and check_base(model, path, keys, partial(self._read, weights_only=weights_only))
-        with without_quantized_weights(model) if model is not None and has_base else nullcontext():
+        if model is None:
             yield
+        elif check_base_identity(model, path):
+            with without_quantized_weights(model):
+                yield
+        else:
+            if quantized := quantized_names(model):
+                names = self._names_in(path, keys, weights_only) if dist.get_rank() == 0 else set()
+                if overlap := from_first_rank(sorted(quantized & names)):
+                    raise ValueError(
+                        f"{path} has values for {len(overlap)} weights that are quantized in this {model_name(model)} "
+                        f"({overlap[0]}, ...), and nothing beside it says that they are the same: load them into the "
+                        "model before the strategy shards it, or remove them from the checkpoint if the model has "
+                        "them already"
+                    )
+            yield
+
+    def _names_in(self, checkpoint: Path, keys: Collection[str], weights_only: bool | None) -> set[str]:
+        """Return the names of weights in a checkpoint; none if it can't be read, which Lightning will report."""
+        try:
+            if checkpoint.is_dir():
+                saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+                return {name.removeprefix(f"{key}.") for name in saved for key in keys}
+            content = self._read(checkpoint, weights_only)
+            return set(content).union(*(content.get(key, ()) for key in keys))
+        except Exception:
+            return set()
 
     def _with_quantized_weights(self, model: nn.Module | None) -> AbstractContextManager[None]:
         """Return a context in which state dicts for a file have the quantized weights, dequantized."""
@@ -346,10 +289,28 @@ class CheckpointFiles(ABC):
         return with_quantized_weights(model)
 
 
-class FilesOfFSDP(CheckpointFiles):
-    """Files as ``FSDPStrategy`` writes and reads them."""
+class ByFSDP(CheckpointFiles):
+    """Base of both FSDPStrategies."""
 
     _state_dict_type: Literal["full", "sharded"]
+
+    def __init__(
+        self, *, sharding_strategy: Strategy | ShardingStrategy | str = "FULL_SHARD", **arguments: Any
+    ) -> None:
+        check_instance("sharding_strategy", sharding_strategy)
+        own = isinstance(sharding_strategy, Strategy)
+        mesh = arguments.get("device_mesh")
+        if own and mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise ValueError(
+                f"device_mesh={mesh!r} splits the ranks as HYBRID_SHARD does; a Strategy takes gpus_per_node instead: "
+                'Strategy("III", gpus_per_node=...) shards inside each node and replicates across nodes'
+            )
+        # Lightning reads the name of it, and checks all other ones.
+        super().__init__(  # type: ignore[call-arg]  # Lightning's
+            sharding_strategy="FULL_SHARD" if own else sharding_strategy, **arguments
+        )
+        if own:
+            self.sharding_strategy: Any = sharding_strategy
 
     @property
     def _saves_files(self) -> bool:
@@ -360,8 +321,8 @@ class FilesOfFSDP(CheckpointFiles):
         return content
 
 
-class FilesOfModelParallel(CheckpointFiles):
-    """Files as ``ModelParallelStrategy`` writes and reads them."""
+class ByModelParallel(CheckpointFiles):
+    """Base of both ModelParallelStrategies."""
 
     _save_distributed_checkpoint: bool
 
@@ -389,15 +350,7 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
     Both hold codec state if they hold an optimizer, to resume bit for bit.
     """
 
-    def __repr__(self) -> str:
-        """Name the Fabric that takes it, for the error of a Trainer or of another package's Fabric."""
-        return f"<{type(self).__name__} for the Fabric of lightning.fabric>"
-
-    def setup_environment(self) -> None:
-        """Set up the process group as Lightning does, and tell strategies the size of a node."""
-        assert self.parallel_devices is not None
-        announce_node_size(len(self.parallel_devices))
-        super().setup_environment()
+    _taken_by = "Fabric of lightning.fabric"
 
     def save_checkpoint(
         self,
@@ -412,7 +365,7 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
             TypeError: If ``state`` holds codec state itself.
             ValueError: If ``path`` is remote.
         """
-        check_no_codec_state(state.values())
+        _check_no_codec_state(state)
         path = local_path(self.broadcast(path))
         model = _model_in(state)
         with self._saving(path, model, _optimizers_in(state)), self._with_quantized_weights(model):
@@ -433,7 +386,7 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
                 configuration, or if the model has another quantized base than it had then.
         """
         objects: State = state if isinstance(state, dict) else {"": state}
-        check_no_codec_state(objects.values())
+        _check_no_codec_state(objects)
         path = local_path(self.broadcast(path))
         model = _model_in(objects)
         keys = [key for key, value in objects.items() if value is model and key]
@@ -444,7 +397,7 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
         return rest
 
 
-class FSDPStrategy(FilesOfFSDP, WholeCheckpoints, LightningFSDPStrategy):
+class FSDPStrategy(ByFSDP, WholeCheckpoints, LightningFSDPStrategy):
     """Lightning's FSDPStrategy, whose ``sharding_strategy`` may be a ``fsdp_zpp.Strategy``.
 
     Args:
@@ -459,20 +412,13 @@ class FSDPStrategy(FilesOfFSDP, WholeCheckpoints, LightningFSDPStrategy):
         >>> fabric = Fabric(strategy=FSDPStrategy(sharding_strategy=Strategy.zeropp(), auto_wrap_policy={Layer}))
     """
 
-    def __init__(
-        self, *, sharding_strategy: Strategy | ShardingStrategy | str = "FULL_SHARD", **arguments: Any
-    ) -> None:
-        super().__init__(sharding_strategy=split_sharding_strategy(sharding_strategy, arguments), **arguments)
-        if isinstance(sharding_strategy, Strategy):
-            self.sharding_strategy: Any = sharding_strategy
-
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Wrap the module with FSDP as Lightning does, on a CPU, too."""
         with wrapped_on_cpu(module, self, self._fsdp_kwargs) as wrapped:
             return super().setup_module(wrapped)
 
 
-class ModelParallelStrategy(FilesOfModelParallel, WholeCheckpoints, LightningModelParallelStrategy):
+class ModelParallelStrategy(ByModelParallel, WholeCheckpoints, LightningModelParallelStrategy):
     """Lightning's ModelParallelStrategy, for models that ``parallelize_fn`` shards by ``fsdp_zpp.fully_shard``.
 
     Arguments are Lightning's, with its defaults: without tensor parallelism pass ``data_parallel_size``, the number of
@@ -492,6 +438,14 @@ class ModelParallelStrategy(FilesOfModelParallel, WholeCheckpoints, LightningMod
         module = super().setup_module(module)
         check_data_parallel(module, self.device_mesh)
         return module
+
+
+def _check_no_codec_state(state: State) -> None:
+    if any(isinstance(value, CodecState) for value in state.values()):
+        raise TypeError(
+            "the state holds a CodecState, and Fabric would save only rank 0's; leave it out: the strategy saves and "
+            "loads codec state together with the optimizer"
+        )
 
 
 def _optimizers_in(state: State) -> list[Optimizer]:

@@ -27,21 +27,18 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from fsdp_zpp.integrations._common import load_codec_state, remove_base_identity, remove_codec_state, remove_marks
-from fsdp_zpp.strategy.strategy import Strategy
 
 from .fabric import (
+    ByFSDP,
+    ByModelParallel,
     CheckpointFiles,
-    FilesOfFSDP,
-    FilesOfModelParallel,
-    announce_node_size,
     check_data_parallel,
     local_path,
     outermost_fsdp,
-    split_sharding_strategy,
     wrapped_on_cpu,
 )
 
@@ -53,15 +50,7 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
     Both hold codec state if they hold an optimizer, to resume bit for bit.
     """
 
-    def __repr__(self) -> str:
-        """Name the Trainer that takes it, for the error of another package's Trainer."""
-        return f"<{type(self).__name__} for the Trainer of lightning.pytorch>"
-
-    def setup_environment(self) -> None:
-        """Set up the process group as Lightning does, and tell strategies the size of a node."""
-        assert self.parallel_devices is not None
-        announce_node_size(len(self.parallel_devices))
-        super().setup_environment()
+    _taken_by = "Trainer of lightning.pytorch"
 
     def lightning_module_state_dict(self) -> dict[str, object]:
         """Return Lightning's state dict; in a full one, what the strategy has quantized is dequantized."""
@@ -103,7 +92,7 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
             remove_marks(Path(filepath))
 
 
-class FSDPStrategy(FilesOfFSDP, WholeCheckpoints, LightningFSDPStrategy):
+class FSDPStrategy(ByFSDP, WholeCheckpoints, LightningFSDPStrategy):
     """Lightning's FSDPStrategy, whose ``sharding_strategy`` may be a ``fsdp_zpp.Strategy``.
 
     Args:
@@ -118,14 +107,8 @@ class FSDPStrategy(FilesOfFSDP, WholeCheckpoints, LightningFSDPStrategy):
         >>> trainer = Trainer(strategy=FSDPStrategy(sharding_strategy=Strategy.zeropp(), auto_wrap_policy={Layer}))
     """
 
-    def __init__(
-        self, *, sharding_strategy: Strategy | ShardingStrategy | str = "FULL_SHARD", **arguments: Any
-    ) -> None:
-        super().__init__(sharding_strategy=split_sharding_strategy(sharding_strategy, arguments), **arguments)
-        if isinstance(sharding_strategy, Strategy):
-            self.sharding_strategy: Any = sharding_strategy
-        self._root: nn.Module | None = None
-        self._in_root: nn.Module | None = None
+    _root: nn.Module | None = None
+    _in_root: nn.Module | None = None
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         # An evaluation after a fit gets the model as it was before; its layers are wrapped by then, and it is not.
@@ -152,7 +135,7 @@ class FSDPStrategy(FilesOfFSDP, WholeCheckpoints, LightningFSDPStrategy):
             yield
 
 
-class ModelParallelStrategy(FilesOfModelParallel, WholeCheckpoints, LightningModelParallelStrategy):
+class ModelParallelStrategy(ByModelParallel, WholeCheckpoints, LightningModelParallelStrategy):
     """Lightning's ModelParallelStrategy, for models that ``configure_model`` shards by ``fsdp_zpp.fully_shard``.
 
     Arguments are Lightning's, with its defaults: without tensor parallelism pass ``data_parallel_size``, the number of

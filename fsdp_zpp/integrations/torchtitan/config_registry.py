@@ -36,10 +36,9 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from fsdp_zpp.codecs.codec import Int4Delta
 from fsdp_zpp.comm.agreement import agree, run_on_first_rank
-from fsdp_zpp.integrations._common import Turn, in_place_of_torchs, sharding_by
+from fsdp_zpp.integrations._common import StepMonitor, Turn, in_place_of_torchs, sharding_by
 from fsdp_zpp.runtime.api import traffic
 from fsdp_zpp.runtime.checkpoint import CodecState
-from fsdp_zpp.runtime.monitor import Monitor, monitor
 from fsdp_zpp.runtime.unit import unit_of
 from fsdp_zpp.strategy.configuration import PRESETS
 from fsdp_zpp.strategy.strategy import Strategy
@@ -244,10 +243,10 @@ class StrategyTrainer(Trainer):
             _take_turns(self.checkpointer)
             if is_sharded and _has_codec_state(strategy):
                 self.checkpointer.states[CODECS] = _codec_state(self.model_parts, self.optimizers)
-        self._monitor: Monitor | None = None
+        self._monitor = StepMonitor()
         self._figures: dict[str, float] = {}
         if config.parallelism.monitor and is_sharded:
-            self._monitor = monitor(nn.ModuleList(self.model_parts))
+            self._monitor.start(nn.ModuleList(self.model_parts))
             self.metrics_processor.log = partial(self._log, self.metrics_processor.log)
 
     def train(self) -> None:
@@ -260,8 +259,7 @@ class StrategyTrainer(Trainer):
         """Train one step as torchtitan does, and count its micro-batches."""
         self._micro_batches_left = self.gradient_accumulation_steps
         super().train_step(data_iterator)
-        if self._monitor is not None:
-            self._figures = {f"fsdp_zpp/{name}": figure for name, figure in self._monitor.step().items()}
+        self._figures = self._monitor.step()
 
     def _log(
         self, log: Callable[..., None], *arguments: object, extra_metrics: Mapping[str, Any] | None = None
