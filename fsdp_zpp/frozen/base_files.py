@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
-import functools
-import hashlib
 import json
 import logging
 import os
 import re
 import secrets
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO, TypedDict
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -45,95 +42,38 @@ from .hugging_face import on_first_rank
 from .quantize import FiniteSlice, FreezableWeight, Selection, refuse_infinite_values, select
 from .weight import FrozenWeight, Placement, Storable, place_base
 
-# ---- drafts
+# ---- writes
 #
-# Lets several jobs save into the folder of a base, and removes files that no save needs any more.
-#
-# A save names its files by a token of its own. As long as it runs it has a *draft*, the file that is to become the
-# index, and holds a lock on it, which the system releases however the process ends. Renaming the draft to the index
-# completes the save. So a save is over if it has no draft, or one that nobody locks; what it has written is then of use
-# only if the index names it, and an index that was replaced never comes back. Locks may not reach from one machine to
-# another. So a draft's name says which machine made it, and what a save on another machine leaves behind when it is cut
-# off stays.
+# Files that are whole at any moment, wherever a save of them is cut off.
 
 logger = logging.getLogger("fsdp_zpp")
 
-_DRAFT = re.compile(rf"{re.escape(BASE_INDEX)}\.([0-9a-f]{{16}})\.([0-9a-f]{{8}})")
-# With the token of a save, or without, as before saves had one.
-_FILE = re.compile(r"frozen_base-(?:([0-9a-f]{16})-)?[0-9]{5}\.safetensors")
+_FILE = re.compile(rf"frozen_base-(?:[0-9a-f]{{16}}-)?[0-9]{{5}}\.safetensors|{re.escape(BASE_INDEX)}\.[0-9a-f]{{16}}")
+"""Names of files that a save writes, but for the index."""
 
 
-class Draft:
-    """The draft of an index, of a save that is running. See the top of this section."""
+def write_whole(path: Path, text: str, check: Callable[[], None] = lambda: None) -> None:
+    """Write a file, which is whole, or the one that was there before, wherever this is cut off.
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        while True:
-            self.token = secrets.token_hex(8)
-            self._path = folder / f"{BASE_INDEX}.{self.token}.{_machine()}"
-            self._file = self._path.open("x")
-            if self._lock():
-                return
-            self._file.close()  # another save was faster, and takes it for a leftover
+    All other files that were written to its folder are named on disk before it is.
 
-    def _lock(self) -> bool:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True  # without locks in the file system, nobody takes it for a leftover
-        return self._path.exists()  # another save may have removed it before it was locked
-
-    def file(self, number: int) -> Path:
-        """Return the path of a file of this save, counted from 1."""
-        return self._folder / f"frozen_base-{self.token}-{number:05}.safetensors"
-
-    def publish(self, text: str) -> None:
-        """Make ``text`` the index. The files that the index names must be on disk."""
-        self._file.write(text)
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        to_disk(self._folder)  # the files' names must be on disk before an index that refers to them
-        self._path.replace(self._folder / BASE_INDEX)  # atomic: readers see the old index or the new one
-        self._file.close()
-
-    def abandon(self) -> None:
-        """Remove the files of this save. Errors are ignored, since leftover files do no harm."""
+    Args:
+        path: The file.
+        text: Its content.
+        check: Called when the content is on disk, aside; an OSError that it raises leaves what was there.
+    """
+    aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    try:
+        with aside.open("x") as file:
+            file.write(text)
+        to_disk(aside)
+        to_disk(path.parent)
+        check()
+        aside.replace(path)
+    except OSError:
         with suppress(OSError):
-            for path in self._folder.glob(f"frozen_base-{self.token}-*"):
-                path.unlink()
-            self._path.unlink()
-        self._file.close()
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove the files of finished or aborted saves that the index does not name. See the top of this section."""
-    with suppress(OSError, ValueError), ExitStack() as locks:  # leftover files do no harm
-        # In this order: a save makes its draft before its files, and drops it when the index names them.
-        tokens = {path: match[1] for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))}
-        drafts = {path: match for path in folder.iterdir() if (match := _DRAFT.fullmatch(path.name))}
-        leftovers: list[Path] = []
-        running: dict[str, str] = {}
-        for path, match in drafts.items():
-            if match[2] == _machine() and (lock := _lock_of(path)) is not None:
-                locks.enter_context(lock)  # until it is removed, or a save that has just made it would go on with it
-                leftovers.append(path)
-            else:
-                running[match[1]] = match[2]
-        needed = set(json.loads((folder / BASE_INDEX).read_text())["weight_map"].values())
-        waste = [path for path, token in tokens.items() if token not in running and path.name not in needed]
-        for path in waste + leftovers:
-            path.unlink(missing_ok=True)
-        if foreign := [path.name for path, token in tokens.items() if running.get(token, _machine()) != _machine()]:
-            logger.warning(
-                "%s has %d files of a save that is running on another machine or was cut off there (%s, ...); if none "
-                "is running, remove them",
-                folder,
-                len(foreign),
-                min(foreign),
-            )
+            aside.unlink()
+        raise
 
 
 def to_disk(path: Path) -> None:
@@ -144,26 +84,15 @@ def to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def _lock_of(draft: Path) -> TextIO | None:
-    """Lock a draft and return its file; None if another process has locked it, or if that can't be told."""
-    with suppress(OSError):
-        file = draft.open("r+")  # NFS locks what is open for writing
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except OSError:
-            file.close()
-    return None
-
-
-@functools.cache
-def _machine() -> str:
-    """Return eight digits for the running kernel, equal in its containers; random ones if it has no identity."""
-    try:
-        identity = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    except OSError:
-        identity = secrets.token_bytes()
-    return hashlib.sha256(identity).hexdigest()[:8]
+def remove_leftovers(folder: Path) -> None:
+    """Remove what saves have written that the index does not name. It ignores errors: leftover files do no harm."""
+    with suppress(OSError, ValueError):
+        files = [path for path in folder.iterdir() if _FILE.fullmatch(path.name)]
+        # After the files are listed: those of an index that another save makes meanwhile stay.
+        needed = set(json.loads((folder / BASE_INDEX).read_text())["weight_map"].values())
+        for path in files:
+            if path.name not in needed:
+                path.unlink(missing_ok=True)
 
 
 # ---- file format
@@ -176,9 +105,10 @@ def _machine() -> str:
 # quantized are stored as they are, and so are persistent buffers. Names are FQNs without adapters and wrappers. An
 # index has the file of each tensor and, as metadata, each weight's shape, dtype and codec.
 #
-# Each save writes files under new names, then replaces the index, then removes the files of the older base. So a folder
-# has the older base until the index is replaced, and the newer one afterwards, never a mix, wherever a save is cut off,
-# and whoever else saves into the folder.
+# Each save writes files under new names, with a token of its own, then replaces the index, then removes all that the
+# index does not name. So a folder has the older base until the index is replaced, and the newer one afterwards, never a
+# mix, wherever a save is cut off. If two jobs save into one folder, the files of one are removed before it is done, and
+# that one raises an error in place of making its index.
 
 FORMAT = "fsdp_zpp"
 VERSION = 1
@@ -313,9 +243,9 @@ class BaseWriter:
         self._pending: dict[str, Tensor] = {}
         self._files: dict[str, str] = {}
         self._error = ""
-        self._draft: Draft | None = None
+        self._token = secrets.token_hex(8)
         try:
-            self._draft = Draft(folder)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as failure:
             self._error = str(failure)
 
@@ -330,14 +260,15 @@ class BaseWriter:
         for name, tensor in rest.items():
             self.add({name: tensor})
         self._flush()
-        if self._draft is not None and not self._error:
+        if not self._error:
             try:
-                self._draft.publish(index_text(self._files, stored))
+                write_whole(self._folder / BASE_INDEX, index_text(self._files, stored), self._check_files)
             except OSError as failure:
                 self._error = str(failure)
         if self._error:
-            if self._draft is not None:
-                self._draft.abandon()
+            with suppress(OSError):
+                for path in self._folder.glob(f"frozen_base-{self._token}-*"):
+                    path.unlink()
             return f"{self._error}; what was there before still is"
         try:
             to_disk(self._folder)  # the new index, before the files of the old one are removed
@@ -346,9 +277,18 @@ class BaseWriter:
         remove_leftovers(self._folder)
         return ""
 
+    def _check_files(self) -> None:
+        for name in set(self._files.values()):
+            if not (self._folder / name).exists():
+                raise FileNotFoundError(
+                    f"another job has saved a base there meanwhile, and removed {name}: give each job a folder of its "
+                    "own"
+                )
+
     def _flush(self) -> None:
-        if self._draft is not None and not self._error:
-            path = self._draft.file(len(set(self._files.values())) + 1)
+        if not self._error:
+            number = len(set(self._files.values())) + 1
+            path = self._folder / f"frozen_base-{self._token}-{number:05}.safetensors"
             try:
                 save_file(self._pending, path, {"format": FORMAT})
                 to_disk(path)
@@ -450,7 +390,7 @@ def save_frozen_params(
     quantized and persistent buffers, but neither trainable parameters nor adapters. ``load_frozen_params`` reads the
     files on any number of ranks, without quantizing again. The model in memory does not change. A base that is already
     in the folder is replaced only when the new one is completely on disk; until then the disk must have space for both.
-    If several jobs save into one folder, it has the base of the last that is complete.
+    If two jobs save into one folder, it has the base of one, and the other raises an error.
 
     Args:
         model: A model whose frozen weights are quantized, sharded by FSDP or not.

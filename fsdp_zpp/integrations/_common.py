@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import functools
-import itertools
+import glob
 import json
 import logging
-import os
 import secrets
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from time import sleep
-from types import TracebackType
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -31,7 +24,7 @@ from torch.optim import Optimizer
 from torch.torch_version import TorchVersion
 
 from fsdp_zpp.comm.agreement import agree, from_first_rank, run_on_first_rank
-from fsdp_zpp.frozen.base_files import WeightIdentity, check_base, describe_base
+from fsdp_zpp.frozen.base_files import check_base, describe_base, write_whole
 from fsdp_zpp.fsdp2.fully_shard import fully_shard
 from fsdp_zpp.names import how_to_install
 from fsdp_zpp.runtime.checkpoint import CodecState
@@ -230,188 +223,51 @@ def companions(checkpoint: Path, name: str) -> tuple[Path, Path]:
     return checkpoint / name, checkpoint.with_name(f"{checkpoint.name}.{name}")
 
 
-# ---- turns
+def remove_companions(checkpoint: Path) -> None:
+    """Remove the codec state, the identity of a base and the marks of a checkpoint; for one rank alone."""
+    remove_codec_state(checkpoint)
+    for file in companions(checkpoint, _BASE_FILE):
+        _remove_file(file)
+    remove_marks(checkpoint)
+
+
+def _remove_file(path: Path) -> None:
+    if path.is_file():  # below a checkpoint that is a file, there is not even nothing
+        path.unlink()
+
+
+# ---- marks
 #
-# Lets one job at a time save a checkpoint: frameworks would leave a mixture of what several jobs write.
+# Saves that are whole, that were cut off, or into which another job saved.
 #
-# While a job saves, each of its ranks locks the byte at its rank of one file. A job begins when its rank 0 holds the
-# lock on the whole file, that is, when every process of the previous job has finished or died: the system releases the
-# locks of a process that ends. Where a file system has no locks, jobs don't wait for each other; see below
-# for how a mixture is then detected.
+# Frameworks write file by file, over what is there. If a save is cut off, or two jobs save into one place, weights,
+# optimizer and codec state may be of two saves, and nothing in the framework's files tells. So each save has a token.
+# A mark with the token in its name lies in the checkpoint, beside it or above it, from before the first write until
+# after the last; a save that begins removes the marks of others. At the end the token is written to ``saved_under``,
+# and the mark goes last. The codec state and the identity of the base have the token, too.
 #
-# Locks are POSIX's, on bytes; those of flock, which frozen/base_files.py takes, are on whole files. A process loses
-# all POSIX locks that it has on a file when it closes any descriptor of that file, so it opens it once.
-
-logger = logging.getLogger("fsdp_zpp")
-
-_HELD_BY_OTHERS = (errno.EACCES, errno.EAGAIN)
-_HAS_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-PAUSE = 1.0
-"""Seconds between two tries to begin."""
-
-
-class Turn:
-    """This job's turn to save, until it is released; making it waits for the turns of other jobs. Collective.
-
-    Args:
-        file: The file that ranks lock, the same on all of them; it exists as long as the turn.
-        text: The content of the file.
-
-    Raises:
-        OSError: On every rank, if rank 0 can't write the file.
-        RuntimeError: On every rank, if a rank finds its byte locked.
-    """
-
-    def __init__(self, file: Path, text: str = "") -> None:
-        self._path, self._text, self._rank = file, text.encode(), dist.get_rank()
-        self._file: IO[bytes] | None = None
-        try:
-            self._wait()
-            agree(dist.group.WORLD, self._lock_own)  # of all ranks, before any of them writes
-        except BaseException:
-            self.abandon()
-            raise
-
-    def release(self) -> None:
-        """Let other jobs save; call it on each rank when that has written, and on rank 0 when all have."""
-        if self._rank == 0 and self.is_alone():
-            self._path.unlink(missing_ok=True)
-        self.abandon()
-
-    def is_alone(self) -> bool:
-        """Return whether no other job has begun since, as one may where there are no locks; call it on rank 0."""
-        assert self._file is not None
-        return _is_still(self._path, self._file) and os.pread(self._file.fileno(), 4096, 0) == self._text
-
-    def abandon(self) -> None:
-        """Let other jobs save, since this one can't complete its save."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _wait(self) -> None:
-        # In short collectives: in one long one, the other ranks would run into the process group's timeout.
-        for tries in itertools.count():
-            # By the word of rank 0 alone, so that all ranks raise, begin or wait.
-            outcome = from_first_rank(self._outcome() if self._rank == 0 else False)
-            if isinstance(outcome, OSError):
-                raise outcome
-            if outcome:
-                return
-            if self._rank == 0 and tries % 600 == 0:
-                logger.warning(
-                    "another job is saving to %s, and this one waits until that is done; give each job a folder of its "
-                    "own. If no other job runs, remove %s",
-                    self._path.parent,
-                    self._path,
-                )
-            sleep(PAUSE)
-
-    def _outcome(self) -> bool | OSError:
-        """Try to begin, on rank 0; return whether this job has begun, or the error."""
-        try:
-            self._try()
-        except OSError as error:
-            return error
-        return self._file is not None
-
-    def _try(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = self._path.open("a+b")
-        try:
-            if not (_locks_all(file) and _is_still(self._path, file)):
-                file.close()  # another job has it, or has just removed it
-                return
-            file.truncate(0)
-            file.write(self._text)
-            file.flush()
-        except BaseException:
-            file.close()
-            raise
-        self._file = file
-
-    def _lock_own(self) -> None:
-        if self._file is not None:
-            return
-        try:
-            self._file = self._path.open("r+b")
-        except FileNotFoundError:  # a folder that rank 0 does not share, or whose change is not seen here yet
-            return
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._rank)
-        except OSError as error:
-            if error.errno in _HELD_BY_OTHERS:  # rank 0 has ended since
-                raise RuntimeError(
-                    f"another job has begun to save to {self._path.parent} in place of this one, whose rank 0 has "
-                    "ended: start this job again"
-                ) from None
-            if error.errno not in _HAS_NO_LOCKS:
-                raise
-
-
-def is_locked(file: Path) -> bool:
-    """Return whether a job holds its turn, as far as this machine can tell."""
-    try:
-        mark = file.open("rb")
-    except OSError:
-        return False
-    with mark:
-        try:
-            fcntl.lockf(mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno in _HELD_BY_OTHERS
-    return False
-
-
-def _locks_all(file: IO[bytes]) -> bool:
-    """Lock all bytes but that of rank 0 for a moment, and that of rank 0 for good; False if another job holds any."""
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.lockf(file, fcntl.LOCK_UN, 0, 1)
-    except OSError as error:
-        if error.errno in _HELD_BY_OTHERS:
-            return False
-        if error.errno not in _HAS_NO_LOCKS:
-            raise
-    return True
-
-
-def _is_still(path: Path, file: IO[bytes]) -> bool:
-    """Return whether the open ``file`` is still the one at ``path``, and was not removed."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ESTALE):
-            return False
-        raise
-
-
-# ---- cut off saves
-#
-# Checkpoints whose saves were cut off.
-#
-# Frameworks write file by file, over what is there. If a save is cut off, weights, optimizer and codec state may be of
-# two saves, and nothing in the files tells. So a mark lies in the checkpoint, or beside one that may be a file, from
-# before the first write until after the last. A checkpoint with a mark is refused.
-#
-# Jobs that save into one checkpoint take turns, by locks on the mark. Where there are no locks, a later job
-# replaces the mark of the earlier one. A job that finds its mark replaced when it is done leaves a mark that says so,
-# which stays until the checkpoint is saved again.
+# A checkpoint with a mark is refused, and so is one with a file of ours under another token than ``saved_under`` has. A
+# job that finds its mark gone when it is done leaves one that says so.
 
 _MARK = "save_was_cut_off"
+_DONE = "saved_under"
+_TOKEN = "[0-9a-f]" * 16
 _MIXED = "Two jobs have saved this checkpoint at the same time. Its files may be of both.\n"
+
+logger = logging.getLogger("fsdp_zpp")
 
 
 class MarkedSave:
     """A context in which a checkpoint is saved, with a mark until that is complete. Collective, before any write.
 
-    It waits until no other job is saving the checkpoint.
-
     Args:
         checkpoint: The framework's file or folder, the same on all ranks.
         place: Where the mark is: inside of a folder, beside what may be a file, or above, beside the folder that it is
             in, for a framework that refuses to save where anything is and counts what is beside it.
-        written_last: The file in it that the framework writes when the mark is gone; an earlier one is removed.
+        written_last: The file in it that the framework writes last; an earlier one is removed.
+
+    Attributes:
+        token: Token of this save, for the files of ours.
 
     Raises:
         OSError: On every rank, if rank 0 can't write the mark.
@@ -426,73 +282,64 @@ class MarkedSave:
     ) -> None:
         # Lightning's ModelCheckpoint(save_last="link") makes links to checkpoints.
         self._target = checkpoint.resolve()
-        text = (
-            "This checkpoint is being saved, or its save was cut off. Its files may then be of two saves.\n"
-            f"{socket.gethostname()} {secrets.token_hex(8)}\n"
-        )
-        # Where all jobs find it, whatever they have made of the checkpoint so far.
-        self._mark = dict(zip(("inside", "beside", "above"), _marks(self._target), strict=True))[place]
-        self._turn = Turn(self._mark, text)
-        try:
-            run_on_first_rank(lambda: self._begin(text, written_last))
-        except BaseException:
-            self.abandon()
-            raise
+        self.token = from_first_rank(secrets.token_hex(8))
+        own = dict(zip(("inside", "beside", "above"), _marks_of(self._target, f"{self.token}."), strict=True))
+        self._mark, self._inside = own[place], own["inside"]
+        run_on_first_rank(lambda: self._begin(written_last))
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> MarkedSave:
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.complete()
-        else:
-            self.abandon()
 
     def complete(self) -> None:
         """Take the mark away. Collective, after all is written."""
         dist.barrier()
-        run_on_first_rank(self._end)
-        self._turn.release()
+        run_on_first_rank(self.end)
 
-    def abandon(self) -> None:
-        """Leave the mark; other jobs may save."""
-        self._turn.abandon()
-
-    def _begin(self, text: str, written_last: str | None) -> None:
-        if self._mark.parent != self._target and self._target.is_dir():  # which users may move
-            (self._target / _MARK).write_text(text)
-        if written_last is not None:
-            (self._target / written_last).unlink(missing_ok=True)
-
-    def _end(self) -> None:
-        if self._turn.is_alone():
-            for mark in _marks(self._target):
-                if mark != self._mark and mark.is_file():  # its own goes last, with the turn
-                    mark.unlink()
-        else:
-            if self._mark.parent.is_dir():  # another job may have removed the checkpoint
-                self._mark.write_text(_MIXED)
+    def end(self) -> None:
+        """Take the mark away, on rank 0, when all ranks have written."""
+        if self._mark != self._inside:
+            _remove_file(self._inside)
+        write_whole(companion(self._target, _DONE), self.token)
+        try:
+            self._mark.unlink()
+        except FileNotFoundError:
             logger.warning(
                 "another job has saved %s at the same time, so that its files may be of both; give each job a folder "
                 "of its own",
                 self._target,
             )
+            if self._mark.parent.is_dir():  # another job may have removed the checkpoint
+                write_whole(self._mark, _MIXED)
+
+    def _begin(self, written_last: str | None) -> None:
+        self._mark.parent.mkdir(parents=True, exist_ok=True)
+        text = "This checkpoint is being saved, or its save was cut off. Its files may then be of two saves.\n"
+        write_whole(self._mark, text)
+        if self._mark != self._inside and self._target.is_dir():  # which users may move
+            write_whole(self._inside, text)
+        remove_marks(self._target, except_for=self.token)
+        if written_last is not None:
+            _remove_file(self._target / written_last)
 
 
-def remove_marks(checkpoint: Path) -> None:
-    """Remove the marks of a checkpoint, if there are any; for one rank alone."""
-    for mark in _marks(checkpoint.resolve()):
-        if mark.is_file():
-            mark.unlink()
+def remove_marks(checkpoint: Path, *, except_for: str = "") -> None:
+    """Remove all marks of a checkpoint but those of a save; for one rank alone."""
+    target = checkpoint.resolve()
+    for file in (*_marks(target), *companions(target, _DONE)):
+        if not except_for or except_for not in file.name:
+            _remove_file(file)
 
 
-def check_complete(checkpoint: Path, *, written_last: str | None = None) -> None:
-    """Raise if the last save of a checkpoint was cut off. Collective, before anything is loaded.
+def check_complete(checkpoint: Path, *, models: int = 1, written_last: str | None = None) -> None:
+    """Raise unless a checkpoint is of one save that has ended. Collective, before anything is loaded.
 
     Args:
         checkpoint: The framework's file or folder.
+        models: How many models it is loaded into, as :func:`save_beside` has saved them.
         written_last: The file in it that the framework writes last.
 
     Raises:
@@ -500,68 +347,61 @@ def check_complete(checkpoint: Path, *, written_last: str | None = None) -> None
     """
     # Rank 0's word counts, since ranks may see a shared folder at different times.
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    state = from_first_rank(_state_of(checkpoint, written_last) if is_first else _State())
-    remedy = (
-        "so that its weights, optimizer and codec state may be of two saves, or missing: resume from another "
-        f"checkpoint. To load it as it is, remove {state.mark}; codec state that was not saved with its weights is "
-        "dropped then, with a warning"
-    )
-    if state.unreadable:
-        raise ValueError(f"whether {checkpoint} is complete can't be told: {state.unreadable}")
-    if state.is_being_saved:
-        raise ValueError(
-            f"{checkpoint} is being saved by another job: wait until it is done, or resume from another checkpoint"
-        )
-    if state.text == _MIXED:
-        raise ValueError(f"two jobs have saved {checkpoint} at the same time, {remedy}")
-    if state.mark is not None:
-        raise ValueError(f"the last save of {checkpoint} was cut off, {remedy}")
-    if state.lacks_last_file:
-        raise ValueError(
-            f"{checkpoint} has no {written_last}, which is written last, so that its save was cut off: remove it, and "
-            "resume from another checkpoint"
-        )
+    if failure := from_first_rank(_failure(checkpoint, models, written_last) if is_first else ""):
+        raise ValueError(failure)
 
 
-@dataclass(frozen=True)
-class _State:
-    """State of a checkpoint, as its files tell it.
-
-    Attributes:
-        mark: Its mark, if there is one.
-        text: Content of the mark.
-        is_being_saved: Whether a job is saving it now.
-        lacks_last_file: Whether the file is missing that a framework writes last.
-        unreadable: Reason why nothing can be told, if so.
-    """
-
-    mark: Path | None = None
-    text: str = ""
-    is_being_saved: bool = False
-    lacks_last_file: bool = False
-    unreadable: str = ""
-
-
-def _state_of(checkpoint: Path, written_last: str | None) -> _State:
+def _failure(checkpoint: Path, models: int, written_last: str | None) -> str:
     try:
-        marks = [mark for mark in _marks(checkpoint.resolve()) if mark.is_file()]
-        mark = next(iter(marks), None)
-        lacks = written_last is not None and checkpoint.is_dir() and not (checkpoint / written_last).is_file()
-        return _State(mark, "" if mark is None else _text_of(mark), any(map(is_locked, marks)), lacks)
+        if marks := _marks(checkpoint.resolve()):
+            remedy = (
+                "so that its weights, optimizer and codec state may be of two saves, or missing: resume from another "
+                f"checkpoint. To load it as it is, remove {marks[0]}; codec state that was not saved with its weights "
+                "is dropped then, with a warning"
+            )
+            if any(mark.read_text() == _MIXED for mark in marks):
+                return f"two jobs have saved {checkpoint} at the same time, {remedy}"
+            return f"the last save of {checkpoint} was cut off, or goes on in another job, {remedy}"
+        if written_last is not None and checkpoint.is_dir() and not (checkpoint / written_last).is_file():
+            return (
+                f"{checkpoint} has no {written_last}, which is written last, so that its save was cut off: remove it, "
+                "and resume from another checkpoint"
+            )
+        done = companion(checkpoint, _DONE)
+        token = done.read_text() if done.is_file() else None
+        for each in (checkpoint, *(checkpoint / f"model_{index}" for index in range(1, models))):
+            if token is not None and (other := _under_another_token(each, token)):
+                return (
+                    f"{other} is of another save than {done}, so that two jobs have saved {checkpoint}: resume from "
+                    f"another checkpoint, or remove {other} to load the rest"
+                )
     except OSError as error:
-        return _State(unreadable=str(error))
-
-
-def _text_of(mark: Path) -> str:
-    with suppress(OSError):
-        return mark.read_text()
+        return f"whether {checkpoint} is complete can't be told: {error}"
     return ""
 
 
-def _marks(target: Path) -> tuple[Path, Path, Path]:
-    """Return the possible marks of a checkpoint: inside of it, beside it, and above."""
-    above = target.parent.with_name(f"{target.parent.name}.{target.name}.{_MARK}")
-    return *companions(target, _MARK), above
+def _under_another_token(checkpoint: Path, token: str) -> Path | None:
+    identity, codecs = companion(checkpoint, _BASE_FILE), companion(checkpoint, _CODECS_FOLDER)
+    saved, failure = _read(identity)
+    if saved and not failure and saved.get(_DONE) != token:
+        return identity
+    of_codecs = codecs / _DONE
+    if codecs.is_dir() and not (of_codecs.is_file() and of_codecs.read_text() == token):
+        return codecs
+    return None
+
+
+def _marks(target: Path) -> list[Path]:
+    escaped = Path(*map(glob.escape, target.parts))
+    patterns = [pattern for token in (f"{_TOKEN}.", "") for pattern in _marks_of(escaped, token)]
+    return [Path(found) for pattern in patterns for found in glob.glob(str(pattern))]
+
+
+def _marks_of(target: Path, token: str) -> tuple[Path, Path, Path]:
+    """Return the possible marks of a save: inside of a checkpoint, beside it, and above."""
+    name = f"{token}{_MARK}"
+    above = target.parent.with_name(f"{target.parent.name}.{target.name}.{name}")
+    return *companions(target, name), above
 
 
 # ---- base files
@@ -571,7 +411,7 @@ def _marks(target: Path) -> tuple[Path, Path, Path]:
 _BASE_FILE = "frozen_base.json"
 
 
-def save_base_identity(model: nn.Module, checkpoint: Path) -> None:
+def save_base_identity(model: nn.Module, checkpoint: Path, token: str = "") -> None:
     """Save the identity of the quantized base of ``model``, if it has one. Collective.
 
     Raises:
@@ -580,18 +420,12 @@ def save_base_identity(model: nn.Module, checkpoint: Path) -> None:
     identity, file = describe_base(model), companion(checkpoint, _BASE_FILE)
 
     def write() -> None:
-        remove_base_identity(checkpoint.resolve())  # of an earlier checkpoint of this name
+        for earlier in companions(checkpoint.resolve(), _BASE_FILE):
+            _remove_file(earlier)
         if identity:
-            file.write_text(json.dumps(identity))
+            write_whole(file, json.dumps({_DONE: token, "weights": identity}))
 
     run_on_first_rank(write)
-
-
-def remove_base_identity(checkpoint: Path) -> None:
-    """Remove the saved identity of a base, if there is one; for one rank alone."""
-    for file in companions(checkpoint, _BASE_FILE):
-        if file.is_file():
-            file.unlink()
 
 
 def check_base_identity(model: nn.Module, checkpoint: Path) -> bool:
@@ -610,11 +444,11 @@ def check_base_identity(model: nn.Module, checkpoint: Path) -> bool:
             "file if the model has the base that it had when the checkpoint was saved"
         )
     if saved:
-        check_base(model, saved, str(checkpoint))
+        check_base(model, saved["weights"] if _DONE in saved else saved, str(checkpoint))
     return bool(saved)
 
 
-def _read(file: Path) -> tuple[dict[str, WeightIdentity], str]:
+def _read(file: Path) -> tuple[dict[str, Any], str]:
     """Return the content of a file, empty if there is none, and why it can't be read, or an empty string."""
     try:
         return (json.loads(file.read_text()) if file.is_file() else {}), ""
@@ -636,13 +470,14 @@ _LAYOUT = "layout"
 """Key that even the state dict of a :class:`CodecState` without any state has."""
 
 
-def save_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path) -> None:
+def save_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path, token: str = "") -> None:
     """Save the codec state of ``model``, if it has any, with what a framework has just saved. Collective.
 
     Args:
         model: What a strategy has sharded.
         optimizers: All of its optimizers.
         checkpoint: The framework's file or folder, the same on all ranks.
+        token: Token of the :class:`MarkedSave`, if it is saved under one.
 
     Raises:
         OSError: On every rank, if rank 0 can't remove the codec state of an earlier checkpoint of this name.
@@ -651,7 +486,10 @@ def save_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoi
     run_on_first_rank(lambda: remove_codec_state(checkpoint))
     if (codec_state := _codec_state_of(model, optimizers)) is not None:
         _, state = codec_state
-        dcp.save(state, checkpoint_id=companion(checkpoint, _CODECS_FOLDER))
+        folder = companion(checkpoint, _CODECS_FOLDER)
+        dcp.save(state, checkpoint_id=folder)
+        if token:
+            run_on_first_rank(lambda: write_whole(folder / _DONE, token))
 
 
 def load_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path) -> None:
@@ -690,10 +528,10 @@ def _saved_keys(folder: Path) -> set[str]:
     return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
-def save_beside(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path) -> None:
+def save_beside(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path, token: str) -> None:
     """Save the identity of the base of ``model``, and codec state, with what a framework has saved. Collective."""
-    save_base_identity(model, checkpoint)
-    save_codec_state(model, optimizers, checkpoint)
+    save_base_identity(model, checkpoint, token)
+    save_codec_state(model, optimizers, checkpoint, token)
 
 
 def load_beside(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path) -> None:

@@ -329,11 +329,11 @@ def paired(accelerator: Accelerator) -> Iterator[None]:
 
 
 def save_codec_states(
-    accelerator: Accelerator, models: list[nn.Module], weights: list[object], output_dir: str | os.PathLike[str]
+    accelerator: ShardingAccelerator, models: list[nn.Module], weights: list[object], output_dir: str | os.PathLike[str]
 ) -> None:
     """Save the codec state of all models, in a hook of ``save_state``, which :func:`paired` surrounds."""
     for model, optimizers, checkpoint in _codec_states(accelerator, output_dir):
-        save_beside(model, optimizers, checkpoint)
+        save_beside(model, optimizers, checkpoint, accelerator._token)
 
 
 def load_codec_states(accelerator: Accelerator, models: list[nn.Module], input_dir: str | os.PathLike[str]) -> None:
@@ -417,6 +417,7 @@ class ShardingAccelerator(Accelerator):
     """
 
     strategy: Strategy
+    _token = ""  # of the save that goes on
 
     def prepare(self, *objects: object, device_placement: list[bool] | None = None) -> Any:
         # accelerate prepares a model and its optimizer together, or it could not give the optimizer the shards. But a
@@ -483,17 +484,18 @@ class ShardingAccelerator(Accelerator):
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
 
     def save_state(self, output_dir: Folder | None = None, *arguments: object, **options: object) -> str:
-        with paired(self), self._saving(output_dir):
+        with paired(self), self._saving(output_dir) as save:
+            self._token = "" if save is None else save.token
             folder: str = super().save_state(output_dir, *arguments, **options)
         return folder
 
     def load_state(self, input_dir: Folder | None = None, *arguments: object, **options: object) -> None:
         if (checkpoint := self._checkpoint_to_load(input_dir)) is not None:
-            check_complete(checkpoint)
+            check_complete(checkpoint, models=len(self._models))
         with paired(self):
             super().load_state(input_dir, *arguments, **options)
 
-    def _saving(self, output_dir: Folder | None) -> AbstractContextManager[None]:
+    def _saving(self, output_dir: Folder | None) -> AbstractContextManager[MarkedSave | None]:
         if self.project_configuration.automatic_checkpoint_naming:
             if self.project_dir is None:
                 return nullcontext()  # accelerate raises

@@ -464,17 +464,15 @@ class ShardingTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        save_beside(self.model, filter(None, [self.optimizer]), Path(output_dir))
+        token = "" if self._marked_save is None else self._marked_save.token
+        save_beside(self.model, filter(None, [self.optimizer]), Path(output_dir), token)
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         self._saves_checkpoint = True
         try:
             super()._save_checkpoint(*arguments, **options)
         finally:
-            self._saves_checkpoint = False
-            if self._marked_save is not None:  # it has failed
-                self._marked_save.abandon()
-                self._marked_save = None
+            self._saves_checkpoint, self._marked_save = False, None  # whose mark stays if it has failed
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import os
 import random
@@ -17,13 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import lora, models
-from harness.messages import collected
 from harness.pool import Pools
 from torch import Tensor
 
 from fsdp_zpp import load_frozen_params, quantize_frozen_params, save_frozen_params
 from fsdp_zpp.frozen import base_files, checkpoint_reading
-from fsdp_zpp.frozen.base_files import Draft
 
 # ---- the disk, step by step
 
@@ -31,7 +28,6 @@ FILE_SIZE = 20_000  # smaller than a base, so that there are several files
 STEPS: list[tuple[Any, str]] = [
     (base_files, "save_file"),
     (os, "fsync"),
-    (fcntl, "flock"),
     *((Path, name) for name in ("mkdir", "open", "iterdir", "replace", "unlink")),
 ]
 _ORIGINALS = [
@@ -189,6 +185,20 @@ def test_a_loaded_base_outlives_its_files_and_other_files_stay(tmp_path: Path) -
 # ---- several saves
 
 
+@contextmanager
+def may_say(error: type[Exception], text: str) -> Iterator[None]:
+    """Return a context that may raise an error, if that says ``text``."""
+    try:
+        yield
+    except error as raised:
+        if text not in str(raised):
+            raise
+
+
+IS_LATE = RuntimeError, "what was there before still is"
+"""Error of a save whose files another one has removed."""
+
+
 def both(folder: Path, second_at: int, second_dies: int, first_dies: int) -> int:
     """Save base 1, and base 2 within a step of that; returns the one whose index was made last, 0 if none was."""
     made: list[int] = []
@@ -202,7 +212,7 @@ def both(folder: Path, second_at: int, second_dies: int, first_dies: int) -> int
                 save(2, folder)
             made.extend([2] * ("replace" in second.done))
 
-    with at_steps(happen) as first, suppress(Killed):
+    with at_steps(happen) as first, suppress(Killed), may_say(*IS_LATE):
         save(1, folder)
     if 1 not in made and "replace" in first.done:
         made.append(1)
@@ -251,41 +261,14 @@ def saved_at_once(folder: str) -> list[int]:
     found = []
     for _ in range(5):
         dist.barrier()
-        save_frozen_params(base, folder, max_file_size=FILE_SIZE)
+        with may_say(*IS_LATE):
+            save_frozen_params(base, folder, max_file_size=FILE_SIZE)
         dist.barrier()
-        found.append(which(stored_in(Path(folder), alone), 2))
+        with may_say(ValueError, "there is no file"):
+            found.append(which(stored_in(Path(folder), alone), 2))
     return found
 
 
-def test_jobs_that_save_at_once_leave_one_of_their_bases(pool: Pools, tmp_path: Path) -> None:
+def test_jobs_that_save_at_once_leave_one_of_their_bases_or_it_is_refused(pool: Pools, tmp_path: Path) -> None:
     for found in pool(2).run(saved_at_once, str(tmp_path)):
         assert set(found) <= {0, 1}
-
-
-def test_files_of_another_machine_stay_and_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(base_files, "_machine", lambda: "0" * 8)
-        draft = Draft(tmp_path)
-    draft.file(1).write_bytes(b"a part of a base")
-    with collected() as records:
-        save(0, tmp_path)
-    assert draft.file(1).exists()
-    (said,) = (text for level, text in records if level == "WARNING")
-    assert said.startswith(f"{tmp_path} has 1 files of a save that is running on another machine or was cut off there")
-    assert draft.file(1).name in said
-    draft.publish("{}")
-
-
-def test_a_draft_that_another_save_locks_first_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flock, others = fcntl.flock, []
-
-    def slow(file: Any, operation: int) -> None:
-        if not others:  # as a save that has found the draft and is about to remove it
-            (found,) = tmp_path.iterdir()
-            others.append(found.open("r+"))
-            flock(others[0], operation)
-        flock(file, operation)
-
-    monkeypatch.setattr(fcntl, "flock", slow)
-    Draft(tmp_path).publish("{}")
-    assert {path.name for path in tmp_path.iterdir()} == {lora.INDEX, Path(others[0].name).name}

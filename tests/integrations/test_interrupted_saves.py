@@ -5,14 +5,11 @@ A whole version loads then, of which training goes on with the very losses, or a
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
@@ -58,11 +55,11 @@ class InFile:
         """Train a model, and save it in ``folder``; ``steps`` tell one save from another."""
         model, optimizer = self._made(strategy)
         train(Fsdp2(), model, Case(steps=steps), optimizer=optimizer)
-        with MarkedSave(folder / "checkpoint"):
+        with MarkedSave(folder / "checkpoint") as save:
             weights = get_model_state_dict(model, options=FULL)
             if dist.get_rank() == 0:
                 torch.save(weights, folder / "checkpoint")
-            save_codec_state(model, [optimizer], folder / "checkpoint")
+            save_codec_state(model, [optimizer], folder / "checkpoint", save.token)
 
     def go_on(self, strategy: Strategy, folder: Path) -> list[float]:
         """Return the losses of a model that goes on from there."""
@@ -312,28 +309,18 @@ def begin(checkpoint: Path) -> int:
     return os.getpid()
 
 
-def end(fails: bool) -> None:
-    """In a worker: complete that, or end it because of an error."""
-    _held.abandon() if fails else _held.complete()
+def end() -> None:
+    """In a worker: complete that."""
+    _held.complete()
 
 
-def save_after_another(folder: Path, others: list[int]) -> list[str]:
-    """In a worker: what is said of a save that waits for its turn, until the processes that have it are killed."""
-
-    def pause(seconds: float) -> None:
-        for process in others:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        time.sleep(0.01)
-
-    with mock.patch.object(_common, "sleep", pause), collected() as records:
-        InFile().save(STRATEGIES["stateful"], folder, 4)
-    return [text for level, text in records if level == "WARNING"]
+def kill(processes: list[int]) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
-def test_a_job_waits_for_another_that_saves_and_saves_all_when_that_is_killed(
-    pool: Pools, job: Pool, tmp_path: Path
-) -> None:
+def test_a_job_saves_all_after_another_was_killed_while_it_saved(pool: Pools, job: Pool, tmp_path: Path) -> None:
     older, both = tmp_path / "older", tmp_path / "both"
     older.mkdir()
     pool(2).run(save_by, InFile(), STRATEGIES["stateful"], older, 4)
@@ -341,15 +328,29 @@ def test_a_job_waits_for_another_that_saves_and_saves_all_when_that_is_killed(
     shutil.copytree(older, both)
     processes = job.run(begin, both / "checkpoint")
     (both / "checkpoint").write_text("of the one that is killed")
-    said, others = pool(2).run(save_after_another, both, processes)
-    assert "another job is saving to" in said[0]
-    assert f"remove {both / 'checkpoint.save_was_cut_off'}" in said[0]
-    assert others == []
+    assert refusal(both / "checkpoint").startswith(f"the last save of {both / 'checkpoint'} was cut off")
+    kill(processes)
+    pool(2).run(save_by, InFile(), STRATEGIES["stateful"], both, 4)
     assert pool(2).run(outcome, InFile(), STRATEGIES["stateful"], both) == whole
 
 
-NO_LOCKS = mock.patch.object(fcntl, "lockf", side_effect=OSError(errno.ENOLCK, "No locks available"))
-"""Patch that makes a file system without locks."""
+def codec_state_of_another(checkpoint: Path) -> None:
+    """In a worker: save codec state after another job has completed its save."""
+    another = MarkedSave(checkpoint)
+    InFile().save(STRATEGIES["stateful"], checkpoint.parent, 2)
+    with_codec_state(checkpoint, another.token)
+
+
+def test_codec_state_of_a_job_that_was_killed_after_another_was_done_is_refused(pool: Pools, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    pool(2).run(codec_state_of_another, checkpoint)
+    codecs, done = tmp_path / "checkpoint.codecs", tmp_path / "checkpoint.saved_under"
+    assert refusal(checkpoint) == (
+        f"{codecs} is of another save than {done}, so that two jobs have saved {checkpoint}: resume from another "
+        f"checkpoint, or remove {codecs} to load the rest"
+    )
+    shutil.rmtree(codecs)
+    assert refusal(checkpoint) == ""
 
 
 def refusal(checkpoint: Path) -> str:
@@ -363,7 +364,7 @@ def refusal(checkpoint: Path) -> str:
 
 def within_another(checkpoint: Path, place: Any, first_ends_first: bool) -> tuple[list[tuple[str, str]], str]:
     """In a worker: what is said if a save begins within another, and of what both leave."""
-    with NO_LOCKS, collected() as records:
+    with collected() as records:
         saves = [MarkedSave(checkpoint, place=place) for _ in range(2)]
         if dist.get_rank() == 0 and place != "inside":
             checkpoint.parent.mkdir(exist_ok=True)
@@ -373,53 +374,43 @@ def within_another(checkpoint: Path, place: Any, first_ends_first: bool) -> tupl
     return records, refusal(checkpoint)
 
 
-def saved(checkpoint: Path, place: Any, has_locks: bool) -> str:
-    with nullcontext() if has_locks else NO_LOCKS:
-        MarkedSave(checkpoint, place=place).complete()
-        return refusal(checkpoint)
+def saved(checkpoint: Path, place: Any) -> str:
+    MarkedSave(checkpoint, place=place).complete()
+    return refusal(checkpoint)
 
 
 @pytest.mark.parametrize("place", ["inside", "beside", "above"])
 @pytest.mark.parametrize("first_ends_first", [True, False], ids=["first ends first", "first ends last"])
-def test_without_locks_saves_go_and_a_mixture_is_told(
-    pool: Pools, tmp_path: Path, place: Any, first_ends_first: bool
-) -> None:
+def test_a_mixture_of_two_jobs_is_told(pool: Pools, tmp_path: Path, place: Any, first_ends_first: bool) -> None:
     checkpoint = tmp_path / "checkpoints" / "checkpoint"
     replies = pool(2).run(within_another, checkpoint, place, first_ends_first)
     assert "another job has saved" in replies[0][0][0][1]
     for _, text in replies:
         assert text.startswith(f"two jobs have saved {checkpoint} at the same time")
         assert "resume from another checkpoint" in text
-    for has_locks in (False, True):
-        assert pool(2).run(saved, checkpoint, place, has_locks) == ["", ""]
-        assert {path.name for path in tmp_path.rglob("*")} == {"checkpoints", "checkpoint"}
+    assert pool(2).run(saved, checkpoint, place) == ["", ""]
+    done = "saved_under" if place == "inside" else "checkpoint.saved_under"
+    assert {path.name for path in tmp_path.rglob("*")} == {"checkpoints", "checkpoint", done}
 
 
-def test_what_is_being_saved_is_not_said_to_be_cut_off(pool: Pools, tmp_path: Path) -> None:
+def test_what_is_being_saved_is_refused(pool: Pools, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     pool(2).run(begin, checkpoint)
-    assert refusal(checkpoint) == (
-        f"{checkpoint} is being saved by another job: wait until it is done, or resume from another checkpoint"
-    )
-    pool(2).run(end, False)
+    assert refusal(checkpoint).startswith(f"the last save of {checkpoint} was cut off, or goes on in another job")
+    pool(2).run(end)
     assert refusal(checkpoint) == ""
-    pool(2).run(begin, checkpoint)
-    pool(2).run(end, True)
-    assert refusal(checkpoint).startswith(f"the last save of {checkpoint} was cut off")
 
 
-def failed_on(checkpoint: Path, rank: int) -> str:
-    """In a worker: what is said if a rank can't lock its byte, and that nothing is held afterwards."""
-    error = OSError(errno.EIO if dist.get_rank() == rank else errno.ENOLCK, "broken")
-    with mock.patch.object(fcntl, "lockf", side_effect=error), pytest.raises((OSError, RuntimeError)) as raised:
+def refused_to_begin(checkpoint: Path) -> str:
+    """In a worker: what a rank hears if rank 0 can't write the mark."""
+    fails = mock.patch.object(_common, "write_whole", side_effect=PermissionError("broken"))
+    with fails, pytest.raises(PermissionError) as raised:
         MarkedSave(checkpoint, place="inside")
-    MarkedSave(checkpoint, place="inside").complete()
     return str(raised.value)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_turn_that_cannot_begin_on_one_rank_raises_on_all(pool: Pools, tmp_path: Path, rank: int) -> None:
-    assert all("broken" in error for error in pool(2).run(failed_on, tmp_path, rank))
+def test_a_save_that_cannot_begin_raises_on_all_ranks(pool: Pools, tmp_path: Path) -> None:
+    assert pool(2).run(refused_to_begin, tmp_path) == ["broken"] * 2
     assert list(tmp_path.iterdir()) == []
 
 
@@ -433,7 +424,7 @@ def save_and_load_named(project: Path, fails: bool) -> str:
             accelerator.register_save_state_pre_hook(mock.Mock(side_effect=RuntimeError("cut off")))
         with pytest.raises(RuntimeError, match="cut off") if fails else nullcontext():
             accelerator.save_state()
-        dist.barrier()  # until no rank holds the turn of the save that failed
+        dist.barrier()
         try:
             accelerator.load_state()
         except ValueError as error:
@@ -449,12 +440,12 @@ def test_a_checkpoint_that_accelerate_names_is_refused_if_it_was_cut_off(pool: P
     assert [path.name for path in (cut_off / "checkpoints").iterdir()] == ["checkpoint_0"]
 
 
-def with_codec_state(checkpoint: Path) -> tuple[Any, list[Any]]:
+def with_codec_state(checkpoint: Path, token: str = "") -> tuple[Any, list[Any]]:
     """Return a model that has codec state and its optimizers; that state is saved."""
     model = Fsdp2().make(Case(steps=1), Strategy.loco(gpus_per_node=1))
     optimizer = models.make_optimizer("adamw", model.parameters())
     train(Fsdp2(), model, Case(steps=1), optimizer=optimizer)
-    save_codec_state(model, [optimizer], checkpoint)
+    save_codec_state(model, [optimizer], checkpoint, token)
     return model, [optimizer]
 
 

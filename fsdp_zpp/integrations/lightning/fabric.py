@@ -226,13 +226,13 @@ class CheckpointFiles(ABC):
     @contextmanager
     def _saving(self, path: Path, model: nn.Module | None, optimizers: Sequence[Optimizer]) -> Iterator[None]:
         """Return a context in which Lightning saves; its end adds a base's identity and codec state. Collective."""
-        with MarkedSave(path):
+        with MarkedSave(path) as save:
             yield
             if model is not None and optimizers:
-                save_beside(model, optimizers, path)
+                save_beside(model, optimizers, path, save.token)
                 return
             if model is not None:
-                save_base_identity(model, path)
+                save_base_identity(model, path, save.token)
             if self.is_global_zero:
                 remove_codec_state(path)
 

@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.optim import Optimizer
 
-from fsdp_zpp.integrations._common import load_codec_state, remove_base_identity, remove_codec_state, remove_marks
+from fsdp_zpp.integrations._common import load_codec_state, remove_companions
 
 from .fabric import (
     ByFSDP,
@@ -87,9 +87,7 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
         """Remove a checkpoint as Lightning does, and what was saved with it."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
-            remove_codec_state(Path(filepath))
-            remove_base_identity(Path(filepath))
-            remove_marks(Path(filepath))
+            remove_companions(Path(filepath))
 
 
 class FSDPStrategy(ByFSDP, WholeCheckpoints, LightningFSDPStrategy):

@@ -35,8 +35,8 @@ from torchtitan.trainer import Trainer
 from tyro.constructors import PrimitiveConstructorSpec
 
 from fsdp_zpp.codecs.codec import Int4Delta
-from fsdp_zpp.comm.agreement import agree, run_on_first_rank
-from fsdp_zpp.integrations._common import StepMonitor, Turn, in_place_of_torchs, sharding_by
+from fsdp_zpp.comm.agreement import agree
+from fsdp_zpp.integrations._common import MarkedSave, StepMonitor, check_complete, in_place_of_torchs, sharding_by
 from fsdp_zpp.runtime.api import traffic
 from fsdp_zpp.runtime.checkpoint import CodecState
 from fsdp_zpp.runtime.unit import unit_of
@@ -240,7 +240,7 @@ class StrategyTrainer(Trainer):
         is_sharded = isinstance(self.model_parts[0], FSDPModule)  # not if it is only to save a seed checkpoint
         if strategy is not None and self.checkpointer.enable:
             _check_export(self.checkpointer, self.model_parts)
-            _take_turns(self.checkpointer)
+            _mark_saves(self.checkpointer)
             if is_sharded and _has_codec_state(strategy):
                 self.checkpointer.states[CODECS] = _codec_state(self.model_parts, self.optimizers)
         self._monitor = StepMonitor()
@@ -312,37 +312,36 @@ def _codec_state(parts: Sequence[nn.Module], optimizers: Iterable[Optimizer]) ->
     return states[0] if len(states) == 1 else _StagesCodecState(states)
 
 
-def _take_turns(checkpointer: CheckpointManager) -> None:
-    """Let one job at a time save a checkpoint, and remove ``.metadata`` first, which torchtitan writes last."""
-    save = checkpointer.dcp_save
+def _mark_saves(checkpointer: CheckpointManager) -> None:
+    """Mark checkpoints while they are saved, and refuse those that two jobs have saved."""
+    save, load = checkpointer.dcp_save, checkpointer.dcp_load
 
     def dcp_save(state_dict: dict[str, object], checkpoint_id: str, *arguments: object, **options: object) -> object:
         if is_remote(checkpoint_id):
             return save(state_dict, checkpoint_id, *arguments, **options)
-        turn = Turn(Path(checkpoint_id, "being_saved"))
-        try:
-            # torchtitan writes file by file over what is there, and passes over a checkpoint without this file.
-            run_on_first_rank(lambda: Path(checkpoint_id, ".metadata").unlink(missing_ok=True))
-            saved = save(state_dict, checkpoint_id, *arguments, **options)
-        except BaseException:
-            turn.abandon()
-            raise
-        # Pinned memory is written by another process, which holds no lock, and may go on when this job is killed.
+        # torchtitan writes file by file over what is there, and passes over a checkpoint without this file.
+        marked = MarkedSave(Path(checkpoint_id), place="inside", written_last=".metadata")
+        saved = save(state_dict, checkpoint_id, *arguments, **options)
         written = getattr(saved, "upload_completion", saved)
+        if dist.get_rank() != 0:
+            return saved
         if isinstance(written, Future):
-            written.add_done_callback(partial(_end, turn))
+            written.add_done_callback(partial(_end, marked))
         else:
-            turn.release()  # torch's save ends when all ranks have written
+            marked.end()  # torch's save ends when all ranks have written
         return saved
 
-    checkpointer.dcp_save = dcp_save
+    def dcp_load(state_dict: dict[str, object], checkpoint_id: str, *arguments: object, **options: object) -> None:
+        if not is_remote(checkpoint_id):
+            check_complete(Path(checkpoint_id))
+        load(state_dict, checkpoint_id, *arguments, **options)
+
+    checkpointer.dcp_save, checkpointer.dcp_load = dcp_save, dcp_load
 
 
-def _end(turn: Turn, written: Future[object]) -> None:
-    if written.cancelled() or written.exception():
-        turn.abandon()
-    else:
-        turn.release()
+def _end(marked: MarkedSave, written: Future[object]) -> None:
+    if not (written.cancelled() or written.exception()):
+        marked.end()
 
 
 def _check_export(checkpointer: CheckpointManager, parts: Sequence[nn.Module]) -> None:
