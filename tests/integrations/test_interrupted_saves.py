@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from itertools import count
@@ -32,6 +32,7 @@ from hugging_face import fsdp2_plugin, logged, make_trainer, new_job
 from lightning.fabric import Fabric
 from lightning_ways import ACCELERATOR, environment, ranks, shard
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from fsdp_zpp import Int4, Int4Delta, LocalSteps, LoCo, Strategy
@@ -302,22 +303,15 @@ def save_by(way: Way, strategy: Strategy, folder: Path, steps: int) -> None:
 _held: Any = None
 
 
-def begin(checkpoint: Path) -> int:
-    """In a worker: begin to save over a checkpoint; return the process."""
+def begin(checkpoint: Path) -> None:
+    """In a worker: begin to save over a checkpoint."""
     global _held
     _held = MarkedSave(checkpoint)
-    return os.getpid()
 
 
 def end() -> None:
     """In a worker: complete that."""
     _held.complete()
-
-
-def kill(processes: list[int]) -> None:
-    for process in processes:
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
 
 
 def test_a_job_saves_all_after_another_was_killed_while_it_saved(pool: Pools, job: Pool, tmp_path: Path) -> None:
@@ -326,12 +320,35 @@ def test_a_job_saves_all_after_another_was_killed_while_it_saved(pool: Pools, jo
     pool(2).run(save_by, InFile(), STRATEGIES["stateful"], older, 4)
     whole = pool(2).run(outcome, InFile(), STRATEGIES["stateful"], older)
     shutil.copytree(older, both)
-    processes = job.run(begin, both / "checkpoint")
+    job.run(begin, both / "checkpoint")
     (both / "checkpoint").write_text("of the one that is killed")
     assert refusal(both / "checkpoint").startswith(f"the last save of {both / 'checkpoint'} was cut off")
-    kill(processes)
+    job.stop(kill=True)
     pool(2).run(save_by, InFile(), STRATEGIES["stateful"], both, 4)
     assert pool(2).run(outcome, InFile(), STRATEGIES["stateful"], both) == whole
+
+
+def save_beside_another(way: Way, strategy: Strategy, folder: Path, steps: int) -> None:
+    """In a worker: save where another job does, too, which may remove what this one is about to write to."""
+    with suppress(OSError, CheckpointException):
+        way.save(strategy, folder, steps)
+
+
+def test_jobs_that_save_at_once_leave_the_checkpoint_of_one_or_it_is_refused(
+    pool: Pools, job: Pool, tmp_path: Path
+) -> None:
+    strategy, wholes = STRATEGIES["stateful"], list[Outcome]()
+    for steps in (2, 4):
+        (alone := tmp_path / str(steps)).mkdir()
+        pool(2).run(save_by, InFile(), strategy, alone, steps)
+        wholes.append(pool(2).run(outcome, InFile(), strategy, alone)[0][0])
+    for trial in range(4):
+        (both := tmp_path / f"both{trial}").mkdir()
+        with ThreadPoolExecutor(2) as threads:
+            jobs = (pool(2), 2), (job, 4)
+            list(threads.map(lambda each: each[0].run(save_beside_another, InFile(), strategy, both, each[1]), jobs))
+        outcomes = [result for result, _ in pool(2).run(outcome, InFile(), strategy, both)]
+        assert is_told(outcomes) or outcomes[0] in wholes, outcomes
 
 
 def codec_state_of_another(checkpoint: Path) -> None:
