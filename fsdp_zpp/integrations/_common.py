@@ -42,7 +42,7 @@ def require(distribution: str, least: str, *, purpose: str = "", install: str = 
 
     Args:
         distribution: Its name on PyPI, which is also the name of this package's extra.
-        least: The oldest version that the integration works with.
+        least: The oldest version that works.
         purpose: What needs that version, if the integration itself works with an older one.
         install: What to run, for a framework that no extra can install.
 
@@ -131,17 +131,14 @@ class StepMonitor:
         self._monitor: Monitor | None = None
 
     def start(self, model: nn.Module) -> None:
-        """Begin to measure a sharded model; a measurement that was begun before ends."""
         self.close()
         self._monitor = monitor(model)
 
     def step(self) -> dict[str, float]:
-        """End a step, and return its figures."""
         figures = {} if self._monitor is None else self._monitor.step()
         return {f"fsdp_zpp/{name}": figure for name, figure in figures.items()}
 
     def close(self) -> None:
-        """End the measurement."""
         if self._monitor is not None:
             self._monitor.close()
             self._monitor = None
@@ -158,12 +155,9 @@ class StepMonitor:
 def sharding_by(strategy: Strategy, *, reshards_always: bool = False) -> Any:
     """Return a function that takes the arguments of torch's ``fully_shard`` and shards by a strategy.
 
-    To reshard after the forward is what torch and frameworks do by default. As such it is left to the strategy, whose
-    parameter scope may keep the parameters.
-
     Args:
         strategy: The strategy.
-        reshards_always: Whether ``reshard_after_forward=True`` is no default, but was asked for.
+        reshards_always: Whether ``reshard_after_forward=True`` was asked for; as a default it is left to the strategy.
     """
 
     def fully_shard_by_strategy(module: Any, *, reshard_after_forward: Any = None, **arguments: Any) -> Any:
@@ -233,7 +227,7 @@ def remove_companions(checkpoint: Path) -> None:
 
 def _remove_file(path: Path) -> None:
     if path.is_file():  # below a checkpoint that is a file, there is not even nothing
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 # ---- marks
@@ -339,7 +333,7 @@ def check_complete(checkpoint: Path, *, models: int = 1, written_last: str | Non
 
     Args:
         checkpoint: The framework's file or folder.
-        models: How many models it is loaded into, as :func:`save_beside` has saved them.
+        models: How many models it is loaded into.
         written_last: The file in it that the framework writes last.
 
     Raises:
@@ -412,11 +406,7 @@ _BASE_FILE = "frozen_base.json"
 
 
 def save_base_identity(model: nn.Module, checkpoint: Path, token: str = "") -> None:
-    """Save the identity of the quantized base of ``model``, if it has one. Collective.
-
-    Raises:
-        OSError: On every rank, if rank 0 can't write.
-    """
+    """Save the identity of the quantized base of ``model``, if it has one. Collective."""
     identity, file = describe_base(model), companion(checkpoint, _BASE_FILE)
 
     def write() -> None:
@@ -429,13 +419,10 @@ def save_base_identity(model: nn.Module, checkpoint: Path, token: str = "") -> N
 
 
 def check_base_identity(model: nn.Module, checkpoint: Path) -> bool:
-    """Raise if ``model`` has another quantized base than it had when it was saved. Collective.
-
-    Returns:
-        Whether the checkpoint tells which base it was saved with.
+    """Return whether a checkpoint tells on which quantized base it was saved. Collective.
 
     Raises:
-        ValueError: On every rank, also if rank 0 can't read what was saved; says what to do.
+        ValueError: On every rank, if that is not the base of ``model``, or can't be read.
     """
     saved, failure = from_first_rank(_read(companion(checkpoint, _BASE_FILE)) if dist.get_rank() == 0 else ({}, ""))
     if failure:
@@ -471,17 +458,7 @@ _LAYOUT = "layout"
 
 
 def save_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path, token: str = "") -> None:
-    """Save the codec state of ``model``, if it has any, with what a framework has just saved. Collective.
-
-    Args:
-        model: What a strategy has sharded.
-        optimizers: All of its optimizers.
-        checkpoint: The framework's file or folder, the same on all ranks.
-        token: Token of the :class:`MarkedSave`, if it is saved under one.
-
-    Raises:
-        OSError: On every rank, if rank 0 can't remove the codec state of an earlier checkpoint of this name.
-    """
+    """Save the codec state of ``model``, if it has any, with what a framework has just saved. Collective."""
     # All wait for it: a rank that is early would write into the folder that rank 0 is still removing.
     run_on_first_rank(lambda: remove_codec_state(checkpoint))
     if (codec_state := _codec_state_of(model, optimizers)) is not None:
@@ -494,11 +471,6 @@ def save_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoi
 
 def load_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path) -> None:
     """Continue with the codec state next to ``checkpoint``; start over, with a warning, if there is none. Collective.
-
-    Args:
-        model: What a strategy has sharded; its weights may be loaded before or after.
-        optimizers: All of its optimizers, loaded before or after.
-        checkpoint: The framework's file or folder, the same on all ranks.
 
     Raises:
         ValueError: If it was saved for other units, or under another configuration of error feedback, or if its files
@@ -548,7 +520,6 @@ def remove_codec_state(checkpoint: Path) -> None:
 
 
 def _codec_state_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[CodecState, State] | None:
-    """Return the codec state of ``model`` and its state dict; None if it has none, the same on all ranks."""
     if not named_units(model):  # only torch's own strategies are in the model
         return None
     codecs = CodecState(model, list(optimizers))

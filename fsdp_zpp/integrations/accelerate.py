@@ -54,12 +54,7 @@ from accelerate.utils.fsdp_utils import (
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """Raise if ``accelerator`` has prepared a model, runs in one process, or was configured for other than FSDP.
-
-    Raises:
-        ImportError: If accelerate is too old to compile layers, or for tensor parallelism.
-        ValueError: In all other cases.
-    """
+    """Raise if ``accelerator`` has prepared a model, runs in one process, or was configured for other than FSDP."""
     if accelerator._models:
         raise ValueError(
             "this accelerator has prepared a model already: call use_strategy before accelerator.prepare. A trainer of "
@@ -102,11 +97,6 @@ def _check_parallelism(config: ParallelismConfig) -> None:
 
 
 def check_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise unless ``model`` is sharded over the dimension ``tp`` of an accelerator's ``mesh``.
-
-    Raises:
-        ValueError: It says how to do that.
-    """
     ranks = mesh["tp"]
     if not any(isinstance(each, DTensor) and each.device_mesh == ranks for each in model.parameters()):
         raise ValueError(
@@ -118,11 +108,7 @@ def check_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
-    """Raise if ``plugin`` asks for FSDP1, or for weights that rank 0 alone has loaded.
-
-    Raises:
-        ValueError: It names the option.
-    """
+    """Raise if ``plugin`` asks for FSDP1, or for weights that rank 0 alone has loaded."""
     if plugin.cpu_ram_efficient_loading:
         raise ValueError(
             "cpu_ram_efficient_loading=True loads the weights on rank 0 alone, and a strategy shards those of each "
@@ -153,9 +139,6 @@ def shard(
     """Shard ``model`` in place, as the accelerator's plugin says, and give ``optimizers`` its shards.
 
     Mixed precision keeps what requires gradients in fp32, unless the model is not to be ``trained``.
-
-    Raises:
-        ValueError: If torch has sharded the model, or if model, optimizers and plugin don't fit together.
     """
     if unit_of(model) is not None:
         reshard(model)
@@ -190,7 +173,6 @@ def shard(
 
 
 def _check_checkpointing(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
-    """Raise if activations are to be recomputed, but the plugin does not say of which modules."""
     if not plugin.activation_checkpointing:
         return
     chosen = fsdp2_prepare_auto_wrap_policy(plugin, model)
@@ -202,7 +184,6 @@ def _check_checkpointing(plugin: FullyShardedDataParallelPlugin, model: nn.Modul
 
 
 def _compile_layers(model: nn.Module, plugin: TorchDynamoPlugin) -> None:
-    """Compile layers in place, as accelerate does for its own FSDP2."""
     from accelerate.utils.other import compile_regions_fsdp2  # which accelerate 1.13 lacks
 
     torch._dynamo.config.capture_scalar_outputs = True  # experts have as many rows as tokens were routed to them
@@ -218,7 +199,6 @@ def _upcast(model: nn.Module) -> None:
 
 
 def _arguments(plugin: FullyShardedDataParallelPlugin, model: nn.Module, accelerator: Accelerator) -> dict[str, Any]:
-    """Return the arguments of ``fully_shard`` that the plugin and ``parallelism_config`` stand for."""
     parallelism = accelerator.parallelism_config
     arguments = {
         "mesh": None if parallelism is None else accelerator.torch_device_mesh[tuple(parallelism.fsdp_dim_names)],
@@ -251,10 +231,6 @@ def _units(model: nn.Module, plugin: FullyShardedDataParallelPlugin, strategy: S
     return list(layers(model)) if by_layers and not wrapped else wrapped
 
 
-def _parameters_of(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
-    return [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
-
-
 @contextmanager
 def _following(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[None]:
     """Return a context in which a model is sharded, after which optimizers have its parameters."""
@@ -264,7 +240,7 @@ def _following(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[No
         raise ValueError(
             "the optimizer has made steps on a model that is not sharded yet: prepare both before training"
         )
-    if any(id(parameter) not in names for parameter in _parameters_of(optimizers)):
+    if any(id(parameter) not in names for group in groups for parameter in group["params"]):
         raise ValueError("the optimizer has a parameter that is not the model's: prepare both of them together")
     for group in groups:  # names in between, so that optimizers do not keep the memory of full parameters
         group["params"] = [names[id(parameter)] for parameter in group["params"]]
@@ -287,11 +263,7 @@ _MODEL = "_fsdp_zpp_model"
 
 
 def model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
-    """Return the one of ``models`` that ``optimizer`` trains.
-
-    Raises:
-        ValueError: If it has parameters of several models, or parameters that are not their shards.
-    """
+    """Return the one of ``models`` that ``optimizer`` trains."""
     owners = {id(parameter): model for model in models for parameter in model.parameters()}
     parameters = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     if any(each not in owners for each in parameters):
@@ -308,14 +280,9 @@ def model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
     return next(iter(owned), models[0])
 
 
-def remember_model(optimizer: Optimizer, model: nn.Module) -> None:
-    """Record that :func:`paired` saves a prepared optimizer with ``model``."""
-    setattr(optimizer, _MODEL, model)
-
-
 @contextmanager
 def paired(accelerator: Accelerator) -> Iterator[None]:
-    """Return a context in which each model is where its optimizers are. See the top of this section."""
+    """Return a context in which each model is where its optimizers are."""
     models, optimizers = accelerator._models, accelerator._optimizers
     trained: dict[nn.Module, list[Optimizer]] = {}
     for optimizer in optimizers:
@@ -331,13 +298,13 @@ def paired(accelerator: Accelerator) -> Iterator[None]:
 def save_codec_states(
     accelerator: ShardingAccelerator, models: list[nn.Module], weights: list[object], output_dir: str | os.PathLike[str]
 ) -> None:
-    """Save the codec state of all models, in a hook of ``save_state``, which :func:`paired` surrounds."""
+    """Save all models' codec state, in a hook of ``save_state``."""
     for model, optimizers, checkpoint in _codec_states(accelerator, output_dir):
         save_beside(model, optimizers, checkpoint, accelerator._token)
 
 
 def load_codec_states(accelerator: Accelerator, models: list[nn.Module], input_dir: str | os.PathLike[str]) -> None:
-    """Load the codec state of all models, in a hook of ``load_state``, which :func:`paired` surrounds."""
+    """Load all models' codec state, in a hook of ``load_state``."""
     # accelerate hands over the models that are still to be loaded, which is none under FSDP.
     for model, optimizers, checkpoint in _codec_states(accelerator, input_dir):
         load_beside(model, optimizers, checkpoint)
@@ -410,11 +377,7 @@ def use_strategy(accelerator: A, strategy: Strategy, *, plugin: FullyShardedData
 
 
 class ShardingAccelerator(Accelerator):
-    """Shards models by a strategy where accelerate would call torch's own ``fully_shard``.
-
-    Attributes:
-        strategy: The strategy.
-    """
+    """Shards models by its ``strategy`` where accelerate would call torch's own ``fully_shard``."""
 
     strategy: Strategy
     _token = ""  # of the save that goes on
@@ -446,7 +409,7 @@ class ShardingAccelerator(Accelerator):
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         model = model_of(optimizer, self._models)
         prepared = super().prepare_optimizer(optimizer, device_placement)
-        remember_model(prepared, model)
+        setattr(prepared, _MODEL, model)  # with which it is saved
         return prepared
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:

@@ -102,11 +102,7 @@ def main() -> None:
 
 
 def split(args: Arguments | None) -> tuple[Arguments, Strategy]:
-    """Return LLaMA-Factory's own arguments, by default those of the command line, and the strategy.
-
-    Raises:
-        ValueError: If the command line names no file, or there is no strategy.
-    """
+    """Return LLaMA-Factory's own arguments, by default those of the command line, and the strategy."""
     from llamafactory.hparams import read_args
 
     read = read_args(args)
@@ -119,11 +115,7 @@ def split(args: Arguments | None) -> tuple[Arguments, Strategy]:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Check that arguments, and the environment, ask for nothing that a strategy can't honour.
-
-    Raises:
-        ValueError: If they do; the error names the key and says what to do instead.
-    """
+    """Check that arguments, and the environment, ask for nothing that a strategy can't honour."""
     refuse_set(arguments, _ALTERNATIVES)
     _check_environment()
     stage = arguments.get("stage", "sft")
@@ -139,7 +131,6 @@ def _check_environment() -> None:
 
 @contextmanager
 def _trainer_by(strategy: Strategy, stage: str) -> Iterator[None]:
-    """Return a context in which a stage makes trainers that shard by a strategy."""
     from .transformers import prepare_references_by_strategy, use_strategy
 
     prepare_references_by_strategy()

@@ -70,11 +70,7 @@ def use_strategy(strategy: Strategy) -> None:
 
 
 def check_arguments(args: Any) -> None:
-    """Check that ms-swift's arguments ask for nothing that a strategy can't honour.
-
-    Raises:
-        ValueError: If they do; the error names the argument and says what to do instead.
-    """
+    """Check that ms-swift's arguments ask for nothing that a strategy can't honour."""
     refuse_set(vars(args), _ALTERNATIVES)
     if args.tuner_backend != "peft":
         refuse("tuner_backend", args.tuner_backend, "unsloth trains in one process: leave it out")

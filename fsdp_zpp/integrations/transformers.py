@@ -68,12 +68,7 @@ _EXPERTS = "efsdp"
 
 
 class ShardingConfig(DistributedConfig):
-    """A ``DistributedConfig`` by which ``from_pretrained`` shards with strategies.
-
-    Attributes:
-        strategy: The strategy of all but the experts.
-        experts: The strategy of experts, over the ranks that hold the same ones.
-    """
+    """A ``DistributedConfig`` with a strategy for experts, and one for all else."""
 
     strategy: Strategy
     experts: Strategy
@@ -143,11 +138,6 @@ def _on_same_nodes(strategy: Strategy, config: DistributedConfig) -> Strategy:
 
 @contextmanager
 def _sharding_by(config: ShardingConfig) -> Iterator[None]:
-    """Return a context in which transformers shards by the strategies of ``config``.
-
-    Raises:
-        RuntimeError: At its end, if transformers has called nothing of this.
-    """
     called = False
 
     def by_strategy(module: Any, *, mesh: DeviceMesh, **arguments: Any) -> Any:
@@ -189,26 +179,19 @@ replace_function(mixin, "apply_fully_sharded_data_parallelism", _applying)
 
 
 class AnnouncesWrites(TrainerCallback):
-    """Declares the weights of models that other callbacks hold stale.
-
-    Args:
-        trainer: The trainer.
-    """
+    """Declares the weights of models that other callbacks hold stale."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     def on_optimizer_step(self, *arguments: object, **others: object) -> None:
-        """Reshard the models, so that the callbacks write to their shards."""
         for model in self._held():
             reshard(model)
 
     def on_step_begin(self, *arguments: object, **others: object) -> None:
-        """Declare the weights stale, since callbacks may have written to them at the end of the last step."""
         self.announce()
 
     def announce(self) -> None:
-        """Declare the weights stale."""
         for model in self._held():
             invalidate(model)
 
@@ -246,7 +229,6 @@ class MonitorCallback(TrainerCallback):
         self._figures = self._monitor.step()
 
     def on_log(self, *arguments: object, **others: Any) -> None:
-        """Add the figures of the latest step to those of the training."""
         logs: MutableMapping[str, float] = others["logs"]
         if "loss" in logs:
             logs.update(self._figures)
@@ -397,7 +379,6 @@ def _check_arguments(trainer: Trainer) -> None:
 
 
 def _shard_by(trainer: Trainer, strategy: Strategy) -> None:
-    """Prepare the accelerator of ``trainer``, and tell the trainer that there is FSDP now."""
     _check_arguments(trainer)
     plugin, arguments = None, trainer.args.fsdp_plugin_args
     if arguments is not None and not trainer.is_fsdp_enabled:
@@ -419,11 +400,7 @@ def _shard_by(trainer: Trainer, strategy: Strategy) -> None:
 
 
 class ShardingTrainer(Trainer):
-    """Adds to Trainer what a strategy brings along.
-
-    Attributes:
-        strategy: The strategy.
-    """
+    """A Trainer that shards its model by its ``strategy``."""
 
     strategy: Strategy
     model: nn.Module  # not None, as it is only before a hyperparameter search
@@ -481,11 +458,6 @@ class ShardingTrainer(Trainer):
             self._marked_save = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> Any:
-        """Train as Trainer does, but refuse a checkpoint whose save was cut off.
-
-        Raises:
-            ValueError: If the save of the checkpoint was cut off.
-        """
         last = resume_from_checkpoint is True and get_last_checkpoint(self.args.output_dir)
         if isinstance(checkpoint := last or resume_from_checkpoint, str):
             check_complete(Path(checkpoint), written_last=TRAINER_STATE_NAME)
@@ -519,7 +491,6 @@ class ShardingTrainer(Trainer):
             super()._save(output_dir, state_dict)
 
     def push_to_hub(self, *arguments: Any, **options: Any) -> Any:
-        """Push to the hub as Trainer does, with the whole model. Collective."""
         with _with_full_state_dicts(self.accelerator):
             return super().push_to_hub(*arguments, **options)
 

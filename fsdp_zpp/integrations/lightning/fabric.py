@@ -62,15 +62,7 @@ if TYPE_CHECKING:
 
 
 def check_data_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise if ``model`` is sharded over other ranks than those to which Lightning gives data of their own.
-
-    Args:
-        model: What was sharded with :func:`fsdp_zpp.fully_shard`.
-        mesh: Lightning's mesh, with the dimensions ``data_parallel`` and ``tensor_parallel``.
-
-    Raises:
-        ValueError: On every rank, naming a part of the model.
-    """
+    """Raise if ``model`` is sharded over other ranks than those to which Lightning gives data of their own."""
     expected = dist.get_process_group_ranks(mesh["data_parallel"].get_group())
     for unit, name in named_units(model).items():
         if not isinstance(unit, StrategyUnit) or unit.ranks.group is None or unit.stock:
@@ -87,11 +79,7 @@ def check_data_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a checkpoint on a disk.
-
-    Raises:
-        ValueError: If it is on a remote file system: Lightning's strategies for FSDP write to disks alone.
-    """
+    """Return the path of a checkpoint; raise if it is remote, where Lightning's strategies for FSDP can't write."""
     if "://" in str(path):
         raise ValueError(f"{path} is remote, and sharded checkpoints are written to a disk: save there, and upload it")
     return Path(path)
@@ -110,14 +98,8 @@ def wrapped_on_cpu(
 ) -> Iterator[nn.Module]:
     """Return a context with FSDP around ``model`` on a CPU; elsewhere with ``model`` itself, for Lightning to wrap.
 
-    Args:
-        model: The model to shard; it is left alone if users have wrapped parts of it.
-        strategy: Lightning's FSDPStrategy, of the Trainer or of Fabric.
-        arguments: The arguments that Lightning passes on to FSDP. In the context the policy is not among them, since
-            Lightning would warn that it skips modules that are wrapped already.
-
-    Raises:
-        ValueError: If checkpoints are to be full ones on a CPU.
+    In the context no policy is among ``arguments``, which Lightning passes on to FSDP: it would warn that it skips
+    modules that are wrapped already.
     """
     if strategy.root_device.type != "cpu":
         yield model
@@ -217,7 +199,6 @@ class CheckpointFiles(ABC):
         return f"<{type(self).__name__} for the {self._taken_by}>"
 
     def setup_environment(self) -> None:
-        """Set up the process group as Lightning does, and tell strategies the size of a node."""
         assert self.parallel_devices is not None
         # torchrun sets it, and Lightning's own launchers do not.
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(len(self.parallel_devices)))
@@ -247,11 +228,6 @@ class CheckpointFiles(ABC):
             model: The model, if one is loaded.
             keys: Where in it the model's weights may be; empty if it is a bare state dict.
             weights_only: As in Lightning.
-
-        Raises:
-            ValueError: On every rank, if the save was cut off, or if the model has another quantized base than it had
-                then; also if the checkpoint has values for quantized weights, but does not tell its base. Lightning
-                would skip these values, or call them unexpected.
         """
         check_complete(path)
         if model is None:
@@ -283,7 +259,6 @@ class CheckpointFiles(ABC):
             return set()
 
     def _with_quantized_weights(self, model: nn.Module | None) -> AbstractContextManager[None]:
-        """Return a context in which state dicts for a file have the quantized weights, dequantized."""
         if model is None or not self._saves_files:
             return nullcontext()
         return with_quantized_weights(model)
@@ -359,12 +334,6 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
         storage_options: object = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Save as Lightning does, with the quantized weights in a file, and codec state beside it.
-
-        Raises:
-            TypeError: If ``state`` holds codec state itself.
-            ValueError: If ``path`` is remote.
-        """
         _check_no_codec_state(state)
         path = local_path(self.broadcast(path))
         model = _model_in(state)
@@ -378,13 +347,6 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, object]:
-        """Load as Lightning does, and codec state from beside it.
-
-        Raises:
-            TypeError: If ``state`` holds codec state itself.
-            ValueError: If the save was cut off, if codec state was saved for another model, or under another
-                configuration, or if the model has another quantized base than it had then.
-        """
         objects: State = state if isinstance(state, dict) else {"": state}
         _check_no_codec_state(objects)
         path = local_path(self.broadcast(path))
@@ -413,7 +375,6 @@ class FSDPStrategy(ByFSDP, WholeCheckpoints, LightningFSDPStrategy):
     """
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Wrap the module with FSDP as Lightning does, on a CPU, too."""
         with wrapped_on_cpu(module, self, self._fsdp_kwargs) as wrapped:
             return super().setup_module(wrapped)
 
@@ -430,11 +391,6 @@ class ModelParallelStrategy(ByModelParallel, WholeCheckpoints, LightningModelPar
     """
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard the module as Lightning does, by ``parallelize_fn``, and check over which ranks it was sharded.
-
-        Raises:
-            ValueError: If the model is sharded over other ranks than those to which Lightning gives data of their own.
-        """
         module = super().setup_module(module)
         check_data_parallel(module, self.device_mesh)
         return module

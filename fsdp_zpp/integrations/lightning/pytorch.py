@@ -53,27 +53,16 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
     _taken_by = "Trainer of lightning.pytorch"
 
     def lightning_module_state_dict(self) -> dict[str, object]:
-        """Return Lightning's state dict; in a full one, what the strategy has quantized is dequantized."""
         with self._with_quantized_weights(self.model):
             state: dict[str, object] = super().lightning_module_state_dict()
         return state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: object = None) -> None:
-        """Save as Lightning does, with codec state and the identity of a quantized base beside it.
-
-        Raises:
-            ValueError: If ``filepath`` is remote.
-        """
         optimizers = self.optimizers if "optimizer_states" in checkpoint else []
         with self._saving(local_path(self.broadcast(filepath)), self.model, optimizers):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, object]:
-        """Load as Lightning does, and codec state if the Trainer goes on training.
-
-        Raises:
-            ValueError: If the save was cut off, or if the model has another quantized base than it had then.
-        """
         path = local_path(self.broadcast(checkpoint_path))
         assert self.model is not None
         assert self.lightning_module is not None
@@ -84,7 +73,6 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
         return checkpoint
 
     def remove_checkpoint(self, filepath: _PATH) -> None:
-        """Remove a checkpoint as Lightning does, and what was saved with it."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             remove_companions(Path(filepath))
@@ -93,13 +81,7 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
 class FSDPStrategy(ByFSDP, WholeCheckpoints, LightningFSDPStrategy):
     """Lightning's FSDPStrategy, whose ``sharding_strategy`` may be a ``fsdp_zpp.Strategy``.
 
-    Args:
-        sharding_strategy: A ``fsdp_zpp.Strategy``, or what Lightning takes.
-        **arguments: As Lightning's. With a ``fsdp_zpp.Strategy``, ``device_mesh`` must be a mesh, not a pair of sizes.
-
-    Raises:
-        TypeError: If ``sharding_strategy`` is the class Strategy itself.
-        ValueError: If an argument contradicts it.
+    Arguments and errors are those of :class:`fsdp_zpp.integrations.lightning.fabric.FSDPStrategy`.
 
     Examples:
         >>> trainer = Trainer(strategy=FSDPStrategy(sharding_strategy=Strategy.zeropp(), auto_wrap_policy={Layer}))
@@ -118,14 +100,13 @@ class FSDPStrategy(ByFSDP, WholeCheckpoints, LightningFSDPStrategy):
         return self._root
 
     def setup_precision_plugin(self) -> None:
-        """Set up Lightning's plugin, which becomes one that clips norms."""
+        """Replace Lightning's precision plugin by one that clips by norm across shards."""
         if type(self.precision_plugin) is LightningFSDPPrecision:
             self.precision_plugin = FSDPPrecision(self.precision_plugin, self)
         super().setup_precision_plugin()
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Return a context for micro-batches that are not the last of a step: FSDP's ``no_sync``."""
         assert self.model is not None
         with ExitStack() as stack:
             for instance in outermost_fsdp(self.model):
@@ -145,18 +126,12 @@ class ModelParallelStrategy(ByModelParallel, WholeCheckpoints, LightningModelPar
     """
 
     def setup(self, trainer: Trainer) -> None:
-        """Check over which ranks the model was sharded, and set up as Lightning does.
-
-        Raises:
-            ValueError: If the model is sharded over other ranks than those to which Lightning gives data of their own.
-        """
         assert self.model is not None
         check_data_parallel(self.model, self.device_mesh)
         super().setup(trainer)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Return a context for micro-batches before the last of a step: gradients are not synchronized."""
         assert self.model is not None
         sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         for module in sharded:

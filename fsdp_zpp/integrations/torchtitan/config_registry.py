@@ -53,14 +53,7 @@ if TYPE_CHECKING:
 
 
 def strategy_from_text(text: str) -> Strategy | None:
-    """Return the strategy that ``--parallelism.strategy`` stands for.
-
-    Args:
-        text: The name of a preset, a JSON mapping as :meth:`Strategy.from_dict` takes it, or ``None``.
-
-    Raises:
-        ValueError: If it is none of these; says what is allowed.
-    """
+    """Return the strategy of a preset's name, of a JSON mapping of its arguments, or of ``None``."""
     if text == "None":
         return None
     try:
@@ -110,18 +103,13 @@ class StrategyParallelism(ParallelismConfig):
             raise ValueError("parallelism.monitor measures what a strategy sends; set parallelism.strategy, too")
 
     def to_dict(self) -> dict[str, object]:
-        """Return the whole section, in types that JSON has, since torchtitan logs it."""
+        """Return the whole section in JSON's types, since torchtitan logs it."""
         section = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return section | {"strategy": None if self.strategy is None else self.strategy.to_dict()}
 
 
 def check_combination(strategy: Strategy, parallelism: ParallelismConfig, training: TrainingConfig) -> None:
-    """Raise if these settings can't be combined with a strategy.
-
-    Raises:
-        TypeError: If ``strategy`` is not a :class:`Strategy`: fields of a configuration can be set to anything.
-        ValueError: The error names the key, its value, what is allowed, and what to do instead.
-    """
+    """Raise if these settings can't be combined with a strategy."""
     _check_type(strategy)
     alone = "pass --parallelism.strategy None for torchtitan's own FSDP"
     if parallelism.enable_fsdp_symm_mem:
@@ -172,19 +160,7 @@ def parallelize(
     parallelism: ParallelismConfig,
     **arguments: Any,
 ) -> nn.Module:
-    """Parallelize a model, or a stage of a pipeline, with its own function, and shard it by a strategy.
-
-    Args:
-        strategy: The strategy.
-        parallelize_fn: The function of the model's ``ModelSpec``.
-        model: The model.
-        parallelism: torchtitan's parallelism section.
-        **arguments: What else torchtitan passes to such a function.
-
-    Raises:
-        ValueError: If the function does not call ``fully_shard``, or the strategy can't shard with its arguments.
-        NotImplementedError: If the strategy can't be combined with another parallelism.
-    """
+    """Parallelize a model, or a stage of a pipeline, by its own function, and shard it by a strategy."""
     always = parallelism.fsdp_reshard_after_forward == "always"
     with in_place_of_torchs(sharding_by(strategy, reshards_always=always)):
         sharded: nn.Module = parallelize_fn(model, parallelism=parallelism, **arguments)
@@ -217,8 +193,6 @@ class StrategyTrainer(Trainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
-        """torchtitan's configuration with a strategy in its parallelism section."""
-
         parallelism: StrategyParallelism = field(default_factory=StrategyParallelism)
 
     config: Config
@@ -250,13 +224,11 @@ class StrategyTrainer(Trainer):
             self.metrics_processor.log = partial(self._log, self.metrics_processor.log)
 
     def train(self) -> None:
-        """Train as torchtitan does, and log at the end what this rank has sent."""
         super().train()
         if self.config.parallelism.strategy is not None:
             logger.info("Bytes that this rank has sent: %s", total_traffic(self.model_parts))
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
-        """Train one step as torchtitan does, and count its micro-batches."""
         self._micro_batches_left = self.gradient_accumulation_steps
         super().train_step(data_iterator)
         self._figures = self._monitor.step()
@@ -264,14 +236,9 @@ class StrategyTrainer(Trainer):
     def _log(
         self, log: Callable[..., None], *arguments: object, extra_metrics: Mapping[str, Any] | None = None
     ) -> None:
-        """Log as torchtitan does, with the figures of the latest step before this one."""
         log(*arguments, extra_metrics={**(extra_metrics or {}), **self._figures})
 
     def forward_backward_step(self, **batch: Any) -> Tensor:
-        """Run one micro-batch; gradients before the last one are accumulated as the strategy's scopes say.
-
-        The schedule of a pipeline decides itself which of its micro-batches reduce gradients.
-        """
         self._micro_batches_left -= 1
         if self._accumulates and not self.parallel_dims.pp_enabled:
             for part in self.model_parts:
@@ -462,7 +429,6 @@ _REGISTRIES = [
 
 
 def _configurations(registry: str) -> dict[str, Callable[[], Trainer.Config]]:
-    """Return the configurations of a model by name: the functions of its registry that take nothing."""
     module = importlib.import_module(registry)
     return {
         name: function
