@@ -403,8 +403,8 @@ def save_frozen_params(
         TypeError: If an argument has the wrong type, on any rank; every rank raises.
         ValueError: If no weight of ``model`` is quantized, a weight has a user-defined codec, or ``max_file_size`` is
             not a size, on any rank; every rank raises.
-        RuntimeError: If the first rank can't write; every rank raises. A base that was in the folder before is still
-            there.
+        RuntimeError: If the first rank can't write, or another job has saved into the folder meanwhile; every rank
+            raises. A base that was in the folder before, or that job's, is still there.
     """
     group = ranks_of(model, process_group)
     task = agree(

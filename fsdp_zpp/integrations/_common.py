@@ -226,7 +226,7 @@ def remove_companions(checkpoint: Path) -> None:
 
 
 def _remove_file(path: Path) -> None:
-    if path.is_file():  # below a checkpoint that is a file, there is not even nothing
+    if path.is_file():  # to unlink what would be inside of a file raises another error
         path.unlink(missing_ok=True)
 
 

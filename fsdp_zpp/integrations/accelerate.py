@@ -453,9 +453,9 @@ class ShardingAccelerator(Accelerator):
         return folder
 
     def load_state(self, input_dir: Folder | None = None, *arguments: object, **options: object) -> None:
-        if (checkpoint := self._checkpoint_to_load(input_dir)) is not None:
-            check_complete(checkpoint, models=len(self._models))
         with paired(self):
+            if (checkpoint := self._checkpoint_to_load(input_dir)) is not None:
+                check_complete(checkpoint, models=max(len(self._optimizers), 1))
             super().load_state(input_dir, *arguments, **options)
 
     def _saving(self, output_dir: Folder | None) -> AbstractContextManager[MarkedSave | None]:

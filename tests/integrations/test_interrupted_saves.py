@@ -5,7 +5,9 @@ A whole version loads then, of which training goes on with the very losses, or a
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -377,6 +379,22 @@ def refusal(checkpoint: Path) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize("token", ["0" * 16, "1" * 16])
+@pytest.mark.parametrize("name", ["frozen_base.json", "model_1.frozen_base.json", "codecs", "model_1.codecs"])
+def test_files_under_another_token_are_named(tmp_path: Path, name: str, token: str) -> None:
+    (tmp_path / "saved_under").write_text("0" * 16)
+    if name.endswith("codecs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "saved_under").write_text(token)
+    else:
+        (tmp_path / name).write_text(json.dumps({"saved_under": token, "weights": {}}))
+    if name.startswith("model_1"):
+        check_complete(tmp_path)
+    other = pytest.raises(ValueError, match=re.escape(f"{tmp_path / name} is of another save than "))
+    with nullcontext() if token == "0" * 16 else other:
+        check_complete(tmp_path, models=2)
 
 
 def within_another(checkpoint: Path, place: Any, first_ends_first: bool) -> tuple[list[tuple[str, str]], str]:

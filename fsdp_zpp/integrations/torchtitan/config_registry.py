@@ -201,8 +201,7 @@ class StrategyTrainer(Trainer):
         strategy = config.parallelism.strategy
         if strategy is not None:
             check_combination(strategy, config.parallelism, config.training)
-            _check_loss(config.loss)
-            _check_communication(config.comm.mode)
+            _check_training(config.loss, config.comm.mode)
             config = copy.copy(config)
             own = config.model_spec.parallelize_fn
             config.model_spec = replace(config.model_spec, parallelize_fn=partial(parallelize, strategy, own))
@@ -339,20 +338,17 @@ def _is_exported(adapter: BaseStateDictAdapter, name: str, shape: torch.Size) ->
         return False
 
 
-def _check_loss(loss: BaseLoss.Config) -> None:
+def _check_training(loss: BaseLoss.Config, communication: str) -> None:
     if isinstance(loss, ChunkedLossWrapper.Config):
         raise ValueError(
             "loss=ChunkedLossWrapper runs a backward for each chunk, in which a strategy would gather and reduce; set "
             "the configuration's loss to the one it wraps, config.loss = config.loss.loss_fn, or pass "
             "--parallelism.strategy None for torchtitan's own FSDP"
         )
-
-
-def _check_communication(mode: str) -> None:
-    if mode != "default":
+    if communication != "default":
         raise ValueError(
-            f"comm.mode={mode} can't be combined with a strategy, whose ranks exchange real data at set-up, over "
-            "torch.distributed's process groups; set --comm.mode default"
+            f"comm.mode={communication} can't be combined with a strategy, whose ranks exchange real data at set-up, "
+            "over torch.distributed's process groups; set --comm.mode default"
         )
 
 
