@@ -634,7 +634,7 @@ def test_example_trains(tmp_path: Path) -> None:
     small = "--training.seq_len 32 --training.local_batch_size 2 --training.steps 2 --metrics.disable_color_printing"
     result = launch(
         2,
-        *(tmp_path / "on_cpu.py", "--dump_folder", tmp_path, *small.split()),
+        *(tmp_path / "on_cpu.py", "--dump_folder", tmp_path, *small.split(), "--debug.seed", "0"),
         *("--parallelism.strategy", '{"preset": "zeropp", "gpus_per_node": 1}'),
         *("--override.imports", "test_torchtitan.without_masks", "--parallelism.spmd_backend", "partial_dtensor"),
         on_cpu=True,
