@@ -200,7 +200,7 @@ class TopK(Codec):
         steps, smallest, ratio = (_means if self.bits == 2 else _geometric)(magnitudes, is_kept, self._last_step)
         codes = steps.long() + ((blocks.gather(1, places) < 0).long() << (self.bits - 1))
         words = torch.where(is_kept, places << self.bits | codes, 0)
-        # Those that are kept come first, and there are no more of them than values.
+        # Kept values come first, and there are no more of them than values.
         words = torch.where(is_kept, words, words[:, :1])[:, : self.kept(numel)]
         smallest = torch.where(usable, smallest, torch.where(finite, 0.0, torch.nan))
         return words.sort().values, torch.cat((smallest, torch.where(usable, ratio, 1.0)), dim=1)

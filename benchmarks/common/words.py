@@ -20,7 +20,7 @@ _CODECS = {
     "none": "full precision",
     "topk": "the largest values",
 }
-"""What is sent. Blocks and hops are those of a family, which a figure has in its title."""
+"""Names of what is sent. Blocks and hops are those of a family, which a figure has in its title."""
 _FEEDBACK = {
     "loco": "LoCo",
     "loco-beta0": "Classical feedback",

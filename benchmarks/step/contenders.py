@@ -289,7 +289,7 @@ class MegatronHFSDP(Training):
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         for index, micro_batch in enumerate(tokens):
-            # What its no_sync() sets, but that leaves it unset where there is one micro-batch alone.
+            # Megatron's no_sync() sets this, but leaves it unset where there is one micro-batch alone.
             self._model.is_last_microbatch = index == len(tokens) - 1
             loss = self._model(input_ids=micro_batch, labels=micro_batch).loss
             loss.backward()

@@ -63,9 +63,9 @@ HSDP = "fsdp2:hybrid_shard"
 USUAL = (STEP, AGAINST_FULL_SHARD, PEAK)
 WHOLE = (STEP, AGAINST_FSDP2, AGAINST_HSDP, PEAK, HOST, BETWEEN_NODES)
 WHOLE_OF_FSDP = (STEP, AGAINST_FULL_SHARD, *WHOLE[2:])
-"""Of a run whose FULL_SHARD is FSDP's."""
+"""Columns of a run whose FULL_SHARD is FSDP's."""
 WHOLE_BESIDE_HSDP = (STEP, *WHOLE[2:])
-"""Of a run without FULL_SHARD."""
+"""Columns of a run without FULL_SHARD."""
 OF_HSDPS_PEAK = share(HSDP, "peak_gib", "of HSDP's peak", "{:.0%}")
 DELTAS = ("zeropp-delta", "fsdp2:zeropp-delta")
 Results = dict[str, Result]
@@ -131,7 +131,7 @@ MIXTURES = {
     "12 layers, 2 x 1, no peer-to-peer": "moe-2.7B-2x1-no-p2p",
     "12 layers, 2 x 1, NVLink": "moe-2.7B-2x1-fast",
 }
-"""Of mixtures of experts, below each other: a further run is a further line."""
+"""Runs of mixtures of experts, below each other: a further run is a further line."""
 MIXTURES_BESIDE_PEERS = {
     "2 x 1, sockets": "moe-2.6B-2x1-peers",
     "2 x 1, sockets, another machine": "moe-2.6B-2x1-megatron",
@@ -148,7 +148,7 @@ NO_PEER_TO_PEER = {
     "1.35B, compiled, 2 GPUs": "1.35B-2x1-no-p2p-compiled",
     "1.35B, 4 GPUs": "1.35B-1x4-no-p2p",
 }
-"""Of one host whose GPUs copy through its memory."""
+"""Runs on one host whose GPUs copy through its memory."""
 FOUR = "1.35B-2x2-four-micro-batches"
 STEP_TIME = {
     "eager": one("1.35B-2x2-eager", *WHOLE),

@@ -604,7 +604,7 @@ class Recommendation(NamedTuple):
 
 
 def recommend(rows: Sequence[Row]) -> Recommendation:
-    """Return what to do, given the rows of a run in the order of preference among equals."""
+    """Return the advice that follows from the rows of a run, in the order of preference among equals."""
     measured = [row for row in rows if "step_ms" in row]
     if not measured:
         said = "; ".join(f"{row['label']}: {row['failed']}" for row in rows)

@@ -40,7 +40,7 @@ from fsdp_zpp_kernels.reference import ALIGNMENT, levels_on
 # same length for every chunk, and no block spans two chunks.
 
 Place = Literal["weights", "gradients", "frozen", "exchanges"]
-"""What a strategy may encode: trained weights, gradients, frozen weights, and changes of weights in local steps."""
+"""Tensors that a strategy may encode: weights, gradients, frozen weights, and changes of weights in local steps."""
 
 _NAMES: dict[Place, str] = {
     "weights": "weights",
@@ -193,7 +193,7 @@ class FullPrecision(Codec):
             values = values.to(self.dtype)
         if rows > 1 and cols > 1:
             values = values.view(rows, cols, -1).transpose(0, 1)
-        # Of values in dtype, contiguous and in order, the payload is a view: callers send it before they change them,
+        # The payload of values in dtype, contiguous and in order, is a view: callers send it before they change them,
         # or encode anew after that.
         return values.contiguous().view(rows * cols, -1).view(torch.uint8)
 
@@ -695,7 +695,7 @@ class AsStored(Codec):
 
 
 NAMED: dict[object, AsStored] = {codec.name: codec for codec in (AsStored(), AsStored(Int8(256)))}
-"""What stands for each name."""
+"""The codec that stands for each name."""
 
 
 def codec_of_frozen(value: Codec | FrozenName | None) -> Codec | None:
@@ -704,7 +704,7 @@ def codec_of_frozen(value: Codec | FrozenName | None) -> Codec | None:
 
 
 def codec_of_plain(codec: Codec | None) -> Codec | None:
-    """Return what ``codec``, of frozen weights, means for weights in full precision."""
+    """Return the codec that ``codec``, of frozen weights, means for weights in full precision."""
     return codec.otherwise or codec if isinstance(codec, AsStored) else codec
 
 
@@ -795,7 +795,7 @@ class ExactTail(Codec):
         return dequantize_sum_quantize(payload, numel, 1, chunks, *layouts, scale, self.tail)
 
     def _coded(self, payload: Tensor, numel: int) -> Tensor:
-        """Return what precedes the tails, as ``codec`` takes it."""
+        """Return the rows without their tails, as ``codec`` takes them."""
         coded = payload[..., : self.codec.nbytes(numel)]
         return coded if isinstance(self.codec, FullPrecision) else coded.contiguous()  # only ours need no copy
 

@@ -83,7 +83,7 @@ PACKED_BASE = (
     "leave it out, and "
 )
 NO_PACKED_BASE = f"{PACKED_BASE}write fsdp_zpp: {{preset: mixzpp, frozen: nf4}}"
-"""What to do instead of keys that ask for DeepSpeed, for an optimizer of whole matrices, or for a base in few bits."""
+"""Remedies for keys that ask for DeepSpeed, for an optimizer of whole matrices, or for a base in few bits."""
 
 
 def strategy_of(value: object) -> Strategy:
@@ -186,7 +186,7 @@ def in_place_of_torchs(replacement: Any) -> Iterator[None]:
     holders = [
         module
         for name, module in list(sys.modules.items())
-        # What some packages put there is no module.
+        # Some packages put objects there that are no modules.
         if getattr(module, "__dict__", {}).get("fully_shard") is torch_fully_shard and not name.startswith("fsdp_zpp.")
     ]
     replacement = functools.wraps(torch_fully_shard)(replacement)  # torch has its state under its name
