@@ -17,7 +17,7 @@ from fsdp_zpp.strategy.error_feedback import LoCo
 from fsdp_zpp_kernels import dequantize_sum_quantize_with_feedback, quantize_with_feedback
 from fsdp_zpp_kernels.reference import SCALE_MASK
 
-from .flat_layout import FlatLayout, Piece
+from .flat_layout import Extent, FlatLayout, Piece
 
 # ---- held errors
 #
@@ -36,62 +36,6 @@ class HeldErrorsState(TypedDict):
 
 SavedLayout = tuple[list[tuple[int, str, int]], list[int], int]
 """The pieces, starts and number of values of a :class:`FlatLayout`."""
-
-
-@dataclass(frozen=True)
-class Extent:
-    """Chunks of ``numel`` values in a flat gradient that a hop encodes; its layout is None if it never changes."""
-
-    numel: int
-    starts: tuple[int, ...]
-    layout: FlatLayout | None = None
-
-    @property
-    def chunks(self) -> int:
-        return len(self.starts)
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether each chunk consists of parts of all parameters of the layout."""
-        return self.layout is not None and self.numel == self.layout.numel
-
-    def marked(self, names: Collection[str], device: torch.device) -> Tensor | None:
-        """Return the places of the parameters ``names``, bool [chunks * numel]; None if there are none here."""
-        if self.layout is None:
-            return None
-        firsts = (0,) * self.chunks if self.is_whole else self.starts
-        runs = [
-            (chunk, max(start - first, 0), min(stop - first, self.numel))
-            for start, stop in self.layout.runs(names)
-            for chunk, first in enumerate(firsts)
-            if max(start, first) < min(stop, first + self.numel)
-        ]
-        if not runs:
-            return None
-        marks = torch.zeros(self.chunks, self.numel, dtype=torch.bool, device=device)
-        for chunk, start, stop in runs:
-            marks[chunk, start:stop] = True
-        return marks.view(-1)
-
-    def embed(self, values: Tensor) -> Tensor:
-        """Return the extent's values in whole chunks of the layout, with zeros around them."""
-        if self.is_whole or self.layout is None:
-            return values
-        flat = values.new_zeros(self.layout.numel)
-        for chunk, start in zip(values.view(self.chunks, self.numel), self.starts, strict=True):
-            place = flat[start : start + self.numel]
-            place.copy_(chunk[: place.numel()])
-        return flat
-
-    def cut(self, flat: Tensor) -> Tensor:
-        """Return the extent's values, cut out of whole chunks of the layout, with zeros where it goes beyond."""
-        if self.is_whole:
-            return flat
-        values = flat.new_zeros(self.chunks, self.numel)
-        for chunk, start in zip(values, self.starts, strict=True):
-            place = flat[start : start + self.numel]
-            chunk[: place.numel()] = place
-        return values.view(-1)
 
 
 @dataclass(frozen=True)

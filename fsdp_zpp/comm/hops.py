@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -304,39 +303,6 @@ class Hop:
 
     def _timed(self, timer: HopTimer, sent: Tensor) -> AbstractContextManager[None]:
         return timer.timing(self.kind, self.level, sent.device)
-
-
-# While the slow network is busy with one unit's sums, the fast one can sum up the next unit's.
-class PendingReduction(ABC):
-    """A reduction that has started, but not its inter-node hop."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Make the inter-node hop in the current stream, which must come after the stream that started it."""
-
-
-@dataclass(slots=True)
-class PendingHop(PendingReduction):
-    """Last hop of a reduction to a chunk on each rank.
-
-    ``payload`` is uint8 [size, nbytes], by destination; ``out`` receives the sum times ``factor``, flat, with its small
-    values at the places ``exact``.
-    """
-
-    hop: Hop
-    codec: Codec
-    payload: Tensor
-    out: Tensor
-    factor: float
-    label: str
-    exact: ExactPlaces | None = None
-
-    def finish(self) -> None:
-        if self.payload.is_cuda:
-            keep_until_read(self.payload)  # it was made in the stream of the intra-node hop
-        received = self.hop.all_to_all(self.payload, self.label)
-        log_launched(self.label)
-        decode_sum(self.codec, received.unsqueeze(1), self.out, 1, self.factor, self.label, self.exact)
 
 
 def log_launched(label: str) -> None:

@@ -611,7 +611,8 @@ class HandleGradients:
                 no_dispatch_record_stream(unsharded.data, stream)
                 gradient = unsharded.data.to(self._dtype)
             gradient, _ = runtime._get_reduce_scatter_tensors(instance, gradient)
-            self.unit.reductions.current.accumulate(gradient, self._layout_in(gradient)).finish()
+            finish = self.unit.reductions.current.accumulate(gradient, self._layout_in(gradient))
+            finish()
 
     def _keep_reduced_gradient(self) -> None:
         """Have FSDP add to the gradient of an earlier backward of the step, as before each backward of the unit."""
@@ -638,7 +639,8 @@ class HandleGradients:
         layout, idle = self._layout_in(gradient), []
         if self.unit.reductions.current.errors is not None:
             idle = [piece.name for piece in layout.pieces if piece.order not in self.used]
-        self.unit.reductions.current.start(gradient, out_or_gradient, 1.0, layout, idle=idle).finish()
+        finish = self.unit.reductions.current.start(gradient, out_or_gradient, 1.0, layout, idle=idle)
+        finish()
         if out is None:
             # FSDP adds the next gradient to this tensor, and all is encoded together. An overflow spoils whole blocks,
             # in which zero_grad(set_to_none=False) clears only the gradients that parameters show.

@@ -177,7 +177,8 @@ class QuantizedReduceState:
                 "model.register_comm_hook; pass the state itself there, together with quantized_reduce_hook"
             )
         layout = None if self._layout is None else self._layout(gradient.numel())
-        self._reduce.start(gradient, out, layout=layout).finish()
+        finish = self._reduce.start(gradient, out, layout=layout)
+        finish()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's errors; see ``fsdp_zpp.CodecState``. There are none before ``register_comm_hook``."""

@@ -319,11 +319,11 @@ class GroupGradients:
         intra.wait_stream(group.device_handle.current_stream())
         with group.device_handle.stream(intra):
             # It was allocated in the backward's stream.
-            pending = self.unit.reductions.current.accumulate(keep_until_read(flat), self._layout_of(params))
+            finish = self.unit.reductions.current.accumulate(keep_until_read(flat), self._layout_of(params))
         if inter is not intra:
             inter.wait_stream(intra)
         with group.device_handle.stream(inter):
-            pending.finish()
+            finish()
 
     def _drop_prefetch(self) -> None:
         """Finish a first gather that was prefetched and not used."""

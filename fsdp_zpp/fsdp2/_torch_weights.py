@@ -28,7 +28,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_zpp.comm.agreement import plain_parts
 from fsdp_zpp.comm.flat_layout import NO_PARAMETERS, FlatLayout, Piece, sent_exactly, sharded_along
-from fsdp_zpp.comm.hops import PendingReduction, keep_until_read
+from fsdp_zpp.comm.gradient_reduce import PendingReduction
+from fsdp_zpp.comm.hops import keep_until_read
 from fsdp_zpp.comm.weight_gather import SecondaryShard, ShardValues, ShardVersion, WeightGather
 from fsdp_zpp.runtime.unit import StrategyUnit
 
@@ -546,16 +547,16 @@ class StrategyReduceScatter(ReduceScatter):
         factor = _factor_of(op, group.size(), world, self.group.gradient_divide_factor)
         # Accumulated gradients still need the division that torch has applied to this gradient.
         divisor = divided_by(self.group, input_tensor.dtype) if reduce.accumulated.sums is not None else 1.0
-        pending = reduce.start(input_tensor, output_tensor, factor, self.layout, divisor, self.idle)
+        finish = reduce.start(input_tensor, output_tensor, factor, self.layout, divisor, self.idle)
         if reduce.has_two_hops:
-            self.pending = pending
+            self.pending = finish
         else:
-            pending.finish()
+            finish()
 
     def finish(self, gradient: Tensor) -> None:
         pending, self.pending = self.pending, None
         if pending is not None:
-            pending.finish()
+            pending()
         if gradient.is_cuda:
             # torch frees the gradient in the stream of the reduce-scatter, which is not the one that reads it now.
             keep_until_read(gradient)
@@ -583,7 +584,8 @@ class StrategyAllReduce:
             around_sum = self.group.force_sum_reduction_for_comms or gradient.dtype == torch.float16
             factor = self.unit.reductions.mesh.topology.world * (divide_factor if around_sum else 1.0)
         divisor = divided_by(self.group, gradient.dtype) if reduce.accumulated.sums is not None else 1.0
-        reduce.start(gradient, gradient, factor, self.layout, divisor, self.idle).finish()
+        finish = reduce.start(gradient, gradient, factor, self.layout, divisor, self.idle)
+        finish()
         # torch frees it in the stream of the reduce-scatter, as in StrategyReduceScatter.finish.
         keep_until_read(gradient)
 
