@@ -285,27 +285,32 @@ class ExactPlaces:
         return tuple(self.flat.tolist())
 
 
-def block_of(codecs: Iterable[Codec | None]) -> int:
+def _block_of(codecs: Iterable[Codec | None]) -> int:
     """Return a number of values whose multiples no block of any codec spans; 0 if codecs don't tell."""
     blocks = [codec.block_numel for codec in codecs if codec is not None]
     return max(blocks, default=1) if all(blocks) else 0  # powers of two
 
 
 def exact_places(
-    extent: Extent, of_all: Iterable[int], device: torch.device, block: int, at: Sequence[int] | None = None
+    extent: Extent,
+    of_all: Iterable[int],
+    device: torch.device,
+    codecs: Iterable[Codec | None],
+    at: Sequence[int] | None = None,
 ) -> ExactPlaces | None:
     """Return the places of small values in the chunks that are rows of a payload; None if there are none.
 
     Args:
         extent: The chunks.
         of_all: The offsets in the layout of all chunks of all ranks, whose rows have tails of one length.
-        block: As :func:`block_of` returns it.
+        codecs: The codecs of hops that carry these values.
         at: The offsets of the chunks in the tensor that is encoded, or decoded into; by default one follows another.
     """
     layout, numel = extent.layout, extent.numel
-    if layout is None or not (layout.exact or layout.boundaries) or not numel:
+    if layout is None or not numel:
         return None
     firsts = {0} if extent.is_whole else of_all
+    block = _block_of(codecs) if layout.boundaries else 0
     in_chunks = {first: _in_chunk(layout, first, numel, block) for first in firsts}
     longest = max(map(len, in_chunks.values()))
     if not longest:

@@ -18,7 +18,7 @@ from fsdp_zpp.strategy.local_steps import LocalSteps
 from fsdp_zpp.strategy.strategy import ResolvedStrategy
 
 from .error_feedback import ErrorBuffer, ErrorFeedbackState
-from .flat_layout import ExactPlaces, Extent, FlatLayout, block_of, exact_places, keep_recent
+from .flat_layout import ExactPlaces, Extent, FlatLayout, exact_places, keep_recent
 from .hops import (
     Hop,
     Traffic,
@@ -26,6 +26,7 @@ from .hops import (
     decode_sum,
     decode_sum_encode,
     encode,
+    exchange_and_sum,
     hop_over,
     keep_until_read,
     log_launched,
@@ -280,7 +281,7 @@ class TwoHopReduce(ABC):
         self._intra, self._inter = hops
         self._intra_codec, self._inter_codec = codecs
         self._optimizer_scope, self._native = optimizer_scope, native
-        self._block = block_of([*codecs, None if errors is None else errors.codec])
+        self._rounded_by = *codecs, None if errors is None else errors.codec
         self._known: dict[tuple[int, int, torch.device], HopChunks] = {}  # by layout's id and gradient, the last few
         self.layout: FlatLayout | None = None
         self.idle: Collection[str] = ()
@@ -337,9 +338,12 @@ class TwoHopReduce(ABC):
         self, numel: int, starts: Iterable[int], of_all: Iterable[int], device: torch.device, *, in_place: bool = False
     ) -> Chunks:
         """Return chunks of ``numel`` values; if ``in_place``, they are where they start, and not one after another."""
-        extent = Extent(numel, tuple(starts), self.layout)
-        at = extent.starts if in_place else None
-        return Chunks(extent, exact_places(extent, of_all, device, self._block, at))
+        layout, exact = self.layout, None
+        extent = Extent(numel, tuple(starts), layout)
+        if layout is not None and (layout.exact or layout.boundaries):
+            at = extent.starts if in_place else None
+            exact = exact_places(extent, of_all, device, self._rounded_by, at)
+        return Chunks(extent, exact)
 
     def _errors_of(self, hop: str, chunks: Chunks, device: torch.device) -> ErrorBuffer | None:
         buffer = None if self._errors is None else self._errors.buffer(hop)
@@ -372,18 +376,7 @@ class TwoHopReduceScatter(TwoHopReduce):
         else:
             intra_codec, received = self._exchange_intra_node(gradient, chunks.intra, wire_dtype)
             payload = decode_sum_encode(intra_codec, received, numel, codec, self._mean, self.label, errors, exact)
-        return partial(self._reduce_inter_node, codec, payload, out, factor, chunks.own.exact)
-
-    def _reduce_inter_node(
-        self, codec: Codec, payload: Tensor, out: Tensor, factor: float, exact: ExactPlaces | None
-    ) -> None:
-        """Make the last hop of a ``payload``, uint8 [nodes, nbytes], by destination."""
-        assert self._inter is not None
-        if payload.is_cuda:
-            keep_until_read(payload)  # it was made in the stream of the intra-node hop
-        received = self._inter.all_to_all(payload, self.label)
-        log_launched(self.label)
-        decode_sum(codec, received.unsqueeze(1), out, 1, factor, self.label, exact)
+        return partial(exchange_and_sum, self._inter, codec, payload, out, factor, self.label, chunks.own.exact)
 
     def _make_chunks(self, numel: int, device: torch.device) -> HopChunks:
         nodes, gpus = range(self._nodes), range(self._gpus)

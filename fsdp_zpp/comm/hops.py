@@ -305,6 +305,21 @@ class Hop:
         return timer.timing(self.kind, self.level, sent.device)
 
 
+def exchange_and_sum(
+    hop: Hop, codec: Codec, payload: Tensor, out: Tensor, factor: float, label: str, exact: ExactPlaces | None
+) -> None:
+    """Make the last hop of a reduction to a chunk on each rank.
+
+    ``payload`` is uint8 [size, nbytes], by destination; ``out`` receives the sum times ``factor``, flat, with its small
+    values at the places ``exact``.
+    """
+    if payload.is_cuda:
+        keep_until_read(payload)  # it was made in the stream of the intra-node hop
+    received = hop.all_to_all(payload, label)
+    log_launched(label)
+    decode_sum(codec, received.unsqueeze(1), out, 1, factor, label, exact)
+
+
 def log_launched(label: str) -> None:
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("%s: last hop of the reduction launched", label)

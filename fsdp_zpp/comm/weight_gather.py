@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fsdp_zpp.codecs.codec import Codec, ExactTail, Int4Delta, exact_tail, full_precision, sends_deltas
 
 from .agreement import fingerprint
-from .flat_layout import ExactPlaces, Extent, FlatLayout, block_of, exact_places
+from .flat_layout import ExactPlaces, Extent, FlatLayout, exact_places
 from .hops import Hop, SideStream, Traffic, decode, hop_over, keep_until_read, labelled, record_event, wait_for
 from .mesh import ProcessMesh
 
@@ -651,7 +651,7 @@ class WeightGather:
         self.prefetcher: SecondaryShardPrefetcher | None = None
         topology = mesh.topology
         self._world, self._nodes, self._gpus = topology.world, topology.nodes, topology.gpus_per_node
-        self._rank, self._block = mesh.rank, block_of([codec])
+        self._rank = mesh.rank
         self.secondary.find_exact = self._find_exact
         self._settled: _Settled | None = None
 
@@ -702,25 +702,25 @@ class WeightGather:
     def _settle(self, out: Tensor) -> _Settled:
         numel, device = out.numel() // self._world, out.device
         codec = self.secondary.codec or full_precision(out.dtype)
-        exact = None if codec.is_lossless else self._exact(numel, self._starts(numel), device, in_place=True)
+        exact = None if codec.is_lossless else self._exact(numel, device, of_all=True)
         sent_as = self.secondary.sent_as(codec, numel, device)
         self._settled = _Settled((out.shape, out.dtype, device), codec, sent_as, exact)
         return self._settled
 
     def _find_exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
-        return self._exact(numel, [self._rank * numel], device)
+        return self._exact(numel, device, of_all=False)
 
-    def _starts(self, numel: int) -> list[int]:
-        """Return the offsets of all ranks' shards, by local index, then node."""
-        return [(node * self._gpus + local) * numel for local in range(self._gpus) for node in range(self._nodes)]
-
-    def _exact(
-        self, numel: int, starts: Sequence[int], device: torch.device, *, in_place: bool = False
-    ) -> ExactPlaces | None:
+    def _exact(self, numel: int, device: torch.device, *, of_all: bool) -> ExactPlaces | None:
+        """Return the places of small values in the output, or in this rank's shard, of ``numel`` values."""
         source = self.secondary.source
         layout = None if source is None else source.layout(numel * self._world)
-        at = starts if in_place else None
-        return exact_places(Extent(numel, tuple(starts), layout), self._starts(numel), device, self._block, at)
+        if layout is None or not (layout.exact or layout.boundaries):
+            return None
+        nodes, gpus = range(self._nodes), range(self._gpus)
+        starts = tuple([(node * self._gpus + local) * numel for local in gpus for node in nodes])
+        own = starts if of_all else (self._rank * numel,)
+        at = starts if of_all else None
+        return exact_places(Extent(numel, own, layout), starts, device, [self.secondary.codec], at)
 
     def _values(self, shard: Tensor | None, version: Hashable) -> ShardValues:
         source = self.secondary.source
