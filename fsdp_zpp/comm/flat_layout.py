@@ -354,10 +354,15 @@ class Sharded:
     replace parameters and shards, and a reference to the old ones would keep their memory.
     """
 
+    _name = "unit"
+
     @property
     def name(self) -> str:
         """Return the unit's name in profiles, errors and log lines."""
-        return "unit"
+        return self._name
+
+    def rename(self, name: str) -> None:
+        self._name = name
 
     def numel(self) -> int:
         """Return the number of values of the parameters, on all ranks together."""

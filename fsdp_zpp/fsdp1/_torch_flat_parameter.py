@@ -23,7 +23,6 @@ from torch.distributed.fsdp import (
     _init_utils,
     _optim_utils,
     _runtime_utils as runtime,
-    _runtime_utils as runtime_utils,
     fully_sharded_data_parallel as _wrapper,
 )
 from torch.distributed.fsdp._common_utils import TrainingState, _no_dispatch_record_stream as no_dispatch_record_stream
@@ -202,14 +201,14 @@ def intercept_hook_registration(
 
 def on_lazy_init(callback: Callable[[nn.Module], None]) -> None:
     """Run ``callback(root)`` once for each root, when FSDP initializes it lazily."""
-    original = runtime_utils._share_state_and_init_handle_attrs
+    original = runtime._share_state_and_init_handle_attrs
 
     @functools.wraps(original)
     def share_state_and_init_handle_attrs(root_state: FullyShardedDataParallel, root_module: nn.Module) -> None:
         original(root_state, root_module)
         callback(root_module)
 
-    runtime_utils._share_state_and_init_handle_attrs = share_state_and_init_handle_attrs
+    runtime._share_state_and_init_handle_attrs = share_state_and_init_handle_attrs
 
 
 def around_moves(
@@ -304,8 +303,8 @@ def refuse_whole_graphs(instance: FullyShardedDataParallel) -> None:
 
 
 class FlatParameterLayout:
-    def __init__(self, instance: FullyShardedDataParallel) -> None:
-        self._instance = instance
+    def __init__(self, handle: FlatParamHandle) -> None:
+        self._handle = handle
         self._whole: FlatLayout | None = None
         self._of_trained: dict[tuple[int, tuple[bool, ...]], FlatLayout] = {}  # the last few
 
@@ -313,28 +312,22 @@ class FlatParameterLayout:
         """Return the layout of all parameters in a tensor of ``numel`` values, padding included."""
         whole = self._whole
         if whole is None or whole.numel != numel:
-            whole = self._whole = _layout(self._flat_param, numel, ())
+            whole = self._whole = _layout(self._handle.flat_param, numel, ())
         return whole
 
     def trained(self, numel: int) -> FlatLayout:
         """Return the layout of only the trained parameters; a flat gradient also has the frozen ones."""
-        flags = tuple([parameter.requires_grad for parameter in self._flat_param._params or ()])
+        flags = tuple([parameter.requires_grad for parameter in self._handle.flat_param._params or ()])
         layout = self._of_trained.get((numel, flags))
         if layout is None:
-            layout = keep_recent(self._of_trained, (numel, flags), _layout(self._flat_param, numel, flags))
+            layout = keep_recent(self._of_trained, (numel, flags), _layout(self._handle.flat_param, numel, flags))
         return layout
 
     def around(self, shard: Tensor) -> tuple[FlatLayout, int]:
         """Return the layout of all parameters, and the offset of this rank's shard in it."""
-        handle = self._instance._handle
-        assert handle is not None
+        handle = self._handle
         ranks, rank = (handle.world_size, handle.rank) if handle.uses_sharded_strategy else (1, 0)
         return self.whole(ranks * shard.numel()), rank * shard.numel()
-
-    @property
-    def _flat_param(self) -> FlatParameter:
-        assert self._instance._handle is not None
-        return self._instance._handle.flat_param
 
 
 def axes_of(flat_param: FlatParameter) -> list[tuple[str, ...]]:

@@ -277,75 +277,48 @@ class StrategyHandle(FlatParamHandle):
 # Private names of torch's flat parameters: the parameters that an instance of FullyShardedDataParallel has sharded.
 
 
-class ShardedInstance(Sharded):
-    """The flat parameter of an instance of FullyShardedDataParallel, or nothing if it has none."""
-
-    def __init__(self, instance: FullyShardedDataParallel, name: str = "unit") -> None:
-        self._instance = instance
-        self._name = name
-        self.layout = FlatParameterLayout(instance)
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    def rename(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def _flat_param(self) -> FlatParameter | None:
-        handle = self._instance._handle
-        return None if handle is None else handle.flat_param
+class ShardedHandle(Sharded):
+    def __init__(self, handle: FlatParamHandle) -> None:
+        self.handle, self.layout = handle, FlatParameterLayout(handle)
 
     def numel(self) -> int:
-        flat_param = self._flat_param
-        return 0 if flat_param is None else sum(shape.numel() for shape in flat_param._shapes)
+        return sum(shape.numel() for shape in self.handle.flat_param._shapes)
 
     def trained_numel(self) -> int:
         return self.numel() if self.is_trained() else 0
 
     def compute_device(self) -> torch.device | None:
-        handle = self._instance._handle
-        device: torch.device | None = None if handle is None else handle.device
+        device: torch.device = self.handle.device
         return device
 
     def wire_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        handle = self._instance._handle
-        if handle is None:
-            return super().wire_dtypes()
-        weights = handle._fwd_bwd_param_dtype or handle._orig_param_dtype
-        return weights, handle._reduce_dtype or weights
+        weights = self.handle._fwd_bwd_param_dtype or self.handle._orig_param_dtype
+        return weights, self.handle._reduce_dtype or weights
 
     def parameters(self) -> list[nn.Parameter]:
-        flat_param = self._flat_param
-        return [] if flat_param is None else list(flat_param._params or (flat_param,))
+        flat_param = self.handle.flat_param
+        return list(flat_param._params or (flat_param,))
 
     def other_axes(self) -> list[dist.ProcessGroup]:
-        flat_param = self._flat_param
-        specs = [] if flat_param is None else flat_param._param_extensions
+        specs = self.handle.flat_param._param_extensions
         return [group for spec in specs if spec is not None for group in spec.mesh.get_all_groups()]
 
     def is_trained(self) -> bool:
-        handle = self._instance._handle
-        return handle is not None and StrategyHandle.is_trained(handle)
+        return StrategyHandle.is_trained(self.handle)
 
     def trained_names(self) -> list[str]:
-        flat_param = self._flat_param
-        if flat_param is None:
-            return []
+        flat_param = self.handle.flat_param
         if not flat_param._params:
             return list(flat_param._fqns) if flat_param.requires_grad or flat_param.grad is not None else []
         pairs = zip(flat_param._fqns, flat_param._params, strict=True)
         return [name for name, parameter in pairs if parameter.requires_grad or parameter.grad is not None]
 
     def shards(self) -> list[Tensor]:
-        flat_param = self._flat_param  # which is the shard itself until FSDP's lazy initialization
-        return [] if flat_param is None else [getattr(flat_param, "_local_shard", flat_param)]
+        flat_param = self.handle.flat_param  # which is the shard itself until FSDP's lazy initialization
+        return [getattr(flat_param, "_local_shard", flat_param)]
 
     def named_shards(self) -> dict[str, Tensor]:
-        if self._instance._handle is None:
-            return {}
-        copy_replaced(self._instance._handle)
+        copy_replaced(self.handle)
         return self._parts_of(self.shards()[0].detach())
 
     def _parts_of(self, shard: Tensor) -> dict[str, Tensor]:
@@ -357,23 +330,28 @@ class ShardedInstance(Sharded):
         return {piece.name: part for piece, part in zip(layout.pieces, held, strict=True)}
 
     def named_parts(self, parameter: nn.Parameter, of: Tensor) -> dict[str, Tensor]:
-        flat_param = self._flat_param
-        if flat_param is None or not flat_param._params:
+        flat_param = self.handle.flat_param
+        if not flat_param._params:
             return self._parts_of(of)
         pairs = zip(flat_param._fqns, flat_param._params, strict=True)
         return {name: of for name, original in pairs if original is parameter}
 
     def placements(self) -> dict[str, tuple[str, ...]]:
-        flat_param = self._flat_param
-        return {} if flat_param is None else dict(zip(flat_param._fqns, axes_of(flat_param), strict=True))
+        flat_param = self.handle.flat_param
+        return dict(zip(flat_param._fqns, axes_of(flat_param), strict=True))
 
     def weights_changed(self, by_step: bool) -> None:
-        if isinstance(handle := self._instance._handle, StrategyHandle):
-            handle.weights_changed(by_step)
+        if isinstance(self.handle, StrategyHandle):
+            self.handle.weights_changed(by_step)
 
     def drop_gradients(self) -> None:
-        if isinstance(handle := self._instance._handle, StrategyHandle):
-            handle.drop_gradients()
+        if isinstance(self.handle, StrategyHandle):
+            self.handle.drop_gradients()
+
+
+def sharded_of(instance: FullyShardedDataParallel) -> Sharded:
+    """Return the parameters that an instance has flattened, perhaps none."""
+    return Sharded() if instance._handle is None else ShardedHandle(instance._handle)
 
 
 # ---- adoption
@@ -381,19 +359,19 @@ class ShardedInstance(Sharded):
 # Private names by which a strategy takes over an instance of FullyShardedDataParallel: its handle and hook.
 
 
-def adopt_handle(
-    instance: FullyShardedDataParallel, unit: StrategyUnit, layout: FlatParameterLayout
-) -> StrategyHandle | None:
-    """Have torch gather and reduce the flat parameter of ``instance`` through ``unit``; return its handle, if any."""
-    if instance._handle is None:
-        return None
-    handle: Any = instance._handle
+def adopt_handle(instance: FullyShardedDataParallel, unit: StrategyUnit) -> None:
+    """Have torch gather and reduce the flat parameter of ``instance``, if it has one, through ``unit``."""
+    unit.sharded = sharded = sharded_of(instance)
+    if not isinstance(sharded, ShardedHandle):
+        return
+    handle: Any = sharded.handle
     handle.__class__ = StrategyHandle
-    handle.adopt(instance, unit, layout)
+    handle.adopt(instance, unit, sharded.layout)
+    if unit.gather is not None:
+        unit.gather.secondary.source = handle
     if unit.reductions.all:
         # register_comm_hook() would do, but may be called on a root only, and makes the instance the root.
         instance._comm_hook, instance._comm_hook_state = HandleGradients.reduce, handle.gradients
-    return handle
 
 
 def flattened_sites(instance: FullyShardedDataParallel) -> set[tuple[nn.Module, str]]:
