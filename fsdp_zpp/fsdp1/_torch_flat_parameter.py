@@ -35,9 +35,8 @@ from torch.distributed.fsdp._flat_param import (
 from torch.nn.modules import module as torch_module
 
 from fsdp_zpp.comm.flat_layout import FlatLayout, Piece, boundaries_between, keep_recent, sent_exactly, sharded_along
-from fsdp_zpp.comm.gradient_reduce import ArrivingGradients, ReductionOrder
 from fsdp_zpp.runtime._torch_rank_layout import mesh_over
-from fsdp_zpp.runtime.unit import StrategyUnit
+from fsdp_zpp.runtime.unit import StepGradients, StrategyUnit
 
 # ---- torch
 #
@@ -512,12 +511,10 @@ def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 
 @dataclass(eq=False, repr=False)
-class HandleGradients:
+class HandleGradients(StepGradients):
     """Accumulates and reduces the gradient of a flat parameter over the micro-batches of a step.
 
     Attributes:
-        order: The order in which the model's units reduce; set before the first forward.
-        arriving: The model's optimizers in the backward that wait for gradients; likewise.
         was_gathered: Whether ranks have gathered the weights for the micro-batch.
         took_part: Whether ranks have gathered them in an earlier micro-batch of the step.
         is_used: Whether this rank has used the unit in the step.
@@ -529,8 +526,6 @@ class HandleGradients:
     handle: FlatParamHandle
     layout: FlatParameterLayout
     unit: StrategyUnit
-    order: ReductionOrder[HandleGradients] = field(init=False)
-    arriving: ArrivingGradients = field(init=False)
     was_gathered: bool = False
     took_part: bool = False
     is_used: bool = False
@@ -550,7 +545,6 @@ class HandleGradients:
 
     @property
     def takes_part(self) -> bool:
-        """Return whether the unit belongs to this micro-batch, and has hops to make before the last one."""
         return (
             self.unit.reductions.current is not None
             and self.unit.reductions.current.communicates_early
@@ -583,7 +577,6 @@ class HandleGradients:
     # ---- before the last micro-batch
 
     def reduce_micro_batch(self) -> None:
-        """Reduce the gradient that FSDP has left unsharded, or zeros without one, as far as its scope says."""
         assert self.unit.reductions.current is not None
         instance, flat_param = self.instance, self.handle.flat_param
         self._keep_reduced_gradient()

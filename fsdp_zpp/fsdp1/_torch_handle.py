@@ -23,10 +23,9 @@ from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle, H
 
 from fsdp_zpp.comm.agreement import agree_on_use
 from fsdp_zpp.comm.flat_layout import FlatLayout, Sharded
-from fsdp_zpp.comm.gradient_reduce import ArrivingGradients, ReductionOrder
 from fsdp_zpp.comm.weight_gather import ShardValues, ShardVersion, WeightGather
 from fsdp_zpp.runtime._torch_flat_parts import copy_replaced, copy_replaced_shards
-from fsdp_zpp.runtime.unit import StrategyUnit
+from fsdp_zpp.runtime.unit import StepWatch, StrategyUnit
 
 from ._torch_flat_parameter import (
     FlatParameterLayout,
@@ -432,20 +431,11 @@ _WATCH = "_fsdp_zpp_backward_watch"
 _end_backward = runtime._post_backward_final_callback
 
 
-class HandleBackwardWatch:
-    """Units of a model that strategies gather; it reports the end of each of the model's backwards.
-
-    ``on_backward_end`` is called with whether the backward synchronizes gradients.
-    """
-
+class HandleBackwardWatch(StepWatch):
     def __init__(self, root: nn.Module, on_backward_end: Callable[[bool], None]) -> None:
-        self.on_backward_end = on_backward_end
         self._instances = FullyShardedDataParallel.fsdp_modules(root)
         self._handles = [each._handle for each in self._instances if isinstance(each._handle, StrategyHandle)]
-        self._order: ReductionOrder[HandleGradients] = ReductionOrder(handle.gradients for handle in self._handles)
-        self.arriving = ArrivingGradients()
-        for handle in self._handles:
-            handle.gradients.order, handle.gradients.arriving = self._order, self.arriving
+        super().__init__([handle.gradients for handle in self._handles], on_backward_end)
         if any(handle._offload_params for handle in self._handles):
             step_on_arrival()  # only now, or the backward of each unit would take one call more
 
@@ -465,7 +455,7 @@ class HandleBackwardWatch:
         if not began or torch._C._current_graph_task_id() != -1:
             return
         self.arriving.drop()
-        self._order.abandon()
+        self.order.abandon()
         instances: list[Any] = self._instances
         synchronized = [instance._sync_gradients for instance in instances]
         for instance in instances:
@@ -491,8 +481,7 @@ class HandleBackwardWatch:
             for stream in {instance._post_backward_stream for instance in self._instances}:
                 current.wait_stream(stream)
             return
-        for gradients in self._order.remaining():
-            gradients.reduce_micro_batch()
+        self.reduce_remaining()
         for handle in self._handles:
             handle.gradients.took_part |= handle.gradients.is_of_micro_batch
             # torch does so where it reduces. Otherwise it would clear the gradient of a parameter that had none
@@ -527,7 +516,7 @@ class HandleBackwardWatch:
                 handle.reshard(False)
             handle.gradients.end_backward(synchronized)
         if synchronized:
-            self._order.restart()
+            self.order.restart()
         self.on_backward_end(synchronized)
 
 
@@ -559,10 +548,7 @@ def hear_of_backwards() -> None:
 
 
 def reduce_in_every_backward() -> None:
-    """Have handles of strategies reduce in every backward, also inside no_sync, as far as their scopes say.
-
-    See [Note: What a micro-batch reduces] and [Note: The order of reductions] in gradient_reduce.py.
-    """
+    """Have handles of strategies reduce in every backward, also inside no_sync, as far as their scopes say."""
     hook = runtime._post_backward_hook
 
     @functools.wraps(hook)
@@ -581,14 +567,8 @@ def reduce_in_every_backward() -> None:
             hook(state, handle, *args)
             return
         hook(state, handle, *args)  # FSDP leaves the gradient unsharded
-        if not gradients.reduces_early or handle.flat_param.grad is None:
-            return
-        assert gradients.unit.reductions.current is not None
-        if not gradients.unit.reductions.current.communicates_early:
-            gradients.reduce_micro_batch()
-            return
-        for due in gradients.order.finished(gradients):
-            due.reduce_micro_batch()
+        if gradients.reduces_early and handle.flat_param.grad is not None:
+            gradients.micro_batch_ended()
 
     runtime._post_backward_hook = post_backward_hook
 

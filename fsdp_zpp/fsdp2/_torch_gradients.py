@@ -16,9 +16,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from fsdp_zpp.comm.flat_layout import FlatLayout, keep_recent
-from fsdp_zpp.comm.gradient_reduce import ArrivingGradients, ReductionOrder
+from fsdp_zpp.comm.gradient_reduce import ArrivingGradients
 from fsdp_zpp.comm.hops import keep_until_read
-from fsdp_zpp.runtime.unit import StrategyUnit
+from fsdp_zpp.runtime.unit import StepGradients, StrategyUnit
 
 from ._torch_weights import (
     GroupWeights,
@@ -208,19 +208,14 @@ _post_backward = without_dynamo(FSDPParamGroup.post_backward)
 # Small groups, too, are reduced one by one. torch casts, accumulates and hands out a gradient right after its hops.
 # To send those of several groups at once, each would have to be copied into a flat buffer once more, which takes the
 # CPU longer than the hop that it saves.
-class GroupGradients:
+class GroupGradients(StepGradients):
     """Accumulates and reduces the gradients of a parameter group over the micro-batches of a step.
 
     Attributes:
         comm: The reduction as torch calls it; None where torch reduces.
         use: The parameters that the step uses.
-        order: The order in which groups reduce; set before the first forward.
-        arriving: The model's optimizers in the backward that wait for gradients; likewise.
         layouts: Layouts of gradients, by the last few sets of their parameters.
     """
-
-    order: ReductionOrder[GroupGradients]
-    arriving: ArrivingGradients
 
     def __init__(self, group: FSDPParamGroup, weights: GroupWeights, unit: StrategyUnit) -> None:
         self._group, self._weights, self.unit = group, weights, unit
@@ -248,7 +243,6 @@ class GroupGradients:
 
     @property
     def takes_part(self) -> bool:
-        """Return whether ranks gathered the group for this micro-batch, and it has hops to make before the last."""
         early = (
             self.unit.reductions.current is not None
             and self.unit.reductions.current.communicates_early
@@ -278,11 +272,7 @@ class GroupGradients:
             _post_backward(group, *unused)
         finally:
             group.reduce_grads = reduce_grads
-        if not self.unit.reductions.current.communicates_early:
-            self.reduce_micro_batch()
-            return
-        for gradients in self.order.finished(self):
-            gradients.reduce_micro_batch()
+        self.micro_batch_ended()
 
     def _replace_hook(self) -> None:
         """Replace a hook that a user has set by the strategy's, which runs it."""
@@ -299,7 +289,6 @@ class GroupGradients:
 
     @torch.no_grad()
     def reduce_micro_batch(self) -> None:
-        """Reduce the gradients that torch has kept, and zeros for missing ones, as far as the gradient scope says."""
         assert self.unit.reductions.current is not None
         self._drop_prefetch()
         group, params = self._group, self._reduced_params()

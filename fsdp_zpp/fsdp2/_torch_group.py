@@ -22,10 +22,9 @@ from torch.profiler import record_function
 
 from fsdp_zpp.comm.agreement import agree_on_use
 from fsdp_zpp.comm.flat_layout import Sharded
-from fsdp_zpp.comm.gradient_reduce import ArrivingGradients, ReductionOrder
 from fsdp_zpp.comm.hops import keep_until_read
 from fsdp_zpp.comm.weight_gather import WeightGather
-from fsdp_zpp.runtime.unit import StrategyUnit
+from fsdp_zpp.runtime.unit import StepWatch, StrategyUnit
 from fsdp_zpp.strategy.configuration import source_of
 from fsdp_zpp.strategy.strategy import Strategy
 
@@ -440,11 +439,10 @@ def strategy_groups_below(root: nn.Module) -> list[StrategyGroup]:
 # Private names of torch's fully_shard: the end of a backward, at which a step's gradients are complete.
 
 
-class GroupBackwardWatch:
+class GroupBackwardWatch(StepWatch):
     """Groups of a model: those of strategies, and ``others`` that only torch manages.
 
-    The root was initialized lazily, so it keeps these groups. ``on_backward_end`` is called at the end of every
-    backward with whether it synchronizes gradients.
+    The root was initialized lazily, so it keeps these groups.
     """
 
     def __init__(self, root: nn.Module, on_backward_end: Callable[[bool], None]) -> None:
@@ -453,15 +451,7 @@ class GroupBackwardWatch:
         groups = [group for state in states for group in groups_of(state)]
         self.groups = [group for group in groups if isinstance(group, StrategyGroup)]
         self.others = [group for group in groups if not isinstance(group, StrategyGroup)]
-        self.on_backward_end = on_backward_end
-        self.arriving = ArrivingGradients()
-        self.restart_order()
-
-    def restart_order(self) -> None:
-        """Start with the order of the model, before the first backward or after an exception."""
-        self.order: ReductionOrder[GroupGradients] = ReductionOrder(group.gradients for group in self.groups)
-        for group in self.groups:
-            group.gradients.order, group.gradients.arriving = self.order, self.arriving
+        super().__init__([group.gradients for group in self.groups], on_backward_end)
 
 
 class WatchedState(FSDPState):
@@ -506,8 +496,7 @@ class WatchedState(FSDPState):
         if all(last):
             watch.order.restart()
         else:
-            for gradients in watch.order.remaining():
-                gradients.reduce_micro_batch()
+            watch.reduce_remaining()
         if synchronized:
             shared = [each for group in watch.groups if (each := group.gradients).use.took_part or each.use.has_errors]
             if shared:
