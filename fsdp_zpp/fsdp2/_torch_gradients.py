@@ -113,13 +113,8 @@ class ParameterUse:
     @contextmanager
     def postponing_hooks(self) -> Iterator[None]:
         """Postpone optimizers in the backward, which must not step on gradients that perhaps no rank has used."""
-        for param, _, _ in self.unused.values():
-            set_hooks(param, None)
-        try:
+        with without_hooks([(param, hooks) for param, _, hooks in self.unused.values()]):
             yield
-        finally:
-            for param, _, hooks in self.unused.values():
-                set_hooks(param, hooks)
 
     def idle(self) -> list[str]:
         """Return the names of the reduced parameters that this rank has not used in the step."""
@@ -146,8 +141,16 @@ class ParameterUse:
                 hook(param.sharded_param)
 
 
-def set_hooks(param: FSDPParam, hooks: Hooks | None) -> None:
-    param.sharded_param._post_accumulate_grad_hooks = hooks  # type: ignore[assignment]  # torch declares a dict
+@contextmanager
+def without_hooks(hooked: Sequence[tuple[FSDPParam, Hooks | None]]) -> Iterator[None]:
+    """Take hooks off parameters, and put them back afterwards."""
+    for param, _ in hooked:
+        param.sharded_param._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # torch declares a dict
+    try:
+        yield
+    finally:
+        for param, hooks in hooked:
+            param.sharded_param._post_accumulate_grad_hooks = hooks  # type: ignore[assignment]
 
 
 # ---- offload
@@ -170,15 +173,11 @@ def stepping_on_arrival(group: FSDPParamGroup, arriving: ArrivingGradients, left
         hooks: Hooks | None = getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
         if hooks and id(param) not in left_out:
             hooked.append((param, hooks, _state_of_gradient(param)))
-            set_hooks(param, None)
     if not hooked:
         yield
         return
-    try:
+    with without_hooks([(param, hooks) for param, hooks, _ in hooked]):
         yield
-    finally:
-        for param, hooks, _ in hooked:
-            set_hooks(param, hooks)
     stepping = [(param, hooks) for param, hooks, before in hooked if _state_of_gradient(param) != before]
     if stepping:
         events = [param.grad_offload_event for param, _ in stepping if param.grad_offload_event is not None]

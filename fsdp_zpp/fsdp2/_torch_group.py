@@ -168,19 +168,19 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
     def _gathered(self, gather: WeightGather, plan: GatherPlan, async_op: bool) -> AllGatherResult:
         """Gather as torch's ``foreach_all_gather``, without the two copies of shards that it makes for a collective."""
-        secondary, inputs, shard = gather.secondary, plan.inputs, None
+        secondary, shard = gather.secondary, None
         _, stream = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
         with self._labelled("FSDP::all_gather"), self.device_handle.stream(stream):
-            if inputs is not None and (secondary.encoded_by is None or plan.numel == 0):
-                shard = plan.put_together(inputs)
+            if plan.joins and (secondary.encoded_by is None or plan.numel == 0):
+                shard = plan.join_inputs()
             # A stale secondary shard that is made from what ``weights`` reads gets its version there.
             is_compared = self.weights.reuses and not (secondary.stale and shard is None)
             out = torch.empty(plan.numel, dtype=plan.dtype, device=self.device)
             gather(shard, out, self.weights.shard_version() if is_compared else None)
             event = stream.record_event()
-        if inputs is not None:
-            inputs.tell_torch()
-        return AllGatherResult(out, event, **plan.result)
+        if plan.joins:
+            plan.tell_torch()
+        return plan.result(out, event)
 
     @without_functorch
     def wait_for_unshard(self) -> None:

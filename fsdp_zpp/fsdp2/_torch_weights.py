@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from typing import Any, NamedTuple, TypedDict, TypeVar, cast
+from functools import partial, reduce
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    AllGatherResult,
     _get_gradient_divide_factors,
     _get_param_all_gather_inputs,
     foreach_reduce_scatter_copy_in,
@@ -186,7 +187,7 @@ def _gradient_dtype(group: FSDPParamGroup, params: Sequence[FSDPParam]) -> torch
         return group._reduce_dtype
     # From torch 2.14 on, gradients may have another dtype than the unsharded parameters.
     dtypes = [getattr(param, "unsharded_grad_dtype", None) or param.unsharded_param.dtype for param in params]
-    return functools.reduce(torch.promote_types, dtypes)
+    return reduce(torch.promote_types, dtypes)
 
 
 # ---- gather inputs
@@ -204,67 +205,18 @@ def _gradient_dtype(group: FSDPParamGroup, params: Sequence[FSDPParam]) -> torch
 # A codec encodes these as it does any others.
 
 
-class GatherResult(TypedDict):
-    """Fields of torch's ``AllGatherResult`` without the output and its event."""
-
-    all_gather_work: None
-    param_all_gather_input_dtypes: list[list[torch.dtype]]
-    param_all_gather_input_numels: list[list[int]]
-    all_gather_input_split_sizes: list[int]
+Result = Callable[[Tensor, Any], AllGatherResult]
+"""Makes torch's result of a gather from its output and an event."""
 
 
-def gather_result(dtypes: list[list[torch.dtype]], numels: list[list[int]], sizes: list[int]) -> GatherResult:
-    return {
-        "all_gather_work": None,
-        "param_all_gather_input_dtypes": dtypes,
-        "param_all_gather_input_numels": numels,
-        "all_gather_input_split_sizes": sizes,
-    }
-
-
-class _Extension(NamedTuple):
-    param: FSDPParam
-    metadata: Any
-    sizes: Sequence[torch.Size]
-
-
-class GatherInputs:
-    """A rank's part of a gather, joined as torch would. See [Note: Own bytes].
-
-    ``dtype`` is that of the values that a codec encodes, or uint8 for bytes that none does. ``mixed`` says that torch
-    gets values of several dtypes, which it takes as bytes.
-    """
-
-    def __init__(self, group: FSDPParamGroup, dtype: torch.dtype, mixed: bool) -> None:
-        self._group, self._dtype, self._as_bytes = group, dtype, dtype == torch.uint8
-        self._in_bytes = mixed or self._as_bytes
-        self._extensions: list[_Extension] = []
-
-    @torch.no_grad()
-    def put_together(self) -> tuple[Tensor, GatherResult]:
-        """Return the current all-gather input, flat, and the fields of torch's result; collective if encodings are."""
-        params = self._group.fsdp_params
-        # Tensors and metadata that an evaluation has encoded may be saved for a backward later.
-        with torch.inference_mode(False):
-            by_param = _get_param_all_gather_inputs(params)
-            flat = [each.view(-1) for inputs in by_param for each in inputs]
-            joined = torch.cat([each.view(torch.uint8) if self._as_bytes else each.to(self._dtype) for each in flat])
-        result = gather_result(
-            [[each.dtype for each in inputs] for inputs in by_param],
-            [[each.numel() for each in inputs] for inputs in by_param],
-            [each.nbytes if self._in_bytes else each.numel() for each in flat],
-        )
-        extensions = ((param, param._extensions_data) for param in params if encodes_itself(param))
-        self._extensions = [
-            _Extension(param, data.all_gather_metadata, data.all_gather_input_sizes) for param, data in extensions
-        ]
-        return joined, result
-
-    def tell_torch(self) -> None:
-        """Give torch the metadata of the last input, which it forgets whenever it has unsharded."""
-        for param, metadata, sizes in self._extensions:
-            param._extensions_data.all_gather_metadata = metadata
-            param._extensions_data.all_gather_input_sizes = sizes
+def gather_result(dtypes: list[list[torch.dtype]], numels: list[list[int]], sizes: list[int]) -> Result:
+    return partial(
+        AllGatherResult,
+        all_gather_work=None,
+        param_all_gather_input_dtypes=dtypes,
+        param_all_gather_input_numels=numels,
+        all_gather_input_split_sizes=sizes,
+    )
 
 
 def encodes_itself(param: FSDPParam) -> bool:
@@ -297,15 +249,13 @@ class GatherPlan:
 
     Attributes:
         mixed: Whether parameters are computed with in several dtypes.
-        inputs: Joins the inputs of the gather, if a parameter encodes itself or, without a codec, dtypes are mixed;
-            else None, and the shards themselves are gathered.
+        joins: Whether the inputs of the gather are joined as torch would, since a parameter encodes itself or, without
+            a codec, dtypes are mixed; else the shards themselves are gathered. See [Note: Own bytes].
         dtype: The dtype in which parameters are gathered; if theirs differ, one that can hold the values of all, and
-            uint8 if ``inputs`` are bytes.
-        shard_numel: The number of elements that a rank contributes to a gather; with ``inputs``, 0 until their first
-            use.
+            uint8 for bytes that no codec encodes.
+        shard_numel: The number of elements that a rank contributes to a gather; if it joins inputs, 0 until their
+            first use.
         numel: The number of elements that a gather leaves on a rank.
-        result: Fields of an ``AllGatherResult`` without the output and its event.
-        layout: Layout of a rank's part of a gather.
         memory: The gathered shards, except tensor subclasses, which may have no storage.
         counted: The tensors whose writes torch counts: the parameters and their shards.
         cast_before_joining: Whether each shard must be cast to ``dtype`` before it is joined with others.
@@ -314,22 +264,21 @@ class GatherPlan:
     """
 
     def __init__(self, group: FSDPParamGroup, encodes: bool) -> None:
-        params = group.fsdp_params
+        self._params = params = group.fsdp_params
         shards = [param._sharded_param_data for param in params]
         dtypes = [param.param_dtype or shard.dtype for param, shard in zip(params, shards, strict=True)]
         numels = [shard.numel() for shard in shards]
         self._world = group._all_gather_process_group.size()
         self.mixed = any(dtype != dtypes[0] for dtype in dtypes)
         self.dtype = reduce(torch.promote_types, dtypes)
-        self.inputs: GatherInputs | None = None
-        if any(map(encodes_itself, params)) or (self.mixed and not encodes):
-            self.dtype = self.dtype if encodes else torch.uint8
-            self.inputs = GatherInputs(group, self.dtype, self.mixed)
+        self.joins = any(map(encodes_itself, params)) or (self.mixed and not encodes)
+        if self.joins and not encodes:
+            self.dtype = torch.uint8
         self.layout = layout_of(group, params, range(len(params)))
         self.memory = [shard for shard in shards if type(shard) is Tensor]
         self.counted = [each for p in params for each in (p.sharded_param, p._sharded_local_tensor)] + shards
         sizes = [n * dtype.itemsize for n, dtype in zip(numels, dtypes, strict=True)] if self.mixed else numels
-        self.shard_numel = sum(numels) if self.inputs is None else 0
+        self.shard_numel = 0 if self.joins else sum(numels)
         self.numel = self.shard_numel * self._world
         self.result = gather_result([[dtype] for dtype in dtypes], [[numel] for numel in numels], sizes)
         # Joined as they are, shards of several dtypes would be promoted, and packed bytes would not survive that.
@@ -337,18 +286,38 @@ class GatherPlan:
         self._numels, self._dtypes = numels, dtypes
         self.swaps: list[Swap] = []
         self._views: list[Tensor] = []
+        self._extensions: list[tuple[FSDPParam, Any, Sequence[torch.Size]]] = []  # with the last input's metadata
 
-    def put_together(self, inputs: GatherInputs) -> Tensor:
-        """Return the current all-gather input, flat [shard_numel]."""
-        joined, self.result = inputs.put_together()
+    @torch.no_grad()
+    def join_inputs(self) -> Tensor:
+        """Return the current all-gather input, flat [shard_numel]; collective if encodings are."""
+        params, as_bytes = self._params, self.dtype == torch.uint8
+        # Tensors and metadata that an evaluation has encoded may be saved for a backward later.
+        with torch.inference_mode(False):
+            by_param = _get_param_all_gather_inputs(params)
+            flat = [each.view(-1) for inputs in by_param for each in inputs]
+            joined = torch.cat([each.view(torch.uint8) if as_bytes else each.to(self.dtype) for each in flat])
+        self.result = gather_result(
+            [[each.dtype for each in inputs] for inputs in by_param],
+            [[each.numel() for each in inputs] for inputs in by_param],
+            [each.nbytes if self.mixed or as_bytes else each.numel() for each in flat],
+        )
+        extensions = ((param, param._extensions_data) for param in params if encodes_itself(param))
+        self._extensions = [(p, data.all_gather_metadata, data.all_gather_input_sizes) for p, data in extensions]
         self.shard_numel = joined.numel()
         self.numel = self.shard_numel * self._world
         return joined
 
+    def tell_torch(self) -> None:
+        """Give torch the metadata of the last input, which it forgets whenever it has unsharded."""
+        for param, metadata, sizes in self._extensions:
+            param._extensions_data.all_gather_metadata = metadata
+            param._extensions_data.all_gather_input_sizes = sizes
+
     def prepare_swaps(self, group: FSDPParamGroup) -> None:
         """Prepare to unshard a group in fewer steps, if its parameters are plain and torch has unsharded it once."""
         params = group.fsdp_params
-        if self.inputs is not None or self._world == 1 or torch.is_inference_mode_enabled():
+        if self.joins or self._world == 1 or torch.is_inference_mode_enabled():
             return
         if not all(map(_is_plain, params)):
             return
@@ -492,22 +461,13 @@ def axes_of(params: Iterable[FSDPParam]) -> list[tuple[str, ...]]:
 # A strategy's gather and reduction, where torch calls them: as its AllGather, ReduceScatter and all-reduce hook.
 
 
-@dataclass(eq=False, repr=False)
 class StrategyAllGather(AllGather):
-    """Gathers in two hops the input that torch has joined from a group's weights.
-
-    ``version`` returns the version of the shards; None if later gathers reuse nothing.
-    """
-
-    gather: WeightGather
-    version: Callable[[], Hashable] | None
+    """Tells torch and users that a strategy gathers, which :class:`StrategyGroup` does without calling this."""
 
     allocate = staticmethod(torch.empty)
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        self.gather(input_tensor, output_tensor, None if self.version is None else self.version())
+    def __call__(self, *unused: object) -> None:
+        raise AssertionError("torch gathers in place of the strategy")
 
 
 @dataclass(eq=False, repr=False)
@@ -647,7 +607,7 @@ class GroupWeights:
             gather.secondary.source = self
             self.reuses = gather.secondary.keep or keeps_unsharded
             self.staleness_guard = gather.secondary if keeps_unsharded else None
-            self.comm = StrategyAllGather(gather, self.shard_version if self.reuses else None)
+            self.comm = StrategyAllGather()
 
     def make_plan(self) -> GatherPlan:
         self.plan = GatherPlan(self._group, self.is_encoded)
@@ -686,7 +646,7 @@ class GroupWeights:
             return False
         plan, group = self.plan or self.make_plan(), self._group
         # The size of the inputs may be unknown yet, and torch still needs the metadata of a gather on its way.
-        return plan.inputs is None or (plan.numel > 0 and group.is_sharded and group._all_gather_result is None)
+        return not plan.joins or (plan.numel > 0 and group.is_sharded and group._all_gather_result is None)
 
     def prepare_read(self) -> int:
         # Nothing is written back, since parameters are views of the shard.
@@ -696,8 +656,8 @@ class GroupWeights:
         """Return the flat, padded shards of all parameters, in the order in which the group gathers them."""
         plan, device = self.plan or self.make_plan(), self._group.device
         params = self._group.fsdp_params
-        if plan.inputs is not None:
-            joined = plan.put_together(plan.inputs)
+        if plan.joins:
+            joined = plan.join_inputs()
             return ShardValues([joined], plan.shard_numel, self.shard_version(), self.is_trained())
         shards = [param._sharded_param_data for param in params]
         if shards[0].device != device:
