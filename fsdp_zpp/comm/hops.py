@@ -191,8 +191,6 @@ class _OfGroup:
 
 
 # ---- autograd
-#
-# Private names of torch's autograd engine: which backward is running, and its end.
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -28,8 +28,6 @@ from .mesh import ProcessMesh
 
 # ---- shard version
 #
-# Private names of torch: which writes to a shard torch counts, and whether it is still in the same memory.
-#
 # torch counts writes to the parameters and to the shards themselves. It does not count those through ``p.data``, those
 # of fused optimizers, those of some ``torch._foreach_*`` on GPUs, and those of most ``torch._foreach_*`` to DTensors on
 # CPUs. With FSDP_ZPP_CHECK=1 a version is a fingerprint of what the shards hold instead, and so differs after any

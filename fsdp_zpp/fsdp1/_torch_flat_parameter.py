@@ -40,8 +40,6 @@ from fsdp_zpp.runtime.unit import StepGradients, StrategyUnit
 
 # ---- torch
 #
-# Private names of torch's FullyShardedDataParallel: those of construction.
-#
 # ``_torch_handle.py`` has those of flat parameters and of backwards. The adapter touches no other internals of torch,
 # and these files do nothing else. ``_torch_compat.py`` lists the names.
 
@@ -260,8 +258,6 @@ def load_optimizer_states_over(ranks_of: Callable[[nn.Module], dist.ProcessGroup
 
 
 # ---- compile
-#
-# Private names of torch's FullyShardedDataParallel: detecting that torch.compile traces a whole model.
 
 _REASON = (
     "torch.compile can't compile a whole FullyShardedDataParallel with a Strategy: its graphs do not see where weights "
@@ -297,8 +293,6 @@ def refuse_whole_graphs(instance: FullyShardedDataParallel) -> None:
 
 
 # ---- flat layout
-#
-# Private names of torch's flat parameters: the layout of the original parameters.
 
 
 class FlatParameterLayout:
@@ -361,8 +355,6 @@ def _layout(flat_param: FlatParameter, numel: int, trained: tuple[bool, ...]) ->
 
 
 # ---- views
-#
-# Private names of torch's flat parameters: the views that modules show in place of parameters.
 #
 # torch makes new views of a unit whenever it unshards or reshards it, four times a step, though nearly always they
 # are the same. That takes a fifth of the time that Python spends in FSDP. Here the views of the shard are made once,
@@ -506,8 +498,6 @@ def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 
 # ---- step gradients
-#
-# Private names of torch's backwards: the gradient of a flat parameter over the micro-batches of a step.
 
 
 @dataclass(eq=False, repr=False)

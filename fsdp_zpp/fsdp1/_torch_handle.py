@@ -37,8 +37,6 @@ from ._torch_flat_parameter import (
 )
 
 # ---- handle
-#
-# Private names of torch's flat parameters: a handle whose weights and gradients go through a strategy.
 
 
 class StrategyHandle(FlatParamHandle):
@@ -272,8 +270,6 @@ class StrategyHandle(FlatParamHandle):
 
 
 # ---- sharded
-#
-# Private names of torch's flat parameters: the parameters that an instance of FullyShardedDataParallel has sharded.
 
 
 class ShardedHandle(Sharded):
@@ -354,8 +350,6 @@ def sharded_of(instance: FullyShardedDataParallel) -> Sharded:
 
 
 # ---- adoption
-#
-# Private names by which a strategy takes over an instance of FullyShardedDataParallel: its handle and hook.
 
 
 def adopt_handle(instance: FullyShardedDataParallel, unit: StrategyUnit) -> None:
@@ -424,8 +418,6 @@ def announce_writebacks() -> None:
 
 
 # ---- backward
-#
-# Private names of torch's backwards: when the units of a model reduce, in which streams, and what waits for them.
 
 _WATCH = "_fsdp_zpp_backward_watch"
 _end_backward = runtime._post_backward_final_callback
@@ -574,8 +566,6 @@ def reduce_in_every_backward() -> None:
 
 
 # ---- offload
-#
-# Private names of torch's backwards: optimizers in the backward that step on offloaded parameters.
 #
 # torch copies the gradient of such a unit to the CPU while the CPU waits, and steps at once. Here it copies without a
 # wait, and optimizers step as comm/gradient_reduce.py says.

@@ -32,8 +32,6 @@ from ._torch_weights import (
 )
 
 # ---- use
-#
-# Private names of torch's fully_shard: the parameters of a group that ranks have used in a step.
 
 Hooks = Mapping[int, Callable[[Tensor], None]]
 """Hooks that run after a gradient was accumulated: optimizers in the backward."""
@@ -155,8 +153,6 @@ def without_hooks(hooked: Sequence[tuple[FSDPParam, Hooks | None]]) -> Iterator[
 
 # ---- offload
 #
-# Private names of torch's fully_shard: optimizers in the backward that step on offloaded parameters.
-#
 # From torch 2.13 on, torch copies the gradient of a parameter with hooks to the CPU while the CPU waits; before, its
 # hooks saw gradients that were still on their way. Here hooks are taken off while torch reduces, so that it copies
 # without a wait, and run as comm/gradient_reduce.py says.
@@ -198,8 +194,6 @@ def _run(stepping: list[tuple[FSDPParam, Hooks]]) -> None:
 
 
 # ---- step gradients
-#
-# Private names of torch's fully_shard: the gradients of a parameter group over the micro-batches of a step.
 
 _post_backward = without_dynamo(FSDPParamGroup.post_backward)
 

@@ -68,8 +68,6 @@ def sharded_by(parameter: Tensor) -> str | None:
 
 
 # ---- group
-#
-# Private names of torch's fully_shard: a parameter group whose weights and gradients go through a strategy.
 
 
 class StrategyGroup(FSDPParamGroup, Sharded):
@@ -368,8 +366,6 @@ def _shows_trained(param: FSDPParam) -> bool:
 
 
 # ---- adoption
-#
-# Private names by which a strategy takes over the parameter group that fully_shard has made.
 
 
 class StockGroup(StrategyGroup):
@@ -435,8 +431,6 @@ def strategy_groups_below(root: nn.Module) -> list[StrategyGroup]:
 
 
 # ---- backward
-#
-# Private names of torch's fully_shard: the end of a backward, at which a step's gradients are complete.
 
 
 class GroupBackwardWatch(StepWatch):

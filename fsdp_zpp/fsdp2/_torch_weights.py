@@ -36,8 +36,6 @@ from fsdp_zpp.runtime.unit import StrategyUnit
 
 # ---- torch
 #
-# Private names of torch's fully_shard: states of modules, their parameter groups, and moves of a model.
-#
 # The other ``_torch_*.py`` files of this folder build on it; ``_torch_compat.py`` lists the names that they use.
 
 state_of: Callable[[nn.Module], FSDPState] = fully_shard.state  # type: ignore[attr-defined]
@@ -108,8 +106,6 @@ def after_moves(callback: Callable[[nn.Module], None]) -> None:
 
 
 # ---- transforms
-#
-# Private names of torch's fully_shard: its hooks step out of torch.compile and of functorch's transforms.
 
 Method = TypeVar("Method", bound=Callable[..., object])
 
@@ -130,8 +126,6 @@ def without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # ---- gradients
-#
-# Private names of torch's fully_shard: unsharded gradients, and the flat tensor in which it reduces them.
 
 
 def has_gradient(param: FSDPParam) -> bool:
@@ -192,8 +186,6 @@ def _gradient_dtype(group: FSDPParamGroup, params: Sequence[FSDPParam]) -> torch
 
 # ---- gather inputs
 #
-# Private names of torch's fully_shard: the input of its all-gather, from a group's shards.
-#
 # [Note: Own bytes]
 # A tensor subclass may encode itself for the all-gather: ``fsdp_pre_all_gather`` returns tensors and metadata, and
 # ``fsdp_post_all_gather`` makes the unsharded parameter from all ranks' tensors. Float8 training in torchao does: it
@@ -240,8 +232,6 @@ def _sends_values(param: FSDPParam) -> bool:
 
 
 # ---- plan
-#
-# Private names of torch's fully_shard: the common plan of all gathers of a parameter group.
 
 
 class GatherPlan:
@@ -425,8 +415,6 @@ def _is_plain(param: FSDPParam) -> bool:
 
 # ---- flat layout
 #
-# Private names of torch's fully_shard: the order of a group's parameters in flat tensors.
-#
 # Small parameters are last: among the others they would shift these, so that blocks straddled two of them. The others
 # are sorted by the number of axes along which another parallelism shards them. See the notes in flat_layout.py.
 
@@ -566,8 +554,6 @@ def _factor_of(op: ReduceOp | ReduceOp.RedOpType, sharded_over: int, world: int,
 
 
 # ---- weights
-#
-# Private names of torch's fully_shard: reads, gathers and kept memory of a parameter group's weights.
 #
 # [Note: Kept weights]
 # Parameter scope N keeps the gathered memory until the weights change, and nothing else: whenever torch
