@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
@@ -17,11 +16,10 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_zpp.codecs.codec import Codec, ExactTail, Int4Delta, exact_tail, full_precision, sends_deltas
 
-from .agreement import fingerprint
+from .agreement import fingerprint, plain_parts
 from .flat_layout import ExactPlaces, Extent, FlatLayout, exact_places
 from .hops import Hop, SideStream, Traffic, decode, hop_over, keep_until_read, labelled, record_event, wait_for
 from .mesh import ProcessMesh
@@ -54,23 +52,13 @@ class ShardVersion:
         """Return the version of the gathered tensors ``memory``; users and optimizers write to ``counted``."""
         if self.of_contents:
             # The values of DTensors are in ``memory`` already; those of other subclasses are not.
-            subclasses = (
-                each for each in counted if not isinstance(each, DTensor) and is_traceable_wrapper_subclass(each)
-            )
-            return tuple(fingerprint(part) for each in (*memory, *subclasses) for part in _parts(each))
+            others = (each for each in counted if not isinstance(each, DTensor) and hasattr(each, "__tensor_flatten__"))
+            return tuple(fingerprint(part) for each in (*memory, *others) for part in plain_parts(each))
         storages = [tensor.untyped_storage()._cdata for tensor in memory]
         if storages != self._storages:
             self._storages, self._moves = storages, self._moves + 1
             self._references = [StorageWeakRef(tensor.untyped_storage()) for tensor in memory]
         return self._moves, *map(_version_of, counted)
-
-
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from _parts(getattr(tensor, name))
 
 
 # ---- checkpointed shard
@@ -85,52 +73,16 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 # otherwise the weights are sent whole.
 
 
-class CheckpointedShardState(TypedDict):
-    """A :class:`CheckpointedShard` as a dict; the row is None if there was nothing to be saved."""
+class CheckpointedShard(TypedDict):
+    """This rank's row of a secondary shard, on the CPU, and a fingerprint of the weights that were saved with it.
+
+    A fresh row encodes these weights; any other is the base of their next delta. The row is None if there was nothing
+    to be saved. Without a fingerprint it matches nothing.
+    """
 
     row: Tensor | None
     fresh: bool
     fingerprint: str | None
-
-
-@dataclass(frozen=True)
-class CheckpointedShard:
-    """This rank's row of a secondary shard from a checkpoint, on the CPU. See [Note: Weights of a checkpoint].
-
-    A fresh row encodes the weights saved with it; any other is the base of their next delta. Without a fingerprint it
-    matches nothing.
-    """
-
-    row: Tensor
-    fresh: bool
-    fingerprint: str | None
-
-    @classmethod
-    def from_payload(cls, row: Tensor, fresh: bool, weights: Tensor | None) -> CheckpointedShard:
-        """Return the record to save for a ``row``; ``weights`` are None if they can't be read. Waits for the device."""
-        return cls(row.cpu().clone(), fresh, None if weights is None else fingerprint(weights))
-
-    def state_dict(self) -> CheckpointedShardState:
-        return {"row": self.row.clone(), "fresh": self.fresh, "fingerprint": self.fingerprint}
-
-    @classmethod
-    def from_state_dict(cls, state: CheckpointedShardState) -> CheckpointedShard | None:
-        row = state["row"]
-        return None if row is None else cls(row.cpu(), state["fresh"], state.get("fingerprint"))
-
-    def is_of(self, shard: Tensor, nbytes: int) -> bool:
-        """Return whether it was saved with the weights ``shard``, as a row of ``nbytes``. Waits for the device."""
-        return self.row.shape == (1, nbytes) and self.fingerprint == fingerprint(shard)
-
-    def all_gather_if_matching(self, hop: Hop, shard: Tensor, nbytes: int, label: str) -> Tensor | None:
-        """Gather the rows of all ranks of ``hop``, uint8 [ranks, nbytes]; None if one does not match its weights."""
-        matches = torch.tensor([[self.is_of(shard, nbytes)]], dtype=torch.uint8)
-        rows = hop.all_gather(torch.cat((self.row, matches), dim=1).to(shard.device), label)
-        return rows[:, :-1].contiguous() if rows[:, -1].all() else None
-
-
-NOTHING: CheckpointedShardState = {"row": None, "fresh": False, "fingerprint": None}
-"""State dict where there is nothing to be saved."""
 
 
 # ---- secondary shard
@@ -217,13 +169,11 @@ class SecondaryShard:
     Attributes:
         base: The older secondary shard that the next delta refers to, if there is one.
         checkpointed: The shard from a checkpoint, until the first gather has compared it with the weights.
-        source: The source of the weights; None if they can't be read. FSDP may replace it.
+        source: The source of the weights; None if they can't be read.
         side_stream: The stream in which it is made; None if it is made in the stream that reads it.
-        exact: places of small values; None if there are none, or before :meth:`sent_as`.
-        nbytes: Bytes of a row that is sent whole; 0 before :meth:`sent_as`.
+        nbytes: Bytes of a row that is sent whole; 0 before :meth:`sent_as`, which finds the places ``exact``, too.
         next_codec: The codec of the next gather, as :meth:`sent_as` takes it; None if that is not known yet.
         encoded_by: The codec of the payload; None without a payload.
-        unread: True if it has not been read since it was made.
     """
 
     def __init__(self, hop: Hop | None, own_node: int, codec: Codec | None, keep: bool, label: str) -> None:
@@ -286,11 +236,14 @@ class SecondaryShard:
 
     def gather_checkpoint(self, values: Tensor, codec: Codec, version: Hashable) -> bool:
         """Continue from the checkpoint's shard if it matches on all ranks; return whether it is fresh. Collective."""
-        checkpointed, self.checkpointed = self.checkpointed, None
-        if checkpointed is None or self.hop is None or not self.sends_deltas:
+        saved, self.checkpointed = self.checkpointed, None
+        if saved is None or saved["row"] is None or self.hop is None or not self.sends_deltas:
             return False
-        base = checkpointed.all_gather_if_matching(self.hop, values, codec.nbytes(values.numel()), self.label)
-        if base is not None and checkpointed.fresh:
+        is_one_row = saved["row"].shape == (1, codec.nbytes(values.numel()))
+        matches = torch.tensor([[is_one_row and saved["fingerprint"] == fingerprint(values)]], dtype=torch.uint8)
+        rows = self.hop.all_gather(torch.cat((saved["row"], matches), dim=1).to(values.device), self.label)
+        base = rows[:, :-1].contiguous() if rows[:, -1].all() else None
+        if base is not None and saved["fresh"]:
             self.hold(base, codec, version, record_event(base))
             return True
         self.base = base
@@ -362,24 +315,30 @@ class SecondaryShard:
         self.checkpointed = None
         self.mark_stale()
 
-    def state_dict(self) -> CheckpointedShardState:
+    def state_dict(self) -> CheckpointedShard:
         """Return this rank's row of the base of deltas and a fingerprint of the present weights, on the CPU."""
-        if self.checkpointed is not None:
-            return self.checkpointed.state_dict()
+        saved = self.checkpointed
+        if saved is not None:
+            return {**saved, "row": None if saved["row"] is None else saved["row"].clone()}
         held = self._payload if self._payload is not None else self.base
         if held is None:
-            return NOTHING.copy()
+            return {"row": None, "fresh": False, "fingerprint": None}
         if self._ready is not None:
             self._ready.synchronize()
         # Only now: before the first forward there is no shard to be read.
         readable = self.source is not None and self.source.can_be_read()
         weights = torch.cat(list(self.source.read().tensors)) if readable and self.source is not None else None
-        row = held[self.own_node : self.own_node + 1]
-        return CheckpointedShard.from_payload(row, self._payload is not None, weights).state_dict()
+        row = held[self.own_node : self.own_node + 1].cpu().clone()
+        return {
+            "row": row,
+            "fresh": self._payload is not None,
+            "fingerprint": None if weights is None else fingerprint(weights),
+        }
 
-    def load_state_dict(self, state: CheckpointedShardState) -> None:
+    def load_state_dict(self, state: CheckpointedShard) -> None:
         self.reset()
-        self.checkpointed = CheckpointedShard.from_state_dict(state)
+        if (row := state["row"]) is not None:
+            self.checkpointed = {"row": row.cpu(), "fresh": state["fresh"], "fingerprint": state.get("fingerprint")}
 
 
 # ---- inter node gather
