@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import compress, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -362,6 +362,16 @@ def _layout(flat_param: FlatParameter, numel: int, trained: tuple[bool, ...]) ->
 # modules only switch between the two.
 
 
+class ShardViews(NamedTuple):
+    """A unit's parameters as views of its shard, which torch has just made; empty without a shard on this rank."""
+
+    sites: list[tuple[nn.Module, str]]
+    parameters: list[nn.Parameter]
+    memory: list[int]
+    """The addresses of the shard and of each parameter: views keep their memory, so equal ones mean the same."""
+    shapes: list[torch.Size]
+
+
 class ParameterViews:
     """Shows views on modules in place of a unit's parameters, in fewer steps than torch.
 
@@ -379,35 +389,52 @@ class ParameterViews:
 
     # ---- while the unit is sharded, parameters are views of the shard
 
+    # Checks over all parameters use lists, since a generator's frame costs more than most checks.
+
+    def _hold(self, views: ShardViews) -> bool:
+        shapes = [parameter.shape for parameter in views.parameters]
+        return shapes == views.shapes and self._memory(views.parameters) == views.memory
+
+    def _memory(self, parameters: list[nn.Parameter]) -> list[int]:
+        return [each.data_ptr() for each in (self._handle.flat_param, *parameters)]
+
     def show_shard(self) -> bool:
         """Have modules show the cached views of the shard if they are valid; return whether they do."""
         views = self._of_shard
-        if views is None or self._handle.flat_param.data_ptr() != views.address or not views.hold():
+        if views is None or not self._hold(views):
             return False
-        views.show()
+        for (module, name), parameter in zip(views.sites, views.parameters, strict=True):
+            set_parameter(module, name, parameter)
         return True
 
     def keep(self) -> None:
         """Cache the sharded views that torch just created."""
-        handle = self._handle
+        handle, flat_param = self._handle, self._handle.flat_param
         may_last = (
             self.are_direct
             and handle.uses_sharded_strategy
             and not handle._skip_writeback_check
-            and not handle.flat_param._shared_param_infos
+            and not flat_param._shared_param_infos
             and not torch.is_inference_mode_enabled()  # whose tensors can't be trained
         )
-        self._of_shard = ShardViews(handle) if may_last else None
+        self.drop()
+        if may_last:
+            parameters = list(flat_param._params or ())
+            sites = [(module, name) for name, module, _ in flat_param._param_infos]
+            shapes = [parameter.shape for parameter in parameters]
+            self._of_shard = ShardViews(sites, parameters, self._memory(parameters), shapes)
 
     def are_written_back(self) -> bool:
         """Return whether parameters still are the views of the shard, so that nothing needs to be copied to it."""
         flat_param, views = self._handle.flat_param, self._of_shard
-        if views is None or flat_param.data_ptr() != views.address:
+        if views is None or flat_param.data_ptr() != views.memory[0]:
             return False
-        if not (views.hold() and views.are_shown()):
+        shown = [module._parameters.get(name) for module, name in views.sites]
+        if not (self._hold(views) and all(map(operator.is_, shown, views.parameters))):
             self.drop()  # before torch looks at what was changed, for it may refuse that
             return False
-        return flat_param.grad is None and views.have_no_gradient()
+        gradients = [parameter.grad for parameter in (flat_param, *views.parameters)]
+        return all(map(operator.is_, gradients, repeat(None)))
 
     # ---- while it is unsharded, modules show views of what was gathered
 
@@ -435,35 +462,6 @@ class ParameterViews:
             return True
         shown = (getattr(module, name, None) for name, module, _ in flat_param._param_infos)
         return any(now is not p for now, p in zip(shown, flat_param._params or (), strict=True))
-
-
-class ShardViews:
-    """A unit's parameters as views of its shard, which torch has just made; empty without a shard on this rank."""
-
-    # Checks over all parameters use lists, since a generator's frame costs more than most checks.
-    def __init__(self, handle: FlatParamHandle) -> None:
-        flat_param = handle.flat_param
-        self.address = flat_param.data_ptr()
-        self._sites = [(module, name) for name, module, _ in flat_param._param_infos]
-        self._parameters = list(flat_param._params or ())
-        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
-        self._shapes = [parameter.shape for parameter in self._parameters]
-
-    def hold(self) -> bool:
-        # Views keep their memory, so equal addresses mean the same memory.
-        same_memory = [parameter.data_ptr() for parameter in self._parameters] == self._addresses
-        return same_memory and [parameter.shape for parameter in self._parameters] == self._shapes
-
-    def are_shown(self) -> bool:
-        shown = [module._parameters.get(name) for module, name in self._sites]
-        return all(map(operator.is_, shown, self._parameters))
-
-    def have_no_gradient(self) -> bool:
-        return all(map(operator.is_, [parameter.grad for parameter in self._parameters], repeat(None)))
-
-    def show(self) -> None:
-        for (module, name), parameter in zip(self._sites, self._parameters, strict=True):
-            set_parameter(module, name, parameter)
 
 
 def _can_set_directly(handle: FlatParamHandle) -> bool:
