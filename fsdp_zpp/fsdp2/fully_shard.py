@@ -124,7 +124,13 @@ def clip_grad_norm_(
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm_type = float(norm_type)
-    _check(parameters, norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be above 0, got {norm_type}; 2.0 and math.inf are the usual ones")
+    if any(isinstance(parameter, FlatParameter) or is_flattened(parameter) for parameter in parameters):
+        raise ValueError(
+            "clip_grad_norm_ got a parameter of FullyShardedDataParallel, which does not show over which ranks it is "
+            "sharded; call model.clip_grad_norm_(max_norm) of the outermost FullyShardedDataParallel"
+        )
     norms = [
         _reduced(_norm_of_own(members, norm_type, foreach), norm_type, groups)
         for groups, members in _by_groups(parameters).items()
@@ -141,17 +147,6 @@ def clip_grad_norm_(
     return total
 
 
-def _check(parameters: Sequence[Tensor], norm_type: float) -> None:
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be above 0, got {norm_type}; 2.0 and math.inf are the usual ones")
-    for parameter in parameters:
-        if isinstance(parameter, FlatParameter) or is_flattened(parameter):
-            raise ValueError(
-                "clip_grad_norm_ got a parameter of FullyShardedDataParallel, which does not show over which ranks it "
-                "is sharded; call model.clip_grad_norm_(max_norm) of the outermost FullyShardedDataParallel"
-            )
-
-
 def _by_groups(parameters: Iterable[Tensor]) -> dict[Groups, list[Tensor]]:
     """Sort parameters by the ranks that their norms are added up over, in an order that all ranks share."""
     found: dict[Groups, list[Tensor]] = {}
@@ -166,7 +161,6 @@ def _by_groups(parameters: Iterable[Tensor]) -> dict[Groups, list[Tensor]]:
 
 
 def _norm_of_own(parameters: Sequence[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
-    """Return the norm of this rank's gradients, on the device of the collectives."""
     shards = [_own_gradient(parameter) for parameter in parameters if parameter.grad is not None]
     shards = [shard for shard in shards if shard.numel()]  # torch has no largest value of an empty tensor
     first = parameters[0]
@@ -279,9 +273,9 @@ class MeshPart:
         own: The parameters, with names.
         arguments: The arguments of ``fully_shard``; ``mesh`` and ``dp_mesh_dims`` are those of the part.
         placements: The results of the call's ``shard_placement_fn`` for them, without meshes.
-        path: The part's path within the module, for its name; empty for the part that has the call's own mesh and
-            strategy.
+        path: The part's path within the module; empty for the part that has the call's own mesh and strategy.
         mesh_info: The mesh info for torch, if it would not find that by the arguments.
+        has_own_mesh: Whether the mesh is not the call's; :func:`split` reads it then.
     """
 
     over: DataParallelMesh
@@ -290,6 +284,13 @@ class MeshPart:
     placements: dict[nn.Parameter, Shard | None] = field(default_factory=dict)
     path: str = ""
     mesh_info: FSDPMeshInfo | None = None
+    has_own_mesh: bool = False
+
+    def summary(self) -> tuple[object, ...]:
+        """Return the facts that must be the same on all ranks; they may have other ranks in the mesh."""
+        mesh = self.arguments["mesh"] if self.has_own_mesh else None
+        shape = None if mesh is None else (mesh.mesh_dim_names, mesh.shape)
+        return self.path, self.over.strategy, shape, [name for name, _ in self.own], list(self.placements.values())
 
 
 def split(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: dict[str, Any]) -> list[MeshPart]:
@@ -308,33 +309,13 @@ def split(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: d
         summary=lambda plan: str([each.summary() for each in plan]),
         difference="gave parameters other meshes or strategies than",
     )
-    return [each.read(call) for each in planned] or [call]
+    for part in planned:
+        if part.has_own_mesh:
+            part.over = read_mesh(part.over.strategy, part.arguments)
+    return planned or [call]
 
 
-@dataclass(eq=False)
-class _PlannedPart:
-    strategy: Strategy
-    mesh: dict[str, Any] | None  # the arguments of its mesh, which has not been read; None if they are the call's
-    own: Named = field(default_factory=list)
-    placements: dict[nn.Parameter, Shard | None] = field(default_factory=dict)
-    path: str = ""
-
-    def summary(self) -> tuple[object, ...]:
-        """Return the facts that must be the same on all ranks; they may have other ranks in the mesh."""
-        mesh = None if self.mesh is None else self.mesh["mesh"]
-        shape = None if mesh is None else (mesh.mesh_dim_names, mesh.shape)
-        return self.path, self.strategy, shape, [name for name, _ in self.own], list(self.placements.values())
-
-    def read(self, call: MeshPart) -> MeshPart:
-        if self.mesh is None:
-            over, arguments = replace(call.over, strategy=self.strategy), dict(call.arguments)
-        else:
-            arguments = call.arguments | self.mesh
-            over = read_mesh(self.strategy, arguments)
-        return MeshPart(over, self.own, arguments, self.placements, self.path)
-
-
-def _plan(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: dict[str, Any]) -> list[_PlannedPart]:
+def _plan(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: dict[str, Any]) -> list[MeshPart]:
     place = call.arguments.get("shard_placement_fn")
     outer, strategies = replace(strategy, overrides=(), gpus_per_node=None), dict[nn.Parameter, Strategy]()
     for module in modules:
@@ -343,7 +324,7 @@ def _plan(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: d
     first = override_for(type(unwrapped(modules[0])), strategy.overrides) or outer
     # A mesh of nodes x ranks has said what a node is, unless an override does.
     gpus_per_node = strategy.gpus_per_node if first.gpus_per_node is not None else call.over.strategy.gpus_per_node
-    parts: dict[tuple[_MeshKey | None, Strategy], _PlannedPart] = {}
+    parts: dict[tuple[_MeshKey | None, Strategy], MeshPart] = {}
     for name, parameter in call.own:
         placement, info = placement_and_mesh(None if place is None else place(parameter))
         if placement is not None and not isinstance(placement, Shard):
@@ -354,7 +335,8 @@ def _plan(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: d
         mesh = _own_mesh(info, given)
         key = (None if mesh is None else (mesh["mesh"], str(mesh["dp_mesh_dims"])), strategies[parameter])
         if key not in parts:
-            parts[key] = _PlannedPart(_with_nodes(key[1], gpus_per_node, call.over.group, mesh), mesh)
+            over = replace(call.over, strategy=_with_nodes(key[1], gpus_per_node, call.over.group, mesh))
+            parts[key] = MeshPart(over, [], call.arguments | (mesh or {}), has_own_mesh=mesh is not None)
         parts[key].own.append((name, parameter))
         parts[key].placements[parameter] = placement
     if len(parts) > 1:
@@ -402,7 +384,6 @@ def _own_mesh(info: FSDPMeshInfo | None, call: dict[str, Any]) -> dict[str, Any]
 def _with_nodes(
     strategy: Strategy, gpus_per_node: int | None, group: dist.ProcessGroup, own: dict[str, Any] | None
 ) -> Strategy:
-    """Fill in gpus_per_node from the call's layout if the strategy does not set it."""
     if strategy.gpus_per_node is not None or gpus_per_node is None:
         return strategy
     if own is None:
@@ -485,7 +466,6 @@ def _not_to_be_encoded(parameters: list[tuple[str, nn.Parameter]]) -> list[Tenso
 
 
 def _unit_for(part: MeshPart, layout: RankLayout) -> StrategyUnit:
-    """Create the unit and shard its parameters over the ranks of its optimizer scope."""
     arguments = part.arguments
     mesh = arguments["mesh"]
     unit = StrategyUnit(part.over.strategy, layout.mesh())
@@ -567,7 +547,6 @@ def check_arguments(
 
 
 def refuse_shared(shared: Shared | None, modules: list[nn.Module], call: str) -> None:
-    """Raise a ValueError if a call would shard a parameter that another one has sharded."""
     # torch would raise in its own terms, or not at all.
     if shared is None:
         return
@@ -589,7 +568,6 @@ def has_shards(module: nn.Module) -> bool:
 
 
 def check_strategy(strategy: object) -> None:
-    """Raise a TypeError unless ``strategy`` is a :class:`Strategy`."""
     if not isinstance(strategy, Strategy):
         check_instance("strategy", strategy)
         raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
