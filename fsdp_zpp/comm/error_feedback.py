@@ -24,20 +24,6 @@ from .flat_layout import Extent, FlatLayout, Piece
 # Errors of one hop as a tensor, which follows its parameters from one layout of the gradient to the next.
 
 
-class HeldErrorsState(TypedDict):
-    """:class:`HeldErrors` in a checkpoint; ``parked`` has the fields of each piece, and then its errors."""
-
-    state: Tensor
-    numel: int
-    starts: list[int]
-    layout: SavedLayout | None
-    parked: list[tuple[int, str, int, Tensor]]
-
-
-SavedLayout = tuple[list[tuple[int, str, int]], list[int], int]
-"""The pieces, starts and number of values of a :class:`FlatLayout`."""
-
-
 @dataclass(frozen=True)
 class HeldErrors:
     """Errors of the parameters in the present gradient, and ``parked`` ones of parameters in earlier ones.
@@ -152,34 +138,6 @@ class HeldErrors:
         chunks, numel = self.extent.chunks, self.extent.numel
         return F.pad(values.view(chunks, numel), (0, -numel % block)).view(chunks, -1, block)
 
-    # ---- in checkpoints
-
-    def state_dict(self) -> HeldErrorsState:
-        """Return the errors, their extent and their parameters, on the CPU."""
-        extent = self.extent
-        return {
-            "state": self.state.cpu(),
-            "numel": extent.numel,
-            "starts": list(extent.starts),
-            "layout": None if extent.layout is None else _saved(extent.layout),
-            "parked": [(*piece, state.cpu()) for piece, state in self.parked.items()],
-        }
-
-    @classmethod
-    def from_state_dict(cls, saved: HeldErrorsState, codec: Int8 | None) -> HeldErrors:
-        layout = None if saved["layout"] is None else _loaded(*saved["layout"])
-        extent = Extent(saved["numel"], tuple(saved["starts"]), layout)
-        parked = {Piece(order, name, numel): state.clone() for order, name, numel, state in saved["parked"]}
-        return cls(saved["state"].clone(), extent, parked, codec)
-
-
-def _saved(layout: FlatLayout) -> SavedLayout:
-    return [(*piece,) for piece in layout.pieces], list(layout.starts), layout.numel
-
-
-def _loaded(pieces: list[tuple[int, str, int]], starts: list[int], numel: int) -> FlatLayout:
-    return FlatLayout(tuple(Piece(*piece) for piece in pieces), tuple(starts), numel)
-
 
 # ---- error buffer
 #
@@ -203,8 +161,19 @@ def _loaded(pieces: list[tuple[int, str, int]], starts: list[int], numel: int) -
 # of SparseLoCo (arXiv 2508.15706, algorithm 1), whose error is a momentum from which what was sent is subtracted.
 
 
-class ErrorBufferState(HeldErrorsState):
+class ErrorBufferState(TypedDict):
+    """An :class:`ErrorBuffer` in a checkpoint.
+
+    ``layout`` has the pieces, starts and number of values of a :class:`FlatLayout`; ``parked`` the fields of each
+    piece, and then its errors.
+    """
+
     block: int
+    state: Tensor
+    numel: int
+    starts: list[int]
+    layout: tuple[list[tuple[int, str, int]], list[int], int] | None
+    parked: list[tuple[int, str, int, Tensor]]
 
 
 class Spared(NamedTuple):
@@ -315,7 +284,16 @@ class ErrorBuffer:
         held = self._held.copy()
         if scale is not None:
             held = held.rescaled(1 / scale)
-        return {"block": self.block, **held.state_dict()}
+        extent, layout = held.extent, held.extent.layout
+        pieces = [] if layout is None else [(*piece,) for piece in layout.pieces]
+        return {
+            "block": self.block,
+            "state": held.state.cpu(),
+            "numel": extent.numel,
+            "starts": list(extent.starts),
+            "layout": None if layout is None else (pieces, list(layout.starts), layout.numel),
+            "parked": [(*piece, state.cpu()) for piece, state in held.parked.items()],
+        }
 
     def load_state_dict(self, saved: ErrorBufferState | None) -> None:
         self.reset()
@@ -327,7 +305,13 @@ class ErrorBuffer:
                 f"the error state was saved with LoCo(dtype={was}), but this model has LoCo(dtype={is_now}); use the "
                 "same, or don't load the codec state"
             )
-        self._held = HeldErrors.from_state_dict(saved, self._codec)
+        layout = None
+        if saved["layout"] is not None:
+            pieces, starts, numel = saved["layout"]
+            layout = FlatLayout(tuple(Piece(*piece) for piece in pieces), tuple(starts), numel)
+        extent = Extent(saved["numel"], tuple(saved["starts"]), layout)
+        parked = {Piece(order, name, numel): state.clone() for order, name, numel, state in saved["parked"]}
+        self._held = HeldErrors(saved["state"].clone(), extent, parked, self._codec)
 
 
 def encode_with_feedback(codec: Codec, values: Tensor, rows: int, cols: int, errors: ErrorBuffer) -> Tensor:

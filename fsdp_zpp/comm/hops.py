@@ -21,7 +21,6 @@ from fsdp_zpp.codecs.codec import Codec, exact_tail
 
 from .error_feedback import ErrorBuffer, decode_sum_encode_with_feedback, encode_with_feedback
 from .flat_layout import ExactPlaces
-from .mesh import takes_cpu_tensors_only
 
 # ---- kinds
 #
@@ -289,7 +288,7 @@ class Hop:
 
     @cached_property
     def _takes_cpu_tensors_only(self) -> bool:
-        return takes_cpu_tensors_only(self.group)
+        return dist.get_backend(self.group) == "gloo"
 
     def _exchange(self, collective: Callable[..., object], received: Tensor, sent: Tensor) -> None:
         if not (sent.is_cuda and self._takes_cpu_tensors_only):

@@ -57,9 +57,8 @@ MARK = "_fsdp_zpp_sharded"
 @cache  # for all layers of a model; a process shards by a few strategies
 def as_mark(strategy: Strategy) -> str:
     """Return a strategy as source code: torch.load() takes text with weights_only, and parameters keep attributes."""
-    given = {field.name: getattr(strategy, field.name) for field in dataclasses.fields(strategy)}
-    defaults = {field.name: field.default for field in dataclasses.fields(strategy)}
-    return source_of({name: value for name, value in given.items() if value != defaults[name]})
+    given = ((field, getattr(strategy, field.name)) for field in dataclasses.fields(strategy))
+    return source_of({field.name: value for field, value in given if value != field.default})
 
 
 def sharded_by(parameter: Tensor) -> str | None:

@@ -25,7 +25,7 @@ from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
 
 from fsdp_zpp._torch_compat import Patch, apply_patches, major_minor
 from fsdp_zpp.comm.agreement import agree, check_agreement, parameter_facts
-from fsdp_zpp.comm.mesh import ProcessMesh, default_device_type, own_rank, ranks_on_each_node
+from fsdp_zpp.comm.mesh import ProcessMesh, accelerator, own_rank, ranks_on_each_node
 from fsdp_zpp.frozen.frozen_base import holds_base
 from fsdp_zpp.frozen.hugging_face import guard_sharded
 from fsdp_zpp.frozen.quantize import left_to_shard, log_frozen, prepare_frozen, quantize_for
@@ -480,7 +480,8 @@ def _unit_for(part: MeshPart, layout: RankLayout) -> StrategyUnit:
             replicate = dims.shard_names[: len(dims.shard_names) - len(of_node)]
             part.mesh_info = info_on_spmd_mesh(ranks, mesh, replicate, dims)
         elif mesh is None:
-            arguments["mesh"] = DeviceMesh.from_group(sharded_over, default_device_type())
+            kind = accelerator()
+            arguments["mesh"] = DeviceMesh.from_group(sharded_over, "cpu" if kind is None else kind.type)
         else:
             arguments["mesh"] = mesh_over(sharded_over, mesh)
     return unit
