@@ -248,7 +248,6 @@ class ErrorBuffer:
         self._kept = None if self._held is None else self._held.copy()
 
     def commit(self) -> None:
-        """Keep the errors as they are now, and drop the snapshot."""
         self._kept, self._is_new = None, False
 
     def rollback(self) -> None:
@@ -473,12 +472,10 @@ class ErrorFeedbackState:
     # ---- under a gradient scaler
 
     def loss_scaled(self, scaler: GradScaler) -> None:
-        """Note that a scaler has scaled a loss, perhaps this model's."""
         if not self._last_step_unscaled and (self._scaler_of_step is None or self._scaler_of_step() is scaler):
             self._scaler_of_loss = weakref.ref(scaler)
 
     def scaler_stepped(self, scaler: GradScaler) -> None:
-        """Note that a gradient scaler has called the optimizer's step, or skipped it."""
         self._scaler_of_step, self._last_step_unscaled, self._steps_announced = weakref.ref(scaler), False, True
         self._scaler_of_loss = None
         if self.has_uncommitted:

@@ -162,7 +162,6 @@ class Extent:
 
     @property
     def firsts(self) -> tuple[int, ...]:
-        """Return the offsets in the layout at which the chunks begin."""
         return (0,) * self.chunks if self.is_whole else self.starts
 
     def marked(self, names: Collection[str], device: torch.device) -> Tensor | None:

@@ -324,7 +324,6 @@ class TwoHopReduce(ABC):
         return codec, self._intra.all_to_all(payload, self.label).view(self._gpus, self._rows, -1)
 
     def chunks_of(self, gradient: Tensor) -> HopChunks:
-        """Return the chunks of a gradient, perhaps padded, of the present layout."""
         layout, numel, device = self.layout, gradient.shape[0], gradient.device
         chunks = self._known.get((id(layout), numel, device))  # which the extents of the chunks keep alive
         if chunks is None:
@@ -508,10 +507,8 @@ class GradientReduce:
     """Reduces one flat gradient over a mesh: each rank gets the mean of its part.
 
     Args:
-        mesh: The ranks.
         intra_codec: Encodes the gradients for the intra-node hop; None sends them in their own dtype.
         inter_codec: Encodes the partial sums for the inter-node hop; None sends them in the gradients' dtype.
-        traffic: Counts the bytes.
         label: The unit's name in profiles and errors.
         gradient_scope: How far micro-batches reduce before the last one; see [Note: What a micro-batch reduces].
         optimizer_scope: The part of the sums that a rank needs.

@@ -233,7 +233,6 @@ class Traffic:
         return {key: sent - self.before_reset.get(key, 0) for key, sent in self.sent.items()}
 
     def reset(self) -> None:
-        """Restart the count that :meth:`since_reset` returns."""
         self.before_reset = dict(self.sent)
 
     def take_over(self, other: Traffic) -> None:

@@ -160,13 +160,9 @@ class ShardSource(Protocol):
 class SecondaryShard:
     """Secondary shard of one unit on this rank. See the top of this section.
 
-    Args:
-        hop: The inter-node hop; None on one node, where there is only this rank's payload.
-        own_node: This rank's node, which is the index of its row.
-        codec: Encodes the weights; None if the dtype of each gather's output decides.
-        keep: Whether to keep it from one gather to the next, until the weights change.
-
     Attributes:
+        hop: The inter-node hop; None on one node, where there is only this rank's payload.
+        codec: Encodes the weights; None if the dtype of each gather's output decides.
         base: The older secondary shard that the next delta refers to, if there is one.
         checkpointed: The shard from a checkpoint, until the first gather has compared it with the weights.
         source: The source of the weights; None if they can't be read.
@@ -585,10 +581,8 @@ class WeightGather:
     """All-gathers one flat shard over a mesh in two hops.
 
     Args:
-        mesh: The ranks.
         codec: Encodes the weights for both hops; None sends them in the dtype of the output.
         keep_secondary: Whether to keep the secondary shard from one call to the next, until it is marked stale.
-        traffic: Counts the bytes.
         label: The unit's name in profiles and errors.
     """
 

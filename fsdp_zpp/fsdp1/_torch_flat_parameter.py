@@ -678,7 +678,6 @@ class HandleGradients(StepGradients):
     # ---- the end of a backward
 
     def end_backward(self, synchronized: bool) -> None:
-        """Handle the end of a backward, which may have completed the gradients of a step."""
         self.was_gathered = False
         if synchronized:
             self.took_part = self.is_used = False

@@ -405,7 +405,6 @@ def prefetch_shards_alone(root: nn.Module) -> None:
 
 
 def announce_writebacks() -> None:
-    """Call ``written_back()`` of a strategy's handle after each of FSDP's writebacks."""
     original = unshard_param_utils._writeback_to_local_shard
 
     @functools.wraps(original)
@@ -521,7 +520,6 @@ def watch_backwards(root: nn.Module, on_backward_end: Callable[[bool], None]) ->
 
 
 def hear_of_backwards() -> None:
-    """Notify the watch of a model at the end of every backward."""
     original = runtime._post_backward_final_callback
 
     @functools.wraps(original)
@@ -572,7 +570,6 @@ def reduce_in_every_backward() -> None:
 
 
 def step_on_arrival() -> None:
-    """Have optimizers in the backward step on offloaded parameters of strategies when their gradients have arrived."""
     original = runtime._post_reduce_grad_callback
     if hasattr(original, "__wrapped__"):  # replaced before
         return

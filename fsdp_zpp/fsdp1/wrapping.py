@@ -301,12 +301,7 @@ def check_arguments(
     """Raise if a strategy can't shard by these arguments of FSDP's constructor. Collective over ``group``.
 
     Ranks compare any other object than a strategy, too, before they refuse it. Iterators in ``arguments`` become lists.
-
-    Returns:
-        The strategy of the module, without overrides, and the layout of the ranks.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: Saying what to do instead.
+    Returns the strategy of the module, without overrides, and the layout of the ranks.
     """
     own = [] if group is None else _check_agreement(strategy, group, arguments)
     if not isinstance(strategy, Strategy):
@@ -443,7 +438,6 @@ def refuse_local_state_dict(module: FullyShardedDataParallel, *unused: object) -
 
 
 def check_one_group(units: Iterable[StrategyUnit]) -> None:
-    """Raise a ValueError if some units of a model are sharded within nodes and others are not."""
     by_scope = {unit.scopes.optimizer: unit.sharded.name for unit in units}
     if "I" in by_scope and len(by_scope) > 1:
         other = next(name for scope, name in by_scope.items() if scope != "I")

@@ -141,7 +141,6 @@ class ParameterUse:
 
 @contextmanager
 def without_hooks(hooked: Sequence[tuple[FSDPParam, Hooks | None]]) -> Iterator[None]:
-    """Take hooks off parameters, and put them back afterwards."""
     for param, _ in hooked:
         param.sharded_param._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # torch declares a dict
     try:
@@ -202,13 +201,7 @@ _post_backward = without_dynamo(FSDPParamGroup.post_backward)
 # To send those of several groups at once, each would have to be copied into a flat buffer once more, which takes the
 # CPU longer than the hop that it saves.
 class GroupGradients(StepGradients):
-    """Accumulates and reduces the gradients of a parameter group over the micro-batches of a step.
-
-    Attributes:
-        comm: The reduction as torch calls it; None where torch reduces.
-        use: The parameters that the step uses.
-        layouts: Layouts of gradients, by the last few sets of their parameters.
-    """
+    """Accumulates and reduces a parameter group's gradients; ``comm`` does so as torch calls it, None if torch does."""
 
     def __init__(self, group: FSDPParamGroup, weights: GroupWeights, unit: StrategyUnit) -> None:
         self._group, self._weights, self.unit = group, weights, unit
@@ -221,7 +214,7 @@ class GroupGradients(StepGradients):
             self.comm = StrategyReduceScatter(unit, group)
             self._all_reduce_hook = self.comm.finish if unit.reductions.have_two_hops else None
         self.use = ParameterUse(group, unit)
-        self.layouts: dict[tuple[FSDPParam, ...], FlatLayout] = {}
+        self.layouts: dict[tuple[FSDPParam, ...], FlatLayout] = {}  # of the last few sets of parameters
         self._reduced = False
 
     @property
@@ -268,7 +261,6 @@ class GroupGradients(StepGradients):
         self.micro_batch_ended()
 
     def _replace_hook(self) -> None:
-        """Replace a hook that a user has set by the strategy's, which runs it."""
         group = self._group
         if not isinstance(self.comm, StrategyReduceScatter):
             raise RuntimeError(
@@ -308,7 +300,6 @@ class GroupGradients(StepGradients):
             finish()
 
     def _drop_prefetch(self) -> None:
-        """Finish a first gather that was prefetched and not used."""
         # Until a group's first gather is complete, its parameters have no unsharded tensor that could get a gradient.
         group = self._group
         if group._all_gather_result is not None and not all(hasattr(p, "_unsharded_param") for p in group.fsdp_params):
@@ -318,7 +309,6 @@ class GroupGradients(StepGradients):
     # ---- the last micro-batch
 
     def _reduce_step(self, *unused: object) -> None:
-        """Reduce in the last micro-batch of a step, by torch's own post_backward."""
         use, params = self.use, self._reduced_params()
         use.reduced, reduced = params, _with_gradient(params)
         takes_unused = getattr(self._group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
@@ -367,7 +357,6 @@ class GroupGradients(StepGradients):
         return [param for param in unsharded if param in others or param._param_fqn in accumulated]
 
     def _layout_of(self, params: Sequence[FSDPParam]) -> FlatLayout:
-        """Return the layout of a gradient that consists of the gradients of ``params``."""
         key = tuple(params)
         layout = self.layouts.get(key)
         if layout is None:
@@ -381,7 +370,6 @@ class GroupGradients(StepGradients):
     # ---- the end of a backward or of a step
 
     def end_backward(self, synchronized: bool) -> None:
-        """Handle the end of a backward, which may have completed the gradients of a step."""
         self._reduced = False
         # Ranks need not gather kept weights to use them, so the group is in every micro-batch on all ranks, used or
         # not.

@@ -220,7 +220,6 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         self._all_gather_result = None
 
     def _gather_after(self, event: torch.Event | None) -> None:
-        """Have the streams in which weights are gathered wait for ``event``."""
         context = self.comm_ctx
         if event is not None and hasattr(context, "all_gather_stream"):  # there is none before lazy initialization
             context.all_gather_copy_in_stream.wait_event(event)
@@ -425,7 +424,6 @@ def adopt_groups(
 
 
 def strategy_groups_below(root: nn.Module) -> list[StrategyGroup]:
-    """Return the groups of strategies below ``root``, outermost first."""
     return [group for group in groups_below(root) if isinstance(group, StrategyGroup)]
 
 

@@ -82,7 +82,6 @@ def groups_below(root: nn.Module) -> list[FSDPParamGroup]:
 
 
 def sizes_of_other_groups(root: nn.Module, groups: Collection[FSDPParamGroup]) -> list[int]:
-    """Return the numbers of values of the parameter groups below ``root`` that are not among ``groups``."""
     return [numel_of(group) for group in groups_below(root) if group not in groups]
 
 
@@ -212,7 +211,6 @@ def gather_result(dtypes: list[list[torch.dtype]], numels: list[list[int]], size
 
 
 def encodes_itself(param: FSDPParam) -> bool:
-    """Return whether a parameter encodes itself for the all-gather."""
     return hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
 
 
@@ -241,16 +239,11 @@ class GatherPlan:
         mixed: Whether parameters are computed with in several dtypes.
         joins: Whether the inputs of the gather are joined as torch would, since a parameter encodes itself or, without
             a codec, dtypes are mixed; else the shards themselves are gathered. See [Note: Own bytes].
-        dtype: The dtype in which parameters are gathered; if theirs differ, one that can hold the values of all, and
-            uint8 for bytes that no codec encodes.
-        shard_numel: The number of elements that a rank contributes to a gather; if it joins inputs, 0 until their
-            first use.
-        numel: The number of elements that a gather leaves on a rank.
+        dtype: That of gathered values; uint8 for bytes that no codec encodes.
+        shard_numel, numel: Elements that a rank gives and gets; if it joins inputs, 0 until their first use.
         memory: The gathered shards, except tensor subclasses, which may have no storage.
         counted: The tensors whose writes torch counts: the parameters and their shards.
-        cast_before_joining: Whether each shard must be cast to ``dtype`` before it is joined with others.
-        swaps: The swaps of all parameters, once :meth:`fill`, :meth:`unshard` and :meth:`reshard` can replace torch's
-            work for each; else empty.
+        swaps: The swaps of all parameters, once they can replace torch's work for each; else empty.
     """
 
     def __init__(self, group: FSDPParamGroup, encodes: bool) -> None:
@@ -401,7 +394,6 @@ def _beside(output: Tensor, world: int) -> Tensor:
 
 
 def _is_plain(param: FSDPParam) -> bool:
-    """Return whether a copy and a swap are enough to unshard a parameter."""
     info = param._module_info
     return (
         hasattr(param, "_unsharded_param")
@@ -439,7 +431,6 @@ def layout_of(group: FSDPParamGroup, params: Sequence[FSDPParam], places: Sequen
 
 
 def axes_of(params: Iterable[FSDPParam]) -> list[tuple[str, ...]]:
-    """Return the mesh dimensions along which FSDP or another parallelism shards each parameter."""
     sharded = [param.sharded_param for param in params]
     return sharded_along((tensor.device_mesh, tensor.placements) for tensor in sharded if isinstance(tensor, DTensor))
 
@@ -463,13 +454,7 @@ class StrategyReduceScatter(ReduceScatter):
     """Reduces a group's gradient of a step.
 
     With two hops it makes the first, and torch's all-reduce hook, :meth:`finish`, makes the second, which therefore
-    runs in the stream of the all-reduce.
-
-    Attributes:
-        layout: Layout of the gradient that torch is about to reduce.
-        idle: The names of parameters that this rank has not used.
-        hook: A user's all-reduce hook, which :meth:`finish` runs afterwards.
-        pending: The reduction that :meth:`finish` has to finish, if any.
+    runs in the stream of the all-reduce, and then a user's own ``hook``.
     """
 
     unit: StrategyUnit
@@ -566,8 +551,6 @@ class GroupWeights:
     """A parameter group's weights: the source of its gathers and of its secondary shard, and the memory that it keeps.
 
     Attributes:
-        comm: The gather as torch calls it; None where torch's own collective gathers.
-        plan: The common plan of gathers; None before :meth:`make_plan`.
         reuses: Whether later gathers reuse anything of an earlier one.
         staleness_guard: The secondary shard that knows whether weights that stay unsharded from one micro-batch to the
             next are stale; None if they don't stay.
@@ -620,7 +603,6 @@ class GroupWeights:
         return True
 
     def drop_kept(self) -> None:
-        """Free the memory that is kept while modules show shards."""
         if self.is_kept:
             free_unsharded(self._group.fsdp_params)
             self.is_kept = self.puts_back = self.was_gathered = False

@@ -270,7 +270,6 @@ class MeshPart:
 
     Attributes:
         over: The mesh, and the strategy, without overrides.
-        own: The parameters, with names.
         arguments: The arguments of ``fully_shard``; ``mesh`` and ``dp_mesh_dims`` are those of the part.
         placements: The results of the call's ``shard_placement_fn`` for them, without meshes.
         path: The part's path within the module; empty for the part that has the call's own mesh and strategy.
@@ -298,10 +297,6 @@ def split(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: d
 
     ``call`` has all parameters, with the strategy of the first module; ``given`` has the arguments before its mesh was
     read.
-
-    Raises:
-        ValueError: If ``shard_placement_fn`` returns something other than a placement, if torch can't make several
-            groups of a module, or if the nodes of a parameter's mesh are unknown.
     """
     planned = agree(
         call.over.group if call.over.compared else None,
@@ -460,7 +455,6 @@ def make_unit(
 
 
 def _not_to_be_encoded(parameters: list[tuple[str, nn.Parameter]]) -> list[Tensor]:
-    """Return the parameters that hold packed values, except trained ones that encode themselves."""
     # Their bytes are known only when they are sharded; see ``lazy_init`` in _torch_group.py.
     return [p for p in packed(parameters).values() if not (p.requires_grad and encodes_itself(p))]
 
@@ -524,11 +518,7 @@ _REMEDY = "pass others in ignored_params"
 def check_arguments(
     own: list[tuple[str, nn.Parameter]], strategy: Strategy, group: dist.ProcessGroup, arguments: dict[str, Any]
 ) -> RankLayout:
-    """Raise if a strategy can't shard parameters by these arguments of ``fully_shard``; return the layout.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: Saying what to do instead.
-    """
+    """Raise if a strategy can't shard parameters by these arguments of ``fully_shard``; return the layout."""
     check_strategy(strategy)
     layout = RankLayout.of(strategy, group)
     # Check them even if all is left to torch, which would say that integers can't have gradients.
