@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -148,29 +148,20 @@ class ArrivingGradients:
 # order is the reverse of the model's. A unit that autograd finishes before its turn keeps its gradients until then.
 
 
-class OrderedGradients(Protocol):
-    @property
-    def takes_part(self) -> bool:
-        """Return whether ranks gathered it for the micro-batch whose backward runs; the same on all ranks."""
-
-
-U = TypeVar("U", bound=OrderedGradients)
-
-
-class ReductionOrder(Generic[U]):
+class ReductionOrder:
     """Order in which units reduce; see [Note: The order of reductions].
 
     An adapter appends each unit to ``synchronized`` when it reduces it, in backwards that synchronize gradients.
     """
 
-    def __init__(self, units: Iterable[U]) -> None:
-        self._order: list[U] = list(units)[::-1]
-        self.synchronized: list[U] = []
+    def __init__(self, units: Iterable[StepGradients]) -> None:
+        self._order: list[StepGradients] = list(units)[::-1]
+        self.synchronized: list[StepGradients] = []
         self._turn = 0
         self._finished: set[int] = set()
         self._returned: set[int] = set()
 
-    def finished(self, unit: U) -> list[U]:
+    def finished(self, unit: StepGradients) -> list[StepGradients]:
         """Note that autograd has finished a unit's gradients; return the units whose turn it is, maybe not this one."""
         self._finished.add(id(unit))
         due = []
@@ -184,7 +175,7 @@ class ReductionOrder(Generic[U]):
         self._returned.update(map(id, due))
         return due
 
-    def remaining(self) -> list[U]:
+    def remaining(self) -> list[StepGradients]:
         order, returned = self._order, self._returned
         self.restart()
         # A unit may be gathered after its turn: in the second of two backwards after two forwards, say.
@@ -743,3 +734,64 @@ def _reduction(mesh: ProcessMesh, resolved: ResolvedStrategy, traffic: Traffic) 
         error_feedback=resolved.error_feedback,
         native=True,
     )
+
+
+# ---- step gradients
+#
+# Gradients of a model over the micro-batches of a step, as far as both adapters handle them alike.
+
+
+class StepGradients(ABC):
+    """A unit's gradients over the micro-batches of a step. Its :class:`StepWatch` sets ``order`` and ``arriving``."""
+
+    reductions: StepReductions
+    order: ReductionOrder
+    arriving: ArrivingGradients
+
+    @property
+    @abstractmethod
+    def takes_part(self) -> bool:
+        """Return whether ranks gathered the unit for this micro-batch, and it has hops to make before the last one.
+
+        It is the same on all ranks.
+        """
+
+    @abstractmethod
+    def reduce_micro_batch(self) -> None:
+        """Reduce the gradients that torch has kept, and zeros for missing ones, as far as the gradient scope says."""
+
+    def micro_batch_ended(self) -> None:
+        """Reduce the units whose turn it is after a backward of this one, before the last micro-batch of the step.
+
+        See [Note: What a micro-batch reduces] and [Note: The order of reductions].
+        """
+        assert self.reductions.current is not None
+        if not self.reductions.current.communicates_early:
+            self.reduce_micro_batch()
+            return
+        for due in self.order.finished(self):
+            due.reduce_micro_batch()
+
+
+class StepWatch:
+    """The units of a model whose backwards end together.
+
+    ``on_backward_end`` is called at the end of every backward with whether it synchronizes gradients.
+    """
+
+    def __init__(self, gradients: Iterable[StepGradients], on_backward_end: Callable[[bool], None]) -> None:
+        self.gradients = list(gradients)
+        self.on_backward_end = on_backward_end
+        self.arriving = ArrivingGradients()
+        self.restart_order()
+
+    def restart_order(self) -> None:
+        """Start with the order of the model, before the first backward or after an exception."""
+        self.order = ReductionOrder(self.gradients)
+        for each in self.gradients:
+            each.order, each.arriving = self.order, self.arriving
+
+    def reduce_remaining(self) -> None:
+        """Reduce the units that have not had their turn in a micro-batch that is not the last."""
+        for each in self.order.remaining():
+            each.reduce_micro_batch()

@@ -35,8 +35,8 @@ from torch.distributed.fsdp._flat_param import (
 from torch.nn.modules import module as torch_module
 
 from fsdp_zpp.comm.flat_layout import FlatLayout, Piece, boundaries_between, keep_recent, sent_exactly, sharded_along
+from fsdp_zpp.comm.gradient_reduce import StepGradients, StepReductions
 from fsdp_zpp.runtime._torch_rank_layout import mesh_over
-from fsdp_zpp.runtime.unit import StepGradients, StrategyUnit
 
 # ---- torch
 #
@@ -513,7 +513,8 @@ class HandleGradients(StepGradients):
     instance: FullyShardedDataParallel
     handle: FlatParamHandle
     layout: FlatParameterLayout
-    unit: StrategyUnit
+    reductions: StepReductions
+    keeps_unsharded: bool
     was_gathered: bool = False
     took_part: bool = False
     is_used: bool = False
@@ -523,19 +524,19 @@ class HandleGradients(StepGradients):
     @property
     def reduces_early(self) -> bool:
         # Without shards, FSDP accumulates in the unsharded gradient, which is what the optimizer will see.
-        return self.handle.uses_sharded_strategy and self.unit.reductions.current is not None
+        return self.handle.uses_sharded_strategy and self.reductions.current is not None
 
     @property
     def is_of_micro_batch(self) -> bool:
         """Return whether ranks have gathered the weights for this micro-batch, used or not; the same on all ranks."""
-        is_gathered = self.was_gathered or (self.unit.keep_unsharded and not FlatParamHandle.needs_unshard(self.handle))
+        is_gathered = self.was_gathered or (self.keeps_unsharded and not FlatParamHandle.needs_unshard(self.handle))
         return is_gathered and self.reduces_early and self.handle.flat_param.requires_grad
 
     @property
     def takes_part(self) -> bool:
         return (
-            self.unit.reductions.current is not None
-            and self.unit.reductions.current.communicates_early
+            self.reductions.current is not None
+            and self.reductions.current.communicates_early
             and self.is_of_micro_batch
         )
 
@@ -565,7 +566,7 @@ class HandleGradients(StepGradients):
     # ---- before the last micro-batch
 
     def reduce_micro_batch(self) -> None:
-        assert self.unit.reductions.current is not None
+        assert self.reductions.current is not None
         instance, flat_param = self.instance, self.handle.flat_param
         self._keep_reduced_gradient()
         unsharded, flat_param.grad = flat_param.grad, None
@@ -585,7 +586,7 @@ class HandleGradients(StepGradients):
                 no_dispatch_record_stream(unsharded.data, stream)
                 gradient = unsharded.data.to(self._dtype)
             gradient, _ = runtime._get_reduce_scatter_tensors(instance, gradient)
-            finish = self.unit.reductions.current.accumulate(gradient, self._layout_in(gradient))
+            finish = self.reductions.current.accumulate(gradient, self._layout_in(gradient))
             finish()
 
     def _keep_reduced_gradient(self) -> None:
@@ -606,14 +607,14 @@ class HandleGradients(StepGradients):
         FSDP calls this as a communication hook. For a unit that it does not shard it passes no ``out``: the mean then
         replaces ``gradient``.
         """
-        if self.unit.reductions.current is None:
+        if self.reductions.current is None:
             assert out is None, "one rank is not sharded over"
             return  # a node of one rank that trains on its own
         out_or_gradient = gradient if out is None else out
         layout, idle = self._layout_in(gradient), []
-        if self.unit.reductions.current.errors is not None:
+        if self.reductions.current.errors is not None:
             idle = [piece.name for piece in layout.pieces if piece.order not in self.used]
-        finish = self.unit.reductions.current.start(gradient, out_or_gradient, 1.0, layout, idle=idle)
+        finish = self.reductions.current.start(gradient, out_or_gradient, 1.0, layout, idle=idle)
         finish()
         if out is None:
             # FSDP adds the next gradient to this tensor, and all is encoded together. An overflow spoils whole blocks,
@@ -623,7 +624,7 @@ class HandleGradients(StepGradients):
 
     def _layout_in(self, gradient: Tensor) -> FlatLayout:
         # Only errors need to know which parameters are frozen.
-        knows_frozen = self.unit.reductions.current is not None and self.unit.reductions.current.errors is not None
+        knows_frozen = self.reductions.current is not None and self.reductions.current.errors is not None
         return (self.layout.trained if knows_frozen else self.layout.whole)(gradient.shape[0])
 
     def reduce_accumulated(self, used_elsewhere: bool) -> None:
@@ -631,11 +632,11 @@ class HandleGradients(StepGradients):
 
         ``used_elsewhere`` says that other ranks have used it in the step, and this one has not.
         """
-        if self.unit.reductions.current is None:
+        if self.reductions.current is None:
             return
         instance, handle = self.instance, self.handle
         is_unreduced, self.is_unreduced = self.is_unreduced and handle.flat_param.grad is not None, False
-        has_accumulated = self.unit.reductions.current.accumulated.sums is not None or used_elsewhere
+        has_accumulated = self.reductions.current.accumulated.sums is not None or used_elsewhere
         if not is_unreduced and not has_accumulated:
             return
         self._enter_post_backward()
@@ -664,9 +665,9 @@ class HandleGradients(StepGradients):
 
     def drop_unused(self) -> None:
         """Drop the gradient of a unit that micro-batches have gathered but no rank has used in the step."""
-        if self.unit.reductions.current is None:
+        if self.reductions.current is None:
             return
-        self.unit.reductions.current.accumulated.drop()
+        self.reductions.current.accumulated.drop()
         handle, flat_param = self.handle, self.handle.flat_param
         # A gradient of an earlier backward of the step stays; FSDP would drop it, for want of another one.
         has_gradient = hasattr(flat_param, "_saved_grad_shard")

@@ -23,9 +23,10 @@ from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle, H
 
 from fsdp_zpp.comm.agreement import agree_on_use
 from fsdp_zpp.comm.flat_layout import FlatLayout, Sharded
+from fsdp_zpp.comm.gradient_reduce import StepWatch
 from fsdp_zpp.comm.weight_gather import ShardValues, ShardVersion, WeightGather
 from fsdp_zpp.runtime._torch_flat_parts import copy_replaced, copy_replaced_shards
-from fsdp_zpp.runtime.unit import StepWatch, StrategyUnit
+from fsdp_zpp.runtime.unit import StrategyUnit
 
 from ._torch_flat_parameter import (
     FlatParameterLayout,
@@ -69,7 +70,7 @@ class StrategyHandle(FlatParamHandle):
         self._gather_is_lossy = unit.gather is not None and unit.gather.secondary.codec is not None
         self._holds_decoded_weights, self._version_at_summon = False, None
         self._version = ShardVersion()
-        self.gradients = HandleGradients(instance, self, layout, unit)
+        self.gradients = HandleGradients(instance, self, layout, unit.reductions, unit.keep_unsharded)
         self.views = ParameterViews(self)
         if self.views.are_direct:
             self._setattr_tensor, self._setattr_param = set_tensor, set_parameter
@@ -173,7 +174,7 @@ class StrategyHandle(FlatParamHandle):
         elif self._training_state == HandleTrainingState.BACKWARD_PRE and self.views.show_forward_views():
             return
         super()._use_unsharded_views(as_params)
-        current = self.gradients.unit.reductions.current
+        current = self.gradients.reductions.current
         if not as_params and current is not None and current.errors is not None:
             self.gradients.watch_use()
 
@@ -432,7 +433,7 @@ class HandleBackwardWatch(StepWatch):
 
     def reduce_in_two_streams(self) -> None:
         """Give every other unit a second stream to reduce in, concurrent with the others' hops between nodes."""
-        two_hops = [each.gradients for each in self._handles if each.gradients.unit.reductions.have_two_hops]
+        two_hops = [each.gradients for each in self._handles if each.gradients.reductions.have_two_hops]
         if len(two_hops) > 1:
             second = two_hops[0].instance._device_handle.Stream()
             for gradients in two_hops[1::2]:
@@ -489,7 +490,7 @@ class HandleBackwardWatch(StepWatch):
         gathered = [handle for handle in self._handles if handle.gradients.took_part]
         if not gathered:
             return used_elsewhere
-        asked = [(handle, handle.gradients.unit.reductions.mesh, [handle.gradients.is_used]) for handle in gathered]
+        asked = [(handle, handle.gradients.reductions.mesh, [handle.gradients.is_used]) for handle in gathered]
         for handle, used_by_any in agree_on_use(asked):
             if handle.gradients.is_used:
                 continue

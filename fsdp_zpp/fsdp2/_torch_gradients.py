@@ -16,9 +16,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from fsdp_zpp.comm.flat_layout import FlatLayout, keep_recent
-from fsdp_zpp.comm.gradient_reduce import ArrivingGradients
+from fsdp_zpp.comm.gradient_reduce import ArrivingGradients, StepGradients, StepReductions
 from fsdp_zpp.comm.hops import keep_until_read
-from fsdp_zpp.runtime.unit import StepGradients, StrategyUnit
+from fsdp_zpp.runtime.unit import StrategyUnit
 
 from ._torch_weights import (
     GroupWeights,
@@ -62,7 +62,7 @@ class ParameterUse:
     """
 
     group: FSDPParamGroup
-    unit: StrategyUnit
+    reductions: StepReductions
     took_part: bool = False
     has_errors: bool = False
     reduced: list[FSDPParam] = field(default_factory=list)
@@ -103,7 +103,7 @@ class ParameterUse:
     def _goes_without(self, param: FSDPParam) -> bool:
         """Return whether a parameter gets no gradient if no rank has used it, so that ranks must compare their use."""
         # It gets zeros if it requires a gradient by now and ``set_reduce_scatter_unused_params`` asks for them.
-        if self.unit.reduce is None:
+        if self.reductions.current is None:
             return False
         zeros_reduced = getattr(self.group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
         return not (zeros_reduced and param._unsharded_param.requires_grad)
@@ -204,16 +204,16 @@ class GroupGradients(StepGradients):
     """Accumulates and reduces a parameter group's gradients; ``comm`` does so as torch calls it, None if torch does."""
 
     def __init__(self, group: FSDPParamGroup, weights: GroupWeights, unit: StrategyUnit) -> None:
-        self._group, self._weights, self.unit = group, weights, unit
+        self._group, self._weights, self.reductions = group, weights, unit.reductions
         self._is_offloaded = isinstance(group.offload_policy, CPUOffloadPolicy)
         self.comm: StrategyReduceScatter | StrategyAllReduce | None = None
         self._all_reduce_hook: Callable[[Tensor], None] | None = None  # which torch must have
         if unit.reductions.all and unit.scopes.optimizer == "N":  # torch has nothing to scatter
-            self.comm = self._all_reduce_hook = StrategyAllReduce(unit, group)
+            self.comm = self._all_reduce_hook = StrategyAllReduce(unit.reductions, group)
         elif unit.reductions.all:
-            self.comm = StrategyReduceScatter(unit, group)
+            self.comm = StrategyReduceScatter(unit.reductions, group)
             self._all_reduce_hook = self.comm.finish if unit.reductions.have_two_hops else None
-        self.use = ParameterUse(group, unit)
+        self.use = ParameterUse(group, unit.reductions)
         self.layouts: dict[tuple[FSDPParam, ...], FlatLayout] = {}  # of the last few sets of parameters
         self._reduced = False
 
@@ -222,16 +222,14 @@ class GroupGradients(StepGradients):
         """Return whether a backward completes the gradients of its step, as FSDPModule's setters say."""
         # torch has no all-reduce without replicas of its own, so set_requires_all_reduce governs deferred hops.
         return self._group.reduce_grads and (
-            self._group.all_reduce_grads
-            or self.unit.reductions.current is None
-            or not self.unit.reductions.current.defers_hops
+            self._group.all_reduce_grads or self.reductions.current is None or not self.reductions.current.defers_hops
         )
 
     @property
     def takes_part(self) -> bool:
         early = (
-            self.unit.reductions.current is not None
-            and self.unit.reductions.current.communicates_early
+            self.reductions.current is not None
+            and self.reductions.current.communicates_early
             and not self.is_last_micro_batch
         )
         return early and (self._weights.was_gathered or self._group.is_unsharded) and bool(self._reduced_params())
@@ -248,7 +246,7 @@ class GroupGradients(StepGradients):
             return
         self._reduced = True
         self._weights.was_gathered |= group.is_unsharded  # before it is resharded
-        if self.unit.reductions.current is None or self.is_last_micro_batch:
+        if self.reductions.current is None or self.is_last_micro_batch:
             self._reduce_step(*unused)
             return
         # reduce_grads may be True here: set_requires_all_reduce(False) alone can say that more micro-batches follow.
@@ -274,13 +272,13 @@ class GroupGradients(StepGradients):
 
     @torch.no_grad()
     def reduce_micro_batch(self) -> None:
-        assert self.unit.reductions.current is not None
+        assert self.reductions.current is not None
         self._drop_prefetch()
         group, params = self._group, self._reduced_params()
         gradients = [take_gradient(param) for param in params]
         any_used = self.use.note(params, gradients)
         self.use.took_part |= self._weights.was_gathered and bool(params)
-        if not params or not (any_used or self.unit.reductions.current.communicates_early):
+        if not params or not (any_used or self.reductions.current.communicates_early):
             return
         flat = flatten_gradients(group, params, gradients)
         # Under scope G the inter-node hop completes the sum. It runs in the stream of torch's all-reduce, so that the
@@ -288,12 +286,12 @@ class GroupGradients(StepGradients):
         intra, inter = group.comm_ctx.reduce_scatter_stream, group.comm_ctx.all_reduce_stream
         if isinstance(self.comm, StrategyAllReduce):
             intra = inter  # where the last micro-batch adds its sums to the accumulated ones
-        elif not self.unit.reductions.current.has_two_hops:
+        elif not self.reductions.current.has_two_hops:
             inter = intra
         intra.wait_stream(group.device_handle.current_stream())
         with group.device_handle.stream(intra):
             # It was allocated in the backward's stream.
-            finish = self.unit.reductions.current.accumulate(keep_until_read(flat), self._layout_of(params))
+            finish = self.reductions.current.accumulate(keep_until_read(flat), self._layout_of(params))
         if inter is not intra:
             inter.wait_stream(intra)
         with group.device_handle.stream(inter):
@@ -314,7 +312,7 @@ class GroupGradients(StepGradients):
         takes_unused = getattr(self._group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
         # If torch reduces unused parameters, all ranks do, whatever this one has.
         reduces = use.took_part or bool(reduced) or bool(params and takes_unused)
-        current, fills = self.unit.reductions.current, False
+        current, fills = self.reductions.current, False
         use.has_errors = current is not None and current.errors is not None
         if current is not None:
             # Errors that are fed back have the layout of the whole group's gradient, so that must not change.
@@ -351,9 +349,9 @@ class GroupGradients(StepGradients):
             for param in unsharded
             if param.sharded_param.requires_grad or param._unsharded_param.requires_grad or has_gradient(param)
         ]
-        if self.unit.reductions.current is None or len(reduced) == len(unsharded):
+        if self.reductions.current is None or len(reduced) == len(unsharded):
             return reduced
-        accumulated, others = self.unit.reductions.current.accumulated.names, set(reduced)
+        accumulated, others = self.reductions.current.accumulated.names, set(reduced)
         return [param for param in unsharded if param in others or param._param_fqn in accumulated]
 
     def _layout_of(self, params: Sequence[FSDPParam]) -> FlatLayout:
@@ -375,7 +373,7 @@ class GroupGradients(StepGradients):
         # not.
         self._weights.was_gathered = self._weights.is_kept
         if synchronized:
-            self.use = ParameterUse(self._group, self.unit)
+            self.use = ParameterUse(self._group, self.reductions)
 
     def drop(self) -> None:
         """Drop the gradients that torch has kept, and forget which parameters have them, unless a backward runs."""
@@ -389,8 +387,8 @@ class GroupGradients(StepGradients):
 
     def reset(self) -> None:
         """Drop the gradients of a step's micro-batches, since an exception has ended it."""
-        if self.unit.reductions.current is not None:
-            self.unit.reductions.current.accumulated.drop()
+        if self.reductions.current is not None:
+            self.reductions.current.accumulated.drop()
         self.drop()  # torch itself drops unsharded ones from 2.15 on only
         self.end_backward(synchronized=True)
 

@@ -22,9 +22,10 @@ from torch.profiler import record_function
 
 from fsdp_zpp.comm.agreement import agree_on_use
 from fsdp_zpp.comm.flat_layout import Sharded
+from fsdp_zpp.comm.gradient_reduce import StepWatch
 from fsdp_zpp.comm.hops import keep_until_read
 from fsdp_zpp.comm.weight_gather import WeightGather
-from fsdp_zpp.runtime.unit import StepWatch, StrategyUnit
+from fsdp_zpp.runtime.unit import StrategyUnit
 from fsdp_zpp.strategy.configuration import source_of
 from fsdp_zpp.strategy.strategy import Strategy
 
@@ -269,7 +270,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         self.gradients.post_backward(*unused)
 
     def _set_separate_reduce_scatter_group(self, enable: bool, *groups: object) -> None:
-        if enable and self.gradients.unit.reductions.current is not None:
+        if enable and self.gradients.reductions.current is not None:
             raise NotImplementedError(
                 f"set_separate_reduce_scatter_group(True) applies to torch's own reduction, but a Strategy reduces the "
                 f"gradients of {self.name} over process groups of its own; remove the call"
@@ -511,7 +512,7 @@ class WatchedState(FSDPState):
 
 def _drop_unused(gradients: list[GroupGradients]) -> None:
     """Remove gradients of parameters that no rank has used in the step that ends. Collective."""
-    asked = [(each.use, each.unit.reductions.mesh, used) for each in gradients if (used := each.use.in_step())]
+    asked = [(each.use, each.reductions.mesh, used) for each in gradients if (used := each.use.in_step())]
     for use, used_by_any in agree_on_use(asked):
         use.drop_unused(used_by_any)
 

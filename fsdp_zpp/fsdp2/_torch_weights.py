@@ -29,10 +29,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_zpp.comm.agreement import plain_parts
 from fsdp_zpp.comm.flat_layout import NO_PARAMETERS, FlatLayout, Piece, sent_exactly, sharded_along
-from fsdp_zpp.comm.gradient_reduce import PendingReduction
+from fsdp_zpp.comm.gradient_reduce import PendingReduction, StepReductions
 from fsdp_zpp.comm.hops import keep_until_read
 from fsdp_zpp.comm.weight_gather import SecondaryShard, ShardValues, ShardVersion, WeightGather
-from fsdp_zpp.runtime.unit import StrategyUnit
 
 # ---- torch
 #
@@ -457,7 +456,7 @@ class StrategyReduceScatter(ReduceScatter):
     runs in the stream of the all-reduce, and then a user's own ``hook``.
     """
 
-    unit: StrategyUnit
+    reductions: StepReductions
     group: FSDPParamGroup
     layout: FlatLayout = NO_PARAMETERS
     idle: Collection[str] = ()
@@ -474,7 +473,7 @@ class StrategyReduceScatter(ReduceScatter):
         op: ReduceOp | ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        reduce, world = self.unit.reductions.current, self.unit.reductions.mesh.topology.world
+        reduce, world = self.reductions.current, self.reductions.mesh.topology.world
         assert reduce is not None, "one rank is not sharded over"
         # torch asks for the average, unless there is a risk of overflow or a divide factor was set.
         factor = _factor_of(op, group.size(), world, self.group.gradient_divide_factor)
@@ -501,13 +500,13 @@ class StrategyReduceScatter(ReduceScatter):
 class StrategyAllReduce:
     """Reduces a group's gradient where torch shards over one rank and has nothing to scatter: its all-reduce hook."""
 
-    unit: StrategyUnit
+    reductions: StepReductions
     group: FSDPParamGroup
     layout: FlatLayout = NO_PARAMETERS
     idle: Collection[str] = ()
 
     def __call__(self, gradient: Tensor) -> None:
-        reduce = self.unit.reductions.current
+        reduce = self.reductions.current
         if reduce is None:  # a node of one rank that trains on its own
             return
         factor = 1.0
@@ -515,7 +514,7 @@ class StrategyAllReduce:
             # The sum over all ranks is to be divided by it, once; torch has done that, and with nothing to scatter
             # does it once more where it divides around sums.
             around_sum = self.group.force_sum_reduction_for_comms or gradient.dtype == torch.float16
-            factor = self.unit.reductions.mesh.topology.world * (divide_factor if around_sum else 1.0)
+            factor = self.reductions.mesh.topology.world * (divide_factor if around_sum else 1.0)
         divisor = divided_by(self.group, gradient.dtype) if reduce.accumulated.sums is not None else 1.0
         finish = reduce.start(gradient, gradient, factor, self.layout, divisor, self.idle)
         finish()

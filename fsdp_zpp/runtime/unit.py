@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_zpp.comm.error_feedback import ErrorFeedbackState
 from fsdp_zpp.comm.flat_layout import Sharded
-from fsdp_zpp.comm.gradient_reduce import ArrivingGradients, GradientReduce, ReductionOrder, StepReductions
+from fsdp_zpp.comm.gradient_reduce import GradientReduce, StepReductions
 from fsdp_zpp.comm.hops import Level, Traffic
 from fsdp_zpp.comm.mesh import ProcessMesh, as_launched, with_own_hop
 from fsdp_zpp.comm.weight_gather import WeightGather
@@ -404,61 +403,3 @@ class StrategyUnit:
         for part in (self.gather, *self.reductions.all, outer):
             if part is not None:
                 part.label = name
-
-
-# ---- step gradients
-#
-# Gradients of a model over the micro-batches of a step, as far as both adapters handle them alike.
-
-
-class StepGradients(ABC):
-    """A unit's gradients over the micro-batches of a step. Its :class:`StepWatch` sets ``order`` and ``arriving``."""
-
-    unit: StrategyUnit
-    order: ReductionOrder[StepGradients]
-    arriving: ArrivingGradients
-
-    @property
-    @abstractmethod
-    def takes_part(self) -> bool:
-        """Return whether ranks gathered the unit for this micro-batch, and it has hops to make before the last one."""
-
-    @abstractmethod
-    def reduce_micro_batch(self) -> None:
-        """Reduce the gradients that torch has kept, and zeros for missing ones, as far as the gradient scope says."""
-
-    def micro_batch_ended(self) -> None:
-        """Reduce the units whose turn it is after a backward of this one, before the last micro-batch of the step.
-
-        See [Note: What a micro-batch reduces] and [Note: The order of reductions] in gradient_reduce.py.
-        """
-        assert self.unit.reductions.current is not None
-        if not self.unit.reductions.current.communicates_early:
-            self.reduce_micro_batch()
-            return
-        for due in self.order.finished(self):
-            due.reduce_micro_batch()
-
-
-class StepWatch:
-    """The units of a model whose backwards end together.
-
-    ``on_backward_end`` is called at the end of every backward with whether it synchronizes gradients.
-    """
-
-    def __init__(self, gradients: Iterable[StepGradients], on_backward_end: Callable[[bool], None]) -> None:
-        self.gradients = list(gradients)
-        self.on_backward_end = on_backward_end
-        self.arriving = ArrivingGradients()
-        self.restart_order()
-
-    def restart_order(self) -> None:
-        """Start with the order of the model, before the first backward or after an exception."""
-        self.order = ReductionOrder(self.gradients)
-        for each in self.gradients:
-            each.order, each.arriving = self.order, self.arriving
-
-    def reduce_remaining(self) -> None:
-        """Reduce the units that have not had their turn in a micro-batch that is not the last."""
-        for each in self.order.remaining():
-            each.reduce_micro_batch()
