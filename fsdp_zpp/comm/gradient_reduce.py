@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -524,7 +524,7 @@ class GradientReduce:
         error_feedback: LoCo | None = None,
         native: bool = False,
     ) -> None:
-        self._topology = mesh.topology
+        self._topology, self._parts = mesh.topology, mesh.topology.shard_count(optimizer_scope)
         self._gradient_scope, self._optimizer_scope = gradient_scope, optimizer_scope
         self._codecs = intra_codec, inter_codec
         self._error_feedback = error_feedback
@@ -636,10 +636,6 @@ class GradientReduce:
         assert accumulated is not None, "dropped within a reduction"
         last = keep_until_read(last)  # which that stream allocated; it is freed when this returns
         out.copy_(last.add_(accumulated, alpha=factor))
-
-    @cached_property
-    def _parts(self) -> int:
-        return self._topology.shard_count(self._optimizer_scope)
 
     def _check_sizes(self, gradient: Tensor, out: Tensor) -> None:
         parts = self._parts

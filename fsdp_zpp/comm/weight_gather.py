@@ -636,7 +636,12 @@ class WeightGather:
         if secondary.encoded_by is settled.sent_as:
             secondary.check_version(version)
         else:
-            values = self._values(shard, version)
+            source = secondary.source
+            if shard is not None:
+                values = ShardValues([shard], shard.numel(), version, source is None or source.is_trained())
+            else:
+                assert source is not None
+                values = source.read()
             if self.prefetcher is None:
                 gather_inter_node([StaleShard(secondary, settled.sent_as, values)])
             else:
@@ -672,13 +677,6 @@ class WeightGather:
         own = starts if of_all else (self._rank * numel,)
         at = starts if of_all else None
         return exact_places(Extent(numel, own, layout), starts, device, [self.secondary.codec], at)
-
-    def _values(self, shard: Tensor | None, version: Hashable) -> ShardValues:
-        source = self.secondary.source
-        if shard is not None:
-            return ShardValues([shard], shard.numel(), version, source is None or source.is_trained())
-        assert source is not None
-        return source.read()
 
     def _check_sizes(self, shard: Tensor, out: Tensor) -> None:
         if out.numel() != self._world * shard.numel():

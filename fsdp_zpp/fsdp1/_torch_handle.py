@@ -24,7 +24,7 @@ from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle, H
 from fsdp_zpp.comm.agreement import agree_on_use
 from fsdp_zpp.comm.flat_layout import FlatLayout, Sharded
 from fsdp_zpp.comm.gradient_reduce import StepWatch
-from fsdp_zpp.comm.weight_gather import ShardValues, ShardVersion, WeightGather
+from fsdp_zpp.comm.weight_gather import ShardValues, ShardVersion
 from fsdp_zpp.runtime._torch_flat_parts import copy_replaced, copy_replaced_shards
 from fsdp_zpp.runtime.unit import StrategyUnit
 
@@ -50,15 +50,7 @@ class StrategyHandle(FlatParamHandle):
     ``written_back`` is called after parameters were written to the shard, or moved.
     """
 
-    gradients: HandleGradients
-    views: ParameterViews
-    parameter_layout: FlatParameterLayout
     written_back: Callable[[], None]
-    _gather: WeightGather | None
-    _gather_is_lossy: bool
-    _keeps_unsharded: bool
-    _holds_decoded_weights: bool
-    _version: ShardVersion
     _version_at_summon: Hashable
     _has_optim_in_backward: bool
 

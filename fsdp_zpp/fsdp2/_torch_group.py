@@ -77,14 +77,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     reduce.
     """
 
-    unit: StrategyUnit
-    weights: GroupWeights
-    gradients: GroupGradients
-    _path: str
-    _state: FSDPState
     _on_lazy_init: Callable[[nn.Module], None] | None
-    _is_ordered: bool
-    _knows_formats: bool
     _known_names: Mapping[FSDPParam, str]
 
     def adopt(self, state: FSDPState, unit: StrategyUnit, path: str, on_lazy_init: Callable[[nn.Module], None]) -> None:

@@ -320,9 +320,7 @@ class GatherPlan:
 
     @torch.no_grad()
     def as_torch_gathers(self, gathered: Tensor) -> Tensor:
-        """Return the gathered output, flat [numel], as torch takes it: as bytes, if parameters have several dtypes."""
-        if not self.mixed:
-            return gathered
+        """Return the gathered output of several dtypes, flat [numel], as torch takes it: as bytes."""
         parts = gathered.view(self._world, -1).split(self._numels, dim=1)
         cast = (part.to(dtype).contiguous() for part, dtype in zip(parts, self._dtypes, strict=True))
         return torch.cat([part.view(torch.uint8) for part in cast], dim=1).view(-1)
@@ -376,13 +374,6 @@ def show_shards(params: Sequence[FSDPParam]) -> None:
     for param in params:
         param._setattr_on_modules(param.sharded_param)
         param.sharded_state = ShardedState.SHARDED
-
-
-def free_unsharded(params: Sequence[FSDPParam]) -> None:
-    """Free the memory of unsharded parameters that modules don't show, unless torch must keep it."""
-    for param in params:
-        if not getattr(param, "keep_unsharded_storage", False):  # from torch 2.15 on
-            param.free_unsharded_param()
 
 
 def _beside(output: Tensor, world: int) -> Tensor:
@@ -603,7 +594,9 @@ class GroupWeights:
 
     def drop_kept(self) -> None:
         if self.is_kept:
-            free_unsharded(self._group.fsdp_params)
+            for param in self._group.fsdp_params:
+                if not getattr(param, "keep_unsharded_storage", False):  # from torch 2.15 on
+                    param.free_unsharded_param()
             self.is_kept = self.puts_back = self.was_gathered = False
 
     # ---- as a ShardSource, which is asked before torch's gather
