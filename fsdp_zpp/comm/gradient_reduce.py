@@ -638,11 +638,11 @@ class GradientReduce:
         out.copy_(last.add_(accumulated, alpha=factor))
 
     def _check_sizes(self, gradient: Tensor, out: Tensor) -> None:
-        parts = self._parts
-        if gradient.numel() != parts * out.numel():
+        needed = self._parts * out.numel()
+        if gradient.numel() != needed:
             raise ValueError(
                 f"{self.label}: a reduction over {self._topology.world} ranks to {out.numel()} values needs a gradient "
-                f"of {parts * out.numel()} values, got {gradient.numel()}; is the state that "
+                f"of {needed} values, got {gradient.numel()}; is the state that "
                 "reduces it built for another process group?"
             )
 
@@ -747,10 +747,7 @@ class StepGradients(ABC):
     @property
     @abstractmethod
     def takes_part(self) -> bool:
-        """Return whether ranks gathered the unit for this micro-batch, and it has hops to make before the last one.
-
-        It is the same on all ranks.
-        """
+        """Return whether ranks gathered it for this micro-batch, and it reduces before the last; the same on all."""
 
     @abstractmethod
     def reduce_micro_batch(self) -> None:

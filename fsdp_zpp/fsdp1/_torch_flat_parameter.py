@@ -38,10 +38,10 @@ from fsdp_zpp.comm.flat_layout import FlatLayout, Piece, boundaries_between, kee
 from fsdp_zpp.comm.gradient_reduce import StepGradients, StepReductions
 from fsdp_zpp.runtime._torch_rank_layout import mesh_over
 
-# ---- torch
+# ---- construction
 #
-# ``_torch_handle.py`` has those of flat parameters and of backwards. The adapter touches no other internals of torch,
-# and these files do nothing else. ``_torch_compat.py`` lists the names.
+# The adapter touches internals of torch in this file and in ``_torch_handle.py`` alone, and these do nothing else.
+# ``_torch_compat.py`` lists the names.
 
 
 @contextmanager

@@ -558,7 +558,7 @@ def reduce_in_every_backward() -> None:
 
 # ---- offload
 #
-# torch copies the gradient of such a unit to the CPU while the CPU waits, and steps at once. Here it copies without a
+# torch copies the gradient of an offloaded unit with an optimizer in the backward while the CPU waits, and steps. Here it copies without a
 # wait, and optimizers step as comm/gradient_reduce.py says.
 
 

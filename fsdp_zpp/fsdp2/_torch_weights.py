@@ -33,9 +33,7 @@ from fsdp_zpp.comm.gradient_reduce import PendingReduction, StepReductions
 from fsdp_zpp.comm.hops import keep_until_read
 from fsdp_zpp.comm.weight_gather import SecondaryShard, ShardValues, ShardVersion, WeightGather
 
-# ---- torch
-#
-# The other ``_torch_*.py`` files of this folder build on it; ``_torch_compat.py`` lists the names that they use.
+# ---- states and groups
 
 state_of: Callable[[nn.Module], FSDPState] = fully_shard.state  # type: ignore[attr-defined]
 
