@@ -135,63 +135,6 @@ class ArrivingGradients:
         step()
 
 
-# ---- reduction order
-#
-# Order in which the units of a model reduce gradients before the last micro-batch of a step.
-#
-# [Note: The order of reductions]
-# All ranks must issue collectives in the same order. Torch itself reduces in the last micro-batch only, in which all
-# ranks must use the same units in the same order; in earlier ones, each rank may use other units in another order. A
-# strategy that reduces earlier micro-batches, too, can therefore not reduce units in the order in which autograd
-# finishes them. It reduces every unit that ranks have gathered for the micro-batch, used or not, once, in the order of
-# the last backward that synchronized gradients, which is the same on all ranks. Before the first such backward, the
-# order is the reverse of the model's. A unit that autograd finishes before its turn keeps its gradients until then.
-
-
-class ReductionOrder:
-    """Order in which units reduce; see [Note: The order of reductions].
-
-    An adapter appends each unit to ``synchronized`` when it reduces it, in backwards that synchronize gradients.
-    """
-
-    def __init__(self, units: Iterable[StepGradients]) -> None:
-        self._order: list[StepGradients] = list(units)[::-1]
-        self.synchronized: list[StepGradients] = []
-        self._turn = 0
-        self._finished: set[int] = set()
-        self._returned: set[int] = set()
-
-    def finished(self, unit: StepGradients) -> list[StepGradients]:
-        """Note that autograd has finished a unit's gradients; return the units whose turn it is, maybe not this one."""
-        self._finished.add(id(unit))
-        due = []
-        while self._turn < len(self._order):
-            following = self._order[self._turn]
-            if following.takes_part:
-                if id(following) not in self._finished:
-                    break
-                due.append(following)
-            self._turn += 1
-        self._returned.update(map(id, due))
-        return due
-
-    def remaining(self) -> list[StepGradients]:
-        order, returned = self._order, self._returned
-        self.restart()
-        # A unit may be gathered after its turn: in the second of two backwards after two forwards, say.
-        return [unit for unit in order if unit.takes_part and id(unit) not in returned]
-
-    def restart(self) -> None:
-        """End a backward: the next one begins at the first turn, in the order in which this one synchronized."""
-        first = dict.fromkeys(self.synchronized)
-        self._order = [*first] + [unit for unit in self._order if unit not in first]
-        self.abandon()
-
-    def abandon(self) -> None:
-        # Some ranks may have got further than others, so the order of the failed backward is not used.
-        self.synchronized, self._finished, self._returned, self._turn = [], set(), set(), 0
-
-
 # ---- two hop reduce
 #
 # Hops of a gradient reduction: all-to-alls whose sums are made locally, in fp32.
@@ -735,14 +678,21 @@ def _reduction(mesh: ProcessMesh, resolved: ResolvedStrategy, traffic: Traffic) 
 # ---- step gradients
 #
 # Gradients of a model over the micro-batches of a step, as far as both adapters handle them alike.
+#
+# [Note: The order of reductions]
+# All ranks must issue collectives in the same order. Torch itself reduces in the last micro-batch only, in which all
+# ranks must use the same units in the same order; in earlier ones, each rank may use other units in another order. A
+# strategy that reduces earlier micro-batches, too, can therefore not reduce units in the order in which autograd
+# finishes them. It reduces every unit that ranks have gathered for the micro-batch, used or not, once, in the order of
+# the last backward that synchronized gradients, which is the same on all ranks. Before the first such backward, the
+# order is the reverse of the model's. A unit that autograd finishes before its turn keeps its gradients until then.
 
 
 class StepGradients(ABC):
-    """A unit's gradients over the micro-batches of a step. Its :class:`StepWatch` sets ``order`` and ``arriving``."""
+    """A unit's gradients over the micro-batches of a step; ``watch`` is that of its model."""
 
     reductions: StepReductions
-    order: ReductionOrder
-    arriving: ArrivingGradients
+    watch: StepWatch
 
     @property
     @abstractmethod
@@ -762,29 +712,64 @@ class StepGradients(ABC):
         if not self.reductions.current.communicates_early:
             self.reduce_micro_batch()
             return
-        for due in self.order.finished(self):
+        for due in self.watch.finished(self):
             due.reduce_micro_batch()
 
 
 class StepWatch:
-    """The units of a model whose backwards end together.
+    """The units of a model whose backwards end together, and the order in which they reduce.
 
-    ``on_backward_end`` is called at the end of every backward with whether it synchronizes gradients.
+    An adapter appends each unit to ``synchronized`` when it reduces it, in backwards that synchronize gradients.
+    ``on_backward_end`` is called at the end of every backward with whether it does.
     """
 
     def __init__(self, gradients: Iterable[StepGradients], on_backward_end: Callable[[bool], None]) -> None:
-        self.gradients = list(gradients)
+        self._gradients = list(gradients)
         self.on_backward_end = on_backward_end
         self.arriving = ArrivingGradients()
-        self.restart_order()
+        for each in self._gradients:
+            each.watch = self
+        self.restart_in_order_of_model()
 
-    def restart_order(self) -> None:
-        """Start with the order of the model, before the first backward or after an exception."""
-        self.order = ReductionOrder(self.gradients)
-        for each in self.gradients:
-            each.order, each.arriving = self.order, self.arriving
+    def restart_in_order_of_model(self) -> None:
+        """Begin before the first backward, or after an exception that ranks may have met at different points."""
+        self._order = self._gradients[::-1]
+        self.abandon()
+
+    def finished(self, unit: StepGradients) -> list[StepGradients]:
+        """Note that autograd has finished a unit's gradients; return the units whose turn it is, maybe not this one."""
+        self._finished.add(id(unit))
+        due = []
+        while self._turn < len(self._order):
+            following = self._order[self._turn]
+            if following.takes_part:
+                if id(following) not in self._finished:
+                    break
+                due.append(following)
+            self._turn += 1
+        self._returned.update(map(id, due))
+        return due
+
+    def remaining(self) -> list[StepGradients]:
+        order, returned = self._order, self._returned
+        self.restart()
+        # A unit may be gathered after its turn: in the second of two backwards after two forwards, say.
+        return [unit for unit in order if unit.takes_part and id(unit) not in returned]
+
+    def restart(self) -> None:
+        """End a backward: the next one begins at the first turn, in the order in which this one synchronized."""
+        first = dict.fromkeys(self.synchronized)
+        self._order = [*first] + [unit for unit in self._order if unit not in first]
+        self.abandon()
+
+    def abandon(self) -> None:
+        # Some ranks may have got further than others, so the order of the failed backward is not used.
+        self._turn = 0
+        self.synchronized: list[StepGradients] = []
+        self._finished: set[int] = set()
+        self._returned: set[int] = set()
 
     def reduce_remaining(self) -> None:
         """Reduce the units that have not had their turn in a micro-batch that is not the last."""
-        for each in self.order.remaining():
+        for each in self.remaining():
             each.reduce_micro_batch()

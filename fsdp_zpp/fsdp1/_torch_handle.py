@@ -439,7 +439,7 @@ class HandleBackwardWatch(StepWatch):
         if not began or torch._C._current_graph_task_id() != -1:
             return
         self.arriving.drop()
-        self.order.abandon()
+        self.abandon()
         instances: list[Any] = self._instances
         synchronized = [instance._sync_gradients for instance in instances]
         for instance in instances:
@@ -500,7 +500,7 @@ class HandleBackwardWatch(StepWatch):
                 handle.reshard(False)
             handle.gradients.end_backward(synchronized)
         if synchronized:
-            self.order.restart()
+            self.restart()
         self.on_backward_end(synchronized)
 
 
@@ -546,7 +546,7 @@ def reduce_in_every_backward() -> None:
             gradients.is_unreduced = not state._sync_gradients
         if state._sync_gradients:
             if has_gradient:
-                gradients.order.synchronized.append(gradients)
+                gradients.watch.synchronized.append(gradients)
             hook(state, handle, *args)
             return
         hook(state, handle, *args)  # FSDP leaves the gradient unsharded
@@ -558,8 +558,8 @@ def reduce_in_every_backward() -> None:
 
 # ---- offload
 #
-# torch copies the gradient of an offloaded unit with an optimizer in the backward while the CPU waits, and steps. Here it copies without a
-# wait, and optimizers step as comm/gradient_reduce.py says.
+# torch copies the gradient of an offloaded unit with an optimizer in the backward while the CPU waits, and steps. Here
+# it copies without a wait, and optimizers step as comm/gradient_reduce.py says.
 
 
 def step_on_arrival() -> None:
@@ -584,6 +584,6 @@ def step_on_arrival() -> None:
             handle._has_optim_in_backward = True
         event = state._device_handle.current_stream().record_event() if handle.device.type != "cpu" else None
         step = partial(runtime._post_backward_use_sharded_grad_views, handle)
-        handle.gradients.arriving.step_on_arrival(event, step)
+        handle.gradients.watch.arriving.step_on_arrival(event, step)
 
     runtime._post_reduce_grad_callback = post_reduce_grad_callback

@@ -326,10 +326,10 @@ class GroupGradients(StepGradients):
         if self.comm is not None:
             self.comm.layout, self.comm.idle = self._layout_of(reduced), use.idle() if use.has_errors else ()
         if reduces:
-            self.order.synchronized.append(self)
+            self.watch.synchronized.append(self)
         with (
             use.postponing_hooks() if use.unused else nullcontext(),
-            stepping_on_arrival(self._group, self.arriving, use.unused) if self._is_offloaded else nullcontext(),
+            stepping_on_arrival(self._group, self.watch.arriving, use.unused) if self._is_offloaded else nullcontext(),
         ):
             _post_backward(self._group, *unused)
 

@@ -479,7 +479,7 @@ class WatchedState(FSDPState):
         """End a backward of the model; ``last`` has the groups of strategies for which it was the last micro-batch."""
         watch = self.watch
         if all(last):
-            watch.order.restart()
+            watch.restart()
         else:
             watch.reduce_remaining()
         if synchronized:
@@ -500,7 +500,7 @@ class WatchedState(FSDPState):
             group.gradients.reset()
         self.watch.arriving.drop()
         # Ranks may have failed at different points, so each forgets the order in which it reduced this time.
-        self.watch.restart_order()
+        self.watch.restart_in_order_of_model()
 
 
 def _drop_unused(gradients: list[GroupGradients]) -> None:

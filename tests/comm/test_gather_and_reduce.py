@@ -24,7 +24,7 @@ from fsdp_zpp import Codec, Int4, Int4Delta, Int8, LoCo
 from fsdp_zpp.comm import hops
 from fsdp_zpp.comm.error_feedback import ErrorBuffer, encode_with_feedback
 from fsdp_zpp.comm.flat_layout import Extent, FlatLayout, Piece
-from fsdp_zpp.comm.gradient_reduce import GradientReduce, ReductionOrder
+from fsdp_zpp.comm.gradient_reduce import GradientReduce, StepWatch
 from fsdp_zpp.comm.hops import AllGathers, Traffic
 from fsdp_zpp.comm.mesh import ProcessMesh, process_mesh
 from fsdp_zpp.comm.weight_gather import SecondaryShardPrefetcher, ShardValues, WeightGather, in_chunks
@@ -420,12 +420,12 @@ def test_a_change_is_sent_after_a_step_and_whole_weights_after_any_other_event(o
 
 def test_units_reduce_in_the_order_of_the_last_synchronized_backward() -> None:
     first, second, third = units = [Mock(takes_part=True) for _ in range(3)]
-    order = ReductionOrder(units)
-    assert [order.finished(unit) for unit in (second, third, first)] == [[], [third, second], [first]]
-    order.synchronized += [first, third, second]
-    assert order.remaining() == []
-    assert [order.finished(unit) for unit in (second, first)] == [[], [first]]
-    assert order.remaining() == [third, second]
+    watch = StepWatch(units, Mock())
+    assert [watch.finished(unit) for unit in (second, third, first)] == [[], [third, second], [first]]
+    watch.synchronized += [first, third, second]
+    assert watch.remaining() == []
+    assert [watch.finished(unit) for unit in (second, first)] == [[], [first]]
+    assert watch.remaining() == [third, second]
 
 
 # ---- prefetching
