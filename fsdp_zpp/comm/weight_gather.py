@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple, NoReturn, Protocol, TypedDict
@@ -603,7 +603,7 @@ class WeightGather:
         topology = mesh.topology
         self._world, self._nodes, self._gpus = topology.world, topology.nodes, topology.gpus_per_node
         self._rank = mesh.rank
-        self.secondary.find_exact = self._find_exact
+        self.secondary.find_exact = partial(self._exact, of_all=False)
         self._settled: _Settled | None = None
 
     @property
@@ -662,9 +662,6 @@ class WeightGather:
         sent_as = self.secondary.sent_as(codec, numel, device)
         self._settled = _Settled((out.shape, out.dtype, device), codec, sent_as, exact)
         return self._settled
-
-    def _find_exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
-        return self._exact(numel, device, of_all=False)
 
     def _exact(self, numel: int, device: torch.device, *, of_all: bool) -> ExactPlaces | None:
         """Return the places of small values in the output, or in this rank's shard, of ``numel`` values."""

@@ -58,6 +58,7 @@ class ParameterUse:
         took_part: Whether ranks have gathered the group in an earlier micro-batch of the step.
         has_errors: Whether the last micro-batch feeds errors back.
         unused: The parameters that this rank has not used, by id.
+        used: The ids of the parameters that it has used.
         reduced: The parameters that the last micro-batch of the step reduces.
     """
 
@@ -67,22 +68,19 @@ class ParameterUse:
     has_errors: bool = False
     reduced: list[FSDPParam] = field(default_factory=list)
     unused: dict[int, UnusedParameter] = field(default_factory=dict)
-    _used: set[int] = field(default_factory=set)
-
-    def forget_used(self) -> None:
-        self._used = set()
+    used: set[int] = field(default_factory=set)
 
     def note(self, params: Sequence[FSDPParam], gradients: Sequence[Tensor | None]) -> bool:
         """Record which of ``params`` have gradients in a micro-batch; return whether any has."""
         used = {id(param) for param, gradient in zip(params, gradients, strict=True) if gradient is not None}
-        self._used |= used
+        self.used |= used
         return bool(used)
 
     def fill_missing(self, params: Sequence[FSDPParam]) -> None:
         """Add zero gradients where the last micro-batch has none, but earlier ones or other ranks may have some."""
         for param in params:
             if has_gradient(param):
-                self._used.add(id(param))
+                self.used.add(id(param))
             else:
                 dtype = getattr(param, "unsharded_grad_dtype", None) or param.unsharded_param.dtype
                 param.unsharded_param.grad = torch.zeros_like(param.unsharded_param, dtype=dtype)
@@ -93,7 +91,7 @@ class ParameterUse:
                 param.accumulate_unsharded_grad_if_needed()  # or the next line replaces what is accumulated
                 param.to_accumulated_grad_if_needed()
         for param in filter(self._goes_without, params):
-            if id(param) in self._used:
+            if id(param) in self.used:
                 self.unused.pop(id(param), None)  # a module that runs twice comes here twice
             elif id(param) not in self.unused:
                 sharded = param.sharded_param
@@ -116,7 +114,7 @@ class ParameterUse:
 
     def idle(self) -> list[str]:
         """Return the names of the reduced parameters that this rank has not used in the step."""
-        return [param._param_fqn or "" for param in self.reduced if id(param) not in self._used]
+        return [param._param_fqn or "" for param in self.reduced if id(param) not in self.used]
 
     # ---- after the backward
 
@@ -124,7 +122,7 @@ class ParameterUse:
         """Return, for each reduced parameter, whether this rank has used it; an empty list if ranks need not agree."""
         if not any(map(self._goes_without, self.reduced)):
             return []
-        return [id(param) in self._used for param in self.reduced]
+        return [id(param) in self.used for param in self.reduced]
 
     def drop_unused(self, used_by_any: Callable[[], list[bool]]) -> None:
         """Remove gradients of parameters that no rank has used in the step; run the postponed hooks of the others."""
@@ -343,7 +341,7 @@ class GroupGradients(StepGradients):
         if (order := getattr(self._group, "_reduce_scatter_param_indices", None)) is not None:  # from torch 2.14 on
             params = [params[index] for index in order]
         unsharded = [param for param in params if hasattr(param, "_unsharded_param")]
-        # The condition of _requires_gradient() in _torch_weights.py, without a call for each parameter.
+        # The condition of requires_gradient() in _torch_weights.py, without a call for each parameter.
         reduced = [
             param
             for param in unsharded
@@ -379,7 +377,7 @@ class GroupGradients(StepGradients):
         """Drop the gradients that torch has kept, and forget which parameters have them, unless a backward runs."""
         if torch._C._current_graph_task_id() != -1:
             return  # an optimizer in the backward has cleared what it has stepped with
-        self.use.forget_used()
+        self.use.used = set()
         for param in self._group.fsdp_params:
             if hasattr(param, "_unsharded_param") and has_gradient(param):
                 while take_gradient(param) is not None:  # until torch 2.14, there may be two

@@ -35,12 +35,12 @@ from ._torch_weights import (
     GroupWeights,
     StrategyAllReduce,
     axes_of,
-    groups_below,
     groups_of,
     has_own_bytes,
     names_in,
     numel_of,
     order_parameters,
+    requires_gradient,
     show_shards,
     state_of,
     without_dynamo,
@@ -281,7 +281,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         return numel_of(self)
 
     def trained_numel(self) -> int:
-        return self.weights.trained_numel()
+        return sum(param.sharded_param.numel() for param in self.fsdp_params if requires_gradient(param))
 
     def compute_device(self) -> torch.device:
         return self.device
@@ -415,10 +415,6 @@ def adopt_groups(
             # A partial, since torch sets an attribute on the hook, which a method does not take.
             owner.register_state_dict_post_hook(partial(own.weights.share_version_counters))
     return adopted
-
-
-def strategy_groups_below(root: nn.Module) -> list[StrategyGroup]:
-    return [group for group in groups_below(root) if isinstance(group, StrategyGroup)]
 
 
 # ---- backward

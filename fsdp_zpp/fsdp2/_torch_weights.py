@@ -78,10 +78,6 @@ def groups_below(root: nn.Module) -> list[FSDPParamGroup]:
     return list(dict.fromkeys(group for state in states for group in groups_of(state)))
 
 
-def sizes_of_other_groups(root: nn.Module, groups: Collection[FSDPParamGroup]) -> list[int]:
-    return [numel_of(group) for group in groups_below(root) if group not in groups]
-
-
 def after_moves(callback: Callable[[nn.Module], None]) -> None:
     """Run ``callback(module)`` after each move or cast of a sharded module's parameters: ``to()``, ``half()``."""
     # All moves go through _apply, module by module.
@@ -622,7 +618,7 @@ class GroupWeights:
             shards = [shard.to(device, non_blocking=True) for shard in shards]
         if plan.cast_before_joining:
             shards = [shard.to(plan.dtype) for shard in shards]
-        trained = any(map(_requires_gradient, params))
+        trained = any(map(requires_gradient, params))
         return ShardValues(shards, plan.shard_numel, self._version.of(plan.memory, plan.counted), trained)
 
     def compares_contents(self) -> bool:
@@ -654,10 +650,7 @@ class GroupWeights:
                     value._local_tensor = local
 
     def is_trained(self) -> bool:
-        return any(map(_requires_gradient, self._group.fsdp_params))
-
-    def trained_numel(self) -> int:
-        return sum(param.sharded_param.numel() for param in self._group.fsdp_params if _requires_gradient(param))
+        return any(map(requires_gradient, self._group.fsdp_params))
 
 
 def _memory(tensor: Tensor) -> list[tuple[Hashable, ...]]:
@@ -665,7 +658,7 @@ def _memory(tensor: Tensor) -> list[tuple[Hashable, ...]]:
     return [(part.untyped_storage()._cdata, part.storage_offset(), part.shape) for part in parts]
 
 
-def _requires_gradient(param: FSDPParam) -> bool:
+def requires_gradient(param: FSDPParam) -> bool:
     """Return whether a parameter requires a gradient: sharded, or as modules showed it when it was unsharded last."""
     # ``requires_grad_`` on a module changes the tensors that the module shows at that moment. A root that a forward
     # left unsharded then trains though its sharded parameters don't require a gradient: PEFT switches adapters that

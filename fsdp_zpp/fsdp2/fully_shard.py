@@ -786,11 +786,13 @@ def _on_lazy_init(root: nn.Module) -> None:
 
 
 def _set_up(root: nn.Module) -> None:
-    groups = _torch_group.strategy_groups_below(root)
+    below = _torch_weights.groups_below(root)
+    groups = [group for group in below if isinstance(group, _torch_group.StrategyGroup)]
+    others = [_torch_weights.numel_of(group) for group in below if group not in groups]
     for group in groups:
         group.unit.sharded = group
     model, members = model_name(root), [group.unit for group in groups]
     prepare_frozen(root)
-    hooks = set_up_model(root, model, members, _torch_weights.sizes_of_other_groups(root, groups))
+    hooks = set_up_model(root, model, members, others)
     log_frozen(root, model, members)
     _torch_group.watch_backwards(root, hooks.backward_ended)
