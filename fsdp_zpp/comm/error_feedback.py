@@ -141,8 +141,6 @@ class HeldErrors:
 
 # ---- error buffer
 #
-# Errors of one hop: the values that its compression has left out so far.
-#
 # [Note: Error feedback]
 # Before it sends a gradient g, the sender adds the error e that its compression has left out before: it sends ``Q(h)``,
 # where ``h = g + e``, and ``e = beta*e + (1-beta)*(h - deq(Q(h)))`` is kept (LoCo, arXiv 2407.04480; ``beta`` weighs

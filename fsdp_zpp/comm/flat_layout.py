@@ -19,8 +19,6 @@ from fsdp_zpp.codecs.codec import Codec
 
 # ---- flat layout
 #
-# Layouts: where the parameters of a unit lie in a flat tensor.
-#
 # [Note: Identity]
 # State that outlives a backward (accumulated gradients, errors that are fed back) belongs to parameters, not to
 # positions in a flat tensor: the parameters of a gradient change whenever one of them is frozen, unfrozen or not used.
@@ -342,8 +340,6 @@ def _padded(indices: Tensor, length: int) -> Tensor:
 
 
 # ---- sharded
-#
-# Parameters of a unit that FSDP has sharded, as the core sees them.
 
 
 class Sharded:

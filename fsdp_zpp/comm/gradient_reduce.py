@@ -36,8 +36,6 @@ from .hops import (
 from .mesh import ProcessMesh
 
 # ---- accumulated gradient
-#
-# Accumulated gradients: the sums of a step's earlier micro-batches, which the last one takes along.
 
 
 class AccumulatedGradient:
@@ -417,8 +415,6 @@ def _padded(values: Tensor, padding: int) -> Tensor:
 
 
 # ---- gradient reduce
-#
-# Reduction of one unit's gradients, over the micro-batches of a step.
 #
 #     unsharded gradient      [world * numel], in its own dtype, of one micro-batch
 #         | intra-node hop    encode, all-to-all among the ranks of this node, decode and sum in fp32, times 1 / world

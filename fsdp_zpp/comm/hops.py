@@ -23,8 +23,6 @@ from .error_feedback import ErrorBuffer, decode_sum_encode_with_feedback, encode
 from .flat_layout import ExactPlaces
 
 # ---- kinds
-#
-# Kinds of collectives, and levels of the network that they use.
 
 Kind = Literal["gather", "reduce"]
 Level = Literal["inter", "intra"]

@@ -26,8 +26,6 @@ from fsdp_zpp._torch_compat import major_minor
 from fsdp_zpp.strategy.error_feedback import Topology
 
 # ---- devices
-#
-# Devices: which one computes on this machine, and which one a process group takes tensors from.
 
 
 def accelerator() -> torch.device | None:
@@ -69,8 +67,6 @@ def compute_device(group: dist.ProcessGroup | None, device: torch.device | str |
 
 
 # ---- rank names
-#
-# Names of ranks in errors: their global ranks and, where a mesh has several axes, their coordinates on it.
 
 # Set by who is given a mesh, since a process group does not know of which mesh it is an axis.
 _axes: WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[str, ...], Tensor]] = WeakKeyDictionary()
@@ -277,8 +273,6 @@ def _free_ended_groups() -> None:
 
 
 # ---- mesh
-#
-# Ranks as a mesh of nodes x GPUs, and the process groups of its two hops.
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,6 @@ class ShardVersion:
 
 # ---- checkpointed shard
 #
-# A secondary shard from a checkpoint, and whether it matches the current weights.
-#
 # [Note: Weights of a checkpoint]
 # A secondary shard from a checkpoint (Int4Delta) is valid only for the weights that were saved with it. The weights may
 # be loaded before the shard or after it, and other weights may be loaded or written later, so the order of events
@@ -551,8 +549,6 @@ def in_chunks(
 
 
 # ---- weight gather
-#
-# Two-hop all-gather of weights.
 #
 #     optimizer's shard       full precision, 1 / world of the unit, on this rank
 #         | encode            once; with Int4Delta, after a step, the change against what the receivers hold

@@ -71,8 +71,6 @@ from ._torch_flat_parameter import refuse_whole_graphs
 from ._torch_handle import ShardedHandle, flattened_sites, is_flattened, sharded_of
 
 # ---- comm hook
-#
-# Quantized gradient reduction without a strategy: a communication hook for any FSDP model.
 
 
 @explains_keywords
@@ -245,8 +243,6 @@ def quantized_reduce_hook(state: QuantizedReduceState, gradient: Tensor, out: Te
 
 
 # ---- validation
-#
-# Refuses arguments that FullyShardedDataParallel can't combine with a strategy: on every rank, before any sharding.
 
 Sites = dict[tuple[nn.Module, str], tuple[str, nn.Parameter]]
 UNITS = AdapterUnits(
@@ -449,8 +445,6 @@ def check_one_group(units: Iterable[StrategyUnit]) -> None:
 
 
 # ---- wrapping
-#
-# From ``FullyShardedDataParallel(..., sharding_strategy=strategy)`` to units that gather and reduce.
 
 
 class CommHookUnit:

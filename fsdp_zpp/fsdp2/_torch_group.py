@@ -48,8 +48,6 @@ from ._torch_weights import (
 )
 
 # ---- sharded by
-#
-# The strategy that has sharded a parameter, for errors that name it.
 
 MARK = "_fsdp_zpp_sharded"
 """Attribute of a parameter that a strategy has sharded: the strategy, as :func:`as_mark` gives it."""

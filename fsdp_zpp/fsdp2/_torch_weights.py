@@ -420,8 +420,6 @@ def axes_of(params: Iterable[FSDPParam]) -> list[tuple[str, ...]]:
 
 
 # ---- comms
-#
-# A strategy's gather and reduction, where torch calls them: as its AllGather, ReduceScatter and all-reduce hook.
 
 
 class StrategyAllGather(AllGather):

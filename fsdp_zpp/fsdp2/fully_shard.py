@@ -75,8 +75,6 @@ from ._torch_weights import is_managed
 
 # ---- gradient norm
 #
-# Clipping of gradients by their norm, where parameters are sharded over different meshes.
-#
 # torch adds norms up as DTensors, which must be on one mesh. Here each rank adds up its shards, and ranks then add
 # these sums up along the dimensions of a mesh that shard parameters. Copies are counted once, since nothing is added up
 # along a dimension that replicates.
@@ -211,8 +209,6 @@ def _combined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 # ---- clipping
-#
-# A clear error of torch's ``clip_grad_norm_`` on different meshes; ours clips such gradients.
 
 
 def explain_clipping_errors() -> None:
@@ -416,8 +412,6 @@ def _unused(taken: set[str], path: str) -> str:
 
 
 # ---- units
-#
-# Checks the parts of a call of ``fully_shard``, makes their units, and quantizes their frozen parameters.
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -502,8 +496,6 @@ def _warn_of_packed_values() -> None:
 
 
 # ---- validation
-#
-# Refuses arguments that fully_shard can't combine with a strategy: on every rank, before any sharding.
 
 UNITS = AdapterUnits(
     is_unit=lambda module: isinstance(module, FSDPModule),
@@ -625,8 +617,6 @@ def _check_precision(strategy: Strategy, policy: object) -> None:
 
 
 # ---- sharding
-#
-# From ``fully_shard(module, strategy=strategy)`` to units that gather and reduce.
 
 
 @overload
