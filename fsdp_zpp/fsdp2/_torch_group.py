@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, partial
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -60,11 +59,6 @@ def as_mark(strategy: Strategy) -> str:
     return source_of({field.name: value for field, value in given if value != field.default})
 
 
-def sharded_by(parameter: Tensor) -> str | None:
-    """Return the strategy that has sharded a parameter, as source code; None if only torch has, or nothing."""
-    return getattr(parameter, MARK, None)
-
-
 # ---- group
 
 
@@ -75,17 +69,15 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     reduce.
     """
 
-    _on_lazy_init: Callable[[nn.Module], None] | None
-    _known_names: Mapping[FSDPParam, str]
-
     def adopt(self, state: FSDPState, unit: StrategyUnit, path: str, on_lazy_init: Callable[[nn.Module], None]) -> None:
         """Set the attributes of this class, in place of a constructor; arguments as in :func:`adopt_groups`."""
         self.unit, self._path = unit, path
-        self.weights = GroupWeights(self, unit.gather, keeps_unsharded=unit.keep_unsharded)
+        self.weights = GroupWeights(self, unit)
         self.gradients = GroupGradients(self, self.weights, unit)
-        self._state, self._on_lazy_init = state, on_lazy_init
-        self._is_ordered, self._known_names = unit.stock, MappingProxyType({})
-        self._knows_formats = False
+        self._state = state
+        self._on_lazy_init: Callable[[nn.Module], None] | None = on_lazy_init
+        self._is_ordered, self._knows_formats = unit.stock, False
+        self._known_names: dict[FSDPParam, str] = {}
 
     # ---- lazy initialization
 
@@ -112,7 +104,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         was_encoded, self.unit.encodes_itself = self.weights.is_encoded, True
         if was_encoded:
             self.unit.leave_weights_uncoded(in_place_of_torch=True)
-            self.weights.set_gather(self.unit.gather, keeps_unsharded=self.unit.keep_unsharded)
+            self.weights.follow(self.unit)
             if self.weights.comm is not None:
                 self._all_gather_comm = self.weights.comm
 

@@ -31,7 +31,8 @@ from fsdp_zpp.comm.agreement import plain_parts
 from fsdp_zpp.comm.flat_layout import NO_PARAMETERS, FlatLayout, Piece, sent_exactly, sharded_along
 from fsdp_zpp.comm.gradient_reduce import PendingReduction, StepReductions
 from fsdp_zpp.comm.hops import keep_until_read
-from fsdp_zpp.comm.weight_gather import SecondaryShard, ShardValues, ShardVersion, WeightGather
+from fsdp_zpp.comm.weight_gather import SecondaryShard, ShardValues, ShardVersion
+from fsdp_zpp.runtime.unit import StrategyUnit
 
 # ---- states and groups
 
@@ -541,23 +542,23 @@ class GroupWeights:
         was_gathered: Whether ranks have gathered the group for the micro-batch; the same on all ranks.
     """
 
-    def __init__(self, group: FSDPParamGroup, gather: WeightGather | None, *, keeps_unsharded: bool) -> None:
+    def __init__(self, group: FSDPParamGroup, unit: StrategyUnit) -> None:
         self._group = group
         self._version = ShardVersion()
         self.is_kept = self.puts_back = self.was_gathered = False
-        self.set_gather(gather, keeps_unsharded=keeps_unsharded)
+        self.follow(unit)
 
-    def set_gather(self, gather: WeightGather | None, *, keeps_unsharded: bool) -> None:
-        """Gather by ``gather`` from now on, or by torch, and perhaps keep the gathered memory until weights change."""
-        self.gather = gather
+    def follow(self, unit: StrategyUnit) -> None:
+        """Gather by the unit's gather from now on, or by torch, and perhaps keep the gathered memory."""
+        self.gather = gather = unit.gather
         self.plan: GatherPlan | None = None
         self.comm: StrategyAllGather | None = None
         self.staleness_guard: SecondaryShard | None = None
         self.reuses = False
         if gather is not None:
             gather.secondary.source = self
-            self.reuses = gather.secondary.keep or keeps_unsharded
-            self.staleness_guard = gather.secondary if keeps_unsharded else None
+            self.reuses = gather.secondary.keep or unit.keep_unsharded
+            self.staleness_guard = gather.secondary if unit.keep_unsharded else None
             self.comm = StrategyAllGather()
 
     def make_plan(self) -> GatherPlan:

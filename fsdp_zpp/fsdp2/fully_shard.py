@@ -70,7 +70,7 @@ from fsdp_zpp.runtime.unit import (
 from fsdp_zpp.strategy.strategy import Strategy, override_for
 
 from . import _torch_group, _torch_weights
-from ._torch_group import sharded_by
+from ._torch_group import MARK
 from ._torch_weights import is_managed
 
 # ---- gradient norm
@@ -235,7 +235,7 @@ def explain_clipping_errors() -> None:
 def _cause(parameters: Iterable[Tensor]) -> str:
     """Return the reason why ``parameters`` can't be clipped together; empty if all are sharded over one mesh."""
     strategies = {
-        parameter.device_mesh: sharded_by(parameter) or "torch's own fully_shard"
+        parameter.device_mesh: getattr(parameter, MARK, "torch's own fully_shard")
         for parameter in parameters
         if isinstance(parameter, DTensor) and parameter.grad is not None
     }
