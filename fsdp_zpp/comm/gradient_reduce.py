@@ -172,9 +172,9 @@ class HopChunks(NamedTuple):
 
     Attributes:
         sums: The sums that the intra-node hop leaves on this local index.
-        inter: What the inter-node hop encodes of these.
-        own: What it leaves on this rank.
-        gathered: What is gathered back.
+        inter: Their chunks that the inter-node hop encodes.
+        own: The chunk that it leaves on this rank.
+        gathered: The chunks that are gathered back.
     """
 
     intra: Chunks
@@ -716,7 +716,7 @@ class StepWatch:
     """The units of a model whose backwards end together, and the order in which they reduce.
 
     An adapter appends each unit to ``synchronized`` when it reduces it, in backwards that synchronize gradients.
-    ``on_backward_end`` is called at the end of every backward with whether it does.
+    ``on_backward_end`` is called at the end of every backward with whether it synchronizes gradients.
     """
 
     def __init__(self, gradients: Iterable[StepGradients], on_backward_end: Callable[[bool], None]) -> None:
