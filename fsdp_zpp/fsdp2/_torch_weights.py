@@ -429,7 +429,7 @@ class StrategyAllGather(AllGather):
     allocate = staticmethod(torch.empty)
 
     def __call__(self, *unused: object) -> None:
-        raise AssertionError("torch gathers in place of the strategy")
+        raise NotImplementedError
 
 
 @dataclass(eq=False, repr=False)
