@@ -77,7 +77,7 @@ def rounded(gradients: dict[str, Tensor], *, spare: bool) -> dict[str, Tensor]:
     flat = torch.cat([padded[name].reshape(RANKS, -1) for name in order], dim=1).flatten()
     nodes, numel = range(RANKS // GPUS), layout.numel
     starts = tuple((node * GPUS + local) * numel for local in range(GPUS) for node in nodes)
-    places = exact_places(Extent(numel, starts, layout), starts, torch.device("cpu"), 0, starts)
+    places = exact_places(Extent(numel, starts, layout), starts, torch.device("cpu"), (), starts)
     for codec in (Int8(256), Int4(128)):
         payload = encode(codec, flat, RANKS // GPUS, GPUS, "unit", None, places)
         decode(codec, payload, flat, GPUS, RANKS // GPUS, "unit", places)
