@@ -191,9 +191,6 @@ NEEDED: dict[str, tuple[Needed, ...]] = {
         Needed("torch.Tensor", "_version", "noticing writes to shards"),
         Needed("torch.multiprocessing.reductions", "StorageWeakRef", "noticing that a shard was moved to other memory"),
         Needed("torch.UntypedStorage", "_cdata", "telling which memory a shard is in"),
-        Needed(
-            "torch.utils._python_dispatch", "is_traceable_wrapper_subclass", "fingerprints of shards that are encoded"
-        ),
     ),
     "local_steps": (
         Needed("torch.distributed.distributed_c10d", "_new_process_group_helper _world", "groups of elastic nodes"),

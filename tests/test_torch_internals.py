@@ -115,10 +115,12 @@ def _owner(path: str) -> object:
 
 
 def _used_names(tree: ast.AST) -> Iterator[str]:
-    """Yield attributes, imports, what classes override, and strings that may name an attribute."""
+    """Yield attributes, imports, what classes override, and keywords and strings that may name an attribute."""
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(attr=name) | ast.alias(name=name) | ast.FunctionDef(name=name):
+                yield name
+            case ast.keyword(arg=str(name)):
                 yield name
             case ast.ClassDef(body=body):
                 targets = (each for part in body if isinstance(part, ast.Assign) for each in part.targets)

@@ -24,10 +24,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from fsdp_zpp import Codec, Int4, Int8
 from fsdp_zpp.bench.results import write
-from fsdp_zpp.comm.flat_layout import FlatLayout, Piece, PlacesInChunks, sent_exactly
+from fsdp_zpp.comm.flat_layout import Extent, FlatLayout, Piece, exact_places, sent_exactly
 from fsdp_zpp.comm.hops import decode, encode
-from fsdp_zpp.comm.mesh import ProcessMesh
-from fsdp_zpp.strategy.error_feedback import Topology
 
 # ---- gradients of small parameters after codecs, on 64 ranks
 
@@ -75,11 +73,11 @@ def rounded(gradients: dict[str, Tensor], *, spare: bool) -> dict[str, Tensor]:
     order = sorted(gradients, key=exact.__getitem__) if spare else list(gradients)
     padded = {name: _padded(gradients[name]) for name in order}
     pieces = [Piece(i, name, padded[name].numel() // RANKS) for i, name in enumerate(order)]
-    small = [name for name in order if exact[name]] if spare else []
-    layout = FlatLayout.dense(pieces, small)
+    layout = FlatLayout.dense(pieces, [exact[name] for name in order] if spare else ())
     flat = torch.cat([padded[name].reshape(RANKS, -1) for name in order], dim=1).flatten()
-    mesh = ProcessMesh(Topology(RANKS, GPUS), 0, None, None)
-    places = PlacesInChunks(mesh).of_all_ranks(layout, layout.numel, torch.device("cpu"))
+    nodes, numel = range(RANKS // GPUS), layout.numel
+    starts = tuple((node * GPUS + local) * numel for local in range(GPUS) for node in nodes)
+    places = exact_places(Extent(numel, starts, layout), starts, torch.device("cpu"), (), starts)
     for codec in (Int8(256), Int4(128)):
         payload = encode(codec, flat, RANKS // GPUS, GPUS, "unit", None, places)
         decode(codec, payload, flat, GPUS, RANKS // GPUS, "unit", places)

@@ -17,8 +17,6 @@ from torch import Tensor
 from .mesh import ProcessMesh, collective_device, for_collectives, named_ranks
 
 # ---- fingerprint
-#
-# Fingerprints of weights, which tell whether two copies have the same values.
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of as many bytes as a value has."""
@@ -68,8 +66,6 @@ def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 # ---- ordered sum
-#
-# Sums of numbers over ranks, whose bits do not depend on how a collective adds.
 
 
 def ordered_sum(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[float]:
@@ -91,8 +87,6 @@ def ordered_sum(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[flo
 
 
 # ---- agreement
-#
-# Agreement of ranks: their arguments, that none has failed, which parameters any of them has used.
 #
 # [Note: Agreement]
 # Ranks that were given different strategies, codecs or node sizes would make different process groups and send payloads
@@ -360,8 +354,6 @@ def _part_of(of_all: Callable[[], list[bool]], start: int, length: int) -> list[
 
 
 # ---- replicas
-#
-# Check that ranks that hold the same part of a model hold the same values.
 #
 # Averaged gradients keep replicas equal only if they start equal. Ranks that were seeded differently would each train a
 # model of their own, and nothing but the loss would show it.

@@ -17,81 +17,11 @@ from fsdp_zpp.strategy.error_feedback import LoCo
 from fsdp_zpp_kernels import dequantize_sum_quantize_with_feedback, quantize_with_feedback
 from fsdp_zpp_kernels.reference import SCALE_MASK
 
-from .flat_layout import FlatLayout, Piece
+from .flat_layout import Extent, FlatLayout, Piece
 
 # ---- held errors
 #
 # Errors of one hop as a tensor, which follows its parameters from one layout of the gradient to the next.
-
-
-class HeldErrorsState(TypedDict):
-    """:class:`HeldErrors` in a checkpoint; ``parked`` has the fields of each piece, and then its errors."""
-
-    state: Tensor
-    numel: int
-    starts: list[int]
-    layout: SavedLayout | None
-    parked: list[tuple[int, str, int, Tensor]]
-
-
-SavedLayout = tuple[list[tuple[int, str, int]], list[int], int]
-"""The pieces, starts and number of values of a :class:`FlatLayout`."""
-
-
-@dataclass(frozen=True)
-class Extent:
-    """Chunks of ``numel`` values in a flat gradient that a hop encodes; its layout is None if it never changes."""
-
-    numel: int
-    starts: tuple[int, ...]
-    layout: FlatLayout | None = None
-
-    @property
-    def chunks(self) -> int:
-        return len(self.starts)
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether each chunk consists of parts of all parameters of the layout."""
-        return self.layout is not None and self.numel == self.layout.numel
-
-    def marked(self, names: Collection[str], device: torch.device) -> Tensor | None:
-        """Return the places of the parameters ``names``, bool [chunks * numel]; None if there are none here."""
-        if self.layout is None:
-            return None
-        firsts = (0,) * self.chunks if self.is_whole else self.starts
-        runs = [
-            (chunk, max(start - first, 0), min(stop - first, self.numel))
-            for start, stop in self.layout.runs(names)
-            for chunk, first in enumerate(firsts)
-            if max(start, first) < min(stop, first + self.numel)
-        ]
-        if not runs:
-            return None
-        marks = torch.zeros(self.chunks, self.numel, dtype=torch.bool, device=device)
-        for chunk, start, stop in runs:
-            marks[chunk, start:stop] = True
-        return marks.view(-1)
-
-    def embed(self, values: Tensor) -> Tensor:
-        """Return the extent's values in whole chunks of the layout, with zeros around them."""
-        if self.is_whole or self.layout is None:
-            return values
-        flat = values.new_zeros(self.layout.numel)
-        for chunk, start in zip(values.view(self.chunks, self.numel), self.starts, strict=True):
-            place = flat[start : start + self.numel]
-            place.copy_(chunk[: place.numel()])
-        return flat
-
-    def cut(self, flat: Tensor) -> Tensor:
-        """Return the extent's values, cut out of whole chunks of the layout, with zeros where it goes beyond."""
-        if self.is_whole:
-            return flat
-        values = flat.new_zeros(self.chunks, self.numel)
-        for chunk, start in zip(values, self.starts, strict=True):
-            place = flat[start : start + self.numel]
-            chunk[: place.numel()] = place
-        return values.view(-1)
 
 
 @dataclass(frozen=True)
@@ -208,38 +138,8 @@ class HeldErrors:
         chunks, numel = self.extent.chunks, self.extent.numel
         return F.pad(values.view(chunks, numel), (0, -numel % block)).view(chunks, -1, block)
 
-    # ---- in checkpoints
-
-    def state_dict(self) -> HeldErrorsState:
-        """Return the errors, their extent and their parameters, on the CPU."""
-        extent = self.extent
-        return {
-            "state": self.state.cpu(),
-            "numel": extent.numel,
-            "starts": list(extent.starts),
-            "layout": None if extent.layout is None else _saved(extent.layout),
-            "parked": [(*piece, state.cpu()) for piece, state in self.parked.items()],
-        }
-
-    @classmethod
-    def from_state_dict(cls, saved: HeldErrorsState, codec: Int8 | None) -> HeldErrors:
-        layout = None if saved["layout"] is None else _loaded(*saved["layout"])
-        extent = Extent(saved["numel"], tuple(saved["starts"]), layout)
-        parked = {Piece(order, name, numel): state.clone() for order, name, numel, state in saved["parked"]}
-        return cls(saved["state"].clone(), extent, parked, codec)
-
-
-def _saved(layout: FlatLayout) -> SavedLayout:
-    return [(*piece,) for piece in layout.pieces], list(layout.starts), layout.numel
-
-
-def _loaded(pieces: list[tuple[int, str, int]], starts: list[int], numel: int) -> FlatLayout:
-    return FlatLayout(tuple(Piece(*piece) for piece in pieces), tuple(starts), numel)
-
 
 # ---- error buffer
-#
-# Errors of one hop: the values that its compression has left out so far.
 #
 # [Note: Error feedback]
 # Before it sends a gradient g, the sender adds the error e that its compression has left out before: it sends ``Q(h)``,
@@ -259,8 +159,19 @@ def _loaded(pieces: list[tuple[int, str, int]], starts: list[int], numel: int) -
 # of SparseLoCo (arXiv 2508.15706, algorithm 1), whose error is a momentum from which what was sent is subtracted.
 
 
-class ErrorBufferState(HeldErrorsState):
+class ErrorBufferState(TypedDict):
+    """An :class:`ErrorBuffer` in a checkpoint.
+
+    ``layout`` has the pieces, starts and number of values of a :class:`FlatLayout`; ``parked`` the fields of each
+    piece, and then its errors.
+    """
+
     block: int
+    state: Tensor
+    numel: int
+    starts: list[int]
+    layout: tuple[list[tuple[int, str, int]], list[int], int] | None
+    parked: list[tuple[int, str, int, Tensor]]
 
 
 class Spared(NamedTuple):
@@ -335,7 +246,6 @@ class ErrorBuffer:
         self._kept = None if self._held is None else self._held.copy()
 
     def commit(self) -> None:
-        """Keep the errors as they are now, and drop the snapshot."""
         self._kept, self._is_new = None, False
 
     def rollback(self) -> None:
@@ -371,7 +281,16 @@ class ErrorBuffer:
         held = self._held.copy()
         if scale is not None:
             held = held.rescaled(1 / scale)
-        return {"block": self.block, **held.state_dict()}
+        extent, layout = held.extent, held.extent.layout
+        pieces = [] if layout is None else [(*piece,) for piece in layout.pieces]
+        return {
+            "block": self.block,
+            "state": held.state.cpu(),
+            "numel": extent.numel,
+            "starts": list(extent.starts),
+            "layout": None if layout is None else (pieces, list(layout.starts), layout.numel),
+            "parked": [(*piece, state.cpu()) for piece, state in held.parked.items()],
+        }
 
     def load_state_dict(self, saved: ErrorBufferState | None) -> None:
         self.reset()
@@ -383,7 +302,13 @@ class ErrorBuffer:
                 f"the error state was saved with LoCo(dtype={was}), but this model has LoCo(dtype={is_now}); use the "
                 "same, or don't load the codec state"
             )
-        self._held = HeldErrors.from_state_dict(saved, self._codec)
+        layout = None
+        if saved["layout"] is not None:
+            pieces, starts, numel = saved["layout"]
+            layout = FlatLayout(tuple(Piece(*piece) for piece in pieces), tuple(starts), numel)
+        extent = Extent(saved["numel"], tuple(saved["starts"]), layout)
+        parked = {Piece(order, name, numel): state.clone() for order, name, numel, state in saved["parked"]}
+        self._held = HeldErrors(saved["state"].clone(), extent, parked, self._codec)
 
 
 def encode_with_feedback(codec: Codec, values: Tensor, rows: int, cols: int, errors: ErrorBuffer) -> Tensor:
@@ -545,12 +470,10 @@ class ErrorFeedbackState:
     # ---- under a gradient scaler
 
     def loss_scaled(self, scaler: GradScaler) -> None:
-        """Note that a scaler has scaled a loss, perhaps this model's."""
         if not self._last_step_unscaled and (self._scaler_of_step is None or self._scaler_of_step() is scaler):
             self._scaler_of_loss = weakref.ref(scaler)
 
     def scaler_stepped(self, scaler: GradScaler) -> None:
-        """Note that a gradient scaler has called the optimizer's step, or skipped it."""
         self._scaler_of_step, self._last_step_unscaled, self._steps_announced = weakref.ref(scaler), False, True
         self._scaler_of_loss = None
         if self.has_uncommitted:

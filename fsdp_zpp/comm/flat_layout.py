@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -17,11 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_zpp.codecs.codec import Codec
 
-from .mesh import ProcessMesh
-
 # ---- flat layout
-#
-# Layouts: where the parameters of a unit lie in a flat tensor.
 #
 # [Note: Identity]
 # State that outlives a backward (accumulated gradients, errors that are fed back) belongs to parameters, not to
@@ -145,6 +141,65 @@ class FlatLayout:
         return flat if self == to else to.join(self.split(flat), flat.numel() // self.numel, flat)
 
 
+@dataclass(frozen=True)
+class Extent:
+    """Chunks of ``numel`` values in a flat gradient that a hop encodes; its layout is None if it never changes."""
+
+    numel: int
+    starts: tuple[int, ...]
+    layout: FlatLayout | None = None
+
+    @property
+    def chunks(self) -> int:
+        return len(self.starts)
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether each chunk consists of parts of all parameters of the layout."""
+        return self.layout is not None and self.numel == self.layout.numel
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        return (0,) * self.chunks if self.is_whole else self.starts
+
+    def marked(self, names: Collection[str], device: torch.device) -> Tensor | None:
+        """Return the places of the parameters ``names``, bool [chunks * numel]; None if there are none here."""
+        if self.layout is None:
+            return None
+        runs = [
+            (chunk, max(start - first, 0), min(stop - first, self.numel))
+            for start, stop in self.layout.runs(names)
+            for chunk, first in enumerate(self.firsts)
+            if max(start, first) < min(stop, first + self.numel)
+        ]
+        if not runs:
+            return None
+        marks = torch.zeros(self.chunks, self.numel, dtype=torch.bool, device=device)
+        for chunk, start, stop in runs:
+            marks[chunk, start:stop] = True
+        return marks.view(-1)
+
+    def embed(self, values: Tensor) -> Tensor:
+        """Return the extent's values in whole chunks of the layout, with zeros around them."""
+        if self.is_whole or self.layout is None:
+            return values
+        flat = values.new_zeros(self.layout.numel)
+        for chunk, start in zip(values.view(self.chunks, self.numel), self.starts, strict=True):
+            place = flat[start : start + self.numel]
+            place.copy_(chunk[: place.numel()])
+        return flat
+
+    def cut(self, flat: Tensor) -> Tensor:
+        """Return the extent's values, cut out of whole chunks of the layout, with zeros where it goes beyond."""
+        if self.is_whole:
+            return flat
+        values = flat.new_zeros(self.chunks, self.numel)
+        for chunk, start in zip(values, self.starts, strict=True):
+            place = flat[start : start + self.numel]
+            chunk[: place.numel()] = place
+        return values.view(-1)
+
+
 def boundaries_between(placed: Iterable[tuple[int, Hashable]]) -> tuple[int, ...]:
     """Return the offsets of parameters that are placed differently from those before them."""
     pairs = pairwise(placed)
@@ -227,120 +282,40 @@ class ExactPlaces:
         return tuple(self.flat.tolist())
 
 
-class PlacesInChunks:
-    """Places of small values in the chunks that a hop encodes by one of ``codecs``, kept for the last few layouts."""
-
-    def __init__(self, mesh: ProcessMesh, codecs: Iterable[Codec | None]) -> None:
-        self._codecs = [codec for codec in codecs if codec is not None]
-        self._nodes, self._gpus = mesh.topology.nodes, mesh.topology.gpus_per_node
-        self._node, self._local = divmod(mesh.rank, self._gpus)
-        self._computed: dict[int, _Computed] = {}  # by the layout's id, of the last few
-
-    def _cached(
-        self, layout: FlatLayout | None, numel: int, which: str, device: torch.device, rows: Callable[[], _Rows]
-    ) -> ExactPlaces | None:
-        if layout is None or not (layout.exact or layout.boundaries) or not numel:
-            return None
-        computed = self._computed.get(id(layout)) or keep_recent(self._computed, id(layout), _Computed(layout))
-        entry = computed.places.get((which, numel))
-        if entry is None or entry[0] != device:
-            entry = device, _places(layout, numel, rows(), device, self._block())
-            computed.places[which, numel] = entry
-        return entry[1]
-
-    def _block(self) -> int:
-        """Return a number of values whose multiples no block of any codec spans; 0 if codecs don't tell."""
-        blocks = [codec.block_numel for codec in self._codecs]
-        return max(blocks, default=1) if all(blocks) else 0  # powers of two
-
-    # ---- of tensors that have a chunk for each rank
-
-    def of_all_ranks(self, layout: FlatLayout | None, numel: int, device: torch.device) -> ExactPlaces | None:
-        """Return the places in all ranks' chunks, by local index, then node: the order in which hops exchange them."""
-
-        def rows() -> _Rows:
-            order = [node * self._gpus + local for local in range(self._gpus) for node in range(self._nodes)]
-            return self._ranks(numel, order, order)
-
-        return self._cached(layout, numel, "all", device, rows)
-
-    def of_own_local_index(self, layout: FlatLayout | None, numel: int, device: torch.device) -> ExactPlaces | None:
-        def rows() -> _Rows:
-            order = [node * self._gpus + self._local for node in range(self._nodes)]
-            return self._ranks(numel, order, range(self._nodes))
-
-        return self._cached(layout, numel, "own index", device, rows)
-
-    def of_own_rank(self, layout: FlatLayout | None, numel: int, device: torch.device) -> ExactPlaces | None:
-        rank = self._node * self._gpus + self._local
-        return self._cached(layout, numel, "own", device, lambda: self._ranks(numel, [rank], [0]))
-
-    def _ranks(self, numel: int, chunks: Sequence[int], places: Sequence[int]) -> _Rows:
-        starts = [rank * numel for rank in range(self._nodes * self._gpus)]
-        return _Rows(starts, chunks, [place * numel for place in places])
-
-    # ---- of tensors that replicas share: a part for each local index, and in it a chunk for each node
-
-    def of_parts(self, layout: FlatLayout | None, part: int, device: torch.device) -> ExactPlaces | None:
-        return self._cached(layout, part, "parts", device, lambda: self._parts(layout, part, range(self._gpus)))
-
-    def of_own_part(self, layout: FlatLayout | None, part: int, device: torch.device) -> ExactPlaces | None:
-        return self._cached(layout, part, "own part", device, lambda: self._parts(layout, part, [self._local]))
-
-    def _parts(self, layout: FlatLayout | None, part: int, locals_: Sequence[int]) -> _Rows:
-        return _Rows(self.part_starts(layout, part), locals_, [row * part for row in range(len(locals_))])
-
-    def part_starts(self, layout: FlatLayout | None, part: int) -> list[int]:
-        """Return the offset of each local index's part in the layout, which may be one chunk of several."""
-        step = 0 if layout is None or layout.numel == part else part
-        return [local * step for local in range(self._gpus)]
-
-    def of_nodes(
-        self, layout: FlatLayout | None, part: int, chunk: int, which: str, device: torch.device
-    ) -> ExactPlaces | None:
-        """Return the places in the nodes' chunks, of ``chunk`` values, of a local index's part, of ``part`` values.
-
-        ``which`` is ``"own"`` for this rank's chunk, ``"part"`` for all chunks of its part, ``"all"`` for those of all
-        parts.
-        """
-        locals_ = range(self._gpus) if which == "all" else [self._local]
-        nodes = [self._node] if which == "own" else range(self._nodes)
-
-        def rows() -> _Rows:
-            starts = [start + node * chunk for start in self.part_starts(layout, part) for node in range(self._nodes)]
-            chunks = [local * self._nodes + node for local in locals_ for node in nodes]
-            return _Rows(starts, chunks, [row * chunk for row in range(len(chunks))])
-
-        return self._cached(layout, chunk, f"{which} of {part}", device, rows)
+def _block_of(codecs: Iterable[Codec | None]) -> int:
+    """Return a number of values whose multiples no block of any codec spans; 0 if codecs don't tell."""
+    blocks = [codec.block_numel for codec in codecs if codec is not None]
+    return max(blocks, default=1) if all(blocks) else 0  # powers of two
 
 
-@dataclass
-class _Computed:
-    """Places for a layout, which must live as long as its id stands for it, by kind and size of a chunk."""
+def exact_places(
+    extent: Extent,
+    of_all: Iterable[int],
+    device: torch.device,
+    codecs: Iterable[Codec | None],
+    at: Sequence[int] | None = None,
+) -> ExactPlaces | None:
+    """Return the places of small values in the chunks that are rows of a payload; None if there are none.
 
-    layout: FlatLayout
-    places: dict[tuple[str, int], tuple[torch.device, ExactPlaces | None]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    starts: Sequence[int]  # the offset of each rank's chunk in the layout
-    chunks: Sequence[int]  # the chunks that are rows of the payload
-    places: Sequence[int]  # their offsets in the flat tensor that is encoded or decoded into
-
-
-def _places(layout: FlatLayout, numel: int, rows: _Rows, device: torch.device, block: int) -> ExactPlaces | None:
-    # Where each chunk has parts of all parameters, all begin where the layout does.
-    starts = [0] * len(rows.starts) if layout.numel == numel else rows.starts
-    in_chunks = {start: _in_chunk(layout, start, numel, block) for start in dict.fromkeys(starts)}
+    Args:
+        extent: The chunks.
+        of_all: The offsets in the layout of all chunks of all ranks, whose rows have tails of one length.
+        codecs: The codecs of hops that carry these values.
+        at: The offsets of the chunks in the tensor that is encoded, or decoded into; by default one follows another.
+    """
+    layout, numel = extent.layout, extent.numel
+    if layout is None or not numel:
+        return None
+    firsts = {0} if extent.is_whole else of_all
+    block = _block_of(codecs) if layout.boundaries else 0
+    in_chunks = {first: _in_chunk(layout, first, numel, block) for first in firsts}
     longest = max(map(len, in_chunks.values()))
     if not longest:
         return None
     tail = -(-longest // _MULTIPLE) * _MULTIPLE
-    indices = [
-        _padded(in_chunks[starts[chunk]], tail) + place for chunk, place in zip(rows.chunks, rows.places, strict=True)
-    ]
-    return ExactPlaces(torch.stack(indices).to(device))
+    places = range(0, extent.chunks * numel, numel) if at is None else at
+    rows = [_padded(in_chunks[first], tail) + place for first, place in zip(extent.firsts, places, strict=True)]
+    return ExactPlaces(torch.stack(rows).to(device))
 
 
 def _in_chunk(layout: FlatLayout, first: int, numel: int, block: int) -> Tensor:
@@ -365,8 +340,6 @@ def _padded(indices: Tensor, length: int) -> Tensor:
 
 
 # ---- sharded
-#
-# Parameters of a unit that FSDP has sharded, as the core sees them.
 
 
 class Sharded:
@@ -376,10 +349,15 @@ class Sharded:
     replace parameters and shards, and a reference to the old ones would keep their memory.
     """
 
+    _name = "unit"
+
     @property
     def name(self) -> str:
         """Return the unit's name in profiles, errors and log lines."""
-        return "unit"
+        return self._name
+
+    def rename(self, name: str) -> None:
+        self._name = name
 
     def numel(self) -> int:
         """Return the number of values of the parameters, on all ranks together."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Generic, Protocol, TypeVar
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,17 +17,16 @@ from fsdp_zpp.strategy.error_feedback import LoCo, error_buffer_specs, error_nby
 from fsdp_zpp.strategy.local_steps import LocalSteps
 from fsdp_zpp.strategy.strategy import ResolvedStrategy
 
-from .error_feedback import ErrorBuffer, ErrorFeedbackState, Extent
-from .flat_layout import ExactPlaces, FlatLayout, PlacesInChunks
+from .error_feedback import ErrorBuffer, ErrorFeedbackState
+from .flat_layout import ExactPlaces, Extent, FlatLayout, exact_places, keep_recent
 from .hops import (
     Hop,
-    PendingHop,
-    PendingReduction,
     Traffic,
     decode,
     decode_sum,
     decode_sum_encode,
     encode,
+    exchange_and_sum,
     hop_over,
     keep_until_read,
     log_launched,
@@ -38,8 +36,6 @@ from .hops import (
 from .mesh import ProcessMesh
 
 # ---- accumulated gradient
-#
-# Accumulated gradients: the sums of a step's earlier micro-batches, which the last one takes along.
 
 
 class AccumulatedGradient:
@@ -137,72 +133,6 @@ class ArrivingGradients:
         step()
 
 
-# ---- reduction order
-#
-# Order in which the units of a model reduce gradients before the last micro-batch of a step.
-#
-# [Note: The order of reductions]
-# All ranks must issue collectives in the same order. Torch itself reduces in the last micro-batch only, in which all
-# ranks must use the same units in the same order; in earlier ones, each rank may use other units in another order. A
-# strategy that reduces earlier micro-batches, too, can therefore not reduce units in the order in which autograd
-# finishes them. It reduces every unit that ranks have gathered for the micro-batch, used or not, once, in the order of
-# the last backward that synchronized gradients, which is the same on all ranks. Before the first such backward, the
-# order is the reverse of the model's. A unit that autograd finishes before its turn keeps its gradients until then.
-
-
-class OrderedGradients(Protocol):
-    @property
-    def takes_part(self) -> bool:
-        """Return whether ranks gathered it for the micro-batch whose backward runs; the same on all ranks."""
-
-
-U = TypeVar("U", bound=OrderedGradients)
-
-
-class ReductionOrder(Generic[U]):
-    """Order in which units reduce; see [Note: The order of reductions].
-
-    An adapter appends each unit to ``synchronized`` when it reduces it, in backwards that synchronize gradients.
-    """
-
-    def __init__(self, units: Iterable[U]) -> None:
-        self._order: list[U] = list(units)[::-1]
-        self.synchronized: list[U] = []
-        self._turn = 0
-        self._finished: set[int] = set()
-        self._returned: set[int] = set()
-
-    def finished(self, unit: U) -> list[U]:
-        """Note that autograd has finished a unit's gradients; return the units whose turn it is, maybe not this one."""
-        self._finished.add(id(unit))
-        due = []
-        while self._turn < len(self._order):
-            following = self._order[self._turn]
-            if following.takes_part:
-                if id(following) not in self._finished:
-                    break
-                due.append(following)
-            self._turn += 1
-        self._returned.update(map(id, due))
-        return due
-
-    def remaining(self) -> list[U]:
-        order, returned = self._order, self._returned
-        self.restart()
-        # A unit may be gathered after its turn: in the second of two backwards after two forwards, say.
-        return [unit for unit in order if unit.takes_part and id(unit) not in returned]
-
-    def restart(self) -> None:
-        """End a backward: the next one begins at the first turn, in the order in which this one synchronized."""
-        first = dict.fromkeys(self.synchronized)
-        self._order = [*first] + [unit for unit in self._order if unit not in first]
-        self.abandon()
-
-    def abandon(self) -> None:
-        # Some ranks may have got further than others, so the order of the failed backward is not used.
-        self.synchronized, self._finished, self._returned, self._turn = [], set(), set(), 0
-
-
 # ---- two hop reduce
 #
 # Hops of a gradient reduction: all-to-alls whose sums are made locally, in fp32.
@@ -216,17 +146,42 @@ class ReductionOrder(Generic[U]):
 # index has summed (``I``), or everything (``N``). A coarser part than the two hops leave is gathered back over the
 # same hops, encoded, and every rank decodes the same bytes: replicas stay equal bit for bit.
 #
-# A reduction comes in two parts, ``start()`` up to the inter-node hop and :meth:`PendingReduction.finish`.
+# A reduction comes in two parts: ``start()`` goes up to the inter-node hop, and returns a function that finishes it.
+# While the slow network is busy with one unit's sums, the fast one can sum up the next unit's.
 #
 # The result is the mean over all ranks. The one division is made on the fp32 sums of the intra-node hop, before they
 # are encoded again: in fp16 a sum may overflow where the mean does not.
 
+PendingReduction = Callable[[], None]
+"""Makes the inter-node hop in the current stream, which must come after the stream that started the reduction."""
 
-class _Done(PendingReduction):
-    def finish(self) -> None: ...
+
+def done() -> None:
+    """Finish a reduction that has no inter-node hop."""
 
 
-DONE = _Done()
+class Chunks(NamedTuple):
+    """Chunks of a gradient or of its sums, and the places of small values in them."""
+
+    extent: Extent
+    exact: ExactPlaces | None
+
+
+class HopChunks(NamedTuple):
+    """Chunks of all hops: those of the gradient that the intra-node hop encodes, and those of its sums.
+
+    Attributes:
+        sums: The sums that the intra-node hop leaves on this local index.
+        inter: Their chunks that the inter-node hop encodes.
+        own: The chunk that it leaves on this rank.
+        gathered: The chunks that are gathered back.
+    """
+
+    intra: Chunks
+    sums: Chunks
+    inter: Chunks
+    own: Chunks
+    gathered: Chunks
 
 
 class TwoHopReduce(ABC):
@@ -249,15 +204,17 @@ class TwoHopReduce(ABC):
     ) -> None:
         self.label = label
         self._errors = errors
-        topology, self._rank = mesh.topology, mesh.rank
+        topology = mesh.topology
         self._nodes, self._gpus = topology.nodes, topology.gpus_per_node
+        self._node, self._local = divmod(mesh.rank, self._gpus)
         self._mean = 1.0 / topology.world  # the factor that makes a mean of a sum over all ranks
         # Chunks in each rank's part of the intra-node hop: one for each node if the inter-node hop scatters it further.
-        self._chunks = self._nodes if optimizer_scope == "G" else 1
+        self._rows = self._nodes if optimizer_scope == "G" else 1
         self._intra, self._inter = hops
         self._intra_codec, self._inter_codec = codecs
         self._optimizer_scope, self._native = optimizer_scope, native
-        self._places = PlacesInChunks(mesh, [*codecs, None if errors is None else errors.codec])
+        self._rounded_by = *codecs, None if errors is None else errors.codec
+        self._known: dict[tuple[int, int, torch.device], HopChunks] = {}  # by layout's id and gradient, the last few
         self.layout: FlatLayout | None = None
         self.idle: Collection[str] = ()
 
@@ -282,46 +239,49 @@ class TwoHopReduce(ABC):
         """Return this node's share of the fp32 mean of this local index's part, flat."""
         if self._intra is None:
             return gradient.float() * self._mean
-        codec, received = self._exchange_intra_node(gradient, wire_dtype)
-        part = gradient.numel() // self._gpus
-        sums = torch.empty(part, dtype=torch.float32, device=gradient.device)
-        decode_sum(
-            codec, received, sums, received.shape[1], self._mean, self.label, self._exact_in_sums(part, sums.device)
-        )
+        chunks = self.chunks_of(gradient)
+        codec, received = self._exchange_intra_node(gradient, chunks.intra, wire_dtype)
+        sums = torch.empty(gradient.numel() // self._gpus, dtype=torch.float32, device=gradient.device)
+        decode_sum(codec, received, sums, received.shape[1], self._mean, self.label, chunks.sums.exact)
         return sums
 
-    def _exchange_intra_node(self, gradient: Tensor, wire_dtype: torch.dtype | None) -> tuple[Codec, Tensor]:
+    def _exchange_intra_node(
+        self, gradient: Tensor, chunks: Chunks, wire_dtype: torch.dtype | None
+    ) -> tuple[Codec, Tensor]:
         """Make the intra-node hop; return the codec, and the ranks' payloads: uint8 [gpus, chunks, nbytes]."""
         assert self._intra is not None
         codec = self._intra_codec or full_precision(wire_dtype or gradient.dtype)
-        chunks, gpus = self._chunks, self._gpus
-        numel = gradient.shape[0] // (chunks * gpus)
-        errors = None
-        if self._errors is not None:
-            starts = [(node * gpus + local) * numel for local in range(gpus) for node in range(chunks)]
-            errors = self._errors_of("intra", starts, numel, gradient.device)
-        payload = encode(codec, gradient, chunks, gpus, self.label, errors, self._exact(numel, gradient.device))
-        return codec, self._intra.all_to_all(payload, self.label).view(gpus, chunks, -1)
+        errors = None if self._errors is None else self._errors_of("intra", chunks, gradient.device)
+        payload = encode(codec, gradient, self._rows, self._gpus, self.label, errors, chunks.exact)
+        return codec, self._intra.all_to_all(payload, self.label).view(self._gpus, self._rows, -1)
+
+    def chunks_of(self, gradient: Tensor) -> HopChunks:
+        layout, numel, device = self.layout, gradient.shape[0], gradient.device
+        chunks = self._known.get((id(layout), numel, device))  # which the extents of the chunks keep alive
+        if chunks is None:
+            chunks = keep_recent(self._known, (id(layout), numel, device), self._make_chunks(numel, device))
+        return chunks
 
     @abstractmethod
-    def _exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
-        """Return the places of small values in a gradient with ``numel`` values in a chunk."""
+    def _make_chunks(self, numel: int, device: torch.device) -> HopChunks: ...
 
-    @abstractmethod
-    def _exact_in_sums(self, part: int, device: torch.device) -> ExactPlaces | None:
-        """Return the places of small values in the ``part`` values of this local index."""
+    def _chunks(
+        self, numel: int, starts: Iterable[int], of_all: Iterable[int], device: torch.device, *, in_place: bool = False
+    ) -> Chunks:
+        """Return chunks of ``numel`` values; if ``in_place``, they are where they start, and not one after another."""
+        layout, exact = self.layout, None
+        extent = Extent(numel, tuple(starts), layout)
+        if layout is not None and (layout.exact or layout.boundaries):
+            at = extent.starts if in_place else None
+            exact = exact_places(extent, of_all, device, self._rounded_by, at)
+        return Chunks(extent, exact)
 
-    def _errors_of(self, hop: str, starts: Sequence[int], numel: int, device: torch.device) -> ErrorBuffer | None:
+    def _errors_of(self, hop: str, chunks: Chunks, device: torch.device) -> ErrorBuffer | None:
         buffer = None if self._errors is None else self._errors.buffer(hop)
-        if self._errors is None or buffer is None:
-            return None
-        return buffer.prepare(Extent(numel, tuple(starts), self.layout), device, self.idle)
+        return None if buffer is None else buffer.prepare(chunks.extent, device, self.idle)
 
 
 class TwoHopReduceScatter(TwoHopReduce):
-    _settled_for: tuple[FlatLayout | None, int, torch.device] | None = None
-    _settled: tuple[ExactPlaces | None, ...] = (None, None, None)
-
     def start(
         self,
         gradient: Tensor,
@@ -333,10 +293,11 @@ class TwoHopReduceScatter(TwoHopReduce):
         if self._inter is None:
             self._reduce_one_level(gradient, wire_dtype, out, factor)
             log_launched(self.label)
-            return DONE
+            return done
         codec, numel = self._inter_codec or full_precision(wire_dtype or gradient.dtype), out.numel()
-        errors = None if self._errors is None else self._inter_errors(out)
-        _, exact, own = self._exact_of_hops(numel, out.device)
+        chunks = self.chunks_of(gradient)
+        errors = None if self._errors is None else self._errors_of("inter", chunks.inter, out.device)
+        exact = chunks.inter.exact
         if accumulated is not None:
             sums = self.reduce_intra_node(gradient, wire_dtype).add_(accumulated)
             payload = encode(codec, sums, 1, self._nodes, self.label, errors, exact)
@@ -344,29 +305,19 @@ class TwoHopReduceScatter(TwoHopReduce):
             payload = encode(codec, gradient, 1, self._nodes, self.label, errors, exact)
             factor *= self._mean  # there was no intra-node sum to apply the mean to
         else:
-            intra_codec, received = self._exchange_intra_node(gradient, wire_dtype)
+            intra_codec, received = self._exchange_intra_node(gradient, chunks.intra, wire_dtype)
             payload = decode_sum_encode(intra_codec, received, numel, codec, self._mean, self.label, errors, exact)
-        return PendingHop(self._inter, codec, payload, out, factor, self.label, own)
+        return partial(exchange_and_sum, self._inter, codec, payload, out, factor, self.label, chunks.own.exact)
 
-    def _exact_of_hops(self, numel: int, device: torch.device) -> tuple[ExactPlaces | None, ...]:
-        """Return the places of small values in the chunks of all ranks, of the inter-node hop, and of this rank."""
-        layout, settled = self.layout, self._settled_for
-        if settled is None or settled[0] is not layout or settled[1:] != (numel, device):
-            self._settled_for = layout, numel, device
-            places = (self._places.of_all_ranks, self._places.of_own_local_index, self._places.of_own_rank)
-            self._settled = tuple(of(layout, numel, device) for of in places)
-        return self._settled
-
-    def _exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
-        return self._exact_of_hops(numel, device)[0]
-
-    def _exact_in_sums(self, part: int, device: torch.device) -> ExactPlaces | None:
-        return self._places.of_own_local_index(self.layout, part // self._nodes, device)
-
-    def _inter_errors(self, out: Tensor) -> ErrorBuffer | None:
-        numel, local = out.numel(), self._rank % self._gpus
-        starts = [(node * self._gpus + local) * numel for node in range(self._nodes)]
-        return self._errors_of("inter", starts, numel, out.device)
+    def _make_chunks(self, numel: int, device: torch.device) -> HopChunks:
+        nodes, gpus = range(self._nodes), range(self._gpus)
+        chunk = numel // (self._nodes * self._gpus)
+        # By local index, then node: the order in which hops exchange them.
+        of_all = [(node * self._gpus + local) * chunk for local in gpus for node in nodes]
+        of_index = [(node * self._gpus + self._local) * chunk for node in nodes]
+        index = self._chunks(chunk, of_index, of_all, device)
+        own = self._chunks(chunk, [of_index[self._node]], of_all, device)
+        return HopChunks(self._chunks(chunk, of_all, of_all, device, in_place=True), index, index, own, own)
 
     def _reduce_one_level(self, gradient: Tensor, wire_dtype: torch.dtype | None, out: Tensor, factor: float) -> None:
         if self._intra is None:
@@ -374,9 +325,9 @@ class TwoHopReduceScatter(TwoHopReduce):
         elif self._native:
             self._reduce_natively(gradient, out, self._mean * factor)
         else:
-            codec, received = self._exchange_intra_node(gradient, wire_dtype)
-            own = self._exact_of_hops(out.numel(), out.device)[2]
-            decode_sum(codec, received, out, 1, self._mean * factor, self.label, own)
+            chunks = self.chunks_of(gradient)
+            codec, received = self._exchange_intra_node(gradient, chunks.intra, wire_dtype)
+            decode_sum(codec, received, out, 1, self._mean * factor, self.label, chunks.own.exact)
 
     def _reduce_natively(self, gradient: Tensor, out: Tensor, factor: float) -> None:
         assert self._intra is not None
@@ -402,61 +353,61 @@ class TwoHopAllReduce(TwoHopReduce):
         wire_dtype: torch.dtype | None = None,
     ) -> PendingReduction:
         wire_dtype = wire_dtype or gradient.dtype
-        sums = self.reduce_intra_node(_padded(gradient, -gradient.numel() % self._gpus), wire_dtype)
+        gradient = _padded(gradient, -gradient.numel() % self._gpus)
+        sums = self.reduce_intra_node(gradient, wire_dtype)
         if accumulated is not None:
             sums.add_(accumulated)
-        return _PendingAllReduce(self, sums, full_precision(wire_dtype), out, factor)
+        chunks = self.chunks_of(gradient)
+        return partial(self._all_reduce_inter_node, sums, chunks, full_precision(wire_dtype), out, factor)
 
-    def all_reduce_inter_node(self, sums: Tensor, wire_codec: FullPrecision, out: Tensor, factor: float) -> None:
+    def _all_reduce_inter_node(
+        self, sums: Tensor, chunks: HopChunks, wire_codec: FullPrecision, out: Tensor, factor: float
+    ) -> None:
         nodes, part = self._nodes, keep_until_read(sums).numel()  # made in the stream of the intra-node hop
-        chunk = -(-part // nodes)  # a collective takes chunks of one size, so the last one is padded
-        codec, payload = self._sum_inter_node(_padded(sums, chunk * nodes - part), part, wire_codec, factor)
-        of_all = self._optimizer_scope == "N" and self._intra is not None
-        if of_all and self._intra is not None:
+        chunk = chunks.own.extent.numel  # a collective takes chunks of one size, so the last one is padded
+        codec, payload = self._sum_inter_node(_padded(sums, chunk * nodes - part), chunks, wire_codec, factor)
+        if self._optimizer_scope == "N" and self._intra is not None:
             payload = self._intra.all_gather(payload, self.label)
         decoded = torch.empty(payload.shape[0] * chunk, dtype=out.dtype, device=out.device)
-        exact = self._places.of_nodes(self.layout, part, chunk, "all" if of_all else "part", out.device)
-        decode(codec, payload, decoded, 1, payload.shape[0], self.label, exact)
+        decode(codec, payload, decoded, 1, payload.shape[0], self.label, chunks.gathered.exact)
         out.copy_(decoded.view(-1, nodes * chunk)[:, :part].reshape(-1)[: out.numel()])
+        log_launched(self.label)
 
-    def _exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
-        return self._places.of_parts(self.layout, numel, device)
-
-    def _exact_in_sums(self, part: int, device: torch.device) -> ExactPlaces | None:
-        return self._places.of_own_part(self.layout, part, device)
+    def _make_chunks(self, numel: int, device: torch.device) -> HopChunks:
+        nodes, part = range(self._nodes), numel // self._gpus
+        chunk = -(-part // self._nodes)
+        # The layout may be one part of several.
+        step = 0 if self.layout is None or self.layout.numel == part else part
+        parts = [local * step for local in range(self._gpus)]
+        own_part = parts[self._local]
+        of_all = [start + node * chunk for start in parts for node in nodes]
+        of_part = [own_part + node * chunk for node in nodes]
+        inter = self._chunks(chunk, of_part, of_all, device)
+        return HopChunks(
+            intra=self._chunks(part, [local * part for local in range(self._gpus)], parts, device),
+            sums=self._chunks(part, [own_part], parts, device),
+            inter=inter,
+            own=self._chunks(chunk, [of_part[self._node]], of_all, device),
+            gathered=self._chunks(chunk, of_all, of_all, device) if self._optimizer_scope == "N" else inter,
+        )
 
     def _sum_inter_node(
-        self, sums: Tensor, part: int, wire_codec: FullPrecision, factor: float
+        self, sums: Tensor, chunks: HopChunks, wire_codec: FullPrecision, factor: float
     ) -> tuple[Codec, Tensor]:
         """Sum over nodes; return the codec, and the encoded sums of all nodes' chunks: uint8 [nodes, nbytes]."""
-        start, device = self._places.part_starts(self.layout, part)[self._rank % self._gpus], sums.device
-        nodes, chunk = self._nodes, sums.numel() // self._nodes
-        own = self._places.of_nodes(self.layout, part, chunk, "own", device)
+        own, device = chunks.own, sums.device
         if self._inter is None:
             codec = self._intra_codec or wire_codec
-            errors = self._errors_of("back", [start], chunk, device)
-            return codec, encode(codec, sums.mul_(factor), 1, 1, self.label, errors, own)
+            errors = self._errors_of("back", own, device)
+            return codec, encode(codec, sums.mul_(factor), 1, 1, self.label, errors, own.exact)
         codec = self._inter_codec or wire_codec
-        starts = [start + node * chunk for node in range(nodes)]
-        errors = self._errors_of("inter", starts, chunk, device)
-        exact = self._places.of_nodes(self.layout, part, chunk, "part", device)
-        received = self._inter.all_to_all(encode(codec, sums, 1, nodes, self.label, errors, exact), self.label)
-        errors = self._errors_of("back", [starts[self._rank // self._gpus]], chunk, device)
-        payload = decode_sum_encode(codec, received.unsqueeze(1), chunk, codec, factor, self.label, errors, own)
+        errors = self._errors_of("inter", chunks.inter, device)
+        payload = encode(codec, sums, 1, self._nodes, self.label, errors, chunks.inter.exact)
+        received = self._inter.all_to_all(payload, self.label).unsqueeze(1)
+        errors = self._errors_of("back", own, device)
+        numel = own.extent.numel
+        payload = decode_sum_encode(codec, received, numel, codec, factor, self.label, errors, own.exact)
         return codec, self._inter.all_gather(payload, self.label)
-
-
-@dataclass(slots=True)
-class _PendingAllReduce(PendingReduction):
-    reduce: TwoHopAllReduce
-    sums: Tensor
-    wire_codec: FullPrecision
-    out: Tensor
-    factor: float
-
-    def finish(self) -> None:
-        self.reduce.all_reduce_inter_node(self.sums, self.wire_codec, self.out, self.factor)
-        log_launched(self.reduce.label)
 
 
 def _padded(values: Tensor, padding: int) -> Tensor:
@@ -464,8 +415,6 @@ def _padded(values: Tensor, padding: int) -> Tensor:
 
 
 # ---- gradient reduce
-#
-# Reduction of one unit's gradients, over the micro-batches of a step.
 #
 #     unsharded gradient      [world * numel], in its own dtype, of one micro-batch
 #         | intra-node hop    encode, all-to-all among the ranks of this node, decode and sum in fp32, times 1 / world
@@ -488,10 +437,8 @@ class GradientReduce:
     """Reduces one flat gradient over a mesh: each rank gets the mean of its part.
 
     Args:
-        mesh: The ranks.
         intra_codec: Encodes the gradients for the intra-node hop; None sends them in their own dtype.
         inter_codec: Encodes the partial sums for the inter-node hop; None sends them in the gradients' dtype.
-        traffic: Counts the bytes.
         label: The unit's name in profiles and errors.
         gradient_scope: How far micro-batches reduce before the last one; see [Note: What a micro-batch reduces].
         optimizer_scope: The part of the sums that a rank needs.
@@ -516,7 +463,7 @@ class GradientReduce:
         error_feedback: LoCo | None = None,
         native: bool = False,
     ) -> None:
-        self._topology = mesh.topology
+        self._topology, self._parts = mesh.topology, mesh.topology.shard_count(optimizer_scope)
         self._gradient_scope, self._optimizer_scope = gradient_scope, optimizer_scope
         self._codecs = intra_codec, inter_codec
         self._error_feedback = error_feedback
@@ -553,15 +500,21 @@ class GradientReduce:
         if self._gradient_scope == "N":
             # The gradient is the caller's, who may write to it.
             accumulated.add(gradient.float() if gradient.dtype != torch.float32 else gradient.clone(), layout)
-            return DONE
+            return done
         if self._gradient_scope == "I":
             accumulated.add(self._two_hop.reduce_intra_node(gradient), layout)
-            return DONE
+            return done
         part = torch.empty(gradient.numel() // self._topology.world, dtype=torch.float32, device=gradient.device)
-        return _PendingAccumulation(accumulated, self._two_hop.start(gradient, None, part, 1.0), part, layout)
+        return partial(self._add_micro_batch, self._two_hop.start(gradient, None, part, 1.0), part, layout)
+
+    def _add_micro_batch(self, finish: PendingReduction, part: Tensor, layout: FlatLayout | None) -> None:
+        finish()
+        # The current stream is that of the inter-node hop, not the one that allocated it.
+        self.accumulated.add(keep_until_read(part), layout)
 
     def __call__(self, gradient: Tensor, out: Tensor, factor: float = 1.0) -> None:
-        self.start(gradient, out, factor).finish()
+        finish = self.start(gradient, out, factor)
+        finish()
 
     def start(
         self,
@@ -598,62 +551,39 @@ class GradientReduce:
         has_accumulated = self.accumulated.sums is not None
         if self._gradient_scope == "G" and has_accumulated:
             last = torch.empty(out.numel(), dtype=torch.float32, device=gradient.device)
-            reduction = self._two_hop.start(gradient, None, last, factor)
-            return _PendingWithAccumulated(self.accumulated, reduction, last, layout, divided_by, out, factor)
+            finish = self._two_hop.start(gradient, None, last, factor)
+            return partial(self._add_accumulated, finish, last, layout, divided_by, out, factor)
         accumulated = self.accumulated.take(layout, divided_by) if has_accumulated else None
         if self._gradient_scope == "N" and accumulated is not None:
             # The hops send the dtype that FSDP would have sent, whatever the sum is in.
             return self._two_hop.start(accumulated.add_(gradient), None, out, factor, wire_dtype=gradient.dtype)
         return self._two_hop.start(gradient, accumulated, out, factor)
 
-    @cached_property
-    def _parts(self) -> int:
-        return self._topology.shard_count(self._optimizer_scope)
+    def _add_accumulated(
+        self,
+        finish: PendingReduction,
+        last: Tensor,
+        layout: FlatLayout | None,
+        divided_by: float,
+        out: Tensor,
+        factor: float,
+    ) -> None:
+        """Write the fp32 sum of all micro-batches, each of which was reduced over all ranks, to ``out``."""
+        finish()
+        # Only here: the stream that started the reduction would wait for the slow hops of earlier micro-batches.
+        accumulated = self.accumulated.take(layout, divided_by)
+        assert accumulated is not None, "dropped within a reduction"
+        last = keep_until_read(last)  # which that stream allocated; it is freed when this returns
+        out.copy_(last.add_(accumulated, alpha=factor))
 
     def _check_sizes(self, gradient: Tensor, out: Tensor) -> None:
-        parts = self._parts
-        if gradient.numel() != parts * out.numel():
+        needed = self._parts * out.numel()
+        if gradient.numel() != needed:
             raise ValueError(
                 f"{self.label}: a reduction over {self._topology.world} ranks to {out.numel()} values needs a gradient "
-                f"of {parts * out.numel()} values, got {gradient.numel()}; is the state that "
+                f"of {needed} values, got {gradient.numel()}; is the state that "
                 "reduces it built for another process group?"
             )
-
-
-@dataclass(slots=True)
-class _PendingAccumulation(PendingReduction):
-    """Reduction of a micro-batch that is not the last: adds its sums over all ranks to those of earlier ones."""
-
-    accumulated: AccumulatedGradient
-    reduction: PendingReduction
-    part: Tensor
-    layout: FlatLayout | None
-
-    def finish(self) -> None:
-        self.reduction.finish()
-        # The current stream is that of the inter-node hop, not the one that allocated it.
-        self.accumulated.add(keep_until_read(self.part), self.layout)
-
-
-@dataclass(slots=True)
-class _PendingWithAccumulated(PendingReduction):
-    """Reduction of the last micro-batch, where earlier ones reduced over all ranks: writes the fp32 sum of all."""
-
-    accumulated: AccumulatedGradient
-    reduction: PendingReduction
-    last: Tensor
-    layout: FlatLayout | None
-    divided_by: float
-    out: Tensor
-    factor: float
-
-    def finish(self) -> None:
-        self.reduction.finish()
-        # Only here: the stream that started the reduction would wait for the slow hops of earlier micro-batches.
-        accumulated = self.accumulated.take(self.layout, self.divided_by)
-        assert accumulated is not None, "dropped within a reduction"
-        last = keep_until_read(self.last)  # which that stream allocated; it is freed when this returns
-        self.out.copy_(last.add_(accumulated, alpha=self.factor))
 
 
 # ---- step reductions
@@ -739,3 +669,103 @@ def _reduction(mesh: ProcessMesh, resolved: ResolvedStrategy, traffic: Traffic) 
         error_feedback=resolved.error_feedback,
         native=True,
     )
+
+
+# ---- step gradients
+#
+# Gradients of a model over the micro-batches of a step, as far as both adapters handle them alike.
+#
+# [Note: The order of reductions]
+# All ranks must issue collectives in the same order. Torch itself reduces in the last micro-batch only, in which all
+# ranks must use the same units in the same order; in earlier ones, each rank may use other units in another order. A
+# strategy that reduces earlier micro-batches, too, can therefore not reduce units in the order in which autograd
+# finishes them. It reduces every unit that ranks have gathered for the micro-batch, used or not, once, in the order of
+# the last backward that synchronized gradients, which is the same on all ranks. Before the first such backward, the
+# order is the reverse of the model's. A unit that autograd finishes before its turn keeps its gradients until then.
+
+
+class StepGradients(ABC):
+    """A unit's gradients over the micro-batches of a step; ``watch`` is that of its model."""
+
+    reductions: StepReductions
+    watch: StepWatch
+
+    @property
+    @abstractmethod
+    def takes_part(self) -> bool:
+        """Return whether ranks gathered it for this micro-batch, and it reduces before the last; the same on all."""
+
+    @abstractmethod
+    def reduce_micro_batch(self) -> None:
+        """Reduce the gradients that torch has kept, and zeros for missing ones, as far as the gradient scope says."""
+
+    def micro_batch_ended(self) -> None:
+        """Reduce the units whose turn it is after a backward of this one, before the last micro-batch of the step.
+
+        See [Note: What a micro-batch reduces] and [Note: The order of reductions].
+        """
+        assert self.reductions.current is not None
+        if not self.reductions.current.communicates_early:
+            self.reduce_micro_batch()
+            return
+        for due in self.watch.finished(self):
+            due.reduce_micro_batch()
+
+
+class StepWatch:
+    """The units of a model whose backwards end together, and the order in which they reduce.
+
+    An adapter appends each unit to ``synchronized`` when it reduces it, in backwards that synchronize gradients.
+    ``on_backward_end`` is called at the end of every backward with whether it synchronizes gradients.
+    """
+
+    def __init__(self, gradients: Iterable[StepGradients], on_backward_end: Callable[[bool], None]) -> None:
+        self._gradients = list(gradients)
+        self.on_backward_end = on_backward_end
+        self.arriving = ArrivingGradients()
+        for each in self._gradients:
+            each.watch = self
+        self.restart_in_order_of_model()
+
+    def restart_in_order_of_model(self) -> None:
+        """Begin before the first backward, or after an exception that ranks may have met at different points."""
+        self._order = self._gradients[::-1]
+        self.abandon()
+
+    def finished(self, unit: StepGradients) -> list[StepGradients]:
+        """Note that autograd has finished a unit's gradients; return the units whose turn it is, maybe not this one."""
+        self._finished.add(id(unit))
+        due = []
+        while self._turn < len(self._order):
+            following = self._order[self._turn]
+            if following.takes_part:
+                if id(following) not in self._finished:
+                    break
+                due.append(following)
+            self._turn += 1
+        self._returned.update(map(id, due))
+        return due
+
+    def remaining(self) -> list[StepGradients]:
+        order, returned = self._order, self._returned
+        self.restart()
+        # A unit may be gathered after its turn: in the second of two backwards after two forwards, say.
+        return [unit for unit in order if unit.takes_part and id(unit) not in returned]
+
+    def restart(self) -> None:
+        """End a backward: the next one begins at the first turn, in the order in which this one synchronized."""
+        first = dict.fromkeys(self.synchronized)
+        self._order = [*first] + [unit for unit in self._order if unit not in first]
+        self.abandon()
+
+    def abandon(self) -> None:
+        # Some ranks may have got further than others, so the order of the failed backward is not used.
+        self._turn = 0
+        self.synchronized: list[StepGradients] = []
+        self._finished: set[int] = set()
+        self._returned: set[int] = set()
+
+    def reduce_remaining(self) -> None:
+        """Reduce the units that have not had their turn in a micro-batch that is not the last."""
+        for each in self.remaining():
+            each.reduce_micro_batch()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -22,11 +21,8 @@ from fsdp_zpp.codecs.codec import Codec, exact_tail
 
 from .error_feedback import ErrorBuffer, decode_sum_encode_with_feedback, encode_with_feedback
 from .flat_layout import ExactPlaces
-from .mesh import takes_cpu_tensors_only
 
 # ---- kinds
-#
-# Kinds of collectives, and levels of the network that they use.
 
 Kind = Literal["gather", "reduce"]
 Level = Literal["inter", "intra"]
@@ -192,8 +188,6 @@ class _OfGroup:
 
 
 # ---- autograd
-#
-# Private names of torch's autograd engine: which backward is running, and its end.
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -237,7 +231,6 @@ class Traffic:
         return {key: sent - self.before_reset.get(key, 0) for key, sent in self.sent.items()}
 
     def reset(self) -> None:
-        """Restart the count that :meth:`since_reset` returns."""
         self.before_reset = dict(self.sent)
 
     def take_over(self, other: Traffic) -> None:
@@ -292,7 +285,7 @@ class Hop:
 
     @cached_property
     def _takes_cpu_tensors_only(self) -> bool:
-        return takes_cpu_tensors_only(self.group)
+        return dist.get_backend(self.group) == "gloo"
 
     def _exchange(self, collective: Callable[..., object], received: Tensor, sent: Tensor) -> None:
         if not (sent.is_cuda and self._takes_cpu_tensors_only):
@@ -306,37 +299,19 @@ class Hop:
         return timer.timing(self.kind, self.level, sent.device)
 
 
-# While the slow network is busy with one unit's sums, the fast one can sum up the next unit's.
-class PendingReduction(ABC):
-    """A reduction that has started, but not its inter-node hop."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Make the inter-node hop in the current stream, which must come after the stream that started it."""
-
-
-@dataclass(slots=True)
-class PendingHop(PendingReduction):
-    """Last hop of a reduction to a chunk on each rank.
+def exchange_and_sum(
+    hop: Hop, codec: Codec, payload: Tensor, out: Tensor, factor: float, label: str, exact: ExactPlaces | None
+) -> None:
+    """Make the last hop of a reduction to a chunk on each rank.
 
     ``payload`` is uint8 [size, nbytes], by destination; ``out`` receives the sum times ``factor``, flat, with its small
     values at the places ``exact``.
     """
-
-    hop: Hop
-    codec: Codec
-    payload: Tensor
-    out: Tensor
-    factor: float
-    label: str
-    exact: ExactPlaces | None = None
-
-    def finish(self) -> None:
-        if self.payload.is_cuda:
-            keep_until_read(self.payload)  # it was made in the stream of the intra-node hop
-        received = self.hop.all_to_all(self.payload, self.label)
-        log_launched(self.label)
-        decode_sum(self.codec, received.unsqueeze(1), self.out, 1, self.factor, self.label, self.exact)
+    if payload.is_cuda:
+        keep_until_read(payload)  # it was made in the stream of the intra-node hop
+    received = hop.all_to_all(payload, label)
+    log_launched(label)
+    decode_sum(codec, received.unsqueeze(1), out, 1, factor, label, exact)
 
 
 def log_launched(label: str) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -26,8 +26,6 @@ from fsdp_zpp._torch_compat import major_minor
 from fsdp_zpp.strategy.error_feedback import Topology
 
 # ---- devices
-#
-# Devices: which one computes on this machine, and which one a process group takes tensors from.
 
 
 def accelerator() -> torch.device | None:
@@ -56,17 +54,6 @@ def for_collectives(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return tensor.to(kind) if kind is not None and takes_accelerators else tensor
 
 
-def takes_cpu_tensors_only(group: dist.ProcessGroup) -> bool:
-    """Return whether some collectives of ``group`` reject an accelerator's tensors, as those of gloo alone do."""
-    return dist.get_backend(group) == "gloo"
-
-
-def default_device_type() -> str:
-    """Return the device type of the mesh that torch's FSDP makes without one."""
-    kind = accelerator()
-    return "cpu" if kind is None else kind.type
-
-
 def compute_device(group: dist.ProcessGroup | None, device: torch.device | str | int | None) -> torch.device | None:
     """Return the device for the codes of a frozen base, given the user's ``device``; None means its weights' own."""
     kind = accelerator()
@@ -80,8 +67,6 @@ def compute_device(group: dist.ProcessGroup | None, device: torch.device | str |
 
 
 # ---- rank names
-#
-# Names of ranks in errors: their global ranks and, where a mesh has several axes, their coordinates on it.
 
 # Set by who is given a mesh, since a process group does not know of which mesh it is an axis.
 _axes: WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[str, ...], Tensor]] = WeakKeyDictionary()
@@ -288,8 +273,6 @@ def _free_ended_groups() -> None:
 
 
 # ---- mesh
-#
-# Ranks as a mesh of nodes x GPUs, and the process groups of its two hops.
 
 
 @dataclass(frozen=True)
@@ -326,12 +309,8 @@ class ProcessMesh:
         return ProcessMesh(Topology(nodes, 1), self.rank // gpus, None, self.inter, self.inter)
 
 
-@dataclass(frozen=True)
-class _Whole:
-    """Stand-in for the group itself where a hop is over all of it: to hold the group would keep it alive."""
-
-
-_Subgroup = dist.ProcessGroup | _Whole | None
+_Subgroup = dist.ProcessGroup | Literal["whole"] | None
+"""A hop's group; ``whole`` stands for the group itself, which it would keep alive."""
 # A group's subgroups are made once, however many layers ask for them.
 _own_ranks: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -367,7 +346,7 @@ def mesh_on(group: dist.ProcessGroup, topology: Topology, *, by_links: bool = Fa
         inter = _subgroup(group, topology.inter_partition())
         hops[topology.gpus_per_node] = intra, inter
         _remember(group, intra, inter)
-    intra, inter = (group if isinstance(hop, _Whole) else hop for hop in hops[topology.gpus_per_node])
+    intra, inter = (group if hop == "whole" else hop for hop in hops[topology.gpus_per_node])
     return ProcessMesh(topology, dist.get_rank(group), intra, inter, group, by_links)
 
 
@@ -434,7 +413,7 @@ def _subgroup(group: dist.ProcessGroup, partition: list[list[int]]) -> _Subgroup
     if len(partition[0]) == 1:
         return None
     if len(partition) == 1:
-        return _Whole()
+        return "whole"
     # torch has all ranks of the job make a group together, members or not. A mesh that is only a part of the job
     # (data parallel with tensor parallel) can't have the others call that, so its ranks make it among themselves.
     make = _made_by_all if dist.get_world_size(group) == dist.get_world_size() else _made_by_members

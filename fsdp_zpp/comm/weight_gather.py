@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple, NoReturn, Protocol, TypedDict
@@ -17,18 +16,15 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_zpp.codecs.codec import Codec, ExactTail, Int4Delta, exact_tail, full_precision, sends_deltas
 
-from .agreement import fingerprint
-from .flat_layout import ExactPlaces, FlatLayout, PlacesInChunks
+from .agreement import fingerprint, plain_parts
+from .flat_layout import ExactPlaces, Extent, FlatLayout, exact_places
 from .hops import Hop, SideStream, Traffic, decode, hop_over, keep_until_read, labelled, record_event, wait_for
 from .mesh import ProcessMesh
 
 # ---- shard version
-#
-# Private names of torch: which writes to a shard torch counts, and whether it is still in the same memory.
 #
 # torch counts writes to the parameters and to the shards themselves. It does not count those through ``p.data``, those
 # of fused optimizers, those of some ``torch._foreach_*`` on GPUs, and those of most ``torch._foreach_*`` to DTensors on
@@ -56,10 +52,8 @@ class ShardVersion:
         """Return the version of the gathered tensors ``memory``; users and optimizers write to ``counted``."""
         if self.of_contents:
             # The values of DTensors are in ``memory`` already; those of other subclasses are not.
-            subclasses = (
-                each for each in counted if not isinstance(each, DTensor) and is_traceable_wrapper_subclass(each)
-            )
-            return tuple(fingerprint(part) for each in (*memory, *subclasses) for part in _parts(each))
+            others = (each for each in counted if not isinstance(each, DTensor) and hasattr(each, "__tensor_flatten__"))
+            return tuple(fingerprint(part) for each in (*memory, *others) for part in plain_parts(each))
         storages = [tensor.untyped_storage()._cdata for tensor in memory]
         if storages != self._storages:
             self._storages, self._moves = storages, self._moves + 1
@@ -67,17 +61,7 @@ class ShardVersion:
         return self._moves, *map(_version_of, counted)
 
 
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from _parts(getattr(tensor, name))
-
-
 # ---- checkpointed shard
-#
-# A secondary shard from a checkpoint, and whether it matches the current weights.
 #
 # [Note: Weights of a checkpoint]
 # A secondary shard from a checkpoint (Int4Delta) is valid only for the weights that were saved with it. The weights may
@@ -87,52 +71,16 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 # otherwise the weights are sent whole.
 
 
-class CheckpointedShardState(TypedDict):
-    """A :class:`CheckpointedShard` as a dict; the row is None if there was nothing to be saved."""
+class CheckpointedShard(TypedDict):
+    """This rank's row of a secondary shard, on the CPU, and a fingerprint of the weights that were saved with it.
+
+    A fresh row encodes these weights; any other is the base of their next delta. The row is None if there was nothing
+    to be saved. Without a fingerprint it matches nothing.
+    """
 
     row: Tensor | None
     fresh: bool
     fingerprint: str | None
-
-
-@dataclass(frozen=True)
-class CheckpointedShard:
-    """This rank's row of a secondary shard from a checkpoint, on the CPU. See [Note: Weights of a checkpoint].
-
-    A fresh row encodes the weights saved with it; any other is the base of their next delta. Without a fingerprint it
-    matches nothing.
-    """
-
-    row: Tensor
-    fresh: bool
-    fingerprint: str | None
-
-    @classmethod
-    def from_payload(cls, row: Tensor, fresh: bool, weights: Tensor | None) -> CheckpointedShard:
-        """Return the record to save for a ``row``; ``weights`` are None if they can't be read. Waits for the device."""
-        return cls(row.cpu().clone(), fresh, None if weights is None else fingerprint(weights))
-
-    def state_dict(self) -> CheckpointedShardState:
-        return {"row": self.row.clone(), "fresh": self.fresh, "fingerprint": self.fingerprint}
-
-    @classmethod
-    def from_state_dict(cls, state: CheckpointedShardState) -> CheckpointedShard | None:
-        row = state["row"]
-        return None if row is None else cls(row.cpu(), state["fresh"], state.get("fingerprint"))
-
-    def is_of(self, shard: Tensor, nbytes: int) -> bool:
-        """Return whether it was saved with the weights ``shard``, as a row of ``nbytes``. Waits for the device."""
-        return self.row.shape == (1, nbytes) and self.fingerprint == fingerprint(shard)
-
-    def all_gather_if_matching(self, hop: Hop, shard: Tensor, nbytes: int, label: str) -> Tensor | None:
-        """Gather the rows of all ranks of ``hop``, uint8 [ranks, nbytes]; None if one does not match its weights."""
-        matches = torch.tensor([[self.is_of(shard, nbytes)]], dtype=torch.uint8)
-        rows = hop.all_gather(torch.cat((self.row, matches), dim=1).to(shard.device), label)
-        return rows[:, :-1].contiguous() if rows[:, -1].all() else None
-
-
-NOTHING: CheckpointedShardState = {"row": None, "fresh": False, "fingerprint": None}
-"""State dict where there is nothing to be saved."""
 
 
 # ---- secondary shard
@@ -210,22 +158,16 @@ class ShardSource(Protocol):
 class SecondaryShard:
     """Secondary shard of one unit on this rank. See the top of this section.
 
-    Args:
-        hop: The inter-node hop; None on one node, where there is only this rank's payload.
-        own_node: This rank's node, which is the index of its row.
-        codec: Encodes the weights; None if the dtype of each gather's output decides.
-        keep: Whether to keep it from one gather to the next, until the weights change.
-
     Attributes:
+        hop: The inter-node hop; None on one node, where there is only this rank's payload.
+        codec: Encodes the weights; None if the dtype of each gather's output decides.
         base: The older secondary shard that the next delta refers to, if there is one.
         checkpointed: The shard from a checkpoint, until the first gather has compared it with the weights.
-        source: The source of the weights; None if they can't be read. FSDP may replace it.
+        source: The source of the weights; None if they can't be read.
         side_stream: The stream in which it is made; None if it is made in the stream that reads it.
-        exact: places of small values; None if there are none, or before :meth:`sent_as`.
-        nbytes: Bytes of a row that is sent whole; 0 before :meth:`sent_as`.
+        nbytes: Bytes of a row that is sent whole; 0 before :meth:`sent_as`, which finds the places ``exact``, too.
         next_codec: The codec of the next gather, as :meth:`sent_as` takes it; None if that is not known yet.
         encoded_by: The codec of the payload; None without a payload.
-        unread: True if it has not been read since it was made.
     """
 
     def __init__(self, hop: Hop | None, own_node: int, codec: Codec | None, keep: bool, label: str) -> None:
@@ -288,11 +230,14 @@ class SecondaryShard:
 
     def gather_checkpoint(self, values: Tensor, codec: Codec, version: Hashable) -> bool:
         """Continue from the checkpoint's shard if it matches on all ranks; return whether it is fresh. Collective."""
-        checkpointed, self.checkpointed = self.checkpointed, None
-        if checkpointed is None or self.hop is None or not self.sends_deltas:
+        saved, self.checkpointed = self.checkpointed, None
+        if saved is None or saved["row"] is None or self.hop is None or not self.sends_deltas:
             return False
-        base = checkpointed.all_gather_if_matching(self.hop, values, codec.nbytes(values.numel()), self.label)
-        if base is not None and checkpointed.fresh:
+        is_one_row = saved["row"].shape == (1, codec.nbytes(values.numel()))
+        matches = torch.tensor([[is_one_row and saved["fingerprint"] == fingerprint(values)]], dtype=torch.uint8)
+        rows = self.hop.all_gather(torch.cat((saved["row"], matches), dim=1).to(values.device), self.label)
+        base = rows[:, :-1].contiguous() if rows[:, -1].all() else None
+        if base is not None and saved["fresh"]:
             self.hold(base, codec, version, record_event(base))
             return True
         self.base = base
@@ -364,24 +309,30 @@ class SecondaryShard:
         self.checkpointed = None
         self.mark_stale()
 
-    def state_dict(self) -> CheckpointedShardState:
+    def state_dict(self) -> CheckpointedShard:
         """Return this rank's row of the base of deltas and a fingerprint of the present weights, on the CPU."""
-        if self.checkpointed is not None:
-            return self.checkpointed.state_dict()
+        saved = self.checkpointed
+        if saved is not None:
+            return {**saved, "row": None if saved["row"] is None else saved["row"].clone()}
         held = self._payload if self._payload is not None else self.base
         if held is None:
-            return NOTHING.copy()
+            return {"row": None, "fresh": False, "fingerprint": None}
         if self._ready is not None:
             self._ready.synchronize()
         # Only now: before the first forward there is no shard to be read.
         readable = self.source is not None and self.source.can_be_read()
         weights = torch.cat(list(self.source.read().tensors)) if readable and self.source is not None else None
-        row = held[self.own_node : self.own_node + 1]
-        return CheckpointedShard.from_payload(row, self._payload is not None, weights).state_dict()
+        row = held[self.own_node : self.own_node + 1].cpu().clone()
+        return {
+            "row": row,
+            "fresh": self._payload is not None,
+            "fingerprint": None if weights is None else fingerprint(weights),
+        }
 
-    def load_state_dict(self, state: CheckpointedShardState) -> None:
+    def load_state_dict(self, state: CheckpointedShard) -> None:
         self.reset()
-        self.checkpointed = CheckpointedShard.from_state_dict(state)
+        if (row := state["row"]) is not None:
+            self.checkpointed = {"row": row.cpu(), "fresh": state["fresh"], "fingerprint": state.get("fingerprint")}
 
 
 # ---- inter node gather
@@ -599,8 +550,6 @@ def in_chunks(
 
 # ---- weight gather
 #
-# Two-hop all-gather of weights.
-#
 #     optimizer's shard       full precision, 1 / world of the unit, on this rank
 #         | encode            once; with Int4Delta, after a step, the change against what the receivers hold
 #     payload                 uint8 [1, nbytes]
@@ -628,10 +577,8 @@ class WeightGather:
     """All-gathers one flat shard over a mesh in two hops.
 
     Args:
-        mesh: The ranks.
         codec: Encodes the weights for both hops; None sends them in the dtype of the output.
         keep_secondary: Whether to keep the secondary shard from one call to the next, until it is marked stale.
-        traffic: Counts the bytes.
         label: The unit's name in profiles and errors.
     """
 
@@ -651,8 +598,8 @@ class WeightGather:
         self.prefetcher: SecondaryShardPrefetcher | None = None
         topology = mesh.topology
         self._world, self._nodes, self._gpus = topology.world, topology.nodes, topology.gpus_per_node
-        self._places = PlacesInChunks(mesh, [codec])
-        self.secondary.find_exact = self._find_exact
+        self._rank = mesh.rank
+        self.secondary.find_exact = partial(self._exact, of_all=False)
         self._settled: _Settled | None = None
 
     @property
@@ -685,7 +632,12 @@ class WeightGather:
         if secondary.encoded_by is settled.sent_as:
             secondary.check_version(version)
         else:
-            values = self._values(shard, version)
+            source = secondary.source
+            if shard is not None:
+                values = ShardValues([shard], shard.numel(), version, source is None or source.is_trained())
+            else:
+                assert source is not None
+                values = source.read()
             if self.prefetcher is None:
                 gather_inter_node([StaleShard(secondary, settled.sent_as, values)])
             else:
@@ -702,24 +654,22 @@ class WeightGather:
     def _settle(self, out: Tensor) -> _Settled:
         numel, device = out.numel() // self._world, out.device
         codec = self.secondary.codec or full_precision(out.dtype)
-        exact = None if codec.is_lossless else self._places.of_all_ranks(self._layout(numel), numel, device)
+        exact = None if codec.is_lossless else self._exact(numel, device, of_all=True)
         sent_as = self.secondary.sent_as(codec, numel, device)
         self._settled = _Settled((out.shape, out.dtype, device), codec, sent_as, exact)
         return self._settled
 
-    def _find_exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
-        return self._places.of_own_rank(self._layout(numel), numel, device)
-
-    def _layout(self, numel: int) -> FlatLayout | None:
+    def _exact(self, numel: int, device: torch.device, *, of_all: bool) -> ExactPlaces | None:
+        """Return the places of small values in the output, or in this rank's shard, of ``numel`` values."""
         source = self.secondary.source
-        return None if source is None else source.layout(numel * self._world)
-
-    def _values(self, shard: Tensor | None, version: Hashable) -> ShardValues:
-        source = self.secondary.source
-        if shard is not None:
-            return ShardValues([shard], shard.numel(), version, source is None or source.is_trained())
-        assert source is not None
-        return source.read()
+        layout = None if source is None else source.layout(numel * self._world)
+        if layout is None or not (layout.exact or layout.boundaries):
+            return None
+        nodes, gpus = range(self._nodes), range(self._gpus)
+        starts = tuple([(node * self._gpus + local) * numel for local in gpus for node in nodes])
+        own = starts if of_all else (self._rank * numel,)
+        at = starts if of_all else None
+        return exact_places(Extent(numel, own, layout), starts, device, [self.secondary.codec], at)
 
     def _check_sizes(self, shard: Tensor, out: Tensor) -> None:
         if out.numel() != self._world * shard.numel():

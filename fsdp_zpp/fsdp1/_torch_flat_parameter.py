@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import compress, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from torch.distributed.fsdp import (
     _init_utils,
     _optim_utils,
     _runtime_utils as runtime,
-    _runtime_utils as runtime_utils,
     fully_sharded_data_parallel as _wrapper,
 )
 from torch.distributed.fsdp._common_utils import TrainingState, _no_dispatch_record_stream as no_dispatch_record_stream
@@ -36,16 +35,13 @@ from torch.distributed.fsdp._flat_param import (
 from torch.nn.modules import module as torch_module
 
 from fsdp_zpp.comm.flat_layout import FlatLayout, Piece, boundaries_between, keep_recent, sent_exactly, sharded_along
-from fsdp_zpp.comm.gradient_reduce import ArrivingGradients, ReductionOrder
+from fsdp_zpp.comm.gradient_reduce import StepGradients, StepReductions
 from fsdp_zpp.runtime._torch_rank_layout import mesh_over
-from fsdp_zpp.runtime.unit import StrategyUnit
 
-# ---- torch
+# ---- construction
 #
-# Private names of torch's FullyShardedDataParallel: those of construction.
-#
-# ``_torch_handle.py`` has those of flat parameters and of backwards. The adapter touches no other internals of torch,
-# and these files do nothing else. ``_torch_compat.py`` lists the names.
+# The adapter touches internals of torch in this file and in ``_torch_handle.py`` alone, and these do nothing else.
+# ``_torch_compat.py`` lists the names.
 
 
 @contextmanager
@@ -202,14 +198,14 @@ def intercept_hook_registration(
 
 def on_lazy_init(callback: Callable[[nn.Module], None]) -> None:
     """Run ``callback(root)`` once for each root, when FSDP initializes it lazily."""
-    original = runtime_utils._share_state_and_init_handle_attrs
+    original = runtime._share_state_and_init_handle_attrs
 
     @functools.wraps(original)
     def share_state_and_init_handle_attrs(root_state: FullyShardedDataParallel, root_module: nn.Module) -> None:
         original(root_state, root_module)
         callback(root_module)
 
-    runtime_utils._share_state_and_init_handle_attrs = share_state_and_init_handle_attrs
+    runtime._share_state_and_init_handle_attrs = share_state_and_init_handle_attrs
 
 
 def around_moves(
@@ -262,8 +258,6 @@ def load_optimizer_states_over(ranks_of: Callable[[nn.Module], dist.ProcessGroup
 
 
 # ---- compile
-#
-# Private names of torch's FullyShardedDataParallel: detecting that torch.compile traces a whole model.
 
 _REASON = (
     "torch.compile can't compile a whole FullyShardedDataParallel with a Strategy: its graphs do not see where weights "
@@ -299,13 +293,11 @@ def refuse_whole_graphs(instance: FullyShardedDataParallel) -> None:
 
 
 # ---- flat layout
-#
-# Private names of torch's flat parameters: the layout of the original parameters.
 
 
 class FlatParameterLayout:
-    def __init__(self, instance: FullyShardedDataParallel) -> None:
-        self._instance = instance
+    def __init__(self, handle: FlatParamHandle) -> None:
+        self._handle = handle
         self._whole: FlatLayout | None = None
         self._of_trained: dict[tuple[int, tuple[bool, ...]], FlatLayout] = {}  # the last few
 
@@ -313,28 +305,22 @@ class FlatParameterLayout:
         """Return the layout of all parameters in a tensor of ``numel`` values, padding included."""
         whole = self._whole
         if whole is None or whole.numel != numel:
-            whole = self._whole = _layout(self._flat_param, numel, ())
+            whole = self._whole = _layout(self._handle.flat_param, numel, ())
         return whole
 
     def trained(self, numel: int) -> FlatLayout:
         """Return the layout of only the trained parameters; a flat gradient also has the frozen ones."""
-        flags = tuple([parameter.requires_grad for parameter in self._flat_param._params or ()])
+        flags = tuple([parameter.requires_grad for parameter in self._handle.flat_param._params or ()])
         layout = self._of_trained.get((numel, flags))
         if layout is None:
-            layout = keep_recent(self._of_trained, (numel, flags), _layout(self._flat_param, numel, flags))
+            layout = keep_recent(self._of_trained, (numel, flags), _layout(self._handle.flat_param, numel, flags))
         return layout
 
     def around(self, shard: Tensor) -> tuple[FlatLayout, int]:
         """Return the layout of all parameters, and the offset of this rank's shard in it."""
-        handle = self._instance._handle
-        assert handle is not None
+        handle = self._handle
         ranks, rank = (handle.world_size, handle.rank) if handle.uses_sharded_strategy else (1, 0)
         return self.whole(ranks * shard.numel()), rank * shard.numel()
-
-    @property
-    def _flat_param(self) -> FlatParameter:
-        assert self._instance._handle is not None
-        return self._instance._handle.flat_param
 
 
 def axes_of(flat_param: FlatParameter) -> list[tuple[str, ...]]:
@@ -370,12 +356,20 @@ def _layout(flat_param: FlatParameter, numel: int, trained: tuple[bool, ...]) ->
 
 # ---- views
 #
-# Private names of torch's flat parameters: the views that modules show in place of parameters.
-#
 # torch makes new views of a unit whenever it unshards or reshards it, four times a step, though nearly always they
 # are the same. That takes a fifth of the time that Python spends in FSDP. Here the views of the shard are made once,
 # and those of gathered weights once a forward. They are kept until their memory is moved or replaced; until then,
 # modules only switch between the two.
+
+
+class ShardViews(NamedTuple):
+    """A unit's parameters as views of its shard, which torch has just made; empty without a shard on this rank."""
+
+    sites: list[tuple[nn.Module, str]]
+    parameters: list[nn.Parameter]
+    memory: list[int]
+    """The addresses of the shard and of each parameter: views keep their memory, so equal ones mean the same."""
+    shapes: list[torch.Size]
 
 
 class ParameterViews:
@@ -395,35 +389,52 @@ class ParameterViews:
 
     # ---- while the unit is sharded, parameters are views of the shard
 
+    # Checks over all parameters use lists, since a generator's frame costs more than most checks.
+
+    def _hold(self, views: ShardViews) -> bool:
+        shapes = [parameter.shape for parameter in views.parameters]
+        return shapes == views.shapes and self._memory(views.parameters) == views.memory
+
+    def _memory(self, parameters: list[nn.Parameter]) -> list[int]:
+        return [each.data_ptr() for each in (self._handle.flat_param, *parameters)]
+
     def show_shard(self) -> bool:
         """Have modules show the cached views of the shard if they are valid; return whether they do."""
         views = self._of_shard
-        if views is None or self._handle.flat_param.data_ptr() != views.address or not views.hold():
+        if views is None or not self._hold(views):
             return False
-        views.show()
+        for (module, name), parameter in zip(views.sites, views.parameters, strict=True):
+            set_parameter(module, name, parameter)
         return True
 
     def keep(self) -> None:
         """Cache the sharded views that torch just created."""
-        handle = self._handle
+        handle, flat_param = self._handle, self._handle.flat_param
         may_last = (
             self.are_direct
             and handle.uses_sharded_strategy
             and not handle._skip_writeback_check
-            and not handle.flat_param._shared_param_infos
+            and not flat_param._shared_param_infos
             and not torch.is_inference_mode_enabled()  # whose tensors can't be trained
         )
-        self._of_shard = ShardViews(handle) if may_last else None
+        self.drop()
+        if may_last:
+            parameters = list(flat_param._params or ())
+            sites = [(module, name) for name, module, _ in flat_param._param_infos]
+            shapes = [parameter.shape for parameter in parameters]
+            self._of_shard = ShardViews(sites, parameters, self._memory(parameters), shapes)
 
     def are_written_back(self) -> bool:
         """Return whether parameters still are the views of the shard, so that nothing needs to be copied to it."""
         flat_param, views = self._handle.flat_param, self._of_shard
-        if views is None or flat_param.data_ptr() != views.address:
+        if views is None or flat_param.data_ptr() != views.memory[0]:
             return False
-        if not (views.hold() and views.are_shown()):
+        shown = [module._parameters.get(name) for module, name in views.sites]
+        if not (self._hold(views) and all(map(operator.is_, shown, views.parameters))):
             self.drop()  # before torch looks at what was changed, for it may refuse that
             return False
-        return flat_param.grad is None and views.have_no_gradient()
+        gradients = [parameter.grad for parameter in (flat_param, *views.parameters)]
+        return all(map(operator.is_, gradients, repeat(None)))
 
     # ---- while it is unsharded, modules show views of what was gathered
 
@@ -451,35 +462,6 @@ class ParameterViews:
             return True
         shown = (getattr(module, name, None) for name, module, _ in flat_param._param_infos)
         return any(now is not p for now, p in zip(shown, flat_param._params or (), strict=True))
-
-
-class ShardViews:
-    """A unit's parameters as views of its shard, which torch has just made; empty without a shard on this rank."""
-
-    # Checks over all parameters use lists, since a generator's frame costs more than most checks.
-    def __init__(self, handle: FlatParamHandle) -> None:
-        flat_param = handle.flat_param
-        self.address = flat_param.data_ptr()
-        self._sites = [(module, name) for name, module, _ in flat_param._param_infos]
-        self._parameters = list(flat_param._params or ())
-        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
-        self._shapes = [parameter.shape for parameter in self._parameters]
-
-    def hold(self) -> bool:
-        # Views keep their memory, so equal addresses mean the same memory.
-        same_memory = [parameter.data_ptr() for parameter in self._parameters] == self._addresses
-        return same_memory and [parameter.shape for parameter in self._parameters] == self._shapes
-
-    def are_shown(self) -> bool:
-        shown = [module._parameters.get(name) for module, name in self._sites]
-        return all(map(operator.is_, shown, self._parameters))
-
-    def have_no_gradient(self) -> bool:
-        return all(map(operator.is_, [parameter.grad for parameter in self._parameters], repeat(None)))
-
-    def show(self) -> None:
-        for (module, name), parameter in zip(self._sites, self._parameters, strict=True):
-            set_parameter(module, name, parameter)
 
 
 def _can_set_directly(handle: FlatParamHandle) -> bool:
@@ -514,17 +496,13 @@ def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 
 # ---- step gradients
-#
-# Private names of torch's backwards: the gradient of a flat parameter over the micro-batches of a step.
 
 
 @dataclass(eq=False, repr=False)
-class HandleGradients:
+class HandleGradients(StepGradients):
     """Accumulates and reduces the gradient of a flat parameter over the micro-batches of a step.
 
     Attributes:
-        order: The order in which the model's units reduce; set before the first forward.
-        arriving: The model's optimizers in the backward that wait for gradients; likewise.
         was_gathered: Whether ranks have gathered the weights for the micro-batch.
         took_part: Whether ranks have gathered them in an earlier micro-batch of the step.
         is_used: Whether this rank has used the unit in the step.
@@ -535,9 +513,8 @@ class HandleGradients:
     instance: FullyShardedDataParallel
     handle: FlatParamHandle
     layout: FlatParameterLayout
-    unit: StrategyUnit
-    order: ReductionOrder[HandleGradients] = field(init=False)
-    arriving: ArrivingGradients = field(init=False)
+    reductions: StepReductions
+    keeps_unsharded: bool
     was_gathered: bool = False
     took_part: bool = False
     is_used: bool = False
@@ -547,20 +524,19 @@ class HandleGradients:
     @property
     def reduces_early(self) -> bool:
         # Without shards, FSDP accumulates in the unsharded gradient, which is what the optimizer will see.
-        return self.handle.uses_sharded_strategy and self.unit.reductions.current is not None
+        return self.handle.uses_sharded_strategy and self.reductions.current is not None
 
     @property
     def is_of_micro_batch(self) -> bool:
         """Return whether ranks have gathered the weights for this micro-batch, used or not; the same on all ranks."""
-        is_gathered = self.was_gathered or (self.unit.keep_unsharded and not FlatParamHandle.needs_unshard(self.handle))
+        is_gathered = self.was_gathered or (self.keeps_unsharded and not FlatParamHandle.needs_unshard(self.handle))
         return is_gathered and self.reduces_early and self.handle.flat_param.requires_grad
 
     @property
     def takes_part(self) -> bool:
-        """Return whether the unit belongs to this micro-batch, and has hops to make before the last one."""
         return (
-            self.unit.reductions.current is not None
-            and self.unit.reductions.current.communicates_early
+            self.reductions.current is not None
+            and self.reductions.current.communicates_early
             and self.is_of_micro_batch
         )
 
@@ -590,8 +566,7 @@ class HandleGradients:
     # ---- before the last micro-batch
 
     def reduce_micro_batch(self) -> None:
-        """Reduce the gradient that FSDP has left unsharded, or zeros without one, as far as its scope says."""
-        assert self.unit.reductions.current is not None
+        assert self.reductions.current is not None
         instance, flat_param = self.instance, self.handle.flat_param
         self._keep_reduced_gradient()
         unsharded, flat_param.grad = flat_param.grad, None
@@ -611,7 +586,8 @@ class HandleGradients:
                 no_dispatch_record_stream(unsharded.data, stream)
                 gradient = unsharded.data.to(self._dtype)
             gradient, _ = runtime._get_reduce_scatter_tensors(instance, gradient)
-            self.unit.reductions.current.accumulate(gradient, self._layout_in(gradient)).finish()
+            finish = self.reductions.current.accumulate(gradient, self._layout_in(gradient))
+            finish()
 
     def _keep_reduced_gradient(self) -> None:
         """Have FSDP add to the gradient of an earlier backward of the step, as before each backward of the unit."""
@@ -631,14 +607,15 @@ class HandleGradients:
         FSDP calls this as a communication hook. For a unit that it does not shard it passes no ``out``: the mean then
         replaces ``gradient``.
         """
-        if self.unit.reductions.current is None:
+        if self.reductions.current is None:
             assert out is None, "one rank is not sharded over"
             return  # a node of one rank that trains on its own
         out_or_gradient = gradient if out is None else out
         layout, idle = self._layout_in(gradient), []
-        if self.unit.reductions.current.errors is not None:
+        if self.reductions.current.errors is not None:
             idle = [piece.name for piece in layout.pieces if piece.order not in self.used]
-        self.unit.reductions.current.start(gradient, out_or_gradient, 1.0, layout, idle=idle).finish()
+        finish = self.reductions.current.start(gradient, out_or_gradient, 1.0, layout, idle=idle)
+        finish()
         if out is None:
             # FSDP adds the next gradient to this tensor, and all is encoded together. An overflow spoils whole blocks,
             # in which zero_grad(set_to_none=False) clears only the gradients that parameters show.
@@ -647,7 +624,7 @@ class HandleGradients:
 
     def _layout_in(self, gradient: Tensor) -> FlatLayout:
         # Only errors need to know which parameters are frozen.
-        knows_frozen = self.unit.reductions.current is not None and self.unit.reductions.current.errors is not None
+        knows_frozen = self.reductions.current is not None and self.reductions.current.errors is not None
         return (self.layout.trained if knows_frozen else self.layout.whole)(gradient.shape[0])
 
     def reduce_accumulated(self, used_elsewhere: bool) -> None:
@@ -655,11 +632,11 @@ class HandleGradients:
 
         ``used_elsewhere`` says that other ranks have used it in the step, and this one has not.
         """
-        if self.unit.reductions.current is None:
+        if self.reductions.current is None:
             return
         instance, handle = self.instance, self.handle
         is_unreduced, self.is_unreduced = self.is_unreduced and handle.flat_param.grad is not None, False
-        has_accumulated = self.unit.reductions.current.accumulated.sums is not None or used_elsewhere
+        has_accumulated = self.reductions.current.accumulated.sums is not None or used_elsewhere
         if not is_unreduced and not has_accumulated:
             return
         self._enter_post_backward()
@@ -688,9 +665,9 @@ class HandleGradients:
 
     def drop_unused(self) -> None:
         """Drop the gradient of a unit that micro-batches have gathered but no rank has used in the step."""
-        if self.unit.reductions.current is None:
+        if self.reductions.current is None:
             return
-        self.unit.reductions.current.accumulated.drop()
+        self.reductions.current.accumulated.drop()
         handle, flat_param = self.handle, self.handle.flat_param
         # A gradient of an earlier backward of the step stays; FSDP would drop it, for want of another one.
         has_gradient = hasattr(flat_param, "_saved_grad_shard")
@@ -702,7 +679,6 @@ class HandleGradients:
     # ---- the end of a backward
 
     def end_backward(self, synchronized: bool) -> None:
-        """Handle the end of a backward, which may have completed the gradients of a step."""
         self.was_gathered = False
         if synchronized:
             self.took_part = self.is_used = False

@@ -23,8 +23,8 @@ from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle, H
 
 from fsdp_zpp.comm.agreement import agree_on_use
 from fsdp_zpp.comm.flat_layout import FlatLayout, Sharded
-from fsdp_zpp.comm.gradient_reduce import ArrivingGradients, ReductionOrder
-from fsdp_zpp.comm.weight_gather import ShardValues, ShardVersion, WeightGather
+from fsdp_zpp.comm.gradient_reduce import StepWatch
+from fsdp_zpp.comm.weight_gather import ShardValues, ShardVersion
 from fsdp_zpp.runtime._torch_flat_parts import copy_replaced, copy_replaced_shards
 from fsdp_zpp.runtime.unit import StrategyUnit
 
@@ -38,8 +38,6 @@ from ._torch_flat_parameter import (
 )
 
 # ---- handle
-#
-# Private names of torch's flat parameters: a handle whose weights and gradients go through a strategy.
 
 
 class StrategyHandle(FlatParamHandle):
@@ -52,15 +50,7 @@ class StrategyHandle(FlatParamHandle):
     ``written_back`` is called after parameters were written to the shard, or moved.
     """
 
-    gradients: HandleGradients
-    views: ParameterViews
-    parameter_layout: FlatParameterLayout
     written_back: Callable[[], None]
-    _gather: WeightGather | None
-    _gather_is_lossy: bool
-    _keeps_unsharded: bool
-    _holds_decoded_weights: bool
-    _version: ShardVersion
     _version_at_summon: Hashable
     _has_optim_in_backward: bool
 
@@ -72,7 +62,7 @@ class StrategyHandle(FlatParamHandle):
         self._gather_is_lossy = unit.gather is not None and unit.gather.secondary.codec is not None
         self._holds_decoded_weights, self._version_at_summon = False, None
         self._version = ShardVersion()
-        self.gradients = HandleGradients(instance, self, layout, unit)
+        self.gradients = HandleGradients(instance, self, layout, unit.reductions, unit.keep_unsharded)
         self.views = ParameterViews(self)
         if self.views.are_direct:
             self._setattr_tensor, self._setattr_param = set_tensor, set_parameter
@@ -176,7 +166,7 @@ class StrategyHandle(FlatParamHandle):
         elif self._training_state == HandleTrainingState.BACKWARD_PRE and self.views.show_forward_views():
             return
         super()._use_unsharded_views(as_params)
-        current = self.gradients.unit.reductions.current
+        current = self.gradients.reductions.current
         if not as_params and current is not None and current.errors is not None:
             self.gradients.watch_use()
 
@@ -273,79 +263,50 @@ class StrategyHandle(FlatParamHandle):
 
 
 # ---- sharded
-#
-# Private names of torch's flat parameters: the parameters that an instance of FullyShardedDataParallel has sharded.
 
 
-class ShardedInstance(Sharded):
-    """The flat parameter of an instance of FullyShardedDataParallel, or nothing if it has none."""
-
-    def __init__(self, instance: FullyShardedDataParallel, name: str = "unit") -> None:
-        self._instance = instance
-        self._name = name
-        self.layout = FlatParameterLayout(instance)
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    def rename(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def _flat_param(self) -> FlatParameter | None:
-        handle = self._instance._handle
-        return None if handle is None else handle.flat_param
+class ShardedHandle(Sharded):
+    def __init__(self, handle: FlatParamHandle) -> None:
+        self.handle, self.layout = handle, FlatParameterLayout(handle)
 
     def numel(self) -> int:
-        flat_param = self._flat_param
-        return 0 if flat_param is None else sum(shape.numel() for shape in flat_param._shapes)
+        return sum(shape.numel() for shape in self.handle.flat_param._shapes)
 
     def trained_numel(self) -> int:
         return self.numel() if self.is_trained() else 0
 
     def compute_device(self) -> torch.device | None:
-        handle = self._instance._handle
-        device: torch.device | None = None if handle is None else handle.device
+        device: torch.device = self.handle.device
         return device
 
     def wire_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        handle = self._instance._handle
-        if handle is None:
-            return super().wire_dtypes()
-        weights = handle._fwd_bwd_param_dtype or handle._orig_param_dtype
-        return weights, handle._reduce_dtype or weights
+        weights = self.handle._fwd_bwd_param_dtype or self.handle._orig_param_dtype
+        return weights, self.handle._reduce_dtype or weights
 
     def parameters(self) -> list[nn.Parameter]:
-        flat_param = self._flat_param
-        return [] if flat_param is None else list(flat_param._params or (flat_param,))
+        flat_param = self.handle.flat_param
+        return list(flat_param._params or (flat_param,))
 
     def other_axes(self) -> list[dist.ProcessGroup]:
-        flat_param = self._flat_param
-        specs = [] if flat_param is None else flat_param._param_extensions
+        specs = self.handle.flat_param._param_extensions
         return [group for spec in specs if spec is not None for group in spec.mesh.get_all_groups()]
 
     def is_trained(self) -> bool:
-        handle = self._instance._handle
-        return handle is not None and StrategyHandle.is_trained(handle)
+        return StrategyHandle.is_trained(self.handle)
 
     def trained_names(self) -> list[str]:
-        flat_param = self._flat_param
-        if flat_param is None:
-            return []
+        flat_param = self.handle.flat_param
         if not flat_param._params:
             return list(flat_param._fqns) if flat_param.requires_grad or flat_param.grad is not None else []
         pairs = zip(flat_param._fqns, flat_param._params, strict=True)
         return [name for name, parameter in pairs if parameter.requires_grad or parameter.grad is not None]
 
     def shards(self) -> list[Tensor]:
-        flat_param = self._flat_param  # which is the shard itself until FSDP's lazy initialization
-        return [] if flat_param is None else [getattr(flat_param, "_local_shard", flat_param)]
+        flat_param = self.handle.flat_param  # which is the shard itself until FSDP's lazy initialization
+        return [getattr(flat_param, "_local_shard", flat_param)]
 
     def named_shards(self) -> dict[str, Tensor]:
-        if self._instance._handle is None:
-            return {}
-        copy_replaced(self._instance._handle)
+        copy_replaced(self.handle)
         return self._parts_of(self.shards()[0].detach())
 
     def _parts_of(self, shard: Tensor) -> dict[str, Tensor]:
@@ -357,43 +318,46 @@ class ShardedInstance(Sharded):
         return {piece.name: part for piece, part in zip(layout.pieces, held, strict=True)}
 
     def named_parts(self, parameter: nn.Parameter, of: Tensor) -> dict[str, Tensor]:
-        flat_param = self._flat_param
-        if flat_param is None or not flat_param._params:
+        flat_param = self.handle.flat_param
+        if not flat_param._params:
             return self._parts_of(of)
         pairs = zip(flat_param._fqns, flat_param._params, strict=True)
         return {name: of for name, original in pairs if original is parameter}
 
     def placements(self) -> dict[str, tuple[str, ...]]:
-        flat_param = self._flat_param
-        return {} if flat_param is None else dict(zip(flat_param._fqns, axes_of(flat_param), strict=True))
+        flat_param = self.handle.flat_param
+        return dict(zip(flat_param._fqns, axes_of(flat_param), strict=True))
 
     def weights_changed(self, by_step: bool) -> None:
-        if isinstance(handle := self._instance._handle, StrategyHandle):
-            handle.weights_changed(by_step)
+        if isinstance(self.handle, StrategyHandle):
+            self.handle.weights_changed(by_step)
 
     def drop_gradients(self) -> None:
-        if isinstance(handle := self._instance._handle, StrategyHandle):
-            handle.drop_gradients()
+        if isinstance(self.handle, StrategyHandle):
+            self.handle.drop_gradients()
+
+
+def sharded_of(instance: FullyShardedDataParallel) -> Sharded:
+    """Return the parameters that an instance has flattened, perhaps none."""
+    return Sharded() if instance._handle is None else ShardedHandle(instance._handle)
 
 
 # ---- adoption
-#
-# Private names by which a strategy takes over an instance of FullyShardedDataParallel: its handle and hook.
 
 
-def adopt_handle(
-    instance: FullyShardedDataParallel, unit: StrategyUnit, layout: FlatParameterLayout
-) -> StrategyHandle | None:
-    """Have torch gather and reduce the flat parameter of ``instance`` through ``unit``; return its handle, if any."""
-    if instance._handle is None:
-        return None
-    handle: Any = instance._handle
+def adopt_handle(instance: FullyShardedDataParallel, unit: StrategyUnit) -> None:
+    """Have torch gather and reduce the flat parameter of ``instance``, if it has one, through ``unit``."""
+    unit.sharded = sharded = sharded_of(instance)
+    if not isinstance(sharded, ShardedHandle):
+        return
+    handle: Any = sharded.handle
     handle.__class__ = StrategyHandle
-    handle.adopt(instance, unit, layout)
+    handle.adopt(instance, unit, sharded.layout)
+    if unit.gather is not None:
+        unit.gather.secondary.source = handle
     if unit.reductions.all:
         # register_comm_hook() would do, but may be called on a root only, and makes the instance the root.
         instance._comm_hook, instance._comm_hook_state = HandleGradients.reduce, handle.gradients
-    return handle
 
 
 def flattened_sites(instance: FullyShardedDataParallel) -> set[tuple[nn.Module, str]]:
@@ -434,7 +398,6 @@ def prefetch_shards_alone(root: nn.Module) -> None:
 
 
 def announce_writebacks() -> None:
-    """Call ``written_back()`` of a strategy's handle after each of FSDP's writebacks."""
     original = unshard_param_utils._writeback_to_local_shard
 
     @functools.wraps(original)
@@ -447,33 +410,22 @@ def announce_writebacks() -> None:
 
 
 # ---- backward
-#
-# Private names of torch's backwards: when the units of a model reduce, in which streams, and what waits for them.
 
 _WATCH = "_fsdp_zpp_backward_watch"
 _end_backward = runtime._post_backward_final_callback
 
 
-class HandleBackwardWatch:
-    """Units of a model that strategies gather; it reports the end of each of the model's backwards.
-
-    ``on_backward_end`` is called with whether the backward synchronizes gradients.
-    """
-
+class HandleBackwardWatch(StepWatch):
     def __init__(self, root: nn.Module, on_backward_end: Callable[[bool], None]) -> None:
-        self.on_backward_end = on_backward_end
         self._instances = FullyShardedDataParallel.fsdp_modules(root)
         self._handles = [each._handle for each in self._instances if isinstance(each._handle, StrategyHandle)]
-        self._order: ReductionOrder[HandleGradients] = ReductionOrder(handle.gradients for handle in self._handles)
-        self.arriving = ArrivingGradients()
-        for handle in self._handles:
-            handle.gradients.order, handle.gradients.arriving = self._order, self.arriving
+        super().__init__([handle.gradients for handle in self._handles], on_backward_end)
         if any(handle._offload_params for handle in self._handles):
             step_on_arrival()  # only now, or the backward of each unit would take one call more
 
     def reduce_in_two_streams(self) -> None:
         """Give every other unit a second stream to reduce in, concurrent with the others' hops between nodes."""
-        two_hops = [each.gradients for each in self._handles if each.gradients.unit.reductions.have_two_hops]
+        two_hops = [each.gradients for each in self._handles if each.gradients.reductions.have_two_hops]
         if len(two_hops) > 1:
             second = two_hops[0].instance._device_handle.Stream()
             for gradients in two_hops[1::2]:
@@ -487,7 +439,7 @@ class HandleBackwardWatch:
         if not began or torch._C._current_graph_task_id() != -1:
             return
         self.arriving.drop()
-        self._order.abandon()
+        self.abandon()
         instances: list[Any] = self._instances
         synchronized = [instance._sync_gradients for instance in instances]
         for instance in instances:
@@ -513,8 +465,7 @@ class HandleBackwardWatch:
             for stream in {instance._post_backward_stream for instance in self._instances}:
                 current.wait_stream(stream)
             return
-        for gradients in self._order.remaining():
-            gradients.reduce_micro_batch()
+        self.reduce_remaining()
         for handle in self._handles:
             handle.gradients.took_part |= handle.gradients.is_of_micro_batch
             # torch does so where it reduces. Otherwise it would clear the gradient of a parameter that had none
@@ -531,7 +482,7 @@ class HandleBackwardWatch:
         gathered = [handle for handle in self._handles if handle.gradients.took_part]
         if not gathered:
             return used_elsewhere
-        asked = [(handle, handle.gradients.unit.reductions.mesh, [handle.gradients.is_used]) for handle in gathered]
+        asked = [(handle, handle.gradients.reductions.mesh, [handle.gradients.is_used]) for handle in gathered]
         for handle, used_by_any in agree_on_use(asked):
             if handle.gradients.is_used:
                 continue
@@ -549,7 +500,7 @@ class HandleBackwardWatch:
                 handle.reshard(False)
             handle.gradients.end_backward(synchronized)
         if synchronized:
-            self._order.restart()
+            self.restart()
         self.on_backward_end(synchronized)
 
 
@@ -562,7 +513,6 @@ def watch_backwards(root: nn.Module, on_backward_end: Callable[[bool], None]) ->
 
 
 def hear_of_backwards() -> None:
-    """Notify the watch of a model at the end of every backward."""
     original = runtime._post_backward_final_callback
 
     @functools.wraps(original)
@@ -581,10 +531,7 @@ def hear_of_backwards() -> None:
 
 
 def reduce_in_every_backward() -> None:
-    """Have handles of strategies reduce in every backward, also inside no_sync, as far as their scopes say.
-
-    See [Note: What a micro-batch reduces] and [Note: The order of reductions] in gradient_reduce.py.
-    """
+    """Have handles of strategies reduce in every backward, also inside no_sync, as far as their scopes say."""
     hook = runtime._post_backward_hook
 
     @functools.wraps(hook)
@@ -599,32 +546,23 @@ def reduce_in_every_backward() -> None:
             gradients.is_unreduced = not state._sync_gradients
         if state._sync_gradients:
             if has_gradient:
-                gradients.order.synchronized.append(gradients)
+                gradients.watch.synchronized.append(gradients)
             hook(state, handle, *args)
             return
         hook(state, handle, *args)  # FSDP leaves the gradient unsharded
-        if not gradients.reduces_early or handle.flat_param.grad is None:
-            return
-        assert gradients.unit.reductions.current is not None
-        if not gradients.unit.reductions.current.communicates_early:
-            gradients.reduce_micro_batch()
-            return
-        for due in gradients.order.finished(gradients):
-            due.reduce_micro_batch()
+        if gradients.reduces_early and handle.flat_param.grad is not None:
+            gradients.micro_batch_ended()
 
     runtime._post_backward_hook = post_backward_hook
 
 
 # ---- offload
 #
-# Private names of torch's backwards: optimizers in the backward that step on offloaded parameters.
-#
-# torch copies the gradient of such a unit to the CPU while the CPU waits, and steps at once. Here it copies without a
-# wait, and optimizers step as comm/gradient_reduce.py says.
+# torch copies the gradient of an offloaded unit with an optimizer in the backward while the CPU waits, and steps. Here
+# it copies without a wait, and optimizers step as comm/gradient_reduce.py says.
 
 
 def step_on_arrival() -> None:
-    """Have optimizers in the backward step on offloaded parameters of strategies when their gradients have arrived."""
     original = runtime._post_reduce_grad_callback
     if hasattr(original, "__wrapped__"):  # replaced before
         return
@@ -646,6 +584,6 @@ def step_on_arrival() -> None:
             handle._has_optim_in_backward = True
         event = state._device_handle.current_stream().record_event() if handle.device.type != "cpu" else None
         step = partial(runtime._post_backward_use_sharded_grad_views, handle)
-        handle.gradients.arriving.step_on_arrival(event, step)
+        handle.gradients.watch.arriving.step_on_arrival(event, step)
 
     runtime._post_reduce_grad_callback = post_reduce_grad_callback

@@ -68,11 +68,9 @@ from fsdp_zpp.strategy.strategy import Strategy, check_gpus_per_node, intra_node
 
 from . import _torch_flat_parameter, _torch_handle
 from ._torch_flat_parameter import refuse_whole_graphs
-from ._torch_handle import ShardedInstance, flattened_sites, is_flattened
+from ._torch_handle import ShardedHandle, flattened_sites, is_flattened, sharded_of
 
 # ---- comm hook
-#
-# Quantized gradient reduction without a strategy: a communication hook for any FSDP model.
 
 
 @explains_keywords
@@ -177,7 +175,8 @@ class QuantizedReduceState:
                 "model.register_comm_hook; pass the state itself there, together with quantized_reduce_hook"
             )
         layout = None if self._layout is None else self._layout(gradient.numel())
-        self._reduce.start(gradient, out, layout=layout).finish()
+        finish = self._reduce.start(gradient, out, layout=layout)
+        finish()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's errors; see ``fsdp_zpp.CodecState``. There are none before ``register_comm_hook``."""
@@ -244,8 +243,6 @@ def quantized_reduce_hook(state: QuantizedReduceState, gradient: Tensor, out: Te
 
 
 # ---- validation
-#
-# Refuses arguments that FullyShardedDataParallel can't combine with a strategy: on every rank, before any sharding.
 
 Sites = dict[tuple[nn.Module, str], tuple[str, nn.Parameter]]
 UNITS = AdapterUnits(
@@ -300,12 +297,7 @@ def check_arguments(
     """Raise if a strategy can't shard by these arguments of FSDP's constructor. Collective over ``group``.
 
     Ranks compare any other object than a strategy, too, before they refuse it. Iterators in ``arguments`` become lists.
-
-    Returns:
-        The strategy of the module, without overrides, and the layout of the ranks.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: Saying what to do instead.
+    Returns the strategy of the module, without overrides, and the layout of the ranks.
     """
     own = [] if group is None else _check_agreement(strategy, group, arguments)
     if not isinstance(strategy, Strategy):
@@ -361,25 +353,20 @@ def _check_no_other_parallelism(strategy: Strategy, parameters: Iterable[tuple[s
             )
 
 
-def _check_group(arguments: dict[str, Any]) -> None:
+def group_of(arguments: dict[str, Any]) -> dist.ProcessGroup | None:
+    """Return the ranks that the arguments name, all by default; raise a ValueError for several groups or dimensions."""
     group, mesh = arguments["process_group"], arguments["device_mesh"]
     if isinstance(group, tuple):
         raise ValueError(
             "process_group is a pair of groups, as HYBRID_SHARD takes it; a Strategy takes the one group of all "
             "ranks and makes the groups of its hops itself (gpus_per_node)"
         )
-    if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
-        raise ValueError(
-            "a Strategy takes a 1-D device_mesh of all ranks to shard over, or a 2-D one of nodes x ranks of a node "
-            f"with names, got {mesh.ndim} dimensions {mesh.mesh_dim_names or tuple(mesh.shape)}"
-        )
-
-
-def group_of(arguments: dict[str, Any]) -> dist.ProcessGroup | None:
-    """Return the ranks that the arguments name, all by default; raise a ValueError for several groups or dimensions."""
-    _check_group(arguments)
-    group, mesh = arguments["process_group"], arguments["device_mesh"]
     if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(
+                "a Strategy takes a 1-D device_mesh of all ranks to shard over, or a 2-D one of nodes x ranks of a "
+                f"node with names, got {mesh.ndim} dimensions {mesh.mesh_dim_names or tuple(mesh.shape)}"
+            )
         group = mesh.get_group(0)
         name_ranks(group, mesh)
     return group if group is not None else dist.group.WORLD
@@ -447,7 +434,6 @@ def refuse_local_state_dict(module: FullyShardedDataParallel, *unused: object) -
 
 
 def check_one_group(units: Iterable[StrategyUnit]) -> None:
-    """Raise a ValueError if some units of a model are sharded within nodes and others are not."""
     by_scope = {unit.scopes.optimizer: unit.sharded.name for unit in units}
     if "I" in by_scope and len(by_scope) > 1:
         other = next(name for scope, name in by_scope.items() if scope != "I")
@@ -459,17 +445,15 @@ def check_one_group(units: Iterable[StrategyUnit]) -> None:
 
 
 # ---- wrapping
-#
-# From ``FullyShardedDataParallel(..., sharding_strategy=strategy)`` to units that gather and reduce.
 
 
 class CommHookUnit:
     """An FSDP instance of a stock strategy with a :class:`QuantizedReduceState`, which counts its traffic."""
 
-    def __init__(self, state: QuantizedReduceState, sharded: ShardedInstance) -> None:
+    def __init__(self, state: QuantizedReduceState, sharded: Sharded) -> None:
         self.traffic = state.traffic
         self.errors, self.ranks = state.errors, state.mesh
-        self.sharded: Sharded = sharded
+        self.sharded = sharded
         self.loads = 0
         self.loaded_state: Loaded | None = None
         hear_of_loads(self)
@@ -551,10 +535,7 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
         unit.leave_weights_uncoded()
     if strategy.overrides:
         check_overrides(module.module, own, strategy, _torch_handle.flattened_sites(module))
-    unit.sharded = sharded = ShardedInstance(module)
-    handle = _torch_handle.adopt_handle(module, unit, sharded.layout)
-    if unit.gather is not None:
-        unit.gather.secondary.source = handle
+    _torch_handle.adopt_handle(module, unit)
     # A full or sharded state dict is loaded through a writeback; a local one is written to the shard directly.
     module.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.weights_loaded())
     if unit.scopes.optimizer == "I":
@@ -581,11 +562,10 @@ def _set_up(root: nn.Module) -> None:
     for path, module in root.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             if isinstance(unit := unit_of(module), StrategyUnit):
-                assert isinstance(unit.sharded, ShardedInstance)
                 unit.sharded.rename(_name_of(path))
                 units.append(unit)
             else:
-                others.append(ShardedInstance(module).numel())
+                others.append(sharded_of(module).numel())
     check_one_group(units)
     if units:
         name = model_name(root)
@@ -632,8 +612,8 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
                 f"the QuantizedReduceState was made for the ranks {expected}, but this model is sharded over {ranks}; "
                 "make the state with process_group= the model's group"
             )
-    sharded = [ShardedInstance(instance, _name_of(path)) for path, instance in instances.items()]
-    sizes = {each.name: shard_signature(each.shards()) for each in sharded}
+    sharded = {_name_of(path): sharded_of(instance) for path, instance in instances.items()}
+    sizes = {name: shard_signature(each.shards()) for name, each in sharded.items()}
     facts = {"codecs": state.codecs, "gpus_per_node": state.mesh.topology.gpus_per_node}
     call = f"register_comm_hook of {model_name(model)}"
     check_agreement(state.process_group, call, facts | {"error_feedback": state.error_feedback} | sizes)
@@ -641,8 +621,9 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
     states: dict[FullyShardedDataParallel, object] = {}
     hooked: list[CommHookUnit] = []
     error_nbytes = 0
-    for instance, each in zip(instances.values(), sharded, strict=True):
-        own = states[instance] = state.of_unit(each.name, each.layout.trained)
+    for instance, (name, each) in zip(instances.values(), sharded.items(), strict=True):
+        each.rename(name)
+        own = states[instance] = state.of_unit(name, each.layout.trained if isinstance(each, ShardedHandle) else None)
         hooked.append(unit := CommHookUnit(own, each))
         if unit_of(instance) is None:
             attach(instance, unit)

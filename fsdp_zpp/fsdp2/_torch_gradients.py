@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from fsdp_zpp.comm.flat_layout import FlatLayout, keep_recent
-from fsdp_zpp.comm.gradient_reduce import ArrivingGradients, ReductionOrder
+from fsdp_zpp.comm.gradient_reduce import ArrivingGradients, StepGradients, StepReductions
 from fsdp_zpp.comm.hops import keep_until_read
 from fsdp_zpp.runtime.unit import StrategyUnit
 
@@ -32,8 +32,6 @@ from ._torch_weights import (
 )
 
 # ---- use
-#
-# Private names of torch's fully_shard: the parameters of a group that ranks have used in a step.
 
 Hooks = Mapping[int, Callable[[Tensor], None]]
 """Hooks that run after a gradient was accumulated: optimizers in the backward."""
@@ -60,31 +58,29 @@ class ParameterUse:
         took_part: Whether ranks have gathered the group in an earlier micro-batch of the step.
         has_errors: Whether the last micro-batch feeds errors back.
         unused: The parameters that this rank has not used, by id.
+        used: The ids of the parameters that it has used.
         reduced: The parameters that the last micro-batch of the step reduces.
     """
 
     group: FSDPParamGroup
-    unit: StrategyUnit
+    reductions: StepReductions
     took_part: bool = False
     has_errors: bool = False
     reduced: list[FSDPParam] = field(default_factory=list)
     unused: dict[int, UnusedParameter] = field(default_factory=dict)
-    _used: set[int] = field(default_factory=set)
-
-    def forget_used(self) -> None:
-        self._used = set()
+    used: set[int] = field(default_factory=set)
 
     def note(self, params: Sequence[FSDPParam], gradients: Sequence[Tensor | None]) -> bool:
         """Record which of ``params`` have gradients in a micro-batch; return whether any has."""
         used = {id(param) for param, gradient in zip(params, gradients, strict=True) if gradient is not None}
-        self._used |= used
+        self.used |= used
         return bool(used)
 
     def fill_missing(self, params: Sequence[FSDPParam]) -> None:
         """Add zero gradients where the last micro-batch has none, but earlier ones or other ranks may have some."""
         for param in params:
             if has_gradient(param):
-                self._used.add(id(param))
+                self.used.add(id(param))
             else:
                 dtype = getattr(param, "unsharded_grad_dtype", None) or param.unsharded_param.dtype
                 param.unsharded_param.grad = torch.zeros_like(param.unsharded_param, dtype=dtype)
@@ -95,7 +91,7 @@ class ParameterUse:
                 param.accumulate_unsharded_grad_if_needed()  # or the next line replaces what is accumulated
                 param.to_accumulated_grad_if_needed()
         for param in filter(self._goes_without, params):
-            if id(param) in self._used:
+            if id(param) in self.used:
                 self.unused.pop(id(param), None)  # a module that runs twice comes here twice
             elif id(param) not in self.unused:
                 sharded = param.sharded_param
@@ -105,7 +101,7 @@ class ParameterUse:
     def _goes_without(self, param: FSDPParam) -> bool:
         """Return whether a parameter gets no gradient if no rank has used it, so that ranks must compare their use."""
         # It gets zeros if it requires a gradient by now and ``set_reduce_scatter_unused_params`` asks for them.
-        if self.unit.reduce is None:
+        if self.reductions.current is None:
             return False
         zeros_reduced = getattr(self.group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
         return not (zeros_reduced and param._unsharded_param.requires_grad)
@@ -113,17 +109,12 @@ class ParameterUse:
     @contextmanager
     def postponing_hooks(self) -> Iterator[None]:
         """Postpone optimizers in the backward, which must not step on gradients that perhaps no rank has used."""
-        for param, _, _ in self.unused.values():
-            set_hooks(param, None)
-        try:
+        with without_hooks([(param, hooks) for param, _, hooks in self.unused.values()]):
             yield
-        finally:
-            for param, _, hooks in self.unused.values():
-                set_hooks(param, hooks)
 
     def idle(self) -> list[str]:
         """Return the names of the reduced parameters that this rank has not used in the step."""
-        return [param._param_fqn or "" for param in self.reduced if id(param) not in self._used]
+        return [param._param_fqn or "" for param in self.reduced if id(param) not in self.used]
 
     # ---- after the backward
 
@@ -131,7 +122,7 @@ class ParameterUse:
         """Return, for each reduced parameter, whether this rank has used it; an empty list if ranks need not agree."""
         if not any(map(self._goes_without, self.reduced)):
             return []
-        return [id(param) in self._used for param in self.reduced]
+        return [id(param) in self.used for param in self.reduced]
 
     def drop_unused(self, used_by_any: Callable[[], list[bool]]) -> None:
         """Remove gradients of parameters that no rank has used in the step; run the postponed hooks of the others."""
@@ -146,13 +137,18 @@ class ParameterUse:
                 hook(param.sharded_param)
 
 
-def set_hooks(param: FSDPParam, hooks: Hooks | None) -> None:
-    param.sharded_param._post_accumulate_grad_hooks = hooks  # type: ignore[assignment]  # torch declares a dict
+@contextmanager
+def without_hooks(hooked: Sequence[tuple[FSDPParam, Hooks | None]]) -> Iterator[None]:
+    for param, _ in hooked:
+        param.sharded_param._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # torch declares a dict
+    try:
+        yield
+    finally:
+        for param, hooks in hooked:
+            param.sharded_param._post_accumulate_grad_hooks = hooks  # type: ignore[assignment]
 
 
 # ---- offload
-#
-# Private names of torch's fully_shard: optimizers in the backward that step on offloaded parameters.
 #
 # From torch 2.13 on, torch copies the gradient of a parameter with hooks to the CPU while the CPU waits; before, its
 # hooks saw gradients that were still on their way. Here hooks are taken off while torch reduces, so that it copies
@@ -170,15 +166,11 @@ def stepping_on_arrival(group: FSDPParamGroup, arriving: ArrivingGradients, left
         hooks: Hooks | None = getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
         if hooks and id(param) not in left_out:
             hooked.append((param, hooks, _state_of_gradient(param)))
-            set_hooks(param, None)
     if not hooked:
         yield
         return
-    try:
+    with without_hooks([(param, hooks) for param, hooks, _ in hooked]):
         yield
-    finally:
-        for param, hooks, _ in hooked:
-            set_hooks(param, hooks)
     stepping = [(param, hooks) for param, hooks, before in hooked if _state_of_gradient(param) != before]
     if stepping:
         events = [param.grad_offload_event for param, _ in stepping if param.grad_offload_event is not None]
@@ -199,8 +191,6 @@ def _run(stepping: list[tuple[FSDPParam, Hooks]]) -> None:
 
 
 # ---- step gradients
-#
-# Private names of torch's fully_shard: the gradients of a parameter group over the micro-batches of a step.
 
 _post_backward = without_dynamo(FSDPParamGroup.post_backward)
 
@@ -208,32 +198,21 @@ _post_backward = without_dynamo(FSDPParamGroup.post_backward)
 # Small groups, too, are reduced one by one. torch casts, accumulates and hands out a gradient right after its hops.
 # To send those of several groups at once, each would have to be copied into a flat buffer once more, which takes the
 # CPU longer than the hop that it saves.
-class GroupGradients:
-    """Accumulates and reduces the gradients of a parameter group over the micro-batches of a step.
-
-    Attributes:
-        comm: The reduction as torch calls it; None where torch reduces.
-        use: The parameters that the step uses.
-        order: The order in which groups reduce; set before the first forward.
-        arriving: The model's optimizers in the backward that wait for gradients; likewise.
-        layouts: Layouts of gradients, by the last few sets of their parameters.
-    """
-
-    order: ReductionOrder[GroupGradients]
-    arriving: ArrivingGradients
+class GroupGradients(StepGradients):
+    """Accumulates and reduces a parameter group's gradients; ``comm`` does so as torch calls it, None if torch does."""
 
     def __init__(self, group: FSDPParamGroup, weights: GroupWeights, unit: StrategyUnit) -> None:
-        self._group, self._weights, self.unit = group, weights, unit
+        self._group, self._weights, self.reductions = group, weights, unit.reductions
         self._is_offloaded = isinstance(group.offload_policy, CPUOffloadPolicy)
         self.comm: StrategyReduceScatter | StrategyAllReduce | None = None
         self._all_reduce_hook: Callable[[Tensor], None] | None = None  # which torch must have
         if unit.reductions.all and unit.scopes.optimizer == "N":  # torch has nothing to scatter
-            self.comm = self._all_reduce_hook = StrategyAllReduce(unit, group)
+            self.comm = self._all_reduce_hook = StrategyAllReduce(unit.reductions, group)
         elif unit.reductions.all:
-            self.comm = StrategyReduceScatter(unit, group)
+            self.comm = StrategyReduceScatter(unit.reductions, group)
             self._all_reduce_hook = self.comm.finish if unit.reductions.have_two_hops else None
-        self.use = ParameterUse(group, unit)
-        self.layouts: dict[tuple[FSDPParam, ...], FlatLayout] = {}
+        self.use = ParameterUse(group, unit.reductions)
+        self.layouts: dict[tuple[FSDPParam, ...], FlatLayout] = {}  # of the last few sets of parameters
         self._reduced = False
 
     @property
@@ -241,17 +220,14 @@ class GroupGradients:
         """Return whether a backward completes the gradients of its step, as FSDPModule's setters say."""
         # torch has no all-reduce without replicas of its own, so set_requires_all_reduce governs deferred hops.
         return self._group.reduce_grads and (
-            self._group.all_reduce_grads
-            or self.unit.reductions.current is None
-            or not self.unit.reductions.current.defers_hops
+            self._group.all_reduce_grads or self.reductions.current is None or not self.reductions.current.defers_hops
         )
 
     @property
     def takes_part(self) -> bool:
-        """Return whether ranks gathered the group for this micro-batch, and it has hops to make before the last."""
         early = (
-            self.unit.reductions.current is not None
-            and self.unit.reductions.current.communicates_early
+            self.reductions.current is not None
+            and self.reductions.current.communicates_early
             and not self.is_last_micro_batch
         )
         return early and (self._weights.was_gathered or self._group.is_unsharded) and bool(self._reduced_params())
@@ -268,7 +244,7 @@ class GroupGradients:
             return
         self._reduced = True
         self._weights.was_gathered |= group.is_unsharded  # before it is resharded
-        if self.unit.reductions.current is None or self.is_last_micro_batch:
+        if self.reductions.current is None or self.is_last_micro_batch:
             self._reduce_step(*unused)
             return
         # reduce_grads may be True here: set_requires_all_reduce(False) alone can say that more micro-batches follow.
@@ -278,14 +254,9 @@ class GroupGradients:
             _post_backward(group, *unused)
         finally:
             group.reduce_grads = reduce_grads
-        if not self.unit.reductions.current.communicates_early:
-            self.reduce_micro_batch()
-            return
-        for gradients in self.order.finished(self):
-            gradients.reduce_micro_batch()
+        self.micro_batch_ended()
 
     def _replace_hook(self) -> None:
-        """Replace a hook that a user has set by the strategy's, which runs it."""
         group = self._group
         if not isinstance(self.comm, StrategyReduceScatter):
             raise RuntimeError(
@@ -299,14 +270,13 @@ class GroupGradients:
 
     @torch.no_grad()
     def reduce_micro_batch(self) -> None:
-        """Reduce the gradients that torch has kept, and zeros for missing ones, as far as the gradient scope says."""
-        assert self.unit.reductions.current is not None
+        assert self.reductions.current is not None
         self._drop_prefetch()
         group, params = self._group, self._reduced_params()
         gradients = [take_gradient(param) for param in params]
         any_used = self.use.note(params, gradients)
         self.use.took_part |= self._weights.was_gathered and bool(params)
-        if not params or not (any_used or self.unit.reductions.current.communicates_early):
+        if not params or not (any_used or self.reductions.current.communicates_early):
             return
         flat = flatten_gradients(group, params, gradients)
         # Under scope G the inter-node hop completes the sum. It runs in the stream of torch's all-reduce, so that the
@@ -314,19 +284,18 @@ class GroupGradients:
         intra, inter = group.comm_ctx.reduce_scatter_stream, group.comm_ctx.all_reduce_stream
         if isinstance(self.comm, StrategyAllReduce):
             intra = inter  # where the last micro-batch adds its sums to the accumulated ones
-        elif not self.unit.reductions.current.has_two_hops:
+        elif not self.reductions.current.has_two_hops:
             inter = intra
         intra.wait_stream(group.device_handle.current_stream())
         with group.device_handle.stream(intra):
             # It was allocated in the backward's stream.
-            pending = self.unit.reductions.current.accumulate(keep_until_read(flat), self._layout_of(params))
+            finish = self.reductions.current.accumulate(keep_until_read(flat), self._layout_of(params))
         if inter is not intra:
             inter.wait_stream(intra)
         with group.device_handle.stream(inter):
-            pending.finish()
+            finish()
 
     def _drop_prefetch(self) -> None:
-        """Finish a first gather that was prefetched and not used."""
         # Until a group's first gather is complete, its parameters have no unsharded tensor that could get a gradient.
         group = self._group
         if group._all_gather_result is not None and not all(hasattr(p, "_unsharded_param") for p in group.fsdp_params):
@@ -336,13 +305,12 @@ class GroupGradients:
     # ---- the last micro-batch
 
     def _reduce_step(self, *unused: object) -> None:
-        """Reduce in the last micro-batch of a step, by torch's own post_backward."""
         use, params = self.use, self._reduced_params()
         use.reduced, reduced = params, _with_gradient(params)
         takes_unused = getattr(self._group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
         # If torch reduces unused parameters, all ranks do, whatever this one has.
         reduces = use.took_part or bool(reduced) or bool(params and takes_unused)
-        current, fills = self.unit.reductions.current, False
+        current, fills = self.reductions.current, False
         use.has_errors = current is not None and current.errors is not None
         if current is not None:
             # Errors that are fed back have the layout of the whole group's gradient, so that must not change.
@@ -356,10 +324,10 @@ class GroupGradients:
         if self.comm is not None:
             self.comm.layout, self.comm.idle = self._layout_of(reduced), use.idle() if use.has_errors else ()
         if reduces:
-            self.order.synchronized.append(self)
+            self.watch.synchronized.append(self)
         with (
             use.postponing_hooks() if use.unused else nullcontext(),
-            stepping_on_arrival(self._group, self.arriving, use.unused) if self._is_offloaded else nullcontext(),
+            stepping_on_arrival(self._group, self.watch.arriving, use.unused) if self._is_offloaded else nullcontext(),
         ):
             _post_backward(self._group, *unused)
 
@@ -373,19 +341,18 @@ class GroupGradients:
         if (order := getattr(self._group, "_reduce_scatter_param_indices", None)) is not None:  # from torch 2.14 on
             params = [params[index] for index in order]
         unsharded = [param for param in params if hasattr(param, "_unsharded_param")]
-        # The condition of _requires_gradient() in _torch_weights.py, without a call for each parameter.
+        # The condition of requires_gradient() in _torch_weights.py, without a call for each parameter.
         reduced = [
             param
             for param in unsharded
             if param.sharded_param.requires_grad or param._unsharded_param.requires_grad or has_gradient(param)
         ]
-        if self.unit.reductions.current is None or len(reduced) == len(unsharded):
+        if self.reductions.current is None or len(reduced) == len(unsharded):
             return reduced
-        accumulated, others = self.unit.reductions.current.accumulated.names, set(reduced)
+        accumulated, others = self.reductions.current.accumulated.names, set(reduced)
         return [param for param in unsharded if param in others or param._param_fqn in accumulated]
 
     def _layout_of(self, params: Sequence[FSDPParam]) -> FlatLayout:
-        """Return the layout of a gradient that consists of the gradients of ``params``."""
         key = tuple(params)
         layout = self.layouts.get(key)
         if layout is None:
@@ -399,19 +366,18 @@ class GroupGradients:
     # ---- the end of a backward or of a step
 
     def end_backward(self, synchronized: bool) -> None:
-        """Handle the end of a backward, which may have completed the gradients of a step."""
         self._reduced = False
         # Ranks need not gather kept weights to use them, so the group is in every micro-batch on all ranks, used or
         # not.
         self._weights.was_gathered = self._weights.is_kept
         if synchronized:
-            self.use = ParameterUse(self._group, self.unit)
+            self.use = ParameterUse(self._group, self.reductions)
 
     def drop(self) -> None:
         """Drop the gradients that torch has kept, and forget which parameters have them, unless a backward runs."""
         if torch._C._current_graph_task_id() != -1:
             return  # an optimizer in the backward has cleared what it has stepped with
-        self.use.forget_used()
+        self.use.used = set()
         for param in self._group.fsdp_params:
             if hasattr(param, "_unsharded_param") and has_gradient(param):
                 while take_gradient(param) is not None:  # until torch 2.14, there may be two
@@ -419,8 +385,8 @@ class GroupGradients:
 
     def reset(self) -> None:
         """Drop the gradients of a step's micro-batches, since an exception has ended it."""
-        if self.unit.reductions.current is not None:
-            self.unit.reductions.current.accumulated.drop()
+        if self.reductions.current is not None:
+            self.reductions.current.accumulated.drop()
         self.drop()  # torch itself drops unsharded ones from 2.15 on only
         self.end_backward(synchronized=True)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, partial
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -22,7 +21,7 @@ from torch.profiler import record_function
 
 from fsdp_zpp.comm.agreement import agree_on_use
 from fsdp_zpp.comm.flat_layout import Sharded
-from fsdp_zpp.comm.gradient_reduce import ArrivingGradients, ReductionOrder
+from fsdp_zpp.comm.gradient_reduce import StepWatch
 from fsdp_zpp.comm.hops import keep_until_read
 from fsdp_zpp.comm.weight_gather import WeightGather
 from fsdp_zpp.runtime.unit import StrategyUnit
@@ -35,12 +34,12 @@ from ._torch_weights import (
     GroupWeights,
     StrategyAllReduce,
     axes_of,
-    groups_below,
     groups_of,
     has_own_bytes,
     names_in,
     numel_of,
     order_parameters,
+    requires_gradient,
     show_shards,
     state_of,
     without_dynamo,
@@ -48,8 +47,6 @@ from ._torch_weights import (
 )
 
 # ---- sharded by
-#
-# The strategy that has sharded a parameter, for errors that name it.
 
 MARK = "_fsdp_zpp_sharded"
 """Attribute of a parameter that a strategy has sharded: the strategy, as :func:`as_mark` gives it."""
@@ -58,19 +55,11 @@ MARK = "_fsdp_zpp_sharded"
 @cache  # for all layers of a model; a process shards by a few strategies
 def as_mark(strategy: Strategy) -> str:
     """Return a strategy as source code: torch.load() takes text with weights_only, and parameters keep attributes."""
-    given = {field.name: getattr(strategy, field.name) for field in dataclasses.fields(strategy)}
-    defaults = {field.name: field.default for field in dataclasses.fields(strategy)}
-    return source_of({name: value for name, value in given.items() if value != defaults[name]})
-
-
-def sharded_by(parameter: Tensor) -> str | None:
-    """Return the strategy that has sharded a parameter, as source code; None if only torch has, or nothing."""
-    return getattr(parameter, MARK, None)
+    given = ((field, getattr(strategy, field.name)) for field in dataclasses.fields(strategy))
+    return source_of({field.name: value for field, value in given if value != field.default})
 
 
 # ---- group
-#
-# Private names of torch's fully_shard: a parameter group whose weights and gradients go through a strategy.
 
 
 class StrategyGroup(FSDPParamGroup, Sharded):
@@ -80,24 +69,15 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     reduce.
     """
 
-    unit: StrategyUnit
-    weights: GroupWeights
-    gradients: GroupGradients
-    _path: str
-    _state: FSDPState
-    _on_lazy_init: Callable[[nn.Module], None] | None
-    _is_ordered: bool
-    _knows_formats: bool
-    _known_names: Mapping[FSDPParam, str]
-
     def adopt(self, state: FSDPState, unit: StrategyUnit, path: str, on_lazy_init: Callable[[nn.Module], None]) -> None:
         """Set the attributes of this class, in place of a constructor; arguments as in :func:`adopt_groups`."""
         self.unit, self._path = unit, path
-        self.weights = GroupWeights(self, unit.gather, keeps_unsharded=unit.keep_unsharded)
+        self.weights = GroupWeights(self, unit)
         self.gradients = GroupGradients(self, self.weights, unit)
-        self._state, self._on_lazy_init = state, on_lazy_init
-        self._is_ordered, self._known_names = unit.stock, MappingProxyType({})
-        self._knows_formats = False
+        self._state = state
+        self._on_lazy_init: Callable[[nn.Module], None] | None = on_lazy_init
+        self._is_ordered, self._knows_formats = unit.stock, False
+        self._known_names: dict[FSDPParam, str] = {}
 
     # ---- lazy initialization
 
@@ -124,7 +104,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         was_encoded, self.unit.encodes_itself = self.weights.is_encoded, True
         if was_encoded:
             self.unit.leave_weights_uncoded(in_place_of_torch=True)
-            self.weights.set_gather(self.unit.gather, keeps_unsharded=self.unit.keep_unsharded)
+            self.weights.follow(self.unit)
             if self.weights.comm is not None:
                 self._all_gather_comm = self.weights.comm
 
@@ -169,19 +149,19 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
     def _gathered(self, gather: WeightGather, plan: GatherPlan, async_op: bool) -> AllGatherResult:
         """Gather as torch's ``foreach_all_gather``, without the two copies of shards that it makes for a collective."""
-        secondary, inputs, shard = gather.secondary, plan.inputs, None
+        secondary, shard = gather.secondary, None
         _, stream = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
         with self._labelled("FSDP::all_gather"), self.device_handle.stream(stream):
-            if inputs is not None and (secondary.encoded_by is None or plan.numel == 0):
-                shard = plan.put_together(inputs)
+            if plan.joins and (secondary.encoded_by is None or plan.numel == 0):
+                shard = plan.join_inputs()
             # A stale secondary shard that is made from what ``weights`` reads gets its version there.
             is_compared = self.weights.reuses and not (secondary.stale and shard is None)
             out = torch.empty(plan.numel, dtype=plan.dtype, device=self.device)
             gather(shard, out, self.weights.shard_version() if is_compared else None)
             event = stream.record_event()
-        if inputs is not None:
-            inputs.tell_torch()
-        return AllGatherResult(out, event, **plan.result)
+        if plan.joins:
+            plan.tell_torch()
+        return plan.result(out, event)
 
     @without_functorch
     def wait_for_unshard(self) -> None:
@@ -224,7 +204,6 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         self._all_gather_result = None
 
     def _gather_after(self, event: torch.Event | None) -> None:
-        """Have the streams in which weights are gathered wait for ``event``."""
         context = self.comm_ctx
         if event is not None and hasattr(context, "all_gather_stream"):  # there is none before lazy initialization
             context.all_gather_copy_in_stream.wait_event(event)
@@ -274,7 +253,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         self.gradients.post_backward(*unused)
 
     def _set_separate_reduce_scatter_group(self, enable: bool, *groups: object) -> None:
-        if enable and self.gradients.unit.reductions.current is not None:
+        if enable and self.gradients.reductions.current is not None:
             raise NotImplementedError(
                 f"set_separate_reduce_scatter_group(True) applies to torch's own reduction, but a Strategy reduces the "
                 f"gradients of {self.name} over process groups of its own; remove the call"
@@ -292,7 +271,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         return numel_of(self)
 
     def trained_numel(self) -> int:
-        return self.weights.trained_numel()
+        return sum(param.sharded_param.numel() for param in self.fsdp_params if requires_gradient(param))
 
     def compute_device(self) -> torch.device:
         return self.device
@@ -369,8 +348,6 @@ def _shows_trained(param: FSDPParam) -> bool:
 
 
 # ---- adoption
-#
-# Private names by which a strategy takes over the parameter group that fully_shard has made.
 
 
 class StockGroup(StrategyGroup):
@@ -430,21 +407,13 @@ def adopt_groups(
     return adopted
 
 
-def strategy_groups_below(root: nn.Module) -> list[StrategyGroup]:
-    """Return the groups of strategies below ``root``, outermost first."""
-    return [group for group in groups_below(root) if isinstance(group, StrategyGroup)]
-
-
 # ---- backward
-#
-# Private names of torch's fully_shard: the end of a backward, at which a step's gradients are complete.
 
 
-class GroupBackwardWatch:
+class GroupBackwardWatch(StepWatch):
     """Groups of a model: those of strategies, and ``others`` that only torch manages.
 
-    The root was initialized lazily, so it keeps these groups. ``on_backward_end`` is called at the end of every
-    backward with whether it synchronizes gradients.
+    The root was initialized lazily, so it keeps these groups.
     """
 
     def __init__(self, root: nn.Module, on_backward_end: Callable[[bool], None]) -> None:
@@ -453,15 +422,7 @@ class GroupBackwardWatch:
         groups = [group for state in states for group in groups_of(state)]
         self.groups = [group for group in groups if isinstance(group, StrategyGroup)]
         self.others = [group for group in groups if not isinstance(group, StrategyGroup)]
-        self.on_backward_end = on_backward_end
-        self.arriving = ArrivingGradients()
-        self.restart_order()
-
-    def restart_order(self) -> None:
-        """Start with the order of the model, before the first backward or after an exception."""
-        self.order: ReductionOrder[GroupGradients] = ReductionOrder(group.gradients for group in self.groups)
-        for group in self.groups:
-            group.gradients.order, group.gradients.arriving = self.order, self.arriving
+        super().__init__([group.gradients for group in self.groups], on_backward_end)
 
 
 class WatchedState(FSDPState):
@@ -504,10 +465,9 @@ class WatchedState(FSDPState):
         """End a backward of the model; ``last`` has the groups of strategies for which it was the last micro-batch."""
         watch = self.watch
         if all(last):
-            watch.order.restart()
+            watch.restart()
         else:
-            for gradients in watch.order.remaining():
-                gradients.reduce_micro_batch()
+            watch.reduce_remaining()
         if synchronized:
             shared = [each for group in watch.groups if (each := group.gradients).use.took_part or each.use.has_errors]
             if shared:
@@ -526,12 +486,12 @@ class WatchedState(FSDPState):
             group.gradients.reset()
         self.watch.arriving.drop()
         # Ranks may have failed at different points, so each forgets the order in which it reduced this time.
-        self.watch.restart_order()
+        self.watch.restart_in_order_of_model()
 
 
 def _drop_unused(gradients: list[GroupGradients]) -> None:
     """Remove gradients of parameters that no rank has used in the step that ends. Collective."""
-    asked = [(each.use, each.unit.reductions.mesh, used) for each in gradients if (used := each.use.in_step())]
+    asked = [(each.use, each.reductions.mesh, used) for each in gradients if (used := each.use.in_step())]
     for use, used_by_any in agree_on_use(asked):
         use.drop_unused(used_by_any)
 

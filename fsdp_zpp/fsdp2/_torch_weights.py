@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from typing import Any, NamedTuple, TypedDict, TypeVar, cast
+from functools import partial, reduce
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    AllGatherResult,
     _get_gradient_divide_factors,
     _get_param_all_gather_inputs,
     foreach_reduce_scatter_copy_in,
@@ -28,15 +29,12 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_zpp.comm.agreement import plain_parts
 from fsdp_zpp.comm.flat_layout import NO_PARAMETERS, FlatLayout, Piece, sent_exactly, sharded_along
-from fsdp_zpp.comm.hops import PendingReduction, keep_until_read
-from fsdp_zpp.comm.weight_gather import SecondaryShard, ShardValues, ShardVersion, WeightGather
+from fsdp_zpp.comm.gradient_reduce import PendingReduction, StepReductions
+from fsdp_zpp.comm.hops import keep_until_read
+from fsdp_zpp.comm.weight_gather import SecondaryShard, ShardValues, ShardVersion
 from fsdp_zpp.runtime.unit import StrategyUnit
 
-# ---- torch
-#
-# Private names of torch's fully_shard: states of modules, their parameter groups, and moves of a model.
-#
-# The other ``_torch_*.py`` files of this folder build on it; ``_torch_compat.py`` lists the names that they use.
+# ---- states and groups
 
 state_of: Callable[[nn.Module], FSDPState] = fully_shard.state  # type: ignore[attr-defined]
 
@@ -81,11 +79,6 @@ def groups_below(root: nn.Module) -> list[FSDPParamGroup]:
     return list(dict.fromkeys(group for state in states for group in groups_of(state)))
 
 
-def sizes_of_other_groups(root: nn.Module, groups: Collection[FSDPParamGroup]) -> list[int]:
-    """Return the numbers of values of the parameter groups below ``root`` that are not among ``groups``."""
-    return [numel_of(group) for group in groups_below(root) if group not in groups]
-
-
 def after_moves(callback: Callable[[nn.Module], None]) -> None:
     """Run ``callback(module)`` after each move or cast of a sharded module's parameters: ``to()``, ``half()``."""
     # All moves go through _apply, module by module.
@@ -106,8 +99,6 @@ def after_moves(callback: Callable[[nn.Module], None]) -> None:
 
 
 # ---- transforms
-#
-# Private names of torch's fully_shard: its hooks step out of torch.compile and of functorch's transforms.
 
 Method = TypeVar("Method", bound=Callable[..., object])
 
@@ -128,8 +119,6 @@ def without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # ---- gradients
-#
-# Private names of torch's fully_shard: unsharded gradients, and the flat tensor in which it reduces them.
 
 
 def has_gradient(param: FSDPParam) -> bool:
@@ -185,12 +174,10 @@ def _gradient_dtype(group: FSDPParamGroup, params: Sequence[FSDPParam]) -> torch
         return group._reduce_dtype
     # From torch 2.14 on, gradients may have another dtype than the unsharded parameters.
     dtypes = [getattr(param, "unsharded_grad_dtype", None) or param.unsharded_param.dtype for param in params]
-    return functools.reduce(torch.promote_types, dtypes)
+    return reduce(torch.promote_types, dtypes)
 
 
 # ---- gather inputs
-#
-# Private names of torch's fully_shard: the input of its all-gather, from a group's shards.
 #
 # [Note: Own bytes]
 # A tensor subclass may encode itself for the all-gather: ``fsdp_pre_all_gather`` returns tensors and metadata, and
@@ -203,71 +190,21 @@ def _gradient_dtype(group: FSDPParamGroup, params: Sequence[FSDPParam]) -> torch
 # A codec encodes these as it does any others.
 
 
-class GatherResult(TypedDict):
-    """Fields of torch's ``AllGatherResult`` without the output and its event."""
-
-    all_gather_work: None
-    param_all_gather_input_dtypes: list[list[torch.dtype]]
-    param_all_gather_input_numels: list[list[int]]
-    all_gather_input_split_sizes: list[int]
+Result = Callable[[Tensor, Any], AllGatherResult]
+"""Makes torch's result of a gather from its output and an event."""
 
 
-def gather_result(dtypes: list[list[torch.dtype]], numels: list[list[int]], sizes: list[int]) -> GatherResult:
-    return {
-        "all_gather_work": None,
-        "param_all_gather_input_dtypes": dtypes,
-        "param_all_gather_input_numels": numels,
-        "all_gather_input_split_sizes": sizes,
-    }
-
-
-class _Extension(NamedTuple):
-    param: FSDPParam
-    metadata: Any
-    sizes: Sequence[torch.Size]
-
-
-class GatherInputs:
-    """A rank's part of a gather, joined as torch would. See [Note: Own bytes].
-
-    ``dtype`` is that of the values that a codec encodes, or uint8 for bytes that none does. ``mixed`` says that torch
-    gets values of several dtypes, which it takes as bytes.
-    """
-
-    def __init__(self, group: FSDPParamGroup, dtype: torch.dtype, mixed: bool) -> None:
-        self._group, self._dtype, self._as_bytes = group, dtype, dtype == torch.uint8
-        self._in_bytes = mixed or self._as_bytes
-        self._extensions: list[_Extension] = []
-
-    @torch.no_grad()
-    def put_together(self) -> tuple[Tensor, GatherResult]:
-        """Return the current all-gather input, flat, and the fields of torch's result; collective if encodings are."""
-        params = self._group.fsdp_params
-        # Tensors and metadata that an evaluation has encoded may be saved for a backward later.
-        with torch.inference_mode(False):
-            by_param = _get_param_all_gather_inputs(params)
-            flat = [each.view(-1) for inputs in by_param for each in inputs]
-            joined = torch.cat([each.view(torch.uint8) if self._as_bytes else each.to(self._dtype) for each in flat])
-        result = gather_result(
-            [[each.dtype for each in inputs] for inputs in by_param],
-            [[each.numel() for each in inputs] for inputs in by_param],
-            [each.nbytes if self._in_bytes else each.numel() for each in flat],
-        )
-        extensions = ((param, param._extensions_data) for param in params if encodes_itself(param))
-        self._extensions = [
-            _Extension(param, data.all_gather_metadata, data.all_gather_input_sizes) for param, data in extensions
-        ]
-        return joined, result
-
-    def tell_torch(self) -> None:
-        """Give torch the metadata of the last input, which it forgets whenever it has unsharded."""
-        for param, metadata, sizes in self._extensions:
-            param._extensions_data.all_gather_metadata = metadata
-            param._extensions_data.all_gather_input_sizes = sizes
+def gather_result(dtypes: list[list[torch.dtype]], numels: list[list[int]], sizes: list[int]) -> Result:
+    return partial(
+        AllGatherResult,
+        all_gather_work=None,
+        param_all_gather_input_dtypes=dtypes,
+        param_all_gather_input_numels=numels,
+        all_gather_input_split_sizes=sizes,
+    )
 
 
 def encodes_itself(param: FSDPParam) -> bool:
-    """Return whether a parameter encodes itself for the all-gather."""
     return hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
 
 
@@ -287,8 +224,6 @@ def _sends_values(param: FSDPParam) -> bool:
 
 
 # ---- plan
-#
-# Private names of torch's fully_shard: the common plan of all gathers of a parameter group.
 
 
 class GatherPlan:
@@ -296,39 +231,31 @@ class GatherPlan:
 
     Attributes:
         mixed: Whether parameters are computed with in several dtypes.
-        inputs: Joins the inputs of the gather, if a parameter encodes itself or, without a codec, dtypes are mixed;
-            else None, and the shards themselves are gathered.
-        dtype: The dtype in which parameters are gathered; if theirs differ, one that can hold the values of all, and
-            uint8 if ``inputs`` are bytes.
-        shard_numel: The number of elements that a rank contributes to a gather; with ``inputs``, 0 until their first
-            use.
-        numel: The number of elements that a gather leaves on a rank.
-        result: Fields of an ``AllGatherResult`` without the output and its event.
-        layout: Layout of a rank's part of a gather.
+        joins: Whether the inputs of the gather are joined as torch would, since a parameter encodes itself or, without
+            a codec, dtypes are mixed; else the shards themselves are gathered. See [Note: Own bytes].
+        dtype: That of gathered values; uint8 for bytes that no codec encodes.
+        shard_numel, numel: Elements that a rank gives and gets; if it joins inputs, 0 until their first use.
         memory: The gathered shards, except tensor subclasses, which may have no storage.
         counted: The tensors whose writes torch counts: the parameters and their shards.
-        cast_before_joining: Whether each shard must be cast to ``dtype`` before it is joined with others.
-        swaps: The swaps of all parameters, once :meth:`fill`, :meth:`unshard` and :meth:`reshard` can replace torch's
-            work for each; else empty.
+        swaps: The swaps of all parameters, once they can replace torch's work for each; else empty.
     """
 
     def __init__(self, group: FSDPParamGroup, encodes: bool) -> None:
-        params = group.fsdp_params
+        self._params = params = group.fsdp_params
         shards = [param._sharded_param_data for param in params]
         dtypes = [param.param_dtype or shard.dtype for param, shard in zip(params, shards, strict=True)]
         numels = [shard.numel() for shard in shards]
         self._world = group._all_gather_process_group.size()
         self.mixed = any(dtype != dtypes[0] for dtype in dtypes)
         self.dtype = reduce(torch.promote_types, dtypes)
-        self.inputs: GatherInputs | None = None
-        if any(map(encodes_itself, params)) or (self.mixed and not encodes):
-            self.dtype = self.dtype if encodes else torch.uint8
-            self.inputs = GatherInputs(group, self.dtype, self.mixed)
+        self.joins = any(map(encodes_itself, params)) or (self.mixed and not encodes)
+        if self.joins and not encodes:
+            self.dtype = torch.uint8
         self.layout = layout_of(group, params, range(len(params)))
         self.memory = [shard for shard in shards if type(shard) is Tensor]
         self.counted = [each for p in params for each in (p.sharded_param, p._sharded_local_tensor)] + shards
         sizes = [n * dtype.itemsize for n, dtype in zip(numels, dtypes, strict=True)] if self.mixed else numels
-        self.shard_numel = sum(numels) if self.inputs is None else 0
+        self.shard_numel = 0 if self.joins else sum(numels)
         self.numel = self.shard_numel * self._world
         self.result = gather_result([[dtype] for dtype in dtypes], [[numel] for numel in numels], sizes)
         # Joined as they are, shards of several dtypes would be promoted, and packed bytes would not survive that.
@@ -336,18 +263,38 @@ class GatherPlan:
         self._numels, self._dtypes = numels, dtypes
         self.swaps: list[Swap] = []
         self._views: list[Tensor] = []
+        self._extensions: list[tuple[FSDPParam, Any, Sequence[torch.Size]]] = []  # with the last input's metadata
 
-    def put_together(self, inputs: GatherInputs) -> Tensor:
-        """Return the current all-gather input, flat [shard_numel]."""
-        joined, self.result = inputs.put_together()
+    @torch.no_grad()
+    def join_inputs(self) -> Tensor:
+        """Return the current all-gather input, flat [shard_numel]; collective if encodings are."""
+        params, as_bytes = self._params, self.dtype == torch.uint8
+        # Tensors and metadata that an evaluation has encoded may be saved for a backward later.
+        with torch.inference_mode(False):
+            by_param = _get_param_all_gather_inputs(params)
+            flat = [each.view(-1) for inputs in by_param for each in inputs]
+            joined = torch.cat([each.view(torch.uint8) if as_bytes else each.to(self.dtype) for each in flat])
+        self.result = gather_result(
+            [[each.dtype for each in inputs] for inputs in by_param],
+            [[each.numel() for each in inputs] for inputs in by_param],
+            [each.nbytes if self.mixed or as_bytes else each.numel() for each in flat],
+        )
+        extensions = ((param, param._extensions_data) for param in params if encodes_itself(param))
+        self._extensions = [(p, data.all_gather_metadata, data.all_gather_input_sizes) for p, data in extensions]
         self.shard_numel = joined.numel()
         self.numel = self.shard_numel * self._world
         return joined
 
+    def tell_torch(self) -> None:
+        """Give torch the metadata of the last input, which it forgets whenever it has unsharded."""
+        for param, metadata, sizes in self._extensions:
+            param._extensions_data.all_gather_metadata = metadata
+            param._extensions_data.all_gather_input_sizes = sizes
+
     def prepare_swaps(self, group: FSDPParamGroup) -> None:
         """Prepare to unshard a group in fewer steps, if its parameters are plain and torch has unsharded it once."""
         params = group.fsdp_params
-        if self.inputs is not None or self._world == 1 or torch.is_inference_mode_enabled():
+        if self.joins or self._world == 1 or torch.is_inference_mode_enabled():
             return
         if not all(map(_is_plain, params)):
             return
@@ -368,9 +315,7 @@ class GatherPlan:
 
     @torch.no_grad()
     def as_torch_gathers(self, gathered: Tensor) -> Tensor:
-        """Return the gathered output, flat [numel], as torch takes it: as bytes, if parameters have several dtypes."""
-        if not self.mixed:
-            return gathered
+        """Return the gathered output of several dtypes, flat [numel], as torch takes it: as bytes."""
         parts = gathered.view(self._world, -1).split(self._numels, dim=1)
         cast = (part.to(dtype).contiguous() for part, dtype in zip(parts, self._dtypes, strict=True))
         return torch.cat([part.view(torch.uint8) for part in cast], dim=1).view(-1)
@@ -426,13 +371,6 @@ def show_shards(params: Sequence[FSDPParam]) -> None:
         param.sharded_state = ShardedState.SHARDED
 
 
-def free_unsharded(params: Sequence[FSDPParam]) -> None:
-    """Free the memory of unsharded parameters that modules don't show, unless torch must keep it."""
-    for param in params:
-        if not getattr(param, "keep_unsharded_storage", False):  # from torch 2.15 on
-            param.free_unsharded_param()
-
-
 def _beside(output: Tensor, world: int) -> Tensor:
     """Return a [world, numel] view of output with its own version counter."""
     # Autograd has saved the unsharded parameters; it must not take a write that restores their values for a change.
@@ -441,7 +379,6 @@ def _beside(output: Tensor, world: int) -> Tensor:
 
 
 def _is_plain(param: FSDPParam) -> bool:
-    """Return whether a copy and a swap are enough to unshard a parameter."""
     info = param._module_info
     return (
         hasattr(param, "_unsharded_param")
@@ -454,8 +391,6 @@ def _is_plain(param: FSDPParam) -> bool:
 
 
 # ---- flat layout
-#
-# Private names of torch's fully_shard: the order of a group's parameters in flat tensors.
 #
 # Small parameters are last: among the others they would shift these, so that blocks straddled two of them. The others
 # are sorted by the number of axes along which another parallelism shards them. See the notes in flat_layout.py.
@@ -481,32 +416,20 @@ def layout_of(group: FSDPParamGroup, params: Sequence[FSDPParam], places: Sequen
 
 
 def axes_of(params: Iterable[FSDPParam]) -> list[tuple[str, ...]]:
-    """Return the mesh dimensions along which FSDP or another parallelism shards each parameter."""
     sharded = [param.sharded_param for param in params]
     return sharded_along((tensor.device_mesh, tensor.placements) for tensor in sharded if isinstance(tensor, DTensor))
 
 
 # ---- comms
-#
-# A strategy's gather and reduction, where torch calls them: as its AllGather, ReduceScatter and all-reduce hook.
 
 
-@dataclass(eq=False, repr=False)
 class StrategyAllGather(AllGather):
-    """Gathers in two hops the input that torch has joined from a group's weights.
-
-    ``version`` returns the version of the shards; None if later gathers reuse nothing.
-    """
-
-    gather: WeightGather
-    version: Callable[[], Hashable] | None
+    """Tells torch and users that a strategy gathers, which :class:`StrategyGroup` does without calling this."""
 
     allocate = staticmethod(torch.empty)
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        self.gather(input_tensor, output_tensor, None if self.version is None else self.version())
+    def __call__(self, *unused: object) -> None:
+        raise NotImplementedError
 
 
 @dataclass(eq=False, repr=False)
@@ -514,16 +437,10 @@ class StrategyReduceScatter(ReduceScatter):
     """Reduces a group's gradient of a step.
 
     With two hops it makes the first, and torch's all-reduce hook, :meth:`finish`, makes the second, which therefore
-    runs in the stream of the all-reduce.
-
-    Attributes:
-        layout: Layout of the gradient that torch is about to reduce.
-        idle: The names of parameters that this rank has not used.
-        hook: A user's all-reduce hook, which :meth:`finish` runs afterwards.
-        pending: The reduction that :meth:`finish` has to finish, if any.
+    runs in the stream of the all-reduce, and then a user's own ``hook``.
     """
 
-    unit: StrategyUnit
+    reductions: StepReductions
     group: FSDPParamGroup
     layout: FlatLayout = NO_PARAMETERS
     idle: Collection[str] = ()
@@ -540,22 +457,22 @@ class StrategyReduceScatter(ReduceScatter):
         op: ReduceOp | ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        reduce, world = self.unit.reductions.current, self.unit.reductions.mesh.topology.world
+        reduce, world = self.reductions.current, self.reductions.mesh.topology.world
         assert reduce is not None, "one rank is not sharded over"
         # torch asks for the average, unless there is a risk of overflow or a divide factor was set.
         factor = _factor_of(op, group.size(), world, self.group.gradient_divide_factor)
         # Accumulated gradients still need the division that torch has applied to this gradient.
         divisor = divided_by(self.group, input_tensor.dtype) if reduce.accumulated.sums is not None else 1.0
-        pending = reduce.start(input_tensor, output_tensor, factor, self.layout, divisor, self.idle)
+        finish = reduce.start(input_tensor, output_tensor, factor, self.layout, divisor, self.idle)
         if reduce.has_two_hops:
-            self.pending = pending
+            self.pending = finish
         else:
-            pending.finish()
+            finish()
 
     def finish(self, gradient: Tensor) -> None:
         pending, self.pending = self.pending, None
         if pending is not None:
-            pending.finish()
+            pending()
         if gradient.is_cuda:
             # torch frees the gradient in the stream of the reduce-scatter, which is not the one that reads it now.
             keep_until_read(gradient)
@@ -567,13 +484,13 @@ class StrategyReduceScatter(ReduceScatter):
 class StrategyAllReduce:
     """Reduces a group's gradient where torch shards over one rank and has nothing to scatter: its all-reduce hook."""
 
-    unit: StrategyUnit
+    reductions: StepReductions
     group: FSDPParamGroup
     layout: FlatLayout = NO_PARAMETERS
     idle: Collection[str] = ()
 
     def __call__(self, gradient: Tensor) -> None:
-        reduce = self.unit.reductions.current
+        reduce = self.reductions.current
         if reduce is None:  # a node of one rank that trains on its own
             return
         factor = 1.0
@@ -581,9 +498,10 @@ class StrategyAllReduce:
             # The sum over all ranks is to be divided by it, once; torch has done that, and with nothing to scatter
             # does it once more where it divides around sums.
             around_sum = self.group.force_sum_reduction_for_comms or gradient.dtype == torch.float16
-            factor = self.unit.reductions.mesh.topology.world * (divide_factor if around_sum else 1.0)
+            factor = self.reductions.mesh.topology.world * (divide_factor if around_sum else 1.0)
         divisor = divided_by(self.group, gradient.dtype) if reduce.accumulated.sums is not None else 1.0
-        reduce.start(gradient, gradient, factor, self.layout, divisor, self.idle).finish()
+        finish = reduce.start(gradient, gradient, factor, self.layout, divisor, self.idle)
+        finish()
         # torch frees it in the stream of the reduce-scatter, as in StrategyReduceScatter.finish.
         keep_until_read(gradient)
 
@@ -605,8 +523,6 @@ def _factor_of(op: ReduceOp | ReduceOp.RedOpType, sharded_over: int, world: int,
 
 # ---- weights
 #
-# Private names of torch's fully_shard: reads, gathers and kept memory of a parameter group's weights.
-#
 # [Note: Kept weights]
 # Parameter scope N keeps the gathered memory until the weights change, and nothing else: whenever torch
 # would reshard, modules show the sharded parameters again. Optimizers that are made then, ``requires_grad_``, writes
@@ -618,8 +534,6 @@ class GroupWeights:
     """A parameter group's weights: the source of its gathers and of its secondary shard, and the memory that it keeps.
 
     Attributes:
-        comm: The gather as torch calls it; None where torch's own collective gathers.
-        plan: The common plan of gathers; None before :meth:`make_plan`.
         reuses: Whether later gathers reuse anything of an earlier one.
         staleness_guard: The secondary shard that knows whether weights that stay unsharded from one micro-batch to the
             next are stale; None if they don't stay.
@@ -628,24 +542,24 @@ class GroupWeights:
         was_gathered: Whether ranks have gathered the group for the micro-batch; the same on all ranks.
     """
 
-    def __init__(self, group: FSDPParamGroup, gather: WeightGather | None, *, keeps_unsharded: bool) -> None:
+    def __init__(self, group: FSDPParamGroup, unit: StrategyUnit) -> None:
         self._group = group
         self._version = ShardVersion()
         self.is_kept = self.puts_back = self.was_gathered = False
-        self.set_gather(gather, keeps_unsharded=keeps_unsharded)
+        self.follow(unit)
 
-    def set_gather(self, gather: WeightGather | None, *, keeps_unsharded: bool) -> None:
-        """Gather by ``gather`` from now on, or by torch, and perhaps keep the gathered memory until weights change."""
-        self.gather = gather
+    def follow(self, unit: StrategyUnit) -> None:
+        """Gather by the unit's gather from now on, or by torch, and perhaps keep the gathered memory."""
+        self.gather = gather = unit.gather
         self.plan: GatherPlan | None = None
         self.comm: StrategyAllGather | None = None
         self.staleness_guard: SecondaryShard | None = None
         self.reuses = False
         if gather is not None:
             gather.secondary.source = self
-            self.reuses = gather.secondary.keep or keeps_unsharded
-            self.staleness_guard = gather.secondary if keeps_unsharded else None
-            self.comm = StrategyAllGather(gather, self.shard_version if self.reuses else None)
+            self.reuses = gather.secondary.keep or unit.keep_unsharded
+            self.staleness_guard = gather.secondary if unit.keep_unsharded else None
+            self.comm = StrategyAllGather()
 
     def make_plan(self) -> GatherPlan:
         self.plan = GatherPlan(self._group, self.is_encoded)
@@ -672,9 +586,10 @@ class GroupWeights:
         return True
 
     def drop_kept(self) -> None:
-        """Free the memory that is kept while modules show shards."""
         if self.is_kept:
-            free_unsharded(self._group.fsdp_params)
+            for param in self._group.fsdp_params:
+                if not getattr(param, "keep_unsharded_storage", False):  # from torch 2.15 on
+                    param.free_unsharded_param()
             self.is_kept = self.puts_back = self.was_gathered = False
 
     # ---- as a ShardSource, which is asked before torch's gather
@@ -684,7 +599,7 @@ class GroupWeights:
             return False
         plan, group = self.plan or self.make_plan(), self._group
         # The size of the inputs may be unknown yet, and torch still needs the metadata of a gather on its way.
-        return plan.inputs is None or (plan.numel > 0 and group.is_sharded and group._all_gather_result is None)
+        return not plan.joins or (plan.numel > 0 and group.is_sharded and group._all_gather_result is None)
 
     def prepare_read(self) -> int:
         # Nothing is written back, since parameters are views of the shard.
@@ -694,15 +609,15 @@ class GroupWeights:
         """Return the flat, padded shards of all parameters, in the order in which the group gathers them."""
         plan, device = self.plan or self.make_plan(), self._group.device
         params = self._group.fsdp_params
-        if plan.inputs is not None:
-            joined = plan.put_together(plan.inputs)
+        if plan.joins:
+            joined = plan.join_inputs()
             return ShardValues([joined], plan.shard_numel, self.shard_version(), self.is_trained())
         shards = [param._sharded_param_data for param in params]
         if shards[0].device != device:
             shards = [shard.to(device, non_blocking=True) for shard in shards]
         if plan.cast_before_joining:
             shards = [shard.to(plan.dtype) for shard in shards]
-        trained = any(map(_requires_gradient, params))
+        trained = any(map(requires_gradient, params))
         return ShardValues(shards, plan.shard_numel, self._version.of(plan.memory, plan.counted), trained)
 
     def compares_contents(self) -> bool:
@@ -734,10 +649,7 @@ class GroupWeights:
                     value._local_tensor = local
 
     def is_trained(self) -> bool:
-        return any(map(_requires_gradient, self._group.fsdp_params))
-
-    def trained_numel(self) -> int:
-        return sum(param.sharded_param.numel() for param in self._group.fsdp_params if _requires_gradient(param))
+        return any(map(requires_gradient, self._group.fsdp_params))
 
 
 def _memory(tensor: Tensor) -> list[tuple[Hashable, ...]]:
@@ -745,7 +657,7 @@ def _memory(tensor: Tensor) -> list[tuple[Hashable, ...]]:
     return [(part.untyped_storage()._cdata, part.storage_offset(), part.shape) for part in parts]
 
 
-def _requires_gradient(param: FSDPParam) -> bool:
+def requires_gradient(param: FSDPParam) -> bool:
     """Return whether a parameter requires a gradient: sharded, or as modules showed it when it was unsharded last."""
     # ``requires_grad_`` on a module changes the tensors that the module shows at that moment. A root that a forward
     # left unsharded then trains though its sharded parameters don't require a gradient: PEFT switches adapters that

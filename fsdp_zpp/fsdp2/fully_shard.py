@@ -25,7 +25,7 @@ from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
 
 from fsdp_zpp._torch_compat import Patch, apply_patches, major_minor
 from fsdp_zpp.comm.agreement import agree, check_agreement, parameter_facts
-from fsdp_zpp.comm.mesh import ProcessMesh, default_device_type, own_rank, ranks_on_each_node
+from fsdp_zpp.comm.mesh import ProcessMesh, accelerator, own_rank, ranks_on_each_node
 from fsdp_zpp.frozen.frozen_base import holds_base
 from fsdp_zpp.frozen.hugging_face import guard_sharded
 from fsdp_zpp.frozen.quantize import left_to_shard, log_frozen, prepare_frozen, quantize_for
@@ -70,12 +70,10 @@ from fsdp_zpp.runtime.unit import (
 from fsdp_zpp.strategy.strategy import Strategy, override_for
 
 from . import _torch_group, _torch_weights
-from ._torch_group import sharded_by
+from ._torch_group import MARK
 from ._torch_weights import is_managed
 
 # ---- gradient norm
-#
-# Clipping of gradients by their norm, where parameters are sharded over different meshes.
 #
 # torch adds norms up as DTensors, which must be on one mesh. Here each rank adds up its shards, and ranks then add
 # these sums up along the dimensions of a mesh that shard parameters. Copies are counted once, since nothing is added up
@@ -124,7 +122,13 @@ def clip_grad_norm_(
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm_type = float(norm_type)
-    _check(parameters, norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be above 0, got {norm_type}; 2.0 and math.inf are the usual ones")
+    if any(isinstance(parameter, FlatParameter) or is_flattened(parameter) for parameter in parameters):
+        raise ValueError(
+            "clip_grad_norm_ got a parameter of FullyShardedDataParallel, which does not show over which ranks it is "
+            "sharded; call model.clip_grad_norm_(max_norm) of the outermost FullyShardedDataParallel"
+        )
     norms = [
         _reduced(_norm_of_own(members, norm_type, foreach), norm_type, groups)
         for groups, members in _by_groups(parameters).items()
@@ -141,17 +145,6 @@ def clip_grad_norm_(
     return total
 
 
-def _check(parameters: Sequence[Tensor], norm_type: float) -> None:
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be above 0, got {norm_type}; 2.0 and math.inf are the usual ones")
-    for parameter in parameters:
-        if isinstance(parameter, FlatParameter) or is_flattened(parameter):
-            raise ValueError(
-                "clip_grad_norm_ got a parameter of FullyShardedDataParallel, which does not show over which ranks it "
-                "is sharded; call model.clip_grad_norm_(max_norm) of the outermost FullyShardedDataParallel"
-            )
-
-
 def _by_groups(parameters: Iterable[Tensor]) -> dict[Groups, list[Tensor]]:
     """Sort parameters by the ranks that their norms are added up over, in an order that all ranks share."""
     found: dict[Groups, list[Tensor]] = {}
@@ -166,7 +159,6 @@ def _by_groups(parameters: Iterable[Tensor]) -> dict[Groups, list[Tensor]]:
 
 
 def _norm_of_own(parameters: Sequence[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
-    """Return the norm of this rank's gradients, on the device of the collectives."""
     shards = [_own_gradient(parameter) for parameter in parameters if parameter.grad is not None]
     shards = [shard for shard in shards if shard.numel()]  # torch has no largest value of an empty tensor
     first = parameters[0]
@@ -217,8 +209,6 @@ def _combined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 # ---- clipping
-#
-# A clear error of torch's ``clip_grad_norm_`` on different meshes; ours clips such gradients.
 
 
 def explain_clipping_errors() -> None:
@@ -245,7 +235,7 @@ def explain_clipping_errors() -> None:
 def _cause(parameters: Iterable[Tensor]) -> str:
     """Return the reason why ``parameters`` can't be clipped together; empty if all are sharded over one mesh."""
     strategies = {
-        parameter.device_mesh: sharded_by(parameter) or "torch's own fully_shard"
+        parameter.device_mesh: getattr(parameter, MARK, "torch's own fully_shard")
         for parameter in parameters
         if isinstance(parameter, DTensor) and parameter.grad is not None
     }
@@ -276,12 +266,11 @@ class MeshPart:
 
     Attributes:
         over: The mesh, and the strategy, without overrides.
-        own: The parameters, with names.
         arguments: The arguments of ``fully_shard``; ``mesh`` and ``dp_mesh_dims`` are those of the part.
         placements: The results of the call's ``shard_placement_fn`` for them, without meshes.
-        path: The part's path within the module, for its name; empty for the part that has the call's own mesh and
-            strategy.
+        path: The part's path within the module; empty for the part that has the call's own mesh and strategy.
         mesh_info: The mesh info for torch, if it would not find that by the arguments.
+        has_own_mesh: Whether the mesh is not the call's; :func:`split` reads it then.
     """
 
     over: DataParallelMesh
@@ -290,6 +279,13 @@ class MeshPart:
     placements: dict[nn.Parameter, Shard | None] = field(default_factory=dict)
     path: str = ""
     mesh_info: FSDPMeshInfo | None = None
+    has_own_mesh: bool = False
+
+    def summary(self) -> tuple[object, ...]:
+        """Return the facts that must be the same on all ranks; they may have other ranks in the mesh."""
+        mesh = self.arguments["mesh"] if self.has_own_mesh else None
+        shape = None if mesh is None else (mesh.mesh_dim_names, mesh.shape)
+        return self.path, self.over.strategy, shape, [name for name, _ in self.own], list(self.placements.values())
 
 
 def split(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: dict[str, Any]) -> list[MeshPart]:
@@ -297,10 +293,6 @@ def split(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: d
 
     ``call`` has all parameters, with the strategy of the first module; ``given`` has the arguments before its mesh was
     read.
-
-    Raises:
-        ValueError: If ``shard_placement_fn`` returns something other than a placement, if torch can't make several
-            groups of a module, or if the nodes of a parameter's mesh are unknown.
     """
     planned = agree(
         call.over.group if call.over.compared else None,
@@ -308,33 +300,13 @@ def split(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: d
         summary=lambda plan: str([each.summary() for each in plan]),
         difference="gave parameters other meshes or strategies than",
     )
-    return [each.read(call) for each in planned] or [call]
+    for part in planned:
+        if part.has_own_mesh:
+            part.over = read_mesh(part.over.strategy, part.arguments)
+    return planned or [call]
 
 
-@dataclass(eq=False)
-class _PlannedPart:
-    strategy: Strategy
-    mesh: dict[str, Any] | None  # the arguments of its mesh, which has not been read; None if they are the call's
-    own: Named = field(default_factory=list)
-    placements: dict[nn.Parameter, Shard | None] = field(default_factory=dict)
-    path: str = ""
-
-    def summary(self) -> tuple[object, ...]:
-        """Return the facts that must be the same on all ranks; they may have other ranks in the mesh."""
-        mesh = None if self.mesh is None else self.mesh["mesh"]
-        shape = None if mesh is None else (mesh.mesh_dim_names, mesh.shape)
-        return self.path, self.strategy, shape, [name for name, _ in self.own], list(self.placements.values())
-
-    def read(self, call: MeshPart) -> MeshPart:
-        if self.mesh is None:
-            over, arguments = replace(call.over, strategy=self.strategy), dict(call.arguments)
-        else:
-            arguments = call.arguments | self.mesh
-            over = read_mesh(self.strategy, arguments)
-        return MeshPart(over, self.own, arguments, self.placements, self.path)
-
-
-def _plan(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: dict[str, Any]) -> list[_PlannedPart]:
+def _plan(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: dict[str, Any]) -> list[MeshPart]:
     place = call.arguments.get("shard_placement_fn")
     outer, strategies = replace(strategy, overrides=(), gpus_per_node=None), dict[nn.Parameter, Strategy]()
     for module in modules:
@@ -343,7 +315,7 @@ def _plan(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: d
     first = override_for(type(unwrapped(modules[0])), strategy.overrides) or outer
     # A mesh of nodes x ranks has said what a node is, unless an override does.
     gpus_per_node = strategy.gpus_per_node if first.gpus_per_node is not None else call.over.strategy.gpus_per_node
-    parts: dict[tuple[_MeshKey | None, Strategy], _PlannedPart] = {}
+    parts: dict[tuple[_MeshKey | None, Strategy], MeshPart] = {}
     for name, parameter in call.own:
         placement, info = placement_and_mesh(None if place is None else place(parameter))
         if placement is not None and not isinstance(placement, Shard):
@@ -354,7 +326,8 @@ def _plan(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: d
         mesh = _own_mesh(info, given)
         key = (None if mesh is None else (mesh["mesh"], str(mesh["dp_mesh_dims"])), strategies[parameter])
         if key not in parts:
-            parts[key] = _PlannedPart(_with_nodes(key[1], gpus_per_node, call.over.group, mesh), mesh)
+            over = replace(call.over, strategy=_with_nodes(key[1], gpus_per_node, call.over.group, mesh))
+            parts[key] = MeshPart(over, [], call.arguments | (mesh or {}), has_own_mesh=mesh is not None)
         parts[key].own.append((name, parameter))
         parts[key].placements[parameter] = placement
     if len(parts) > 1:
@@ -402,7 +375,6 @@ def _own_mesh(info: FSDPMeshInfo | None, call: dict[str, Any]) -> dict[str, Any]
 def _with_nodes(
     strategy: Strategy, gpus_per_node: int | None, group: dist.ProcessGroup, own: dict[str, Any] | None
 ) -> Strategy:
-    """Fill in gpus_per_node from the call's layout if the strategy does not set it."""
     if strategy.gpus_per_node is not None or gpus_per_node is None:
         return strategy
     if own is None:
@@ -440,8 +412,6 @@ def _unused(taken: set[str], path: str) -> str:
 
 
 # ---- units
-#
-# Checks the parts of a call of ``fully_shard``, makes their units, and quantizes their frozen parameters.
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -479,13 +449,11 @@ def make_unit(
 
 
 def _not_to_be_encoded(parameters: list[tuple[str, nn.Parameter]]) -> list[Tensor]:
-    """Return the parameters that hold packed values, except trained ones that encode themselves."""
     # Their bytes are known only when they are sharded; see ``lazy_init`` in _torch_group.py.
     return [p for p in packed(parameters).values() if not (p.requires_grad and encodes_itself(p))]
 
 
 def _unit_for(part: MeshPart, layout: RankLayout) -> StrategyUnit:
-    """Create the unit and shard its parameters over the ranks of its optimizer scope."""
     arguments = part.arguments
     mesh = arguments["mesh"]
     unit = StrategyUnit(part.over.strategy, layout.mesh())
@@ -500,7 +468,8 @@ def _unit_for(part: MeshPart, layout: RankLayout) -> StrategyUnit:
             replicate = dims.shard_names[: len(dims.shard_names) - len(of_node)]
             part.mesh_info = info_on_spmd_mesh(ranks, mesh, replicate, dims)
         elif mesh is None:
-            arguments["mesh"] = DeviceMesh.from_group(sharded_over, default_device_type())
+            kind = accelerator()
+            arguments["mesh"] = DeviceMesh.from_group(sharded_over, "cpu" if kind is None else kind.type)
         else:
             arguments["mesh"] = mesh_over(sharded_over, mesh)
     return unit
@@ -527,8 +496,6 @@ def _warn_of_packed_values() -> None:
 
 
 # ---- validation
-#
-# Refuses arguments that fully_shard can't combine with a strategy: on every rank, before any sharding.
 
 UNITS = AdapterUnits(
     is_unit=lambda module: isinstance(module, FSDPModule),
@@ -543,11 +510,7 @@ _REMEDY = "pass others in ignored_params"
 def check_arguments(
     own: list[tuple[str, nn.Parameter]], strategy: Strategy, group: dist.ProcessGroup, arguments: dict[str, Any]
 ) -> RankLayout:
-    """Raise if a strategy can't shard parameters by these arguments of ``fully_shard``; return the layout.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: Saying what to do instead.
-    """
+    """Raise if a strategy can't shard parameters by these arguments of ``fully_shard``; return the layout."""
     check_strategy(strategy)
     layout = RankLayout.of(strategy, group)
     # Check them even if all is left to torch, which would say that integers can't have gradients.
@@ -567,7 +530,6 @@ def check_arguments(
 
 
 def refuse_shared(shared: Shared | None, modules: list[nn.Module], call: str) -> None:
-    """Raise a ValueError if a call would shard a parameter that another one has sharded."""
     # torch would raise in its own terms, or not at all.
     if shared is None:
         return
@@ -589,7 +551,6 @@ def has_shards(module: nn.Module) -> bool:
 
 
 def check_strategy(strategy: object) -> None:
-    """Raise a TypeError unless ``strategy`` is a :class:`Strategy`."""
     if not isinstance(strategy, Strategy):
         check_instance("strategy", strategy)
         raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
@@ -656,8 +617,6 @@ def _check_precision(strategy: Strategy, policy: object) -> None:
 
 
 # ---- sharding
-#
-# From ``fully_shard(module, strategy=strategy)`` to units that gather and reduce.
 
 
 @overload
@@ -817,11 +776,13 @@ def _on_lazy_init(root: nn.Module) -> None:
 
 
 def _set_up(root: nn.Module) -> None:
-    groups = _torch_group.strategy_groups_below(root)
+    below = _torch_weights.groups_below(root)
+    groups = [group for group in below if isinstance(group, _torch_group.StrategyGroup)]
+    others = [_torch_weights.numel_of(group) for group in below if group not in groups]
     for group in groups:
         group.unit.sharded = group
     model, members = model_name(root), [group.unit for group in groups]
     prepare_frozen(root)
-    hooks = set_up_model(root, model, members, _torch_weights.sizes_of_other_groups(root, groups))
+    hooks = set_up_model(root, model, members, others)
     log_frozen(root, model, members)
     _torch_group.watch_backwards(root, hooks.backward_ended)

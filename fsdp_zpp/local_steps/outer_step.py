@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fsdp_zpp.codecs.codec import full_precision
-from fsdp_zpp.comm.error_feedback import ErrorFeedbackState, Extent, SavedErrors
-from fsdp_zpp.comm.flat_layout import FlatLayout, Piece
+from fsdp_zpp.comm.error_feedback import ErrorFeedbackState, SavedErrors
+from fsdp_zpp.comm.flat_layout import Extent, FlatLayout, Piece
 from fsdp_zpp.comm.gradient_reduce import GradientReduce
 from fsdp_zpp.comm.hops import Hop, SideStream, Traffic, decode, encode, keep_until_read, record_event, wait_for
 from fsdp_zpp.comm.mesh import ProcessMesh, for_collectives
@@ -447,7 +447,8 @@ class OuterStep:
 
     def _mean_over_nodes(self, change: Tensor, layout: FlatLayout) -> Tensor:
         mean = change.new_empty(layout.numel)
-        self._reduce.start(change, mean, layout=layout).finish()
+        finish = self._reduce.start(change, mean, layout=layout)
+        finish()
         if self._reduce.errors is not None:
             self._reduce.errors.step_made()
         return mean

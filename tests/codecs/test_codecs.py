@@ -20,7 +20,8 @@ from torch import Tensor
 
 from fsdp_zpp import NF4, Codec, Int4, Int4Delta, Int8, Strategy
 from fsdp_zpp.codecs.codec import FullPrecision, exact_tail, without_tail
-from fsdp_zpp.comm.error_feedback import ErrorBuffer, Extent, decode_sum_encode_with_feedback, encode_with_feedback
+from fsdp_zpp.comm.error_feedback import ErrorBuffer, decode_sum_encode_with_feedback, encode_with_feedback
+from fsdp_zpp.comm.flat_layout import Extent
 from fsdp_zpp_kernels import ops
 
 BETA, SCALE, TAIL = 0.8, 0.3, 12

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from fsdp_zpp import Codec, Int4, Int4Delta, Int8, LoCo
 from fsdp_zpp.comm import hops
-from fsdp_zpp.comm.error_feedback import ErrorBuffer, Extent, encode_with_feedback
-from fsdp_zpp.comm.flat_layout import FlatLayout, Piece
-from fsdp_zpp.comm.gradient_reduce import GradientReduce, ReductionOrder
+from fsdp_zpp.comm.error_feedback import ErrorBuffer, encode_with_feedback
+from fsdp_zpp.comm.flat_layout import Extent, FlatLayout, Piece
+from fsdp_zpp.comm.gradient_reduce import GradientReduce, StepWatch
 from fsdp_zpp.comm.hops import AllGathers, Traffic
 from fsdp_zpp.comm.mesh import ProcessMesh, process_mesh
 from fsdp_zpp.comm.weight_gather import SecondaryShardPrefetcher, ShardValues, WeightGather, in_chunks
@@ -183,7 +183,7 @@ def test_only_the_second_part_of_a_reduction_crosses_nodes(on_ranks: OnRanks, sc
         before = everyone.calls.copy()
         pending = halves.start(gradient.clone(), outs[1])
         first = everyone.calls - before
-        pending.finish()
+        pending()
         return first, everyone.calls - before - first, torch.equal(*outs)
 
     for first, second, same in on_ranks(2, 2, in_two_parts):
@@ -205,7 +205,7 @@ def test_a_micro_batch_may_have_more_parameters_than_earlier_ones(
         reduce, world = GradientReduce(process_mesh(dist.group.WORLD), *codecs, Traffic()), dist.get_world_size()
         first, both = (None if each is None else FlatLayout.dense(each) for each in (earlier, earlier and [A, B]))
         numel = 64 if first is None else first.numel
-        reduce.accumulate(values(1, dist.get_rank(), world * numel).to(device()), first).finish()
+        reduce.accumulate(values(1, dist.get_rank(), world * numel).to(device()), first)()
         sums = reduce.accumulated.sums
         assert sums is not None
         arrived = sums.clone()
@@ -214,9 +214,9 @@ def test_a_micro_batch_may_have_more_parameters_than_earlier_ones(
         out = torch.empty(64, device=device())
         pending = reduce.start(values(2, dist.get_rank(), world * 64).to(device()), out, 1.0, both, 4.0)
         sums.copy_(arrived)
-        pending.finish()
+        pending()
         alone = torch.empty(64, device=device())
-        reduce.start(values(2, dist.get_rank(), world * 64).to(device()), alone, 1.0, both).finish()
+        reduce.start(values(2, dist.get_rank(), world * 64).to(device()), alone, 1.0, both)()
         alone[64 - numel :] += arrived / 4
         torch.testing.assert_close(out, alone, rtol=1e-6, atol=1e-7)
         return out.cpu()
@@ -315,9 +315,9 @@ def test_small_gradients_are_reduced_exactly(
         gradients = [uneven(rank, marks) * (1 + rank) for rank in range(dist.get_world_size())]
         reduce = GradientReduce(mesh, *codecs, Traffic(), gradient_scope="I", optimizer_scope=keep)
         if has_earlier:
-            reduce.accumulate(gradients[mesh.rank].clone(), of_gradient).finish()
+            reduce.accumulate(gradients[mesh.rank].clone(), of_gradient)()
         out = torch.empty(len(marks) // parts, device=device())
-        reduce.start(gradients[mesh.rank].clone(), out, 0.5, of_gradient).finish()
+        reduce.start(gradients[mesh.rank].clone(), out, 0.5, of_gradient)()
         mean = torch.stack(gradients).double().mean(0).view(parts, -1)[own] * (1.0 if has_earlier else 0.5)
         is_small = marks.view(parts, -1)[own]
         torch.testing.assert_close(out[is_small].double(), mean[is_small], rtol=1e-6, atol=0)
@@ -420,12 +420,12 @@ def test_a_change_is_sent_after_a_step_and_whole_weights_after_any_other_event(o
 
 def test_units_reduce_in_the_order_of_the_last_synchronized_backward() -> None:
     first, second, third = units = [Mock(takes_part=True) for _ in range(3)]
-    order = ReductionOrder(units)
-    assert [order.finished(unit) for unit in (second, third, first)] == [[], [third, second], [first]]
-    order.synchronized += [first, third, second]
-    assert order.remaining() == []
-    assert [order.finished(unit) for unit in (second, first)] == [[], [first]]
-    assert order.remaining() == [third, second]
+    watch = StepWatch(units, Mock())
+    assert [watch.finished(unit) for unit in (second, third, first)] == [[], [third, second], [first]]
+    watch.synchronized += [first, third, second]
+    assert watch.remaining() == []
+    assert [watch.finished(unit) for unit in (second, first)] == [[], [first]]
+    assert watch.remaining() == [third, second]
 
 
 # ---- prefetching
@@ -554,7 +554,7 @@ def sums_of_steps(keep: str, config: LoCo, dtype: torch.dtype) -> tuple[float, f
             for begin, end in USED.runs(names):
                 gradient.view(-1, numel)[:, begin:end] = 0
         out, own = torch.empty(numel, device=device()), gradients[mesh.rank].to(device())
-        reduce.start(own, out, layout=USED, idle=idle[mesh.rank]).finish()
+        reduce.start(own, out, layout=USED, idle=idle[mesh.rank])()
         off += out.cpu().double() - torch.stack(gradients).double().mean(0).view(parts, numel)[own_part]
         offs.append(off.abs().max().item())
         for begin, end in USED.runs(set.intersection(*map(set, idle))):
