@@ -50,7 +50,7 @@ from fsdp_zpp.runtime.api import (
     strategy_facts,
 )
 from fsdp_zpp.runtime.checkpoint import RankState
-from fsdp_zpp.runtime.lifecycle import LifecycleHooks, repeated_if_failed, set_up_model
+from fsdp_zpp.runtime.lifecycle import StepTracker, repeated_if_failed, set_up_model
 from fsdp_zpp.runtime.monitor import log_reduction
 from fsdp_zpp.runtime.unit import (
     Loaded,
@@ -650,7 +650,7 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
         error_nbytes += sum(own.error_nbytes(shard.numel()) for shard in each.shards())
     log_reduction(state.codecs, state.error_feedback, state.mesh, model_name(model), len(instances), error_nbytes)
     if error_nbytes:
-        _torch_handle.watch_backwards(model, LifecycleHooks(hooked).backward_ended)
+        _torch_handle.watch_backwards(model, StepTracker(hooked).backward_ended)
     return states
 
 
