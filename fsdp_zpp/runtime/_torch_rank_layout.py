@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import ctypes
+import importlib
 import logging
 import math
 import os
@@ -31,21 +31,17 @@ from fsdp_zpp.comm.mesh import (
     topology_of,
     twin_of,
 )
+from fsdp_zpp.names import how_to_install
 from fsdp_zpp.strategy.error_feedback import Topology
 from fsdp_zpp.strategy.strategy import Strategy
 
 # ---- nvml
 #
-# NVIDIA's management library, which comes with the driver: which GPUs of this machine NVLink joins.
+# NVIDIA's management library: which GPUs of this machine NVLink joins.
 #
 # It sees all GPUs of the machine. CUDA sees those that CUDA_VISIBLE_DEVICES leaves to a process, often just one.
 
-_LIBRARY = "libnvidia-ml.so.1"
-_SUCCESS = 0
-_P2P_OVER_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
-_P2P_WORKS = 0  # NVML_P2P_STATUS_OK
-_P2P_UNKNOWN = 6  # NVML_P2P_STATUS_UNKNOWN; those between deny it, each with a reason
-_UUID_NBYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
+logger = logging.getLogger("fsdp_zpp")
 
 
 class NvlinkPeers(NamedTuple):
@@ -59,59 +55,46 @@ class NvlinkPeers(NamedTuple):
 def nvlink_peers(uuid: str) -> NvlinkPeers | None:
     """Return the GPUs that NVLink joins to the one with this UUID, which lacks "GPU-" or "MIG-"; None if unknown."""
     try:
-        library = _load()
-        if library.nvmlInit_v2() != _SUCCESS:
-            return None
-        try:
-            return _peers(library, uuid)
-        finally:
-            library.nvmlShutdown()
-    except (OSError, AttributeError):  # there is no such library, or it is a stub without these functions
+        nvml = importlib.import_module("pynvml")
+    except ModuleNotFoundError:
+        logger.info("NVLink between GPUs is not known without nvidia-ml-py: %s", how_to_install("nvlink"))
         return None
-
-
-def _load() -> Any:
-    return ctypes.CDLL(_LIBRARY)
-
-
-def _peers(library: Any, uuid: str) -> NvlinkPeers | None:
-    own = _whole_gpu(library, uuid)
-    if own is None or (gpu := _uuid(library, own)) is None:
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
         return None
-    count = ctypes.c_uint()
-    if library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != _SUCCESS:
+    try:
+        return _peers(nvml, uuid)
+    except nvml.NVMLError:
         return None
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _peers(nvml: Any, uuid: str) -> NvlinkPeers:
+    own = _whole_gpu(nvml, uuid)
+    gpu = nvml.nvmlDeviceGetUUID(own)
     joined: set[str] = set()
     apart: set[str] = set()
-    for index in range(count.value):
-        peer, status = ctypes.c_void_p(), ctypes.c_int()
-        if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(peer)) != _SUCCESS:
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            peer = nvml.nvmlDeviceGetHandleByIndex(index)
+            name = nvml.nvmlDeviceGetUUID(peer)
+            status = nvml.nvmlDeviceGetP2PStatus(own, peer, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        except nvml.NVMLError:  # a GPU that has failed, or the GPU itself
             continue
-        name = _uuid(library, peer)
-        if name is None or name == gpu:
-            continue
-        if library.nvmlDeviceGetP2PStatus(own, peer, _P2P_OVER_NVLINK, ctypes.byref(status)) == _SUCCESS:
-            if status.value == _P2P_WORKS:
-                joined.add(name)
-            elif status.value < _P2P_UNKNOWN:
-                apart.add(name)
-    return NvlinkPeers(gpu, frozenset(joined), frozenset(apart))
+        if status == nvml.NVML_P2P_STATUS_OK:
+            joined.add(name)
+        elif status != nvml.NVML_P2P_STATUS_UNKNOWN:  # all others deny it, each with a reason
+            apart.add(name)
+    return NvlinkPeers(gpu, frozenset(joined - {gpu}), frozenset(apart - {gpu}))
 
 
-def _whole_gpu(library: Any, uuid: str) -> ctypes.c_void_p | None:
-    handle = ctypes.c_void_p()
-    if library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle)) == _SUCCESS:
-        return handle
-    if library.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}".encode(), ctypes.byref(handle)) != _SUCCESS:
-        return None
-    whole = ctypes.c_void_p()
-    found = library.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle, ctypes.byref(whole))
-    return whole if found == _SUCCESS else None
-
-
-def _uuid(library: Any, handle: ctypes.c_void_p) -> str | None:
-    text = ctypes.create_string_buffer(_UUID_NBYTES)
-    return text.value.decode() if library.nvmlDeviceGetUUID(handle, text, _UUID_NBYTES) == _SUCCESS else None
+def _whole_gpu(nvml: Any, uuid: str) -> Any:
+    try:
+        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    except nvml.NVMLError:
+        return nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}"))
 
 
 # ---- links
@@ -122,8 +105,6 @@ def _uuid(library: Any, handle: ctypes.c_void_p) -> str | None:
 # over PCIe, copies through the host's memory, and NVLink that NCCL was told not to use. Each rank asks NVML about its
 # own GPU; ranks exchange what they have found, once a group, so that all of them conclude the same. Where a link is not
 # known (on CPUs, or between other accelerators than NVIDIA's), nothing is concluded.
-
-logger = logging.getLogger("fsdp_zpp")
 
 
 @dataclass(frozen=True)
