@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -44,15 +44,21 @@ from fsdp_zpp.strategy.strategy import Strategy
 logger = logging.getLogger("fsdp_zpp")
 
 
-class NvlinkPeers(NamedTuple):
-    """GPUs by UUID that have NVLink to ``gpu``, directly or through switches, and those known to have none."""
+@dataclass(frozen=True)
+class GpuReport:
+    """Report of a rank on the GPUs of its machine, by their UUIDs.
 
-    gpu: str  # the whole GPU, for an instance of MIG
-    joined: frozenset[str]
-    apart: frozenset[str]
+    NVLink joins some to ``gpu``, directly or through switches, and others are known to be apart. NCCL may have been
+    told to use no peer-to-peer access, and so no NVLink.
+    """
+
+    gpu: str | None  # the whole GPU, for an instance of MIG
+    joined: frozenset[str] = frozenset()
+    apart: frozenset[str] = frozenset()
+    disabled: bool = False
 
 
-def nvlink_peers(uuid: str) -> NvlinkPeers | None:
+def nvlink_peers(uuid: str) -> GpuReport | None:
     """Return the GPUs that NVLink joins to the one with this UUID, which lacks "GPU-" or "MIG-"; None if unknown."""
     try:
         nvml = importlib.import_module("pynvml")
@@ -71,7 +77,7 @@ def nvlink_peers(uuid: str) -> NvlinkPeers | None:
         nvml.nvmlShutdown()
 
 
-def _peers(nvml: Any, uuid: str) -> NvlinkPeers:
+def _peers(nvml: Any, uuid: str) -> GpuReport:
     own = _whole_gpu(nvml, uuid)
     gpu = nvml.nvmlDeviceGetUUID(own)
     joined: set[str] = set()
@@ -87,7 +93,7 @@ def _peers(nvml: Any, uuid: str) -> NvlinkPeers:
             joined.add(name)
         elif status != nvml.NVML_P2P_STATUS_UNKNOWN:  # all others deny it, each with a reason
             apart.add(name)
-    return NvlinkPeers(gpu, frozenset(joined - {gpu}), frozenset(apart - {gpu}))
+    return GpuReport(gpu, frozenset(joined - {gpu}), frozenset(apart - {gpu}))
 
 
 def _whole_gpu(nvml: Any, uuid: str) -> Any:
@@ -108,31 +114,11 @@ def _whole_gpu(nvml: Any, uuid: str) -> Any:
 
 
 @dataclass(frozen=True)
-class GpuReport:
-    """Report of a rank on the links of its GPU; GPUs are named by their UUIDs, and unknown if in neither set.
-
-    ``disabled`` says that NCCL was told to use no peer-to-peer access, and so no NVLink.
-    """
-
-    gpu: str | None
-    joined: frozenset[str] = frozenset()
-    apart: frozenset[str] = frozenset()
-    disabled: bool = False
-
-
-@dataclass(frozen=True)
 class Links:
-    """Fast links among the ranks of a group.
-
-    Attributes:
-        launched: The ranks on nodes as the launcher started them.
-        sets: The sets of ranks that fast links join, each in order, by their first rank; none spans two launched nodes.
-        shares_gpus: Whether ranks share a GPU.
-        disabled: Whether NCCL was told to use no peer-to-peer access.
-    """
+    """Fast links among the ranks of a group."""
 
     launched: Topology
-    sets: tuple[tuple[int, ...], ...]
+    sets: tuple[tuple[int, ...], ...]  # of joined ranks, in order; none spans two launched nodes
     shares_gpus: bool = False
     disabled: bool = False
 
@@ -167,10 +153,7 @@ _links: WeakKeyDictionary[dist.ProcessGroup, Links | None] = WeakKeyDictionary()
 
 
 def find_links(group: dist.ProcessGroup, device: torch.device | None = None) -> Links | None:
-    """Return the links of ``group``, or None if they are unknown. Collective at the first call for a group.
-
-    ``device`` is this rank's GPU; by default the one that the group is bound to, or the current one.
-    """
+    """Return the links of ``group``, or None if they are unknown. Collective at the first call for a group."""
     if group not in _links:
         _links[group] = _exchanged(group, device) if may_be_known(group) else None
     return _links[group]
@@ -195,7 +178,6 @@ def links_from(reports: Sequence[GpuReport], launched: Topology) -> Links | None
 
 
 def _joined_sets(reports: dict[int, GpuReport]) -> list[tuple[int, ...]] | None:
-    """Return the sets of ranks of one machine that are joined, if through others; None if that is unknown."""
     # Links through others count, since NCCL's rings go where links are: many pairs of eight V100s have no link.
     sets: list[set[int]] = []
     for rank, report in reports.items():
@@ -217,7 +199,6 @@ def _are_joined(one: GpuReport, other: GpuReport) -> bool:
 
 
 def _are_known_apart(one: GpuReport, other: GpuReport) -> bool:
-    """Return whether two ranks that are not joined are known to have no fast link."""
     if one.gpu is None or other.gpu is None:
         return False
     return one.disabled or other.disabled or one.gpu in other.apart or other.gpu in one.apart
@@ -251,16 +232,16 @@ def own_report(group: dist.ProcessGroup, device: torch.device | None) -> GpuRepo
     given = (device, getattr(group, "bound_device_id", None), torch.device("cuda", torch.cuda.current_device()))
     own = next(each.index for each in given if each is not None and each.type == "cuda" and each.index is not None)
     uuid = str(torch.cuda.get_device_properties(own).uuid)
-    peers = nvlink_peers(uuid) or _peers_without_access(uuid, own)
-    return GpuReport(*peers, disabled=_p2p_is_disabled())
+    report = nvlink_peers(uuid) or _peers_without_access(uuid, own)
+    return replace(report, disabled=_p2p_is_disabled())
 
 
-def _peers_without_access(uuid: str, own: int) -> NvlinkPeers:
+def _peers_without_access(uuid: str, own: int) -> GpuReport:
     """Return the visible GPUs that this one can't access; all others may have any link."""
     others = (index for index in range(torch.cuda.device_count()) if index != own)
     apart = (index for index in others if not torch.cuda.can_device_access_peer(own, index))
     uuids = frozenset(str(torch.cuda.get_device_properties(index).uuid) for index in apart)
-    return NvlinkPeers(uuid, frozenset(), uuids)
+    return GpuReport(uuid, frozenset(), uuids)
 
 
 def _p2p_is_disabled() -> bool:
@@ -407,10 +388,9 @@ def arguments_of(info: FSDPMeshInfo) -> dict[str, Any]:
 
 
 def info_on_spmd_mesh(ranks: DeviceMesh, mesh: DeviceMesh, replicate: Sequence[str], dims: Any) -> FSDPMeshInfo:
-    """Return the mesh info of parameters that are sharded over ``ranks``, a part of an SPMD mesh's data-parallel ranks.
+    """Return the mesh info of parameters that are sharded over ``ranks``, with replicas along ``replicate``.
 
-    Their sharded DTensors stay on the whole mesh, and torch leaves gradients along all data-parallel dimensions to the
-    caller. It gathers over ``ranks`` alone, and does not reduce over replicas, which lie along ``replicate``.
+    Their DTensors stay on the whole SPMD mesh, and torch leaves gradients along data-parallel dimensions to the caller.
     """
     shard = tuple(name for name in dims.shard_names if name not in replicate)
     own = replace(dims, shard=shard or None, replicate=tuple(replicate) or None)
@@ -451,27 +431,17 @@ def placing(
 
 @dataclass(frozen=True)
 class DataParallelMesh:
-    """Ranks over which a strategy shards, and the strategy on them.
+    """Ranks over which a strategy shards, and the strategy on them."""
 
-    Attributes:
-        strategy: The strategy, with the node size of a mesh of several dimensions; any other object stays as given.
-        mesh: The 1-D mesh of the ranks; None for all ranks; or, if everything is left to torch, the mesh as given.
-        compared: Whether these ranks can compare their arguments. With a mesh of several dimensions that is left to
-            torch they can't: torch communicates, and the unit's own ranks are not used.
-    """
-
-    strategy: Strategy
-    mesh: DeviceMesh | None
+    strategy: Strategy  # with the node size of a mesh of several dimensions; any other object stays as given
+    mesh: DeviceMesh | None  # of one dimension; None for all ranks; or as given, if everything is left to torch
     group: dist.ProcessGroup
+    # With a mesh of several dimensions that is left to torch, ranks can't compare their arguments: torch communicates.
     compared: bool
 
 
 def read_mesh(strategy: Strategy, arguments: dict[str, Any]) -> DataParallelMesh:
-    """Read ``mesh`` and ``dp_mesh_dims`` of a call of ``fully_shard``.
-
-    Replaces the mesh in ``arguments`` by a 1-D one, or the dimensions of an SPMD mesh by those to shard along. Makes
-    the default process group if there is none.
-    """
+    """Read ``mesh`` and ``dp_mesh_dims`` of a call of ``fully_shard``, and replace them by what torch shards over."""
     mesh, dims = arguments["mesh"], arguments.get("dp_mesh_dims")
     if isinstance(mesh, DeviceMesh) and isinstance(strategy, Strategy):
         if dims is not None:

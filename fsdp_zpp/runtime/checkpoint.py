@@ -184,7 +184,7 @@ class RankState:
         self._prefix = f"rank{dist.get_rank()}/"
 
     def state_dict(self) -> dict[str, str | bytes]:
-        """Return each part as bytes, under a key that no other rank uses, and the layout of the ranks."""
+        """Return this rank's part, as bytes by unit, and the layout of the ranks."""
         # State that was loaded and not used yet keeps the checksums that it was saved with.
         saved_with = {
             unit: trained_checksums(unit) if unit.loaded_state is None else unit.loaded_state.saved_with[unit]
@@ -200,7 +200,11 @@ class RankState:
         return {_SAVED_WITH: saved_with[self._units[part]]} if part in self._units else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load state that was saved on this layout; if it was saved on another, start over and warn."""
+        """Continue from the result of ``state_dict``; if it was saved on another layout, start over and warn.
+
+        Raises:
+            ValueError: If it was saved for other units, or under another configuration of error feedback.
+        """
         if not self._parts:
             saved_on = state.get("layout", "")
             # DCP reads only this key; it records the layout of nodes if codec state was saved.
@@ -259,7 +263,7 @@ class RankState:
             part.reset()
 
 
-class CodecState:
+class CodecState(RankState):
     """Codec state of a model, for checkpoints from which training resumes bit for bit.
 
     It holds the errors of ``Strategy(error_feedback=...)`` and the secondary shards that ``weights=Int4Delta(...)``
@@ -299,19 +303,7 @@ class CodecState:
         axes = {axis for unit in names for axis in unit.sharded.other_axes()}
         warns = any(unit.ranks.rank == 0 for unit in names) and all(dist.get_rank(axis) == 0 for axis in axes)
         parts |= _optimizer_states(model, optimizers, parts)
-        self._state = RankState(parts, meshes, units_by_part, modules, warns=warns)
-
-    def state_dict(self) -> dict[str, str | bytes]:
-        """Return this rank's part, as bytes by unit."""
-        return self._state.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the result of ``state_dict``.
-
-        Raises:
-            ValueError: If it was saved for other units, or under another configuration of error feedback.
-        """
-        self._state.load_state_dict(state)
+        super().__init__(parts, meshes, units_by_part, modules, warns=warns)
 
 
 def _parts_of(unit: ParameterUnit) -> Iterator[tuple[str, SavedState]]:

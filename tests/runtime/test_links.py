@@ -187,13 +187,13 @@ def test_nvml_tells_which_gpus_nvlink_joins(monkeypatch: pytest.MonkeyPatch) -> 
     gpus = ["GPU-a", "GPU-b", "GPU-c"]
     library = library_of(gpus, {frozenset((0, 1))}, ["MIG-one", "MIG-two"])
     monkeypatch.setitem(sys.modules, "pynvml", library)
-    assert nvlink_peers("a") == ("GPU-a", {"GPU-b"}, {"GPU-c"})
-    assert nvlink_peers("c") == ("GPU-c", frozenset(), {"GPU-a", "GPU-b"})
+    assert nvlink_peers("a") == GpuReport("GPU-a", frozenset({"GPU-b"}), frozenset({"GPU-c"}))
+    assert nvlink_peers("c") == GpuReport("GPU-c", apart=frozenset({"GPU-a", "GPU-b"}))
     assert nvlink_peers("one") == nvlink_peers("two") == nvlink_peers("c")
     assert nvlink_peers("of another machine") is None
     assert library.users == []
     library.denial = library.NVML_P2P_STATUS_UNKNOWN  # which is no denial
-    assert nvlink_peers("a") == ("GPU-a", {"GPU-b"}, frozenset())
+    assert nvlink_peers("a") == GpuReport("GPU-a", frozenset({"GPU-b"}))
 
 
 def test_what_nvml_does_not_tell_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +204,7 @@ def test_what_nvml_does_not_tell_is_not_known(monkeypatch: pytest.MonkeyPatch) -
         ("nvmlInit", None),
         ("nvmlDeviceGetUUID", None),
         ("nvmlDeviceGetHandleByUUID", None),
-        ("nvmlDeviceGetP2PStatus", ("GPU-a", frozenset(), frozenset())),
+        ("nvmlDeviceGetP2PStatus", GpuReport("GPU-a")),
     ):
         library = library_of(["GPU-a", "GPU-b"], {frozenset((0, 1))}, [])
         setattr(library, broken, fail)
