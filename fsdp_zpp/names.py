@@ -120,25 +120,18 @@ def check_keywords(call: str, given: Iterable[str], known: Iterable[str]) -> Non
 
 def explains_keywords(cls: C) -> C:
     """Let the constructor of a class suggest an argument in place of an unknown one."""
-    construct: Callable[..., None] = cls.__init__  # type: ignore[misc]
-    known = list(inspect.signature(construct).parameters)[1:]
-
-    @functools.wraps(construct)
-    def init(self: object, *arguments: Any, **keywords: Any) -> None:
-        check_keywords(type(self).__name__, keywords, known)
-        construct(self, *arguments, **keywords)
-
-    cls.__init__ = init  # type: ignore[misc]
+    cls.__init__ = explains_arguments(cls.__init__)  # type: ignore[misc]
     return cls
 
 
 def explains_arguments(function: F) -> F:
     """Let a function suggest an argument in place of an unknown one."""
-    known = list(inspect.signature(function).parameters)
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+    name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
-        check_keywords(function.__name__, keywords, known)
+        check_keywords(name, keywords, known)
         return function(*arguments, **keywords)
 
     return call  # type: ignore[return-value]

@@ -94,65 +94,32 @@ Site = tuple[nn.Module, str]
 """A module, and the name of a parameter on it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FlatPart:
-    """One original parameter of a flat one, its index and offset there, and the modules that have it."""
+    """One original parameter of a flat one, at an offset there, and the modules that have it."""
 
-    handle: FlatParamHandle
-    place: int
-    start: int
     sites: tuple[Site, ...]
-
-    @property
-    def _flat_param(self) -> FlatParameter:
-        return self.handle.flat_param
-
-    @property
-    def shape(self) -> torch.Size:
-        """Return its shape; under another parallelism, the shape of its local part, which FSDP shards."""
-        return self._flat_param._shapes[self.place]
+    start: int
+    shape: torch.Size  # under another parallelism, that of its local part, which FSDP shards
+    shard: Tensor  # this rank's shard of the flat parameter, in full precision
+    requires_grad: bool
+    device: torch.device  # which gathers, even where shards are offloaded
+    group: dist.ProcessGroup | None  # of ranks that hold a shard each; None if this rank holds all of it
+    other_axes: Any  # the DTensorSpec of a parameter that another parallelism shards, too; None for others
 
     @property
     def full_shape(self) -> torch.Size:
-        """Return its full shape, under another parallelism, too."""
-        spec: Any = self._flat_param._param_extensions[self.place]
-        return self.shape if spec is None else torch.Size(spec.shape)
-
-    @property
-    def requires_grad(self) -> bool:
-        originals = self._flat_param._params
-        return (originals[self.place] if originals else self._flat_param).requires_grad
-
-    @property
-    def shard(self) -> Tensor:
-        """Return this rank's shard of the flat parameter, in full precision."""
-        # There is no _local_shard until FSDP's lazy initialization; the flat parameter is the shard then.
-        return getattr(self._flat_param, "_local_shard", self._flat_param).detach()
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device that gathers, even where shards are offloaded."""
-        device: torch.device = self.handle.device
-        return device
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """Return the ranks that hold a shard each; None if this rank holds all of it."""
-        return self.handle.process_group if self.handle.uses_sharded_strategy else None
+        return self.shape if self.other_axes is None else torch.Size(self.other_axes.shape)
 
     def with_other_axes(self, part: Tensor) -> Tensor:
         """Gather a parameter that another parallelism shards over its ranks, too. Collective over these."""
-        spec: Any = self._flat_param._param_extensions[self.place]
+        spec = self.other_axes
         if spec is None:
             return part
         sharded = DTensor.from_local(
             part, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
         )
         return sharded.full_tensor()
-
-    @property
-    def has_other_axes(self) -> bool:
-        return self._flat_param._param_extensions[self.place] is not None
 
 
 def flat_parts(model: nn.Module) -> Iterator[FlatPart]:
@@ -167,10 +134,22 @@ def flat_parts(model: nn.Module) -> Iterator[FlatPart]:
         places = {site: place for place, [site] in enumerate(sites)}
         for info in flat_param._shared_param_infos:
             sites[places[info.prim_module, info.prim_param_name]].append((info.module, info.param_name))
+        # There is no _local_shard until FSDP's lazy initialization; the flat parameter is the shard then.
+        shard = getattr(flat_param, "_local_shard", flat_param).detach()
+        group = handle.process_group if handle.uses_sharded_strategy else None
         start = place = 0
         for size, is_padding in zip(flat_param._numels_with_padding, flat_param._is_padding_mask, strict=True):
             if not is_padding:
-                yield FlatPart(handle, place, start, tuple(sites[place]))
+                yield FlatPart(
+                    tuple(sites[place]),
+                    start,
+                    shape=flat_param._shapes[place],
+                    shard=shard,
+                    requires_grad=(flat_param._params[place] if flat_param._params else flat_param).requires_grad,
+                    device=handle.device,
+                    group=group,
+                    other_axes=flat_param._param_extensions[place],
+                )
                 place += 1
             start += size
 

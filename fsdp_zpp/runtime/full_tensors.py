@@ -230,13 +230,13 @@ class PartOfFlat(FullTensor):
 
     def peak_nbytes(self, dtype: torch.dtype | None) -> int:
         # Along other axes it is gathered out of place, and may be put into another order.
-        others = 2 * self.nbytes(None) if self._part.has_other_axes else 0
+        others = 2 * self.nbytes(None) if self._part.other_axes is not None else 0
         return self._part.shape.numel() * self.on_the_wire(dtype).itemsize + self.of_casts(0, dtype) + others
 
     @torch.no_grad()
     def start(self, dtype: torch.dtype | None, to: int | None, gathers: AllGathers) -> Pending:
         part, pending = self._part, Pending(self, dtype, to)
-        if to is None or part.has_other_axes:  # along which ranks that get nothing take part, too
+        if to is None or part.other_axes is not None:  # along which ranks that get nothing take part, too
             self._broadcast(pending, part.group)
         elif part.group is None:
             if gets(to):

@@ -6,7 +6,7 @@ import functools
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fsdp_zpp.comm.agreement import agree_on_use, check_agreement, check_replicas, from_each_rank, shard_signature
+from fsdp_zpp.comm.error_feedback import ErrorFeedbackState
 from fsdp_zpp.comm.hops import running_backward
 from fsdp_zpp.comm.weight_gather import SecondaryShardPrefetcher, WeightGather
 from fsdp_zpp.local_steps.elastic import ElasticFragment, ElasticTraining
@@ -159,18 +160,16 @@ class StepTracker:
         self._step_ended(optimizer)
         if not isinstance(optimizer, Optimizer) and not _found_inf(scaler, optimizer):
             self._step_made(ids, None)  # an optimizer that is not torch's runs no step hook
-        for unit in self._units_with(ids):
-            if unit.errors is not None:
-                unit.errors.scaler_stepped(scaler)
+        for errors in _errors_of(self._units_with(ids)):
+            errors.scaler_stepped(scaler)
 
     def loss_scaled(self, scaler: GradScaler, *args: object, **kwargs: object) -> None:
         # Units read the scale by having the scaler scale a 1, which calls this again.
         if not scaler.is_enabled() or (self._last_scaler is not None and self._last_scaler() is scaler):
             return
         self._last_scaler = weakref.ref(scaler)
-        for unit in self._units:
-            if unit.errors is not None:
-                unit.errors.loss_scaled(scaler)
+        for errors in _errors_of(self._units):
+            errors.loss_scaled(scaler)
 
     def gradients_cleared(self, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
         """Handle ``optimizer.zero_grad()``; it also drops what earlier micro-batches of the step have accumulated."""
@@ -226,12 +225,11 @@ class StepTracker:
     def _step_made(self, ids: set[int], skipped: Tensor | None) -> None:
         if all(unit.errors is None for unit in self._units):
             return
-        units = list(self._units_with(ids))
+        states = list(_errors_of(self._units_with(ids)))
         # A step without a backward is not part of training: torch's state dicts make one to initialize optimizer state.
-        if any(unit.errors is not None and unit.errors.has_uncommitted for unit in units):
-            for unit in units:
-                if unit.errors is not None:
-                    unit.errors.step_made(skipped)
+        if any(errors.has_uncommitted for errors in states):
+            for errors in states:
+                errors.step_made(skipped)
 
     def _units_with(self, ids: set[int]) -> Iterator[ParameterUnit]:
         """Yield the units with parameters of an optimizer, given by ``ids``; the same on all ranks."""
@@ -306,6 +304,10 @@ class StepTracker:
     def _warn(self, message: str, *values: object) -> None:
         if self._model and self._units[0].ranks.rank == 0:
             logger.warning(message, self._model, *values)
+
+
+def _errors_of(units: Iterable[ParameterUnit]) -> Iterator[ErrorFeedbackState]:
+    return (unit.errors for unit in units if unit.errors is not None)
 
 
 def too_small_units(units: Sequence[StrategyUnit]) -> set[ParameterUnit]:
