@@ -32,23 +32,11 @@ class Patch(NamedTuple):
         replaced: Its full name without ``torch.distributed.fsdp.``.
         reason: The need of the adapter for which torch has no hook.
         apply: Replaces it with a function that calls the original and does more.
-        since: The first version of torch in which it is replaced.
-        until: The last one.
     """
 
     replaced: str
     reason: str
     apply: Callable[[], None]
-    since: tuple[int, int] = SUPPORTED[0]
-    until: tuple[int, int] = SUPPORTED[1]
-
-
-def apply_patches(patches: Iterable[Patch]) -> None:
-    """Apply the patches that are meant for the running torch."""
-    version = major_minor(torch.__version__)
-    for patch in patches:
-        if patch.since <= version <= patch.until:
-            patch.apply()
 
 
 class Needed(NamedTuple):

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy, StateDictType
 from torch.distributed.tensor import DTensor
 
-from fsdp_zpp._torch_compat import Patch, apply_patches
+from fsdp_zpp._torch_compat import Patch
 from fsdp_zpp.codecs.codec import Codec, check_codec, check_place
 from fsdp_zpp.comm.agreement import agree, check_agreement, parameter_facts, shard_signature
 from fsdp_zpp.comm.error_feedback import ErrorFeedbackState
@@ -719,4 +719,5 @@ model that is offloaded has _torch_handle.py replace ``_runtime_utils._post_redu
 
 
 def install() -> None:
-    apply_patches(PATCHES)
+    for patch in PATCHES:
+        patch.apply()
