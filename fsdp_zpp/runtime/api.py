@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdp_zpp.comm.agreement import PLACE, agree
-from fsdp_zpp.comm.hops import Kind, Level
+from fsdp_zpp.comm.hops import Kind, Level, Traffic
 from fsdp_zpp.local_steps.elastic import ElasticTraining, Membership
 from fsdp_zpp.local_steps.local_training import EXCHANGE, LocalTraining
 from fsdp_zpp.names import join_fqn, parameter_name
@@ -49,10 +49,8 @@ def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | None = None) -
 
 def _unit_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     # They come first, since torch sees a node or a rank under the optimizer scopes I and N.
-    groups = [unit.ranks.group for unit in named_units(model)]
-    groups += [
-        group for module in model.modules() for part in getattr(module, COMMUNICATORS, ()) for group in part.groups
-    ]
+    parts = (part for module in model.modules() for part in getattr(module, COMMUNICATORS, ()))
+    groups = [*(unit.ranks.group for unit in named_units(model)), *(group for part in parts for group in part.groups)]
     return [group for group in groups if group is not None]
 
 
@@ -275,6 +273,11 @@ def communicators(model: nn.Module) -> Iterator[Communicator]:
     yield from parts
 
 
+def counters_of(model: nn.Module) -> list[Traffic]:
+    # Counters are keyed by identity, since all units of a model with a comm hook share the Traffic of its state.
+    return list({id(part.traffic): part.traffic for part in communicators(model)}.values())
+
+
 def invalidate(model: nn.Module) -> None:
     """Declare that the weights of ``model`` have changed; call it on every rank.
 
@@ -321,8 +324,7 @@ def traffic(model: nn.Module, *, reset: bool = False) -> dict[Kind, dict[Level, 
         "gather": {"inter": 0, "intra": 0},
         "reduce": {"inter": 0, "intra": 0},
     }
-    # Counters are keyed by identity, since all units of a model with a comm hook share the Traffic of its state.
-    for counter in {id(part.traffic): part.traffic for part in communicators(model)}.values():
+    for counter in counters_of(model):
         for (kind, level), nbytes in counter.since_reset().items():
             total[kind][level] += nbytes
         if reset:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,12 +36,6 @@ from .unit import Checksums, ParameterUnit, StrategyUnit, named_units
 #
 # If nodes train on their own, a checkpoint has each piece of a weight from an arbitrary node, or the agreed weights.
 # Codec state has the weights of each node, so pieces are compared with these.
-
-
-def trained_checksums(unit: ParameterUnit) -> Checksums:
-    """Return the checksums of a unit's trained parameters, which differ from step to step."""
-    trained = set(unit.sharded.trained_names())
-    return checksums({name: shard for name, shard in unit.sharded.named_shards().items() if name in trained})
 
 
 class LoadedState:
@@ -124,8 +118,8 @@ def _fragment_of(unit: ParameterUnit) -> Fragment | None:
     return unit.fragment if isinstance(unit, StrategyUnit) else None
 
 
-def _held(unit: ParameterUnit, saved: Checksums) -> Checksums:
-    return checksums({name: shard for name, shard in unit.sharded.named_shards().items() if name in saved})
+def _held(unit: ParameterUnit, names: Collection[str]) -> Checksums:
+    return checksums({name: shard for name, shard in unit.sharded.named_shards().items() if name in names})
 
 
 def _match(held: Checksums, saved: Checksums) -> bool:
@@ -185,19 +179,14 @@ class RankState:
 
     def state_dict(self) -> dict[str, str | bytes]:
         """Return this rank's part, as bytes by unit, and the layout of the ranks."""
-        # State that was loaded and not used yet keeps the checksums that it was saved with.
-        saved_with = {
-            unit: trained_checksums(unit) if unit.loaded_state is None else unit.loaded_state.saved_with[unit]
-            for unit in dict.fromkeys(self._units.values())
-        }
-        own = {
-            self._prefix + name: _to_bytes({**part.state_dict(), **self._weights_of(name, saved_with)})
-            for name, part in self._parts.items()
-        }
-        return {"layout": self._layout, **own}
-
-    def _weights_of(self, part: str, saved_with: Mapping[ParameterUnit, Checksums]) -> dict[str, Checksums]:
-        return {_SAVED_WITH: saved_with[self._units[part]]} if part in self._units else {}
+        saved_with = {unit: _saved_with(unit) for unit in dict.fromkeys(self._units.values())}
+        own: dict[str, str | bytes] = {"layout": self._layout}
+        for name, part in self._parts.items():
+            weights = {_SAVED_WITH: saved_with[self._units[name]]} if name in self._units else {}
+            buffer = io.BytesIO()
+            torch.save({**part.state_dict(), **weights}, buffer)
+            own[self._prefix + name] = buffer.getvalue()
+        return own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the result of ``state_dict``; if it was saved on another layout, start over and warn.
@@ -336,7 +325,8 @@ def _optimizer_states(
     }
 
 
-def _to_bytes(state: Mapping[str, object]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
+def _saved_with(unit: ParameterUnit) -> Checksums:
+    """Return the checksums of a unit's trained parameters, which differ from step to step."""
+    if unit.loaded_state is not None:  # and not used yet
+        return unit.loaded_state.saved_with[unit]
+    return _held(unit, set(unit.sharded.trained_names()))

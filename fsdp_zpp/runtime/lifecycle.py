@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from fsdp_zpp.comm.agreement import agree_on_use, check_agreement, check_replicas, from_each_rank, shard_signature
 from fsdp_zpp.comm.error_feedback import ErrorFeedbackState
 from fsdp_zpp.comm.hops import running_backward
-from fsdp_zpp.comm.weight_gather import SecondaryShardPrefetcher, WeightGather
+from fsdp_zpp.comm.weight_gather import SecondaryShardPrefetcher
 from fsdp_zpp.local_steps.elastic import ElasticFragment, ElasticTraining
 from fsdp_zpp.local_steps.fragment import OuterWatch
 from fsdp_zpp.local_steps.local_training import LocalTraining, OptimizerMoments, note_optimizer
@@ -451,7 +451,7 @@ def set_up_model(root: nn.Module, model: str, units: Sequence[StrategyUnit], oth
             shards = (shard for unit in members for shard in unit.sharded.shards())
             check_replicas(shards, ranks, members[0].scopes.optimizer, model)
     _check_before_forwards(root, units)
-    _prefetch_secondary_shards([unit.gather for unit in units if unit.can_prefetch])
+    _prefetch_secondary_shards(units)
     with_weights = [unit for unit in units if unit.sharded.parameters()]  # FSDP may have left all to inner units
     too_small = too_small_units(with_weights)
     tracker = StepTracker(units, root, model, _train_locally(root, model, units), too_small)
@@ -536,9 +536,10 @@ def _check_before_forwards(root: nn.Module, units: Sequence[StrategyUnit]) -> No
         root.register_forward_pre_hook(torch.compiler.disable(before_forward), prepend=True)
 
 
-def _prefetch_secondary_shards(gathers: Sequence[WeightGather | None]) -> None:
+def _prefetch_secondary_shards(units: Sequence[StrategyUnit]) -> None:
     """Have one prefetcher make the secondary shards of all units whose weights can be read before their gather."""
-    readable = [gather for gather in gathers if gather is not None and gather.secondary.source is not None]
+    gathers = [unit.gather for unit in units if unit.gather is not None and unit.can_prefetch]
+    readable = [gather for gather in gathers if gather.secondary.source is not None]
     prefetcher = SecondaryShardPrefetcher(gather.secondary for gather in readable)
     for gather in readable:
         gather.prefetcher = prefetcher

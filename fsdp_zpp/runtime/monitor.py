@@ -38,7 +38,7 @@ from fsdp_zpp.strategy.error_feedback import LoCo, Topology, error_buffer_specs
 from fsdp_zpp.strategy.strategy import ResolvedStrategy, Strategy
 
 from ._torch_rank_layout import Links, known_links
-from .api import communicators
+from .api import communicators, counters_of
 from .unit import Forwards, FullShardUnit, ParameterUnit, StrategyUnit, full_shard_bytes, units_of
 
 # ---- links note
@@ -523,7 +523,7 @@ class Monitor(AbstractContextManager["Monitor"]):
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._timer = HopTimer()
-        self._sent = self._attach(_counters(model))  # raises before anything is set
+        self._sent = self._attach(counters_of(model))  # raises before anything is set
         self._device = _device(model)
         # On a CPU the host itself makes each hop, so all of its time is exposed.
         self._waits = CommunicationWaits(model, self._device) if self._device.type == "cuda" else None
@@ -557,7 +557,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         """
         if self._is_closed:
             raise RuntimeError("this monitor is closed; call fsdp_zpp.monitor(model) again to go on")
-        end, sent = mark(self._device), self._attach(_counters(self._model))
+        end, sent = mark(self._device), self._attach(counters_of(self._model))
         self._number += 1
         hops, self._timer.hops = self._timer.hops, []
         waits = None if self._waits is None else self._waits.take()
@@ -576,7 +576,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._forwards.remove()
         if self._waits is not None:
             self._waits.remove()
-        for counter in _counters(self._model):
+        for counter in counters_of(self._model):
             if counter.timer is self._timer:
                 counter.timer = None
 
@@ -658,11 +658,6 @@ def overlaps(
             if begins >= end:
                 break
             yield max(start, begins), min(end, ends)
-
-
-def _counters(model: nn.Module) -> list[Traffic]:
-    # Counters are keyed by identity, since all units of a model with a comm hook share the Traffic of its state.
-    return list({id(part.traffic): part.traffic for part in communicators(model)}.values())
 
 
 def _device(model: nn.Module) -> torch.device:
