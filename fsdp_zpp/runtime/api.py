@@ -19,7 +19,7 @@ from fsdp_zpp.comm.agreement import PLACE, agree
 from fsdp_zpp.comm.hops import Kind, Level, Traffic
 from fsdp_zpp.local_steps.elastic import ElasticTraining, Membership
 from fsdp_zpp.local_steps.local_training import EXCHANGE, LocalTraining
-from fsdp_zpp.names import join_fqn, parameter_name
+from fsdp_zpp.names import parameter_name
 from fsdp_zpp.strategy.local_steps import LocalSteps
 from fsdp_zpp.strategy.strategy import Strategy
 
@@ -201,27 +201,25 @@ class AdapterUnits:
     def explain(self, shared: Shared, root: nn.Module, modules: Collection[nn.Module]) -> str:
         """Return text that names the units that share a parameter; ``modules`` are those of the call that found it."""
         names: dict[str, str] = {}
-        for unit, name in self._names(root, shared, modules, "", ""):
+        for unit, name in self._names(root, shared, modules):
             names.setdefault(unit, name)
         if len(names) < 2:
             name = next(iter(names.values()), shared.name)
             return f"{name} was sharded before, as {shared.held_as}"
         return " and ".join(f"{name} (unit {unit or 'root'})" for unit, name in names.items()) + " are one parameter"
 
-    def _names(
-        self, module: nn.Module, shared: Shared, units: Collection[nn.Module], path: str, unit: str
-    ) -> Iterator[tuple[str, str]]:
-        """Yield each unit and name under which ``module`` has a shared parameter; named_modules() has only one."""
-        if self.is_unit(module) or module in units:
-            unit = parameter_name(path, "").rstrip(".")
-        for name, parameter in module._parameters.items():
-            if (module, name) != shared.site and parameter is not None and parameter is shared.parameter:
-                yield unit, parameter_name(path, name)
-        if module is shared.site[0]:
-            yield unit, parameter_name(path, shared.site[1])
-        for name, child in module._modules.items():
-            if child is not None:
-                yield from self._names(child, shared, units, join_fqn(path, name), unit)
+    def _names(self, root: nn.Module, shared: Shared, modules: Collection[nn.Module]) -> Iterator[tuple[str, str]]:
+        """Yield each unit and name under which ``root`` has a shared parameter."""
+        units: dict[str, str] = {}
+        for path, module in root.named_modules(remove_duplicate=False):
+            is_unit = self.is_unit(module) or module in modules
+            unit = parameter_name(path, "").rstrip(".") if is_unit else units.get(path.rpartition(".")[0], "")
+            units[path] = unit
+            for name, parameter in module._parameters.items():
+                if (module, name) != shared.site and parameter is not None and parameter is shared.parameter:
+                    yield unit, parameter_name(path, name)
+            if module is shared.site[0]:
+                yield unit, parameter_name(path, shared.site[1])
 
     def _own(self, modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules that are in no unit below ``modules``, with paths; each once."""

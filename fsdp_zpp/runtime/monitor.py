@@ -374,14 +374,12 @@ class ForwardCounter:
     def __init__(self, model: nn.Module) -> None:
         self._watched = _path_to_unit(model) or [model]
         self._handles = [self._watch(module) for module in self._watched]
-        self._trained = dict.fromkeys(self._watched, 0)
-        self._evaluated = dict.fromkeys(self._watched, 0)
+        self._counts: Counter[tuple[nn.Module, bool]] = Counter()  # of forwards with gradients, and without
 
     def take(self) -> Forwards:
-        trained, evaluated = self._trained, self._evaluated
-        self._trained, self._evaluated = dict.fromkeys(self._watched, 0), dict.fromkeys(self._watched, 0)
-        ran = [module for count in (trained, evaluated) for module in self._watched if count[module]]
-        return Forwards(trained[ran[0]], evaluated[ran[0]]) if ran else Forwards(0, 0)
+        counts, self._counts = self._counts, Counter()
+        ran = [module for trained in (True, False) for module in self._watched if counts[module, trained]]
+        return Forwards(counts[ran[0], True], counts[ran[0], False]) if ran else Forwards(0, 0)
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -391,7 +389,7 @@ class ForwardCounter:
         return module.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._count(module)))
 
     def _count(self, module: nn.Module) -> None:
-        (self._trained if torch.is_grad_enabled() else self._evaluated)[module] += 1
+        self._counts[module, torch.is_grad_enabled()] += 1
 
 
 def _path_to_unit(module: nn.Module) -> list[nn.Module]:

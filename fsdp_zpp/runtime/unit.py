@@ -265,21 +265,7 @@ def named_units(model: nn.Module) -> dict[ParameterUnit, str]:
 
 
 class StrategyUnit:
-    """A group of parameters that is gathered together and whose gradients are reduced together.
-
-    Attributes:
-        resolved: The strategy as resolved on its ranks; parts that gain nothing there are inactive.
-        gather: Gathers its weights; None if torch's own all-gather does just that, or if nothing needs a gather.
-        keep_unsharded: Whether the weights stay gathered until they change.
-        packed: Whether it holds packed values, so that no codec may touch its weights.
-        encodes_itself: Whether trained weights encode themselves for the all-gather, as other bytes.
-        stock: Whether torch does everything, as it would without a strategy.
-        left_unquantized: Names of frozen parameters that ``frozen=`` has left to it, by the reason.
-        patterns: Patterns of the overrides of its call.
-        fragment: Exchanges its weights between nodes that train on their own; None if they don't.
-        share: This rank's share of the exchanges, if all ranks of a node hold the same weights; None if they don't.
-        local_training: Decides when the fragment is exchanged; None before the first forward.
-    """
+    """A group of parameters that is gathered together and whose gradients are reduced together."""
 
     def __init__(self, strategy: Strategy, ranks: ProcessMesh) -> None:
         self.strategy = strategy
@@ -291,18 +277,21 @@ class StrategyUnit:
         self.sharded = Sharded()
         self.loads = 0
         self.loaded_state: Loaded | None = None
+        # Packed values must not be touched by a codec; weights that encode themselves are gathered as other bytes; a
+        # stock unit is left to torch altogether.
         self.packed = self.encodes_itself = self._in_place_of_torch = self.stock = False
         self.gather = self._make_gather()
-        self.left_unquantized: dict[str, tuple[str, ...]] = {}
-        self.patterns: tuple[str, ...] = ()
+        self.left_unquantized: dict[str, tuple[str, ...]] = {}  # names of frozen parameters, by the reason
+        self.patterns: tuple[str, ...] = ()  # of the overrides of its call
         self.keep_unsharded = self.gather is not None and self.scopes.parameters == "N"
         self.reductions = StepReductions(ranks, self.resolved, local_steps, self.traffic)
-        self.local_training: LocalTraining | None = None
-        self.share: NodeShare | None = None
+        self.local_training: LocalTraining | None = None  # before the first forward
+        self.share: NodeShare | None = None  # of exchanges, if all ranks of a node hold the same weights
         self.fragment = None if local_steps is None else self._make_fragment(local_steps)
         hear_of_loads(self)
 
     def _make_gather(self) -> WeightGather | None:
+        """Return what gathers its weights; None if torch's own all-gather does just that, or nothing needs a gather."""
         if self.scopes.optimizer == "N":
             return None
         # Under the optimizer scope I each node has all shards, so there is no inter-node hop.
