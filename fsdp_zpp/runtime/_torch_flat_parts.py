@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -30,8 +30,6 @@ from fsdp_zpp.comm.mesh import ProcessMesh
 # private one that loads in the globals of their module. So a replacement there also sees calls by code that has
 # imported them before.
 
-_LISTENERS = "_fsdp_zpp_listeners"
-
 
 class Listener(Protocol):
     """A unit whose weights a load may have written."""
@@ -42,20 +40,20 @@ class Listener(Protocol):
     def weights_loaded(self) -> None: ...
 
 
+_listeners: WeakSet[Listener] = WeakSet()
+
+
 def hear_of_loads(unit: Listener) -> None:
     """Call ``unit.weights_loaded()`` after each load by all of its ranks, for as long as the unit exists."""
     # The tensors that are loaded don't matter: a rank may hold nothing of a unit, and could not tell.
-    # The set is kept on torch's function, rather than in a global of this module.
-    listeners: WeakSet[Listener] | None = getattr(state_dict_loader._load_state_dict, _LISTENERS, None)
-    if listeners is None:
-        listeners = _install()
-    listeners.add(unit)
+    _intercept_loads()
+    _listeners.add(unit)
 
 
-def _install() -> WeakSet[Listener]:
+@functools.cache
+def _intercept_loads() -> None:
     original = state_dict_loader._load_state_dict
     signature = inspect.signature(original)
-    listeners: WeakSet[Listener] = WeakSet()
 
     @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> None:
@@ -63,11 +61,9 @@ def _install() -> WeakSet[Listener]:
             original(*args, **kwargs)
         finally:  # a load that fails may have written, too
             given = signature.bind(*args, **kwargs).arguments
-            _tell(list(listeners), _loading(given.get("process_group"), alone=bool(given.get("no_dist"))))
+            _tell(_loading(given.get("process_group"), alone=bool(given.get("no_dist"))))
 
-    setattr(load, _LISTENERS, listeners)
     state_dict_loader._load_state_dict = load
-    return listeners
 
 
 def _loading(group: dist.ProcessGroup | None, *, alone: bool) -> frozenset[int]:
@@ -76,10 +72,10 @@ def _loading(group: dist.ProcessGroup | None, *, alone: bool) -> frozenset[int]:
     return frozenset([dist.get_rank()] if alone else dist.get_process_group_ranks(group))
 
 
-def _tell(units: Collection[Listener], loading: frozenset[int]) -> None:
+def _tell(loading: frozenset[int]) -> None:
     # If some ranks of a unit took it for stale and others did not, they would enter different collectives.
     all_load = functools.cache(lambda mesh: mesh.is_within(loading))
-    for unit in units:
+    for unit in list(_listeners):
         if all_load(unit.ranks):
             unit.weights_loaded()
 
