@@ -15,9 +15,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-# ---- module names
-#
-# FQNs of modules and parameters, without the parts that FSDP, activation checkpointing, torch.compile and PEFT insert.
+# ---- FQNs without what FSDP, checkpointing, torch.compile and PEFT insert
 #
 # Files hold the base and must be readable whether or not any of these wrap the model. So a tensor's name in files is
 # its FQN without the parts that those insert, which the modules themselves reveal. Tensors of adapters have no name in
@@ -88,9 +86,7 @@ def join_fqn(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name  # the root is at ""
 
 
-# ---- suggestions
-#
-# Suggestions, "did you mean ...?", in errors about names and keyword arguments.
+# ---- suggestions, "did you mean ...?"
 
 C = TypeVar("C", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -137,9 +133,7 @@ def explains_arguments(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
-# ---- extras
-#
-# How to install what an optional part of fsdp_zpp needs.
+# ---- how to install what an optional part needs
 
 
 def how_to_install(extra: str, *, upgrade: bool = False) -> str:

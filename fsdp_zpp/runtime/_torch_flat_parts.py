@@ -21,9 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_zpp.comm.mesh import ProcessMesh
 
-# ---- checkpoint load
-#
-# Private names of torch's distributed checkpoints: weights that ``dcp.load`` has written in place.
+# ---- weights that ``dcp.load`` has written in place
 #
 # A state dict of ``fully_shard`` shows the shards themselves, so a load writes to the weights, whether or not its
 # result is set on the model afterwards. torch has no hook for that. At each call, all its public functions look up the
@@ -80,11 +78,7 @@ def _tell(loading: frozenset[int]) -> None:
             unit.weights_loaded()
 
 
-# ---- flat parts
-#
-# Private names of torch's flat parameters: the original parameters as parts of them, sharded or not.
-#
-# It concerns all instances of FullyShardedDataParallel, those of torch's own strategies, too.
+# ---- original parameters as parts of flat ones, of torch's own strategies, too
 
 Site = tuple[nn.Module, str]
 """A module, and the name of a parameter on it."""

@@ -35,9 +35,7 @@ from fsdp_zpp.names import how_to_install
 from fsdp_zpp.strategy.error_feedback import Topology
 from fsdp_zpp.strategy.strategy import Strategy
 
-# ---- nvml
-#
-# NVIDIA's management library: which GPUs of this machine NVLink joins.
+# ---- NVML: which GPUs of this machine NVLink joins
 #
 # It sees all GPUs of the machine. CUDA sees those that CUDA_VISIBLE_DEVICES leaves to a process, often just one.
 
@@ -103,9 +101,7 @@ def _whole_gpu(nvml: Any, uuid: str) -> Any:
         return nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}"))
 
 
-# ---- links
-#
-# Links: which ranks of a group share fast ones, as the machine says.
+# ---- links: which ranks of a group share fast ones
 #
 # Fast are NVLink, directly or through switches, and what ranks on one GPU share. All else is slow: peer-to-peer access
 # over PCIe, copies through the host's memory, and NVLink that NCCL was told not to use. Each rank asks NVML about its
@@ -248,9 +244,7 @@ def _p2p_is_disabled() -> bool:
     return os.environ.get("NCCL_P2P_DISABLE", "0") != "0" or os.environ.get("NCCL_P2P_LEVEL") in ("LOC", "0")
 
 
-# ---- rank layout
-#
-# Layout of a strategy's ranks on nodes: decided once for each module that is sharded, and handed on.
+# ---- layout of a strategy's ranks on nodes
 
 
 @dataclass(frozen=True)
@@ -314,9 +308,7 @@ def launched_node_size(group: dist.ProcessGroup) -> object:
         return described()
 
 
-# ---- mesh
-#
-# Private names of torch's device meshes: the parts of a mesh that a strategy shards over.
+# ---- the parts of a device mesh that a strategy shards over
 
 
 def flattened(mesh: DeviceMesh, dims: tuple[str, ...]) -> DeviceMesh:
@@ -359,9 +351,7 @@ def _part_of(mesh: DeviceMesh, group: dist.ProcessGroup) -> DeviceMesh:
     return part
 
 
-# ---- mesh info
-#
-# Private names of torch's fully_shard: meshes of single parameters, of which torch makes a parameter group each.
+# ---- meshes of single parameters, of which torch makes a parameter group each
 
 _RESULT: Any = getattr(_fsdp_common, "ShardPlacementResult", None)  # from torch 2.12 on
 _mesh_info: Any = _fsdp_init._get_mesh_info
@@ -424,9 +414,7 @@ def placing(
     return results.__getitem__
 
 
-# ---- data parallel mesh
-#
-# Reads the mesh that ``fully_shard`` is given: the data-parallel ranks, over which a strategy shards.
+# ---- the mesh that ``fully_shard`` is given
 
 
 @dataclass(frozen=True)
@@ -488,9 +476,7 @@ def data_parallel_names(mesh: DeviceMesh, dims: Any) -> tuple[str, ...]:
     return tuple(name for name in mesh.mesh_dim_names or () if name in given)
 
 
-# ---- hsdp mesh
-#
-# Reads an HSDP mesh as a strategy does: as nodes x ranks of a node.
+# ---- HSDP meshes, read as nodes x ranks of a node
 #
 # torch replicates along the first dimension of a 2-D mesh and shards along the second. A strategy shards over all of
 # its ranks, as far as its scopes say, and takes the second dimension for a node.

@@ -26,9 +26,7 @@ from fsdp_zpp.strategy.strategy import Strategy
 from ._torch_rank_layout import node_size_fact
 from .unit import COMMUNICATORS, Communicator, StrategyUnit, holds_packed_values, named_units
 
-# ---- model ranks
-#
-# Ranks of a model where a user does not name them: a job may train several models, each on a part of its ranks.
+# ---- ranks of a model where a user does not name them
 
 
 def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
@@ -61,9 +59,7 @@ def _instance_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     return [instance.process_group for instance in instances if instance.process_group is not None]
 
 
-# ---- validation
-#
-# Checks that both adapters make before they send anything.
+# ---- checks that both adapters make before they send anything
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -133,12 +129,11 @@ def check_exchanges(local_steps: LocalSteps, parameters: Iterable[tuple[str, Ten
             )
 
 
-# ---- shared parameters
+# ---- parameters that two units share
 #
-# Parameters that two units share: FSDP gathers and reduces each in one unit alone, so a call that finds one raises.
-#
-# torch's own calls go on, and fail in the forward with other errors, or train two separate copies. Parameters
-# that a call has sharded are marked, and so are their modules, since FSDP replaces parameters, or takes them away.
+# FSDP gathers and reduces each in one unit alone, so a call that finds one raises. torch's own calls go on, and fail in
+# the forward with other errors, or train two separate copies. Parameters that a call has sharded are marked, and so are
+# their modules, since FSDP replaces parameters, or takes them away.
 
 Site = tuple[nn.Module, str]
 """A module and the name of a parameter there."""
@@ -252,9 +247,7 @@ def held(parameter: nn.Parameter) -> str | None:
     return vars(parameter).get(_HELD)
 
 
-# ---- api
-#
-# Functions that users call with a model: ``traffic``, ``invalidate``, and those of local steps.
+# ---- functions that users call with a model
 
 
 def communicators(model: nn.Module) -> Iterator[Communicator]:

@@ -23,9 +23,7 @@ from fsdp_zpp.local_steps.local_training import OptimizerState
 from .api import communicators
 from .unit import Checksums, ParameterUnit, StrategyUnit, named_units
 
-# ---- loaded state
-#
-# Codec state that was loaded, until it is known to belong to the weights.
+# ---- codec state that was loaded, until it is known to belong to the weights
 #
 # [Note: Weights of codec state]
 # A save that is cut off between weights and codec state, over an older one, leaves both of different steps. So codec
@@ -135,9 +133,7 @@ def _cover(numel: int, spans: Iterable[Span]) -> bool:
     return reached >= numel
 
 
-# ---- checkpoint
-#
-# Codec state in checkpoints: the errors of error feedback, the bases of weight deltas, and the training of a node.
+# ---- codec state in checkpoints
 #
 # Codec state belongs to the rank that sends: no other rank has it, and it depends on how the ranks are laid out. So
 # each rank saves its own part, under keys that name the rank, as bytes, which torch.distributed.checkpoint loads

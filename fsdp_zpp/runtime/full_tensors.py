@@ -21,9 +21,7 @@ from fsdp_zpp.names import parameter_name
 
 from ._torch_flat_parts import FlatPart, Site, flat_parts, is_flat, original_dtypes
 
-# ---- full tensors
-#
-# Tensors of a model that can be had in full: how each is gathered from its shards.
+# ---- tensors that can be had in full, and how each is gathered from its shards
 #
 # A gather reads shards and fills memory of its own. It does not unshard modules, so it changes nothing that training
 # sees, whenever it is broken off. Each parameter is gathered by itself, into a tensor of its own, so that its memory is
@@ -210,9 +208,7 @@ def _gather(out: Tensor | None, own: Tensor, group: dist.ProcessGroup, to: int) 
     return work
 
 
-# ---- part of flat
-#
-# A parameter that FullyShardedDataParallel has put into a flat one, as a tensor that can be had in full.
+# ---- parts of flat parameters
 
 
 class _Range(NamedTuple):
@@ -300,9 +296,7 @@ class PartOfFlat(FullTensor):
         return full.to(self.as_delivered(dtype)) if gets(to) else None
 
 
-# ---- tensors of model
-#
-# All tensors of a model's state dict as full tensors, by their FQNs without wrappers.
+# ---- all tensors of a model
 
 
 @dataclass(eq=False)
@@ -380,9 +374,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-# ---- gather in turn
-#
-# Gathers full tensors in turn: the next ones while the caller has the current one, within the memory of one unit.
+# ---- the next tensors while the caller has the current one, within the memory of one unit
 #
 # Tensors are gathered in batches of at most half of the largest unit, so that the current batch and the next one are no
 # more than a unit. The next batch starts as soon as there is room for it with the rest of the current one and the

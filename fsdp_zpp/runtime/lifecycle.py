@@ -347,9 +347,7 @@ def weights_moved(module: nn.Module) -> None:
             unit.invalidate()
 
 
-# ---- hooks
-#
-# Hooks after methods of torch's classes, which tell all trackers.
+# ---- hooks after methods of torch's classes, which tell all trackers
 
 _trackers: weakref.WeakSet[StepTracker] = weakref.WeakSet()
 
@@ -425,9 +423,7 @@ _call_after(Optimizer, "add_param_group", _optimizer_given)
 _call_after(Optimizer, "load_state_dict", _state_loaded)
 
 
-# ---- model setup
-#
-# Set-up of a model under strategies: its units are compared between ranks and named, and its events watched.
+# ---- set-up of a model under strategies
 
 
 def set_up_model(root: nn.Module, model: str, units: Sequence[StrategyUnit], others: Sequence[int] = ()) -> StepTracker:

@@ -41,9 +41,7 @@ from ._torch_rank_layout import Links, known_links
 from .api import communicators, counters_of
 from .unit import Forwards, FullShardUnit, ParameterUnit, StrategyUnit, full_shard_bytes, units_of
 
-# ---- links note
-#
-# Part of a model's log line: nodes by the links of the machine, and their price. See [Note: Links].
+# ---- nodes by the links of the machine, and their price: see [Note: Links]
 
 
 class LinksNote(NamedTuple):
@@ -127,9 +125,7 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
-# ---- summary
-#
-# One log line of a model: which parts of its strategy are active on a mesh, which are not, and why.
+# ---- the log line: which parts of a strategy are active on a mesh, which are not, and why
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -360,9 +356,7 @@ def _log(subject: str, mesh: ProcessMesh, coverage: Coverage, report: StrategySu
         logger.log(level, "%s on %s, %s: %s%s", subject, mesh.topology, coverage, report, of_links)
 
 
-# ---- forward counter
-#
-# How often a model runs forward in a step: with gradients in a micro-batch, without them in evaluation.
+# ---- how often a model runs forward in a step
 
 
 class ForwardCounter:
@@ -400,9 +394,7 @@ def _path_to_unit(module: nn.Module) -> list[nn.Module]:
     return [module, *inner] if inner else []
 
 
-# ---- communication waits
-#
-# Intervals in which the computation's stream waits for communication.
+# ---- intervals in which the computation's stream waits for communication
 #
 # Around the computation of a unit, FSDP has the stream wait: before its forward and its backward for weights, and at
 # the end of a backward for gradients. A mark before and one after each of these places leave nothing but the wait
@@ -480,9 +472,7 @@ def _watch_gradients(output: object, note: Callable[[], None]) -> None:
             tensor.register_hook(lambda _: note())
 
 
-# ---- monitor
-#
-# ``monitor``: the bytes and times of a model's communication in each step of its training.
+# ---- the bytes and times of a model's communication in each step
 #
 # Hops are timed where they are launched (hops.py), and the waits of the computation's stream around FSDP's hooks
 # (``CommunicationWaits``). On a GPU all times are events, which :meth:`Monitor.step` reads when they have come, a step

@@ -32,9 +32,7 @@ if TYPE_CHECKING:
     from fsdp_zpp.local_steps.local_training import LocalTraining
 
 
-# ---- full shard
-#
-# Bytes that torch's FULL_SHARD would send for the same model.
+# ---- bytes that torch's FULL_SHARD would send for the same model
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,7 @@ def full_shard_bytes(units: Iterable[FullShardUnit], forwards: Forwards) -> dict
     return sent
 
 
-# ---- packed weights
-#
-# Parameters whose bytes are packed values: QLoRA's base, torchao's tensors, and others that a codec must not encode.
+# ---- parameters whose bytes are packed values, which a codec must not encode
 #
 # bitsandbytes keeps two 4-bit codes in a byte, and for FSDP shows the bytes as bf16 (``bnb_4bit_quant_storage``). Seen
 # as numbers they are noise, and rounding them leaves other codes. A unit that holds such a parameter is gathered as it
@@ -134,9 +130,7 @@ def packed_facts(parameters: Mapping[str, Tensor]) -> dict[str, str]:
     return {f"values in {name}": f"packed as {type(parameter).__name__}" for name, parameter in parameters.items()}
 
 
-# ---- overrides
-#
-# Strategies of the modules of a model, as the overrides of one strategy give them.
+# ---- strategies of modules by overrides
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -177,9 +171,7 @@ def warn_of_unmatched(root: nn.Module, model: str, patterns: Iterable[str]) -> N
             logger.warning("%s: overrides for %r apply to no module: no class has such a name%s", model, pattern, hint)
 
 
-# ---- unit
-#
-# One group of parameters under a strategy: its gathers, its reductions, its traffic.
+# ---- units
 
 _ATTRIBUTE = "_fsdp_zpp_unit"
 COMMUNICATORS = "_fsdp_zpp_parts"
