@@ -206,20 +206,17 @@ def may_be_known(group: dist.ProcessGroup) -> bool:
 
 
 def _exchanged(group: dist.ProcessGroup, device: torch.device | None) -> Links | None:
-    reports = from_each_rank(_own_report_or_none(group, device), group, device)
+    try:
+        report = own_report(group, device)
+    except Exception as error:  # of any kind: the other ranks would hang in the exchange
+        logger.debug("links of this rank's GPU are not known: %s: %s", type(error).__name__, error)
+        report = GpuReport(None)
+    reports = from_each_rank(report, group, device)
     try:
         launched = topology_of(group)
     except ValueError:  # the launcher does not say what shares a machine; whoever needs nodes raises it
         return None
     return links_from(reports, launched)
-
-
-def _own_report_or_none(group: dist.ProcessGroup, device: torch.device | None) -> GpuReport:
-    try:
-        return own_report(group, device)
-    except Exception as error:  # of any kind: the other ranks would hang in the exchange
-        logger.debug("links of this rank's GPU are not known: %s: %s", type(error).__name__, error)
-        return GpuReport(None)
 
 
 def own_report(group: dist.ProcessGroup, device: torch.device | None) -> GpuReport:

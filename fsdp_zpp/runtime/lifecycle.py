@@ -129,7 +129,7 @@ class StepTracker:
 
     # ---- events of all optimizers, scalers and modules, which may be another model's
 
-    def optimizer_stepped(self, optimizer: Optimizer, *args: object) -> None:
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
         ids = _parameter_ids(optimizer)
         if not self._holds_any(ids):
             self._others_stepped = True
