@@ -7,6 +7,10 @@ as its ``sharding_strategy``; models with torch's own strategies are not affecte
 
 import sys
 
+from ._torch_compat import check_torch
+
+check_torch()  # before any module that uses torch's internals is imported
+
 from fsdp_zpp.codecs.codec import NF4, Codec, Int4, Int4Delta, Int8
 from fsdp_zpp.frozen.base_files import load_frozen_params, save_frozen_params
 from fsdp_zpp.frozen.hugging_face import save_adapter

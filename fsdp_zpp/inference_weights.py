@@ -18,7 +18,7 @@ from fsdp_zpp.comm.hops import AllGathers
 from fsdp_zpp.frozen._torch_modules import FrozenModule, plain_class
 from fsdp_zpp.frozen.hugging_face import adapter_tensors, as_plain, decoded_weights_of, path_of, peft_model_in
 from fsdp_zpp.runtime.api import DTYPES, check_module, ranks_of
-from fsdp_zpp.runtime.full_tensors import FullTensor, GatherInTurn, Pending, TensorOfModel, gets, in_units, tensors_of
+from fsdp_zpp.runtime.full_tensors import FullTensor, GatherInTurn, Pending, TensorOfModel, gets, tensors_of
 from fsdp_zpp.runtime.unit import holds_packed_values
 
 from .inference_updates import SyncToken, WeightUpdate, check_token, updates_since
@@ -422,11 +422,11 @@ def gathered_weights(
     differs = "called gathered_weights with other arguments or another model than"
     tensors = agree(group, check, summary, differs, call="gathered_weights")
     if since is None:
-        return _named(GatherInTurn(in_units(tensors), dtype, rank))
-    return updates_since(since, _named(GatherInTurn(in_units(tensors), dtype)), group, rank)
+        return _named(GatherInTurn(tensors, dtype, rank))
+    return updates_since(since, _named(GatherInTurn(tensors, dtype)), group, rank)
 
 
-def _named(turn: GatherInTurn[TensorOfModel]) -> Iterator[tuple[str, Tensor | None]]:
+def _named(turn: GatherInTurn) -> Iterator[tuple[str, Tensor | None]]:
     with closing(iter(turn)) as gathered:
         for tensor, value in gathered:
             for name in tensor.names:

@@ -15,9 +15,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-# ---- module names
-#
-# FQNs of modules and parameters, without the parts that FSDP, activation checkpointing, torch.compile and PEFT insert.
+# ---- FQNs without what FSDP, checkpointing, torch.compile and PEFT insert
 #
 # Files hold the base and must be readable whether or not any of these wrap the model. So a tensor's name in files is
 # its FQN without the parts that those insert, which the modules themselves reveal. Tensors of adapters have no name in
@@ -88,9 +86,7 @@ def join_fqn(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name  # the root is at ""
 
 
-# ---- suggestions
-#
-# Suggestions, "did you mean ...?", in errors about names and keyword arguments.
+# ---- suggestions, "did you mean ...?"
 
 C = TypeVar("C", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -120,33 +116,24 @@ def check_keywords(call: str, given: Iterable[str], known: Iterable[str]) -> Non
 
 def explains_keywords(cls: C) -> C:
     """Let the constructor of a class suggest an argument in place of an unknown one."""
-    construct: Callable[..., None] = cls.__init__  # type: ignore[misc]
-    known = list(inspect.signature(construct).parameters)[1:]
-
-    @functools.wraps(construct)
-    def init(self: object, *arguments: Any, **keywords: Any) -> None:
-        check_keywords(type(self).__name__, keywords, known)
-        construct(self, *arguments, **keywords)
-
-    cls.__init__ = init  # type: ignore[misc]
+    cls.__init__ = explains_arguments(cls.__init__)  # type: ignore[misc]
     return cls
 
 
 def explains_arguments(function: F) -> F:
     """Let a function suggest an argument in place of an unknown one."""
-    known = list(inspect.signature(function).parameters)
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+    name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
-        check_keywords(function.__name__, keywords, known)
+        check_keywords(name, keywords, known)
         return function(*arguments, **keywords)
 
     return call  # type: ignore[return-value]
 
 
-# ---- extras
-#
-# How to install what an optional part of fsdp_zpp needs.
+# ---- how to install what an optional part needs
 
 
 def how_to_install(extra: str, *, upgrade: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""Needs of the package in torch: a version, and internals in tables; a torch that lacks any is an error at import."""
+"""Needs of the package in torch: a version, and internals in a table; a torch that lacks any is an error at import."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.fsdp import _init_utils
 
 import fsdp_zpp
-from fsdp_zpp._torch_compat import NEEDED, Needed, check_needed, check_torch_version, major_minor
+from fsdp_zpp._torch_compat import NEEDED, Needed, check_torch, major_minor, missing_names
 
 PACKAGE = Path(fsdp_zpp.__file__).parent
 HERE = "test_torch_internals"
-over_folders = pytest.mark.parametrize("folder", NEEDED)
 
 
 class Group:
@@ -36,74 +36,66 @@ class Group:
 
 def test_an_error_names_all_missing_internals_and_the_versions_that_work() -> None:
     table = (
-        Needed(f"{HERE}.Group", "unshard declared fsdp_params mp_policy", "gathering"),
-        Needed("torch.no_such_module.Thing", "name", "something else"),
-        Needed("torch._C", "_current_graph_task_id", "telling whether a backward runs"),
+        Needed(f"{HERE}.Group", "unshard declared fsdp_params mp_policy"),
+        Needed("torch.no_such_module.Thing", "name"),
+        Needed("torch._C", "_current_graph_task_id"),
     )
     with pytest.raises(RuntimeError) as caught:
-        check_needed("adapter for it", table, "2.14.1+cpu")
+        check_torch(table, "2.14.1+cpu")
     assert str(caught.value).splitlines() == [
-        "fsdp_zpp's adapter for it uses internals of torch that this torch 2.14.1+cpu lacks:",
-        f"  {HERE}.Group.mp_policy (gathering)",
-        "  torch.no_such_module.Thing.name (something else)",
+        "fsdp_zpp uses internals of torch that this torch 2.14.1+cpu lacks:",
+        f"  {HERE}.Group.mp_policy",
+        "  torch.no_such_module.Thing.name",
         'torch 2.11 to 2.15 work: pip install "torch>=2.11,<2.16"',
     ]
 
 
 def test_a_row_may_apply_to_some_versions_only() -> None:
-    table = (Needed("torch", "no_such_name", "nothing", since=(2, 12), until=(2, 13)),)
+    table = (Needed("torch", "no_such_name", since=(2, 12), until=(2, 13)),)
     for version in ("2.11.0", "2.14.0"):
-        check_needed("adapter", table, version)
+        check_torch(table, version)
     with pytest.raises(RuntimeError, match="no_such_name"):
-        check_needed("adapter", table, "2.12.0a0+git")
+        check_torch(table, "2.12.0a0+git")
 
 
-@over_folders
-@pytest.mark.parametrize("end", ["first", "last"])  # of which the first is one that both adapters use
+@pytest.mark.parametrize("module", ["fsdp_zpp", "fsdp_zpp.fsdp2.fully_shard"])
 def test_a_missing_internal_is_an_error_before_the_rest_is_imported(
-    folder: str, end: str, monkeypatch: pytest.MonkeyPatch
+    module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = _table(folder) if end == "first" else reversed(_table(folder))
-    # Functions and classes, which nothing declares or sets on instances.
-    row, name = next(
-        (row, name) for row in rows for name in row.names.split() if callable(vars(_owner(row.owner)).get(name))
-    )
-    package = f"fsdp_zpp.{folder}"
-    monkeypatch.delattr(_owner(row.owner), name)
-    for module in _imported(package):
-        monkeypatch.delitem(sys.modules, module)
-    for file in (PACKAGE / folder).glob("*.py"):
-        module = package if file.stem == "__init__" else f"{package}.{file.stem}"
-        with pytest.raises(RuntimeError, match=rf"(?s){re.escape(row.owner)}\.{name} \(.*torch 2\.11 to 2\.15 work"):
-            importlib.import_module(module)
-        assert not _imported(package)
+    monkeypatch.delattr(_init_utils, "SHARDING_STRATEGY_MAP")
+    for name in _imported():
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(RuntimeError, match=r"(?s)\._init_utils\.SHARDING_STRATEGY_MAP\n.*torch 2\.11 to 2\.15 work"):
+        importlib.import_module(module)
+    assert _imported() == ["fsdp_zpp._torch_compat"]
 
 
-@over_folders
-def test_a_table_lists_the_internals_that_its_folder_uses_once_each_and_says_what_for(folder: str) -> None:
-    trees = {path: ast.parse(path.read_text()) for path in (PACKAGE / folder).glob("*.py")}
-    rows = NEEDED[folder]
-    listed = {name for row in rows for name in row.names.split()}
+def test_the_table_lists_the_internals_that_files_use_once_each() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py") if path.stem != "_torch_compat"}
+    listed = {name for row in NEEDED for name in row.names.split()}
     # comm/ has private names in files that also do other things; see the page.
-    checked = [tree for path, tree in trees.items() if path.name.startswith("_torch") or folder == "comm"]
+    checked = [tree for path, tree in trees.items() if path.name.startswith("_torch") or path.parent.name == "comm"]
     private = {name for tree in checked for name in _private_names(tree)}
-    owners = {name for row in rows for name in row.owner.split(".")}
-    assert not private - listed - owners - _own_names(), f"add rows for them to {folder} in _torch_compat.py"
+    missing = private - listed - {name for row in NEEDED for name in row.owner.split(".")} - _own_names()
+    assert not {name: _owners_of(name) for name in missing}, "add them to a row of their owner in _torch_compat.py"
     used = {name for tree in trees.values() for name in _used_names(tree)}
-    assert not listed - used, f"remove them from {folder} in _torch_compat.py"
-    assert not [row for row in rows if not row.purpose.strip() or row.purpose.startswith("the same")]
-    counts = Counter((_owner(row.owner), name) for row in _table(folder) for name in row.names.split())
+    assert not listed - used, "remove them from _torch_compat.py"
+    counts = Counter((_owner(row.owner), name) for row in _table() for name in row.names.split())
     assert not [each for each, count in counts.items() if count > 1]
 
 
-def _imported(package: str) -> list[str]:
-    """Return what has been imported of a package, itself included."""
-    return [module for module in sys.modules if f"{module}.".startswith(f"{package}.")]
+def _owners_of(name: str) -> list[str]:
+    """Return the owners in the table that have ``name`` in the running torch."""
+    return [owner for owner in {row.owner: None for row in NEEDED} if not list(missing_names(Needed(owner, name)))]
 
 
-def _table(folder: str) -> list[Needed]:
+def _imported() -> list[str]:
+    return [module for module in sys.modules if module.partition(".")[0] == "fsdp_zpp"]
+
+
+def _table() -> list[Needed]:
     """Return the rows that this torch is checked for."""
-    return [row for row in NEEDED[folder] if row.since <= major_minor(torch.__version__) <= row.until]
+    return [row for row in NEEDED if row.since <= major_minor(torch.__version__) <= row.until]
 
 
 def _owner(path: str) -> object:
@@ -161,9 +153,9 @@ def _own_names() -> frozenset[str]:
 def test_torch_from_2_11_to_2_15_is_accepted_and_no_other() -> None:
     for version in ("2.10.1", "2.16.0", "3.0.0a0+git1", "1.13.1"):
         with pytest.raises(RuntimeError, match=rf"this is torch {re.escape(version)}\. torch 2\.11 to 2\.15 work"):
-            check_torch_version("FullyShardedDataParallel", version)
+            check_torch((), version)
     for version in ("2.11.0+cu130", "2.12.1", "2.15.0a0+git"):
-        check_torch_version("FullyShardedDataParallel", version)
+        check_torch((), version)
 
 
 def test_the_page_lists_every_file_that_uses_private_names_and_no_other() -> None:

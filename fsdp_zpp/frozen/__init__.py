@@ -4,7 +4,3 @@ Frozen weights have no gradient and no optimizer state; all they need is a gathe
 does so only from torch 2.13 on, and neither knows that codes that never change need to cross nodes only once. So
 quantized weights are not parameters.
 """
-
-from fsdp_zpp._torch_compat import check_folder
-
-check_folder("frozen")  # before what uses them is imported

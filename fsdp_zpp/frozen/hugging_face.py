@@ -22,7 +22,7 @@ from fsdp_zpp.comm.agreement import agree, from_first_rank
 from fsdp_zpp.comm.mesh import collective_device
 from fsdp_zpp.names import how_to_install, model_name, original_path, parameter_name
 from fsdp_zpp.runtime.api import check_folder, check_module, ranks_of
-from fsdp_zpp.runtime.full_tensors import FullTensor, GatherInTurn, TensorOfModel, gets, in_units, tensors_of
+from fsdp_zpp.runtime.full_tensors import FullTensor, GatherInTurn, TensorOfModel, gets, tensors_of
 
 from ._torch_modules import FrozenModule, frozen_modules, frozen_sites, frozen_tensor, frozen_weights_of, replaced
 from .weight import FrozenWeight
@@ -388,7 +388,7 @@ def on_first_rank(
     """
     first = None if group is None else dist.get_global_rank(group, 0)
     copies: dict[str, Tensor] = {}
-    for tensor, value in GatherInTurn(in_units(tensors), to=first):
+    for tensor, value in GatherInTurn(tensors, to=first):
         for name in tensor.names if all_names else tensor.names[:1]:
             if value is not None:
                 copies[name] = value.to("cpu", copy=name != tensor.names[0])

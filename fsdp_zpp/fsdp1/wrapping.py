@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy, StateDictType
 from torch.distributed.tensor import DTensor
 
-from fsdp_zpp._torch_compat import Patch, apply_patches
+from fsdp_zpp._torch_compat import Patch
 from fsdp_zpp.codecs.codec import Codec, check_codec, check_place
 from fsdp_zpp.comm.agreement import agree, check_agreement, parameter_facts, shard_signature
 from fsdp_zpp.comm.error_feedback import ErrorFeedbackState
@@ -50,7 +50,7 @@ from fsdp_zpp.runtime.api import (
     strategy_facts,
 )
 from fsdp_zpp.runtime.checkpoint import RankState
-from fsdp_zpp.runtime.lifecycle import LifecycleHooks, repeated_if_failed, set_up_model
+from fsdp_zpp.runtime.lifecycle import StepTracker, repeated_if_failed, set_up_model
 from fsdp_zpp.runtime.monitor import log_reduction
 from fsdp_zpp.runtime.unit import (
     Loaded,
@@ -631,7 +631,7 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
         error_nbytes += sum(own.error_nbytes(shard.numel()) for shard in each.shards())
     log_reduction(state.codecs, state.error_feedback, state.mesh, model_name(model), len(instances), error_nbytes)
     if error_nbytes:
-        _torch_handle.watch_backwards(model, LifecycleHooks(hooked).backward_ended)
+        _torch_handle.watch_backwards(model, StepTracker(hooked).backward_ended)
     return states
 
 
@@ -700,4 +700,5 @@ model that is offloaded has _torch_handle.py replace ``_runtime_utils._post_redu
 
 
 def install() -> None:
-    apply_patches(PATCHES)
+    for patch in PATCHES:
+        patch.apply()

@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
 
-from fsdp_zpp._torch_compat import Patch, apply_patches, major_minor
+from fsdp_zpp._torch_compat import Patch, major_minor
 from fsdp_zpp.comm.agreement import agree, check_agreement, parameter_facts
 from fsdp_zpp.comm.mesh import ProcessMesh, accelerator, own_rank, ranks_on_each_node
 from fsdp_zpp.frozen.frozen_base import holds_base
@@ -738,7 +738,8 @@ modules of such a model :class:`_torch_group.WatchedState`, which reports the en
 
 
 def install() -> None:
-    apply_patches(PATCHES)
+    for patch in PATCHES:
+        patch.apply()
 
 
 # torch's function has its state under this name, and torch's users look it up there.

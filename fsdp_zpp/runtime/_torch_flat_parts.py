@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -21,16 +21,12 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_zpp.comm.mesh import ProcessMesh
 
-# ---- checkpoint load
-#
-# Private names of torch's distributed checkpoints: weights that ``dcp.load`` has written in place.
+# ---- weights that ``dcp.load`` has written in place
 #
 # A state dict of ``fully_shard`` shows the shards themselves, so a load writes to the weights, whether or not its
 # result is set on the model afterwards. torch has no hook for that. At each call, all its public functions look up the
 # private one that loads in the globals of their module. So a replacement there also sees calls by code that has
 # imported them before.
-
-_LISTENERS = "_fsdp_zpp_listeners"
 
 
 class Listener(Protocol):
@@ -42,20 +38,20 @@ class Listener(Protocol):
     def weights_loaded(self) -> None: ...
 
 
+_listeners: WeakSet[Listener] = WeakSet()
+
+
 def hear_of_loads(unit: Listener) -> None:
     """Call ``unit.weights_loaded()`` after each load by all of its ranks, for as long as the unit exists."""
     # The tensors that are loaded don't matter: a rank may hold nothing of a unit, and could not tell.
-    # The set is kept on torch's function, rather than in a global of this module.
-    listeners: WeakSet[Listener] | None = getattr(state_dict_loader._load_state_dict, _LISTENERS, None)
-    if listeners is None:
-        listeners = _install()
-    listeners.add(unit)
+    _intercept_loads()
+    _listeners.add(unit)
 
 
-def _install() -> WeakSet[Listener]:
+@functools.cache
+def _intercept_loads() -> None:
     original = state_dict_loader._load_state_dict
     signature = inspect.signature(original)
-    listeners: WeakSet[Listener] = WeakSet()
 
     @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> None:
@@ -63,11 +59,9 @@ def _install() -> WeakSet[Listener]:
             original(*args, **kwargs)
         finally:  # a load that fails may have written, too
             given = signature.bind(*args, **kwargs).arguments
-            _tell(list(listeners), _loading(given.get("process_group"), alone=bool(given.get("no_dist"))))
+            _tell(_loading(given.get("process_group"), alone=bool(given.get("no_dist"))))
 
-    setattr(load, _LISTENERS, listeners)
     state_dict_loader._load_state_dict = load
-    return listeners
 
 
 def _loading(group: dist.ProcessGroup | None, *, alone: bool) -> frozenset[int]:
@@ -76,83 +70,46 @@ def _loading(group: dist.ProcessGroup | None, *, alone: bool) -> frozenset[int]:
     return frozenset([dist.get_rank()] if alone else dist.get_process_group_ranks(group))
 
 
-def _tell(units: Collection[Listener], loading: frozenset[int]) -> None:
+def _tell(loading: frozenset[int]) -> None:
     # If some ranks of a unit took it for stale and others did not, they would enter different collectives.
     all_load = functools.cache(lambda mesh: mesh.is_within(loading))
-    for unit in units:
+    for unit in list(_listeners):
         if all_load(unit.ranks):
             unit.weights_loaded()
 
 
-# ---- flat parts
-#
-# Private names of torch's flat parameters: the original parameters as parts of them, sharded or not.
-#
-# It concerns all instances of FullyShardedDataParallel, those of torch's own strategies, too.
+# ---- original parameters as parts of flat ones, of torch's own strategies, too
 
 Site = tuple[nn.Module, str]
 """A module, and the name of a parameter on it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FlatPart:
-    """One original parameter of a flat one, its index and offset there, and the modules that have it."""
+    """One original parameter of a flat one, at an offset there, and the modules that have it."""
 
-    handle: FlatParamHandle
-    place: int
-    start: int
     sites: tuple[Site, ...]
-
-    @property
-    def _flat_param(self) -> FlatParameter:
-        return self.handle.flat_param
-
-    @property
-    def shape(self) -> torch.Size:
-        """Return its shape; under another parallelism, the shape of its local part, which FSDP shards."""
-        return self._flat_param._shapes[self.place]
+    start: int
+    shape: torch.Size  # under another parallelism, that of its local part, which FSDP shards
+    shard: Tensor  # this rank's shard of the flat parameter, in full precision
+    requires_grad: bool
+    device: torch.device  # which gathers, even where shards are offloaded
+    group: dist.ProcessGroup | None  # of ranks that hold a shard each; None if this rank holds all of it
+    other_axes: Any  # the DTensorSpec of a parameter that another parallelism shards, too; None for others
 
     @property
     def full_shape(self) -> torch.Size:
-        """Return its full shape, under another parallelism, too."""
-        spec: Any = self._flat_param._param_extensions[self.place]
-        return self.shape if spec is None else torch.Size(spec.shape)
-
-    @property
-    def requires_grad(self) -> bool:
-        originals = self._flat_param._params
-        return (originals[self.place] if originals else self._flat_param).requires_grad
-
-    @property
-    def shard(self) -> Tensor:
-        """Return this rank's shard of the flat parameter, in full precision."""
-        # There is no _local_shard until FSDP's lazy initialization; the flat parameter is the shard then.
-        return getattr(self._flat_param, "_local_shard", self._flat_param).detach()
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device that gathers, even where shards are offloaded."""
-        device: torch.device = self.handle.device
-        return device
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """Return the ranks that hold a shard each; None if this rank holds all of it."""
-        return self.handle.process_group if self.handle.uses_sharded_strategy else None
+        return self.shape if self.other_axes is None else torch.Size(self.other_axes.shape)
 
     def with_other_axes(self, part: Tensor) -> Tensor:
         """Gather a parameter that another parallelism shards over its ranks, too. Collective over these."""
-        spec: Any = self._flat_param._param_extensions[self.place]
+        spec = self.other_axes
         if spec is None:
             return part
         sharded = DTensor.from_local(
             part, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
         )
         return sharded.full_tensor()
-
-    @property
-    def has_other_axes(self) -> bool:
-        return self._flat_param._param_extensions[self.place] is not None
 
 
 def flat_parts(model: nn.Module) -> Iterator[FlatPart]:
@@ -167,10 +124,22 @@ def flat_parts(model: nn.Module) -> Iterator[FlatPart]:
         places = {site: place for place, [site] in enumerate(sites)}
         for info in flat_param._shared_param_infos:
             sites[places[info.prim_module, info.prim_param_name]].append((info.module, info.param_name))
+        # There is no _local_shard until FSDP's lazy initialization; the flat parameter is the shard then.
+        shard = getattr(flat_param, "_local_shard", flat_param).detach()
+        group = handle.process_group if handle.uses_sharded_strategy else None
         start = place = 0
         for size, is_padding in zip(flat_param._numels_with_padding, flat_param._is_padding_mask, strict=True):
             if not is_padding:
-                yield FlatPart(handle, place, start, tuple(sites[place]))
+                yield FlatPart(
+                    tuple(sites[place]),
+                    start,
+                    shape=flat_param._shapes[place],
+                    shard=shard,
+                    requires_grad=(flat_param._params[place] if flat_param._params else flat_param).requires_grad,
+                    device=handle.device,
+                    group=group,
+                    other_axes=flat_param._param_extensions[place],
+                )
                 place += 1
             start += size
 

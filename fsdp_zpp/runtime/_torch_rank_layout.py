@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import ctypes
+import importlib
 import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,127 +31,90 @@ from fsdp_zpp.comm.mesh import (
     topology_of,
     twin_of,
 )
+from fsdp_zpp.names import how_to_install
 from fsdp_zpp.strategy.error_feedback import Topology
 from fsdp_zpp.strategy.strategy import Strategy
 
-# ---- nvml
-#
-# NVIDIA's management library, which comes with the driver: which GPUs of this machine NVLink joins.
+# ---- NVML: which GPUs of this machine NVLink joins
 #
 # It sees all GPUs of the machine. CUDA sees those that CUDA_VISIBLE_DEVICES leaves to a process, often just one.
-
-_LIBRARY = "libnvidia-ml.so.1"
-_SUCCESS = 0
-_P2P_OVER_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
-_P2P_WORKS = 0  # NVML_P2P_STATUS_OK
-_P2P_UNKNOWN = 6  # NVML_P2P_STATUS_UNKNOWN; those between deny it, each with a reason
-_UUID_NBYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
-
-
-class NvlinkPeers(NamedTuple):
-    """GPUs by UUID that have NVLink to ``gpu``, directly or through switches, and those known to have none."""
-
-    gpu: str  # the whole GPU, for an instance of MIG
-    joined: frozenset[str]
-    apart: frozenset[str]
-
-
-def nvlink_peers(uuid: str) -> NvlinkPeers | None:
-    """Return the GPUs that NVLink joins to the one with this UUID, which lacks "GPU-" or "MIG-"; None if unknown."""
-    try:
-        library = _load()
-        if library.nvmlInit_v2() != _SUCCESS:
-            return None
-        try:
-            return _peers(library, uuid)
-        finally:
-            library.nvmlShutdown()
-    except (OSError, AttributeError):  # there is no such library, or it is a stub without these functions
-        return None
-
-
-def _load() -> Any:
-    return ctypes.CDLL(_LIBRARY)
-
-
-def _peers(library: Any, uuid: str) -> NvlinkPeers | None:
-    own = _whole_gpu(library, uuid)
-    if own is None or (gpu := _uuid(library, own)) is None:
-        return None
-    count = ctypes.c_uint()
-    if library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != _SUCCESS:
-        return None
-    joined: set[str] = set()
-    apart: set[str] = set()
-    for index in range(count.value):
-        peer, status = ctypes.c_void_p(), ctypes.c_int()
-        if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(peer)) != _SUCCESS:
-            continue
-        name = _uuid(library, peer)
-        if name is None or name == gpu:
-            continue
-        if library.nvmlDeviceGetP2PStatus(own, peer, _P2P_OVER_NVLINK, ctypes.byref(status)) == _SUCCESS:
-            if status.value == _P2P_WORKS:
-                joined.add(name)
-            elif status.value < _P2P_UNKNOWN:
-                apart.add(name)
-    return NvlinkPeers(gpu, frozenset(joined), frozenset(apart))
-
-
-def _whole_gpu(library: Any, uuid: str) -> ctypes.c_void_p | None:
-    handle = ctypes.c_void_p()
-    if library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle)) == _SUCCESS:
-        return handle
-    if library.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}".encode(), ctypes.byref(handle)) != _SUCCESS:
-        return None
-    whole = ctypes.c_void_p()
-    found = library.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle, ctypes.byref(whole))
-    return whole if found == _SUCCESS else None
-
-
-def _uuid(library: Any, handle: ctypes.c_void_p) -> str | None:
-    text = ctypes.create_string_buffer(_UUID_NBYTES)
-    return text.value.decode() if library.nvmlDeviceGetUUID(handle, text, _UUID_NBYTES) == _SUCCESS else None
-
-
-# ---- links
-#
-# Links: which ranks of a group share fast ones, as the machine says.
-#
-# Fast are NVLink, directly or through switches, and what ranks on one GPU share. All else is slow: peer-to-peer access
-# over PCIe, copies through the host's memory, and NVLink that NCCL was told not to use. Each rank asks NVML about its
-# own GPU; ranks exchange what they have found, once a group, so that all of them conclude the same. Where a link is not
-# known (on CPUs, or between other accelerators than NVIDIA's), nothing is concluded.
 
 logger = logging.getLogger("fsdp_zpp")
 
 
 @dataclass(frozen=True)
 class GpuReport:
-    """Report of a rank on the links of its GPU; GPUs are named by their UUIDs, and unknown if in neither set.
+    """Report of a rank on the GPUs of its machine, by their UUIDs.
 
-    ``disabled`` says that NCCL was told to use no peer-to-peer access, and so no NVLink.
+    NVLink joins some to ``gpu``, directly or through switches, and others are known to be apart. NCCL may have been
+    told to use no peer-to-peer access, and so no NVLink.
     """
 
-    gpu: str | None
+    gpu: str | None  # the whole GPU, for an instance of MIG
     joined: frozenset[str] = frozenset()
     apart: frozenset[str] = frozenset()
     disabled: bool = False
 
 
+def nvlink_peers(uuid: str) -> GpuReport | None:
+    """Return the GPUs that NVLink joins to the one with this UUID, which lacks "GPU-" or "MIG-"; None if unknown."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ModuleNotFoundError:
+        logger.info("NVLink between GPUs is not known without nvidia-ml-py: %s", how_to_install("nvlink"))
+        return None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
+    try:
+        return _peers(nvml, uuid)
+    except nvml.NVMLError:
+        return None
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _peers(nvml: Any, uuid: str) -> GpuReport:
+    own = _whole_gpu(nvml, uuid)
+    gpu = nvml.nvmlDeviceGetUUID(own)
+    joined: set[str] = set()
+    apart: set[str] = set()
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            peer = nvml.nvmlDeviceGetHandleByIndex(index)
+            name = nvml.nvmlDeviceGetUUID(peer)
+            status = nvml.nvmlDeviceGetP2PStatus(own, peer, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        except nvml.NVMLError:  # a GPU that has failed, or the GPU itself
+            continue
+        if status == nvml.NVML_P2P_STATUS_OK:
+            joined.add(name)
+        elif status != nvml.NVML_P2P_STATUS_UNKNOWN:  # all others deny it, each with a reason
+            apart.add(name)
+    return GpuReport(gpu, frozenset(joined - {gpu}), frozenset(apart - {gpu}))
+
+
+def _whole_gpu(nvml: Any, uuid: str) -> Any:
+    try:
+        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    except nvml.NVMLError:
+        return nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}"))
+
+
+# ---- links: which ranks of a group share fast ones
+#
+# Fast are NVLink, directly or through switches, and what ranks on one GPU share. All else is slow: peer-to-peer access
+# over PCIe, copies through the host's memory, and NVLink that NCCL was told not to use. Each rank asks NVML about its
+# own GPU; ranks exchange what they have found, once a group, so that all of them conclude the same. Where a link is not
+# known (on CPUs, or between other accelerators than NVIDIA's), nothing is concluded.
+
+
 @dataclass(frozen=True)
 class Links:
-    """Fast links among the ranks of a group.
-
-    Attributes:
-        launched: The ranks on nodes as the launcher started them.
-        sets: The sets of ranks that fast links join, each in order, by their first rank; none spans two launched nodes.
-        shares_gpus: Whether ranks share a GPU.
-        disabled: Whether NCCL was told to use no peer-to-peer access.
-    """
+    """Fast links among the ranks of a group."""
 
     launched: Topology
-    sets: tuple[tuple[int, ...], ...]
+    sets: tuple[tuple[int, ...], ...]  # of joined ranks, in order; none spans two launched nodes
     shares_gpus: bool = False
     disabled: bool = False
 
@@ -186,10 +149,7 @@ _links: WeakKeyDictionary[dist.ProcessGroup, Links | None] = WeakKeyDictionary()
 
 
 def find_links(group: dist.ProcessGroup, device: torch.device | None = None) -> Links | None:
-    """Return the links of ``group``, or None if they are unknown. Collective at the first call for a group.
-
-    ``device`` is this rank's GPU; by default the one that the group is bound to, or the current one.
-    """
+    """Return the links of ``group``, or None if they are unknown. Collective at the first call for a group."""
     if group not in _links:
         _links[group] = _exchanged(group, device) if may_be_known(group) else None
     return _links[group]
@@ -214,7 +174,6 @@ def links_from(reports: Sequence[GpuReport], launched: Topology) -> Links | None
 
 
 def _joined_sets(reports: dict[int, GpuReport]) -> list[tuple[int, ...]] | None:
-    """Return the sets of ranks of one machine that are joined, if through others; None if that is unknown."""
     # Links through others count, since NCCL's rings go where links are: many pairs of eight V100s have no link.
     sets: list[set[int]] = []
     for rank, report in reports.items():
@@ -236,7 +195,6 @@ def _are_joined(one: GpuReport, other: GpuReport) -> bool:
 
 
 def _are_known_apart(one: GpuReport, other: GpuReport) -> bool:
-    """Return whether two ranks that are not joined are known to have no fast link."""
     if one.gpu is None or other.gpu is None:
         return False
     return one.disabled or other.disabled or one.gpu in other.apart or other.gpu in one.apart
@@ -248,20 +206,17 @@ def may_be_known(group: dist.ProcessGroup) -> bool:
 
 
 def _exchanged(group: dist.ProcessGroup, device: torch.device | None) -> Links | None:
-    reports = from_each_rank(_own_report_or_none(group, device), group, device)
+    try:
+        report = own_report(group, device)
+    except Exception as error:  # of any kind: the other ranks would hang in the exchange
+        logger.debug("links of this rank's GPU are not known: %s: %s", type(error).__name__, error)
+        report = GpuReport(None)
+    reports = from_each_rank(report, group, device)
     try:
         launched = topology_of(group)
     except ValueError:  # the launcher does not say what shares a machine; whoever needs nodes raises it
         return None
     return links_from(reports, launched)
-
-
-def _own_report_or_none(group: dist.ProcessGroup, device: torch.device | None) -> GpuReport:
-    try:
-        return own_report(group, device)
-    except Exception as error:  # of any kind: the other ranks would hang in the exchange
-        logger.debug("links of this rank's GPU are not known: %s: %s", type(error).__name__, error)
-        return GpuReport(None)
 
 
 def own_report(group: dist.ProcessGroup, device: torch.device | None) -> GpuReport:
@@ -270,25 +225,23 @@ def own_report(group: dist.ProcessGroup, device: torch.device | None) -> GpuRepo
     given = (device, getattr(group, "bound_device_id", None), torch.device("cuda", torch.cuda.current_device()))
     own = next(each.index for each in given if each is not None and each.type == "cuda" and each.index is not None)
     uuid = str(torch.cuda.get_device_properties(own).uuid)
-    peers = nvlink_peers(uuid) or _peers_without_access(uuid, own)
-    return GpuReport(*peers, disabled=_p2p_is_disabled())
+    report = nvlink_peers(uuid) or _peers_without_access(uuid, own)
+    return replace(report, disabled=_p2p_is_disabled())
 
 
-def _peers_without_access(uuid: str, own: int) -> NvlinkPeers:
+def _peers_without_access(uuid: str, own: int) -> GpuReport:
     """Return the visible GPUs that this one can't access; all others may have any link."""
     others = (index for index in range(torch.cuda.device_count()) if index != own)
     apart = (index for index in others if not torch.cuda.can_device_access_peer(own, index))
     uuids = frozenset(str(torch.cuda.get_device_properties(index).uuid) for index in apart)
-    return NvlinkPeers(uuid, frozenset(), uuids)
+    return GpuReport(uuid, frozenset(), uuids)
 
 
 def _p2p_is_disabled() -> bool:
     return os.environ.get("NCCL_P2P_DISABLE", "0") != "0" or os.environ.get("NCCL_P2P_LEVEL") in ("LOC", "0")
 
 
-# ---- rank layout
-#
-# Layout of a strategy's ranks on nodes: decided once for each module that is sharded, and handed on.
+# ---- layout of a strategy's ranks on nodes
 
 
 @dataclass(frozen=True)
@@ -352,9 +305,7 @@ def launched_node_size(group: dist.ProcessGroup) -> object:
         return described()
 
 
-# ---- mesh
-#
-# Private names of torch's device meshes: the parts of a mesh that a strategy shards over.
+# ---- the parts of a device mesh that a strategy shards over
 
 
 def flattened(mesh: DeviceMesh, dims: tuple[str, ...]) -> DeviceMesh:
@@ -397,9 +348,7 @@ def _part_of(mesh: DeviceMesh, group: dist.ProcessGroup) -> DeviceMesh:
     return part
 
 
-# ---- mesh info
-#
-# Private names of torch's fully_shard: meshes of single parameters, of which torch makes a parameter group each.
+# ---- meshes of single parameters, of which torch makes a parameter group each
 
 _RESULT: Any = getattr(_fsdp_common, "ShardPlacementResult", None)  # from torch 2.12 on
 _mesh_info: Any = _fsdp_init._get_mesh_info
@@ -426,10 +375,9 @@ def arguments_of(info: FSDPMeshInfo) -> dict[str, Any]:
 
 
 def info_on_spmd_mesh(ranks: DeviceMesh, mesh: DeviceMesh, replicate: Sequence[str], dims: Any) -> FSDPMeshInfo:
-    """Return the mesh info of parameters that are sharded over ``ranks``, a part of an SPMD mesh's data-parallel ranks.
+    """Return the mesh info of parameters that are sharded over ``ranks``, with replicas along ``replicate``.
 
-    Their sharded DTensors stay on the whole mesh, and torch leaves gradients along all data-parallel dimensions to the
-    caller. It gathers over ``ranks`` alone, and does not reduce over replicas, which lie along ``replicate``.
+    Their DTensors stay on the whole SPMD mesh, and torch leaves gradients along data-parallel dimensions to the caller.
     """
     shard = tuple(name for name in dims.shard_names if name not in replicate)
     own = replace(dims, shard=shard or None, replicate=tuple(replicate) or None)
@@ -463,34 +411,22 @@ def placing(
     return results.__getitem__
 
 
-# ---- data parallel mesh
-#
-# Reads the mesh that ``fully_shard`` is given: the data-parallel ranks, over which a strategy shards.
+# ---- the mesh that ``fully_shard`` is given
 
 
 @dataclass(frozen=True)
 class DataParallelMesh:
-    """Ranks over which a strategy shards, and the strategy on them.
+    """Ranks over which a strategy shards, and the strategy on them."""
 
-    Attributes:
-        strategy: The strategy, with the node size of a mesh of several dimensions; any other object stays as given.
-        mesh: The 1-D mesh of the ranks; None for all ranks; or, if everything is left to torch, the mesh as given.
-        compared: Whether these ranks can compare their arguments. With a mesh of several dimensions that is left to
-            torch they can't: torch communicates, and the unit's own ranks are not used.
-    """
-
-    strategy: Strategy
-    mesh: DeviceMesh | None
+    strategy: Strategy  # with the node size of a mesh of several dimensions; any other object stays as given
+    mesh: DeviceMesh | None  # of one dimension; None for all ranks; or as given, if everything is left to torch
     group: dist.ProcessGroup
+    # With a mesh of several dimensions that is left to torch, ranks can't compare their arguments: torch communicates.
     compared: bool
 
 
 def read_mesh(strategy: Strategy, arguments: dict[str, Any]) -> DataParallelMesh:
-    """Read ``mesh`` and ``dp_mesh_dims`` of a call of ``fully_shard``.
-
-    Replaces the mesh in ``arguments`` by a 1-D one, or the dimensions of an SPMD mesh by those to shard along. Makes
-    the default process group if there is none.
-    """
+    """Read ``mesh`` and ``dp_mesh_dims`` of a call of ``fully_shard``, and replace them by what torch shards over."""
     mesh, dims = arguments["mesh"], arguments.get("dp_mesh_dims")
     if isinstance(mesh, DeviceMesh) and isinstance(strategy, Strategy):
         if dims is not None:
@@ -537,9 +473,7 @@ def data_parallel_names(mesh: DeviceMesh, dims: Any) -> tuple[str, ...]:
     return tuple(name for name in mesh.mesh_dim_names or () if name in given)
 
 
-# ---- hsdp mesh
-#
-# Reads an HSDP mesh as a strategy does: as nodes x ranks of a node.
+# ---- HSDP meshes, read as nodes x ranks of a node
 #
 # torch replicates along the first dimension of a 2-D mesh and shards along the second. A strategy shards over all of
 # its ranks, as far as its scopes say, and takes the second dimension for a node.

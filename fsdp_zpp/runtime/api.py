@@ -16,19 +16,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdp_zpp.comm.agreement import PLACE, agree
-from fsdp_zpp.comm.hops import Kind, Level
+from fsdp_zpp.comm.hops import Kind, Level, Traffic
 from fsdp_zpp.local_steps.elastic import ElasticTraining, Membership
 from fsdp_zpp.local_steps.local_training import EXCHANGE, LocalTraining
-from fsdp_zpp.names import join_fqn, parameter_name
+from fsdp_zpp.names import parameter_name
 from fsdp_zpp.strategy.local_steps import LocalSteps
 from fsdp_zpp.strategy.strategy import Strategy
 
 from ._torch_rank_layout import node_size_fact
 from .unit import COMMUNICATORS, Communicator, StrategyUnit, holds_packed_values, named_units
 
-# ---- model ranks
-#
-# Ranks of a model where a user does not name them: a job may train several models, each on a part of its ranks.
+# ---- ranks of a model where a user does not name them
 
 
 def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
@@ -49,10 +47,8 @@ def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | None = None) -
 
 def _unit_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     # They come first, since torch sees a node or a rank under the optimizer scopes I and N.
-    groups = [unit.ranks.group for unit in named_units(model)]
-    groups += [
-        group for module in model.modules() for part in getattr(module, COMMUNICATORS, ()) for group in part.groups
-    ]
+    parts = (part for module in model.modules() for part in getattr(module, COMMUNICATORS, ()))
+    groups = [*(unit.ranks.group for unit in named_units(model)), *(group for part in parts for group in part.groups)]
     return [group for group in groups if group is not None]
 
 
@@ -63,9 +59,7 @@ def _instance_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     return [instance.process_group for instance in instances if instance.process_group is not None]
 
 
-# ---- validation
-#
-# Checks that both adapters make before they send anything.
+# ---- checks that both adapters make before they send anything
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -135,12 +129,11 @@ def check_exchanges(local_steps: LocalSteps, parameters: Iterable[tuple[str, Ten
             )
 
 
-# ---- shared parameters
+# ---- parameters that two units share
 #
-# Parameters that two units share: FSDP gathers and reduces each in one unit alone, so a call that finds one raises.
-#
-# torch's own calls go on, and fail in the forward with other errors, or train two separate copies. Parameters
-# that a call has sharded are marked, and so are their modules, since FSDP replaces parameters, or takes them away.
+# FSDP gathers and reduces each in one unit alone, so a call that finds one raises. torch's own calls go on, and fail in
+# the forward with other errors, or train two separate copies. Parameters that a call has sharded are marked, and so are
+# their modules, since FSDP replaces parameters, or takes them away.
 
 Site = tuple[nn.Module, str]
 """A module and the name of a parameter there."""
@@ -203,27 +196,25 @@ class AdapterUnits:
     def explain(self, shared: Shared, root: nn.Module, modules: Collection[nn.Module]) -> str:
         """Return text that names the units that share a parameter; ``modules`` are those of the call that found it."""
         names: dict[str, str] = {}
-        for unit, name in self._names(root, shared, modules, "", ""):
+        for unit, name in self._names(root, shared, modules):
             names.setdefault(unit, name)
         if len(names) < 2:
             name = next(iter(names.values()), shared.name)
             return f"{name} was sharded before, as {shared.held_as}"
         return " and ".join(f"{name} (unit {unit or 'root'})" for unit, name in names.items()) + " are one parameter"
 
-    def _names(
-        self, module: nn.Module, shared: Shared, units: Collection[nn.Module], path: str, unit: str
-    ) -> Iterator[tuple[str, str]]:
-        """Yield each unit and name under which ``module`` has a shared parameter; named_modules() has only one."""
-        if self.is_unit(module) or module in units:
-            unit = parameter_name(path, "").rstrip(".")
-        for name, parameter in module._parameters.items():
-            if (module, name) != shared.site and parameter is not None and parameter is shared.parameter:
-                yield unit, parameter_name(path, name)
-        if module is shared.site[0]:
-            yield unit, parameter_name(path, shared.site[1])
-        for name, child in module._modules.items():
-            if child is not None:
-                yield from self._names(child, shared, units, join_fqn(path, name), unit)
+    def _names(self, root: nn.Module, shared: Shared, modules: Collection[nn.Module]) -> Iterator[tuple[str, str]]:
+        """Yield each unit and name under which ``root`` has a shared parameter."""
+        units: dict[str, str] = {}
+        for path, module in root.named_modules(remove_duplicate=False):
+            is_unit = self.is_unit(module) or module in modules
+            unit = parameter_name(path, "").rstrip(".") if is_unit else units.get(path.rpartition(".")[0], "")
+            units[path] = unit
+            for name, parameter in module._parameters.items():
+                if (module, name) != shared.site and parameter is not None and parameter is shared.parameter:
+                    yield unit, parameter_name(path, name)
+            if module is shared.site[0]:
+                yield unit, parameter_name(path, shared.site[1])
 
     def _own(self, modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules that are in no unit below ``modules``, with paths; each once."""
@@ -256,9 +247,7 @@ def held(parameter: nn.Parameter) -> str | None:
     return vars(parameter).get(_HELD)
 
 
-# ---- api
-#
-# Functions that users call with a model: ``traffic``, ``invalidate``, and those of local steps.
+# ---- functions that users call with a model
 
 
 def communicators(model: nn.Module) -> Iterator[Communicator]:
@@ -273,6 +262,11 @@ def communicators(model: nn.Module) -> Iterator[Communicator]:
             "a quantized_reduce_hook, or quantize its frozen weights first"
         )
     yield from parts
+
+
+def counters_of(model: nn.Module) -> list[Traffic]:
+    # Counters are keyed by identity, since all units of a model with a comm hook share the Traffic of its state.
+    return list({id(part.traffic): part.traffic for part in communicators(model)}.values())
 
 
 def invalidate(model: nn.Module) -> None:
@@ -321,8 +315,7 @@ def traffic(model: nn.Module, *, reset: bool = False) -> dict[Kind, dict[Level, 
         "gather": {"inter": 0, "intra": 0},
         "reduce": {"inter": 0, "intra": 0},
     }
-    # Counters are keyed by identity, since all units of a model with a comm hook share the Traffic of its state.
-    for counter in {id(part.traffic): part.traffic for part in communicators(model)}.values():
+    for counter in counters_of(model):
         for (kind, level), nbytes in counter.since_reset().items():
             total[kind][level] += nbytes
         if reset:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,7 @@ from fsdp_zpp.local_steps.local_training import OptimizerState
 from .api import communicators
 from .unit import Checksums, ParameterUnit, StrategyUnit, named_units
 
-# ---- loaded state
-#
-# Codec state that was loaded, until it is known to belong to the weights.
+# ---- codec state that was loaded, until it is known to belong to the weights
 #
 # [Note: Weights of codec state]
 # A save that is cut off between weights and codec state, over an older one, leaves both of different steps. So codec
@@ -36,12 +34,6 @@ from .unit import Checksums, ParameterUnit, StrategyUnit, named_units
 #
 # If nodes train on their own, a checkpoint has each piece of a weight from an arbitrary node, or the agreed weights.
 # Codec state has the weights of each node, so pieces are compared with these.
-
-
-def trained_checksums(unit: ParameterUnit) -> Checksums:
-    """Return the checksums of a unit's trained parameters, which differ from step to step."""
-    trained = set(unit.sharded.trained_names())
-    return checksums({name: shard for name, shard in unit.sharded.named_shards().items() if name in trained})
 
 
 class LoadedState:
@@ -124,8 +116,8 @@ def _fragment_of(unit: ParameterUnit) -> Fragment | None:
     return unit.fragment if isinstance(unit, StrategyUnit) else None
 
 
-def _held(unit: ParameterUnit, saved: Checksums) -> Checksums:
-    return checksums({name: shard for name, shard in unit.sharded.named_shards().items() if name in saved})
+def _held(unit: ParameterUnit, names: Collection[str]) -> Checksums:
+    return checksums({name: shard for name, shard in unit.sharded.named_shards().items() if name in names})
 
 
 def _match(held: Checksums, saved: Checksums) -> bool:
@@ -141,9 +133,7 @@ def _cover(numel: int, spans: Iterable[Span]) -> bool:
     return reached >= numel
 
 
-# ---- checkpoint
-#
-# Codec state in checkpoints: the errors of error feedback, the bases of weight deltas, and the training of a node.
+# ---- codec state in checkpoints
 #
 # Codec state belongs to the rank that sends: no other rank has it, and it depends on how the ranks are laid out. So
 # each rank saves its own part, under keys that name the rank, as bytes, which torch.distributed.checkpoint loads
@@ -184,23 +174,22 @@ class RankState:
         self._prefix = f"rank{dist.get_rank()}/"
 
     def state_dict(self) -> dict[str, str | bytes]:
-        """Return each part as bytes, under a key that no other rank uses, and the layout of the ranks."""
-        # State that was loaded and not used yet keeps the checksums that it was saved with.
-        saved_with = {
-            unit: trained_checksums(unit) if unit.loaded_state is None else unit.loaded_state.saved_with[unit]
-            for unit in dict.fromkeys(self._units.values())
-        }
-        own = {
-            self._prefix + name: _to_bytes({**part.state_dict(), **self._weights_of(name, saved_with)})
-            for name, part in self._parts.items()
-        }
-        return {"layout": self._layout, **own}
-
-    def _weights_of(self, part: str, saved_with: Mapping[ParameterUnit, Checksums]) -> dict[str, Checksums]:
-        return {_SAVED_WITH: saved_with[self._units[part]]} if part in self._units else {}
+        """Return this rank's part, as bytes by unit, and the layout of the ranks."""
+        saved_with = {unit: _saved_with(unit) for unit in dict.fromkeys(self._units.values())}
+        own: dict[str, str | bytes] = {"layout": self._layout}
+        for name, part in self._parts.items():
+            weights = {_SAVED_WITH: saved_with[self._units[name]]} if name in self._units else {}
+            buffer = io.BytesIO()
+            torch.save({**part.state_dict(), **weights}, buffer)
+            own[self._prefix + name] = buffer.getvalue()
+        return own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load state that was saved on this layout; if it was saved on another, start over and warn."""
+        """Continue from the result of ``state_dict``; if it was saved on another layout, start over and warn.
+
+        Raises:
+            ValueError: If it was saved for other units, or under another configuration of error feedback.
+        """
         if not self._parts:
             saved_on = state.get("layout", "")
             # DCP reads only this key; it records the layout of nodes if codec state was saved.
@@ -259,7 +248,7 @@ class RankState:
             part.reset()
 
 
-class CodecState:
+class CodecState(RankState):
     """Codec state of a model, for checkpoints from which training resumes bit for bit.
 
     It holds the errors of ``Strategy(error_feedback=...)`` and the secondary shards that ``weights=Int4Delta(...)``
@@ -299,19 +288,7 @@ class CodecState:
         axes = {axis for unit in names for axis in unit.sharded.other_axes()}
         warns = any(unit.ranks.rank == 0 for unit in names) and all(dist.get_rank(axis) == 0 for axis in axes)
         parts |= _optimizer_states(model, optimizers, parts)
-        self._state = RankState(parts, meshes, units_by_part, modules, warns=warns)
-
-    def state_dict(self) -> dict[str, str | bytes]:
-        """Return this rank's part, as bytes by unit."""
-        return self._state.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the result of ``state_dict``.
-
-        Raises:
-            ValueError: If it was saved for other units, or under another configuration of error feedback.
-        """
-        self._state.load_state_dict(state)
+        super().__init__(parts, meshes, units_by_part, modules, warns=warns)
 
 
 def _parts_of(unit: ParameterUnit) -> Iterator[tuple[str, SavedState]]:
@@ -344,7 +321,8 @@ def _optimizer_states(
     }
 
 
-def _to_bytes(state: Mapping[str, object]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
+def _saved_with(unit: ParameterUnit) -> Checksums:
+    """Return the checksums of a unit's trained parameters, which differ from step to step."""
+    if unit.loaded_state is not None:  # and not used yet
+        return unit.loaded_state.saved_with[unit]
+    return _held(unit, set(unit.sharded.trained_names()))

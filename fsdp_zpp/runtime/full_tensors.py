@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,7 @@ from fsdp_zpp.names import parameter_name
 
 from ._torch_flat_parts import FlatPart, Site, flat_parts, is_flat, original_dtypes
 
-# ---- full tensors
-#
-# Tensors of a model that can be had in full: how each is gathered from its shards.
+# ---- tensors that can be had in full, and how each is gathered from its shards
 #
 # A gather reads shards and fills memory of its own. It does not unshard modules, so it changes nothing that training
 # sees, whenever it is broken off. Each parameter is gathered by itself, into a tensor of its own, so that its memory is
@@ -210,9 +208,7 @@ def _gather(out: Tensor | None, own: Tensor, group: dist.ProcessGroup, to: int) 
     return work
 
 
-# ---- part of flat
-#
-# A parameter that FullyShardedDataParallel has put into a flat one, as a tensor that can be had in full.
+# ---- parts of flat parameters
 
 
 class _Range(NamedTuple):
@@ -230,13 +226,13 @@ class PartOfFlat(FullTensor):
 
     def peak_nbytes(self, dtype: torch.dtype | None) -> int:
         # Along other axes it is gathered out of place, and may be put into another order.
-        others = 2 * self.nbytes(None) if self._part.has_other_axes else 0
+        others = 2 * self.nbytes(None) if self._part.other_axes is not None else 0
         return self._part.shape.numel() * self.on_the_wire(dtype).itemsize + self.of_casts(0, dtype) + others
 
     @torch.no_grad()
     def start(self, dtype: torch.dtype | None, to: int | None, gathers: AllGathers) -> Pending:
         part, pending = self._part, Pending(self, dtype, to)
-        if to is None or part.has_other_axes:  # along which ranks that get nothing take part, too
+        if to is None or part.other_axes is not None:  # along which ranks that get nothing take part, too
             self._broadcast(pending, part.group)
         elif part.group is None:
             if gets(to):
@@ -300,9 +296,7 @@ class PartOfFlat(FullTensor):
         return full.to(self.as_delivered(dtype)) if gets(to) else None
 
 
-# ---- tensors of model
-#
-# All tensors of a model's state dict as full tensors, by their FQNs without wrappers.
+# ---- all tensors of a model
 
 
 @dataclass(eq=False)
@@ -360,13 +354,6 @@ def _in_full(tensor: Tensor | FlatPart | FullTensor, dtypes: Mapping[Tensor, tor
     return Whole(tensor, dtypes[tensor]) if tensor in dtypes else full_tensor_of(tensor)
 
 
-def in_units(tensors: Iterable[TensorOfModel]) -> list[list[tuple[TensorOfModel, FullTensor]]]:
-    units: dict[str, list[tuple[TensorOfModel, FullTensor]]] = {}
-    for tensor in tensors:
-        units.setdefault(tensor.unit, []).append((tensor, tensor.full))
-    return list(units.values())
-
-
 def unit_path(path: str, modules: Mapping[str, nn.Module]) -> str:
     """Return the path of the unit of the module at ``path``, among all modules of the model.
 
@@ -387,47 +374,39 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-# ---- gather in turn
-#
-# Gathers full tensors in turn: the next ones while the caller has the current one, within the memory of one unit.
+# ---- the next tensors while the caller has the current one, within the memory of one unit
 #
 # Tensors are gathered in batches of at most half of the largest unit, so that the current batch and the next one are no
 # more than a unit. The next batch starts as soon as there is room for it with the rest of the current one and the
 # tensor that the caller still holds.
 
-K = TypeVar("K")
-UnitTensors = Sequence[tuple[K, FullTensor]]
-"""Tensors of one unit, each with its receiver's key."""
-
 LARGEST_BATCH = 2**28
 """Bytes of a batch, unless a tensor has more: larger batches don't make better use of links."""
 
 
-class _Item(NamedTuple, Generic[K]):
-    key: K
-    tensor: FullTensor
-    nbytes: int
-
-
-class GatherInTurn(Generic[K]):
+class GatherInTurn:
     """Gathers the tensors of a model, batch by batch. Collective; all ranks must do so in the same order.
 
     Args:
-        units: The tensors, unit by unit, equal on all ranks.
+        tensors: The tensors, equal on all ranks.
         dtype: The dtype to cast floating-point tensors to; None keeps the stored ones.
         to: The global rank that gets them; None means all.
     """
 
     def __init__(
-        self, units: Sequence[UnitTensors[K]], dtype: torch.dtype | None = None, to: int | None = None
+        self, tensors: Iterable[TensorOfModel], dtype: torch.dtype | None = None, to: int | None = None
     ) -> None:
         self._dtype, self._to = dtype, to
-        self._limit = max((sum(tensor.nbytes(dtype) for _, tensor in unit) for unit in units), default=0)
-        items = [_Item(key, tensor, tensor.peak_nbytes(dtype)) for unit in units for key, tensor in unit]
-        self._batches = deque(self._in_batches(items))
-        self._started: deque[tuple[_Item[K], Pending]] = deque()
+        units: dict[str, list[TensorOfModel]] = {}
+        for tensor in tensors:
+            units.setdefault(tensor.unit, []).append(tensor)
+        self._limit = max((sum(each.full.nbytes(dtype) for each in unit) for unit in units.values()), default=0)
+        in_order = [tensor for unit in units.values() for tensor in unit]
+        self._peak_nbytes = {tensor: tensor.full.peak_nbytes(dtype) for tensor in in_order}
+        self._batches = deque(self._in_batches(in_order))
+        self._started: deque[tuple[TensorOfModel, Pending]] = deque()
 
-    def __iter__(self) -> Generator[tuple[K, Tensor | None], None, None]:
+    def __iter__(self) -> Generator[tuple[TensorOfModel, Tensor | None], None, None]:
         """Yield each tensor; None in its place on ranks that don't get it."""
         held = 0
         try:
@@ -436,12 +415,12 @@ class GatherInTurn(Generic[K]):
                     self._start_batch()
                 if self._has_room(held):
                     self._start_batch()
-                item, pending = self._started.popleft()
-                held = item.tensor.nbytes(self._dtype)
-                tensor = pending.wait()
+                tensor, pending = self._started.popleft()
+                held = tensor.full.nbytes(self._dtype)
+                value = pending.wait()
                 del pending
-                yield item.key, tensor
-                del tensor
+                yield tensor, value
+                del value
         finally:
             # The caller may leave early, at the same tensor on all ranks.
             for _, pending in self._started:
@@ -452,25 +431,26 @@ class GatherInTurn(Generic[K]):
         """Return whether the next batch fits, given the bytes of the tensor that the caller holds."""
         if not self._batches:
             return False
-        items = [*(item for item, _ in self._started), *self._batches[0]]
-        return held + sum(item.nbytes for item in items) <= self._limit
+        tensors = [*(tensor for tensor, _ in self._started), *self._batches[0]]
+        return held + sum(self._peak_nbytes[tensor] for tensor in tensors) <= self._limit
 
     def _start_batch(self) -> None:
         gathers = AllGathers()
-        batch = [(item, item.tensor.start(self._dtype, self._to, gathers)) for item in self._batches.popleft()]
+        batch = [(tensor, tensor.full.start(self._dtype, self._to, gathers)) for tensor in self._batches.popleft()]
         gathers.start()
         self._started += batch
 
-    def _in_batches(self, items: Sequence[_Item[K]]) -> list[list[_Item[K]]]:
-        batches: list[list[_Item[K]]] = []
+    def _in_batches(self, tensors: Sequence[TensorOfModel]) -> list[list[TensorOfModel]]:
+        batches: list[list[TensorOfModel]] = []
         size, room = 0, -1
-        for item in items:
-            if size + item.nbytes > room:
+        for tensor in tensors:
+            nbytes = self._peak_nbytes[tensor]
+            if size + nbytes > room:
                 # Beside a large tensor, there is room for less than half a unit.
                 room = min(LARGEST_BATCH, self._limit // 2, max(self._limit - size, 0))
                 batches.append([])
                 size = 0
-            batches[-1].append(item)
-            size += item.nbytes
+            batches[-1].append(tensor)
+            size += nbytes
         # Largest first: the caller still holds the last one when the next batch starts.
-        return [sorted(batch, key=lambda item: -item.nbytes) for batch in batches]
+        return [sorted(batch, key=self._peak_nbytes.__getitem__, reverse=True) for batch in batches]

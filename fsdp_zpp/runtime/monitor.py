@@ -6,10 +6,11 @@ import logging
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from operator import itemgetter
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,12 +38,10 @@ from fsdp_zpp.strategy.error_feedback import LoCo, Topology, error_buffer_specs
 from fsdp_zpp.strategy.strategy import ResolvedStrategy, Strategy
 
 from ._torch_rank_layout import Links, known_links
-from .api import communicators
+from .api import communicators, counters_of
 from .unit import Forwards, FullShardUnit, ParameterUnit, StrategyUnit, full_shard_bytes, units_of
 
-# ---- links note
-#
-# Part of a model's log line: nodes by the links of the machine, and their price. See [Note: Links].
+# ---- nodes by the links of the machine, and their price: see [Note: Links]
 
 
 class LinksNote(NamedTuple):
@@ -126,19 +125,26 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
-# ---- summary
-#
-# One log line of a model: which parts of its strategy are active on a mesh, which are not, and why.
+# ---- the log line: which parts of a strategy are active on a mesh, which are not, and why
 
 logger = logging.getLogger("fsdp_zpp")
 
 Groups = dict[tuple[Strategy, ProcessMesh], list[StrategyUnit]]
 """Units of a model by their strategies and ranks."""
 
-_INTRA, _INTER = "on the intra-node hop", "on the inter-node hop"
 _ALONE = "one rank: nothing is sent"
 _FAST_LINKS = "one node: no gain on fast links; on slow ones, say gpus_per_node=1"
 _NO_INTRA_NODE_HOP = "one GPU a node: no intra-node hop"
+
+
+class Part(NamedTuple):
+    """A part of a strategy, and the reason why it is not active on a mesh, if it is not."""
+
+    text: str
+    why_not: str | None = None
+
+    def during(self, steps: str) -> Part:
+        return self if self.why_not else Part(f"{self.text} in {steps} steps")
 
 
 @dataclass(frozen=True)
@@ -147,6 +153,15 @@ class StrategySummary:
 
     active: tuple[str, ...]
     inactive: tuple[str, ...]
+
+    @classmethod
+    def of(cls, parts: Iterable[Part]) -> StrategySummary:
+        """Group parts by the reason why they are inactive, so that each reason is given once."""
+        by_reason: dict[str | None, list[str]] = {None: []}
+        for text, why_not in parts:
+            by_reason.setdefault(why_not, []).append(text)
+        active = tuple(by_reason.pop(None))
+        return cls(active, tuple(f"{', '.join(texts)} ({why_not})" for why_not, texts in by_reason.items()))
 
     def __str__(self) -> str:
         words = "; ".join(self.active) or "nothing to communicate"
@@ -186,28 +201,31 @@ def summarize(
     no_gain = f"one node, {links}: no gain from codecs" if links is not None and not links.are_slow else _FAST_LINKS
     codecs, scopes, topology = resolved.gradient_codecs, resolved.scopes, resolved.topology
     local_steps = strategy.local_steps
-    exchanges: list[tuple[str, str | None]] = []
-    if local_steps is not None:
-        alone = topology.nodes == 1 and local_steps.elastic is None
-        why_not = "one node: nothing to exchange" if alone else None
-        exchanges = [(f"local steps, weights exchanged between nodes {local_steps}", why_not)]
+    parts = list(_weights(strategy, resolved, encoded, no_gain, own, packed))
     if local_steps is None or topology.nodes == 1:
-        reduction = _reduction(*codecs, topology)
+        reduction = _reduction(codecs, topology)
     elif local_steps.has_synchronous_steps:
-        reduction = _reduction_in_phases(resolved)
+        node = resolved.within_node()
+        inside = (part for part in _reduction(node.gradient_codecs, node.topology) if part.why_not is None)
+        reduction = [part.during("synchronous") for part in _reduction(codecs, topology)]
+        reduction += [part.during("local") for part in inside]
     else:
         topology = resolved.within_node().topology  # gradients stay there
-        reduction = _reduction(*codecs, topology)
-    if strategy.intra_gradients == "auto":  # nobody has asked for it: without the hop, nothing is missing
-        reduction = [part for part in reduction if part[1] != _NO_INTRA_NODE_HOP]
-    parts = _weights(strategy, resolved, encoded, no_gain, own, packed) + reduction + exchanges
+        reduction = _reduction(codecs, topology)
+    # Nobody has asked for "auto": without the hop, nothing is missing.
+    is_auto = strategy.intra_gradients == "auto"
+    parts += [part for part in reduction if not (is_auto and part.why_not == _NO_INTRA_NODE_HOP)]
+    if local_steps is not None:
+        alone = resolved.topology.nodes == 1 and local_steps.elastic is None
+        why_not = "one node: nothing to exchange" if alone else None
+        parts.append(Part(f"local steps, weights exchanged between nodes {local_steps}", why_not))
     if strategy.gradients is not None and codecs[1] is None:
-        parts.append((f"gradients reduced as {strategy.gradients}", no_gain))
+        parts.append(Part(f"gradients reduced as {strategy.gradients}", no_gain))
     parts += _feedback(strategy.error_feedback, codecs, scopes.optimizer, topology, error_nbytes)
     accumulated = {"N": "on each rank", "I": "inside nodes", "G": None}[scopes.gradients]
     if topology.world > 1 and accumulated is not None:
-        parts.append((f"micro-batches accumulated {accumulated}", None))
-    return _summary(parts)
+        parts.append(Part(f"micro-batches accumulated {accumulated}"))
+    return StrategySummary.of(parts)
 
 
 def _weights(
@@ -217,12 +235,8 @@ def _weights(
     no_gain: str,
     own: Coverage | None,
     packed: bool,
-) -> list[tuple[str, str | None]]:
-    """Return texts on how parameters are gathered, each with the reason why it is inactive, or None.
-
-    ``no_gain`` is the reason why codecs are inactive on one node; the rest is as for :func:`summarize`.
-    """
-    parts: list[tuple[str, str | None]] = []
+) -> Iterator[Part]:
+    """Yield how parameters are gathered; on one node, codecs are inactive for the reason ``no_gain``."""
     scopes, topology, codec = resolved.scopes, resolved.topology, resolved.weights
     why_not = _ALONE if topology.world == 1 else None
     if scopes.optimizer == "N" and why_not is None:
@@ -232,54 +246,41 @@ def _weights(
         where = f" ({encoded})" if encoded is not None and encoded.units else ""
         # If no unit is encoded, nothing is missing: packed values take as few bytes as codes.
         if encoded is None or encoded.units or why_not or left_off:
-            parts.append((f"weights gathered as {strategy.weights}{where}", why_not or left_off))
+            yield Part(f"weights gathered as {strategy.weights}{where}", why_not or left_off)
         if packed and not (why_not or left_off):
-            parts.append((f"packed values gathered as they are, not as {strategy.weights}", None))
-    if codec is None and why_not is None and (own is None or own.units < own.of_units):
-        parts.append(("weights gathered in full precision", None))
-    if own is not None and why_not is None:
-        instead = "" if codec is None else f", not as {strategy.weights}"
-        parts.append((f"weights that encode themselves gathered in their own bytes{instead} ({own})", None))
-    if scopes.parameters == "N" and why_not is None:
-        parts.append(("weights kept gathered until they change", None))
+            yield Part(f"packed values gathered as they are, not as {strategy.weights}")
+    if why_not is None:
+        if codec is None and (own is None or own.units < own.of_units):
+            yield Part("weights gathered in full precision")
+        if own is not None:
+            instead = "" if codec is None else f", not as {strategy.weights}"
+            yield Part(f"weights that encode themselves gathered in their own bytes{instead} ({own})")
+        if scopes.parameters == "N":
+            yield Part("weights kept gathered until they change")
     if strategy.keeps_secondary:
-        parts.append(("secondary shard of the weights kept in each node", _no_inter_node_hop(topology)))
-    return parts
+        _, (_, _, no_inter_node_hop) = _hops(topology)
+        yield Part("secondary shard of the weights kept in each node", no_inter_node_hop)
 
 
-def _summary(parts: list[tuple[str, str | None]]) -> StrategySummary:
-    """Group texts by the reason why they are inactive, or None, so that each reason is given once."""
-    by_reason: dict[str | None, list[str]] = {None: []}
-    for text, why_not in parts:
-        by_reason.setdefault(why_not, []).append(text)
-    active = tuple(by_reason.pop(None))
-    return StrategySummary(active, tuple(f"{', '.join(texts)} ({why_not})" for why_not, texts in by_reason.items()))
+def _hops(topology: Topology) -> list[tuple[str, str, str | None]]:
+    """Return both hops as keys of error buffers, in words, and the reasons why there is none."""
+    no_intra = _NO_INTRA_NODE_HOP if topology.gpus_per_node == 1 else None
+    no_inter = "one node: no inter-node hop" if topology.nodes == 1 else None
+    if topology.world == 1:
+        no_intra = no_inter = _ALONE
+    return [("intra", "on the intra-node hop", no_intra), ("inter", "on the inter-node hop", no_inter)]
 
 
-def _reduction(intra: Codec | None, inter: Codec | None, topology: Topology) -> list[tuple[str, str | None]]:
-    """Return texts on a gradient reduction with these codecs on its hops; see :func:`_weights`."""
-    if intra is None and inter is None:
-        return [("gradients reduced in full precision", None)] if topology.world > 1 else []
-    parts: list[tuple[str, str | None]] = []
-    for codec, level, why_not in (
-        (intra, _INTRA, _no_intra_node_hop(topology)),
-        (inter, _INTER, _no_inter_node_hop(topology)),
-    ):
+def _reduction(codecs: tuple[Codec | None, Codec | None], topology: Topology) -> list[Part]:
+    if codecs == (None, None):
+        return [Part("gradients reduced in full precision")] if topology.world > 1 else []
+    parts = []
+    for codec, (_, where, why_not) in zip(codecs, _hops(topology), strict=True):
         if codec is not None:
-            parts.append((f"gradients reduced as {codec} {level}", why_not))
+            parts.append(Part(f"gradients reduced as {codec} {where}", why_not))
         elif why_not is None:
-            parts.append((f"gradients reduced in full precision {level}", None))
+            parts.append(Part(f"gradients reduced in full precision {where}"))
     return parts
-
-
-def _reduction_in_phases(resolved: ResolvedStrategy) -> list[tuple[str, str | None]]:
-    node = resolved.within_node()
-    over_all = _reduction(*resolved.gradient_codecs, resolved.topology)
-    inside = [part for part in _reduction(*node.gradient_codecs, node.topology) if part[1] is None]
-    return [
-        *((f"{text} in synchronous steps" if why_not is None else text, why_not) for text, why_not in over_all),
-        *((f"{text} in local steps", None) for text, _ in inside),
-    ]
 
 
 def _feedback(
@@ -288,35 +289,19 @@ def _feedback(
     optimizer_scope: str,
     topology: Topology,
     nbytes: int,
-) -> list[tuple[str, str | None]]:
+) -> Iterator[Part]:
     if config is None:
-        return []
+        return
     # Only which hops have errors matters here, not their sizes, so any number of values does.
     fed_back = error_buffer_specs(config, codecs, optimizer_scope, topology, 0)
-    parts: list[tuple[str, str | None]] = []
-    for hop, level, why_not in (
-        ("intra", _INTRA, _no_intra_node_hop(topology)),
-        ("inter", _INTER, _no_inter_node_hop(topology)),
-    ):
+    hops = _hops(topology)
+    for hop, where, why_not in hops:
         if hop not in fed_back and (hop == "inter" or config.hops == "both"):
-            parts.append((f"error feedback {level}", why_not or "full precision: no error"))
-    levels = [level for hop, level in (("intra", _INTRA), ("inter", _INTER)) if hop in fed_back]
-    if levels:
-        where = levels[0] if len(levels) == 1 else "on both hops"
-        parts.append((f"error feedback {where} ({config}; {size_text(nbytes)} a rank)", None))
-    return parts
-
-
-def _no_inter_node_hop(topology: Topology) -> str | None:
-    if topology.world == 1:
-        return _ALONE
-    return "one node: no inter-node hop" if topology.nodes == 1 else None
-
-
-def _no_intra_node_hop(topology: Topology) -> str | None:
-    if topology.world == 1:
-        return _ALONE
-    return _NO_INTRA_NODE_HOP if topology.gpus_per_node == 1 else None
+            yield Part(f"error feedback {where}", why_not or "full precision: no error")
+    places = [where for hop, where, _ in hops if hop in fed_back]
+    if places:
+        where = places[0] if len(places) == 1 else "on both hops"
+        yield Part(f"error feedback {where} ({config}; {size_text(nbytes)} a rank)")
 
 
 def log_summaries(model: str, groups: Groups, others: Sequence[int]) -> None:
@@ -358,31 +343,20 @@ def log_reduction(
     error_nbytes: int,
 ) -> None:
     """Log the active parts of a comm hook, which reduces gradients and gathers nothing."""
-    parts = _reduction(*codecs, mesh.topology)
     # Under torch's strategies each rank's optimizer has a shard of its own, which is the scope G.
-    parts += _feedback(error_feedback, codecs, "G", mesh.topology, error_nbytes)
-    coverage = Coverage(units, 0, units, 0)
-    _log(f"{model}: quantized_reduce_hook", mesh, coverage, _summary(parts), note_on_nodes(mesh))
+    feedback = _feedback(error_feedback, codecs, "G", mesh.topology, error_nbytes)
+    summary = StrategySummary.of([*_reduction(codecs, mesh.topology), *feedback])
+    _log(f"{model}: quantized_reduce_hook", mesh, Coverage(units, 0, units, 0), summary, note_on_nodes(mesh))
 
 
 def _log(subject: str, mesh: ProcessMesh, coverage: Coverage, report: StrategySummary, note: LinksNote | None) -> None:
     if mesh.rank == 0:
-        warns = bool(report.inactive) or (note is not None and note.is_warning)
+        level = logging.WARNING if report.inactive or (note is not None and note.is_warning) else logging.INFO
         of_links = "" if note is None else f"; {note.text}"
-        logger.log(
-            logging.WARNING if warns else logging.INFO,
-            "%s on %s, %s: %s%s",
-            subject,
-            mesh.topology,
-            coverage,
-            report,
-            of_links,
-        )
+        logger.log(level, "%s on %s, %s: %s%s", subject, mesh.topology, coverage, report, of_links)
 
 
-# ---- forward counter
-#
-# How often a model runs forward in a step: with gradients in a micro-batch, without them in evaluation.
+# ---- how often a model runs forward in a step
 
 
 class ForwardCounter:
@@ -394,14 +368,12 @@ class ForwardCounter:
     def __init__(self, model: nn.Module) -> None:
         self._watched = _path_to_unit(model) or [model]
         self._handles = [self._watch(module) for module in self._watched]
-        self._trained = dict.fromkeys(self._watched, 0)
-        self._evaluated = dict.fromkeys(self._watched, 0)
+        self._counts: Counter[tuple[nn.Module, bool]] = Counter()  # of forwards with gradients, and without
 
     def take(self) -> Forwards:
-        trained, evaluated = self._trained, self._evaluated
-        self._trained, self._evaluated = dict.fromkeys(self._watched, 0), dict.fromkeys(self._watched, 0)
-        ran = [module for count in (trained, evaluated) for module in self._watched if count[module]]
-        return Forwards(trained[ran[0]], evaluated[ran[0]]) if ran else Forwards(0, 0)
+        counts, self._counts = self._counts, Counter()
+        ran = [module for trained in (True, False) for module in self._watched if counts[module, trained]]
+        return Forwards(counts[ran[0], True], counts[ran[0], False]) if ran else Forwards(0, 0)
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -411,7 +383,7 @@ class ForwardCounter:
         return module.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._count(module)))
 
     def _count(self, module: nn.Module) -> None:
-        (self._trained if torch.is_grad_enabled() else self._evaluated)[module] += 1
+        self._counts[module, torch.is_grad_enabled()] += 1
 
 
 def _path_to_unit(module: nn.Module) -> list[nn.Module]:
@@ -422,9 +394,7 @@ def _path_to_unit(module: nn.Module) -> list[nn.Module]:
     return [module, *inner] if inner else []
 
 
-# ---- communication waits
-#
-# Intervals in which the computation's stream waits for communication.
+# ---- intervals in which the computation's stream waits for communication
 #
 # Around the computation of a unit, FSDP has the stream wait: before its forward and its backward for weights, and at
 # the end of a backward for gradients. A mark before and one after each of these places leave nothing but the wait
@@ -502,9 +472,7 @@ def _watch_gradients(output: object, note: Callable[[], None]) -> None:
             tensor.register_hook(lambda _: note())
 
 
-# ---- monitor
-#
-# ``monitor``: the bytes and times of a model's communication in each step of its training.
+# ---- the bytes and times of a model's communication in each step
 #
 # Hops are timed where they are launched (hops.py), and the waits of the computation's stream around FSDP's hooks
 # (``CommunicationWaits``). On a GPU all times are events, which :meth:`Monitor.step` reads when they have come, a step
@@ -534,7 +502,7 @@ def monitor(model: nn.Module) -> Monitor:
     return Monitor(model)
 
 
-class Monitor:
+class Monitor(AbstractContextManager["Monitor"]):
     """Measures the communication of a model in each step; :func:`monitor` makes it.
 
     It is a context manager, too, which closes it.
@@ -543,7 +511,7 @@ class Monitor:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._timer = HopTimer()
-        self._sent = self._attach(_counters(model))  # raises before anything is set
+        self._sent = self._attach(counters_of(model))  # raises before anything is set
         self._device = _device(model)
         # On a CPU the host itself makes each hop, so all of its time is exposed.
         self._waits = CommunicationWaits(model, self._device) if self._device.type == "cuda" else None
@@ -577,7 +545,7 @@ class Monitor:
         """
         if self._is_closed:
             raise RuntimeError("this monitor is closed; call fsdp_zpp.monitor(model) again to go on")
-        end, sent = mark(self._device), self._attach(_counters(self._model))
+        end, sent = mark(self._device), self._attach(counters_of(self._model))
         self._number += 1
         hops, self._timer.hops = self._timer.hops, []
         waits = None if self._waits is None else self._waits.take()
@@ -596,13 +564,9 @@ class Monitor:
         self._forwards.remove()
         if self._waits is not None:
             self._waits.remove()
-        for counter in _counters(self._model):
+        for counter in counters_of(self._model):
             if counter.timer is self._timer:
                 counter.timer = None
-
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         """Close it."""
@@ -682,11 +646,6 @@ def overlaps(
             if begins >= end:
                 break
             yield max(start, begins), min(end, ends)
-
-
-def _counters(model: nn.Module) -> list[Traffic]:
-    # Counters are keyed by identity, since all units of a model with a comm hook share the Traffic of its state.
-    return list({id(part.traffic): part.traffic for part in communicators(model)}.values())
 
 
 def _device(model: nn.Module) -> torch.device:

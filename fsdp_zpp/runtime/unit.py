@@ -32,9 +32,7 @@ if TYPE_CHECKING:
     from fsdp_zpp.local_steps.local_training import LocalTraining
 
 
-# ---- full shard
-#
-# Bytes that torch's FULL_SHARD would send for the same model.
+# ---- bytes that torch's FULL_SHARD would send for the same model
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,7 @@ def full_shard_bytes(units: Iterable[FullShardUnit], forwards: Forwards) -> dict
     return sent
 
 
-# ---- packed weights
-#
-# Parameters whose bytes are packed values: QLoRA's base, torchao's tensors, and others that a codec must not encode.
+# ---- parameters whose bytes are packed values, which a codec must not encode
 #
 # bitsandbytes keeps two 4-bit codes in a byte, and for FSDP shows the bytes as bf16 (``bnb_4bit_quant_storage``). Seen
 # as numbers they are noise, and rounding them leaves other codes. A unit that holds such a parameter is gathered as it
@@ -134,9 +130,7 @@ def packed_facts(parameters: Mapping[str, Tensor]) -> dict[str, str]:
     return {f"values in {name}": f"packed as {type(parameter).__name__}" for name, parameter in parameters.items()}
 
 
-# ---- overrides
-#
-# Strategies of the modules of a model, as the overrides of one strategy give them.
+# ---- strategies of modules by overrides
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -177,9 +171,7 @@ def warn_of_unmatched(root: nn.Module, model: str, patterns: Iterable[str]) -> N
             logger.warning("%s: overrides for %r apply to no module: no class has such a name%s", model, pattern, hint)
 
 
-# ---- unit
-#
-# One group of parameters under a strategy: its gathers, its reductions, its traffic.
+# ---- units
 
 _ATTRIBUTE = "_fsdp_zpp_unit"
 COMMUNICATORS = "_fsdp_zpp_parts"
@@ -265,21 +257,7 @@ def named_units(model: nn.Module) -> dict[ParameterUnit, str]:
 
 
 class StrategyUnit:
-    """A group of parameters that is gathered together and whose gradients are reduced together.
-
-    Attributes:
-        resolved: The strategy as resolved on its ranks; parts that gain nothing there are inactive.
-        gather: Gathers its weights; None if torch's own all-gather does just that, or if nothing needs a gather.
-        keep_unsharded: Whether the weights stay gathered until they change.
-        packed: Whether it holds packed values, so that no codec may touch its weights.
-        encodes_itself: Whether trained weights encode themselves for the all-gather, as other bytes.
-        stock: Whether torch does everything, as it would without a strategy.
-        left_unquantized: Names of frozen parameters that ``frozen=`` has left to it, by the reason.
-        patterns: Patterns of the overrides of its call.
-        fragment: Exchanges its weights between nodes that train on their own; None if they don't.
-        share: This rank's share of the exchanges, if all ranks of a node hold the same weights; None if they don't.
-        local_training: Decides when the fragment is exchanged; None before the first forward.
-    """
+    """A group of parameters that is gathered together and whose gradients are reduced together."""
 
     def __init__(self, strategy: Strategy, ranks: ProcessMesh) -> None:
         self.strategy = strategy
@@ -291,18 +269,21 @@ class StrategyUnit:
         self.sharded = Sharded()
         self.loads = 0
         self.loaded_state: Loaded | None = None
+        # Packed values must not be touched by a codec; weights that encode themselves are gathered as other bytes; a
+        # stock unit is left to torch altogether.
         self.packed = self.encodes_itself = self._in_place_of_torch = self.stock = False
         self.gather = self._make_gather()
-        self.left_unquantized: dict[str, tuple[str, ...]] = {}
-        self.patterns: tuple[str, ...] = ()
+        self.left_unquantized: dict[str, tuple[str, ...]] = {}  # names of frozen parameters, by the reason
+        self.patterns: tuple[str, ...] = ()  # of the overrides of its call
         self.keep_unsharded = self.gather is not None and self.scopes.parameters == "N"
         self.reductions = StepReductions(ranks, self.resolved, local_steps, self.traffic)
-        self.local_training: LocalTraining | None = None
-        self.share: NodeShare | None = None
+        self.local_training: LocalTraining | None = None  # before the first forward
+        self.share: NodeShare | None = None  # of exchanges, if all ranks of a node hold the same weights
         self.fragment = None if local_steps is None else self._make_fragment(local_steps)
         hear_of_loads(self)
 
     def _make_gather(self) -> WeightGather | None:
+        """Return what gathers its weights; None if torch's own all-gather does just that, or nothing needs a gather."""
         if self.scopes.optimizer == "N":
             return None
         # Under the optimizer scope I each node has all shards, so there is no inter-node hop.

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_zpp
 from fsdp_zpp import Strategy, plan
-from fsdp_zpp.runtime.lifecycle import LifecycleHooks
+from fsdp_zpp.runtime.lifecycle import StepTracker
 from fsdp_zpp_kernels import ops
 
 contenders = load("scale", "contenders")
@@ -187,7 +187,7 @@ def wait_for_earlier_models() -> None:
     """Until they are gone, for they would hear of this one's events; a GPU's autograd thread may still hold one."""
     for _ in range(100):
         gc.collect()
-        if not any(type(each) is LifecycleHooks for each in gc.get_objects()):
+        if not any(type(each) is StepTracker for each in gc.get_objects()):
             return
     raise AssertionError("an earlier model is still there")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 from harness.links import NONE, Sets, machine, reports_of
+from harness.messages import collected
 
 from fsdp_zpp.runtime import _torch_rank_layout
 from fsdp_zpp.runtime._torch_rank_layout import GpuReport, Links, find_links, known_links, links_from, nvlink_peers
@@ -142,80 +143,79 @@ def test_nccls_variables_disable_links(monkeypatch: pytest.MonkeyPatch) -> None:
         assert _torch_rank_layout._p2p_is_disabled() == disabled
 
 
-# ---- what the driver's library says
+# ---- NVML
 
-NOT_FOUND = 6
-OVER_NVLINK, NOT_SUPPORTED, UNKNOWN = 2, 5, 6
+
+class NVMLError(Exception):
+    """As pynvml raises it."""
 
 
 def library_of(uuids: Sequence[str], joined: Collection[frozenset[int]], instances: Collection[str]) -> SimpleNamespace:
-    """A library that knows these GPUs, of which NVLink joins some pairs; instances of MIG are of the last one."""
+    """A pynvml that knows these GPUs, of which NVLink joins some pairs; instances of MIG are of the last one."""
     users: list[int] = []
+    handles = {uuid: index for index, uuid in enumerate(uuids)} | dict.fromkeys(instances, 99)
 
-    def set_to(reference: Any, value: int | None) -> int:
-        reference._obj.value = value
-        return 0 if value is not None else NOT_FOUND
+    def by_uuid(uuid: str) -> int:
+        if uuid not in handles:
+            raise NVMLError
+        return handles[uuid]
 
-    def by_uuid(uuid: bytes, handle: Any) -> int:
-        known = dict(zip(uuids, range(1, len(uuids) + 1), strict=True)) | dict.fromkeys(instances, 99)
-        return set_to(handle, known.get(uuid.decode()))
+    def p2p_status(one: int, other: int, what: int) -> int:
+        assert what == 2
+        return 0 if frozenset((one, other)) in joined else library.denial
 
-    def uuid_of(handle: ctypes.c_void_p, text: Any, size: int) -> int:
-        text.value = uuids[(handle.value or 0) - 1].encode()
-        assert len(text) == size
-        return 0
-
-    statuses = {True: 0, False: NOT_SUPPORTED}
-
-    def p2p_status(one: ctypes.c_void_p, other: ctypes.c_void_p, what: int, status: Any) -> int:
-        assert what == OVER_NVLINK
-        pair = frozenset(((one.value or 0) - 1, (other.value or 0) - 1))
-        return set_to(status, statuses[pair in joined])
-
-    return SimpleNamespace(
+    library = SimpleNamespace(
         users=users,
-        statuses=statuses,
-        nvmlInit_v2=lambda: users.append(1) or 0,
-        nvmlShutdown=lambda: users.pop() and 0,
-        nvmlDeviceGetCount_v2=lambda count: set_to(count, len(uuids)),
-        nvmlDeviceGetHandleByIndex_v2=lambda index, handle: set_to(handle, index + 1),
+        denial=5,
+        NVMLError=NVMLError,
+        NVML_P2P_CAPS_INDEX_NVLINK=2,
+        NVML_P2P_STATUS_OK=0,
+        NVML_P2P_STATUS_UNKNOWN=6,
+        nvmlInit=lambda: users.append(1),
+        nvmlShutdown=users.pop,
+        nvmlDeviceGetCount=lambda: len(uuids),
+        nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetHandleByUUID=by_uuid,
-        nvmlDeviceGetDeviceHandleFromMigDeviceHandle=lambda instance, whole: set_to(whole, len(uuids)),
-        nvmlDeviceGetUUID=uuid_of,
+        nvmlDeviceGetDeviceHandleFromMigDeviceHandle=lambda instance: len(uuids) - 1,
+        nvmlDeviceGetUUID=lambda handle: uuids[handle],
         nvmlDeviceGetP2PStatus=p2p_status,
     )
-
-
-def use(library: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Put a library in the place of the driver's."""
-    monkeypatch.setattr(_torch_rank_layout, "_load", lambda: library)
     return library
 
 
 def test_nvml_tells_which_gpus_nvlink_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = ["GPU-a", "GPU-b", "GPU-c"]
-    library = use(library_of(gpus, {frozenset((0, 1))}, ["MIG-one", "MIG-two"]), monkeypatch)
-    assert nvlink_peers("a") == ("GPU-a", {"GPU-b"}, {"GPU-c"})
-    assert nvlink_peers("c") == ("GPU-c", frozenset(), {"GPU-a", "GPU-b"})
+    library = library_of(gpus, {frozenset((0, 1))}, ["MIG-one", "MIG-two"])
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    assert nvlink_peers("a") == GpuReport("GPU-a", frozenset({"GPU-b"}), frozenset({"GPU-c"}))
+    assert nvlink_peers("c") == GpuReport("GPU-c", apart=frozenset({"GPU-a", "GPU-b"}))
     assert nvlink_peers("one") == nvlink_peers("two") == nvlink_peers("c")
     assert nvlink_peers("of another machine") is None
     assert library.users == []
-    library.statuses[False] = UNKNOWN  # which is no denial
-    assert nvlink_peers("a") == ("GPU-a", {"GPU-b"}, frozenset())
+    library.denial = library.NVML_P2P_STATUS_UNKNOWN  # which is no denial
+    assert nvlink_peers("a") == GpuReport("GPU-a", frozenset({"GPU-b"}))
 
 
 def test_what_nvml_does_not_tell_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise NVMLError
+
     for broken, expected in (
-        ("nvmlInit_v2", None),
+        ("nvmlInit", None),
         ("nvmlDeviceGetUUID", None),
         ("nvmlDeviceGetHandleByUUID", None),
-        ("nvmlDeviceGetP2PStatus", ("GPU-a", frozenset(), frozenset())),
+        ("nvmlDeviceGetP2PStatus", GpuReport("GPU-a")),
     ):
-        library = use(library_of(["GPU-a", "GPU-b"], {frozenset((0, 1))}, []), monkeypatch)
-        setattr(library, broken, lambda *arguments: 999)
+        library = library_of(["GPU-a", "GPU-b"], {frozenset((0, 1))}, [])
+        setattr(library, broken, fail)
+        monkeypatch.setitem(sys.modules, "pynvml", library)
         assert nvlink_peers("a") == expected
-    use(SimpleNamespace(), monkeypatch)  # a stub to link with
-    assert nvlink_peers("a") is None
-    monkeypatch.undo()
-    monkeypatch.setattr(_torch_rank_layout, "_LIBRARY", "libnothing-of-that-name.so.1")
-    assert nvlink_peers("a") is None
+        assert library.users == []
+
+
+def test_without_pynvml_links_are_not_known_and_it_is_said_how_to_know_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with collected() as records:
+        assert nvlink_peers("a") is None
+    [(level, text)] = records
+    assert (level, "nvlink" in text) == ("INFO", True)

@@ -32,7 +32,7 @@ from fsdp_zpp.comm.flat_layout import Sharded
 from fsdp_zpp.comm.weight_gather import ShardVersion
 from fsdp_zpp.local_steps.fragment import Fragment, Progress
 from fsdp_zpp.runtime import lifecycle
-from fsdp_zpp.runtime.lifecycle import LifecycleHooks, StepEnds, register_mode_hook
+from fsdp_zpp.runtime.lifecycle import StepTracker
 from fsdp_zpp.runtime.monitor import CommunicationWaits, Coverage, StrategySummary, overlaps, summarize
 from fsdp_zpp.strategy.error_feedback import Topology
 
@@ -55,10 +55,11 @@ EVENTS: dict[str, tuple[list[tuple[str, int | None]], int]] = {
 
 
 class Counter:
-    """Counts steps as those of a model do: the first end after a synchronization."""
+    """Counts steps as local training does: the first end after a synchronization."""
 
     def __init__(self) -> None:
         self.steps, self.waits = 0, False
+        self.moments = SimpleNamespace(saw=lambda optimizer: None)
 
     def gradients_synchronized(self) -> None:
         self.waits = True
@@ -69,18 +70,21 @@ class Counter:
 
 @pytest.mark.parametrize(("events", "expected"), EVENTS.values(), ids=EVENTS)
 def test_each_step_ends_once(events: list[tuple[str, int | None]], expected: int) -> None:
-    counter = Counter()
-    ends = StepEnds([counter])
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    sharded = SimpleNamespace(parameters=lambda: [parameter], is_trained=lambda: True)
+    unit: Any = SimpleNamespace(sharded=sharded, errors=None, invalidate=lambda by_step: None)
+    counter: Any = Counter()
+    tracker, optimizer = StepTracker([unit], local_training=counter), torch.optim.SGD([parameter])
     for event, backward in events:
         with patch.object(lifecycle, "running_backward", lambda backward=backward: backward):
-            ends.gradients_synchronized() if event == SYNCHRONIZED else ends.optimizer_stepped()
+            tracker.gradients_synchronized() if event == SYNCHRONIZED else optimizer.step()
     assert counter.steps == expected
 
 
 def test_a_model_may_be_freed_in_the_middle_of_a_step() -> None:
-    hooks = [LifecycleHooks([]), LifecycleHooks([])]
-    alive = weakref.WeakSet(hooks)
-    free = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: (hooks.clear(), gc.collect()))
+    trackers = [StepTracker([]), StepTracker([])]
+    alive = weakref.WeakSet(trackers)
+    free = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: (trackers.clear(), gc.collect()))
     another = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: None)
     try:
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()
@@ -101,7 +105,8 @@ class Averaging(torch.optim.SGD):
 def test_a_change_of_mode_is_heard_once() -> None:
     calls: list[object] = []
     optimizer = Averaging([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    remove = register_mode_hook(calls.append)
+    tracker: Any = StepTracker([])
+    tracker.optimizer_switched = calls.append
     for _ in range(3):
         optimizer.train()
     assert len(calls) == 1
@@ -112,7 +117,7 @@ def test_a_change_of_mode_is_heard_once() -> None:
     assert len(calls) == 3
     Averaging([torch.nn.Parameter(torch.zeros(1))], lr=0.1).eval()  # another one is in a mode of its own
     assert len(calls) == 4
-    remove()
+    del tracker
     optimizer.train()
     assert len(calls) == 4
 
