@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp_zpp.codecs.codec import Codec, ExactTail, Int4Delta, exact_tail, full_precision, sends_deltas
+from fsdp_zpp.codecs import Codec, ExactTail, Int4Delta, exact_tail, full_precision, sends_deltas
 
 from .agreement import fingerprint
 from .flat_layout import ExactPlaces, FlatLayout, PlacesInChunks

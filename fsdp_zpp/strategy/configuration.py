@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
 
-from fsdp_zpp.codecs.codec import NAMED, NF4, AsStored, Codec, FrozenName, Int4, Int4Delta, Int8
+from fsdp_zpp.codecs import NAMED, NF4, AsStored, Codec, FrozenName, Int4, Int4Delta, Int8
 from fsdp_zpp.names import REMOVED, did_you_mean
 
 from .error_feedback import LoCo

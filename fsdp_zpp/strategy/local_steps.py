@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from fsdp_zpp.codecs.codec import Codec, Int4, Int8, check_codec, check_place
+from fsdp_zpp.codecs import Codec, Int4, Int8, check_codec, check_place
 from fsdp_zpp.names import explains_keywords
 
 from .error_feedback import LoCo, check_loco

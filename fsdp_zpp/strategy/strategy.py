@@ -11,7 +11,7 @@ from functools import cache
 from itertools import product
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, Unpack
 
-from fsdp_zpp.codecs.codec import (
+from fsdp_zpp.codecs import (
     NAMED,
     AsStored,
     Codec,
