@@ -210,7 +210,7 @@ def _error_feedback(key: str, value: object) -> LoCo | None:
 
 def _elastic(key: str, value: object) -> Elastic | None:
     if value is True:
-        raise TypeError(f"{key}: must be false or a mapping with max_nodes, got True")
+        raise TypeError("local_steps.elastic: must be false or a mapping with max_nodes, got True")
     return _made_of(Elastic, key, value, {})
 
 

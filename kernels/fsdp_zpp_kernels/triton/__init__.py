@@ -124,7 +124,8 @@ def launch_tiles(
     shape = None if payload is None else (rows * cols, payload.nbytes(numel))
     if numel == 0:
         return functools.partial(_launch_nothing, shape)
-    fixed |= {"numel": numel, "numel_units": numel // align(numel), "ALIGN": align(numel), "TILE": tiling.tile}
+    unit = align(numel)
+    fixed |= {"numel": numel, "numel_units": numel // unit, "ALIGN": unit, "TILE": tiling.tile}
     for prefix, layout in layouts.items():
         fixed[f"{prefix}row_units"] = layout.nbytes(numel) // ALIGNMENT if layout else 0
         fixed[f"{prefix}zero"] = zero(layout.bits if layout else 8)
@@ -351,5 +352,16 @@ def dequantize_nf4_rows(
 def _launch_rows(
     kernel: Any, chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[..., Any]:
-    cut, apart, width = sum_tiling(1, layout), stride // ALIGNMENT, group(dtype, layout)
-    return launch_tiles(kernel, cut, numel, 1, chunks, layouts={"": layout}, stride_units=apart, GROUP=width)
+    return launch_tiles(
+        kernel,
+        sum_tiling(1, layout),
+        numel,
+        1,
+        chunks,
+        layouts={},  # rows lie a stride apart, and not by their length
+        stride_units=stride // ALIGNMENT,
+        zero=zero(layout.bits),
+        BITS=layout.bits,
+        BLOCK=layout.block,
+        GROUP=group(dtype, layout),
+    )
