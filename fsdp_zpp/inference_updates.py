@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
-from fsdp_zpp.codecs.codec import CHUNK, DTYPES, Int4, add_changes, changes_nbytes, encode_changes, largest_scale
+from fsdp_zpp.codecs import CHUNK, DTYPES, Int4, add_changes, changes_nbytes, encode_changes, largest_scale
 from fsdp_zpp.comm.agreement import check_agreement, from_first_rank, on_any_rank
 from fsdp_zpp.comm.hops import all_gather_single
 from fsdp_zpp.comm.mesh import for_collectives
@@ -45,7 +45,7 @@ class WeightUpdate:
         version: The number of the pass in the stream; the pass that sends everything is number 1.
         since: The version of this tensor that the changes are added to; 0 for whole tensors.
         block: Number of changes that share a scale; 0 for whole tensors.
-        data: The values in ``dtype`` and ``shape``, or uint8 [n] with changes as codecs/codec.py has them.
+        data: The values in ``dtype`` and ``shape``, or uint8 [n] with changes as codecs.py has them.
     """
 
     name: str
@@ -170,7 +170,7 @@ def _metadata_of(packed: bytes) -> dict[str, str]:
 #
 # A trainer's copy of the weights that an inference engine holds, and the updates that follow from it.
 #
-# The copy is spread over ranks: of each tensor, a rank has a run of chunks (codecs/codec.py). It encodes the changes of
+# The copy is spread over ranks: of each tensor, a rank has a run of chunks (codecs.py). It encodes the changes of
 # those, from the gathered tensor, and an all-gather makes the update of the whole tensor. The update does not depend on
 # the number of ranks.
 

@@ -151,7 +151,8 @@ REMOVED = {
 
 # Modules by their old paths, which pages have shown, for as long as scripts may import from them.
 MOVED = {
-    "codecs.blockwise": "codecs.codec",
+    "codecs.blockwise": "codecs",
+    "codecs.codec": "codecs",
     "frozen.report": "frozen.frozen_base",
     "integrations.lightning.monitoring": "integrations.lightning.fabric",
     "planner.axes": "planner.model_size",

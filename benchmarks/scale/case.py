@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_zpp import Strategy, traffic
-from fsdp_zpp.codecs.codec import Blockwise, FullPrecision
+from fsdp_zpp.codecs import Blockwise, FullPrecision
 from fsdp_zpp.comm import hops
 
 ROWS, WIDTH = 1024, 64  # one row of each matrix a rank at 1,024 ranks; of four rows, one block of 256 values

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
     fully_shard as torch_fully_shard,
 )
 
-from fsdp_zpp.codecs.codec import Codec, Int4Delta, Int8
+from fsdp_zpp.codecs import Codec, Int4Delta, Int8
 from fsdp_zpp.frozen.quantize import quantize_frozen_params
 from fsdp_zpp.fsdp2.fully_shard import fully_shard
 from fsdp_zpp.names import did_you_mean, how_to_install

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.amp import GradScaler
 
-from fsdp_zpp.codecs.codec import Blockwise, Codec, Int8, without_tail
+from fsdp_zpp.codecs import Blockwise, Codec, Int8, without_tail
 from fsdp_zpp.strategy.error_feedback import LoCo
 from fsdp_zpp_kernels import dequantize_sum_quantize_with_feedback, quantize_with_feedback
 from fsdp_zpp_kernels.reference import SCALE_MASK

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_zpp.codecs.codec import Codec
+from fsdp_zpp.codecs import Codec
 
 # ---- flat layout
 #

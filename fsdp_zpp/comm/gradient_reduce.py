@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_zpp.codecs.codec import Codec, FullPrecision, full_precision
+from fsdp_zpp.codecs import Codec, FullPrecision, full_precision
 from fsdp_zpp.strategy.error_feedback import LoCo, error_buffer_specs, error_nbytes
 from fsdp_zpp.strategy.local_steps import LocalSteps
 from fsdp_zpp.strategy.strategy import ResolvedStrategy

@@ -17,7 +17,7 @@ from torch.autograd import Variable, profiler
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.profiler import record_function
 
-from fsdp_zpp.codecs.codec import Codec, exact_tail
+from fsdp_zpp.codecs import Codec, exact_tail
 
 from .error_feedback import ErrorBuffer, decode_sum_encode_with_feedback, encode_with_feedback
 from .flat_layout import ExactPlaces

@@ -17,7 +17,7 @@ from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp_zpp.codecs.codec import Codec, ExactTail, Int4Delta, exact_tail, full_precision, sends_deltas
+from fsdp_zpp.codecs import Codec, ExactTail, Int4Delta, exact_tail, full_precision, sends_deltas
 
 from .agreement import fingerprint, plain_parts
 from .flat_layout import ExactPlaces, Extent, FlatLayout, exact_places

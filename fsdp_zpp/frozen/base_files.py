@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fsdp_zpp.codecs.codec import NF4, Int4, Int8
+from fsdp_zpp.codecs import NF4, Int4, Int8
 from fsdp_zpp.comm.agreement import agree, from_first_rank
 from fsdp_zpp.comm.mesh import compute_device
 from fsdp_zpp.frozen.stored.format import StoredCodec

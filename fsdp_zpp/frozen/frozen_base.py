@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_zpp.codecs.codec import AsStored, BlockCodec, Codec, codec_of_plain
+from fsdp_zpp.codecs import AsStored, BlockCodec, Codec, codec_of_plain
 from fsdp_zpp.comm.agreement import check_agreement, check_replicas
 from fsdp_zpp.comm.hops import Traffic, hop_over
 from fsdp_zpp.comm.mesh import ProcessMesh, as_launched, for_collectives

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter, FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_zpp.codecs.codec import NAMED, AsStored, Codec, FrozenName, check_place
+from fsdp_zpp.codecs import NAMED, AsStored, Codec, FrozenName, check_place
 from fsdp_zpp.comm.agreement import agree, check_agreement
 from fsdp_zpp.comm.mesh import ProcessMesh, as_launched, compute_device
 from fsdp_zpp.frozen.stored.format import NoStackError, StoredWeight

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_zpp.codecs.codec import NF4, BlockCodec, Codec, Int4, Int8, copy_blocks
+from fsdp_zpp.codecs import NF4, BlockCodec, Codec, Int4, Int8, copy_blocks
 from fsdp_zpp.comm.flat_layout import keep_recent
 from fsdp_zpp.comm.hops import Hop, SideStream, Traffic, hop_over, labelled, record_event, wait_for
 from fsdp_zpp.comm.mesh import ProcessMesh, as_launched, process_mesh

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, Shardin
 from torch.distributed.tensor import DTensor
 
 from fsdp_zpp._torch_compat import Patch
-from fsdp_zpp.codecs.codec import Codec, check_codec, check_place
+from fsdp_zpp.codecs import Codec, check_codec, check_place
 from fsdp_zpp.comm.agreement import agree, check_agreement, parameter_facts, shard_signature
 from fsdp_zpp.comm.error_feedback import ErrorFeedbackState
 from fsdp_zpp.comm.flat_layout import FlatLayout, Sharded

@@ -18,7 +18,7 @@ from fsdp_zpp.strategy.local_steps import LocalSteps
 
 from ._torch_members import Members
 from .fragment import Fragment, OuterWatch, Products, Progress
-from .local_training import LocalTraining, OptimizerMoments, OptimizerState, optimizers_of
+from .local_training import LocalTraining, OptimizerMoments, OptimizerState, before_forward_of, optimizers_of
 from .outer_step import OuterFigures, OuterFit, OuterStep, OuterStepState, chunk_numel, relative_weights
 
 # ---- elastic outer step
@@ -50,8 +50,8 @@ class ElasticOuterStep(OuterStep):
     def momentum_among(self, mesh: ProcessMesh, numels: Mapping[str, int], *, owned: bool) -> dict[str, Tensor]:
         """Return this rank's chunks of the momentum among other nodes; see [Note: Chunks of members].
 
-        Collective among the ranks of ``mesh``, which exchange the same ``numels``. Raises a RuntimeError if a member is
-        lost. ``owned`` says that this node was a member before.
+        Collective among the ranks of ``mesh``, which exchange the same ``numels``. ``owned`` says that this node was a
+        member before.
         """
         names = sorted(name for name, numel in numels.items() if numel)
         if not names:
@@ -60,7 +60,7 @@ class ElasticOuterStep(OuterStep):
         whole = torch.zeros(sum(numels[name] for name in names), dtype=torch.float32)
         parts = dict(zip(names, whole.split([numels[name] for name in names]), strict=True))
         for name, part in parts.items() if owned else ():
-            (chunk,) = self._optimizer.momentum_of([name])
+            chunk = self._optimizer.momentum[name]
             own = part[self._node * chunk.numel() :][: chunk.numel()]
             own.copy_(chunk[: own.numel()])
         dist.all_reduce(whole, group=mesh.inter)
@@ -77,9 +77,8 @@ class ElasticOuterStep(OuterStep):
         self._set_nodes(mesh)
         for name, chunk in momentum.items():
             self._optimizer.start(name, chunk.numel(), self._device, self._agreed[name].device)
-            (kept,) = self._optimizer.momentum_of([name])
-            kept.copy_(chunk)
-        self._optimizer.clear_products()  # a lost node's part would be missing from their sum
+            self._optimizer.momentum[name].copy_(chunk)
+        self._optimizer.products.zero_()  # a lost node's part would be missing from their sum
 
     def disconnect(self) -> None:
         """Drop all references to the groups of other nodes, so that their sockets close: the others wait for that."""
@@ -102,20 +101,16 @@ class ElasticOuterStep(OuterStep):
         self._optimizer.last_fit = fit
 
     def snapshot(self, names: Collection[str]) -> Snapshot:
-        self._settle()
-        weights = {}
-        for name in names:
-            (momentum,) = self._optimizer.momentum_of([name])
-            weights[name] = self._agreed[name].to("cpu", copy=True), momentum.to("cpu", copy=True)
-        return Snapshot(weights, self._optimizer.last_fit)
+        agreed, momentum = self.agreed, self._optimizer.momentum
+        weights = {name: (agreed[name].to("cpu", copy=True), momentum[name].to("cpu", copy=True)) for name in names}
+        return Snapshot(weights, self.last_fit)
 
     def rollback(self, snapshot: Snapshot) -> None:
         """Take back an exchange; errors start from zero with the :meth:`connect` that comes next."""
         self._settle()
         for name, (agreed, momentum) in snapshot.weights.items():
             self._agreed[name].copy_(agreed)
-            (kept,) = self._optimizer.momentum_of([name])
-            kept.copy_(momentum)
+            self._optimizer.momentum[name].copy_(momentum)
         self._optimizer.last_fit = snapshot.fit
 
     def state_dict(self) -> OwnedState:
@@ -217,33 +212,19 @@ class Request:
 
 @dataclass(frozen=True)
 class NodeHeader:
-    """Header that a node sends the others before an exchange.
+    """Header that a node sends the others before an exchange."""
 
-    Attributes:
-        model: Text that must be the same on all nodes.
-        committed: Exchanges that this node has committed to.
-        made: Steps that it has made.
-        round: The round of its last exchange.
-        start: The checksums of the weights that it has started from, if it has committed to no exchange; else None.
-        round_is_over: Whether it has seen that nodes have to meet again, such as for one that waits to join.
-        request: The exchange that it is about to make; None if it has come to join.
-        changed: For each parameter, by fragment, whether it was trained since its last exchange.
-        trained: For each fragment, the steps or tokens since its last exchange.
-        counts_tokens: Whether these are tokens.
-        products: For each fragment, this node's part of the products that fit the next outer step.
-    """
-
-    model: str
-    committed: int
-    made: int
-    round: int
-    start: object
-    round_is_over: bool
-    request: Request | None
-    changed: tuple[tuple[bool, ...], ...]
-    trained: tuple[int, ...]
+    model: str  # text that must be the same on all nodes
+    committed: int  # exchanges that this node has committed to
+    made: int  # steps
+    round: int  # of its last exchange
+    start: object  # checksums of the weights that it has started from, if it has committed to no exchange; else None
+    round_is_over: bool  # it has seen that nodes have to meet again, such as for one that waits to join
+    request: Request | None  # the exchange that it is about to make; None if it has come to join
+    changed: tuple[tuple[bool, ...], ...]  # by fragment, for each parameter: trained since its last exchange
+    trained: tuple[int, ...]  # by fragment: steps or tokens since its last exchange
     counts_tokens: bool
-    products: tuple[Products, ...]
+    products: tuple[Products, ...]  # by fragment: this node's part of what fits the next outer step
 
     @property
     def knows(self) -> tuple[int, int, int]:
@@ -364,7 +345,7 @@ class ElasticTraining(LocalTraining):
         # FSDP may have set up the model for a state dict that is about to be loaded, which must not replace what a node
         # takes over. So it does not join before the next forward.
         if self._members.mesh is None and self._was_called:
-            self._on_any_rank(False, f"{self._before(self._progress.made)}, where this node meets others")
+            self._on_any_rank(False, f"{before_forward_of(self._progress.made)}, where this node meets others")
             self._exchange(None)
         self._was_called = True
         super()._catch_up()
@@ -372,17 +353,14 @@ class ElasticTraining(LocalTraining):
     def _exchange_after(self, step: int) -> None:
         due = [self._trained[index] for index in self._config.due(step, len(self._trained))]
         if due:
-            self._on_any_rank(False, self._before(step))
+            self._on_any_rank(False, before_forward_of(step))
             self._exchange(Request(step, tuple(at for at, each in enumerate(self._all) if each in due)))
             return
         for fragment in self._all:
             fragment.progress.exchanged = step
 
     def exchange_all(self) -> None:
-        """Exchange all fragments now, after which all nodes hold the same weights; does nothing if they do.
-
-        Collective over the node. Raises a RuntimeError if the store can't be reached.
-        """
+        """Exchange all fragments now, after which all nodes hold the same weights. Collective over the node."""
         self._prepare()
         for fragment in self._trained:
             fragment.note_trained()

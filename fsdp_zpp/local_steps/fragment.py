@@ -48,12 +48,9 @@ class KnownOptimizers:
 #
 # A unit as a fragment of local-update training: its exchanges, and the state that differs between nodes.
 
-Span = tuple[int, int]
-"""Start and stop of values in a flat tensor."""
+Span = tuple[int, int]  # start and stop of values in a flat tensor
 _MOST_SPANS = 64
-
-ParameterState = dict[str, object]
-"""State that an optimizer keeps of a parameter, by name."""
+ParameterState = dict[str, object]  # that an optimizer keeps of a parameter, by name
 
 
 class FragmentState(TypedDict):
@@ -68,29 +65,17 @@ class FragmentState(TypedDict):
 
 @dataclass
 class Progress:
-    """Progress of a fragment's training, in steps; see [Note: Steps of nodes] in local_training.py.
-
-    Attributes:
-        made: Steps made.
-        exchanged: The number of these steps whose exchanges were made.
-        unstepped: Backwards that have synchronized gradients without a step after them.
-        arrives: The step after which the exchange under way is received; None if there is none.
-        apart: Whether nodes have trained on their own since they last held the same weights and optimizer states.
-        sent: Exchanges made so far, the one under way included.
-        committed: Exchanges that elastic nodes have committed to.
-        round: The round in which they have committed to the last of these.
-        settled: The step after which elastic nodes have exchanged everything; None if there is none.
-    """
+    """Progress of a fragment's training, in steps; see [Note: Steps of nodes] in local_training.py."""
 
     made: int = 0
-    unstepped: int = 0
-    exchanged: int = 0
-    arrives: int | None = None
-    apart: bool = False
-    sent: int = 0
-    committed: int = 0
-    round: int = 0
-    settled: int | None = None
+    unstepped: int = 0  # backwards that have synchronized gradients without a step after them
+    exchanged: int = 0  # of the steps made, those whose exchanges were made, too
+    arrives: int | None = None  # the step after which the exchange under way is received; None if there is none
+    apart: bool = False  # nodes have trained on their own since they last held the same weights and optimizer states
+    sent: int = 0  # exchanges, the one under way included
+    committed: int = 0  # exchanges that elastic nodes have committed to
+    round: int = 0  # in which they have committed to the last of these
+    settled: int | None = None  # the step after which elastic nodes have exchanged everything; None if there is none
 
 
 class ExchangedUnit(Protocol):
@@ -325,8 +310,6 @@ def _longest_spans(flags: Tensor) -> list[Span]:
 
 # ---- outer watch
 #
-# Watches the outer steps of a model: sums their figures, fits the momentum to them, and warns if steps overshoot.
-#
 # [Note: Figures of exchanges]
 # Each rank knows the scalar products of its own chunk of a fragment's outer step (:attr:`OuterStep.products`). These
 # are summed over all ranks when the fragment is due again and ranks compare anyway: the host waits there
@@ -341,15 +324,11 @@ def _longest_spans(flags: Tensor) -> list[Span]:
 
 logger = logging.getLogger("fsdp_zpp")
 
-Products = tuple[float, float]
-"""<m, g> and <g, g> of an outer step; see [Note: Automatic momentum] in strategy/local_steps.py."""
+Products = tuple[float, float]  # <m, g> and <g, g>; see [Note: Automatic momentum] in strategy/local_steps.py
 
-MOST_GAIN = 2.0
-"""Aligned gain above which an outer step overshoots."""
-LEAST_CORRELATION = -0.5
-"""Correlation of successive changes below which they point against each other."""
-ROUNDS = 5
-"""Rounds in a row after which there is a warning."""
+MOST_GAIN = 2.0  # the aligned gain above which an outer step overshoots
+LEAST_CORRELATION = -0.5  # of successive changes, below which they point against each other
+ROUNDS = 5  # in a row, after which there is a warning
 
 
 class OuterWatch:
@@ -430,14 +409,12 @@ def mean_of(figures: Iterable[OuterFigures]) -> OuterFigures | None:
     if not every:
         return None
     norm = sum(each.norm for each in every)
+    momentum = sum(each.norm * each.momentum for each in every) / norm
+    gain = sum(each.norm * each.gain for each in every) / norm
     correlated = [(each.norm, each.correlation) for each in every if each.correlation is not None]
     total = sum(weight for weight, _ in correlated)
-    return OuterFigures(
-        norm,
-        sum(each.norm * each.momentum for each in every) / norm,
-        sum(each.norm * each.gain for each in every) / norm,
-        sum(weight * correlation for weight, correlation in correlated) / total if total else None,
-    )
+    correlation = sum(weight * each for weight, each in correlated) / total if total else None
+    return OuterFigures(norm, momentum, gain, correlation)
 
 
 def named_figures(figures: OuterFigures | None) -> dict[str, float]:

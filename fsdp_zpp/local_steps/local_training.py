@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_zpp.codecs.codec import Codec, full_precision
+from fsdp_zpp.codecs import Codec, full_precision
 from fsdp_zpp.comm.agreement import (
     PLACE,
     agree,
@@ -89,7 +90,7 @@ class OptimizerState:
         return {"state": [{name: _saved(value) for name, value in state.items()} for state in states]}
 
     def load_state_dict(self, state: dict[str, list[ParameterState]]) -> None:
-        """Continue with a saved state from the next forward on; raise a ValueError for another number of parameters."""
+        """Continue with a saved state from the next forward on."""
         self.check(state["state"])
         # It is kept on the fragment, from which another OptimizerState can save it again before the next forward.
         self._fragment.pending[id(self._optimizer)] = (state["state"], self.restore)
@@ -113,14 +114,12 @@ class OptimizerState:
     def restore(self, saved_states: list[ParameterState]) -> None:
         states = iter(saved_states)
         for group in self._optimizer.param_groups:
-            # torch counts steps of fused and capturable optimizers on the device, those of others on the CPU.
-            counts_on_device = bool(group.get("fused") or group.get("capturable"))
             for parameter, saved in zip(group["params"], states, strict=False):
                 state = self._optimizer.state[parameter]
                 present = dict(state)
                 state.clear()
                 for name, value in saved.items():
-                    state[name] = restored(value, present.get(name), parameter, counts_on_device)
+                    state[name] = restored(value, present.get(name), parameter, group)
 
 
 def local_state(value: Any) -> Any:
@@ -131,8 +130,8 @@ def _saved(value: object) -> object:
     return local_state(value).detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
-def restored(saved: object, present: object, parameter: nn.Parameter, counts_on_device: bool) -> object:
-    """Return ``saved`` in the form that the optimizer uses, such as a DTensor."""
+def restored(saved: object, present: object, parameter: nn.Parameter, group: Mapping[str, Any]) -> object:
+    """Return ``saved``, of a parameter in an optimizer's ``group``, in the form that it uses, such as a DTensor."""
     if not isinstance(saved, Tensor):
         return saved
     if isinstance(present, Tensor):
@@ -145,6 +144,8 @@ def restored(saved: object, present: object, parameter: nn.Parameter, counts_on_
         return DTensor.from_local(
             shard, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
         )
+    # torch counts steps of fused and capturable optimizers on the device, those of others on the CPU.
+    counts_on_device = group.get("fused") or group.get("capturable")
     return saved.to(parameter.device) if saved.ndim or counts_on_device else saved
 
 
@@ -167,8 +168,7 @@ def restored(saved: object, present: object, parameter: nn.Parameter, counts_on_
 # 0 decodes to half a code. First moments are encoded in the same way, since their small values matter as much: an
 # optimizer divides each by its own scale. The mean is that of the moments, not of their roots.
 
-_HALF_CODE = 1 / 254
-"""Half of the distance between two codes of 8 bits, as a share of a block's largest value."""
+_HALF_CODE = 1 / 254  # half of the distance between two codes of 8 bits, as a share of a block's largest value
 
 
 class MomentAverage:
@@ -202,47 +202,29 @@ class MomentAverage:
             part.copy_(held[name][places])
         # Payloads stay in one expression with their consumers, so that they are freed.
         self._decode(self._reduce.all_to_all(self._encoded(flat), self._label), flat)
-        self._expand(flat)
         mean = flat[:1]
         for other in flat[1:]:  # one after the other, so that copies on other axes are summed in the same order
             mean.add_(other)
         self._decode(self._gather.all_gather(self._encoded(mean.div_(self._nodes)), self._label), flat)
-        self._expand(flat)
         for name, places, part in chunks.places(flat):
             held[name][places].copy_(part)
 
     def _encoded(self, rows: Tensor) -> Tensor:
-        if not self._codec.is_lossless:
-            for row in rows:
-                _to_root(row)
+        for row in rows if not self._codec.is_lossless else ():
+            signs = row.sign()
+            row.abs_().sqrt_().sqrt_().mul_(signs)
         return encode(self._codec, rows.view(-1), 1, len(rows), self._label)
 
     def _decode(self, payload: Tensor, rows: Tensor) -> None:
         decode(self._codec, payload, rows.view(-1), 1, len(rows), self._label)
-
-    def _expand(self, rows: Tensor) -> None:
-        if not self._codec.is_lossless:
-            for row in rows:
-                for blocks in _in_blocks(row, self._codec.block_numel):
+        for row in rows if not self._codec.is_lossless else ():
+            block = self._codec.block_numel or len(row)
+            whole = len(row) // block * block
+            for blocks in (row[:whole].view(-1, block), row[whole:].view(1, -1)):
+                if blocks.numel():
                     _raise_zeros(blocks)
-                _to_power(row)
-
-
-def _to_root(chunk: Tensor) -> None:
-    signs = chunk.sign()
-    chunk.abs_().sqrt_().sqrt_().mul_(signs)
-
-
-def _to_power(chunk: Tensor) -> None:
-    signs = chunk.sign()
-    chunk.square_().square_().mul_(signs)
-
-
-def _in_blocks(chunk: Tensor, block: int) -> tuple[Tensor, ...]:
-    """Return views of a chunk's whole blocks, and of the last one if it is shorter: [blocks, numel]."""
-    whole = chunk.numel() // block * block if block else 0
-    views = chunk[:whole].view(-1, block or 1), chunk[whole:].view(1, -1)
-    return tuple(view for view in views if view.numel())
+            signs = row.sign()
+            row.square_().square_().mul_(signs)
 
 
 def _raise_zeros(blocks: Tensor) -> None:
@@ -264,10 +246,8 @@ def _raise_zeros(blocks: Tensor) -> None:
 
 _CALL = "an average of moments over nodes"
 Number = int | float | Tensor
-States = Mapping[str, torch.dtype | Number]
-"""States that an optimizer keeps of a parameter, by name: the dtype of a moment, or a number."""
-Key = tuple[str, str, int]
-"""A unit's name, a parameter's FQN, and its optimizer's number."""
+States = Mapping[str, torch.dtype | Number]  # of a parameter, by name: the dtype of a moment, or a number
+Key = tuple[str, str, int]  # a unit's name, a parameter's FQN, and its optimizer's number
 
 
 class MomentUnit(Protocol):
@@ -279,6 +259,8 @@ class MomentUnit(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _Held:
+    """A parameter that an optimizer holds in a group."""
+
     unit: MomentUnit
     name: str  # its FQN, or the first one of a flat parameter
     parameter: nn.Parameter
@@ -286,20 +268,10 @@ class _Held:
     group: Mapping[str, Any]
     number: int  # of the optimizer, among those that are known
 
-    @property
-    def key(self) -> Key:
-        return self.unit.sharded.name, self.name, self.number
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """Return its optimizer state, which is empty before the optimizer's first step with it."""
-        found: dict[str, Any] = self.optimizer.state.get(self.parameter, {})
-        return found
-
     def described(self) -> States:
         """Return the dtypes of its moments and the numbers, or raise a ValueError if nodes can't average its states."""
-        present = ((name, value) for name, value in self.state.items() if value is not None)
-        return {name: self._described(name, value) for name, value in present}
+        states = self.optimizer.state.get(self.parameter, {})  # empty before the optimizer's first step with it
+        return {name: self._described(name, value) for name, value in states.items() if value is not None}
 
     def _described(self, name: str, value: object) -> torch.dtype | Number:
         if isinstance(value, int | float):
@@ -319,23 +291,14 @@ class _Held:
             "without moments_every and stop"
         )
 
-    def parts(self, state: str) -> Mapping[str, Tensor]:
-        """Return this rank's part of a state, by FQN."""
-        return self.unit.sharded.named_parts(self.parameter, local_state(self.state[state]))
-
     def adopt(self, states: States) -> None:
         state = self.optimizer.state[self.parameter]
-        counts_on_device = bool(self.group.get("fused") or self.group.get("capturable"))
         for name, value in states.items():
-            present = state.get(name)
-            if isinstance(value, torch.dtype):
-                if present is None:
-                    zeros = torch.zeros(local_state(self.parameter).shape, dtype=value)
-                    state[name] = restored(zeros, None, self.parameter, counts_on_device)
-            elif isinstance(value, Tensor):
-                state[name] = restored(value, present, self.parameter, counts_on_device)
-            else:
-                state[name] = value
+            if not isinstance(value, torch.dtype):
+                state[name] = restored(value, state.get(name), self.parameter, self.group)
+            elif state.get(name) is None:
+                zeros = torch.zeros(local_state(self.parameter).shape, dtype=value)
+                state[name] = restored(zeros, None, self.parameter, self.group)
 
 
 class OptimizerMoments:
@@ -358,9 +321,8 @@ class OptimizerMoments:
     def average(self, fragments: Sequence[Fragment], codec: Codec | None = MOMENT_CODEC) -> None:
         """Replace the moments of all nodes by their mean, the same bit for bit; without a codec, exactly. Collective.
 
-        Raises:
-            ValueError: If nodes can't average a state, nodes keep different states, or no optimizer is known; on every
-                rank, before any moment is sent.
+        Raises a ValueError on every rank, before any moment is sent, if nodes can't average a state, nodes keep
+        different states, or no optimizer is known.
         """
         units = [self._units[fragment] for fragment in fragments]
         held, described = agree(self._ranks.group, lambda: self._described(units), call=_CALL)
@@ -394,19 +356,19 @@ class OptimizerMoments:
         for each, states in held.items():
             for state, value in states.items():
                 if isinstance(value, torch.dtype):
-                    kinds.setdefault((state, each.number), {}).update(each.parts(state))
+                    moment = local_state(each.optimizer.state[each.parameter][state])
+                    kinds.setdefault((state, each.number), {}).update(unit.sharded.named_parts(each.parameter, moment))
         over_nodes = MomentAverage(unit.ranks, codec, unit.traffic, unit.sharded.name)
         placements = unit.sharded.placements()
-        for _, moments in sorted(kinds.items(), key=lambda item: item[0]):
-            if unit.share is None:
-                over_nodes.average(moments, placements)
-            else:
-                whole = [*moments.values()]
-                over_nodes.average(dict(zip(moments, unit.share.of(whole), strict=True)), placements)
+        for _, moments in sorted(kinds.items(), key=itemgetter(0)):
+            whole = [*moments.values()]
+            own = moments if unit.share is None else dict(zip(moments, unit.share.of(whole), strict=True))
+            over_nodes.average(own, placements)
+            if unit.share is not None:
                 unit.share.gather(whole, unit.sharded.name)
 
     def _described(self, units: Sequence[MomentUnit]) -> tuple[dict[Key, _Held], dict[Key, States]]:
-        held = {each.key: each for unit in units for each in self._held(unit)}
+        held = {(unit.sharded.name, each.name, each.number): each for unit in units for each in self._held(unit)}
         return held, {key: each.described() for key, each in held.items()}
 
     def _held(self, unit: MomentUnit) -> Iterator[_Held]:
@@ -437,8 +399,8 @@ def _agreed(by_node: Sequence[Mapping[Key, States]]) -> dict[Key, States]:
         present = [states for node in by_node if (states := node.get(key))]
         if not present:
             continue
-        kinds = [_kinds(states) for states in present]
-        if any(key not in node for node in by_node) or any(kind != kinds[0] for kind in kinds):
+        alike = all(_kinds(states) == _kinds(present[0]) for states in present)
+        if not alike or any(key not in node for node in by_node):
             raise ValueError(
                 f"{key[0]}: nodes average the moments of {key[1]}, but their optimizers keep different states of it; "
                 "use the same optimizers with the same parameters on every node"
@@ -472,8 +434,7 @@ def _steps(states: States) -> float:
 # for all units at once, after the exchanges of the step before. In synchronous steps nodes stay equal bit for bit, as
 # without local steps, so that nothing is exchanged:
 #
-# - In synchronous steps at the beginning, fragments that are due warm up the momentum. After the last of these steps,
-# the
+# - In synchronous steps at the beginning, fragments that are due warm up the momentum. After the last of them, the
 #   weights become the agreed ones; the momentum lacks the changes since a fragment was due last.
 # - Before the first synchronous step at the end, nodes exchange all fragments and become equal. Agreed weights and
 #   momentum are dropped.
@@ -491,8 +452,11 @@ def _steps(states: States) -> float:
 # many backwards as there are synchronous steps at the beginning, some may have left these. So the others compare before
 # each forward until they leave, too.
 
-EXCHANGE = "an exchange of weights between nodes"
-"""The name of exchanges in errors. See [Note: One place to meet]."""
+EXCHANGE = "an exchange of weights between nodes"  # in errors; see [Note: One place to meet]
+
+
+def before_forward_of(step: int) -> str:
+    return f"before the forward of step {step + 1}"
 
 
 class LocalTraining:
@@ -541,7 +505,7 @@ class LocalTraining:
             fragment.note_trained()
 
     def step_ended(self) -> None:
-        """Handle a step, made or skipped; raise a RuntimeError if no forward of the root preceded it."""
+        """Count a step, made or skipped; raise a RuntimeError if no forward of the root preceded it."""
         if not self._awaits_step:
             return
         self._awaits_step = False
@@ -556,7 +520,7 @@ class LocalTraining:
                 "method of it or a module inside it"
             )
 
-    # It is not traced, since the step decides whether exchanges are due.
+    # The step decides whether exchanges are due, so this is not traced.
     @torch.compiler.disable
     def before_forward(self, root: nn.Module, *inputs: object) -> None:
         """Make the exchanges that are due; a hook before the root's forward."""
@@ -628,7 +592,7 @@ class LocalTraining:
         self._receive(step)
         due = self._config.due(step, len(self._trained))
         if due:
-            self._on_any_rank(False, self._before(step), units=f"{due} of {len(self._trained)} after step {step}")
+            self._on_any_rank(False, before_forward_of(step), units=f"{due} of {len(self._trained)} after step {step}")
             self._check_moments()
             self._agree_on_exchange([self._trained[index] for index in due])
             self._average_moments([self._trained[index] for index in due])
@@ -643,10 +607,6 @@ class LocalTraining:
         for fragment in self._trained:
             if fragment.progress.arrives is not None and fragment.progress.arrives <= step:
                 fragment.receive(self._config.mix)
-
-    @staticmethod
-    def _before(step: int) -> str:
-        return f"before the forward of step {step + 1}"
 
     def _on_any_rank(self, here: bool, place: str, **facts: object) -> bool:
         """Return whether ``here`` is true on any rank, if all are at one place. See [Note: One place to meet]."""
@@ -718,7 +678,7 @@ class LocalTraining:
         """Make all nodes hold the same weights and optimizer moments. Collective."""
         step = self._all[0].progress.made
         units = f"all {len(self._trained)} after step {step}"
-        self._on_any_rank(False, f"{self._before(step)}, where local steps end", units=units)
+        self._on_any_rank(False, f"{before_forward_of(step)}, where local steps end", units=units)
         self.average_moments_exactly()  # first, since it may fail
         self._exchange_all(step, with_moments=False)
         for fragment in self._all:
@@ -731,7 +691,7 @@ class LocalTraining:
         synchronous = self._config.is_synchronous(progress.made)
         if synchronous:
             self._look_for_others()
-        begins = f"{self._before(progress.made)}, where {'synchronous' if synchronous else 'local'} steps begin"
+        begins = f"{before_forward_of(progress.made)}, where {'synchronous' if synchronous else 'local'} steps begin"
         step = f"{self.model}, step {progress.made + 1}"
         set_synchronous(self._reductions, synchronous, partial(self._on_any_rank, place=begins), step)
         if not synchronous and not progress.apart:
@@ -746,7 +706,7 @@ class LocalTraining:
         passed = progress.made + progress.unstepped + self._awaits_step  # the same on all nodes in these steps
         if progress.made < self._config.start <= passed != self._met_after:
             self._met_after = passed
-            self._on_any_rank(False, self._before(progress.made))
+            self._on_any_rank(False, before_forward_of(progress.made))
 
     @contextmanager
     def showing_agreed(self) -> Iterator[None]:

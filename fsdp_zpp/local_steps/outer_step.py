@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import NotRequired, TypedDict
@@ -11,7 +11,7 @@ from typing import NotRequired, TypedDict
 import torch
 from torch import Tensor
 
-from fsdp_zpp.codecs.codec import full_precision
+from fsdp_zpp.codecs import full_precision
 from fsdp_zpp.comm.error_feedback import ErrorFeedbackState, SavedErrors
 from fsdp_zpp.comm.flat_layout import Extent, FlatLayout, Piece
 from fsdp_zpp.comm.gradient_reduce import GradientReduce
@@ -90,11 +90,6 @@ class NodeShare:
         return flat[first : first + self._part_numel(flat)]
 
 
-# ---- weights of nodes
-#
-# Weight of each node in the average.
-
-
 def relative_weights(trained: Sequence[int]) -> list[float]:
     """Return the factors that weight nodes' changes by tokens or steps in their mean: w * nodes / sum(w), or all 1."""
     total = sum(trained)
@@ -105,43 +100,29 @@ def relative_weights(trained: Sequence[int]) -> list[float]:
 #
 # Outer optimizer of local-update training: SGD with momentum, on the chunks of weights that a rank owns.
 
-_MOST_AT_ONCE = 2**30
-"""The most values of which a scalar product is taken at once: cuBLAS counts them in 32 bits."""
+_MOST_AT_ONCE = 2**30  # values of which a scalar product is taken: cuBLAS counts them in 32 bits
 
 
 class OuterFit(TypedDict):
-    """Figures that fit the next momentum, in a checkpoint.
+    """Figures that fit the next momentum, in a checkpoint."""
 
-    Attributes:
-        products: This rank's part of <m, g> and <g, g> in the last step.
-        coefficient: The momentum mu of the last step.
-        correlation: The last correlation of successive changes that is known.
-    """
-
-    products: Tensor
-    coefficient: float
-    correlation: float
+    products: Tensor  # this rank's part of <m, g> and <g, g> in the last step
+    coefficient: float  # the momentum mu of the last step
+    correlation: float  # the last correlation of successive changes that is known
 
 
 @dataclass(frozen=True)
 class OuterFigures:
-    """Figures of an outer step.
+    """Figures of an outer step; see [Note: Automatic momentum] in strategy/local_steps.py."""
 
-    Attributes:
-        norm: Squared norm of the mean change g: <g, g>.
-        momentum: The momentum mu of the step.
-        gain: Its aligned gain; see [Note: Automatic momentum] in strategy/local_steps.py.
-        correlation: Correlation of this change and earlier ones, in [-1, 1]; None if there was no earlier one.
-    """
-
-    norm: float
-    momentum: float
-    gain: float
-    correlation: float | None
+    norm: float  # squared, of the mean change g: <g, g>
+    momentum: float  # mu
+    gain: float  # along g
+    correlation: float | None  # of this change and earlier ones, in [-1, 1]; None if there was no earlier one
 
 
 class OuterOptimizer:
-    """Makes outer steps, and keeps their momentum by parameter.
+    """Makes outer steps, and keeps their ``momentum`` by parameter.
 
     ``products`` are this rank's part of <m, g> and <g, g> in the last step, fp32 [2], with the momentum m before it and
     the mean change g; the sums over all ranks, each of which steps other values, are the products.
@@ -149,12 +130,12 @@ class OuterOptimizer:
 
     def __init__(self, config: LocalSteps) -> None:
         self._config = config
-        self._momentum: dict[str, Tensor] = {}
+        self.momentum: dict[str, Tensor] = {}
         self.reset()
 
     def reset(self) -> None:
         """Forget all momentum; :meth:`start` comes next."""
-        self._momentum = {}
+        self.momentum = {}
         self.products = torch.zeros(2, dtype=torch.float32)
         self._correlation = 1.0  # until it is known: "auto" then chooses the least momentum
         self._last = self._coefficient
@@ -168,24 +149,21 @@ class OuterOptimizer:
 
     def start(self, name: str, numel: int, device: torch.device, kept_on: torch.device) -> None:
         """Start a parameter's chunk with a momentum of zero on ``kept_on``; steps are made on ``device``."""
-        self._momentum[name] = torch.zeros(numel, dtype=torch.float32, device=kept_on)
+        self.momentum[name] = torch.zeros(numel, dtype=torch.float32, device=kept_on)
         self.products = self.products.to(device)
-
-    def momentum_of(self, names: Iterable[str]) -> Iterator[Tensor]:
-        return (self._momentum[name] for name in names)
 
     def step(self, gradient: Tensor, layout: FlatLayout) -> Tensor:
         """Make an outer step by the mean change, fp32, flat, and reuse its memory; return the update of weights."""
         config, device = self._config, gradient.device
         self._last = coefficient = self._coefficient
-        parts = {piece: self._momentum[piece.name].to(device).view(1, -1) for piece in layout.pieces}
+        parts = {piece: self.momentum[piece.name].to(device).view(1, -1) for piece in layout.pieces}
         # The momentum of a single parameter is updated in place.
         momentum = next(iter(parts.values())).view(-1) if len(parts) == 1 else layout.join(parts, 1, gradient)
         for product, other in zip(self.products, (momentum, gradient), strict=True):
             _set_to_product(product, gradient, other)
         momentum.mul_(coefficient).add_(gradient)
         for piece, new in layout.split(momentum).items():
-            if (kept := self._momentum[piece.name]).data_ptr() != new.data_ptr():
+            if (kept := self.momentum[piece.name]).data_ptr() != new.data_ptr():
                 kept.copy_(new[0])
         step = gradient.add_(momentum, alpha=coefficient) if config.nesterov else momentum
         return step.mul(-config.outer_lr)
@@ -198,15 +176,12 @@ class OuterOptimizer:
         self.products.zero_()
         self._last = coefficient = self._coefficient
         for name, change in changes.items():
-            momentum = self._momentum[name]
+            momentum = self.momentum[name]
             for product, other in zip(self.products, (momentum[: change.numel()], change), strict=True):
-                own = torch.zeros((), dtype=torch.float32, device=change.device)
+                own = torch.empty((), dtype=torch.float32, device=change.device)
                 _set_to_product(own, change, other)
                 product.add_(own.to(product.device))
             momentum.mul_(coefficient)[: change.numel()].add_(change)
-
-    def clear_products(self) -> None:
-        self.products.zero_()
 
     def fit(self, products: tuple[float, float]) -> OuterFigures | None:
         """Return figures of the last step, and fit the next momentum to ``products``, the sums over ranks.
@@ -214,19 +189,18 @@ class OuterOptimizer:
         None means that nothing has changed, or not by a finite amount.
         """
         config, (along, norm), coefficient = self._config, products, self._last
-        figures = None
-        if isfinite(along) and isfinite(norm) and norm > 0:
-            gain = aligned_gain(config.outer_lr, coefficient, along / norm, nesterov=config.nesterov)
-            # <m, g> is exactly 0 only while there is no momentum.
-            correlation = correlation_of_changes(coefficient, along / norm) if along else None
-            figures = OuterFigures(norm, coefficient, gain, correlation)
-            self._correlation = self._correlation if correlation is None else correlation
-        return figures
+        if not (isfinite(along) and isfinite(norm) and norm > 0):
+            return None
+        gain = aligned_gain(config.outer_lr, coefficient, along / norm, nesterov=config.nesterov)
+        if not along:  # exactly 0 only while there is no momentum
+            return OuterFigures(norm, coefficient, gain, None)
+        self._correlation = correlation_of_changes(coefficient, along / norm)
+        return OuterFigures(norm, coefficient, gain, self._correlation)
 
     # ---- in checkpoints
 
     def state_dict(self) -> tuple[dict[str, Tensor], OuterFit]:
-        return {name: value.to("cpu", copy=True) for name, value in self._momentum.items()}, self.last_fit
+        return {name: value.to("cpu", copy=True) for name, value in self.momentum.items()}, self.last_fit
 
     @property
     def last_fit(self) -> OuterFit:
@@ -241,7 +215,7 @@ class OuterOptimizer:
     def load_state_dict(self, momentum: Mapping[str, Tensor], fit: OuterFit | None) -> None:
         """Continue with a saved momentum of parameters that were started; old states lack ``fit``."""
         for name, value in momentum.items():
-            self._momentum[name].copy_(value)
+            self.momentum[name].copy_(value)
         if fit is not None:
             self.last_fit = fit
 
@@ -278,16 +252,13 @@ def _set_to_product(product: Tensor, one: Tensor, other: Tensor) -> None:
 
 
 class OuterStepState(TypedDict):
-    """An :class:`OuterStep` in a checkpoint; tensors are by FQN, and older checkpoints lack ``fit``.
-
-    ``errors`` are those on the way to the owner of a chunk, ``errors_back`` those on the way back.
-    """
+    """An :class:`OuterStep` in a checkpoint; tensors are by FQN."""
 
     agreed: dict[str, Tensor]
     momentum: dict[str, Tensor]
-    fit: NotRequired[OuterFit]
-    errors: SavedErrors | None
-    errors_back: SavedErrors | None
+    fit: NotRequired[OuterFit]  # older checkpoints lack it
+    errors: SavedErrors | None  # on the way to the owner of a chunk
+    errors_back: SavedErrors | None  # on the way back
 
 
 class OuterStep:
@@ -358,8 +329,7 @@ class OuterStep:
     def adopt(self, shards: Mapping[str, Tensor], *, warms_up: bool = False) -> None:
         """Set the agreed weights to ``shards``, which must be the same on all nodes; nothing is communicated.
 
-        ``warms_up`` adds the changes since the last agreement to the momentum, as in the synchronous steps of Pier
-        (arXiv 2511.17849). Otherwise it stays as it is.
+        ``warms_up`` adds the changes since the last agreement to the momentum, which else stays as it is.
         """
         self._settle()
         changes: dict[str, Tensor] = {}
@@ -383,18 +353,14 @@ class OuterStep:
         Args:
             shards: Some of those that :meth:`start` was given, the same parameters on all nodes, changed by this node's
                 steps. They may change again as soon as this returns.
-            placements: How another parallelism has placed each parameter of the fragment, by name, in an order that is
-                always the same; by default ``shards`` are all of them, all placed in the same way.
+            placements: How another parallelism has placed each parameter of the fragment, in an order that is always
+                the same; by default ``shards`` are all of them, all placed in the same way.
             weight: Weight of this node's changes; the average node's is 1.
-
-        Raises:
-            ValueError: If ``shards`` have other shapes than :meth:`start` was given, before any communication.
         """
-        held = {
-            name: agreed for name, (agreed, shard) in zip(shards, self._beside(shards), strict=True) if shard.numel()
-        }
+        beside = zip(shards, self._beside(shards), strict=True)
+        held = {name: agreed for name, (agreed, shard) in beside if shard.numel()}
         if not held:
-            self._optimizer.clear_products()
+            self._optimizer.products.zero_()
             return
         assert self._gather is not None
         numels = {name: agreed.numel() for name, agreed in held.items()}
@@ -404,16 +370,16 @@ class OuterStep:
         change = torch.zeros(self._nodes, layout.numel, dtype=torch.float32, device=self._device)
         for name, places, part in chunks.places(change):
             values = shards[name].view(-1)[places]
-            torch.sub(
-                held[name].view(-1)[places].to(part.device, values.dtype).float(), values.to(part.device), out=part
-            )
+            agreed = held[name].view(-1)[places].to(part.device, values.dtype)
+            torch.sub(agreed.float(), values.to(part.device), out=part)
         if weight != 1:
             change.mul_(weight)
         with self.stream.after_current(self._device):
             # A model may go while an exchange is on its way.
-            agreed = (self._agreed[name] for name in held)
-            for kept in (*agreed, *self._optimizer.momentum_of(held), self._optimizer.products):
-                keep_until_read(kept)
+            keep_until_read(self._optimizer.products)
+            for name in held:
+                keep_until_read(self._agreed[name])
+                keep_until_read(self._optimizer.momentum[name])
             # This is one expression, so that temporaries are freed.
             payload = self._encoded(
                 self._optimizer.step(self._mean_over_nodes(keep_until_read(change).view(-1), layout), layout), layout
@@ -440,10 +406,6 @@ class OuterStep:
         for agreed, shard in self._beside(shards):
             moved = agreed.to(shard.device)
             shard.copy_(moved if mix == 1 else shard.float().lerp(moved, mix))
-
-    def exchange(self, shards: Mapping[str, Tensor]) -> None:
-        self.send(shards)
-        self.receive(shards)
 
     def _mean_over_nodes(self, change: Tensor, layout: FlatLayout) -> Tensor:
         mean = change.new_empty(layout.numel)
@@ -475,7 +437,6 @@ class OuterStep:
     # ---- in checkpoints
 
     def state_dict(self) -> OuterStepState:
-        """Return the agreed weights, this rank's momentum and its errors, on the CPU."""
         self._settle()
         errors, back = (None if each is None else each.state_dict() for each in self._errors)
         # Copy them: on a CPU, the agreed weights change in place with the next exchange.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
-from fsdp_zpp.codecs.codec import NF4, Codec, FrozenName, Int4, Int4Delta, Int8
+from fsdp_zpp.codecs import NF4, Codec, FrozenName, Int4, Int4Delta, Int8
 from fsdp_zpp.strategy.configuration import PRESETS
 from fsdp_zpp.strategy.error_feedback import Topology
 from fsdp_zpp.strategy.local_steps import LocalSteps

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from fsdp_zpp.codecs.codec import Codec
+from fsdp_zpp.codecs import Codec
 from fsdp_zpp.names import did_you_mean
 from fsdp_zpp.strategy.configuration import codec_from_name
 from fsdp_zpp.strategy.error_feedback import LoCo

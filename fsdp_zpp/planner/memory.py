@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from fsdp_zpp.codecs.codec import Codec, Int4Delta
+from fsdp_zpp.codecs import Codec, Int4Delta
 from fsdp_zpp.comm.mesh import ProcessMesh
 from fsdp_zpp.frozen.weight import DoubleBuffer, Placement
 from fsdp_zpp.strategy.error_feedback import Topology, error_nbytes

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_zpp.codecs.codec import Codec, FrozenName
+from fsdp_zpp.codecs import Codec, FrozenName
 from fsdp_zpp.comm.agreement import agree, check_agreement
 from fsdp_zpp.comm.mesh import topology_of
 from fsdp_zpp.names import explains_arguments

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fsdp_zpp.codecs.codec import Blockwise
+from fsdp_zpp.codecs import Blockwise
 from fsdp_zpp.strategy.error_feedback import Topology, error_nbytes
 from fsdp_zpp.strategy.local_steps import MOMENT_CODEC, LocalSteps
 from fsdp_zpp.strategy.strategy import ResolvedStrategy, Strategy

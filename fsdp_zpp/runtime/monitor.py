@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_zpp.codecs.codec import Codec
+from fsdp_zpp.codecs import Codec
 from fsdp_zpp.comm.hops import (
     MOST_INTERVALS,
     HopTimer,

@@ -9,9 +9,9 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 
-from fsdp_zpp.codecs.codec import NAMED, NF4, AsStored, Codec, FrozenName, Int4, Int4Delta, Int8
+from fsdp_zpp.codecs import NAMED, NF4, AsStored, Codec, FrozenName, Int4, Int4Delta, Int8
 from fsdp_zpp.names import REMOVED, did_you_mean
 
 from .error_feedback import LoCo
@@ -138,6 +138,7 @@ _KEYS = ("preset", "levels", *_CODECS, "error_feedback", "local_steps", "gpus_pe
 S = TypeVar("S")
 T = TypeVar("T")
 C = TypeVar("C", LoCo, LocalSteps, Elastic)
+Readers = Mapping[str, Callable[[str, Any], object]]
 
 
 def arguments_from_mapping(values: object, read_strategy: Callable[[Any], object]) -> tuple[str | None, dict[str, Any]]:
@@ -155,13 +156,8 @@ def arguments_from_mapping(values: object, read_strategy: Callable[[Any], object
         hint = did_you_mean(preset, PRESETS, before="; ")
         raise ValueError(f"preset: {preset!r} is not known; allowed are {', '.join(PRESETS)}{hint}")
     arguments = {key: value for key, value in values.items() if key != "preset"}
-    for key in _CODECS:
-        if key in arguments and not (key == "intra_gradients" and arguments[key] == "auto"):
-            arguments[key] = _at(key, codec_from_name, arguments[key])
-    if "error_feedback" in arguments:
-        arguments["error_feedback"] = _error_feedback("error_feedback", arguments["error_feedback"])
-    if "local_steps" in arguments:
-        arguments["local_steps"] = _local_steps(arguments["local_steps"])
+    readers: Readers = {key: _codec for key in _CODECS if arguments.get(key) != "auto" or key != "intra_gradients"}
+    _read_all({**readers, "error_feedback": _error_feedback, "local_steps": _local_steps}, arguments)
     overrides = arguments.pop("overrides", None)
     if isinstance(overrides, Mapping):
         overrides = {pattern: _at(f"overrides.{pattern}", read_strategy, each) for pattern, each in overrides.items()}
@@ -176,24 +172,24 @@ def mapping_from_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     for key in _CODECS:
         if mapping.get(key) is not None and not isinstance(mapping[key], str):
             mapping[key] = _at(key, name_of_codec, mapping[key])
-    mapping["error_feedback"] = _fields_of(mapping.get("error_feedback"), "error_feedback", codec="dtype")
-    if (local_steps := mapping.get("local_steps")) is not None:
-        mapping["local_steps"] = _fields_of(local_steps, "local_steps", codec="codec")
-        feedback = _fields_of(local_steps.error_feedback, "local_steps.error_feedback", codec="dtype")
-        mapping["local_steps"]["error_feedback"] = feedback
-        if isinstance(local_steps.every, tuple):
-            mapping["local_steps"]["every"] = [list(pair) for pair in local_steps.every]
-        mapping["local_steps"]["elastic"] = _fields_of(local_steps.elastic, "local_steps.elastic")
+    mapping["error_feedback"] = _fields_of(mapping.get("error_feedback"), "error_feedback")
+    if (local_steps := _fields_of(mapping.get("local_steps"), "local_steps")) is not None:
+        local_steps["error_feedback"] = _fields_of(local_steps["error_feedback"], "local_steps.error_feedback")
+        if isinstance(local_steps["every"], tuple):
+            local_steps["every"] = [list(pair) for pair in local_steps["every"]]
+        local_steps["elastic"] = _fields_of(local_steps["elastic"], "local_steps.elastic")
+        mapping["local_steps"] = local_steps
     mapping["overrides"] = {pattern: strategy.to_dict() for pattern, strategy in mapping["overrides"]}
     return mapping
 
 
-def _fields_of(value: LoCo | LocalSteps | Elastic | None, key: str, codec: str | None = None) -> dict[str, Any] | None:
+def _fields_of(value: LoCo | LocalSteps | Elastic | None, key: str) -> dict[str, Any] | None:
     if value is None:
         return None
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if codec is not None and fields[codec] is not None:
-        fields[codec] = _at(f"{key}.{codec}", name_of_codec, fields[codec])
+    for name, each in fields.items():
+        if isinstance(each, Codec):
+            fields[name] = _at(f"{key}.{name}", name_of_codec, each)
     return fields
 
 
@@ -201,46 +197,52 @@ def source_of(arguments: Mapping[str, object]) -> str:
     return f"Strategy({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
 
 
-def _local_steps(value: object) -> LocalSteps | None:
-    arguments = _arguments_of(LocalSteps, "local_steps", value, codec="codec")
-    if not isinstance(arguments, dict):
-        return arguments
-    if "error_feedback" in arguments:
-        arguments["error_feedback"] = _error_feedback("local_steps.error_feedback", arguments["error_feedback"])
-    if isinstance(every := arguments.get("every"), list):
-        arguments["every"] = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in every)
-    if "elastic" in arguments:
-        arguments["elastic"] = _elastic(arguments["elastic"])
-    return _at("local_steps", lambda given: LocalSteps(**given), arguments)
+# Readers take the key of a value, with which their errors begin, and the value.
 
 
-def _elastic(value: object) -> Elastic | None:
-    if value is True:
-        raise TypeError("local_steps.elastic: must be false or a mapping with max_nodes, got True")
-    arguments = _arguments_of(Elastic, "local_steps.elastic", value)
-    if not isinstance(arguments, dict):
-        return arguments
-    return _at("local_steps.elastic", lambda given: Elastic(**given), arguments)
+def _codec(key: str, value: object) -> Codec | None:
+    return _at(key, codec_from_name, value)
 
 
 def _error_feedback(key: str, value: object) -> LoCo | None:
-    arguments = _arguments_of(LoCo, key, value, codec="dtype")
-    return _at(key, lambda given: LoCo(**given), arguments) if isinstance(arguments, dict) else arguments
+    return _made_of(LoCo, key, value, {"dtype": _codec})
 
 
-def _arguments_of(kind: type[C], key: str, value: object, codec: str | None = None) -> dict[str, Any] | C | None:
-    """Return the arguments of ``kind`` in a mapping, the one named ``codec`` read; None, or a ``kind``, as it is."""
+def _elastic(key: str, value: object) -> Elastic | None:
+    if value is True:
+        raise TypeError("local_steps.elastic: must be false or a mapping with max_nodes, got True")
+    return _made_of(Elastic, key, value, {})
+
+
+def _every(key: str, value: object) -> object:
+    return (
+        tuple(tuple(pair) if isinstance(pair, list) else pair for pair in value) if isinstance(value, list) else value
+    )
+
+
+def _local_steps(key: str, value: object) -> LocalSteps | None:
+    readers: Readers = {"codec": _codec, "error_feedback": _error_feedback, "every": _every, "elastic": _elastic}
+    return _made_of(LocalSteps, key, value, readers)
+
+
+def _made_of(kind: type[C], key: str, value: object, readers: Readers) -> C | None:
+    """Return the ``kind`` with the arguments in a mapping, some of them read; None, or a ``kind``, as it is."""
     if value is None or value is False or isinstance(value, kind):
         return value or None
-    if value is True:  # the defaults
-        return {}
+    if value is True:
+        value = {}  # the defaults
     if not isinstance(value, Mapping):
         raise TypeError(f"{key}: must be true, false or a mapping of {kind.__name__}'s arguments, got {value!r}")
     _check_known(f"{key}.", value, [field.name for field in dataclasses.fields(kind)])
-    arguments = dict(value)
-    if codec is not None and codec in arguments:
-        arguments[codec] = _at(f"{key}.{codec}", codec_from_name, arguments[codec])
-    return arguments
+    arguments: dict[str, Any] = dict(value)
+    _read_all(readers, arguments, f"{key}.")
+    return _at(key, lambda given: kind(**given), arguments)
+
+
+def _read_all(readers: Readers, arguments: dict[str, Any], prefix: str = "") -> None:
+    for name, read in readers.items():
+        if name in arguments:
+            arguments[name] = read(f"{prefix}{name}", arguments[name])
 
 
 def _check_known(prefix: str, values: Iterable[object], known: Iterable[str]) -> None:
@@ -292,7 +294,7 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class ConfigurationIssues:
-    """Errors of a configuration, and keys of it that DeepSpeed ignores, collected as its sections are read."""
+    """Errors of a configuration, and keys that DeepSpeed ignores in it, under which setting, with a remedy."""
 
     errors: list[Exception] = field(default_factory=list)
     ignored: list[tuple[str, str, str]] = field(default_factory=list)
@@ -309,10 +311,9 @@ class ConfigurationIssues:
 
 @dataclass(frozen=True)
 class Section:
-    """One section of a configuration, or its top level. A key whose value is null is not set.
+    """One section of a configuration, or its top level, whose ``prefix`` is empty. A key that is null is not set.
 
-    Methods add errors to ``findings`` and go on, with a default where they return a value. ``prefix`` is the path of
-    the section, which ends in a dot; empty for the top level.
+    Methods add errors to ``findings`` and go on, with a default where they return a value.
     """
 
     prefix: str
@@ -395,12 +396,12 @@ class Section:
 # script has a line of its own is *the script's* and is logged with that line. A key that changes the result, whose
 # absence nobody would notice until the loss differs, is *refused* unless it is switched off.
 #
-# The names are those of DeepSpeed 0.19, including aliases, which DeepSpeed accepts, too.
+# The names are those of DeepSpeed 0.19, including aliases.
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A key that raises. ``neutral`` values change nothing, besides the common ways to switch a feature off."""
+    """A key that raises, unless it is switched off or has one of the ``neutral`` values, which change nothing."""
 
     reason: str
     neutral: tuple[object, ...] = ()
@@ -442,10 +443,7 @@ ZERO_SCRIPT = {
     "stage3_gather_fp16_weights_on_model_save": "a full state dict",
     "leaf_module": "auto_wrap_policy",
 }
-
-ZERO_REFUSED = {
-    "zenflow": Refused("it asks for another optimizer step, which FSDP does not have; remove it"),
-}
+ZERO_REFUSED = {"zenflow": Refused("it asks for another optimizer step, which FSDP does not have; remove it")}
 
 TOP_WITHOUT_EFFECT = frozenset(
     """
@@ -519,8 +517,7 @@ _PARO = ("NII", "NIG", "ING", "IIG", "IGG")  # those that PaRO's branch of DeepS
 PLACE_KEYS = ("stage", "paro_strategy", "zero_hpz_partition_size", "mics_shard_size")
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """The place of the states, and the engine of DeepSpeed that would put them there."""
 
     levels: str
@@ -621,12 +618,9 @@ def strategy_arguments(config: Mapping[str, object] | str | os.PathLike[str]) ->
     place = place_of(zero)
     arguments = place.arguments() | _codecs(zero, place)
     findings.check()
-    for keys, under, remedy in findings.ignored:
+    for ignored in findings.ignored:
         logger.warning(
-            "the DeepSpeed configuration has %s, which DeepSpeed ignores %s, so it is ignored here; %s",
-            keys,
-            under,
-            remedy,
+            "the DeepSpeed configuration has %s, which DeepSpeed ignores %s, so it is ignored here; %s", *ignored
         )
     _log(arguments, top, zero)
     return arguments
@@ -696,10 +690,9 @@ def _refuse_offload(zero: Section) -> None:
 
 
 def _log(arguments: Mapping[str, object], top: Section, zero: Section) -> None:
-    without = sorted(key for key in zero.values if key in ZERO_WITHOUT_EFFECT)
-    without += sorted(key for key in top.values if key in TOP_WITHOUT_EFFECT)
-    script = [f"{key} ({ZERO_SCRIPT[key]})" for key in sorted(zero.values) if key in ZERO_SCRIPT]
-    script += [f"{key} ({TOP_SCRIPT[key]})" for key in sorted(top.values) if key in TOP_SCRIPT]
+    without = [*sorted(zero.values.keys() & ZERO_WITHOUT_EFFECT), *sorted(top.values.keys() & TOP_WITHOUT_EFFECT)]
+    script = [f"{key} ({ZERO_SCRIPT[key]})" for key in sorted(zero.values.keys() & ZERO_SCRIPT.keys())]
+    script += [f"{key} ({TOP_SCRIPT[key]})" for key in sorted(top.values.keys() & TOP_SCRIPT.keys())]
     parts = [f"DeepSpeed configuration read as {source_of(arguments)}"]
     parts += [f"not part of a strategy, set these in your script: {', '.join(script)}"] if script else []
     parts += [f"without effect under FSDP: {', '.join(without)}"] if without else []

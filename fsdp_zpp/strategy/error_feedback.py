@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from fsdp_zpp.codecs.codec import Codec, Int8
+from fsdp_zpp.codecs import Codec, Int8
 from fsdp_zpp.names import did_you_mean, explains_keywords
 
 # ---- topology

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, TypeGuard
 
-from fsdp_zpp.codecs.codec import Codec, Int4, Int8, check_codec, check_place
+from fsdp_zpp.codecs import Codec, Int4, Int8, check_codec, check_place
 from fsdp_zpp.names import explains_keywords
 
 from .error_feedback import LoCo, check_loco
@@ -122,11 +122,7 @@ class LocalSteps:
                     f"outer_momentum='auto' makes outer steps of up to {TARGET_GAIN} times the mean change, to which "
                     f"outer_lr={self.outer_lr} leaves no room for momentum: pass a lower outer_lr, or a number"
                 )
-        elif (
-            isinstance(self.outer_momentum, str)
-            or not _is_number(self.outer_momentum)
-            or not 0 <= self.outer_momentum < 1
-        ):
+        elif not _is_number(self.outer_momentum) or not 0 <= self.outer_momentum < 1:
             raise ValueError(f"outer_momentum must be 'auto' or in [0, 1), got {self.outer_momentum!r}")
 
     def _check_codec(self) -> None:
@@ -147,16 +143,12 @@ class LocalSteps:
             return
         if not isinstance(self.elastic, Elastic):
             raise TypeError(f"elastic must be Elastic(...) or None, got {self.elastic!r}")
-        refused = {
-            "start": self.start,
-            "stop": self.stop is not None,
-            "moments_every": self.moments_every,
-        }
-        if given := [name for name, is_given in refused.items() if is_given]:
-            raise ValueError(
-                f"elastic nodes do not support {given[0]}={getattr(self, given[0])!r}, for which all nodes would have "
-                "to be there: leave it out"
-            )
+        for name, unset in (("start", 0), ("stop", None), ("moments_every", None)):
+            if (given := getattr(self, name)) != unset:
+                raise ValueError(
+                    f"elastic nodes do not support {name}={given!r}, for which all nodes would have to be there: leave "
+                    "it out"
+                )
         if self.overlap:
             raise ValueError(
                 f"overlap={self.overlap} leaves an exchange under way while nodes train on, which elastic nodes could "
@@ -166,7 +158,7 @@ class LocalSteps:
     @property
     def segments(self) -> Segments:
         """Return the schedule: the step at which each segment begins, and its steps between two exchanges."""
-        return segments_of(self.every)
+        return ((0, self.every),) if isinstance(self.every, int) else self.every
 
     @property
     def last_every(self) -> int:
@@ -184,8 +176,17 @@ class LocalSteps:
         return self.stop is not None and made >= self.stop  # all later steps are synchronous
 
     def due(self, step: int, fragments: int) -> list[int]:
-        """Return the fragments to exchange after ``step`` steps, counted from 1; see :func:`due_in`."""
-        return due_in(self.segments, step, fragments, spread=self.spread)
+        """Return the fragments to exchange after ``step`` steps, counted from 1.
+
+        In any ``every`` consecutive steps of a segment, each of them is due once: spread over the steps, or all after
+        the last. Where a segment ends, fragments may come sooner or later than that.
+        """
+        begin, every = next((begin, every) for begin, every in reversed(self.segments) if begin < step)
+        step -= begin
+        if not self.spread:
+            return list(range(fragments)) if step % every == 0 else []
+        # The last fragment comes with the last of the steps, so that every=1 exchanges all of them in each step.
+        return [index for index in range(fragments) if (step - (index + 1) * every // fragments) % every == 0]
 
     def __str__(self) -> str:
         momentum = f"{'Nesterov ' if self.nesterov else ''}momentum {self.outer_momentum}"
@@ -204,7 +205,7 @@ class LocalSteps:
         return f"every {every} steps{changes} as {sent}, {outer}{started}{stopped}{members}"
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -217,24 +218,6 @@ def _is_number(value: object) -> bool:
 
 # Segments of a schedule: the number of steps after which each begins, and its steps between two exchanges.
 Segments = tuple[tuple[int, int], ...]
-
-
-def segments_of(every: int | Segments) -> Segments:
-    return ((0, every),) if isinstance(every, int) else every
-
-
-def due_in(segments: Segments, step: int, fragments: int, *, spread: bool) -> list[int]:
-    """Return the fragments to exchange after ``step`` steps, counted from 1.
-
-    In any ``every`` consecutive steps of a segment, each of them is due once: spread over the steps, or all after the
-    last. Where a segment ends, fragments may come sooner or later than that.
-    """
-    begin, every = next((begin, every) for begin, every in reversed(segments) if begin < step)
-    step -= begin
-    if not spread:
-        return list(range(fragments)) if step % every == 0 else []
-    # The last fragment comes with the last of the steps, so that every=1 exchanges all of them in each step.
-    return [index for index in range(fragments) if (step - (index + 1) * every // fragments) % every == 0]
 
 
 def check_schedule(every: object, start: int, stop: int | None) -> None:
@@ -386,7 +369,7 @@ class Elastic:
             parse_endpoint(self.endpoint)
         for name, least in (("timeout", 0), ("heartbeat", 0), ("last_call", 1), ("join_timeout", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < float("inf"):
+            if not _is_number(value) or not least < value < float("inf"):
                 raise ValueError(f"{name} must be a number of seconds above {least}, got {value!r}")
 
     def address(self) -> tuple[str, int]:

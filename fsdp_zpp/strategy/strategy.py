@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from itertools import product
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, Unpack
+from typing import Any, Literal, NamedTuple, TypeAlias, Unpack
 
-from fsdp_zpp.codecs.codec import (
+from fsdp_zpp.codecs import (
     NAMED,
     AsStored,
     Codec,
@@ -43,17 +43,11 @@ from .local_steps import Elastic, LocalSteps
 _SCOPES = "NIG"
 
 
-def _legal_levels() -> tuple[str, ...]:
-    # The optimizer's scope is at least as fine as the others: a coarser optimizer state costs memory and saves no
-    # communication (PaRO, arXiv 2310.06003, section 3).
-    fineness = _SCOPES.index
-    return tuple(
-        p + g + o for o, g, p in product(_SCOPES, repeat=3) if fineness(o) >= fineness(g) and fineness(o) >= fineness(p)
-    )
-
-
-LEGAL_LEVELS: tuple[str, ...] = _legal_levels()  # 14 combinations
-
+# The optimizer's scope is at least as fine as the others: a coarser optimizer state costs memory and saves no
+# communication (PaRO, arXiv 2310.06003, section 3). That leaves 14 combinations.
+LEGAL_LEVELS: tuple[str, ...] = tuple(
+    p + g + o for o, g, p in product(_SCOPES, repeat=3) if _SCOPES.index(o) >= max(map(_SCOPES.index, (g, p)))
+)
 
 # The letters of torch's strategies, or those that come closest.
 _OF_TORCH = {
@@ -100,22 +94,16 @@ def check_levels(levels: object) -> None:
 #
 # Overrides of a strategy: other strategies for modules of some classes, such as the experts of a mixture.
 
-
-class Overridable(Protocol):
-    @property
-    def overrides(self) -> object: ...
+Overrides: TypeAlias = "Mapping[str, Strategy] | tuple[tuple[str, Strategy], ...]"
 
 
-S = TypeVar("S", bound=Overridable)
-
-
-def checked_overrides(given: object, kind: type[S]) -> tuple[tuple[str, S], ...]:
-    """Return overrides, a mapping or pairs, as hashable pairs of a pattern and a strategy of class ``kind``."""
+def checked_overrides(given: object) -> tuple[tuple[str, Strategy], ...]:
+    """Return overrides, a mapping or pairs, as hashable pairs of a pattern and a strategy."""
     pairs = list(given.items()) if isinstance(given, Mapping) else given
-    checked: list[tuple[str, S]] = []
+    checked: list[tuple[str, Strategy]] = []
     for pair in pairs if isinstance(pairs, (list, tuple)) else [pairs]:
         match pair:
-            case (str(pattern), strategy) if isinstance(strategy, kind):
+            case (str(pattern), Strategy() as strategy):
                 checked.append((pattern, strategy))
             case _:
                 raise TypeError(
@@ -127,11 +115,11 @@ def checked_overrides(given: object, kind: type[S]) -> tuple[tuple[str, S], ...]
     return tuple(checked)
 
 
-def pairs_of(overrides: Mapping[str, S] | tuple[tuple[str, S], ...]) -> Iterable[tuple[str, S]]:
+def pairs_of(overrides: Overrides) -> Iterable[tuple[str, Strategy]]:
     return overrides.items() if isinstance(overrides, Mapping) else overrides
 
 
-def override_for(module_class: type, overrides: Mapping[str, S] | tuple[tuple[str, S], ...]) -> S | None:
+def override_for(module_class: type, overrides: Overrides) -> Strategy | None:
     """Return the strategy of the first pattern that matches the name of a class, case included; None if none does."""
     return next(
         (strategy for pattern, strategy in pairs_of(overrides) if fnmatchcase(module_class.__name__, pattern)), None
@@ -199,7 +187,7 @@ class Strategy:
     frozen: Codec | FrozenName | None = None
     local_steps: LocalSteps | None = None
     gpus_per_node: int | None = None
-    overrides: Mapping[str, Strategy] | tuple[tuple[str, Strategy], ...] = ()
+    overrides: Overrides = ()
 
     def __post_init__(self) -> None:
         # Letters and types come first: the later checks rely on them.
@@ -220,7 +208,7 @@ class Strategy:
         self._check_local_steps()
         check_error_feedback(self.error_feedback, "gradients", *self.gradient_codecs)
         check_gpus_per_node(self.gpus_per_node)
-        object.__setattr__(self, "overrides", checked_overrides(self.overrides, Strategy))
+        object.__setattr__(self, "overrides", checked_overrides(self.overrides))
 
     def _check_deltas(self) -> None:
         if isinstance(self.weights, Int4Delta) and not self.keeps_secondary:
@@ -278,16 +266,21 @@ class Strategy:
         return codec_of_frozen(self.frozen)
 
     def resolve(self, topology: Topology) -> ResolvedStrategy:
-        """Return the effective strategy on ``topology``: its scopes there, and the active codecs."""
-        return resolve(
-            self.levels,
-            weights=self.weights,
-            gradients=self.gradients,
-            intra_gradients=self.intra_gradients,
-            error_feedback=self.error_feedback,
-            frozen=codec_of_plain(self.frozen_codec),
-            topology=topology,
-        )
+        """Return the effective strategy on ``topology``: its scopes there, and the active codecs; [Note: One node].
+
+        A single rank keeps its codecs: it sends nothing, so they cost nothing.
+        """
+        weights, gradients, feedback = self.weights, self.gradients, self.error_feedback
+        named = intra_node_codec(self.intra_gradients, None)
+        if topology.nodes == 1 and topology.world > 1:
+            weights = gradients = None
+            if feedback is not None and (feedback.hops == "inter" or named is None):
+                feedback = None
+        # Only now: on one node, "auto" must follow a gradient codec that is inactive.
+        codecs = intra_node_codec(self.intra_gradients, gradients), gradients
+        scopes = resolve_scopes(Scopes(*self.levels), topology, feedback, codecs)
+        frozen = codec_of_plain(self.frozen_codec)
+        return ResolvedStrategy(self.levels, topology, scopes, weights, codecs, feedback, frozen, named)
 
     @property
     def all_strategies(self) -> tuple[Strategy, ...]:
@@ -502,32 +495,6 @@ class ResolvedStrategy:
             gradient_codecs=codecs,
             error_feedback=feedback,
         )
-
-
-def resolve(
-    levels: str,
-    *,
-    weights: Codec | None,
-    gradients: Codec | None,
-    intra_gradients: Codec | Literal["auto"] | None,
-    error_feedback: LoCo | None,
-    frozen: Codec | None,
-    topology: Topology,
-) -> ResolvedStrategy:
-    """Resolve a strategy on ``topology``; see [Note: One node]. The arguments are those of :class:`Strategy`.
-
-    A single rank keeps its codecs: it sends nothing, so they cost nothing.
-    """
-    if topology.nodes == 1 and topology.world > 1:
-        weights = gradients = None
-        intra_node = intra_node_codec(intra_gradients, None)
-        if error_feedback is not None and (error_feedback.hops == "inter" or intra_node is None):
-            error_feedback = None
-    # Only now: on one node, "auto" must follow a gradient codec that is inactive.
-    codecs = intra_node_codec(intra_gradients, gradients), gradients
-    scopes = resolve_scopes(Scopes(*levels), topology, error_feedback, codecs)
-    named = intra_node_codec(intra_gradients, None)
-    return ResolvedStrategy(levels, topology, scopes, weights, codecs, error_feedback, frozen, named)
 
 
 def resolve_scopes(

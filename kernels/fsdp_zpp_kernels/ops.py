@@ -6,69 +6,12 @@ import functools
 import inspect
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar, get_args
+from typing import Any, Generic, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from .reference import ALIGNMENT, PayloadLayout
-
-# ---- backend
-#
-# Interface of the reference, Triton and fake backends: a function for each op, which prepares a call.
-
-
-class Backend(Protocol):
-    """A module that runs ops: each function prepares calls of the op of its name, whose checked arguments it takes."""
-
-    def quantize(
-        self, numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype
-    ) -> Callable[[Tensor], Tensor]: ...
-
-    def dequantize_sum(
-        self, peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype
-    ) -> Callable[[Tensor, Tensor, float], None]: ...
-
-    def dequantize_sum_quantize(
-        self, peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, out_layout: PayloadLayout
-    ) -> Callable[[Tensor, float], Tensor]: ...
-
-    def quantize_with_feedback(
-        self,
-        numel: int,
-        rows: int,
-        cols: int,
-        layout: PayloadLayout,
-        error_layout: PayloadLayout | None,
-        dtype: torch.dtype,
-    ) -> Callable[[Tensor, Tensor, float], Tensor]: ...
-
-    def dequantize_sum_quantize_with_feedback(
-        self,
-        peers: int,
-        numel: int,
-        chunks: int,
-        layout: PayloadLayout,
-        out_layout: PayloadLayout,
-        error_layout: PayloadLayout | None,
-    ) -> Callable[[Tensor, Tensor, float, float], Tensor]: ...
-
-    def quantize_delta(
-        self, chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout, dtype: torch.dtype
-    ) -> Callable[[Tensor, Tensor], Tensor]: ...
-
-    def add_delta(
-        self, chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout
-    ) -> Callable[[Tensor, Tensor], Tensor]: ...
-
-    def dequantize_rows(
-        self, chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
-    ) -> Callable[[Tensor, Tensor], None]: ...
-
-    def dequantize_nf4_rows(
-        self, chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
-    ) -> Callable[[Tensor, Tensor], None]: ...
-
 
 # ---- checks
 #
@@ -122,6 +65,11 @@ def check_grid(rows: int, cols: int) -> None:
             raise ValueError(f"{name} is {size}, but must be from 1 to {_MAX_GRID}")
 
 
+def check_numel(numel: int) -> None:
+    if numel < 0:
+        raise ValueError(f"numel is {numel}, but a chunk must have at least 0 values")
+
+
 def check_device(**tensors: Tensor) -> None:
     if len({tensor.device for tensor in tensors.values()}) > 1:
         places = " and ".join(f"{name} is on {tensor.device}" for name, tensor in tensors.items())
@@ -143,8 +91,7 @@ def check_requantize(
     payload: Tensor, numel: int, rows: int, cols: int, bits: int, block: int, out_bits: int, out_block: int, tail: int
 ) -> tuple[PayloadLayout, PayloadLayout]:
     """Check payloads of several peers that are summed and quantized; return their layout and the result's."""
-    if numel < 0:
-        raise ValueError(f"numel is {numel}, but a chunk must have at least 0 values")
+    check_numel(numel)
     layout, out_layout = PayloadLayout(bits, block, tail), PayloadLayout(out_bits, out_block, tail)
     check_grid(rows, cols)
     check_payload(payload, "peers", rows * cols, numel, layout)
@@ -165,32 +112,6 @@ def check_errors(errors: Tensor, chunks: int, numel: int, error_block: int) -> P
             f"values need a contiguous ({chunks * numel},)"
         )
     return None
-
-
-def check_delta(
-    values: Tensor, base: Tensor, base_bits: int, base_block: int, bits: int, block: int, tail: int
-) -> tuple[PayloadLayout, PayloadLayout, int]:
-    """Check values and the base of their delta; return the layouts of base and delta and the size of a chunk."""
-    layouts = PayloadLayout(base_bits, base_block, tail), PayloadLayout(bits, block, tail)
-    # check_payload refuses a base without two axes; until then any count will do.
-    chunks = base.shape[0] if base.dim() == 2 else 1
-    numel = check_values("values", values, 1, chunks)
-    check_payload(base, "", chunks, numel, layouts[0])
-    check_device(values=values, base=base)
-    return *layouts, numel
-
-
-def check_add_delta(
-    base: Tensor, delta: Tensor, numel: int, base_bits: int, base_block: int, bits: int, block: int, tail: int
-) -> tuple[PayloadLayout, PayloadLayout]:
-    if numel < 0:
-        raise ValueError(f"numel is {numel}, but a chunk must have at least 0 values")
-    layouts = PayloadLayout(base_bits, base_block, tail), PayloadLayout(bits, block, tail)
-    chunks = base.shape[0] if base.dim() == 2 else 1
-    check_payload(base, "", chunks, numel, layouts[0])
-    check_payload(delta, "", chunks, numel, layouts[1])
-    check_device(base=base, delta=delta)
-    return layouts
 
 
 def check_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> tuple[PayloadLayout, int]:
@@ -217,75 +138,46 @@ def check_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> tuple[Pay
     return layout, numel
 
 
-def check_whole_blocks(numel: int, block: int) -> None:
-    if numel % block:
-        raise ValueError(f"chunks have {numel} values, but must consist of whole blocks of {block}")
-
-
 # ---- fake
 #
 # Operations for tracing: the shape and dtype of each result, without values.
 
 
 class Fake:
-    @staticmethod
-    def quantize(
-        numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype
-    ) -> Callable[[Tensor], Tensor]:
-        return _payload(rows * cols, numel, layout)
+    """A backend as ``reference.py`` is one, with the same arguments."""
 
     @staticmethod
-    def dequantize_sum(
-        peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype
-    ) -> Callable[[Tensor, Tensor, float], None]:
-        return _nothing
+    def quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, *_: object) -> Callable[..., Tensor]:
+        return _payload(rows * cols, numel, layout)
 
     @staticmethod
     def dequantize_sum_quantize(
         peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, out_layout: PayloadLayout
-    ) -> Callable[[Tensor, float], Tensor]:
+    ) -> Callable[..., Tensor]:
         return _payload(rows * cols, numel, out_layout)
 
     @staticmethod
-    def quantize_with_feedback(
-        numel: int, rows: int, cols: int, layout: PayloadLayout, error_layout: PayloadLayout | None, dtype: torch.dtype
-    ) -> Callable[[Tensor, Tensor, float], Tensor]:
-        return _payload(rows * cols, numel, layout)
-
-    @staticmethod
     def dequantize_sum_quantize_with_feedback(
-        peers: int,
-        numel: int,
-        chunks: int,
-        layout: PayloadLayout,
-        out_layout: PayloadLayout,
-        error_layout: PayloadLayout | None,
-    ) -> Callable[[Tensor, Tensor, float, float], Tensor]:
+        peers: int, numel: int, chunks: int, layout: PayloadLayout, out_layout: PayloadLayout, *_: object
+    ) -> Callable[..., Tensor]:
         return _payload(chunks, numel, out_layout)
 
     @staticmethod
     def quantize_delta(
-        chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout, dtype: torch.dtype
-    ) -> Callable[[Tensor, Tensor], Tensor]:
+        chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout, *_: object
+    ) -> Callable[..., Tensor]:
         return _payload(chunks, numel, layout)
 
     @staticmethod
-    def add_delta(
-        chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout
-    ) -> Callable[[Tensor, Tensor], Tensor]:
+    def add_delta(chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout) -> Callable[..., Tensor]:
         return _payload(chunks, numel, base_layout)
 
     @staticmethod
-    def dequantize_rows(
-        chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
-    ) -> Callable[[Tensor, Tensor], None]:
+    def dequantize_sum(*_: object) -> Callable[..., None]:
         return _nothing
 
-    @staticmethod
-    def dequantize_nf4_rows(
-        chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
-    ) -> Callable[[Tensor, Tensor], None]:
-        return _nothing
+    quantize_with_feedback = quantize
+    dequantize_rows = dequantize_nf4_rows = dequantize_sum
 
 
 def _payload(chunks: int, numel: int, layout: PayloadLayout) -> Callable[..., Tensor]:
@@ -294,9 +186,6 @@ def _payload(chunks: int, numel: int, layout: PayloadLayout) -> Callable[..., Te
 
 
 def _nothing(*_: Tensor | float) -> None: ...
-
-
-FAKE = Fake()
 
 
 # ---- dispatch
@@ -316,19 +205,22 @@ _OFF_ALIGNMENT = ALIGNMENT - 1  # the bits of an offset or an address in which i
 _MAX_PREPARED = 1024
 
 
-def backend_for(tensor: Tensor) -> Backend:
-    """Return the module that runs ops on ``tensor``: Triton on CUDA, the reference on CPU, fake while tracing."""
+def backend_for(tensor: Tensor) -> type[Fake]:
+    """Return what prepares ops on ``tensor``: the module of Triton on CUDA, the reference on CPU, fake while tracing.
+
+    It has a function for each op, of the same name and the same signature as in ``reference.py``.
+    """
     # Backends are imported on use, so that machines without a GPU do not need Triton.
     # Fakes come first: a fake tensor reports the device that it stands for, so is_cuda may be true of it.
     if tensor.is_meta or (type(tensor) is not Tensor and hasattr(tensor, "fake_mode")):
-        return FAKE
+        return Fake
     if tensor.is_cuda:
         from . import triton
 
-        return triton
+        return triton  # type: ignore[return-value]  # a module with the same functions
     from . import reference
 
-    return reference
+    return reference  # type: ignore[return-value]
 
 
 class Op(Generic[P, R]):
@@ -658,8 +550,13 @@ def quantize_delta(
         ValueError: If a shape or a stride is not as above, the two are on different devices, or another argument is out
             of range.
     """
-    base_layout, layout, numel = check_delta(values, base, base_bits, base_block, bits, block, tail)
-    return backend_for(values).quantize_delta(base.shape[0], numel, base_layout, layout, values.dtype)
+    base_layout, layout = PayloadLayout(base_bits, base_block, tail), PayloadLayout(bits, block, tail)
+    # check_payload refuses a base without two axes; until then any count will do.
+    chunks = base.shape[0] if base.dim() == 2 else 1
+    numel = check_values("values", values, 1, chunks)
+    check_payload(base, "", chunks, numel, base_layout)
+    check_device(values=values, base=base)
+    return backend_for(values).quantize_delta(chunks, numel, base_layout, layout, values.dtype)
 
 
 @op("add_delta")
@@ -678,8 +575,13 @@ def add_delta(
         TypeError: If ``base`` or ``delta`` is not uint8.
         ValueError: As for ``quantize_delta``, or if ``numel`` is negative.
     """
-    layouts = check_add_delta(base, delta, numel, base_bits, base_block, bits, block, tail)
-    return backend_for(base).add_delta(base.shape[0], numel, *layouts)
+    check_numel(numel)
+    base_layout, layout = PayloadLayout(base_bits, base_block, tail), PayloadLayout(bits, block, tail)
+    chunks = base.shape[0] if base.dim() == 2 else 1  # as in quantize_delta
+    check_payload(base, "", chunks, numel, base_layout)
+    check_payload(delta, "", chunks, numel, layout)
+    check_device(base=base, delta=delta)
+    return backend_for(base).add_delta(chunks, numel, base_layout, layout)
 
 
 @op("dequantize_rows", ("out",))
@@ -716,5 +618,6 @@ def dequantize_nf4_rows(payload: Tensor, out: Tensor, block: int) -> Callable[[T
         ValueError: As for ``dequantize_rows``, or if chunks are not whole blocks.
     """
     layout, numel = check_rows(payload, out, 4, block)
-    check_whole_blocks(numel, block)
+    if numel % block:
+        raise ValueError(f"chunks have {numel} values, but must consist of whole blocks of {block}")
     return backend_for(payload).dequantize_nf4_rows(payload.shape[0], numel, payload.stride(0), layout, out.dtype)

@@ -118,10 +118,6 @@ class PayloadLayout:
         """Return the offset of the tail in the row, in bytes: a multiple of 16."""
         return self.scales_offset(numel) + _align(4 * self.blocks(numel))
 
-    def tails(self, payload: Tensor, numel: int) -> Tensor:
-        """Return a view of the tails in a payload [..., nbytes(numel)]: fp32 [..., tail]."""
-        return payload[..., self.tail_offset(numel) :].view(torch.float32)
-
     def nbytes(self, numel: int) -> int:
         """Return the length of a row in bytes, a multiple of 16. The row of an empty chunk is its tail."""
         return self.tail_offset(numel) + 4 * self.tail
@@ -177,8 +173,7 @@ def levels_on(device: torch.device) -> Tensor:
 # Operations in plain PyTorch, on any device. They run on CPUs, and the Triton kernels equal them bit for bit.
 #
 # The functions rely on the checks of ``ops.py`` and prepare a call: they take what its repetitions have in common, and
-# return a function of the tensors and factors. Each prepares the op of its name, as its twins of the same signature in
-# ``triton`` and, without values, in ``ops.py`` do.
+# return a function of the tensors and factors. Each has a twin of the same signature in ``triton``.
 
 
 def quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

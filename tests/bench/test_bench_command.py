@@ -20,7 +20,7 @@ from fsdp_zpp.__main__ import main
 from fsdp_zpp.bench.contenders import Training, base_of, layer_places, materialize, network, recommend
 from fsdp_zpp.bench.results import Task, table
 from fsdp_zpp.bench.run import PeakMemory, Schedule, attempt
-from fsdp_zpp.codecs.codec import Int4, Int8
+from fsdp_zpp.codecs import Int4, Int8
 from fsdp_zpp.planner.model_size import pretrained_size
 from fsdp_zpp.planner.plan import plan
 

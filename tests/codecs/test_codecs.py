@@ -19,7 +19,7 @@ from top_k_codec import REACH, TopK, TopKOfSum
 from torch import Tensor
 
 from fsdp_zpp import NF4, Codec, Int4, Int4Delta, Int8, Strategy
-from fsdp_zpp.codecs.codec import FullPrecision, exact_tail, without_tail
+from fsdp_zpp.codecs import FullPrecision, exact_tail, without_tail
 from fsdp_zpp.comm.error_feedback import ErrorBuffer, decode_sum_encode_with_feedback, encode_with_feedback
 from fsdp_zpp.comm.flat_layout import Extent
 from fsdp_zpp_kernels import ops

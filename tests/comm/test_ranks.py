@@ -281,7 +281,8 @@ def steps_of_all_kinds() -> tuple[list[Tensor], dict[Any, int]]:
             kept.append(torch.empty(NUMEL, device=device()))
             reduce(noise(step, parts * NUMEL), kept[-1])
         weight, moment = noise(step, NUMEL), noise(step, NUMEL).square()
-        outer.exchange({"weight": weight})
+        outer.send({"weight": weight})
+        outer.receive({"weight": weight})
         moments.average({"weight": moment}, {"weight": ()})
         kept += [weight, moment]
     return [each.cpu() for each in kept], traffic.sent

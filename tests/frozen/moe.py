@@ -24,7 +24,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Decod
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssDecoderLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
-from fsdp_zpp.codecs.codec import Codec
+from fsdp_zpp.codecs import Codec
 
 _SIZES: dict[str, Any] = {
     "vocab_size": llama.VOCABULARY,

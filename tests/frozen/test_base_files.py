@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_zpp import NF4, Int4, Int8, Strategy, load_frozen_params, quantize_frozen_params, save_frozen_params
-from fsdp_zpp.codecs.codec import Codec
+from fsdp_zpp.codecs import Codec
 from fsdp_zpp.frozen.checkpoint_reading import TensorFiles
 
 CODECS = [Int8(64), Int4(32), NF4(128)]

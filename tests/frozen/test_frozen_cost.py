@@ -18,7 +18,7 @@ from harness.wiretap import sent_in, wiretap
 from torch import Tensor, nn
 
 from fsdp_zpp import NF4, Int4, Int8, Strategy, quantize_frozen_params
-from fsdp_zpp.codecs.codec import Codec
+from fsdp_zpp.codecs import Codec
 from fsdp_zpp.comm.hops import Hop
 from fsdp_zpp.frozen._torch_modules import frozen_modules
 from fsdp_zpp.frozen.frozen_base import FrozenBase

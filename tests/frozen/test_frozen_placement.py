@@ -31,7 +31,7 @@ from fsdp_zpp import (
     quantized_reduce_hook,
     save_frozen_params,
 )
-from fsdp_zpp.codecs.codec import Codec
+from fsdp_zpp.codecs import Codec
 from fsdp_zpp.frozen._torch_modules import frozen_modules
 from fsdp_zpp.runtime.unit import StrategyUnit, named_units
 

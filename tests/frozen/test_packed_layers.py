@@ -29,7 +29,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, FP8Linear
 
 from fsdp_zpp import NF4, Int8, Strategy, clip_grad_norm_, fully_shard, gathered_weights, quantize_frozen_params
 from fsdp_zpp._torch_compat import major_minor
-from fsdp_zpp.codecs.codec import Codec
+from fsdp_zpp.codecs import Codec
 from fsdp_zpp.frozen._torch_modules import FrozenModule, frozen_modules
 from fsdp_zpp.runtime.unit import named_units
 

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from fsdp_zpp import NF4, Int4, Int8, Strategy, dequantize_frozen_params, quantize_frozen_params
-from fsdp_zpp.codecs.codec import Codec
+from fsdp_zpp.codecs import Codec
 from fsdp_zpp.frozen import weight
 from fsdp_zpp.frozen._torch_modules import frozen_modules
 from fsdp_zpp.frozen.base_files import check_base, describe_base

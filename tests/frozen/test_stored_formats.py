@@ -44,7 +44,7 @@ from fsdp_zpp import (
     save_adapter,
     save_frozen_params,
 )
-from fsdp_zpp.codecs.codec import Codec
+from fsdp_zpp.codecs import Codec
 from fsdp_zpp.frozen._torch_modules import frozen_sites
 from fsdp_zpp.frozen.base_files import check_base, describe_base
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from fsdp_zpp.codecs.codec import Codec
+from fsdp_zpp.codecs import Codec
 
 from . import lora, models
 from .adapter import Adapter

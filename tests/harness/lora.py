@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_zpp import Int8
-from fsdp_zpp.codecs.codec import Codec
+from fsdp_zpp.codecs import Codec
 from fsdp_zpp.frozen._torch_modules import FrozenModule
 
 from . import models

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fsdp_zpp import DeltaReceiver, OutOfSyncError, SyncToken, WeightUpdate
-from fsdp_zpp.codecs.codec import CHUNK
+from fsdp_zpp.codecs import CHUNK
 
 SHAPES = {"tiny": (7,), "scalar": (), "empty": (0, 3), "odd": (131, 257), "chunk": (CHUNK,), "more": (2, CHUNK + 1)}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

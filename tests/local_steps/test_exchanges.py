@@ -69,6 +69,11 @@ def steps_of(round_: int, rank: int, shapes: Shapes = SHAPES) -> list[Tensor]:
     return steps
 
 
+def exchange(outer: OuterStep, shards: dict[str, Tensor]) -> None:
+    outer.send(shards)
+    outer.receive(shards)
+
+
 def train(
     config: LocalSteps, dtype: torch.dtype = torch.float32, resume_after: int | None = None, shapes: Shapes = SHAPES
 ) -> dict[str, Any]:
@@ -80,11 +85,11 @@ def train(
     for round_ in range(ROUNDS):
         for shard, step in zip(shards, steps_of(round_, rank, shapes), strict=True):
             shard += step.to(shard)
-        outer.exchange(named(shards))
+        exchange(outer, named(shards))
         after.append(flat(shards))
         if round_ == resume_after:
             state = outer.state_dict()
-            outer.exchange(named([shard + 1 for shard in shards]))  # what was saved does not change with it
+            exchange(outer, named([shard + 1 for shard in shards]))  # what was saved does not change with it
             outer = OuterStep(config, mesh, traffic)
             outer.load_state_dict(state, named(shards))
     state = outer.state_dict()
@@ -189,7 +194,7 @@ def test_errors_are_reset_both_ways(on_ranks: OnRanks) -> None:
         outer.start(shards)
         for round_ in range(4):
             shards["0"] += steps_of(round_, dist.get_rank())[-1][:40].to(device())
-            outer.exchange(shards)
+            exchange(outer, shards)
             state: Any = outer.state_dict()
             left += [state["errors"]["errors"]["inter"] is not None, state["errors_back"]["errors"]["back"] is not None]
         return left
@@ -221,7 +226,7 @@ def test_what_does_not_fit_is_refused(on_ranks: OnRanks) -> None:
         larger.start(large)
         for call, message in (
             (lambda: OuterStep(plain, process_mesh(dist.group.WORLD, 4), Traffic(), "root"), "is one node"),
-            (lambda: outer.exchange(large), "got shards of {'0': 9} values"),
+            (lambda: outer.send(large), "got shards of {'0': 9} values"),
             (lambda: outer.load_state_dict(larger.state_dict(), small), "has shards of {'0': 9} values"),
             (lambda: outer.load_state_dict(other.state_dict(), small), "with error feedback"),
         ):
@@ -238,7 +243,7 @@ def test_all_that_an_exchange_writes_to_outlives_the_model(on_ranks: OnRanks) ->
     def kept_until_read() -> set[str]:
         step, shards = OuterStep(LocalSteps(), process_mesh(dist.group.WORLD), Traffic()), named(initial(0)[:2])
         step.start(shards)
-        step.exchange(shards)
+        exchange(step, shards)
         state = {"products": step.products} | step.agreed
         return {name for name, tensor in state.items() if tensor.data_ptr() in kept}
 

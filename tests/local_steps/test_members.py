@@ -36,7 +36,7 @@ from fsdp_zpp import (
     exchange_weights,
     members,
 )
-from fsdp_zpp.codecs.codec import Codec
+from fsdp_zpp.codecs import Codec
 from fsdp_zpp.comm.agreement import from_first_rank
 from fsdp_zpp.comm.hops import Traffic
 from fsdp_zpp.comm.mesh import ProcessMesh

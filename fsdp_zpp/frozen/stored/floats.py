@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fsdp_zpp.codecs.codec import MIN_BLOCK, NF4, Codec
+from fsdp_zpp.codecs import MIN_BLOCK, NF4, Codec
 from fsdp_zpp_kernels.reference import LEVELS, MAX_BLOCK
 
 from .format import (

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fsdp_zpp.codecs.codec import BlockCodec, Codec, Place
+from fsdp_zpp.codecs import BlockCodec, Codec, Place
 
 # ---- records
 #

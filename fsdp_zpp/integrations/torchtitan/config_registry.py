@@ -34,7 +34,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 from tyro.constructors import PrimitiveConstructorSpec
 
-from fsdp_zpp.codecs.codec import Int4Delta
+from fsdp_zpp.codecs import Int4Delta
 from fsdp_zpp.comm.agreement import agree
 from fsdp_zpp.integrations._common import MarkedSave, StepMonitor, check_complete, in_place_of_torchs, sharding_by
 from fsdp_zpp.runtime.api import traffic

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +45,7 @@ class Launch:
         grid: Programs along each axis.
         tiling: Warps of a program, and registers of a thread.
         payload: Shape of the payload that the launch allocates, passes as the second argument and returns; or None.
-        fixed: The kernel's remaining arguments, by name.
+        fixed: The kernel's remaining arguments, by name; it need not have all.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Launch:
         if tiling.max_registers is not None:  # an option of NVIDIA GPUs alone
             self._options["maxnreg"] = tiling.max_registers
         # A compiled kernel takes its arguments by position alone.
-        self._fixed = tuple(fixed[name] for name in kernel.arg_names[-len(fixed) :])
+        self._fixed = tuple(fixed[name] for name in kernel.arg_names if name in fixed)
         self._compiled: Callable[..., None] | None = None
         self._device = -1  # of a CPU, where kernels are interpreted
 
@@ -111,20 +111,29 @@ def launch_tiles(
     cols: int,
     rows: int,
     /,
+    layouts: Mapping[str, PayloadLayout | None],
     payload: PayloadLayout | None = None,
     **fixed: int | str,
 ) -> Callable[..., Any]:
-    """Return a launch with one program for each tile of each chunk; the kernel has an argument ``TILE``.
+    """Return a launch with one program for each tile of each chunk.
 
-    ``payload`` is the layout of the payload that the launch allocates and returns, a row for each chunk; None if it
-    allocates none. If chunks are empty, the result only allocates the payload.
+    ``layouts`` are those of the kernel's payloads by the prefix of their arguments: ``"out_"`` has ``out_row_units``
+    and ``OUT_BITS``. None stands for fp32 errors. ``payload`` is the layout of the payload that the launch allocates
+    and returns, a row for each chunk; None if it allocates none. If chunks are empty, it only allocates the payload.
     """
     shape = None if payload is None else (rows * cols, payload.nbytes(numel))
     if numel == 0:
         return functools.partial(_launch_nothing, shape)
+    unit = align(numel)
+    fixed |= {"numel": numel, "numel_units": numel // unit, "ALIGN": unit, "TILE": tiling.tile}
+    for prefix, layout in layouts.items():
+        fixed[f"{prefix}row_units"] = layout.nbytes(numel) // ALIGNMENT if layout else 0
+        fixed[f"{prefix}zero"] = zero(layout.bits if layout else 8)
+        fixed[f"{prefix}bits".upper()] = layout.bits if layout else 32
+        fixed[f"{prefix}block".upper()] = layout.block if layout else 0
     # Tiles go first: CUDA limits that axis to 2**31 - 1 programs and the other two to 65535.
     tiles = -(-numel // tiling.tile)
-    return Launch(kernel, (tiles, cols, rows), tiling, shape, TILE=tiling.tile, **fixed)
+    return Launch(kernel, (tiles, cols, rows), tiling, shape, **fixed)
 
 
 def _launch_nothing(shape: tuple[int, int] | None, first: Tensor, *others: Tensor | float) -> Tensor | None:
@@ -234,27 +243,12 @@ def eviction(nbytes: int) -> str:
 # Operations in Triton: one launch each, transposition and padding included, without temporaries.
 #
 # The functions rely on the checks of ``ops.py`` and prepare a call. Each has a twin of the same name and signature in
-# ``reference.py`` and equals its results bit for bit.
-#
-# ``kernels.py`` holds the families of kernels, built from the parts in ``tiles.py``; here the work is cut into programs
-# and these are launched.
+# ``reference.py`` and equals its results bit for bit. ``kernels.py`` builds the kernels of the parts in ``tiles.py``.
 
 
 def quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return launch_tiles(
-        quantize_kernel,
-        quantize_tiling(layout),
-        numel,
-        cols,
-        rows,
-        payload=layout,
-        numel_units=numel // align(numel),
-        row_units=layout.nbytes(numel) // ALIGNMENT,
-        ALIGN=align(numel),
-        BITS=layout.bits,
-        BLOCK=layout.block,
-        GROUP=group(dtype, layout),
-    )
+    cut, width = quantize_tiling(layout), group(dtype, layout)
+    return launch_tiles(quantize_kernel, cut, numel, cols, rows, layouts={"": layout}, payload=layout, GROUP=width)
 
 
 def dequantize_sum(
@@ -266,13 +260,8 @@ def dequantize_sum(
         numel,
         cols,
         rows,
-        numel_units=numel // align(numel),
-        row_units=layout.nbytes(numel) // ALIGNMENT,
-        zero=zero(layout.bits),
-        ALIGN=align(numel),
+        layouts={"": layout},
         PEERS=peers,
-        BITS=layout.bits,
-        BLOCK=layout.block,
         GROUP=group(dtype, layout),
         EVICTION=eviction(rows * cols * numel * dtype.itemsize),
     )
@@ -287,16 +276,9 @@ def dequantize_sum_quantize(
         numel,
         cols,
         rows,
+        layouts={"": layout, "out_": out_layout},
         payload=out_layout,
-        numel=numel,
-        row_units=layout.nbytes(numel) // ALIGNMENT,
-        out_row_units=out_layout.nbytes(numel) // ALIGNMENT,
-        zero=zero(layout.bits),
         PEERS=peers,
-        BITS=layout.bits,
-        BLOCK=layout.block,
-        OUT_BITS=out_layout.bits,
-        OUT_BLOCK=out_layout.block,
         # No values are read or written here, only codes, so a group is as many codes as a 16-byte access holds.
         GROUP=128 // layout.bits,
     )
@@ -311,15 +293,8 @@ def quantize_with_feedback(
         numel,
         cols,
         rows,
+        layouts={"": layout, "error_": error_layout},
         payload=layout,
-        numel_units=numel // align(numel),
-        row_units=layout.nbytes(numel) // ALIGNMENT,
-        error_row_units=error_layout.nbytes(numel) // ALIGNMENT if error_layout else 0,
-        zero=zero(8),
-        ALIGN=align(numel),
-        BITS=layout.bits,
-        BLOCK=layout.block,
-        ERROR_BLOCK=error_layout.block if error_layout else 0,
         GROUP=group(dtype, layout),
     )
     # 1 - beta in fp64, as in the reference; from an fp32 beta, the kernel's could differ in the last bit.
@@ -340,19 +315,9 @@ def dequantize_sum_quantize_with_feedback(
         numel,
         chunks,
         1,
+        layouts={"": layout, "out_": out_layout, "error_": error_layout},
         payload=out_layout,
-        numel=numel,
-        row_units=layout.nbytes(numel) // ALIGNMENT,
-        out_row_units=out_layout.nbytes(numel) // ALIGNMENT,
-        error_row_units=error_layout.nbytes(numel) // ALIGNMENT if error_layout else 0,
-        zero=zero(layout.bits),
-        error_zero=zero(8),
         PEERS=peers,
-        BITS=layout.bits,
-        BLOCK=layout.block,
-        OUT_BITS=out_layout.bits,
-        OUT_BLOCK=out_layout.block,
-        ERROR_BLOCK=error_layout.block if error_layout else 0,
     )
     return lambda payload, errors, scale, beta: launch(payload, errors, scale, beta, 1 - beta)
 
@@ -360,79 +325,43 @@ def dequantize_sum_quantize_with_feedback(
 def quantize_delta(
     chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    return launch_tiles(
-        quantize_delta_kernel,
-        delta_tiling(base_layout, layout),
-        numel,
-        chunks,
-        1,
-        payload=layout,
-        numel_units=numel // align(numel),
-        base_row_units=base_layout.nbytes(numel) // ALIGNMENT,
-        row_units=layout.nbytes(numel) // ALIGNMENT,
-        base_zero=zero(base_layout.bits),
-        ALIGN=align(numel),
-        BASE_BITS=base_layout.bits,
-        BASE_BLOCK=base_layout.block,
-        BITS=layout.bits,
-        BLOCK=layout.block,
-    )
+    cut, layouts = delta_tiling(base_layout, layout), {"base_": base_layout, "": layout}
+    return launch_tiles(quantize_delta_kernel, cut, numel, chunks, 1, layouts=layouts, payload=layout)
 
 
 def add_delta(
     chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    return launch_tiles(
-        add_delta_kernel,
-        delta_tiling(base_layout, layout),
-        numel,
-        chunks,
-        1,
-        payload=base_layout,
-        numel=numel,
-        base_row_units=base_layout.nbytes(numel) // ALIGNMENT,
-        row_units=layout.nbytes(numel) // ALIGNMENT,
-        base_zero=zero(base_layout.bits),
-        zero=zero(layout.bits),
-        BASE_BITS=base_layout.bits,
-        BASE_BLOCK=base_layout.block,
-        BITS=layout.bits,
-        BLOCK=layout.block,
-    )
+    cut, layouts = delta_tiling(base_layout, layout), {"base_": base_layout, "": layout}
+    return launch_tiles(add_delta_kernel, cut, numel, chunks, 1, layouts=layouts, payload=base_layout)
 
 
 def dequantize_rows(
     chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor], None]:
-    return launch_tiles(
-        rows_kernel,
-        sum_tiling(1, layout),
-        numel,
-        1,
-        chunks,
-        numel_units=numel // align(numel),
-        stride_units=stride // ALIGNMENT,
-        zero=zero(layout.bits),
-        ALIGN=align(numel),
-        BITS=layout.bits,
-        BLOCK=layout.block,
-        GROUP=group(dtype, layout),
-    )
+    return _launch_rows(rows_kernel, chunks, numel, stride, layout, dtype)
 
 
 def dequantize_nf4_rows(
     chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor], None]:
-    launch = launch_tiles(
-        nf4_rows_kernel,
+    launch = _launch_rows(nf4_rows_kernel, chunks, numel, stride, layout, dtype)
+    return lambda payload, out: launch(payload, out, levels_on(payload.device))
+
+
+def _launch_rows(
+    kernel: Any, chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
+) -> Callable[..., Any]:
+    return launch_tiles(
+        kernel,
         sum_tiling(1, layout),
         numel,
         1,
         chunks,
-        numel_units=numel // align(numel),
+        layouts={},  # rows lie a stride apart, and not by their length
         stride_units=stride // ALIGNMENT,
-        ALIGN=align(numel),
+        zero=zero(layout.bits),
+        BITS=layout.bits,
         BLOCK=layout.block,
         GROUP=group(dtype, layout),
     )
-    return lambda payload, out: launch(payload, out, levels_on(payload.device))

@@ -5,6 +5,8 @@ import triton.language as tl
 
 from fsdp_zpp_kernels.reference import MIN_SCALE, SCALE_MASK, SCALE_RAISE
 
+# mypy: disable-error-code="no-untyped-def"
+
 # ---- tiles
 #
 # Tiles of Triton kernels: which chunk a program reads and writes, and where its codes lie.
@@ -17,8 +19,6 @@ from fsdp_zpp_kernels.reference import MIN_SCALE, SCALE_MASK, SCALE_RAISE
 # rest. A thread holds groups of ``GROUP`` neighbouring values, one 16-byte access wide, and reads their codes and scale
 # itself; only the maximum over a block crosses threads. Codes are handled as 32-bit words (see ``reference.py``).
 # ``MASKED`` marks the partial tile at the end of a chunk; all other tiles run without masks.
-
-# mypy: disable-error-code="no-untyped-def"
 
 
 @triton.jit
@@ -65,8 +65,6 @@ def word_ptrs(words_ptr, BITS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.const
 # ---- encoding
 #
 # Part of the Triton kernels that quantizes one tile and stores it in a payload.
-
-# mypy: disable-error-code="no-untyped-def"
 
 
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
@@ -187,7 +185,34 @@ def _pack(rounded, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
 #
 # Parts of the Triton kernels that decode one tile of a payload, and sum it over peers.
 
-# mypy: disable-error-code="no-untyped-def"
+
+@triton.jit
+def load_words(
+    words_ptr,
+    scales_ptr,
+    left,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Load the tile whose first word and scale the pointers point to; ``left`` values of the chunk start there.
+
+    Returns:
+        The words, int32 [TILE // GROUP, words a group, 1], and the scale of each group, fp32 [TILE // GROUP, 1, 1].
+    """
+    words_ptrs = word_ptrs(words_ptr, BITS, TILE, GROUP)
+    # One pointer per block: the scales of a thread's groups are then a constant distance apart.
+    block = tl.arange(0, TILE // BLOCK)[:, None]
+    if MASKED:
+        # Masking whole groups suffices: a group that starts inside the chunk ends inside its padded codes.
+        words = tl.load(words_ptrs, mask=tl.arange(0, TILE // GROUP)[:, None, None] * GROUP < left, other=0)
+        scales = tl.load(scales_ptr + block, mask=block * BLOCK < left, other=0.0)
+    else:
+        words = tl.load(words_ptrs)
+        scales = tl.load(scales_ptr + block)
+    return words, tl.reshape(tl.broadcast_to(scales, [TILE // BLOCK, BLOCK // GROUP]), [TILE // GROUP, 1, 1])
 
 
 @triton.jit
@@ -202,27 +227,12 @@ def _load_codes(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Load the tile whose first word and scale the pointers point to; ``left`` values of the chunk start there.
-
-    Returns:
-        The codes, fp32 [TILE // GROUP, words a group, codes a word], and their scales, fp32 [TILE // GROUP, 1, 1].
-    """
+    """Load a tile as ``load_words`` does; return its codes, fp32 [TILE // GROUP, words, codes a word], and scales."""
     # Half the codes of a word become floats where they are, the other half after one shift of the word. A code is
     # masked into the mantissa of a float whose exponent gives the code's lowest bit the weight 1. Flipping the code's
     # sign bit turns two's complement into an offset, so code 0 becomes `zeros`, and subtracting that leaves the code.
     # That takes fewer instructions than extracting each code and converting it from int.
-    words_ptrs = word_ptrs(words_ptr, BITS, TILE, GROUP)
-    # One pointer per block: the scales of a thread's groups are then a constant distance apart.
-    block = tl.arange(0, TILE // BLOCK)[:, None]
-    if MASKED:
-        # Masking whole groups suffices: a group that starts inside the chunk ends inside its padded codes.
-        words = tl.load(words_ptrs, mask=tl.arange(0, TILE // GROUP)[:, None, None] * GROUP < left, other=0)
-        scales = tl.load(scales_ptr + block, mask=block * BLOCK < left, other=0.0)
-    else:
-        words = tl.load(words_ptrs)
-        scales = tl.load(scales_ptr + block)
-    scales = tl.reshape(tl.broadcast_to(scales, [TILE // BLOCK, BLOCK // GROUP]), [TILE // GROUP, 1, 1])
-
+    words, scales = load_words(words_ptr, scales_ptr, left, BITS, BLOCK, TILE, GROUP, MASKED)
     HALF: tl.constexpr = 16 // BITS
     OFFSET: tl.constexpr = 1 << (BITS - 1)
     # The upper half is shifted by less than 16 bits and so stays this far above bit 0. For codes at bit 0, ptxas would
@@ -239,7 +249,7 @@ def _load_codes(
 
 
 @triton.jit
-def _tile_ptrs(row_ptr, numel, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def tile_ptrs(row_ptr, numel, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """Return pointers to the first word and scale of this program's tile of the payload row at ``row_ptr``."""
     scales_ptr = row_ptr.to(tl.pointer_type(tl.float32), bitcast=True) + codes_words(numel, BITS)
     return row_ptr + tile_index() * (TILE * BITS // 32), scales_ptr + tile_index() * (TILE // BLOCK)
@@ -257,18 +267,16 @@ def load_row(
     MASKED: tl.constexpr,
 ):
     """Load this program's tile of the payload row at ``row_ptr``; ``zero`` and the results as in ``_load_codes``."""
-    words_ptr, scales_ptr = _tile_ptrs(row_ptr, numel, BITS, BLOCK, TILE)
+    words_ptr, scales_ptr = tile_ptrs(row_ptr, numel, BITS, BLOCK, TILE)
     return _load_codes(words_ptr, scales_ptr, numel - tile_index() * TILE, zero, BITS, BLOCK, TILE, GROUP, MASKED)
 
 
 @triton.jit
 def add_row(
     values,
-    words_ptr,
+    row_ptr,
     numel,
-    row_units,
     zero,
-    row,
     sign,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -276,11 +284,7 @@ def add_row(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return ``values`` plus ``sign`` (1 or -1) times row ``row``, fp32 [TILE // GROUP, words a group, codes a word].
-
-    ``values`` are this program's tile in any shape.
-    """
-    row_ptr = words_ptr + row * row_words(row_units)
+    """Return ``values``, this program's tile in any shape, plus ``sign`` (1 or -1) times the row, as ``decode_sum``."""
     codes, scales = load_row(row_ptr, numel, zero, BITS, BLOCK, TILE, GROUP, MASKED)
     # The product is exact, as in ``decode_sum``, and so is that with a sign.
     return tl.fma(codes, sign * scales, tl.reshape(values, codes.shape))
@@ -312,7 +316,7 @@ def decode_sum(
     stride = row_words(row_units)
     # A peer's payload has as many rows as the grid has chunks; the peers follow one another.
     peer_words = tl.num_programs(1) * tl.num_programs(2) * stride
-    words_ptr, scales_ptr = _tile_ptrs(words_ptr + row * stride, numel, BITS, BLOCK, TILE)
+    words_ptr, scales_ptr = tile_ptrs(words_ptr + row * stride, numel, BITS, BLOCK, TILE)
     left = numel - tile_index() * TILE
     codes, scales = _load_codes(words_ptr, scales_ptr, left, zero, BITS, BLOCK, TILE, GROUP, MASKED)
     total = codes * scales
@@ -339,8 +343,6 @@ def decode_sum(
 #
 # Errors can be updated in place because every thread reads its part of a block before any thread writes to that block:
 # all that is written depends, through the block's maximum, on all values that were read.
-
-# mypy: disable-error-code="no-untyped-def"
 
 
 @triton.jit

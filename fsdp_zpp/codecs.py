@@ -1,4 +1,7 @@
-"""Codecs, which encode values as the bytes of a hop: full precision, int8, int4, deltas, NF4, and as stored."""
+"""Codecs, which encode values as the bytes of a hop: full precision, int8, int4, deltas, NF4, and as stored.
+
+Each codec is one class and knows nothing about ranks.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,9 @@ from fsdp_zpp_kernels import (
 )
 from fsdp_zpp_kernels.reference import ALIGNMENT, levels_on
 
+# The modules of the folder that this was are imported by their old paths; see names.MOVED.
+__path__: list[str] = []
+
 # ---- base
 #
 # Codecs: how a chunk of values is encoded as bytes for one hop, and decoded again.
@@ -39,9 +45,7 @@ from fsdp_zpp_kernels.reference import ALIGNMENT, levels_on
 # The bytes of a chunk, scales included, are one row of a uint8 tensor, so a hop is a single collective. Rows have the
 # same length for every chunk, and no block spans two chunks.
 
-Place = Literal["weights", "gradients", "frozen", "exchanges"]
-"""Tensors that a strategy may encode: weights, gradients, frozen weights, and changes of weights in local steps."""
-
+Place = Literal["weights", "gradients", "frozen", "exchanges"]  # what a strategy may encode
 _NAMES: dict[Place, str] = {
     "weights": "weights",
     "gradients": "gradients",
@@ -81,7 +85,7 @@ class Codec(ABC):
         Args:
             values: Flat values of shape [rows * cols * numel], bf16, fp16 or fp32.
             rows: Rows of the grid of chunks in ``values``.
-            cols: Columns of the grid.
+            cols: Its columns.
 
         Returns:
             uint8 payload of shape [cols * rows, nbytes(numel)], with the grid transposed.
@@ -95,7 +99,7 @@ class Codec(ABC):
             payload: uint8 of shape [rows * cols, nbytes(numel)].
             out: Flat output of shape [cols * rows * numel], bf16, fp16 or fp32.
             rows: Rows of the grid of chunks in ``payload``.
-            cols: Columns of the grid.
+            cols: Its columns.
         """
 
     def for_sum_of(self, peers: int) -> Codec:
@@ -122,24 +126,16 @@ class Codec(ABC):
             payload: uint8 of shape [peers, rows * cols, nbytes(numel)].
             out: Flat output as for ``decode``: the fp32 sums times ``scale``, rounded once.
             rows: Rows of the grid of chunks in each peer's payload.
-            cols: Columns of the grid.
+            cols: Its columns.
             scale: Factor on the sums.
         """
 
     def decode_sum_encode(self, payload: Tensor, numel: int, codec: Codec, scale: float) -> Tensor:
         """Decode and sum as ``decode_sum`` does, then encode the fp32 sums with another codec, in the same order.
 
-        Args:
-            payload: uint8 of shape [peers, chunks, nbytes(numel)].
-            numel: Number of values in a chunk.
-            codec: The codec of the next hop.
-            scale: Factor on the sums.
-
-        Returns:
-            uint8 payload of shape [chunks, codec.nbytes(numel)].
+        ``payload`` is uint8 [peers, chunks, nbytes(numel)], the result uint8 [chunks, codec.nbytes(numel)].
         """
-        chunks = payload.shape[1]
-        return codec.encode(self.sums(payload, numel, scale), 1, chunks)
+        return codec.encode(self.sums(payload, numel, scale), 1, payload.shape[1])
 
     def sums(self, payload: Tensor, numel: int, scale: float) -> Tensor:
         """Return the fp32 sums of ``decode_sum``, in the same order, flat: [chunks * numel]."""
@@ -164,13 +160,6 @@ def check_place(name: str, value: object, place: Place) -> None:
         raise ValueError(
             f"{name} can't be {value!r}, which is for {suits} alone{reason}; choose Int8(...) or Int4(...)"
         )
-
-
-def check_block(codec: Codec, block: object) -> None:
-    """Raise a TypeError unless the ``block`` given to a codec is an int."""
-    # Python counts bool as an int, and True would pass for a block of 1.
-    if isinstance(block, bool) or not isinstance(block, int):
-        raise TypeError(f"{type(codec).__name__}'s block must be an int, got {block!r}")
 
 
 @dataclass(frozen=True)
@@ -219,8 +208,7 @@ class FullPrecision(Codec):
             out.view(cols, rows, -1).copy_(chunks.view(rows, cols, -1).transpose(0, 1))
 
 
-full_precision = functools.cache(FullPrecision)
-"""Return the same instance for each dtype, since every gather and reduction without a codec asks for one."""
+full_precision = functools.cache(FullPrecision)  # every gather and reduction without a codec asks for one
 
 
 # ---- blocks
@@ -229,11 +217,7 @@ full_precision = functools.cache(FullPrecision)
 
 
 class BlockCodec(Codec):
-    """A codec of independent blocks.
-
-    Attributes:
-        block: Number of values in a block.
-    """
+    """A codec of independent blocks of ``block`` values."""
 
     block: int
 
@@ -245,25 +229,21 @@ class BlockCodec(Codec):
     def blocks(self, payload: Tensor, numel: int) -> tuple[Tensor, ...]:
         """Return views of what a payload holds of each block: its codes, its scale.
 
-        Args:
-            payload: uint8 [chunks, nbytes(numel)]; rows may lie apart.
-            numel: The number of values in a chunk, whole blocks.
-
-        Returns:
-            For each part of the payload, uint8 [chunks, blocks, bytes of a block].
+        ``payload`` is uint8 [chunks, nbytes(numel)], of whole blocks, whose rows may lie apart. Each view is uint8
+        [chunks, blocks, bytes of a block].
         """
 
 
 def copy_blocks(
     codec: BlockCodec, source: Tensor, numel: int, first: int, out: Tensor, out_numel: int, at: int
 ) -> None:
-    """Copy blocks of a payload into another one, from block ``first`` on, as many as both have room for.
+    """Copy blocks of a payload into another one of the same codec, as many as both have room for.
 
     Args:
         codec: The codec of both.
         source: uint8 [chunks, nbytes(numel)]; blocks are numbered through all chunks.
         numel: The number of values in a chunk of ``source``.
-        first: The first block.
+        first: The first block to copy.
         out: A single chunk, uint8 [1, nbytes(out_numel)].
         out_numel: The number of its values.
         at: The block of ``out`` that the first one becomes.
@@ -279,11 +259,26 @@ def copy_blocks(
             done += some
 
 
-def blocks_of_layout(layout: PayloadLayout, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-    """Return :meth:`BlockCodec.blocks` of a payload that has a layout of codes and scales."""
-    count, start = layout.blocks(numel), layout.scales_offset(numel)
-    codes = payload[:, : layout.codes_nbytes(numel)].unflatten(1, (count, -1))
-    return codes, payload[:, start : start + 4 * count].unflatten(1, (count, 4))
+class _ScaledBlocks(BlockCodec):
+    """A codec whose payloads hold codes of ``bits`` bits and an fp32 scale for each block, as kernels lay them out."""
+
+    bits: ClassVar[int]
+
+    def __post_init__(self) -> None:
+        # Python counts bool as an int, and True would pass for a block of 1.
+        if isinstance(self.block, bool) or not isinstance(self.block, int):
+            raise TypeError(f"{type(self).__name__}'s block must be an int, got {self.block!r}")
+        _ = self.layout  # raises if the block is out of range
+
+    @cached_property
+    def layout(self) -> PayloadLayout:
+        """Return where codes and scales lie in a payload."""
+        return PayloadLayout(self.bits, self.block)
+
+    def blocks(self, payload: Tensor, numel: int) -> tuple[Tensor, ...]:
+        count, start = self.layout.blocks(numel), self.layout.scales_offset(numel)
+        codes = payload[:, : self.layout.codes_nbytes(numel)].unflatten(1, (count, -1))
+        return codes, payload[:, start : start + 4 * count].unflatten(1, (count, 4))
 
 
 # ---- blockwise
@@ -292,7 +287,7 @@ def blocks_of_layout(layout: PayloadLayout, payload: Tensor, numel: int) -> tupl
 
 
 @dataclass(frozen=True)
-class Blockwise(BlockCodec):
+class Blockwise(_ScaledBlocks):
     """Symmetric blockwise integers: each ``block`` of values has scale = absmax / qmax, so that no value clips.
 
     Args:
@@ -304,19 +299,9 @@ class Blockwise(BlockCodec):
     """
 
     block: int = 256
-    bits: ClassVar[int]
-
-    def __post_init__(self) -> None:
-        check_block(self, self.block)
-        _ = self.layout  # raises if the block is out of range
 
     def __str__(self) -> str:
         return f"int{self.bits}({self.block})"
-
-    @cached_property
-    def layout(self) -> PayloadLayout:
-        """Return where codes and scales lie in a payload."""
-        return PayloadLayout(self.bits, self.block)
 
     def nbytes(self, numel: int) -> int:
         return self.layout.nbytes(numel)
@@ -324,9 +309,6 @@ class Blockwise(BlockCodec):
     def scales(self, payload: Tensor, numel: int) -> Tensor:
         """Return a view of the scales in a payload [chunks, nbytes(numel)]: fp32 [chunks, blocks]."""
         return self.layout.scales(payload, numel)
-
-    def blocks(self, payload: Tensor, numel: int) -> tuple[Tensor, ...]:
-        return blocks_of_layout(self.layout, payload, numel)
 
     def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
         return quantize(values, rows, cols, self.bits, self.block)
@@ -431,29 +413,16 @@ class Int4Delta(Codec):
         self.whole.decode_sum(payload, out, rows, cols, scale)
 
     def encode_delta(self, base: Tensor, values: Tensor) -> Tensor:
-        """Encode the delta that the other ranks of a hop add to their copies of this rank's part of the base.
+        """Encode the delta from this rank's part of the base, which the other ranks of a hop add to their copies.
 
-        Args:
-            base: This rank's part of the base, uint8 [rows, nbytes(numel)].
-            values: The values that the rows are to hold, flat [rows * numel].
-
-        Returns:
-            uint8 [rows, changes.nbytes(numel)].
+        ``base`` is uint8 [rows, nbytes(numel)], ``values`` are flat [rows * numel], and the result is uint8
+        [rows, changes.nbytes(numel)].
         """
         codec, changes = self.whole, self.changes
         return quantize_delta(values, base, codec.bits, codec.block, changes.bits, changes.block)
 
     def apply_delta(self, base: Tensor, deltas: Tensor, numel: int) -> Tensor:
-        """Add every rank's ``encode_delta`` to ``base``.
-
-        Args:
-            base: The parts of all ranks, uint8 [rows, nbytes(numel)].
-            deltas: uint8 [rows, changes.nbytes(numel)].
-            numel: Number of values in a row.
-
-        Returns:
-            The new base, uint8 in the shape of ``base``.
-        """
+        """Return ``base``, the parts of all ranks in rows of ``numel`` values, plus every rank's ``encode_delta``."""
         codec, changes = self.whole, self.changes
         return add_delta(base, deltas, numel, codec.bits, codec.block, changes.bits, changes.block)
 
@@ -472,14 +441,9 @@ class Int4Delta(Codec):
 # Chunks do not depend on each other, so that ranks encode different ones, and what they send is the same for any number
 # of them.
 
-CHUNK = 1 << 14
-"""Values of a chunk: a multiple of every block, and small enough that ranks get equally much."""
-
-_MOST_AT_ONCE = 1 << 10
-"""Chunks that are handled at once: they take four bytes a value as fp32, 64 MiB."""
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes whose changes can be encoded."""
+CHUNK = 1 << 14  # values: a multiple of every block, and so few that ranks get equally much
+_MOST_AT_ONCE = 1 << 10  # chunks: they take four bytes a value as fp32, 64 MiB
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # whose changes can be encoded
 
 
 def changes_nbytes(numel: int, codec: Int4) -> int:
@@ -489,15 +453,9 @@ def changes_nbytes(numel: int, codec: Int4) -> int:
 
 
 def encode_changes(weights: Tensor, base: Tensor, codec: Int4) -> Tensor:
-    """Encode what :func:`add_changes` is to add to ``base``.
+    """Encode what :func:`add_changes` is to add to ``base``, which receivers hold: uint8 [changes_nbytes(numel)].
 
-    Args:
-        weights: Flat, contiguous [numel], bf16, fp16 or fp32.
-        base: The same of what receivers hold.
-        codec: The codec of the changes.
-
-    Returns:
-        uint8 [changes_nbytes(numel)].
+    ``weights`` and ``base`` are flat and contiguous [numel], in bf16, fp16 or fp32.
     """
     payload = torch.empty(changes_nbytes(len(weights), codec), dtype=torch.uint8, device=weights.device)
     for values, row_bytes, rows in _pieces(len(weights), codec):
@@ -545,13 +503,12 @@ def _pieces(numel: int, codec: Int4) -> list[tuple[slice, slice, int]]:
 # bitsandbytes encodes, so that weights round exactly as they do there. The library's own kernel decodes, to the same
 # values, because it reads codes and scales where a gather has left them; bitsandbytes would need copies of both.
 
-MIN_BLOCK = 64
-"""Smallest block for which bitsandbytes has kernels on all devices."""
+MIN_BLOCK = 64  # the smallest for which bitsandbytes has kernels on all devices
 
 
 @explains_keywords
 @dataclass(frozen=True)
-class NF4(BlockCodec):
+class NF4(_ScaledBlocks):
     """16 levels from -1 to 1, dense around 0, times the absmax of a block; 0.5 + 4 / block bytes per value.
 
     For frozen weights. A block with a NaN or an infinity decodes to NaN. Codes and scales lie where those of
@@ -567,13 +524,13 @@ class NF4(BlockCodec):
     """
 
     block: int = 64
+    bits: ClassVar[int] = 4
     places: ClassVar[tuple[Place, ...]] = ("frozen",)
 
     def __post_init__(self) -> None:
-        check_block(self, self.block)
-        if self.block < MIN_BLOCK:
+        if type(self.block) is int and self.block < MIN_BLOCK:
             raise ValueError(f"NF4's block must be a power of two from {MIN_BLOCK} to 4096, got {self.block}")
-        _ = self.layout  # raises if the block is no power of two or too large
+        super().__post_init__()
         # Looked up, not imported: that takes seconds, and a strategy may be made only for a plan.
         if importlib.util.find_spec("bitsandbytes") is None:
             raise ModuleNotFoundError(f"NF4 needs bitsandbytes: {how_to_install('nf4')}", name="bitsandbytes")
@@ -581,16 +538,8 @@ class NF4(BlockCodec):
     def __str__(self) -> str:
         return f"nf4({self.block})"
 
-    @cached_property
-    def layout(self) -> PayloadLayout:
-        """Return where codes and scales lie in a payload of whole blocks."""
-        return PayloadLayout(4, self.block)
-
     def nbytes(self, numel: int) -> int:
         return self.layout.nbytes(self._padded(numel))
-
-    def blocks(self, payload: Tensor, numel: int) -> tuple[Tensor, ...]:
-        return blocks_of_layout(self.layout, payload, numel)
 
     def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
         chunks, numel = rows * cols, values.numel() // (rows * cols)
@@ -648,8 +597,7 @@ class NF4(BlockCodec):
 #
 # ``"as stored"`` and ``"auto"``: frozen weights keep the codes in which a checkpoint, or a library, has them.
 
-FrozenName = Literal["as stored", "auto"]
-"""Names in place of a codec of frozen weights."""
+FrozenName = Literal["as stored", "auto"]  # in place of a codec of frozen weights
 
 
 @dataclass(frozen=True)
@@ -666,7 +614,6 @@ class AsStored(Codec):
 
     @property
     def name(self) -> FrozenName:
-        """Return the name that stands for it."""
         return "as stored" if self.otherwise is None else "auto"
 
     def __str__(self) -> str:
@@ -675,27 +622,16 @@ class AsStored(Codec):
     def __repr__(self) -> str:
         return repr(self.name)
 
-    def nbytes(self, numel: int) -> int:
-        self._refuse()
-
-    def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
-        self._refuse()
-
-    def decode(self, payload: Tensor, out: Tensor, rows: int, cols: int) -> None:
-        self._refuse()
-
-    def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise ValueError(
             f"{self.name!r} keeps the codes that a checkpoint has, and encodes no values itself; name a codec with as "
             "many bits, such as NF4(64) or Int8(256)"
         )
 
+    nbytes = encode = decode = decode_sum = _refuse
+
 
 NAMED: dict[object, AsStored] = {codec.name: codec for codec in (AsStored(), AsStored(Int8(256)))}
-"""The codec that stands for each name."""
 
 
 def codec_of_frozen(value: Codec | FrozenName | None) -> Codec | None:
@@ -753,7 +689,7 @@ class ExactTail(Codec):
         return tails_of(payload, self.tail)
 
     def nbytes(self, numel: int) -> int:
-        return -(-self.codec.nbytes(numel) // ALIGNMENT) * ALIGNMENT + 4 * self.tail
+        return _aligned(self.codec.nbytes(numel)) + 4 * self.tail
 
     def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
         codec = self.blockwise
@@ -827,11 +763,8 @@ def tails_of(payload: Tensor, tail: int) -> Tensor:
     return payload.view(torch.float32)[..., -tail:]
 
 
+# Every hop asks for one. A model has tens of them, but a tail's length depends on the parameters that a step uses.
 exact_tail = functools.lru_cache(maxsize=128)(ExactTail)
-"""Return one instance for each of the last codecs and tails, since every hop asks for one.
-
-A model has tens of them, but the length of a tail depends on the parameters that a step uses.
-"""
 
 
 def without_tail(codec: Codec) -> tuple[Codec, int]:

@@ -1,1 +1,0 @@
-"""Codecs make bytes of values for a hop, and values again. Each codec is one class and knows nothing about ranks."""
