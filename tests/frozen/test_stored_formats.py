@@ -478,7 +478,7 @@ BROKEN: dict[str, list[tuple[Change, str]]] = {
         (replaced(f"{KEY}.absmax", lambda s: s * torch.inf), "NaN or infinite"),
     ],
     "int8": [
-        (dropped(f"{LAYER}SCB"), f"no {LAYER}SCB, though it has other tensors"),
+        (dropped(f"{LAYER}SCB"), f"its scales {LAYER}SCB, which are missing"),
         (replaced(f"{LAYER}SCB", lambda s: s[:-1]), f"{LAYER}SCB as a tensor of shape ("),
         (replaced(f"{LAYER}weight_format", lambda f: f + 1), "only codes in rows can be read"),
     ],

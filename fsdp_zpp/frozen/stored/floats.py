@@ -594,6 +594,8 @@ class Int8Rows(StoredFormat):
             return None
         keys = {role: key.removesuffix("weight") + end for role, end in (("scale", "SCB"), ("order", "weight_format"))}
         shape = torch.Size(check_header(tensors, key, torch.int8))
+        if keys["scale"] not in tensors:
+            refuse_misfit(key, f"torch.int8 {tuple(shape)}", f"its scales {keys['scale']}, which are missing")
         check_header(tensors, keys["scale"], torch.float32, shape=shape[:1])
         if keys["order"] not in tensors:
             del keys["order"]
