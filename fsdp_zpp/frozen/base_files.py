@@ -22,7 +22,7 @@ from fsdp_zpp.codecs.codec import NF4, Int4, Int8
 from fsdp_zpp.comm.agreement import agree, from_first_rank
 from fsdp_zpp.comm.mesh import compute_device
 from fsdp_zpp.frozen.stored.format import StoredCodec
-from fsdp_zpp.names import base_fqns, model_name, original_path
+from fsdp_zpp.names import base_fqns, join_fqn, model_name, original_path
 from fsdp_zpp.runtime.api import DTYPES, check_folder, check_module, ranks_of
 from fsdp_zpp.runtime.full_tensors import tensors_of
 
@@ -454,19 +454,14 @@ def _nbytes(size: object) -> int:
 def _not_quantized(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """Gather frozen parameters and persistent buffers on the first rank, by names in the base. Collective."""
     bases = {original_path(path): base for path, base, _ in base_fqns(model)}
-
-    def name_of(path: str) -> str | None:
-        module, _, own_name = path.rpartition(".")
+    names, wanted = {}, []
+    for tensor in tensors_of(model):
+        module, _, own_name = tensor.names[0].rpartition(".")
         base = bases[module]
-        return None if base is None else f"{base}.{own_name}".removeprefix(".")
-
-    wanted = [
-        tensor
-        for tensor in tensors_of(model)
-        if (tensor.is_buffer or not tensor.full.requires_grad) and name_of(tensor.names[0]) is not None
-    ]
-    named = {name_of(path): tensor for path, tensor in on_first_rank(wanted, group).items()}
-    return {name: tensor for name, tensor in named.items() if name is not None}
+        if base is not None and (tensor.is_buffer or not tensor.full.requires_grad):
+            names[tensor.names[0]] = join_fqn(base, own_name)
+            wanted.append(tensor)
+    return {names[path]: tensor for path, tensor in on_first_rank(wanted, group).items()}
 
 
 # ---- loading

@@ -154,7 +154,7 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), u
     Parts that FSDP has sharded are resharded. With ``unpack``, weights that other libraries have packed count, too.
     """
     reshard(model)  # a parameter that fully_shard has gathered is a plain tensor, but still FSDP's
-    selection, seen = Selection(), {id(None)}
+    selection, seen = Selection(), set()
     ignored_ids, adapters = {id(tensor) for tensor in ignored}, _adapter_modules(model)
     sites_of, sharded = _sites_by_parameter(model), sharded_parameters(model)
     fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]

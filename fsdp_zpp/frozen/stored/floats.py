@@ -341,10 +341,6 @@ class Mxfp4(StoredFormat):
         return name, cls(torch.Size((experts, count * _MXFP4_BLOCK, out)), torch.bfloat16, keys)
 
     @property
-    def description(self) -> str:
-        return f"{self.name}, {self.shape[-1]} columns"
-
-    @property
     def rows(self) -> int:
         return _MXFP4_BLOCK
 
@@ -411,10 +407,6 @@ class Nvfp4(StoredFormat):
         if tensors.shape(keys["global_scale"]) != ():
             check_header(tensors, keys["global_scale"], torch.float32, shape=(1,))
         return cls(torch.Size((out, octets * 2)), torch.bfloat16, keys)
-
-    @property
-    def description(self) -> str:
-        return f"{self.name}, {self.shape[-1]} columns"
 
     @cached_property
     def layout(self) -> RecordLayout:

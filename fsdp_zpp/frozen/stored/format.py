@@ -217,9 +217,9 @@ class StoredFormat(ABC):
         return self.rows * self.shape[-1]
 
     @property
-    @abstractmethod
     def description(self) -> str:
         """Return text that is the same for two weights if and only if their records decode in the same way."""
+        return f"{self.name}, {self.shape[-1]} columns"
 
     def pack(self, parts: Parts, first: int, last: int) -> Tensor:
         """Read the records of groups ``first`` to ``last - 1``, at least one, and no others; here, each is a row.
