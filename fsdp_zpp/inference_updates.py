@@ -77,20 +77,9 @@ class WeightUpdate:
 
         Its ``data_dtype`` and ``data_shape`` tell what a receiver has to allocate for ``data``.
         """
-        return json.dumps(
-            {
-                "name": self.name,
-                "kind": self.kind,
-                "dtype": _name_of(self.dtype),
-                "shape": list(self.shape),
-                "stream": self.stream,
-                "version": self.version,
-                "since": self.since,
-                "block": self.block,
-                "data_dtype": _name_of(self.data.dtype),
-                "data_shape": list(self.data.shape),
-            }
-        )
+        fields = {name: value for name, value in vars(self).items() if name != "data"}
+        fields |= {"dtype": _name_of(self.dtype), "data_dtype": _name_of(self.data.dtype)}
+        return json.dumps(fields | {"data_shape": list(self.data.shape)})
 
     @classmethod
     def from_header(cls, header: str, data: Tensor) -> WeightUpdate:
@@ -311,10 +300,6 @@ def updates_since(
             yield name, update if gets(rank) else None
 
 
-def _first_rank(place: int, world: int) -> int:
-    return place % world  # small tensors are one run alone, so ranks take turns
-
-
 def _chunks_of_a_run(numel: int, world: int) -> int:
     chunks = -(-numel // CHUNK)
     return -(-chunks // world)
@@ -325,7 +310,7 @@ def _run_of(numel: int, place: int, group: dist.ProcessGroup | None) -> slice:
     if group is None:
         return slice(0, numel)
     world = dist.get_world_size(group)
-    run = (dist.get_rank(group) - _first_rank(place, world)) % world
+    run = (dist.get_rank(group) - place) % world  # small tensors are one run alone, so ranks take turns
     length = _chunks_of_a_run(numel, world) * CHUNK
     return slice(min(run * length, numel), min((run + 1) * length, numel))
 
@@ -340,7 +325,7 @@ def _of_all_ranks(own: Tensor, numel: int, place: int, codec: Int4, group: dist.
     padded = for_collectives(padded, group)
     gathered = padded.new_empty(world * longest)
     all_gather_single()(gathered, padded, group=group)
-    in_order = gathered.view(world, longest).roll(-_first_rank(place, world), 0).view(-1)
+    in_order = gathered.view(world, longest).roll(-place % world, 0).view(-1)
     return in_order if len(in_order) == nbytes else in_order[:nbytes].clone()
 
 

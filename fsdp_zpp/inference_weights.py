@@ -34,18 +34,15 @@ from .names import WRAPPERS, base_fqns, join_fqn, original_path
 Values = Mapping[nn.Module, Mapping[str, Tensor]]  # full tensors by module and name
 
 
-def stand_in(module: nn.Module, values: Values) -> nn.Module:
+def stand_in(module: nn.Module, values: Values, memo: dict[nn.Module, nn.Module]) -> nn.Module:
     """Return a copy of ``module``, without wrappers, whose parameters are ``values``. Nothing communicates.
 
-    Everything else is shared with the original, except lists, dicts and sets, to which methods may add.
+    Everything else is shared with the original, except lists, dicts and sets, to which methods may add. ``memo`` has
+    the copies that were made before.
     """
-    return _copy(module, values, {})
-
-
-def _copy(module: nn.Module, values: Values, memo: dict[nn.Module, nn.Module]) -> nn.Module:
     wrapped = next((module._modules[name] for name in WRAPPERS if name in module._modules), None)
     if wrapped is not None:
-        return _copy(wrapped, values, memo)
+        return stand_in(wrapped, values, memo)
     if module in memo:
         return memo[module]
     cls = plain_class(module) if isinstance(module, FrozenModule) else type(module)
@@ -57,7 +54,7 @@ def _copy(module: nn.Module, values: Values, memo: dict[nn.Module, nn.Module]) -
             vars(copied)[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
     copied._parameters.update({name: nn.Parameter(tensor, requires_grad=False) for name, tensor in full.items()})
     copied._modules.update(
-        {name: _copy(child, values, memo) for name, child in module._modules.items() if child is not None}
+        {name: stand_in(child, values, memo) for name, child in module._modules.items() if child is not None}
     )
     return copied
 
@@ -108,7 +105,7 @@ class MergedLayer:
 
 @torch.no_grad()
 def _merge(layer: nn.Module, values: Values) -> dict[str, Tensor]:
-    copied: Any = stand_in(layer, values)
+    copied: Any = stand_in(layer, values, {})
     # As PEFT's merge_and_unload: some layers have a method of their own for it.
     if hasattr(copied, "unload_and_optionally_merge_module"):
         base = copied.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -126,12 +126,7 @@ def _flattened_parameters(model: nn.Module) -> dict[nn.Module, Shown]:
 # Linear layers and embeddings with frozen weights, dequantized in the forward and again in the backward, not saved.
 
 
-class Frozen(Protocol):
-    """A frozen weight or a view of one."""
-
-    dtype: torch.dtype
-
-    def dense(self, dtype: torch.dtype, device: torch.device) -> Tensor: ...
+Frozen: TypeAlias = "FrozenWeight | FrozenTensor"
 
 
 # Dynamo would trace into the gather, and take its buffers, and whether they hold the weight, for constants.
@@ -160,24 +155,16 @@ def _linear(x: Tensor, bias: Tensor | None, weight: Frozen, dtype: torch.dtype) 
     return F.linear(x.to(dtype), weight.dense(dtype, x.device), None if bias is None else bias.to(dtype))
 
 
-class _Context(Protocol):
-    weight: Frozen
-    dtype: torch.dtype
-    input_dtype: torch.dtype
-    bias_dtype: torch.dtype | None
-    needs_input_grad: tuple[bool, ...]
-
-
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, bias: Tensor | None, weight: Frozen, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, weight: Frozen, dtype: torch.dtype) -> Tensor:
         # The weight itself, not its dequantized values, which would stay in memory until the backward.
         ctx.weight, ctx.dtype, ctx.input_dtype = weight, dtype, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return _linear(x, bias, weight, dtype)
 
     @staticmethod
-    def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (gradient,) = gradients
         for_x = for_bias = None
         if ctx.needs_input_grad[0]:
@@ -230,14 +217,12 @@ class FrozenTensor(Tensor):
 
     def dense(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the weight as a plain tensor, for callers that autograd does not look into. Collective."""
-        first, *others = self.views or (None,)
-        if isinstance(first, _Row):
-            dense = self.frozen.dense_row(first.index, dtype, device)
+        views = self.views
+        if views and len(self.frozen.shape) == 3 and views[0].func is _SELECT and views[0].args[0] == 0:
+            dense, views = self.frozen.dense_row(views[0].args[1], dtype, device), views[1:]
         else:
             dense = self.frozen.dense(dtype, device)
-            others = list(self.views)
-        for view in others:
-            assert view is not None
+        for view in views:
             dense = view(dense)
         return dense
 
@@ -312,17 +297,12 @@ class View:
         return self.func(tensor, *self.args, **self.kwargs)
 
 
-class _Row(View):
-    @property
-    def index(self) -> int:
-        return self.args[1]
-
-
+_SELECT = torch.ops.aten.select.int
 # The views that modules of experts make. Any other view dequantizes first.
 _VIEWS = (
     torch.ops.aten.detach.default,
     torch.ops.aten.alias.default,
-    torch.ops.aten.select.int,
+    _SELECT,
     torch.ops.aten.t.default,
     torch.ops.aten.transpose.int,
     torch.ops.aten.permute.default,
@@ -342,9 +322,7 @@ def _view(
     like = func(torch.empty_strided(tensor.shape, tensor.stride(), device="meta"), *args, **kwargs)
     if func in _VIEWS[:2]:  # detach and alias change nothing that must be applied later
         return FrozenTensor(tensor.frozen, tensor.views, like)
-    whole_row = not tensor.views and tensor.dim() == 3 and func is torch.ops.aten.select.int and args[0] == 0
-    view = (_Row if whole_row else View)(func, args, kwargs)
-    return FrozenTensor(tensor.frozen, (*tensor.views, view), like)
+    return FrozenTensor(tensor.frozen, (*tensor.views, View(func, args, kwargs)), like)
 
 
 def frozen_tensor(frozen: FrozenWeight) -> FrozenTensor:
@@ -623,7 +601,7 @@ def _linear_8bit(parameter: nn.Parameter, modules: tuple[nn.Module, ...]) -> Pac
     scales = next((s for s in (getattr(parameter, "SCB", None), getattr(state, "SCB", None)) if s is not None), None)
     if parameter.dtype != torch.int8 or scales is None:  # not quantized yet, which it is on its way to a device
         return None
-    parts = {"codes": parameter.detach().as_subclass(Tensor), "scales": scales}
+    parts = {"codes": parameter.detach().as_subclass(Tensor), "scale": scales}
     stored = Int8Rows(parameter.shape, torch.bfloat16, {})
     return PackedLinear(parameter, stored_in(stored, parts), modules, ("state", "index"))
 

@@ -22,7 +22,7 @@ from fsdp_zpp.codecs import NF4, Int4, Int8
 from fsdp_zpp.comm.agreement import agree, from_first_rank
 from fsdp_zpp.comm.mesh import compute_device
 from fsdp_zpp.frozen.stored.format import StoredCodec
-from fsdp_zpp.names import base_fqns, model_name, original_path
+from fsdp_zpp.names import base_fqns, join_fqn, model_name, original_path
 from fsdp_zpp.runtime.api import DTYPES, check_folder, check_module, ranks_of
 from fsdp_zpp.runtime.full_tensors import tensors_of
 
@@ -39,7 +39,7 @@ from .checkpoint_reading import (
 )
 from .frozen_base import FrozenBase, FrozenReport, log_report
 from .hugging_face import on_first_rank
-from .quantize import FiniteSlice, FreezableWeight, Selection, refuse_infinite_values, select
+from .quantize import FreezableWeight, Selection, refuse_infinite_values, select
 from .weight import FrozenWeight, Placement, Storable, place_base
 
 # ---- writes
@@ -159,12 +159,6 @@ def full_codes(weight: FrozenWeight) -> tuple[Tensor, Tensor]:
     return codes.cpu().clone(), scales.cpu().clone()
 
 
-def index_text(files: dict[str, str], weights: dict[str, SavedWeight]) -> str:
-    described = {name: asdict(stored) for name, stored in weights.items()}
-    metadata = {"format": FORMAT, "version": VERSION, "weights": described}
-    return json.dumps({"metadata": metadata, "weight_map": files}, indent=1)
-
-
 def read_base(folder: Path) -> tuple[TensorFiles, dict[str, SavedWeight]]:
     """Return the files of a complete quantized base and each weight's metadata; the headers are checked against it."""
     path = folder / BASE_INDEX
@@ -262,7 +256,10 @@ class BaseWriter:
         self._flush()
         if not self._error:
             try:
-                write_whole(self._folder / BASE_INDEX, index_text(self._files, stored), self._check_files)
+                described = {name: asdict(weight) for name, weight in stored.items()}
+                metadata = {"format": FORMAT, "version": VERSION, "weights": described}
+                index = json.dumps({"metadata": metadata, "weight_map": self._files}, indent=1)
+                write_whole(self._folder / BASE_INDEX, index, self._check_files)
             except OSError as failure:
                 self._error = str(failure)
         if self._error:
@@ -457,19 +454,14 @@ def _nbytes(size: object) -> int:
 def _not_quantized(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """Gather frozen parameters and persistent buffers on the first rank, by names in the base. Collective."""
     bases = {original_path(path): base for path, base, _ in base_fqns(model)}
-
-    def name_of(path: str) -> str | None:
-        module, _, own_name = path.rpartition(".")
+    names, wanted = {}, []
+    for tensor in tensors_of(model):
+        module, _, own_name = tensor.names[0].rpartition(".")
         base = bases[module]
-        return None if base is None else f"{base}.{own_name}".removeprefix(".")
-
-    wanted = [
-        tensor
-        for tensor in tensors_of(model)
-        if (tensor.is_buffer or not tensor.full.requires_grad) and name_of(tensor.names[0]) is not None
-    ]
-    named = {name_of(path): tensor for path, tensor in on_first_rank(wanted, group).items()}
-    return {name: tensor for name, tensor in named.items() if name is not None}
+        if base is not None and (tensor.is_buffer or not tensor.full.requires_grad):
+            names[tensor.names[0]] = join_fqn(base, own_name)
+            wanted.append(tensor)
+    return {names[path]: tensor for path, tensor in on_first_rank(wanted, group).items()}
 
 
 # ---- loading
@@ -534,7 +526,11 @@ def load_frozen_params(
     bytes_before = sum(weight.candidate.parameter.nbytes for weight in read.weights)
     for quantized in read.weights:
         base.add(quantized.weight, quantized.row, quantized.candidate.sites)
-    left = {tensor.name: tensor for tensor, _ in read.others if _is_frozen(tensor)}
+    left = {
+        tensor.name: tensor
+        for tensor, _ in read.others
+        if isinstance(tensor.tensor, nn.Parameter) and not tensor.tensor.requires_grad
+    }
     for tensor, value in read.others:
         tensor.fill(value, kept_on or torch.device("cpu"))
     report = FrozenReport(
@@ -588,8 +584,9 @@ def _read(
             candidate.name, candidate.parameter.shape, stored_weight.torch_dtype(), stored_weight.make_codec(), where
         )
         codes, scales = f"{key}.{CODES}", f"{key}.{SCALES}"
-        finite = FiniteSlice(files.slice(scales), f"{files.file_of(scales)} is broken: {scales}", REMEDY)
-        row = weight.local_payload_from_slices(files.slice(codes), finite)
+        row = weight.local_payload_from_slices(files.slice(codes), files.slice(scales))
+        _, own_scales = weight.codes_and_scales(row.unsqueeze(0))
+        refuse_infinite_values(own_scales, f"{files.file_of(scales)} is broken: {scales}", REMEDY)
         kept_on = candidate.parameter.device if device is None else device
         weights.append(_Quantized(candidate, weight, row.to("cpu" if kept_on.type == "meta" else kept_on)))
     index = repr([stored, [(key, files.file_of(key).name) for key in files]])
@@ -634,7 +631,3 @@ def _check_both_ways(
                 )
         else:
             check_header(tensor, key, files.header(key), files.file_of(key))
-
-
-def _is_frozen(tensor: ModelTensor) -> bool:
-    return isinstance(tensor.tensor, nn.Parameter) and not tensor.tensor.requires_grad

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from fsdp_zpp.frozen.stored.format import StoredWeight, stacked, stored_in
+from fsdp_zpp.frozen.stored.format import StoredFormat, StoredWeight, stacked, stored_in
 from fsdp_zpp.names import base_fqns, join_fqn, model_name
 from fsdp_zpp.runtime.api import DTYPES
 
@@ -31,7 +31,7 @@ from .weight import FrozenWeight, ReadValues
 #
 # Safetensors files and their indexes. Whatever is read is validated; each error names the file and the remedy.
 
-# Dtypes by their names in files. Others, such as fp8, are left out: they need scales that are stored elsewhere.
+# Dtypes by their names in files, without those that need scales that are stored elsewhere.
 STORED_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -44,6 +44,7 @@ STORED_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_SCALED_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu}
 
 OTHER_FILES = "read different files from"  # for the error of comm.agreement.agree
 _INDEX = ".safetensors.index.json"
@@ -80,6 +81,14 @@ class TensorFiles:
         part = self.slice(key)
         dtype = part.get_dtype()
         return TensorHeader(tuple(part.get_shape()), STORED_DTYPES.get(dtype, dtype))
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return self.header(key).shape
+
+    def dtype(self, key: str) -> torch.dtype | str:
+        """Return the dtype of a tensor, also if it needs scales; its name in the file if torch has none."""
+        dtype = self.header(key).dtype
+        return _SCALED_DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
 
     def slice(self, key: str) -> Any:
         """Return a tensor that is read lazily, by indexing; the results alias the file."""
@@ -341,93 +350,12 @@ def _declared_ties(module: nn.Module) -> list[tuple[str, str]]:
     return list(ties.items()) if isinstance(ties, dict) else []
 
 
-# ---- decoded files
+# ---- checkpoint tensors
 #
-# Tensors of a checkpoint, of which some are stored quantized: they are shown, and read, decoded.
-
-# Dtypes that have no meaning without scales.
-_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu}
-
-
-class DecodedFiles:
-    """Tensors in files; the parts of a quantized weight are one tensor, under the weight's name."""
-
-    def __init__(self, files: TensorFiles) -> None:
-        self.source = files.source
-        self._files = files
-        config = read_config(files.source)
-        try:
-            self._stored = find_stored(_Described(files), config)
-        except ValueError as error:
-            raise ValueError(f"{files.source}: {error}") from error
-        parts = {key for stored in self._stored.values() for key in stored.keys.values()}
-        self._keys = dict.fromkeys([key for key in files if key not in parts] + list(self._stored))
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._keys
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def stored(self, key: str) -> StoredWeight | None:
-        if key not in self._stored:
-            return None
-        stored = self._stored[key]
-        return stored_in(stored, {role: self._files.slice(name) for role, name in stored.keys.items()})
-
-    def description(self, key: str) -> str:
-        return self._stored[key].description if key in self._stored else "as it is"
-
-    def file_of(self, key: str) -> Path:
-        return self._files.file_of(self._first(key))
-
-    def header(self, key: str) -> TensorHeader:
-        if key not in self._stored:
-            return self._files.header(key)
-        return TensorHeader(tuple(self._stored[key].shape), self._stored[key].dtype)
-
-    def values(self, key: str, first: int, last: int) -> Tensor:
-        """Read the flat values ``first`` to ``last - 1`` of a tensor, fp32 if it is stored quantized."""
-        stored = self.stored(key)
-        return self._files.values(key, first, last) if stored is None else stored.values(first, last)
-
-    def read(self, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Copy a tensor, in ``dtype`` if it is stored quantized, so that its values are rounded once."""
-        stored = self.stored(key)
-        if stored is None:
-            return self._files.read(key)
-        return stored.values(0, stored.shape.numel(), dtype).view(stored.shape)
-
-    def _first(self, key: str) -> str:
-        return next(iter(self._stored[key].keys.values())) if key in self._stored else key
-
-
-class _Described:  # implements StoredTensors
-    def __init__(self, files: TensorFiles) -> None:
-        self._files = files
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._files
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        return self._files.header(key).shape
-
-    def dtype(self, key: str) -> torch.dtype | str:
-        dtype = self._files.header(key).dtype
-        return _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
-
-    def read(self, key: str) -> Tensor:
-        return self._files.read(key)
-
-
-# ---- expert stacks
+# Tensors of a checkpoint, by their names in models. Weights that are stored quantized are shown, and read, decoded.
 #
-# Experts of MoE layers, which checkpoints store as single matrices and models of transformers as stacks.
-#
-# A model's ``mlp.experts.gate_up_proj`` has the shape ``[experts, gate and up, width]``. Files have
+# Experts of MoE layers are single matrices in checkpoints and stacks in models of transformers. A model's
+# ``mlp.experts.gate_up_proj`` has the shape ``[experts, gate and up, width]``. Files have
 # ``mlp.experts.0.gate_proj.weight`` and so on, as models had before transformers 5, and as transformers still saves
 # them. The matrices of a stack are put together as they are read.
 
@@ -437,91 +365,136 @@ _PARTS = {
     "gate_up_proj": (("gate_proj.weight", "up_proj.weight"), ("w1.weight", "w3.weight")),
     "down_proj": (("down_proj.weight",), ("w2.weight",)),
 }
-
 _MIXTRAL = (".block_sparse_moe.", ".mlp.")  # the name of Mixtral's MoE layer in files and in models
 
 
-class StackedFiles:
-    """Tensors in files, and stacks that are assembled from them."""
+class PlainTensor:
+    """A tensor that is stored as it is."""
 
-    def __init__(self, files: DecodedFiles) -> None:
-        self.source = files.source
-        self._files = files
-        self._stacks = _stacks_in(files)
-        self._renamed = {key.replace(*_MIXTRAL): key for key in files if _MIXTRAL[0] in key}
+    description = "as it is"
+
+    def __init__(self, files: TensorFiles, key: str) -> None:
+        self._files, self._key = files, key
+        self.parts = [key]  # names in the files of the tensors that it is read from
 
     @property
-    def keys(self) -> list[str]:
-        return list(dict.fromkeys([*self._files, *self._stacks, *self._renamed]))
+    def file(self) -> Path:
+        return self._files.file_of(self._key)
 
-    def parts(self, key: str) -> list[str]:
-        """Return the names in the files of the tensors that ``key`` is read from."""
-        # Here and below, a tensor that the files store under this very name takes precedence over an assembled stack.
-        if key in self._files:
-            return [key]
-        return (
-            [part for matrix in self._stacks[key] for part in matrix] if key in self._stacks else [self._renamed[key]]
-        )
+    def header(self) -> TensorHeader:
+        return self._files.header(self._key)
 
-    def description(self, key: str) -> str:
-        return self._files.description(self.parts(key)[0])
+    def values(self, first: int, last: int) -> Tensor:
+        return self._files.values(self._key, first, last)
 
-    def file_of(self, key: str) -> object:
-        return self._files.file_of(self.parts(key)[0])
+    def read(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Copy the tensor; ``dtype`` is that of weights that are stored quantized, whose values are rounded once."""
+        return self._files.read(self._key)
 
-    def header(self, key: str) -> TensorHeader:
-        if key not in self._stacks or key in self._files:
-            return self._files.header(self.parts(key)[0])
-        matrices = [[self._files.header(part) for part in matrix] for matrix in self._stacks[key]]
+    def stored(self) -> StoredWeight | None:
+        """Return a weight as it is stored; None if it is not quantized.
+
+        Raises:
+            NoStackError: If its matrices can't be put together without being decoded.
+        """
+        return None
+
+
+class QuantizedTensor(PlainTensor):
+    def __init__(self, files: TensorFiles, key: str, format: StoredFormat) -> None:
+        super().__init__(files, key)
+        self._format, self.description = format, format.description
+
+    @property
+    def file(self) -> Path:
+        return self._files.file_of(next(iter(self._format.keys.values())))
+
+    def header(self) -> TensorHeader:
+        return TensorHeader(tuple(self._format.shape), self._format.dtype)
+
+    def values(self, first: int, last: int) -> Tensor:
+        return self.stored().values(first, last)
+
+    def read(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.stored().values(0, self._format.shape.numel(), dtype).view(self._format.shape)
+
+    def stored(self) -> StoredWeight:
+        return stored_in(self._format, {role: self._files.slice(name) for role, name in self._format.keys.items()})
+
+
+class ExpertStack(PlainTensor):
+    """A stack of matrices, each of which consists of the tensors in a row of ``matrices``, top to bottom."""
+
+    def __init__(self, files: TensorFiles, key: str, matrices: list[list[PlainTensor]]) -> None:
+        super().__init__(files, key)
+        self._matrices, self.description = matrices, matrices[0][0].description
+        self.parts = [part for matrix in matrices for tensor in matrix for part in tensor.parts]
+
+    @property
+    def file(self) -> Path:
+        return self._matrices[0][0].file
+
+    def header(self) -> TensorHeader:
+        matrices = [[part.header() for part in matrix] for matrix in self._matrices]
         first = matrices[0][0]
         if any(matrix != matrices[0] for matrix in matrices) or any(
             len(part.shape) != 2 or part.shape[1:] != first.shape[1:] or part.dtype != first.dtype
             for part in matrices[0]
         ):
             raise ValueError(
-                f"the experts of {key} differ in shape or dtype in {self.source}; give a complete checkpoint"
+                f"the experts of {self._key} differ in shape or dtype in {self._files.source}; give a complete "
+                "checkpoint"
             )
         return TensorHeader((len(matrices), sum(part.shape[0] for part in matrices[0]), *first.shape[1:]), first.dtype)
 
-    def values(self, key: str, first: int, last: int) -> Tensor:
-        if key in self._files or key not in self._stacks:
-            return self._files.values(self.parts(key)[0], first, last)
+    def values(self, first: int, last: int) -> Tensor:
         # All matrices have the shape of the first: the header says so.
-        sizes = [torch.Size(self._files.header(part).shape).numel() for part in self._stacks[key][0]]
+        sizes = [torch.Size(part.header().shape).numel() for part in self._matrices[0]]
         pieces = []
         for matrix in range(first // sum(sizes), -(-last // sum(sizes))):
             start = matrix * sum(sizes)
-            for part, size in zip(self._stacks[key][matrix], sizes, strict=True):
+            for part, size in zip(self._matrices[matrix], sizes, strict=True):
                 if first < start + size and start < last:
-                    pieces.append(self._files.values(part, max(first - start, 0), min(last - start, size)))
+                    pieces.append(part.values(max(first - start, 0), min(last - start, size)))
                 start += size
         return torch.cat(pieces)
 
-    def read(self, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        if key in self._files or key not in self._stacks:
-            return self._files.read(self.parts(key)[0], dtype)
-        matrices = self._stacks[key]
-        return torch.stack([torch.cat([self._files.read(part, dtype) for part in matrix]) for matrix in matrices])
+    def read(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.stack([torch.cat([part.read(dtype) for part in matrix]) for matrix in self._matrices])
 
-    def stored(self, key: str) -> StoredWeight | None:
-        """Return a weight that is stored quantized; None for any other tensor.
-
-        Raises:
-            NoStackError: If its matrices can't be put together without being decoded.
-        """
-        if key in self._files or key not in self._stacks:
-            return self._files.stored(self.parts(key)[0])
-        matrices = [[self._files.stored(part) for part in matrix] for matrix in self._stacks[key]]
+    def stored(self) -> StoredWeight | None:
+        matrices = [[part.stored() for part in matrix] for matrix in self._matrices]
         known = [[part for part in matrix if part is not None] for matrix in matrices]
         if not any(known):
             return None
         if known != matrices:
-            raise ValueError(f"some matrices of {key} are quantized, and others are not; give a complete checkpoint")
-        return stacked(known, key)
+            raise ValueError(
+                f"some matrices of {self._key} are quantized, and others are not; give a complete checkpoint"
+            )
+        return stacked(known, self._key)
+
+
+def checkpoint_tensors(files: TensorFiles) -> dict[str, PlainTensor]:
+    """Return all tensors of a checkpoint, and the stacks that can be made of them, by their names in models."""
+    config = read_config(files.source)
+    try:
+        quantized = find_stored(files, config)
+    except ValueError as error:
+        raise ValueError(f"{files.source}: {error}") from error
+    of_quantized = {key for stored in quantized.values() for key in stored.keys.values()}
+    tensors = {key: PlainTensor(files, key) for key in files if key not in of_quantized}
+    tensors |= {key: QuantizedTensor(files, key, stored) for key, stored in quantized.items()}
+    stacks = {
+        key: ExpertStack(files, key, [[tensors[name] for name in names] for names in matrices])
+        for key, matrices in _stacks_in(tensors).items()
+    }
+    renamed = {key.replace(*_MIXTRAL): tensor for key, tensor in tensors.items() if _MIXTRAL[0] in key}
+    # A tensor that the files store under this very name takes precedence over an assembled stack.
+    return tensors | {key: tensor for key, tensor in (renamed | stacks).items() if key not in tensors}
 
 
 def _stacks_in(keys: Iterable[str]) -> dict[str, list[list[str]]]:
-    """Return the stored matrices that form each matrix of each stack."""
+    """Return the names of the stored matrices that form each matrix of each stack."""
     experts: dict[str, dict[int, set[str]]] = {}
     for key in keys:
         if match := _EXPERT.fullmatch(key):
@@ -553,25 +526,6 @@ _REMEDY = "give a complete checkpoint of this model in safetensors, downloaded o
 _COMPARED = 2**22
 
 
-class WeightSource(Protocol):
-    def cover(self, model: nn.Module) -> list[ModelTensor]:
-        """Return the tensors to read, which fit ``model`` and include all that it needs. Changes nothing."""
-
-    def reader(self, tensor: ModelTensor) -> ReadValues: ...
-
-    def read(self, tensor: ModelTensor) -> Tensor: ...
-
-    def stored(self, tensor: ModelTensor) -> StoredWeight | None:
-        """Return ``tensor`` as it is stored; None if it is stored in full precision.
-
-        Raises:
-            NoStackError: If only its decoded values can be read.
-        """
-
-    def summary(self) -> str:
-        """Return, as text, what must be the same on all ranks."""
-
-
 class Checkpoint:
     """Weights in safetensors files: a file, an index, or a folder with either.
 
@@ -585,46 +539,48 @@ class Checkpoint:
             files, _ = read_index(self._source, _REMEDY)
         else:
             files = dict.fromkeys(open_file(self._source, _REMEDY).keys(), self._source)
-        self._files = StackedFiles(DecodedFiles(TensorFiles(files, self._source, _REMEDY)))
-        self._keys: dict[ModelTensor, str] = {}
+        self._tensors = checkpoint_tensors(TensorFiles(files, self._source, _REMEDY))
+        self._found: dict[ModelTensor, PlainTensor] = {}
         self._headers: list[tuple[str, TensorHeader, str]] = []
 
     def cover(self, model: nn.Module) -> list[ModelTensor]:
-        matches = match_keys(model, self._files.keys, f"the checkpoint {self._source}", _REMEDY)
+        """Return the tensors to read, which fit ``model`` and include all that it needs. Changes nothing."""
+        matches = match_keys(model, self._tensors, f"the checkpoint {self._source}", _REMEDY)
         for tensor, keys in matches:
             for key in keys:
-                header = self._files.header(key)
-                check_header(tensor, key, header, f"the checkpoint's {self._files.file_of(key)}")
-                self._headers.append((key, header, self._files.description(key)))
+                header = self._tensors[key].header()
+                check_header(tensor, key, header, f"the checkpoint's {self._tensors[key].file}")
+                self._headers.append((key, header, self._tensors[key].description))
             for other in keys[1:]:
                 self._check_equal(model, keys[0], other)
-            self._keys[tensor] = keys[0]
+            self._found[tensor] = self._tensors[keys[0]]
         if self._warns:
             self._warn_of_others(model)
-        return list(self._keys)
+        return list(self._found)
 
     def reader(self, tensor: ModelTensor) -> ReadValues:
-        key = self._keys[tensor]
-        return lambda first, last: self._files.values(key, first, last)
+        return self._found[tensor].values
 
     def read(self, tensor: ModelTensor) -> Tensor:
-        return self._files.read(self._keys[tensor], tensor.tensor.dtype)
+        return self._found[tensor].read(tensor.tensor.dtype)
 
     def stored(self, tensor: ModelTensor) -> StoredWeight | None:
-        return self._files.stored(self._keys[tensor])
+        """Return ``tensor`` as it is stored, as :meth:`PlainTensor.stored` does."""
+        return self._found[tensor].stored()
 
     def summary(self) -> str:
+        """Return, as text, what must be the same on all ranks."""
         return repr(self._headers)
 
     def _check_equal(self, model: nn.Module, one: str, other: str) -> None:
         """Raise if two tensors that the model ties differ in the files."""
-        shape = self._files.header(one).shape
+        a, b = self._tensors[one], self._tensors[other]
+        shape = torch.Size(a.header().shape)
         if not shape:
-            same = torch.equal(self._files.read(one), self._files.read(other))
+            same = torch.equal(a.read(), b.read())
         else:
-            numel = torch.Size(shape).numel()
-            some = [(first, min(first + _COMPARED, numel)) for first in range(0, numel, _COMPARED)]
-            same = all(torch.equal(self._files.values(one, *each), self._files.values(other, *each)) for each in some)
+            some = [(first, min(first + _COMPARED, shape.numel())) for first in range(0, shape.numel(), _COMPARED)]
+            same = all(torch.equal(a.values(*each), b.values(*each)) for each in some)
         if not same:
             raise ValueError(
                 f"this {model_name(model)} ties {one} and {other}, but they differ in the checkpoint {self._source}; "
@@ -635,10 +591,9 @@ class Checkpoint:
         # The checkpoint may be of a larger model.
         known = {key for tensor in model_tensors(model) for key in tensor.keys}
         known |= {name for names in frozen_names(model).values() for name in names}
-        parts = {key: self._files.parts(key) for key in self._files.keys}
-        used = {part for key in known & parts.keys() for part in parts[key]}
+        used = {part for key in known & self._tensors.keys() for part in self._tensors[key].parts}
         # Matrices of a stack are used by the stack's name; a renamed key is not a tensor of its own.
-        if others := [key for key, those in parts.items() if those == [key] and key not in used]:
+        if others := [key for key, tensor in self._tensors.items() if tensor.parts == [key] and key not in used]:
             logger.warning(
                 "%s: the checkpoint %s has %d tensors that the model has no place for: %s",
                 model_name(model),
@@ -684,6 +639,9 @@ class Generated:
 
     def summary(self) -> str:
         return ""
+
+
+WeightSource = Checkpoint | Generated
 
 
 def source_from(checkpoint: Source, warns: bool) -> WeightSource:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -84,23 +84,13 @@ def log_report(reports: list[FrozenReport]) -> None:
 
 def merge(reports: list[FrozenReport]) -> FrozenReport:
     """Merge the reports on parts of a model, under the name of the last."""
-    first, last = reports[0], reports[-1]
     left: dict[str, tuple[str, ...]] = {}
     for report in reports:
         for reason, names in report.left.items():
             left[reason] = (*left.get(reason, ()), *names)
-    return FrozenReport(
-        last.model,
-        first.codec,
-        first.placement,
-        sum(report.weights for report in reports),
-        sum(report.parameters for report in reports),
-        sum(report.bytes_before for report in reports),
-        sum(report.bytes_after for report in reports),
-        left,
-        sum(report.parameters_left for report in reports),
-        sum(report.stored for report in reports),
-    )
+    counts = ("weights", "parameters", "bytes_before", "bytes_after", "parameters_left", "stored")
+    sums = {name: sum(getattr(report, name) for report in reports) for name in counts}
+    return replace(reports[0], model=reports[-1].model, left=left, **sums)
 
 
 def _size(nbytes: int) -> str:
@@ -271,13 +261,11 @@ def _check_agreement(model: str, groups: Groups) -> None:
         check_agreement(group, f"the first use of the frozen base of {model}", facts)
 
 
-def _named_units(root: nn.Module) -> list[tuple[str, str, FrozenWeight]]:
+def _named_units(root: nn.Module) -> Iterator[tuple[str, str, FrozenWeight]]:
+    """Yield the FQN, and the name of the unit, of each frozen weight."""
     modules = dict(root.named_modules())
-    named = []
     for path, _, name, weight in frozen_sites(root):
-        unit = original_path(unit_path(path, modules))
-        named.append((parameter_name(path, name), unit, weight))
-    return named
+        yield parameter_name(path, name), original_path(unit_path(path, modules)), weight
 
 
 # ---- resharding
@@ -306,7 +294,8 @@ def follow_strategy(module: nn.Module, mesh: ProcessMesh) -> None:
     for weight in moving:  # all before the first moves, so that an error leaves the base as it was
         _check_movable(weight, mesh)
     for weight in moving:
-        _move(weight, Placement(weight.placement.scope, mesh))
+        device, rows = weight.device, _all_rows(weight)
+        weight.holder = UngroupedPayload(weight.recut(rows, Placement(weight.placement.scope, mesh)).to(device))
     if moving and mesh.rank == 0:
         logger.info(
             "%s: %d frozen weights are now sharded over %s, the nodes of the strategy that wraps them",
@@ -347,11 +336,6 @@ def _check_movable(weight: FrozenWeight, mesh: ProcessMesh) -> None:
             f"{mesh.topology}, and chunks encoded by {weight.codec} can't be re-cut; pass gpus_per_node="
             f"{mesh.topology.gpus_per_node} to quantize_frozen_params"
         )
-
-
-def _move(weight: FrozenWeight, placement: Placement) -> None:
-    device = weight.device
-    weight.holder = UngroupedPayload(weight.recut(_all_rows(weight), placement).to(device))
 
 
 def _all_rows(weight: FrozenWeight) -> Tensor:

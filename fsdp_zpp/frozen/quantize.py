@@ -35,7 +35,7 @@ from ._torch_modules import (
 )
 from .checkpoint_reading import OTHER_FILES, ModelTensor, Source, WeightSource, source_from
 from .frozen_base import FrozenBase, FrozenReport, follow_strategy, log_report
-from .weight import FrozenWeight, Placement, ReadValues, Sliceable, place_base
+from .weight import FrozenWeight, Placement, ReadValues, place_base
 
 # ---- finite
 #
@@ -60,16 +60,6 @@ def finite_values(read: ReadValues, name: str, remedy: str) -> ReadValues:
         return values
 
     return checked
-
-
-class FiniteSlice:
-    def __init__(self, of: Sliceable, name: str, remedy: str) -> None:
-        self._of, self._name, self._remedy = of, name, remedy
-
-    def __getitem__(self, index: slice) -> Tensor:
-        values = self._of[index]
-        refuse_infinite_values(values, self._name, self._remedy)
-        return values
 
 
 # ---- selection
@@ -166,7 +156,9 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), u
     reshard(model)  # a parameter that fully_shard has gathered is a plain tensor, but still FSDP's
     selection, seen = Selection(), set()
     ignored_ids, adapters = {id(tensor) for tensor in ignored}, _adapter_modules(model)
-    sites_of, sharded, under_fsdp = _sites_by_parameter(model), sharded_parameters(model), _under_fully_shard(model)
+    sites_of, sharded = _sites_by_parameter(model), sharded_parameters(model)
+    fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    under_fsdp = {part for module in fsdp_modules for part in module.modules()}
     for path, module in model.named_modules():
         shapes = {name: shape for name, (_, shape) in sharded[module].items()}
         # FullyShardedDataParallel does not have modules show all of what it has sharded.
@@ -193,19 +185,10 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), u
             if reason is None:
                 selection.chosen.append(FreezableWeight(parameter, sites, packed))
                 if packed is not None:  # its scales go with it
-                    seen |= {
-                        id(each)
-                        for name in packed.beside
-                        for each in [module._parameters.get(name)]
-                        if each is not None
-                    }
+                    seen |= {id(module._parameters.get(name)) for name in packed.beside}
             else:
                 selection.left.setdefault(reason, []).append((parameter_name(path, name), parameter))
     return selection
-
-
-def _under_fully_shard(model: nn.Module) -> set[nn.Module]:
-    return {part for module in model.modules() if isinstance(module, FSDPModule) for part in module.modules()}
 
 
 def _unfit(
@@ -368,29 +351,30 @@ def _stored_in_model(packed: PackedLinear, options: FrozenOptions, device: torch
     stored = packed.stored
     if options.broadcast is None:
         return stored
-    # All of them, as in _reader: each rank needs others.
-    whole = stored.records(0, stored.format.groups).to(device)
-    dist.broadcast(whole, src=dist.get_global_rank(options.broadcast, 0), group=options.broadcast)
+    whole = _from_first(stored.records(0, stored.format.groups).to(device), options.broadcast)
     return StoredWeight(stored.format, lambda first, last: whole[first:last])
 
 
 def _reader(candidate: FreezableWeight, options: FrozenOptions, device: torch.device) -> ReadValues:
     """Return a function that reads values of a weight: from the model, or from the first rank's. Collective."""
-    parameter = candidate.parameter
+    parameter, packed = candidate.parameter, candidate.packed
     if options.broadcast is None:
-        if candidate.packed is not None:
-            return candidate.packed.stored.values
+        if packed is not None:
+            return packed.stored.values
         flat = parameter.detach().reshape(-1)
-        return lambda first, last: flat[first:last]
-    group = options.broadcast
-    # All values at once, though a rank keeps few of them: they are one rank's, and each rank needs others.
-    if candidate.packed is not None:
-        whole = candidate.packed.stored.values(0, candidate.shape.numel()).to(device)
     else:
-        whole = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)
-    whole = whole.contiguous().view(-1)
+        if packed is not None:
+            whole = packed.stored.values(0, candidate.shape.numel()).to(device)
+        else:
+            whole = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)
+        flat = _from_first(whole.contiguous().view(-1), options.broadcast)
+    return lambda first, last: flat[first:last]
+
+
+def _from_first(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # All values at once, though a rank keeps few of them: they are one rank's, and each rank needs others.
     dist.broadcast(whole, src=dist.get_global_rank(group, 0), group=group)
-    return lambda first, last: whole[first:last]
+    return whole
 
 
 # ---- from strategy
@@ -417,11 +401,11 @@ def quantize_for(
 
     Args:
         strategy: The strategy; its parameter scope places the weights.
-        module: The module that is about to be sharded.
+        module: The module that is about to be sharded, over the ranks of ``mesh``.
         mesh: The ranks of the strategy.
-        ignored: Parameters that FSDP was told to ignore.
-        device: The device that FSDP was told to move the module to.
-        dtype: The dtype that FSDP was told to compute in.
+        ignored: As FSDP was told, like ``device`` and ``dtype``.
+        device: Where FSDP moves the module to.
+        dtype: The dtype that FSDP computes in.
         broadcast: The group whose first rank has the right values; None if every rank has them.
         is_part: Whether other strategies shard the rest of the module, so that quantized weights stay where they are.
 
@@ -586,7 +570,8 @@ def quantize_frozen_params(
         >>> quantize_frozen_params(model, Int8(256))
         >>> model = FullyShardedDataParallel(model, sharding_strategy=Strategy.zeropp(), use_orig_params=True, ...)
     """
-    chosen = _codec_of(codec)
+    # _check_arguments raises, on all ranks, if it is no codec.
+    chosen: Any = NAMED.get(codec, codec) if isinstance(codec, str) else codec
     group = ranks_of(model, process_group)
     in_the_model = checkpoint is None and not sync_module_states
 
@@ -630,11 +615,6 @@ def quantize_frozen_params(
     for tensor, value in read.others if read is not None else ():
         tensor.fill(value, options.device or torch.device("cpu"))
     return report
-
-
-def _codec_of(codec: object) -> Codec:
-    given: Any = NAMED.get(codec, codec) if isinstance(codec, str) else codec
-    return given  # _check_arguments raises, on all ranks, if it is no codec
 
 
 def _check_arguments(model: object, codec: object, min_numel: object, dtype: object) -> None:

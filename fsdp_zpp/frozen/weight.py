@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -356,11 +356,6 @@ class Gathered(Protocol):
     def split(self, gathered: Tensor) -> Sequence[Tensor]: ...
 
 
-class _Place(NamedTuple):
-    gathered: Tensor
-    parts: Sequence[Tensor]  # views of gathered, one for each weight
-
-
 @dataclass
 class _Buffer:
     """Memory for one gathered unit, kept from unit to unit: allocations that cross streams fragment the memory."""
@@ -368,7 +363,7 @@ class _Buffer:
     memory: Tensor | None = None
     unit: Gathered | None = None
     # Kept, since a unit comes back to the same memory in every step.
-    places: dict[Gathered, _Place] = field(default_factory=dict)
+    places: dict[Gathered, tuple[Tensor, Sequence[Tensor]]] = field(default_factory=dict)
     parts: Sequence[Tensor] = ()
     ready: torch.cuda.Event | None = None
 
@@ -380,12 +375,12 @@ class _Buffer:
             self.memory, self.parts = None, ()
             self.places.clear()
             self.memory = torch.empty(rows * nbytes, dtype=torch.uint8, device=unit.device)
-        place = self.places.get(unit)
-        if place is None:
+        if unit not in self.places:
             gathered = self.memory[: rows * nbytes].view(rows, nbytes)
-            place = self.places[unit] = _Place(gathered, unit.split(gathered))
-        self.unit, self.parts = unit, place.parts
-        return place.gathered
+            self.places[unit] = gathered, unit.split(gathered)
+        self.unit = unit
+        gathered, self.parts = self.places[unit]
+        return gathered
 
 
 class DoubleBuffer:

@@ -25,7 +25,6 @@ from torch.torch_version import TorchVersion
 
 from fsdp_zpp.comm.agreement import agree, from_first_rank, run_on_first_rank
 from fsdp_zpp.frozen.base_files import check_base, describe_base, write_whole
-from fsdp_zpp.fsdp2.fully_shard import fully_shard
 from fsdp_zpp.names import how_to_install
 from fsdp_zpp.runtime.checkpoint import CodecState
 from fsdp_zpp.runtime.monitor import Monitor, monitor
@@ -61,7 +60,6 @@ def require(distribution: str, least: str, *, purpose: str = "", install: str = 
 
 
 def absent(distribution: str, install: str = "") -> ImportError:
-    """Return the error for a framework that is not installed; for arguments see :func:`require`."""
     install = install or how_to_install(distribution)
     return ImportError(f"fsdp_zpp.integrations.{_module(distribution)} needs {distribution}: {install}")
 
@@ -83,7 +81,6 @@ PACKED_BASE = (
     "leave it out, and "
 )
 NO_PACKED_BASE = f"{PACKED_BASE}write fsdp_zpp: {{preset: mixzpp, frozen: nf4}}"
-"""Remedies for keys that ask for DeepSpeed, for an optimizer of whole matrices, or for a base in few bits."""
 
 
 def strategy_of(value: object) -> Strategy:
@@ -99,7 +96,6 @@ def strategy_of(value: object) -> Strategy:
 
 
 def quantizes(strategy: Strategy) -> bool:
-    """Return whether a strategy, or one of its overrides, quantizes frozen weights."""
     return any(each.frozen is not None for each in strategy.all_strategies)
 
 
@@ -116,7 +112,6 @@ def refuse_set(values: Mapping[str, Any], alternatives: Mapping[str, str], secti
 
 
 def check_strategy(strategy: object) -> None:
-    """Raise a TypeError unless ``strategy`` is a Strategy."""
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
 
@@ -148,25 +143,8 @@ class StepMonitor:
 #
 # Frameworks' own functions that shard, in which ``fully_shard`` is fsdp_zpp's with a strategy.
 #
-# Such functions import torch's ``fully_shard`` by name. While they run, every module that has that name has ours in its
-# place, so that no model needs a copy of what the framework does with it.
-
-
-def sharding_by(strategy: Strategy, *, reshards_always: bool = False) -> Any:
-    """Return a function that takes the arguments of torch's ``fully_shard`` and shards by a strategy.
-
-    Args:
-        strategy: The strategy.
-        reshards_always: Whether ``reshard_after_forward=True`` was asked for; as a default it is left to the strategy.
-    """
-
-    def fully_shard_by_strategy(module: Any, *, reshard_after_forward: Any = None, **arguments: Any) -> Any:
-        if reshard_after_forward is True and not reshards_always:
-            reshard_after_forward = None
-        return fully_shard(module, strategy=strategy, reshard_after_forward=reshard_after_forward, **arguments)
-
-    return fully_shard_by_strategy
-
+# They import torch's ``fully_shard`` by name. While they run, every module that has that name has ours in its place, so
+# that no model needs a copy of what the framework does with it.
 
 _IS_REPLACED = "_fsdp_zpp_replaces"
 
@@ -451,10 +429,8 @@ def _read(file: Path) -> tuple[dict[str, Any], str]:
 # rank's own, so it goes through torch.distributed.checkpoint into a folder: ``codecs`` inside of a checkpoint that is a
 # folder, and ``<file>.codecs`` beside one that is a file. A model without codec state leaves no such folder.
 
-State = dict[str, str | bytes]
 _CODECS_FOLDER = "codecs"
-_LAYOUT = "layout"
-"""Key that even the state dict of a :class:`CodecState` without any state has."""
+_LAYOUT = "layout"  # even the state dict of a CodecState without any state has it
 
 
 def save_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path, token: str = "") -> None:
@@ -485,8 +461,8 @@ def load_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoi
         return
     # Only what is there: a checkpoint of fewer ranks, or of other units, lacks keys, and CodecState says what follows.
     try:
-        saved = agree(dist.group.WORLD, lambda: _saved_keys(folder), lambda keys: "", "")
-        loaded = {key: value for key, value in state.items() if key in saved}
+        metadata = agree(dist.group.WORLD, dcp.FileSystemReader(folder).read_metadata, lambda metadata: "", "")
+        loaded = {key: value for key, value in state.items() if key in metadata.state_dict_metadata}
         dcp.load(loaded, checkpoint_id=folder)  # which raises on all ranks if it fails on any
     except (Exception, CheckpointException) as error:
         raise ValueError(
@@ -494,10 +470,6 @@ def load_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoi
             "from another checkpoint, or remove this folder to go on from this one with codec state that starts over"
         ) from error
     codecs.load_state_dict(loaded)
-
-
-def _saved_keys(folder: Path) -> set[str]:
-    return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
 def save_beside(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path, token: str) -> None:
@@ -519,7 +491,9 @@ def remove_codec_state(checkpoint: Path) -> None:
             shutil.rmtree(folder)
 
 
-def _codec_state_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[CodecState, State] | None:
+def _codec_state_of(
+    model: nn.Module, optimizers: Iterable[Optimizer]
+) -> tuple[CodecState, dict[str, str | bytes]] | None:
     if not named_units(model):  # only torch's own strategies are in the model
         return None
     codecs = CodecState(model, list(optimizers))

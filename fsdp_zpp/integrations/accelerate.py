@@ -13,7 +13,6 @@ import copy
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -258,8 +257,8 @@ def _following(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[No
 # and others have several. So while it saves and loads, its models are those that are trained, then the others, and each
 # of its optimizers is all of one model's: torch's state dicts take several for one.
 
-_MODEL = "_fsdp_zpp_model"
-"""Attribute of prepared optimizers: their model."""
+Folder = str | os.PathLike[str]
+_MODEL = "_fsdp_zpp_model"  # attribute of prepared optimizers
 
 
 def model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
@@ -295,24 +294,7 @@ def paired(accelerator: Accelerator) -> Iterator[None]:
         accelerator._models, accelerator._optimizers = models, optimizers
 
 
-def save_codec_states(
-    accelerator: ShardingAccelerator, models: list[nn.Module], weights: list[object], output_dir: str | os.PathLike[str]
-) -> None:
-    """Save all models' codec state, in a hook of ``save_state``."""
-    for model, optimizers, checkpoint in _codec_states(accelerator, output_dir):
-        save_beside(model, optimizers, checkpoint, accelerator._token)
-
-
-def load_codec_states(accelerator: Accelerator, models: list[nn.Module], input_dir: str | os.PathLike[str]) -> None:
-    """Load all models' codec state, in a hook of ``load_state``."""
-    # accelerate hands over the models that are still to be loaded, which is none under FSDP.
-    for model, optimizers, checkpoint in _codec_states(accelerator, input_dir):
-        load_beside(model, optimizers, checkpoint)
-
-
-def _codec_states(
-    accelerator: Accelerator, folder: str | os.PathLike[str]
-) -> Iterator[tuple[nn.Module, Sequence[Optimizer], Path]]:
+def _codec_states(accelerator: Accelerator, folder: Folder) -> Iterator[tuple[nn.Module, Sequence[Optimizer], Path]]:
     """Yield the models that may have codec state, their optimizers, and the checkpoint that it lies next to."""
     # Models without optimizers are there to be evaluated, and keep nothing from step to step.
     optimizers: list[Optimizer | Sequence[Optimizer]] = accelerator._optimizers or [()]
@@ -326,7 +308,6 @@ def _codec_states(
 # ``use_strategy``, and the subclass of an accelerator that it makes.
 
 A = TypeVar("A", bound=Accelerator)
-Folder = str | os.PathLike[str]
 
 
 def use_strategy(accelerator: A, strategy: Strategy, *, plugin: FullyShardedDataParallelPlugin | None = None) -> A:
@@ -371,8 +352,8 @@ def use_strategy(accelerator: A, strategy: Strategy, *, plugin: FullyShardedData
     cls = type(accelerator)
     accelerator.__class__ = type(f"Strategy{cls.__name__}", (ShardingAccelerator, cls), {})
     accelerator.strategy = strategy
-    accelerator.register_save_state_pre_hook(partial(save_codec_states, accelerator))
-    accelerator.register_load_state_pre_hook(partial(load_codec_states, accelerator))
+    accelerator.register_save_state_pre_hook(accelerator._save_codec_states)
+    accelerator.register_load_state_pre_hook(accelerator._load_codec_states)
     return accelerator
 
 
@@ -436,7 +417,7 @@ class ShardingAccelerator(Accelerator):
     def save_model(
         self,
         model: nn.Module,
-        save_directory: str | os.PathLike[str],
+        save_directory: Folder,
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
@@ -457,6 +438,15 @@ class ShardingAccelerator(Accelerator):
             if (checkpoint := self._checkpoint_to_load(input_dir)) is not None:
                 check_complete(checkpoint, models=max(len(self._optimizers), 1))
             super().load_state(input_dir, *arguments, **options)
+
+    def _save_codec_states(self, models: list[nn.Module], weights: list[object], output_dir: Folder) -> None:
+        for model, optimizers, checkpoint in _codec_states(self, output_dir):
+            save_beside(model, optimizers, checkpoint, self._token)
+
+    def _load_codec_states(self, models: list[nn.Module], input_dir: Folder) -> None:
+        # accelerate hands over the models that are still to be loaded, which is none under FSDP.
+        for model, optimizers, checkpoint in _codec_states(self, input_dir):
+            load_beside(model, optimizers, checkpoint)
 
     def _saving(self, output_dir: Folder | None) -> AbstractContextManager[MarkedSave | None]:
         if self.project_configuration.automatic_checkpoint_naming:

@@ -113,8 +113,9 @@ FORMATS: dict[str, Any] = {
 def test_rows_and_chunks_of_a_format_decode_alone(name: str, tmp_path: Path) -> None:
     kind, (parts, values), prefix, config = FORMATS[name]
     tensors = Tensors({(prefix or "layer.") + key: part for key, part in parts.items()})
-    [(found, stored)] = kind.find(tensors, config).items()
+    [(found, stored)] = find_stored(tensors, config).items()
     assert found == (prefix.removesuffix("_") or "layer.weight")
+    assert isinstance(stored, kind)
     assert stored.shape == values.shape
     save_file(tensors, tmp_path / "a.safetensors")
     flat, row, middle = values.flatten().float(), values[0].numel(), values.numel() // 2
@@ -156,7 +157,7 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         others = {prefix + other: value for other, value in parts.items() if other != key}
         for change in changes:
             with pytest.raises(ValueError, match=f"{prefix}.*(give a complete checkpoint|or give another checkpoint)"):
-                kind.find(Tensors(others | change), config)
+                find_stored(Tensors(others | change), config)
 
 
 # ---- what the configuration says, read as its owner reads it

@@ -468,18 +468,18 @@ BROKEN: dict[str, list[tuple[Change, str]]] = {
         (halved, "(128, 256) in the model and (128, 128) in"),
     ],
     "nf4": [
-        (dropped(f"{KEY}.absmax"), f"{KEY}.absmax as nothing"),
+        (dropped(f"{KEY}.absmax"), f"no {KEY}.absmax, though it has other tensors"),
         (dropped(STATE), f"{STATE} or ...fp4, which is missing"),
         (replaced(f"{KEY}.quant_map", torch.zeros_like), "needs the values of nf4"),
         (replaced(STATE, lambda s: s[:-4]), f"{STATE} describes no weight"),
         (in_state(quant_type="fp4"), "{'quant_type': 'fp4'}, which are not known of nf4"),
-        (replaced(f"{KEY}.absmax", lambda s: s[:-1]), "torch.float32 (512,)"),
+        (replaced(f"{KEY}.absmax", lambda s: s[:-1]), "shape (511,), but its weight needs shape (512,)"),
         (replaced(KEY, lambda w: w[:-1]), "needs 32768 codes in 16384 elements"),
         (replaced(f"{KEY}.absmax", lambda s: s * torch.inf), "NaN or infinite"),
     ],
     "int8": [
         (dropped(f"{LAYER}SCB"), f"its scales {LAYER}SCB, which are missing"),
-        (replaced(f"{LAYER}SCB", lambda s: s[:-1]), "one torch.float32 scale for each row"),
+        (replaced(f"{LAYER}SCB", lambda s: s[:-1]), f"{LAYER}SCB as a tensor of shape ("),
         (replaced(f"{LAYER}weight_format", lambda f: f + 1), "only codes in rows can be read"),
     ],
 }

@@ -14,7 +14,7 @@ from typing import Any
 
 from . import floats, format, integers
 from .floats import FourBit, Fp8, Int8Rows, Mxfp4, Nvfp4
-from .format import REMEDY, Known, StoredFormat, StoredTensors, refuse_unknown, setting
+from .format import REMEDY, Config, Known, StoredFormat, StoredTensors, refuse_unknown, setting
 from .integers import Awq, Gptq, PackedIntegers, PlainIntegers
 
 # The settings and formats of each quant_method. Without a quant_method, all formats are looked for.
@@ -70,10 +70,14 @@ def find_stored(tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, 
         known, formats = FORMATS[config["quant_method"]]
         refuse_unknown(config["quant_method"], config, known)
     else:
-        formats = tuple(each for _, some in FORMATS.values() for each in some)
+        formats = tuple(dict.fromkeys(each for _, some in FORMATS.values() for each in some))
+    settings = Config(config)
     found: dict[str, StoredFormat] = {}
-    for each in formats:
-        found |= {key: stored for key, stored in each.find(tensors, config).items() if key not in found}
+    for key in tensors:
+        for each in formats:
+            if (weight := each.at(key, tensors, settings)) is not None:
+                found.setdefault(*weight)
+                break
     if config.get("quantization_status") != "decompressed":
         _refuse_unread(tensors, found)
     return found

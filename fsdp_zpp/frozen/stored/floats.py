@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -18,6 +17,7 @@ from fsdp_zpp_kernels.reference import LEVELS, MAX_BLOCK
 
 from .format import (
     REMEDY,
+    Config,
     Field,
     Known,
     Parts,
@@ -27,13 +27,13 @@ from .format import (
     StoredTensors,
     as_stated,
     block_size,
-    lacking,
-    matrix,
+    check_header,
+    has_zero_points,
     refuse_misfit,
     refuse_setting,
     refuse_zero_points,
-    rows_of,
     setting,
+    shape_of,
 )
 
 # ---- fp4 codes
@@ -44,17 +44,17 @@ from .format import (
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def unpack_fp4(octets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Unpack values along the last dimension, the lower bits of a byte first: [..., bytes] to [..., bytes * 2]."""
+def unpack_fp4(octets: Tensor) -> Tensor:
+    """Unpack fp32 values along the last dimension, the lower bits of a byte first: [..., bytes] to [..., bytes * 2]."""
     # Both codes of a byte at once: one look-up takes half the time of two.
-    return torch.nn.functional.embedding(octets.int(), _pairs(dtype, octets.device)).flatten(-2)
+    return torch.nn.functional.embedding(octets.int(), _pairs(octets.device)).flatten(-2)
 
 
-@functools.cache  # there are few dtypes and devices
-def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
+@functools.cache  # there are few devices
+def _pairs(device: torch.device) -> Tensor:
     """Return the two values of each byte, [256, 2]; they are copied to a device once."""
     with torch.inference_mode(False):
-        values = torch.tensor(E2M1 + tuple(-value for value in E2M1), dtype=dtype)
+        values = torch.tensor(E2M1 + tuple(-value for value in E2M1))
         octets = torch.arange(256)
         return torch.stack((values[octets & 15], values[octets >> 4]), dim=1).to(device)
 
@@ -115,35 +115,22 @@ class Fp8(StoredFormat):
     block: tuple[int, int]
 
     @classmethod
-    def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
-        found: dict[str, StoredFormat] = {}
-        for key in tensors:
-            dtype = tensors.dtype(key)
-            # The scales of some formats are in fp8, too, such as those of nvfp4.
-            if dtype not in CODES or len(tensors.shape(key)) < 2 or key.endswith(_SUFFIXES):
-                continue
-            assert isinstance(dtype, torch.dtype)
-            found[key] = as_stated(config, key, "float", partial(cls._of, key, dtype, tensors, config))
-        return found
+    def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
+        # The scales of some formats are in fp8, too, such as those of nvfp4.
+        if tensors.dtype(key) not in CODES or len(tensors.shape(key)) < 2 or key.endswith(_SUFFIXES):
+            return None
+        return key, as_stated(config, key, "float", partial(cls._of, key, tensors, config))
 
     @classmethod
-    def _of(
-        cls,
-        key: str,
-        dtype: torch.dtype,
-        tensors: StoredTensors,
-        config: Mapping[str, Any],
-        scheme: Scheme | None,
-    ) -> Fp8:
-        shape = torch.Size(tensors.shape(key))
+    def _of(cls, key: str, tensors: StoredTensors, config: Config, scheme: Scheme | None) -> Fp8:
+        shape, dtype = torch.Size(tensors.shape(key)), tensors.dtype(key)
+        assert isinstance(dtype, torch.dtype)
         scale = _scale_of(key, dtype, tensors)
         _check_dtypes(key, dtype, scale, tensors, config)
         keys = {"codes": key, "scales": scale}
-        if (zeros := f"{key}_zero_point") in tensors:  # as some versions of compressed-tensors wrote them, all 0
-            refuse_zero_points(zeros, tensors)
+        if has_zero_points(zeros := f"{key}_zero_point", tensors, scheme):
+            refuse_zero_points(zeros, tensors)  # some versions of compressed-tensors wrote them, all 0
             keys["zero_point"] = zeros
-        elif scheme is not None and not scheme.symmetric:
-            refuse_misfit(zeros, "missing", f"zero points, since config.json says that {key} is not symmetric")
         if config.get("quant_method") == "fbgemm_fp8" and len(shape) == 3 and tensors.shape(scale)[-1:] == (1,):
             # transformers has one shape for scales of rows, and of columns.
             refuse_misfit(scale, f"a tensor of shape {tensors.shape(scale)}", "a scale for each column of a stack")
@@ -156,35 +143,29 @@ class Fp8(StoredFormat):
         return f"{self.name} {kind} in blocks of {self.block[0]}x{self.block[1]}, {self.shape[-1]} columns"
 
     @cached_property
-    def _rows(self) -> int:
-        # Rows of a group, with the matrices of a stack one below the other. No block spans two matrices of a stack, so
-        # if a matrix ends within a block, a group is a matrix.
+    def rows(self) -> int:
+        # The matrices of a stack lie one below the other. No block spans two of them, so if a matrix ends within a
+        # block, a group is a matrix.
         height, rows = self.block[0], self.shape[-2]
         return height if len(self.shape) == 2 or rows % height == 0 else rows
 
     @cached_property
     def layout(self) -> RecordLayout:
-        height, width = self.block
-        columns, rows = self.shape[-1], self._rows
-        scales = (-(-rows // height), -(-columns // width))
-        codes = Field("codes", torch.uint8, (rows, columns))
-        return RecordLayout((codes, Field("scales", torch.float32, scales)))
-
-    @property
-    def group_numel(self) -> int:
-        return self._rows * self.shape[-1]
+        (height, width), columns = self.block, self.shape[-1]
+        scales = (-(-self.rows // height), -(-columns // width))
+        return RecordLayout(Field("codes", torch.uint8, (self.rows, columns)), Field("scales", torch.float32, scales))
 
     def pack(self, parts: Parts, first: int, last: int) -> Tensor:
         if len(self.shape) == 2:
-            codes = parts["codes"][first * self._rows : last * self._rows]
+            codes = parts["codes"][first * self.rows : last * self.rows]
             scales = self._of_matrix(parts["scales"], first, last)
         else:
-            codes, scales = self._of_stack(parts, first * self._rows, last * self._rows)
-        return self.layout.pack(last - first, codes=codes.contiguous().view(torch.uint8), scales=scales)
+            codes, scales = self._of_stack(parts, first * self.rows, last * self.rows)
+        return self.layout.pack(last - first, codes=codes, scales=scales)
 
     def _of_matrix(self, scales: Any, first: int, last: int) -> Tensor:
         """Return the scales of groups of a matrix, fp32 [groups, columns of blocks]."""
-        if self._is_single(scales):
+        if shape_of(scales).numel() == 1:
             return _fp32(scales[...]).reshape(1, 1).expand(last - first, 1)
         return _fp32(scales[first:last])
 
@@ -195,7 +176,7 @@ class Fp8(StoredFormat):
         codes = parts["codes"][matrices].reshape(-1, self.shape[-1])
         count = len(codes) // rows
         all_scales = parts["scales"]
-        if self._is_single(all_scales):
+        if shape_of(all_scales).numel() == 1:
             scales = _fp32(all_scales[...]).reshape(1, 1, 1).expand(count, 1, 1)
         else:
             scales = _fp32(all_scales[matrices])
@@ -203,26 +184,19 @@ class Fp8(StoredFormat):
         scales = scales.reshape(count * of_matrix, -1)
         begin = first - matrices.start * rows
         begin_scale = begin // height
-        end_scale = begin_scale + (last - first) // self._rows * -(-self._rows // height)
+        end_scale = begin_scale + (last - first) // self.rows * -(-self.rows // height)
         return codes[begin : begin + last - first], scales[begin_scale:end_scale]
 
-    @staticmethod
-    def _is_single(scales: Any) -> bool:
-        shape = scales.shape if isinstance(scales, Tensor) else scales.get_shape()
-        return torch.Size(shape).numel() == 1
-
-    def decode(self, records: Tensor) -> Tensor:
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
         height, width = self.block
-        codes = self.layout.get(records, "codes").view(self.code_dtype).float()
-        scales = self.layout.get(records, "scales")
         if scales.shape[1] > 1:
             scales = scales.repeat_interleave(height, dim=1)[:, : codes.shape[1]]
         if scales.shape[2] > 1:
             scales = scales.repeat_interleave(width, dim=2)[:, :, : codes.shape[2]]
-        return codes.mul_(scales).flatten(1)
+        return codes.view(self.code_dtype).float().mul_(scales)
 
 
-def stated_block(config: Mapping[str, Any], scheme: Scheme | None) -> Block | None:
+def stated_block(config: Config, scheme: Scheme | None) -> Block | None:
     """Return the rows and columns that share a scale by the configuration; None if it does not determine them."""
     if scheme is None:
         return (1, None) if config.get("quant_method") == "fbgemm_fp8" else block_size(config, "weight_block_size")
@@ -324,7 +298,7 @@ def _scale_of(key: str, dtype: torch.dtype, tensors: StoredTensors) -> str:
     return found[0]
 
 
-def _check_dtypes(key: str, dtype: torch.dtype, scale: str, tensors: StoredTensors, config: Mapping[str, Any]) -> None:
+def _check_dtypes(key: str, dtype: torch.dtype, scale: str, tensors: StoredTensors, config: Config) -> None:
     code_name, scale_name = setting(config, "fmt", str), setting(config, "scale_fmt", str)
     if code_name is not None and _CODE_NAMES.get(code_name.lower()) != dtype:
         refuse_misfit(key, dtype, f"{code_name}, as config.json says in fmt")
@@ -341,9 +315,7 @@ def _fp32(scales: Tensor) -> Tensor:
 
 # ---- mxfp4
 #
-# Decodes stacks of matrices in mxfp4, as gpt-oss stores its experts.
-#
-# A stack of shape [experts, in, out] is stored transposed, in two tensors:
+# Stacks of matrices in mxfp4, as gpt-oss stores its experts. One of shape [experts, in, out] is stored transposed:
 #
 # - ``*_blocks``, uint8 [experts, out, in / 32, 16]: 32 neighbouring inputs are a block, two of them a byte;
 # - ``*_scales``, uint8 [experts, out, in / 32]: the scale of each block in e8m0, its exponent plus 127, or 255 for NaN.
@@ -354,56 +326,29 @@ _MXFP4_BLOCK = 32
 MXFP4_SETTINGS: Known = dict.fromkeys(("quant_method", "modules_to_not_convert", "dequantize"))
 
 
-def decode_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Decode uint8 [..., rows, in / 32, 16] with scales, e8m0 or its bits [..., rows, in / 32], to [..., rows, in].
-
-    transformers multiplies in ``dtype``; fp32 and bf16 hold the products exactly.
-    """
-    factors = scales.view(torch.float8_e8m0fnu).to(dtype)
-    return (unpack_fp4(blocks, dtype) * factors.unsqueeze(-1)).flatten(-2)
-
-
 @dataclass(frozen=True, eq=False)
 class Mxfp4(StoredFormat):
     name: ClassVar[str] = "mxfp4"
 
     @classmethod
-    def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
-        ends = "_blocks", "_scales"
-        names = [key.removesuffix(ends[0]) for key in tensors if key.endswith(ends[0])]
-        return {name: cls._of({end[1:]: name + end for end in ends}, tensors) for name in names}
-
-    @classmethod
-    def _of(cls, keys: dict[str, str], tensors: StoredTensors) -> Mxfp4:
-        blocks, scales = keys.values()
-        shape = tensors.shape(blocks)
-        if len(shape) != 4 or shape[3] != _MXFP4_BLOCK // 2:
-            refuse_misfit(
-                blocks, f"a tensor of shape {shape}", f"shape [experts, out, in / {_MXFP4_BLOCK}, {_MXFP4_BLOCK // 2}]"
-            )
-        if scales not in tensors:
-            raise lacking(scales)
-        if tensors.shape(scales) != shape[:3]:
-            refuse_misfit(scales, f"a tensor of shape {tensors.shape(scales)}", f"shape {shape[:3]}")
-        if tensors.dtype(blocks) != torch.uint8:
-            refuse_misfit(blocks, tensors.dtype(blocks), "uint8")
-        if tensors.dtype(scales) not in (torch.uint8, torch.float8_e8m0fnu):
-            refuse_misfit(scales, tensors.dtype(scales), "uint8 or e8m0")
-        return cls(torch.Size((shape[0], shape[2] * _MXFP4_BLOCK, shape[1])), torch.bfloat16, keys)
+    def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
+        if not key.endswith("_blocks"):
+            return None
+        name = key.removesuffix("_blocks")
+        keys = {"blocks": key, "scales": f"{name}_scales"}
+        experts, out, count, _ = check_header(tensors, key, torch.uint8, shape=(None, None, None, _MXFP4_BLOCK // 2))
+        check_header(tensors, keys["scales"], torch.uint8, torch.float8_e8m0fnu, shape=(experts, out, count))
+        return name, cls(torch.Size((experts, count * _MXFP4_BLOCK, out)), torch.bfloat16, keys)
 
     @property
-    def description(self) -> str:
-        return f"{self.name}, {self.shape[-1]} columns"
-
-    @property
-    def group_numel(self) -> int:
-        return _MXFP4_BLOCK * self.shape[-1]
+    def rows(self) -> int:
+        return _MXFP4_BLOCK
 
     @cached_property
     def layout(self) -> RecordLayout:
         out = self.shape[-1]
         codes = Field("blocks", torch.uint8, (out, _MXFP4_BLOCK // 2))
-        return RecordLayout((codes, Field("scales", torch.float8_e8m0fnu, (out,))))
+        return RecordLayout(codes, Field("scales", torch.float8_e8m0fnu, (out,)))
 
     def pack(self, parts: Parts, first: int, last: int) -> Tensor:
         per_matrix = self.shape[1] // _MXFP4_BLOCK
@@ -420,30 +365,19 @@ class Mxfp4(StoredFormat):
         fields = {name: torch.cat(pieces).view(torch.uint8) for name, pieces in values.items()}
         return self.layout.pack(len(fields["scales"]), **fields)
 
-    def decode(self, records: Tensor) -> Tensor:
-        blocks, scales = self.layout.get(records, "blocks"), self.layout.get(records, "scales")
-        return decode_mxfp4(blocks.unsqueeze(-2), scales.unsqueeze(-1), torch.float32).mT.flatten(1)
+    def decode(self, blocks: Tensor, scales: Tensor) -> Tensor:
+        return (unpack_fp4(blocks) * scales.float().unsqueeze(-1)).mT
 
 
 # ---- nvfp4
 #
-# Decodes weights of compressed-tensors' format ``nvfp4-pack-quantized``.
+# Weights of compressed-tensors' format ``nvfp4-pack-quantized``.
 #
 # - ``weight_packed``, uint8 [out, in / 2]: two neighbouring inputs a byte;
 # - ``weight_scale``, float8_e4m3fn [out, in / 16];
 # - ``weight_global_scale``, fp32 [1]: what the scales were multiplied by.
 
 _NVFP4_BLOCK = 16
-
-
-def decode_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Decode uint8 [..., rows, in / 2] to fp32 [..., rows, in].
-
-    The scales are e4m3fn [..., rows, in / 16] and, for the whole weight, fp32 [..., 1].
-    """
-    scales = scale.float() / global_scale.float().unsqueeze(-1)
-    values = unpack_fp4(packed, torch.float32)
-    return (values.unflatten(-1, (scale.shape[-1], -1)) * scales.unsqueeze(-1)).flatten(-2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -453,10 +387,11 @@ class Nvfp4(StoredFormat):
     name: ClassVar[str] = "compressed-tensors' nvfp4-pack-quantized"
 
     @classmethod
-    def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
-        end = ".weight_global_scale"
-        weights = [key.removesuffix("_global_scale") for key in tensors if key.endswith(end)]
-        return {weight: as_stated(config, weight, "float", partial(cls._of, weight, tensors)) for weight in weights}
+    def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
+        if not key.endswith(".weight_global_scale"):
+            return None
+        weight = key.removesuffix("_global_scale")
+        return weight, as_stated(config, weight, "float", partial(cls._of, weight, tensors))
 
     @classmethod
     def _of(cls, weight: str, tensors: StoredTensors, scheme: Scheme | None) -> Nvfp4:
@@ -465,45 +400,29 @@ class Nvfp4(StoredFormat):
             if stated != (allowed := (4, "tensor_group", _NVFP4_BLOCK, True)):
                 refuse_setting(cls.name, "num_bits, strategy, group_size, symmetric", stated, f"{allowed} alone")
         keys = {role: f"{weight}_{role}" for role in ("packed", "scale", "global_scale")}
-        out, octets = matrix(tensors, keys["packed"], torch.uint8)
+        out, octets = check_header(tensors, keys["packed"], torch.uint8)
         if octets * 2 % _NVFP4_BLOCK:
             refuse_misfit(keys["packed"], f"{octets * 2} columns", f"columns in multiples of {_NVFP4_BLOCK}")
-        matrix(tensors, keys["scale"], torch.float8_e4m3fn, shape=(out, octets * 2 // _NVFP4_BLOCK))
-        whole_scale = tensors.shape(keys["global_scale"]), tensors.dtype(keys["global_scale"])
-        if whole_scale not in (((), torch.float32), ((1,), torch.float32)):
-            refuse_misfit(keys["global_scale"], f"{whole_scale[1]} {whole_scale[0]}", "one number in fp32")
+        check_header(tensors, keys["scale"], torch.float8_e4m3fn, shape=(out, octets * 2 // _NVFP4_BLOCK))
+        if tensors.shape(keys["global_scale"]) != ():
+            check_header(tensors, keys["global_scale"], torch.float32, shape=(1,))
         return cls(torch.Size((out, octets * 2)), torch.bfloat16, keys)
-
-    @property
-    def description(self) -> str:
-        return f"{self.name}, {self.shape[-1]} columns"
-
-    @property
-    def group_numel(self) -> int:
-        return self.shape[-1]
 
     @cached_property
     def layout(self) -> RecordLayout:
-        columns = self.shape[-1]
+        blocks = self.shape[-1] // _NVFP4_BLOCK
         return RecordLayout(
-            (
-                Field("packed", torch.uint8, (1, columns // 2)),
-                Field("scale", torch.float8_e4m3fn, (1, columns // _NVFP4_BLOCK)),
-                Field("global_scale", torch.float32, (1,)),
-            )
+            Field("packed", torch.uint8, (blocks, _NVFP4_BLOCK // 2)),
+            Field("scale", torch.float8_e4m3fn, (blocks, 1)),
+            Field("global_scale", torch.float32, (1, 1)),
         )
 
-    def pack(self, parts: Parts, first: int, last: int) -> Tensor:
-        values = {role: rows_of(parts[role], first, last) for role in self.keys}
-        return self.layout.pack(last - first, **values)
-
-    def decode(self, records: Tensor) -> Tensor:
-        packed, scale, whole_scale = (self.layout.get(records, field.name) for field in self.layout.fields)
-        return decode_nvfp4(packed, scale, whole_scale).flatten(1)
+    def decode(self, packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+        return unpack_fp4(packed) * (scale.float() / global_scale)
 
     def refuse_infinite(self, records: Tensor) -> None:
         super().refuse_infinite(records)
-        if not self.layout.get(records, "global_scale").all():
+        if not self.layout.split(records)["global_scale"].all():
             raise ValueError(f"{self.keys.get('global_scale', self.name)} is 0, and scales are divided by it; {REMEDY}")
 
 
@@ -551,27 +470,26 @@ class FourBit(StoredFormat):
     offset: float = 0.0
 
     @classmethod
-    def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
-        states = [key for key in tensors if _STATE in key]
-        found: dict[str, StoredFormat] = {key.split(_STATE)[0]: cls._of(tensors, key) for key in states}
-        stated = setting(config, "bnb_4bit_quant_type", str) if config.get("load_in_4bit") else None
-        for key in states:
-            if stated is not None and not key.endswith(stated.lower()):
-                refuse_misfit(key, "the state of codes", f"codes of {stated}, the bnb_4bit_quant_type of config.json")
-        for key in tensors:
-            if key.endswith(".weight.absmax") and (weight := key.removesuffix(".absmax")) not in found:
+    def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
+        if key.endswith(".weight.absmax"):
+            weight = key.removesuffix(".absmax")
+            if not any(weight + _STATE + kind in tensors for kind in TABLES):
                 refuse_misfit(weight, f"codes with {key}", f"{weight}{_STATE}nf4 or ...fp4, which is missing")
-        return found
+        if _STATE not in key:
+            return None
+        stated = setting(config, "bnb_4bit_quant_type", str) if config.get("load_in_4bit") else None
+        if stated is not None and not key.endswith(stated.lower()):
+            refuse_misfit(key, "the state of codes", f"codes of {stated}, the bnb_4bit_quant_type of config.json")
+        return key.split(_STATE)[0], cls._of(key, tensors)
 
     @classmethod
-    def _of(cls, tensors: StoredTensors, state_key: str) -> FourBit:
+    def _of(cls, state_key: str, tensors: StoredTensors) -> FourBit:
         weight, _, kind = state_key.partition(_STATE)
         try:
             state = json.loads(bytes(tensors.read(state_key).tolist()))
             shape, block, dtype = torch.Size(state["shape"]), int(state["blocksize"]), _DTYPES[state["dtype"]]
-            nested = int(state.get("nested_blocksize", 0))
-            stored = cls(shape, dtype, {}, state["quant_type"], block, nested, float(state.get("nested_offset", 0.0)))
-            table = TABLES[stored.kind]
+            nested, offset = int(state.get("nested_blocksize", 0)), float(state.get("nested_offset", 0.0))
+            table = TABLES[state["quant_type"]]
             if block < 2 or block & (block - 1) or nested < 0 or len(shape) < 2:
                 raise ValueError(f"blocks of {block} values in a weight of shape {tuple(shape)}")
             expected = {"quant_type": kind, "nested_dtype": "float32"}
@@ -584,32 +502,28 @@ class FourBit(StoredFormat):
         if nested:
             roles |= {"nested_absmax": ".nested_absmax", "nested_table": ".nested_quant_map"}
         keys = {role: weight + suffix for role, suffix in roles.items()}
-        object.__setattr__(stored, "keys", keys | {"state": state_key})
+        stored = cls(shape, dtype, keys | {"state": state_key}, kind, block, nested, offset)
         stored._check(tensors)
         if not torch.equal(tensors.read(keys["table"]).float(), torch.tensor(table)):
             refuse_misfit(keys["table"], "other values", f"the values of {kind}")
         return stored
 
     def _check(self, tensors: StoredTensors) -> None:
-        for role, key in self.keys.items():
-            if key not in tensors:
-                refuse_misfit(key, "nothing", f"the {role} of {self.kind}, which are missing")
-        numel, scales = self.shape.numel(), self.groups
-        nested = -(-scales // self.nested_block) if self.nested_block else 0
-        expected = {"absmax": (scales, torch.uint8 if nested else torch.float32), "table": (16, torch.float32)}
-        if nested:
-            expected |= {"nested_absmax": (nested, torch.float32), "nested_table": (256, torch.float32)}
-        for role, (count, dtype) in expected.items():
-            key = self.keys[role]
-            if tensors.shape(key) != (count,) or tensors.dtype(key) != dtype:
-                refuse_misfit(key, f"{tensors.dtype(key)} {tensors.shape(key)}", f"{dtype} ({count},)")
-        key = self.keys["codes"]
-        shape, storage = tensors.shape(key), tensors.dtype(key)
-        if not isinstance(storage, torch.dtype) or storage not in _STORAGE:
-            refuse_misfit(key, f"{storage} {shape}", f"4-bit codes in one of {', '.join(map(str, _STORAGE))}")
+        keys = self.keys
+        check_header(tensors, keys["table"], torch.float32, shape=(16,))
+        if self.nested_block:
+            check_header(tensors, keys["absmax"], torch.uint8, shape=(self.groups,))
+            nested = -(-self.groups // self.nested_block)
+            check_header(tensors, keys["nested_absmax"], torch.float32, shape=(nested,))
+            check_header(tensors, keys["nested_table"], torch.float32, shape=(256,))
+        else:
+            check_header(tensors, keys["absmax"], torch.float32, shape=(self.groups,))
+        shape = check_header(tensors, keys["codes"], *_STORAGE, shape=None)
+        storage, numel = tensors.dtype(keys["codes"]), self.shape.numel()
+        assert isinstance(storage, torch.dtype)
         elements = -(-numel // (2 * storage.itemsize))
         if torch.Size(shape).numel() != elements or len(shape) == 0 or shape[0] not in (elements, 1):
-            refuse_misfit(key, f"{storage} {shape}", f"{numel} codes in {elements} elements")
+            refuse_misfit(keys["codes"], f"{storage} {shape}", f"{numel} codes in {elements} elements")
 
     @property
     def description(self) -> str:
@@ -621,8 +535,7 @@ class FourBit(StoredFormat):
 
     @cached_property
     def layout(self) -> RecordLayout:
-        codes = Field("codes", torch.uint8, (self.block // 2,))
-        return RecordLayout((codes, Field("scale", torch.float32, (1,))))
+        return RecordLayout(Field("codes", torch.uint8, (self.block // 2,)), Field("scale", torch.float32, (1,)))
 
     def pack(self, parts: Parts, first: int, last: int) -> Tensor:
         end = min(last * self.block, self.shape.numel())
@@ -639,10 +552,9 @@ class FourBit(StoredFormat):
         absmax = parts["nested_absmax"][first // size : -(-(first + len(scales)) // size)]
         return parts["nested_table"][...][scales.long()] * absmax[of] + self.offset
 
-    def decode(self, records: Tensor) -> Tensor:
-        codes = self.layout.get(records, "codes")
+    def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
         pairs = torch.stack([codes >> 4, codes & 15], dim=-1).flatten(1)  # the first value is the high nibble
-        return _table_on(self.kind, records.device)[pairs.long()] * self.layout.get(records, "scale")
+        return _table_on(self.kind, codes.device)[pairs.long()] * scale
 
     @cached_property
     def codec(self) -> Codec:
@@ -656,8 +568,9 @@ class FourBit(StoredFormat):
             return super().payload(records)
         layout, numel = self.codec.layout, len(records) * self.block
         payload = records.new_zeros(1, self.codec.nbytes(numel))
-        layout.codes(payload, numel).copy_(self.layout.get(records, "codes").reshape(1, -1))
-        layout.scales(payload, numel).copy_(self.layout.get(records, "scale").reshape(1, -1))
+        fields = self.layout.split(records)
+        layout.codes(payload, numel).copy_(fields["codes"].reshape(1, -1))
+        layout.scales(payload, numel).copy_(fields["scale"].reshape(1, -1))
         return payload[0]
 
 
@@ -668,48 +581,30 @@ class Int8Rows(StoredFormat):
     name: ClassVar[str] = "bitsandbytes"
 
     @classmethod
-    def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
-        found: dict[str, StoredFormat] = {}
-        for key in tensors:
-            if not key.endswith(".weight") or tensors.dtype(key) != torch.int8:
-                continue
-            scales, order = (key.removesuffix("weight") + name for name in ("SCB", "weight_format"))
-            shape = torch.Size(tensors.shape(key))
-            if scales not in tensors:
-                refuse_misfit(key, f"torch.int8 {tuple(shape)}", f"its scales {scales}, which are missing")
-            if len(shape) != 2 or tensors.shape(scales) != shape[:1] or tensors.dtype(scales) != torch.float32:
-                found_as = f"{tensors.dtype(scales)} {tensors.shape(scales)}"
-                refuse_misfit(scales, found_as, f"one torch.float32 scale for each row of {key}, {tuple(shape)}")
-            keys = {"codes": key, "scales": scales}
-            if order in tensors:
-                if tensors.read(order).item() != 0:
-                    refuse_misfit(order, tensors.read(order).item(), "0: only codes in rows can be read")
-                keys["order"] = order
-            found[key] = cls(shape, torch.bfloat16, keys)
-        return found
+    def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
+        if not key.endswith(".weight") or tensors.dtype(key) != torch.int8:
+            return None
+        keys = {role: key.removesuffix("weight") + end for role, end in (("scale", "SCB"), ("order", "weight_format"))}
+        shape = torch.Size(check_header(tensors, key, torch.int8))
+        if keys["scale"] not in tensors:
+            refuse_misfit(key, f"torch.int8 {tuple(shape)}", f"its scales {keys['scale']}, which are missing")
+        check_header(tensors, keys["scale"], torch.float32, shape=shape[:1])
+        if keys["order"] not in tensors:
+            del keys["order"]
+        elif order := tensors.read(keys["order"]).item():
+            refuse_misfit(keys["order"], order, "0: only codes in rows can be read")
+        return key, cls(shape, torch.bfloat16, {"codes": key, **keys})
 
     @property
     def description(self) -> str:
         return f"{self.name} int8 in rows of {self.shape[-1]}"
 
-    @property
-    def group_numel(self) -> int:
-        return self.shape[-1]
-
     @cached_property
     def layout(self) -> RecordLayout:
-        codes = Field("codes", torch.uint8, (self.shape[-1],))
-        return RecordLayout((codes, Field("scale", torch.float32, (1,))))
+        return RecordLayout(Field("codes", torch.int8, (self.shape[-1],)), Field("scale", torch.float32, (1,)))
 
-    def pack(self, parts: Parts, first: int, last: int) -> Tensor:
-        codes: Tensor = parts["codes"][first:last]
-        return self.layout.pack(
-            last - first, codes=codes.contiguous().view(torch.uint8), scale=parts["scales"][first:last]
-        )
-
-    def decode(self, records: Tensor) -> Tensor:
-        codes = self.layout.get(records, "codes").view(torch.int8).float()
-        return codes.mul_(self.layout.get(records, "scale")).mul_(_RECIPROCAL)
+    def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
+        return codes.float().mul_(scale).mul_(_RECIPROCAL)
 
 
 @functools.cache  # there are two tables, and few devices
@@ -721,10 +616,9 @@ def _table_on(kind: str, device: torch.device) -> Tensor:
 
 def _bytes_of(part: Any, first: int, last: int) -> Tensor:
     """Return bytes ``first`` to ``last - 1`` of a tensor with elements of any size, uint8."""
-    is_tensor = isinstance(part, Tensor)
-    shape = tuple(part.shape if is_tensor else part.get_shape())
+    shape = shape_of(part)
     flat = shape[0] != 1 or len(shape) == 1
-    size = part.element_size() if is_tensor else part[:0].element_size()
+    size = part[:0].element_size()
     start, end = first // size, -(-last // size)
     some: Tensor = part[start:end] if flat else part[:, start:end]
     return some.contiguous().view(-1).view(torch.uint8)[first - start * size : last - start * size]

@@ -6,10 +6,10 @@ import dataclasses
 import re
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ from fsdp_zpp.codecs import BlockCodec, Codec, Place
 _FIELD_ALIGNMENT = 4  # records start at multiples of these bytes, for their scales
 
 
-@dataclass(frozen=True)
-class Field:
+class Field(NamedTuple):
     """A part of a record, in a dtype of at most 4 bytes; ``shape`` is its shape in one record."""
 
     name: str
@@ -39,23 +38,25 @@ class Field:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
 class RecordLayout:
     """The offsets of the fields in a record, one after the other."""
 
-    fields: tuple[Field, ...]
+    def __init__(self, *fields: Field) -> None:
+        self.fields, self.nbytes = fields, 0
+        self._starts: list[int] = []
+        for field in fields:
+            self._starts.append(self.nbytes)
+            self.nbytes += -(-field.nbytes // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT
 
-    @property
-    def nbytes(self) -> int:
-        return sum(_aligned(field.nbytes) for field in self.fields)
-
-    def get(self, records: Tensor, name: str) -> Tensor:
-        """Return a view of a field of each record, [records, *shape] in the field's dtype.
+    def split(self, records: Tensor) -> dict[str, Tensor]:
+        """Return a view of each field of each record, [records, *shape] in the field's dtype, by its name.
 
         The records, uint8 [records, nbytes], need not follow each other; each is contiguous.
         """
-        start, field = self._place(name)
-        return records[:, start : start + field.nbytes].view(field.dtype).unflatten(1, field.shape)
+        return {
+            field.name: records[:, start : start + field.nbytes].view(field.dtype).unflatten(1, field.shape)
+            for field, start in zip(self.fields, self._starts, strict=True)
+        }
 
     def pack(self, count: int, **values: Tensor) -> Tensor:
         """Return ``count`` records, uint8 [count, nbytes], from the values of each field in the order of the records.
@@ -63,9 +64,8 @@ class RecordLayout:
         Zeros complete missing values: the last group may have fewer rows than the others.
         """
         records = next(iter(values.values())).new_zeros((count, self.nbytes), dtype=torch.uint8)
-        for name, given in values.items():
-            start, field = self._place(name)
-            flat = given.contiguous().view(-1).view(torch.uint8)
+        for field, start in zip(self.fields, self._starts, strict=True):
+            flat = values[field.name].contiguous().view(-1).view(torch.uint8)
             whole = len(flat) // field.nbytes
             place = records[:, start : start + field.nbytes]
             place[:whole] = flat[: whole * field.nbytes].view(whole, field.nbytes)
@@ -73,18 +73,6 @@ class RecordLayout:
                 rest = flat[whole * field.nbytes :]
                 place[whole, : len(rest)] = rest
         return records
-
-    def _place(self, name: str) -> tuple[int, Field]:
-        start = 0
-        for field in self.fields:
-            if field.name == name:
-                return start, field
-            start += _aligned(field.nbytes)
-        raise KeyError(name)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT
 
 
 # ---- codec
@@ -203,14 +191,14 @@ class StoredFormat(ABC):
 
     @classmethod
     @abstractmethod
-    def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> Mapping[str, StoredFormat]:
-        """Return the weights of a checkpoint that are stored in this format, by their names in the model.
+    def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
+        """Return the weight that the tensor ``key`` belongs to, and its name in the model; None for other tensors.
 
-        It is called for the whole checkpoint, so it must read no more than headers, and small tensors that describe
-        others. ``config`` is the ``quantization_config`` of ``config.json``; empty if there is none.
+        One tensor of a weight stands for all of them. It is called for each tensor of a checkpoint, so it must read no
+        more than headers, and small tensors that describe others.
 
         Raises:
-            ValueError: If a tensor is missing or has a shape or dtype that does not fit; :func:`refuse_misfit` does so.
+            ValueError: If a tensor is missing or has a shape or dtype that does not fit; :func:`check_header` does so.
         """
 
     @property
@@ -219,29 +207,32 @@ class StoredFormat(ABC):
         """Return the layout of a group's record."""
 
     @property
-    @abstractmethod
-    def group_numel(self) -> int:
-        """Return how many consecutive values of the flat, decoded weight decode on their own."""
+    def rows(self) -> int:
+        """Return how many neighbouring rows are a group."""
+        return 1
 
     @property
-    @abstractmethod
+    def group_numel(self) -> int:
+        """Return how many consecutive values of the flat, decoded weight decode on their own."""
+        return self.rows * self.shape[-1]
+
+    @property
     def description(self) -> str:
         """Return text that is the same for two weights if and only if their records decode in the same way."""
+        return f"{self.name}, {self.shape[-1]} columns"
 
-    @abstractmethod
     def pack(self, parts: Parts, first: int, last: int) -> Tensor:
-        """Read the records of groups ``first`` to ``last - 1``, at least one, and no others.
+        """Read the records of groups ``first`` to ``last - 1``, at least one, and no others; here, each is a row.
 
         Returns:
             uint8 [last - first, layout.nbytes]. Zeros complete the weight's last group.
         """
+        values = {field.name: rows_of(parts[field.name], first, last) for field in self.layout.fields}
+        return self.layout.pack(last - first, **values)
 
     @abstractmethod
-    def decode(self, records: Tensor) -> Tensor:
-        """Decode records, uint8 [groups, layout.nbytes], to fp32 [groups, group_numel].
-
-        The records need not follow each other; each is contiguous.
-        """
+    def decode(self, *args: Any, **fields: Any) -> Tensor:
+        """Decode the fields of records, each [groups, *its shape], by name, to floats [groups, ...] in order."""
 
     @property
     def codec(self) -> Codec:
@@ -256,8 +247,8 @@ class StoredFormat(ABC):
 
     def refuse_infinite(self, records: Tensor) -> None:
         """Raise ValueError if scales in ``records`` are NaN or infinite: their values would be, too."""
-        for field in self.layout.fields:
-            if field.dtype.is_floating_point and not self.layout.get(records, field.name).float().isfinite().all():
+        for field in self.layout.split(records).values():
+            if field.is_floating_point() and not field.float().isfinite().all():
                 name = next(iter(self.keys.values()), f"a weight in {self.name}")
                 raise ValueError(f"{name} has scales that are NaN or infinite; {REMEDY}")
 
@@ -270,8 +261,8 @@ class StoredFormat(ABC):
         """Decode records into ``out``, [groups * group_numel] in any floating dtype, some at a time."""
         step = max(1, (_DECODED_ON_GPUS if records.is_cuda else _READ) // self.group_numel)
         for first in range(0, len(records), step):
-            some = self.decode(records[first : first + step])
-            out[first * self.group_numel :][: some.numel()] = some.view(-1)
+            some = self.decode(**self.layout.split(records[first : first + step])).flatten()
+            out[first * self.group_numel :][: some.numel()] = some
 
 
 @dataclass(frozen=True)
@@ -392,16 +383,6 @@ def refuse_setting(format: str, setting: str, value: object, allowed: str) -> No
     )
 
 
-def of_layer(config: Mapping[str, Any], layer: str) -> dict[str, Any]:
-    """Return the settings of GPTQ or AWQ for a layer: gptqmodel's ``dynamic`` may override the common ones."""
-    dynamic = setting(config, "dynamic", dict) or {}
-    common = {key: value for key, value in config.items() if key != "dynamic"}
-    for pattern in dynamic:
-        if matches(pattern.removeprefix("+:").removeprefix("-:"), layer):
-            return common | (setting(dynamic, pattern, dict) or {})
-    return common
-
-
 def matches(pattern: str, name: str) -> bool:
     """Return whether a regular expression of a configuration matches the beginning of a name."""
     try:
@@ -444,7 +425,7 @@ def block_size(settings: Mapping[str, Any], key: str) -> tuple[int, int] | None:
 
 Format = TypeVar("Format", bound=StoredFormat)
 
-_NAME = "compressed-tensors"
+COMPRESSED = "compressed-tensors"
 _FORMATS = (
     "pack-quantized",
     "int-quantized",
@@ -501,7 +482,7 @@ class Scheme:
 
     @classmethod
     def of(cls, weights: Mapping[str, Any]) -> Scheme:
-        refuse_unknown(_NAME, weights, _WEIGHTS, "config_groups.*.weights.")
+        refuse_unknown(COMPRESSED, weights, _WEIGHTS, "config_groups.*.weights.")
         size, strategy = setting(weights, "group_size", int), setting(weights, "strategy", str)
         if strategy is None:
             strategy = "tensor" if size is None else "channel" if size == -1 else "group"
@@ -547,35 +528,58 @@ _PRESETS = {
 }
 
 
-def refuse_other_formats(config: Mapping[str, Any]) -> None:
-    """Raise ValueError if a configuration of compressed-tensors has a format or setting that can't be read."""
-    if config.get("quant_method") != _NAME:
-        return
-    sparsity = setting(config, "sparsity_config", dict) or {}
-    refuse_unknown(_NAME, sparsity, _SPARSITY, "sparsity_config.")
-    groups = setting(config, "config_groups", dict) or {}
-    mappings = [groups[name] for name in groups if not isinstance(groups[name], list)]
-    for name in groups:
-        if not isinstance(groups[name], list):
-            refuse_unknown(_NAME, setting(groups, name, dict) or {}, _GROUP, f"config_groups.{name}.")
-    for settings in (config, sparsity, *filter(None, mappings)):
-        format = setting(settings, "format", str)
-        if format is not None and format not in (_FORMATS if settings is not sparsity else ("dense",)):
-            refuse_setting(_NAME, "format", format, _READ_SETTINGS)
-    _schemes(config)
+class Config(dict[str, Any]):
+    """The ``quantization_config`` of ``config.json``; empty if there is none.
+
+    ``schemes`` has the targets and the scheme of each group of compressed-tensors; it is empty for other libraries.
+
+    Raises:
+        ValueError: If a format or setting of compressed-tensors can't be read.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        self.schemes: list[tuple[list[str], Scheme]] = []
+        if self.get("quant_method") == COMPRESSED:
+            sparsity = setting(self, "sparsity_config", dict) or {}
+            refuse_unknown(COMPRESSED, sparsity, _SPARSITY, "sparsity_config.")
+            _refuse_other_formats(self, _FORMATS)
+            _refuse_other_formats(sparsity, ("dense",))
+            groups = setting(self, "config_groups", dict) or {}
+            self.schemes = [scheme for name in groups if (scheme := _scheme_of(groups, name)) is not None]
 
 
-def as_stated(config: Mapping[str, Any], weight: str, kind: str, read: Callable[[Scheme | None], Format]) -> Format:
+def _scheme_of(groups: Mapping[str, Any], name: str) -> tuple[list[str], Scheme] | None:
+    """Return the targets and the scheme of a group; None if it says nothing of weights."""
+    if isinstance(targets := groups[name], list):
+        if name.upper() not in _PRESETS:
+            refuse_setting(COMPRESSED, f"config_groups.{name}", targets, f"{', '.join(_PRESETS)}, and schemes in full,")
+        return targets, _PRESETS[name.upper()]
+    group = setting(groups, name, dict) or {}
+    refuse_unknown(COMPRESSED, group, _GROUP, f"config_groups.{name}.")
+    _refuse_other_formats(group, _FORMATS)
+    weights = setting(group, "weights", dict)
+    return (setting(group, "targets", list) or [], Scheme.of(weights)) if weights else None
+
+
+def _refuse_other_formats(settings: Mapping[str, Any], allowed: Collection[str]) -> None:
+    format = setting(settings, "format", str)
+    if format is not None and format not in allowed:
+        refuse_setting(COMPRESSED, "format", format, _READ_SETTINGS)
+
+
+def as_stated(config: Config, weight: str, kind: str, read: Callable[[Scheme | None], Format]) -> Format:
     """Return the format of a weight that the configuration states.
 
     Several groups may be the weight's, since the class of its module is unknown here. All groups that its tensors fit
     must result in the same format. ``read`` returns the format by a scheme, or raises if the tensors don't fit it; the
     scheme is None if the configuration has none.
     """
-    schemes = _schemes(config) if config.get("quant_method") == _NAME else []
-    if not schemes:
+    if not config.schemes:
         return read(None)
-    those = [scheme for scheme in _candidates(schemes, weight.removesuffix(".weight"), kind) if scheme.kind == kind]
+    those = [
+        scheme for scheme in _candidates(config.schemes, weight.removesuffix(".weight"), kind) if scheme.kind == kind
+    ]
     if not those:
         raise ValueError(
             f"the checkpoint has {weight} as {kind} codes, but no group of config_groups in config.json has such "
@@ -599,19 +603,6 @@ def as_stated(config: Mapping[str, Any], weight: str, kind: str, read: Callable[
     return next(iter(found.values()))
 
 
-def _schemes(config: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]:
-    groups = setting(config, "config_groups", dict) or {}
-    schemes = []
-    for name, group in groups.items():
-        if isinstance(group, list):
-            if name.upper() not in _PRESETS:
-                refuse_setting(_NAME, f"config_groups.{name}", group, f"{', '.join(_PRESETS)}, and schemes in full,")
-            schemes.append((group, _PRESETS[name.upper()]))
-        elif weights := setting(setting(groups, name, dict) or {}, "weights", dict):
-            schemes.append((setting(group, "targets", list) or [], Scheme.of(weights)))
-    return schemes
-
-
 def _candidates(schemes: list[tuple[list[str], Scheme]], module: str, kind: str) -> list[Scheme]:
     """Return the schemes that may be a module's: by its name, else by its unknown class, else any."""
     # Targets name modules as the model does, and the checkpoint may have other names.
@@ -626,88 +617,49 @@ def _candidates(schemes: list[tuple[list[str], Scheme]], module: str, kind: str)
 
 # ---- headers
 #
-# Checks of the headers of packed weights, and reading of their records, for the formats that pack codes into words.
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of scales
+# Checks of the headers of stored tensors, and reading of their rows.
 
 
-def matrix(
-    tensors: StoredTensors, key: str, *dtypes: torch.dtype, shape: tuple[int | None, int | None] = (None, None)
-) -> tuple[int, int]:
-    """Return the shape of a stored matrix, checked against ``dtypes`` and ``shape``, where None is any size."""
+def check_header(
+    tensors: StoredTensors, key: str, *dtypes: torch.dtype, shape: Sequence[int | None] | None = (None, None)
+) -> tuple[int, ...]:
+    """Return the shape of a stored tensor, checked against ``dtypes`` and ``shape``; None is any shape, or size."""
     if key not in tensors:
-        raise lacking(key)
+        raise ValueError(f"the checkpoint has no {key}, though it has other tensors of the same weight; {REMEDY}")
     found, dtype = tensors.shape(key), tensors.dtype(key)
     if dtype not in dtypes:
         refuse_misfit(key, dtype, " or ".join(map(str, dtypes)))
-    if len(found) != 2 or any(want not in (None, size) for size, want in zip(found, shape, strict=True)):
+    if shape is None:
+        return found
+    if len(found) != len(shape) or any(want not in (None, size) for size, want in zip(found, shape, strict=True)):
         expected = tuple("any" if size is None else size for size in shape)
         refuse_misfit(key, f"a tensor of shape {found}", f"shape {expected}")
-    return found[0], found[1]
+    return found
 
 
-def lacking(key: str) -> ValueError:
-    return ValueError(f"the checkpoint has no {key}, though it has other tensors of the same weight; {REMEDY}")
+def has_zero_points(key: str, tensors: StoredTensors, scheme: Scheme | None) -> bool:
+    """Return whether there are zero points ``key``; raise ValueError if there are none, but ``scheme`` needs them."""
+    if key not in tensors and scheme is not None and not scheme.symmetric:
+        refuse_misfit(key, "missing", "zero points, since config.json says that it is not symmetric")
+    return key in tensors
 
 
-def float_dtype(tensors: StoredTensors, key: str) -> torch.dtype:
-    dtype = tensors.dtype(key)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+def refuse_zero_points(key: str, tensors: StoredTensors) -> None:
+    """Raise ValueError unless all zero points of a weight are 0, as those of symmetric weights are."""
+    if tensors.read(key).float().any():
+        refuse_misfit(key, "zero points other than 0", "none, since it is symmetric")
 
 
-def columns_of(parts: Parts, layout: RecordLayout, first: int, last: int) -> dict[str, Tensor]:
-    """Read groups ``first`` to ``last - 1`` of matrices [rows, columns] whose columns are the outputs, by field.
-
-    Each is [groups, rows, columns of a group].
-    """
-    values = {}
-    for field in layout.fields:
-        width = field.shape[1]
-        some: Tensor = parts[field.name][:, first * width : last * width]
-        values[field.name] = some.unflatten(1, (last - first, width)).transpose(0, 1)
-    return values
-
-
-def scale_groups(key: str, rows: int, columns: int, tensors: StoredTensors, scheme: Scheme | None = None) -> int:
-    """Return how many groups of columns of a weight have a scale of their own; 1 if each row has one, or all share one.
-
-    Raises:
-        ValueError: If the scales ``key`` are missing, or don't fit the weight or the configuration.
-    """
-    if scheme is not None and scheme.strategy not in (strategies := ("tensor", "channel", "group")):
-        refuse_setting("compressed-tensors", "strategy", scheme.strategy, f"{', '.join(strategies)} of integers")
-    if key in tensors and tensors.shape(key) in ((), (1,)) and tensors.dtype(key) in FLOATS:
-        groups, single = 1, True
-    else:
-        groups, single = matrix(tensors, key, *FLOATS, shape=(rows, None))[1], rows == 1
-    if groups == 0:
-        refuse_misfit(key, f"{groups} groups", f"groups of {columns} columns")
-    if scheme is not None and (
-        groups != scheme.groups(columns) or (not single if scheme.strategy == "tensor" else single and rows > 1)
-    ):
-        stated = f"{scheme.strategy} with group_size {scheme.group_size}"
-        refuse_misfit(key, f"a tensor of shape {tensors.shape(key)}", f"scales by the strategy {stated} of config.json")
-    return groups
-
-
-def refuse_other_groups(key: str, inputs: int, groups: int, size: int) -> None:
-    """Raise ValueError unless groups are ``size`` neighbouring inputs, the last perhaps fewer; -1 is all in one."""
-    if groups != (-(-inputs // size) if size > 0 else 1):
-        refuse_misfit(key, f"{groups} groups of {inputs} inputs", f"groups of {size}, the group_size of config.json")
+def shape_of(part: Any) -> torch.Size:
+    """Return the shape of a tensor, or of the lazy slice of a file."""
+    return part.shape if isinstance(part, Tensor) else torch.Size(part.get_shape())
 
 
 def rows_of(part: Any, first: int, last: int) -> Tensor:
-    """Read rows ``first`` to ``last - 1`` of a matrix; a single number is repeated for each row."""
-    shape = tuple(part.shape if isinstance(part, Tensor) else part.get_shape())
-    if len(shape) > 1:
-        rows: Tensor = part[first:last]
+    """Read rows ``first`` to ``last - 1``; a single number, of shape [] or [1], is repeated for each row."""
+    shape = shape_of(part)
+    if shape in ((), (1,)):
+        rows: Tensor = (part[...] if isinstance(part, Tensor) or not shape else part[:]).reshape(1).expand(last - first)
     else:
-        rows = (part[...] if isinstance(part, Tensor) or not shape else part[:]).reshape(1).expand(last - first)
+        rows = part[first:last]
     return rows.clone(memory_format=torch.contiguous_format)
-
-
-def refuse_zero_points(key: str, tensors: StoredTensors, zero: int = 0) -> None:
-    """Raise ValueError unless all zero points of a weight are ``zero``, as those of symmetric weights are."""
-    if (tensors.read(key).float() != zero).any():
-        refuse_misfit(key, f"zero points other than {zero}", "none, since it is symmetric")

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .format import (
-    FLOATS,
+    COMPRESSED,
+    Config,
     Field,
     Known,
     Parts,
@@ -21,20 +22,18 @@ from .format import (
     StoredFormat,
     StoredTensors,
     as_stated,
-    columns_of,
-    float_dtype,
-    matrix,
-    of_layer,
+    check_header,
+    has_zero_points,
+    matches,
     refuse_misfit,
-    refuse_other_formats,
-    refuse_other_groups,
     refuse_setting,
     refuse_unknown,
     refuse_zero_points,
     rows_of,
-    scale_groups,
     setting,
 )
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of scales
 
 # ---- packed codes
 #
@@ -57,23 +56,23 @@ def unpack_awq_codes(words: Tensor) -> Tensor:
     return unpack_codes(words, 4).unflatten(-1, (-1, 2, 4)).mT.flatten(-3)
 
 
-def scale_codes(codes: Tensor, zeros: Tensor | int, scales: Tensor, group_of: Tensor | None) -> Tensor:
-    """Return ``(codes - zeros) * scales``, rounded once, [..., rows, columns] in the dtype of the scales.
+def scale_codes(codes: Tensor, zeros: Tensor | int, scales: Tensor, order: GroupOrder | None) -> Tensor:
+    """Return ``(codes - zeros) * scales``, rounded once, [records, rows, columns] in the dtype of the scales.
 
     Args:
-        codes: uint8 [..., rows, columns].
-        zeros: Unsigned zero points, uint8 [..., rows, groups], or one for all.
-        scales: Floats, [..., rows, groups].
-        group_of: The group of each column, integers [..., columns]. None: groups are equally many neighbouring columns.
+        codes: uint8 or int8 [records, rows, columns].
+        zeros: Zero points in the dtype of the codes, [records, rows, groups], or one for all.
+        scales: Floats, [records, rows, groups].
+        order: The group of each column. None: groups are equally many neighbouring columns.
     """
     # fp16 and bf16 hold differences of codes, integers up to 255, exactly. So the libraries that own these formats,
     # which compute in the dtype of the scales, get the same.
     integers = codes.to(torch.int16)
-    if group_of is None:
+    if order is None:
         grouped = integers.unflatten(-1, (scales.shape[-1], -1))
         offset = zeros if isinstance(zeros, int) else zeros.unsqueeze(-1).to(torch.int16)
         return ((grouped - offset) * scales.unsqueeze(-1)).flatten(-2)
-    index = group_of.long().unsqueeze(-2).expand(codes.shape)
+    index = order.on(codes.device).long().expand(codes.shape)
     offset = zeros if isinstance(zeros, int) else zeros.to(torch.int16).gather(-1, index)
     return (integers - offset) * scales.gather(-1, index)
 
@@ -114,27 +113,58 @@ class GroupOrder:
         return self._on[device]
 
     @cached_property
-    def _digest(self) -> str:
-        return hashlib.sha256(next(iter(self._on.values())).numpy().tobytes()).hexdigest()[:16]
-
-    def __str__(self) -> str:
-        return f"in the order {self._digest}"
+    def description(self) -> str:
+        digest = hashlib.sha256(next(iter(self._on.values())).numpy().tobytes()).hexdigest()[:16]
+        return f", in the order {digest}"
 
 
-# ---- gptq
+# ---- scales
 #
-# Decodes weights of GPTQ checkpoints, as gptqmodel, auto_gptq and optimum write them.
-#
-# A linear layer of ``in`` inputs and ``out`` outputs is stored transposed, with f = 32 / bits codes in a word:
-#
-# - ``qweight``, int32 [in / f, out]: a word holds neighbouring inputs of one output;
-# - ``qzeros``, int32 [groups, out / f]: a word holds the zero points of neighbouring outputs;
-# - ``scales``, float [groups, out];
-# - ``g_idx``, int32 [in]: the group of each input, in any order if it was quantized with ``desc_act``.
-#
-# Files of ``checkpoint_format`` ``gptq``, the first version, hold zero points minus one; those of ``gptq_v2`` do not.
+# Checks of the groups of inputs that share a scale.
 
-_ONES = {4: 0x11111111, 8: 0x01010101}
+
+def float_dtype(tensors: StoredTensors, key: str) -> torch.dtype:
+    dtype = tensors.dtype(key)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def scale_groups(key: str, rows: int, columns: int, tensors: StoredTensors, scheme: Scheme | None) -> int:
+    """Return how many groups of columns of a weight have a scale of their own; 1 if each row has one, or all share one.
+
+    Raises:
+        ValueError: If the scales ``key`` are missing, or don't fit the weight or the configuration.
+    """
+    if scheme is not None and scheme.strategy not in (strategies := ("tensor", "channel", "group")):
+        refuse_setting(COMPRESSED, "strategy", scheme.strategy, f"{', '.join(strategies)} of integers")
+    if key in tensors and tensors.shape(key) in ((), (1,)) and tensors.dtype(key) in _FLOATS:
+        groups, single = 1, True
+    else:
+        groups, single = check_header(tensors, key, *_FLOATS, shape=(rows, None))[1], rows == 1
+    if groups == 0:
+        refuse_misfit(key, f"{groups} groups", f"groups of {columns} columns")
+    if scheme is not None and (
+        groups != scheme.groups(columns) or (not single if scheme.strategy == "tensor" else single and rows > 1)
+    ):
+        stated = f"{scheme.strategy} with group_size {scheme.group_size}"
+        refuse_misfit(key, f"a tensor of shape {tensors.shape(key)}", f"scales by the strategy {stated} of config.json")
+    return groups
+
+
+def refuse_uneven_groups(key: str, inputs: int, groups: int) -> None:
+    if groups == 0 or inputs % groups:
+        refuse_misfit(key, f"{groups} groups", f"a number that divides {inputs} inputs")
+
+
+def refuse_other_groups(key: str, inputs: int, groups: int, size: int) -> None:
+    """Raise ValueError unless groups are ``size`` neighbouring inputs, the last perhaps fewer; -1 is all in one."""
+    if groups != (-(-inputs // size) if size > 0 else 1):
+        refuse_misfit(key, f"{groups} groups of {inputs} inputs", f"groups of {size}, the group_size of config.json")
+
+
+# ---- transposed
+#
+# GPTQ and AWQ, which store a linear layer of ``in`` inputs and ``out`` outputs transposed.
 
 _SEARCH = """
     act_group_aware amp autoround_version batch_size cache_block_outputs damp_auto_increment damp_percent dataset
@@ -157,6 +187,53 @@ COMMON_SETTINGS: Known = {
     "rotation": (),
     "adapter": (),
 }
+_OVERRIDES: Known = {
+    **dict.fromkeys(("bits", "group_size", "desc_act", "sym", "mse", "damp_percent", "damp_auto_increment")),
+    **dict.fromkeys(("static_groups", "true_sequential", "act_group_aware")),
+}
+
+
+def settings_of(config: Config, layer: str) -> dict[str, Any]:
+    """Return the settings of a layer: gptqmodel's ``dynamic`` may override the common ones."""
+    dynamic = setting(config, "dynamic", dict) or {}
+    common = {key: value for key, value in config.items() if key != "dynamic"}
+    for pattern in dynamic:
+        if matches(pattern.removeprefix("+:").removeprefix("-:"), layer):
+            own = setting(dynamic, pattern, dict) or {}
+            changed = {key: value for key, value in own.items() if key not in config or value != config[key]}
+            refuse_unknown(str(config.get("quant_method")), changed, _OVERRIDES, "dynamic.*.")
+            return common | own
+    return common
+
+
+@dataclass(frozen=True, eq=False)
+class _Transposed(StoredFormat):
+    """A matrix whose codes, zero points and scales have the outputs as columns; ``scale_groups`` share scales."""
+
+    scale_groups: int
+
+    def pack(self, parts: Parts, first: int, last: int) -> Tensor:
+        values = {}
+        for field in self.layout.fields:
+            width = field.shape[1]  # columns that belong to a group
+            some: Tensor = parts[field.name][:, first * width : last * width]
+            values[field.name] = some.unflatten(1, (last - first, width)).transpose(0, 1)
+        return self.layout.pack(last - first, **values)
+
+
+# ---- gptq
+#
+# Weights of GPTQ checkpoints, as gptqmodel, auto_gptq and optimum write them, with f = 32 / bits codes in a word:
+#
+# - ``qweight``, int32 [in / f, out]: a word holds neighbouring inputs of one output;
+# - ``qzeros``, int32 [groups, out / f]: a word holds the zero points of neighbouring outputs;
+# - ``scales``, float [groups, out];
+# - ``g_idx``, int32 [in]: the group of each input, in any order if it was quantized with ``desc_act``.
+#
+# Files of ``checkpoint_format`` ``gptq``, the first version, hold zero points minus one; those of ``gptq_v2`` do not.
+
+_ONES = {4: 0x11111111, 8: 0x01010101}
+
 GPTQ_SETTINGS: Known = {
     **COMMON_SETTINGS,
     "backend": None,
@@ -166,40 +243,6 @@ GPTQ_SETTINGS: Known = {
     "format": ("gptq", "gptq_v2"),
     "is_marlin_format": (False,),
 }
-_OVERRIDES: Known = {
-    **dict.fromkeys(("bits", "group_size", "desc_act", "sym", "mse", "damp_percent", "damp_auto_increment")),
-    **dict.fromkeys(("static_groups", "true_sequential", "act_group_aware")),
-}
-
-
-def decode_gptq(
-    qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None, bits: int, minus_one: bool
-) -> Tensor:
-    """Decode some of the outputs of a weight, or of each weight of a stack, [..., rows, in] in the dtype of ``scales``.
-
-    Args:
-        qweight: int32 [..., in / f, rows].
-        qzeros: int32 [..., groups, rows / f].
-        scales: Floats, [..., groups, rows].
-        g_idx: Integers, [..., in]. None: groups are equally many neighbouring inputs.
-        bits: 4 or 8.
-        minus_one: Whether the zero points are stored minus one.
-    """
-    if minus_one:
-        # Add to whole words, with carries: gptqmodel subtracts from whole words when it writes, so that a zero point of
-        # 0 borrows from its neighbour. int32 wraps around.
-        qzeros = qzeros + torch.tensor(_ONES[bits], dtype=torch.int32, device=qzeros.device)
-    codes = unpack_codes(qweight.mT, bits)
-    zeros = unpack_codes(qzeros, bits)[..., : scales.shape[-1]].mT
-    return scale_codes(codes, zeros, scales.mT, g_idx)
-
-
-def settings_of(config: Mapping[str, Any], layer: str) -> dict[str, Any]:
-    """Return the settings of a layer, for which ``dynamic`` may override some."""
-    own = of_layer(config, layer)
-    changed = {key: value for key, value in own.items() if key not in config or value != config[key]}
-    refuse_unknown(str(config.get("quant_method")), changed, _OVERRIDES, "dynamic.*.")
-    return own
 
 
 def _neighbours(own: Mapping[str, Any], key: str, inputs: int, groups: int) -> GroupOrder | None:
@@ -215,49 +258,44 @@ def _neighbours(own: Mapping[str, Any], key: str, inputs: int, groups: int) -> G
 
 
 @dataclass(frozen=True, eq=False)
-class Gptq(StoredFormat):
+class Gptq(_Transposed):
     """A matrix in GPTQ's format; a group is as many rows as a word holds codes.
 
     Attributes:
         minus_one: Whether zero points are stored minus one.
-        scale_groups: The number of groups of inputs that share a scale.
-        order: The group of each input; None if groups are neighbouring inputs.
+        order: The group of each input; None if groups are equally many neighbouring inputs.
     """
 
     name: ClassVar[str] = "GPTQ"
 
     bits: int
     minus_one: bool
-    scale_dtype: torch.dtype
-    scale_groups: int
     order: GroupOrder | None
 
     @classmethod
-    def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
-        if config.get("quant_method") != "gptq":
-            if not config and (unnamed := next((key for key in tensors if key.endswith(".qweight")), None)):
-                raise ValueError(
-                    f"{unnamed} is of GPTQ or AWQ, but no config.json beside the checkpoint says of which; put the "
-                    "config.json of the model there"
-                )
-            return {}
-        versions = [setting(config, key, str) for key in ("checkpoint_format", "format")]
-        stated = {version.lower() for version in versions if version}
-        version = stated.pop() if stated else "gptq"
-        if stated or version not in ("gptq", "gptq_v2"):
-            refuse_setting(cls.name, "checkpoint_format", " and ".join((version, *stated)), "gptq and gptq_v2")
-        layers = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
-        return {f"{layer}.weight": cls._of(layer, tensors, config, version == "gptq") for layer in layers}
+    def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
+        if not key.endswith(".qweight"):
+            return None
+        if not config:
+            raise ValueError(
+                f"{key} is of GPTQ or AWQ, but no config.json beside the checkpoint says of which; put the config.json "
+                "of the model there"
+            )
+        versions = (setting(config, name, str) for name in ("checkpoint_format", "format"))
+        stated = {version.lower() for version in versions if version} or {"gptq"}
+        if len(stated) > 1:
+            refuse_setting(cls.name, "checkpoint_format", " and ".join(sorted(stated)), "gptq and gptq_v2")
+        layer = key.removesuffix(".qweight")
+        return f"{layer}.weight", cls._of(layer, tensors, settings_of(config, layer), stated == {"gptq"})
 
     @classmethod
-    def _of(cls, layer: str, tensors: StoredTensors, config: Mapping[str, Any], minus_one: bool) -> Gptq:
+    def _of(cls, layer: str, tensors: StoredTensors, own: Mapping[str, Any], minus_one: bool) -> Gptq:
         keys = {role: f"{layer}.{role}" for role in ("qweight", "qzeros", "scales", "g_idx")}
         if keys["g_idx"] not in tensors:
             del keys["g_idx"]
-        words, out = matrix(tensors, keys["qweight"], torch.int32)
-        groups, _ = matrix(tensors, keys["scales"], *FLOATS, shape=(None, out))
+        words, out = check_header(tensors, keys["qweight"], torch.int32)
+        groups, _ = check_header(tensors, keys["scales"], *_FLOATS, shape=(None, out))
         stored_order = tensors.read(keys["g_idx"]) if "g_idx" in keys else None
-        own = settings_of(config, layer)
         stated = setting(own, "bits", int)
         bits = stated if stored_order is None else 32 * words / max(1, len(stored_order))
         if bits not in _ONES:
@@ -268,7 +306,7 @@ class Gptq(StoredFormat):
         inputs, per_word = words * 32 // bits, 32 // bits
         if out % per_word or groups == 0:
             refuse_misfit(keys["qweight"], f"{groups} groups for {out} outputs", f"outputs in multiples of {per_word}")
-        matrix(tensors, keys["qzeros"], torch.int32, shape=(groups, out // per_word))
+        check_header(tensors, keys["qzeros"], torch.int32, shape=(groups, out // per_word))
         if stored_order is not None:
             order = GroupOrder.of(stored_order, inputs, groups, keys["g_idx"])
         elif setting(own, "desc_act", bool):
@@ -276,51 +314,43 @@ class Gptq(StoredFormat):
         else:
             order = _neighbours(own, keys["scales"], inputs, groups)
         dtype = float_dtype(tensors, keys["scales"])
-        return cls(torch.Size((out, inputs)), dtype, keys, bits, minus_one, dtype, groups, order)
+        return cls(torch.Size((out, inputs)), dtype, keys, groups, bits, minus_one, order)
 
     @cached_property
     def description(self) -> str:
         version = "" if self.minus_one else " v2"
-        order = "" if self.order is None else f", {self.order}"
+        order = "" if self.order is None else self.order.description
         return (
-            f"{self.name}{version} of {self.bits} bits in {self.scale_groups} groups of {self.scale_dtype}, "
+            f"{self.name}{version} of {self.bits} bits in {self.scale_groups} groups of {self.dtype}, "
             f"{self.shape[-1]} columns{order}"
         )
 
     @property
-    def _per_word(self) -> int:
+    def rows(self) -> int:
         return 32 // self.bits
-
-    @property
-    def group_numel(self) -> int:
-        return self._per_word * self.shape[-1]
 
     @cached_property
     def layout(self) -> RecordLayout:
-        words, rows, groups = self.shape[-1] // self._per_word, self._per_word, self.scale_groups
         return RecordLayout(
-            (
-                Field("qweight", torch.int32, (words, rows)),
-                Field("qzeros", torch.int32, (groups, 1)),
-                Field("scales", self.scale_dtype, (groups, rows)),
-            )
+            Field("qweight", torch.int32, (self.shape[-1] // self.rows, self.rows)),
+            Field("qzeros", torch.int32, (self.scale_groups, 1)),
+            Field("scales", self.dtype, (self.scale_groups, self.rows)),
         )
 
-    def pack(self, parts: Parts, first: int, last: int) -> Tensor:
-        return self.layout.pack(last - first, **columns_of(parts, self.layout, first, last))
-
-    def decode(self, records: Tensor) -> Tensor:
-        qweight, qzeros, scales = (self.layout.get(records, field.name) for field in self.layout.fields)
-        order = None if self.order is None else self.order.on(records.device)
-        return decode_gptq(qweight, qzeros, scales, order, self.bits, self.minus_one).float().flatten(1)
+    def decode(self, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
+        if self.minus_one:
+            # Add to whole words, with carries: gptqmodel subtracts from whole words when it writes, so that a zero
+            # point of 0 borrows from its neighbour. int32 wraps around.
+            qzeros = qzeros + torch.tensor(_ONES[self.bits], dtype=torch.int32, device=qzeros.device)
+        codes = unpack_codes(qweight.mT, self.bits)
+        zeros = unpack_codes(qzeros, self.bits)[..., : self.rows].mT
+        return scale_codes(codes, zeros, scales.mT, self.order)
 
 
 # ---- awq
 #
-# Decodes weights of AWQ checkpoints in the ``gemm`` version, as autoawq and gptqmodel write them.
-#
-# A linear layer of ``in`` inputs and ``out`` outputs is stored transposed, in 4 bits. Words hold eight neighbouring
-# outputs, in an order of its own (``unpack_awq_codes``):
+# Weights of AWQ checkpoints in the ``gemm`` version, as autoawq and gptqmodel write them, in 4 bits. Words hold eight
+# neighbouring outputs, in an order of its own (``unpack_awq_codes``):
 #
 # - ``qweight``, int32 [in, out / 8];
 # - ``qzeros``, int32 [groups, out / 8];
@@ -330,8 +360,9 @@ AWQ_SETTINGS: Known = {
     **COMMON_SETTINGS,
     "zero_point": None,  # files have zero points either way
     "method": ("awq",),
-    "version": None,
-    "format": None,
+    "bits": (4,),
+    "version": ("gemm",),
+    "format": ("gemm",),
     "desc_act": (False,),
     # In transformers, one backend, which packs codes otherwise, stands for a format.
     "backend": (
@@ -341,82 +372,54 @@ AWQ_SETTINGS: Known = {
 }
 
 
-def decode_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
-    """Decode some of the outputs of a weight, or of each weight of a stack, [..., rows, in] in the dtype of ``scales``.
-
-    Args:
-        qweight: int32 [..., in, rows / 8].
-        qzeros: int32 [..., groups, rows / 8].
-        scales: Floats, [..., groups, rows].
-    """
-    return scale_codes(unpack_awq_codes(qweight).mT, unpack_awq_codes(qzeros).mT, scales.mT, None)
-
-
 @dataclass(frozen=True, eq=False)
-class Awq(StoredFormat):
-    """A matrix in AWQ's format; a group is eight rows, ``scale_groups`` groups of inputs share scales."""
+class Awq(_Transposed):
+    """A matrix in AWQ's format; a group is eight rows."""
 
     name: ClassVar[str] = "AWQ"
 
-    scale_dtype: torch.dtype
-    scale_groups: int
-
     @classmethod
-    def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
-        if config.get("quant_method") != "awq":
-            return {}
-        for key in ("version", "format"):
-            if (setting(config, key, str) or "gemm").lower() != "gemm":
-                refuse_setting(cls.name, key, config[key], "gemm alone")
-        if config.get("bits", 4) != 4:
-            refuse_setting(cls.name, "bits", config["bits"], "4 alone")
-        layers = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
-        return {f"{layer}.weight": cls._of(layer, tensors, settings_of(config, layer)) for layer in layers}
-
-    @classmethod
-    def _of(cls, layer: str, tensors: StoredTensors, own: Mapping[str, Any]) -> Awq:
+    def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
+        if not key.endswith(".qweight"):
+            return None
+        layer = key.removesuffix(".qweight")
+        own = settings_of(config, layer)
         if own.get("bits", 4) != 4:
             refuse_setting(cls.name, f"bits of {layer}", own["bits"], "4 alone")
         keys = {role: f"{layer}.{role}" for role in ("qweight", "qzeros", "scales")}
-        inputs, words = matrix(tensors, keys["qweight"], torch.int32)
-        groups, _ = matrix(tensors, keys["scales"], *FLOATS, shape=(None, words * 8))
-        matrix(tensors, keys["qzeros"], torch.int32, shape=(groups, words))
-        if groups == 0 or inputs % groups:
-            refuse_misfit(keys["scales"], f"{groups} groups", f"a number that divides {inputs} inputs")
+        inputs, words = check_header(tensors, key, torch.int32)
+        groups, _ = check_header(tensors, keys["scales"], *_FLOATS, shape=(None, words * 8))
+        check_header(tensors, keys["qzeros"], torch.int32, shape=(groups, words))
+        refuse_uneven_groups(keys["scales"], inputs, groups)
         size = setting(own, "group_size", int)
         if size is not None:
             refuse_other_groups(keys["scales"], inputs, groups, size)
         dtype = float_dtype(tensors, keys["scales"])
-        return cls(torch.Size((words * 8, inputs)), dtype, keys, dtype, groups)
+        return f"{layer}.weight", cls(torch.Size((words * 8, inputs)), dtype, keys, groups)
 
     @property
     def description(self) -> str:
-        return f"{self.name} in {self.scale_groups} groups of {self.scale_dtype}, {self.shape[-1]} columns"
+        return f"{self.name} in {self.scale_groups} groups of {self.dtype}, {self.shape[-1]} columns"
 
     @property
-    def group_numel(self) -> int:
-        return 8 * self.shape[-1]
+    def rows(self) -> int:
+        return 8
 
     @cached_property
     def layout(self) -> RecordLayout:
         return RecordLayout(
-            (
-                Field("qweight", torch.int32, (self.shape[-1], 1)),
-                Field("qzeros", torch.int32, (self.scale_groups, 1)),
-                Field("scales", self.scale_dtype, (self.scale_groups, 8)),
-            )
+            Field("qweight", torch.int32, (self.shape[-1], 1)),
+            Field("qzeros", torch.int32, (self.scale_groups, 1)),
+            Field("scales", self.dtype, (self.scale_groups, 8)),
         )
 
-    def pack(self, parts: Parts, first: int, last: int) -> Tensor:
-        return self.layout.pack(last - first, **columns_of(parts, self.layout, first, last))
-
-    def decode(self, records: Tensor) -> Tensor:
-        return decode_awq(*(self.layout.get(records, field.name) for field in self.layout.fields)).float().flatten(1)
+    def decode(self, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
+        return scale_codes(unpack_awq_codes(qweight).mT, unpack_awq_codes(qzeros).mT, scales.mT, None)
 
 
 # ---- packed integers
 #
-# Decodes weights of compressed-tensors' format ``pack-quantized``: int4 and int8, such as Kimi's experts.
+# Weights of compressed-tensors' format ``pack-quantized``: int4 and int8, such as Kimi's experts.
 #
 # With f = 32 / bits codes in a word, codes that are signed but packed plus 2^(bits - 1):
 #
@@ -427,112 +430,80 @@ class Awq(StoredFormat):
 # - ``weight_shape``: out and in.
 
 
-def decode_packed_integers(
-    packed: Tensor, scale: Tensor, zero_point: Tensor | None, group_of: Tensor | None, bits: int, columns: int
-) -> Tensor:
-    """Decode rows of a weight, or of each weight of a stack, [..., rows, columns] in the dtype of ``scale``.
-
-    Args:
-        packed: int32 [..., rows, columns / f].
-        scale: Floats, [..., rows, groups].
-        zero_point: int32 [..., rows / f, groups]; None if all are 0.
-        group_of: Integers, [..., columns]. None: groups are equally many neighbouring columns.
-        bits: 4 or 8.
-        columns: The number of columns, which need not fill the last word.
-    """
-    codes = unpack_codes(packed, bits)[..., :columns]
-    rows = packed.shape[-2]
-    # Codes and zero points are packed plus 2^(bits - 1), which cancels in their difference.
-    zeros = 2 ** (bits - 1) if zero_point is None else unpack_codes(zero_point.mT, bits)[..., :rows].mT
-    return scale_codes(codes, zeros, scale, group_of)
-
-
 @dataclass(frozen=True, eq=False)
 class PackedIntegers(StoredFormat):
-    """A matrix in ``pack-quantized``; a group is as many rows as a word holds codes, or one if it is symmetric."""
+    """A matrix in ``pack-quantized``; a group is as many rows as a word holds zero points, or one without them."""
 
     name: ClassVar[str] = "compressed-tensors' pack-quantized"
 
-    bits: int
-    scale_dtype: torch.dtype
     scale_groups: int
+    bits: int
     order: GroupOrder | None
 
     @classmethod
-    def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
-        refuse_other_formats(config)
-        end = ".weight_packed"
-        weights = [k.removesuffix("_packed") for k in tensors if k.endswith(end) and tensors.dtype(k) == torch.int32]
-        return {weight: as_stated(config, weight, "int", partial(cls._of, weight, tensors)) for weight in weights}
+    def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
+        if not key.endswith(".weight_packed") or tensors.dtype(key) != torch.int32:
+            return None
+        weight = key.removesuffix("_packed")
+        return weight, as_stated(config, weight, "int", partial(cls._of, weight, tensors))
 
     @classmethod
     def _of(cls, weight: str, tensors: StoredTensors, scheme: Scheme | None) -> PackedIntegers:
         keys = {role: f"{weight}_{role}" for role in ("packed", "scale", "zero_point", "g_idx", "shape")}
-        out, words = matrix(tensors, keys["packed"], torch.int32)
+        out, words = check_header(tensors, keys["packed"], torch.int32)
         inputs, bits = _inputs_and_bits(keys["shape"], out, words, tensors, scheme)
         groups = scale_groups(keys["scale"], out, inputs, tensors, scheme)
-        if keys["zero_point"] in tensors:
-            matrix(tensors, keys["zero_point"], torch.int32, shape=(-(-out * bits // 32), groups))
+        if has_zero_points(key := keys["zero_point"], tensors, scheme):
+            check_header(tensors, key, torch.int32, shape=(-(-out * bits // 32), groups))
             if scheme is not None and scheme.symmetric:
-                refuse_misfit(keys["zero_point"], "zero points", "none, since config.json says that it is symmetric")
-        elif scheme is not None and not scheme.symmetric:
-            refuse_misfit(keys["zero_point"], "missing", "zero points, since config.json says that it is not symmetric")
+                refuse_misfit(key, "zero points", "none, since config.json says that it is symmetric")
         order = None
         if (key := keys["g_idx"]) in tensors:
             order = GroupOrder.of(tensors.read(key), inputs, groups, key)
         elif scheme is not None and scheme.ordered and groups > 1:
             refuse_misfit(key, "missing", "the group of each input, since config.json has another actorder than theirs")
-        if order is None and inputs % groups:
-            refuse_misfit(keys["scale"], f"{groups} groups", f"a number that divides {inputs} inputs")
+        if order is None:
+            refuse_uneven_groups(keys["scale"], inputs, groups)
         used = {role: key for role, key in keys.items() if key in tensors}
-        dtype = float_dtype(tensors, keys["scale"])
-        return cls(torch.Size((out, inputs)), dtype, used, bits, dtype, groups, order)
+        return cls(torch.Size((out, inputs)), float_dtype(tensors, keys["scale"]), used, groups, bits, order)
 
     @cached_property
     def description(self) -> str:
-        kind = "asymmetric" if self._asymmetric else "symmetric"
-        order = "" if self.order is None else f", {self.order}"
+        kind = "asymmetric" if "zero_point" in self.keys else "symmetric"
+        order = "" if self.order is None else self.order.description
         return (
-            f"{self.name} of {self.bits} bits, {kind}, in {self.scale_groups} groups of {self.scale_dtype}, "
+            f"{self.name} of {self.bits} bits, {kind}, in {self.scale_groups} groups of {self.dtype}, "
             f"{self.shape[-1]} columns{order}"
         )
 
     @property
-    def _asymmetric(self) -> bool:
-        return "zero_point" in self.keys
-
-    @property
-    def _rows(self) -> int:
-        return 32 // self.bits if self._asymmetric else 1  # a word holds the zero points of these rows
-
-    @property
-    def group_numel(self) -> int:
-        return self._rows * self.shape[-1]
+    def rows(self) -> int:
+        return 32 // self.bits if "zero_point" in self.keys else 1  # a word holds the zero points of these rows
 
     @cached_property
     def layout(self) -> RecordLayout:
         words = -(-self.shape[-1] * self.bits // 32)
         fields = [
-            Field("packed", torch.int32, (self._rows, words)),
-            Field("scale", self.scale_dtype, (self._rows, self.scale_groups)),
+            Field("packed", torch.int32, (self.rows, words)),
+            Field("scale", self.dtype, (self.rows, self.scale_groups)),
         ]
-        if self._asymmetric:
+        if "zero_point" in self.keys:
             fields.append(Field("zero_point", torch.int32, (1, self.scale_groups)))
-        return RecordLayout(tuple(fields))
+        return RecordLayout(*fields)
 
     def pack(self, parts: Parts, first: int, last: int) -> Tensor:
-        rows = first * self._rows, min(last * self._rows, self.shape[0])
+        rows = first * self.rows, min(last * self.rows, self.shape[0])
         values = {role: rows_of(parts[role], *rows) for role in ("packed", "scale")}
-        if self._asymmetric:
+        if "zero_point" in self.keys:
             values["zero_point"] = rows_of(parts["zero_point"], first, last)
         return self.layout.pack(last - first, **values)
 
-    def decode(self, records: Tensor) -> Tensor:
-        packed, scale = self.layout.get(records, "packed"), self.layout.get(records, "scale")
-        zero_point = self.layout.get(records, "zero_point") if self._asymmetric else None
-        order = None if self.order is None else self.order.on(records.device)
-        values = decode_packed_integers(packed, scale, zero_point, order, self.bits, self.shape[-1])
-        return values.float().flatten(1)
+    def decode(self, packed: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
+        codes = unpack_codes(packed, self.bits)[..., : self.shape[-1]]  # columns need not fill the last word
+        # Codes and zero points are packed plus 2^(bits - 1), which cancels in their difference.
+        half = 2 ** (self.bits - 1)
+        zeros = half if zero_point is None else unpack_codes(zero_point.mT, self.bits)[..., : self.rows].mT
+        return scale_codes(codes, zeros, scale, self.order)
 
 
 def _inputs_and_bits(key: str, out: int, words: int, tensors: StoredTensors, scheme: Scheme | None) -> tuple[int, int]:
@@ -565,62 +536,41 @@ class PlainIntegers(StoredFormat):
 
     name: ClassVar[str] = "compressed-tensors' int-quantized"
 
-    scale_dtype: torch.dtype
     scale_groups: int
 
     @classmethod
-    def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
-        if config.get("quant_method") != "compressed-tensors":
-            return {}
-        keys = [key for key in tensors if key.endswith(".weight") and tensors.dtype(key) == torch.int8]
-        return {key: as_stated(config, key, "int", partial(cls._of, key, tensors)) for key in keys}
+    def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
+        # Without a configuration, they are those of bitsandbytes, which have other scales.
+        if not config or not key.endswith(".weight") or tensors.dtype(key) != torch.int8:
+            return None
+        return key, as_stated(config, key, "int", partial(cls._of, key, tensors))
 
     @classmethod
     def _of(cls, weight: str, tensors: StoredTensors, scheme: Scheme | None) -> PlainIntegers:
         keys = {"codes": weight, "scale": f"{weight}_scale", "zero_point": f"{weight}_zero_point"}
-        out, inputs = matrix(tensors, weight, torch.int8)
+        out, inputs = check_header(tensors, weight, torch.int8)
         groups = scale_groups(keys["scale"], out, inputs, tensors, scheme)
-        if inputs % groups:
-            refuse_misfit(keys["scale"], f"{groups} groups", f"a number that divides {inputs} inputs")
-        if keys["zero_point"] not in tensors:
-            if scheme is not None and not scheme.symmetric:
-                refuse_misfit(keys["zero_point"], "missing", "zero points, since config.json says it is not symmetric")
+        refuse_uneven_groups(keys["scale"], inputs, groups)
+        if has_zero_points(key := keys["zero_point"], tensors, scheme):
+            check_header(tensors, key, torch.int8, shape=tensors.shape(keys["scale"]))
+            if scheme is not None and scheme.symmetric:
+                refuse_zero_points(key, tensors)
+        else:
             del keys["zero_point"]
-        elif (tensors.shape(keys["zero_point"]), tensors.dtype(keys["zero_point"])) != (
-            tensors.shape(keys["scale"]),
-            torch.int8,
-        ):
-            found = f"{tensors.dtype(keys['zero_point'])} {tensors.shape(keys['zero_point'])}"
-            refuse_misfit(keys["zero_point"], found, f"int8 {tensors.shape(keys['scale'])}")
-        elif scheme is not None and scheme.symmetric:
-            refuse_zero_points(keys["zero_point"], tensors)
-        dtype = float_dtype(tensors, keys["scale"])
-        return cls(torch.Size((out, inputs)), dtype, keys, dtype, groups)
+        return cls(torch.Size((out, inputs)), float_dtype(tensors, keys["scale"]), keys, groups)
 
     @property
     def description(self) -> str:
         kind = "asymmetric" if "zero_point" in self.keys else "symmetric"
-        return f"{self.name}, {kind}, in {self.scale_groups} groups of {self.scale_dtype}, {self.shape[-1]} columns"
-
-    @property
-    def group_numel(self) -> int:
-        return self.shape[-1]
+        return f"{self.name}, {kind}, in {self.scale_groups} groups of {self.dtype}, {self.shape[-1]} columns"
 
     @cached_property
     def layout(self) -> RecordLayout:
-        fields = [
-            Field("codes", torch.int8, (1, self.shape[-1])),
-            Field("scale", self.scale_dtype, (1, self.scale_groups)),
-        ]
+        scale = Field("scale", self.dtype, (1, self.scale_groups))
+        fields = [Field("codes", torch.int8, (1, self.shape[-1])), scale]
         if "zero_point" in self.keys:
-            fields.append(Field("zero_point", torch.int8, (1, self.scale_groups)))
-        return RecordLayout(tuple(fields))
+            fields.append(scale._replace(name="zero_point", dtype=torch.int8))
+        return RecordLayout(*fields)
 
-    def pack(self, parts: Parts, first: int, last: int) -> Tensor:
-        values = {role: rows_of(parts[role], first, last) for role in self.keys}
-        return self.layout.pack(last - first, **values)
-
-    def decode(self, records: Tensor) -> Tensor:
-        codes, scale = self.layout.get(records, "codes"), self.layout.get(records, "scale")
-        zeros = self.layout.get(records, "zero_point") if "zero_point" in self.keys else 0
-        return scale_codes(codes, zeros, scale, None).float().flatten(1)
+    def decode(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
+        return scale_codes(codes, 0 if zero_point is None else zero_point, scale, None)

@@ -36,7 +36,8 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from fsdp_zpp.codecs import Int4Delta
 from fsdp_zpp.comm.agreement import agree
-from fsdp_zpp.integrations._common import MarkedSave, StepMonitor, check_complete, in_place_of_torchs, sharding_by
+from fsdp_zpp.fsdp2.fully_shard import fully_shard
+from fsdp_zpp.integrations._common import MarkedSave, StepMonitor, check_complete, in_place_of_torchs
 from fsdp_zpp.runtime.api import traffic
 from fsdp_zpp.runtime.checkpoint import CodecState
 from fsdp_zpp.runtime.unit import unit_of
@@ -158,12 +159,18 @@ def parallelize(
     model: nn.Module,
     *,
     parallelism: ParallelismConfig,
-    **arguments: Any,
+    **options: Any,
 ) -> nn.Module:
     """Parallelize a model, or a stage of a pipeline, by its own function, and shard it by a strategy."""
-    always = parallelism.fsdp_reshard_after_forward == "always"
-    with in_place_of_torchs(sharding_by(strategy, reshards_always=always)):
-        sharded: nn.Module = parallelize_fn(model, parallelism=parallelism, **arguments)
+
+    def by_strategy(module: Any, *, reshard_after_forward: Any = None, **arguments: Any) -> Any:
+        # True is what torchtitan's default results in, too, which is left to the strategy.
+        if reshard_after_forward is True and parallelism.fsdp_reshard_after_forward != "always":
+            reshard_after_forward = None
+        return fully_shard(module, strategy=strategy, reshard_after_forward=reshard_after_forward, **arguments)
+
+    with in_place_of_torchs(by_strategy):
+        sharded: nn.Module = parallelize_fn(model, parallelism=parallelism, **options)
     if all(unit_of(module) is None for module in sharded.modules()):
         raise ValueError(
             f"the parallelize_fn of this {type(model).__name__} did not call fully_shard of torch.distributed.fsdp, "
@@ -417,11 +424,11 @@ def __dir__() -> list[str]:
     return names
 
 
+# Modules in which torchtitan's models have their configurations.
 _REGISTRIES = [
     f"{models.__name__}.{path.parent.name}.{path.stem}"
     for path in sorted(Path(models.__path__[0]).glob("*/config_registry.py"))
 ]
-"""Modules in which torchtitan's models have their configurations."""
 
 
 def _configurations(registry: str) -> dict[str, Callable[[], Trainer.Config]]:
