@@ -102,11 +102,7 @@ def network(task: Task, one_dtype: bool = False) -> nn.Module:
 
 
 def adapted(base: nn.Module, rank: int) -> nn.Module:
-    """Freeze ``base`` and add adapters of ``rank`` on the projections of attention, or on all layers if it has none.
-
-    Raises:
-        ModuleNotFoundError: If PEFT is not installed.
-    """
+    """Freeze ``base`` and add adapters of ``rank`` on the projections of attention, or on all layers if it has none."""
     try:
         from peft import LoraConfig, get_peft_model
     except ModuleNotFoundError as error:
@@ -124,10 +120,7 @@ def base_of(model: nn.Module) -> Any:
 
 
 def layer_places(model: nn.Module) -> Iterator[tuple[nn.ModuleList, int]]:
-    """Yield where each layer of ``model`` stands: its list, and its index there.
-
-    Layers are those that the planner takes for units: the entries of the outermost lists.
-    """
+    """Yield where each layer of ``model`` stands: its list, and its index there."""
     own = {id(layer) for layer in layers(model)}
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     for places in lists:
@@ -144,11 +137,7 @@ def prepare(task: Task, places: nn.ModuleList, index: int) -> None:
 
 
 def materialize(module: nn.Module, base: Any, device: torch.device) -> nn.Module:
-    """Give random values to the parameters and buffers that have none, and return the module.
-
-    Ranks of the same seed get the same values. ``base`` is the transformers model that the module belongs to, which
-    knows how its buffers are computed.
-    """
+    """Give random values to the parameters and buffers that have none, and return the module."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # parameters that are tied stay so
     for inner in module.modules():
         if any(buffer is not None and buffer.is_meta for buffer in inner._buffers.values()):
@@ -390,12 +379,7 @@ it has a whole base."""
 
 
 def contender(name: str, fsdp2: bool = True, called: str | None = None) -> Contender:
-    """Return the contender of one of :data:`NAMES`; ``called`` is its name in a result, if that is another.
-
-    Raises:
-        ValueError: If there is none of this name.
-        ModuleNotFoundError: If its codec needs a package that is not installed.
-    """
+    """Return the contender of one of :data:`NAMES`; ``called`` is its name in a result, if that is another."""
     if name not in NAMES:
         hint = did_you_mean(name, NAMES, before="; ")
         raise ValueError(
@@ -554,10 +538,7 @@ _NAMES = {strategy: name for name, strategy in _STRATEGIES.items()}
 
 
 def candidates(planner: Planner, frozen: str | None) -> list[str]:
-    """Return the names of strategies to try, the plainest first, as this rank's packages allow.
-
-    With ``frozen``, the word for a codec, no other base is tried.
-    """
+    """Return the names of strategies to try, the plainest first, as this rank's packages allow."""
     torchs = [FULL_SHARD, HSDP] if planner.links.nodes > 1 else [FULL_SHARD]
     ours = _for_adapters(planner, frozen) if planner.task.lora else _for_full_training(planner)
     return list(dict.fromkeys([*torchs, *ours]))

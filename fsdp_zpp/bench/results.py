@@ -118,15 +118,7 @@ NOT_RECORDED = ("out", "output", "resume", "worker", "json", "chart", "run", "pa
 
 
 def write(path: Path, manifest: dict[str, Any], arguments: object, rows: list[Row], **others: Any) -> None:
-    """Write one run's result, a line for each row; the file is there when it is complete.
-
-    Args:
-        path: File; its folder is made.
-        manifest: When, where and how the result was made.
-        arguments: Object whose attributes are the options; those of ``NOT_RECORDED`` are left out.
-        rows: Measurements, a row for each case.
-        others: Further entries of the result.
-    """
+    """Write one run's result, a line for each row; the file is there when it is complete."""
     options = {name: value for name, value in vars(arguments).items() if name not in NOT_RECORDED}
     head = {"manifest": manifest, "arguments": options, **others}
     lines = [f"{json.dumps(name)}: {json.dumps(value, default=str)}," for name, value in head.items()]
@@ -138,11 +130,7 @@ def write(path: Path, manifest: dict[str, Any], arguments: object, rows: list[Ro
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Make the folder of ``path``, and raise unless the file can be written; one that is there stays as it is.
-
-    Raises:
-        OSError: If it can't be written. It names the ``option``.
-    """
+    """Make the folder of ``path``, and raise unless the file can be written; one that is there stays as it is."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
@@ -208,12 +196,7 @@ def speedup(row: Row, first: Row) -> Row:
 
 
 def draw_steps(rows: Sequence[Row], path: Path) -> None:
-    """Draw the rows that have a time to an image file, whose suffix sets the format.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-        ValueError: If matplotlib can't write the format, or nothing was measured.
-    """
+    """Draw the rows that have a time to an image file, whose suffix sets the format."""
     measured = [row for row in rows if "step_ms" in row]
     if not measured:
         raise ValueError(f"nothing was measured, so there is nothing to draw to {path}")

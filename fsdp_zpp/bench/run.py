@@ -70,11 +70,7 @@ def join(device: str) -> torch.device:
 
 @contextmanager
 def joined() -> Iterator[torch.device]:
-    """Return a context of the process group of torchrun's ranks: on GPUs where there are any, else on CPUs.
-
-    Raises:
-        ValueError: If torchrun has not started this process, or has started only one.
-    """
+    """Return a context of the process group of torchrun's ranks: on GPUs where there are any, else on CPUs."""
     if "RANK" not in os.environ:
         raise ValueError(
             "bench runs under torchrun only: torchrun --nproc-per-node NUMBER_OF_GPUS -m fsdp_zpp bench --model ..."
@@ -294,10 +290,7 @@ def kernels(events: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], 
 
 
 def overlap(trace: Path, steps: int) -> dict[str, float | None]:
-    """Return one rank's communication in a gzipped trace of ``steps`` steps, in ms a step.
-
-    The share of exposed communication is None without NCCL.
-    """
+    """Return one rank's communication in a gzipped trace of ``steps`` steps, in ms a step."""
     by_kind: dict[bool, list[Interval]] = {True: [], False: []}
     for _, is_nccls, interval in kernels(events_of(trace)):
         by_kind[is_nccls].append(interval)
@@ -348,12 +341,7 @@ class Findings(NamedTuple):
 
 
 def measure_all(arguments: argparse.Namespace, config: Any, place: torch.device) -> Findings:
-    """Measure the links and all strategies in turn. Collective; rank 0 writes the JSON file after each.
-
-    Raises:
-        ValueError: If the layout is not possible, or a strategy is unknown.
-        OSError: On every rank, if rank 0 can't write the JSON file.
-    """
+    """Measure the links and all strategies in turn. Collective; rank 0 writes the JSON file after each."""
     if is_rank_zero():
         _log.info("measuring the links")
     links = measure_links(arguments.gpus_per_node, place.type)
@@ -480,11 +468,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Check parsed options, and make whole numbers ints.
-
-    Raises:
-        ValueError: If one is out of range, or goes with another that is missing.
-    """
+    """Check parsed options, and make whole numbers ints."""
     for name, (least, *_) in _NUMBERS.items():
         if (value := getattr(arguments, name)) is not None:
             setattr(arguments, name, whole(f"--{name.replace('_', '-')}", value, least))
@@ -493,12 +477,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def named_contenders(names: str, gpus_per_node: int | None, lora: bool) -> list[Contender]:
-    """Return the contenders of names that commas separate, on nodes of ``gpus_per_node`` if they name no other size.
-
-    Raises:
-        ValueError: If there is none of a name, or it is for a frozen base and there is none.
-        ModuleNotFoundError: If one needs a package that is not installed.
-    """
+    """Return the contenders of names that commas separate, on nodes of ``gpus_per_node`` if they name no other size."""
     found = []
     for name in names.split(","):
         own = name.removeprefix("fsdp1:")

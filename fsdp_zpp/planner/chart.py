@@ -30,15 +30,7 @@ _PEAKS = 132
 
 @dataclass(frozen=True)
 class Bar:
-    """Bars of one strategy.
-
-    Args:
-        name: Text before its bars.
-        text: Text at the bar of its time.
-        speedup: Bold text behind that one.
-        color: Color of its bars.
-        rows: Its measurements.
-    """
+    """Bars of one strategy: its name, the text at its time, bold text behind it, a color, and its measurements."""
 
     name: str
     text: str

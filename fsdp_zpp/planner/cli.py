@@ -41,11 +41,7 @@ from .report import Plan, draw_plan, plan_to_json
 
 
 def codec(text: str) -> Codec | None:
-    """Parse a codec: ``none``, or the name of a codec, with a block (``int8:256``) or without.
-
-    Raises:
-        argparse.ArgumentTypeError: If ``text`` is not a codec.
-    """
+    """Parse a codec: ``none``, or the name of a codec, with a block (``int8:256``) or without."""
     try:
         return codec_from_name(text)
     except (ValueError, ModuleNotFoundError) as error:
@@ -243,12 +239,7 @@ def _add_local_steps(group: argparse._ArgumentGroup) -> None:
 
 
 def local_steps(arguments: argparse.Namespace) -> LocalSteps | None:
-    """Return the local steps that parsed options ask for, if any.
-
-    Raises:
-        ValueError: If a value is out of range, or there are options of exchanges without ``--local-steps``.
-        TypeError: If the errors of exchanges are to be kept as another codec than ``int8``.
-    """
+    """Return the local steps that parsed options ask for, if any."""
     options: dict[str, Any] = {}
     for name, (argument, parse, _) in _EXCHANGES.items():
         if hasattr(arguments, f"exchange_{name}"):
@@ -335,10 +326,7 @@ def _size(arguments: argparse.Namespace) -> ModelSize:
 
 
 def _measured(given: dict[str, Any], mib: float, link: str | None, measures_host: bool) -> dict[str, Any]:
-    """Measure the arguments of the cluster that were not given on the running job, and return them.
-
-    Without GPUs there is no link to the host that could be measured.
-    """
+    """Measure the arguments of the cluster that were not given on the running job, and return them."""
     if given["inter_gbps"] is not None and given["intra_gbps"] is not None:
         raise ValueError(
             "--measure has nothing to measure: --inter-gbps and --intra-gbps are both given; remove one of the three"

@@ -213,12 +213,7 @@ class Precision:
 
 
 def whole(name: str, value: float, least: int = 1) -> int:
-    """Return ``value`` as an int; it may be a float such as ``70e9`` without a fraction.
-
-    Raises:
-        TypeError: If ``value`` is not a number.
-        ValueError: If ``value`` has a fraction, is not finite, or is less than ``least``.
-    """
+    """Return ``value`` as an int; it may be a float such as ``70e9``. Raise TypeError or ValueError if it is no such."""
     number = _number(name, value)
     if not number.is_integer() or number < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")

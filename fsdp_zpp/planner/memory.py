@@ -49,12 +49,7 @@ def kept_nbytes(numel: int, codec: Codec, strategy: ResolvedStrategy) -> int:
 
 
 class Gathers(NamedTuple):
-    """Cost of gathering a base, of which nothing crosses nodes.
-
-    Attributes:
-        sent: Bytes that a rank sends inside its node for one forward and backward, in the steady state.
-        buffers: Bytes of the buffers that units are gathered into.
-    """
+    """Bytes that a rank sends inside its node for one forward and backward, and those of the buffers for gathering."""
 
     sent: int
     buffers: int

@@ -352,11 +352,7 @@ class Plan(Case):
     rows: tuple[Estimate, ...]
 
     def __getitem__(self, name: str) -> Estimate:
-        """Return a row by its name: letters (``IIG``, ``III every 64``), a preset or ``FULL_SHARD``.
-
-        Raises:
-            KeyError: If there is no such row.
-        """
+        """Return a row by its name: ``IIG``, ``III every 64``, a preset or ``FULL_SHARD``; raise KeyError without one."""
         for estimate in self.rows:
             if estimate.name == name:
                 return estimate

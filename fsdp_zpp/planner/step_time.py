@@ -77,10 +77,7 @@ _EXCHANGES_OF_EP = 4
 
 
 def activation_volumes(case: Case) -> dict[str, Volume]:
-    """Return the bytes that one rank sends in a step along each axis but data parallelism, as far as they are known.
-
-    They are known if the shape of layers is, and the number of tokens.
-    """
+    """Return the bytes that one rank sends in a step along each axis but data parallelism, as far as they are known."""
     ranks_of = case.axes.others(case.cluster)
     if not ranks_of or case.size.layer is None or case.work.tokens is None:
         return {}
@@ -345,10 +342,7 @@ class StepTime:
 
     @property
     def communication(self) -> float:
-        """Return the time of all hops, their sum: they use different links, but each waits for the other's result.
-
-        Copies from and to the host are hops, too.
-        """
+        """Return the sum of all hops' times, the host's, too: each waits for the other's result."""
         return self.host + self.inter + self.intra + self.exchange
 
     @property
