@@ -26,10 +26,10 @@ from .cluster import (
     GPUS,
     LINKS,
     NETWORKS,
-    Hardware,
     links_are_slow,
     measure_bandwidth,
     measure_host_link,
+    named_figures,
     whole,
     world,
 )
@@ -298,7 +298,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    Hardware(arguments.gpu, arguments.link, arguments.net)  # names are checked before the hub is asked for a model
+    named_figures(
+        arguments.gpu, arguments.link, arguments.net, None
+    )  # names are checked before the hub is asked for a model
     if arguments.experts_strategy is not None:
         check_levels(arguments.experts_strategy)
     size = _size(arguments)

@@ -352,7 +352,7 @@ class Plan(Case):
     rows: tuple[Estimate, ...]
 
     def __getitem__(self, name: str) -> Estimate:
-        """Return a row by its name: ``IIG``, ``III every 64``, a preset or ``FULL_SHARD``; raise KeyError without one."""
+        """Return the row of a name: ``IIG``, ``III every 64``, a preset or ``FULL_SHARD``; or raise KeyError."""
         for estimate in self.rows:
             if estimate.name == name:
                 return estimate
