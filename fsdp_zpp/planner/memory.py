@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, groupby
 from typing import NamedTuple, Self
-
-import torch
-from torch import Tensor
 
 from fsdp_zpp.codecs.codec import Codec, Int4Delta
 from fsdp_zpp.comm.mesh import ProcessMesh
-from fsdp_zpp.frozen.weight import DoubleBuffer, Placement
+from fsdp_zpp.frozen.weight import Placement
 from fsdp_zpp.strategy.error_feedback import Topology, error_nbytes
 from fsdp_zpp.strategy.strategy import ResolvedStrategy
 
@@ -29,15 +26,14 @@ from .model_size import Unit, Units
 # A rank's memory and gathers of a frozen base that is quantized once.
 #
 # FSDP does not manage a quantized base. Its placement decides where it is kept, and its double buffer when it is
-# gathered, whatever the optimizer scope and whatever FSDP reshards. So the plan runs the library's own classes for
-# both: under parameter scope G each node keeps a copy from the first gather on, and a unit that is still in one of the
-# two buffers is not gathered again.
+# gathered, whatever the optimizer scope and whatever FSDP reshards: under parameter scope G each node keeps a copy from
+# the first gather on, and a unit that is still in one of the two buffers is not gathered again.
 #
 # The plan knows only the size of a unit, so it treats each as one weight. It assumes that half of the root's parameters
 # come before the layers (an embedding) and half after them (a head).
 
-_SIMULATED = 6
-"""Number of equal units that are simulated. Each further one is gathered once in forward and once in backward."""
+_PLAYED = 6
+"""Number of equal units that are played through. Each further one is gathered once in forward and once in backward."""
 
 
 def kept_nbytes(numel: int, codec: Codec, strategy: ResolvedStrategy) -> int:
@@ -65,43 +61,22 @@ def gathers_of(size: Units, codec: Codec, strategy: ResolvedStrategy) -> Gathers
             return 0
         return placement.chunks * codec.nbytes(placement.chunk_numel(numel, codec))
 
-    units = [(_Unit(nbytes), again) for numel, again in _sizes_in_order(size) if (nbytes := gathered(numel))]
-    buffers = DoubleBuffer()
-    for _ in range(3):  # by the third step, the buffers have learned the order and gather as in every later one
-        for unit, _ in units:
-            unit.gathers = 0
-        for unit, _ in units:
-            buffers.get(unit)
-        for unit, again in reversed(units):
-            if again:
-                buffers.get(unit)
+    sizes = [(gathered(numel), again) for numel, again in _sizes_in_order(size)]
+    forward = [place for place, (nbytes, _) in enumerate(sizes) if nbytes]
+    backward = [place for place in reversed(forward) if sizes[place][1]]
+    cycle = [place for place, _ in groupby(forward + backward)]
+    if len(cycle) > 1 and cycle[0] == cycle[-1]:  # the next step begins where this one ends
+        cycle.pop()
+    # The next unit is gathered over the one before the last, unless they are the same.
+    total = sum(sizes[unit][0] for place, unit in enumerate(cycle) if unit != cycle[(place - 2) % len(cycle)])
+    # Units go into the two buffers in turn. After an odd number of them, the next step begins with the other buffer.
+    turns = [sizes[unit][0] for unit in cycle * min(2, len(cycle))]
     layers = [unit for unit in size.units if unit.reshard_after_forward]
-    total = sum(unit.gathers * unit.nbytes for unit, _ in units)
-    total += sum(2 * max(unit.count - _SIMULATED, 0) * gathered(unit.frozen) for unit in layers)
+    total += sum(2 * max(unit.count - _PLAYED, 0) * gathered(unit.frozen) for unit in layers)
     if not layers:  # the order of units is unknown: assume that each is gathered in forward and backward
-        total = 2 * sum(unit.nbytes for unit, _ in units)
+        total = 2 * sum(nbytes for nbytes, _ in sizes)
     # A rank sends its own part, one of ``gpus`` equal ones, to each of the others.
-    return Gathers(total // gpus * (gpus - 1), buffers.nbytes)
-
-
-class _Unit:
-    """A unit that counts how often it is gathered and takes no memory."""
-
-    # The double buffer allocates its buffers here, of their true size but without memory.
-    device = torch.device("meta")
-
-    def __init__(self, nbytes: int) -> None:
-        self.label, self.nbytes, self.gathers = "planned", nbytes, 0
-
-    @property
-    def gathered_shape(self) -> tuple[int, int]:
-        return 1, self.nbytes
-
-    def gather(self, out: Tensor) -> None:
-        self.gathers += 1
-
-    def split(self, gathered: Tensor) -> tuple[Tensor, ...]:
-        return (gathered,)
+    return Gathers(total // gpus * (gpus - 1), max(turns[::2], default=0) + max(turns[1::2], default=0))
 
 
 def _sizes_in_order(size: Units) -> Iterator[tuple[int, bool]]:
@@ -110,7 +85,7 @@ def _sizes_in_order(size: Units) -> Iterator[tuple[int, bool]]:
         yield frozen // 2, False  # an embedding's backward needs no weight
     for unit in size.units:
         if unit.reshard_after_forward:
-            yield from [(unit.frozen, True)] * min(unit.count, _SIMULATED)
+            yield from [(unit.frozen, True)] * min(unit.count, _PLAYED)
     for frozen in roots:
         yield frozen - frozen // 2, True
 
