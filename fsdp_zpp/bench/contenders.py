@@ -318,7 +318,6 @@ class Contender:
 
     @property
     def is_torchs(self) -> bool:
-        """Return whether the strategy is one of torch's own."""
         return isinstance(self.strategy, ShardingStrategy)
 
     @property
@@ -337,7 +336,6 @@ class Contender:
 
     @property
     def label(self) -> str:
-        """Return what a table or a chart calls it."""
         own = self._made.removeprefix("Strategy.") + (f" once, {self.base} base" if self.base is not None else "")
         return own if self.fsdp2 else f"{own}, FSDP1"
 
@@ -415,7 +413,6 @@ class HopSpeed:
 
     @property
     def spread(self) -> float:
-        """Return the range of the rounds as a share of their median."""
         return (self.highest - self.lowest) / self.gbps
 
     def __str__(self) -> str:
@@ -434,17 +431,6 @@ class HopSpeeds:
     inter: HopSpeed | None
     intra: HopSpeed | None
     are_slow: bool = False
-
-    def layout_of(self, gpus_per_node: int | None) -> HopSpeeds:
-        """Return the links with another number of ranks counted as a node, as far as these tell.
-
-        If ranks of one node count as nodes, what they send each other goes over the links that are inside the node.
-        """
-        if gpus_per_node is None or gpus_per_node == self.gpus_per_node:
-            return self
-        between = self.inter or self.intra
-        inside = self.intra if gpus_per_node > 1 else None
-        return HopSpeeds(self.nodes * self.gpus_per_node // gpus_per_node, gpus_per_node, between, inside)
 
     def lines(self) -> list[str]:
         """Return lines for the report, with a warning where links are noisy."""
@@ -482,6 +468,9 @@ def _link(rounds: list[Bandwidth], name: str) -> HopSpeed | None:
 
 # ---- fitting
 
+_ANY = 1.0
+"""Gbit/s of links in plans: bytes that are kept and sent do not depend on it."""
+
 
 @dataclass(frozen=True)
 class Planner:
@@ -514,12 +503,12 @@ class Planner:
         return {"sent_mib_a_step": mib, "sent_is_planned": True}
 
     def _of(self, contender: Contender) -> Estimate:
-        strategy = contender.strategy
-        links = self.links if contender.is_torchs else self.links.layout_of(strategy.gpus_per_node)
-        inter, intra = (None if link is None else link.gbps for link in (links.inter, links.intra))
+        strategy, links = contender.strategy, self.links
+        gpus = links.gpus_per_node if contender.is_torchs else strategy.gpus_per_node or links.gpus_per_node
+        nodes = links.nodes * links.gpus_per_node // gpus
         case = Case(
             self.size,
-            Cluster(links.nodes, links.gpus_per_node, inter, intra, links.are_slow),
+            Cluster(nodes, gpus, _ANY, _ANY, links.are_slow),
             StepConfig(self.task.micro_batches),
             MemoryBudget(activations=0, reserve=0),
             Precision(frozen_storage=Precision.compute),

@@ -50,7 +50,6 @@ class Task:
 
     @property
     def place(self) -> torch.device:
-        """Return this rank's device."""
         return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
 
     def tokens(self, rank: int) -> torch.Tensor:
@@ -76,7 +75,6 @@ def manifest(command: list[str] | None = None) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Return names and counts of CPU cores and GPUs, without ``gpu`` where there is none."""
     names: dict[str, Any] = {"cpu": cpu_name(), "cores": os.cpu_count()}
     if torch.cuda.is_available():
         names |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()}
@@ -84,7 +82,6 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """Return the processor's name, or its architecture if the system does not tell."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -93,7 +90,6 @@ def cpu_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of the installed ``PACKAGES``, and of NCCL where there is a GPU."""
     numbers = {"python": platform.python_version()}
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -102,7 +102,6 @@ _log = logging.getLogger(__name__)
 
 
 def synchronize(task: Task) -> None:
-    """Wait for this rank's GPU."""
     if task.device == "cuda":
         torch.cuda.synchronize()
 
@@ -263,7 +262,6 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(*intervals: Interval) -> float:
-    """Return the time that intervals cover, in their unit."""
     return sum(end - start for start, end in union(intervals))
 
 
@@ -274,7 +272,6 @@ def exposed(communication: Iterable[Interval], computation: Iterable[Interval]) 
 
 
 def events_of(trace: Path) -> list[dict[str, Any]]:
-    """Read the events of a gzipped trace, with times in microseconds."""
     with gzip.open(trace, "rt") as file:
         events: list[dict[str, Any]] = json.load(file)["traceEvents"]
         return events
@@ -433,7 +430,6 @@ _NUMBERS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     groups = {title: parser.add_argument_group(title) for title in ("model", "work of a step", "measurement", "report")}
     groups["model"].add_argument(
         "--model",
@@ -501,7 +497,6 @@ EXAMPLE = (
 
 
 def add_bench(subparsers: argparse._SubParsersAction[Any], formatter: Any) -> None:
-    """Add the subcommand ``bench``."""
     parser = subparsers.add_parser(
         "bench",
         usage="torchrun [options] -m fsdp_zpp bench [options]",
@@ -517,7 +512,6 @@ def add_bench(subparsers: argparse._SubParsersAction[Any], formatter: Any) -> No
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, report and return the exit status. Rank 0 alone reports."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger(__package__).setLevel(logging.INFO)
     try:

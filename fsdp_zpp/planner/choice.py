@@ -47,12 +47,10 @@ def number(value: float) -> str:
 
 
 def count(number: int, noun: str, plural: str = "s") -> str:
-    """Return a number with a noun."""
     return f"{number:,} {noun}{plural * (number != 1)}"
 
 
 def seconds(value: float) -> str:
-    """Return a time as text, in seconds or milliseconds."""
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
@@ -387,7 +385,6 @@ def _fastest(estimates: list[Estimate]) -> list[Estimate]:
 
 
 def _quietest(estimates: list[Estimate], slow_links: bool) -> list[Estimate]:
-    """Return those that communicate least over the slow network."""
     cost = _slow_hop(estimates, slow_links)
     bound = min(map(cost, estimates)) + TOLERANCE * min(estimate.time.total for estimate in estimates)
     return [estimate for estimate in estimates if cost(estimate) <= bound]
@@ -401,7 +398,6 @@ def _slow_hop(estimates: list[Estimate], slow_links: bool) -> Callable[[Estimate
 
 
 def reason(estimates: Sequence[Estimate], choice: Estimate | None, case: Case) -> str:
-    """Say why ``choice`` is the choice, or why there is none."""
     slow_links = case.cluster.slow_links
     if choice is None:
         return _nothing_fits(estimates, case)

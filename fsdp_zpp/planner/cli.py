@@ -161,7 +161,6 @@ def _option(name: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the planner's options."""
     helps = _helps()
     _add_model(parser.add_argument_group("model"), helps)
     for title, names in _GROUPS.items():
@@ -239,7 +238,6 @@ def _add_local_steps(group: argparse._ArgumentGroup) -> None:
 
 
 def local_steps(arguments: argparse.Namespace) -> LocalSteps | None:
-    """Return the local steps that parsed options ask for, if any."""
     options: dict[str, Any] = {}
     for name, (argument, parse, _) in _EXCHANGES.items():
         if hasattr(arguments, f"exchange_{name}"):
@@ -268,7 +266,6 @@ EXAMPLE = (
 
 
 def add_plan(subparsers: argparse._SubParsersAction[Any], formatter: Any) -> None:
-    """Add the subcommand ``plan``."""
     parser = subparsers.add_parser(
         "plan",
         usage="python -m fsdp_zpp plan [options]",
@@ -354,7 +351,6 @@ def _measured(given: dict[str, Any], mib: float, link: str | None, measures_host
 
 
 def is_rank_zero() -> bool:
-    """Return whether this rank is the one that reports."""
     return os.environ.get("RANK", "0") == "0"
 
 

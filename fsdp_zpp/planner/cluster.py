@@ -346,12 +346,10 @@ T = TypeVar("T")
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return a GPU by its name; raise ValueError if there is none of that name."""
     return _named("gpu", GPUS, name)
 
 
 def link_named(name: str) -> Link:
-    """Return a link by its name; raise like :func:`gpu_named`."""
     return _named("link", LINKS, name)
 
 

@@ -37,7 +37,6 @@ _PLAYED = 6
 
 
 def kept_nbytes(numel: int, codec: Codec, strategy: ResolvedStrategy) -> int:
-    """Return the bytes that a rank keeps of a unit of ``numel`` frozen elements."""
     placement = _placement(strategy)
     # Under G, the first gather leaves the chunks of its local index from all nodes, for the node's own copy.
     rows = strategy.topology.nodes if placement.scope == "G" else 1
@@ -52,7 +51,6 @@ class Gathers(NamedTuple):
 
 
 def gathers_of(size: Units, codec: Codec, strategy: ResolvedStrategy) -> Gathers:
-    """Return the cost of gathering the base of a model, by the rules at the top of this section."""
     gpus, placement = strategy.topology.gpus_per_node, _placement(strategy)
 
     def gathered(numel: int) -> int:
@@ -271,7 +269,6 @@ class Memory(Figures):
 
 
 def memory_beside(budget: MemoryBudget) -> Memory:
-    """Return the memory that does not depend on a strategy."""
     return Memory(activations=round(budget.activations * GIB), reserve=round(budget.reserve * GIB))
 
 

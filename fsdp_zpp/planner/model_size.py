@@ -466,15 +466,12 @@ class AxisRanks:
     stride: int
 
     def on_a_node(self, gpus_per_node: int) -> int:
-        """Return how many of them lie on one node."""
         return max(1, min(self.size, gpus_per_node // self.stride))
 
     def topology(self, cluster: Cluster) -> Topology:
-        """Return their layout on nodes, in which a node has those of its GPUs that are among these ranks."""
         return Topology(self.size, self.on_a_node(cluster.gpus_per_node))
 
     def check(self, cluster: Cluster) -> None:
-        """Raise ValueError unless all nodes that have any of them have equally many."""
         gpus, span = cluster.gpus_per_node, self.size * self.stride
         # Blocks of ``stride`` and of ``span`` neighbours must tile the nodes, or nodes the blocks.
         if self.size == 1 or all(gpus % block == 0 or block % gpus == 0 for block in (self.stride, span)):

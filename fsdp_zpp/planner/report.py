@@ -23,7 +23,6 @@ from .step_time import StepTime
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
-    """Draw the predicted time and the memory of each row of the table to an image, whose suffix sets the format."""
     bars = []
     for row in shown_rows(plan)[0]:
         ms = row.time.total * 1e3
