@@ -167,7 +167,7 @@ TEXTS: dict[str, Callable[[Row], str]] = {
     "strategy": lambda row: str(row.get("label", row["strategy"])),
     "step, ms (fastest-slowest)": _step,
     "speedup over the first": _figure("speedup", "{:.2f}x"),
-    "peak, GiB": lambda row: "not known" if row.get("peak_counts_others") else _figure("peak_gib", "{:.1f}")(row),
+    "peak, GiB": _figure("peak_gib", "{:.1f}"),
     "tokens/s": _figure("tokens_per_s", "{:.0f}"),
     "CPU finished after, ms": _figure("host_ms", "{:.0f}"),
     "of the GPUs' peak FLOP/s": _figure("utilization", "{:.1%}"),

@@ -359,18 +359,9 @@ def measure_all(arguments: argparse.Namespace, config: Any, place: torch.device)
 
 
 def _task(arguments: argparse.Namespace, config: Any, links: HopSpeeds, device: str) -> Task:
-    return Task(
-        config,
-        links.nodes,
-        links.gpus_per_node,
-        lora=arguments.lora or 0,
-        micro_batch=arguments.micro_batch,
-        micro_batches=arguments.micro_batches,
-        sequence=arguments.sequence,
-        checkpointing=arguments.checkpointing,
-        compile=arguments.compile,
-        device=device,
-    )
+    names = ("micro_batch", "micro_batches", "sequence", "checkpointing", "compile")
+    work = {name: getattr(arguments, name) for name in names}
+    return Task(config, links.nodes, links.gpus_per_node, lora=arguments.lora or 0, device=device, **work)
 
 
 def _measured(

@@ -41,8 +41,6 @@ class Bar:
     @property
     def peak(self) -> float:
         """Return the largest peak of memory in GiB, 0 if it is not known."""
-        if any(row.get("peak_counts_others") for row in self.rows):
-            return 0.0
         return max((row.get("peak_gib") or 0.0 for row in self.rows), default=0.0)
 
 

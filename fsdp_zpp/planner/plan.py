@@ -405,12 +405,17 @@ def choose_strategy(
     size, nodes, gpus_per_node = agree(group, lambda: _on_what(model, nodes, gpus_per_node))
     unknown_inter = inter_gbps is None and nodes > 1 and options.get("net") is None
     unknown_intra = intra_gbps is None and gpus_per_node > 1 and not named
-    facts: dict[str, object] = {"nodes": nodes, "gpus_per_node": gpus_per_node}
-    # Each of these decides on a collective.
-    facts |= {"measured inter_gbps": unknown_inter, "measured intra_gbps": unknown_intra}
-    facts |= {"links asked of the machine": asks_machine, "memory of the GPU": gpu_memory is None}
     unknown_host = bool(options.get("cpu_offload")) and options.get("host_gbps") is None and options.get("gpu") is None
-    facts["measured host_gbps"] = unknown_host
+    facts: dict[str, object] = {
+        "nodes": nodes,
+        "gpus_per_node": gpus_per_node,
+        # Each of these decides on a collective.
+        "measured inter_gbps": unknown_inter,
+        "measured intra_gbps": unknown_intra,
+        "links asked of the machine": asks_machine,
+        "memory of the GPU": gpu_memory is None,
+        "measured host_gbps": unknown_host,
+    }
     check_agreement(group, "choose_strategy", facts)
     if group is not None:
         measured = measure_bandwidth(group, gpus_per_node) if unknown_inter or unknown_intra else None
