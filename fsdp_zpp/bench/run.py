@@ -182,31 +182,26 @@ class Schedule(NamedTuple):
     timed: Callable[[Task, Training, torch.Tensor, int], list[MeasuredStep]] = timed_steps
 
 
-def figures(task: Task, training: Training, memory: PeakMemory, schedule: Schedule) -> Row:
-    """Measure step time in ms, peak memory in GiB and bytes sent in MiB a step, with the rates that follow."""
-    result: Row = {"build_peak_gib": memory.since_last(), "left_by_others_gib": memory.left_gib}
-    tokens = task.tokens(dist.get_rank())
-    losses = [training.step(tokens) for _ in range(schedule.warmup)]
-    memory.since_last()
-    before = training.sent()
-    times = schedule.timed(task, training, tokens, schedule.steps)
-    after = training.sent()
-    result |= rates(task, times, tokens) | {"peak_gib": memory.since_last()}
-    if before is not None and after is not None:
-        result["sent_mib_a_step"] = {hop: (after[hop] - before[hop]) / schedule.steps / 2**20 for hop in after}
-    losses.append(training.step(tokens))
-    result["loss"] = [losses[0].item(), losses[-1].item()]
-    return result
-
-
 def measure(task: Task, make: Make, schedule: Schedule, further: Further | None = None) -> Row:
-    """Build a training with ``make`` and measure it, then what ``further`` adds. Collective."""
+    """Build a training and measure its steps: time in ms, peak memory in GiB, bytes sent in MiB a step. Collective."""
     memory = PeakMemory(task)
     began = time.perf_counter()
     training = make()
     try:
         dist.barrier()
-        result = {"build_s": time.perf_counter() - began, **figures(task, training, memory, schedule)}
+        result: Row = {"build_s": time.perf_counter() - began}
+        result |= {"build_peak_gib": memory.since_last(), "left_by_others_gib": memory.left_gib}
+        tokens = task.tokens(dist.get_rank())
+        losses = [training.step(tokens) for _ in range(schedule.warmup)]
+        memory.since_last()
+        before = training.sent()
+        times = schedule.timed(task, training, tokens, schedule.steps)
+        after = training.sent()
+        result |= rates(task, times, tokens) | {"peak_gib": memory.since_last()}
+        if before is not None and after is not None:
+            result["sent_mib_a_step"] = {hop: (after[hop] - before[hop]) / schedule.steps / 2**20 for hop in after}
+        losses.append(training.step(tokens))
+        result["loss"] = [losses[0].item(), losses[-1].item()]
         return result if further is None else result | further(training, memory)
     finally:
         training.close()

@@ -98,13 +98,11 @@ def _placement(strategy: ResolvedStrategy) -> Placement:
 #
 # Bytes on the wire: those that one rank sends in an optimizer step, hop by hop.
 #
-# World n = k nodes x m GPUs. A rank sends b * (r - 1) bytes in an all-gather of b bytes over r ranks, and as many in an
-# all-to-all of r parts of b bytes: every byte goes to each of its destinations once. The figures include the padding of
-# flat groups to equal shards, and the scales and alignment that codecs add, but not that codecs leave small parameters
-# as they are, which adds about a hundredth. Optimizers are taken to hold trainable parameters alone.
-#
-# The step is one in the steady state. In the first step, frozen weights that stay in a node or on a rank are gathered
-# once. Frozen weights with a codec of their own follow another rule, that of the frozen base above.
+# A rank sends b * (r - 1) bytes in an all-gather of b bytes over r ranks, and as many in an all-to-all of r parts of b
+# bytes: every byte goes to each of its destinations once. The figures include the padding of flat groups to equal
+# shards, and the scales and alignment that codecs add, but not that codecs leave small parameters as they are, which
+# adds about a hundredth. The step is one in the steady state: in the first, frozen weights that stay in a node or on a
+# rank are gathered once. Frozen weights with a codec of their own follow the rule of the frozen base above.
 #
 # In a pipeline, torch.distributed.pipelining keeps what a backward has gathered until the last backward of the step,
 # and reduces once more at the end of the step. So whatever the schedule, a unit that is resharded after forward is

@@ -323,14 +323,9 @@ def _ranks_of(estimate: Estimate) -> dict[str, Any]:
 class Plan(Case):
     """A plan, the result of ``plan``: the case, and figures of strategies for it.
 
+    The case is in ``size``, ``cluster``, ``work``, ``budget``, ``precision``, ``axes`` and ``experts_strategy``.
+
     Attributes:
-        size: The size of the model.
-        cluster: The cluster it trains on.
-        work: The work of a step.
-        budget: The memory of a GPU.
-        precision: The dtypes.
-        axes: The other parallelisms.
-        experts_strategy: The strategy of experts, if they have one of their own.
         estimates: All 14 strategies, in the order of ``LEGAL_LEVELS``; then those with local steps, if they were given
             and there are several nodes.
         choice: The best strategy that fits; None if none does.

@@ -23,14 +23,9 @@ from .model_size import AxisRanks, Case, ModelSize, Part, Units
 #
 # Which ranks count as a node, and which links its hops take, on a machine whose links are slow.
 #
-# The rule is that of training, [Note: Links] in strategy/strategy.py: on one machine without NVLink, each GPU is a node
-# to strategies whose codecs make it pay, and a quantized base is still sharded over the machine. Otherwise a machine is
-# a node.
-#
-# On several machines without NVLink there are three levels: a GPU's own memory, its machine, all machines. The planner
-# compares both node sizes there. A hop between nodes of one GPU goes over two kinds of links: to ranks of the same
-# machine, and out of it. As everywhere in the plan, a byte counts once for each rank that it goes to, which NCCL's
-# rings undercut for gathers.
+# The rule is that of training, [Note: Links] in strategy/strategy.py. On several machines without NVLink there are
+# three levels: a GPU's own memory, its machine, all machines. The planner compares both node sizes there. A hop between
+# nodes of one GPU goes over two kinds of links: to ranks of the same machine, and out of it.
 
 
 def strategy_topology(strategy: Strategy, ranks: Topology, cluster: Cluster) -> Topology:
@@ -80,24 +75,20 @@ def activation_volumes(case: Case) -> dict[str, Volume]:
     ranks_of = case.axes.others(case.cluster)
     if not ranks_of or case.size.layer is None or case.work.tokens is None:
         return {}
-    volumes = {}
-    for axis, values in _to_each_peer(case, case.work.tokens * case.work.micro_batches).items():
-        if values is not None and axis in ranks_of:
-            to_each = round(values * case.precision.compute.itemsize)
-            volumes[axis] = _sent(axis, ranks_of[axis], to_each, case.cluster.gpus_per_node)
-    return volumes
-
-
-def _to_each_peer(case: Case, tokens: int) -> dict[str, float | None]:
     layer, axes, routing, parts = case.size.layer, case.axes, case.size.routing, case.parts
-    assert layer is not None
+    tokens = case.work.tokens * case.work.micro_batches
     layers, expert_layers = _layers(parts[0]), _layers(parts[-1])
     own = tokens * layer.hidden / axes.tp  # the ranks of tensor parallelism share the tokens
-    return {
+    to_each_peer = {
         "tp": _COLLECTIVES_OF_TP * layers * own,
         "cp": None if layer.keys is None else _PASSES_OF_CP * layers * 2 * tokens * layer.keys / axes.tp,
         "ep": None if routing is None else _EXCHANGES_OF_EP * expert_layers * own * routing.chosen / axes.ep,
         "pp": own,
+    }
+    return {
+        axis: _sent(axis, ranks_of[axis], round(values * case.precision.compute.itemsize), case.cluster.gpus_per_node)
+        for axis, values in to_each_peer.items()
+        if values is not None and axis in ranks_of
     }
 
 
@@ -342,13 +333,10 @@ def step_time(volume: Volume, resolved: ResolvedStrategy, case: Case) -> StepTim
 def with_exchanges(step: StepTime, exchanged: Exchanges, cluster: Cluster, local_steps: LocalSteps) -> StepTime:
     """Return the average time of local steps and their exchanges.
 
-    Training waits for an exchange, less the ``overlap`` steps that it may take to arrive. Without an overlap, the
-    average wait is the same whether fragments are spread or exchanged at once. Training always waits for the node's
-    ranks to put their parts together afterwards, and for moments.
-
-    This assumes that all fragments have the same size and all steps take the same time, that spread fragments are due
-    at equal intervals, and that those on their way take turns on the network between nodes, which the steps leave idle.
-    It leaves out encoding, the outer optimizer, and copies from and to the CPU under ``offload``.
+    Training waits for an exchange, less the ``overlap`` steps that it may take to arrive, and always for the node's
+    ranks to put their parts together afterwards, and for moments. Fragments are taken to have the same size and to be
+    due at equal intervals, and steps to leave the network between nodes idle. Encoding, the outer optimizer, and copies
+    from and to the CPU under ``offload`` are left out.
     """
     every, exchange, moments = local_steps.last_every, exchanged.sent, exchanged.moments_sent
     between = _seconds(cluster.gpus_per_node * exchange.inter, cluster.inter_gbps) / every
