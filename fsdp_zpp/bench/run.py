@@ -344,13 +344,11 @@ def measure_all(arguments: argparse.Namespace, config: Any, place: torch.device)
     contenders = agree(world(), lambda: named_contenders(names, arguments.gpus_per_node, bool(task.lora)))
     notes = (_ON_CPU,) if place.type == "cpu" else ()
     rows: list[Row] = []
-    findings = Findings(links, rows, Recommendation("", None), notes)
     for row in _measured(arguments, task, planner, contenders):
         rows.append(row)
-        findings = Findings(links, rows, recommend(rows), notes)
         if arguments.json is not None:
-            run_on_first_rank(partial(_write, arguments, findings))
-    return findings
+            run_on_first_rank(partial(_write, arguments, Findings(links, rows, recommend(rows), notes)))
+    return Findings(links, rows, recommend(rows), notes)
 
 
 def _task(arguments: argparse.Namespace, config: Any, links: HopSpeeds, device: str) -> Task:

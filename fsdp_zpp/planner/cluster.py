@@ -483,11 +483,6 @@ class Bandwidth:
     inter_gbps: float | None
     intra_gbps: float | None
 
-    @property
-    def slow_links(self) -> bool:
-        """Return whether GPUs of a node are slower to each other than over any NVLink."""
-        return self.intra_gbps is not None and self.intra_gbps < SLOWEST_NVLINK
-
 
 def measure_bandwidth(
     group: dist.ProcessGroup,
@@ -536,7 +531,9 @@ def links_are_slow(group: dist.ProcessGroup, measured: Bandwidth | None) -> bool
     links = find_links(group)
     if links is not None:
         return links.are_slow
-    return None if measured is None else measured.slow_links
+    if measured is None:
+        return None
+    return measured.intra_gbps is not None and measured.intra_gbps < SLOWEST_NVLINK
 
 
 def world() -> dist.ProcessGroup:

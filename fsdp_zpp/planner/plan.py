@@ -387,13 +387,11 @@ def choose_strategy(
         inter_gbps: Gbit/s of a whole node to the others. None measures it with all-gathers over the running job.
         intra_gbps: Gbit/s of one GPU to the others of its node. None measures it likewise.
         gpu_memory: GiB of a GPU. None asks the GPUs; without GPUs there is no limit.
-        slow_links: True if the links inside a node are slow, as in ``plan``. None asks the machine, or
-            the measurement if it does not say, unless ``gpus_per_node`` or hardware is named: a node size that is given
-            stays.
-        **options: The other options of ``plan``: codecs, ``micro_batches``, ``gpu``, ``tp``, ``activations``, ... Names
-            of hardware replace measurements. With ``cpu_offload``, ``host_gbps`` is measured on GPUs unless it or
-            ``gpu`` is given. With experts on ranks of their own, the result is the strategy of the
-            other parameters; ``plan`` has both.
+        slow_links: True if the links inside a node are slow, as in ``plan``. None asks the machine, or the measurement
+            if it does not say, unless ``gpus_per_node`` or hardware is named.
+        **options: The other options of ``plan``. Names of hardware replace measurements. With ``cpu_offload``,
+            ``host_gbps`` is measured on GPUs unless it or ``gpu`` is given. With experts on ranks of their own, the
+            result is the strategy of the other parameters; ``plan`` has both.
 
     Raises:
         ValueError: If nothing fits, an argument is out of range, or one is missing and no process group is initialized.

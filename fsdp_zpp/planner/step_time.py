@@ -193,7 +193,7 @@ class Exchanges(NamedTuple):
     sent: Volume
     moments_sent: Volume
     memory: Memory
-    count: int = 1
+    fragments: int = 1
 
 
 def exchanges(size: ModelSize, resolved: ResolvedStrategy, local_steps: LocalSteps, precision: Precision) -> Exchanges:
@@ -203,7 +203,7 @@ def exchanges(size: ModelSize, resolved: ResolvedStrategy, local_steps: LocalSte
     own, and torch's allocator does not reuse memory across streams at once. However many units are due together, they
     are exchanged one after the other. Errors stay on the GPU under ``offload``, too.
     """
-    sent, moments_sent, memory, working, count = Volume(), Volume(), Memory(), 0, 0
+    sent, moments_sent, memory, working, fragments = Volume(), Volume(), Memory(), 0, 0
     for unit in size.units:
         if unit.trainable:
             one = _exchange(unit.trainable, resolved, local_steps, precision)
@@ -211,8 +211,8 @@ def exchanges(size: ModelSize, resolved: ResolvedStrategy, local_steps: LocalSte
             moments_sent += one.moments_sent * unit.count
             memory += replace(one.memory, working=0) * unit.count
             working = max(working, one.memory.working)
-            count += unit.count
-    return Exchanges(sent, moments_sent, replace(memory, working=working), count)
+            fragments += unit.count
+    return Exchanges(sent, moments_sent, replace(memory, working=working), fragments)
 
 
 def _exchange(numel: int, resolved: ResolvedStrategy, local_steps: LocalSteps, precision: Precision) -> Exchanges:
@@ -341,7 +341,7 @@ def with_exchanges(step: StepTime, exchanged: Exchanges, cluster: Cluster, local
     every, exchange, moments = local_steps.last_every, exchanged.sent, exchanged.moments_sent
     between = _seconds(cluster.gpus_per_node * exchange.inter, cluster.inter_gbps) / every
     inside = _seconds(exchange.intra, cluster.intra_gbps) / every
-    starts = min(exchanged.count, every) if local_steps.spread else 1
+    starts = min(exchanged.fragments, every) if local_steps.spread else 1
     # The share of all steps during which an exchange is on its way.
     hiding = min(1.0, local_steps.overlap * starts / every)
     averaged = _seconds(cluster.gpus_per_node * moments.inter, cluster.inter_gbps)
