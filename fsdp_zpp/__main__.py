@@ -41,7 +41,6 @@ Sections = dict[str, dict[str, str]]
 def add_env(
     subparsers: argparse._SubParsersAction[argparse.ArgumentParser], formatter: Callable[..., argparse.HelpFormatter]
 ) -> None:
-    """Add the subcommand ``env``."""
     parser = subparsers.add_parser(
         "env",
         usage="python -m fsdp_zpp env [--json]",
@@ -55,7 +54,6 @@ def add_env(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the sections and return the exit status."""
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         shown = sections()
         print(json.dumps(shown, indent=1) if arguments.json else as_text(shown))
@@ -63,12 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def sections() -> Sections:
-    """Collect what is known of this process's environment: texts by name, by section."""
     return {"versions": _versions(), "GPUs": _gpus(), "nodes": _nodes(), "variables": _variables()}
 
 
 def as_text(shown: Sections) -> str:
-    """Format the sections, a line for each name."""
     lines = []
     for title, values in shown.items():
         lines.append(f"{title}:")

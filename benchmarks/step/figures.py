@@ -8,7 +8,7 @@ from charts import GRADIENTS, TEXT, WEIGHTS, Figure, drawn, laid_out
 from columns import times_as_fast
 from labels import label
 from matplotlib.patches import Patch
-from result_files import Result
+from result_files import Result, Row
 
 from fsdp_zpp.planner.chart import BAR, GAP, OURS, PEER, ROW, SOFT, WIDTH, Bar, canvas, steps_figure, width_of, write
 
@@ -24,11 +24,16 @@ def step_time(result: Result, strategies: Iterable[str] = ()) -> Figure:
     rows = result["rows"]
     bars = []
     for strategy in strategies or sorted(dict.fromkeys(row["strategy"] for row in rows), key=_place):
-        own = [row for row in rows if row["strategy"] == strategy]
+        own = [_with_known_peak(row) for row in rows if row["strategy"] == strategy]
         times = " to ".join(sorted({f"{row['step_ms']:.0f}" for row in own}, key=float))
         speedup = "" if strategy == REFERENCE else _SPEEDUP.cell(own, rows)
         bars.append(Bar(label(strategy), times, speedup, _color(strategy), own))
     return steps_figure(bars, "Step time in ms, and speedup over FULL_SHARD", _setting(result))
+
+
+def _with_known_peak(row: Row) -> Row:
+    """Leave a peak out that has memory of other libraries' earlier contenders."""
+    return row | {"peak_gib": None} if row.get("peak_counts_others") else row
 
 
 @drawn

@@ -102,11 +102,7 @@ def network(task: Task, one_dtype: bool = False) -> nn.Module:
 
 
 def adapted(base: nn.Module, rank: int) -> nn.Module:
-    """Freeze ``base`` and add adapters of ``rank`` on the projections of attention, or on all layers if it has none.
-
-    Raises:
-        ModuleNotFoundError: If PEFT is not installed.
-    """
+    """Freeze ``base`` and add adapters of ``rank`` on the projections of attention, or on all layers if it has none."""
     try:
         from peft import LoraConfig, get_peft_model
     except ModuleNotFoundError as error:
@@ -124,10 +120,7 @@ def base_of(model: nn.Module) -> Any:
 
 
 def layer_places(model: nn.Module) -> Iterator[tuple[nn.ModuleList, int]]:
-    """Yield where each layer of ``model`` stands: its list, and its index there.
-
-    Layers are those that the planner takes for units: the entries of the outermost lists.
-    """
+    """Yield where each layer of ``model`` stands: its list, and its index there."""
     own = {id(layer) for layer in layers(model)}
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     for places in lists:
@@ -144,11 +137,7 @@ def prepare(task: Task, places: nn.ModuleList, index: int) -> None:
 
 
 def materialize(module: nn.Module, base: Any, device: torch.device) -> nn.Module:
-    """Give random values to the parameters and buffers that have none, and return the module.
-
-    Ranks of the same seed get the same values. ``base`` is the transformers model that the module belongs to, which
-    knows how its buffers are computed.
-    """
+    """Give random values to the parameters and buffers that have none, and return the module."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # parameters that are tied stay so
     for inner in module.modules():
         if any(buffer is not None and buffer.is_meta for buffer in inner._buffers.values()):
@@ -329,7 +318,6 @@ class Contender:
 
     @property
     def is_torchs(self) -> bool:
-        """Return whether the strategy is one of torch's own."""
         return isinstance(self.strategy, ShardingStrategy)
 
     @property
@@ -348,7 +336,6 @@ class Contender:
 
     @property
     def label(self) -> str:
-        """Return what a table or a chart calls it."""
         own = self._made.removeprefix("Strategy.") + (f" once, {self.base} base" if self.base is not None else "")
         return own if self.fsdp2 else f"{own}, FSDP1"
 
@@ -390,12 +377,7 @@ it has a whole base."""
 
 
 def contender(name: str, fsdp2: bool = True, called: str | None = None) -> Contender:
-    """Return the contender of one of :data:`NAMES`; ``called`` is its name in a result, if that is another.
-
-    Raises:
-        ValueError: If there is none of this name.
-        ModuleNotFoundError: If its codec needs a package that is not installed.
-    """
+    """Return the contender of one of :data:`NAMES`; ``called`` is its name in a result, if that is another."""
     if name not in NAMES:
         hint = did_you_mean(name, NAMES, before="; ")
         raise ValueError(
@@ -431,7 +413,6 @@ class HopSpeed:
 
     @property
     def spread(self) -> float:
-        """Return the range of the rounds as a share of their median."""
         return (self.highest - self.lowest) / self.gbps
 
     def __str__(self) -> str:
@@ -450,17 +431,6 @@ class HopSpeeds:
     inter: HopSpeed | None
     intra: HopSpeed | None
     are_slow: bool = False
-
-    def layout_of(self, gpus_per_node: int | None) -> HopSpeeds:
-        """Return the links with another number of ranks counted as a node, as far as these tell.
-
-        If ranks of one node count as nodes, what they send each other goes over the links that are inside the node.
-        """
-        if gpus_per_node is None or gpus_per_node == self.gpus_per_node:
-            return self
-        between = self.inter or self.intra
-        inside = self.intra if gpus_per_node > 1 else None
-        return HopSpeeds(self.nodes * self.gpus_per_node // gpus_per_node, gpus_per_node, between, inside)
 
     def lines(self) -> list[str]:
         """Return lines for the report, with a warning where links are noisy."""
@@ -498,6 +468,9 @@ def _link(rounds: list[Bandwidth], name: str) -> HopSpeed | None:
 
 # ---- fitting
 
+_ANY = 1.0
+"""Gbit/s of links in plans: bytes that are kept and sent do not depend on it."""
+
 
 @dataclass(frozen=True)
 class Planner:
@@ -530,12 +503,12 @@ class Planner:
         return {"sent_mib_a_step": mib, "sent_is_planned": True}
 
     def _of(self, contender: Contender) -> Estimate:
-        strategy = contender.strategy
-        links = self.links if contender.is_torchs else self.links.layout_of(strategy.gpus_per_node)
-        inter, intra = (None if link is None else link.gbps for link in (links.inter, links.intra))
+        strategy, links = contender.strategy, self.links
+        gpus = links.gpus_per_node if contender.is_torchs else strategy.gpus_per_node or links.gpus_per_node
+        nodes = links.nodes * links.gpus_per_node // gpus
         case = Case(
             self.size,
-            Cluster(links.nodes, links.gpus_per_node, inter, intra, links.are_slow),
+            Cluster(nodes, gpus, _ANY, _ANY, links.are_slow),
             StepConfig(self.task.micro_batches),
             MemoryBudget(activations=0, reserve=0),
             Precision(frozen_storage=Precision.compute),
@@ -554,10 +527,7 @@ _NAMES = {strategy: name for name, strategy in _STRATEGIES.items()}
 
 
 def candidates(planner: Planner, frozen: str | None) -> list[str]:
-    """Return the names of strategies to try, the plainest first, as this rank's packages allow.
-
-    With ``frozen``, the word for a codec, no other base is tried.
-    """
+    """Return the names of strategies to try, the plainest first, as this rank's packages allow."""
     torchs = [FULL_SHARD, HSDP] if planner.links.nodes > 1 else [FULL_SHARD]
     ours = _for_adapters(planner, frozen) if planner.task.lora else _for_full_training(planner)
     return list(dict.fromkeys([*torchs, *ours]))

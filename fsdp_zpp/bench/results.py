@@ -50,7 +50,6 @@ class Task:
 
     @property
     def place(self) -> torch.device:
-        """Return this rank's device."""
         return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
 
     def tokens(self, rank: int) -> torch.Tensor:
@@ -76,7 +75,6 @@ def manifest(command: list[str] | None = None) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Return names and counts of CPU cores and GPUs, without ``gpu`` where there is none."""
     names: dict[str, Any] = {"cpu": cpu_name(), "cores": os.cpu_count()}
     if torch.cuda.is_available():
         names |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()}
@@ -84,7 +82,6 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """Return the processor's name, or its architecture if the system does not tell."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -93,7 +90,6 @@ def cpu_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of the installed ``PACKAGES``, and of NCCL where there is a GPU."""
     numbers = {"python": platform.python_version()}
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -118,15 +114,7 @@ NOT_RECORDED = ("out", "output", "resume", "worker", "json", "chart", "run", "pa
 
 
 def write(path: Path, manifest: dict[str, Any], arguments: object, rows: list[Row], **others: Any) -> None:
-    """Write one run's result, a line for each row; the file is there when it is complete.
-
-    Args:
-        path: File; its folder is made.
-        manifest: When, where and how the result was made.
-        arguments: Object whose attributes are the options; those of ``NOT_RECORDED`` are left out.
-        rows: Measurements, a row for each case.
-        others: Further entries of the result.
-    """
+    """Write one run's result, a line for each row; the file is there when it is complete."""
     options = {name: value for name, value in vars(arguments).items() if name not in NOT_RECORDED}
     head = {"manifest": manifest, "arguments": options, **others}
     lines = [f"{json.dumps(name)}: {json.dumps(value, default=str)}," for name, value in head.items()]
@@ -138,11 +126,7 @@ def write(path: Path, manifest: dict[str, Any], arguments: object, rows: list[Ro
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Make the folder of ``path``, and raise unless the file can be written; one that is there stays as it is.
-
-    Raises:
-        OSError: If it can't be written. It names the ``option``.
-    """
+    """Make the folder of ``path``, and raise unless the file can be written; one that is there stays as it is."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
@@ -183,7 +167,7 @@ TEXTS: dict[str, Callable[[Row], str]] = {
     "strategy": lambda row: str(row.get("label", row["strategy"])),
     "step, ms (fastest-slowest)": _step,
     "speedup over the first": _figure("speedup", "{:.2f}x"),
-    "peak, GiB": lambda row: "not known" if row.get("peak_counts_others") else _figure("peak_gib", "{:.1f}")(row),
+    "peak, GiB": _figure("peak_gib", "{:.1f}"),
     "tokens/s": _figure("tokens_per_s", "{:.0f}"),
     "CPU finished after, ms": _figure("host_ms", "{:.0f}"),
     "of the GPUs' peak FLOP/s": _figure("utilization", "{:.1%}"),
@@ -208,12 +192,7 @@ def speedup(row: Row, first: Row) -> Row:
 
 
 def draw_steps(rows: Sequence[Row], path: Path) -> None:
-    """Draw the rows that have a time to an image file, whose suffix sets the format.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-        ValueError: If matplotlib can't write the format, or nothing was measured.
-    """
+    """Draw the rows that have a time to an image file, whose suffix sets the format."""
     measured = [row for row in rows if "step_ms" in row]
     if not measured:
         raise ValueError(f"nothing was measured, so there is nothing to draw to {path}")

@@ -70,11 +70,7 @@ def join(device: str) -> torch.device:
 
 @contextmanager
 def joined() -> Iterator[torch.device]:
-    """Return a context of the process group of torchrun's ranks: on GPUs where there are any, else on CPUs.
-
-    Raises:
-        ValueError: If torchrun has not started this process, or has started only one.
-    """
+    """Return a context of the process group of torchrun's ranks: on GPUs where there are any, else on CPUs."""
     if "RANK" not in os.environ:
         raise ValueError(
             "bench runs under torchrun only: torchrun --nproc-per-node NUMBER_OF_GPUS -m fsdp_zpp bench --model ..."
@@ -106,7 +102,6 @@ _log = logging.getLogger(__name__)
 
 
 def synchronize(task: Task) -> None:
-    """Wait for this rank's GPU."""
     if task.device == "cuda":
         torch.cuda.synchronize()
 
@@ -187,31 +182,26 @@ class Schedule(NamedTuple):
     timed: Callable[[Task, Training, torch.Tensor, int], list[MeasuredStep]] = timed_steps
 
 
-def figures(task: Task, training: Training, memory: PeakMemory, schedule: Schedule) -> Row:
-    """Measure step time in ms, peak memory in GiB and bytes sent in MiB a step, with the rates that follow."""
-    result: Row = {"build_peak_gib": memory.since_last(), "left_by_others_gib": memory.left_gib}
-    tokens = task.tokens(dist.get_rank())
-    losses = [training.step(tokens) for _ in range(schedule.warmup)]
-    memory.since_last()
-    before = training.sent()
-    times = schedule.timed(task, training, tokens, schedule.steps)
-    after = training.sent()
-    result |= rates(task, times, tokens) | {"peak_gib": memory.since_last()}
-    if before is not None and after is not None:
-        result["sent_mib_a_step"] = {hop: (after[hop] - before[hop]) / schedule.steps / 2**20 for hop in after}
-    losses.append(training.step(tokens))
-    result["loss"] = [losses[0].item(), losses[-1].item()]
-    return result
-
-
 def measure(task: Task, make: Make, schedule: Schedule, further: Further | None = None) -> Row:
-    """Build a training with ``make`` and measure it, then what ``further`` adds. Collective."""
+    """Build a training and measure its steps: time in ms, peak memory in GiB, bytes sent in MiB a step. Collective."""
     memory = PeakMemory(task)
     began = time.perf_counter()
     training = make()
     try:
         dist.barrier()
-        result = {"build_s": time.perf_counter() - began, **figures(task, training, memory, schedule)}
+        result: Row = {"build_s": time.perf_counter() - began}
+        result |= {"build_peak_gib": memory.since_last(), "left_by_others_gib": memory.left_gib}
+        tokens = task.tokens(dist.get_rank())
+        losses = [training.step(tokens) for _ in range(schedule.warmup)]
+        memory.since_last()
+        before = training.sent()
+        times = schedule.timed(task, training, tokens, schedule.steps)
+        after = training.sent()
+        result |= rates(task, times, tokens) | {"peak_gib": memory.since_last()}
+        if before is not None and after is not None:
+            result["sent_mib_a_step"] = {hop: (after[hop] - before[hop]) / schedule.steps / 2**20 for hop in after}
+        losses.append(training.step(tokens))
+        result["loss"] = [losses[0].item(), losses[-1].item()]
         return result if further is None else result | further(training, memory)
     finally:
         training.close()
@@ -267,7 +257,6 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(*intervals: Interval) -> float:
-    """Return the time that intervals cover, in their unit."""
     return sum(end - start for start, end in union(intervals))
 
 
@@ -278,7 +267,6 @@ def exposed(communication: Iterable[Interval], computation: Iterable[Interval]) 
 
 
 def events_of(trace: Path) -> list[dict[str, Any]]:
-    """Read the events of a gzipped trace, with times in microseconds."""
     with gzip.open(trace, "rt") as file:
         events: list[dict[str, Any]] = json.load(file)["traceEvents"]
         return events
@@ -294,10 +282,7 @@ def kernels(events: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], 
 
 
 def overlap(trace: Path, steps: int) -> dict[str, float | None]:
-    """Return one rank's communication in a gzipped trace of ``steps`` steps, in ms a step.
-
-    The share of exposed communication is None without NCCL.
-    """
+    """Return one rank's communication in a gzipped trace of ``steps`` steps, in ms a step."""
     by_kind: dict[bool, list[Interval]] = {True: [], False: []}
     for _, is_nccls, interval in kernels(events_of(trace)):
         by_kind[is_nccls].append(interval)
@@ -348,12 +333,7 @@ class Findings(NamedTuple):
 
 
 def measure_all(arguments: argparse.Namespace, config: Any, place: torch.device) -> Findings:
-    """Measure the links and all strategies in turn. Collective; rank 0 writes the JSON file after each.
-
-    Raises:
-        ValueError: If the layout is not possible, or a strategy is unknown.
-        OSError: On every rank, if rank 0 can't write the JSON file.
-    """
+    """Measure the links and all strategies in turn. Collective; rank 0 writes the JSON file after each."""
     if is_rank_zero():
         _log.info("measuring the links")
     links = measure_links(arguments.gpus_per_node, place.type)
@@ -364,28 +344,17 @@ def measure_all(arguments: argparse.Namespace, config: Any, place: torch.device)
     contenders = agree(world(), lambda: named_contenders(names, arguments.gpus_per_node, bool(task.lora)))
     notes = (_ON_CPU,) if place.type == "cpu" else ()
     rows: list[Row] = []
-    findings = Findings(links, rows, Recommendation("", None), notes)
     for row in _measured(arguments, task, planner, contenders):
         rows.append(row)
-        findings = Findings(links, rows, recommend(rows), notes)
         if arguments.json is not None:
-            run_on_first_rank(partial(_write, arguments, findings))
-    return findings
+            run_on_first_rank(partial(_write, arguments, Findings(links, rows, recommend(rows), notes)))
+    return Findings(links, rows, recommend(rows), notes)
 
 
 def _task(arguments: argparse.Namespace, config: Any, links: HopSpeeds, device: str) -> Task:
-    return Task(
-        config,
-        links.nodes,
-        links.gpus_per_node,
-        lora=arguments.lora or 0,
-        micro_batch=arguments.micro_batch,
-        micro_batches=arguments.micro_batches,
-        sequence=arguments.sequence,
-        checkpointing=arguments.checkpointing,
-        compile=arguments.compile,
-        device=device,
-    )
+    names = ("micro_batch", "micro_batches", "sequence", "checkpointing", "compile")
+    work = {name: getattr(arguments, name) for name in names}
+    return Task(config, links.nodes, links.gpus_per_node, lora=arguments.lora or 0, device=device, **work)
 
 
 def _measured(
@@ -445,7 +414,6 @@ _NUMBERS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     groups = {title: parser.add_argument_group(title) for title in ("model", "work of a step", "measurement", "report")}
     groups["model"].add_argument(
         "--model",
@@ -480,11 +448,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Check parsed options, and make whole numbers ints.
-
-    Raises:
-        ValueError: If one is out of range, or goes with another that is missing.
-    """
+    """Check parsed options, and make whole numbers ints."""
     for name, (least, *_) in _NUMBERS.items():
         if (value := getattr(arguments, name)) is not None:
             setattr(arguments, name, whole(f"--{name.replace('_', '-')}", value, least))
@@ -493,12 +457,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def named_contenders(names: str, gpus_per_node: int | None, lora: bool) -> list[Contender]:
-    """Return the contenders of names that commas separate, on nodes of ``gpus_per_node`` if they name no other size.
-
-    Raises:
-        ValueError: If there is none of a name, or it is for a frozen base and there is none.
-        ModuleNotFoundError: If one needs a package that is not installed.
-    """
+    """Return the contenders of names that commas separate, on nodes of ``gpus_per_node`` if they name no other size."""
     found = []
     for name in names.split(","):
         own = name.removeprefix("fsdp1:")
@@ -522,7 +481,6 @@ EXAMPLE = (
 
 
 def add_bench(subparsers: argparse._SubParsersAction[Any], formatter: Any) -> None:
-    """Add the subcommand ``bench``."""
     parser = subparsers.add_parser(
         "bench",
         usage="torchrun [options] -m fsdp_zpp bench [options]",
@@ -538,7 +496,6 @@ def add_bench(subparsers: argparse._SubParsersAction[Any], formatter: Any) -> No
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, report and return the exit status. Rank 0 alone reports."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger(__package__).setLevel(logging.INFO)
     try:

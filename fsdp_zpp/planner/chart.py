@@ -30,15 +30,7 @@ _PEAKS = 132
 
 @dataclass(frozen=True)
 class Bar:
-    """Bars of one strategy.
-
-    Args:
-        name: Text before its bars.
-        text: Text at the bar of its time.
-        speedup: Bold text behind that one.
-        color: Color of its bars.
-        rows: Its measurements.
-    """
+    """Bars of one strategy: its name, the text at its time, bold text behind it, a color, and its measurements."""
 
     name: str
     text: str
@@ -49,8 +41,6 @@ class Bar:
     @property
     def peak(self) -> float:
         """Return the largest peak of memory in GiB, 0 if it is not known."""
-        if any(row.get("peak_counts_others") for row in self.rows):
-            return 0.0
         return max((row.get("peak_gib") or 0.0 for row in self.rows), default=0.0)
 
 

@@ -47,12 +47,10 @@ def number(value: float) -> str:
 
 
 def count(number: int, noun: str, plural: str = "s") -> str:
-    """Return a number with a noun."""
     return f"{number:,} {noun}{plural * (number != 1)}"
 
 
 def seconds(value: float) -> str:
-    """Return a time as text, in seconds or milliseconds."""
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
@@ -83,14 +81,12 @@ class Candidate:
     """One row of a plan.
 
     Args:
-        strategy: The strategy. For one of torch's, that which sends the same here. It keeps the same, too, but that
-            gradients of several micro-batches accumulate in fp32; torch's do in the dtype in which they are reduced.
-        title: Name of a preset, with what is different from its defaults, or of torch's strategy; None has letters
-            alone.
+        strategy: The strategy. For one of torch's, that which sends the same here, and keeps the same but for gradients
+            of several micro-batches, which torch accumulates in the dtype in which it reduces them.
+        title: Name of a preset, or of torch's strategy; None has letters alone.
         torch: Name of torch's ``ShardingStrategy``; None for a strategy of this package.
-        coarser: True if the base is coarser than the preset's, and takes longer to decode: to fit, or to send less.
-        instead: Strategies to use here for one of torch's, in this order, if gradients in fp32 do not fit: they reduce
-            each micro-batch, so they send more than planned and keep less.
+        coarser: True if the base is coarser than the preset's, to fit or to send less.
+        instead: Strategies to use here for one of torch's, in this order, if gradients in fp32 do not fit.
     """
 
     strategy: Strategy
@@ -242,19 +238,15 @@ class Estimate:
     """Figures of one row: a strategy of this package, or one of torch's.
 
     Args:
-        strategy: The strategy of all parameters, or of those beside experts. If each GPU counts as a node without being
-            asked to, and there is a quantized base, ``gpus_per_node`` is None, so that the base is sharded over the
-            machine. For a row of torch's, the strategy here that sends the same or, if that does not fit since it
-            accumulates gradients in fp32, one that reduces each micro-batch.
+        strategy: The strategy of all parameters, or of those beside experts. For a row of torch's, the strategy here
+            that sends the same or, if that does not fit as it accumulates in fp32, one that reduces each micro-batch.
         topology: The layout of the ranks that it shards over.
-        volume: Bytes that one GPU sends in an optimizer step, out of its node (of the cluster) and inside it; those of
-            exchanges are averaged over the steps.
+        volume: Bytes that one GPU sends in an optimizer step; those of exchanges are averaged over the steps.
         inter_node_bytes: Bytes that all GPUs of a node together send to other nodes in an optimizer step.
         memory: Bytes on one GPU.
         time: Seconds of an optimizer step.
         fits: True if the memory suffices, that of the host, too.
-        experts: The part of ``volume`` and ``memory`` for experts with ranks or a strategy of their own; None if there
-            are no such experts.
+        experts: The part of ``volume`` and ``memory`` for experts with ranks or a strategy of their own, if any.
         candidate: The candidate that the figures are of.
     """
 
@@ -387,7 +379,6 @@ def _fastest(estimates: list[Estimate]) -> list[Estimate]:
 
 
 def _quietest(estimates: list[Estimate], slow_links: bool) -> list[Estimate]:
-    """Return those that communicate least over the slow network."""
     cost = _slow_hop(estimates, slow_links)
     bound = min(map(cost, estimates)) + TOLERANCE * min(estimate.time.total for estimate in estimates)
     return [estimate for estimate in estimates if cost(estimate) <= bound]
@@ -401,7 +392,6 @@ def _slow_hop(estimates: list[Estimate], slow_links: bool) -> Callable[[Estimate
 
 
 def reason(estimates: Sequence[Estimate], choice: Estimate | None, case: Case) -> str:
-    """Say why ``choice`` is the choice, or why there is none."""
     slow_links = case.cluster.slow_links
     if choice is None:
         return _nothing_fits(estimates, case)

@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,10 +27,10 @@ from .cluster import (
     GPUS,
     LINKS,
     NETWORKS,
-    Hardware,
     links_are_slow,
     measure_bandwidth,
     measure_host_link,
+    named_figures,
     whole,
     world,
 )
@@ -41,11 +42,7 @@ from .report import Plan, draw_plan, plan_to_json
 
 
 def codec(text: str) -> Codec | None:
-    """Parse a codec: ``none``, or the name of a codec, with a block (``int8:256``) or without.
-
-    Raises:
-        argparse.ArgumentTypeError: If ``text`` is not a codec.
-    """
+    """Parse a codec: ``none``, or the name of a codec, with a block (``int8:256``) or without."""
     try:
         return codec_from_name(text)
     except (ValueError, ModuleNotFoundError) as error:
@@ -165,7 +162,6 @@ def _option(name: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the planner's options."""
     helps = _helps()
     _add_model(parser.add_argument_group("model"), helps)
     for title, names in _GROUPS.items():
@@ -211,21 +207,6 @@ def _add_model(group: argparse._ArgumentGroup, helps: dict[str, str]) -> None:
     _add(group, "units", helps["units"])
 
 
-_EXCHANGES: dict[str, tuple[str, Any, str]] = {
-    "codec": ("codec", codec, f"codec of the exchanges, none, int8 or int4 (default: {LocalSteps.codec})"),
-    "feedback": ("error_feedback", codec, "keep errors of exchanges: in fp32 for none, or as int8 (default: never)"),
-    "overlap": ("overlap", float, "steps that an exchange may take to arrive"),
-    "moments_every": (
-        "moments_every",
-        float,
-        "also average the optimizer's moments in every Nth exchange, as int8 (default: never)",
-    ),
-    "at_once": ("spread", False, "exchange all units after the same step, instead of spreading them over the N steps"),
-    "offload": ("offload", True, "keep agreed weights and momentum on the CPU"),
-}
-"""Options of exchanges: the argument of :class:`LocalSteps`, its parser or what the option sets, and its help."""
-
-
 def _add_local_steps(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--local-steps",
@@ -234,36 +215,41 @@ def _add_local_steps(group: argparse._ArgumentGroup) -> None:
         help="also plan local-update training, which changes the mathematics: nodes step on their own and exchange "
         "weights every N steps",
     )
-    for name, (_, parse, said) in _EXCHANGES.items():
-        takes: dict[str, Any] = {"type": parse, "metavar": "CODEC" if parse is codec else "N"}
-        if isinstance(parse, bool):
-            takes = {"action": "store_const", "const": parse}
-        # Options that are not given are left out of the namespace, so that LocalSteps has the only defaults.
-        group.add_argument(f"--exchange-{name.replace('_', '-')}", default=argparse.SUPPRESS, help=said, **takes)
+    # Options that are not given are left out of the namespace, so that LocalSteps has the only defaults. Behind
+    # ``exchange_``, the namespace has the arguments of LocalSteps.
+    add = partial(group.add_argument, default=argparse.SUPPRESS)
+    said = f"codec of the exchanges, none, int8 or int4 (default: {LocalSteps.codec})"
+    add("--exchange-codec", type=codec, metavar="CODEC", help=said)
+    said = "keep errors of exchanges: in fp32 for none, or as int8 (default: never)"
+    add("--exchange-feedback", dest="exchange_error_feedback", type=codec, metavar="CODEC", help=said)
+    add("--exchange-overlap", type=float, metavar="N", help="steps that an exchange may take to arrive")
+    said = "also average the optimizer's moments in every Nth exchange, as int8 (default: never)"
+    add("--exchange-moments-every", type=float, metavar="N", help=said)
+    said = "exchange all units after the same step, instead of spreading them over the N steps"
+    add("--exchange-at-once", dest="exchange_spread", action="store_const", const=False, help=said)
+    said = "keep agreed weights and momentum on the CPU"
+    add("--exchange-offload", action="store_const", const=True, help=said)
+
+
+_OPTIONS = {"error_feedback": "feedback", "spread": "at-once"}
+"""Names of options of exchanges that differ from the arguments of LocalSteps."""
 
 
 def local_steps(arguments: argparse.Namespace) -> LocalSteps | None:
-    """Return the local steps that parsed options ask for, if any.
-
-    Raises:
-        ValueError: If a value is out of range, or there are options of exchanges without ``--local-steps``.
-        TypeError: If the errors of exchanges are to be kept as another codec than ``int8``.
-    """
-    options: dict[str, Any] = {}
-    for name, (argument, parse, _) in _EXCHANGES.items():
-        if hasattr(arguments, f"exchange_{name}"):
-            value = getattr(arguments, f"exchange_{name}")
-            option = f"--exchange-{name.replace('_', '-')}"
-            options[argument] = whole(option, value, least=int(name != "overlap")) if parse is float else value
+    given: dict[str, Any] = {
+        name.removeprefix("exchange_"): value for name, value in vars(arguments).items() if name.startswith("exchange_")
+    }
+    options = {name: f"--exchange-{_OPTIONS.get(name, name).replace('_', '-')}" for name in given}
+    for name, least in (("overlap", 0), ("moments_every", 1)):
+        if name in given:
+            given[name] = whole(options[name], given[name], least)
     if arguments.local_steps is None:
-        if options:
-            given = [name for name, (argument, *_) in _EXCHANGES.items() if argument in options]
-            names = " and ".join(f"--exchange-{name.replace('_', '-')}" for name in given)
-            raise ValueError(f"{names}: needs --local-steps")
+        if given:
+            raise ValueError(f"{' and '.join(options.values())}: needs --local-steps")
         return None
-    if "error_feedback" in options:
-        options["error_feedback"] = LoCo(dtype=options["error_feedback"])
-    return LocalSteps(whole("--local-steps", arguments.local_steps), **options)
+    if "error_feedback" in given:
+        given["error_feedback"] = LoCo(dtype=given["error_feedback"])
+    return LocalSteps(whole("--local-steps", arguments.local_steps), **given)
 
 
 # ---- cli
@@ -277,7 +263,6 @@ EXAMPLE = (
 
 
 def add_plan(subparsers: argparse._SubParsersAction[Any], formatter: Any) -> None:
-    """Add the subcommand ``plan``."""
     parser = subparsers.add_parser(
         "plan",
         usage="python -m fsdp_zpp plan [options]",
@@ -307,7 +292,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    Hardware(arguments.gpu, arguments.link, arguments.net)  # names are checked before the hub is asked for a model
+    named_figures(
+        arguments.gpu, arguments.link, arguments.net, None
+    )  # names are checked before the hub is asked for a model
     if arguments.experts_strategy is not None:
         check_levels(arguments.experts_strategy)
     size = _size(arguments)
@@ -335,10 +322,7 @@ def _size(arguments: argparse.Namespace) -> ModelSize:
 
 
 def _measured(given: dict[str, Any], mib: float, link: str | None, measures_host: bool) -> dict[str, Any]:
-    """Measure the arguments of the cluster that were not given on the running job, and return them.
-
-    Without GPUs there is no link to the host that could be measured.
-    """
+    """Measure the arguments of the cluster that were not given on the running job, and return them."""
     if given["inter_gbps"] is not None and given["intra_gbps"] is not None:
         raise ValueError(
             "--measure has nothing to measure: --inter-gbps and --intra-gbps are both given; remove one of the three"
@@ -364,7 +348,6 @@ def _measured(given: dict[str, Any], mib: float, link: str | None, measures_host
 
 
 def is_rank_zero() -> bool:
-    """Return whether this rank is the one that reports."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -213,12 +213,7 @@ class Precision:
 
 
 def whole(name: str, value: float, least: int = 1) -> int:
-    """Return ``value`` as an int; it may be a float such as ``70e9`` without a fraction.
-
-    Raises:
-        TypeError: If ``value`` is not a number.
-        ValueError: If ``value`` has a fraction, is not finite, or is less than ``least``.
-    """
+    """Return ``value`` as an int; it may be a float such as ``70e9``. Raise TypeError or ValueError otherwise."""
     number = _number(name, value)
     if not number.is_integer() or number < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
@@ -351,12 +346,10 @@ T = TypeVar("T")
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return a GPU by its name; raise ValueError if there is none of that name."""
     return _named("gpu", GPUS, name)
 
 
 def link_named(name: str) -> Link:
-    """Return a link by its name; raise like :func:`gpu_named`."""
     return _named("link", LINKS, name)
 
 
@@ -400,83 +393,45 @@ OPTIMIZER_GBS = 200.0
 eight channels of DDR4-3200 each (AMD EPYC 7002 data sheet: 204.8 GB/s a socket), not measured here."""
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """Hardware by its names in the catalog; arguments and errors are those of ``plan``."""
+def named_figures(gpu: str | None, link: str | None, net: str | None, utilization: float | None) -> dict[str, Any]:
+    """Return the figures that names stand for, by the arguments of ``plan`` that override them."""
+    of_gpu = None if gpu is None else gpu_named(gpu)
+    of_link = None if link is None else link_named(link)
+    figures: dict[str, Any] = {} if net is None else {"inter_gbps": network_named(net).gbps}
+    if utilization is not None:
+        if positive("utilization", utilization) > 1:
+            raise ValueError(f"utilization is a share of the GPU's peak, above 0 and up to 1, got {utilization}")
+        if gpu is None:
+            raise ValueError(f"utilization={utilization} is a share of a GPU's peak; name the gpu, or give tflops")
+    if of_gpu is not None:
+        tflops = (UTILIZATION if utilization is None else utilization) * of_gpu.tflops
+        host_gbps = OF_HOST_LINK * link_named(of_gpu.host).gbps
+        figures |= {"gpu_memory": of_gpu.memory, "tflops": tflops, "launch_ms": LAUNCH_MS, "host_gbps": host_gbps}
+        of_link = of_link or link_named(of_gpu.link)
+    if of_link is not None:
+        figures |= {"intra_gbps": OF_A_LINK * of_link.gbps, "slow_links": not of_link.fast}
+    return figures
 
-    gpu: str | None = None
-    link: str | None = None
-    net: str | None = None
-    utilization: float | None = None
 
-    def __post_init__(self) -> None:
-        for name, lookup in (("gpu", gpu_named), ("link", link_named), ("net", network_named)):
-            if (value := getattr(self, name)) is not None:
-                lookup(value)
-        if self.utilization is None:
-            return
-        if positive("utilization", self.utilization) > 1:
-            raise ValueError(f"utilization is a share of the GPU's peak, above 0 and up to 1, got {self.utilization}")
-        if self.gpu is None:
-            raise ValueError(f"utilization={self.utilization} is a share of a GPU's peak; name the gpu, or give tflops")
+def offload_to(asked: bool, given: Mapping[str, float | None], host_gbps: float | None) -> Offload | None:
+    """Return the host that parameters are offloaded to, if that is ``asked``; ``host_gbps`` is that of the GPU's name.
 
-    def cluster(
-        self,
-        nodes: int,
-        gpus_per_node: int,
-        inter_gbps: float | None,
-        intra_gbps: float | None,
-        slow_links: bool | None = None,
-    ) -> Cluster:
-        """Return the cluster; numbers that are given override names."""
-        name = self.link or (None if self.gpu is None else gpu_named(self.gpu).link)
-        if name is not None:
-            link = link_named(name)
-            intra_gbps = OF_A_LINK * link.gbps if intra_gbps is None else intra_gbps
-            slow_links = not link.fast if slow_links is None else slow_links
-        if inter_gbps is None and self.net is not None:
-            inter_gbps = network_named(self.net).gbps
-        return Cluster(nodes, gpus_per_node, inter_gbps, intra_gbps, bool(slow_links))
-
-    def work(self, micro_batches: int, tokens: int | None, tflops: float | None, launch_ms: float | None) -> StepConfig:
-        """Return the work of a step; numbers that are given override names."""
-        if self.gpu is not None and tokens is not None:
-            # Numbers say more than a name: who gives TFLOP/s may have measured them.
-            share = UTILIZATION if self.utilization is None else self.utilization
-            tflops = share * gpu_named(self.gpu).tflops if tflops is None else tflops
-            launch_ms = LAUNCH_MS if launch_ms is None else launch_ms
-        return StepConfig(micro_batches, tokens, tflops, 0.0 if launch_ms is None else launch_ms)
-
-    def budget(
-        self, gpu_memory: float | None, activations: float, reserve: float, offload: Offload | None = None
-    ) -> MemoryBudget:
-        """Return the memory of a GPU; a number that is given overrides the GPU's."""
-        if gpu_memory is None and self.gpu is not None:
-            gpu_memory = gpu_named(self.gpu).memory
-        return MemoryBudget(gpu_memory, activations, reserve, offload)
-
-    def offload(
-        self, asked: bool, host_gbps: float | None, host_memory: float | None, optimizer_gbs: float | None
-    ) -> Offload | None:
-        """Return the host that parameters are offloaded to, if that is ``asked``; numbers override names."""
-        if not isinstance(asked, bool):
-            raise TypeError(f"cpu_offload must be True or False, got {asked!r}")
-        given = {"host_gbps": host_gbps, "host_memory": host_memory, "optimizer_gbs": optimizer_gbs}
-        if not asked:
-            named = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
-            if named:
-                raise ValueError(
-                    f"{named} is about CPU offload; pass cpu_offload=True (--cpu-offload), too, or remove it"
-                )
-            return None
-        assumed = tuple(name for name in ("host_gbps", "optimizer_gbs") if given[name] is None)
-        if host_gbps is None and self.gpu is not None:
-            host_gbps = OF_HOST_LINK * link_named(gpu_named(self.gpu).host).gbps
-        if host_gbps is None:
-            raise ValueError(
-                "host_gbps is missing: Gbit/s at which a GPU copies from the host's memory; name the gpu, or give it"
-            )
-        return Offload(host_gbps, OPTIMIZER_GBS if optimizer_gbs is None else optimizer_gbs, host_memory, assumed)
+    ``given`` are the arguments of ``plan`` about it.
+    """
+    if not isinstance(asked, bool):
+        raise TypeError(f"cpu_offload must be True or False, got {asked!r}")
+    if not asked:
+        if named := ", ".join(f"{name}={value}" for name, value in given.items() if value is not None):
+            raise ValueError(f"{named} is about CPU offload; pass cpu_offload=True (--cpu-offload), too, or remove it")
+        return None
+    assumed = tuple(name for name in ("host_gbps", "optimizer_gbs") if given[name] is None)
+    gbps, optimizer_gbs = given["host_gbps"], given["optimizer_gbs"]
+    gbps = host_gbps if gbps is None else gbps
+    if gbps is None:
+        raise ValueError(
+            "host_gbps is missing: Gbit/s at which a GPU copies from the host's memory; name the gpu, or give it"
+        )
+    return Offload(gbps, OPTIMIZER_GBS if optimizer_gbs is None else optimizer_gbs, given["host_memory"], assumed)
 
 
 # ---- measurements
@@ -528,11 +483,6 @@ class Bandwidth:
     inter_gbps: float | None
     intra_gbps: float | None
 
-    @property
-    def slow_links(self) -> bool:
-        """Return whether GPUs of a node are slower to each other than over any NVLink."""
-        return self.intra_gbps is not None and self.intra_gbps < SLOWEST_NVLINK
-
 
 def measure_bandwidth(
     group: dist.ProcessGroup,
@@ -581,7 +531,9 @@ def links_are_slow(group: dist.ProcessGroup, measured: Bandwidth | None) -> bool
     links = find_links(group)
     if links is not None:
         return links.are_slow
-    return None if measured is None else measured.slow_links
+    if measured is None:
+        return None
+    return measured.intra_gbps is not None and measured.intra_gbps < SLOWEST_NVLINK
 
 
 def world() -> dist.ProcessGroup:

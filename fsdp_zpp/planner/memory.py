@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, groupby
 from typing import NamedTuple, Self
-
-import torch
-from torch import Tensor
 
 from fsdp_zpp.codecs import Codec, Int4Delta
 from fsdp_zpp.comm.mesh import ProcessMesh
-from fsdp_zpp.frozen.weight import DoubleBuffer, Placement
+from fsdp_zpp.frozen.weight import Placement
 from fsdp_zpp.strategy.error_feedback import Topology, error_nbytes
 from fsdp_zpp.strategy.strategy import ResolvedStrategy
 
@@ -29,19 +26,17 @@ from .model_size import Unit, Units
 # A rank's memory and gathers of a frozen base that is quantized once.
 #
 # FSDP does not manage a quantized base. Its placement decides where it is kept, and its double buffer when it is
-# gathered, whatever the optimizer scope and whatever FSDP reshards. So the plan runs the library's own classes for
-# both: under parameter scope G each node keeps a copy from the first gather on, and a unit that is still in one of the
-# two buffers is not gathered again.
+# gathered, whatever the optimizer scope and whatever FSDP reshards: under parameter scope G each node keeps a copy from
+# the first gather on, and a unit that is still in one of the two buffers is not gathered again.
 #
 # The plan knows only the size of a unit, so it treats each as one weight. It assumes that half of the root's parameters
 # come before the layers (an embedding) and half after them (a head).
 
-_SIMULATED = 6
-"""Number of equal units that are simulated. Each further one is gathered once in forward and once in backward."""
+_PLAYED = 6
+"""Number of equal units that are played through. Each further one is gathered once in forward and once in backward."""
 
 
 def kept_nbytes(numel: int, codec: Codec, strategy: ResolvedStrategy) -> int:
-    """Return the bytes that a rank keeps of a unit of ``numel`` frozen elements."""
     placement = _placement(strategy)
     # Under G, the first gather leaves the chunks of its local index from all nodes, for the node's own copy.
     rows = strategy.topology.nodes if placement.scope == "G" else 1
@@ -49,19 +44,13 @@ def kept_nbytes(numel: int, codec: Codec, strategy: ResolvedStrategy) -> int:
 
 
 class Gathers(NamedTuple):
-    """Cost of gathering a base, of which nothing crosses nodes.
-
-    Attributes:
-        sent: Bytes that a rank sends inside its node for one forward and backward, in the steady state.
-        buffers: Bytes of the buffers that units are gathered into.
-    """
+    """Bytes that a rank sends inside its node for one forward and backward, and those of the buffers for gathering."""
 
     sent: int
     buffers: int
 
 
 def gathers_of(size: Units, codec: Codec, strategy: ResolvedStrategy) -> Gathers:
-    """Return the cost of gathering the base of a model, by the rules at the top of this section."""
     gpus, placement = strategy.topology.gpus_per_node, _placement(strategy)
 
     def gathered(numel: int) -> int:
@@ -70,43 +59,22 @@ def gathers_of(size: Units, codec: Codec, strategy: ResolvedStrategy) -> Gathers
             return 0
         return placement.chunks * codec.nbytes(placement.chunk_numel(numel, codec))
 
-    units = [(_Unit(nbytes), again) for numel, again in _sizes_in_order(size) if (nbytes := gathered(numel))]
-    buffers = DoubleBuffer()
-    for _ in range(3):  # by the third step, the buffers have learned the order and gather as in every later one
-        for unit, _ in units:
-            unit.gathers = 0
-        for unit, _ in units:
-            buffers.get(unit)
-        for unit, again in reversed(units):
-            if again:
-                buffers.get(unit)
+    sizes = [(gathered(numel), again) for numel, again in _sizes_in_order(size)]
+    forward = [place for place, (nbytes, _) in enumerate(sizes) if nbytes]
+    backward = [place for place in reversed(forward) if sizes[place][1]]
+    cycle = [place for place, _ in groupby(forward + backward)]
+    if len(cycle) > 1 and cycle[0] == cycle[-1]:  # the next step begins where this one ends
+        cycle.pop()
+    # The next unit is gathered over the one before the last, unless they are the same.
+    total = sum(sizes[unit][0] for place, unit in enumerate(cycle) if unit != cycle[(place - 2) % len(cycle)])
+    # Units go into the two buffers in turn. After an odd number of them, the next step begins with the other buffer.
+    turns = [sizes[unit][0] for unit in cycle * min(2, len(cycle))]
     layers = [unit for unit in size.units if unit.reshard_after_forward]
-    total = sum(unit.gathers * unit.nbytes for unit, _ in units)
-    total += sum(2 * max(unit.count - _SIMULATED, 0) * gathered(unit.frozen) for unit in layers)
+    total += sum(2 * max(unit.count - _PLAYED, 0) * gathered(unit.frozen) for unit in layers)
     if not layers:  # the order of units is unknown: assume that each is gathered in forward and backward
-        total = 2 * sum(unit.nbytes for unit, _ in units)
+        total = 2 * sum(nbytes for nbytes, _ in sizes)
     # A rank sends its own part, one of ``gpus`` equal ones, to each of the others.
-    return Gathers(total // gpus * (gpus - 1), buffers.nbytes)
-
-
-class _Unit:
-    """A unit that counts how often it is gathered and takes no memory."""
-
-    # The double buffer allocates its buffers here, of their true size but without memory.
-    device = torch.device("meta")
-
-    def __init__(self, nbytes: int) -> None:
-        self.label, self.nbytes, self.gathers = "planned", nbytes, 0
-
-    @property
-    def gathered_shape(self) -> tuple[int, int]:
-        return 1, self.nbytes
-
-    def gather(self, out: Tensor) -> None:
-        self.gathers += 1
-
-    def split(self, gathered: Tensor) -> tuple[Tensor, ...]:
-        return (gathered,)
+    return Gathers(total // gpus * (gpus - 1), max(turns[::2], default=0) + max(turns[1::2], default=0))
 
 
 def _sizes_in_order(size: Units) -> Iterator[tuple[int, bool]]:
@@ -115,7 +83,7 @@ def _sizes_in_order(size: Units) -> Iterator[tuple[int, bool]]:
         yield frozen // 2, False  # an embedding's backward needs no weight
     for unit in size.units:
         if unit.reshard_after_forward:
-            yield from [(unit.frozen, True)] * min(unit.count, _SIMULATED)
+            yield from [(unit.frozen, True)] * min(unit.count, _PLAYED)
     for frozen in roots:
         yield frozen - frozen // 2, True
 
@@ -130,13 +98,11 @@ def _placement(strategy: ResolvedStrategy) -> Placement:
 #
 # Bytes on the wire: those that one rank sends in an optimizer step, hop by hop.
 #
-# World n = k nodes x m GPUs. A rank sends b * (r - 1) bytes in an all-gather of b bytes over r ranks, and as many in an
-# all-to-all of r parts of b bytes: every byte goes to each of its destinations once. The figures include the padding of
-# flat groups to equal shards, and the scales and alignment that codecs add, but not that codecs leave small parameters
-# as they are, which adds about a hundredth. Optimizers are taken to hold trainable parameters alone.
-#
-# The step is one in the steady state. In the first step, frozen weights that stay in a node or on a rank are gathered
-# once. Frozen weights with a codec of their own follow another rule, that of the frozen base above.
+# A rank sends b * (r - 1) bytes in an all-gather of b bytes over r ranks, and as many in an all-to-all of r parts of b
+# bytes: every byte goes to each of its destinations once. The figures include the padding of flat groups to equal
+# shards, and the scales and alignment that codecs add, but not that codecs leave small parameters as they are, which
+# adds about a hundredth. The step is one in the steady state: in the first, frozen weights that stay in a node or on a
+# rank are gathered once. Frozen weights with a codec of their own follow the rule of the frozen base above.
 #
 # In a pipeline, torch.distributed.pipelining keeps what a backward has gathered until the last backward of the step,
 # and reduces once more at the end of the step. So whatever the schedule, a unit that is resharded after forward is
@@ -301,7 +267,6 @@ class Memory(Figures):
 
 
 def memory_beside(budget: MemoryBudget) -> Memory:
-    """Return the memory that does not depend on a strategy."""
     return Memory(activations=round(budget.activations * GIB), reserve=round(budget.reserve * GIB))
 
 

@@ -98,10 +98,7 @@ def _expert_parameters(model: nn.Module, routing: Routing | None) -> set[nn.Para
 
 
 def _idle_elements(experts: set[nn.Parameter], routing: Routing | None) -> tuple[int, int]:
-    """Return the average numbers of trainable and of frozen elements in experts that a token is not routed to.
-
-    Both are 0 if it is not known how many experts there are and how many of them a token is routed to.
-    """
+    """Return the average numbers of trainable and of frozen elements in experts that a token is not routed to."""
     if routing is None:
         return 0, 0
     routed = {True: 0, False: 0}
@@ -424,11 +421,7 @@ class Axes:
         return (self.tp, self.pp, self.ep) != (1, 1, 1)
 
     def check(self, cluster: Cluster) -> None:
-        """Raise unless the ranks of ``cluster`` can be laid out along these axes.
-
-        Raises:
-            ValueError: If the degrees do not divide the ranks, or if nodes would have unequal shares of an axis.
-        """
+        """Raise unless the ranks of ``cluster`` can be laid out along these axes."""
         world, together = cluster.topology.world, self.tp * self.pp * self.cp
         if world % together:
             raise ValueError(
@@ -473,15 +466,12 @@ class AxisRanks:
     stride: int
 
     def on_a_node(self, gpus_per_node: int) -> int:
-        """Return how many of them lie on one node."""
         return max(1, min(self.size, gpus_per_node // self.stride))
 
     def topology(self, cluster: Cluster) -> Topology:
-        """Return their layout on nodes, in which a node has those of its GPUs that are among these ranks."""
         return Topology(self.size, self.on_a_node(cluster.gpus_per_node))
 
     def check(self, cluster: Cluster) -> None:
-        """Raise ValueError unless all nodes that have any of them have equally many."""
         gpus, span = cluster.gpus_per_node, self.size * self.stride
         # Blocks of ``stride`` and of ``span`` neighbours must tile the nodes, or nodes the blocks.
         if self.size == 1 or all(gpus % block == 0 or block % gpus == 0 for block in (self.stride, span)):
@@ -577,17 +567,7 @@ def _divided(unit: Unit, ranks: int) -> Unit:
 
 @dataclass(frozen=True)
 class Case:
-    """The training that is planned, whatever its strategy.
-
-    Args:
-        size: Size of the model.
-        cluster: Cluster that it trains on.
-        work: Work of a step.
-        budget: Memory of a GPU.
-        precision: Dtypes.
-        axes: The other parallelisms.
-        experts_strategy: Strategy of the experts; None if they have that of the other parameters.
-    """
+    """The training that is planned, whatever its strategy."""
 
     size: ModelSize
     cluster: Cluster
@@ -599,12 +579,7 @@ class Case:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Return the dense parameters, then the experts if they have ranks or a strategy of their own.
-
-        Raises:
-            ValueError: If the planner knows of no experts in the model, if ``ep`` does not divide their number, or if
-                there are fewer layers than stages.
-        """
+        """Return the dense parameters, then the experts if they have ranks or a strategy of their own."""
         dense_topology = self.axes.dense_ranks(self.cluster).topology(self.cluster)
         stage = _stage(self.size, self.axes.pp)
         if self.axes.ep == 1 and self.experts_strategy is None:

@@ -30,13 +30,16 @@ from .choice import (
 )
 from .cluster import (
     GIB,
-    Hardware,
+    Cluster,
     MemoryBudget,
     Precision,
+    StepConfig,
     least_of_job,
     links_are_slow,
     measure_bandwidth,
     measure_host_link,
+    named_figures,
+    offload_to,
     whole,
     world,
 )
@@ -46,11 +49,8 @@ from .report import ANY_HOST, Plan, hint_at_offload, notes_on
 from .step_time import (
     HostWork,
     activation_volumes,
-    exchange_memory,
-    exchange_volume,
-    fragment_count,
+    exchanges,
     host_work,
-    moment_volume,
     on_machines,
     per_step,
     splits_machine,
@@ -102,17 +102,15 @@ def _estimate(candidate: Candidate, case: Case) -> Estimate:
         time = with_offload(time, on_host, budget.offload, cluster.gpus_per_node)
     local_steps = strategy.local_steps
     if local_steps is not None:
-        exchanged = case.size, resolved, local_steps, case.precision
-        exchange, moments = exchange_volume(*exchanged), moment_volume(*exchanged)
-        time = with_exchanges(time, exchange, fragment_count(case.size), cluster, local_steps, moments)
-        volume += per_step(exchange, moments, local_steps)
-        added = exchange_memory(*exchanged)
-        memory += added
+        exchanged = exchanges(case.size, resolved, local_steps, case.precision)
+        time = with_exchanges(time, exchanged, cluster, local_steps)
+        volume += per_step(exchanged, local_steps)
+        memory += exchanged.memory
         if local_steps.has_synchronous_steps:
             plain = replace(strategy, local_steps=None)
             in_step = _of_part(case.parts[0], plain, case)
             # At the end there is no outer state any more, nor memory of an exchange in any synchronous step.
-            outer = added.outer if local_steps.start else 0
+            outer = exchanged.memory.outer if local_steps.start else 0
             synchronous = in_step.memory + memory_beside(budget) + Memory(outer=outer)
             memory = max(memory, synchronous, key=lambda each: each.total)
     return Estimate(
@@ -268,8 +266,13 @@ def plan(
     Examples:
         >>> print(plan(70e9, nodes=16, gpus_per_node=8, inter_gbps=100, intra_gbps=2400, gpu_memory=80))
     """
-    hardware = Hardware(gpu, link, net, utilization)
-    cluster = hardware.cluster(nodes, gpus_per_node, inter_gbps, intra_gbps, slow_links)
+    named = named_figures(gpu, link, net, utilization)
+    # Numbers say more than a name: who gives TFLOP/s may have measured them.
+    given = {"inter_gbps": inter_gbps, "intra_gbps": intra_gbps, "slow_links": slow_links, "gpu_memory": gpu_memory}
+    given |= {"tflops": tflops, "launch_ms": launch_ms}
+    figures = {name: named.get(name) if value is None else value for name, value in given.items()}
+    speed = figures if tokens is not None else given
+    cluster = Cluster(nodes, gpus_per_node, figures["inter_gbps"], figures["intra_gbps"], bool(figures["slow_links"]))
     codecs = Strategy(
         "IGG",  # which takes any codec, Int4Delta included
         weights=weights,
@@ -290,12 +293,13 @@ def plan(
     _check_local_steps(local_steps, axes, experts_strategy)
     if presets and frozen_storage is None:  # of rows whose base is not quantized
         frozen_storage = compute
-    offload = hardware.offload(cpu_offload, host_gbps, host_memory, optimizer_gbs)
+    host = {"host_gbps": host_gbps, "host_memory": host_memory, "optimizer_gbs": optimizer_gbs}
+    offload = offload_to(cpu_offload, host, named.get("host_gbps"))
     case = Case(
         _size_of(params, trainable, units),
         cluster,
-        hardware.work(micro_batches, tokens, tflops, launch_ms),
-        hardware.budget(gpu_memory, activations, reserve, offload),
+        StepConfig(micro_batches, tokens, speed["tflops"], 0.0 if speed["launch_ms"] is None else speed["launch_ms"]),
+        MemoryBudget(figures["gpu_memory"], activations, reserve, offload),
         Precision(compute, reduce, storage, frozen_storage, optimizer_bytes),
         axes,
         _experts_strategy(experts_strategy, codecs, axes.expert_ranks(cluster).topology(cluster)),
@@ -383,13 +387,11 @@ def choose_strategy(
         inter_gbps: Gbit/s of a whole node to the others. None measures it with all-gathers over the running job.
         intra_gbps: Gbit/s of one GPU to the others of its node. None measures it likewise.
         gpu_memory: GiB of a GPU. None asks the GPUs; without GPUs there is no limit.
-        slow_links: True if the links inside a node are slow, as in ``plan``. None asks the machine, or
-            the measurement if it does not say, unless ``gpus_per_node`` or hardware is named: a node size that is given
-            stays.
-        **options: The other options of ``plan``: codecs, ``micro_batches``, ``gpu``, ``tp``, ``activations``, ... Names
-            of hardware replace measurements. With ``cpu_offload``, ``host_gbps`` is measured on GPUs unless it or
-            ``gpu`` is given. With experts on ranks of their own, the result is the strategy of the
-            other parameters; ``plan`` has both.
+        slow_links: True if the links inside a node are slow, as in ``plan``. None asks the machine, or the measurement
+            if it does not say, unless ``gpus_per_node`` or hardware is named.
+        **options: The other options of ``plan``. Names of hardware replace measurements. With ``cpu_offload``,
+            ``host_gbps`` is measured on GPUs unless it or ``gpu`` is given. With experts on ranks of their own, the
+            result is the strategy of the other parameters; ``plan`` has both.
 
     Raises:
         ValueError: If nothing fits, an argument is out of range, or one is missing and no process group is initialized.
@@ -401,12 +403,17 @@ def choose_strategy(
     size, nodes, gpus_per_node = agree(group, lambda: _on_what(model, nodes, gpus_per_node))
     unknown_inter = inter_gbps is None and nodes > 1 and options.get("net") is None
     unknown_intra = intra_gbps is None and gpus_per_node > 1 and not named
-    facts: dict[str, object] = {"nodes": nodes, "gpus_per_node": gpus_per_node}
-    # Each of these decides on a collective.
-    facts |= {"measured inter_gbps": unknown_inter, "measured intra_gbps": unknown_intra}
-    facts |= {"links asked of the machine": asks_machine, "memory of the GPU": gpu_memory is None}
     unknown_host = bool(options.get("cpu_offload")) and options.get("host_gbps") is None and options.get("gpu") is None
-    facts["measured host_gbps"] = unknown_host
+    facts: dict[str, object] = {
+        "nodes": nodes,
+        "gpus_per_node": gpus_per_node,
+        # Each of these decides on a collective.
+        "measured inter_gbps": unknown_inter,
+        "measured intra_gbps": unknown_intra,
+        "links asked of the machine": asks_machine,
+        "memory of the GPU": gpu_memory is None,
+        "measured host_gbps": unknown_host,
+    }
     check_agreement(group, "choose_strategy", facts)
     if group is not None:
         measured = measure_bandwidth(group, gpus_per_node) if unknown_inter or unknown_intra else None

@@ -23,7 +23,6 @@ from .step_time import StepTime
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
-    """Draw the predicted time and the memory of each row of the table to an image, whose suffix sets the format."""
     bars = []
     for row in shown_rows(plan)[0]:
         ms = row.time.total * 1e3
@@ -324,14 +323,9 @@ def _ranks_of(estimate: Estimate) -> dict[str, Any]:
 class Plan(Case):
     """A plan, the result of ``plan``: the case, and figures of strategies for it.
 
+    The case is in ``size``, ``cluster``, ``work``, ``budget``, ``precision``, ``axes`` and ``experts_strategy``.
+
     Attributes:
-        size: The size of the model.
-        cluster: The cluster it trains on.
-        work: The work of a step.
-        budget: The memory of a GPU.
-        precision: The dtypes.
-        axes: The other parallelisms.
-        experts_strategy: The strategy of experts, if they have one of their own.
         estimates: All 14 strategies, in the order of ``LEGAL_LEVELS``; then those with local steps, if they were given
             and there are several nodes.
         choice: The best strategy that fits; None if none does.
@@ -352,11 +346,7 @@ class Plan(Case):
     rows: tuple[Estimate, ...]
 
     def __getitem__(self, name: str) -> Estimate:
-        """Return a row by its name: letters (``IIG``, ``III every 64``), a preset or ``FULL_SHARD``.
-
-        Raises:
-            KeyError: If there is no such row.
-        """
+        """Return the row of a name: ``IIG``, ``III every 64``, a preset or ``FULL_SHARD``; or raise KeyError."""
         for estimate in self.rows:
             if estimate.name == name:
                 return estimate

@@ -7,7 +7,6 @@ grows with the sequence, recomputation and the optimizer are left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -24,14 +23,9 @@ from .model_size import AxisRanks, Case, ModelSize, Part, Units
 #
 # Which ranks count as a node, and which links its hops take, on a machine whose links are slow.
 #
-# The rule is that of training, [Note: Links] in strategy/strategy.py: on one machine without NVLink, each GPU is a node
-# to strategies whose codecs make it pay, and a quantized base is still sharded over the machine. Otherwise a machine is
-# a node.
-#
-# On several machines without NVLink there are three levels: a GPU's own memory, its machine, all machines. The planner
-# compares both node sizes there. A hop between nodes of one GPU goes over two kinds of links: to ranks of the same
-# machine, and out of it. As everywhere in the plan, a byte counts once for each rank that it goes to, which NCCL's
-# rings undercut for gathers.
+# The rule is that of training, [Note: Links] in strategy/strategy.py. On several machines without NVLink there are
+# three levels: a GPU's own memory, its machine, all machines. The planner compares both node sizes there. A hop between
+# nodes of one GPU goes over two kinds of links: to ranks of the same machine, and out of it.
 
 
 def strategy_topology(strategy: Strategy, ranks: Topology, cluster: Cluster) -> Topology:
@@ -77,31 +71,24 @@ _EXCHANGES_OF_EP = 4
 
 
 def activation_volumes(case: Case) -> dict[str, Volume]:
-    """Return the bytes that one rank sends in a step along each axis but data parallelism, as far as they are known.
-
-    They are known if the shape of layers is, and the number of tokens.
-    """
+    """Return the bytes that one rank sends in a step along each axis but data parallelism, as far as they are known."""
     ranks_of = case.axes.others(case.cluster)
     if not ranks_of or case.size.layer is None or case.work.tokens is None:
         return {}
-    volumes = {}
-    for axis, values in _to_each_peer(case, case.work.tokens * case.work.micro_batches).items():
-        if values is not None and axis in ranks_of:
-            to_each = round(values * case.precision.compute.itemsize)
-            volumes[axis] = _sent(axis, ranks_of[axis], to_each, case.cluster.gpus_per_node)
-    return volumes
-
-
-def _to_each_peer(case: Case, tokens: int) -> dict[str, float | None]:
     layer, axes, routing, parts = case.size.layer, case.axes, case.size.routing, case.parts
-    assert layer is not None
+    tokens = case.work.tokens * case.work.micro_batches
     layers, expert_layers = _layers(parts[0]), _layers(parts[-1])
     own = tokens * layer.hidden / axes.tp  # the ranks of tensor parallelism share the tokens
-    return {
+    to_each_peer = {
         "tp": _COLLECTIVES_OF_TP * layers * own,
         "cp": None if layer.keys is None else _PASSES_OF_CP * layers * 2 * tokens * layer.keys / axes.tp,
         "ep": None if routing is None else _EXCHANGES_OF_EP * expert_layers * own * routing.chosen / axes.ep,
         "pp": own,
+    }
+    return {
+        axis: _sent(axis, ranks_of[axis], round(values * case.precision.compute.itemsize), case.cluster.gpus_per_node)
+        for axis, values in to_each_peer.items()
+        if values is not None and axis in ranks_of
     }
 
 
@@ -192,72 +179,43 @@ def with_offload(step: StepTime, work: HostWork, offload: Offload, gpus_per_node
 _FP32 = 4
 
 
-def fragment_count(size: ModelSize) -> int:
-    """Return the number of units that are exchanged."""
-    return sum(unit.count for unit in size.units if unit.trainable)
-
-
-def exchange_volume(
-    size: ModelSize, resolved: ResolvedStrategy, local_steps: LocalSteps, precision: Precision
-) -> Volume:
-    """Return the bytes that one rank sends when each unit is exchanged once, which takes ``every`` steps."""
-    total = Volume()
-    for count, one in _exchanges(size, resolved, local_steps, precision):
-        total += one.sent * count
-    return total
-
-
-def moment_volume(size: ModelSize, resolved: ResolvedStrategy, local_steps: LocalSteps, precision: Precision) -> Volume:
-    """Return the bytes that one rank sends when each unit's moments are averaged once; none if they never are.
-
-    This happens once in ``every * moments_every`` steps.
-    """
-    total = Volume()
-    if local_steps.moments_every is not None:
-        for count, one in _exchanges(size, resolved, local_steps, precision):
-            total += one.moments_sent * count
-    return total
-
-
-def per_step(exchange: Volume, moments: Volume, local_steps: LocalSteps) -> Volume:
+def per_step(exchanged: Exchanges, local_steps: LocalSteps) -> Volume:
     """Return the bytes of exchanges averaged over the steps of the last segment, rounded up to whole bytes."""
     times = local_steps.moments_every or 1
-    steps, sent = local_steps.last_every * times, exchange * times + moments
+    steps, sent = local_steps.last_every * times, exchanged.sent * times + exchanged.moments_sent
     return Volume(-(-sent.inter // steps), -(-sent.intra // steps))
 
 
-def exchange_memory(
-    size: ModelSize, resolved: ResolvedStrategy, local_steps: LocalSteps, precision: Precision
-) -> Memory:
-    """Return the memory that exchanges add on a GPU.
+class Exchanges(NamedTuple):
+    """Bytes of one rank: sent when units are exchanged once, which takes ``every`` steps, and when moments are averaged
+    once, every ``moments_every`` times; the memory that exchanges add on a GPU; and the number of units."""
+
+    sent: Volume
+    moments_sent: Volume
+    memory: Memory
+    fragments: int = 1
+
+
+def exchanges(size: ModelSize, resolved: ResolvedStrategy, local_steps: LocalSteps, precision: Precision) -> Exchanges:
+    """Return the figures of all units.
 
     The buffers of the largest unit count in full beside the units that are gathered: an exchange has a stream of its
     own, and torch's allocator does not reuse memory across streams at once. However many units are due together, they
     are exchanged one after the other. Errors stay on the GPU under ``offload``, too.
     """
-    total, buffers = Memory(), 0
-    for count, one in _exchanges(size, resolved, local_steps, precision):
-        total += one.kept * count
-        buffers = max(buffers, one.buffers)
-    return total + Memory(working=buffers)
-
-
-def _exchanges(
-    size: ModelSize, resolved: ResolvedStrategy, local_steps: LocalSteps, precision: Precision
-) -> Iterator[tuple[int, _Exchange]]:
+    sent, moments_sent, memory, working, fragments = Volume(), Volume(), Memory(), 0, 0
     for unit in size.units:
         if unit.trainable:
-            yield unit.count, _exchange(unit.trainable, resolved, local_steps, precision)
+            one = _exchange(unit.trainable, resolved, local_steps, precision)
+            sent += one.sent * unit.count
+            moments_sent += one.moments_sent * unit.count
+            memory += replace(one.memory, working=0) * unit.count
+            working = max(working, one.memory.working)
+            fragments += unit.count
+    return Exchanges(sent, moments_sent, replace(memory, working=working), fragments)
 
 
-class _Exchange(NamedTuple):
-    sent: Volume
-    moments_sent: Volume
-    kept: Memory
-    buffers: int
-
-
-def _exchange(numel: int, resolved: ResolvedStrategy, local_steps: LocalSteps, precision: Precision) -> _Exchange:
+def _exchange(numel: int, resolved: ResolvedStrategy, local_steps: LocalSteps, precision: Precision) -> Exchanges:
     """Return the figures of one rank in the exchange of one unit of ``numel`` trainable elements."""
     codec, feedback = local_steps.codec, local_steps.error_feedback
     nodes, gpus, stored = resolved.topology.nodes, resolved.topology.gpus_per_node, precision.storage.itemsize
@@ -291,12 +249,13 @@ def _exchange(numel: int, resolved: ResolvedStrategy, local_steps: LocalSteps, p
         buffers = max(buffers, change + max(2 * nodes * MOMENT_CODEC.nbytes(chunk), values))
     if moments and local_steps.stop is not None:
         buffers = max(buffers, 2 * change)  # before the stop, the exact mean, sent from where they are
-    return _Exchange(
-        sent=Volume((nodes - 1) * (payload + payload_back), inside * stored),
-        moments_sent=Volume(2 * (nodes - 1) * moments * MOMENT_CODEC.nbytes(chunk), inside * precision.optimizer_bytes),
-        kept=Memory(outer=0 if local_steps.offload else change + values, errors=errors),
-        buffers=buffers,
-    )
+    sent = Volume((nodes - 1) * (payload + payload_back), inside * stored)
+    moments_sent = Volume()
+    if local_steps.moments_every is not None:
+        between = 2 * (nodes - 1) * moments * MOMENT_CODEC.nbytes(chunk)
+        moments_sent = Volume(between, inside * precision.optimizer_bytes)
+    outer = 0 if local_steps.offload else change + values
+    return Exchanges(sent, moments_sent, Memory(outer=outer, errors=errors, working=buffers))
 
 
 def _fed_back(local_steps: LocalSteps) -> int:
@@ -309,8 +268,6 @@ def _fed_back(local_steps: LocalSteps) -> int:
 
 
 # ---- step time
-
-_NOTHING = Volume()
 
 OF_CODECS = 0.08
 """Share by which codecs lengthen a unit's launch: over NVLink, where nothing else differs, a step with zeropp takes
@@ -345,10 +302,7 @@ class StepTime:
 
     @property
     def communication(self) -> float:
-        """Return the time of all hops, their sum: they use different links, but each waits for the other's result.
-
-        Copies from and to the host are hops, too.
-        """
+        """Return the sum of all hops' times, the host's, too: each waits for the other's result."""
         return self.host + self.inter + self.intra + self.exchange
 
     @property
@@ -376,29 +330,18 @@ def step_time(volume: Volume, resolved: ResolvedStrategy, case: Case) -> StepTim
     )
 
 
-def with_exchanges(
-    step: StepTime,
-    exchange: Volume,
-    fragments: int,
-    cluster: Cluster,
-    local_steps: LocalSteps,
-    moments: Volume = _NOTHING,
-) -> StepTime:
+def with_exchanges(step: StepTime, exchanged: Exchanges, cluster: Cluster, local_steps: LocalSteps) -> StepTime:
     """Return the average time of local steps and their exchanges.
 
-    Training waits for an exchange, less the ``overlap`` steps that it may take to arrive. Without an overlap, the
-    average wait is the same whether fragments are spread or exchanged at once. Training always waits for the node's
-    ranks to put their parts together afterwards, and for moments.
-
-    This assumes that all fragments have the same size and all steps take the same time, that spread fragments are due
-    at equal intervals, and that those on their way take turns on the network between nodes, which the steps leave idle.
-    It leaves out encoding, the outer optimizer, and copies from and to the CPU under ``offload``. ``exchange`` and
-    ``moments`` are what one rank sends for all fragments once.
+    Training waits for an exchange, less the ``overlap`` steps that it may take to arrive, and always for the node's
+    ranks to put their parts together afterwards, and for moments. Fragments are taken to have the same size and to be
+    due at equal intervals, and steps to leave the network between nodes idle. Encoding, the outer optimizer, and copies
+    from and to the CPU under ``offload`` are left out.
     """
-    every = local_steps.last_every
+    every, exchange, moments = local_steps.last_every, exchanged.sent, exchanged.moments_sent
     between = _seconds(cluster.gpus_per_node * exchange.inter, cluster.inter_gbps) / every
     inside = _seconds(exchange.intra, cluster.intra_gbps) / every
-    starts = min(fragments, every) if local_steps.spread else 1
+    starts = min(exchanged.fragments, every) if local_steps.spread else 1
     # The share of all steps during which an exchange is on its way.
     hiding = min(1.0, local_steps.overlap * starts / every)
     averaged = _seconds(cluster.gpus_per_node * moments.inter, cluster.inter_gbps)

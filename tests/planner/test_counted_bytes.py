@@ -36,7 +36,7 @@ from fsdp_zpp.local_steps.outer_step import NodeShare, OuterStep
 from fsdp_zpp.planner.cluster import Precision
 from fsdp_zpp.planner.memory import Volume, gathers_of, memory_of_units, step_volume
 from fsdp_zpp.planner.model_size import ModelSize, Unit, module_size
-from fsdp_zpp.planner.step_time import exchange_memory, exchange_volume, moment_volume
+from fsdp_zpp.planner.step_time import exchanges
 from fsdp_zpp.runtime.unit import StrategyUnit, named_units
 from fsdp_zpp.strategy.error_feedback import Topology
 
@@ -176,11 +176,9 @@ def planned(strategy: Strategy, micro_batches: int) -> dict[str, Any]:
     sent, outer, errors = Volume(period * in_step.inter, period * in_step.intra), 0, 0
     if local_steps is not None:
         assert in_step.inter == 0
-        exchange = (size, resolved, local_steps, FULL)
-        sent += moment_volume(*exchange)
-        for _ in range(local_steps.moments_every or 1):
-            sent += exchange_volume(*exchange)
-        outer, errors = exchange_memory(*exchange).outer, exchange_memory(*exchange).errors
+        exchanged = exchanges(size, resolved, local_steps, FULL)
+        sent += exchanged.moments_sent + exchanged.sent * (local_steps.moments_every or 1)
+        outer, errors = exchanged.memory.outer, exchanged.memory.errors
     of_base = memory.parameters + memory.shard - less.parameters - less.shard
     return {
         "sent": sent,
@@ -277,7 +275,7 @@ def peaks(gpus_per_node: int, numel: int) -> dict[tuple[str, ...], tuple[int, in
             with LiveBytes(math.inf) as memory:
                 fragment.send(1)
                 fragment.receive(1.0)
-        planned = exchange_memory(size, resolved, local_steps, Precision(storage=dtype)).working
+        planned = exchanges(size, resolved, local_steps, Precision(storage=dtype)).memory.working
         found[letters, f"{codec}, {feedback}", str(dtype)] = memory.peak, planned
     return found
 
@@ -294,7 +292,7 @@ def test_planned_buffers_of_exchanges_are_their_peaks(world: int, gpus_per_node:
 def test_moments_need_buffers_where_those_of_weights_are_smaller() -> None:
     size, resolved = ModelSize((Unit(1_280_000),)), Strategy("III").resolve(Topology(8, 1))
     plain, averaged, never = (
-        exchange_memory(size, resolved, LocalSteps(moments_every=every), precision).working
+        exchanges(size, resolved, LocalSteps(moments_every=every), precision).memory.working
         for every, precision in ((None, FULL), (3, FULL), (3, replace(FULL, optimizer_bytes=0)))
     )
     assert plain == never < averaged

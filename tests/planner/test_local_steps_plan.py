@@ -13,8 +13,8 @@ from hypothesis import given, settings, strategies as st
 from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, plan
 from fsdp_zpp.planner.choice import TOLERANCE
 from fsdp_zpp.planner.cluster import GIB, Cluster
-from fsdp_zpp.planner.memory import Volume
-from fsdp_zpp.planner.step_time import StepTime, with_exchanges
+from fsdp_zpp.planner.memory import Memory, Volume
+from fsdp_zpp.planner.step_time import Exchanges, StepTime, with_exchanges
 
 LETTERS = "NNN NNI NII INI III".split()
 """The letters that can have local steps."""
@@ -47,6 +47,10 @@ def waited(step: float, fragment: float, fragments: int, config: LocalSteps) -> 
     return (now - now_at_half) / half - step
 
 
+def _sent(each: Volume, count: int, moments: Volume | None = None) -> Exchanges:
+    return Exchanges(each, moments or Volume(), Memory(), count)
+
+
 @settings(deadline=None, max_examples=200)
 @given(
     step=st.integers(1, 20),
@@ -64,7 +68,7 @@ def test_training_waits_as_when_the_steps_are_played_out(
     config = LocalSteps(every, overlap=min(overlap, every - 1), spread=spread)
     # A fragment takes ``fragment`` milliseconds at 8 Gbit/s.
     sent = Volume(inter=fragment * count * 10**6, intra=0)
-    found = with_exchanges(StepTime(0, 0, step * 1e-3), sent, count, Cluster(2, 1, inter_gbps=8), config)
+    found = with_exchanges(StepTime(0, 0, step * 1e-3), _sent(sent, count), Cluster(2, 1, inter_gbps=8), config)
     assert found.exchange == pytest.approx(fragment * count * 1e-3 / every)
     assert found.wait == pytest.approx(waited(step * 1e-3, fragment * 1e-3, count, config), abs=1e-9)
     assert found.total == found.computation + found.wait
@@ -73,12 +77,12 @@ def test_training_waits_as_when_the_steps_are_played_out(
 def test_moments_and_what_is_put_together_inside_a_node_are_waited_for_in_spite_of_an_overlap() -> None:
     cluster, config = Cluster(2, 2, inter_gbps=8, intra_gbps=80), LocalSteps(10, overlap=9, moments_every=4)
     step, sent = StepTime(0, 0.1, 0.2), Volume(inter=10**6, intra=10**8)
-    found = with_exchanges(step, sent, 10, cluster, LocalSteps(10, overlap=9))
+    found = with_exchanges(step, _sent(sent, 10), cluster, LocalSteps(10, overlap=9))
     assert found.wait == pytest.approx(0.001)  # 10 ms a round of 10 steps, and none for what goes between nodes
     assert found.exchange == pytest.approx(0.001 + 0.0002)  # both GPUs of a node send 1 MB in 10 steps
     assert found.total == pytest.approx(0.201)
     alone, beside = (
-        with_exchanges(step, Volume(inter=10**6), 10, cluster, config, moments)
+        with_exchanges(step, _sent(Volume(inter=10**6), 10, moments), cluster, config)
         for moments in (Volume(), Volume(inter=10**8, intra=10**8))
     )
     # In 40 steps, both GPUs of a node send 100 MB to the other one, and each 100 MB inside.
