@@ -1,9 +1,9 @@
 """Several nodes in one process: each rank is a thread, and the ranks take turns.
 
 torch.distributed gives a process one rank. Here each thread has torch's record of groups to itself, and its groups are
-of a backend of this file. So code for real ranks runs unchanged: ``process_mesh``, ``WeightGather``, ``GradientReduce``
-with its errors, ``OuterStep``, ``MomentAverage``, collectives of objects, ``new_group``, gathers that start together.
-N nodes fit on one GPU, which holds what all of their ranks hold, or on a CPU.
+of a backend of this file. So code for real ranks runs unchanged: training under ``FullyShardedDataParallel`` and
+``fully_shard``, ``new_group``, collectives of objects, gathers that start together. N nodes fit on one GPU, which holds
+what all of their ranks hold, or on a CPU.
 
     job = Loopback(nodes=4, gpus_per_node=2)
     losses = job.run(train, 100)           # what train(100) returns, by rank
@@ -148,6 +148,8 @@ class Loopback:
             self._await_turn(rank)
             if device is not None:
                 torch.cuda.set_device(device)
+            for group in self._worlds[rank].pg_map:  # torch forgets their names with the thread of an earlier run
+                distributed_c10d._register_process_group(group.group_name, group)
             # All ranks would share the threads of autograd, and wait there for each other.
             with torch.autograd.set_multithreading_enabled(False):
                 results[rank] = function(*args)

@@ -16,7 +16,7 @@ from top_k_codec import TopK
 from torch import Tensor
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_zpp import Codec, Int4, Int8, LocalSteps, LoCo, Strategy
+from fsdp_zpp import Codec, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
 
 # ---- codecs
 #
@@ -150,7 +150,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 NAMES = (
     "full_shard int4 int4+loco int4x2 int4x2+loco int2 int2+loco int4+loco-beta0 int4+hadamard int8 "
     "w8:full_shard w8:int4 w8:int4+loco int4x2+loco-beta0 int4x2+hadamard w8:int4+loco-beta0 w8:int4+hadamard w8:int8 "
-    "int4+stochastic w8:int4x2 w8:int4x2+loco w8:int4x2+loco-beta0 int4c int4c+loco"
+    "int4+stochastic w8:int4x2 w8:int4x2+loco w8:int4x2+loco-beta0 int4c int4c+loco d4:int4 d4:full_shard"
 ).split()
 """All names of the convergence study, in the order in which they are trained, the most important first."""
 
@@ -172,7 +172,7 @@ def sharding(name: str, gpus_per_node: int) -> Sharding:
     if name.startswith("local"):
         return Strategy("III", local_steps=local_steps(name), gpus_per_node=gpus_per_node)
     prefix, _, gradients = name.rpartition(":")
-    weights = Int8(256) if prefix == "w8" else None
+    weights = {"": None, "w8": Int8(256), "d4": Int4Delta(256)}[prefix]
     encoded = {} if gradients == "full_shard" else _encoded(*gradients.partition("+")[::2])
     return Strategy("IGG", weights=weights, gpus_per_node=gpus_per_node, **encoded)
 

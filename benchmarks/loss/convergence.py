@@ -20,7 +20,7 @@ from result_files import Result
 from tables import FAMILIES, REFERENCE, Runs, convergence
 from training import Settings
 
-WEIGHTS = {"": "16-bit weights", "w8:": "int8(256) weights"}
+WEIGHTS = {"": "16-bit weights", "w8:": "int8(256) weights", "d4:": "int4(256) weight deltas"}
 """Kinds of weights by the prefix of a configuration's name."""
 
 

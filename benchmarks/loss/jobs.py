@@ -3,6 +3,9 @@
 A job is a torchrun over all ranks that trains many runs, one after the other. Jobs run side by side on the same GPUs,
 since a small model leaves a GPU waiting. A later call with the same settings does not repeat finished runs. Strategies
 are told of nodes, but none is emulated, since only losses are measured (unless nodes share GPUs, with ``--gpus``).
+
+With ``--simulate`` a job is one process, in which all ranks take turns on one GPU (``common/loopback.py``). A training
+computes what it computes on real ranks, and needs no NCCL.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from configurations import sharding
+from loopback import on_ranks
 from manifest import manifest
 from nodes import add_layout, join, run_on_emulated_nodes
 from result_files import Result, Row, finished
@@ -81,6 +86,7 @@ def add_options(parser: argparse.ArgumentParser, output: Path) -> None:
     add("--warmup", type=float, default=0.05, help="share of the steps")
     add("--validate-every", type=int, default=100, help="steps")
     add("--validation-tokens", type=count, default=2**19)
+    add("--simulate", action="store_true", help="ranks of a job take turns in one process, on one of the --gpus")
     add("--job", type=int, help=argparse.SUPPRESS)  # number of this worker's job; without it, it trains all runs
 
 
@@ -131,9 +137,13 @@ def carry_out(
     corpus = load_corpus(arguments.text)
     runs = runs_on(corpus.sha256)
     if arguments.worker:
-        device = join(arguments.device)
         # The share of a job does not depend on finished runs, since jobs look at different times.
         mine = runs if arguments.job is None else runs[arguments.job :: arguments.jobs]
+        if arguments.simulate:
+            device = torch.device(arguments.device)
+            on_ranks(arguments.nodes, arguments.gpus_per_node, _work, arguments.output, mine, corpus, device, train_run)
+            return
+        device = join(arguments.device)
         _work(arguments.output, mine, corpus, device, train_run)
         dist.destroy_process_group()
         return
@@ -155,6 +165,9 @@ def _run_jobs(arguments: argparse.Namespace, jobs: int, corpus: Corpus) -> bool:
 
     def job(index: int) -> bool:
         command = [*sys.argv, "--worker", "--job", str(index)]
+        if arguments.simulate:
+            visible = {"CUDA_VISIBLE_DEVICES": str(index % (arguments.gpus or 1))} if arguments.device == "cuda" else {}
+            return subprocess.run([sys.executable, *command], env={**os.environ, **visible}).returncode == 0
         try:
             run_on_emulated_nodes(*layout, command, arguments.port + index, gpus=arguments.gpus)
         except RuntimeError as error:

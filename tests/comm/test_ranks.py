@@ -14,13 +14,16 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from harness.adapter import Adapter, Case, Precision
 from harness.benchmarks import load
+from harness.covering import over_adapters
 from harness.launch import groups_of_this_rank
-from harness.models import device
+from harness.models import batch, device, loss_of, make_optimizer
 from harness.pool import Pool
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo
+from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
 from fsdp_zpp.comm.agreement import agree, check_agreement, checksums
 from fsdp_zpp.comm.gradient_reduce import GradientReduce
 from fsdp_zpp.comm.hops import Traffic
@@ -301,6 +304,42 @@ def as_nodes_of_two() -> tuple[list[Tensor], dict[Any, int]]:
     """In a worker: the same on nodes of two."""
     with patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
         return steps_of_all_kinds()
+
+
+def trained(adapter: Adapter, case: Case, strategy: Strategy) -> tuple[list[float], list[Tensor]]:
+    """On a rank: the losses of a training, and what the rank then holds of the weights."""
+    model = adapter.make(case, strategy)
+    optimizer, losses = make_optimizer(case.optimizer, model.parameters()), []
+    for step in range(case.steps):
+        losses.append(loss_of(model, batch(step, 0)))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return [loss.item() for loss in losses], [each.detach().cpu().clone() for each in held]
+
+
+def trained_on_nodes_of(gpus: int, *args: Any) -> tuple[list[float], list[Tensor]]:
+    """In a worker: the same on nodes of so many ranks."""
+    with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(gpus)):
+        return trained(*args)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("gpus", [1, 2])
+@over_adapters
+def test_ranks_in_one_process_train_as_real_ones_do(
+    pool: Callable[[int], Pool], on_ranks: OnRanks, adapter: Adapter, gpus: int, dtype: torch.dtype | None
+) -> None:
+    case = Case(precision=Precision(dtype, dtype), optimizer="adamw-fused")
+    for strategy in (Strategy.zeropp(weights=Int4Delta(64)), Strategy.loco()):
+        real = pool(2 * gpus).run(trained_on_nodes_of, gpus, adapter, case, strategy)
+        simulated = on_ranks(2, gpus, trained, adapter, case, strategy)
+        for (losses, weights), (losses_of_real, weights_of_real) in zip(simulated, real, strict=True):
+            if dtype is None:
+                assert losses == losses_of_real
+                assert all(torch.equal(*each) for each in zip(weights, weights_of_real, strict=True))
+            assert losses == pytest.approx(losses_of_real, rel=1e-3)
 
 
 def end(how: str) -> None:
