@@ -31,7 +31,6 @@ from fsdp_zpp.comm.mesh import (
     topology_of,
     twin_of,
 )
-from fsdp_zpp.names import how_to_install
 from fsdp_zpp.strategy.error_feedback import Topology
 from fsdp_zpp.strategy.strategy import Strategy
 
@@ -61,7 +60,7 @@ def nvlink_peers(uuid: str) -> GpuReport | None:
     try:
         nvml = importlib.import_module("pynvml")
     except ModuleNotFoundError:
-        logger.info("NVLink between GPUs is not known without nvidia-ml-py: %s", how_to_install("nvlink"))
+        logger.warning("which GPUs NVLink joins is not known without pynvml: run pip install nvidia-ml-py")
         return None
     try:
         nvml.nvmlInit()
