@@ -370,8 +370,10 @@ class OuterStep:
         change = torch.zeros(self._nodes, layout.numel, dtype=torch.float32, device=self._device)
         for name, places, part in chunks.places(change):
             values = shards[name].view(-1)[places]
-            agreed = held[name].view(-1)[places].to(part.device, values.dtype)
-            torch.sub(agreed.float(), values.to(part.device), out=part)
+            # A local variable would keep the last part's copy until the end of the exchange.
+            torch.sub(
+                held[name].view(-1)[places].to(part.device, values.dtype).float(), values.to(part.device), out=part
+            )
         if weight != 1:
             change.mul_(weight)
         with self.stream.after_current(self._device):

@@ -82,7 +82,7 @@ class StepTracker:
         self._units, self._model, self._local_training = units, model, local_training
         # See [Note: What a step changes].
         self._changing = [unit for unit in units if unit in too_small]
-        self._others = [unit for unit in units if unit not in too_small]
+        self._others = [unit for unit in units if unit not in too_small and unit.sharded.parameters()]
         self._has_warned_of_frozen = False
         # See [Note: The end of a step].
         self._synchronized_in: int | None = None

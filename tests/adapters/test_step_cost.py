@@ -232,20 +232,20 @@ def test_a_plan_takes_no_longer_for_more_gpus() -> None:
 # ---- walks of a newcomer
 
 MOST_ON_A_WALK = {
-    "fsdp1 wrapping of a block": (158, 22, 64),
-    "fsdp1 gather": (73, 8, 24),
-    "fsdp1 gather that prefetches": (90, 9, 31),
-    "fsdp1 gradient": (78, 10, 26),
-    "fsdp1 LoRA base from a file": (578, 21, 127),
-    "fsdp1 LoRA first forward": (493, 25, 180),
-    "fsdp1 exchange of local steps": (306, 18, 134),
-    "fsdp2 wrapping of a block": (118, 23, 62),
-    "fsdp2 gather": (52, 8, 20),
-    "fsdp2 gather that prefetches": (62, 8, 24),
-    "fsdp2 gradient": (70, 11, 29),
-    "fsdp2 LoRA base from a file": (578, 21, 127),
-    "fsdp2 LoRA first forward": (393, 25, 173),
-    "fsdp2 exchange of local steps": (299, 17, 117),
+    "fsdp1 wrapping of a block": (155, 22, 61),
+    "fsdp1 gather": (71, 8, 24),
+    "fsdp1 gather that prefetches": (87, 9, 31),
+    "fsdp1 gradient": (73, 10, 24),
+    "fsdp1 LoRA base from a file": (468, 21, 129),
+    "fsdp1 LoRA first forward": (456, 25, 179),
+    "fsdp1 exchange of local steps": (291, 18, 132),
+    "fsdp2 wrapping of a block": (116, 22, 59),
+    "fsdp2 gather": (51, 8, 20),
+    "fsdp2 gather that prefetches": (61, 8, 24),
+    "fsdp2 gradient": (65, 11, 27),
+    "fsdp2 LoRA base from a file": (468, 21, 129),
+    "fsdp2 LoRA first forward": (357, 25, 168),
+    "fsdp2 exchange of local steps": (294, 17, 115),
 }
 """Calls, files and changes of file, by walk."""
 
