@@ -427,7 +427,7 @@ def _nothing_fits(estimates: Sequence[Estimate], case: Case) -> str:
 
 
 def _hider(choice: Estimate) -> str:
-    """Return what hides the communication of ``choice``; empty if nothing does."""
+    """Name the work that hides the communication of ``choice``; empty if none does."""
     time = choice.time
     if time.wait or max(time.computation, time.launch) <= time.communication:
         return ""

@@ -134,7 +134,7 @@ _PARAMETERS = inspect.signature(plan).parameters
 
 
 def _helps() -> dict[str, str]:
-    """Return what the docstring of ``plan`` says of each argument, as the help of an option."""
+    """Return the help of each option: the text of its argument in the docstring of ``plan``."""
     described = inspect.getdoc(plan) or ""
     section = described.partition("Args:\n")[2].partition("\nRaises:")[0]
     helps = dict.fromkeys(_PARAMETERS, "")  # python -OO leaves docstrings out
@@ -292,9 +292,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    named_figures(
-        arguments.gpu, arguments.link, arguments.net, None
-    )  # names are checked before the hub is asked for a model
+    # Names are checked before the hub is asked for a model.
+    named_figures(arguments.gpu, arguments.link, arguments.net, None)
     if arguments.experts_strategy is not None:
         check_levels(arguments.experts_strategy)
     size = _size(arguments)

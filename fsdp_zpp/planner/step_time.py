@@ -42,7 +42,7 @@ def splits_machine(strategy: Strategy, cluster: Cluster) -> bool:
 
 
 def on_machines(hops: Volume, seen: Topology, ranks: Topology) -> Volume:
-    """Return what a rank sends out of its machine and inside it, of what it sends between nodes and inside them.
+    """Split the bytes that a rank sends between nodes and inside them into those that leave its machine and the others.
 
     The strategy sees nodes in ``seen``, and ``ranks`` are on machines, which are as large or larger.
     """
@@ -140,7 +140,7 @@ class HostWork(Figures):
 def host_work(
     size: Units, resolved: ResolvedStrategy, micro_batches: int, precision: Precision, pipelined: bool = False
 ) -> HostWork:
-    """Return what units move by the rules at the top of this section; arguments are those of ``step_volume``."""
+    """Return the work of units by the rules at the top of this section; arguments are those of ``step_volume``."""
     parameters, _, optimizer = resolved.scopes
     stored, total = precision.storage.itemsize, HostWork()
     for unit in size.units:

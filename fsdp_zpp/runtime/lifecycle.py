@@ -48,7 +48,7 @@ from .unit import ParameterUnit, StrategyUnit, units_of, warn_of_unmatched
 # nothing, and only until then, which matters if the backward uses the unit again.
 #
 # [Note: The end of a step]
-# Several optimizers may make a part of a step each. Those in the backward step on each unit's gradients before the
+# Several optimizers may make a part of a step each. Optimizers in the backward step on each unit's gradients before the
 # whole model's are synchronized; such a step ends with the synchronization. Otherwise the first optimizer that steps
 # after it ends the step.
 #
@@ -68,7 +68,7 @@ logger = logging.getLogger("fsdp_zpp")
 class StepTracker:
     """Hears of backwards, steps and cleared gradients, tells the units of a model, and warns of mistakes once each.
 
-    Without a ``root``, whose name is ``model``, it warns of nothing. Of the units ``too_small`` some rank has nothing.
+    Without a ``root``, whose name is ``model``, it warns of nothing. Some rank holds no part of units ``too_small``.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class StepTracker:
         self._units, self._model, self._local_training = units, model, local_training
         # See [Note: What a step changes].
         self._changing = [unit for unit in units if unit in too_small]
+        # A unit whose parameters FSDP has left to inner units never changes.
         self._others = [unit for unit in units if unit not in too_small and unit.sharded.parameters()]
         self._has_warned_of_frozen = False
         # See [Note: The end of a step].

@@ -283,7 +283,7 @@ class StrategyUnit:
         hear_of_loads(self)
 
     def _make_gather(self) -> WeightGather | None:
-        """Return what gathers its weights; None if torch's own all-gather does just that, or nothing needs a gather."""
+        """Return the gather of its weights; None if torch's own all-gather does the same, or nothing needs one."""
         if self.scopes.optimizer == "N":
             return None
         # Under the optimizer scope I each node has all shards, so there is no inter-node hop.

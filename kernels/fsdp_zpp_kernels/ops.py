@@ -206,7 +206,7 @@ _MAX_PREPARED = 1024
 
 
 def backend_for(tensor: Tensor) -> type[Fake]:
-    """Return what prepares ops on ``tensor``: the module of Triton on CUDA, the reference on CPU, fake while tracing.
+    """Return the backend that prepares ops on ``tensor``: Triton on CUDA, the reference on CPU, fakes while tracing.
 
     It has a function for each op, of the same name and the same signature as in ``reference.py``.
     """
