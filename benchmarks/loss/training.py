@@ -1,6 +1,6 @@
 """One training of a study: a small model on bytes, sharded and optimized in one way, with one seed.
 
-The bytes are real text, the same for all users with the same Python packages: their sources and documents.
+The bytes are real text: sources and documents, those of the installed Python packages or of folders.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -37,6 +37,9 @@ from fsdp_zpp import Strategy, agreed_weights, exchange_weights
 # ---- text
 
 SUFFIXES = (".py", ".md", ".rst", ".txt")
+"""Files of Python's packages."""
+OF_FOLDERS = (*SUFFIXES, ".c", ".h")
+"""Files of given folders. Packages' headers are left out, since they come in other versions with each torch."""
 HELD_OUT = 0.02
 """Share of the files that are held out."""
 
@@ -73,12 +76,13 @@ def load_corpus(folders: list[Path]) -> Corpus:
     Args:
         folders: Folders with text; empty for the standard library and the installed packages.
     """
+    suffixes = OF_FOLDERS if folders else SUFFIXES
     folders = [folder.resolve() for folder in folders] or _python_folders()
-    key = hashlib.sha256("\n".join(map(str, (*folders, *SUFFIXES, HELD_OUT))).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\n".join(map(str, (*folders, *suffixes, HELD_OUT))).encode()).hexdigest()[:16]
     kept = Path(tempfile.gettempdir()) / f"fsdp_zpp-corpus-{key}.pt"
     if not kept.exists():
         partial = kept.with_suffix(f".{os.getpid()}")
-        torch.save(vars(_read(folders)), partial)
+        torch.save(vars(_read(folders, suffixes)), partial)
         partial.rename(kept)
     return Corpus(**torch.load(kept, mmap=True))
 
@@ -88,9 +92,10 @@ def _python_folders() -> list[Path]:
     return sorted({path.resolve() for path in (Path(sysconfig.get_paths()["stdlib"]), *packages)})
 
 
-def _read(folders: list[Path]) -> Corpus:
+def _read(folders: list[Path], suffixes: tuple[str, ...]) -> Corpus:
     # By path inside its folder, so that the order does not depend on where Python is installed.
-    paths = [(path.relative_to(folder).as_posix(), path) for folder in folders for path in _text_files(folder)]
+    found = ((folder, path) for folder in folders for path in _text_files(folder, suffixes))
+    paths = [(path.relative_to(folder).as_posix(), path) for folder, path in found]
     with ThreadPoolExecutor(16) as pool:
         # Packages hold broken links.
         texts = list(pool.map(lambda item: item[1].read_bytes() if item[1].is_file() else b"", paths))
@@ -106,8 +111,8 @@ def _read(folders: list[Path]) -> Corpus:
     return Corpus(*tensors, len(seen), hashlib.sha256(training + held_out).hexdigest())
 
 
-def _text_files(folder: Path) -> list[Path]:
-    return [Path(at, name) for at, _, names in os.walk(folder) for name in names if name.endswith(SUFFIXES)]
+def _text_files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    return [Path(at, name) for at, _, names in os.walk(folder) for name in names if name.endswith(suffixes)]
 
 
 # ---- runs
@@ -182,6 +187,7 @@ class Trainee:
         clip: Clips the norm of all gradients.
         has_local_steps: Whether nodes hold weights of their own.
         stepping: Makes a context that the optimizers step in.
+        whole: Returns the weights as shards hold them, whole, on each rank; None if nothing else is validated.
     """
 
     model: nn.Module
@@ -189,6 +195,7 @@ class Trainee:
     clip: Callable[[float], object]
     has_local_steps: bool = False
     stepping: Callable[[], AbstractContextManager[object]] = nullcontext
+    whole: Callable[[], Mapping[str, Tensor]] | None = None
 
 
 Prepare = Callable[[PreTrainedModel, torch.device], Trainee]
@@ -223,7 +230,8 @@ def train(
 
     Returns:
         The losses on all ranks' data, against the tokens trained on, and the time. With local steps, also the loss just
-        before units were exchanged once more.
+        before units were exchanged once more; with ``whole``, the last validation loss with the weights of the shards,
+        which no code but a cast to bf16 has changed.
     """
     began = time.perf_counter()
     network, parameters = build(gpt2(settings) if config is None else config, seed, device)
@@ -259,10 +267,16 @@ def train(
         exchange_weights(model)
     with agreed(model, is_local):
         validation.append((settings.steps, validate(settings, model, corpus.held_out)))
+    at_shards = None
+    if trainee.whole is not None:
+        exact, _ = build(gpt2(settings) if config is None else config, seed, device)
+        exact.load_state_dict(trainee.whole())
+        at_shards = validate(settings, exact.to(torch.bfloat16), corpus.held_out).item()
     dist.all_reduce(losses)
     result = {
         "parameters": parameters,
         "validation": [(step * settings.tokens_a_step, loss.item()) for step, loss in validation],
+        "at_shards": at_shards,
         "before_last_exchange": before_last_exchange,
         "training": [part.mean().item() for part in (losses / dist.get_world_size()).split(settings.validate_every)],
         "seconds": time.perf_counter() - began,
@@ -323,7 +337,8 @@ def under_fsdp1(model: PreTrainedModel, device: torch.device, *, strategy: Shard
         use_orig_params=True,
     )
     has_local_steps = isinstance(strategy, Strategy) and strategy.local_steps is not None
-    return Trainee(sharded, [adamw(sharded.parameters(), lr)], sharded.clip_grad_norm_, has_local_steps)
+    whole = None if has_local_steps else sharded.state_dict
+    return Trainee(sharded, [adamw(sharded.parameters(), lr)], sharded.clip_grad_norm_, has_local_steps, whole=whole)
 
 
 def adamw(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.AdamW:
