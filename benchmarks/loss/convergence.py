@@ -3,7 +3,7 @@
     python benchmarks/loss/run.py convergence --nodes 2 --gpus-per-node 2 --seeds 0,1,2 --tokens 50e6
 
 All configurations (configurations.py) have the same initial weights and the same data for a seed. jobs.py says how runs
-are made; each finished run is a file in ``--output``. At the end come a table and a figure of all runs there.
+are made; each finished run is a file in ``--output``. At the end comes a table of all runs there.
 """
 
 from __future__ import annotations
@@ -13,15 +13,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from configurations import NAMES
-from figures import gaps_svg
 from jobs import Run, add_options, carry_out, parse_configs, parser_of, settings_of
 from markdown_tables import aligned
 from result_files import Result
-from tables import FAMILIES, REFERENCE, Runs, convergence
+from tables import convergence
 from training import Settings
-
-WEIGHTS = {"": "16-bit weights", "w8:": "int8(256) weights", "d4:": "int4(256) weight deltas"}
-"""Kinds of weights by the prefix of a configuration's name."""
 
 
 def parse(given: list[str]) -> argparse.Namespace:
@@ -32,13 +28,9 @@ def parse(given: list[str]) -> argparse.Namespace:
     return parse_configs(parser, NAMES, given)
 
 
-def report(folder: Path, results: list[Result], settings: Settings) -> None:
-    """Print a table, and draw a figure, for each kind of weights."""
-    runs = Runs([result for result in results if result["arguments"] == asdict(settings)])
-    for prefix, weights in WEIGHTS.items():
-        if {REFERENCE, prefix + REFERENCE} <= runs.names and any(runs.members(prefix + family) for family in FAMILIES):
-            print(f"\n{weights}\n\n{aligned(convergence(runs, prefix))}")
-            (folder / f"{weights.split('(')[0].replace(' weights', '')}-weights.svg").write_text(gaps_svg(runs, prefix))
+def report(_: Path, results: list[Result], settings: Settings) -> None:
+    """Print a table of the runs with these settings."""
+    print(f"\n{aligned(convergence([result for result in results if result['arguments'] == asdict(settings)]))}")
 
 
 def main(given: list[str]) -> None:

@@ -7,7 +7,7 @@
 All see the same tokens, in the same steps, from the same weights. The learning rate must be tuned for each, since local
 steps train on the batch of a node: a configuration (configurations.py) is trained with all of ``--lr``, or with the one
 after an ``@``. The one model that nodes agree on is validated (training.py). jobs.py says how runs are made; each
-finished run is a file in ``--output``, for any number of nodes. At the end come tables and a figure of all there.
+finished run is a file in ``--output``, for any number of nodes. At the end come tables of all there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from configurations import local_steps
-from figures import local_steps_svg
 from jobs import Run, add_options, carry_out, parser_of, settings_of
 from markdown_tables import aligned
 from result_files import Result
@@ -65,8 +64,8 @@ def configurations(given: str, rates: list[float]) -> list[tuple[str, float]]:
     return pairs
 
 
-def report(folder: Path, results: list[Result], settings: Settings) -> None:
-    """Print the tables, and draw the figure, of runs with these settings."""
+def report(_: Path, results: list[Result], settings: Settings) -> None:
+    """Print the tables of runs with these settings."""
     wanted = comparable(asdict(settings))
     results = [result for result in results if comparable(result["arguments"]) == wanted]
     if not results:
@@ -74,7 +73,6 @@ def report(folder: Path, results: list[Result], settings: Settings) -> None:
     print(f"\n{aligned(table(results))}")
     if any(len(tried) > 1 for tuned in by_nodes(results).values() for tried in tuned.tried.values()):
         print(f"\n{aligned(learning_rates(results))}")
-    (folder / "local-steps.svg").write_text(local_steps_svg(by_nodes(results)))
 
 
 def main(given: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Tables and figures of losses, from results/: docs/results/loss.md.
+"""Table and figure of losses, from results/: docs/results/loss.md.
 
 python benchmarks/loss/report.py [--check]
 """
@@ -6,95 +6,91 @@ python benchmarks/loss/report.py [--check]
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 
 import result_pages
 import tables
+from markdown_tables import markdown
 from result_files import Result, read
 from result_pages import RESULTS_PAGES, Figures, svg_with_origin, with_origin
 
 RESULTS = Path(__file__).parent / "results"
-ON_2X1, ON_2X2 = "convergence-2x1-h200", "convergence-2x2-h200"
-LOCAL_STEPS = "local-steps-*"
-ON_CPUS, ON_GPUS = "compare-cpu", "compare-h200"
-ENCODING_ERRORS = "encoding-errors-cpu"
-
-
-def seeds(name: str) -> tuple[str, ...]:
-    """Return the names of the runs of all seeds of a comparison."""
-    return tuple(f"{name}-seed{seed}" for seed in range(3))
-
-
-def of_gaps(prefix: str = "") -> Callable[[list[Result]], str]:
-    """Return the function that makes a table of the convergence study."""
-    return lambda results: tables.convergence(tables.Runs(results), prefix)
-
-
-STRATEGIES = tuple(f"compare-cpu-{name}-seed0" for name in ("zeropp", "loco", "int4delta", "fsdp2"))
-TABLES: dict[str, tuple[Callable[[list[Result]], str], str, tuple[str, ...]]] = {
-    "zeropp on CPUs": (tables.by_seed, ON_CPUS, seeds("compare-cpu-zeropp")),
-    "zeropp on GPUs": (tables.by_seed, ON_GPUS, seeds("compare-h200-zeropp")),
-    "no codec on GPUs": (tables.by_seed, ON_GPUS, seeds("compare-h200-GGG")),
-    "strategies on CPUs": (tables.by_strategy, ON_CPUS, STRATEGIES),
-    "gradients on 2 x 1": (of_gaps(), ON_2X1, ()),
-    "gradients and weights on 2 x 1": (of_gaps("w8:"), ON_2X1, ()),
-    "gradients on 2 x 2": (of_gaps(), ON_2X2, ()),
-    "small parameters": (
-        lambda results: tables.small_parameters(results[0]["rows"]),
-        ENCODING_ERRORS,
-        ("small-parameters-cpu",),
+ERROR_BARS = "error-bars-*"
+ZEROPP = {"w8:int4": "zeropp", "d4:int4": "zeropp with deltas"}
+LOCAL = "local32:int4+loco:momentum-auto"
+SHOWN: dict[str, tuple[str, dict[str, str]]] = {
+    ERROR_BARS: ("full_shard", ZEROPP),
+    "convergence-2x1-h200": (
+        "full_shard",
+        {
+            "w8:int4": "zeropp",
+            "w8:full_shard": "weights in int8(256)",
+            "int8": "gradients in int8(128)",
+            "int4": "gradients in int4(128)",
+            "int4+loco": "gradients in int4(128), LoCo",
+            "int4x2": "gradients in int4(2048) on both hops",
+            "int4x2+loco": "the same, LoCo",
+            "int2": "gradients in 2 bits",
+            "int2+loco": "the same, LoCo",
+        },
     ),
-    "straddling": (lambda results: tables.straddling(results[0]["rows"]), ENCODING_ERRORS, ("straddling-cpu",)),
-    "local steps": (tables.local_steps, LOCAL_STEPS, ()),
-    "DiLoCo's recipe": (tables.diloco, "diloco-scaling-*", ()),
-    "Muon on CPUs": (tables.muon, "muon-2x2-cpu", ()),
-    "Muon on GPUs": (tables.muon, "muon-2x2-h200", ()),
+    "convergence-2x2-h200": (
+        "full_shard",
+        {"int4c": "gradients in int4(2048) between nodes", "int4c+loco": "the same, LoCo"},
+    ),
+    "local-steps-*": (
+        "full_shard",
+        {
+            LOCAL: "local steps, every=32",
+            f"{LOCAL}:start256": "local steps, 8 % synchronous",
+            f"{LOCAL}:start512": "local steps, 17 % synchronous",
+            f"{LOCAL}:start768": "local steps, 25 % synchronous",
+            "local32:topk+loco:start256": "local steps, TopK, 8 % synchronous",
+        },
+    ),
+    "diloco-scaling-*": ("synchronous", {"local30:none:at-once:outer0.6": "DiLoCo's recipe, every=30"}),
+    "muon-2x2-h200": (
+        "muon:unsharded",
+        {"muon:III": "Muon under III, no codecs", "muon:zeropp": "Muon under zeropp"},
+    ),
 }
-"""Functions that make the tables, by their names on the page, the studies that they are from, and the runs that they
-show: all, if none is named."""
+"""Studies, each with its reference and with what is said of its configurations that are shown."""
+LLAMA = tuple(f"compare-h200-zeropp-seed{seed}" for seed in range(3))
+HEAD = ("model and data", "nodes x GPUs", "what is sent", "seeds", "above full precision, %", "by shards, %")
 
 
-def runs_of(studies: str, names: tuple[str, ...]) -> dict[str, Result]:
-    """Return the named runs of studies, or all."""
-    results = read(RESULTS, studies)
-    return {name: results[name] for name in names or results}
+def results_of(study: str) -> dict[str, Result]:
+    """Return a study's results; DiLoCo's recipe was also tried on half of the data, which is not shown."""
+    results = read(RESULTS, study)
+    most = max(result["arguments"].get("tokens", 0) for result in results.values())
+    return {name: result for name, result in results.items() if result["arguments"].get("tokens", 0) == most}
 
 
-def table(name: str) -> str:
-    """Return a table, and under it where it is from."""
-    make, studies, names = TABLES[name]
-    results = runs_of(studies, names)
-    return with_origin(make(list(results.values())), "loss", results, names)
+def table() -> str:
+    """Return the page's table, and under it where it is from."""
+    rows: list[tuple[str, ...]] = []
+    used: dict[str, Result] = {}
+    for study, (reference, shown) in SHOWN.items():
+        results = results_of(study)
+        rows += tables.gap_rows(list(results.values()), shown, reference)
+        used |= results
+    llama = {name: read(RESULTS, "compare-h200")[name] for name in LLAMA}
+    rows += tables.compared_rows(list(llama.values()), "zeropp, a Llama, 300 steps")
+    return with_origin(markdown(HEAD, rows), "loss", used | llama)
 
 
-def draw(kind: str, studies: str, names: tuple[str, ...], *given: str) -> str:
-    """Return a figure's SVG: of the losses of a comparison's seeds, of gaps, or of those of local steps."""
+def draw() -> str:
+    """Return the SVG of the gap during training."""
     import figures  # tables need no matplotlib
 
-    results = runs_of(studies, names)
-    runs = list(results.values())
-    if kind == "losses":
-        drawing = figures.seeds_compared(runs)
-    elif kind == "local steps":
-        drawing = figures.local_steps_svg(tables.by_nodes(runs))
-    else:
-        drawing = figures.gaps_svg(tables.Runs(runs), *given)
-    return svg_with_origin(drawing, "loss", results, names)
+    results = results_of(ERROR_BARS)
+    return svg_with_origin(figures.error_bars_svg(list(results.values()), ZEROPP), "loss", results)
 
 
-FIGURES: Figures = {
-    "loss.svg": partial(draw, "losses", ON_GPUS, seeds("compare-h200-zeropp")),
-    "loss-cpu.svg": partial(draw, "losses", ON_CPUS, seeds("compare-cpu-zeropp")),
-    "coarse-gradients.svg": partial(draw, "gaps", ON_2X1, ()),
-    "coarse-gradients-int8-weights.svg": partial(draw, "gaps", ON_2X1, (), "w8:"),
-    "coarse-gradients-2x2.svg": partial(draw, "gaps", ON_2X2, ()),
-    "local-steps-loss.svg": partial(draw, "local steps", LOCAL_STEPS, ()),
-}
+FIGURES: Figures = {"loss.svg": draw}
 
 
 if __name__ == "__main__":
-    result_pages.main(__doc__, {RESULTS_PAGES / "loss.md": {name: table(name) for name in TABLES}}, FIGURES)
+    result_pages.main(__doc__, {RESULTS_PAGES / "loss.md": {"gaps": table()}}, FIGURES)

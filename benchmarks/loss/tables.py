@@ -1,7 +1,7 @@
 """Tables of losses: of the comparisons of examples/train.py, of gaps between runs of studies, and of two computations.
 
-A name of the convergence study is ``FAMILY`` or ``FAMILY+CHANGE``, so that the plain member of a family is the one
-without a change; ``w8:`` before it means that weights travel as int8(256).
+A name of the convergence study is ``FAMILY`` or ``FAMILY+CHANGE``; ``w8:`` before it means that weights travel as
+int8(256), ``d4:`` that their changes travel as int4(256).
 
 A name of the study of local steps is ``localEVERY:CODEC[+loco][:CHANGE]...``, where a change is ``at-once`` (all
 fragments in the same step), ``overlapSTEPS``, ``mixSHARE``, ``outerLR``, ``momentumVALUE``, ``momentum-auto``,
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from markdown_tables import listed, markdown
@@ -39,38 +39,6 @@ def comparison(runs: Sequence[Row]) -> str:
     if reference["peak_memory"]:
         columns["peak memory"] = lambda run: f"{run['peak_memory'] / 2**30:.2f} GiB"
     return listed(runs, columns)
-
-
-def by_seed(results: Sequence[Result]) -> str:
-    """Return a table with a row for each result, of one strategy against FULL_SHARD with one seed.
-
-    Args:
-        results: Results of ``compare``, each with two runs.
-    """
-    rows = [{"seed": result["arguments"]["seed"], "pair": result["rows"]} for result in results]
-    return listed(
-        rows,
-        {
-            "seed": "{seed}",
-            "full_shard": lambda row: final_text(row["pair"][0]),
-            results[0]["rows"][1]["label"]: lambda row: final_text(row["pair"][1]),
-            "difference": lambda row: difference(*row["pair"][::-1]),
-            "sent between nodes": lambda row: megabytes(*row["pair"][::-1], "inter"),
-        },
-    )
-
-
-def by_strategy(results: Sequence[Result]) -> str:
-    """Return a table with a row for each strategy, after the FULL_SHARD that it is compared with."""
-    rows: dict[str, tuple[str, ...]] = {}
-    for result in results:
-        reference, *_ = result["rows"]
-        # The reference is the same in every result: CPUs sum in a fixed order.
-        for run in result["rows"]:
-            sent = (megabytes(run, reference, hop) for hop in ("inter", "intra"))
-            rows[run["label"]] = (final_text(run), "" if run is reference else difference(run, reference), *sent)
-    head = ("strategy", "validation loss", "difference", "sent between nodes", "sent inside")
-    return markdown(head, ((label, *row) for label, row in rows.items()))
 
 
 def small_parameters(rows: Sequence[Row]) -> str:
@@ -132,17 +100,9 @@ def megabytes(run: Row, reference: Row, hop: str) -> str:
     return f"{nbytes / 1e6:,.2f} MB ({nbytes / whole:.0%})" if whole else f"{nbytes / 1e6:,.2f} MB"
 
 
-# ---- convergence: how far above the reference runs end, and the share of a gap that a change closes
+# ---- gaps: how far above a reference runs end, with the standard error of the mean over seeds
 
 REFERENCE = "full_shard"
-FAMILIES = {
-    "int4": "4 bits in blocks of 128 between nodes, 8 bits inside",
-    "int4c": "4 bits in blocks of 2048 between nodes, 8 bits inside",
-    "int4x2": "4 bits in blocks of 2048 on both hops",
-    "int2": "2 bits in blocks of 128 between nodes, 8 bits inside",
-}
-"""The plain configurations whose gap is to be closed."""
-CHANGES = ("", "+loco", "+loco-beta0", "+hadamard", "+stochastic")
 
 
 class Runs:
@@ -175,58 +135,89 @@ class Runs:
         """Return the last validation loss."""
         return self.curve(name, seed)[-1][1]
 
-    def gaps(self, name: str, reference: str) -> list[float]:
-        """Return by how many percent ``name`` ends above ``reference``, seed by seed."""
+    def gaps(self, name: str, reference: str, of: Callable[[Row], float] | None = None) -> list[float]:
+        """Return by how many percent ``name`` ends above ``reference``, seed by seed; by the last loss, or ``of``."""
+        of = of or final
         return [
-            100 * (self.final(name, seed) / self.final(reference, seed) - 1) for seed in self.seeds(name, reference)
+            100 * (of(self._rows[name, seed]) / of(self._rows[reference, seed]) - 1)
+            for seed in self.seeds(name, reference)
         ]
 
-    def members(self, family: str) -> list[str]:
-        """Return a family's configurations that were trained, the plain one first."""
-        return [family + change for change in CHANGES if family + change in self.names]
+
+def convergence(results: Sequence[Result]) -> str:
+    """Return a table of all configurations of the convergence study."""
+    runs, rows = Runs(results), []
+    for name in sorted(runs.names, key=lambda name: (name != REFERENCE, name)):
+        losses = [runs.final(name, seed) for seed in runs.seeds(name)]
+        gap = "" if name == REFERENCE else with_error(runs.gaps(name, REFERENCE), "+.2f")
+        rows.append([name, str(len(losses)), with_error(losses, ".4f"), gap])
+    return markdown(("configuration", "seeds", "validation loss", f"above {REFERENCE}, %"), rows)
 
 
-def convergence(runs: Runs, prefix: str = "") -> str:
-    """Return a table of all configurations with one kind of weights: mean and standard deviation over the seeds.
+def gap_rows(results: Sequence[Result], shown: Mapping[str, str], reference: str = REFERENCE) -> list[tuple[str, ...]]:
+    """Return rows of configurations: model and data, nodes, words, seeds, and gaps with their standard errors.
+
+    A configuration is shown at its best learning rate. Gaps are to the same seeds of the reference on as many nodes, or
+    on the fewest that it was trained on: nodes share the tokens of a step, so full precision computes the same.
 
     Args:
-        runs: Runs, whose seeds are compared with the same seeds of the reference.
-        prefix: ``w8:`` for int8 weights.
+        results: Results of a study.
+        shown: Configurations that are shown, with what is said of them.
+        reference: Configuration that they are compared with.
     """
-    references = [REFERENCE, *([prefix + REFERENCE] if prefix else [])]
-    head = ["configuration", "seeds", "validation loss", *(f"above {name}, %" for name in references)]
-    plain = {name: prefix + family for family in FAMILIES for name in runs.members(prefix + family)}
+    by_number: dict[int, list[Result]] = {}
+    for result in results:
+        by_number.setdefault(result["arguments"]["nodes"], []).append(result)
+    references = {nodes: [r for r in own if r["rows"][0]["name"] == reference] for nodes, own in by_number.items()}
+    fewest = min(nodes for nodes, own in references.items() if own)
     rows = []
-    for name in [*(prefix + name for name in (REFERENCE, "int8") if prefix + name in runs.names), *plain]:
-        losses = [runs.final(name, seed) for seed in runs.seeds(name)]
-        above = ["" if name == reference else spread(runs.gaps(name, reference), "+.2f") for reference in references]
-        changed = plain.get(name, name) != name
-        share = closed(runs, name, plain[name], references[-1]) if changed else ""
-        rows.append([name, str(len(losses)), spread(losses, ".4f"), *above, share])
-    return markdown([*head, "of the gap closed"], rows)
+    for nodes, own in sorted(by_number.items()):
+        others = [] if references[nodes] else references[fewest]
+        runs = TunedRuns([*own, *others]).runs
+        for name, words in shown.items():
+            if name not in runs.names:
+                continue
+            gaps = runs.gaps(name, reference)
+            first = runs.row(name, runs.seeds(name)[0])
+            exact = with_error(runs.gaps(name, reference, at_shards), "+.2f") if first.get("at_shards") else ""
+            size = size_of(first, first["validation"][-1][0])
+            rows.append((size, layout(own[0]), words, str(len(gaps)), with_error(gaps, "+.2f"), exact))
+    return rows
 
 
-def closed(runs: Runs, name: str, plain: str, reference: str) -> str:
-    """Return the share of ``plain``'s mean gap to ``reference`` that ``name`` closes, and the extremes of the seeds."""
-    seeds = runs.seeds(name, plain, reference)
-    if not seeds:
-        return "plain is missing"
-    to_close = [runs.final(plain, seed) - runs.final(reference, seed) for seed in seeds]
-    left = [runs.final(name, seed) - runs.final(reference, seed) for seed in seeds]
-    noise = statistics.stdev(to_close) / len(seeds) ** 0.5 if len(seeds) > 1 else 0.0
-    if not statistics.fmean(to_close) > 2 * noise:
-        return "no gap"
-    shares = [100 * (1 - remaining / gap) for remaining, gap in zip(left, to_close, strict=True) if gap]
-    share = 100 * (1 - statistics.fmean(left) / statistics.fmean(to_close))
-    return f"{share:.0f} % ({min(shares):.0f} to {max(shares):.0f} %)"
+def compared_rows(results: Sequence[Result], words: str) -> list[tuple[str, ...]]:
+    """Return the same for one strategy of the comparison, whose results have the reference and it."""
+    pairs = [result["rows"] for result in results]
+    gaps = [100 * (final(run) / final(reference) - 1) for reference, run in pairs]
+    first = pairs[0][0]
+    size = size_of(first, len(first["losses"]) * first["tokens_per_step"])
+    return [(size, "2 x 2", words, str(len(gaps)), with_error(gaps, "+.2f"), "")]
 
 
-def spread(values: Sequence[float], form: str) -> str:
-    """Return mean and standard deviation as text."""
+def layout(result: Result) -> str:
+    """Return the nodes of a run and the GPUs of each."""
+    return f"{result['arguments']['nodes']} x {result['arguments']['gpus_per_node']}"
+
+
+def size_of(row: Row, tokens: float) -> str:
+    """Return the size of a run's model and data; a token is a byte."""
+    return f"{row['parameters'] / 1e6:.3g} M parameters, {tokens / 1e6:.3g} M bytes"
+
+
+def at_shards(row: Row) -> float:
+    """Return the last validation loss with the weights of the shards."""
+    loss: float = row["at_shards"]
+    return loss
+
+
+def with_error(values: Sequence[float], form: str) -> str:
+    """Return mean and standard error of the mean as text; one value has no error."""
     if not values:
         return ""
     mean = f"{statistics.fmean(values):{form}}"
-    return f"{mean} ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else mean
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5:{form.lstrip('+')}}"
 
 
 # ---- local steps: how far above synchronous training runs end, each at its best learning rate
@@ -293,14 +284,6 @@ class TunedRuns:
         reference = [name for name in (REFERENCE,) if name in self.rates]
         return reference + sorted(self.rates.keys() - {REFERENCE}, key=place)
 
-    def variants(self) -> dict[str, list[str]]:
-        """Return the configurations of local steps that differ in nothing but ``every``, by variant."""
-        variants: dict[str, list[str]] = {}
-        for name in self.names:
-            if name != REFERENCE:
-                variants.setdefault(variant(name), []).append(name)
-        return variants
-
 
 def every(name: str) -> int:
     """Return the steps between two exchanges, in the end."""
@@ -332,7 +315,7 @@ def comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def local_steps(results: Sequence[Result]) -> str:
-    """Return a table of all configurations at their best learning rates: mean and standard deviation over the seeds.
+    """Return a table of all configurations at their best learning rates: mean and standard error over the seeds.
 
     Gaps are to the same seeds of the reference on as many nodes.
     """
@@ -341,8 +324,8 @@ def local_steps(results: Sequence[Result]) -> str:
         for name in tuned.names:
             losses = [tuned.runs.final(name, seed) for seed in tuned.runs.seeds(name)]
             has_gap = name != REFERENCE and REFERENCE in tuned.rates
-            gap = spread(tuned.runs.gaps(name, REFERENCE), "+.2f") if has_gap else ""
-            rows.append([str(nodes), name, f"{tuned.rates[name]:g}", str(len(losses)), spread(losses, ".4f"), gap])
+            gap = with_error(tuned.runs.gaps(name, REFERENCE), "+.2f") if has_gap else ""
+            rows.append([str(nodes), name, f"{tuned.rates[name]:g}", str(len(losses)), with_error(losses, ".4f"), gap])
     return markdown(("nodes", "configuration", "lr", "seeds", "validation loss", f"above {REFERENCE}, %"), rows)
 
 
@@ -393,8 +376,8 @@ def diloco(results: Sequence[Result]) -> str:
         runs = Runs([*own, *([] if name == SYNCHRONOUS else _best_synchronous(results, data))])
         losses = [runs.final(name, seed) for seed in runs.seeds(name)]
         gaps = [] if name == SYNCHRONOUS else runs.gaps(name, SYNCHRONOUS)
-        cells = [f"{data / 1e6:.0f} M", f"{lr:.4f}, {nodes * batch}", str(len(losses)), spread(losses, ".4f")]
-        cells += [spread(gaps, "+.2f") if gaps else "", "" if published is None else f"{published:+.1f}"]
+        cells = [f"{data / 1e6:.0f} M", f"{lr:.4f}, {nodes * batch}", str(len(losses)), with_error(losses, ".4f")]
+        cells += [with_error(gaps, "+.2f") if gaps else "", "" if published is None else f"{published:+.1f}"]
         rows.append([str(nodes), name, *cells])
     head = ("replicas", "configuration", "bytes read", "lr, sequences a step", "seeds", "validation loss")
     return markdown((*head, "above synchronous, %", "published, %"), rows)
@@ -425,10 +408,10 @@ def muon(results: Sequence[Result]) -> str:
         optimizer, sharding = name.split(":")
         reference = f"{optimizer}:{UNSHARDED}"
         losses = [runs.final(name, seed) for seed in runs.seeds(name)]
-        gap = "" if name == reference else spread(runs.gaps(name, reference), "+.2f")
+        gap = "" if name == reference else with_error(runs.gaps(name, reference), "+.2f")
         model, own = sent[name]["sent_by_model"], sent[name]["sent_by_optimizer"]
         between = "" if model is None else _megabytes(model["inter"])
-        cells = [spread(losses, ".4f"), gap, between, _megabytes(own["inter"]), _megabytes(own["intra"])]
+        cells = [with_error(losses, ".4f"), gap, between, _megabytes(own["inter"]), _megabytes(own["intra"])]
         rows.append([OPTIMIZERS[optimizer], sharding, str(len(losses)), *cells])
     head = ("optimizer", "sharding", "seeds", "validation loss", "above unsharded, %")
     return markdown((*head, "model, inter-node", "optimizer, inter-node", "optimizer, intra-node"), rows)

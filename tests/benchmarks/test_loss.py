@@ -1,4 +1,4 @@
-"""The studies of the loss: tiny runs of each, as nodes of a few processes, their names, their tables and figures."""
+"""The studies of the loss: tiny runs of each, as nodes of a few processes, their names, their tables and figure."""
 
 from __future__ import annotations
 
@@ -167,10 +167,11 @@ def test_trains_on_two_nodes_what_is_not_there_yet(tmp_path: Path) -> None:
     assert at_once["validation"][1][1] != at_once["validation"][0][1]
 
 
-def record(name: str, lr: float, seed: int, loss: float, nodes: int = 2) -> dict[str, Any]:
-    """The result of a run, as far as tables go."""
+def record(name: str, lr: float, seed: int, loss: float, nodes: int = 2, at_shards: float | None = None) -> Result:
+    """The result of a run, as far as tables and figures go."""
     row = {"name": name, "seed": seed, "parameters": 25.7e6, "validation": [[0, 5.0], [1000, loss]]}
-    return {"arguments": {"nodes": nodes, "lr": lr}, "rows": [row]}
+    row["at_shards"] = at_shards
+    return {"arguments": {"nodes": nodes, "gpus_per_node": 1, "lr": lr}, "rows": [row]}
 
 
 RECORDS = [
@@ -189,8 +190,8 @@ RECORDS = [
 
 def test_gaps_are_between_the_best_learning_rates_on_as_many_nodes_and_the_same_seeds() -> None:
     assert tables.local_steps(RECORDS).splitlines()[2:] == [
-        "| 2 | full_shard | 0.002 | 2 | 0.8500 ± 0.0707 |  |",
-        "| 2 | local8:int4 | 0.001 | 2 | 0.8625 ± 0.0658 | +1.50 ± 0.71 |",
+        "| 2 | full_shard | 0.002 | 2 | 0.8500 ± 0.0500 |  |",
+        "| 2 | local8:int4 | 0.001 | 2 | 0.8625 ± 0.0465 | +1.50 ± 0.50 |",
         "| 2 | local32:int4 | 0.001 | 1 | 0.9900 | +10.00 |",
         "| 4 | full_shard | 0.002 | 1 | 2.0000 |  |",
         "| 4 | local32:int4+loco | 0.001 | 1 | 2.0100 | +0.50 |",
@@ -211,22 +212,23 @@ def test_gaps_are_between_the_best_learning_rates_on_as_many_nodes_and_the_same_
         tables.local_steps([*RECORDS, other])
 
 
-def test_draws_what_was_trained_at_three_places_or_more_and_says_it_in_words() -> None:
-    figures = load("loss", "figures")
-    some = [record(f"local{every}:int4+loco:at-once", 1e-3, 0, 1 + every / 100) for every in (8, 32)]
-    started = [record(f"local32:none:start{start}", 1e-3, 0, 1.5, nodes=4) for start in (4, 8)]
+# ---- gaps with their standard errors
 
-    def drawn(*more: dict[str, Any]) -> str:
-        records = tables.by_nodes([*RECORDS, *some, *started, *more])
-        return "".join(re.findall(r"<text[^>]*>([^<]*)</text>", figures.local_steps_svg(records)))
 
-    assert drawn() == ""
-    text = drawn(record("local128:int4+loco:at-once", 1e-3, 0, 1.35))
-    assert "4 bits, error feedback, exchanged at once" in text
-    assert "+50.0" in text  # 1.35 where the reference has 0.9
-    text = drawn(record("local32:none", 1e-3, 0, 1.9, nodes=4))
-    assert "4 nodes, full precision, every 32 steps" in text
-    assert "Synchronous steps at the start" in text
+def test_gaps_are_to_the_same_seeds_of_a_reference_that_was_trained_on_the_fewest_nodes() -> None:
+    results = [record("full_shard", 1e-3, seed, loss, at_shards=loss) for seed, loss in enumerate((1.0, 2.0, 3.0))]
+    results += [record("d4:int4", 1e-3, seed, loss, at_shards=1.01) for seed, loss in enumerate((1.01, 2.06))]
+    results += [record("d4:int4", 1e-3, 0, 1.05, nodes=8, at_shards=1.02)]
+    size = "25.7 M parameters, 0.001 M bytes"
+    assert tables.gap_rows(results, {"d4:int4": "deltas", "int2": "not trained"}) == [
+        (size, "2 x 1", "deltas", "2", "+2.00 ± 1.00", "-24.25 ± 25.25"),
+        (size, "8 x 1", "deltas", "1", "+5.00", "+2.00"),
+    ]
+    drawn = load("loss", "figures").error_bars_svg(results, {"d4:int4": "Deltas"})
+    texts = "".join(re.findall(r"<text[^>]*>([^<]*)</text>", drawn))
+    assert "Deltas, 2 nodes:+2.00 ± 1.00" in texts
+    assert texts.count("±") == 1  # one seed has no error
+    assert "Deltas, 8 nodes:+5.00" in texts
 
 
 # ---- DiLoCo's recipe
@@ -249,9 +251,9 @@ def test_gaps_are_above_the_best_synchronous_run_with_the_same_seed_and_data() -
         result(2, "local30:int8", 0.005, 0.52, seed=1, tokens=350_000_000),
     ]
     assert tables.diloco(results).splitlines()[2:] == [
-        "| 1 | synchronous | 700 M | 0.0050, 48 | 2 | 0.5000 ± 0.1414 |  |  |",
+        "| 1 | synchronous | 700 M | 0.0050, 48 | 2 | 0.5000 ± 0.1000 |  |  |",
         "| 1 | synchronous | 700 M | 0.0100, 48 | 1 | 0.5000 |  |  |",
-        "| 2 | local30:none | 700 M | 0.0050, 48 | 3 | 0.4777 ± 0.1216 | +2.00 ± 1.41 | +0.7 |",
+        "| 2 | local30:none | 700 M | 0.0050, 48 | 3 | 0.4777 ± 0.0702 | +2.00 ± 1.00 | +0.7 |",
         "| 1 | synchronous | 350 M | 0.0050, 48 | 1 | 0.5000 |  |  |",
         "| 2 | local30:int8 | 350 M | 0.0050, 48 | 1 | 0.5200 |  |  |",
         "| 2 | local30:none | 350 M | 0.0050, 48 | 1 | 0.5200 | +4.00 |  |",

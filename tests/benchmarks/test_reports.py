@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness.benchmarks import BENCHMARKS, RAW_NAME, load, results
+from harness.benchmarks import BENCHMARKS, load, results
 from harness.launch import launch
 
 from fsdp_zpp.bench.results import write
@@ -25,7 +25,6 @@ REQUIRED = {"date", "machine", "versions", "commit", "command"}
 manifest = load("common", "manifest")
 result_pages = load("common", "result_pages")
 result_files = load("common", "result_files")
-in_words = load("common", "words").in_words
 
 
 def page(name: str) -> str:
@@ -141,8 +140,8 @@ def test_a_table_without_a_place_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("folder", PAGES)
-def test_pages_name_every_result(folder: str) -> None:
-    text = "".join(map(page, PAGES[folder]))
+def test_pages_or_the_folders_readme_name_every_result(folder: str) -> None:
+    text = "".join(map(page, PAGES[folder])) + (BENCHMARKS / folder / "README.md").read_text()
     shown_whole = set(re.findall(r"(?<! in )`([\w.-]+\.json)` \(\d+ runs", text))
     own = [(study.name, name) for study, name, _ in RESULTS if study.parts[-3] == folder]
     assert own
@@ -192,33 +191,6 @@ def test_svg_is_the_same_each_time_and_takes_its_ink_from_the_page() -> None:
     assert "prefers-color-scheme: dark" in first
     assert "var(--ink)" in drawing
     assert not charts.COLORS.keys() & set(re.findall(r"#[0-9a-f]{6}", drawing))
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("full_shard", "FSDP FULL_SHARD"),
-        ("fsdp2:zeropp-delta", "FSDP2 zeropp, Int4Delta"),
-        ("int4x2+loco-beta0", "4 bits, Classical feedback"),
-        ("w8:int4c+loco", "8-bit weights, 4 bits, LoCo"),
-        ("local30:none:at-once:outer0.6", "full precision, exchanged at once, outer rate 0.6, every 30 steps"),
-        ("local8-1024-32:int8", "8 bits, every 8-1024-32 steps"),
-    ],
-)
-def test_names_become_words(name: str, words: str) -> None:
-    assert in_words(name) == words
-
-
-def test_all_names_of_results_become_words_and_local_steps_differ() -> None:
-    first = [result["rows"][0] for study, _, result in RESULTS if "loss" in study.parts]
-    names = {row["name"] for row in first if "name" in row}
-    words = {name: in_words(name) for name in names if not name.startswith(("muon", "adamw"))}
-    assert not [text for text in words.values() if RAW_NAME.search(text)]
-    assert [name for name in words if RAW_NAME.search(name)]  # so it finds them
-    local = [text for name, text in words.items() if name.startswith("local")]
-    assert len(set(local)) == len(local) > 20
-    with pytest.raises(ValueError, match="'later3' is no known change"):
-        in_words("local32:int4:later3")
 
 
 # ---- traces of steps
