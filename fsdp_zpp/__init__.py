@@ -28,7 +28,6 @@ from fsdp_zpp.runtime.api import (
     traffic,
 )
 from fsdp_zpp.runtime.checkpoint import CodecState
-from fsdp_zpp.runtime.monitor import Monitor, monitor
 from fsdp_zpp.strategy.error_feedback import LoCo
 from fsdp_zpp.strategy.local_steps import Elastic, LocalSteps
 from fsdp_zpp.strategy.strategy import Strategy
@@ -50,7 +49,6 @@ __all__ = [
     "Int8",
     "LoCo",
     "LocalSteps",
-    "Monitor",
     "OutOfSyncError",
     "QuantizedReduceState",
     "Strategy",
@@ -68,7 +66,6 @@ __all__ = [
     "invalidate",
     "load_frozen_params",
     "members",
-    "monitor",
     "plan",
     "quantize_frozen_params",
     "quantized_reduce_hook",

@@ -119,7 +119,6 @@ NEEDED = (
     Needed("torch._C", "DisableTorchFunctionSubclass _current_graph_task_id"),
     Needed("torch._ops.OpOverload", "_schema"),
     Needed("torch.autograd.profiler", "_is_profiler_enabled"),
-    Needed("torch.autograd.Variable", "_execution_engine"),
     Needed("torch.distributed.checkpoint.state_dict_loader", "_load_state_dict"),
     Needed("torch.distributed.device_mesh.DeviceMesh", "_dim_group_names _flatten _get_root_mesh _unflatten"),
     Needed("torch.distributed.device_mesh.DeviceMesh", "_pg_registry", since=(2, 13)),
@@ -143,7 +142,7 @@ NEEDED = (
         f"{_FSDP}._flat_param.FlatParamHandle",
         "_all_gather_flat_param _alloc_padded_unsharded_flat_param _device_handle _force_full_precision "
         "_free_low_precision_sharded_param _free_unsharded_flat_param _fsdp_extension _fully_sharded_module "
-        "_fwd_bwd_param_dtype _get_padded_unsharded_flat_param _get_unflat_views _offload_params _orig_param_dtype "
+        "_get_padded_unsharded_flat_param _get_unflat_views _offload_params _orig_param_dtype "
         "_prefetched _reduce_dtype _reset_flat_param_grad_info_if_needed _reset_is_grad_none _setattr_param "
         "_setattr_tensor _skip_writeback_check _training_state _unsharded_flat_param_for_skipped_views "
         "_use_low_precision_shard _use_orig_params _use_sharded_flat_param _use_sharded_grad_views _use_sharded_views "

@@ -146,6 +146,7 @@ def how_to_install(extra: str, *, upgrade: bool = False) -> str:
 
 # Alternatives to public names that went.
 REMOVED = {
+    "monitor": "call traffic(model, reset=True) after each step for its bytes, and torch.profiler for its times",
     "TopK": "copy it from examples/top_k_codec.py, and pass LocalSteps(codec=TopK(), ...)",
 }
 

@@ -32,7 +32,6 @@ from fsdp_zpp import (
     Int8,
     LocalSteps,
     LoCo,
-    Monitor,
     QuantizedReduceState,
     Strategy,
     agreed_weights,
@@ -45,7 +44,6 @@ from fsdp_zpp import (
     invalidate,
     load_frozen_params,
     members,
-    monitor,
     plan,
     quantize_frozen_params,
     quantized_reduce_hook,
@@ -92,13 +90,10 @@ def test_scopes(pool: Callable[[int], Pool], adapter: Adapter, scopes: str) -> N
 def losses(adapter: Adapter, strategy: Strategy) -> tuple[float, float]:
     """In a worker: the loss after three steps and an announced write, and stock's."""
     model, stock = adapter.make(Case(), strategy), adapter.make(Case(), STOCK)
-    watch: Monitor = monitor(model)
     for each in (model, stock):
         train(adapter, each, Case(steps=3))
     invalidate(model)
     assert traffic(model)["gather"]["inter"] > 0
-    assert watch.step()["weights/inter/bytes"] > 0
-    watch.close()
     return mean_loss(model, 9), mean_loss(stock, 9)
 
 

@@ -363,22 +363,6 @@ class Sharded:
         """Return the number of values of the parameters, on all ranks together."""
         return 0
 
-    def trained_numel(self) -> int:
-        """Return the number of values, on all ranks together, whose gradients FSDP itself would reduce."""
-        return 0
-
-    def compute_device(self) -> torch.device | None:
-        """Return the device that gathers and computes, also where shards are offloaded; None without parameters."""
-        return None
-
-    def wire_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """Return the dtypes in which FSDP itself gathers weights and reduces gradients, known after a forward."""
-        return torch.float32, torch.float32
-
-    def own_nbytes(self) -> int | None:
-        """Return the bytes that FSDP itself gathers, of all ranks together, if they aren't values in one dtype."""
-        return None
-
     def parameters(self) -> Sequence[nn.Parameter]:
         """Return the parameters, as an optimizer holds them."""
         return ()

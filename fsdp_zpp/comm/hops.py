@@ -1,11 +1,10 @@
-"""One hop of a collective: its bytes, its time, and its label in profiles."""
+"""One hop of a collective: its bytes, and its label in profiles."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol
@@ -13,7 +12,7 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable, profiler
+from torch.autograd import profiler
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.profiler import record_function
 
@@ -48,7 +47,7 @@ class SideStream:
     def after_current(self, device: torch.device) -> AbstractContextManager[object]:
         """Return the stream as a context; it waits for all work so far of the current stream and of its readers."""
         if device.type != "cuda":
-            return nullcontext()
+            return _NOTHING
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         stream = self._streams[device]
@@ -78,62 +77,6 @@ def keep_until_read(tensor: Tensor) -> Tensor:
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensor
-
-
-# ---- hop timer
-#
-# When hops ran: intervals between events of a stream on a GPU, of wall time on a CPU. Nothing waits for the device.
-
-Mark = float | torch.cuda.Event
-"""A time: seconds on a CPU, an event on a GPU."""
-
-MOST_INTERVALS = 100_000
-"""Most intervals of one kind that are kept: without a limit, events would pile up in a long evaluation."""
-
-
-def mark(device: torch.device) -> Mark:
-    """Return the time at which the current stream has finished its work so far."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def has_come(at: Mark) -> bool:
-    return isinstance(at, float) or at.query()
-
-
-def milliseconds_between(start: Mark, end: Mark) -> float:
-    if isinstance(start, float) or isinstance(end, float):
-        assert isinstance(start, float)
-        assert isinstance(end, float)
-        return 1e3 * (end - start)
-    return float(start.elapsed_time(end))
-
-
-@dataclass(frozen=True, slots=True)
-class TimedHop:
-    kind: Kind
-    level: Level
-    start: Mark
-    end: Mark
-
-
-class HopTimer:
-    """Times of hops in ``hops``, in the order of launches, at most ``MOST_INTERVALS``."""
-
-    def __init__(self) -> None:
-        self.hops: list[TimedHop] = []
-
-    @contextmanager
-    def timing(self, kind: Kind, level: Level, device: torch.device) -> Iterator[None]:
-        if len(self.hops) >= MOST_INTERVALS:
-            yield
-            return
-        start = mark(device)
-        yield
-        self.hops.append(TimedHop(kind, level, start, mark(device)))
 
 
 # ---- coalescing
@@ -190,11 +133,6 @@ class _OfGroup:
 # ---- autograd
 
 
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` at the end of the running backward, after callbacks that were queued earlier."""
-    Variable._execution_engine.queue_callback(callback)
-
-
 def running_backward() -> int | None:
     """Return the process-wide number of the backward whose hook or end calls this; a nested one has a larger number."""
     number = torch._C._current_graph_task_id()
@@ -222,7 +160,6 @@ class Traffic:
 
     sent: dict[tuple[Kind, Level], int] = field(default_factory=dict)
     before_reset: dict[tuple[Kind, Level], int] = field(default_factory=dict)
-    timer: HopTimer | None = None  # while the model is monitored
 
     def add(self, kind: Kind, level: Level, nbytes: int) -> None:
         self.sent[kind, level] = self.sent.get((kind, level), 0) + nbytes
@@ -263,8 +200,7 @@ class Hop:
     def all_gather_uncounted(self, payload: Tensor, label: str, out: Tensor | None = None) -> Tensor:
         """Gather as :meth:`all_gather` does, uncounted: for payloads of several units, each of which counts its own."""
         gathered = payload.new_empty((self.size * payload.shape[0], payload.shape[1])) if out is None else out
-        timer = self.traffic.timer
-        with labelled("all_gather", label, self.level), _NOTHING if timer is None else self._timed(timer, payload):
+        with labelled("all_gather", label, self.level):
             self._exchange(all_gather_single(), gathered, payload)
         return gathered
 
@@ -272,15 +208,13 @@ class Hop:
         """Send part i of ``payload`` [size * chunks, nbytes] to rank i; return the parts from all ranks, by rank."""
         received = torch.empty_like(payload)
         self.traffic.add(self.kind, self.level, payload.nbytes // self.size * (self.size - 1))
-        timer = self.traffic.timer
-        with labelled("all_to_all", label, self.level), _NOTHING if timer is None else self._timed(timer, payload):
+        with labelled("all_to_all", label, self.level):
             self._exchange(dist.all_to_all_single, received, payload)
         return received
 
     def reduce_scatter(self, values: Tensor, out: Tensor, label: str) -> None:
         """Reduce by torch's own reduce-scatter into ``out``; not counted, as torch's collectives never are."""
-        timer = self.traffic.timer
-        with labelled("reduce_scatter", label, self.level), _NOTHING if timer is None else self._timed(timer, values):
+        with labelled("reduce_scatter", label, self.level):
             _reduce_scatter_single()(out, values, group=self.group)
 
     @cached_property
@@ -294,9 +228,6 @@ class Hop:
         on_cpu = torch.empty_like(received, device="cpu")
         collective(on_cpu, sent.cpu(), group=self.group)
         received.copy_(on_cpu)
-
-    def _timed(self, timer: HopTimer, sent: Tensor) -> AbstractContextManager[None]:
-        return timer.timing(self.kind, self.level, sent.device)
 
 
 def exchange_and_sum(

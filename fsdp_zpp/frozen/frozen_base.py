@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -17,7 +16,7 @@ from fsdp_zpp.comm.hops import Traffic, hop_over
 from fsdp_zpp.comm.mesh import ProcessMesh, as_launched, for_collectives
 from fsdp_zpp.names import model_name, original_path, parameter_name
 from fsdp_zpp.runtime.full_tensors import unit_path
-from fsdp_zpp.runtime.unit import FullShardUnit, unit_of
+from fsdp_zpp.runtime.unit import unit_of
 
 from ._torch_modules import freeze, frozen_sites, refuse_replacing
 from .hugging_face import guard_save_pretrained, refuse_lost_ties, show_to_peft
@@ -171,16 +170,6 @@ class FrozenBase:
 
     def invalidate(self) -> None:
         pass  # frozen weights don't change
-
-    def full_shard_units(self, is_outermost: bool) -> list[FullShardUnit]:
-        return [
-            FullShardUnit(w.shape.numel(), 0, w.dtype.itemsize, 0, not is_outermost, w.placement.mesh.topology)
-            for w in self.weights
-        ]
-
-    def compute_device(self) -> torch.device | None:
-        # Payloads are gathered where they are.
-        return self.weights[0].device if self.weights else None
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:

@@ -272,17 +272,6 @@ class ShardedHandle(Sharded):
     def numel(self) -> int:
         return sum(shape.numel() for shape in self.handle.flat_param._shapes)
 
-    def trained_numel(self) -> int:
-        return self.numel() if self.is_trained() else 0
-
-    def compute_device(self) -> torch.device | None:
-        device: torch.device = self.handle.device
-        return device
-
-    def wire_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        weights = self.handle._fwd_bwd_param_dtype or self.handle._orig_param_dtype
-        return weights, self.handle._reduce_dtype or weights
-
     def parameters(self) -> list[nn.Parameter]:
         flat_param = self.handle.flat_param
         return list(flat_param._params or (flat_param,))

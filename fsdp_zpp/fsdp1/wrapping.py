@@ -51,7 +51,7 @@ from fsdp_zpp.runtime.api import (
 )
 from fsdp_zpp.runtime.checkpoint import RankState
 from fsdp_zpp.runtime.lifecycle import StepTracker, repeated_if_failed, set_up_model
-from fsdp_zpp.runtime.monitor import log_reduction
+from fsdp_zpp.runtime.log_line import log_reduction
 from fsdp_zpp.runtime.unit import (
     Loaded,
     StrategyUnit,
@@ -460,12 +460,6 @@ class CommHookUnit:
 
     # Stock FSDP keeps no weights and no secondary shard, and has gradients only in ``.grad``.
     def invalidate(self, *, by_step: bool = False) -> None: ...
-
-    def full_shard_units(self, is_outermost: bool) -> None:
-        """Return None, since torch gathers the weights."""
-
-    def compute_device(self) -> torch.device | None:
-        return self.sharded.compute_device()
 
     def weights_loaded(self) -> None:
         self.loads += 1

@@ -39,7 +39,6 @@ from ._torch_weights import (
     names_in,
     numel_of,
     order_parameters,
-    requires_gradient,
     show_shards,
     state_of,
     without_dynamo,
@@ -269,22 +268,6 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
     def numel(self) -> int:
         return numel_of(self)
-
-    def trained_numel(self) -> int:
-        return sum(param.sharded_param.numel() for param in self.fsdp_params if requires_gradient(param))
-
-    def compute_device(self) -> torch.device:
-        return self.device
-
-    def wire_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        first = self.fsdp_params[0]
-        weights = first.param_dtype or first.sharded_param.dtype
-        trained = next((param for param in self.fsdp_params if param.sharded_param.requires_grad), first)
-        return weights, self._reduce_dtype or trained.param_dtype or trained.sharded_param.dtype
-
-    def own_nbytes(self) -> int | None:
-        plan = self.weights.plan
-        return plan.numel or None if plan is not None and plan.dtype == torch.uint8 else None
 
     def parameters(self) -> list[nn.Parameter]:
         return [param.sharded_param for param in self.fsdp_params]

@@ -332,14 +332,13 @@ ROUNDS = 5  # in a row, after which there is a warning
 
 
 class OuterWatch:
-    """Fits the momentum of a model's outer steps, keeps their figures in ``last``, and warns once if they overshoot.
+    """Fits the momentum of a model's outer steps, logs their figures, and warns once if they overshoot.
 
     See [Note: Figures of exchanges] and [Note: Overshooting].
     """
 
     def __init__(self, model: str, ranks: ProcessMesh, other_axes: Callable[[], Iterable[dist.ProcessGroup]]) -> None:
         self._model, self._ranks, self._other_axes = model, ranks, other_axes
-        self.last: dict[Fragment, OuterFigures] = {}
         self._round: dict[Fragment, OuterFigures | None] = {}
         self._large = self._opposed = 0  # rounds in a row
         self._has_warned = False
@@ -356,9 +355,8 @@ class OuterWatch:
         return dict(zip(fragments, zip(sums[::2], sums[1::2], strict=True), strict=True))
 
     def note(self, figures: Mapping[Fragment, OuterFigures | None], trained: Iterable[Fragment]) -> None:
-        """Keep figures of fragments' last outer steps, and warn if a round of ``trained`` fragments ends with them."""
+        """Take figures of outer steps; once all ``trained`` fragments have some, log their means, and perhaps warn."""
         self._round |= figures
-        self.last |= {fragment: each for fragment, each in figures.items() if each is not None}
         if self._round.keys() >= set(trained):
             self._end_round(speaks=all(dist.get_rank(group) == 0 for group in self._groups))
 
@@ -415,10 +413,3 @@ def mean_of(figures: Iterable[OuterFigures]) -> OuterFigures | None:
     total = sum(weight for weight, _ in correlated)
     correlation = sum(weight * each for weight, each in correlated) / total if total else None
     return OuterFigures(norm, momentum, gain, correlation)
-
-
-def named_figures(figures: OuterFigures | None) -> dict[str, float]:
-    if figures is None:
-        return {}
-    correlation = {} if figures.correlation is None else {"outer/correlation": figures.correlation}
-    return {"outer/gain": figures.gain, "outer/momentum": figures.momentum} | correlation

@@ -27,7 +27,7 @@ from fsdp_zpp.local_steps.elastic import ElasticFragment, ElasticTraining
 from fsdp_zpp.local_steps.fragment import OuterWatch
 from fsdp_zpp.local_steps.local_training import LocalTraining, OptimizerMoments, note_optimizer
 
-from .monitor import Groups, log_summaries
+from .log_line import Groups, log_summaries
 from .unit import ParameterUnit, StrategyUnit, units_of, warn_of_unmatched
 
 # ---- step tracker

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_zpp.comm.error_feedback import ErrorFeedbackState
 from fsdp_zpp.comm.flat_layout import Sharded
 from fsdp_zpp.comm.gradient_reduce import GradientReduce, StepReductions
-from fsdp_zpp.comm.hops import Level, Traffic
+from fsdp_zpp.comm.hops import Traffic
 from fsdp_zpp.comm.mesh import ProcessMesh, as_launched, with_own_hop
 from fsdp_zpp.comm.weight_gather import WeightGather
 from fsdp_zpp.local_steps.elastic import ElasticFragment, ElasticOuterStep, active_local_steps
 from fsdp_zpp.local_steps.fragment import Fragment
 from fsdp_zpp.local_steps.outer_step import NodeShare, OuterStep
 from fsdp_zpp.names import did_you_mean
-from fsdp_zpp.strategy.error_feedback import Topology
 from fsdp_zpp.strategy.local_steps import LocalSteps
 from fsdp_zpp.strategy.strategy import Strategy, override_for
 
@@ -30,48 +28,6 @@ from ._torch_flat_parts import hear_of_loads
 
 if TYPE_CHECKING:
     from fsdp_zpp.local_steps.local_training import LocalTraining
-
-
-# ---- bytes that torch's FULL_SHARD would send for the same model
-
-
-@dataclass(frozen=True)
-class Forwards:
-    trained: int
-    evaluated: int
-
-
-@dataclass(frozen=True)
-class FullShardUnit:
-    """Parameters that FULL_SHARD would gather, perhaps as ``own_nbytes`` in all, and reduce together."""
-
-    numel: int  # on all ranks together
-    trained_numel: int
-    weight_nbytes: int  # of a value
-    gradient_nbytes: int
-    reshards: bool  # all but the outermost unit are gathered again for the backward
-    topology: Topology
-    own_nbytes: int | None = None
-
-
-def full_shard_bytes(units: Iterable[FullShardUnit], forwards: Forwards) -> dict[Level, int]:
-    """Return the bytes that one rank would have to send in a step, by hop.
-
-    FULL_SHARD gathers in each forward and, where it reshards, again in its backward; under ``no_sync``, it reduces once
-    a step. A shard goes once to each other node, and is passed on inside: a flat ring sends more.
-    """
-    sent: dict[Level, int] = {"inter": 0, "intra": 0}
-    for unit in units:
-        nodes, gpus = unit.topology.nodes, unit.topology.gpus_per_node
-        shard, trained = (-(-numel // unit.topology.world) for numel in (unit.numel, unit.trained_numel))
-        gathers = forwards.trained * (2 if unit.reshards else 1) + forwards.evaluated
-        reductions = min(forwards.trained, 1)
-        own = unit.own_nbytes
-        gathered = shard * unit.weight_nbytes if own is None else -(-own // unit.topology.world)
-        nbytes = gathers * gathered + reductions * trained * unit.gradient_nbytes
-        sent["inter"] += nbytes * (nodes - 1)
-        sent["intra"] += nbytes * nodes * (gpus - 1)
-    return sent
 
 
 # ---- parameters whose bytes are packed values, which a codec must not encode
@@ -183,12 +139,6 @@ class Communicator(Protocol):
 
     def invalidate(self) -> None: ...
 
-    def full_shard_units(self, is_outermost: bool) -> Sequence[FullShardUnit] | None:
-        """Return the units of FULL_SHARD; None if torch sends something of this part itself, uncounted."""
-
-    def compute_device(self) -> torch.device | None:
-        """Return the device on which it communicates; None if it has nothing to send."""
-
 
 Checksums = Mapping[str, tuple[str, int]]
 """Dtypes and checksums of what a rank holds of parameters, by name."""
@@ -295,28 +245,6 @@ class StrategyUnit:
         if mesh.inter is None and not (mesh.intra is not None and replaces_one_hop):
             return None
         return WeightGather(mesh, self.resolved.weights, self.scopes.parameters == "I", self.traffic)
-
-    def full_shard_units(self, is_outermost: bool) -> list[FullShardUnit] | None:
-        if self.ranks.topology.world == 1:
-            return []
-        torch_gathers = self.gather is None and self.scopes.optimizer != "N"
-        if self.stock or torch_gathers or (self.reduce is not None and self.reduce.is_native):
-            return None
-        weights, gradients = self.sharded.wire_dtypes()
-        return [
-            FullShardUnit(
-                numel=self.sharded.numel(),
-                trained_numel=self.sharded.trained_numel(),
-                weight_nbytes=weights.itemsize,
-                gradient_nbytes=gradients.itemsize,
-                reshards=not is_outermost,
-                topology=self.ranks.topology,
-                own_nbytes=self.sharded.own_nbytes(),
-            )
-        ]
-
-    def compute_device(self) -> torch.device | None:
-        return self.sharded.compute_device()
 
     def leave_weights_uncoded(self, *, in_place_of_torch: bool = False) -> None:
         """Gather packed weights as they are, perhaps even in place of torch; call it before the unit is used."""

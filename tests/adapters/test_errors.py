@@ -313,9 +313,9 @@ def test_a_mistake_is_refused_on_every_rank_before_anything_is_sent(pool: Pools,
 # ---- arguments of functions, which one rank alone is given wrong
 
 NOT_COLLECTIVE = {
-    *("NF4", "Codec", "Int4", "Int4Delta", "Int8", "LoCo", "LocalSteps", "Monitor", "Strategy"),
+    *("NF4", "Codec", "Int4", "Int4Delta", "Int8", "LoCo", "LocalSteps", "Strategy"),
     *("Elastic", "count_tokens", "end_training", "members"),
-    *("CodecState", "agreed_weights", "clip_grad_norm_", "invalidate", "monitor", "plan", "quantized_reduce_hook"),
+    *("CodecState", "agreed_weights", "clip_grad_norm_", "invalidate", "plan", "quantized_reduce_hook"),
     *("traffic", "DeltaReceiver", "OutOfSyncError", "SyncToken", "WeightUpdate"),
 }
 """The public names that ranks may use one by one, or that communicate in training alone."""

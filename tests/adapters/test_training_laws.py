@@ -29,7 +29,7 @@ from torch.distributed.tensor import Shard
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_zpp import Codec, CodecState, Int4, Int4Delta, Int8, Strategy, invalidate, traffic
-from fsdp_zpp.runtime.monitor import summarize
+from fsdp_zpp.runtime.log_line import summarize
 from fsdp_zpp.strategy.error_feedback import Topology
 from fsdp_zpp.strategy.strategy import ResolvedStrategy
 

@@ -23,7 +23,7 @@ from harness.wiretap import Wiretap, sent_in
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fsdp_zpp import CodecState, Int8, LoCo, Strategy, gathered_weights, monitor
+from fsdp_zpp import CodecState, Int8, LoCo, Strategy, gathered_weights
 from fsdp_zpp.comm.hops import keep_until_read
 
 FSDP1, FSDP2 = Fsdp1(), Fsdp2()
@@ -317,10 +317,7 @@ def test_codecs_encode_what_does_not_encode_itself_and_the_log_says_so(
 
 
 def sent_in_a_step(kind: str, strategy: Any) -> tuple[Wiretap, Any, int]:
-    """In a worker: what a warm step sends, by the wiretap and by traffic(), and how often a shard was encoded.
-
-    With traffic's figures is the monitor's of what FULL_SHARD would send between nodes.
-    """
+    """In a worker: what a warm step sends, by the wiretap and by traffic(), and how often a shard was encoded."""
     model = make(kind, strategy)
     optimizer = optimizer_of(model)
     train(model, range(1), optimizer)
@@ -329,9 +326,7 @@ def sent_in_a_step(kind: str, strategy: Any) -> tuple[Wiretap, Any, int]:
     if strategy is STOCK:
         tap, counted = sent_in(step, model, 2, counts=False)
     else:
-        with monitor(model) as watch:
-            tap, counted = sent_in(step, model, 2)
-            counted["full shard"] = watch.step().get("inter/full_shard_bytes")
+        tap, counted = sent_in(step, model, 2)
     return tap, counted, RowScaled.encoded - before
 
 
@@ -355,7 +350,6 @@ def test_bytes_are_its_own(pool: Callable[[int], Pool], kind: str) -> None:
         for (tap, counted, encoded), (stock_tap, _, _) in zip(ours, stock, strict=True):
             assert counted["gather"]["inter"] == expected
             assert stock_tap.total("inter", "all_gather") == flat
-            assert counted["full shard"] == stock_tap.total("inter")
             assert kind != "rows" or encoded == times
             if scopes != "III":  # whose reduced gradients are gathered, too
                 assert tap.total("inter", "all_gather") == expected

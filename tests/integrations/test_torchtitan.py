@@ -283,7 +283,6 @@ TWO_MICRO_BATCHES = ["--training.global_batch_size", "16"]
 VALIDATION = "--validator.enable --validator.freq 2 --validator.steps 1 --validator.dataloader.dataset sums".split()
 CHECKPOINTS = "--checkpoint.enable --checkpoint.interval 2 --checkpoint.no-last_save_model_only".split()
 FROM_STEP_2 = ["--checkpoint.load_step", "2"]
-MONITOR = "--parallelism.monitor"
 
 
 def flag(preset: str | None = None, **arguments: Any) -> list[str]:
@@ -329,7 +328,7 @@ def train_offloaded(config: str, folder: Path, *options: str) -> Run:
         return train(config, folder, "--training.enable_cpu_offload", *options)
 
 
-RESUMABLE = [*flag("loco", weights="int4delta", levels="IIG"), MONITOR, *TWO_MICRO_BATCHES, *CHECKPOINTS]
+RESUMABLE = [*flag("loco", weights="int4delta", levels="IIG"), *TWO_MICRO_BATCHES, *CHECKPOINTS]
 
 
 @pytest.fixture(scope="module")
@@ -337,13 +336,6 @@ def whole(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> tuple[R
     """Return a training with codec state in its checkpoints, and its folder."""
     folder = tmp_path_factory.mktemp("whole")
     return workers(train, "strategy", folder, *RESUMABLE)[-1], folder
-
-
-def test_a_monitor_logs_the_step_before(whole: tuple[Run, Path]) -> None:
-    run, _ = whole
-    assert run.metrics["fsdp_zpp/step"] == 3
-    sent = [traffic["gather"]["inter"] for traffic in run.traffic]
-    assert run.metrics["fsdp_zpp/weights/inter/bytes"] == sent[2] - sent[1] > 0
 
 
 def killed_while_saving(folder: Path, *options: str) -> list[bool]:
@@ -405,7 +397,7 @@ def seed_checkpoint(folder: Path, *options: str) -> list[str]:
 
 
 def test_a_seed_checkpoint_has_no_codec_state(workers: Workers, tmp_path: Path) -> None:
-    keys = workers(seed_checkpoint, tmp_path, *flag("loco"), MONITOR, *CHECKPOINTS)[0]
+    keys = workers(seed_checkpoint, tmp_path, *flag("loco"), *CHECKPOINTS)[0]
     assert "model" in keys
     assert "codecs" not in keys
 
@@ -503,7 +495,6 @@ RESHARDS = "--parallelism.fsdp_reshard_after_forward always"
         ("strategy", '--parallelism.strategy {"weights":3}', "--parallelism.strategy: weights: .*3"),
         ("strategy", '--parallelism.strategy {"weights"}', "--parallelism.strategy: .* is not JSON"),
         ("strategy", f"{ZEROPP} --comm.mode torchcomms", "--comm.mode default"),
-        ("strategy", MONITOR, "parallelism.monitor measures what a strategy sends; set parallelism.strategy, too"),
         ("misspelt", "", "Strategy.from_dict"),
         ("chunked", ZEROPP, "config.loss = config.loss.loss_fn"),
     ],

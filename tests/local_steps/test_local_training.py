@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -35,7 +36,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from fsdp_zpp import Int4, Int8, LocalSteps, LoCo, Strategy, agreed_weights, exchange_weights, monitor, traffic
+from fsdp_zpp import Int4, Int8, LocalSteps, LoCo, Strategy, agreed_weights, exchange_weights, traffic
+from fsdp_zpp.local_steps import fragment as fragments
 from fsdp_zpp.runtime.unit import StrategyUnit, named_units
 
 Named = dict[str, Tensor]
@@ -484,8 +486,8 @@ def product(one: Named, other: Named) -> float:
     return sum((one[name].double() * other[name].double()).sum().item() for name in one)
 
 
-def by_hand(agreed: list[Named]) -> dict[str, float]:
-    """The figures of the last outer step but one, from the whole weights after each."""
+def by_hand(agreed: list[Named]) -> list[float]:
+    """Correlation, gain and momentum of the last outer step but one, from the whole weights after each."""
     steps = [{name: (old[name] - new[name]) / LR for name in old} for old, new in pairwise(agreed)]
     kept, moved = steps[-3:-1]  # without Nesterov's, the momentum is the step
     change = {name: moved[name] - MOMENTUM * kept[name] for name in moved}
@@ -496,32 +498,29 @@ def by_hand(agreed: list[Named]) -> dict[str, float]:
         weighted += norm * correlation_by_search(MOMENTUM, product({name: kept[name] for name in own}, own) / norm)
         total += norm
     gain = product(moved, change) / product(change, change)
-    return {"outer/gain": LR * gain, "outer/momentum": MOMENTUM, "outer/correlation": weighted / total}
+    return [weighted / total, LR * gain, MOMENTUM]
 
 
-def said_and_by_hand(adapter: Adapter, strategy: Strategy) -> tuple[dict[str, float], dict[str, float]]:
-    """In a worker: the figures that a monitor says after several exchanges, and those by hand."""
+def said_and_by_hand(adapter: Adapter, strategy: Strategy) -> tuple[list[float], list[float]]:
+    """In a worker: the figures that are logged after several exchanges, on rank 0 alone, and those by hand."""
     model = adapter.make(Case(), strategy)
     optimizer, agreed = sgd(model), [adapter.full_weights(adapter.make(Case(), None))]
-    with monitor(model) as watch:
+    with patch.object(fragments.logger, "debug") as log:
         for step in range(4):
             train(adapter, model, Case(steps=2, clip=None), optimizer=optimizer, first_step=2 * step)
             exchange_weights(model)
             agreed.append(adapter.full_weights(model))
-        figures = watch.step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-            figures = watch._latest()
-    return {name: figure for name, figure in figures.items() if name.startswith("outer/")}, by_hand(agreed)
+    said = [call.args[2:] for call in log.call_args_list if "outer gain" in call.args[0]]
+    return [float(figure) for figure in said[-1]] if said else [], by_hand(agreed)
 
 
 @over_each(adapter=ADAPTERS, layout=[("III", 2), ("NNN", 1)])
 def test_figures_are_those_by_hand(pool: Pools, adapter: Adapter, layout: tuple[str, int]) -> None:
     strategy = strategy_of(*layout, every=64, codec=None, outer_lr=LR, outer_momentum=MOMENTUM, nesterov=False)
     results = pool(4).run(said_and_by_hand, adapter, strategy)
-    for said, expected in results:
-        assert said == results[0][0]  # bit for bit
-        assert said == pytest.approx(expected, rel=1e-3)
+    (said, expected), *others = results
+    assert said == pytest.approx(expected, rel=1e-3, abs=5e-4)  # as the text has them
+    assert not [figures for figures, _ in others if figures]
 
 
 class Valley(nn.Module):

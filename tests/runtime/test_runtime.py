@@ -1,4 +1,4 @@
-"""Models as they run: when steps end, a monitor's figures of each, and what is said of an active strategy.
+"""Models as they run: when steps end, and what is said of an active strategy.
 
 adapters/test_training_laws.py has the line that a model logs of its strategy.
 """
@@ -6,11 +6,9 @@ adapters/test_training_laws.py has the line that a model logs of its strategy.
 from __future__ import annotations
 
 import gc
-import random
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -18,22 +16,20 @@ from unittest.mock import patch
 import pytest
 import torch
 from harness import models
-from harness.adapter import STOCK, Adapter, Case, Precision
-from harness.covering import ADAPTERS, over_adapters, over_each
+from harness.adapter import STOCK, Adapter
+from harness.covering import over_adapters
 from harness.messages import collected
-from harness.pool import Pool, device_type
+from harness.pool import Pool
 from harness.strategies import BOTH, COARSE, INSIDE_WITH_FEEDBACK
-from harness.training import train
-from harness.wiretap import wiretap
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Monitor, Strategy, monitor, traffic
+from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
 from fsdp_zpp.comm.flat_layout import Sharded
 from fsdp_zpp.comm.weight_gather import ShardVersion
 from fsdp_zpp.local_steps.fragment import Fragment, Progress
 from fsdp_zpp.runtime import lifecycle
 from fsdp_zpp.runtime.lifecycle import StepTracker
-from fsdp_zpp.runtime.monitor import CommunicationWaits, Coverage, StrategySummary, overlaps, summarize
+from fsdp_zpp.runtime.log_line import Coverage, StrategySummary, summarize
 from fsdp_zpp.strategy.error_feedback import Topology
 
 # ---- steps and modes that models hear of
@@ -138,227 +134,6 @@ def test_progress_that_was_saved_before_exchanges_were_counted_is_read() -> None
     progress: Any = {"made": 7, "exchanged": 6, "arrives": None}
     fragment.load_state_dict({"progress": progress, "exchanges": None, "weights": {}, "changed": [], "sent": []})
     assert fragment.progress == Progress(made=7, exchanged=6, arrives=None, sent=0, apart=True)
-
-
-# ---- what a monitor says of each step
-
-GPUS = 2
-
-# All shapes are multiples of the ranks, so that neither FSDP pads.
-MODEL = (("blocks", 2), ("width", 32), ("hidden", 64), ("vocabulary", 16))
-STRATEGIES = {scopes: Strategy(scopes, gpus_per_node=GPUS) for scopes in ("IGG", "III", "NNN")} | {
-    "zeropp": Strategy.zeropp(gpus_per_node=GPUS),
-    "loco": Strategy.loco(gpus_per_node=GPUS),
-    "local": Strategy("III", local_steps=LocalSteps(2), gpus_per_node=GPUS),
-    "mixzpp": Strategy.mixzpp(gpus_per_node=GPUS),
-}
-HOPS = [(kind, level) for kind in ("weights", "gradients") for level in ("inter", "intra")]
-GGG = Strategy("GGG", gpus_per_node=GPUS)
-
-
-def figures_of(watch: Monitor) -> dict[str, float]:
-    """End a step and return its own figures, also on a GPU, which may not have completed it at once."""
-    figures = watch.step()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        figures = watch._latest()
-    return figures
-
-
-def total(model: Any) -> dict[tuple[str, str], int]:
-    """The bytes of traffic(), by the monitor's names."""
-    sent: Any = traffic(model)
-    names = {"weights": "gather", "gradients": "reduce"}
-    return {(kind, level): sent[names[kind]][level] for kind, level in HOPS}
-
-
-def watched(adapter: Adapter, case: Case, strategy: Strategy) -> list[tuple[dict[str, float], dict[Any, int]]]:
-    """In a worker: what the monitor and traffic() say of each step."""
-    model = adapter.make(case, strategy)
-    found, before = [], total(model)
-
-    def after_step(*_: Any) -> None:
-        nonlocal before
-        now = total(model)
-        found.append((figures_of(watch), {hop: now[hop] - before[hop] for hop in HOPS}))
-        before = now
-
-    with monitor(model) as watch:
-        train(adapter, model, case, after_step)
-    return found
-
-
-@over_each(rest=False, adapter=ADAPTERS, strategy=STRATEGIES, micro_batches=[1, 2])
-def test_bytes_are_those_of_traffic_and_times_are_possible(
-    pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy, micro_batches: int
-) -> None:
-    case = Case(model=MODEL, steps=2, micro_batches=micro_batches, frozen=strategy.frozen is not None)
-    for steps in pool(4).run(watched, adapter, case, strategy):
-        assert [figures["step"] for figures, _ in steps] == [1, 2]
-        for figures, sent in steps:
-            for kind, level in HOPS:
-                nbytes, ms, exposed = (figures[f"{kind}/{level}/{what}"] for what in ("bytes", "ms", "exposed_ms"))
-                assert nbytes == sent[kind, level]
-                assert 0 <= exposed <= ms <= figures["ms"]
-                # With local steps, torch's own reduce-scatter sums gradients in a node, which is timed, not counted.
-                assert (ms > 0) == (nbytes > 0) or (strategy.local_steps and (kind, level) == ("gradients", "intra"))
-            assert ("inter/share" in figures) == (strategy.local_steps is None)
-            for level in ("inter", "intra") if strategy.local_steps is None else ():
-                share = figures[f"{level}/share"] * figures[f"{level}/full_shard_bytes"]
-                assert share == pytest.approx(sum(sent[kind, level] for kind in ("weights", "gradients")))
-        assert not case.frozen or steps[1][0]["inter/share"] < 0.5
-
-
-KINDS = [
-    *("plain", "two micro-batches", "bf16", "partly frozen", "evaluated"),
-    *("without root, no_reentrant", "reentrant"),
-]
-
-
-def one_step(adapter: Adapter, strategy: Any, kind: str) -> tuple[int, dict[str, float]]:
-    """In a worker: what a step sends between nodes, as the wiretap sees it, and what a monitor says of it, if any."""
-    net = models.make_net(**dict(MODEL))
-    if kind == "partly frozen":
-        for block in net.blocks:
-            block.up.requires_grad_(False)
-    if kind.endswith("reentrant"):
-        models.recompute(net, kind, lambda module: isinstance(module, models.Block))
-        for at, block in enumerate(net.blocks):
-            net.blocks[at] = adapter.wrap(block, strategy)
-        model = net if kind.startswith("without root") else adapter.wrap(net, strategy)
-    else:
-        precision = Precision(torch.bfloat16, torch.float32) if kind == "bf16" else None
-        model = adapter.shard(net, Case(precision=precision), strategy)
-
-    def step() -> None:
-        if kind == "two micro-batches":
-            with adapter.micro_batch(model, last=False, synced=False):
-                models.loss_of(model, models.batch(0, 1)).backward()
-            with adapter.micro_batch(model, last=True, synced=False):
-                models.loss_of(model, models.batch(0, 0)).backward()
-        else:
-            models.loss_of(model, models.batch(0, 0)).backward()
-
-    step()
-    watch = None if strategy is STOCK else monitor(model)
-    # The wiretap sees one collective over all ranks, whose bytes go to the other node once.
-    with wiretap(GPUS) as tap:
-        step()
-        if kind == "evaluated":  # once: torch leaves the root unsharded after it, and then gathers it no more
-            with torch.no_grad():
-                models.loss_of(model, models.batch(1, 0))
-    return tap.total("inter"), {} if watch is None else figures_of(watch)
-
-
-def steps_of_all_kinds(adapter: Adapter) -> dict[str, tuple[int, dict[str, float]]]:
-    """In a worker: what stock sends between nodes in a step of each kind of model, and what a monitor says of ours."""
-    return {kind: (one_step(adapter, STOCK, kind)[0], one_step(adapter, GGG, kind)[1]) for kind in KINDS}
-
-
-@over_adapters
-def test_full_shard_sends_what_is_said(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    for found in pool(4).run(steps_of_all_kinds, adapter):
-        for kind, (sent, figures) in found.items():
-            # A strategy has FSDP1 shard frozen parameters apart, which are then not reduced with the others: two of
-            # `up`.
-            apart = 2 * 4 * (32 * 64 + 64) // 4 if str(adapter) == "fsdp1" and kind == "partly frozen" else 0
-            assert figures["inter/full_shard_bytes"] == sent - apart, kind
-            assert figures["intra/full_shard_bytes"] == 2 * (sent - apart), kind
-            assert figures["inter/share"] >= 1, kind
-
-
-# ---- the life of a monitor
-
-
-def measure_until_closed(adapter: Adapter) -> None:
-    """In a worker: fail unless a monitor does so around resets of traffic(), second monitors and steps too long."""
-    model, once = adapter.make(Case(model=MODEL), GGG), Case(steps=1)
-    with monitor(model) as watch:
-        for part in (model, model.blocks):
-            with pytest.raises(RuntimeError, match="another monitor measures this"):
-                monitor(part)
-        train(adapter, model, once)
-        sent = traffic(model, reset=True)
-        assert not any(nbytes for levels in traffic(model).values() for nbytes in levels.values())
-        first = figures_of(watch)
-        assert first["weights/inter/ms"] > 0
-        train(adapter, model, once)
-        second = figures_of(watch)
-        assert first["weights/inter/bytes"] == second["weights/inter/bytes"] == sent["gather"]["inter"]
-        assert traffic(model) == sent
-        with patch("fsdp_zpp.comm.hops.MOST_INTERVALS", 5), patch("fsdp_zpp.runtime.monitor.MOST_INTERVALS", 5):
-            train(adapter, model, once)
-            assert len(watch._timer.hops) == 5
-            long = figures_of(watch)
-        assert long["weights/inter/bytes"] > 0
-        train(adapter, model, once)
-        assert figures_of(watch).keys() - long == {
-            "/".join((*hop, what)) for hop in HOPS for what in ("ms", "exposed_ms")
-        }
-    watch.close()
-    with pytest.raises(RuntimeError, match="this monitor is closed"):
-        watch.step()
-    with monitor(model.blocks) as part:
-        assert isinstance(part, Monitor)
-    train(adapter, model, once)
-    on_one_node = adapter.make(Case(model=MODEL), Strategy(gpus_per_node=4))
-    with monitor(on_one_node) as watch:
-        train(adapter, on_one_node, once)
-        # Shares need all bytes, also those of torch's own collectives, which nobody counts.
-        assert not [name for name in figures_of(watch) if "share" in name or "full_shard" in name]
-
-
-@over_adapters
-def test_a_monitor_measures_until_it_is_closed(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    pool(4).run(measure_until_closed, adapter)
-
-
-def waits_of(adapter: Adapter) -> list[tuple[int, int, int]]:
-    """In a worker: gathers of a step that no wait encloses, of how many, and waits: of eager layers, and compiled.
-
-    The host makes the gathers where a stream waits.
-    """
-    found, case = [], Case(steps=1, micro_batches=2)
-    for is_compiled in (False, True):
-        torch._dynamo.reset()
-        net = models.make_net(blocks=9)  # more than dynamo compiles a function for
-        for block in net.blocks if is_compiled else []:
-            block.compile(backend="aot_eager", fullgraph=True)
-        model = adapter.shard(net, case, GGG)
-        with monitor(model) as watch:
-            waits = CommunicationWaits(model, torch.device("cpu"))
-            train(adapter, model, case)
-            hops = [hop for hop in watch._timer.hops if hop.kind == "gather"]
-            intervals: Any = waits.take()
-            waits.remove()
-            train(adapter, model, case)
-            assert not waits.take()
-        assert all(one[0] <= one[1] <= other[0] for one, other in pairwise(intervals))
-        outside = [hop for hop in hops if not any(a <= hop.start and hop.end <= b for a, b in intervals)]
-        found.append((len(outside), len(hops), len(intervals)))
-    return found
-
-
-@pytest.mark.skipif(device_type() != "cpu", reason="a GPU's hops are timed on its streams, not on the host")
-@over_adapters
-def test_gathers_are_made_where_the_computation_waits_also_that_of_compiled_layers(
-    pool: Callable[[int], Pool], adapter: Adapter
-) -> None:
-    for eager, compiled in pool(4).run(waits_of, adapter):
-        assert eager == compiled
-        outside, hops, waits = eager
-        assert outside == 0
-        assert min(hops, waits) > 0
-
-
-def test_overlaps_are_those_of_all_pairs() -> None:
-    draw = random.Random(0)
-    for _ in range(100):
-        times = sorted(draw.choices(range(60), k=20))
-        waits = [(float(a), float(b)) for a, b in zip(times[::2], times[1::2], strict=True)]
-        hops = [(float(a), float(a + draw.randrange(20))) for a in draw.choices(range(60), k=10)]
-        pairs = [(max(a, c), min(b, d)) for a, b in hops for c, d in waits if a < d and c < b]
-        assert sorted(overlaps(hops, waits)) == sorted(pairs)
 
 
 # ---- what is active of a strategy on a layout, and what is not and why

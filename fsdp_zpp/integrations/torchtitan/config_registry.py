@@ -37,7 +37,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 from fsdp_zpp.codecs import Int4Delta
 from fsdp_zpp.comm.agreement import agree
 from fsdp_zpp.fsdp2.fully_shard import fully_shard
-from fsdp_zpp.integrations._common import MarkedSave, StepMonitor, check_complete, in_place_of_torchs
+from fsdp_zpp.integrations._common import MarkedSave, check_complete, in_place_of_torchs
 from fsdp_zpp.runtime.api import traffic
 from fsdp_zpp.runtime.checkpoint import CodecState
 from fsdp_zpp.runtime.unit import unit_of
@@ -84,7 +84,6 @@ class StrategyParallelism(ParallelismConfig):
 
     Raises:
         TypeError: If ``strategy`` is neither a ``Strategy`` nor None.
-        ValueError: If it is None and there is to be a monitor.
     """
 
     strategy: Annotated[Strategy | None, _FLAG] = None
@@ -93,15 +92,10 @@ class StrategyParallelism(ParallelismConfig):
     '{"preset": "zeropp", "gpus_per_node": 8}'. None is torchtitan's own FSDP or HSDP.
     """
 
-    monitor: bool = False
-    """Log what the model communicates in each step, and how long it takes, among torchtitan's metrics."""
-
     def __post_init__(self) -> None:
         ParallelismConfig.__post_init__(self)  # super() does not work in a dataclass with slots
         if self.strategy is not None:
             _check_type(self.strategy)
-        elif self.monitor:
-            raise ValueError("parallelism.monitor measures what a strategy sends; set parallelism.strategy, too")
 
     def to_dict(self) -> dict[str, object]:
         """Return the whole section in JSON's types, since torchtitan logs it."""
@@ -223,11 +217,6 @@ class StrategyTrainer(Trainer):
             _mark_saves(self.checkpointer)
             if is_sharded and _has_codec_state(strategy):
                 self.checkpointer.states[CODECS] = _codec_state(self.model_parts, self.optimizers)
-        self._monitor = StepMonitor()
-        self._figures: dict[str, float] = {}
-        if config.parallelism.monitor and is_sharded:
-            self._monitor.start(nn.ModuleList(self.model_parts))
-            self.metrics_processor.log = partial(self._log, self.metrics_processor.log)
 
     def train(self) -> None:
         super().train()
@@ -237,12 +226,6 @@ class StrategyTrainer(Trainer):
     def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
         self._micro_batches_left = self.gradient_accumulation_steps
         super().train_step(data_iterator)
-        self._figures = self._monitor.step()
-
-    def _log(
-        self, log: Callable[..., None], *arguments: object, extra_metrics: Mapping[str, Any] | None = None
-    ) -> None:
-        log(*arguments, extra_metrics={**(extra_metrics or {}), **self._figures})
 
     def forward_backward_step(self, **batch: Any) -> Tensor:
         self._micro_batches_left -= 1
