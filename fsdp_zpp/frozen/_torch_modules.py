@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._common_utils import _is_fsdp_flattened as is_flattened
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from fsdp_zpp.frozen.stored.floats import CODES, TABLES, Block, FourBit, Fp8, Int8Rows, block_of
 from fsdp_zpp.frozen.stored.format import StoredFormat, StoredWeight, stored_in
+from fsdp_zpp.runtime._torch_flat_parts import is_flattened
 
 from .weight import Base, FrozenWeight, out_of_inference_mode
 

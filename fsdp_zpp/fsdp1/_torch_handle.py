@@ -16,7 +16,6 @@ from torch.distributed.fsdp import (
     _unshard_param_utils as unshard_param_utils,
 )
 from torch.distributed.fsdp._common_utils import (
-    _is_fsdp_flattened,
     _no_dispatch_record_stream as no_dispatch_record_stream,
 )
 from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle, HandleTrainingState
@@ -25,7 +24,7 @@ from fsdp_zpp.comm.agreement import agree_on_use
 from fsdp_zpp.comm.flat_layout import FlatLayout, Sharded
 from fsdp_zpp.comm.gradient_reduce import StepWatch
 from fsdp_zpp.comm.weight_gather import ShardValues, ShardVersion
-from fsdp_zpp.runtime._torch_flat_parts import copy_replaced, copy_replaced_shards
+from fsdp_zpp.runtime._torch_flat_parts import copy_replaced, copy_replaced_shards, is_flattened
 from fsdp_zpp.runtime.unit import StrategyUnit
 
 from ._torch_flat_parameter import (
@@ -366,9 +365,9 @@ def has_shards(instance: FullyShardedDataParallel, module: nn.Module) -> bool:
     )
 
 
-def is_flattened(parameter: nn.Parameter) -> bool:
+def is_in_flat_parameter(parameter: nn.Parameter) -> bool:
     """Return whether an instance has ``parameter`` in its flat parameter, by whatever strategy."""
-    return _is_fsdp_flattened(parameter) and not isinstance(parameter, FlatParameter)
+    return is_flattened(parameter) and not isinstance(parameter, FlatParameter)
 
 
 def handle_of(instance: FullyShardedDataParallel) -> StrategyHandle | None:

@@ -68,7 +68,7 @@ from fsdp_zpp.strategy.strategy import Strategy, check_gpus_per_node, intra_node
 
 from . import _torch_flat_parameter, _torch_handle
 from ._torch_flat_parameter import refuse_whole_graphs
-from ._torch_handle import ShardedHandle, flattened_sites, is_flattened, sharded_of
+from ._torch_handle import ShardedHandle, flattened_sites, is_in_flat_parameter, sharded_of
 
 # ---- comm hook
 
@@ -247,7 +247,7 @@ def quantized_reduce_hook(state: QuantizedReduceState, gradient: Tensor, out: Te
 Sites = dict[tuple[nn.Module, str], tuple[str, nn.Parameter]]
 UNITS = AdapterUnits(
     is_unit=lambda module: isinstance(module, FullyShardedDataParallel),
-    is_torchs=lambda module, parameter: is_flattened(parameter),
+    is_torchs=lambda module, parameter: is_in_flat_parameter(parameter),
 )
 
 

@@ -17,9 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FlatParameter, FSDPModule, fully_shard as torch_fully_shard
-from torch.distributed.fsdp._common_utils import _is_fsdp_flattened as is_flattened
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
 
@@ -30,8 +28,10 @@ from fsdp_zpp.frozen.frozen_base import holds_base
 from fsdp_zpp.frozen.hugging_face import guard_sharded
 from fsdp_zpp.frozen.quantize import left_to_shard, log_frozen, prepare_frozen, quantize_for
 from fsdp_zpp.names import check_keywords, model_name
+from fsdp_zpp.runtime._torch_flat_parts import is_flattened
 from fsdp_zpp.runtime._torch_rank_layout import (
     DataParallelMesh,
+    MeshInfo,
     RankLayout,
     arguments_of,
     data_parallel_names,
@@ -124,7 +124,7 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type must be above 0, got {norm_type}; 2.0 and math.inf are the usual ones")
-    if any(isinstance(parameter, FlatParameter) or is_flattened(parameter) for parameter in parameters):
+    if any(map(is_flattened, parameters)):
         raise ValueError(
             "clip_grad_norm_ got a parameter of FullyShardedDataParallel, which does not show over which ranks it is "
             "sharded; call model.clip_grad_norm_(max_norm) of the outermost FullyShardedDataParallel"
@@ -278,7 +278,7 @@ class MeshPart:
     arguments: dict[str, Any]
     placements: dict[nn.Parameter, Shard | None] = field(default_factory=dict)
     path: str = ""
-    mesh_info: FSDPMeshInfo | None = None
+    mesh_info: MeshInfo | None = None
     has_own_mesh: bool = False
 
     def summary(self) -> tuple[object, ...]:
@@ -360,7 +360,7 @@ def _check_several(modules: list[nn.Module], call: MeshPart, meshes: list[_MeshK
         )
 
 
-def _own_mesh(info: FSDPMeshInfo | None, call: dict[str, Any]) -> dict[str, Any] | None:
+def _own_mesh(info: MeshInfo | None, call: dict[str, Any]) -> dict[str, Any] | None:
     """Return the arguments that a parameter's mesh stands for; None if they are those of the call."""
     if info is None:
         return None

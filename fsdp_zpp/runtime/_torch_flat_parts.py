@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.fsdp._common_utils import _is_fsdp_flattened, clean_tensor_name
 from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
 from torch.distributed.fsdp._runtime_utils import _get_orig_buffer_dtypes
 from torch.distributed.tensor import DTensor
@@ -206,3 +206,8 @@ def _copy_unsharded(handle: FlatParamHandle) -> None:
         if isinstance(shown, nn.Parameter) and shown.untyped_storage().data_ptr() not in own:
             view.copy_(shown)
             shown.data = view
+
+
+def is_flattened(parameter: Tensor) -> bool:
+    """Return whether ``FullyShardedDataParallel`` has flattened a parameter, or made it as a flat one."""
+    return isinstance(parameter, FlatParameter) or _is_fsdp_flattened(parameter)

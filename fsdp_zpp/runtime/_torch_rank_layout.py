@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 from fsdp_zpp.comm.agreement import agree, from_each_rank
 from fsdp_zpp.comm.mesh import (
@@ -350,6 +349,7 @@ def _part_of(mesh: DeviceMesh, group: dist.ProcessGroup) -> DeviceMesh:
 # ---- meshes of single parameters, of which torch makes a parameter group each
 
 _RESULT: Any = getattr(_fsdp_common, "ShardPlacementResult", None)  # from torch 2.12 on
+MeshInfo = _fsdp_common.FSDPMeshInfo
 _mesh_info: Any = _fsdp_init._get_mesh_info
 _init_default_mesh: Any = _fsdp_init._init_default_mesh
 
@@ -359,36 +359,36 @@ def takes_mesh_per_parameter() -> bool:
     return _RESULT is not None
 
 
-def placement_and_mesh(result: object) -> tuple[object, FSDPMeshInfo | None]:
+def placement_and_mesh(result: object) -> tuple[object, MeshInfo | None]:
     """Return the placement and the mesh, or None, that a ``shard_placement_fn`` has returned."""
     if _RESULT is not None and isinstance(result, _RESULT):
         return result.placement, result.mesh_info
     return result, None
 
 
-def arguments_of(info: FSDPMeshInfo) -> dict[str, Any]:
+def arguments_of(info: MeshInfo) -> dict[str, Any]:
     """Return the arguments ``mesh`` and ``dp_mesh_dims`` of ``fully_shard`` for a parameter's mesh."""
     if info.is_spmd_mesh:
         return {"mesh": info.spmd_mesh, "dp_mesh_dims": info.dp_mesh_dims}
     return {"mesh": info.mesh, "dp_mesh_dims": None}
 
 
-def info_on_spmd_mesh(ranks: DeviceMesh, mesh: DeviceMesh, replicate: Sequence[str], dims: Any) -> FSDPMeshInfo:
+def info_on_spmd_mesh(ranks: DeviceMesh, mesh: DeviceMesh, replicate: Sequence[str], dims: Any) -> MeshInfo:
     """Return the mesh info of parameters that are sharded over ``ranks``, with replicas along ``replicate``.
 
     Their DTensors stay on the whole SPMD mesh, and torch leaves gradients along data-parallel dimensions to the caller.
     """
     shard = tuple(name for name in dims.shard_names if name not in replicate)
     own = replace(dims, shard=shard or None, replicate=tuple(replicate) or None)
-    make: Any = FSDPMeshInfo  # whose constructor takes these from torch 2.12 on
-    info: FSDPMeshInfo = make(ranks, shard_mesh_dim=0, dp_mesh_dims=own, spmd_mesh=mesh)
+    make: Any = MeshInfo  # whose constructor takes these from torch 2.12 on
+    info: MeshInfo = make(ranks, shard_mesh_dim=0, dp_mesh_dims=own, spmd_mesh=mesh)
     return info
 
 
-def mesh_infos(calls: Iterable[tuple[Mapping[str, Any], FSDPMeshInfo | None]]) -> list[FSDPMeshInfo]:
+def mesh_infos(calls: Iterable[tuple[Mapping[str, Any], MeshInfo | None]]) -> list[MeshInfo]:
     """Return the mesh info for each set of arguments of ``fully_shard``: torch's, or the given one. Collective."""
     # torch identifies the parameter groups of a module by the process groups of their meshes, so no two have the same.
-    infos: list[FSDPMeshInfo] = []
+    infos: list[MeshInfo] = []
     used: set[dist.ProcessGroup] = set()
     for arguments, given in calls:
         mesh, dims = arguments["mesh"], arguments.get("dp_mesh_dims")
@@ -402,7 +402,7 @@ def mesh_infos(calls: Iterable[tuple[Mapping[str, Any], FSDPMeshInfo | None]]) -
 
 
 def placing(
-    infos: Sequence[FSDPMeshInfo], placements: Sequence[Mapping[nn.Parameter, object]]
+    infos: Sequence[MeshInfo], placements: Sequence[Mapping[nn.Parameter, object]]
 ) -> Callable[[nn.Parameter], object]:
     results: dict[nn.Parameter, object] = {}
     for info, placed in zip(infos, placements, strict=True):
