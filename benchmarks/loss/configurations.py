@@ -197,12 +197,10 @@ def local_steps(name: str) -> LocalSteps:
         ValueError: If it describes none, or LocalSteps refuses them.
     """
     any_changes = r"(?::(?:at-once|momentum-auto|[a-z]+[\d.]+))*"
-    parts = re.fullmatch(rf"local(\d+)((?:-\d+-\d+)*):(none|int8|int4|topk)(\+loco)?({any_changes})", name)
+    parts = re.fullmatch(rf"local(\d+):(none|int8|int4|topk)(\+loco)?({any_changes})", name)
     if parts is None:
         raise ValueError(f"{name!r} is unknown; local steps are named like local32:int4+loco:overlap1:mix0.5")
-    first, later, codec, feedback, changes = parts.groups()
-    numbers = [int(number) for number in later.split("-")[1:]]
-    every = ((0, int(first)), *zip(numbers[::2], numbers[1::2], strict=True)) if numbers else int(first)
+    every, codec, feedback, changes = parts.groups()
     # SparseLoCo has errors in place of an outer momentum; others have DiLoCo's, unless the name says otherwise.
     options: dict[str, Any] = {"outer_momentum": 0.9}
     if codec == "topk":
@@ -222,4 +220,4 @@ def local_steps(name: str) -> LocalSteps:
     if options.get("outer_momentum") == 0:
         options["nesterov"] = False
     loco = LoCo(beta=0, decay=0.95, reset_every=0) if codec == "topk" else LoCo(beta=0.8)
-    return LocalSteps(every=every, codec=_EXCHANGED[codec], error_feedback=loco if feedback else None, **options)
+    return LocalSteps(every=int(every), codec=_EXCHANGED[codec], error_feedback=loco if feedback else None, **options)

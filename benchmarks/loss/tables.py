@@ -6,7 +6,7 @@ int8(256), ``d4:`` that their changes travel as int4(256).
 A name of the study of local steps is ``localEVERY:CODEC[+loco][:CHANGE]...``, where a change is ``at-once`` (all
 fragments in the same step), ``overlapSTEPS``, ``mixSHARE``, ``outerLR``, ``momentumVALUE``, ``momentum-auto``,
 ``startSTEPS`` or ``momentsEXCHANGES``. What a name leaves out is LocalSteps' default, except for the momentum, which is
-DiLoCo's 0.9. ``local8-1024-32`` exchanges every 8 steps, and from step 1024 on every 32. ``topk+loco`` has the outer
+DiLoCo's 0.9. ``topk+loco`` has the outer
 step and the errors of SparseLoCo (arXiv 2508.15706).
 """
 
@@ -286,8 +286,8 @@ class TunedRuns:
 
 
 def every(name: str) -> int:
-    """Return the steps between two exchanges, in the end."""
-    return int(name.partition(":")[0].removeprefix("local").split("-")[-1])
+    """Return the steps between two exchanges."""
+    return int(name.partition(":")[0].removeprefix("local"))
 
 
 def variant(name: str) -> str:

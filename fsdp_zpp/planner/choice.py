@@ -279,7 +279,7 @@ class Estimate:
         if self.title is not None:
             return self.title
         local_steps = self.strategy.local_steps
-        return self.levels if local_steps is None else f"{self.levels} every {local_steps.last_every}"
+        return self.levels if local_steps is None else f"{self.levels} every {local_steps.every}"
 
     @property
     def title(self) -> str | None:

@@ -74,8 +74,6 @@ def _on_local_steps(cluster: Cluster, codecs: Strategy, local_steps: LocalSteps)
     if cluster.nodes == 1:
         return ["Local steps have no effect: there is only one node."]
     notes = []
-    if len(local_steps.segments) > 1:
-        notes.append(f"Figures of local steps are those of the last segment, every {local_steps.last_every} steps.")
     if local_steps.has_synchronous_steps:
         phases = [f"the first {local_steps.start}"] * (local_steps.start > 0)
         phases += [f"those from {local_steps.stop} on"] * (local_steps.stop is not None)

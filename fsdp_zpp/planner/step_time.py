@@ -182,7 +182,7 @@ _FP32 = 4
 def per_step(exchanged: Exchanges, local_steps: LocalSteps) -> Volume:
     """Return the bytes of exchanges averaged over the steps of the last segment, rounded up to whole bytes."""
     times = local_steps.moments_every or 1
-    steps, sent = local_steps.last_every * times, exchanged.sent * times + exchanged.moments_sent
+    steps, sent = local_steps.every * times, exchanged.sent * times + exchanged.moments_sent
     return Volume(-(-sent.inter // steps), -(-sent.intra // steps))
 
 
@@ -338,7 +338,7 @@ def with_exchanges(step: StepTime, exchanged: Exchanges, cluster: Cluster, local
     due at equal intervals, and steps to leave the network between nodes idle. Encoding, the outer optimizer, and copies
     from and to the CPU under ``offload`` are left out.
     """
-    every, exchange, moments = local_steps.last_every, exchanged.sent, exchanged.moments_sent
+    every, exchange, moments = local_steps.every, exchanged.sent, exchanged.moments_sent
     between = _seconds(cluster.gpus_per_node * exchange.inter, cluster.inter_gbps) / every
     inside = _seconds(exchange.intra, cluster.intra_gbps) / every
     starts = min(exchanged.fragments, every) if local_steps.spread else 1

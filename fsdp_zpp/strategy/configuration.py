@@ -125,7 +125,7 @@ def _from_mapping(values: dict[str, Any]) -> Codec:
 #   weights: int8:256                 see ``codec_from_name``
 #   error_feedback: {hops: both, dtype: int8}
 #   frozen: nf4
-#   local_steps: {every: 64, codec: int4:128}     or every: [[0, 8], [1000, 32]]
+#   local_steps: {every: 64, codec: int4:128}
 #   gpus_per_node: 8
 #   overrides: {"*Experts": {preset: zeropp, weights: int4delta}}
 
@@ -175,8 +175,6 @@ def mapping_from_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     mapping["error_feedback"] = _fields_of(mapping.get("error_feedback"), "error_feedback")
     if (local_steps := _fields_of(mapping.get("local_steps"), "local_steps")) is not None:
         local_steps["error_feedback"] = _fields_of(local_steps["error_feedback"], "local_steps.error_feedback")
-        if isinstance(local_steps["every"], tuple):
-            local_steps["every"] = [list(pair) for pair in local_steps["every"]]
         local_steps["elastic"] = _fields_of(local_steps["elastic"], "local_steps.elastic")
         mapping["local_steps"] = local_steps
     mapping["overrides"] = {pattern: strategy.to_dict() for pattern, strategy in mapping["overrides"]}
@@ -214,14 +212,8 @@ def _elastic(key: str, value: object) -> Elastic | None:
     return _made_of(Elastic, key, value, {})
 
 
-def _every(key: str, value: object) -> object:
-    return (
-        tuple(tuple(pair) if isinstance(pair, list) else pair for pair in value) if isinstance(value, list) else value
-    )
-
-
 def _local_steps(key: str, value: object) -> LocalSteps | None:
-    readers: Readers = {"codec": _codec, "error_feedback": _error_feedback, "every": _every, "elastic": _elastic}
+    readers: Readers = {"codec": _codec, "error_feedback": _error_feedback, "elastic": _elastic}
     return _made_of(LocalSteps, key, value, readers)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, TypeGuard
 
 from fsdp_zpp.codecs import Codec, Int4, Int8, check_codec, check_place
@@ -40,9 +39,7 @@ class LocalSteps:
     fragment was due for the last time in these steps are left out.
 
     Args:
-        every: Optimizer steps between two exchanges of a fragment; or a schedule, pairs ``(from_step, every)`` such as
-            ``((0, 8), (1000, 32))``: every 8 steps, and after the first 1000 steps of the training, synchronous ones
-            included, every 32. The first pair begins at 0.
+        every: Optimizer steps between two exchanges of a fragment.
         outer_lr: Learning rate of the outer optimizer.
         outer_momentum: Its momentum, in [0, 1); DiLoCo's is 0.9. ``"auto"`` chooses it for each exchange of a fragment:
             the largest one up to 0.9 with which the outer step is at most 1.4 times the mean change, by the correlation
@@ -68,13 +65,13 @@ class LocalSteps:
         elastic: Lets nodes be lost, and come back or join, while the others train on; each is a job of its own.
 
     Raises:
-        ValueError: If a number is out of range, the schedule is not in order, the codec does not suit changes or lacks
+        ValueError: If a number is out of range, the codec does not suit changes or lacks
             the error feedback that it needs, Nesterov's momentum is 0, ``outer_lr`` leaves no room for a momentum that
             is ``"auto"``, error feedback has no codec to correct, or elastic nodes are given what they can't do.
         TypeError: If a flag, the codec, error feedback or ``elastic`` has the wrong type.
     """
 
-    every: int | Segments = 64
+    every: int = 64
     outer_lr: float = 0.7
     outer_momentum: float | Literal["auto"] = "auto"
     nesterov: bool = True
@@ -94,10 +91,9 @@ class LocalSteps:
         if not _is_number(self.outer_lr) or not 0 < self.outer_lr < float("inf"):
             raise ValueError(f"outer_lr must be a number above 0, got {self.outer_lr!r}")
         self._check_momentum()
-        least = min(every for _, every in self.segments)
-        if not is_count(self.overlap, 0) or self.overlap >= least:
+        if not is_count(self.overlap, 0) or self.overlap >= self.every:
             raise ValueError(
-                f"overlap must be an int of 0 or more optimizer steps and below every={least}, so that an "
+                f"overlap must be an int of 0 or more optimizer steps and below every={self.every}, so that an "
                 f"exchange arrives before the next; got {self.overlap!r}"
             )
         if not _is_number(self.mix) or not 0 <= self.mix <= 1:
@@ -156,15 +152,6 @@ class LocalSteps:
             )
 
     @property
-    def segments(self) -> Segments:
-        """Return the schedule: the step at which each segment begins, and its steps between two exchanges."""
-        return ((0, self.every),) if isinstance(self.every, int) else self.every
-
-    @property
-    def last_every(self) -> int:
-        return self.segments[-1][1]  # the last segment lasts longest
-
-    @property
     def has_synchronous_steps(self) -> bool:
         return self.start > 0 or self.stop is not None
 
@@ -178,11 +165,9 @@ class LocalSteps:
     def due(self, step: int, fragments: int) -> list[int]:
         """Return the fragments to exchange after ``step`` steps, counted from 1.
 
-        In any ``every`` consecutive steps of a segment, each of them is due once: spread over the steps, or all after
-        the last. Where a segment ends, fragments may come sooner or later than that.
+        In any ``every`` consecutive steps, each of them is due once: spread over the steps, or all after the last.
         """
-        begin, every = next((begin, every) for begin, every in reversed(self.segments) if begin < step)
-        step -= begin
+        every = self.every
         if not self.spread:
             return list(range(fragments)) if step % every == 0 else []
         # The last fragment comes with the last of the steps, so that every=1 exchanges all of them in each step.
@@ -194,15 +179,13 @@ class LocalSteps:
         sent = f"{self.codec or 'fp32'}{feedback}"
         arrives = f", arriving {self.overlap} step{'s' * (self.overlap > 1)} later" if self.overlap else ""
         mixed = f", mixed in at {self.mix}" if self.mix < 1 else ""
-        (_, every), *later = self.segments
-        changes = "".join(f", from step {begin} on every {each}" for begin, each in later)
         started = f", after {self.start} synchronous step{'s' * (self.start > 1)}" if self.start else ""
         stopped = f", synchronous again from step {self.stop} on" if self.stop is not None else ""
         which = "each exchange" if self.moments_every == 1 else f"1 of {self.moments_every} exchanges"
         moments = "" if self.moments_every is None else f", moments in {which} as {MOMENT_CODEC}"
         members = f", among {self.elastic}" if self.elastic else ""
         outer = f"outer lr {self.outer_lr}, {momentum}{arrives}{mixed}{moments}"
-        return f"every {every} steps{changes} as {sent}, {outer}{started}{stopped}{members}"
+        return f"every {self.every} steps as {sent}, {outer}{started}{stopped}{members}"
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
@@ -213,16 +196,13 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 #
 # Schedule of local steps: after which steps fragments are exchanged, and which steps are synchronous.
 #
-# Steps are counted from the first of the training, and a segment of the schedule begins after ``from_step`` of them. In
-# a segment, fragments are due as if the training began with it.
-
-# Segments of a schedule: the number of steps after which each begins, and its steps between two exchanges.
-Segments = tuple[tuple[int, int], ...]
+# Steps are counted from the first of the training.
 
 
 def check_schedule(every: object, start: int, stop: int | None) -> None:
-    """Raise ValueError unless these are arguments of :class:`LocalSteps`, and each part of the schedule comes."""
-    _check_every(every)
+    """Raise ValueError unless these are arguments of :class:`LocalSteps`."""
+    if not is_count(every, 1):
+        raise ValueError(f"every must be an int of 1 or more optimizer steps, got {every!r}")
     if not is_count(start, 0):
         raise ValueError(f"start must be an int of 0 or more synchronous steps at the beginning, got {start!r}")
     if stop is None:
@@ -231,29 +211,6 @@ def check_schedule(every: object, start: int, stop: int | None) -> None:
         raise ValueError(
             f"stop must be None or an int above start={start}, the step from which on steps are synchronous again; got "
             f"{stop!r}"
-        )
-    if isinstance(every, tuple) and every[-1][0] >= stop:
-        raise ValueError(f"every={every!r} has a segment that begins at stop={stop} or after it: leave it out")
-
-
-def _check_every(every: object) -> None:
-    if not isinstance(every, tuple):
-        if not is_count(every, 1):
-            raise ValueError(
-                f"every must be an int of 1 or more optimizer steps, or a tuple of pairs (from_step, every) such as "
-                f"((0, 8), (1000, 32)); got {every!r}"
-            )
-        return
-    pairs = [each for each in every if isinstance(each, tuple) and len(each) == 2]
-    if not every or len(pairs) < len(every) or not all(is_count(a, 0) and is_count(n, 1) for a, n in pairs):
-        raise ValueError(
-            f"every must be an int, or a tuple of pairs (from_step, every), ints of 0 or more and of 1 or more; got "
-            f"{every!r}"
-        )
-    begins = [begin for begin, _ in pairs]
-    if begins[0] != 0 or any(later <= earlier for earlier, later in pairwise(begins)):
-        raise ValueError(
-            f"every must begin with from_step 0, and each from_step be above the one before; got {every!r}"
         )
 
 

@@ -130,7 +130,7 @@ AVERAGED: dict[str, Any] = {"outer_lr": 1, "outer_momentum": 0, "nesterov": Fals
         ("local32:int4+loco", LocalSteps(32, codec=Int4(128), error_feedback=LoCo(beta=0.8), outer_momentum=0.9)),
         ("local32:int4:overlap1:mix0.5", LocalSteps(32, codec=Int4(128), overlap=1, mix=0.5, outer_momentum=0.9)),
         ("local32:int4:outer0.5:momentum0.8", LocalSteps(32, codec=Int4(128), outer_lr=0.5, outer_momentum=0.8)),
-        ("local8-1024-32:none:start256", LocalSteps(((0, 8), (1024, 32)), codec=None, start=256, outer_momentum=0.9)),
+        ("local8:none:start256", LocalSteps(8, codec=None, start=256, outer_momentum=0.9)),
         ("local32:topk+loco", LocalSteps(32, codec=TopK(), error_feedback=KEPT, **AVERAGED)),
         ("local32:int4:outer1:momentum0", LocalSteps(32, codec=Int4(128), **AVERAGED)),
     ],

@@ -61,19 +61,16 @@ def strategies_with_local_steps(draw: st.DrawFn, world: int) -> Strategy:
     """Exact ones, whose outer step has no momentum half of the time: then it leaves what nobody has trained alone."""
     momentum = draw(st.sampled_from((0.0, 0.5)))
     every = draw(st.integers(1, 3))
-    later = draw(st.none() | st.tuples(st.integers(1, 3), st.integers(1, 3)))
     start = draw(st.sampled_from((0, 0, 1, 2)))
     stop = draw(st.none() | st.integers(start + 1, start + 3))
-    if later is not None and stop is not None and later[0] >= stop:
-        later = None
     local_steps = LocalSteps(
-        every if later is None else ((0, every), later),
+        every,
         outer_lr=draw(st.sampled_from((1.0, 0.7))),
         outer_momentum=momentum,
         nesterov=momentum > 0 and draw(st.booleans()),
         codec=None,
         spread=momentum > 0 and draw(st.booleans()),
-        overlap=draw(st.integers(0, min(every, later[1] if later else every) - 1)),
+        overlap=draw(st.integers(0, every - 1)),
         mix=draw(st.sampled_from((1.0, 0.5))),
         start=start,
         stop=stop,

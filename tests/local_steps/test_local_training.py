@@ -52,7 +52,7 @@ SCHEDULES = {
     "momentum that fits": LocalSteps(2, codec=None, outer_momentum="auto", outer_lr=0.6),
     "momentum that fits, overlapped": LocalSteps(2, codec=None, outer_momentum="auto", overlap=1, nesterov=False),
     "after a start, all at once": LocalSteps(3, **PLAIN, start=4, spread=False, nesterov=False, offload=True),
-    "ever rarer after a start": LocalSteps(((0, 1), (2, 2), (4, 3)), **PLAIN, start=4, spread=False),
+    "at once after a start": LocalSteps(3, **PLAIN, start=4, spread=False),
     "until a stop": LocalSteps(2, **PLAIN, stop=6),
     "on its way at the stop": LocalSteps(4, **PLAIN, start=1, stop=6, overlap=3, mix=0.5),
 }
@@ -176,11 +176,10 @@ class Simulation:
 
     def due(self, step: int) -> list[list[str]]:
         """Each fragment that is trained every few steps, at an own time of these."""
-        segments = self.config.every if not isinstance(self.config.every, int) else ((0, self.config.every),)
-        begin, every = [(0, 1), *(each for each in segments if each[0] < step)][-1]
+        every = self.config.every
         active = [each for each in self.fragments if self.trained or each[0] in self.trained_in(0, 0)]
         times = [(at + 1) * every // len(active) if self.config.spread else every for at in range(len(active))]
-        return [each for each, time in zip(active, times, strict=True) if step and (step - begin - time) % every == 0]
+        return [each for each, time in zip(active, times, strict=True) if step and (step - time) % every == 0]
 
     @torch.no_grad()
     def warm_up(self, names: set[str]) -> None:

@@ -55,7 +55,6 @@ LOCAL = {
     "before the stop": LocalSteps(3, stop=6, overlap=1),
     "after the last local step": LocalSteps(4, start=1, stop=4, overlap=3, mix=0.5),
     "after the stop": LocalSteps(2, start=1, stop=3, error_feedback=LoCo()),
-    "between segments": LocalSteps(((0, 2), (4, 3), (6, 1)), start=2),
 }
 """By what they keep, and by where they are after four steps of eight, when a training is saved."""
 WAYS = ("codecs last", "trained before, codecs last", "saved again")
