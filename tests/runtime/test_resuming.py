@@ -59,7 +59,7 @@ LOCAL = {
 """By what they keep, and by where they are after four steps of eight, when a training is saved."""
 WAYS = ("codecs last", "trained before, codecs last", "saved again")
 """How a model takes over, beside at once."""
-WAYS_OF_CODECS = ("at once", *WAYS, "offloaded", "after an evaluation", "a rank without rows")
+WAYS_OF_CODECS = ("at once", *WAYS, "offloaded", "after an evaluation, saved again", "a rank without rows")
 LOCAL_WAYS = (
     "agreed weights, codecs last",
     "trained before on the same batches, codecs last",  # so nodes hold equal weights, but not the agreed ones
@@ -90,7 +90,7 @@ def take_over(adapter: Adapter, model: Any, optimizer: Any, path: str, way: str)
         model.requires_grad_("frozen" not in way)
         dcp.load({"codecs": codecs}, checkpoint_id=path + "-codecs")
         model.requires_grad_(True)
-    if way == "saved again":  # before any forward, by objects of its own
+    if "saved again" in way:  # before any forward, by objects of its own
         for move in (save, load):
             move(model, optimizer, CodecState(model, optimizer), path + "-again")
 
@@ -102,7 +102,7 @@ def check_resumed(adapter: Adapter, strategy: Strategy, case: Case, way: str, pa
     with without_pinning(), mock.patch.object(models, "batch", same):
         (first, optimizer), (second, its_optimizer) = (made(adapter, case, strategy, way) for _ in range(2))
         train(adapter, first, case, optimizer=optimizer)
-        if way == "after an evaluation":  # which gathers what the last step changed
+        if "after an evaluation" in way:  # which gathers what the last step changed
             logits(first)
         with agreed_weights(first) if "agreed" in way else nullcontext():
             save(first, optimizer, CodecState(first, optimizer), path)
