@@ -26,13 +26,8 @@ from fsdp_zpp.codecs import (
 )
 from fsdp_zpp.names import check_keywords, did_you_mean, explains_keywords
 
-from .configuration import (
-    PRESETS,
-    StrategyArguments,
-    arguments_from_mapping,
-    mapping_from_arguments,
-    strategy_arguments,
-)
+from .configuration import PRESETS, StrategyArguments, arguments_from_mapping, mapping_from_arguments
+from .deepspeed import strategy_arguments
 from .error_feedback import LoCo, Topology, check_error_feedback, error_buffer_specs
 from .local_steps import Elastic, LocalSteps
 
@@ -398,8 +393,8 @@ class Strategy:
             config: The configuration, or the path of one in JSON. Keys that decide no strategy may be "auto".
 
         Raises:
-            ValueError: If keys are unknown, can't be honoured or contradict each other, with a remedy for each.
-            TypeError: If values have the wrong type, and nothing else is wrong.
+            ValueError: If a key is unknown, can't be honoured or contradicts another one.
+            TypeError: If a value has the wrong type.
             OSError: If the file can't be read.
         """
         return cls(**strategy_arguments(config))
