@@ -19,7 +19,7 @@ from fsdp_zpp.names import model_name, original_path, parameter_name
 from fsdp_zpp.runtime.full_tensors import unit_path
 from fsdp_zpp.runtime.unit import FullShardUnit, unit_of
 
-from ._torch_modules import freeze, frozen_sites, refuse_replacing
+from ._torch_modules import freeze, frozen_sites
 from .hugging_face import guard_save_pretrained, refuse_lost_ties, show_to_peft
 from .weight import DoubleBuffer, FrozenUnit, FrozenWeight, Placement, UngroupedPayload, out_of_inference_mode
 
@@ -135,7 +135,6 @@ class FrozenBase:
             if root is model or (root is not None and all(module is not root for module in model.modules())):
                 return bases[0]  # the base of this model, or of a larger one that contains it
         show_to_peft()
-        refuse_replacing()
         guard_save_pretrained(model)
         base = cls(model)
         for part in bases:

@@ -151,8 +151,6 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[int, int, int], by_hand.Store
         _compressed("pack-quantized", 8, "channel", symmetric=False, group_size=None),
         lambda o, i, s: by_hand.packed_integers(o, i, s, bits=8, group=None, sym=False),
     ),
-    "int8 plain": (_compressed("int-quantized", 8, "channel"), by_hand.plain_integers),
-    "nvfp4": (_compressed("nvfp4-pack-quantized", 4, "tensor_group", "float", group_size=16), by_hand.nvfp4),
     "fp8 by rows": (_compressed("float-quantized", 8, "channel", "float"), by_hand.fp8_rows),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}, by_hand.fp8),
     "mxfp4": ({"quant_method": "mxfp4"}, by_hand.gptq),  # of gpt-oss's stacks alone
@@ -201,7 +199,7 @@ def _by_hand(folder: Path, kind: str, format: str, **options: Any) -> None:
 BY_HAND = {
     f"{kind} {format}": partial(_by_hand, kind=kind, format=format)
     for kind, formats in {
-        "llama": ("gptq4 in order of activations", "int8 by rows", "int8 plain", "nvfp4"),
+        "llama": ("gptq4 in order of activations", "int8 by rows"),
         "qwen3": ("gptq4", "awq", "int4", "fp8 by rows"),
         "deepseek": ("fp8",),
         "gpt_oss": ("mxfp4",),
@@ -343,7 +341,7 @@ def test_a_codec_encodes_what_the_owner_decodes_but_for_what_is_trained(made: Ma
 
 
 READ_BY_TRANSFORMERS = (
-    *("llama int8 by rows", "llama int8 plain", "llama nvfp4", "qwen3 int4", "qwen3 fp8 by rows"),
+    *("llama int8 by rows", "qwen3 int4", "qwen3 fp8 by rows"),
     *("deepseek fp8", "gpt_oss mxfp4"),
 )
 
@@ -523,12 +521,12 @@ def test_a_configuration_is_found_where_its_library_writes_it(copied: Made) -> N
     content = json.loads(path.read_text())
     config = content.pop("quantization_config")
     model, nothing = empty(folder), "nothing says which values share one of the scales of"
-    places = [{"quantization_config": config}, {"compression_config": config}, {"a": {"quantization_config": config}}]
+    places = [{"quantization_config": config}, {"a": {"quantization_config": config}}]
     for place in places:
         path.write_text(json.dumps(content | place))
         assert quantize_frozen_params(empty(folder), AS_STORED, checkpoint=folder).weights == 14
     other = {"b": {"quantization_config": config | {"weight_block_size": [64, 64]}}}
-    path.write_text(json.dumps(content | places[2] | other))
+    path.write_text(json.dumps(content | places[1] | other))
     refused(model, reading(folder, AS_STORED), f"{path} has several quantization_config, which differ")
     path.write_text(json.dumps(content))
     refused(model, reading(folder, AS_STORED), nothing)
