@@ -97,7 +97,7 @@ _CODEC_ARGUMENTS: dict[str, StrategyArguments] = {
     "zero_quantized_gradients": {"gradients": Int4(128), "intra_gradients": Int4(128)},
     "zero_quantized_nontrainable_weights": {"frozen": "auto"},
 }
-_PLACES = ("stage", "paro_strategy", "zero_hpz_partition_size", "mics_shard_size")
+_PLACES = ("stage", "zero_hpz_partition_size", "mics_shard_size")
 _OFFLOADS = ("offload_param", "offload_optimizer", "cpu_offload_param", "cpu_offload")
 _TOP_KEYS = {"zero_optimization", *WITHOUT_EFFECT, *SCRIPT, *REFUSED}
 _ZERO_KEYS = {
@@ -217,7 +217,6 @@ def _is_off(value: object, neutral: Collection[object]) -> bool:
 
 _STAGES = ("NNN", "NNG", "NGG", "GGG")  # the index is the stage
 _STAGE_3 = "ZeRO stage 3"
-_PARO = ("NII", "NIG", "ING", "IIG", "IGG")  # those that PaRO's branch of DeepSpeed has a name for
 
 
 class _Place(NamedTuple):
@@ -233,8 +232,13 @@ class _Place(NamedTuple):
 
 
 def _place_of(zero: _Section) -> _Place:
-    """Return the place that the stage, or PaRO's name, and stage 3's two group sizes ask for."""
-    place = _stage_or_paro(zero)
+    """Return the place that the stage, and stage 3's two group sizes, ask for."""
+    stage = zero.number("stage", default=0, least=0)
+    if zero.values.get("stage", stage) is None:  # which would train without ZeRO
+        raise zero.error("stage", "must be a whole number", TypeError)
+    if stage >= len(_STAGES):
+        raise zero.error("stage", "must be 0, 1, 2 or 3")
+    place = _Place(_STAGES[stage], f"ZeRO stage {stage}")
     # The defaults switch both off: a group of one rank keeps nothing, and MiCS takes -1 for no.
     secondary = zero.number("zero_hpz_partition_size", default=1, least=0)
     mics = zero.number("mics_shard_size", default=-1, least=-1)
@@ -248,26 +252,6 @@ def _place_of(zero: _Section) -> _Place:
     if requests["mics_shard_size"]:
         return _Place("III", "MiCS", mics)
     return _Place("IGG", _STAGE_3, secondary) if requests["zero_hpz_partition_size"] else place
-
-
-def _stage_or_paro(zero: _Section) -> _Place:
-    stage = zero.number("stage", default=0, least=0)
-    if zero.values.get("stage", stage) is None:  # which would train without ZeRO
-        raise zero.error("stage", "must be a whole number", TypeError)
-    if stage >= len(_STAGES):
-        raise zero.error("stage", "must be 0, 1, 2 or 3")
-    name = zero.values.get("paro_strategy")
-    if name is None:
-        return _Place(_STAGES[stage], f"ZeRO stage {stage}")
-    if name not in _PARO and name not in _STAGES[1:]:
-        known = ", ".join(_STAGES[1:] + _PARO)
-        raise zero.error("paro_strategy", f"must be one of {known}; for other scopes, write Strategy(letters)")
-    if zero.values.get("stage") is not None and _STAGES[stage] != name:
-        raise zero.error(
-            "paro_strategy", f"contradicts stage={stage}, which is {_STAGES[stage]}; remove one of the two"
-        )
-    name = str(name)
-    return _Place(name, f"ZeRO stage {_STAGES.index(name)}" if name in _STAGES else f"PaRO's {name}")
 
 
 # ---- arguments
