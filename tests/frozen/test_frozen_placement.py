@@ -15,7 +15,6 @@ from harness import lora, models
 from harness.adapter import STOCK, Adapter, Case
 from harness.covering import ADAPTERS, over_adapters, over_each
 from harness.links import NONE, machine
-from harness.messages import collected
 from harness.pool import Pools
 from harness.wiretap import wiretap
 from torch import Tensor, nn
@@ -217,9 +216,9 @@ def made(adapter: Adapter, codec: Codec, way: str, folder: Path, strategy: Strat
     return adapter.shard(net, Case(), strategy)
 
 
-def on_slow_links(adapter: Adapter, codec: Codec, way: str, folder: Path) -> list[str]:
-    """In a worker: a base stays sharded over the host, and computes as on places that are named; what is logged."""
-    with machine(NONE), collected() as records:
+def on_slow_links(adapter: Adapter, codec: Codec, way: str, folder: Path) -> None:
+    """In a worker: a base stays sharded over the host, and computes as on places that are named."""
+    with machine(NONE):
         model = made(adapter, codec, way, folder, Strategy.zeropp(), None)
         ours = trained(adapter, model)
     nodes = {str(unit.ranks.topology) for unit in named_units(model) if isinstance(unit, StrategyUnit)}
@@ -229,13 +228,10 @@ def on_slow_links(adapter: Adapter, codec: Codec, way: str, folder: Path) -> lis
     assert held <= 1.02 * codec.nbytes(matrices) / 4
     named = made(adapter, codec, "before", folder, Strategy.zeropp(gpus_per_node=1), 4)
     assert all(torch.equal(ours[name], value) for name, value in trained(adapter, named).items())
-    return [line for _, line in records if "stays sharded over 1 node x 4" in line]
 
 
 @over_each(rest=False, adapter=ADAPTERS, codec=[Int8(64), NF4(64)], way=["by the strategy", "before", "from a file"])
 def test_a_base_stays_sharded_over_the_host(
     pool: Pools, tmp_path: Path, adapter: Adapter, codec: Codec, way: str
 ) -> None:
-    first, *others = pool(4).run(on_slow_links, adapter, codec, way, tmp_path)
-    assert "gpus_per_node=1 places it on 4 nodes x 1" in first[0]
-    assert others == [[]] * 3
+    pool(4).run(on_slow_links, adapter, codec, way, tmp_path)

@@ -511,8 +511,6 @@ def test_settings_of_another_kind_are_named(copied: Made) -> None:
         refused(model, reading(folder, AS_STORED), message)
     path.write_text("{")
     refused(model, reading(folder, AS_STORED), f"{path} can't be read as JSON")
-    state = model.state_dict()
-    refused(model, lambda net: quantize_frozen_params(net, AS_STORED, checkpoint=state.get), "give a path")
 
 
 def test_a_configuration_is_found_where_its_library_writes_it(copied: Made) -> None:
