@@ -30,7 +30,7 @@ from .weight import FrozenWeight, ReadValues
 #
 # Safetensors files and their indexes. Whatever is read is validated; each error names the file and the remedy.
 
-# Dtypes by their names in files, without those that need scales that are stored elsewhere.
+# Dtypes by their names in files.
 STORED_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -42,8 +42,10 @@ STORED_DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
-_SCALED_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu}
 
 OTHER_FILES = "read different files from"  # for the error of comm.agreement.agree
 _INDEX = ".safetensors.index.json"
@@ -85,9 +87,7 @@ class TensorFiles:
         return self.header(key).shape
 
     def dtype(self, key: str) -> torch.dtype | str:
-        """Return the dtype of a tensor, also if it needs scales; its name in the file if torch has none."""
-        dtype = self.header(key).dtype
-        return _SCALED_DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+        return self.header(key).dtype
 
     def slice(self, key: str) -> Any:
         """Return a tensor that is read lazily, by indexing; the results alias the file."""
@@ -309,8 +309,7 @@ def check_header(tensor: ModelTensor, key: str, header: TensorHeader, where: obj
         raise ValueError(
             f"{key} is {shape} in the model and {header.shape} in {where}; give files of the same architecture"
         )
-    # A cast between float and integer is refused, and so is a dtype by name (a string), such as fp8: its values mean
-    # nothing without their scales.
+    # A cast between float and integer is refused, and so is one from fp8: its values mean nothing without their scales.
     both_float = dtype.is_floating_point and stored in DTYPES
     both_integers = not dtype.is_floating_point and isinstance(stored, torch.dtype) and not stored.is_floating_point
     if stored != dtype and not both_float and not both_integers:

@@ -35,7 +35,7 @@ from ._torch_modules import (
     unfreeze,
 )
 from .checkpoint_reading import OTHER_FILES, Checkpoint, ModelTensor
-from .frozen_base import FrozenBase, FrozenReport, follow_strategy, log_report
+from .frozen_base import FrozenBase, FrozenReport, check_nodes, log_report
 from .weight import FrozenWeight, Placement, ReadValues, place_base
 
 # ---- finite
@@ -398,8 +398,6 @@ def quantize_for(
 ) -> dict[str, tuple[str, ...]]:
     """Quantize the frozen weights of ``module`` if its strategy has a codec for them. Collective.
 
-    A base that is already quantized is resharded over the strategy's nodes.
-
     Args:
         strategy: The strategy; its parameter scope places the weights.
         module: The module that is about to be sharded, over the ranks of ``mesh``.
@@ -414,7 +412,7 @@ def quantize_for(
         Names of frozen parameters that stay as they are, by the reason.
     """
     if not is_part:
-        follow_strategy(module, mesh)
+        check_nodes(module, mesh)
     codec = strategy.frozen_codec
     if codec is None:
         return {}
@@ -525,7 +523,8 @@ def quantize_frozen_params(
         placement: A parameter scope: ``I`` keeps the base in every node, sharded inside, and sends no byte between
             nodes; ``G`` shards it over all ranks until the first gather, which leaves each node a copy; ``N`` keeps
             all of it on every rank.
-        gpus_per_node: The node size, as in ``Strategy``. Default: that of the strategy that will wrap the model.
+        gpus_per_node: The node size: that of the strategy that will wrap the model, if it gives one. Default: the
+            launcher's.
         process_group: The data-parallel ranks. Default: those that a part of the model is sharded over; all ranks if
             none is; this process alone if there is no process group.
         checkpoint: Where to read the weights: a safetensors file, an index of several, or a folder with

@@ -11,7 +11,7 @@ Differences from DeepSpeed:
   matrix has.
 - The size of hpZ's groups becomes ``gpus_per_node`` for both collectives; DeepSpeed's gradient reduction takes the
   visible devices as a node. If hpZ's groups are nodes, as DeepSpeed advises, the two agree.
-- DeepSpeed quantizes only frozen weights of more than 500,000 values, and resets LoCo's errors tensor by tensor.
+- DeepSpeed quantizes only frozen weights of more than 500,000 values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from fsdp_zpp.codecs import Int4, Int8
 from fsdp_zpp.names import did_you_mean
 
 from .configuration import StrategyArguments, source_of
-from .error_feedback import LoCo
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -89,7 +88,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "sequence_parallel_size": (1,),
     "tensor_parallel": ({"autotp_size": 0}, {"autotp_size": 1}),
 }
-ZERO_REFUSED: dict[str, tuple[object, ...]] = {"zenflow": ()}
+ZERO_REFUSED: dict[str, tuple[object, ...]] = {"zenflow": (), "zeropp_loco_param": (), "mics_shard_size": (-1, 0)}
 
 # DeepSpeed reduces gradients in 4 bits on both hops, where intra_gradients="auto" would take 8 on the intra-node hop.
 _CODEC_ARGUMENTS: dict[str, StrategyArguments] = {
@@ -97,11 +96,11 @@ _CODEC_ARGUMENTS: dict[str, StrategyArguments] = {
     "zero_quantized_gradients": {"gradients": Int4(128), "intra_gradients": Int4(128)},
     "zero_quantized_nontrainable_weights": {"frozen": "auto"},
 }
-_PLACES = ("stage", "zero_hpz_partition_size", "mics_shard_size")
+_PLACES = ("stage", "zero_hpz_partition_size")
 _OFFLOADS = ("offload_param", "offload_optimizer", "cpu_offload_param", "cpu_offload")
 _TOP_KEYS = {"zero_optimization", *WITHOUT_EFFECT, *SCRIPT, *REFUSED}
 _ZERO_KEYS = {
-    *(*_PLACES, *_CODEC_ARGUMENTS, "zeropp_loco_param", *_OFFLOADS),
+    *(*_PLACES, *_CODEC_ARGUMENTS, *_OFFLOADS),
     *(*ZERO_WITHOUT_EFFECT, *ZERO_SCRIPT, *ZERO_REFUSED),
 }
 
@@ -117,19 +116,11 @@ def _load(config: Mapping[str, object] | str | os.PathLike[str]) -> Mapping[str,
         raise TypeError(f"a DeepSpeed configuration must be a dict or the path of a JSON file, got {config!r}")
     path = Path(config)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+        values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not a DeepSpeed configuration in plain JSON: {error}") from error
     if not isinstance(values, dict):
         raise TypeError(f"{path} must hold a dict, got {values!r}")
-    return values
-
-
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    values = dict(pairs)
-    if len(values) < len(pairs):  # json would silently keep the last value
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"duplicate keys: {', '.join(sorted({key for key in keys if keys.count(key) > 1}))}")
     return values
 
 
@@ -177,8 +168,8 @@ class _Section:
             if key in refused and not _is_off(value, refused[key]):
                 raise self.error(
                     key,
-                    "can't be honoured: it changes the result, and a strategy only says where states live and how they "
-                    "are sent; do it in your script, and remove the key",
+                    "can't be honoured: no strategy is derived from it; do it in your script, perhaps by an argument "
+                    "of Strategy, and remove the key",
                 )
 
     def refuse_auto(self, key: str) -> None:
@@ -232,26 +223,20 @@ class _Place(NamedTuple):
 
 
 def _place_of(zero: _Section) -> _Place:
-    """Return the place that the stage, and stage 3's two group sizes, ask for."""
+    """Return the place that the stage, and the size of hpZ's groups, ask for."""
     stage = zero.number("stage", default=0, least=0)
     if zero.values.get("stage", stage) is None:  # which would train without ZeRO
         raise zero.error("stage", "must be a whole number", TypeError)
     if stage >= len(_STAGES):
         raise zero.error("stage", "must be 0, 1, 2 or 3")
     place = _Place(_STAGES[stage], f"ZeRO stage {stage}")
-    # The defaults switch both off: a group of one rank keeps nothing, and MiCS takes -1 for no.
     secondary = zero.number("zero_hpz_partition_size", default=1, least=0)
-    mics = zero.number("mics_shard_size", default=-1, least=-1)
-    requests = {"zero_hpz_partition_size": secondary > 1, "mics_shard_size": mics > 0}
-    if place.engine != _STAGE_3:
-        for key in [key for key, is_on in requests.items() if is_on]:
-            zero.warn([key], f"under {place.engine}", "set stage to 3 to have it, or remove it")
+    if secondary <= 1:  # a group of one rank keeps nothing
         return place
-    if all(requests.values()):
-        zero.warn(["zero_hpz_partition_size"], "beside mics_shard_size", "remove one of the two")
-    if requests["mics_shard_size"]:
-        return _Place("III", "MiCS", mics)
-    return _Place("IGG", _STAGE_3, secondary) if requests["zero_hpz_partition_size"] else place
+    if place.engine == _STAGE_3:
+        return _Place("IGG", _STAGE_3, secondary)
+    zero.warn(["zero_hpz_partition_size"], f"under {place.engine}", "set stage to 3 to have it, or remove it")
+    return place
 
 
 # ---- arguments
@@ -280,34 +265,11 @@ def _codecs(zero: _Section, place: _Place) -> StrategyArguments:
     arguments: StrategyArguments = {}
     for key in keys:
         arguments |= _CODEC_ARGUMENTS[key]
-    loco = _loco(zero)
-    if loco is not None:
-        if "gradients" in arguments:
-            keys.append("zeropp_loco_param")
-            arguments["error_feedback"] = loco
-        else:
-            remedy = "set zero_quantized_gradients to true to have it, or remove it"
-            zero.warn(["zeropp_loco_param"], "where gradients are not quantized", remedy)
     if keys and place.engine != _STAGE_3:
         written = source_of(place.arguments() | arguments)
         zero.warn(keys, f"under {place.engine}", f"write {written} to quantize, or remove it")
         return {}
     return arguments
-
-
-def _loco(zero: _Section) -> LoCo | None:
-    if zero.values.get("zeropp_loco_param") is None:
-        return None
-    # As DeepSpeed runs it: err_beta weighs the old error, as beta here, and both hops keep 8-bit errors.
-    section = zero.inner("zeropp_loco_param")
-    section.check(("err_beta", "reset_T"))
-    beta: Any = section.values.get("err_beta")
-    # 0 means never in our LoCo, but resets at every step in DeepSpeed.
-    reset_every = section.number("reset_T", default=1024, least=1)
-    try:
-        return LoCo(beta=0.8 if beta is None else beta, reset_every=reset_every, hops="both", dtype=Int8(256))
-    except ValueError as error:  # LoCo names its own argument, but the reader knows DeepSpeed's key
-        raise section.error("err_beta", str(error)) from None
 
 
 def _refuse_offload(zero: _Section) -> None:

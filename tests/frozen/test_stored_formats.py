@@ -556,9 +556,7 @@ def test_what_one_rank_can_not_read_is_an_error_on_all(pool: Pools, copied: Made
 
 def trained(adapter: Adapter, folder: Path, scope: str, path: str) -> Tensor:
     base = empty(folder)
-    # The default size of a node is all four ranks, so that the base moves to the strategy's nodes of two.
-    nodes = None if scope == "I" else 2
-    quantize_frozen_params(base, AS_STORED, checkpoint=folder, placement=scope, gpus_per_node=nodes)
+    quantize_frozen_params(base, AS_STORED, checkpoint=folder, placement=scope, gpus_per_node=2)
     model = shard(adapter, adapt(base), Strategy(f"{scope}GG", gpus_per_node=2))
     alone = adapt(dequantized(folder))
     assert torch.equal(llama.logits_of(model), llama.logits_of(alone))
