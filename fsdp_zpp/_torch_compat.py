@@ -236,8 +236,6 @@ NEEDED = (
     Needed("torch.multiprocessing.reductions", "StorageWeakRef"),
     Needed("torch.nn.Module", "_parameters"),
     Needed("torch.nn.modules.module", "_global_parameter_registration_hooks"),
-    Needed("torch.nn.utils.parametrize", "register_parametrization"),
-    Needed("torch.nn.utils.prune.BasePruningMethod", "apply"),
     Needed("torch.Tensor", "_make_wrapper_subclass _post_accumulate_grad_hooks _version"),
     Needed("torch.UntypedStorage", "_cdata"),
     Needed("torch.utils._pytree", "tree_map_only"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,66 +18,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from fsdp_zpp.frozen.stored.floats import CODES, TABLES, Block, FourBit, Fp8, Int8Rows, block_of
-from fsdp_zpp.frozen.stored.format import StoredFormat, StoredWeight, stored_in
+from fsdp_zpp.frozen.stored.floats import TABLES, FourBit, Int8Rows
+from fsdp_zpp.frozen.stored.format import StoredWeight, stored_in
 from fsdp_zpp.runtime._torch_flat_parts import is_flattened
 
 from .weight import Base, FrozenWeight, out_of_inference_mode
-
-# ---- replacing
-#
-# Patches functions of ``torch.nn.utils`` that compute a weight from others: for a frozen weight they raise.
-#
-# These functions recompute the weight in each forward. So they take the parameter out of its module, and a frozen
-# weight is no parameter: torch itself raises a ``KeyError`` that names nothing but ``weight``. If they are called
-# before quantizing, they are honoured: the parameter that they make is not the weight of a layer any more, so it is not
-# quantized.
-#
-# Other ways to replace a frozen weight are honoured by the modules below (PEFT's ``target_parameters``, an entry in
-# ``module._parameters`` or the instance's ``__dict__``), or raise there (whatever writes to it or sets it).
-
-# Module, class (None for a function) and name. The first two arguments of each are a module and the name of its weight.
-_REPLACING: tuple[tuple[str, str | None, str], ...] = (
-    ("torch.nn.utils.parametrize", None, "register_parametrization"),
-    ("torch.nn.utils.weight_norm", "WeightNorm", "apply"),
-    ("torch.nn.utils.spectral_norm", "SpectralNorm", "apply"),
-    ("torch.nn.utils.prune", "BasePruningMethod", "apply"),
-)
-_MARK = "_fsdp_zpp_refuses_frozen"
-
-
-def refuse_replacing() -> None:
-    """Make functions of ``torch.nn.utils`` raise for frozen weights, from now on. See the top of this section."""
-    for path, cls, name in _REPLACING:
-        owner: object = importlib.import_module(path)
-        owner = owner if cls is None else getattr(owner, cls, None)  # the old norms are deprecated, and may go
-        original = None if owner is None else vars(owner).get(name)
-        if original is not None and not hasattr(original, _MARK):
-            setattr(owner, name, _wrap(original, f"{path}.{cls or name}"))
-
-
-def _wrap(original: Any, what: str) -> Any:
-    """Wrap a function, or a static or class method, so that it raises for a frozen weight."""
-    kind = type(original) if isinstance(original, (staticmethod, classmethod)) else None
-    function: Callable[..., object] = original if kind is None else original.__func__
-    first = 1 if kind is classmethod else 0
-
-    @functools.wraps(function)
-    def checked(*args: object, **kwargs: object) -> object:
-        module = args[first] if len(args) > first else kwargs.get("module")
-        name = args[first + 1] if len(args) > first + 1 else kwargs.get("tensor_name", kwargs.get("name"))
-        if isinstance(module, nn.Module) and name in (frozen := frozen_weights_of(module)):
-            raise RuntimeError(
-                f"{frozen[name].name} is frozen and quantized, so {what} can't compute it from other parameters; call "
-                "it before you quantize, which then leaves this weight out, or call "
-                "fsdp_zpp.dequantize_frozen_params(module) first, on every rank and before sharding"
-            )
-        return function(*args, **kwargs)
-
-    wrapped: Any = checked if kind is None else kind(checked)
-    setattr(wrapped, _MARK, True)
-    return wrapped
-
 
 # ---- sharded
 #
@@ -534,8 +478,8 @@ def _replaced_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 #
 # Linear layers that another library has packed, in memory: how a base takes over their weights.
 #
-# They are bitsandbytes' ``Linear4bit`` and ``Linear8bitLt``, and transformers' ``FP8Linear``. Their weights are decoded
-# to fp32 and quantized again, or kept as they are stored. With ``NF4``, codes and scales stay what they were if
+# They are bitsandbytes' ``Linear4bit`` and ``Linear8bitLt``. Their weights are decoded to fp32 and quantized again, or
+# kept as they are stored. With ``NF4``, codes and scales stay what they were if
 # bitsandbytes used nf4 with blocks of the same size.
 
 
@@ -606,22 +550,8 @@ def _linear_8bit(parameter: nn.Parameter, modules: tuple[nn.Module, ...]) -> Pac
     return PackedLinear(parameter, stored_in(stored, parts), modules, ("state", "index"))
 
 
-def _fp8_linear(parameter: nn.Parameter, modules: tuple[nn.Module, ...]) -> PackedLinear | None:
-    scales = getattr(modules[0], "weight_scale_inv", None)
-    if parameter.dtype not in CODES or scales is None:
-        return None
-    size = getattr(modules[0], "block_size", None)
-    stated: Block = (None, None) if size is None else (size[0], size[1])
-    block = block_of(parameter.shape, tuple(scales.shape), stated, "weight_scale_inv")
-    stored: StoredFormat = Fp8(parameter.shape, torch.bfloat16, {}, parameter.dtype, block)
-    parts = {"codes": parameter.detach(), "scales": scales.detach()}
-    beside = ("weight_scale_inv", "activation_scale", "block_size", "activation_scheme")
-    return PackedLinear(parameter, stored_in(stored, parts), modules, beside)
-
-
 # Readers of packed layers, by library and class.
 _MAKERS = {
     ("bitsandbytes", "Linear4bit"): _linear_4bit,
     ("bitsandbytes", "Linear8bitLt"): _linear_8bit,
-    ("transformers", "FP8Linear"): _fp8_linear,
 }

@@ -371,14 +371,12 @@ def _scales(weight: FrozenWeight) -> list[float]:
 #
 # Writes a quantized base to safetensors files: ``save_frozen_params``.
 
-_SIZE = re.compile(r"([0-9]+|[0-9]*\.[0-9]+)\s*([KMGT])B", re.IGNORECASE)
-
 
 def save_frozen_params(
     model: nn.Module,
     path: str | os.PathLike[str],
     *,
-    max_file_size: int | str = 5 * 2**30,
+    max_file_size: int = 5 * 2**30,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write the quantized base of ``model``, codes and scales, to safetensors files in a folder. Collective.
@@ -392,14 +390,13 @@ def save_frozen_params(
     Args:
         model: A model whose frozen weights are quantized, sharded by FSDP or not.
         path: The folder.
-        max_file_size: Bytes that a file may have, or a text such as ``"5GB"``, as transformers takes it for
-            ``max_shard_size``; a larger weight has a file of its own.
+        max_file_size: Bytes that a file may have; a larger weight has a file of its own.
         process_group: The ranks of the model, of which the first writes. Default: those that the base is sharded over.
 
     Raises:
         TypeError: If an argument has the wrong type, on any rank; every rank raises.
         ValueError: If no weight of ``model`` is quantized, a weight has a user-defined codec, or ``max_file_size`` is
-            not a size, on any rank; every rank raises.
+            no number of bytes, on any rank; every rank raises.
         RuntimeError: If the first rank can't write, or another job has saved into the folder meanwhile; every rank
             raises. A base that was in the folder before, or that job's, is still there.
     """
@@ -431,24 +428,15 @@ class _Task:
     stored: dict[str, SavedWeight]
 
 
-def _check(model: nn.Module, path: str | os.PathLike[str], max_file_size: int | str) -> _Task:
+def _check(model: nn.Module, path: str | os.PathLike[str], max_file_size: int) -> _Task:
     check_module(model)
     weights = {weight: names[0] for weight, names in frozen_names(model).items()}
     if not weights:
         raise ValueError(f"nothing of this {type(model).__name__} is quantized; call quantize_frozen_params first")
     stored = {name: SavedWeight.of(weight) for weight, name in weights.items()}
-    return _Task(check_folder(path), _nbytes(max_file_size), weights, stored)
-
-
-def _nbytes(size: object) -> int:
-    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
-    if match is not None:
-        size = int(float(match[1]) * 1000 ** (" KMGT".index(match[2].upper())))
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise (ValueError if isinstance(size, (int, str)) else TypeError)(
-            f'max_file_size must be a positive number of bytes, or a text such as "5GB" or "200MB", got {size!r}'
-        )
-    return size
+    if isinstance(max_file_size, bool) or not isinstance(max_file_size, int) or max_file_size < 1:
+        raise ValueError(f"max_file_size must be a positive number of bytes, got {max_file_size!r}")
+    return _Task(check_folder(path), max_file_size, weights, stored)
 
 
 def _not_quantized(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:

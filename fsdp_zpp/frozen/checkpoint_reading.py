@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -31,7 +30,7 @@ from .weight import FrozenWeight, ReadValues
 #
 # Safetensors files and their indexes. Whatever is read is validated; each error names the file and the remedy.
 
-# Dtypes by their names in files, without those that need scales that are stored elsewhere.
+# Dtypes by their names in files.
 STORED_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -43,8 +42,10 @@ STORED_DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
-_SCALED_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu}
 
 OTHER_FILES = "read different files from"  # for the error of comm.agreement.agree
 _INDEX = ".safetensors.index.json"
@@ -86,9 +87,7 @@ class TensorFiles:
         return self.header(key).shape
 
     def dtype(self, key: str) -> torch.dtype | str:
-        """Return the dtype of a tensor, also if it needs scales; its name in the file if torch has none."""
-        dtype = self.header(key).dtype
-        return _SCALED_DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+        return self.header(key).dtype
 
     def slice(self, key: str) -> Any:
         """Return a tensor that is read lazily, by indexing; the results alias the file."""
@@ -160,31 +159,19 @@ def _is_inside(file: str) -> bool:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Find the safetensors file or index to read for ``path``, which is a folder or a file.
-
-    In a folder, it is ``model.safetensors`` or its index, as transformers writes and reads them; otherwise the only
-    index or the only safetensors file that is not an adapter's.
-    """
+    """Return the safetensors file or index to read for ``path``: itself, or the one that transformers reads there."""
     if not path.is_dir():
         if not path.exists():
             raise ValueError(f"there is no {path}; give a safetensors file, an index of several, or their folder")
         return path
-    names = sorted(file.name for file in path.iterdir())
-    prefix = BASE_INDEX.removesuffix(_INDEX)
-    models = [name for name in names if not name.startswith((prefix, "adapter_"))]
-    indexes = [name for name in models if name.endswith(_INDEX)]
-    files = [name for name in models if name.endswith(".safetensors")]
-    matches = [name for name in _MODEL if name in names][:1] or indexes or files  # an index before the files it lists
-    if len(matches) == 1:
-        return path / matches[0]
-    if matches:
-        several = ", ".join(matches[:4])
-        raise ValueError(f"{path} has no {' or '.join(_MODEL)}, but {several}, ...; give the path of one of them")
-    if BASE_INDEX in names:
+    for name in _MODEL:
+        if (path / name).exists():
+            return path / name
+    if (path / BASE_INDEX).exists():
         raise ValueError(f"{path} holds a base that is already quantized; load it with load_frozen_params")
-    adapter = next((name for name in names if name.endswith(".safetensors")), None)
-    exception = "" if adapter is None else f", but for {adapter}, which is an adapter's"
-    raise ValueError(f"{path} holds neither *.safetensors nor *{_INDEX}{exception}; give the folder of the base")
+    raise ValueError(
+        f"{path} has no {' or '.join(_MODEL)}; give the folder of the base, or the path of a file or index"
+    )
 
 
 # ---- model tensors
@@ -273,8 +260,6 @@ def frozen_names(model: nn.Module) -> dict[FrozenWeight, list[str]]:
 # A tensor that a checkpoint lacks would stay as the constructor left it, random or on the meta device, and training
 # would continue without a warning. So that is an error, and all headers are compared before the first tensor is read.
 
-_TIED = "accelerate's init_empty_weights has left them as separate tensors; call model.tie_weights() after it"
-
 
 def match_keys(model: nn.Module, keys: Collection[str], where: str, remedy: str) -> list[tuple[ModelTensor, list[str]]]:
     """Return the tensors of ``model`` that files have, each with its names among ``keys``.
@@ -290,7 +275,8 @@ def match_keys(model: nn.Module, keys: Collection[str], where: str, remedy: str)
         examples = ", ".join(list(keys)[:4])
         more = f" ({len(missing)} tensors of this {model_name(model)} are missing)" if len(missing) > 1 else ""
         raise ValueError(
-            f"{where} has no {missing[0].name}; it has {examples}, ...{more}; {_tie_of(model, missing) or remedy}"
+            f"{where} has no {missing[0].name}; it has {examples}, ...{more}; {remedy}; or, if the model ties it to "
+            "another one, call model.tie_weights() after init_empty_weights, which unties them"
         )
     refuse_unfilled(model, [tensor for tensor, names in matches if not names])
     return [(tensor, names) for tensor, names in matches if names]
@@ -323,31 +309,11 @@ def check_header(tensor: ModelTensor, key: str, header: TensorHeader, where: obj
         raise ValueError(
             f"{key} is {shape} in the model and {header.shape} in {where}; give files of the same architecture"
         )
-    # A cast between float and integer is refused, and so is a dtype by name (a string), such as fp8: its values mean
-    # nothing without their scales.
+    # A cast between float and integer is refused, and so is one from fp8: its values mean nothing without their scales.
     both_float = dtype.is_floating_point and stored in DTYPES
     both_integers = not dtype.is_floating_point and isinstance(stored, torch.dtype) and not stored.is_floating_point
     if stored != dtype and not both_float and not both_integers:
         raise ValueError(f"{key} is {dtype} in the model and {stored} in {where}; give files in {dtype}")
-
-
-def _tie_of(model: nn.Module, missing: Iterable[ModelTensor]) -> str:
-    """Return the remedy if a missing tensor should be tied to another one; empty if it should not."""
-    for target, source in [tie for module in model.modules() for tie in _declared_ties(module)]:
-        for name in [name for tensor in missing for name in tensor.names]:
-            if any(re.search(f"(^|\\.){end}$", name) for end in (target, source)):
-                return f"{type(model).__name__} ties {target} to {source}, but {_TIED}"
-    return ""
-
-
-def _declared_ties(module: nn.Module) -> list[tuple[str, str]]:
-    """Return the ties that a transformers model declares, as pairs of a target and its source."""
-    ties = getattr(module, "all_tied_weights_keys", None)
-    if ties is None:
-        config = getattr(module, "config", None)
-        ties = getattr(module, "_tied_weights_keys", None) if getattr(config, "tie_word_embeddings", False) else None
-    # transformers 4 has a list of targets, which does not tell their sources.
-    return list(ties.items()) if isinstance(ties, dict) else []
 
 
 # ---- checkpoint tensors
@@ -514,16 +480,11 @@ def _stacks_in(keys: Iterable[str]) -> dict[str, list[list[str]]]:
 
 # ---- source
 #
-# Sources of a model's weights, in full precision or quantized: safetensors files, or a function.
+# Sources of a model's weights, in full precision or quantized: safetensors files.
 
 logger = logging.getLogger("fsdp_zpp")
 
-# A safetensors file, an index of several, a folder with either, or a function of a tensor's name.
-Source = str | os.PathLike[str] | Callable[[str], Tensor]
-
 _REMEDY = "give a complete checkpoint of this model in safetensors, downloaded or converted again"
-# Values of two tied tensors that are compared at a time: embeddings may take gigabytes.
-_COMPARED = 2**22
 
 
 class Checkpoint:
@@ -532,9 +493,13 @@ class Checkpoint:
     ``warns`` is whether to warn of tensors that a model has no place for; set it on one rank only.
     """
 
-    def __init__(self, path: Path, warns: bool) -> None:
+    def __init__(self, path: str | os.PathLike[str], warns: bool) -> None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(
+                f"checkpoint must be the path of a safetensors file, an index of several, or their folder, got {path!r}"
+            )
         self._warns = warns
-        self._source = find_checkpoint(path)
+        self._source = find_checkpoint(Path(path))
         if self._source.name.endswith(".index.json"):
             files, _ = read_index(self._source, _REMEDY)
         else:
@@ -574,14 +539,7 @@ class Checkpoint:
 
     def _check_equal(self, model: nn.Module, one: str, other: str) -> None:
         """Raise if two tensors that the model ties differ in the files."""
-        a, b = self._tensors[one], self._tensors[other]
-        shape = torch.Size(a.header().shape)
-        if not shape:
-            same = torch.equal(a.read(), b.read())
-        else:
-            some = [(first, min(first + _COMPARED, shape.numel())) for first in range(0, shape.numel(), _COMPARED)]
-            same = all(torch.equal(a.values(*each), b.values(*each)) for each in some)
-        if not same:
+        if not torch.equal(self._tensors[one].read(), self._tensors[other].read()):
             raise ValueError(
                 f"this {model_name(model)} ties {one} and {other}, but they differ in the checkpoint {self._source}; "
                 "construct the model with tie_word_embeddings=False"
@@ -601,53 +559,3 @@ class Checkpoint:
                 len(others),
                 ", ".join(others[:4]),
             )
-
-
-class Generated:
-    """Weights that a function returns, one at a time, by their names in the model without adapters."""
-
-    def __init__(self, make: Callable[[str], Tensor]) -> None:
-        self._make = make
-
-    def cover(self, model: nn.Module) -> list[ModelTensor]:
-        refuse_sharded_tensors(model, "a checkpoint")
-        tensors = model_tensors(model)
-        refuse_unfilled(model, tensors)
-        return [tensor for tensor in tensors if tensor.needs_a_value]
-
-    def reader(self, tensor: ModelTensor) -> ReadValues:
-        # Made once for all of its values, and only when they are asked for.
-        flat = functools.cache(lambda: self.read(tensor).reshape(-1))
-        return lambda first, last: flat()[first:last]
-
-    def read(self, tensor: ModelTensor) -> Tensor:
-        try:
-            value = self._make(tensor.name)
-        except KeyError as error:
-            raise ValueError(
-                f"the checkpoint function has no {tensor.name} (KeyError: {error}); it is asked for all frozen "
-                "parameters and persistent buffers and must return each of them"
-            ) from error
-        if not isinstance(value, Tensor):
-            raise TypeError(f"the checkpoint function must return a tensor, got {value!r} for {tensor.name}")
-        header = TensorHeader(tuple(value.shape), value.dtype)
-        check_header(tensor, tensor.name, header, "what the checkpoint function returned")
-        return value.detach().clone()
-
-    def stored(self, tensor: ModelTensor) -> StoredWeight | None:
-        return None
-
-    def summary(self) -> str:
-        return ""
-
-
-WeightSource = Checkpoint | Generated
-
-
-def source_from(checkpoint: Source, warns: bool) -> WeightSource:
-    """Return the source that the argument ``checkpoint`` describes; ``warns`` as for :class:`Checkpoint`."""
-    if callable(checkpoint):
-        return Generated(checkpoint)
-    if not isinstance(checkpoint, (str, os.PathLike)):
-        raise TypeError(f"checkpoint must be a path or a function of a parameter's name, got {checkpoint!r}")
-    return Checkpoint(Path(checkpoint), warns)

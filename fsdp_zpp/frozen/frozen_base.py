@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_zpp.codecs import AsStored, BlockCodec, Codec, codec_of_plain
+from fsdp_zpp.codecs import AsStored, Codec, codec_of_plain
 from fsdp_zpp.comm.agreement import check_agreement, check_replicas
-from fsdp_zpp.comm.hops import Traffic, hop_over
-from fsdp_zpp.comm.mesh import ProcessMesh, as_launched, for_collectives
-from fsdp_zpp.names import model_name, original_path, parameter_name
+from fsdp_zpp.comm.hops import Traffic
+from fsdp_zpp.comm.mesh import ProcessMesh, as_launched
+from fsdp_zpp.names import original_path, parameter_name
 from fsdp_zpp.runtime.full_tensors import unit_path
 from fsdp_zpp.runtime.unit import unit_of
 
-from ._torch_modules import freeze, frozen_sites, refuse_replacing
+from ._torch_modules import freeze, frozen_sites
 from .hugging_face import guard_save_pretrained, refuse_lost_ties, show_to_peft
 from .weight import DoubleBuffer, FrozenUnit, FrozenWeight, Placement, UngroupedPayload, out_of_inference_mode
 
@@ -134,7 +134,6 @@ class FrozenBase:
             if root is model or (root is not None and all(module is not root for module in model.modules())):
                 return bases[0]  # the base of this model, or of a larger one that contains it
         show_to_peft()
-        refuse_replacing()
         guard_save_pretrained(model)
         base = cls(model)
         for part in bases:
@@ -257,41 +256,36 @@ def _named_units(root: nn.Module) -> Iterator[tuple[str, str, FrozenWeight]]:
         yield parameter_name(path, name), original_path(unit_path(path, modules)), weight
 
 
-# ---- resharding
+# ---- nodes
 #
-# Moves a frozen base to the nodes of the strategy that wraps its model.
+# The nodes of a frozen base and of the strategy that wraps its model.
 #
-# A base may be quantized before its model is wrapped; it is then sharded, by default, over nodes of the launcher's
-# size. The strategy may give another size (``gpus_per_node``), and a base that spans several of its nodes would be
-# gathered between them in every step. So the strategy decides: when a model is wrapped, a base with the default
-# placement is resharded, without decoding, since chunks are whole blocks. A base whose ``gpus_per_node`` was given
-# stays, and so does one whose strategy leaves the nodes to the machine's links: see [Note: Links] in strategy.py.
+# A base that is quantized before its model is wrapped is sharded, by default, over nodes of the launcher's size. If the
+# strategy gives another size, that raises: a base that spans several of its nodes would be gathered between them in
+# every step. A base whose ``gpus_per_node`` was given stays, and so does one whose strategy leaves the nodes to the
+# machine's links: see [Note: Links] in strategy.py.
 
 
-def follow_strategy(module: nn.Module, mesh: ProcessMesh) -> None:
-    """Reshard the frozen base of ``module``, if there is one, over ``mesh``. Collective. See the top of this section.
+def check_nodes(module: nn.Module, mesh: ProcessMesh) -> None:
+    """Raise ValueError if the frozen base of ``module`` is not on the nodes of ``mesh``, and no size was given for it.
 
     Bases of parts that are already wrapped stay where they are.
-
-    Raises:
-        ValueError: If a weight would have to move, but its codec is user-defined, so that its chunks can't be re-cut.
     """
-    if not _weights_of(module):
-        return
     mesh = as_launched(mesh)
-    moving = [weight for weight in _unplaced(module) if _lies_elsewhere(weight.placement, mesh)]
-    for weight in moving:  # all before the first moves, so that an error leaves the base as it was
-        _check_movable(weight, mesh)
-    for weight in moving:
-        device, rows = weight.device, _all_rows(weight)
-        weight.holder = UngroupedPayload(weight.recut(rows, Placement(weight.placement.scope, mesh)).to(device))
-    if moving and mesh.rank == 0:
-        logger.info(
-            "%s: %d frozen weights are now sharded over %s, the nodes of the strategy that wraps them",
-            model_name(module),
-            len(moving),
-            mesh.topology,
-        )
+    for weight in _unplaced(module):
+        placed = weight.placement.mesh
+        if weight.placement.by_name or placed.topology == mesh.topology:
+            continue
+        if placed.group is None:  # all of it is on each rank
+            raise ValueError(
+                f"{weight.name} was quantized before there was a process group; call init_process_group before "
+                "quantize_frozen_params or load_frozen_params"
+            )
+        if placed.group is mesh.group:
+            raise ValueError(
+                f"{weight.name} is placed on {placed.topology}, but the strategy that wraps it has {mesh.topology}; "
+                f"pass gpus_per_node={mesh.topology.gpus_per_node} to quantize_frozen_params or load_frozen_params"
+            )
 
 
 def holds_base(module: nn.Module) -> bool:
@@ -308,34 +302,3 @@ def _unplaced(module: nn.Module) -> list[FrozenWeight]:
 def _weights_of(module: nn.Module) -> list[FrozenWeight]:
     """Return the frozen weights below ``module``, tied ones once."""
     return list(dict.fromkeys(weight for _, _, _, weight in frozen_sites(module)))
-
-
-def _lies_elsewhere(placement: Placement, mesh: ProcessMesh) -> bool:
-    """Return whether ``placement`` is a default one, over the ranks of ``mesh`` but on nodes of another size."""
-    if placement.by_name:
-        return False
-    alone = placement.mesh.group is None  # quantized before there was a process group: all of it is on each rank
-    return (alone or placement.mesh.group is mesh.group) and placement.mesh.topology != mesh.topology
-
-
-def _check_movable(weight: FrozenWeight, mesh: ProcessMesh) -> None:
-    if not isinstance(weight.codec, BlockCodec):
-        raise ValueError(
-            f"{weight.name} is placed on {weight.placement.mesh.topology}, but the strategy that wraps it has "
-            f"{mesh.topology}, and chunks encoded by {weight.codec} can't be re-cut; pass gpus_per_node="
-            f"{mesh.topology.gpus_per_node} to quantize_frozen_params"
-        )
-
-
-def _all_rows(weight: FrozenWeight) -> Tensor:
-    """Gather all chunks of a weight, uint8 [chunks, local_nbytes]. Collective."""
-    # Without its unit: gathering that would make units, and the model does not have its final shape yet.
-    mesh, scope = weight.placement.mesh, weight.placement.scope
-    row = weight.holder.local_payload(weight).view(1, -1)
-    hops = (
-        hop_over(mesh.inter if scope == "G" else None, "gather", "inter", Traffic()),
-        hop_over(mesh.intra if scope != "N" else None, "gather", "intra", Traffic()),
-    )
-    for hop in filter(None, hops):
-        row = hop.all_gather(for_collectives(row, hop.group), weight.name)
-    return row

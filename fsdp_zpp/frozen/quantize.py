@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,8 +34,8 @@ from ._torch_modules import (
     sharded_parameters,
     unfreeze,
 )
-from .checkpoint_reading import OTHER_FILES, ModelTensor, Source, WeightSource, source_from
-from .frozen_base import FrozenBase, FrozenReport, follow_strategy, log_report
+from .checkpoint_reading import OTHER_FILES, Checkpoint, ModelTensor
+from .frozen_base import FrozenBase, FrozenReport, check_nodes, log_report
 from .weight import FrozenWeight, Placement, ReadValues, place_base
 
 # ---- finite
@@ -397,8 +398,6 @@ def quantize_for(
 ) -> dict[str, tuple[str, ...]]:
     """Quantize the frozen weights of ``module`` if its strategy has a codec for them. Collective.
 
-    A base that is already quantized is resharded over the strategy's nodes.
-
     Args:
         strategy: The strategy; its parameter scope places the weights.
         module: The module that is about to be sharded, over the ranks of ``mesh``.
@@ -413,7 +412,7 @@ def quantize_for(
         Names of frozen parameters that stay as they are, by the reason.
     """
     if not is_part:
-        follow_strategy(module, mesh)
+        check_nodes(module, mesh)
     codec = strategy.frozen_codec
     if codec is None:
         return {}
@@ -457,28 +456,11 @@ def prepare_frozen(root: nn.Module) -> None:
         base.prepare()
 
 
-def _log_base_on_host(model: str, bases: Sequence[FrozenBase], units: Sequence[StrategyUnit]) -> None:
-    """Log that a base is not on the nodes of its model's strategies, if links have determined those nodes."""
-    nodes = next((unit.ranks.topology for unit in units if unit.ranks.by_links and unit.ranks.rank == 0), None)
-    placements = (weight.placement for base in bases for weight in base.weights)
-    on_host = next((each for each in placements if each.scope != "N" and not each.by_name), None)
-    if nodes is not None and on_host is not None:
-        logger.info(
-            "%s: the frozen base stays sharded over %s, for a GPU may have no room for all of it; gpus_per_node=%d "
-            "places it on %s",
-            model,
-            on_host.mesh.topology,
-            nodes.gpus_per_node,
-            nodes,
-        )
-
-
 def log_frozen(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> None:
     """Log what was quantized for strategies, or why nothing was."""
     bases = FrozenBase.below(root)
     for base in bases:
         base.log_reports()
-    _log_base_on_host(model, bases, units)
     quantizing = [unit for unit in units if unit.strategy.frozen is not None]
     if not quantizing or bases:
         return
@@ -515,7 +497,7 @@ def quantize_frozen_params(
     placement: str = "I",
     gpus_per_node: int | None = None,
     process_group: dist.ProcessGroup | None = None,
-    checkpoint: Source | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     min_numel: int = MIN_NUMEL,
     device: torch.device | str | int | None = None,
     dtype: torch.dtype | None = None,
@@ -541,13 +523,14 @@ def quantize_frozen_params(
         placement: A parameter scope: ``I`` keeps the base in every node, sharded inside, and sends no byte between
             nodes; ``G`` shards it over all ranks until the first gather, which leaves each node a copy; ``N`` keeps
             all of it on every rank.
-        gpus_per_node: The node size, as in ``Strategy``. Default: that of the strategy that will wrap the model.
+        gpus_per_node: The node size: that of the strategy that will wrap the model, if it gives one. Default: the
+            launcher's.
         process_group: The data-parallel ranks. Default: those that a part of the model is sharded over; all ranks if
             none is; this process alone if there is no process group.
-        checkpoint: Where to read the weights: a safetensors file, an index of several, a folder with either, or a
-            function of the name that a parameter has without adapters. Each rank reads the rows that it keeps. The
-            checkpoint must have all frozen parameters and persistent buffers, quantized or not; trainable parameters
-            are read, too, if a file has them. Default: take the weights from the model.
+        checkpoint: Where to read the weights: a safetensors file, an index of several, or a folder with
+            ``model.safetensors`` or its index. Each rank reads the rows that it keeps. The checkpoint must have all
+            frozen parameters and persistent buffers, quantized or not; trainable parameters are read, too, if a file
+            has them. Default: take the weights from the model.
         min_numel: Weights with fewer values stay as they are.
         device: The device that keeps the codes. Default: this process's accelerator if the process group communicates
             through it, otherwise the device that each weight is on.
@@ -578,13 +561,8 @@ def quantize_frozen_params(
     def check() -> tuple[Selection, torch.device | None]:
         _check_arguments(model, chosen, min_numel, dtype)
         selection = select(model, min_numel, ignored_params, unpack=True)
-        if chosen == AsStored():
-            if checkpoint is None:
-                selection.leave_plain()
-            elif callable(checkpoint):
-                raise ValueError(
-                    f"codec={chosen!r} keeps the codes of files, and the checkpoint is a function; give a path"
-                )
+        if chosen == AsStored() and checkpoint is None:
+            selection.leave_plain()
         selection.refuse_sharded(
             f"call quantize_frozen_params(model, {chosen!r}) before you wrap the model, or wrap it with "
             f"Strategy(..., frozen={chosen!r}), which quantizes what it wraps"
@@ -638,12 +616,12 @@ class _QuantizedCheckpoint:
 
 def _read(
     model: nn.Module,
-    checkpoint: Source,
+    checkpoint: str | os.PathLike[str],
     selection: Selection,
     options: FrozenOptions,
     group: dist.ProcessGroup | None,
 ) -> _QuantizedCheckpoint:
-    source = source_from(checkpoint, warns=group is None or dist.get_rank(group) == 0)
+    source = Checkpoint(checkpoint, warns=group is None or dist.get_rank(group) == 0)
     tensors = {id(tensor.tensor): tensor for tensor in source.cover(model)}
     encoded = []
     for candidate in list(selection.chosen):
@@ -667,7 +645,7 @@ def _read(
     return _QuantizedCheckpoint(encoded, others, source.summary())
 
 
-def _stored(source: WeightSource, tensor: ModelTensor, codec: Codec) -> StoredWeight | None:
+def _stored(source: Checkpoint, tensor: ModelTensor, codec: Codec) -> StoredWeight | None:
     if not isinstance(codec, AsStored):
         return None
     try:

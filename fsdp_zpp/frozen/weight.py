@@ -40,7 +40,7 @@ class Placement:
 
     Attributes:
         scope: ``N`` replicated on every rank, ``I`` sharded inside a node, ``G`` sharded over all ranks.
-        by_name: Whether the user gave the node size; see ``follow_strategy`` in frozen_base.py.
+        by_name: Whether the user gave the node size; see ``check_nodes`` in frozen_base.py.
     """
 
     scope: str
@@ -173,12 +173,7 @@ class FrozenWeight:
     sampled: list[float] | None = None
 
     def __init__(self, name: str, shape: torch.Size, dtype: torch.dtype, codec: Codec, placement: Placement) -> None:
-        self.name, self.shape, self.dtype, self.codec = name, shape, dtype, codec
-        self.place(placement)
-
-    def place(self, placement: Placement) -> None:
-        """Set the placement and the chunk sizes that follow from it; the caller must re-cut an existing chunk."""
-        self.placement = placement
+        self.name, self.shape, self.dtype, self.codec, self.placement = name, shape, dtype, codec, placement
         self.chunk_numel = placement.chunk_numel(self.shape.numel(), self.codec)
         self.local_nbytes = self.codec.nbytes(self.chunk_numel)
 
@@ -222,16 +217,6 @@ class FrozenWeight:
         start = layout.scales_offset(self.chunk_numel)
         row[start : start + 4 * (last - first)] = scales[first:last].view(torch.uint8)
         return row
-
-    def recut(self, rows: Tensor, placement: Placement) -> Tensor:
-        """Set another placement, and cut this rank's chunk, uint8 [local_nbytes], out of all chunks."""
-        assert isinstance(self.codec, BlockCodec)
-        before = self.chunk_numel
-        self.place(placement)
-        row = rows.new_zeros(1, self.local_nbytes)
-        first = placement.own_chunk * self.chunk_numel // self.codec.block
-        copy_blocks(self.codec, rows, before, first, row, self.chunk_numel, 0)
-        return row[0]
 
     def encode(self, read: ReadValues, device: torch.device) -> Tensor:
         """Quantize this rank's chunk, uint8 [local_nbytes] on ``device``; no other values are read."""

@@ -25,7 +25,7 @@ from fsdp_zpp.comm.flat_layout import FlatLayout, Sharded
 from fsdp_zpp.comm.gradient_reduce import GradientReduce
 from fsdp_zpp.comm.hops import Traffic
 from fsdp_zpp.comm.mesh import ProcessMesh, compute_device, mesh_on, own_rank, process_mesh
-from fsdp_zpp.frozen.frozen_base import follow_strategy
+from fsdp_zpp.frozen.frozen_base import check_nodes
 from fsdp_zpp.frozen.hugging_face import guard_sharded
 from fsdp_zpp.frozen.quantize import left_to_shard, log_frozen, prepare_frozen, quantize_for
 from fsdp_zpp.names import explains_keywords, model_name
@@ -611,7 +611,7 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
     facts = {"codecs": state.codecs, "gpus_per_node": state.mesh.topology.gpus_per_node}
     call = f"register_comm_hook of {model_name(model)}"
     check_agreement(state.process_group, call, facts | {"error_feedback": state.error_feedback} | sizes)
-    follow_strategy(model, state.mesh)
+    check_nodes(model, state.mesh)
     states: dict[FullyShardedDataParallel, object] = {}
     hooked: list[CommHookUnit] = []
     error_nbytes = 0

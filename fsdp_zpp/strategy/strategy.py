@@ -26,13 +26,8 @@ from fsdp_zpp.codecs import (
 )
 from fsdp_zpp.names import check_keywords, did_you_mean, explains_keywords
 
-from .configuration import (
-    PRESETS,
-    StrategyArguments,
-    arguments_from_mapping,
-    mapping_from_arguments,
-    strategy_arguments,
-)
+from .configuration import PRESETS, StrategyArguments, arguments_from_mapping, mapping_from_arguments
+from .deepspeed import strategy_arguments
 from .error_feedback import LoCo, Topology, check_error_feedback, error_buffer_specs
 from .local_steps import Elastic, LocalSteps
 
@@ -49,36 +44,11 @@ LEGAL_LEVELS: tuple[str, ...] = tuple(
     p + g + o for o, g, p in product(_SCOPES, repeat=3) if _SCOPES.index(o) >= max(map(_SCOPES.index, (g, p)))
 )
 
-# The letters of torch's strategies, or those that come closest.
-_OF_TORCH = {
-    "FULL_SHARD": "GGG",
-    "SHARD_GRAD_OP": "NGG",
-    "HYBRID_SHARD": "III",
-    "_HYBRID_SHARD_ZERO2": "NII",
-    "NO_SHARD": "NNN",
-    "FSDP": "GGG",
-    "HSDP": "III",
-    "DDP": "NNN",
-}
-# Strategies of torch that gather weights in every micro-batch; parameter scope N keeps them until they change.
-_GATHERED_AGAIN = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
-
-
-def _meant(levels: str) -> str:
-    """Return a hint at the intended letters, after a semicolon; "" if ``levels`` stands for none."""
-    upper = levels.strip().rpartition(".")[2].upper()
-    name = next((name for name in _OF_TORCH if name.strip("_") == upper.strip("_")), None)
-    if name is not None:
-        closest = "closest to " if name in _GATHERED_AGAIN else ""
-        return f"; {closest}torch's {name} is {_OF_TORCH[name]!r}"
-    return f"; did you mean {upper!r}?" if upper in LEGAL_LEVELS else ""
-
 
 def check_levels(levels: object) -> None:
     """Raise, with the reason, unless ``levels`` are three letters that are legal together."""
     if not isinstance(levels, str):
-        meant = _meant(getattr(levels, "name", "")) if type(levels).__name__ == "ShardingStrategy" else ""
-        raise TypeError(f"levels must be three letters such as 'GGG', got {levels!r}{meant}")
+        raise TypeError(f"levels must be three letters such as 'GGG', torch's FULL_SHARD, got {levels!r}")
     if levels in LEGAL_LEVELS:
         return
     reason = "levels are three of the letters N, I, G"
@@ -87,7 +57,7 @@ def check_levels(levels: object) -> None:
     # Three valid letters can break only the rule about the optimizer.
     if len(levels) == 3 and set(levels) <= set(_SCOPES):
         reason = "the optimizer scope must be at least as fine (N < I < G) as the other two"
-    raise ValueError(f"levels {levels!r} is not legal: {reason}; legal are {', '.join(LEGAL_LEVELS)}{_meant(levels)}")
+    raise ValueError(f"levels {levels!r} is not legal: {reason}; legal are {', '.join(LEGAL_LEVELS)}")
 
 
 # ---- overrides
@@ -357,10 +327,8 @@ class Strategy:
                 "local_steps=None (null or false in a file) makes diloco no DiLoCo but mics, which exchanges gradients "
                 "in every step; leave it out for the defaults, or choose mics"
             )
-        if every is not None and "local_steps" in arguments:
-            raise TypeError("every and local_steps both say how often nodes exchange weights: pass one of them")
-        if elastic is not None and "local_steps" in arguments:
-            raise TypeError("elastic is an argument of LocalSteps, too: pass LocalSteps(elastic=...) alone")
+        if (every is not None or elastic is not None) and "local_steps" in arguments:
+            raise TypeError("every and elastic are arguments of LocalSteps, too: pass them to it alone")
         local_steps = LocalSteps(elastic=elastic) if every is None else LocalSteps(every, elastic=elastic)
         preset: StrategyArguments = {"levels": "III", "local_steps": local_steps}
         return cls(**preset | arguments)
@@ -398,8 +366,8 @@ class Strategy:
             config: The configuration, or the path of one in JSON. Keys that decide no strategy may be "auto".
 
         Raises:
-            ValueError: If keys are unknown, can't be honoured or contradict each other, with a remedy for each.
-            TypeError: If values have the wrong type, and nothing else is wrong.
+            ValueError: If a key is unknown, can't be honoured or contradicts another one.
+            TypeError: If a value has the wrong type.
             OSError: If the file can't be read.
         """
         return cls(**strategy_arguments(config))

@@ -366,7 +366,7 @@ BAD: list[tuple[str, str, Any, str]] = [
     ("dequantize_frozen_params", "model", lora.make_base, "other quantized weights than rank"),
     ("save_frozen_params", "model", lora.make_base, "nothing of this Net is quantized"),
     ("save_frozen_params", "path", None, "path must be a folder"),
-    ("save_frozen_params", "max_file_size", "5 apples", "must be a positive number of bytes, or a text such as"),
+    ("save_frozen_params", "max_file_size", "5 apples", "must be a positive number of bytes, got"),
     ("load_frozen_params", "model", no_module, "model must be an nn.Module"),
     ("load_frozen_params", "path", None, "path must be a folder"),
     ("load_frozen_params", "path", "missing", "which save_frozen_params writes"),

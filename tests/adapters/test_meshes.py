@@ -232,7 +232,7 @@ class Part:
         report = str(quantize_frozen_params(net, Int8(64), process_group=self.group))
         model = self.shard(net, Strategy("IGG"))
         losses = self.trained(model)
-        save_frozen_params(model, self.folder, max_file_size="20KB")
+        save_frozen_params(model, self.folder, max_file_size=20_000)
         load_frozen_params(other, self.folder, process_group=self.group)
         names = dequantize_frozen_params(other)
         return [report, losses, len(list(self.folder.iterdir())), names, values(other.state_dict())]

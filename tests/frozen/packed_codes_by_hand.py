@@ -78,33 +78,17 @@ def awq(out: int, inputs: int, seed: int = 0, *, group: int = 32) -> Stored:
 
 
 def packed_integers(
-    out: int, inputs: int, seed: int = 0, *, bits: int = 4, group: int | None = 32, sym: bool = True, act: bool = False
+    out: int, inputs: int, seed: int = 0, *, bits: int = 4, group: int | None = 32, sym: bool = True
 ) -> Stored:
     """As compressed-tensors writes ``pack-quantized``; without a group there is one scale an output."""
     codes, groups = _codes((out, inputs), bits, seed), 1 if group is None else inputs // group
     zeros = torch.full((out, groups), 2 ** (bits - 1)) if sym else _codes((out, groups), bits, seed + 1)
     scales = _scales((out, groups), torch.bfloat16, seed + 2, bits)
-    group_of = _groups(inputs, group or inputs, act, seed + 3)
+    group_of = torch.arange(inputs) // (group or inputs)
     parts = {"weight_packed": words(codes, bits), "weight_scale": scales, "weight_shape": torch.tensor([out, inputs])}
     if not sym:
         parts["weight_zero_point"] = words(zeros.T, bits).T.contiguous()
-    if act:
-        parts["weight_g_idx"] = group_of.int()
     return parts, _values(codes, zeros, scales, group_of)
-
-
-def nvfp4(out: int, inputs: int, seed: int = 0) -> Stored:
-    """As compressed-tensors writes ``nvfp4-pack-quantized``."""
-    codes = _codes((out, inputs), 4, seed)
-    scales = (_scales((out, inputs // 16), torch.float32, seed + 1) * 1e4).to(torch.float8_e4m3fn)
-    whole = torch.tensor([8700.0])
-    parts = {
-        "weight_packed": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8),
-        "weight_scale": scales,
-        "weight_global_scale": whole,
-    }
-    each = (scales.float() / whole).repeat_interleave(16, dim=1)
-    return parts, torch.tensor(FP4)[codes] * each
 
 
 def mxfp4(experts: int, out: int, inputs: int, seed: int = 0) -> Stored:
@@ -136,15 +120,3 @@ def fp8_rows(out: int, inputs: int, seed: int = 0) -> Stored:
     codes = _fp8_codes(out, inputs, generator)
     scales = (torch.rand(out, 1, generator=generator) * 1e-3 + 1e-4).bfloat16()
     return {"weight": codes, "weight_scale": scales}, codes.float() * scales.float()  # the library rounds to bf16
-
-
-def plain_integers(out: int, inputs: int, seed: int = 0, *, sym: bool = True, one: bool = False) -> Stored:
-    """As compressed-tensors writes ``int-quantized``, with one scale for each row, or ``one`` for all."""
-    shape = (1,) if one else (out, 1)
-    codes = _codes((out, inputs), 8, seed) - 128
-    zeros = torch.zeros(shape, dtype=torch.int64) if sym else _codes(shape, 8, seed + 1) - 128
-    scales = _scales(shape, torch.bfloat16, seed + 2, 8)
-    parts = {"weight": codes.to(torch.int8), "weight_scale": scales}
-    if not sym:
-        parts["weight_zero_point"] = zeros.to(torch.int8)
-    return parts, ((codes - zeros).double() * scales.double()).to(scales.dtype)

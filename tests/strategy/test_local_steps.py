@@ -145,7 +145,7 @@ def test_local_steps_refuse_what_elastic_nodes_cannot_do() -> None:
             LocalSteps(elastic=Elastic(2), **{name: value})
     with pytest.raises(TypeError, match=r"elastic must be Elastic\(...\) or None, got 2"):
         LocalSteps(elastic=2)
-    with pytest.raises(TypeError, match="elastic is an argument of LocalSteps, too"):
+    with pytest.raises(TypeError, match="every and elastic are arguments of LocalSteps, too"):
         Strategy.diloco(elastic=Elastic(2), local_steps=LocalSteps())
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from . import floats, format, integers
-from .floats import FourBit, Fp8, Int8Rows, Mxfp4, Nvfp4
+from .floats import FourBit, Fp8, Int8Rows, Mxfp4
 from .format import REMEDY, Config, Known, StoredFormat, StoredTensors, refuse_unknown, setting
-from .integers import Awq, Gptq, PackedIntegers, PlainIntegers
+from .integers import Awq, Gptq, PackedIntegers
 
 # The settings and formats of each quant_method. Without a quant_method, all formats are looked for.
 FORMATS: dict[str, tuple[Known, tuple[type[StoredFormat], ...]]] = {
@@ -25,7 +25,7 @@ FORMATS: dict[str, tuple[Known, tuple[type[StoredFormat], ...]]] = {
     "mxfp4": (floats.MXFP4_SETTINGS, (Mxfp4,)),
     "gptq": (integers.GPTQ_SETTINGS, (Gptq,)),
     "awq": (integers.AWQ_SETTINGS, (Awq,)),
-    "compressed-tensors": (format.COMPRESSED_TENSORS_SETTINGS, (PackedIntegers, PlainIntegers, Nvfp4, Fp8)),
+    "compressed-tensors": (format.COMPRESSED_TENSORS_SETTINGS, (PackedIntegers, Fp8)),
 }
 
 # Ends of the names of tensors that belong to the codes of a weight.
@@ -78,17 +78,14 @@ def find_stored(tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, 
             if (weight := each.at(key, tensors, settings)) is not None:
                 found.setdefault(*weight)
                 break
-    if config.get("quantization_status") != "decompressed":
-        _refuse_unread(tensors, found)
+    _refuse_unread(tensors, found)
     return found
 
 
 def _configs(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield each ``quantization_config`` of ``config.json``; models of several parts have one in a part's mapping."""
-    # Older versions of compressed-tensors call it compression_config.
-    own = [setting(content, key, dict) for key in ("quantization_config", "compression_config")]
-    if any(own):
-        yield from (each for each in own if each)
+    if own := setting(content, "quantization_config", dict):
+        yield own
         return
     for value in content.values():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Stored floats: fp8, mxfp4, nvfp4, and bitsandbytes' four and eight bits."""
+"""Stored floats: fp8, mxfp4, and bitsandbytes' four and eight bits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import json
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -25,20 +25,18 @@ from .format import (
     Scheme,
     StoredFormat,
     StoredTensors,
-    as_stated,
     block_size,
     check_header,
-    has_zero_points,
     refuse_misfit,
     refuse_setting,
-    refuse_zero_points,
+    scheme_of,
     setting,
     shape_of,
 )
 
 # ---- fp4 codes
 #
-# Values of 4-bit floats (e2m1), two in a byte, as mxfp4 and nvfp4 have them.
+# Values of 4-bit floats (e2m1), two in a byte, as mxfp4 has them.
 
 # Values of the lower three bits of a code; the fourth is the sign (OCP Microscaling Formats, section 5.3.3).
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -61,21 +59,21 @@ def _pairs(device: torch.device) -> Tensor:
 
 # ---- fp8
 #
-# fp8 with scales: DeepSeek's blocks (``weight_scale_inv``), and scales for each row, group or all of a weight.
+# Matrices in fp8 with scales: DeepSeek's blocks (``weight_scale_inv``), and scales of rows, groups or all of a matrix.
 #
 # ``value = code * scale`` in fp32, rounded once. Names and values are those of transformers'
 # ``integrations.finegrained_fp8``. Scales in e8m0, powers of two in a byte, are kept as fp32.
 #
-# The configuration says which rows and columns share a scale (:func:`stated_block`):
+# The configuration says which rows and columns share a scale (:func:`_stated_block`):
 #
 # =====================================================  ==============================
 # ``weight_block_size`` of ``fp8``, strategy ``block``   these rows and columns
 # strategy ``group``                                     a row, ``group_size`` columns
-# strategy ``channel``, ``fbgemm_fp8``                   a row, or a column of a stack
-# strategy ``tensor``                                    a matrix, or all of a stack
+# strategy ``channel``, ``fbgemm_fp8``                   a row
+# strategy ``tensor``                                    a matrix
 # =====================================================  ==============================
 #
-# Shapes only have to fit that. If the configuration says nothing, shapes decide, and are refused if they leave it open.
+# Shapes have to fit that. If it says nothing, a single scale is a matrix's, and one for each row is a row's.
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _E8M0 = (torch.float8_e8m0fnu, torch.uint8)  # scales that are powers of two; a uint8 has the bits of an e8m0
@@ -107,7 +105,7 @@ Block = tuple[int | None, int | None]  # rows and columns that share a scale; No
 
 @dataclass(frozen=True, eq=False)
 class Fp8(StoredFormat):
-    """A matrix, or a stack of matrices, in fp8; ``block`` has the rows and columns that share a scale."""
+    """A matrix in fp8, or a stack of such; ``block`` has the rows and columns that share a scale."""
 
     name: ClassVar[str] = "fp8"
 
@@ -116,87 +114,48 @@ class Fp8(StoredFormat):
 
     @classmethod
     def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
-        # The scales of some formats are in fp8, too, such as those of nvfp4.
-        if tensors.dtype(key) not in CODES or len(tensors.shape(key)) < 2 or key.endswith(_SUFFIXES):
+        dtype, shape = tensors.dtype(key), torch.Size(tensors.shape(key))
+        if dtype not in CODES or len(shape) < 2 or key.endswith(_SUFFIXES):
             return None
-        return key, as_stated(config, key, "float", partial(cls._of, key, tensors, config))
-
-    @classmethod
-    def _of(cls, key: str, tensors: StoredTensors, config: Config, scheme: Scheme | None) -> Fp8:
-        shape, dtype = torch.Size(tensors.shape(key)), tensors.dtype(key)
+        if len(shape) > 2:
+            refuse_setting(cls.name, f"{key} of shape", tuple(shape), "matrices alone")
         assert isinstance(dtype, torch.dtype)
         scale = _scale_of(key, dtype, tensors)
         _check_dtypes(key, dtype, scale, tensors, config)
-        keys = {"codes": key, "scales": scale}
-        if has_zero_points(zeros := f"{key}_zero_point", tensors, scheme):
-            refuse_zero_points(zeros, tensors)  # some versions of compressed-tensors wrote them, all 0
-            keys["zero_point"] = zeros
-        if config.get("quant_method") == "fbgemm_fp8" and len(shape) == 3 and tensors.shape(scale)[-1:] == (1,):
-            # transformers has one shape for scales of rows, and of columns.
-            refuse_misfit(scale, f"a tensor of shape {tensors.shape(scale)}", "a scale for each column of a stack")
-        block = block_of(shape, tensors.shape(scale), stated_block(config, scheme), scale)
-        return cls(shape, torch.bfloat16, keys, dtype, block)
+        stated = _stated_block(config, scheme_of(config, key, "float"))
+        block = _block_of(shape, tensors.shape(scale), stated, scale)
+        return key, cls(shape, torch.bfloat16, {"codes": key, "scales": scale}, dtype, block)
 
     @property
     def description(self) -> str:
         kind = str(self.code_dtype).removeprefix("torch.float8_")
         return f"{self.name} {kind} in blocks of {self.block[0]}x{self.block[1]}, {self.shape[-1]} columns"
 
-    @cached_property
+    @property
     def rows(self) -> int:
-        # The matrices of a stack lie one below the other. No block spans two of them, so if a matrix ends within a
-        # block, a group is a matrix.
-        height, rows = self.block[0], self.shape[-2]
-        return height if len(self.shape) == 2 or rows % height == 0 else rows
+        return self.block[0]
 
     @cached_property
     def layout(self) -> RecordLayout:
-        (height, width), columns = self.block, self.shape[-1]
-        scales = (-(-self.rows // height), -(-columns // width))
-        return RecordLayout(Field("codes", torch.uint8, (self.rows, columns)), Field("scales", torch.float32, scales))
+        columns = self.shape[-1]
+        scales = Field("scales", torch.float32, (1, -(-columns // self.block[1])))
+        return RecordLayout(Field("codes", torch.uint8, (self.rows, columns)), scales)
 
     def pack(self, parts: Parts, first: int, last: int) -> Tensor:
-        if len(self.shape) == 2:
-            codes = parts["codes"][first * self.rows : last * self.rows]
-            scales = self._of_matrix(parts["scales"], first, last)
+        codes = parts["codes"][first * self.rows : last * self.rows]
+        if shape_of(parts["scales"]).numel() == 1:
+            scales = _fp32(parts["scales"][...]).reshape(1).expand(last - first)
         else:
-            codes, scales = self._of_stack(parts, first * self.rows, last * self.rows)
+            scales = _fp32(parts["scales"][first:last])
         return self.layout.pack(last - first, codes=codes, scales=scales)
 
-    def _of_matrix(self, scales: Any, first: int, last: int) -> Tensor:
-        """Return the scales of groups of a matrix, fp32 [groups, columns of blocks]."""
-        if shape_of(scales).numel() == 1:
-            return _fp32(scales[...]).reshape(1, 1).expand(last - first, 1)
-        return _fp32(scales[first:last])
-
-    def _of_stack(self, parts: Parts, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Return the codes and scales of some rows, counted through all matrices of a stack."""
-        height, rows = self.block[0], self.shape[-2]
-        matrices = slice(first // rows, -(-last // rows))
-        codes = parts["codes"][matrices].reshape(-1, self.shape[-1])
-        count = len(codes) // rows
-        all_scales = parts["scales"]
-        if shape_of(all_scales).numel() == 1:
-            scales = _fp32(all_scales[...]).reshape(1, 1, 1).expand(count, 1, 1)
-        else:
-            scales = _fp32(all_scales[matrices])
-        of_matrix = -(-rows // height)
-        scales = scales.reshape(count * of_matrix, -1)
-        begin = first - matrices.start * rows
-        begin_scale = begin // height
-        end_scale = begin_scale + (last - first) // self.rows * -(-self.rows // height)
-        return codes[begin : begin + last - first], scales[begin_scale:end_scale]
-
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
-        height, width = self.block
-        if scales.shape[1] > 1:
-            scales = scales.repeat_interleave(height, dim=1)[:, : codes.shape[1]]
         if scales.shape[2] > 1:
-            scales = scales.repeat_interleave(width, dim=2)[:, :, : codes.shape[2]]
+            scales = scales.repeat_interleave(self.block[1], dim=2)[:, :, : codes.shape[2]]
         return codes.view(self.code_dtype).float().mul_(scales)
 
 
-def stated_block(config: Config, scheme: Scheme | None) -> Block | None:
+def _stated_block(config: Config, scheme: Scheme | None) -> Block | None:
     """Return the rows and columns that share a scale by the configuration; None if it does not determine them."""
     if scheme is None:
         return (1, None) if config.get("quant_method") == "fbgemm_fp8" else block_size(config, "weight_block_size")
@@ -213,77 +172,31 @@ def stated_block(config: Config, scheme: Scheme | None) -> Block | None:
     return strategies[scheme.strategy]
 
 
-def block_of(shape: torch.Size, scales: tuple[int, ...], stated: Block | None, key: str) -> tuple[int, int]:
+def _block_of(shape: torch.Size, scales: tuple[int, ...], stated: Block | None, key: str) -> tuple[int, int]:
     """Return the rows and columns that share a scale, by the shapes of the weight and of the scales ``key``.
 
     ``stated`` is the block by the configuration; None if it does not determine it.
 
     Raises:
-        ValueError: If the scales don't fit the weight or the configuration, or the block is ambiguous.
+        ValueError: If the scales don't fit the weight or the configuration, or nothing determines the block.
     """
-    rows, columns = shape[-2:]
-    single = torch.Size(scales).numel() == 1
-    grid = (1, 1) if single else _grid(shape, scales)
-    if grid is None or len(shape) > 3:
-        refuse_misfit(key, f"a tensor of shape {scales}", f"scales for a weight of shape {tuple(shape)}")
+    rows, columns = shape
+    is_single = torch.Size(scales).numel() == 1
     if stated is None:
-        block = _only_block(shape, scales, grid, key)
-    else:
-        choices = [stated, (None, 1)] if stated == (1, None) and len(shape) == 3 else [stated]
-        fitting = [each for each in choices if _grid_of(each, rows, columns) == grid]
-        if not fitting or (single and shape[:-2].numel() > 1 and stated != (None, None)):
-            what = " x ".join("all" if size is None else str(size) for size in stated)
-            needed = f"a scale for each {what} of {tuple(shape)} values, as its configuration states"
-            refuse_misfit(key, f"a tensor of shape {scales}", needed)
-        block = fitting[0]
-    if grid == (1, 1) and None in block:
-        return (_UNBLOCKED if len(shape) == 2 else rows, columns)
-    return block[0] or rows, block[1] or columns
-
-
-def _grid(shape: torch.Size, scales: tuple[int, ...]) -> tuple[int, int] | None:
-    """Return the numbers of scales in a column and in a row of a matrix; None if they are of another weight."""
-    matrices = len(shape) - 2
-    if scales[:matrices] != shape[:-2] or not matrices <= len(scales) <= len(shape):
-        return None
-    down, across = (*scales[matrices:], 1, 1)[:2]
-    return down, across
-
-
-def _grid_of(block: Block, rows: int, columns: int) -> tuple[int, int]:
-    """Return the numbers of blocks in a column and in a row; the last ones may be smaller."""
-    height, width = block[0] or rows, block[1] or columns
-    return -(-rows // height), -(-columns // width)
-
-
-def _only_block(shape: torch.Size, scales: tuple[int, ...], grid: tuple[int, int], key: str) -> Block:
-    rows, columns = shape[-2:]
-    heights, widths = _sizes(rows, grid[0]), _sizes(columns, grid[1])
-    if not heights or not widths:
-        refuse_misfit(key, f"a tensor of shape {scales}", f"scales for a weight of shape {tuple(shape)}")
-    # A vector has a scale for each row, or for each column if there are as many.
-    is_open = len(scales) == len(shape) - 1 and grid[0] > 1 and (rows == columns or grid[0] != rows)
-    is_open |= len(heights) > 1 or len(widths) > 1
-    if is_open:
-        raise ValueError(
-            f"nothing says which values share one of the scales of {key}, {scales} for a weight of shape "
-            f"{tuple(shape)}: blocks could have {_span(heights)} rows and {_span(widths)} columns; put the config.json "
-            "of the model beside the checkpoint, or add weight_block_size to its quantization_config"
-        )
-    return (heights[0] if grid[0] > 1 else None, widths[0] if grid[1] > 1 else None)
-
-
-def _sizes(length: int, parts: int) -> range:
-    """Return the possible sizes of blocks that divide ``length`` into ``parts``, the last of which may be smaller."""
-    if parts == 1:
-        return range(length, length + 1)
-    if not 1 < parts <= length:
-        return range(0)
-    return range(-(-length // parts), -(-length // (parts - 1)))
-
-
-def _span(sizes: range) -> str:
-    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+        if not is_single and scales not in ((rows,), (rows, 1)):
+            raise ValueError(
+                f"nothing says which values share one of the scales of {key}, {scales} for a weight of shape "
+                f"{tuple(shape)}; put the config.json of the model beside the checkpoint, or add weight_block_size to "
+                "its quantization_config"
+            )
+        stated = (None, None) if is_single else (1, None)
+    height, width = stated[0] or rows, stated[1] or columns
+    grid = (-(-rows // height), -(-columns // width))
+    if len(scales) > 2 or grid != ((1, 1) if is_single else (*scales, 1)[:2]):
+        text = " x ".join("all" if size is None else str(size) for size in stated)
+        needed = f"a scale for each {text} of {tuple(shape)} values, as its configuration states"
+        refuse_misfit(key, f"a tensor of shape {scales}", needed)
+    return (_UNBLOCKED, columns) if grid == (1, 1) and None in stated else (height, width)
 
 
 def _scale_of(key: str, dtype: torch.dtype, tensors: StoredTensors) -> str:
@@ -367,63 +280,6 @@ class Mxfp4(StoredFormat):
 
     def decode(self, blocks: Tensor, scales: Tensor) -> Tensor:
         return (unpack_fp4(blocks) * scales.float().unsqueeze(-1)).mT
-
-
-# ---- nvfp4
-#
-# Weights of compressed-tensors' format ``nvfp4-pack-quantized``.
-#
-# - ``weight_packed``, uint8 [out, in / 2]: two neighbouring inputs a byte;
-# - ``weight_scale``, float8_e4m3fn [out, in / 16];
-# - ``weight_global_scale``, fp32 [1]: what the scales were multiplied by.
-
-_NVFP4_BLOCK = 16
-
-
-@dataclass(frozen=True, eq=False)
-class Nvfp4(StoredFormat):
-    """A matrix in ``nvfp4-pack-quantized``; a group is a row, whose record includes the global scale."""
-
-    name: ClassVar[str] = "compressed-tensors' nvfp4-pack-quantized"
-
-    @classmethod
-    def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
-        if not key.endswith(".weight_global_scale"):
-            return None
-        weight = key.removesuffix("_global_scale")
-        return weight, as_stated(config, weight, "float", partial(cls._of, weight, tensors))
-
-    @classmethod
-    def _of(cls, weight: str, tensors: StoredTensors, scheme: Scheme | None) -> Nvfp4:
-        if scheme is not None:
-            stated = scheme.bits, scheme.strategy, scheme.group_size, scheme.symmetric
-            if stated != (allowed := (4, "tensor_group", _NVFP4_BLOCK, True)):
-                refuse_setting(cls.name, "num_bits, strategy, group_size, symmetric", stated, f"{allowed} alone")
-        keys = {role: f"{weight}_{role}" for role in ("packed", "scale", "global_scale")}
-        out, octets = check_header(tensors, keys["packed"], torch.uint8)
-        if octets * 2 % _NVFP4_BLOCK:
-            refuse_misfit(keys["packed"], f"{octets * 2} columns", f"columns in multiples of {_NVFP4_BLOCK}")
-        check_header(tensors, keys["scale"], torch.float8_e4m3fn, shape=(out, octets * 2 // _NVFP4_BLOCK))
-        if tensors.shape(keys["global_scale"]) != ():
-            check_header(tensors, keys["global_scale"], torch.float32, shape=(1,))
-        return cls(torch.Size((out, octets * 2)), torch.bfloat16, keys)
-
-    @cached_property
-    def layout(self) -> RecordLayout:
-        blocks = self.shape[-1] // _NVFP4_BLOCK
-        return RecordLayout(
-            Field("packed", torch.uint8, (blocks, _NVFP4_BLOCK // 2)),
-            Field("scale", torch.float8_e4m3fn, (blocks, 1)),
-            Field("global_scale", torch.float32, (1, 1)),
-        )
-
-    def decode(self, packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-        return unpack_fp4(packed) * (scale.float() / global_scale)
-
-    def refuse_infinite(self, records: Tensor) -> None:
-        super().refuse_infinite(records)
-        if not self.layout.split(records)["global_scale"].all():
-            raise ValueError(f"{self.keys.get('global_scale', self.name)} is 0, and scales are divided by it; {REMEDY}")
 
 
 # ---- bitsandbytes

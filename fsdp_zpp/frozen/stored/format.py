@@ -6,7 +6,7 @@ import dataclasses
 import re
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, TypeVar
@@ -423,15 +423,10 @@ def block_size(settings: Mapping[str, Any], key: str) -> tuple[int, int] | None:
 # Names, defaults and the order of targets are those of compressed-tensors' ``QuantizationConfig``, ``QuantizationArgs``
 # and ``match_targets``.
 
-Format = TypeVar("Format", bound=StoredFormat)
-
 COMPRESSED = "compressed-tensors"
 _FORMATS = (
     "pack-quantized",
-    "int-quantized",
-    "naive-quantized",
     "float-quantized",
-    "nvfp4-pack-quantized",
     "dense",
     "mixed-precision",  # each group of layers has a format of its own
 )
@@ -439,15 +434,12 @@ _READ_SETTINGS = ", ".join(_FORMATS[:-2])
 COMPRESSED_TENSORS_SETTINGS: Known = {
     **dict.fromkeys(("quant_method", "version", "kv_cache_scheme", "global_compression_ratio", "ignore")),
     **dict.fromkeys(("run_compressed", "dequantize", "use_optimized_inference")),
-    **dict.fromkeys(("config_groups", "format", "sparsity_config")),  # read below
+    **dict.fromkeys(("config_groups", "format")),  # read below
     # Files may have codes under any of these; plain weights are refused if they have scales.
-    "quantization_status": ("initialized", "calibration", "frozen", "compressed", "decompressed"),
+    "quantization_status": ("initialized", "calibration", "frozen", "compressed"),
     "transform_config": (),
+    "sparsity_config": (),
     "moe_sparsity_config": (),
-}
-_SPARSITY: Known = {
-    **dict.fromkeys(("format", "targets", "ignore", "global_sparsity", "sparsity_structure")),
-    "registry_requires_subclass": (False,),
 }
 _GROUP: Known = dict.fromkeys(("targets", "weights", "input_activations", "output_activations", "format"))
 _WEIGHTS: Known = {
@@ -455,8 +447,7 @@ _WEIGHTS: Known = {
     **dict.fromkeys(("observer_kwargs", "scale_dtype")),  # files have scales of any dtype that can be read
     "type": ("int", "float"),
     "dynamic": (False,),
-    # In the order of activations, files have the group of each input; in that of weights, groups are neighbours.
-    "actorder": (False, True, "group", "dynamic", "weight", "static"),
+    "actorder": (False, "weight", "static"),  # in the order of weights, groups are neighbours
     "zp_dtype": ("torch.int8", "int8", "torch.float8_e4m3fn", "float8_e4m3fn"),
 }
 
@@ -469,7 +460,6 @@ class Scheme:
         strategy: The part that has its own scale: ``tensor``, ``channel``, ``group``, ``tensor_group`` or ``block``.
         group_size: Neighbouring inputs that share a scale, of ``group`` and ``tensor_group``.
         block: Rows and columns that share one, of ``block``.
-        ordered: Whether files list the inputs of each group; otherwise they are neighbours.
     """
 
     kind: str = "int"
@@ -478,7 +468,6 @@ class Scheme:
     strategy: str = "tensor"
     group_size: int | None = None
     block: tuple[int, int] | None = None
-    ordered: bool = False
 
     @classmethod
     def of(cls, weights: Mapping[str, Any]) -> Scheme:
@@ -486,8 +475,6 @@ class Scheme:
         size, strategy = setting(weights, "group_size", int), setting(weights, "strategy", str)
         if strategy is None:
             strategy = "tensor" if size is None else "channel" if size == -1 else "group"
-        text = weights.get("block_structure")
-        block = [int(part) if part.isdigit() else part for part in text.split("x")] if isinstance(text, str) else text
         bits, symmetric = setting(weights, "num_bits", int), setting(weights, "symmetric", bool)
         scheme = cls(
             (setting(weights, "type", str) or cls.kind).lower(),
@@ -495,37 +482,19 @@ class Scheme:
             cls.symmetric if symmetric is None else symmetric,
             strategy.lower(),
             size,
-            block_size({"block_structure": block}, "block_structure"),
-            str(weights.get("actorder")).lower() in ("true", "group", "dynamic"),
+            block_size(weights, "block_structure"),
         )
         lacks_size = scheme.strategy in ("group", "tensor_group") and (size is None or size < 1)
         if lacks_size or (scheme.strategy == "block") != (scheme.block is not None):
             raise ValueError(
                 f"config.json beside the checkpoint has the strategy {strategy!r} with group_size {size!r} and "
-                f"block_structure {text!r}, which contradict each other; {REMEDY}"
+                f"block_structure {scheme.block!r}, which contradict each other; {REMEDY}"
             )
         return scheme
 
     def groups(self, columns: int) -> int:
         """Return how many groups of columns have a scale of their own in each row."""
         return -(-columns // self.group_size) if self.group_size and self.strategy.endswith("group") else 1
-
-
-_INT, _INT4, _FP8 = Scheme(strategy="channel"), Scheme(bits=4, strategy="group", group_size=128), Scheme("float")
-# Schemes by name. Others are refused: some are not read, and W8A16 has not always been the same.
-_PRESETS = {
-    "W8A8": _INT,
-    "INT8": _INT,
-    "W4A16": _INT4,
-    "W4A8": _INT4,
-    "W4AFP8": _INT4,
-    "W4A16_ASYM": Scheme(bits=4, symmetric=False, strategy="group", group_size=128),
-    "FP8": _FP8,
-    "FP8_DYNAMIC": Scheme("float", strategy="channel"),
-    "FP8_BLOCK": Scheme("float", strategy="block", block=(128, 128)),
-    "NVFP4": Scheme("float", 4, strategy="tensor_group", group_size=16),
-    "NVFP4A16": Scheme("float", 4, strategy="tensor_group", group_size=16),
-}
 
 
 class Config(dict[str, Any]):
@@ -541,66 +510,47 @@ class Config(dict[str, Any]):
         super().__init__(settings)
         self.schemes: list[tuple[list[str], Scheme]] = []
         if self.get("quant_method") == COMPRESSED:
-            sparsity = setting(self, "sparsity_config", dict) or {}
-            refuse_unknown(COMPRESSED, sparsity, _SPARSITY, "sparsity_config.")
-            _refuse_other_formats(self, _FORMATS)
-            _refuse_other_formats(sparsity, ("dense",))
+            _refuse_other_formats(self)
             groups = setting(self, "config_groups", dict) or {}
             self.schemes = [scheme for name in groups if (scheme := _scheme_of(groups, name)) is not None]
 
 
 def _scheme_of(groups: Mapping[str, Any], name: str) -> tuple[list[str], Scheme] | None:
     """Return the targets and the scheme of a group; None if it says nothing of weights."""
-    if isinstance(targets := groups[name], list):
-        if name.upper() not in _PRESETS:
-            refuse_setting(COMPRESSED, f"config_groups.{name}", targets, f"{', '.join(_PRESETS)}, and schemes in full,")
-        return targets, _PRESETS[name.upper()]
     group = setting(groups, name, dict) or {}
     refuse_unknown(COMPRESSED, group, _GROUP, f"config_groups.{name}.")
-    _refuse_other_formats(group, _FORMATS)
+    _refuse_other_formats(group)
     weights = setting(group, "weights", dict)
     return (setting(group, "targets", list) or [], Scheme.of(weights)) if weights else None
 
 
-def _refuse_other_formats(settings: Mapping[str, Any], allowed: Collection[str]) -> None:
+def _refuse_other_formats(settings: Mapping[str, Any]) -> None:
     format = setting(settings, "format", str)
-    if format is not None and format not in allowed:
+    if format is not None and format not in _FORMATS:
         refuse_setting(COMPRESSED, "format", format, _READ_SETTINGS)
 
 
-def as_stated(config: Config, weight: str, kind: str, read: Callable[[Scheme | None], Format]) -> Format:
-    """Return the format of a weight that the configuration states.
+def scheme_of(config: Config, weight: str, kind: str) -> Scheme | None:
+    """Return the scheme of a weight with codes of that ``kind``; None if the configuration has no schemes.
 
-    Several groups may be the weight's, since the class of its module is unknown here. All groups that its tensors fit
-    must result in the same format. ``read`` returns the format by a scheme, or raises if the tensors don't fit it; the
-    scheme is None if the configuration has none.
+    Raises:
+        ValueError: If no scheme is the weight's, or several may be.
     """
     if not config.schemes:
-        return read(None)
-    those = [
-        scheme for scheme in _candidates(config.schemes, weight.removesuffix(".weight"), kind) if scheme.kind == kind
-    ]
-    if not those:
+        return None
+    module = weight.removesuffix(".weight")
+    found = [scheme for scheme in _candidates(config.schemes, module, kind) if scheme.kind == kind]
+    if not found:
         raise ValueError(
             f"the checkpoint has {weight} as {kind} codes, but no group of config_groups in config.json has such "
             f"weights for it; {REMEDY}"
         )
-    found: dict[str, Format] = {}
-    errors: list[ValueError] = []
-    for scheme in those:
-        try:
-            format = read(scheme)
-            found[format.description] = format
-        except ValueError as error:
-            errors.append(error)
-    if not found:
-        raise errors[0]
     if len(found) > 1:
         raise ValueError(
             f"config_groups in config.json leaves open which of its groups is that of {weight}: it could be "
-            f"{' or '.join(found)}; name it in the targets of one of them"
+            f"{' or '.join(map(str, found))}; name it in the targets of one of them"
         )
-    return next(iter(found.values()))
+    return found[0]
 
 
 def _candidates(schemes: list[tuple[list[str], Scheme]], module: str, kind: str) -> list[Scheme]:
@@ -635,19 +585,6 @@ def check_header(
         expected = tuple("any" if size is None else size for size in shape)
         refuse_misfit(key, f"a tensor of shape {found}", f"shape {expected}")
     return found
-
-
-def has_zero_points(key: str, tensors: StoredTensors, scheme: Scheme | None) -> bool:
-    """Return whether there are zero points ``key``; raise ValueError if there are none, but ``scheme`` needs them."""
-    if key not in tensors and scheme is not None and not scheme.symmetric:
-        refuse_misfit(key, "missing", "zero points, since config.json says that it is not symmetric")
-    return key in tensors
-
-
-def refuse_zero_points(key: str, tensors: StoredTensors) -> None:
-    """Raise ValueError unless all zero points of a weight are 0, as those of symmetric weights are."""
-    if tensors.read(key).float().any():
-        refuse_misfit(key, "zero points other than 0", "none, since it is symmetric")
 
 
 def shape_of(part: Any) -> torch.Size:

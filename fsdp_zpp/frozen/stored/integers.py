@@ -1,12 +1,11 @@
-"""Stored integers: GPTQ, AWQ, and compressed-tensors' packed and plain ones."""
+"""Stored integers: GPTQ, AWQ, and compressed-tensors' packed ones."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,15 +20,11 @@ from .format import (
     Scheme,
     StoredFormat,
     StoredTensors,
-    as_stated,
     check_header,
-    has_zero_points,
-    matches,
     refuse_misfit,
     refuse_setting,
-    refuse_unknown,
-    refuse_zero_points,
     rows_of,
+    scheme_of,
     setting,
 )
 
@@ -79,7 +74,7 @@ def scale_codes(codes: Tensor, zeros: Tensor | int, scales: Tensor, order: Group
 
 # ---- group order
 #
-# The groups of inputs that share a scale, where they are not neighbours: GPTQ's ``desc_act``, others' ``actorder``.
+# The groups of inputs that share a scale, where they are not neighbours: GPTQ's ``desc_act``.
 
 
 class GroupOrder:
@@ -90,14 +85,9 @@ class GroupOrder:
 
     @classmethod
     def of(cls, stored: Tensor, inputs: int, groups: int, key: str) -> GroupOrder | None:
-        """Return the order in ``stored``, integers [inputs]; None if groups are equally many neighbours, in order.
-
-        -1 anywhere means that the groups are neighbours (compressed-tensors).
-        """
+        """Return the order in ``stored``, integers [inputs]; None if groups are equally many neighbours, in order."""
         if stored.shape != (inputs,) or stored.dtype.is_floating_point:
             refuse_misfit(key, f"{stored.dtype} {tuple(stored.shape)}", f"the group of each of {inputs} inputs")
-        if -1 in stored:
-            return None
         low, high = int(stored.min()), int(stored.max())
         if low < 0 or high >= groups:
             refuse_misfit(key, f"groups from {low} to {high}", f"groups from 0 to {groups - 1}")
@@ -156,9 +146,11 @@ def refuse_uneven_groups(key: str, inputs: int, groups: int) -> None:
         refuse_misfit(key, f"{groups} groups", f"a number that divides {inputs} inputs")
 
 
-def refuse_other_groups(key: str, inputs: int, groups: int, size: int) -> None:
-    """Raise ValueError unless groups are ``size`` neighbouring inputs, the last perhaps fewer; -1 is all in one."""
-    if groups != (-(-inputs // size) if size > 0 else 1):
+def check_neighbours(config: Config, key: str, inputs: int, groups: int) -> None:
+    """Raise ValueError unless groups are equally many neighbouring inputs, ``group_size`` if that is stated."""
+    refuse_uneven_groups(key, inputs, groups)
+    size = setting(config, "group_size", int)
+    if size is not None and groups != (-(-inputs // size) if size > 0 else 1):
         refuse_misfit(key, f"{groups} groups of {inputs} inputs", f"groups of {size}, the group_size of config.json")
 
 
@@ -187,23 +179,13 @@ COMMON_SETTINGS: Known = {
     "rotation": (),
     "adapter": (),
 }
-_OVERRIDES: Known = {
-    **dict.fromkeys(("bits", "group_size", "desc_act", "sym", "mse", "damp_percent", "damp_auto_increment")),
-    **dict.fromkeys(("static_groups", "true_sequential", "act_group_aware")),
-}
 
 
-def settings_of(config: Config, layer: str) -> dict[str, Any]:
-    """Return the settings of a layer: gptqmodel's ``dynamic`` may override the common ones."""
-    dynamic = setting(config, "dynamic", dict) or {}
-    common = {key: value for key, value in config.items() if key != "dynamic"}
-    for pattern in dynamic:
-        if matches(pattern.removeprefix("+:").removeprefix("-:"), layer):
-            own = setting(dynamic, pattern, dict) or {}
-            changed = {key: value for key, value in own.items() if key not in config or value != config[key]}
-            refuse_unknown(str(config.get("quant_method")), changed, _OVERRIDES, "dynamic.*.")
-            return common | own
-    return common
+def refuse_overrides(config: Config) -> None:
+    """Raise ValueError if gptqmodel's ``dynamic`` has settings for some layers; it may exclude layers, by ``-:``."""
+    for pattern in setting(config, "dynamic", dict) or {}:
+        if not pattern.startswith("-:"):
+            refuse_setting(str(config.get("quant_method")), "dynamic", pattern, "patterns that exclude layers (-:)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,18 +227,6 @@ GPTQ_SETTINGS: Known = {
 }
 
 
-def _neighbours(own: Mapping[str, Any], key: str, inputs: int, groups: int) -> GroupOrder | None:
-    """Return the order of groups of neighbouring inputs; None if all groups have one size."""
-    size = setting(own, "group_size", int)
-    if size is None:
-        sizes = range(-(-inputs // groups), -(-inputs // (groups - 1)) if groups > 1 else inputs + 1)
-        if len(sizes) != 1:
-            refuse_misfit(key, f"{groups} groups of {inputs} inputs", "their group_size in config.json, or a g_idx")
-        size = sizes[0]
-    refuse_other_groups(key, inputs, groups, size)
-    return GroupOrder.of(torch.arange(inputs) // (size if size > 0 else inputs), inputs, groups, key)
-
-
 @dataclass(frozen=True, eq=False)
 class Gptq(_Transposed):
     """A matrix in GPTQ's format; a group is as many rows as a word holds codes.
@@ -285,18 +255,19 @@ class Gptq(_Transposed):
         stated = {version.lower() for version in versions if version} or {"gptq"}
         if len(stated) > 1:
             refuse_setting(cls.name, "checkpoint_format", " and ".join(sorted(stated)), "gptq and gptq_v2")
+        refuse_overrides(config)
         layer = key.removesuffix(".qweight")
-        return f"{layer}.weight", cls._of(layer, tensors, settings_of(config, layer), stated == {"gptq"})
+        return f"{layer}.weight", cls._of(layer, tensors, config, stated == {"gptq"})
 
     @classmethod
-    def _of(cls, layer: str, tensors: StoredTensors, own: Mapping[str, Any], minus_one: bool) -> Gptq:
+    def _of(cls, layer: str, tensors: StoredTensors, config: Config, minus_one: bool) -> Gptq:
         keys = {role: f"{layer}.{role}" for role in ("qweight", "qzeros", "scales", "g_idx")}
         if keys["g_idx"] not in tensors:
             del keys["g_idx"]
         words, out = check_header(tensors, keys["qweight"], torch.int32)
         groups, _ = check_header(tensors, keys["scales"], *_FLOATS, shape=(None, out))
         stored_order = tensors.read(keys["g_idx"]) if "g_idx" in keys else None
-        stated = setting(own, "bits", int)
+        stated = setting(config, "bits", int)
         bits = stated if stored_order is None else 32 * words / max(1, len(stored_order))
         if bits not in _ONES:
             refuse_setting(cls.name, f"bits of {layer}", bits, "4 and 8")
@@ -307,12 +278,13 @@ class Gptq(_Transposed):
         if out % per_word or groups == 0:
             refuse_misfit(keys["qweight"], f"{groups} groups for {out} outputs", f"outputs in multiples of {per_word}")
         check_header(tensors, keys["qzeros"], torch.int32, shape=(groups, out // per_word))
+        order = None
         if stored_order is not None:
             order = GroupOrder.of(stored_order, inputs, groups, keys["g_idx"])
-        elif setting(own, "desc_act", bool):
+        elif setting(config, "desc_act", bool):
             refuse_misfit(f"{layer}.g_idx", "missing", "the group of each input, since config.json says desc_act")
         else:
-            order = _neighbours(own, keys["scales"], inputs, groups)
+            check_neighbours(config, keys["scales"], inputs, groups)
         dtype = float_dtype(tensors, keys["scales"])
         return cls(torch.Size((out, inputs)), dtype, keys, groups, bits, minus_one, order)
 
@@ -383,17 +355,12 @@ class Awq(_Transposed):
         if not key.endswith(".qweight"):
             return None
         layer = key.removesuffix(".qweight")
-        own = settings_of(config, layer)
-        if own.get("bits", 4) != 4:
-            refuse_setting(cls.name, f"bits of {layer}", own["bits"], "4 alone")
+        refuse_overrides(config)
         keys = {role: f"{layer}.{role}" for role in ("qweight", "qzeros", "scales")}
         inputs, words = check_header(tensors, key, torch.int32)
         groups, _ = check_header(tensors, keys["scales"], *_FLOATS, shape=(None, words * 8))
         check_header(tensors, keys["qzeros"], torch.int32, shape=(groups, words))
-        refuse_uneven_groups(keys["scales"], inputs, groups)
-        size = setting(own, "group_size", int)
-        if size is not None:
-            refuse_other_groups(keys["scales"], inputs, groups, size)
+        check_neighbours(config, keys["scales"], inputs, groups)
         dtype = float_dtype(tensors, keys["scales"])
         return f"{layer}.weight", cls(torch.Size((words * 8, inputs)), dtype, keys, groups)
 
@@ -426,7 +393,6 @@ class Awq(_Transposed):
 # - ``weight_packed``, int32 [out, in / f]: a word holds neighbouring inputs;
 # - ``weight_scale``, float [out, groups], [out, 1], or [1] for the whole weight;
 # - ``weight_zero_point``, only if the weight is asymmetric: int32 [out / f, groups]: a word holds neighbouring outputs;
-# - ``weight_g_idx``, only if groups are in the order of activations: the group of each input, or -1;
 # - ``weight_shape``: out and in.
 
 
@@ -438,42 +404,34 @@ class PackedIntegers(StoredFormat):
 
     scale_groups: int
     bits: int
-    order: GroupOrder | None
 
     @classmethod
     def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
-        if not key.endswith(".weight_packed") or tensors.dtype(key) != torch.int32:
+        if not key.endswith(".weight_packed"):
             return None
         weight = key.removesuffix("_packed")
-        return weight, as_stated(config, weight, "int", partial(cls._of, weight, tensors))
-
-    @classmethod
-    def _of(cls, weight: str, tensors: StoredTensors, scheme: Scheme | None) -> PackedIntegers:
-        keys = {role: f"{weight}_{role}" for role in ("packed", "scale", "zero_point", "g_idx", "shape")}
-        out, words = check_header(tensors, keys["packed"], torch.int32)
+        scheme = scheme_of(config, weight, "int")
+        keys = {role: f"{weight}_{role}" for role in ("packed", "scale", "zero_point", "shape")}
+        out, words = check_header(tensors, key, torch.int32)
         inputs, bits = _inputs_and_bits(keys["shape"], out, words, tensors, scheme)
         groups = scale_groups(keys["scale"], out, inputs, tensors, scheme)
-        if has_zero_points(key := keys["zero_point"], tensors, scheme):
-            check_header(tensors, key, torch.int32, shape=(-(-out * bits // 32), groups))
-            if scheme is not None and scheme.symmetric:
-                refuse_misfit(key, "zero points", "none, since config.json says that it is symmetric")
-        order = None
-        if (key := keys["g_idx"]) in tensors:
-            order = GroupOrder.of(tensors.read(key), inputs, groups, key)
-        elif scheme is not None and scheme.ordered and groups > 1:
-            refuse_misfit(key, "missing", "the group of each input, since config.json has another actorder than theirs")
-        if order is None:
-            refuse_uneven_groups(keys["scale"], inputs, groups)
-        used = {role: key for role, key in keys.items() if key in tensors}
-        return cls(torch.Size((out, inputs)), float_dtype(tensors, keys["scale"]), used, groups, bits, order)
+        refuse_uneven_groups(keys["scale"], inputs, groups)
+        if scheme is not None and scheme.symmetric == (keys["zero_point"] in tensors):
+            found, needed = ("zero points", "none") if scheme.symmetric else ("missing", "zero points")
+            negated = "" if scheme.symmetric else "not "
+            refuse_misfit(keys["zero_point"], found, f"{needed}, since config.json says that it is {negated}symmetric")
+        if keys["zero_point"] in tensors:
+            check_header(tensors, keys["zero_point"], torch.int32, shape=(-(-out * bits // 32), groups))
+        else:
+            del keys["zero_point"]
+        return weight, cls(torch.Size((out, inputs)), float_dtype(tensors, keys["scale"]), keys, groups, bits)
 
     @cached_property
     def description(self) -> str:
         kind = "asymmetric" if "zero_point" in self.keys else "symmetric"
-        order = "" if self.order is None else self.order.description
         return (
             f"{self.name} of {self.bits} bits, {kind}, in {self.scale_groups} groups of {self.dtype}, "
-            f"{self.shape[-1]} columns{order}"
+            f"{self.shape[-1]} columns"
         )
 
     @property
@@ -503,7 +461,7 @@ class PackedIntegers(StoredFormat):
         # Codes and zero points are packed plus 2^(bits - 1), which cancels in their difference.
         half = 2 ** (self.bits - 1)
         zeros = half if zero_point is None else unpack_codes(zero_point.mT, self.bits)[..., : self.rows].mT
-        return scale_codes(codes, zeros, scale, self.order)
+        return scale_codes(codes, zeros, scale, None)
 
 
 def _inputs_and_bits(key: str, out: int, words: int, tensors: StoredTensors, scheme: Scheme | None) -> tuple[int, int]:
@@ -512,65 +470,8 @@ def _inputs_and_bits(key: str, out: int, words: int, tensors: StoredTensors, sch
     rows, inputs = tensors.read(key).tolist()
     if rows != out:
         refuse_misfit(key, f"{rows} rows", f"{out} rows, as many as its codes have")
-    possible = [bits for bits in range(1, 9) if -(-inputs * bits // 32) == words]
-    if scheme is not None:
-        possible = [scheme.bits] if scheme.bits in possible or scheme.bits not in (4, 8) else []
-    if len(possible) != 1 or possible[0] not in (4, 8):
-        found = possible or 32 * words / max(1, inputs)
-        refuse_setting(PackedIntegers.name, f"bits of {key}", found, "4 and 8")
+    stated = None if scheme is None else scheme.bits
+    possible = [bits for bits in (4, 8) if -(-inputs * bits // 32) == words and stated in (None, bits)]
+    if len(possible) != 1:
+        refuse_setting(PackedIntegers.name, f"bits of {key}", stated or 32 * words / max(1, inputs), "4 and 8")
     return inputs, possible[0]
-
-
-# ---- plain integers
-#
-# Weights of compressed-tensors' formats ``int-quantized`` and ``naive-quantized``: one int8 a value (W8A8).
-#
-# - ``weight``, int8 [out, in];
-# - ``weight_scale``, float [out, groups], [out, 1], or [1] for the whole weight;
-# - ``weight_zero_point``, int8 in the shape of the scales, only if the weight is asymmetric.
-
-
-@dataclass(frozen=True, eq=False)
-class PlainIntegers(StoredFormat):
-    """A matrix in ``int-quantized``; a group is a row."""
-
-    name: ClassVar[str] = "compressed-tensors' int-quantized"
-
-    scale_groups: int
-
-    @classmethod
-    def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
-        # Without a configuration, they are those of bitsandbytes, which have other scales.
-        if not config or not key.endswith(".weight") or tensors.dtype(key) != torch.int8:
-            return None
-        return key, as_stated(config, key, "int", partial(cls._of, key, tensors))
-
-    @classmethod
-    def _of(cls, weight: str, tensors: StoredTensors, scheme: Scheme | None) -> PlainIntegers:
-        keys = {"codes": weight, "scale": f"{weight}_scale", "zero_point": f"{weight}_zero_point"}
-        out, inputs = check_header(tensors, weight, torch.int8)
-        groups = scale_groups(keys["scale"], out, inputs, tensors, scheme)
-        refuse_uneven_groups(keys["scale"], inputs, groups)
-        if has_zero_points(key := keys["zero_point"], tensors, scheme):
-            check_header(tensors, key, torch.int8, shape=tensors.shape(keys["scale"]))
-            if scheme is not None and scheme.symmetric:
-                refuse_zero_points(key, tensors)
-        else:
-            del keys["zero_point"]
-        return cls(torch.Size((out, inputs)), float_dtype(tensors, keys["scale"]), keys, groups)
-
-    @property
-    def description(self) -> str:
-        kind = "asymmetric" if "zero_point" in self.keys else "symmetric"
-        return f"{self.name}, {kind}, in {self.scale_groups} groups of {self.dtype}, {self.shape[-1]} columns"
-
-    @cached_property
-    def layout(self) -> RecordLayout:
-        scale = Field("scale", self.dtype, (1, self.scale_groups))
-        fields = [Field("codes", torch.int8, (1, self.shape[-1])), scale]
-        if "zero_point" in self.keys:
-            fields.append(scale._replace(name="zero_point", dtype=torch.int8))
-        return RecordLayout(*fields)
-
-    def decode(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
-        return scale_codes(codes, 0 if zero_point is None else zero_point, scale, None)

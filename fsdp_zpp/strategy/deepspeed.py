@@ -1,0 +1,295 @@
+"""Strategies from DeepSpeed's configuration.
+
+The strategy is the one that DeepSpeed would run, not the one that the keys might suggest: DeepSpeed honours ZeRO++'s
+keys only under its stage 3 and ignores them elsewhere. Frameworks write them there, too, so a warning names them and
+what would honour them. No key is skipped: each is translated, logged or refused.
+
+Differences from DeepSpeed:
+
+- This library's codecs are finer at the same number of bits: 256 values (weights) or 128 (gradients) share a scale.
+  In DeepSpeed, up to 16,000 values of a weight gather do, and as many values of a gradient as the shorter side of its
+  matrix has.
+- The size of hpZ's groups becomes ``gpus_per_node`` for both collectives; DeepSpeed's gradient reduction takes the
+  visible devices as a node. If hpZ's groups are nodes, as DeepSpeed advises, the two agree.
+- DeepSpeed quantizes only frozen weights of more than 500,000 values.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsdp_zpp.codecs import Int4, Int8
+from fsdp_zpp.names import did_you_mean
+
+from .configuration import StrategyArguments, source_of
+
+logger = logging.getLogger("fsdp_zpp")
+
+# ---- keys
+#
+# The names are those of DeepSpeed 0.19, including aliases.
+#
+# A key that only tunes DeepSpeed's own machinery is *without effect* and is logged. A key for which every training
+# script has a line of its own is *the script's* and is logged, too. A key that changes the result, whose absence nobody
+# would notice until the loss differs, is *refused* unless it is switched off.
+
+_STAGE_3_ALIASES = """
+    prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters max_reuse_distance
+    module_granularity_threshold use_all_reduce_for_fetch_params allgather_sequential partition_stream_chunk_size
+""".split()
+
+WITHOUT_EFFECT = frozenset(
+    """
+    aio allgather_size autotuning comet comms_logger csv_monitor datastates disable_allgather dump_state flops_profiler
+    gradient_predivide_factor graph_harvesting log_level memory_breakdown nebula prescale_gradients
+    seq_parallel_comm_data_type steps_per_print tensorboard timers
+    use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    """.split()
+)
+ZERO_WITHOUT_EFFECT = frozenset(
+    """
+    allgather_bucket_size allgather_partitions contiguous_gradients cpu_offload_use_pin_memory elastic_checkpoint
+    enable_sanity_checks ignore_unused_parameters legacy_stage1 load_from_fp32_weights log_trace_cache_warnings
+    memory_efficient_linear mics_hierarchical_params_gather overlap_comm override_module_apply
+    pipeline_loading_checkpoint reduce_bucket_size reduce_scatter round_robin_gradients
+    save_muon_momentum_buffer_in_memory sub_group_size use_multi_rank_bucket_allreduce
+    """.split()
+    + _STAGE_3_ALIASES
+    + [f"stage3_{name}" for name in _STAGE_3_ALIASES]
+)
+
+SCRIPT = frozenset(
+    """
+    activation_checkpointing amp bf16 bfloat16 checkpoint compile data_types dataloader_drop_last fp16
+    gradient_accumulation_steps gradient_clipping hybrid_engine managed_gradient_accumulation optimizer scheduler
+    torch_autocast train_batch_size train_micro_batch_size_per_gpu
+    """.split()
+)
+ZERO_SCRIPT = frozenset(
+    """
+    gather_16bit_weights_on_model_save leaf_module stage3_gather_16bit_weights_on_model_save
+    stage3_gather_fp16_weights_on_model_save
+    """.split()
+)
+
+# Refused, with the values that change nothing.
+REFUSED: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("communication_data_type", "compression_training", "curriculum_learning", "data_efficiency"), ()),
+    **dict.fromkeys(("eigenvalue", "elasticity", "expert_parallel", "pipeline", "progressive_layer_drop"), ()),
+    **dict.fromkeys(("quantize_training", "sparse_attention", "sparse_gradients", "weight_quantization"), ()),
+    "gradient_allreduce_op": ("mean",),
+    "sequence_parallel_size": (1,),
+    "tensor_parallel": ({"autotp_size": 0}, {"autotp_size": 1}),
+}
+ZERO_REFUSED: dict[str, tuple[object, ...]] = {"zenflow": (), "zeropp_loco_param": (), "mics_shard_size": (-1, 0)}
+
+# DeepSpeed reduces gradients in 4 bits on both hops, where intra_gradients="auto" would take 8 on the intra-node hop.
+_CODEC_ARGUMENTS: dict[str, StrategyArguments] = {
+    "zero_quantized_weights": {"weights": Int8(256)},
+    "zero_quantized_gradients": {"gradients": Int4(128), "intra_gradients": Int4(128)},
+    "zero_quantized_nontrainable_weights": {"frozen": "auto"},
+}
+_PLACES = ("stage", "zero_hpz_partition_size")
+_OFFLOADS = ("offload_param", "offload_optimizer", "cpu_offload_param", "cpu_offload")
+_TOP_KEYS = {"zero_optimization", *WITHOUT_EFFECT, *SCRIPT, *REFUSED}
+_ZERO_KEYS = {
+    *(*_PLACES, *_CODEC_ARGUMENTS, *_OFFLOADS),
+    *(*ZERO_WITHOUT_EFFECT, *ZERO_SCRIPT, *ZERO_REFUSED),
+}
+
+
+# ---- section
+
+
+def _load(config: Mapping[str, object] | str | os.PathLike[str]) -> Mapping[str, object]:
+    """Return the configuration, read from its file, in plain JSON, if it is a path."""
+    if isinstance(config, Mapping):
+        return config
+    if not isinstance(config, str | os.PathLike):
+        raise TypeError(f"a DeepSpeed configuration must be a dict or the path of a JSON file, got {config!r}")
+    path = Path(config)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not a DeepSpeed configuration in plain JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise TypeError(f"{path} must hold a dict, got {values!r}")
+    return values
+
+
+@dataclass(frozen=True)
+class _Section:
+    """One section of a configuration, or its top level, whose ``prefix`` is empty. A key that is null is not set."""
+
+    prefix: str
+    values: Mapping[str, object]
+
+    def inner(self, key: str, hint: str = "") -> _Section:
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.error(key, f"must be a dict{hint}", TypeError)
+        return _Section(f"{self.prefix}{key}.", value or {})
+
+    def error(self, key: str, reason: str, kind: type[Exception] = ValueError) -> Exception:
+        return kind(f"{self._at(key)} in the DeepSpeed configuration: {reason}")
+
+    def warn(self, keys: Collection[str], under: str, remedy: str) -> None:
+        """Warn that DeepSpeed would skip ``keys`` without a word, ``under`` which setting, with a ``remedy``."""
+        logger.warning(
+            "the DeepSpeed configuration has %s, which DeepSpeed ignores %s, so it is ignored here; %s",
+            " and ".join(map(self._at, keys)),
+            under,
+            remedy,
+        )
+
+    def _at(self, key: str) -> str:
+        return f"{self.prefix}{key}={self.values.get(key)!r}"
+
+    def check(
+        self,
+        known: Collection[str],
+        elsewhere: Collection[str] = (),
+        refused: Mapping[str, Any] = {},
+    ) -> None:
+        """Raise if a key is not in ``known``, or is in ``refused`` with a value that changes something."""
+        for key, value in self.values.items():
+            if key in elsewhere:
+                raise self.error(key, 'unknown key here; move it across the border of "zero_optimization"')
+            if key not in known:
+                hint = did_you_mean(key, sorted(known), "{!r}") or "correct or remove it"
+                raise self.error(key, f"unknown key; {hint}")
+            if key in refused and not _is_off(value, refused[key]):
+                raise self.error(
+                    key,
+                    "can't be honoured: no strategy is derived from it; do it in your script, perhaps by an argument "
+                    "of Strategy, and remove the key",
+                )
+
+    def refuse_auto(self, key: str) -> None:
+        if self.values.get(key) == "auto":
+            raise self.error(key, 'it decides the strategy, and nothing here resolves "auto"; write the value')
+
+    def flag(self, key: str) -> bool:
+        self.refuse_auto(key)
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.error(key, "must be true or false", TypeError)
+        return value is True
+
+    def number(self, key: str, default: int, least: int) -> int:
+        self.refuse_auto(key)
+        value = self.values.get(key)
+        if value is None:
+            return default
+        # 1e9 is a float in JSON. The last test also catches NaN and infinities, whose // 1 is NaN.
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
+            raise self.error(key, "must be a whole number", TypeError)
+        if value < least:
+            raise self.error(key, f"must be at least {least}")
+        return int(value)
+
+
+def _is_off(value: object, neutral: Collection[object]) -> bool:
+    """Return whether a key is switched off, or has a neutral value."""
+    if isinstance(value, bool):  # equality alone would take true for 1
+        return not value
+    is_disabled = isinstance(value, Mapping) and (not value or value.get("enabled") is False)
+    return value is None or is_disabled or value in neutral
+
+
+# ---- place
+
+_STAGES = ("NNN", "NNG", "NGG", "GGG")  # the index is the stage
+_STAGE_3 = "ZeRO stage 3"
+
+
+class _Place(NamedTuple):
+    """The place of the states, and the engine of DeepSpeed that would put them there."""
+
+    levels: str
+    engine: str
+    gpus_per_node: int | None = None
+
+    def arguments(self) -> StrategyArguments:
+        levels = StrategyArguments(levels=self.levels)
+        return levels if self.gpus_per_node is None else {**levels, "gpus_per_node": self.gpus_per_node}
+
+
+def _place_of(zero: _Section) -> _Place:
+    """Return the place that the stage, and the size of hpZ's groups, ask for."""
+    stage = zero.number("stage", default=0, least=0)
+    if zero.values.get("stage", stage) is None:  # which would train without ZeRO
+        raise zero.error("stage", "must be a whole number", TypeError)
+    if stage >= len(_STAGES):
+        raise zero.error("stage", "must be 0, 1, 2 or 3")
+    place = _Place(_STAGES[stage], f"ZeRO stage {stage}")
+    secondary = zero.number("zero_hpz_partition_size", default=1, least=0)
+    if secondary <= 1:  # a group of one rank keeps nothing
+        return place
+    if place.engine == _STAGE_3:
+        return _Place("IGG", _STAGE_3, secondary)
+    zero.warn(["zero_hpz_partition_size"], f"under {place.engine}", "set stage to 3 to have it, or remove it")
+    return place
+
+
+# ---- arguments
+
+
+def strategy_arguments(config: Mapping[str, object] | str | os.PathLike[str]) -> StrategyArguments:
+    """Return the arguments of the Strategy that ``config`` asks for, without defaults. Log the keys left to others.
+
+    Raises:
+        ValueError: If a key is unknown, can't be honoured, contradicts another one, or is out of range.
+        TypeError: If a value has the wrong type.
+    """
+    top = _Section("", _load(config))
+    top.check(_TOP_KEYS, _ZERO_KEYS, REFUSED)
+    zero = top.inner("zero_optimization", '; DeepSpeed\'s old true is {"stage": 1}')
+    zero.check(_ZERO_KEYS, _TOP_KEYS, ZERO_REFUSED)
+    _refuse_offload(zero)
+    place = _place_of(zero)
+    arguments = place.arguments() | _codecs(zero, place)
+    _log(arguments, top, zero)
+    return arguments
+
+
+def _codecs(zero: _Section, place: _Place) -> StrategyArguments:
+    keys = [key for key in _CODEC_ARGUMENTS if zero.flag(key)]
+    arguments: StrategyArguments = {}
+    for key in keys:
+        arguments |= _CODEC_ARGUMENTS[key]
+    if keys and place.engine != _STAGE_3:
+        written = source_of(place.arguments() | arguments)
+        zero.warn(keys, f"under {place.engine}", f"write {written} to quantize, or remove it")
+        return {}
+    return arguments
+
+
+def _refuse_offload(zero: _Section) -> None:
+    for key in _OFFLOADS:
+        value = zero.values.get(key)
+        device = value.get("device", "a device") if value and isinstance(value, Mapping) else value
+        # The older keys are true or false.
+        if device not in (None, False, {}, "none", "auto"):
+            raise zero.error(
+                key,
+                "can't be honoured: FSDP offloads parameters, gradients and the optimizer step together, to the CPU "
+                "alone; pass cpu_offload=CPUOffload(offload_params=True) to FullyShardedDataParallel, or "
+                "offload_policy=CPUOffloadPolicy() to fully_shard, and remove it",
+            )
+
+
+def _log(arguments: Mapping[str, object], top: _Section, zero: _Section) -> None:
+    without = [*sorted(zero.values.keys() & ZERO_WITHOUT_EFFECT), *sorted(top.values.keys() & WITHOUT_EFFECT)]
+    script = [*sorted(zero.values.keys() & ZERO_SCRIPT), *sorted(top.values.keys() & SCRIPT)]
+    parts = [f"DeepSpeed configuration read as {source_of(arguments)}"]
+    parts += [f"not part of a strategy, set these in your script: {', '.join(script)}"] if script else []
+    parts += [f"without effect under FSDP: {', '.join(without)}"] if without else []
+    logger.info("; ".join(parts))
