@@ -26,11 +26,10 @@ from torch.distributed.fsdp import (
     fully_shard as torch_fully_shard,
 )
 
-from fsdp_zpp.codecs import Codec, Int4Delta, Int8
+from fsdp_zpp.codecs import Codec, Int4Delta
 from fsdp_zpp.frozen.quantize import quantize_frozen_params
 from fsdp_zpp.fsdp2.fully_shard import fully_shard
 from fsdp_zpp.names import did_you_mean, how_to_install
-from fsdp_zpp.planner.chart import Row
 from fsdp_zpp.planner.choice import TOLERANCE, Candidate, Estimate, line_of, of_torch, ties, with_codecs
 from fsdp_zpp.planner.cluster import (
     SLOWEST_NVLINK,
@@ -47,11 +46,9 @@ from fsdp_zpp.planner.plan import estimate_of
 from fsdp_zpp.runtime._torch_rank_layout import find_links
 from fsdp_zpp.runtime.api import traffic
 from fsdp_zpp.strategy.configuration import codec_from_name
-from fsdp_zpp.strategy.error_feedback import LoCo
-from fsdp_zpp.strategy.local_steps import LocalSteps
 from fsdp_zpp.strategy.strategy import LEGAL_LEVELS, Strategy
 
-from .results import Task
+from .results import Row, Task
 
 # ---- training
 
@@ -354,26 +351,19 @@ _STRATEGIES: dict[str, Strategy | ShardingStrategy] = {
     "zeropp-delta": Strategy.zeropp(weights=Int4Delta()),
     "zeropp-delta-IIG": Strategy.zeropp(levels="IIG", weights=Int4Delta()),
     "loco": Strategy.loco(),
-    "loco-int8": Strategy.loco(error_feedback=LoCo(dtype=Int8(256))),
-    "loco-both": Strategy.loco(error_feedback=LoCo(hops="both", dtype=Int8(256))),
-    **{f"diloco-{every}": Strategy.diloco(every=every) for every in (8, 64)},
-    **{
-        f"diloco-{every}-overlap": Strategy.diloco(local_steps=LocalSteps(every, overlap=1, mix=0.5))
-        for every in (8, 64)
-    },
     "mixzpp": Strategy.mixzpp(),
 }
-_ON_A_BASE = {"once-NNN": Strategy("NNN"), "once-zeropp": Strategy.zeropp()}
+_ONCE = "once-zeropp"
 NAMES_ON_NODES = (
     *_STRATEGIES,
-    *_ON_A_BASE,
-    *(f"{name}-{base}" for name in ("once-zeropp", "mixzpp") for base in ("int4", "nf4")),
+    _ONCE,
+    *(f"{name}-{base}" for name in (_ONCE, "mixzpp") for base in ("int4", "nf4")),
 )
 ALONE = "-alone"
 NAMES = (*NAMES_ON_NODES, *(f"{name}{ALONE}" for name in NAMES_ON_NODES if name not in TORCHS))
-"""All names. ``once-...``: the model is wrapped once, not layer by layer, on a base that was quantized before, in int8,
-or with ``-int4`` and ``-nf4`` in 4 bits. ``mixzpp`` wraps each layer. ``...-alone``: each GPU counts as a node, so that
-it has a whole base."""
+"""All names. ``once-zeropp``: the model is wrapped once, not layer by layer, on a base that was quantized before, in
+int8, or with ``-int4`` and ``-nf4`` in 4 bits. ``mixzpp`` wraps each layer. With ``-alone``, each GPU counts as a node.
+"""
 
 
 def contender(name: str, fsdp2: bool = True, called: str | None = None) -> Contender:
@@ -388,9 +378,9 @@ def contender(name: str, fsdp2: bool = True, called: str | None = None) -> Conte
     if own in _STRATEGIES:
         strategy = _STRATEGIES[own]
     else:
-        stem, _, word = (own if own not in _ON_A_BASE else f"{own}-int8").rpartition("-")
+        word = "int8" if own == _ONCE else own.rpartition("-")[2]
         codec = codec_from_name(BASES[word])  # made only if asked for: NF4 needs bitsandbytes
-        strategy, base = (_ON_A_BASE[stem], codec) if stem in _ON_A_BASE else (Strategy.mixzpp(frozen=codec), None)
+        strategy, base = (Strategy.zeropp(), codec) if own.startswith(_ONCE) else (Strategy.mixzpp(frozen=codec), None)
     found = Contender(called or name, strategy, fsdp2, base)
     return found.on_nodes_of(1) if name.endswith(ALONE) else found
 
@@ -481,20 +471,19 @@ class Planner:
     links: HopSpeeds
     free: float | None
 
-    def states_gib(self, contender: Contender) -> float | None:
-        """Return the GiB that a rank needs for model states and units in flight; None if that is not planned."""
-        has_local_steps = not contender.is_torchs and contender.strategy.local_steps is not None
-        return None if has_local_steps else self._of(contender).gib
+    def states_gib(self, contender: Contender) -> float:
+        """Return the GiB that a rank needs for model states and units in flight."""
+        return self._of(contender).gib
 
     def does_not_fit(self, contender: Contender, beside_states: float) -> str:
         """Say why a contender can't run; empty if it may.
 
         Another one of this run took ``beside_states`` GiB beside its model states, for activations above all.
         """
-        needed = self.states_gib(contender)
-        if needed is None or self.free is None or needed + beside_states <= self.free:
+        needed = self.states_gib(contender) + beside_states
+        if self.free is None or needed <= self.free:
             return ""
-        return f"left out: needs about {needed + beside_states:.1f} GiB, {self.free:.1f} are free"
+        return f"left out: needs about {needed:.1f} GiB, {self.free:.1f} are free"
 
     def sent(self, contender: Contender) -> Row:
         """Return the MiB that a rank sends a step under one of torch's strategies, as a row has it."""
@@ -537,7 +526,7 @@ def _for_adapters(planner: Planner, frozen: str | None) -> Iterator[str]:
     """Yield strategies on a quantized base: sharded inside each node, and whole on each GPU where that may pay."""
     bases = [frozen] if frozen else [base for base in BASES if base != "nf4" or find_spec("bitsandbytes")]
     for alone in ("", ALONE) if _may_pay_alone(planner.links) else ("",):
-        yield from (f"once-zeropp{_suffix(base)}{alone}" for base in bases)
+        yield from (f"{_ONCE}{_suffix(base)}{alone}" for base in bases)
     yield f"mixzpp{_suffix(bases[0])}"
 
 

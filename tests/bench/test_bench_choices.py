@@ -104,7 +104,6 @@ def test_memory_is_the_planners() -> None:
     gradients = (2 - 4 / 8) * 1.3e9 / 2**30
     accumulating = planner(TWO_NODES, micro_batches=4).states_gib(contender("full_shard"))
     assert accumulating == pytest.approx(by_levels["GGG"] + gradients)
-    assert made.states_gib(contender("diloco-8")) is None
 
 
 def test_a_base_takes_its_codes_once_whole_or_sharded() -> None:
