@@ -515,23 +515,20 @@ class Planner:
 _NAMES = {strategy: name for name, strategy in _STRATEGIES.items()}
 
 
-def candidates(planner: Planner, frozen: str | None) -> list[str]:
+def candidates(planner: Planner) -> list[str]:
     """Return the names of strategies to try, the plainest first, as this rank's packages allow."""
     torchs = [FULL_SHARD, HSDP] if planner.links.nodes > 1 else [FULL_SHARD]
-    ours = _for_adapters(planner, frozen) if planner.task.lora else _for_full_training(planner)
+    ours = _for_adapters(planner) if planner.task.lora else _for_full_training(planner)
     return list(dict.fromkeys([*torchs, *ours]))
 
 
-def _for_adapters(planner: Planner, frozen: str | None) -> Iterator[str]:
+def _for_adapters(planner: Planner) -> Iterator[str]:
     """Yield strategies on a quantized base: sharded inside each node, and whole on each GPU where that may pay."""
-    bases = [frozen] if frozen else [base for base in BASES if base != "nf4" or find_spec("bitsandbytes")]
-    for alone in ("", ALONE) if _may_pay_alone(planner.links) else ("",):
-        yield from (f"{_ONCE}{_suffix(base)}{alone}" for base in bases)
-    yield f"mixzpp{_suffix(bases[0])}"
-
-
-def _suffix(base: str) -> str:
-    return "" if base == "int8" else f"-{base}"
+    names = [_ONCE, f"{_ONCE}-int4", *([f"{_ONCE}-nf4"] if find_spec("bitsandbytes") else [])]
+    yield from names
+    if _may_pay_alone(planner.links):
+        yield from (f"{name}{ALONE}" for name in names)
+    yield "mixzpp"
 
 
 def _for_full_training(planner: Planner) -> Iterator[str]:

@@ -110,7 +110,7 @@ def versions() -> dict[str, str]:
 #
 # A result may have more beside its rows.
 
-NOT_RECORDED = ("out", "output", "resume", "worker", "json", "chart", "run", "parser", "version")
+NOT_RECORDED = ("out", "output", "resume", "worker", "json", "run", "parser", "version")
 """Options that change no figure: where a result goes, and those of a script to its own processes."""
 
 

@@ -29,7 +29,6 @@ from fsdp_zpp.strategy.strategy import LEGAL_LEVELS
 
 from .contenders import (
     ALONE,
-    BASES,
     FULL_SHARD,
     NAMES_ON_NODES,
     TORCHS,
@@ -252,7 +251,7 @@ def measure_all(arguments: argparse.Namespace, config: Any, place: torch.device)
     task = _task(arguments, config, links, place.type)
     planner = Planner(module_size(network(task)), task, links, free_gib(place))
     # Ranks may have different packages, but they must try the same.
-    names = arguments.strategies or from_first_rank(",".join(candidates(planner, arguments.frozen)))
+    names = arguments.strategies or from_first_rank(",".join(candidates(planner)))
     contenders = agree(world(), lambda: named_contenders(names, arguments.gpus_per_node, bool(task.lora)))
     notes = (_ON_CPU,) if place.type == "cpu" else ()
     rows: list[Row] = []
@@ -332,11 +331,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         option = f"--{name.replace('_', '-')}"
         groups[title].add_argument(option, type=float, default=default, metavar=metavar, help=told)
     add = groups["model"].add_argument
-    add(
-        "--frozen",
-        choices=BASES,
-        help="with --lora: the only codec of a quantized base to try (default: all that can be made here)",
-    )
     add("--checkpointing", action="store_true", help="recompute the activations of each layer")
     add("--compile", action="store_true", help="torch.compile each layer")
     groups["measurement"].add_argument(
@@ -356,8 +350,6 @@ def check(arguments: argparse.Namespace) -> None:
     for name, (least, *_) in _NUMBERS.items():
         if (value := getattr(arguments, name)) is not None:
             setattr(arguments, name, whole(f"--{name.replace('_', '-')}", value, least))
-    if arguments.frozen is not None and arguments.lora is None:
-        raise ValueError(f"--frozen {arguments.frozen} quantizes a frozen base, which --lora has; add --lora 16, say")
 
 
 def named_contenders(names: str, gpus_per_node: int | None, lora: bool) -> list[Contender]:

@@ -112,7 +112,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
 _GROUPS = {
     "cluster": "nodes gpus_per_node gpu link net inter_gbps intra_gbps gpu_memory",
     "other parallelisms": "tp pp ep",
-    "step": "micro_batches tokens tflops utilization launch_ms activations reserve",
+    "step": "micro_batches tokens tflops launch_ms activations reserve",
     "codecs and dtypes": "presets weights gradients intra_gradients error_feedback frozen compute reduce storage "
     "frozen_storage optimizer_bytes",
 }
@@ -238,7 +238,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> Plan:
     # Names are checked before the hub is asked for a model.
-    named_figures(arguments.gpu, arguments.link, arguments.net, None)
+    named_figures(arguments.gpu, arguments.link, arguments.net)
     size = _size(arguments)
     options = {name: getattr(arguments, name) for name in _NAMES}
     if arguments.measure is not None:

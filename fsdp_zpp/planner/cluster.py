@@ -341,7 +341,7 @@ def _named(what: str, known: Mapping[str, T], name: str) -> T:
 # reach :data:`OF_A_LINK` of a link inside a machine. The CPU is taken to need :data:`LAUNCH_MS` to launch a unit.
 
 UTILIZATION = 0.4
-"""Share of its peak FLOP/s at which a GPU computes a layer of a transformer, unless ``utilization`` is given."""
+"""Share of its peak FLOP/s at which a GPU computes a layer of a transformer."""
 OF_A_LINK = 0.5
 """Share of a link's peak that an all-gather reaches: over NVLink between two H200s, of 26 MiB, 196 to 200 of 450 GB/s
 (hops-2x2-* in benchmarks/step/results/hops-h200.json)."""
@@ -352,19 +352,13 @@ LAUNCH_MS = 5.0
 1.35B under fully_shard, 141 to 243 ms on the CPUs of H100 and H200 machines (benchmarks/step/results/1.35B-*.json)."""
 
 
-def named_figures(gpu: str | None, link: str | None, net: str | None, utilization: float | None) -> dict[str, Any]:
+def named_figures(gpu: str | None, link: str | None, net: str | None) -> dict[str, Any]:
     """Return the figures that names stand for, by the arguments of ``plan`` that override them."""
     of_gpu = None if gpu is None else gpu_named(gpu)
     of_link = None if link is None else link_named(link)
     figures: dict[str, Any] = {} if net is None else {"inter_gbps": network_named(net).gbps}
-    if utilization is not None:
-        if positive("utilization", utilization) > 1:
-            raise ValueError(f"utilization is a share of the GPU's peak, above 0 and up to 1, got {utilization}")
-        if gpu is None:
-            raise ValueError(f"utilization={utilization} is a share of a GPU's peak; name the gpu, or give tflops")
     if of_gpu is not None:
-        tflops = (UTILIZATION if utilization is None else utilization) * of_gpu.tflops
-        figures |= {"gpu_memory": of_gpu.memory, "tflops": tflops, "launch_ms": LAUNCH_MS}
+        figures |= {"gpu_memory": of_gpu.memory, "tflops": UTILIZATION * of_gpu.tflops, "launch_ms": LAUNCH_MS}
         of_link = of_link or link_named(of_gpu.link)
     if of_link is not None:
         figures |= {"intra_gbps": OF_A_LINK * of_link.gbps, "slow_links": not of_link.fast}

@@ -121,7 +121,6 @@ def plan(
     link: str | None = None,
     net: str | None = None,
     slow_links: bool | None = None,
-    utilization: float | None = None,
     micro_batches: int = 1,
     tokens: int | None = None,
     tflops: float | None = None,
@@ -163,11 +162,10 @@ def plan(
         net: Network card of a node by its name, several as 8xib-ndr.
         slow_links: True if the GPUs of a node have no NVLink; by default, as the name of the link says, and without one
             they have.
-        utilization: Share of the peak of ``gpu`` at which it computes, in place of ``tflops``; by default 0.4.
         micro_batches: Number of micro-batches that an optimizer step accumulates.
         tokens: Number of tokens on a GPU in a micro-batch. Computation time needs this and ``tflops`` or ``gpu``;
             otherwise it is left out.
-        tflops: TFLOP/s that a GPU achieves.
+        tflops: TFLOP/s that a GPU achieves; by default 0.4 of the peak of ``gpu``.
         launch_ms: Milliseconds in which the CPU launches forward and backward of one unit; by default 5 with ``gpu``
             and ``tokens``, otherwise left out.
         gpu_memory: GiB of a GPU (80 for an A100-80GB); by default those of ``gpu``, or no limit.
@@ -198,7 +196,7 @@ def plan(
     Examples:
         >>> print(plan(70e9, nodes=16, gpus_per_node=8, inter_gbps=100, intra_gbps=2400, gpu_memory=80))
     """
-    named = named_figures(gpu, link, net, utilization)
+    named = named_figures(gpu, link, net)
     # Numbers say more than a name: who gives TFLOP/s may have measured them.
     given = {"inter_gbps": inter_gbps, "intra_gbps": intra_gbps, "slow_links": slow_links, "gpu_memory": gpu_memory}
     given |= {"tflops": tflops, "launch_ms": launch_ms}

@@ -28,32 +28,31 @@ def planner(links: HopSpeeds, free: float | None = None, size: ModelSize | None 
 
 
 def test_nodes_and_links_decide_what_is_tried() -> None:
-    in_a_box = candidates(planner(BOX), None)
+    in_a_box = candidates(planner(BOX))
     assert in_a_box[0] == "full_shard"
     assert "hybrid_shard" not in in_a_box
     assert {"zeropp-alone", "zeropp-delta-alone", "zeropp-GGG-alone"} <= set(in_a_box)
     assert all(name.endswith("-alone") for name in in_a_box[1:])
     # Several nodes try their GPUs as nodes only where links inside are slow.
-    on_nodes = candidates(planner(TWO_NODES), None)
+    on_nodes = candidates(planner(TWO_NODES))
     assert on_nodes[:4] == ["full_shard", "hybrid_shard", "zeropp", "zeropp-delta"]
     assert not [name for name in on_nodes if name.endswith("-alone")]
-    assert "zeropp-alone" in candidates(planner(HopSpeeds(2, 4, SOCKETS, PCIE)), None)
+    assert "zeropp-alone" in candidates(planner(HopSpeeds(2, 4, SOCKETS, PCIE)))
     # Those that the planner compares.
     assert set(on_nodes[4:]) == {"loco", "zeropp-GGG", "zeropp-NNG", "zeropp-III"}
     # Accumulation adds those that reduce between nodes once a step.
-    assert {"zeropp-IIG", "zeropp-delta-IIG"} <= set(candidates(planner(TWO_NODES, micro_batches=4), None))
+    assert {"zeropp-IIG", "zeropp-delta-IIG"} <= set(candidates(planner(TWO_NODES, micro_batches=4)))
     assert "zeropp-delta-IIG" not in on_nodes
 
 
 def test_adapters_try_sharded_and_whole_bases() -> None:
     adapters: dict[str, Any] = {"size": ModelSize((Unit(10, 10**6, 4),)), "lora": 16}
-    names = candidates(planner(BOX, **adapters), None)
+    names = candidates(planner(BOX, **adapters))
     assert names[0] == "full_shard"
     assert {"once-zeropp", "once-zeropp-int4", "once-zeropp-alone", "once-zeropp-int4-alone", "mixzpp"} <= set(names)
-    of_one = ["full_shard", "once-zeropp-nf4", "once-zeropp-nf4-alone", "mixzpp-nf4"]
-    assert candidates(planner(BOX, **adapters), "nf4") == of_one
-    on_nodes = ["full_shard", "hybrid_shard", "once-zeropp", "mixzpp"]
-    assert candidates(planner(TWO_NODES, **adapters), "int8") == on_nodes
+    on_nodes = candidates(planner(TWO_NODES, **adapters))
+    assert on_nodes[:3] == ["full_shard", "hybrid_shard", "once-zeropp"]
+    assert not [name for name in on_nodes if name.endswith("-alone")]
 
 
 def test_names_make_the_strategies_that_their_code_makes() -> None:

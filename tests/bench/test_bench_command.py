@@ -89,9 +89,10 @@ def test_all_parameters_are_trained_under_each_strategy(tmp_path: Path) -> None:
 
 @pytest.mark.wide
 def test_adapters_of_a_mixture_are_trained_on_each_kind_of_base(tmp_path: Path) -> None:
-    result, _ = bench(tmp_path, QWEN, "--lora", "4", "--frozen", "int8", "--checkpointing")
+    names = "full_shard,hybrid_shard,once-zeropp,mixzpp"
+    result, _ = bench(tmp_path, QWEN, "--lora", "4", "--checkpointing", "--strategies", names)
     rows = {row["strategy"]: row for row in result["rows"]}
-    assert rows.keys() >= {"full_shard", "hybrid_shard", "once-zeropp", "mixzpp"}
+    assert ",".join(rows) == names
     for row in rows.values():
         assert row["loss"] == pytest.approx(rows["full_shard"]["loss"], rel=0.01)
 
@@ -138,7 +139,7 @@ def test_a_failure_on_one_rank_is_every_ranks_row_and_the_run_goes_on(pool: Call
     ("options", "message"),
     [
         ((), "bench runs under torchrun only: torchrun --nproc-per-node NUMBER_OF_GPUS -m fsdp_zpp bench --model ..."),
-        (("--frozen", "int8"), "--frozen int8 quantizes a frozen base, which --lora has; add --lora 16, say"),
+        (("--strategies", "mixzpp"), "--strategies mixzpp is for a frozen base, which --lora has; add --lora 16, say"),
         (("--steps", "1"), "--steps must be a whole number of at least 2, got 1.0"),
         (("--sequence", "2049"), "--sequence must be at most 2,048, the positions that the model has, got 2,049"),
         (("--chart", "bench.svg"), "unrecognized arguments: --chart bench.svg"),

@@ -38,8 +38,6 @@ EXPERTS = ModelSize(
         ({"compute": torch.int8}, ValueError, "compute must be one of torch.float32, .* got torch.int8"),
         ({"reduce": "bf16"}, TypeError, "reduce must be a torch.dtype, got 'bf16'"),
         ({"gpu": "a1000"}, ValueError, r"'a1000' is not in the catalog; did you mean a100\? allowed are a10, a100,"),
-        ({"gpu": "a100", "utilization": 1.5}, ValueError, "utilization is a share .*, above 0 and up to 1, got 1.5"),
-        ({"utilization": 0.5}, ValueError, "utilization=0.5 is a share of a GPU's peak; name the gpu, or give tflops"),
         ({"tp": 3}, ValueError, r"tp=3 x pp=1 is 3 ranks, which does not divide the 32 .* 4, 8, 16, 32\]"),
         ({"params": EXPERTS, "pp": 4, "ep": 16}, ValueError, r"ep=16 does not divide the 8 ranks .*\[1, 2, 4, 8\]"),
         ({"params": EXPERTS, "ep": 16}, ValueError, "ep=16 does not divide the 8 experts of a layer"),
