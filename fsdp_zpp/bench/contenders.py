@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -387,73 +386,26 @@ def contender(name: str, fsdp2: bool = True, called: str | None = None) -> Conte
 
 # ---- links
 
-_ROUNDS = 3
 _MIB = {"cuda": 128, "cpu": 8}
-_NOISY = 0.2
-"""Spread of the rounds, as a share of their median, from which links count as noisy."""
 
 
 @dataclass(frozen=True)
-class HopSpeed:
-    """Gbit/s of a hop: the median of the rounds, the slowest round and the fastest."""
+class Links(Bandwidth):
+    """Bandwidths, which ``are_slow`` if the machine says that it has no NVLink: strategies may then split it."""
 
-    gbps: float
-    lowest: float
-    highest: float
-
-    @property
-    def spread(self) -> float:
-        return (self.highest - self.lowest) / self.gbps
-
-    def __str__(self) -> str:
-        return f"{self.gbps:,.4g} Gbit/s ({self.lowest:,.4g} to {self.highest:,.4g})"
-
-
-@dataclass(frozen=True)
-class HopSpeeds:
-    """Speed of a whole node to the others and of a rank inside its node, where there are others.
-
-    Links ``are_slow`` if the machine says that it has no NVLink, so that strategies may split it, as in training.
-    """
-
-    nodes: int
-    gpus_per_node: int
-    inter: HopSpeed | None
-    intra: HopSpeed | None
     are_slow: bool = False
 
     def lines(self) -> list[str]:
-        """Return lines for the report, with a warning where links are noisy."""
-        named = {"between nodes, a whole node": self.inter, "inside a node, a rank": self.intra}
-        lines = [f"{self.nodes} x {self.gpus_per_node} ranks"]
-        for where, link in named.items():
-            if link is None:
-                continue
-            lines.append(f"{where}: {link}")
-            if link.spread > _NOISY:
-                lines.append(
-                    f"warning: that link is noisy ({link.spread:.0%} between rounds): somebody else uses it, or it "
-                    "varies; measure again, with more --steps"
-                )
-        return lines
+        """Return lines for the report."""
+        named = {"between nodes, a whole node": self.inter_gbps, "inside a node, a rank": self.intra_gbps}
+        speeds = [f"{where}: {gbps:,.4g} Gbit/s" for where, gbps in named.items() if gbps is not None]
+        return [f"{self.nodes} x {self.gpus_per_node} ranks", *speeds]
 
 
-def measure_links(gpus_per_node: int | None, device: str) -> HopSpeeds:
-    """Measure both hops in a few rounds. Collective. Raise ValueError if the layout is not possible."""
-    rounds = [measure_bandwidth(world(), gpus_per_node, _MIB[device]) for _ in range(_ROUNDS)]
-    found = find_links(world())
-    return HopSpeeds(
-        rounds[0].nodes,
-        rounds[0].gpus_per_node,
-        _link(rounds, "inter_gbps"),
-        _link(rounds, "intra_gbps"),
-        are_slow=found is not None and found.are_slow,
-    )
-
-
-def _link(rounds: list[Bandwidth], name: str) -> HopSpeed | None:
-    gbps = [getattr(one, name) for one in rounds]
-    return None if gbps[0] is None else HopSpeed(median(gbps), min(gbps), max(gbps))
+def measure_links(gpus_per_node: int | None, device: str) -> Links:
+    """Measure both hops. Collective. Raise ValueError if the layout is not possible."""
+    measured, found = measure_bandwidth(world(), gpus_per_node, _MIB[device]), find_links(world())
+    return Links(**vars(measured), are_slow=found is not None and found.are_slow)
 
 
 # ---- fitting
@@ -468,7 +420,7 @@ class Planner:
 
     size: ModelSize
     task: Task
-    links: HopSpeeds
+    links: Links
     free: float | None
 
     def states_gib(self, contender: Contender) -> float:
@@ -544,9 +496,9 @@ def _for_full_training(planner: Planner) -> Iterator[str]:
         yield from (f"{name}{ALONE}" for name in (alone if links.nodes == 1 else ("zeropp", "zeropp-delta")))
 
 
-def _may_pay_alone(links: HopSpeeds) -> bool:
+def _may_pay_alone(links: Links) -> bool:
     """Return whether to try each GPU as a node: always on one node; on several, where links inside them are slow."""
-    return links.intra is not None and (links.nodes == 1 or links.intra.gbps < SLOWEST_NVLINK)
+    return links.intra_gbps is not None and (links.nodes == 1 or links.intra_gbps < SLOWEST_NVLINK)
 
 
 # ---- recommendation

@@ -126,18 +126,6 @@ def write(path: Path, manifest: dict[str, Any], arguments: object, rows: list[Ro
     partial.replace(path)
 
 
-def check_writable(option: str, path: Path) -> None:
-    """Make the folder of ``path``, and raise unless the file can be written; one that is there stays as it is."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        is_new = not path.exists()
-        path.open("ab").close()
-        if is_new:
-            path.unlink()
-    except OSError as error:
-        raise OSError(f"{option} {path} can't be written: {error}; name a file where rank 0 may write") from error
-
-
 # ---- table
 #
 # The table of a run: a text of each figure, a row each strategy.

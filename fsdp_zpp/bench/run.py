@@ -33,7 +33,7 @@ from .contenders import (
     NAMES_ON_NODES,
     TORCHS,
     Contender,
-    HopSpeeds,
+    Links,
     Planner,
     Recommendation,
     TorchFSDP,
@@ -46,7 +46,7 @@ from .contenders import (
     recommend,
     utilization,
 )
-from .results import Row, Task, check_writable, manifest, table, write
+from .results import Row, Task, manifest, table, write
 
 # ---- job
 
@@ -237,7 +237,7 @@ _ON_CPU = (
 class Findings(NamedTuple):
     """Result of a run, with a row for each strategy, in the order of preference among equals."""
 
-    links: HopSpeeds
+    links: Links
     rows: list[Row]
     recommendation: Recommendation
     notes: tuple[str, ...]
@@ -262,7 +262,7 @@ def measure_all(arguments: argparse.Namespace, config: Any, place: torch.device)
     return Findings(links, rows, recommend(rows), notes)
 
 
-def _task(arguments: argparse.Namespace, config: Any, links: HopSpeeds, device: str) -> Task:
+def _task(arguments: argparse.Namespace, config: Any, links: Links, device: str) -> Task:
     names = ("micro_batch", "micro_batches", "sequence", "checkpointing", "compile")
     work = {name: getattr(arguments, name) for name in names}
     return Task(config, links.nodes, links.gpus_per_node, lora=arguments.lora or 0, device=device, **work)
@@ -401,8 +401,6 @@ def run(arguments: argparse.Namespace) -> int:
             given = f"{arguments.sequence:,}"
             raise ValueError(f"--sequence must be at most {most:,}, the positions that the model has, got {given}")
         with joined() as place:
-            if arguments.json is not None:  # checked now, not after minutes of measurements
-                run_on_first_rank(lambda: check_writable("--json", arguments.json))
             findings = measure_all(arguments, config, place)
     # These are errors of the arguments; anything else is a bug and keeps its traceback.
     except (ValueError, TypeError, ModuleNotFoundError, OSError) as error:

@@ -12,31 +12,12 @@ from fsdp_zpp.names import explains_arguments
 from fsdp_zpp.strategy.error_feedback import LoCo
 from fsdp_zpp.strategy.strategy import ResolvedStrategy, Strategy
 
-from .choice import (
-    Candidate,
-    Estimate,
-    choose,
-    lettered,
-    of_torch,
-    presets as with_presets,
-    reason,
-)
-from .cluster import (
-    Cluster,
-    MemoryBudget,
-    Precision,
-    StepConfig,
-    named_figures,
-)
+from .choice import Candidate, Estimate, choose, lettered, of_torch, presets as with_presets, reason
+from .cluster import Cluster, MemoryBudget, Precision, StepConfig, named_figures
 from .memory import Memory, Volume, memory_beside, memory_of_units, step_volume
 from .model_size import Axes, Case, ModelSize, Part, Units, equal_units
 from .report import Plan, notes_on
-from .step_time import (
-    on_machines,
-    splits_machine,
-    step_time,
-    strategy_topology,
-)
+from .step_time import on_machines, splits_machine, step_time, strategy_topology
 
 # ---- figures
 #

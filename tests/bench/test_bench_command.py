@@ -82,8 +82,7 @@ def test_all_parameters_are_trained_under_each_strategy(tmp_path: Path) -> None:
     assert result["manifest"]["command"].startswith("python -m fsdp_zpp bench --model ")
     assert result["arguments"]["sequence"] == 16
     assert not {"json", "run", "parser"} & result["arguments"].keys()
-    for hop in (result["links"]["inter"], result["links"]["intra"]):
-        assert 0 < hop["lowest"] <= hop["gbps"] <= hop["highest"]
+    assert min(result["links"]["inter_gbps"], result["links"]["intra_gbps"]) > 0
     assert "between nodes, a whole node: " in printed
 
 
@@ -95,16 +94,6 @@ def test_adapters_of_a_mixture_are_trained_on_each_kind_of_base(tmp_path: Path) 
     assert ",".join(rows) == names
     for row in rows.values():
         assert row["loss"] == pytest.approx(rows["full_shard"]["loss"], rel=0.01)
-
-
-def test_a_file_that_can_not_be_written_is_an_error_on_all_ranks_before_anything_is_measured(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    path = tmp_path / "file" / "bench.json"
-    command = ["--model", config(tmp_path / "model", LLAMA), *WORK, "--json", path]
-    done = launch(2, "-m", "fsdp_zpp", "bench", *command, on_cpu=True)
-    assert done.returncode != 0
-    assert f"--json {path} can't be written" in done.stderr
-    assert "measuring the links" not in done.stderr
 
 
 class _Idle(Training):
