@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fsdp_zpp.comm.agreement import agree, from_first_rank, run_on_first_rank
 from fsdp_zpp.planner.choice import aligned
 from fsdp_zpp.planner.cli import is_rank_zero
-from fsdp_zpp.planner.cluster import GIB, least_of_job, whole, world
+from fsdp_zpp.planner.cluster import GIB, whole, world
 from fsdp_zpp.planner.model_size import module_size
 from fsdp_zpp.strategy.strategy import LEGAL_LEVELS
 
@@ -86,7 +86,9 @@ def free_gib(place: torch.device) -> float | None:
     if place.type != "cuda":
         return None
     dist.barrier()  # NCCL's first buffers are allocated now
-    return least_of_job(torch.cuda.mem_get_info(place)[0] / GIB)
+    least = torch.tensor(torch.cuda.mem_get_info(place)[0] / GIB, device=place)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return least.item()
 
 
 _log = logging.getLogger(__name__)

@@ -143,7 +143,7 @@ def _helps() -> dict[str, str]:
 
 def _default(name: str) -> str:
     default = _PARAMETERS[name].default
-    if default in (None, False, inspect.Parameter.empty):
+    if default in (None, inspect.Parameter.empty):
         return ""
     shown = next((short for short, dtype in DTYPES.items() if dtype is default), default)
     return f" (default: {shown:g})" if isinstance(shown, float) else f" (default: {shown})"
@@ -176,9 +176,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add(group: argparse._ArgumentGroup, name: str, said: str) -> None:
     parameter = _PARAMETERS[name]
-    if parameter.annotation == "bool":
-        group.add_argument(_option(name), action="store_true", help=said)
-    elif parameter.annotation == "bool | None":
+    if parameter.annotation == "bool | None":
         group.add_argument(_option(name), action=argparse.BooleanOptionalAction, help=said)
     else:
         parse, metavar = _TYPES[parameter.annotation.removesuffix(" | None")]

@@ -367,16 +367,6 @@ def named_figures(gpu: str | None, link: str | None, net: str | None) -> dict[st
 
 # ---- measurements
 
-
-def least_of_job(figure: float) -> float:
-    """Return the least of all ranks' figures if there is a job: with different ones, they might choose differently."""
-    if not dist.is_initialized():
-        return figure
-    least = torch.tensor(figure, device="cuda" if "nccl" in dist.get_backend() else "cpu")
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    return least.item()
-
-
 DEFAULT_MIB = 256
 REPETITIONS = 7
 
