@@ -17,7 +17,7 @@ from fsdp_zpp.frozen.hugging_face import save_adapter
 from fsdp_zpp.frozen.quantize import dequantize_frozen_params, quantize_frozen_params
 from fsdp_zpp.fsdp1.wrapping import QuantizedReduceState, quantized_reduce_hook
 from fsdp_zpp.fsdp2.fully_shard import clip_grad_norm_, fully_shard
-from fsdp_zpp.planner.plan import choose_strategy, plan
+from fsdp_zpp.planner.plan import plan
 from fsdp_zpp.runtime.api import (
     agreed_weights,
     count_tokens,
@@ -34,9 +34,7 @@ from fsdp_zpp.strategy.strategy import Strategy
 
 from .inference_updates import DeltaReceiver, OutOfSyncError, SyncToken, WeightUpdate
 from .inference_weights import gathered_weights
-from .names import REMOVED, keep_moved_modules
-
-keep_moved_modules()
+from .names import REMOVED
 
 __all__ = [
     "NF4",
@@ -55,7 +53,6 @@ __all__ = [
     "SyncToken",
     "WeightUpdate",
     "agreed_weights",
-    "choose_strategy",
     "clip_grad_norm_",
     "count_tokens",
     "dequantize_frozen_params",

@@ -30,9 +30,6 @@ from fsdp_zpp_kernels import (
 )
 from fsdp_zpp_kernels.reference import ALIGNMENT, levels_on
 
-# The modules of the folder that this was are imported by their old paths; see names.MOVED.
-__path__: list[str] = []
-
 # ---- base
 #
 # Codecs: how a chunk of values is encoded as bytes for one hop, and decoded again.

@@ -1,15 +1,11 @@
-"""Names that users know: of modules of a model, in messages, of extras, and of modules of this package that moved."""
+"""Names that users know: of modules of a model, in messages, of extras, and those that went."""
 
 from __future__ import annotations
 
 import difflib
 import functools
-import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -142,49 +138,12 @@ def how_to_install(extra: str, *, upgrade: bool = False) -> str:
     return f"run pip install {'--upgrade ' * upgrade}'.[{extra}]' in your clone of fsdp_zpp"
 
 
-# ---- modules that moved, and names that went
+# ---- names that went
 
 # Alternatives to public names that went.
 REMOVED = {
+    "choose_strategy": "use plan(...).choice.strategy, or paste the line that torchrun ... -m fsdp_zpp plan --measure "
+    "prints",
     "monitor": "call traffic(model, reset=True) after each step for its bytes, and torch.profiler for its times",
     "TopK": "copy it from examples/top_k_codec.py, and pass LocalSteps(codec=TopK(), ...)",
 }
-
-# Modules by their old paths, which pages have shown, for as long as scripts may import from them.
-MOVED = {
-    "codecs.blockwise": "codecs",
-    "codecs.codec": "codecs",
-    "frozen.report": "frozen.frozen_base",
-    "integrations.lightning.monitoring": "integrations.lightning.fabric",
-    "planner.axes": "planner.model_size",
-    "planner.catalog": "planner.cluster",
-    "planner.config": "planner.cluster",
-    "planner.estimate": "planner.choice",
-    "planner.offload": "planner.step_time",
-    "planner.volume": "planner.memory",
-}
-
-
-class MovedModules:
-    """Finds modules by the paths of ``MOVED``, on ``sys.meta_path``."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        package, _, inside = name.partition(".")
-        is_known = package == "fsdp_zpp" and inside in MOVED
-        return ModuleSpec(name, MovedModules) if is_known else None  # type: ignore[arg-type]
-
-    @staticmethod
-    def create_module(spec: ModuleSpec) -> None:
-        return None  # Python makes it
-
-    @staticmethod
-    def exec_module(module: ModuleType) -> None:
-        now = importlib.import_module(f"fsdp_zpp.{MOVED[module.__name__.partition('.')[2]]}")
-        vars(module).update({name: each for name, each in vars(now).items() if not name.startswith("__")})
-
-
-def keep_moved_modules() -> None:
-    """Let modules that have moved be imported by their old paths, too."""
-    if MovedModules not in sys.meta_path:
-        sys.meta_path.append(MovedModules)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from harness.benchmarks import BENCHMARKS
 
 import fsdp_zpp
-from fsdp_zpp.names import MOVED, REMOVED
+from fsdp_zpp.names import REMOVED
 
 ROOT = BENCHMARKS.parent
 FILES = [path for folder in ("fsdp_zpp", "kernels") for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -51,16 +49,6 @@ def test_no_module_imports_another_by_a_name_in_a_string() -> None:
 def test_scripts_of_benchmarks_import_each_other_in_no_circle(folder: str) -> None:
     scripts = {path.stem: path for path in (BENCHMARKS / folder).glob("*.py")}
     TopologicalSorter({name: imported_by(path) & scripts.keys() for name, path in scripts.items()}).prepare()
-
-
-@pytest.mark.parametrize("path", MOVED)
-def test_modules_that_moved_are_found_by_their_old_paths(path: str) -> None:
-    pytest.importorskip("lightning")
-    before, now = (importlib.import_module(f"fsdp_zpp.{each}") for each in (path, MOVED[path]))
-    # Python sets a module that has moved as an attribute of the one that it was a part of.
-    public = [name for name, each in vars(now).items() if not name.startswith("_") and not isinstance(each, ModuleType)]
-    assert public
-    assert all(getattr(before, name) is getattr(now, name) for name in public)
 
 
 @pytest.mark.parametrize("name", REMOVED)

@@ -17,8 +17,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # without pyplot there is no window and no global figure
-
-from fsdp_zpp.planner.chart import INK, SOFT, TEXT, new_figure
+from step_charts import INK, SOFT, TEXT, new_figure
 
 GRID, WEIGHTS, GRADIENTS = "#d3d8e0", "#2b66d1", "#bf5408"
 SERIES = (WEIGHTS, GRADIENTS, "#23804f", "#8a3fa0", "#b8354a")

@@ -41,6 +41,10 @@ def _peak(own: list[Row], _: list[Row]) -> str:
     return f"{max(peaks):.1f}" if peaks else ""
 
 
+def _exposed(row: Row) -> str:
+    return f"{row['exposed_ms']:.0f} ({row['exposed_share']:.0%})" if row.get("exposed_share") else ""
+
+
 def figures_of(rows: list[Row], key: str, strategy: str = "") -> list[float]:
     """Return a figure of the rows that have it, or of those of one strategy."""
     return [row[key] for row in rows if row.get(key) and strategy in ("", row["strategy"])]
@@ -79,5 +83,6 @@ def filled(rows: list[Row], columns: Iterable[Column]) -> dict[str, list[str]]:
 
 
 def of_a_run() -> list[Column]:
-    """Return the columns of one run's table: those of ``fsdp_zpp bench``."""
-    return [PEAK if heading == PEAK.heading else of_bench(heading) for heading in TEXTS]
+    """Return the columns of one run's table: those of ``fsdp_zpp bench``, and of its traces."""
+    of_all = [PEAK if heading == PEAK.heading else of_bench(heading) for heading in TEXTS]
+    return [*of_all, each("exposed communication, ms (share)", _exposed)]

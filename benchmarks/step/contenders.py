@@ -29,6 +29,10 @@ from fsdp_zpp.bench.contenders import (
     prepare,
 )
 from fsdp_zpp.bench.results import Task
+from fsdp_zpp.codecs import Int8
+from fsdp_zpp.strategy.error_feedback import LoCo
+from fsdp_zpp.strategy.local_steps import LocalSteps
+from fsdp_zpp.strategy.strategy import Strategy
 
 # ---- expert parallelism
 #
@@ -374,17 +378,29 @@ def _quantize(layer: nn.Module, device: torch.device) -> None:
 
 EXPERTS = "fsdp2:ep2-"
 FLOAT8 = "fsdp2:float8-"
+_OTHERS = {
+    "loco-int8": Contender("loco-int8", Strategy.loco(error_feedback=LoCo(dtype=Int8(256)))),
+    "loco-both": Contender("loco-both", Strategy.loco(error_feedback=LoCo(hops="both", dtype=Int8(256)))),
+    "diloco-8": Contender("diloco-8", Strategy.diloco(every=8)),
+    "diloco-64": Contender("diloco-64", Strategy.diloco(every=64)),
+    "diloco-8-overlap": Contender("diloco-8-overlap", Strategy.diloco(local_steps=LocalSteps(8, overlap=1, mix=0.5))),
+    "diloco-64-overlap": Contender(
+        "diloco-64-overlap", Strategy.diloco(local_steps=LocalSteps(64, overlap=1, mix=0.5))
+    ),
+    "once-NNN": Contender("once-NNN", Strategy("NNN"), base=Int8(256)),
+}
+"""Contenders beside those of ``fsdp_zpp bench``."""
 
 
 def is_known(name: str) -> bool:
     """Return whether there is a contender of this name."""
-    return _own_name(name) in NAMES or name in PEERS
+    return _own_name(name) in (*NAMES, *_OTHERS, *PEERS)
 
 
 def names() -> str:
     """Return all names, for help and errors."""
     others = f"{EXPERTS}... for experts spread over two ranks", f"and {FLOAT8}... for layers in float8"
-    return ", ".join([*NAMES, *PEERS, *others])
+    return ", ".join([*NAMES, *_OTHERS, *PEERS, *others])
 
 
 def _own_name(name: str) -> str:
@@ -406,4 +422,6 @@ def training_under(task: Task, name: str) -> Training:
             torch._dynamo.reset()
         return peer(task, name)
     make = ExpertParallel if name.startswith(EXPERTS) else Float8 if name.startswith(FLOAT8) else TorchFSDP
-    return make(task, contender(_own_name(name), fsdp2=name.startswith("fsdp2:"), called=name))
+    own, fsdp2 = _own_name(name), name.startswith("fsdp2:")
+    found = replace(_OTHERS[own], name=name, fsdp2=fsdp2) if own in _OTHERS else contender(own, fsdp2, called=name)
+    return make(task, found)

@@ -9,8 +9,7 @@ from columns import times_as_fast
 from labels import label
 from matplotlib.patches import Patch
 from result_files import Result, Row
-
-from fsdp_zpp.planner.chart import BAR, GAP, OURS, PEER, ROW, SOFT, WIDTH, Bar, canvas, steps_figure, width_of, write
+from step_charts import BAR, GAP, OURS, PEER, ROW, SOFT, WIDTH, Bar, canvas, steps_figure, width_of, write
 
 REFERENCE = "fsdp2:full_shard"
 _SPEEDUP = times_as_fast(REFERENCE, "", "{:.1f}")

@@ -1,10 +1,9 @@
-"""Steps with CPU offload: the optimizer after the backward and in it, and the figures that the planner assumes.
+"""Steps with CPU offload: the optimizer after the backward and in it.
 
     python benchmarks/step/offload.py --nodes 2 --gpus-per-node 1
     python benchmarks/step/offload.py --nodes 2 --gpus-per-node 1 --gpus 1
 
-Prints the Gbit/s of a GPU's copies from and to pinned memory, the GB/s at which all ranks' fused AdamW moves memory,
-and median seconds of a step under ``fully_shard`` with ``--strategy``: on the GPU, offloaded, and offloaded with
+Prints median seconds of a step under ``fully_shard`` with ``--strategy``: on the GPU, offloaded, and offloaded with
 optimizers that step in the backward. Weights after all steps must be the same for the latter two. Writes the result
 (offload.json) to ``--out``.
 """
@@ -30,7 +29,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_zpp import Strategy, fully_shard
 from fsdp_zpp.bench.results import write
-from fsdp_zpp.planner.cluster import measure_host_link
 
 LEARNING_RATE = 1e-4
 
@@ -115,21 +113,9 @@ def slowest(work: Callable[[], object], times: int, device: str) -> float:
     return statistics.median(seconds.tolist())
 
 
-def optimizer_gbs(device: str) -> float:
-    """Return the GB/s at which fused AdamW moves memory on all ranks together. Collective."""
-    parameters = [torch.zeros(2**20, requires_grad=True) for _ in range(64)]
-    for parameter in parameters:
-        parameter.grad = torch.rand_like(parameter)
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
-    nbytes = 28 * sum(parameter.numel() for parameter in parameters)
-    return dist.get_world_size() * nbytes / slowest(optimizer.step, 5, device) / 1e9
-
-
 def work(arguments: argparse.Namespace) -> None:
     """Measure as one rank; rank 0 prints the figures and writes the result."""
-    gbps = measure_host_link() if arguments.device == "cuda" else None
-    figures: dict[str, Any] = {"host_gbps": gbps, "optimizer_gbs": optimizer_gbs(arguments.device)}
-    figures["threads"] = torch.get_num_threads()
+    figures: dict[str, Any] = {"threads": torch.get_num_threads()}
     weights = {}
     for kind in ("on the GPU", "offloaded", "offloaded, in the backward"):
         figures[kind], weights[kind] = timed(arguments, kind)
@@ -140,8 +126,6 @@ def work(arguments: argparse.Namespace) -> None:
         write(arguments.out / "offload.json", made_by, arguments, [figures], environment=variables)
         for name, figure in figures.items():
             print(f"{name}: {figure}")
-        of_host = "" if gbps is None else f" --host-gbps {gbps:.4g}"
-        print(f"for the planner: --cpu-offload{of_host} --optimizer-gbs {figures['optimizer_gbs']:.4g}")
     assert figures["same_weights"], "optimizers in the backward have stepped on other gradients"
 
 

@@ -27,11 +27,12 @@ from generation import generation
 from interleaved import free_running_steps, interleaved
 from manifest import manifest
 from models import add_model, task_of
+from overlap import traced
 from tables import summary
 
 from fsdp_zpp.bench.contenders import Training
 from fsdp_zpp.bench.results import Task, write
-from fsdp_zpp.bench.run import PeakMemory, Schedule, attempt, timed_steps, traced
+from fsdp_zpp.bench.run import PeakMemory, Schedule, attempt, timed_steps
 
 
 def parse() -> argparse.Namespace:

@@ -5,7 +5,7 @@
 Prints how much of each hop's time lies beside computation or the other hop. Writes the intervals as a result, and their
 picture beside it. A kernel tells its group's ranks, so a group across nodes is the inter-node hop. A trace has a rank's
 clock, and a NCCL kernel waits for the other ranks within itself ([Note: Time of communication] in
-fsdp_zpp/bench/run.py).
+overlap.py).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 
 from manifest import manifest
+from overlap import Interval, events_of, kernels, length, union
 from result_files import Row
 
 from fsdp_zpp.bench.results import write
-from fsdp_zpp.bench.run import Interval, events_of, kernels, length, union
 
 _NARROW = 100
 """Microseconds; a narrower gap can't be seen in a picture of a step."""

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -26,11 +25,10 @@ from torch.distributed.fsdp import (
     fully_shard as torch_fully_shard,
 )
 
-from fsdp_zpp.codecs import Codec, Int4Delta, Int8
+from fsdp_zpp.codecs import Codec, Int4Delta
 from fsdp_zpp.frozen.quantize import quantize_frozen_params
 from fsdp_zpp.fsdp2.fully_shard import fully_shard
 from fsdp_zpp.names import did_you_mean, how_to_install
-from fsdp_zpp.planner.chart import Row
 from fsdp_zpp.planner.choice import TOLERANCE, Candidate, Estimate, line_of, of_torch, ties, with_codecs
 from fsdp_zpp.planner.cluster import (
     SLOWEST_NVLINK,
@@ -47,11 +45,9 @@ from fsdp_zpp.planner.plan import estimate_of
 from fsdp_zpp.runtime._torch_rank_layout import find_links
 from fsdp_zpp.runtime.api import traffic
 from fsdp_zpp.strategy.configuration import codec_from_name
-from fsdp_zpp.strategy.error_feedback import LoCo
-from fsdp_zpp.strategy.local_steps import LocalSteps
 from fsdp_zpp.strategy.strategy import LEGAL_LEVELS, Strategy
 
-from .results import Task
+from .results import Row, Task
 
 # ---- training
 
@@ -354,26 +350,19 @@ _STRATEGIES: dict[str, Strategy | ShardingStrategy] = {
     "zeropp-delta": Strategy.zeropp(weights=Int4Delta()),
     "zeropp-delta-IIG": Strategy.zeropp(levels="IIG", weights=Int4Delta()),
     "loco": Strategy.loco(),
-    "loco-int8": Strategy.loco(error_feedback=LoCo(dtype=Int8(256))),
-    "loco-both": Strategy.loco(error_feedback=LoCo(hops="both", dtype=Int8(256))),
-    **{f"diloco-{every}": Strategy.diloco(every=every) for every in (8, 64)},
-    **{
-        f"diloco-{every}-overlap": Strategy.diloco(local_steps=LocalSteps(every, overlap=1, mix=0.5))
-        for every in (8, 64)
-    },
     "mixzpp": Strategy.mixzpp(),
 }
-_ON_A_BASE = {"once-NNN": Strategy("NNN"), "once-zeropp": Strategy.zeropp()}
+_ONCE = "once-zeropp"
 NAMES_ON_NODES = (
     *_STRATEGIES,
-    *_ON_A_BASE,
-    *(f"{name}-{base}" for name in ("once-zeropp", "mixzpp") for base in ("int4", "nf4")),
+    _ONCE,
+    *(f"{name}-{base}" for name in (_ONCE, "mixzpp") for base in ("int4", "nf4")),
 )
 ALONE = "-alone"
 NAMES = (*NAMES_ON_NODES, *(f"{name}{ALONE}" for name in NAMES_ON_NODES if name not in TORCHS))
-"""All names. ``once-...``: the model is wrapped once, not layer by layer, on a base that was quantized before, in int8,
-or with ``-int4`` and ``-nf4`` in 4 bits. ``mixzpp`` wraps each layer. ``...-alone``: each GPU counts as a node, so that
-it has a whole base."""
+"""All names. ``once-zeropp``: the model is wrapped once, not layer by layer, on a base that was quantized before, in
+int8, or with ``-int4`` and ``-nf4`` in 4 bits. ``mixzpp`` wraps each layer. With ``-alone``, each GPU counts as a node.
+"""
 
 
 def contender(name: str, fsdp2: bool = True, called: str | None = None) -> Contender:
@@ -388,82 +377,35 @@ def contender(name: str, fsdp2: bool = True, called: str | None = None) -> Conte
     if own in _STRATEGIES:
         strategy = _STRATEGIES[own]
     else:
-        stem, _, word = (own if own not in _ON_A_BASE else f"{own}-int8").rpartition("-")
+        word = "int8" if own == _ONCE else own.rpartition("-")[2]
         codec = codec_from_name(BASES[word])  # made only if asked for: NF4 needs bitsandbytes
-        strategy, base = (_ON_A_BASE[stem], codec) if stem in _ON_A_BASE else (Strategy.mixzpp(frozen=codec), None)
+        strategy, base = (Strategy.zeropp(), codec) if own.startswith(_ONCE) else (Strategy.mixzpp(frozen=codec), None)
     found = Contender(called or name, strategy, fsdp2, base)
     return found.on_nodes_of(1) if name.endswith(ALONE) else found
 
 
 # ---- links
 
-_ROUNDS = 3
 _MIB = {"cuda": 128, "cpu": 8}
-_NOISY = 0.2
-"""Spread of the rounds, as a share of their median, from which links count as noisy."""
 
 
 @dataclass(frozen=True)
-class HopSpeed:
-    """Gbit/s of a hop: the median of the rounds, the slowest round and the fastest."""
+class Links(Bandwidth):
+    """Bandwidths, which ``are_slow`` if the machine says that it has no NVLink: strategies may then split it."""
 
-    gbps: float
-    lowest: float
-    highest: float
-
-    @property
-    def spread(self) -> float:
-        return (self.highest - self.lowest) / self.gbps
-
-    def __str__(self) -> str:
-        return f"{self.gbps:,.4g} Gbit/s ({self.lowest:,.4g} to {self.highest:,.4g})"
-
-
-@dataclass(frozen=True)
-class HopSpeeds:
-    """Speed of a whole node to the others and of a rank inside its node, where there are others.
-
-    Links ``are_slow`` if the machine says that it has no NVLink, so that strategies may split it, as in training.
-    """
-
-    nodes: int
-    gpus_per_node: int
-    inter: HopSpeed | None
-    intra: HopSpeed | None
     are_slow: bool = False
 
     def lines(self) -> list[str]:
-        """Return lines for the report, with a warning where links are noisy."""
-        named = {"between nodes, a whole node": self.inter, "inside a node, a rank": self.intra}
-        lines = [f"{self.nodes} x {self.gpus_per_node} ranks"]
-        for where, link in named.items():
-            if link is None:
-                continue
-            lines.append(f"{where}: {link}")
-            if link.spread > _NOISY:
-                lines.append(
-                    f"warning: that link is noisy ({link.spread:.0%} between rounds): somebody else uses it, or it "
-                    "varies; measure again, with more --steps"
-                )
-        return lines
+        """Return lines for the report."""
+        named = {"between nodes, a whole node": self.inter_gbps, "inside a node, a rank": self.intra_gbps}
+        speeds = [f"{where}: {gbps:,.4g} Gbit/s" for where, gbps in named.items() if gbps is not None]
+        return [f"{self.nodes} x {self.gpus_per_node} ranks", *speeds]
 
 
-def measure_links(gpus_per_node: int | None, device: str) -> HopSpeeds:
-    """Measure both hops in a few rounds. Collective. Raise ValueError if the layout is not possible."""
-    rounds = [measure_bandwidth(world(), gpus_per_node, _MIB[device]) for _ in range(_ROUNDS)]
-    found = find_links(world())
-    return HopSpeeds(
-        rounds[0].nodes,
-        rounds[0].gpus_per_node,
-        _link(rounds, "inter_gbps"),
-        _link(rounds, "intra_gbps"),
-        are_slow=found is not None and found.are_slow,
-    )
-
-
-def _link(rounds: list[Bandwidth], name: str) -> HopSpeed | None:
-    gbps = [getattr(one, name) for one in rounds]
-    return None if gbps[0] is None else HopSpeed(median(gbps), min(gbps), max(gbps))
+def measure_links(gpus_per_node: int | None, device: str) -> Links:
+    """Measure both hops. Collective. Raise ValueError if the layout is not possible."""
+    measured, found = measure_bandwidth(world(), gpus_per_node, _MIB[device]), find_links(world())
+    return Links(**vars(measured), are_slow=found is not None and found.are_slow)
 
 
 # ---- fitting
@@ -478,23 +420,22 @@ class Planner:
 
     size: ModelSize
     task: Task
-    links: HopSpeeds
+    links: Links
     free: float | None
 
-    def states_gib(self, contender: Contender) -> float | None:
-        """Return the GiB that a rank needs for model states and units in flight; None if that is not planned."""
-        has_local_steps = not contender.is_torchs and contender.strategy.local_steps is not None
-        return None if has_local_steps else self._of(contender).gib
+    def states_gib(self, contender: Contender) -> float:
+        """Return the GiB that a rank needs for model states and units in flight."""
+        return self._of(contender).gib
 
     def does_not_fit(self, contender: Contender, beside_states: float) -> str:
         """Say why a contender can't run; empty if it may.
 
         Another one of this run took ``beside_states`` GiB beside its model states, for activations above all.
         """
-        needed = self.states_gib(contender)
-        if needed is None or self.free is None or needed + beside_states <= self.free:
+        needed = self.states_gib(contender) + beside_states
+        if self.free is None or needed <= self.free:
             return ""
-        return f"left out: needs about {needed + beside_states:.1f} GiB, {self.free:.1f} are free"
+        return f"left out: needs about {needed:.1f} GiB, {self.free:.1f} are free"
 
     def sent(self, contender: Contender) -> Row:
         """Return the MiB that a rank sends a step under one of torch's strategies, as a row has it."""
@@ -526,23 +467,20 @@ class Planner:
 _NAMES = {strategy: name for name, strategy in _STRATEGIES.items()}
 
 
-def candidates(planner: Planner, frozen: str | None) -> list[str]:
+def candidates(planner: Planner) -> list[str]:
     """Return the names of strategies to try, the plainest first, as this rank's packages allow."""
     torchs = [FULL_SHARD, HSDP] if planner.links.nodes > 1 else [FULL_SHARD]
-    ours = _for_adapters(planner, frozen) if planner.task.lora else _for_full_training(planner)
+    ours = _for_adapters(planner) if planner.task.lora else _for_full_training(planner)
     return list(dict.fromkeys([*torchs, *ours]))
 
 
-def _for_adapters(planner: Planner, frozen: str | None) -> Iterator[str]:
+def _for_adapters(planner: Planner) -> Iterator[str]:
     """Yield strategies on a quantized base: sharded inside each node, and whole on each GPU where that may pay."""
-    bases = [frozen] if frozen else [base for base in BASES if base != "nf4" or find_spec("bitsandbytes")]
-    for alone in ("", ALONE) if _may_pay_alone(planner.links) else ("",):
-        yield from (f"once-zeropp{_suffix(base)}{alone}" for base in bases)
-    yield f"mixzpp{_suffix(bases[0])}"
-
-
-def _suffix(base: str) -> str:
-    return "" if base == "int8" else f"-{base}"
+    names = [_ONCE, f"{_ONCE}-int4", *([f"{_ONCE}-nf4"] if find_spec("bitsandbytes") else [])]
+    yield from names
+    if _may_pay_alone(planner.links):
+        yield from (f"{name}{ALONE}" for name in names)
+    yield "mixzpp"
 
 
 def _for_full_training(planner: Planner) -> Iterator[str]:
@@ -558,9 +496,9 @@ def _for_full_training(planner: Planner) -> Iterator[str]:
         yield from (f"{name}{ALONE}" for name in (alone if links.nodes == 1 else ("zeropp", "zeropp-delta")))
 
 
-def _may_pay_alone(links: HopSpeeds) -> bool:
+def _may_pay_alone(links: Links) -> bool:
     """Return whether to try each GPU as a node: always on one node; on several, where links inside them are slow."""
-    return links.intra is not None and (links.nodes == 1 or links.intra.gbps < SLOWEST_NVLINK)
+    return links.intra_gbps is not None and (links.nodes == 1 or links.intra_gbps < SLOWEST_NVLINK)
 
 
 # ---- recommendation

@@ -1,4 +1,4 @@
-"""Files of results, and the table and the chart of one."""
+"""Files of results, and the table of one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from fsdp_zpp.planner.chart import OURS, PEER, Bar, Row, save, steps_figure
+Row = dict[str, Any]
+"""Measurement of a strategy: ``step_ms``, ``fastest_ms`` and ``slowest_ms``, and ``peak_gib`` if it is known."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def versions() -> dict[str, str]:
 #
 # A result may have more beside its rows.
 
-NOT_RECORDED = ("out", "output", "resume", "worker", "json", "chart", "run", "parser", "version")
+NOT_RECORDED = ("out", "output", "resume", "worker", "json", "run", "parser", "version")
 """Options that change no figure: where a result goes, and those of a script to its own processes."""
 
 
@@ -123,18 +124,6 @@ def write(path: Path, manifest: dict[str, Any], arguments: object, rows: list[Ro
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     partial.write_text("\n".join(["{", *lines, "}\n"]))
     partial.replace(path)
-
-
-def check_writable(option: str, path: Path) -> None:
-    """Make the folder of ``path``, and raise unless the file can be written; one that is there stays as it is."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        is_new = not path.exists()
-        path.open("ab").close()
-        if is_new:
-            path.unlink()
-    except OSError as error:
-        raise OSError(f"{option} {path} can't be written: {error}; name a file where rank 0 may write") from error
 
 
 # ---- table
@@ -155,10 +144,6 @@ def _sent(row: Row, hop: str) -> str:
     return f"~{shown}" if row.get("sent_is_planned") else shown
 
 
-def _exposed(row: Row) -> str:
-    return f"{row['exposed_ms']:.0f} ({row['exposed_share']:.0%})" if row.get("exposed_share") else ""
-
-
 def _figure(key: str, form: str) -> Callable[[Row], str]:
     return lambda row: form.format(row[key]) if row.get(key) is not None else ""
 
@@ -171,7 +156,6 @@ TEXTS: dict[str, Callable[[Row], str]] = {
     "tokens/s": _figure("tokens_per_s", "{:.0f}"),
     "CPU finished after, ms": _figure("host_ms", "{:.0f}"),
     "of the GPUs' peak FLOP/s": _figure("utilization", "{:.1%}"),
-    "exposed communication, ms (share)": _exposed,
     "sent between nodes, MiB": lambda row: _sent(row, "inter"),
     "sent inside a node, MiB": lambda row: _sent(row, "intra"),
 }
@@ -189,16 +173,3 @@ def speedup(row: Row, first: Row) -> Row:
     """Return how many times as fast a row's step is as that of the first, as a figure of a row, if both have one."""
     both = "step_ms" in row and "step_ms" in first
     return {"speedup": first["step_ms"] / row["step_ms"]} if both else {}
-
-
-def draw_steps(rows: Sequence[Row], path: Path) -> None:
-    """Draw the rows that have a time to an image file, whose suffix sets the format."""
-    measured = [row for row in rows if "step_ms" in row]
-    if not measured:
-        raise ValueError(f"nothing was measured, so there is nothing to draw to {path}")
-    first = measured[0]
-    bars = []
-    for row in measured:
-        text = "" if row is first else f"{speedup(row, first)['speedup']:.1f}x"
-        bars.append(Bar(row["label"], f"{row['step_ms']:.0f}", text, PEER if row["is_torchs"] else OURS, [row]))
-    save(steps_figure(bars, f"Step time in ms, and speedup over {first['label']}"), path)

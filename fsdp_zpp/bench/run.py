@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import gzip
-import json
 import logging
 import os
 import statistics
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,24 +19,21 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 from fsdp_zpp.comm.agreement import agree, from_first_rank, run_on_first_rank
-from fsdp_zpp.planner.chart import Row, check_format
 from fsdp_zpp.planner.choice import aligned
 from fsdp_zpp.planner.cli import is_rank_zero
-from fsdp_zpp.planner.cluster import GIB, least_of_job, whole, world
+from fsdp_zpp.planner.cluster import GIB, whole, world
 from fsdp_zpp.planner.model_size import module_size
 from fsdp_zpp.strategy.strategy import LEGAL_LEVELS
 
 from .contenders import (
     ALONE,
-    BASES,
     FULL_SHARD,
     NAMES_ON_NODES,
     TORCHS,
     Contender,
-    HopSpeeds,
+    Links,
     Planner,
     Recommendation,
     TorchFSDP,
@@ -52,7 +46,7 @@ from .contenders import (
     recommend,
     utilization,
 )
-from .results import Task, check_writable, draw_steps, manifest, table, write
+from .results import Row, Task, manifest, table, write
 
 # ---- job
 
@@ -92,7 +86,9 @@ def free_gib(place: torch.device) -> float | None:
     if place.type != "cuda":
         return None
     dist.barrier()  # NCCL's first buffers are allocated now
-    return least_of_job(torch.cuda.mem_get_info(place)[0] / GIB)
+    least = torch.tensor(torch.cuda.mem_get_info(place)[0] / GIB, device=place)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return least.item()
 
 
 _log = logging.getLogger(__name__)
@@ -232,89 +228,6 @@ def attempt(task: Task, name: str, make: Make, schedule: Schedule, further: Furt
     return {"strategy": name, **next((one for one in failures if one), result)}
 
 
-# ---- overlap
-#
-# Communication that computation hides, from a Chrome trace that torch.profiler wrote.
-#
-# [Note: Time of communication]
-# A NCCL kernel runs from when its rank enters the collective until the data has come, and spins while it waits for the
-# other ranks. So the time of communication includes waiting for a rank that computes, on a fast network, too. Copies by
-# the GPU's copy engines are neither communication nor computation.
-
-TRACED_STEPS = 2
-Interval = tuple[float, float]
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same points in time as disjoint intervals (start, end), in order."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        elif end > start:
-            merged.append((start, end))
-    return merged
-
-
-def length(*intervals: Interval) -> float:
-    return sum(end - start for start, end in union(intervals))
-
-
-def exposed(communication: Iterable[Interval], computation: Iterable[Interval]) -> tuple[float, float]:
-    """Return the time with communication, and the part of it without computation, in the unit of the intervals."""
-    busy, others = union(communication), union(computation)
-    return length(*busy), length(*busy, *others) - length(*others)
-
-
-def events_of(trace: Path) -> list[dict[str, Any]]:
-    with gzip.open(trace, "rt") as file:
-        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
-        return events
-
-
-def kernels(events: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], bool, Interval]]:
-    """Yield the kernels of a trace, each with whether it is NCCL's, and its interval."""
-    for event in events:
-        # Annotations, too, may be called nccl and have a time on the GPU.
-        if event.get("cat") == "kernel":
-            start = float(event["ts"])
-            yield event, event["name"].startswith("nccl"), (start, start + float(event["dur"]))
-
-
-def overlap(trace: Path, steps: int) -> dict[str, float | None]:
-    """Return one rank's communication in a gzipped trace of ``steps`` steps, in ms a step."""
-    by_kind: dict[bool, list[Interval]] = {True: [], False: []}
-    for _, is_nccls, interval in kernels(events_of(trace)):
-        by_kind[is_nccls].append(interval)
-    total, alone = exposed(by_kind[True], by_kind[False])
-    return {
-        "communication_ms": total / 1e3 / steps,
-        "exposed_ms": alone / 1e3 / steps,
-        "exposed_share": alone / total if total else None,
-    }
-
-
-def traced(training: Training, tokens: torch.Tensor, trace: Path, with_host: bool = True) -> dict[str, float | None]:
-    """Trace further steps on rank 0, and return its figures of communication, on the others nothing. Collective.
-
-    The gzipped trace is written to ``trace``; what the CPU does, ``with_host``, takes long to write.
-    """
-    if dist.get_rank() != 0:
-        for _ in range(TRACED_STEPS):
-            training.step(tokens)
-        return {}
-    on_gpu = tokens.is_cuda
-    activities = [ProfilerActivity.CPU] * with_host + [ProfilerActivity.CUDA] * on_gpu
-    with profile(activities=activities, acc_events=True) as profiler:  # which warns without
-        for _ in range(TRACED_STEPS):
-            training.step(tokens)
-        if on_gpu:
-            torch.cuda.synchronize()
-    trace.parent.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(trace))
-    return overlap(trace, TRACED_STEPS)
-
-
 # ---- run
 
 _ON_CPU = (
@@ -326,7 +239,7 @@ _ON_CPU = (
 class Findings(NamedTuple):
     """Result of a run, with a row for each strategy, in the order of preference among equals."""
 
-    links: HopSpeeds
+    links: Links
     rows: list[Row]
     recommendation: Recommendation
     notes: tuple[str, ...]
@@ -340,7 +253,7 @@ def measure_all(arguments: argparse.Namespace, config: Any, place: torch.device)
     task = _task(arguments, config, links, place.type)
     planner = Planner(module_size(network(task)), task, links, free_gib(place))
     # Ranks may have different packages, but they must try the same.
-    names = arguments.strategies or from_first_rank(",".join(candidates(planner, arguments.frozen)))
+    names = arguments.strategies or from_first_rank(",".join(candidates(planner)))
     contenders = agree(world(), lambda: named_contenders(names, arguments.gpus_per_node, bool(task.lora)))
     notes = (_ON_CPU,) if place.type == "cpu" else ()
     rows: list[Row] = []
@@ -351,7 +264,7 @@ def measure_all(arguments: argparse.Namespace, config: Any, place: torch.device)
     return Findings(links, rows, recommend(rows), notes)
 
 
-def _task(arguments: argparse.Namespace, config: Any, links: HopSpeeds, device: str) -> Task:
+def _task(arguments: argparse.Namespace, config: Any, links: Links, device: str) -> Task:
     names = ("micro_batch", "micro_batches", "sequence", "checkpointing", "compile")
     work = {name: getattr(arguments, name) for name in names}
     return Task(config, links.nodes, links.gpus_per_node, lora=arguments.lora or 0, device=device, **work)
@@ -362,27 +275,20 @@ def _measured(
 ) -> Iterator[Row]:
     schedule = Schedule(arguments.warmup, arguments.steps)
     beside_states = 0.0
-    with tempfile.TemporaryDirectory() as folder:
-
-        def further(training: Training, memory: PeakMemory) -> Row:
-            trace = Path(folder) / "trace.json.gz"
-            return dict(traced(training, task.tokens(dist.get_rank()), trace, with_host=False))
-
-        for number, one in enumerate(contenders, 1):
-            if is_rank_zero():
-                _log.info("measuring %s (%d of %d)", one.label, number, len(contenders))
-            about = {"label": one.label, "code": one.code, "is_torchs": one.is_torchs}
-            reason = planner.does_not_fit(one, beside_states)
-            if reason:
-                yield {"strategy": one.name, **about, "failed": reason, "left_out": True}
-                continue
-            make = partial(TorchFSDP, task, one)
-            row = attempt(task, one.name, make, schedule, further if task.device == "cuda" else None) | about
-            if one.is_torchs and "step_ms" in row:
-                row |= planner.sent(one)
-            if one.strategy is TORCHS[FULL_SHARD] and row.get("peak_gib") is not None:
-                beside_states = max(0.0, row["peak_gib"] - (planner.states_gib(one) or 0.0))
-            yield row
+    for number, one in enumerate(contenders, 1):
+        if is_rank_zero():
+            _log.info("measuring %s (%d of %d)", one.label, number, len(contenders))
+        about = {"label": one.label, "code": one.code, "is_torchs": one.is_torchs}
+        reason = planner.does_not_fit(one, beside_states)
+        if reason:
+            yield {"strategy": one.name, **about, "failed": reason, "left_out": True}
+            continue
+        row = attempt(task, one.name, partial(TorchFSDP, task, one), schedule) | about
+        if one.is_torchs and "step_ms" in row:
+            row |= planner.sent(one)
+        if one.strategy is TORCHS[FULL_SHARD] and row.get("peak_gib") is not None:
+            beside_states = max(0.0, row["peak_gib"] - planner.states_gib(one))
+        yield row
 
 
 def _write(arguments: argparse.Namespace, findings: Findings) -> None:
@@ -427,11 +333,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         option = f"--{name.replace('_', '-')}"
         groups[title].add_argument(option, type=float, default=default, metavar=metavar, help=told)
     add = groups["model"].add_argument
-    add(
-        "--frozen",
-        choices=BASES,
-        help="with --lora: the only codec of a quantized base to try (default: all that can be made here)",
-    )
     add("--checkpointing", action="store_true", help="recompute the activations of each layer")
     add("--compile", action="store_true", help="torch.compile each layer")
     groups["measurement"].add_argument(
@@ -439,12 +340,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help=f"the only strategies to try, separated by commas: {', '.join(_SHOWN)}; IIG: these scopes without codecs; "
         "zeropp-IIG: with those of zeropp. Prefix fsdp1: uses FullyShardedDataParallel; suffix "
-        f"{ALONE} counts each GPU as a node (not for torch's own); once-...: the base is quantized and the model "
+        f"{ALONE} counts each GPU as a node (not for torch's own); once-zeropp: the base is quantized and the model "
         "wrapped once; mixzpp wraps each layer (default: those that may pay)",
     )
     add = groups["report"].add_argument
     add("--json", type=Path, metavar="FILE", help="write all figures, after each strategy")
-    add("--chart", type=Path, metavar="FILE", help="draw step times and peak memory: bench.svg or .png")
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -452,8 +352,6 @@ def check(arguments: argparse.Namespace) -> None:
     for name, (least, *_) in _NUMBERS.items():
         if (value := getattr(arguments, name)) is not None:
             setattr(arguments, name, whole(f"--{name.replace('_', '-')}", value, least))
-    if arguments.frozen is not None and arguments.lora is None:
-        raise ValueError(f"--frozen {arguments.frozen} quantizes a frozen base, which --lora has; add --lora 16, say")
 
 
 def named_contenders(names: str, gpus_per_node: int | None, lora: bool) -> list[Contender]:
@@ -474,10 +372,7 @@ def named_contenders(names: str, gpus_per_node: int | None, lora: bool) -> list[
 
 NOTHING_MEASURED = 1
 
-EXAMPLE = (
-    "torchrun --nproc-per-node 8 -m fsdp_zpp bench --model config.json --micro-batch 2 --json bench.json "
-    "--chart bench.svg"
-)
+EXAMPLE = "torchrun --nproc-per-node 8 -m fsdp_zpp bench --model config.json --micro-batch 2 --json bench.json"
 
 
 def add_bench(subparsers: argparse._SubParsersAction[Any], formatter: Any) -> None:
@@ -507,13 +402,8 @@ def run(arguments: argparse.Namespace) -> int:
         if most is not None and arguments.sequence > most:
             given = f"{arguments.sequence:,}"
             raise ValueError(f"--sequence must be at most {most:,}, the positions that the model has, got {given}")
-        if arguments.chart is not None:
-            check_format(arguments.chart)  # now, not after minutes of measurements
         with joined() as place:
-            run_on_first_rank(lambda: _check_files(arguments))
             findings = measure_all(arguments, config, place)
-            if arguments.chart is not None and findings.recommendation.strategy is not None:
-                run_on_first_rank(lambda: draw_steps(findings.rows, arguments.chart))
     # These are errors of the arguments; anything else is a bug and keeps its traceback.
     except (ValueError, TypeError, ModuleNotFoundError, OSError) as error:
         # All ranks have the same arguments and so the same error; one message is enough.
@@ -525,13 +415,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if findings.recommendation.strategy is not None else NOTHING_MEASURED
 
 
-def _check_files(arguments: argparse.Namespace) -> None:
-    # A result that can't be written is an error now, not after minutes of measurements.
-    for option in ("json", "chart"):
-        if (path := getattr(arguments, option)) is not None:
-            check_writable(f"--{option}", path)
-
-
 def _report(findings: Findings, arguments: argparse.Namespace) -> None:
     cells = table(findings.rows)
     print("\n".join(findings.links.lines()), end="\n\n")
@@ -539,5 +422,5 @@ def _report(findings: Findings, arguments: argparse.Namespace) -> None:
     if any(row.get("sent_is_planned") for row in findings.rows):
         print("~: torch's own collectives are not counted; planned, as if every byte went to each rank by itself")
     print("", *findings.notes, findings.recommendation.line, sep="\n")
-    for path in filter(None, (arguments.json, arguments.chart)):
-        print(f"wrote {path}", file=sys.stderr)
+    if arguments.json is not None:
+        print(f"wrote {arguments.json}", file=sys.stderr)

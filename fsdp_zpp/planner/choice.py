@@ -12,20 +12,19 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from fsdp_zpp.codecs import NF4, Codec, FrozenName, Int4, Int4Delta, Int8
 from fsdp_zpp.strategy.configuration import PRESETS
 from fsdp_zpp.strategy.error_feedback import Topology
-from fsdp_zpp.strategy.local_steps import LocalSteps
 from fsdp_zpp.strategy.strategy import LEGAL_LEVELS, Scopes, Strategy, resolve_scopes
 
 from .cluster import GIB
 from .memory import Memory, Volume
 from .model_size import Case
-from .step_time import HostWork, StepTime
+from .step_time import StepTime
 
 # ---- text
 
@@ -67,15 +66,6 @@ def with_levels(codecs: Strategy, levels: str) -> Strategy:
     return dataclasses.replace(codecs, levels=levels, weights=weights)
 
 
-def with_local_steps(strategy: Strategy, local_steps: LocalSteps) -> Strategy:
-    """Add local steps to ``strategy``, without codecs that have no effect with them; see :class:`Strategy`."""
-    feedback = strategy.error_feedback
-    if feedback is not None and (feedback.hops == "inter" or not isinstance(strategy.intra_gradients, Codec)):
-        feedback = None
-    alone = dataclasses.replace(strategy, gradients=None, error_feedback=feedback, local_steps=local_steps)
-    return dataclasses.replace(strategy, local_steps=local_steps) if local_steps.has_synchronous_steps else alone
-
-
 @dataclass(frozen=True)
 class Candidate:
     """One row of a plan.
@@ -96,12 +86,9 @@ class Candidate:
     instead: tuple[Strategy, ...] = ()
 
 
-def lettered(case: Case, codecs: Strategy, local_steps: LocalSteps | None) -> list[Candidate]:
-    """Return the 14 letters under the codecs of a strategy, then those of them that can have local steps."""
-    strategies = [with_levels(codecs, levels) for levels in LEGAL_LEVELS]
-    if local_steps is not None and case.cluster.nodes > 1:
-        strategies += [with_local_steps(each, local_steps) for each in strategies if each.optimizer != "G"]
-    return [Candidate(strategy) for strategy in strategies]
+def lettered(codecs: Strategy) -> list[Candidate]:
+    """Return the 14 letters under the codecs of a strategy."""
+    return [Candidate(with_levels(codecs, levels)) for levels in LEGAL_LEVELS]
 
 
 def of_torch(case: Case) -> Iterator[Candidate]:
@@ -179,9 +166,8 @@ def line_of(strategy: Strategy, gpus_per_node: int | None = None) -> str:
 
 
 def _call(strategy: Strategy) -> tuple[str, set[str]]:
-    # The first of equally short calls is taken: MixZ++'s for a quantized base, DiLoCo's for local steps.
-    first = {"mixzpp": strategy.frozen is not None, "diloco": strategy.local_steps is not None}
-    names = sorted(PRESETS, key=lambda name: not first.get(name, False))
+    # The first of equally short calls is taken: MixZ++'s for a quantized base.
+    names = sorted(PRESETS, key=lambda name: name != "mixzpp" or strategy.frozen is None)
     calls = [(f"Strategy.{name}", _differences(strategy, getattr(Strategy, name)())) for name in names]
     calls.append(("Strategy", {"levels": strategy.levels} | _differences(strategy, Strategy())))
     maker, arguments = min(calls, key=lambda call: len(call[1]) - (call[0] == "Strategy"))
@@ -215,38 +201,19 @@ def _value(value: Any, names: set[str]) -> str:
 
 
 @dataclass(frozen=True)
-class PartEstimate:
-    """Figures of parameters that one strategy shards over the same ranks: dense ones, or experts.
-
-    Args:
-        strategy: The strategy. Its ``gpus_per_node`` counts those ranks of a node that it shards over.
-        topology: The layout of the ranks that it shards over.
-        volume: Bytes that one GPU sends for these parameters in an optimizer step.
-        memory: Bytes of them on one GPU.
-        host_work: With CPU offload, bytes of them that one GPU and its host move in an optimizer step.
-    """
-
-    strategy: Strategy
-    topology: Topology
-    volume: Volume
-    memory: Memory
-    host_work: HostWork = field(default_factory=HostWork)
-
-
-@dataclass(frozen=True)
 class Estimate:
     """Figures of one row: a strategy of this package, or one of torch's.
 
     Args:
-        strategy: The strategy of all parameters, or of those beside experts. For a row of torch's, the strategy here
-            that sends the same or, if that does not fit as it accumulates in fp32, one that reduces each micro-batch.
-        topology: The layout of the ranks that it shards over.
-        volume: Bytes that one GPU sends in an optimizer step; those of exchanges are averaged over the steps.
+        strategy: The strategy of all parameters. Its ``gpus_per_node`` counts those ranks of a node that it shards
+            over. For a row of torch's, the strategy here that sends the same or, if that does not fit as it accumulates
+            in fp32, one that reduces each micro-batch.
+        topology: The layout of the ranks that it shards over; with expert parallelism, that of the other parameters.
+        volume: Bytes that one GPU sends in an optimizer step.
         inter_node_bytes: Bytes that all GPUs of a node together send to other nodes in an optimizer step.
         memory: Bytes on one GPU.
         time: Seconds of an optimizer step.
-        fits: True if the memory suffices, that of the host, too.
-        experts: The part of ``volume`` and ``memory`` for experts with ranks or a strategy of their own, if any.
+        fits: True if the memory suffices.
         candidate: The candidate that the figures are of.
     """
 
@@ -257,16 +224,7 @@ class Estimate:
     memory: Memory
     time: StepTime
     fits: bool
-    experts: PartEstimate | None
     candidate: Candidate
-
-    @property
-    def dense_volume(self) -> Volume:
-        """Return the part of ``volume`` that is not for ``experts``."""
-        if self.experts is None:
-            return self.volume
-        experts = self.experts.volume
-        return Volume(self.volume.inter - experts.inter, self.volume.intra - experts.intra)
 
     @property
     def levels(self) -> str:
@@ -275,11 +233,8 @@ class Estimate:
 
     @property
     def name(self) -> str:
-        """Return the row's name: of a preset or a strategy of torch's; letters, with the steps between exchanges."""
-        if self.title is not None:
-            return self.title
-        local_steps = self.strategy.local_steps
-        return self.levels if local_steps is None else f"{self.levels} every {local_steps.every}"
+        """Return the row's name: of a preset, of a strategy of torch's, or its letters."""
+        return self.levels if self.title is None else self.title
 
     @property
     def title(self) -> str | None:
@@ -316,19 +271,11 @@ LESS_MEMORY = 0.1
 
 
 def choose(estimates: Sequence[Estimate], slow_links: bool) -> Estimate | None:
-    """Return the best that fits by the rule above; None if nothing fits.
-
-    Local steps change the mathematics, so they are chosen only if the fastest with them beats the fastest without.
-    """
+    """Return the best that fits by the rule above; None if nothing fits."""
     fitting = [estimate for estimate in estimates if estimate.fits]
     if not fitting:
         return None
-    in_step, local = _by_mathematics(fitting)
-    gains = all(estimate.strategy.local_steps is not None for estimate in _fastest(fitting))
-    return _best(_fastest(local if gains else in_step), slow_links)
-
-
-def _best(fast: list[Estimate], slow_links: bool) -> Estimate:
+    fast = _fastest(fitting)
     best = _plainest(_quietest(fast, slow_links))
     exact = [estimate for estimate in fast if not _is_lossy(estimate)]
     if not exact or not _is_lossy(best):
@@ -356,11 +303,6 @@ def _is_lossy(estimate: Estimate) -> bool:
     strategy = estimate.strategy
     codecs = strategy.weights, strategy.gradients, strategy.intra_gradients, strategy.frozen_codec
     return any(isinstance(codec, Codec) for codec in codecs)
-
-
-def _by_mathematics(estimates: Sequence[Estimate]) -> tuple[list[Estimate], list[Estimate]]:
-    in_step = [estimate for estimate in estimates if estimate.strategy.local_steps is None]
-    return in_step, [estimate for estimate in estimates if estimate.strategy.local_steps is not None]
 
 
 def _fame(estimate: Estimate) -> tuple[bool, bool]:
@@ -396,40 +338,27 @@ def reason(estimates: Sequence[Estimate], choice: Estimate | None, case: Case) -
     if choice is None:
         return _nothing_fits(estimates, case)
     fitting = [estimate for estimate in estimates if estimate.fits]
-    in_step, local = _by_mathematics(fitting)
     beside = _beside_full_shard(estimates, choice)
     if len(fitting) == 1:
         takes = f"{choice.gib:.1f} GiB of {case.budget.gpu_memory:g} GiB a GPU"
-        sentences = [f"{choice.name} is the only one that fits, with {takes}{beside}."]
-    else:
-        alike = in_step if choice in in_step else local
-        others = f"the {len(alike)}{' that fit' if len(fitting) < len(estimates) else ''}"
-        if in_step and local:
-            others += f" {'without' if choice in in_step else 'with'} local steps"
-        sentences = [f"{choice.name} takes {seconds(choice.time.total)} a step{beside}."]
-        sentences.append(_on_ties(choice, alike, others, slow_links))
-    return " ".join([*sentences, *_on_mathematics(choice, in_step, local)])
+        return f"{choice.name} is the only one that fits, with {takes}{beside}."
+    others = f"the {len(fitting)}{' that fit' if len(fitting) < len(estimates) else ''}"
+    on_ties = _on_ties(choice, fitting, others, slow_links)
+    return f"{choice.name} takes {seconds(choice.time.total)} a step{beside}. {on_ties}"
 
 
 def _nothing_fits(estimates: Sequence[Estimate], case: Case) -> str:
-    budget = case.budget
-    on_gpu = [estimate for estimate in estimates if budget.allows(estimate.memory.total)]
-    if on_gpu and budget.offload is not None and budget.offload.memory is not None:
-        smallest = min(on_gpu, key=lambda estimate: estimate.memory.host)
-        return (
-            f"Nothing fits in {budget.offload.memory:g} GiB of a node's host: of what fits on the GPU, the smallest, "
-            f"{smallest.name}, takes {case.cluster.gpus_per_node * smallest.memory.host / GIB:.1f} GiB there."
-        )
     smallest = min(estimates, key=lambda estimate: estimate.memory.total)
     return (
-        f"Nothing fits in {budget.gpu_memory:g} GiB a GPU: the smallest, {smallest.name}, takes {smallest.gib:.1f} GiB."
+        f"Nothing fits in {case.budget.gpu_memory:g} GiB a GPU: the smallest, {smallest.name}, takes "
+        f"{smallest.gib:.1f} GiB."
     )
 
 
 def _hider(choice: Estimate) -> str:
     """Name the work that hides the communication of ``choice``; empty if none does."""
     time = choice.time
-    if time.wait or max(time.computation, time.launch) <= time.communication:
+    if max(time.computation, time.launch) <= time.communication:
         return ""
     return "computation" if time.computation >= time.launch else "the CPU"
 
@@ -453,19 +382,6 @@ def _on_ties(choice: Estimate, alike: list[Estimate], others: str, slow_links: b
         reasons.append("is the plainest")
     among = "these without codecs" if is_exact else "these"
     return f"{said}; of {among} it {' and '.join(reasons)}." if reasons else f"{said}."
-
-
-def _on_mathematics(choice: Estimate, in_step: list[Estimate], local: list[Estimate]) -> list[str]:
-    others = in_step if choice in local else local
-    fastest = min(others, key=lambda estimate: estimate.time.total, default=None)
-    if choice in local:
-        if fastest is None:
-            return ["It changes the mathematics; without that, nothing fits."]
-        figures = f"{fastest.name} is the fastest, at {seconds(fastest.time.total)}"
-        return [f"It changes the mathematics; of those that do not, {figures}."]
-    if fastest is None or fastest.time.total >= choice.time.total:
-        return []
-    return [f"{fastest.name} takes {seconds(fastest.time.total)}, too small a gain to change the mathematics for."]
 
 
 def _beside_full_shard(estimates: Sequence[Estimate], choice: Estimate) -> str:

@@ -6,9 +6,6 @@ import argparse
 import inspect
 import os
 import re
-import sys
-from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,8 +15,6 @@ from fsdp_zpp.codecs import Codec
 from fsdp_zpp.names import did_you_mean
 from fsdp_zpp.strategy.configuration import codec_from_name
 from fsdp_zpp.strategy.error_feedback import LoCo
-from fsdp_zpp.strategy.local_steps import LocalSteps
-from fsdp_zpp.strategy.strategy import check_levels
 
 from .cluster import (
     DEFAULT_MIB,
@@ -29,14 +24,13 @@ from .cluster import (
     NETWORKS,
     links_are_slow,
     measure_bandwidth,
-    measure_host_link,
     named_figures,
     whole,
     world,
 )
 from .model_size import ModelSize, equal_units, pretrained_size
 from .plan import plan
-from .report import Plan, draw_plan, plan_to_json
+from .report import Plan, plan_to_json
 
 # ---- argument types
 
@@ -107,7 +101,6 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "int": (float, "N"),
     "float": (float, "X"),
     "str": (str, "NAME"),
-    "Strategy | str": (str, "LEVELS"),
     "Codec": (codec, "CODEC"),
     "Codec | FrozenName": (codec, "CODEC"),
     "Codec | Literal['auto']": (_codec_or_auto, "CODEC"),
@@ -118,9 +111,8 @@ _TYPES: dict[str, tuple[Any, str]] = {
 
 _GROUPS = {
     "cluster": "nodes gpus_per_node gpu link net inter_gbps intra_gbps gpu_memory",
-    "CPU offload": "cpu_offload host_memory host_gbps optimizer_gbs",
-    "other parallelisms": "tp pp cp ep experts_strategy",
-    "step": "micro_batches tokens tflops utilization launch_ms activations reserve",
+    "other parallelisms": "tp pp ep",
+    "step": "micro_batches tokens tflops launch_ms activations reserve",
     "codecs and dtypes": "presets weights gradients intra_gradients error_feedback frozen compute reduce storage "
     "frozen_storage optimizer_bytes",
 }
@@ -151,7 +143,7 @@ def _helps() -> dict[str, str]:
 
 def _default(name: str) -> str:
     default = _PARAMETERS[name].default
-    if default in (None, False, inspect.Parameter.empty):
+    if default in (None, inspect.Parameter.empty):
         return ""
     shown = next((short for short, dtype in DTYPES.items() if dtype is default), default)
     return f" (default: {shown:g})" if isinstance(shown, float) else f" (default: {shown})"
@@ -178,17 +170,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 help="under torchrun: measure the bandwidths that are not given, with gathers of this many MiB per "
                 f"rank (default: {DEFAULT_MIB}); nodes and GPUs default to those of the job",
             )
-    _add_local_steps(parser.add_argument_group("local steps"))
     report = parser.add_argument_group("report")
     report.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    report.add_argument("--plot", type=Path, metavar="FILE", help="draw step times and memory, e.g. plan.png")
 
 
 def _add(group: argparse._ArgumentGroup, name: str, said: str) -> None:
     parameter = _PARAMETERS[name]
-    if parameter.annotation == "bool":
-        group.add_argument(_option(name), action="store_true", help=said)
-    elif parameter.annotation == "bool | None":
+    if parameter.annotation == "bool | None":
         group.add_argument(_option(name), action=argparse.BooleanOptionalAction, help=said)
     else:
         parse, metavar = _TYPES[parameter.annotation.removesuffix(" | None")]
@@ -205,51 +193,6 @@ def _add_model(group: argparse._ArgumentGroup, helps: dict[str, str]) -> None:
     # Kept as text: a share can be resolved only when the number of parameters is known.
     group.add_argument("--trainable", metavar="N|X%", help=f"{helps['trainable']}; or a share, e.g. 0.3%%")
     _add(group, "units", helps["units"])
-
-
-def _add_local_steps(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--local-steps",
-        type=float,
-        metavar="N",
-        help="also plan local-update training, which changes the mathematics: nodes step on their own and exchange "
-        "weights every N steps",
-    )
-    # Options that are not given are left out of the namespace, so that LocalSteps has the only defaults. Behind
-    # ``exchange_``, the namespace has the arguments of LocalSteps.
-    add = partial(group.add_argument, default=argparse.SUPPRESS)
-    said = f"codec of the exchanges, none, int8 or int4 (default: {LocalSteps.codec})"
-    add("--exchange-codec", type=codec, metavar="CODEC", help=said)
-    said = "keep errors of exchanges: in fp32 for none, or as int8 (default: never)"
-    add("--exchange-feedback", dest="exchange_error_feedback", type=codec, metavar="CODEC", help=said)
-    add("--exchange-overlap", type=float, metavar="N", help="steps that an exchange may take to arrive")
-    said = "also average the optimizer's moments in every Nth exchange, as int8 (default: never)"
-    add("--exchange-moments-every", type=float, metavar="N", help=said)
-    said = "exchange all units after the same step, instead of spreading them over the N steps"
-    add("--exchange-at-once", dest="exchange_spread", action="store_const", const=False, help=said)
-    said = "keep agreed weights and momentum on the CPU"
-    add("--exchange-offload", action="store_const", const=True, help=said)
-
-
-_OPTIONS = {"error_feedback": "feedback", "spread": "at-once"}
-"""Names of options of exchanges that differ from the arguments of LocalSteps."""
-
-
-def local_steps(arguments: argparse.Namespace) -> LocalSteps | None:
-    given: dict[str, Any] = {
-        name.removeprefix("exchange_"): value for name, value in vars(arguments).items() if name.startswith("exchange_")
-    }
-    options = {name: f"--exchange-{_OPTIONS.get(name, name).replace('_', '-')}" for name in given}
-    for name, least in (("overlap", 0), ("moments_every", 1)):
-        if name in given:
-            given[name] = whole(options[name], given[name], least)
-    if arguments.local_steps is None:
-        if given:
-            raise ValueError(f"{' and '.join(options.values())}: needs --local-steps")
-        return None
-    if "error_feedback" in given:
-        given["error_feedback"] = LoCo(dtype=given["error_feedback"])
-    return LocalSteps(whole("--local-steps", arguments.local_steps), **given)
 
 
 # ---- cli
@@ -281,7 +224,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         result = _plan(arguments)
         if is_rank_zero():
-            _report(result, arguments)
+            print(plan_to_json(result) if arguments.json else result)
     # These are errors of the arguments; anything else is a bug and keeps its traceback.
     except (ValueError, TypeError, ModuleNotFoundError, OSError) as error:
         # All ranks have the same arguments and so the same error; one message is enough.
@@ -293,19 +236,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> Plan:
     # Names are checked before the hub is asked for a model.
-    named_figures(arguments.gpu, arguments.link, arguments.net, None)
-    if arguments.experts_strategy is not None:
-        check_levels(arguments.experts_strategy)
+    named_figures(arguments.gpu, arguments.link, arguments.net)
     size = _size(arguments)
     options = {name: getattr(arguments, name) for name in _NAMES}
     if arguments.measure is not None:
-        measures_host = arguments.cpu_offload and arguments.host_gbps is None and arguments.gpu is None
         given = {name: options[name] for name in ("nodes", "gpus_per_node", "inter_gbps", "intra_gbps")}
-        options |= _measured(given, arguments.measure, arguments.link, measures_host)
+        options |= _measured(given, arguments.measure, arguments.link)
     missing = [_option(name) for name in ("nodes", "gpus_per_node") if options[name] is None]
     if missing:
         raise ValueError(f"{' and '.join(missing)} must be given, or --measure under torchrun, which finds them")
-    return plan(size, **options, local_steps=local_steps(arguments))
+    return plan(size, **options)
 
 
 def _size(arguments: argparse.Namespace) -> ModelSize:
@@ -320,7 +260,7 @@ def _size(arguments: argparse.Namespace) -> ModelSize:
     return size.with_trainable(_trainable_count(arguments.trainable, size.params))
 
 
-def _measured(given: dict[str, Any], mib: float, link: str | None, measures_host: bool) -> dict[str, Any]:
+def _measured(given: dict[str, Any], mib: float, link: str | None) -> dict[str, Any]:
     """Measure the arguments of the cluster that were not given on the running job, and return them."""
     if given["inter_gbps"] is not None and given["intra_gbps"] is not None:
         raise ValueError(
@@ -339,8 +279,6 @@ def _measured(given: dict[str, Any], mib: float, link: str | None, measures_host
         # A node size that is given stays, and so does what the name of a link says.
         if gpus is None and link is None:
             found["slow_links"] = links_are_slow(world(), bandwidth if "intra_gbps" in found else None)
-        if measures_host:
-            found["host_gbps"] = measure_host_link()
     finally:
         dist.destroy_process_group()
     return found
@@ -348,10 +286,3 @@ def _measured(given: dict[str, Any], mib: float, link: str | None, measures_host
 
 def is_rank_zero() -> bool:
     return os.environ.get("RANK", "0") == "0"
-
-
-def _report(result: Plan, arguments: argparse.Namespace) -> None:
-    print(plan_to_json(result) if arguments.json else result)
-    if arguments.plot is not None:
-        draw_plan(result, arguments.plot)
-        print(f"wrote {arguments.plot}", file=sys.stderr)  # not among the JSON that a program reads

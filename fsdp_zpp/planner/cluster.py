@@ -107,34 +107,6 @@ class StepConfig:
 
 
 @dataclass(frozen=True)
-class Offload:
-    """Host to which parameters, gradients and optimizer state are offloaded.
-
-    Args:
-        gbps: Gbit/s that one GPU copies from the host's memory, or to it, one direction at a time.
-        optimizer_gbs: GB/s (10**9 bytes) at which the CPUs of a node read and write memory in the optimizer's step, for
-            all GPUs of the node together.
-        memory: GiB of a node's host that its trainings may take, for all GPUs of the node; None sets no limit.
-        assumed: Which of ``host_gbps`` and ``optimizer_gbs`` nobody has given or measured, for the report.
-
-    Raises:
-        TypeError: If a figure is not a number.
-        ValueError: If an argument is out of range.
-    """
-
-    gbps: float
-    optimizer_gbs: float
-    memory: float | None = None
-    assumed: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        positive("host_gbps", self.gbps)
-        positive("optimizer_gbs", self.optimizer_gbs)
-        if self.memory is not None:
-            positive("host_memory", self.memory)
-
-
-@dataclass(frozen=True)
 class MemoryBudget:
     """Memory of one GPU, in GiB (2**30 bytes), and where the rest goes.
 
@@ -144,7 +116,6 @@ class MemoryBudget:
         gpu_memory: Memory of the GPU; None sets no limit.
         activations: Memory of the activations that the model keeps for backward.
         reserve: Memory that no tensor can use: the CUDA context, NCCL's buffers, the allocator's gaps.
-        offload: The host that shards, their gradients and optimizer state are on; None keeps them on the GPU.
 
     Raises:
         TypeError: If an argument is not a number.
@@ -154,7 +125,6 @@ class MemoryBudget:
     gpu_memory: float | None = None
     activations: float = 2.0
     reserve: float = 2.0
-    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         if self.gpu_memory is not None:
@@ -165,10 +135,6 @@ class MemoryBudget:
     def allows(self, nbytes: int) -> bool:
         """Return whether ``nbytes`` bytes fit on the GPU."""
         return self.gpu_memory is None or nbytes <= self.gpu_memory * GIB
-
-    def host_allows(self, nbytes: int) -> bool:
-        """Return whether ``nbytes`` bytes fit in a node's host memory; nothing else is known to be there."""
-        return self.offload is None or self.offload.memory is None or nbytes <= self.offload.memory * GIB
 
 
 @dataclass(frozen=True)
@@ -256,19 +222,17 @@ class Gpu(NamedTuple):
         memory: GiB of memory, which vendors write as GB.
         tflops: Dense TFLOP/s in bf16 with fp32 accumulation, at its peak.
         link: Name of the link to other GPUs of a usual machine.
-        host: Name of the link to the host's memory.
         source: Where the figures are from.
     """
 
     memory: float
     tflops: float
     link: str
-    host: str
     source: str
 
 
 class Link(NamedTuple):
-    """A link between the GPUs of a machine, or of a GPU to the host's memory.
+    """A link between the GPUs of a machine.
 
     Attributes:
         gbps: Gbit/s that one GPU sends, at the link's peak, in one direction.
@@ -301,20 +265,20 @@ _ADA = "NVIDIA Ada GPU Architecture whitepaper, appendix: FP32 accumulation, wit
 _BLACKWELL = "NVIDIA RTX Blackwell GPU Architecture whitepaper: FP32 accumulation, without sparsity"
 
 GPUS: Mapping[str, Gpu] = {
-    "a10": Gpu(24, 125, "pcie4", "pcie4", "NVIDIA A10 data sheet (2021): without sparsity"),
-    "a100": Gpu(80, 312, "nvlink3", "pcie4", _AMPERE),
-    "a100-40gb": Gpu(40, 312, "nvlink3", "pcie4", _AMPERE),
-    "a100-pcie": Gpu(80, 312, "pcie4", "pcie4", _AMPERE),
-    "a6000": Gpu(48, 154.8, "pcie4", "pcie4", _GA102),
-    "b200": Gpu(180, 2250, "nvlink5", "pcie5", "NVIDIA HGX B200 data sheet (2025): half of the figure with sparsity"),
-    "h100": Gpu(80, 989, "nvlink4", "pcie5", _HOPPER),
-    "h100-pcie": Gpu(80, 756, "pcie5", "pcie5", _HOPPER),
-    "h200": Gpu(140, 989, "nvlink4", "pcie5", f"NVIDIA H200 {_SHEET} (2024): half of the figure with sparsity"),
-    "l4": Gpu(24, 121, "pcie4", "pcie4", f"NVIDIA L4 {_SHEET} (2023): half of the figure with sparsity"),
-    "l40s": Gpu(48, 362.05, "pcie4", "pcie4", "NVIDIA L40S data sheet (2023): without sparsity"),
-    "rtx3090": Gpu(24, 71, "pcie4", "pcie4", _GA102),
-    "rtx4090": Gpu(24, 165.2, "pcie4", "pcie4", _ADA),
-    "rtx5090": Gpu(32, 209.5, "pcie5", "pcie5", _BLACKWELL),
+    "a10": Gpu(24, 125, "pcie4", "NVIDIA A10 data sheet (2021): without sparsity"),
+    "a100": Gpu(80, 312, "nvlink3", _AMPERE),
+    "a100-40gb": Gpu(40, 312, "nvlink3", _AMPERE),
+    "a100-pcie": Gpu(80, 312, "pcie4", _AMPERE),
+    "a6000": Gpu(48, 154.8, "pcie4", _GA102),
+    "b200": Gpu(180, 2250, "nvlink5", "NVIDIA HGX B200 data sheet (2025): half of the figure with sparsity"),
+    "h100": Gpu(80, 989, "nvlink4", _HOPPER),
+    "h100-pcie": Gpu(80, 756, "pcie5", _HOPPER),
+    "h200": Gpu(140, 989, "nvlink4", f"NVIDIA H200 {_SHEET} (2024): half of the figure with sparsity"),
+    "l4": Gpu(24, 121, "pcie4", f"NVIDIA L4 {_SHEET} (2023): half of the figure with sparsity"),
+    "l40s": Gpu(48, 362.05, "pcie4", "NVIDIA L40S data sheet (2023): without sparsity"),
+    "rtx3090": Gpu(24, 71, "pcie4", _GA102),
+    "rtx4090": Gpu(24, 165.2, "pcie4", _ADA),
+    "rtx5090": Gpu(32, 209.5, "pcie5", _BLACKWELL),
 }
 
 _PCIE = "PCI Express base specification: 16 lanes, 128b/130b encoding, one direction"
@@ -377,7 +341,7 @@ def _named(what: str, known: Mapping[str, T], name: str) -> T:
 # reach :data:`OF_A_LINK` of a link inside a machine. The CPU is taken to need :data:`LAUNCH_MS` to launch a unit.
 
 UTILIZATION = 0.4
-"""Share of its peak FLOP/s at which a GPU computes a layer of a transformer, unless ``utilization`` is given."""
+"""Share of its peak FLOP/s at which a GPU computes a layer of a transformer."""
 OF_A_LINK = 0.5
 """Share of a link's peak that an all-gather reaches: over NVLink between two H200s, of 26 MiB, 196 to 200 of 450 GB/s
 (hops-2x2-* in benchmarks/step/results/hops-h200.json)."""
@@ -386,89 +350,22 @@ SLOWEST_NVLINK = OF_A_LINK * link_named("nvlink-bridge").gbps
 LAUNCH_MS = 5.0
 """Milliseconds in which a CPU launches forward and backward of one unit in eager mode: of the 25 units of a Llama of
 1.35B under fully_shard, 141 to 243 ms on the CPUs of H100 and H200 machines (benchmarks/step/results/1.35B-*.json)."""
-OF_HOST_LINK = 0.8
-"""Share of PCI Express's peak that copies from and to pinned memory reach, not measured here."""
-OPTIMIZER_GBS = 200.0
-"""GB/s at which the CPUs of a node read and write memory in the optimizer's step: half of the peak of two sockets with
-eight channels of DDR4-3200 each (AMD EPYC 7002 data sheet: 204.8 GB/s a socket), not measured here."""
 
 
-def named_figures(gpu: str | None, link: str | None, net: str | None, utilization: float | None) -> dict[str, Any]:
+def named_figures(gpu: str | None, link: str | None, net: str | None) -> dict[str, Any]:
     """Return the figures that names stand for, by the arguments of ``plan`` that override them."""
     of_gpu = None if gpu is None else gpu_named(gpu)
     of_link = None if link is None else link_named(link)
     figures: dict[str, Any] = {} if net is None else {"inter_gbps": network_named(net).gbps}
-    if utilization is not None:
-        if positive("utilization", utilization) > 1:
-            raise ValueError(f"utilization is a share of the GPU's peak, above 0 and up to 1, got {utilization}")
-        if gpu is None:
-            raise ValueError(f"utilization={utilization} is a share of a GPU's peak; name the gpu, or give tflops")
     if of_gpu is not None:
-        tflops = (UTILIZATION if utilization is None else utilization) * of_gpu.tflops
-        host_gbps = OF_HOST_LINK * link_named(of_gpu.host).gbps
-        figures |= {"gpu_memory": of_gpu.memory, "tflops": tflops, "launch_ms": LAUNCH_MS, "host_gbps": host_gbps}
+        figures |= {"gpu_memory": of_gpu.memory, "tflops": UTILIZATION * of_gpu.tflops, "launch_ms": LAUNCH_MS}
         of_link = of_link or link_named(of_gpu.link)
     if of_link is not None:
         figures |= {"intra_gbps": OF_A_LINK * of_link.gbps, "slow_links": not of_link.fast}
     return figures
 
 
-def offload_to(asked: bool, given: Mapping[str, float | None], host_gbps: float | None) -> Offload | None:
-    """Return the host that parameters are offloaded to, if that is ``asked``; ``host_gbps`` is that of the GPU's name.
-
-    ``given`` are the arguments of ``plan`` about it.
-    """
-    if not isinstance(asked, bool):
-        raise TypeError(f"cpu_offload must be True or False, got {asked!r}")
-    if not asked:
-        if named := ", ".join(f"{name}={value}" for name, value in given.items() if value is not None):
-            raise ValueError(f"{named} is about CPU offload; pass cpu_offload=True (--cpu-offload), too, or remove it")
-        return None
-    assumed = tuple(name for name in ("host_gbps", "optimizer_gbs") if given[name] is None)
-    gbps, optimizer_gbs = given["host_gbps"], given["optimizer_gbs"]
-    gbps = host_gbps if gbps is None else gbps
-    if gbps is None:
-        raise ValueError(
-            "host_gbps is missing: Gbit/s at which a GPU copies from the host's memory; name the gpu, or give it"
-        )
-    return Offload(gbps, OPTIMIZER_GBS if optimizer_gbs is None else optimizer_gbs, given["host_memory"], assumed)
-
-
 # ---- measurements
-
-MIB = 64
-HOST_REPETITIONS = 5
-
-
-def measure_host_link() -> float | None:
-    """Return the Gbit/s of copies from and to pinned memory, of the slowest GPU if there is a job; None without a GPU.
-
-    Collective over the job. All GPUs copy at once, since they share the host's memory.
-    """
-    if not torch.cuda.is_available():
-        return None
-    host = torch.empty(MIB * 2**20, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty_like(host, device="cuda")
-    seconds = []
-    for _ in range(HOST_REPETITIONS + 1):  # the first warms up
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        device.copy_(host, non_blocking=True)
-        host.copy_(device, non_blocking=True)
-        end.record()
-        end.synchronize()
-        seconds.append(begin.elapsed_time(end) / 1e3)
-    return least_of_job(2 * host.nbytes * 8 / median(seconds[1:]) / 1e9)
-
-
-def least_of_job(figure: float) -> float:
-    """Return the least of all ranks' figures if there is a job: with different ones, they might choose differently."""
-    if not dist.is_initialized():
-        return figure
-    least = torch.tensor(figure, device="cuda" if "nccl" in dist.get_backend() else "cpu")
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    return least.item()
-
 
 DEFAULT_MIB = 256
 REPETITIONS = 7

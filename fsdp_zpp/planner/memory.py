@@ -239,31 +239,26 @@ class Memory(Figures):
             and a quantized base, of which each node keeps a copy under G, too, from the first gather on.
         shard: The shard that the optimizer updates, and the shard of frozen weights that are not quantized.
         optimizer: The optimizer state.
-        outer: With local steps, the agreed weights and the outer optimizer's momentum.
         gradients: The accumulated gradients of micro-batches, or the shard's gradient if that is larger.
         errors: The errors that error feedback keeps.
-        working: The buffers of the units in flight. With local steps, those of an exchange, too.
+        working: The buffers of the units in flight.
         activations: As in :class:`MemoryBudget`.
         reserve: As in :class:`MemoryBudget`.
-        host: With CPU offload, what is in the host's memory for this GPU, which is not in ``total``: the shards, their
-            gradients and the optimizer state; those three parts are then 0, but for accumulated gradients.
     """
 
     parameters: int = 0
     shard: int = 0
     optimizer: int = 0
-    outer: int = 0
     gradients: int = 0
     errors: int = 0
     working: int = 0
     activations: int = 0
     reserve: int = 0
-    host: int = 0
 
     @property
     def total(self) -> int:
-        """Return the sum of all parts that are on the GPU."""
-        return sum(value for name, value in vars(self).items() if name != "host")
+        """Return the sum of all parts."""
+        return sum(vars(self).values())
 
 
 def memory_beside(budget: MemoryBudget) -> Memory:
@@ -271,34 +266,14 @@ def memory_beside(budget: MemoryBudget) -> Memory:
 
 
 def memory_of_units(
-    size: Units,
-    resolved: ResolvedStrategy,
-    micro_batches: int,
-    precision: Precision,
-    pipelined: bool = False,
-    offloads: bool = False,
+    size: Units, resolved: ResolvedStrategy, micro_batches: int, precision: Precision, pipelined: bool = False
 ) -> Memory:
-    """Return the memory that units take on each GPU, with the shards in the host's memory if it ``offloads``."""
+    """Return the memory that units take on each GPU."""
     total = Memory(working=_working_memory(size, resolved, precision, pipelined))
     for unit in size.units:
-        trainable = _trainable_states(unit.trainable, resolved, micro_batches + pipelined, precision, offloads)
+        trainable = _trainable_states(unit.trainable, resolved, micro_batches + pipelined, precision)
         total += (trainable + _frozen_states(unit.frozen, resolved, precision)) * unit.count
-    if offloads:
-        copies = Memory(working=_copied_shards(size, resolved, precision))
-        total = replace(total, shard=0, optimizer=0, host=total.host + total.shard + total.optimizer) + copies
     return total
-
-
-def _copied_shards(size: Units, strategy: ResolvedStrategy, precision: Precision) -> int:
-    """Return the bytes of offloaded shards on the GPU: of the two largest units, as one is gathered after the other."""
-    scope, topology = strategy.scopes.optimizer, strategy.topology
-
-    def shard(unit: Unit) -> int:
-        storage = precision.of_frozen.itemsize if strategy.frozen is None else 0
-        frozen = shard_numel(unit.frozen, scope, topology) * storage
-        return frozen + shard_numel(unit.trainable, scope, topology) * precision.storage.itemsize
-
-    return _two_largest(size.units, shard)
 
 
 def _two_largest(units: Iterable[Unit], nbytes: Callable[[Unit], int]) -> int:
@@ -306,9 +281,7 @@ def _two_largest(units: Iterable[Unit], nbytes: Callable[[Unit], int]) -> int:
     return sum(sorted(chain.from_iterable([nbytes(unit)] * min(unit.count, 2) for unit in units))[-2:])
 
 
-def _trainable_states(
-    numel: int, strategy: ResolvedStrategy, micro_batches: int, precision: Precision, offloads: bool
-) -> Memory:
+def _trainable_states(numel: int, strategy: ResolvedStrategy, micro_batches: int, precision: Precision) -> Memory:
     scope, topology = strategy.scopes.optimizer, strategy.topology
     shard = shard_numel(numel, scope, topology)
     errors = error_nbytes(strategy.error_feedback, strategy.gradient_codecs, scope, topology, shard)
@@ -319,9 +292,8 @@ def _trainable_states(
         shard=shard * precision.storage.itemsize,
         optimizer=shard * precision.optimizer_bytes,
         # An accumulator is freed when the shard's gradient is made, so the larger of the two counts.
-        gradients=gradients if offloads else max(gradients, _FP32 * shard),
+        gradients=max(gradients, _FP32 * shard),
         errors=errors if numel else 0,
-        host=shard * precision.storage.itemsize if offloads else 0,
     )
 
 

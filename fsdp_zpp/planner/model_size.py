@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from math import isqrt
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,13 +16,12 @@ from torch import nn
 from fsdp_zpp.names import how_to_install
 from fsdp_zpp.runtime.api import check_module
 from fsdp_zpp.strategy.error_feedback import Topology
-from fsdp_zpp.strategy.strategy import Strategy
 
 from .cluster import Cluster, MemoryBudget, Precision, StepConfig, whole
 
 # ---- model config
 #
-# Hugging Face's config says how many experts a model has, and the shape of its layers.
+# Hugging Face's config says how many experts a model has.
 
 # The names that configurations have for the number of experts, and for those that a token is routed to.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -37,34 +35,12 @@ class Routing(NamedTuple):
     chosen: int
 
 
-class LayerShape(NamedTuple):
-    """Size of a token's activations between layers, and of its keys (its values have the same); None if not known."""
-
-    hidden: int
-    keys: int | None
-
-
 def _routing_of(model: nn.Module) -> Routing | None:
     for said in _configs_of(model):
         experts, chosen = _first(said, *_EXPERTS), _first(said, *_CHOSEN)
         if experts is not None and chosen is not None and chosen <= experts:
             return Routing(experts, chosen)
     return None
-
-
-def _shape_of(model: nn.Module) -> LayerShape | None:
-    for said in _configs_of(model):
-        if (hidden := _first(said, "hidden_size", "n_embd", "d_model")) is not None:
-            return LayerShape(hidden, _keys_of(said, hidden))
-    return None
-
-
-def _keys_of(config: object, hidden: int) -> int | None:
-    heads = _first(config, "num_attention_heads", "n_head")
-    if heads is None or hasattr(config, "kv_lora_rank"):  # keys and values of latent attention differ in size
-        return None
-    groups = _first(config, "num_key_value_heads") or heads
-    return groups * (_first(config, "head_dim") or hidden // heads)
 
 
 def _configs_of(model: nn.Module) -> tuple[object, object]:
@@ -195,7 +171,6 @@ class ModelSize(Units):
         idle_trainable: Trainable elements of the experts that a token is not routed to.
         idle_frozen: Frozen elements of the experts that a token is not routed to.
         routing: Number of experts, if known.
-        layer: Shape of what layers compute, if known.
 
     Raises:
         TypeError: If an argument is not a number.
@@ -205,7 +180,6 @@ class ModelSize(Units):
     idle_trainable: int = 0
     idle_frozen: int = 0
     routing: Routing | None = None
-    layer: LayerShape | None = None
 
     def __post_init__(self) -> None:
         for name, most in (("idle_trainable", self.trainable), ("idle_frozen", self.frozen)):
@@ -295,7 +269,7 @@ def module_size(model: nn.Module) -> ModelSize:
         sizes[_unit_of(own, experts)] += 1
     units = [replace(unit, count=count) for unit, count in sizes.items() if unit.numel]
     idle = _idle_elements(experts, routing)
-    return ModelSize((*([root] if root.numel else []), *units), *idle, routing, _shape_of(model))
+    return ModelSize((*([root] if root.numel else []), *units), *idle, routing)
 
 
 def layers(module: nn.Module) -> Iterator[nn.Module]:
@@ -381,115 +355,14 @@ def pretrained_size(name: str) -> ModelSize:
 
 # ---- axes
 #
-# Parallelisms beside data parallelism: their degrees, and where the ranks of each axis lie.
+# Parallelisms beside data parallelism: their degrees, and where the ranks lie that a strategy shards over.
 #
 # Ranks are laid out as torchtitan does it, and Megatron: pipeline stages outermost, then data-parallel ranks, then
-# those of context and of tensor parallelism. So the ranks of a tensor-parallel group are neighbours. Context-parallel
-# ranks have all parameters of their stage's tensor-parallel rank, so a strategy takes them for data-parallel ranks.
+# those of tensor parallelism. So the ranks of a tensor-parallel group are neighbours. Context-parallel ranks have all
+# parameters of their stage's tensor-parallel rank, so they count as data-parallel ranks.
 #
-# Expert parallelism takes neighbouring ranks of a stage, whatever their place in tensor or context parallelism. Experts
-# are not split by tensor parallelism then.
-
-
-@dataclass(frozen=True)
-class Axes:
-    """Degrees of the parallelisms beside data parallelism; 1 is none.
-
-    Args:
-        tp: Ranks of tensor parallelism, which split dense parameters.
-        pp: Stages of a pipeline, which split layers.
-        cp: Ranks of context parallelism, which split sequences.
-        ep: Ranks of expert parallelism, which split experts.
-
-    Raises:
-        TypeError: If a degree is not a number.
-        ValueError: If a degree is not a whole number of at least 1.
-    """
-
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("tp", "pp", "cp", "ep"):
-            object.__setattr__(self, name, whole(name, getattr(self, name)))
-
-    @property
-    def splits_parameters(self) -> bool:
-        """Return whether any axis leaves a rank with a part of the parameters."""
-        return (self.tp, self.pp, self.ep) != (1, 1, 1)
-
-    def check(self, cluster: Cluster) -> None:
-        """Raise unless the ranks of ``cluster`` can be laid out along these axes."""
-        world, together = cluster.topology.world, self.tp * self.pp * self.cp
-        if world % together:
-            raise ValueError(
-                f"tp={self.tp} x pp={self.pp} x cp={self.cp} is {together} ranks, which does not divide the {world} of "
-                f"the cluster; the product must be one of {_divisors(world)}"
-            )
-        stage = world // self.pp
-        if stage % self.ep:
-            raise ValueError(
-                f"ep={self.ep} does not divide the {stage} ranks of a pipeline stage; allowed are {_divisors(stage)}"
-            )
-        for ranks in (*self.others(cluster).values(), self.dense_ranks(cluster), self.expert_ranks(cluster)):
-            ranks.check(cluster)
-
-    def dense_ranks(self, cluster: Cluster) -> AxisRanks:
-        """Return the ranks that a strategy shards dense parameters over: data- and context-parallel ones."""
-        return AxisRanks("data-parallel", cluster.topology.world // (self.tp * self.pp), self.tp)
-
-    def expert_ranks(self, cluster: Cluster) -> AxisRanks:
-        """Return the ranks that a strategy shards experts over. Without expert parallelism, they are as for others."""
-        if self.ep == 1:
-            return self.dense_ranks(cluster)
-        return AxisRanks("data-parallel (experts)", cluster.topology.world // (self.pp * self.ep), self.ep)
-
-    def others(self, cluster: Cluster) -> dict[str, AxisRanks]:
-        """Return the ranks of each other axis that is longer than 1."""
-        axes = {
-            "tp": AxisRanks("tensor-parallel", self.tp, 1),
-            "cp": AxisRanks("context-parallel", self.cp, self.tp),
-            "ep": AxisRanks("expert-parallel", self.ep, 1),
-            "pp": AxisRanks("pipeline-parallel", self.pp, cluster.topology.world // self.pp),
-        }
-        return {name: ranks for name, ranks in axes.items() if ranks.size > 1}
-
-
-@dataclass(frozen=True)
-class AxisRanks:
-    """Ranks of a mesh dimension, ``stride`` apart: the product of the dimensions inside of it."""
-
-    name: str
-    size: int
-    stride: int
-
-    def on_a_node(self, gpus_per_node: int) -> int:
-        return max(1, min(self.size, gpus_per_node // self.stride))
-
-    def topology(self, cluster: Cluster) -> Topology:
-        return Topology(self.size, self.on_a_node(cluster.gpus_per_node))
-
-    def check(self, cluster: Cluster) -> None:
-        gpus, span = cluster.gpus_per_node, self.size * self.stride
-        # Blocks of ``stride`` and of ``span`` neighbours must tile the nodes, or nodes the blocks.
-        if self.size == 1 or all(gpus % block == 0 or block % gpus == 0 for block in (self.stride, span)):
-            return
-        raise ValueError(
-            f"{self.size} {self.name} ranks at a distance of {self.stride} do not lie on nodes of {gpus} GPUs in equal "
-            f"shares; choose degrees whose products divide {gpus} or are multiples of it"
-        )
-
-
-def _divisors(number: int) -> list[int]:
-    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)})
-
-
-# ---- parts
-#
-# Parts of a model that are sharded over different ranks: dense parameters, and experts.
+# Expert parallelism takes neighbouring ranks of a stage, whatever their place in tensor parallelism. Experts are not
+# split by tensor parallelism then.
 #
 # A rank has one pipeline stage's share of the layers, and of each unit there what tensor and expert parallelism leave
 # it. Three things are simplified. The stage has every pp-th layer, sorted by size, from the largest on. The
@@ -499,22 +372,74 @@ def _divisors(number: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Parameters that are sharded over the same ranks by one strategy, as one rank has them.
+class Axes:
+    """Degrees of the parallelisms beside data parallelism; 1 is none.
 
-    The strategy is None if it is that of the dense parameters.
+    Args:
+        tp: Ranks of tensor parallelism, which split dense parameters.
+        pp: Stages of a pipeline, which split layers.
+        ep: Ranks of expert parallelism, which split experts.
+
+    Raises:
+        TypeError: If a degree is not a number.
+        ValueError: If a degree is not a whole number of at least 1.
     """
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "ep"):
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
+
+    def dense_ranks(self, cluster: Cluster) -> Topology:
+        """Return the ranks that a strategy shards dense parameters over; raise ValueError if there are none."""
+        world, together = cluster.topology.world, self.tp * self.pp
+        if world % together:
+            raise ValueError(
+                f"tp={self.tp} x pp={self.pp} is {together} ranks, which does not divide the {world} of the cluster; "
+                f"the product must be one of {_divisors(world)}"
+            )
+        return _ranks(world // together, self.tp, cluster.gpus_per_node)
+
+    def expert_ranks(self, cluster: Cluster) -> Topology:
+        """Return the ranks that a strategy shards experts over; raise ValueError if there are none."""
+        stage = cluster.topology.world // self.pp
+        if stage % self.ep:
+            raise ValueError(
+                f"ep={self.ep} does not divide the {stage} ranks of a pipeline stage; allowed are {_divisors(stage)}"
+            )
+        return _ranks(stage // self.ep, self.ep, cluster.gpus_per_node)
+
+
+def _ranks(size: int, stride: int, gpus: int) -> Topology:
+    """Return the layout of ``size`` ranks, ``stride`` apart, on nodes of ``gpus``."""
+    # Blocks of ``stride`` and of ``size * stride`` neighbours must tile the nodes, or nodes the blocks.
+    if size > 1 and any(gpus % block and block % gpus for block in (stride, size * stride)):
+        raise ValueError(
+            f"{size} data-parallel ranks at a distance of {stride} do not lie on nodes of {gpus} GPUs in equal shares; "
+            f"choose degrees whose products divide {gpus} or are multiples of it"
+        )
+    return Topology(size, max(1, min(size, gpus // stride)))
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+class Part(NamedTuple):
+    """Parameters that are sharded over the same ranks, as one rank has them: dense ones, or experts."""
 
     units: Units
     topology: Topology
-    strategy: Strategy | None = None
 
 
 def _check_experts(size: ModelSize, axes: Axes) -> None:
     if size.experts == 0:
         raise ValueError(
-            "ep and experts_strategy are for experts, and the model has none that the planner knows of: give --model a "
-            "config of a mixture of experts, or units with expert_trainable"
+            "ep is for experts, and the model has none that the planner knows of: give --model a config of a mixture "
+            "of experts, or units with expert_trainable"
         )
     if size.routing is not None and size.routing.experts % axes.ep:
         raise ValueError(
@@ -575,19 +500,17 @@ class Case:
     budget: MemoryBudget
     precision: Precision
     axes: Axes = Axes()
-    experts_strategy: Strategy | None = None
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Return the dense parameters, then the experts if they have ranks or a strategy of their own."""
-        dense_topology = self.axes.dense_ranks(self.cluster).topology(self.cluster)
-        stage = _stage(self.size, self.axes.pp)
-        if self.axes.ep == 1 and self.experts_strategy is None:
-            return (Part(_shared(stage, self.axes.tp, lambda unit: unit), dense_topology),)
-        _check_experts(self.size, self.axes)
-        split_by = self.axes.tp if self.axes.ep == 1 else self.axes.ep
-        expert_topology = self.axes.expert_ranks(self.cluster).topology(self.cluster)
+        """Return the dense parameters, then the experts if they have ranks of their own."""
+        axes, stage = self.axes, _stage(self.size, self.axes.pp)
+        dense_ranks = axes.dense_ranks(self.cluster)
+        if axes.ep == 1:
+            return (Part(_shared(stage, axes.tp, lambda unit: unit), dense_ranks),)
+        expert_ranks = axes.expert_ranks(self.cluster)
+        _check_experts(self.size, axes)
         return (
-            Part(_shared(stage, self.axes.tp, _without_experts), dense_topology),
-            Part(_shared(stage, split_by, _experts_alone), expert_topology, self.experts_strategy),
+            Part(_shared(stage, axes.tp, _without_experts), dense_ranks),
+            Part(_shared(stage, axes.ep, _experts_alone), expert_ranks),
         )

@@ -6,59 +6,18 @@ from dataclasses import fields, replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from fsdp_zpp.codecs import Codec, FrozenName
-from fsdp_zpp.comm.agreement import agree, check_agreement
-from fsdp_zpp.comm.mesh import topology_of
 from fsdp_zpp.names import explains_arguments
-from fsdp_zpp.strategy.error_feedback import LoCo, Topology
-from fsdp_zpp.strategy.local_steps import LocalSteps
+from fsdp_zpp.strategy.error_feedback import LoCo
 from fsdp_zpp.strategy.strategy import ResolvedStrategy, Strategy
 
-from .choice import (
-    Candidate,
-    Estimate,
-    PartEstimate,
-    choose,
-    lettered,
-    of_torch,
-    presets as with_presets,
-    reason,
-    with_levels,
-)
-from .cluster import (
-    GIB,
-    Cluster,
-    MemoryBudget,
-    Precision,
-    StepConfig,
-    least_of_job,
-    links_are_slow,
-    measure_bandwidth,
-    measure_host_link,
-    named_figures,
-    offload_to,
-    whole,
-    world,
-)
+from .choice import Candidate, Estimate, choose, lettered, of_torch, presets as with_presets, reason
+from .cluster import Cluster, MemoryBudget, Precision, StepConfig, named_figures
 from .memory import Memory, Volume, memory_beside, memory_of_units, step_volume
-from .model_size import Axes, Case, ModelSize, Part, Units, equal_units, module_size
-from .report import ANY_HOST, Plan, hint_at_offload, notes_on
-from .step_time import (
-    HostWork,
-    activation_volumes,
-    exchanges,
-    host_work,
-    on_machines,
-    per_step,
-    splits_machine,
-    step_time,
-    strategy_topology,
-    with_exchanges,
-    with_offload,
-)
+from .model_size import Axes, Case, ModelSize, Part, Units, equal_units
+from .report import Plan, notes_on
+from .step_time import on_machines, splits_machine, step_time, strategy_topology
 
 # ---- figures
 #
@@ -67,9 +26,6 @@ from .step_time import (
 
 def estimate_of(candidate: Candidate, case: Case) -> Estimate:
     """Return the figures of ``candidate``.
-
-    With local steps, there is one part, of whole layers. Traffic and time are those of local steps, and memory is that
-    of whichever steps take most.
 
     Figures of one of torch's are as torch runs it, and the strategy is one that fits here if any does.
     """
@@ -82,70 +38,46 @@ def estimate_of(candidate: Candidate, case: Case) -> Estimate:
         own = _estimate(replace(candidate, strategy=strategy), case)
         if own.fits:
             break
-    experts = as_torchs.experts
-    if experts is not None and own.experts is not None:
-        experts = replace(experts, strategy=own.experts.strategy)
-    return replace(as_torchs, strategy=own.strategy, experts=experts)
+    return replace(as_torchs, strategy=own.strategy)
 
 
 def _estimate(candidate: Candidate, case: Case) -> Estimate:
-    strategy, cluster, budget = candidate.strategy, case.cluster, case.budget
-    dense, *others = (_of_part(part, strategy, case) for part in case.parts)
-    experts = next(iter(others), None)
-    volume, memory, on_host = dense.volume, dense.memory + memory_beside(budget), dense.host_work
-    if experts is not None:
-        volume, memory = volume + experts.volume, memory + experts.memory
-        on_host += experts.host_work
-    resolved = strategy.resolve(dense.topology)
-    time = step_time(volume, resolved, case)
-    if budget.offload is not None:
-        time = with_offload(time, on_host, budget.offload, cluster.gpus_per_node)
-    local_steps = strategy.local_steps
-    if local_steps is not None:
-        exchanged = exchanges(case.size, resolved, local_steps, case.precision)
-        time = with_exchanges(time, exchanged, cluster, local_steps)
-        volume += per_step(exchanged, local_steps)
-        memory += exchanged.memory
-        if local_steps.has_synchronous_steps:
-            plain = replace(strategy, local_steps=None)
-            in_step = _of_part(case.parts[0], plain, case)
-            # At the end there is no outer state any more, nor memory of an exchange in any synchronous step.
-            outer = exchanged.memory.outer if local_steps.start else 0
-            synchronous = in_step.memory + memory_beside(budget) + Memory(outer=outer)
-            memory = max(memory, synchronous, key=lambda each: each.total)
+    strategy, cluster = candidate.strategy, case.cluster
+    volume, memory = Volume(), memory_beside(case.budget)
+    for part in case.parts:
+        sent, kept = _of_part(part, strategy, case)
+        volume, memory = volume + sent, memory + kept
+    topology = strategy_topology(strategy, case.parts[0].topology, cluster)
+    time = step_time(volume, strategy.resolve(topology), case)
+    if strategy.frozen is None or not splits_machine(strategy, cluster):
+        # Said explicitly, a node size would hold for the base, too.
+        strategy = replace(strategy, gpus_per_node=topology.gpus_per_node)
     return Estimate(
-        strategy=dense.strategy,
-        topology=dense.topology,
+        strategy=strategy,
+        topology=topology,
         volume=volume,
         inter_node_bytes=cluster.gpus_per_node * volume.inter,
         memory=memory,
         time=time,
-        fits=budget.allows(memory.total) and budget.host_allows(cluster.gpus_per_node * memory.host),
-        experts=experts,
+        fits=case.budget.allows(memory.total),
         candidate=candidate,
     )
 
 
-def _of_part(part: Part, strategy: Strategy, case: Case) -> PartEstimate:
-    cluster, offloads = case.cluster, case.budget.offload is not None
-    strategy = part.strategy or strategy
-    topology = strategy_topology(strategy, part.topology, cluster)
-    resolved = strategy.resolve(topology)
-    in_step = resolved if strategy.local_steps is None else resolved.within_node()
+def _of_part(part: Part, strategy: Strategy, case: Case) -> tuple[Volume, Memory]:
+    resolved = strategy.resolve(strategy_topology(strategy, part.topology, case.cluster))
 
-    def figures(units: Units, of: ResolvedStrategy) -> tuple[Volume, Memory, HostWork]:
+    def figures(units: Units, of: ResolvedStrategy) -> tuple[Volume, Memory]:
         asked = units, of, case.work.micro_batches, case.precision, case.axes.pp > 1
-        sent = on_machines(step_volume(*asked), of.topology, part.topology)
-        return sent, memory_of_units(*asked, offloads), host_work(*asked) if offloads else HostWork()
+        return on_machines(step_volume(*asked), of.topology, part.topology), memory_of_units(*asked)
 
-    if strategy.frozen is not None and splits_machine(strategy, cluster):
-        # Said explicitly, a node size would hold for the base, too.
-        trained, base = _without(part.units, "frozen"), _without(part.units, "trainable")
-        over_machine = strategy.resolve(part.topology)
-        (sent, kept, moved), (sent_of_base, base_kept, _) = figures(trained, in_step), figures(base, over_machine)
-        return PartEstimate(strategy, topology, sent + sent_of_base, kept + base_kept, moved)
-    strategy = replace(strategy, gpus_per_node=topology.gpus_per_node)
-    return PartEstimate(strategy, topology, *figures(part.units, in_step))
+    if strategy.frozen is None or not splits_machine(strategy, case.cluster):
+        return figures(part.units, resolved)
+    # The base stays sharded over the machine.
+    trained, base = _without(part.units, "frozen"), _without(part.units, "trainable")
+    sent, kept = figures(trained, resolved)
+    sent_of_base, base_kept = figures(base, strategy.resolve(part.topology))
+    return sent + sent_of_base, kept + base_kept
 
 
 def _without(units: Units, kind: str) -> Units:
@@ -170,7 +102,6 @@ def plan(
     link: str | None = None,
     net: str | None = None,
     slow_links: bool | None = None,
-    utilization: float | None = None,
     micro_batches: int = 1,
     tokens: int | None = None,
     tflops: float | None = None,
@@ -183,7 +114,6 @@ def plan(
     intra_gradients: Codec | Literal["auto"] | None = "auto",
     error_feedback: LoCo | None = None,
     frozen: Codec | FrozenName | None = None,
-    local_steps: LocalSteps | None = None,
     compute: torch.dtype = Precision.compute,
     reduce: torch.dtype = Precision.reduce,
     storage: torch.dtype = Precision.storage,
@@ -191,14 +121,8 @@ def plan(
     optimizer_bytes: int = Precision.optimizer_bytes,
     tp: int = 1,
     pp: int = 1,
-    cp: int = 1,
     ep: int = 1,
-    experts_strategy: Strategy | str | None = None,
     presets: bool | None = None,
-    cpu_offload: bool = False,
-    host_gbps: float | None = None,
-    host_memory: float | None = None,
-    optimizer_gbs: float | None = None,
 ) -> Plan:
     """Predict memory, traffic and step time of torch's strategies, presets and all 14 letters, and choose one.
 
@@ -219,11 +143,10 @@ def plan(
         net: Network card of a node by its name, several as 8xib-ndr.
         slow_links: True if the GPUs of a node have no NVLink; by default, as the name of the link says, and without one
             they have.
-        utilization: Share of the peak of ``gpu`` at which it computes, in place of ``tflops``; by default 0.4.
         micro_batches: Number of micro-batches that an optimizer step accumulates.
         tokens: Number of tokens on a GPU in a micro-batch. Computation time needs this and ``tflops`` or ``gpu``;
             otherwise it is left out.
-        tflops: TFLOP/s that a GPU achieves.
+        tflops: TFLOP/s that a GPU achieves; by default 0.4 of the peak of ``gpu``.
         launch_ms: Milliseconds in which the CPU launches forward and backward of one unit; by default 5 with ``gpu``
             and ``tokens``, otherwise left out.
         gpu_memory: GiB of a GPU (80 for an A100-80GB); by default those of ``gpu``, or no limit.
@@ -234,9 +157,6 @@ def plan(
         intra_gradients: Codec of the gradient reduction inside nodes, as in ``Strategy``.
         error_feedback: Error feedback of LoCo, on the hop between nodes or on both, as in ``Strategy``.
         frozen: Codec of frozen weights, which stay encoded, as in ``Strategy``.
-        local_steps: Adds strategies with these local steps, for each of the letters that can have them. They change
-            the mathematics, so the choice is one of them only where it saves time. Traffic and time
-            are those of local steps in the last segment of their schedule; memory also suffices for synchronous steps.
         compute: Dtype of forward and backward.
         reduce: Dtype of gradients on the wire without a codec.
         storage: Dtype of the shards that the optimizer updates.
@@ -244,20 +164,11 @@ def plan(
         optimizer_bytes: Bytes of optimizer state per trainable parameter; 8 is Adam.
         tp: Ranks of tensor parallelism, which are neighbours. They share the ``tokens``.
         pp: Stages of a pipeline, which are neighbouring ranks each.
-        cp: Ranks of context parallelism. They are data-parallel ranks to a strategy.
         ep: Ranks of expert parallelism, which are neighbours. Experts are then sharded over the ranks of a stage that
             have the same ones.
-        experts_strategy: Strategy of experts, or its letters, to go with the codecs given here; by default, that of
-            dense parameters.
         presets: True if presets are planned, with codecs of their own, beside letters with the codecs given here, and
             torch's strategies; by default if no codec of what is sent is given. Frozen weights are then taken to be
             stored in ``compute``, as LoRA's are.
-        cpu_offload: True if FSDP offloads parameters, gradients and optimizer state to the host's memory.
-        host_gbps: Gbit/s at which a GPU copies from the host's memory, or to it, with ``cpu_offload``; by default 0.8
-            of the peak of the link that ``gpu`` has to its host.
-        host_memory: GiB of a node's host that the training may take, with ``cpu_offload``; by default, no limit.
-        optimizer_gbs: GB/s at which all CPUs of a node read and write memory in the optimizer's step, with
-            ``cpu_offload``; by default 200.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -266,7 +177,7 @@ def plan(
     Examples:
         >>> print(plan(70e9, nodes=16, gpus_per_node=8, inter_gbps=100, intra_gbps=2400, gpu_memory=80))
     """
-    named = named_figures(gpu, link, net, utilization)
+    named = named_figures(gpu, link, net)
     # Numbers say more than a name: who gives TFLOP/s may have measured them.
     given = {"inter_gbps": inter_gbps, "intra_gbps": intra_gbps, "slow_links": slow_links, "gpu_memory": gpu_memory}
     given |= {"tflops": tflops, "launch_ms": launch_ms}
@@ -288,64 +199,31 @@ def plan(
             f"frozen={frozen} keeps frozen weights as codes only, so frozen_storage={frozen_storage} has no meaning; "
             "remove one of the two"
         )
-    axes = Axes(tp, pp, cp, ep)
-    axes.check(cluster)
-    _check_local_steps(local_steps, axes, experts_strategy)
     if presets and frozen_storage is None:  # of rows whose base is not quantized
         frozen_storage = compute
-    host = {"host_gbps": host_gbps, "host_memory": host_memory, "optimizer_gbs": optimizer_gbs}
-    offload = offload_to(cpu_offload, host, named.get("host_gbps"))
     case = Case(
         _size_of(params, trainable, units),
         cluster,
         StepConfig(micro_batches, tokens, speed["tflops"], 0.0 if speed["launch_ms"] is None else speed["launch_ms"]),
-        MemoryBudget(figures["gpu_memory"], activations, reserve, offload),
+        MemoryBudget(figures["gpu_memory"], activations, reserve),
         Precision(compute, reduce, storage, frozen_storage, optimizer_bytes),
-        axes,
-        _experts_strategy(experts_strategy, codecs, axes.expert_ranks(cluster).topology(cluster)),
+        Axes(tp, pp, ep),
     )
-    return _plan(case, codecs, local_steps, presets)
+    return _plan(case, codecs, presets)
 
 
-def _check_local_steps(local_steps: LocalSteps | None, axes: Axes, experts_strategy: Strategy | str | None) -> None:
-    own = getattr(experts_strategy, "local_steps", None)
-    if own is not None or (local_steps is not None and (experts_strategy is not None or axes.splits_parameters)):
-        raise ValueError("local steps are not planned beside tp, pp, ep or experts_strategy; leave one of the two out")
-
-
-def _experts_strategy(asked: Strategy | str | None, codecs: Strategy, topology: Topology) -> Strategy | None:
-    if isinstance(asked, str):
-        return with_levels(codecs, asked)
-    if asked is None:
-        return None
-    if not isinstance(asked, Strategy):
-        raise TypeError(f"experts_strategy must be a Strategy, three letters such as 'IGG', or None, got {asked!r}")
-    if asked.gpus_per_node not in (None, topology.gpus_per_node):
-        raise ValueError(
-            f"experts_strategy has gpus_per_node={asked.gpus_per_node}, but {topology.gpus_per_node} of the ranks that "
-            "experts are sharded over lie on a node; leave it out"
-        )
-    return asked
-
-
-def _plan(case: Case, codecs: Strategy, local_steps: LocalSteps | None, presets: bool) -> Plan:
-    letters = lettered(case, codecs, local_steps)
+def _plan(case: Case, codecs: Strategy, presets: bool) -> Plan:
     named = [*of_torch(case), *with_presets(case, codecs.frozen)] if presets else []
-    estimates = tuple(estimate_of(candidate, case) for candidate in letters)
+    estimates = tuple(estimate_of(candidate, case) for candidate in lettered(codecs))
     rows = (*(estimate_of(candidate, case) for candidate in named), *estimates)
     choice = choose(rows, case.cluster.slow_links)
-    hints: list[str] = []
-    if choice is None and case.budget.offload is None:
-        offloading = replace(case, budget=replace(case.budget, offload=ANY_HOST))
-        hints = hint_at_offload([estimate_of(each, offloading) for each in (*named, *letters)])
+    letters = next(row for row in estimates if row.levels == "IGG")  # which take any codec
     return Plan(
         **{each.name: getattr(case, each.name) for each in fields(case)},
         estimates=estimates,
         choice=choice,
         reason=reason(rows, choice, case),
-        notes=(*notes_on(case, codecs, local_steps, rows), *hints),
-        local_steps=local_steps if case.cluster.nodes > 1 else None,
-        activations=tuple(activation_volumes(case).items()),
+        notes=tuple(notes_on(case, codecs, letters.strategy.resolve(letters.topology))),
         rows=rows,
     )
 
@@ -356,99 +234,3 @@ def _size_of(params: float | ModelSize, trainable: float | None, units: int | No
     if units is not None:
         raise ValueError(f"units={units} was given, but the model has its own {params.count} units; leave units out")
     return params if trainable is None else params.with_trainable(trainable)
-
-
-# ---- running job
-#
-# ``choose_strategy``: the strategy for a given model on the cluster of the running job.
-
-
-def choose_strategy(
-    model: nn.Module,
-    *,
-    nodes: int | None = None,
-    gpus_per_node: int | None = None,
-    inter_gbps: float | None = None,
-    intra_gbps: float | None = None,
-    gpu_memory: float | None = None,
-    slow_links: bool | None = None,
-    **options: Any,
-) -> Strategy:
-    """Return the strategy that :func:`plan` chooses; for one of torch's, that which does the same here.
-
-    Without codecs among the options, presets with their codecs are compared with torch's strategies.
-
-    If a process group is initialized, all ranks must call this with the same arguments; they get the same strategy.
-
-    Args:
-        model: The model, not wrapped yet. Its trainable and frozen parameters are counted layer by layer.
-        nodes: Number of nodes. None takes it from the running job.
-        gpus_per_node: GPUs of each node. None takes it from the running job.
-        inter_gbps: Gbit/s of a whole node to the others. None measures it with all-gathers over the running job.
-        intra_gbps: Gbit/s of one GPU to the others of its node. None measures it likewise.
-        gpu_memory: GiB of a GPU. None asks the GPUs; without GPUs there is no limit.
-        slow_links: True if the links inside a node are slow, as in ``plan``. None asks the machine, or the measurement
-            if it does not say, unless ``gpus_per_node`` or hardware is named.
-        **options: The other options of ``plan``. Names of hardware replace measurements. With ``cpu_offload``,
-            ``host_gbps`` is measured on GPUs unless it or ``gpu`` is given. With experts on ranks of their own, the
-            result is the strategy of the other parameters; ``plan`` has both.
-
-    Raises:
-        ValueError: If nothing fits, an argument is out of range, or one is missing and no process group is initialized.
-        TypeError: If an argument has the wrong type.
-    """
-    group = dist.group.WORLD
-    named = options.get("gpu") is not None or options.get("link") is not None
-    asks_machine = gpus_per_node is None and slow_links is None and not named
-    size, nodes, gpus_per_node = agree(group, lambda: _on_what(model, nodes, gpus_per_node))
-    unknown_inter = inter_gbps is None and nodes > 1 and options.get("net") is None
-    unknown_intra = intra_gbps is None and gpus_per_node > 1 and not named
-    unknown_host = bool(options.get("cpu_offload")) and options.get("host_gbps") is None and options.get("gpu") is None
-    facts: dict[str, object] = {
-        "nodes": nodes,
-        "gpus_per_node": gpus_per_node,
-        # Each of these decides on a collective.
-        "measured inter_gbps": unknown_inter,
-        "measured intra_gbps": unknown_intra,
-        "links asked of the machine": asks_machine,
-        "memory of the GPU": gpu_memory is None,
-        "measured host_gbps": unknown_host,
-    }
-    check_agreement(group, "choose_strategy", facts)
-    if group is not None:
-        measured = measure_bandwidth(group, gpus_per_node) if unknown_inter or unknown_intra else None
-        if measured is not None:
-            inter_gbps = measured.inter_gbps if unknown_inter else inter_gbps
-            intra_gbps = measured.intra_gbps if unknown_intra else intra_gbps
-        if asks_machine:
-            slow_links = links_are_slow(group, measured if unknown_intra else None)
-    on: dict[str, Any] = {"nodes": nodes, "gpus_per_node": gpus_per_node, "slow_links": slow_links}
-    on |= {"inter_gbps": inter_gbps, "intra_gbps": intra_gbps}
-    on["gpu_memory"] = device_memory() if gpu_memory is None else gpu_memory
-    if unknown_host:
-        options["host_gbps"] = measure_host_link()
-    agreed = agree(group, lambda: plan(size, **on, **options))
-    if agreed.choice is None:
-        raise ValueError(agreed.reason)
-    return agreed.choice.strategy
-
-
-def _on_what(model: nn.Module, nodes: int | None, gpus_per_node: int | None) -> tuple[ModelSize, int, int]:
-    size = module_size(model)
-    if dist.is_initialized() and None in (nodes, gpus_per_node):
-        running = topology_of(world(), gpus_per_node)
-        gpus_per_node = running.gpus_per_node
-        nodes = running.nodes if nodes is None else nodes
-    if nodes is None or gpus_per_node is None:
-        raise ValueError(
-            f"got nodes={nodes} and gpus_per_node={gpus_per_node}, and no process group is initialized to take them "
-            "from; pass both, or call torch.distributed.init_process_group first"
-        )
-    return size, whole("nodes", nodes), whole("gpus_per_node", gpus_per_node)
-
-
-def device_memory() -> float | None:
-    """Return the GiB of the current GPU, or of the smallest GPU of the running job; None without a GPU."""
-    if not torch.cuda.is_available():
-        return None
-    return least_of_job(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB)

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from fsdp_zpp import NF4, Int4Delta, Int8, Strategy, plan
-from fsdp_zpp.bench.contenders import NAMES, HopSpeed, HopSpeeds, Planner, candidates, contender, recommend
+from fsdp_zpp.bench.contenders import NAMES, Links, Planner, candidates, contender, recommend
 from fsdp_zpp.bench.results import Task
 from fsdp_zpp.bench.run import named_contenders
 from fsdp_zpp.planner.model_size import ModelSize, Unit, equal_units
 
 CONFIG = SimpleNamespace()
-FAST, PCIE, SOCKETS = HopSpeed(2000, 1990, 2010), HopSpeed(200, 199, 201), HopSpeed(20, 19, 21)
-BOX, TWO_NODES = HopSpeeds(1, 2, None, FAST), HopSpeeds(2, 4, SOCKETS, FAST)
+FAST, PCIE, SOCKETS = 2000, 200, 20
+BOX, TWO_NODES = Links(1, 2, None, FAST), Links(2, 4, SOCKETS, FAST)
 
 
-def planner(links: HopSpeeds, free: float | None = None, size: ModelSize | None = None, **work: Any) -> Planner:
+def planner(links: Links, free: float | None = None, size: ModelSize | None = None, **work: Any) -> Planner:
     """The planner of a run of a model of 1.3 B parameters."""
     task = Task(CONFIG, links.nodes, links.gpus_per_node, **work)
     return Planner(size or equal_units(1.3e9), task, links, free)
@@ -28,32 +28,31 @@ def planner(links: HopSpeeds, free: float | None = None, size: ModelSize | None 
 
 
 def test_nodes_and_links_decide_what_is_tried() -> None:
-    in_a_box = candidates(planner(BOX), None)
+    in_a_box = candidates(planner(BOX))
     assert in_a_box[0] == "full_shard"
     assert "hybrid_shard" not in in_a_box
     assert {"zeropp-alone", "zeropp-delta-alone", "zeropp-GGG-alone"} <= set(in_a_box)
     assert all(name.endswith("-alone") for name in in_a_box[1:])
     # Several nodes try their GPUs as nodes only where links inside are slow.
-    on_nodes = candidates(planner(TWO_NODES), None)
+    on_nodes = candidates(planner(TWO_NODES))
     assert on_nodes[:4] == ["full_shard", "hybrid_shard", "zeropp", "zeropp-delta"]
     assert not [name for name in on_nodes if name.endswith("-alone")]
-    assert "zeropp-alone" in candidates(planner(HopSpeeds(2, 4, SOCKETS, PCIE)), None)
+    assert "zeropp-alone" in candidates(planner(Links(2, 4, SOCKETS, PCIE)))
     # Those that the planner compares.
     assert set(on_nodes[4:]) == {"loco", "zeropp-GGG", "zeropp-NNG", "zeropp-III"}
     # Accumulation adds those that reduce between nodes once a step.
-    assert {"zeropp-IIG", "zeropp-delta-IIG"} <= set(candidates(planner(TWO_NODES, micro_batches=4), None))
+    assert {"zeropp-IIG", "zeropp-delta-IIG"} <= set(candidates(planner(TWO_NODES, micro_batches=4)))
     assert "zeropp-delta-IIG" not in on_nodes
 
 
 def test_adapters_try_sharded_and_whole_bases() -> None:
     adapters: dict[str, Any] = {"size": ModelSize((Unit(10, 10**6, 4),)), "lora": 16}
-    names = candidates(planner(BOX, **adapters), None)
+    names = candidates(planner(BOX, **adapters))
     assert names[0] == "full_shard"
     assert {"once-zeropp", "once-zeropp-int4", "once-zeropp-alone", "once-zeropp-int4-alone", "mixzpp"} <= set(names)
-    of_one = ["full_shard", "once-zeropp-nf4", "once-zeropp-nf4-alone", "mixzpp-nf4"]
-    assert candidates(planner(BOX, **adapters), "nf4") == of_one
-    on_nodes = ["full_shard", "hybrid_shard", "once-zeropp", "mixzpp"]
-    assert candidates(planner(TWO_NODES, **adapters), "int8") == on_nodes
+    on_nodes = candidates(planner(TWO_NODES, **adapters))
+    assert on_nodes[:3] == ["full_shard", "hybrid_shard", "once-zeropp"]
+    assert not [name for name in on_nodes if name.endswith("-alone")]
 
 
 def test_names_make_the_strategies_that_their_code_makes() -> None:
@@ -104,11 +103,10 @@ def test_memory_is_the_planners() -> None:
     gradients = (2 - 4 / 8) * 1.3e9 / 2**30
     accumulating = planner(TWO_NODES, micro_batches=4).states_gib(contender("full_shard"))
     assert accumulating == pytest.approx(by_levels["GGG"] + gradients)
-    assert made.states_gib(contender("diloco-8")) is None
 
 
 def test_a_base_takes_its_codes_once_whole_or_sharded() -> None:
-    made = planner(HopSpeeds(1, 4, None, FAST), size=ModelSize((Unit(10**4, 10**8, 10),)), lora=16)
+    made = planner(Links(1, 4, None, FAST), size=ModelSize((Unit(10**4, 10**8, 10),)), lora=16)
     whole, sharded = (made.states_gib(contender(name)) for name in ("once-zeropp-alone", "once-zeropp"))
     codes = Int8().nbytes(10**9) / 2**30
     assert sharded == made.states_gib(contender("mixzpp"))
@@ -117,18 +115,11 @@ def test_a_base_takes_its_codes_once_whole_or_sharded() -> None:
 
 
 def test_slow_links_split_the_machine_for_strategies_that_name_no_node_size() -> None:
-    slow = planner(HopSpeeds(1, 4, None, PCIE, are_slow=True))
+    slow = planner(Links(1, 4, None, PCIE, are_slow=True))
     assert slow.states_gib(contender("zeropp")) == slow.states_gib(contender("zeropp-alone"))
-    fast = planner(HopSpeeds(1, 4, None, FAST))
+    fast = planner(Links(1, 4, None, FAST))
     assert fast.states_gib(contender("zeropp")) != fast.states_gib(contender("zeropp-alone"))
     assert fast.states_gib(contender("hybrid_shard")) == fast.states_gib(contender("full_shard"))
-
-
-def test_noisy_links_have_a_warning() -> None:
-    assert len(HopSpeeds(1, 4, None, PCIE).lines()) == 2
-    noisy = HopSpeeds(1, 4, None, HopSpeed(200, 120, 210)).lines()
-    assert noisy[1] == "inside a node, a rank: 200 Gbit/s (120 to 210)"
-    assert noisy[2].startswith("warning: that link is noisy (45% between rounds)")
 
 
 # ---- what rows recommend

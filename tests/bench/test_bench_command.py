@@ -50,8 +50,7 @@ def bench(folder: Path, values: dict[str, Any], *options: str) -> tuple[dict[str
 
 def test_all_parameters_are_trained_under_each_strategy(tmp_path: Path) -> None:
     names = ["full_shard", "hybrid_shard", "zeropp", "fsdp1:zeropp-delta"]
-    chart = tmp_path / "bench.svg"
-    more = ("--micro-batches", "2", "--strategies", ",".join(names), "--chart", str(chart))
+    more = ("--micro-batches", "2", "--strategies", ",".join(names))
     result, printed = bench(tmp_path, LLAMA, *more)
     rows = {row["strategy"]: row for row in result["rows"]}
     assert list(rows) == names
@@ -73,39 +72,28 @@ def test_all_parameters_are_trained_under_each_strategy(tmp_path: Path) -> None:
     assert sent * 2**20 == pytest.approx(plan(size, **layout, **codecs)["IGG"].volume.inter, rel=0.05)
     assert rows["full_shard"]["sent_mib_a_step"]["inter"] * 2**20 == plan(size, **layout)["GNG"].volume.inter
     assert rows["full_shard"]["sent_is_planned"]
-    # The text and the chart show the result.
+    # The text shows the result.
     made = recommend(result["rows"])
     assert result["recommendation"] == {"line": made.line, "strategy": made.strategy}
     assert made.line in printed.splitlines()
     assert all(text in printed for texts in table(result["rows"]).values() for text in texts)
     assert "zeropp(weights=Int4Delta(), gpus_per_node=2), FSDP1" in printed
-    assert "<svg" in chart.read_text()
     # The result says how it was made, and over which links.
     assert result["manifest"]["command"].startswith("python -m fsdp_zpp bench --model ")
     assert result["arguments"]["sequence"] == 16
-    assert not {"json", "chart", "run", "parser"} & result["arguments"].keys()
-    for hop in (result["links"]["inter"], result["links"]["intra"]):
-        assert 0 < hop["lowest"] <= hop["gbps"] <= hop["highest"]
+    assert not {"json", "run", "parser"} & result["arguments"].keys()
+    assert min(result["links"]["inter_gbps"], result["links"]["intra_gbps"]) > 0
     assert "between nodes, a whole node: " in printed
 
 
 @pytest.mark.wide
 def test_adapters_of_a_mixture_are_trained_on_each_kind_of_base(tmp_path: Path) -> None:
-    result, _ = bench(tmp_path, QWEN, "--lora", "4", "--frozen", "int8", "--checkpointing")
+    names = "full_shard,hybrid_shard,once-zeropp,mixzpp"
+    result, _ = bench(tmp_path, QWEN, "--lora", "4", "--checkpointing", "--strategies", names)
     rows = {row["strategy"]: row for row in result["rows"]}
-    assert rows.keys() >= {"full_shard", "hybrid_shard", "once-zeropp", "mixzpp"}
+    assert ",".join(rows) == names
     for row in rows.values():
         assert row["loss"] == pytest.approx(rows["full_shard"]["loss"], rel=0.01)
-
-
-def test_a_file_that_can_not_be_written_is_an_error_on_all_ranks_before_anything_is_measured(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    path = tmp_path / "file" / "bench.json"
-    command = ["--model", config(tmp_path / "model", LLAMA), *WORK, "--json", path]
-    done = launch(2, "-m", "fsdp_zpp", "bench", *command, on_cpu=True)
-    assert done.returncode != 0
-    assert f"--json {path} can't be written" in done.stderr
-    assert "measuring the links" not in done.stderr
 
 
 class _Idle(Training):
@@ -140,10 +128,10 @@ def test_a_failure_on_one_rank_is_every_ranks_row_and_the_run_goes_on(pool: Call
     ("options", "message"),
     [
         ((), "bench runs under torchrun only: torchrun --nproc-per-node NUMBER_OF_GPUS -m fsdp_zpp bench --model ..."),
-        (("--frozen", "int8"), "--frozen int8 quantizes a frozen base, which --lora has; add --lora 16, say"),
+        (("--strategies", "mixzpp"), "--strategies mixzpp is for a frozen base, which --lora has; add --lora 16, say"),
         (("--steps", "1"), "--steps must be a whole number of at least 2, got 1.0"),
         (("--sequence", "2049"), "--sequence must be at most 2,048, the positions that the model has, got 2,049"),
-        (("--chart", "bench.txt"), "--chart bench.txt is not an image; allowed are the suffixes ."),
+        (("--chart", "bench.svg"), "unrecognized arguments: --chart bench.svg"),
     ],
 )
 def test_arguments_that_can_not_be_are_refused_before_anything_runs(

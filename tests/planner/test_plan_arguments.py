@@ -21,7 +21,6 @@ EXPERTS = ModelSize(
     (Unit(96, reshard_after_forward=False), Unit(640, count=4, expert_trainable=512)), routing=Routing(8, 4)
 )
 """Four layers of 128 dense elements and 512 in eight experts."""
-OWN = Strategy(gpus_per_node=8)
 
 
 @pytest.mark.parametrize(
@@ -38,22 +37,14 @@ OWN = Strategy(gpus_per_node=8)
         ({"frozen": Int8(), "frozen_storage": torch.bfloat16}, ValueError, "frozen_storage=torch.bfloat16 has no mean"),
         ({"compute": torch.int8}, ValueError, "compute must be one of torch.float32, .* got torch.int8"),
         ({"reduce": "bf16"}, TypeError, "reduce must be a torch.dtype, got 'bf16'"),
-        ({"local_steps": 64}, TypeError, r"local_steps must be LocalSteps\(\.\.\.\) or None, got 64"),
         ({"gpu": "a1000"}, ValueError, r"'a1000' is not in the catalog; did you mean a100\? allowed are a10, a100,"),
-        ({"gpu": "a100", "utilization": 1.5}, ValueError, "utilization is a share .*, above 0 and up to 1, got 1.5"),
-        ({"utilization": 0.5}, ValueError, "utilization=0.5 is a share of a GPU's peak; name the gpu, or give tflops"),
-        ({"tp": 3}, ValueError, r"tp=3 x pp=1 x cp=1 is 3 ranks, which does not divide the 32 .* 4, 8, 16, 32\]"),
+        ({"tp": 3}, ValueError, r"tp=3 x pp=1 is 3 ranks, which does not divide the 32 .* 4, 8, 16, 32\]"),
         ({"params": EXPERTS, "pp": 4, "ep": 16}, ValueError, r"ep=16 does not divide the 8 ranks .*\[1, 2, 4, 8\]"),
         ({"params": EXPERTS, "ep": 16}, ValueError, "ep=16 does not divide the 8 experts of a layer"),
         ({"params": EXPERTS, "pp": 8}, ValueError, "pp=8 must be at most the number of layers, 4"),
-        ({"nodes": 2, "gpus_per_node": 6, "tp": 4}, ValueError, "4 tensor-parallel ranks at a distance of 1 do not"),
-        ({"experts_strategy": "IGG"}, ValueError, "the model has none that the planner knows of"),
-        ({"params": EXPERTS, "experts_strategy": Int8()}, TypeError, "must be a Strategy, three letters"),
-        ({"params": EXPERTS, "ep": 8, "experts_strategy": OWN}, ValueError, "gpus_per_node=8, but 1 of the ranks"),
-        ({"tp": 2, "local_steps": LocalSteps(4)}, ValueError, "local steps are not planned beside"),
-        ({"cpu_offload": 1}, TypeError, "cpu_offload must be True or False, got 1"),
-        ({"cpu_offload": True}, ValueError, "host_gbps is missing"),
-        ({"host_gbps": 100}, ValueError, "host_gbps=100 is about CPU offload"),
+        ({"nodes": 2, "gpus_per_node": 6, "tp": 4}, ValueError, "3 data-parallel ranks at a distance of 4 do not"),
+        ({"ep": 2}, ValueError, "the model has none that the planner knows of"),
+        ({"local_steps": 64}, TypeError, "plan has no argument 'local_steps'"),
     ],
 )
 def test_bad_values_say_what_was_given_and_what_is_allowed(
@@ -66,21 +57,19 @@ def test_bad_values_say_what_was_given_and_what_is_allowed(
 def test_notes_name_what_has_no_effect_on_one_gpu() -> None:
     asked = {"weights": Int8(256), "frozen": Int8(256)}
     notes = " ".join(plan(1e9, nodes=1, gpus_per_node=1, **asked).notes)
-    assert "frozen=int8(256) has no effect" in notes
+    assert "No effect here: weights=int8(256), frozen=int8(256). Codecs encode" in notes
     assert "No memory limit" in notes
-    assert "no effect" not in " ".join(plan(1e9, trainable=1e6, **PARO, **asked).notes)
+    assert "No effect" not in " ".join(plan(1e9, trainable=1e6, **PARO, **asked).notes)
 
 
 def test_codecs_change_nothing_on_one_node_and_the_notes_say_so() -> None:
     plain, made = plan(1e9, **ONE_NODE), plan(1e9, **ONE_NODE, **CODECS)
     for ours, expected in zip(made.estimates, plain.estimates, strict=True):
         assert (ours.volume, ours.memory, ours.time) == (expected.volume, expected.memory, expected.time)
-    assert not [note for note in plain.notes if "has no effect" in note or "slow" in note]
+    assert not [note for note in plain.notes if "No effect" in note or "slow" in note]
     notes = " ".join(made.notes)
-    for said in ("weights=int8(64)", "gradients=int4(32)"):
-        assert f"{said} has no effect" in notes
-    assert notes.count("error_feedback has no effect") == 2
-    assert "link='pcie4' plans each GPU as a node" in notes
+    assert "No effect here: weights=int8(64), gradients=int4(32), error_feedback=beta 0.8" in notes
+    assert "link='pcie4' plans each GPU of a machine as a node" in notes
     assert "weights unencoded, gradients unencoded between nodes and unencoded inside\n" in str(made)
     assert set(json.loads(plan_to_json(made))["codecs"].values()) == {None}
 

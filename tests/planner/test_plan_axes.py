@@ -1,12 +1,11 @@
-"""Plans beside tensor, pipeline, context and expert parallelism: where ranks lie, what they have and send, reports."""
+"""Plans beside tensor, pipeline and expert parallelism: where ranks lie, what they have and send, reports."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -20,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp_zpp import Int4, Int8, Strategy, fully_shard, plan, traffic
+from fsdp_zpp import Int4, Int8, fully_shard, plan, traffic
 from fsdp_zpp.planner.cluster import Cluster
 from fsdp_zpp.planner.memory import Memory, Volume
-from fsdp_zpp.planner.model_size import Axes, LayerShape, ModelSize, Routing, Unit, module_size
+from fsdp_zpp.planner.model_size import Axes, ModelSize, Routing, Unit, module_size
 from fsdp_zpp.planner.report import plan_to_json
 from fsdp_zpp.strategy.error_feedback import Topology
 
@@ -33,7 +32,6 @@ MOE = ModelSize(
     (Unit(96, reshard_after_forward=False), Unit(640, count=4, expert_trainable=512)),
     idle_trainable=4 * 256,
     routing=Routing(8, 4),
-    layer=LayerShape(16, 8),
 )
 """96 elements in the root, and four layers of 128 dense elements and 512 in experts."""
 
@@ -57,29 +55,20 @@ def test_tensor_parallelism_is_a_smaller_model_on_fewer_ranks() -> None:
         assert beside[levels].inter_node_bytes == 2 * alone[levels].inter_node_bytes  # of twice as many GPUs a node
 
 
-@pytest.mark.parametrize(("own", "codecs"), [(None, {}), ("IIG", CODECS)])
-def test_experts_are_a_model_of_their_own_on_their_ranks(own: str | None, codecs: dict[str, Any]) -> None:
+@pytest.mark.parametrize("codecs", [{}, CODECS], ids=["plain", "encoded"])
+def test_experts_are_a_model_of_their_own_on_their_ranks(codecs: dict[str, Any]) -> None:
     dense = ModelSize((Unit(48, reshard_after_forward=False), Unit(64, count=4)))
     experts = ModelSize((Unit(128, count=4),))
     work = {"micro_batches": 3, **codecs, **GBPS}
-    made = plan(MOE, nodes=4, gpus_per_node=8, tp=2, ep=4, experts_strategy=own, **work)
+    made = plan(MOE, nodes=4, gpus_per_node=8, tp=2, ep=4, **work)
     of_dense, of_experts = (plan(size, nodes=4, gpus_per_node=n, **work) for size, n in ((dense, 4), (experts, 2)))
+    assert [part.topology for part in made.parts] == [Topology(16, 4), Topology(8, 2)]
     for levels in FOURTEEN:
-        found, apart = made[levels], of_experts[own or levels]
-        assert found.experts.strategy == apart.strategy
-        assert found.experts.topology == Topology(8, 2)
-        assert (found.dense_volume, found.experts.volume) == (of_dense[levels].volume, apart.volume)
-        assert found.volume == of_dense[levels].volume + apart.volume
-        parts = zip(_without_fixed(of_dense[levels].memory), _without_fixed(apart.memory), strict=True)
+        found = made[levels]
+        assert found.volume == of_dense[levels].volume + of_experts[levels].volume
+        parts = zip(*(_without_fixed(each[levels].memory) for each in (of_dense, of_experts)), strict=True)
         assert _without_fixed(found.memory) == [sum(part) for part in parts]
-        assert _without_fixed(found.experts.memory) == _without_fixed(apart.memory)
         assert found.memory.activations == of_dense[levels].memory.activations
-
-
-def test_context_parallel_ranks_are_data_parallel_ranks() -> None:
-    alone, beside = plan(1e9, **PARO), plan(1e9, **PARO, cp=4)
-    for ours, theirs in zip(beside.estimates, alone.estimates, strict=True):
-        assert (ours.volume, ours.memory, ours.strategy) == (theirs.volume, theirs.memory, theirs.strategy)
 
 
 @pytest.mark.parametrize(
@@ -101,23 +90,6 @@ def test_a_stage_has_its_share_of_the_layers(units: tuple[Unit, ...], stages: in
     assert made["GGG"].memory.working == 2 * elements + gradient
 
 
-def test_activations_along_each_axis() -> None:
-    """A stage of two layers; 100 tokens, 16 activations each, in 16 bits, are 1600 bytes on a rank of two."""
-    made = plan(MOE, nodes=4, gpus_per_node=4, tp=2, cp=4, pp=2, ep=8, tokens=100, tflops=1, micro_batches=3, **GBPS)
-    own = 100 * 16 * 2 // 2
-    assert dict(made.activations) == {
-        "tp": Volume(0, 3 * 2 * 8 * own),
-        # Two of the four context-parallel ranks are on a node; keys and values are as large as activations here.
-        "cp": Volume(2 * (each := 3 * 2 * 3 * own), each),
-        # Each token goes to four experts and back; of eight ranks three others are on the node.
-        "ep": Volume(4 * (each := 3 * 2 * 4 * own * 4 // 8), 3 * each),
-        "pp": Volume(3 * own, 0),
-    }
-    assert plan(MOE, nodes=4, gpus_per_node=4, tp=2, **GBPS).activations == ()
-    three = plan(MOE, nodes=2, gpus_per_node=4, pp=4, tokens=100, tflops=1, **GBPS)
-    assert dict(three.activations) == {"pp": Volume(100 * 16 * 2, 100 * 16 * 2)}  # two stages on a node
-
-
 def test_routed_experts_of_a_module_are_known_and_shared_ones_are_dense() -> None:
     def layer() -> nn.ModuleDict:
         experts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(8))
@@ -132,98 +104,60 @@ def test_routed_experts_of_a_module_are_known_and_shared_ones_are_dense() -> Non
     assert module_size(model).units == (Unit(56, 128, 2, expert_frozen=128),)
 
 
-def test_experts_may_have_codecs_of_their_own() -> None:
-    made = plan(MOE, **PARO, ep=4, experts_strategy=Strategy("III", weights=Int4(32)))
-    own = Strategy("III", weights=Int4(32), gpus_per_node=2)
-    assert {estimate.experts.strategy for estimate in made.estimates} == {own}
-    assert made.choice.strategy.weights is None
-
-
 # ---- where ranks lie
 
 
-def groups_of(axes: Axes, world: int) -> dict[str, list[list[int]]]:
-    """All groups of ranks along each axis, by going through the ranks."""
-    stage, found = world // axes.pp, defaultdict(lambda: defaultdict(list))
-    data = stage // (axes.tp * axes.cp)
-    for rank, (pp, dp, cp, tp) in enumerate(product(*map(range, (axes.pp, data, axes.cp, axes.tp)))):
-        ep, shard = (dp * axes.cp * axes.tp + cp * axes.tp + tp) % axes.ep, rank % stage // axes.ep
-        found["dense"][pp, tp].append(rank)
-        found["experts"][(pp, tp) if axes.ep == 1 else (pp, ep)].append(rank)
-        found["tp"][pp, dp, cp].append(rank)
-        found["cp"][pp, dp, tp].append(rank)
-        found["ep"][pp, shard].append(rank)
-        found["pp"][dp, cp, tp].append(rank)
-    return {axis: list(groups.values()) for axis, groups in found.items()}
+def groups_of(world: int, stage: int, stride: int) -> tuple[list[list[int]], list[list[int]]]:
+    """By going through the ranks: groups of neighbours that split parameters, and those that shard them."""
+    neighbours, sharding = defaultdict(list), defaultdict(list)
+    for rank in range(world):
+        neighbours[rank // stride].append(rank)
+        sharding[rank // stage, rank % stride].append(rank)
+    return list(neighbours.values()), list(sharding.values())
 
 
 degree = st.sampled_from([1, 2, 3, 4, 6, 8])
 
 
 @settings(deadline=None, max_examples=300)
-@given(nodes=st.integers(1, 6), gpus=st.sampled_from([1, 2, 3, 4, 6, 8]), tp=degree, pp=degree, cp=degree, ep=degree)
-@example(nodes=4, gpus=8, tp=2, pp=2, cp=2, ep=8)
-@example(nodes=6, gpus=8, tp=8, pp=3, cp=1, ep=4)
-def test_ranks_lie_where_going_through_them_finds_them(
-    nodes: int, gpus: int, tp: int, pp: int, cp: int, ep: int
-) -> None:
-    axes, cluster = Axes(tp, pp, cp, ep), Cluster(nodes, gpus, **GBPS)
-    world = nodes * gpus
-    if world % (tp * pp * cp) or (world // pp) % ep:
+@given(nodes=st.integers(1, 6), gpus=st.sampled_from([1, 2, 3, 4, 6, 8]), tp=degree, pp=degree, ep=degree)
+@example(nodes=4, gpus=8, tp=2, pp=2, ep=8)
+@example(nodes=6, gpus=8, tp=8, pp=3, ep=4)
+def test_ranks_lie_where_going_through_them_finds_them(nodes: int, gpus: int, tp: int, pp: int, ep: int) -> None:
+    axes, cluster, world = Axes(tp, pp, ep), Cluster(nodes, gpus, **GBPS), nodes * gpus
+    if world % (tp * pp):
         with pytest.raises(ValueError, match="does not divide the"):
-            axes.check(cluster)
+            axes.dense_ranks(cluster)
         return
-    shares = {
-        axis: {count for group in groups for count in Counter(rank // gpus for rank in group).values()}
-        for axis, groups in groups_of(axes, world).items()
-    }
-    if any(len(counts) > 1 for counts in shares.values()):
-        with pytest.raises(ValueError, match="do not lie on nodes of"):
-            axes.check(cluster)
-        return
-    axes.check(cluster)
-    found = {"dense": axes.dense_ranks(cluster), "experts": axes.expert_ranks(cluster), **axes.others(cluster)}
-    for axis, ranks in found.items():
-        (share,) = shares[axis]
-        assert ranks.topology(cluster) == Topology(len(groups_of(axes, world)[axis][0]), share), axis
+    stage = world // pp
+    for ranks, stride in ((axes.dense_ranks, tp), (axes.expert_ranks, ep)):
+        if stage % stride:
+            with pytest.raises(ValueError, match="does not divide the"):
+                ranks(cluster)
+            continue
+        neighbours, sharding = groups_of(world, stage, stride)
+        apart, together = (
+            {count for group in groups for count in Counter(rank // gpus for rank in group).values()}
+            for groups in (neighbours, sharding)
+        )
+        if len(sharding[0]) > 1 and (len(apart) > 1 or len(together) > 1):
+            with pytest.raises(ValueError, match="do not lie on nodes of"):
+                ranks(cluster)
+        else:
+            assert ranks(cluster) == Topology(len(sharding[0]), *together)
 
 
-# ---- notes and reports
+# ---- reports
 
 
-def test_notes_name_codecs_without_effect_and_stacks_of_fewer_experts_than_ranks() -> None:
-    notes = " ".join(plan(MOE, **PARO, pp=4, **CODECS).notes)
-    assert "Each strategy's ranks share a node" in notes
-    assert "weights=int8(64) has no effect" in notes
-    assert "has no effect" not in " ".join(plan(MOE, **PARO, pp=2, **CODECS).notes)
-    # FSDP cuts the first dimension of a parameter, which is that of the experts, if nobody tells it another one.
-    padded = plan(MOE, **PARO, ep=2).notes[-1]
-    assert padded.startswith("Experts are sharded over 16 ranks, and a layer has 4 for them: fully_shard pads")
-    enough = plan(MOE, **PARO | {"nodes": 1}, ep=4)
-    assert enough["GGG"].experts.topology.world == MOE.routing.experts // 4
-    assert "Experts are sharded" not in " ".join(enough.notes)
-
-
-def test_the_report_says_where_ranks_lie_and_what_each_axis_sends_if_there_are_any() -> None:
-    made = plan(MOE, **PARO, tp=2, ep=4, experts_strategy="IIG", tokens=100, tflops=1)
-    lines = str(made).splitlines()
-    degrees = "tp 2, pp 1, cp 1, ep 4; dense parameters sharded over 16 ranks, 4 a node, experts over 8 ranks, 2 a node"
-    assert degrees in lines[2]
-    start = lines.index(next(line for line in lines if line.startswith(f"GB a step under {made.choice.name}:")))
-    axes = [line.split("  ")[1].strip() for line in lines[start + 1 : start + 5]]
-    assert axes == ["dp, dense parameters", "dp, experts (IIG)", "tp, activations *", "ep, activations *"]
-    assert lines[start + 5].startswith("* estimated")
+def test_the_report_says_where_ranks_lie_if_there_are_other_axes() -> None:
+    made = plan(MOE, **PARO, tp=2, ep=4, tokens=100, tflops=1)
+    degrees = "tp 2, pp 1, ep 4; sharded over 16 ranks, 4 a node; experts over 8 ranks, 2 a node"
+    assert degrees in str(made).splitlines()[2]
     report = json.loads(plan_to_json(made))
-    assert report["axes"] == {"tp": 2, "pp": 1, "cp": 1, "ep": 4}
-    assert set(report["estimated_activation_bytes_per_gpu"]) == {"tp", "ep"}
+    assert report["axes"] == {"tp": 2, "pp": 1, "ep": 4}
     assert report["model"]["units"][1]["expert_trainable"] == 512
-    strategy = report["strategies"]["GGG"]
-    assert strategy["ranks"] == {"world": 16, "gpus_per_node": 4}
-    assert strategy["experts"]["levels"] == "IIG"
-    assert strategy["experts"]["sent_bytes_per_gpu"] == vars(made["GGG"].experts.volume)
-    alone = plan(MOE, **PARO)
-    assert "axis" not in str(alone)
-    assert not {"axes", "estimated_activation_bytes_per_gpu"} & set(json.loads(plan_to_json(alone)))
+    assert "sharded over" not in str(plan(MOE, **PARO))
 
 
 # ---- bytes of a training
@@ -275,7 +209,6 @@ class Case:
     """Parallelisms on four ranks, as ``plan`` takes them."""
 
     axes: dict[str, int]
-    experts_strategy: str | None = None
     gpus_per_node: int = 2
 
     def degree(self, axis: str) -> int:
@@ -288,7 +221,7 @@ class Case:
 
 CASES = {
     "tp and ep": Case({"tp": 2, "ep": 2}),
-    "ep, experts by IGG": Case({"ep": 2}, experts_strategy="IGG"),
+    "ep": Case({"ep": 2}),
     "pp": Case({"pp": 2}, gpus_per_node=1),
 }
 
@@ -304,13 +237,15 @@ def meshes(case: Case) -> tuple[DeviceMesh, DeviceMesh]:
 def sharded(case: Case, dense: DeviceMesh, experts: DeviceMesh, planned: Any) -> Any:
     """In a worker: a model, or a stage of one, sharded by the strategies of ``planned``."""
     torch.manual_seed(0)
+    # Its size of a node counts ranks of the mesh: of experts, every ep-th one.
+    own = replace(planned.strategy, gpus_per_node=max(1, case.gpus_per_node // case.degree("ep")))
     model = Model(experts=case.experts // case.degree("ep")).to(device())
     if "tp" in case.axes:
         ways = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel(), "head": ColwiseParallel()}
         parallelize_module(model, dense["tp"], ways)
     for layer in model.layers:
         if case.experts:
-            fully_shard(layer.experts, strategy=planned.experts.strategy, mesh=experts)
+            fully_shard(layer.experts, strategy=own, mesh=experts)
         fully_shard(layer, strategy=planned.strategy, mesh=dense["dp"])
     return fully_shard(model, strategy=planned.strategy, mesh=dense["dp"])
 
@@ -334,17 +269,16 @@ def step_of(case: Case, model: Any, dense: DeviceMesh) -> Callable[[], object]:
     return step
 
 
-def sent(*modules: nn.Module) -> Volume:
-    """In a worker: what has been sent for modules so far."""
-    counted = [traffic(module) for module in modules]
-    return Volume(*(sum(hops[hop] for each in counted for hops in each.values()) for hop in ("inter", "intra")))
+def sent(model: nn.Module) -> Volume:
+    """In a worker: what has been sent so far."""
+    return Volume(*(sum(hops[hop] for hops in traffic(model).values()) for hop in ("inter", "intra")))
 
 
-def counted_and_planned(case: Case) -> dict[str, tuple[list[Volume], list[Volume]]]:
-    """In a worker, by letters: bytes of a step, and those of experts among them, as counted and as planned."""
+def counted_and_planned(case: Case) -> dict[str, tuple[Volume, Volume]]:
+    """In a worker, by letters: bytes of a step, as counted and as planned."""
     size = module_size(Model(case.degree("pp"), case.experts))
     cluster = {"nodes": 4 // case.gpus_per_node, "gpus_per_node": case.gpus_per_node, "inter_gbps": 1, "intra_gbps": 1}
-    options: dict[str, Any] = case.axes | CODECS | {"experts_strategy": case.experts_strategy}
+    options: dict[str, Any] = case.axes | CODECS
     dtypes = {"compute": torch.float32, "reduce": torch.float32}
     made = plan(size, **cluster, **options, **dtypes, micro_batches=MICRO_BATCHES)
     dense, experts = meshes(case)
@@ -352,17 +286,15 @@ def counted_and_planned(case: Case) -> dict[str, tuple[list[Volume], list[Volume
     for letters in LETTERS:
         planned = made[letters]
         model = sharded(case, dense, experts, planned)
-        of_experts = [layer.experts for layer in model.layers] if case.experts else []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
-        step, counted = step_of(case, model, dense), []
+        step = step_of(case, model, dense)
         for _ in range(2):  # in the second step, weights that nodes keep have been gathered before
-            before = sent(model), sent(*of_experts)
+            before = sent(model)
             step()
             optimizer.step()
             optimizer.zero_grad()
-            after = sent(model), sent(*of_experts)
-            counted = [Volume(b.inter - a.inter, b.intra - a.intra) for a, b in zip(before, after, strict=True)]
-        found[letters] = counted, [planned.volume, planned.experts.volume if case.experts else Volume()]
+            after = sent(model)
+        found[letters] = Volume(after.inter - before.inter, after.intra - before.intra), planned.volume
     return found
 
 

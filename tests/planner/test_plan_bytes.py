@@ -13,14 +13,13 @@ from harness.strategies import FOURTEEN, PARO
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from fsdp_zpp import NF4, Codec, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, plan
-from fsdp_zpp.planner.cluster import GIB, OPTIMIZER_GBS, Precision
+from fsdp_zpp import Codec, Int4, Int4Delta, Int8, Strategy, plan
+from fsdp_zpp.planner.cluster import GIB, Precision
 from fsdp_zpp.planner.memory import Volume, step_volume
 from fsdp_zpp.planner.model_size import ModelSize, Unit, module_size
 from fsdp_zpp.strategy.error_feedback import Topology
 
 TWO: dict[str, Any] = {"nodes": 2, "gpus_per_node": 2, "inter_gbps": 1, "intra_gbps": 1}
-HOST: dict[str, Any] = {"cpu_offload": True, "host_gbps": 8}
 small_unit = st.builds(Unit, st.integers(0, 9999), st.integers(0, 9999), st.integers(1, 3), st.booleans())
 sizes = st.lists(small_unit, min_size=1, max_size=3).map(tuple).filter(lambda us: any(u.trainable for u in us))
 
@@ -174,101 +173,6 @@ def test_activations_and_reserve_are_gib_and_decide_what_fits() -> None:
         assert plan(**small, reserve=0.5, gpu_memory=limit / GIB)["GGG"].fits == fits
     states = memory.parameters + memory.shard + memory.optimizer + memory.gradients + memory.working
     assert memory.total == states + memory.activations + memory.reserve
-
-
-# ---- offload
-
-SIZE = ModelSize((Unit(4000, 8000, reshard_after_forward=False), Unit(12000, 400, count=3)))
-
-
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_shards_their_gradients_and_optimizer_state_move_to_the_host(micro_batches: int) -> None:
-    asked: dict[str, Any] = TWO | {"micro_batches": micro_batches, "presets": False}
-    on_gpu, on_host = plan(SIZE, **asked), plan(SIZE, **asked, **HOST)
-    for levels in FOURTEEN:
-        kept, moved = on_gpu[levels].memory, on_host[levels].memory
-        trained = 40000 // {"N": 1, "I": 2, "G": 4}[levels[2]]
-        assert kept.host == moved.shard == moved.optimizer == 0
-        assert moved.host == kept.shard + kept.optimizer + 4 * trained
-        assert (moved.parameters, moved.errors) == (kept.parameters, kept.errors)
-        # Accumulated gradients stay; the shard's own gradient goes.
-        assert moved.gradients == (0 if micro_batches == 1 else kept.gradients)
-        # The two largest units' shards are copied to the GPU at a time.
-        assert moved.working - kept.working == 2 * 4 * 12400 * trained // 40000
-
-
-COPIES = {  # of trained and frozen shards: three layers that are gathered again in the backward, a root that is not
-    "GGG": (2, 2),
-    "III": (2, 2),
-    "NNN": (2, 2),
-    "IGG": (1, 0),
-    "NIG": (1, 0),
-    "NII": (1, 0),
-}
-
-
-def test_a_shard_is_copied_whenever_it_is_gathered_from_and_its_gradient_once() -> None:
-    made = plan(SIZE, **TWO, **HOST, micro_batches=2, presets=False)
-    for levels, copies in COPIES.items():
-        time, ranks = made[levels].time, {"N": 1, "I": 2, "G": 4}[levels[2]]
-        of_root = [2 * max(each - 1, 0) or each for each in copies]  # in each of two micro-batches, but once a step
-        of_layer = [4 if each == 2 else each for each in copies]
-        down = of_layer[0] * 36000 + of_layer[1] * 1200 + of_root[0] * 4000 + of_root[1] * 8000
-        assert time.host == pytest.approx(4 * (down + 40000) / ranks / 1e9)
-        assert time.communication == time.host + time.inter + time.intra
-
-
-def test_the_optimizer_comes_after_what_is_hidden() -> None:
-    time = plan(SIZE, **TWO, **HOST, tokens=1000, tflops=1e-3)["IGG"].time
-    assert time.computation > time.communication
-    assert time.total == time.computation + time.optimizer
-    assert time.optimizer == pytest.approx(2 * 28 * 10000 / (OPTIMIZER_GBS * 1e9))
-
-
-def test_a_base_and_exchanges_are_planned_as_without_offload() -> None:
-    kept, moved = (plan(SIZE, **TWO, **each, frozen=NF4())["IGG"].memory for each in ({}, HOST))
-    assert moved.parameters == kept.parameters
-    assert moved.host == 4 * (1 + 2 + 1) * 10000
-    local_steps = LocalSteps(4, error_feedback=LoCo())
-    here, there = (plan(SIZE, **TWO, **each, local_steps=local_steps)["III every 4"] for each in ({}, HOST))
-    assert (there.memory.outer, there.memory.errors) == (here.memory.outer, here.memory.errors)
-    assert (there.volume, there.time.exchange) == (here.volume, here.time.exchange)
-
-
-def test_the_hosts_memory_is_a_limit_of_a_node() -> None:
-    host = plan(SIZE, **TWO, **HOST)["III"].memory.host
-    exactly = 2 * host / GIB
-    enough, less = (plan(SIZE, **TWO, **HOST, host_memory=limit) for limit in (exactly, exactly - 1 / GIB))
-    assert (enough["III"].fits, less["III"].fits, less["GGG"].fits) == (True, False, True)
-    made = plan(SIZE, **TWO, **HOST, host_memory=1 / GIB)
-    assert made.choice is None
-    assert "of a node's host: of what fits on the GPU, the smallest, " in made.reason
-    assert "does not fit in 9.31323e-10 GiB of a node's host:" in str(made)
-
-
-def test_where_nothing_fits_offload_is_proposed_if_that_would() -> None:
-    asked: dict[str, Any] = {"nodes": 1, "gpus_per_node": 4, "gpu": "a100-40gb", "micro_batches": 4, "tokens": 4096}
-    made = plan(13e9, **asked)
-    assert made.choice is None
-    (hint,) = [note for note in made.notes if note.startswith("With CPU offload")]
-    offloaded = plan(13e9, **asked, cpu_offload=True)
-    fitting = [row for row in offloaded.rows if row.fits]
-    assert f"{len(fitting)} of {len(offloaded.rows)} would fit: " in hint
-    smallest = min(fitting, key=lambda row: row.memory.total)
-    assert f" {smallest.name} takes {smallest.gib:.1f} GiB a GPU, and {smallest.memory.host / GIB:.1f} GiB" in hint
-    assert offloaded.choice in fitting
-    for params in (1e9, 200e9):
-        assert "With CPU offload" not in " ".join(plan(params, **asked).notes)
-
-
-def test_what_is_assumed_of_a_host_is_said() -> None:
-    def assumed(**given: float) -> str:
-        made = plan(1e9, nodes=1, gpus_per_node=4, gpu="h100", cpu_offload=True, **given)
-        return "".join(note for note in made.notes if "assumed, not measured" in note and note in str(made))
-
-    assert "pass host_gbps (--host-gbps) and optimizer_gbs (--optimizer-gbs) as " in assumed()
-    assert "Of these, one is assumed, not measured: pass optimizer_gbs (--optimizer-gbs) as " in assumed(host_gbps=100)
-    assert assumed(host_gbps=100, optimizer_gbs=100) == ""
 
 
 # ---- sizes of models

@@ -1,51 +1,26 @@
-"""Figures of a bench: the chart, whose texts all have room, and the share of communication that is not hidden."""
+"""Charts of steps, whose texts all have room, and the share of communication that is not hidden."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import random
-import re
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.benchmarks import load
 from hypothesis import given, strategies as st
 
-from fsdp_zpp.bench.results import draw_steps
-from fsdp_zpp.bench.run import Interval, exposed, overlap, union
-from fsdp_zpp.planner.chart import OURS, PEER, Bar, steps_figure
+step_charts, overlap = load("common", "step_charts"), load("step", "overlap")
+Interval = tuple[float, float]
 
 
 def row(label: str, step_ms: float, peak_gib: float | None, is_torchs: bool = False) -> dict[str, Any]:
     """Measurements of a strategy, as far as they are drawn."""
     times = {"step_ms": step_ms, "fastest_ms": 0.9 * step_ms, "slowest_ms": 1.2 * step_ms}
     return {"strategy": label, "label": label, "is_torchs": is_torchs, "peak_gib": peak_gib, **times}
-
-
-ROWS = [
-    row("FULL_SHARD", 971, 51.5, is_torchs=True),
-    row("zeropp(weights=Int4Delta(), gpus_per_node=2), FSDP1", 254, 57.9),
-    {"strategy": "HSDP", "label": "HSDP", "is_torchs": True, "failed": "out of memory"},
-]
-
-
-def texts(path: Path) -> list[str]:
-    """The texts of an SVG, which draws them as outlines, each after a comment."""
-    return re.findall(r"<!-- (.*?) -->", path.read_text())
-
-
-def test_each_strategy_has_its_time_its_speedup_and_its_memory(tmp_path: Path) -> None:
-    draw_steps(ROWS, tmp_path / "bench.svg")
-    shown = texts(tmp_path / "bench.svg")
-    assert "Step time in ms, and speedup over FULL_SHARD" in shown
-    assert {"971", "51.5", "254", "3.8x", "57.9"} <= set(shown)
-    assert {"1.0x", "HSDP"}.isdisjoint(shown)
-    draw_steps([one | {"peak_gib": None} for one in ROWS], tmp_path / "no-memory.svg")
-    assert "Memory, GiB" not in texts(tmp_path / "no-memory.svg")
-    with pytest.raises(ValueError, match="nothing was measured"):
-        draw_steps(ROWS[2:], tmp_path / "none.svg")
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -57,8 +32,9 @@ def test_texts_neither_leave_the_figure_nor_touch_each_other(seed: int) -> None:
         name = " ".join(["zeropp"] * chosen.randrange(1, 7))
         text = " to ".join(f"{time:.0f}" for time in times)
         rows = [row(name, time, 10 ** chosen.uniform(0, 2)) for time in times]
-        bars.append(Bar(name, text, chosen.choice(["", "3.1x", "10.1-15.2x"]), (PEER, OURS)[index % 2], rows))
-    figure = steps_figure(bars, "Step time in ms, and speedup over FULL_SHARD", "a note")
+        color = (step_charts.PEER, step_charts.OURS)[index % 2]
+        bars.append(step_charts.Bar(name, text, chosen.choice(["", "3.1x", "10.1-15.2x"]), color, rows))
+    figure = step_charts.steps_figure(bars, "Step time in ms, and speedup over FULL_SHARD", "a note")
     figure.draw_without_rendering()
     boxes = [text.get_window_extent() for text in figure.axes[0].texts if text.get_text()]
     for box in boxes:
@@ -77,10 +53,10 @@ def ticks(intervals: list[Interval]) -> set[int]:
 
 @given(INTERVALS, INTERVALS)
 def test_exposed_time_is_what_counting_ticks_gives(communication: list[Interval], computation: list[Interval]) -> None:
-    busy, alone = exposed(communication, computation)
+    busy, alone = overlap.exposed(communication, computation)
     assert busy == len(ticks(communication))
     assert alone == len(ticks(communication) - ticks(computation))
-    merged = union(communication)
+    merged = overlap.union(communication)
     assert ticks(merged) == ticks(communication)
     assert all(left[1] < right[0] for left, right in pairwise(merged))
 
@@ -95,4 +71,4 @@ def test_a_trace_counts_kernels_and_no_annotations(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json.gz"
     trace.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
     shown = {"communication_ms": 3.0, "exposed_ms": 2.0, "exposed_share": pytest.approx(2 / 3)}
-    assert overlap(trace, steps=2) == shown
+    assert overlap.overlap(trace, steps=2) == shown

@@ -1,18 +1,16 @@
-"""Charts of strategies, for ``plan`` and ``bench``: the time of a step as a bar, and memory beside it."""
+"""Charts of strategies: the time of a step as a bar, and memory beside it."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fsdp_zpp.names import how_to_install
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import text_to_path
 
 Row = dict[str, Any]
 """Measurement of a strategy: ``step_ms``, ``fastest_ms`` and ``slowest_ms``, and ``peak_gib`` if it is known."""
@@ -44,19 +42,8 @@ class Bar:
         return max((row.get("peak_gib") or 0.0 for row in self.rows), default=0.0)
 
 
-def check_format(path: Path) -> None:
-    """Raise ValueError unless :func:`save` can write to ``path``, and ModuleNotFoundError without matplotlib."""
-    known = new_figure(1).canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in known:
-        raise ValueError(f"--chart {path} is not an image; allowed are the suffixes .{', .'.join(sorted(known))}")
-
-
 def new_figure(height: float) -> Figure:
-    """Return an empty figure of this height in points; raise ModuleNotFoundError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"the chart needs matplotlib: {how_to_install('examples')}") from error
+    """Return an empty figure of this height in points."""
     # Without pyplot there is neither a window nor a global figure that somebody must close.
     return Figure(figsize=(WIDTH / 72, height / 72))
 
@@ -90,16 +77,8 @@ def steps_figure(bars: Sequence[Bar], heading: str, note: str = "") -> Figure:
 
 def width_of(text: str, weight: str = "normal") -> float:
     """Return how wide a text is in matplotlib's font, in points; fonts of most systems are narrower."""
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import text_to_path
-
     font = FontProperties(size=TEXT, weight=weight)
     return float(text_to_path.get_text_width_height_descent(text, font, ismath=False)[0])
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure to an image file, whose suffix sets the format; raise ValueError for one that is unknown."""
-    figure.savefig(path, dpi=150, bbox_inches="tight", pad_inches=0.1)
 
 
 def canvas(height: float) -> tuple[Figure, Axes]:
@@ -136,8 +115,7 @@ def _text_place(bar: Bar, scale: float, room: float) -> float | None:
 
 def _scale(bars: Sequence[Bar], room: float) -> float:
     """Return the largest number of points a ms with which all texts have room; with a tenth of it, all do."""
-    # A single GPU sends nothing: a plan without computation has no times.
-    largest = room / (max(_ends(bar, "slowest_ms")[1] for bar in bars) or 1.0)
+    largest = room / max(_ends(bar, "slowest_ms")[1] for bar in bars)
     scales = [largest * part / 50 for part in range(50, 4, -1)]
     return next((scale for scale in scales if all(_text_place(bar, scale, room) for bar in bars)), scales[-1])
 
