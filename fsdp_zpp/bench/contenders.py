@@ -42,8 +42,8 @@ from fsdp_zpp.planner.cluster import (
 )
 from fsdp_zpp.planner.model_size import Case, ModelSize, layers, module_size, pretrained_size
 from fsdp_zpp.planner.plan import estimate_of
-from fsdp_zpp.runtime._torch_rank_layout import find_links
 from fsdp_zpp.runtime.api import traffic
+from fsdp_zpp.runtime.links import find_links
 from fsdp_zpp.strategy.configuration import codec_from_name
 from fsdp_zpp.strategy.strategy import LEGAL_LEVELS, Strategy
 

@@ -32,7 +32,6 @@ from fsdp_zpp.names import explains_keywords, model_name
 from fsdp_zpp.runtime._torch_flat_parts import copy_replaced, hear_of_loads
 from fsdp_zpp.runtime._torch_rank_layout import (
     RankLayout,
-    find_links,
     joined_by_links,
     name_ranks,
     node_size_fact,
@@ -51,6 +50,7 @@ from fsdp_zpp.runtime.api import (
 )
 from fsdp_zpp.runtime.checkpoint import RankState
 from fsdp_zpp.runtime.lifecycle import StepTracker, repeated_if_failed, set_up_model
+from fsdp_zpp.runtime.links import find_links
 from fsdp_zpp.runtime.log_line import log_reduction
 from fsdp_zpp.runtime.unit import (
     Loaded,

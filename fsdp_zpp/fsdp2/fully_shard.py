@@ -35,7 +35,6 @@ from fsdp_zpp.runtime._torch_rank_layout import (
     RankLayout,
     arguments_of,
     data_parallel_names,
-    find_links,
     flattened,
     info_on_spmd_mesh,
     mesh_infos,
@@ -57,6 +56,7 @@ from fsdp_zpp.runtime.api import (
     strategy_facts,
 )
 from fsdp_zpp.runtime.lifecycle import repeated_if_failed, set_up_model, weights_moved
+from fsdp_zpp.runtime.links import find_links
 from fsdp_zpp.runtime.unit import (
     StrategyUnit,
     attach,

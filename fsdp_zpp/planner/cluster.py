@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fsdp_zpp.comm.hops import Hop, Level, Traffic, hop_over
 from fsdp_zpp.comm.mesh import process_mesh
 from fsdp_zpp.names import did_you_mean
-from fsdp_zpp.runtime._torch_rank_layout import find_links
+from fsdp_zpp.runtime.links import find_links
 from fsdp_zpp.strategy.error_feedback import Topology
 
 # ---- config

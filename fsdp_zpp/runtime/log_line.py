@@ -12,7 +12,7 @@ from fsdp_zpp.comm.mesh import ProcessMesh
 from fsdp_zpp.strategy.error_feedback import LoCo, Topology, error_buffer_specs
 from fsdp_zpp.strategy.strategy import ResolvedStrategy, Strategy
 
-from ._torch_rank_layout import Links, known_links
+from .links import Links, known_links
 from .unit import StrategyUnit
 
 # ---- nodes by the links of the machine, and their price: see [Note: Links]

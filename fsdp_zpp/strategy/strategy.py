@@ -396,7 +396,7 @@ def check_gpus_per_node(gpus_per_node: int | None) -> None:
 # [Note: Links]
 # Nodes are the ranks that share fast links. On a single host whose GPUs NVLink does not join, every link is slow, and
 # ``gpus_per_node=1`` makes every hop an inter-node hop; GPUs that NVLink bridges in pairs are nodes of two. If it is
-# not given, the machine is asked (runtime/_torch_rank_layout.py), and its answer decides if that costs little:
+# not given, the machine is asked (runtime/links.py), and its answer decides if that costs little:
 #
 # - Only with optimizer scope ``G``. Under ``I`` and ``N`` smaller nodes hold more of the optimizer state, the largest
 #   of all states: ``III`` would become ``NNN``.

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_zpp.comm.hops import Hop
-from fsdp_zpp.runtime import _torch_rank_layout
-from fsdp_zpp.runtime._torch_rank_layout import GpuReport
+from fsdp_zpp.runtime import links
+from fsdp_zpp.runtime.links import GpuReport
 
 Sets = Sequence[Sequence[int]]
 """The ranks that NVLink joins to each other; others are alone."""
@@ -44,9 +44,9 @@ def machine(sets: Sets | None) -> Iterator[None]:
         return dist.get_world_size(group) > 1
 
     with (
-        patch.object(_torch_rank_layout, "own_report", own_report),
-        patch.object(_torch_rank_layout, "may_be_known", may_be_known),
-        patch.object(_torch_rank_layout, "_links", WeakKeyDictionary()),
+        patch.object(links, "own_report", own_report),
+        patch.object(links, "may_be_known", may_be_known),
+        patch.object(links, "_links", WeakKeyDictionary()),
     ):
         yield
 

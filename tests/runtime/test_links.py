@@ -14,8 +14,8 @@ import torch.distributed as dist
 from harness.links import NONE, Sets, machine, reports_of
 from harness.messages import collected
 
-from fsdp_zpp.runtime import _torch_rank_layout
-from fsdp_zpp.runtime._torch_rank_layout import GpuReport, Links, find_links, known_links, links_from, nvlink_peers
+from fsdp_zpp.runtime import links
+from fsdp_zpp.runtime.links import GpuReport, Links, find_links, known_links, links_from, nvlink_peers
 from fsdp_zpp.strategy.error_feedback import Topology
 
 BOX = Topology(8, 8)
@@ -103,7 +103,7 @@ def test_ranks_exchange_what_they_see_once_a_group(on_ranks: Callable[..., list[
     pairs = [(0, 1), (2, 3)]
     with (
         machine(pairs),
-        patch.object(_torch_rank_layout, "from_each_rank", wraps=_torch_rank_layout.from_each_rank) as exchange,
+        patch.object(links, "from_each_rank", wraps=links.from_each_rank) as exchange,
     ):
         found = on_ranks(1, 4, agreed)
     assert found == [(None, links_from(reports_of(4, pairs), Topology(4, 4)), True, True)] * 4
@@ -111,21 +111,21 @@ def test_ranks_exchange_what_they_see_once_a_group(on_ranks: Callable[..., list[
 
 
 def test_a_driver_that_fails_on_one_rank_leaves_links_unknown_on_all(on_ranks: Callable[..., list[Any]]) -> None:
-    with machine([(0, 1, 2, 3)]), patch.object(_torch_rank_layout.logger, "debug") as debug:
-        reported = _torch_rank_layout.own_report
+    with machine([(0, 1, 2, 3)]), patch.object(links.logger, "debug") as debug:
+        reported = links.own_report
 
         def own_report(*arguments: Any) -> GpuReport:
             if dist.get_rank() == 1:
                 raise UnicodeDecodeError("utf-8", b"", 0, 1, "no name")
             return reported(*arguments)
 
-        with patch.object(_torch_rank_layout, "own_report", own_report):
+        with patch.object(links, "own_report", own_report):
             assert on_ranks(1, 4, lambda: find_links(dist.group.WORLD)) == [None] * 4
     debug.assert_called_once()
 
 
 def test_nothing_is_asked_where_nccl_does_not_communicate(on_ranks: Callable[..., list[Any]]) -> None:
-    with patch.object(_torch_rank_layout, "own_report") as asked:
+    with patch.object(links, "own_report") as asked:
         assert on_ranks(1, 2, lambda: find_links(dist.group.WORLD)) == [None] * 2
     asked.assert_not_called()
 
@@ -140,7 +140,7 @@ def test_nccls_variables_disable_links(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv(variable, value)
-        assert _torch_rank_layout._p2p_is_disabled() == disabled
+        assert links._p2p_is_disabled() == disabled
 
 
 # ---- NVML

@@ -24,7 +24,7 @@ from harness.wiretap import wiretap
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_zpp import Int4, Int8, LoCo, QuantizedReduceState, Strategy, quantized_reduce_hook
-from fsdp_zpp.runtime._torch_rank_layout import known_links
+from fsdp_zpp.runtime.links import known_links
 from fsdp_zpp.runtime.unit import StrategyUnit, named_units
 
 PAIRS: Sets = [(0, 1), (2, 3)]

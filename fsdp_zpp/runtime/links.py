@@ -1,0 +1,223 @@
+"""Links among the ranks of a machine: which of them NVLink joins, by NVML."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from fsdp_zpp.comm.agreement import from_each_rank
+from fsdp_zpp.comm.mesh import named_ranks, topology_of
+from fsdp_zpp.strategy.error_feedback import Topology
+
+logger = logging.getLogger("fsdp_zpp")
+
+# ---- NVML: which GPUs of this machine NVLink joins
+#
+# It sees all GPUs of the machine. CUDA sees those that CUDA_VISIBLE_DEVICES leaves to a process, often just one.
+
+
+@dataclass(frozen=True)
+class GpuReport:
+    """Report of a rank on the GPUs of its machine, by their UUIDs.
+
+    NVLink joins some to ``gpu``, directly or through switches, and others are known to be apart. NCCL may have been
+    told to use no peer-to-peer access, and so no NVLink.
+    """
+
+    gpu: str | None  # the whole GPU, for an instance of MIG
+    joined: frozenset[str] = frozenset()
+    apart: frozenset[str] = frozenset()
+    disabled: bool = False
+
+
+def nvlink_peers(uuid: str) -> GpuReport | None:
+    """Return the GPUs that NVLink joins to the one with this UUID, which lacks "GPU-" or "MIG-"; None if unknown."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ModuleNotFoundError:
+        logger.warning("which GPUs NVLink joins is not known without pynvml: run pip install nvidia-ml-py")
+        return None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
+    try:
+        return _peers(nvml, uuid)
+    except nvml.NVMLError:
+        return None
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _peers(nvml: Any, uuid: str) -> GpuReport:
+    own = _whole_gpu(nvml, uuid)
+    gpu = nvml.nvmlDeviceGetUUID(own)
+    joined: set[str] = set()
+    apart: set[str] = set()
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            peer = nvml.nvmlDeviceGetHandleByIndex(index)
+            name = nvml.nvmlDeviceGetUUID(peer)
+            status = nvml.nvmlDeviceGetP2PStatus(own, peer, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        except nvml.NVMLError:  # a GPU that has failed, or the GPU itself
+            continue
+        if status == nvml.NVML_P2P_STATUS_OK:
+            joined.add(name)
+        elif status != nvml.NVML_P2P_STATUS_UNKNOWN:  # all others deny it, each with a reason
+            apart.add(name)
+    return GpuReport(gpu, frozenset(joined - {gpu}), frozenset(apart - {gpu}))
+
+
+def _whole_gpu(nvml: Any, uuid: str) -> Any:
+    try:
+        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    except nvml.NVMLError:
+        return nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}"))
+
+
+# ---- links: which ranks of a group share fast ones
+#
+# Fast are NVLink, directly or through switches, and what ranks on one GPU share. All else is slow: peer-to-peer access
+# over PCIe, copies through the host's memory, and NVLink that NCCL was told not to use. Each rank asks NVML about its
+# own GPU; ranks exchange what they have found, once a group, so that all of them conclude the same. Where a link is not
+# known (on CPUs, or between other accelerators than NVIDIA's), nothing is concluded.
+
+
+@dataclass(frozen=True)
+class Links:
+    """Fast links among the ranks of a group."""
+
+    launched: Topology
+    sets: tuple[tuple[int, ...], ...]  # of joined ranks, in order; none spans two launched nodes
+    shares_gpus: bool = False
+    disabled: bool = False
+
+    @property
+    def node_size(self) -> int | None:
+        """Return the number of consecutive ranks in each set; None if sets are unequal or in another order."""
+        size = len(self.sets[0])
+        consecutive = all(ranks == tuple(range(ranks[0], ranks[0] + size)) for ranks in self.sets)
+        return size if consecutive else None
+
+    @property
+    def are_slow(self) -> bool:
+        """Return whether a launched node has ranks without fast links to each other."""
+        return len(self.sets) > self.launched.nodes
+
+    def __str__(self) -> str:
+        what = "ranks" if self.shares_gpus else "GPUs"
+        ranks = f"{self.launched.gpus_per_node} {what}{' a node' * (self.launched.nodes > 1)}"
+        fast = "fast links" if self.shares_gpus else "NVLink"
+        if not self.are_slow:
+            return f"{ranks} with {fast}"
+        if len(self.sets) == self.launched.world:
+            return f"{ranks} without {'peer-to-peer access (NCCL_P2P_DISABLE)' if self.disabled else fast}"
+        if self.node_size is not None:
+            return f"{ranks} with {fast} in sets of {self.node_size}"
+        joined = ", ".join(named_ranks(list(ranks)) for ranks in self.sets if len(ranks) > 1)
+        return f"{ranks} with {fast} among {joined} alone"
+
+
+# None for groups of which nothing is known.
+_links: WeakKeyDictionary[dist.ProcessGroup, Links | None] = WeakKeyDictionary()
+
+
+def find_links(group: dist.ProcessGroup, device: torch.device | None = None) -> Links | None:
+    """Return the links of ``group``, or None if they are unknown. Collective at the first call for a group."""
+    if group not in _links:
+        _links[group] = _exchanged(group, device) if may_be_known(group) else None
+    return _links[group]
+
+
+def known_links(group: dist.ProcessGroup | None) -> Links | None:
+    """Return the result of :func:`find_links`, without communication; None also if it was never called."""
+    return None if group is None else _links.get(group)
+
+
+def links_from(reports: Sequence[GpuReport], launched: Topology) -> Links | None:
+    """Return the fast links that the reports of all ranks, in their order, show; None if they are unknown."""
+    sets: list[tuple[int, ...]] = []
+    for ranks in launched.intra_partition():
+        found = _joined_sets({rank: reports[rank] for rank in ranks})
+        if found is None:
+            return None
+        sets += found
+    gpus_of_nodes = ([reports[rank].gpu for rank in ranks] for ranks in launched.intra_partition())
+    shares_gpus = any(len({*gpus}) < len(gpus) for gpus in gpus_of_nodes)
+    return Links(launched, tuple(sets), shares_gpus, any(report.disabled for report in reports))
+
+
+def _joined_sets(reports: dict[int, GpuReport]) -> list[tuple[int, ...]] | None:
+    # Links through others count, since NCCL's rings go where links are: many pairs of eight V100s have no link.
+    sets: list[set[int]] = []
+    for rank, report in reports.items():
+        near = [part for part in sets if any(_are_joined(report, reports[other]) for other in part)]
+        sets = [part for part in sets if part not in near] + [{rank}.union(*near)]
+    for part in sets:
+        others = [reports[rank] for rank in reports.keys() - part]
+        if not all(_are_known_apart(reports[rank], other) for rank in part for other in others):
+            return None
+    return sorted(tuple(sorted(part)) for part in sets)
+
+
+def _are_joined(one: GpuReport, other: GpuReport) -> bool:
+    if one.gpu is None or other.gpu is None:
+        return False
+    if one.gpu == other.gpu:
+        return True
+    return not (one.disabled or other.disabled) and one.gpu in other.joined and other.gpu in one.joined
+
+
+def _are_known_apart(one: GpuReport, other: GpuReport) -> bool:
+    if one.gpu is None or other.gpu is None:
+        return False
+    return one.disabled or other.disabled or one.gpu in other.apart or other.gpu in one.apart
+
+
+def may_be_known(group: dist.ProcessGroup) -> bool:
+    """Return whether :func:`find_links` asks ranks about GPUs; the same on all ranks, whatever each has."""
+    return dist.get_world_size(group) > 1 and "nccl" in dist.get_backend_config(group)
+
+
+def _exchanged(group: dist.ProcessGroup, device: torch.device | None) -> Links | None:
+    try:
+        report = own_report(group, device)
+    except Exception as error:  # of any kind: the other ranks would hang in the exchange
+        logger.debug("links of this rank's GPU are not known: %s: %s", type(error).__name__, error)
+        report = GpuReport(None)
+    reports = from_each_rank(report, group, device)
+    try:
+        launched = topology_of(group)
+    except ValueError:  # the launcher does not say what shares a machine; whoever needs nodes raises it
+        return None
+    return links_from(reports, launched)
+
+
+def own_report(group: dist.ProcessGroup, device: torch.device | None) -> GpuReport:
+    if not torch.cuda.is_available():
+        return GpuReport(None)
+    given = (device, getattr(group, "bound_device_id", None), torch.device("cuda", torch.cuda.current_device()))
+    own = next(each.index for each in given if each is not None and each.type == "cuda" and each.index is not None)
+    uuid = str(torch.cuda.get_device_properties(own).uuid)
+    report = nvlink_peers(uuid) or _peers_without_access(uuid, own)
+    return replace(report, disabled=_p2p_is_disabled())
+
+
+def _peers_without_access(uuid: str, own: int) -> GpuReport:
+    """Return the visible GPUs that this one can't access; all others may have any link."""
+    others = (index for index in range(torch.cuda.device_count()) if index != own)
+    apart = (index for index in others if not torch.cuda.can_device_access_peer(own, index))
+    uuids = frozenset(str(torch.cuda.get_device_properties(index).uuid) for index in apart)
+    return GpuReport(uuid, frozenset(), uuids)
+
+
+def _p2p_is_disabled() -> bool:
+    return os.environ.get("NCCL_P2P_DISABLE", "0") != "0" or os.environ.get("NCCL_P2P_LEVEL") in ("LOC", "0")
