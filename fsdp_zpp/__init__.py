@@ -33,7 +33,6 @@ from fsdp_zpp.strategy.error_feedback import LoCo
 from fsdp_zpp.strategy.local_steps import Elastic, LocalSteps
 from fsdp_zpp.strategy.strategy import Strategy
 
-from .inference_updates import DeltaReceiver, OutOfSyncError, SyncToken, WeightUpdate
 from .inference_weights import gathered_weights
 from .names import REMOVED, keep_moved_modules
 
@@ -43,7 +42,6 @@ __all__ = [
     "NF4",
     "Codec",
     "CodecState",
-    "DeltaReceiver",
     "Elastic",
     "Int4",
     "Int4Delta",
@@ -51,11 +49,8 @@ __all__ = [
     "LoCo",
     "LocalSteps",
     "Monitor",
-    "OutOfSyncError",
     "QuantizedReduceState",
     "Strategy",
-    "SyncToken",
-    "WeightUpdate",
     "agreed_weights",
     "choose_strategy",
     "clip_grad_norm_",

@@ -145,7 +145,9 @@ def how_to_install(extra: str, *, upgrade: bool = False) -> str:
 # ---- modules that moved, and names that went
 
 # Alternatives to public names that went.
+_WHOLE_TENSORS = "send the engine the tensors of gathered_weights(model)"
 REMOVED = {
+    **dict.fromkeys(("DeltaReceiver", "OutOfSyncError", "SyncToken", "WeightUpdate"), _WHOLE_TENSORS),
     "TopK": "copy it from examples/top_k_codec.py, and pass LocalSteps(codec=TopK(), ...)",
 }
 
