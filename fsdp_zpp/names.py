@@ -156,7 +156,6 @@ MOVED = {
     "codecs.blockwise": "codecs",
     "codecs.codec": "codecs",
     "frozen.report": "frozen.frozen_base",
-    "integrations.lightning.monitoring": "integrations.lightning.fabric",
     "planner.axes": "planner.model_size",
     "planner.catalog": "planner.cluster",
     "planner.config": "planner.cluster",

@@ -27,7 +27,6 @@ from fsdp_zpp.comm.agreement import agree, from_first_rank, run_on_first_rank
 from fsdp_zpp.frozen.base_files import check_base, describe_base, write_whole
 from fsdp_zpp.names import how_to_install
 from fsdp_zpp.runtime.checkpoint import CodecState
-from fsdp_zpp.runtime.monitor import Monitor, monitor
 from fsdp_zpp.runtime.unit import named_units
 from fsdp_zpp.strategy.strategy import Strategy
 
@@ -114,29 +113,6 @@ def refuse_set(values: Mapping[str, Any], alternatives: Mapping[str, str], secti
 def check_strategy(strategy: object) -> None:
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
-
-
-# ---- steps
-
-
-class StepMonitor:
-    """Figures of :func:`fsdp_zpp.monitor`, by names that begin with ``fsdp_zpp/``, once it is started."""
-
-    def __init__(self) -> None:
-        self._monitor: Monitor | None = None
-
-    def start(self, model: nn.Module) -> None:
-        self.close()
-        self._monitor = monitor(model)
-
-    def step(self) -> dict[str, float]:
-        figures = {} if self._monitor is None else self._monitor.step()
-        return {f"fsdp_zpp/{name}": figure for name, figure in figures.items()}
-
-    def close(self) -> None:
-        if self._monitor is not None:
-            self._monitor.close()
-            self._monitor = None
 
 
 # ---- in place of torchs

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -34,7 +34,6 @@ from fsdp_zpp.strategy.strategy import Strategy
 
 from ._common import (
     MarkedSave,
-    StepMonitor,
     check_complete,
     check_strategy,
     load_beside,
@@ -54,13 +53,10 @@ from transformers.trainer_utils import get_last_checkpoint
 from . import accelerate as sharding
 from .accelerate import ShardingAccelerator
 
-# ---- trainer callbacks
+# ---- writes of callbacks
 #
-# Callbacks of a Trainer: one that announces what others write, and one that logs what the model communicates.
-#
-# A Trainer's callbacks may write to models that they hold, as TRL's ``SyncRefModelCallback`` averages a reference.
-#
-# A script can't call ``invalidate`` after them. But all ranks run the same callbacks, so the models that one of them
+# A Trainer's callbacks may write to models that they hold, as TRL's ``SyncRefModelCallback`` averages a reference. A
+# script can't call ``invalidate`` after them. But all ranks run the same callbacks, so the models that one of them
 # holds count as written to at the end of each step.
 
 
@@ -87,40 +83,6 @@ class AnnouncesWrites(TrainerCallback):
                 # The trained model's own weights are stale after each step anyway.
                 if isinstance(value, nn.Module) and value is not self._trainer.model and named_units(value):
                     yield value
-
-
-class MonitorCallback(TrainerCallback):
-    """Logs what :func:`fsdp_zpp.monitor` says of a trainer's model, by names that begin with ``fsdp_zpp/``.
-
-    Args:
-        trainer: The trainer, which has a strategy.
-
-    Examples:
-        >>> trainer = use_strategy(Trainer(model, arguments, ...), Strategy.zeropp())
-        >>> trainer.add_callback(MonitorCallback(trainer))
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._handler = trainer.callback_handler
-        self._monitor = StepMonitor()
-        self._figures: dict[str, float] = {}
-
-    def on_train_begin(self, *arguments: object, **others: Any) -> None:
-        # First, so that those who report to TensorBoard and the like find the figures in the logs.
-        self._handler.callbacks.remove(self)
-        self._handler.callbacks.insert(0, self)
-        self._monitor.start(others["model"])
-
-    def on_step_end(self, *arguments: object, **others: object) -> None:
-        self._figures = self._monitor.step()
-
-    def on_log(self, *arguments: object, **others: Any) -> None:
-        logs: MutableMapping[str, float] = others["logs"]
-        if "loss" in logs:
-            logs.update(self._figures)
-
-    def on_train_end(self, *arguments: object, **others: object) -> None:
-        self._monitor.close()
 
 
 # ---- trl

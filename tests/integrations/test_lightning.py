@@ -34,7 +34,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_zpp import CodecState, Int4Delta, Strategy, traffic
 from fsdp_zpp.integrations.lightning import fabric as our_fabric, pytorch as our_trainer
-from fsdp_zpp.integrations.lightning.fabric import MonitorCallback
 from fsdp_zpp.integrations.lightning.pytorch import FSDPPrecision
 
 WAYS = [Way(framework, fsdp) for framework in ("trainer", "fabric") for fsdp in ("fsdp1", "fsdp2")]
@@ -396,37 +395,6 @@ def test_clips_the_norm_of_the_whole_model_alone(model: nn.Module, optimizers: i
     strategy = mock.Mock(model=model, optimizers=[object()] * optimizers)
     with pytest.raises(NotImplementedError, match=message):
         FSDPPrecision(LightningFSDPPrecision("32-true"), strategy).clip_grad_by_norm(mock.Mock(), 1.0)
-
-
-class Keeps(Callback):
-    """Keeps what a LightningModule has logged after each micro-batch."""
-
-    def __init__(self) -> None:
-        self.logged: list[dict[str, float]] = []
-
-    def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
-        self.logged.append({name: float(figure) for name, figure in trainer.callback_metrics.items()})
-
-
-def monitored() -> list[dict[str, float]]:
-    """In a worker: what is logged after each step of two micro-batches."""
-    run = Run(TRAINER_FSDP2, Strategy("GGG", gpus_per_node=2))
-    with environment():
-        train_by_trainer(run, Outcome(), MonitorCallback(), keeps := Keeps())
-    return keeps.logged[1::2]
-
-
-def test_a_monitor_logs_each_step(pool: Pools) -> None:
-    for steps in pool(4).run(monitored):
-        numbers = [figures.get("fsdp_zpp/step", 0) for figures in steps]
-        if device_type() == "cpu":
-            assert numbers == [1, 2, 3]
-        else:  # which may have yet to complete a step when it ends for the host; the latest one is logged again
-            assert numbers[-1] > 0
-            assert numbers == sorted(numbers)
-            assert all(number <= own for own, number in enumerate(numbers, start=1))
-        inter, share = "fsdp_zpp/weights/inter/bytes", "fsdp_zpp/inter/share"
-        assert all(figures[inter] > 0 and figures[share] >= 1 for figures in steps if inter in figures)
 
 
 ZEROPP = Strategy.zeropp(gpus_per_node=2)

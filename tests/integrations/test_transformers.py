@@ -1,4 +1,4 @@
-"""Trainer with a strategy: as with its own FSDP2, with checkpoints, the best model, adapters and a monitor.
+"""Trainer with a strategy: as with its own FSDP2, with checkpoints, the best model and adapters.
 
 Also models that ``from_pretrained`` has loaded in few bits.
 """
@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.torch_version import TorchVersion
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
 from transformers.distributed import DistributedConfig
 
 from fsdp_zpp import (
@@ -48,7 +48,7 @@ from fsdp_zpp import (
     traffic,
 )
 from fsdp_zpp.frozen._torch_modules import FrozenModule
-from fsdp_zpp.integrations.transformers import MonitorCallback, use_strategy
+from fsdp_zpp.integrations.transformers import use_strategy
 
 PLAIN = Strategy("GGG", gpus_per_node=2)
 ZEROPP = Strategy.zeropp(gpus_per_node=2)
@@ -207,26 +207,6 @@ def test_what_users_override_is_called_and_evaluated_weights_may_be_others(pool:
     assert kept == pytest.approx(fresh, rel=1e-4)
     assert len(fresh) == 6
     assert {path.name for path in tmp_path.iterdir()} >= {*(f"own{rank}" for rank in range(4)), "model.safetensors"}
-
-
-def reported(folder: str) -> list[dict[str, float]]:
-    """In a worker: what a trainer's monitor reports in a training."""
-    with new_job():
-        trainer = use_strategy(make_trainer(folder, llama.make_base(), eval_strategy="no"), PLAIN)
-        reporter = TrainerCallback()  # as those that report to TensorBoard and the like
-        reporter.on_log = Mock(return_value=None)  # type: ignore[method-assign]
-        trainer.add_callback(MonitorCallback(trainer))
-        trainer.add_callback(reporter)
-        trainer.train()
-        reports = [call.kwargs["logs"] for call in reporter.on_log.call_args_list]
-        return [logs for logs in reports if "loss" in logs]
-
-
-def test_trainer_reports_each_step(pool: Pools, tmp_path: Path) -> None:
-    logs = pool(4).run(reported, str(tmp_path))[0]
-    assert [each["fsdp_zpp/step"] for each in logs] == list(range(1, STEPS + 1))
-    # Without codecs and with all gradients reduced at the end, as FULL_SHARD; its scopes reduce every micro-batch.
-    assert all(each["fsdp_zpp/weights/inter/bytes"] > 0 and each["fsdp_zpp/inter/share"] >= 1 for each in logs)
 
 
 def refused(folder: str, kind: str) -> str:

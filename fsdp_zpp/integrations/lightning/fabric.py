@@ -26,7 +26,6 @@ from lightning.fabric.strategies import (
 )
 from lightning.fabric.utilities.load import _lazy_load
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,7 +36,6 @@ from fsdp_zpp.comm.agreement import from_first_rank
 from fsdp_zpp.frozen.hugging_face import quantized_names, with_quantized_weights, without_quantized_weights
 from fsdp_zpp.integrations._common import (
     MarkedSave,
-    StepMonitor,
     check_base_identity,
     check_complete,
     load_codec_state,
@@ -135,39 +133,6 @@ def outermost_fsdp(model: nn.Module) -> list[FullyShardedDataParallel]:
     if isinstance(model, FullyShardedDataParallel):
         return [model]
     return [instance for child in model.children() for instance in outermost_fsdp(child)]
-
-
-# ---- monitoring
-#
-# A callback of Lightning's Trainer that logs what the model communicates.
-
-
-class MonitorCallback(Callback):
-    """Logs what :func:`fsdp_zpp.monitor` says of the model, by names that begin with ``fsdp_zpp/``.
-
-    Examples:
-        >>> trainer = Trainer(strategy=FSDPStrategy(...), callbacks=[MonitorCallback()])
-    """
-
-    def __init__(self) -> None:
-        self._monitor = StepMonitor()
-        self._done = 0
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert trainer.strategy.model is not None
-        self._monitor.start(trainer.strategy.model)  # which is sharded by now
-        self._done = trainer.global_step
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
-        if trainer.global_step != self._done:
-            self._done = trainer.global_step
-            pl_module.log_dict(self._monitor.step())
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._monitor.close()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._monitor.close()
 
 
 # ---- shared
