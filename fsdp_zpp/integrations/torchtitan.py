@@ -14,16 +14,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
 from torch.optim import Optimizer
 
 from fsdp_zpp.codecs import Int4Delta
@@ -33,7 +35,7 @@ from fsdp_zpp.runtime.unit import unit_of
 from fsdp_zpp.strategy.configuration import PRESETS
 from fsdp_zpp.strategy.strategy import Strategy
 
-from ._common import MarkedSave, check_complete, in_place_of_torchs, require
+from ._common import MarkedSave, check_complete, require
 
 require("torchtitan", "0.3")
 
@@ -147,6 +149,9 @@ def _check_type(strategy: object) -> None:
 # ---- sharding
 #
 # Models of torchtitan, sharded by their own functions, in which ``fully_shard`` is fsdp_zpp's with a strategy.
+#
+# They import torch's ``fully_shard`` by name. While they run, every module that has that name has ours in its place, so
+# that no model needs a copy of what torchtitan does with it.
 
 
 def parallelize(
@@ -165,7 +170,7 @@ def parallelize(
             reshard_after_forward = None
         return fully_shard(module, strategy=strategy, reshard_after_forward=reshard_after_forward, **arguments)
 
-    with in_place_of_torchs(by_strategy):
+    with _in_place_of_torchs(by_strategy):
         sharded: nn.Module = parallelize_fn(model, parallelism=parallelism, **options)
     if all(unit_of(module) is None for module in sharded.modules()):
         raise ValueError(
@@ -174,6 +179,25 @@ def parallelize(
         )
     logger.info("Sharded the model by %s", strategy)
     return sharded
+
+
+@contextmanager
+def _in_place_of_torchs(replacement: Any) -> Iterator[None]:
+    """Return a context in which whoever has imported torch's ``fully_shard``, or does it there, has another one."""
+    holders = [
+        module
+        for name, module in list(sys.modules.items())
+        # Some packages put objects there that are no modules.
+        if getattr(module, "__dict__", {}).get("fully_shard") is torch_fully_shard and not name.startswith("fsdp_zpp.")
+    ]
+    replacement = wraps(torch_fully_shard)(replacement)  # torch has its state under its name
+    for module in holders:
+        vars(module)["fully_shard"] = replacement
+    try:
+        yield
+    finally:
+        for module in holders:
+            vars(module)["fully_shard"] = torch_fully_shard
 
 
 # ---- trainer

@@ -14,6 +14,7 @@ state. integrations/accelerate/ shards the model when the training, or the first
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -37,7 +38,6 @@ from ._common import (
     check_complete,
     check_strategy,
     load_beside,
-    replace_function,
     require,
     save_beside,
 )
@@ -96,15 +96,27 @@ Prepare = Callable[[nn.Module, Accelerator], nn.Module]
 NamedTensors = Iterator[tuple[str, Tensor]]
 
 
+_REPLACES = "_fsdp_zpp_replaces"
+
+
+def _replace_function(holder: object, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace the function ``name`` of a framework's module or class, if it has one, by ``make(original)``, once."""
+    original = getattr(holder, name, None)
+    if original is not None and not hasattr(original, _REPLACES):
+        replacement = functools.wraps(original)(make(original))
+        setattr(replacement, _REPLACES, True)
+        setattr(holder, name, replacement)
+
+
 def prepare_by_strategy(trainer: type) -> None:
     """Replace functions of TRL that shard references and send weights, if ``trainer`` is of TRL's classes."""
     for cls in trainer.__mro__:
         if cls.__module__.startswith("trl."):
-            replace_function(sys.modules.get(cls.__module__), "prepare_fsdp", _preparing)
+            _replace_function(sys.modules.get(cls.__module__), "prepare_fsdp", _preparing)
     # TRL's own asks each parameter for its full tensor and merges adapters in place; bases that we quantize are no
     # parameters, and layers that the last forward left unsharded are no DTensors.
     generation = sys.modules.get("trl.generation.vllm_generation")
-    replace_function(getattr(generation, "VLLMGeneration", None), "_iter_named_params", _gathering)
+    _replace_function(getattr(generation, "VLLMGeneration", None), "_iter_named_params", _gathering)
 
 
 def _preparing(original: Prepare) -> Prepare:
@@ -148,7 +160,7 @@ def prepare_references_by_strategy() -> None:
 
         return prepare
 
-    replace_function(fsdp_utils, "fsdp2_prepare_model", preparing)
+    _replace_function(fsdp_utils, "fsdp2_prepare_model", preparing)
 
 
 # ---- transformers

@@ -245,7 +245,7 @@ def test_lightning_saves_all(pool: Pools, tmp_path: Path, cell: Cell) -> None:
     names = ("last", "weights", f"step={STEPS}")
     for name in names:
         checkpoint = tmp_path / f"{name}.ckpt"
-        weights = (torch.load(checkpoint) if cell.full else consolidated(checkpoint))["state_dict"]
+        weights = torch.load(checkpoint)["state_dict"] if cell.full else consolidated(checkpoint)["model"]
         check_weights({name.removeprefix("model."): each for name, each in weights.items()}, cell, logits)
         if cell.full:
             check_same(logits_of(Module.load_from_checkpoint(checkpoint, map_location="cpu", cell=cell)), logits)
