@@ -87,9 +87,10 @@ class WholeCheckpoints(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: object = None) -> None:
         path = _local_path(self.broadcast(filepath))
         assert self.model is not None
+        saves_optimizers = bool(self.optimizers) and "optimizer_states" in checkpoint  # which Lightning takes out
         with MarkedSave(path) as save:
             super().save_checkpoint(checkpoint, filepath, storage_options)
-            if self.optimizers and "optimizer_states" in checkpoint:
+            if saves_optimizers:
                 save_beside(self.model, self.optimizers, path, save.token)
                 return
             save_base_identity(self.model, path, save.token)

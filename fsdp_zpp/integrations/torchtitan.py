@@ -1,6 +1,6 @@
 """Strategies in torchtitan: its trainer and checkpointer, with one more key in its configurations.
 
-    def llama3_8b_zeropp():  # in mine.py
+    def llama3_8b_zeropp():  # in a module of yours, say mine
         return with_strategy(llama3_8b(), Strategy.zeropp())
 
     torchrun --nproc-per-node 8 -m torchtitan.train --module mine --config llama3_8b_zeropp

@@ -167,7 +167,7 @@ class Module(LightningModule):
         self.model, self.cell = make_model(cell.kind, other=other), cell
 
     def configure_model(self) -> None:
-        if self.cell.fsdp == "fsdp2" and self.is_attached:  # not where one process loads it
+        if self.cell.fsdp == "fsdp2":
             mesh = self.device_mesh["data_parallel"]
             shard(self.model, llama.layers_of(self.model), STRATEGIES[self.cell.strategy], mesh)
 
