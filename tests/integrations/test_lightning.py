@@ -375,7 +375,7 @@ REFUSED: dict[str, Refusal] = {
         'Strategy("III", gpus_per_node=...)',
     ),
     "offloading on a CPU": (
-        lambda: _fit(FSDPStrategy(sharding_strategy=ZEROPP, cpu_offload=True)),
+        lambda: _fit(FSDPStrategy(sharding_strategy=ZEROPP, state_dict_type="sharded", cpu_offload=True)),
         ValueError,
         "needs an accelerator to offload from",
     ),
