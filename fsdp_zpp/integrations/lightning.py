@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -104,7 +105,7 @@ class WholeCheckpoints(ParallelStrategy):
         check_complete(path)
         is_of_base = check_base_identity(self.model, path)
         if not is_of_base:
-            _check_names(self.model, path)
+            _check_names(self.model, path, weights_only)
         with without_quantized_weights(self.model) if is_of_base else nullcontext():
             checkpoint: dict[str, object] = super().load_checkpoint(checkpoint_path, weights_only)
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
@@ -124,20 +125,28 @@ def _local_path(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def _check_names(model: nn.Module, checkpoint: Path) -> None:
-    """Raise if a sharded checkpoint has values for quantized weights, which torch would pass over. Collective."""
+def _check_names(model: nn.Module, checkpoint: Path, weights_only: bool | None) -> None:
+    """Raise if a checkpoint has values for quantized weights, which would be passed over. Collective."""
     if not (quantized := quantized_names(model)):
         return
-    names: set[str] = set()
-    if dist.get_rank() == 0 and checkpoint.is_dir():
-        saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-        names = {name.removeprefix(key) for name in saved for key in ("state_dict.", "model.")}
+    names = _names_in(checkpoint, weights_only) if dist.get_rank() == 0 else set()
     if overlap := from_first_rank(sorted(quantized & names)):
         raise ValueError(
             f"{checkpoint} has values for {len(overlap)} weights that are quantized in this {model_name(model)} "
             f"({overlap[0]}, ...), and nothing beside it says that they are the same: load them into the model before "
             "the strategy shards it, or remove them from the checkpoint if the model has them already"
         )
+
+
+def _names_in(checkpoint: Path, weights_only: bool | None) -> set[str]:
+    """Return the names of weights in a checkpoint; none if it can't be read, which Lightning will report."""
+    try:
+        if checkpoint.is_dir():
+            saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+            return {name.removeprefix(key) for name in saved for key in ("state_dict.", "model.")}
+        return set(torch.load(checkpoint, mmap=True, map_location="cpu", weights_only=weights_only)["state_dict"])
+    except Exception:
+        return set()
 
 
 # ---- FSDP1

@@ -167,7 +167,7 @@ class Module(LightningModule):
         self.model, self.cell = make_model(cell.kind, other=other), cell
 
     def configure_model(self) -> None:
-        if self.cell.fsdp == "fsdp2":
+        if self.cell.fsdp == "fsdp2" and self.device_mesh is not None:  # as it is where one process loads it
             mesh = self.device_mesh["data_parallel"]
             shard(self.model, llama.layers_of(self.model), STRATEGIES[self.cell.strategy], mesh)
 
@@ -254,23 +254,16 @@ def test_lightning_saves_all(pool: Pools, tmp_path: Path, cell: Cell) -> None:
         assert beside == {f"{name}.ckpt.frozen_base.json" for name in names}  # none of what was removed
 
 
-def load_values_for_a_quantized_base(folder: str, cell: Cell, told: str) -> None:
+def load_values_for_a_quantized_base(folder: str, cell: Cell) -> None:
     """In a worker: fail unless weights are refused that a checkpoint has for a base that is quantized."""
     with lightning_trainer(folder, replace(cell, strategy="none"), other=True) as (trainer, module):
         trainer.fit(module, batches())
-    with lightning_trainer(folder, cell) as (trainer, module), pytest.raises((ValueError, RuntimeError), match=told):
+    told = "has values for 9 weights that are quantized in this Module.* nothing beside it says"
+    with lightning_trainer(folder, cell) as (trainer, module), pytest.raises(ValueError, match=told):
         trainer.fit(module, batches(), ckpt_path=f"{folder}/last.ckpt")
 
 
-@pytest.mark.parametrize(
-    ("fsdp", "full", "told"),
-    [
-        ("fsdp1", False, "has values for 9 weights that are quantized in this Module.* nothing beside it says"),
-        ("fsdp2", True, "Unexpected key"),
-    ],
-)
-def test_weights_for_a_quantized_base_are_not_passed_over(
-    pool: Pools, tmp_path: Path, fsdp: str, full: bool, told: str
-) -> None:
+@pytest.mark.parametrize(("fsdp", "full"), [("fsdp1", False), ("fsdp2", True)])
+def test_weights_for_a_quantized_base_are_not_passed_over(pool: Pools, tmp_path: Path, fsdp: str, full: bool) -> None:
     cell = replace(PARTLY_FROZEN, fsdp=fsdp, full=full)
-    pool(2).run(load_values_for_a_quantized_base, str(tmp_path), cell, told)
+    pool(2).run(load_values_for_a_quantized_base, str(tmp_path), cell)
