@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fsdp_zpp import Strategy, fully_shard, traffic
-from fsdp_zpp.integrations.lightning.pytorch import FSDPStrategy, ModelParallelStrategy
+from fsdp_zpp.integrations.lightning import FSDPStrategy, ModelParallelStrategy
 
 
 class Llama(LightningModule):

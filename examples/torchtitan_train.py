@@ -4,9 +4,7 @@
     torchrun --nproc-per-node=4 examples/torchtitan_train.py --parallelism.strategy '{"levels":"IIG","gpus_per_node":2}'
     torchrun --nproc-per-node=4 examples/torchtitan_train.py --parallelism.strategy None    # torchtitan's own FSDP
 
-All of torchtitan's flags work. With its own data and tokenizer, no script is needed:
-
-    torchrun --nproc-per-node 8 -m torchtitan.train --module fsdp_zpp.integrations.torchtitan --config llama3_8b
+All of torchtitan's flags work. With its own data and tokenizer, a configuration as the guide shows is enough.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.train import main
 
 from fsdp_zpp import Strategy
-from fsdp_zpp.integrations.torchtitan.config_registry import StrategyTrainer, with_strategy
+from fsdp_zpp.integrations.torchtitan import StrategyTrainer, with_strategy
 
 
 class ByteTokenizer(BaseTokenizer):

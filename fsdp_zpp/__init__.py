@@ -32,7 +32,6 @@ from fsdp_zpp.strategy.error_feedback import LoCo
 from fsdp_zpp.strategy.local_steps import Elastic, LocalSteps
 from fsdp_zpp.strategy.strategy import Strategy
 
-from .inference_updates import DeltaReceiver, OutOfSyncError, SyncToken, WeightUpdate
 from .inference_weights import gathered_weights
 from .names import REMOVED
 
@@ -40,18 +39,14 @@ __all__ = [
     "NF4",
     "Codec",
     "CodecState",
-    "DeltaReceiver",
     "Elastic",
     "Int4",
     "Int4Delta",
     "Int8",
     "LoCo",
     "LocalSteps",
-    "OutOfSyncError",
     "QuantizedReduceState",
     "Strategy",
-    "SyncToken",
-    "WeightUpdate",
     "agreed_weights",
     "clip_grad_norm_",
     "count_tokens",

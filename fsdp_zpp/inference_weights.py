@@ -21,7 +21,6 @@ from fsdp_zpp.runtime.api import DTYPES, check_module, ranks_of
 from fsdp_zpp.runtime.full_tensors import FullTensor, GatherInTurn, Pending, TensorOfModel, gets, tensors_of
 from fsdp_zpp.runtime.unit import holds_packed_values
 
-from .inference_updates import SyncToken, WeightUpdate, check_token, updates_since
 from .names import WRAPPERS, base_fqns, join_fqn, original_path
 
 # ---- stand in
@@ -323,42 +322,15 @@ def gathered_weights(
 ) -> Iterator[tuple[str, Tensor | None]]: ...
 
 
-@overload
 def gathered_weights(
     model: nn.Module,
     *,
     dtype: torch.dtype | None = None,
     adapters_only: bool = False,
     merged: bool = False,
-    since: SyncToken,
-    rank: None = None,
-    process_group: dist.ProcessGroup | None = None,
-) -> Iterator[tuple[str, WeightUpdate]]: ...
-
-
-@overload
-def gathered_weights(
-    model: nn.Module,
-    *,
-    dtype: torch.dtype | None = None,
-    adapters_only: bool = False,
-    merged: bool = False,
-    since: SyncToken,
-    rank: int,
-    process_group: dist.ProcessGroup | None = None,
-) -> Iterator[tuple[str, WeightUpdate | None]]: ...
-
-
-def gathered_weights(
-    model: nn.Module,
-    *,
-    dtype: torch.dtype | None = None,
-    adapters_only: bool = False,
-    merged: bool = False,
-    since: SyncToken | None = None,
     rank: int | None = None,
     process_group: dist.ProcessGroup | None = None,
-) -> Iterator[tuple[str, Tensor | None]] | Iterator[tuple[str, WeightUpdate | None]]:
+) -> Iterator[tuple[str, Tensor | None]]:
     """Return an iterator over the names and full tensors of a model, for an inference engine. Collective.
 
     By default these are the tensors of the full state dict, bit for bit, and by the same names: in full precision,
@@ -378,15 +350,13 @@ def gathered_weights(
             them smaller. Default: each in its own.
         adapters_only: Hand out only the active PEFT adapter, by its names in the files that ``save_adapter`` writes.
         merged: Hand out the base model with the active PEFT adapters merged into it, by its names without PEFT.
-        since: Hand out a :class:`WeightUpdate` for each tensor that has changed since the last call with this token,
-            instead of the tensor, for a :class:`DeltaReceiver`: its changes in 4 bits, or at the first call all of it.
         rank: The global rank that gets the tensors; the others take part and get None in their place. Default: all get
             them.
         process_group: The ranks of the model. Default: those that it is sharded over, or all ranks if it is not
             sharded.
 
     Returns:
-        An iterator of names and tensors, or updates, in the same order on all ranks.
+        An iterator of names and tensors, in the same order on all ranks.
 
     Raises:
         TypeError: If an argument has the wrong type, on any rank; every rank raises.
@@ -402,7 +372,6 @@ def gathered_weights(
     def check() -> list[TensorOfModel]:
         check_module(model)
         _check_arguments(dtype, adapters_only, merged, rank, group)
-        check_token(since)
         if adapters_only:
             return active_adapter_tensors(model)
         tensors = tensors_of(model, decoded_weights_of)
@@ -414,13 +383,11 @@ def gathered_weights(
 
     def summary(tensors: Sequence[TensorOfModel]) -> str:
         listed = [(tensor.names, tuple(tensor.full.shape), tensor.full.stored) for tensor in tensors]
-        return repr((dtype, adapters_only, merged, since is not None, rank, listed))
+        return repr((dtype, adapters_only, merged, rank, listed))
 
     differs = "called gathered_weights with other arguments or another model than"
     tensors = agree(group, check, summary, differs, call="gathered_weights")
-    if since is None:
-        return _named(GatherInTurn(tensors, dtype, rank))
-    return updates_since(since, _named(GatherInTurn(tensors, dtype)), group, rank)
+    return _named(GatherInTurn(tensors, dtype, rank))
 
 
 def _named(turn: GatherInTurn) -> Iterator[tuple[str, Tensor | None]]:

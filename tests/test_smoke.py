@@ -221,34 +221,6 @@ def test_files(pool: Callable[[int], Pool], adapter: Adapter, tmp_path: Path) ->
     assert (llama.logits_of(loaded) - expected).abs().max() < 1e-4
 
 
-def updated(adapter: Adapter) -> bool:
-    """In a worker: whether a receiver that has missed an update refuses the next, and follows again after a reset."""
-    model = adapter.make(Case(), Strategy.zeropp(gpus_per_node=2))
-    token, receiver = fsdp_zpp.SyncToken(), fsdp_zpp.DeltaReceiver()
-
-    def send() -> bytes:
-        train(adapter, model, Case(steps=1))
-        return fsdp_zpp.WeightUpdate.pack(update for _, update in fsdp_zpp.gathered_weights(model, since=token))
-
-    def receive(packed: bytes) -> None:
-        for _ in receiver.updated(fsdp_zpp.WeightUpdate.unpack(packed)):
-            pass
-
-    receive(send())
-    receive(send())
-    send()
-    with pytest.raises(fsdp_zpp.OutOfSyncError):
-        receive(send())
-    token.reset()
-    receive(send())
-    return all(torch.equal(receiver.tensors[n], w.cpu()) for n, w in fsdp_zpp.gathered_weights(model))
-
-
-@over_adapters
-def test_updates_of_engines(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    assert all(pool(4).run(updated, adapter))
-
-
 def test_planner(capsys: pytest.CaptureFixture[str]) -> None:
     net = models.make_net()
     assert plan(module_size(net), **CLUSTER).choice.strategy

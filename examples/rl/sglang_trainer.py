@@ -1,4 +1,4 @@
-"""The trainer's side of SGLang's weight updates: whole weights, changes in 4 bits, adapters. Written for SGLang 0.5.23.
+"""The trainer's side of SGLang's weight updates: whole weights, and adapters. Written for SGLang 0.5.23.
 
 Call on every rank of the training:
 
@@ -6,15 +6,13 @@ Call on every rank of the training:
     for batch in batches:
         train(model, batch)
         send_weights("http://localhost:30000", model, group)
-
-or, to a server that was started as sglang_loader.py says, ``send_changes(url, model, token)``.
 """
 
 from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -22,16 +20,42 @@ from typing import Any
 import requests
 import torch
 import torch.distributed as dist
-from engine_calls import BUCKET, EngineCalls, buckets
-from sglang_loader import LOADER
 from torch import Tensor, nn
 
-from fsdp_zpp import SyncToken, WeightUpdate, gathered_weights
+from fsdp_zpp import gathered_weights
 
 DTYPE = torch.bfloat16
 TIMEOUT = 300
+BUCKET = 256 * 2**20
+"""Bytes that are announced at a time."""
 NAMED = "fsdp_zpp"
 """The name of the group."""
+
+
+class EngineCalls:
+    """Calls of an engine by rank 0 in the course of a pass, which every rank iterates to its end.
+
+    After the first call that fails, no more are made; the other ranks would hang if rank 0 raised before the end.
+    """
+
+    def __init__(self) -> None:
+        self._refusal: str | None = None
+
+    def __call__(self, call: Callable[..., object], *arguments: object) -> None:
+        """Call the engine, if this is rank 0 and nothing has failed."""
+        if dist.get_rank() or self._refusal is not None:
+            return
+        try:
+            call(*arguments)
+        except requests.RequestException as error:
+            self._refusal = f"{error} {'' if error.response is None else error.response.text}"
+
+    def finish(self) -> None:
+        """Raise on every rank if a call has failed."""
+        refusals = [self._refusal]
+        dist.broadcast_object_list(refusals, src=0)
+        if refusals[0] is not None:
+            raise RuntimeError(f"the engine did not take the weights: {refusals[0]}")
 
 
 def connect(url: str, address: str, port: int, workers: int, backend: str = "nccl") -> dist.ProcessGroup | None:
@@ -72,28 +96,6 @@ def send_weights(url: str, model: nn.Module, group: dist.ProcessGroup | None, me
         call(_broadcast, url, bucket, group)
     call(_post, url, "end_weight_update")
     call.finish()
-
-
-def send_changes(url: str, model: nn.Module, token: SyncToken, workers: int = 1, merged: bool = False) -> None:
-    """Send what has changed since the last call with ``token``; the first call sends everything. Collective.
-
-    Args:
-        url: The server.
-        model: The sharded model.
-        token: The token of this server.
-        workers: The number of the server's workers, its ``tp_size``: SGLang has each of them read its own copy.
-        merged: As of :func:`send_weights`.
-
-    Raises:
-        RuntimeError: On every rank, if the server refuses an update. The next call then sends everything.
-    """
-    call = EngineCalls()
-    call(_post, url, "begin_weight_update")
-    for bucket in buckets(gathered_weights(model, dtype=DTYPE, merged=merged, since=token)):
-        call(_hand_over, url, bucket, workers, str(token.version))
-    call(_post, url, "end_weight_update")
-    call(_post, url, "flush_cache")
-    call.finish(token)
 
 
 def send_adapter(url: str, model: nn.Module, config: dict[str, Any], name: str, workers: int = 1) -> None:
@@ -138,13 +140,6 @@ def _broadcast(url: str, bucket: list[tuple[str, Tensor]], group: dist.ProcessGr
         for _, tensor in bucket:
             dist.broadcast(tensor.contiguous(), src=0, group=group)
         answer.result()
-
-
-def _hand_over(url: str, bucket: list[WeightUpdate], workers: int, version: str) -> None:
-    """Send updates as tensors that have headers for names."""
-    copies = [_pickled([(update.header, update.data.cpu()) for update in bucket])] * workers
-    fields = {"load_format": LOADER, "weight_version": version, "flush_cache": False}
-    _post(url, "update_weights_from_tensor", serialized_named_tensors=copies, **fields)
 
 
 def _pickled(tensors: object) -> str:

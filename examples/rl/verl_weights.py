@@ -5,8 +5,6 @@ Name this file in verl's configuration, so that every worker imports it:
     actor_rollout_ref.model.external_lib=verl_weights
     actor_rollout_ref.actor.strategy=fsdp2
     actor_rollout_ref.rollout.load_format=safetensors
-
-For rollouts on other machines, see also verl_changes.py.
 """
 
 from __future__ import annotations

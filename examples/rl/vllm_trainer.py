@@ -1,33 +1,26 @@
-"""The trainer's side of vLLM's weight transfer: whole weights, or their changes in 4 bits. Written for vLLM 0.33.
+"""The trainer's side of vLLM's weight transfer. Written for vLLM 0.33.
 
-Start the server with the engine of vllm_worker.py, and call on every rank of the training:
+Start the server with ``--weight-transfer-config '{"backend": "nccl"}'``, and call on every rank of the training:
 
     engine = connect(GatheredSource(model), "http://localhost:8000", "10.0.0.1", 29600, workers=2)
-    token = SyncToken()
     for batch in batches:
         train(model, batch)
-        send_changes(engine, model, token)
-
-For a server with vLLM's own ``--weight-transfer-config '{"backend": "nccl"}'``, ``engine.send_weights()`` instead of
-``send_changes`` sends whole tensors.
+        engine.send_weights()
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
 import torch
 import torch.distributed as dist
-from engine_calls import EngineCalls, buckets
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
-from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
-from fsdp_zpp import SyncToken, WeightUpdate, gathered_weights
+from fsdp_zpp import gathered_weights
 
 DTYPE = torch.bfloat16
 
@@ -71,45 +64,3 @@ def connect(
         client=HTTPVLLMWeightSyncClient(url, timeout),
         source=source,
     )
-
-
-def send_changes(
-    engine: NCCLTrainerWeightTransferEngine, model: nn.Module, token: SyncToken, merged: bool = False
-) -> None:
-    """Send what has changed since the last call with ``token``; the first one sends everything. Collective.
-
-    Args:
-        engine: What :func:`connect` has returned.
-        model: The sharded model.
-        token: The token of this server.
-        merged: Whether it is a PEFT model, whose adapters are merged into what is sent.
-
-    Raises:
-        RuntimeError: On every rank, if the server refuses an update. The next call then sends everything.
-    """
-    call = EngineCalls()
-    call(engine.client.start_weight_update)
-    for bucket in buckets(gathered_weights(model, since=token, dtype=DTYPE, merged=merged)):
-        call(_broadcast, engine, bucket)
-    call(engine.client.finish_weight_update, str(token.version))
-    call.finish(token)
-
-
-def _broadcast(engine: NCCLTrainerWeightTransferEngine, bucket: list[WeightUpdate]) -> None:
-    """Announce updates as tensors that have headers for names, and broadcast them."""
-    info = {
-        "names": [update.header for update in bucket],
-        "dtype_names": [str(update.data.dtype).removeprefix("torch.") for update in bucket],
-        "shapes": [list(update.data.shape) for update in bucket],
-    }
-    with ThreadPoolExecutor(1) as pool:  # the server answers once its workers have what is broadcast meanwhile
-        answer = pool.submit(engine.client.update_weights, info)
-        packed_nccl_broadcast_producer(
-            ((update.header, update.data) for update in bucket),
-            engine.model_update_group,
-            src=0,
-            post_iter_func=lambda named: named[1],
-            buffer_size_bytes=engine.packed_buffer_size_bytes,
-            num_buffers=engine.packed_num_buffers,
-        )
-        answer.result()

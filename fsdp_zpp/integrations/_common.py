@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import glob
 import json
 import logging
 import secrets
 import shutil
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +16,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.optim import Optimizer
 from torch.torch_version import TorchVersion
 
@@ -113,44 +109,6 @@ def refuse_set(values: Mapping[str, Any], alternatives: Mapping[str, str], secti
 def check_strategy(strategy: object) -> None:
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
-
-
-# ---- in place of torchs
-#
-# Frameworks' own functions that shard, in which ``fully_shard`` is fsdp_zpp's with a strategy.
-#
-# They import torch's ``fully_shard`` by name. While they run, every module that has that name has ours in its place, so
-# that no model needs a copy of what the framework does with it.
-
-_IS_REPLACED = "_fsdp_zpp_replaces"
-
-
-def replace_function(holder: object, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace the function ``name`` of a framework's module or class, if it has one, by ``make(original)``, once."""
-    original = getattr(holder, name, None)
-    if original is not None and not hasattr(original, _IS_REPLACED):
-        replacement = functools.wraps(original)(make(original))
-        setattr(replacement, _IS_REPLACED, True)
-        setattr(holder, name, replacement)
-
-
-@contextmanager
-def in_place_of_torchs(replacement: Any) -> Iterator[None]:
-    """Return a context in which whoever has imported torch's ``fully_shard``, or does it there, has another one."""
-    holders = [
-        module
-        for name, module in list(sys.modules.items())
-        # Some packages put objects there that are no modules.
-        if getattr(module, "__dict__", {}).get("fully_shard") is torch_fully_shard and not name.startswith("fsdp_zpp.")
-    ]
-    replacement = functools.wraps(torch_fully_shard)(replacement)  # torch has its state under its name
-    for module in holders:
-        vars(module)["fully_shard"] = replacement
-    try:
-        yield
-    finally:
-        for module in holders:
-            vars(module)["fully_shard"] = torch_fully_shard
 
 
 # ---- companions

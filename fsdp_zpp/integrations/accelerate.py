@@ -101,8 +101,7 @@ def check_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         raise ValueError(
             f"parallelism_config has tp_size={ranks.size()}, but no parameter of this {type(model).__name__} is "
             'sharded over accelerator.torch_device_mesh["tp"]: call parallelize_module(model, '
-            'accelerator.torch_device_mesh["tp"], plan) before prepare. from_pretrained shards over a mesh of its own: '
-            "see fsdp_zpp.integrations.transformers.with_strategy"
+            'accelerator.torch_device_mesh["tp"], plan) before prepare'
         )
 
 

@@ -14,21 +14,19 @@ state. integrations/accelerate/ shards the model when the training, or the first
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import StateDictType
 from torch.optim import Optimizer
 
 from fsdp_zpp.frozen.hugging_face import as_plain, peft_model_in
-from fsdp_zpp.fsdp2.fully_shard import fully_shard
 from fsdp_zpp.inference_weights import gathered_weights
 from fsdp_zpp.runtime.api import invalidate, members
 from fsdp_zpp.runtime.full_tensors import reshard
@@ -39,9 +37,7 @@ from ._common import (
     MarkedSave,
     check_complete,
     check_strategy,
-    in_place_of_torchs,
     load_beside,
-    replace_function,
     require,
     save_beside,
 )
@@ -51,129 +47,16 @@ require("transformers", "5.16")
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils, is_peft_model
 from transformers import Trainer, TrainerCallback
-from transformers.distributed import DistributedConfig, mixin
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from . import accelerate as sharding
 from .accelerate import ShardingAccelerator
 
-# ---- load time sharding
+# ---- writes of callbacks
 #
-# Models that transformers shards while it loads them, ``from_pretrained(distributed_config=...)``, by a strategy.
-
-_EXPERTS = "efsdp"
-"""Dimension of transformers' meshes along which the copies of an expert lie."""
-
-
-class ShardingConfig(DistributedConfig):
-    """A ``DistributedConfig`` with a strategy for experts, and one for all else."""
-
-    strategy: Strategy
-    experts: Strategy
-
-
-def with_strategy(
-    config: DistributedConfig, strategy: Strategy, *, experts: Strategy | None = None
-) -> DistributedConfig:
-    """Make ``from_pretrained(distributed_config=...)`` shard its model by ``strategy``.
-
-    transformers decides what is a unit (``fsdp_plan``) and makes the meshes, tensor and expert parallelism among them.
-    Pass the loaded model to Trainer as it is, without ``use_strategy``.
-
-    Args:
-        config: The sizes; ``fsdp_size`` or ``dp_replicate_size`` must be above 1. It is not changed.
-        strategy: Where each model state lives and how each hop is encoded. Its ``gpus_per_node`` counts data-parallel
-            ranks. With ``dp_replicate_size``, the ranks of a replica are a node.
-        experts: The strategy of experts that ``ep_size`` distributes. Default: ``strategy``, on the same nodes.
-
-    Returns:
-        The configuration for ``from_pretrained``.
-
-    Raises:
-        ImportError: If transformers is too old.
-        TypeError: If an argument has another type.
-        ValueError: If the configuration can't be combined with a strategy; the error says what to do instead.
-    """
-    require("transformers", "5.24", purpose="to shard by a strategy while a model is loaded")
-    if not isinstance(config, DistributedConfig):
-        raise TypeError(f"with_strategy takes a DistributedConfig of transformers, got {config!r}")
-    for each in (strategy, strategy if experts is None else experts):
-        check_strategy(each)
-        if frozen := [part.frozen for part in each.all_strategies if part.frozen is not None]:
-            raise ValueError(
-                f"frozen={frozen[0]} quantizes weights when a model is sharded, but from_pretrained loads them "
-                "after that: load the model without distributed_config, and call use_strategy(trainer, strategy)"
-            )
-    if isinstance(config, ShardingConfig):
-        raise ValueError(f"this configuration has a strategy already, {config.strategy}")
-    if config.dp_size == 1:
-        raise ValueError(
-            "a strategy shards over data-parallel ranks, and this DistributedConfig has one: set fsdp_size to their "
-            "number"
-        )
-    if experts is not None and config.ep_size == 1:
-        raise ValueError("experts= is the strategy of experts that ep_size distributes, and ep_size is 1: leave it out")
-    sharding = ShardingConfig(**config.to_dict())
-    sharding.strategy = strategy
-    sharding.experts = _on_same_nodes(strategy, config) if experts is None else experts
-    return sharding
-
-
-def _on_same_nodes(strategy: Strategy, config: DistributedConfig) -> Strategy:
-    """Return ``strategy`` for experts, whose copies are ``ep_size`` ranks apart, where others are ``tp_size`` apart."""
-    sizes: Any = config  # none of which is None any more, as their types allow
-    if strategy.gpus_per_node is None or sizes.ep_size == 1:
-        return strategy
-    ranks, apart = strategy.gpus_per_node * sizes.tp_size, sizes.ep_size
-    if ranks % apart and apart % ranks:
-        raise ValueError(
-            f"gpus_per_node={strategy.gpus_per_node} makes nodes of {ranks} ranks, and the copies of an expert are "
-            f"ep_size={apart} ranks apart, so that nodes would have different numbers of them: choose sizes of which "
-            "one divides the other, or give experts= a strategy of its own"
-        )
-    return replace(strategy, gpus_per_node=min(max(ranks // apart, 1), sizes.efsdp_size * sizes.dp_replicate_size))
-
-
-@contextmanager
-def _sharding_by(config: ShardingConfig) -> Iterator[None]:
-    called = False
-
-    def by_strategy(module: Any, *, mesh: DeviceMesh, **arguments: Any) -> Any:
-        nonlocal called
-        called = True
-        strategy = config.experts if _EXPERTS in (mesh.mesh_dim_names or ()) else config.strategy
-        if any(part.parameters == "N" for part in strategy.all_strategies):
-            arguments.pop("reshard_after_forward", None)  # which transformers gives each unit; N keeps all of them
-        return fully_shard(module, strategy=strategy, mesh=mesh, **arguments)
-
-    with in_place_of_torchs(by_strategy):
-        yield
-    if not called:
-        raise RuntimeError("this transformers does not shard with transformers.distributed.fsdp.fully_shard")
-
-
-def _applying(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    def apply_fully_sharded_data_parallelism(model: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
-        config = getattr(model.config, "distributed_config", None)
-        if not isinstance(config, ShardingConfig):
-            return original(model, *arguments, **options)
-        with _sharding_by(config):
-            return original(model, *arguments, **options)
-
-    return apply_fully_sharded_data_parallelism
-
-
-replace_function(mixin, "apply_fully_sharded_data_parallelism", _applying)
-
-
-# ---- trainer callbacks
-#
-# Callbacks of a Trainer: one that announces what others write, and one that logs what the model communicates.
-#
-# A Trainer's callbacks may write to models that they hold, as TRL's ``SyncRefModelCallback`` averages a reference.
-#
-# A script can't call ``invalidate`` after them. But all ranks run the same callbacks, so the models that one of them
+# A Trainer's callbacks may write to models that they hold, as TRL's ``SyncRefModelCallback`` averages a reference. A
+# script can't call ``invalidate`` after them. But all ranks run the same callbacks, so the models that one of them
 # holds count as written to at the end of each step.
 
 
@@ -213,15 +96,27 @@ Prepare = Callable[[nn.Module, Accelerator], nn.Module]
 NamedTensors = Iterator[tuple[str, Tensor]]
 
 
+_REPLACES = "_fsdp_zpp_replaces"
+
+
+def _replace_function(holder: object, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace the function ``name`` of a framework's module or class, if it has one, by ``make(original)``, once."""
+    original = getattr(holder, name, None)
+    if original is not None and not hasattr(original, _REPLACES):
+        replacement = functools.wraps(original)(make(original))
+        setattr(replacement, _REPLACES, True)
+        setattr(holder, name, replacement)
+
+
 def prepare_by_strategy(trainer: type) -> None:
     """Replace functions of TRL that shard references and send weights, if ``trainer`` is of TRL's classes."""
     for cls in trainer.__mro__:
         if cls.__module__.startswith("trl."):
-            replace_function(sys.modules.get(cls.__module__), "prepare_fsdp", _preparing)
+            _replace_function(sys.modules.get(cls.__module__), "prepare_fsdp", _preparing)
     # TRL's own asks each parameter for its full tensor and merges adapters in place; bases that we quantize are no
     # parameters, and layers that the last forward left unsharded are no DTensors.
     generation = sys.modules.get("trl.generation.vllm_generation")
-    replace_function(getattr(generation, "VLLMGeneration", None), "_iter_named_params", _gathering)
+    _replace_function(getattr(generation, "VLLMGeneration", None), "_iter_named_params", _gathering)
 
 
 def _preparing(original: Prepare) -> Prepare:
@@ -265,7 +160,7 @@ def prepare_references_by_strategy() -> None:
 
         return prepare
 
-    replace_function(fsdp_utils, "fsdp2_prepare_model", preparing)
+    _replace_function(fsdp_utils, "fsdp2_prepare_model", preparing)
 
 
 # ---- transformers
@@ -333,8 +228,7 @@ def _check_arguments(trainer: Trainer) -> None:
     if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
         raise ValueError(
             "this model was sharded by from_pretrained(distributed_config=...), and a strategy would shard it again: "
-            "load it without distributed_config, or with with_strategy(distributed_config, strategy), and then give "
-            "Trainer no strategy"
+            "load it without distributed_config"
         )
     if trainer.args.auto_find_batch_size:
         raise ValueError(

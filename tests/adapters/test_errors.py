@@ -38,7 +38,6 @@ from fsdp_zpp import (
     LoCo,
     QuantizedReduceState,
     Strategy,
-    SyncToken,
     exchange_weights,
     gathered_weights,
     invalidate,
@@ -315,8 +314,7 @@ def test_a_mistake_is_refused_on_every_rank_before_anything_is_sent(pool: Pools,
 NOT_COLLECTIVE = {
     *("NF4", "Codec", "Int4", "Int4Delta", "Int8", "LoCo", "LocalSteps", "Strategy"),
     *("Elastic", "count_tokens", "end_training", "members"),
-    *("CodecState", "agreed_weights", "clip_grad_norm_", "invalidate", "plan", "quantized_reduce_hook"),
-    *("traffic", "DeltaReceiver", "OutOfSyncError", "SyncToken", "WeightUpdate"),
+    *("CodecState", "agreed_weights", "clip_grad_norm_", "invalidate", "plan", "quantized_reduce_hook", "traffic"),
 }
 """The public names that ranks may use one by one, or that communicate in training alone."""
 
@@ -379,8 +377,6 @@ BAD: list[tuple[str, str, Any, str]] = [
     ("gathered_weights", "adapters_only", "default", "adapters_only must be a bool"),
     ("gathered_weights", "adapters_only", True, "called gathered_weights with other arguments"),
     ("gathered_weights", "merged", 1, "merged must be a bool"),
-    ("gathered_weights", "since", "yesterday", "since must be a SyncToken, which notes what receivers hold, or None"),
-    ("gathered_weights", "since", SyncToken(), "called gathered_weights with other arguments"),
     ("gathered_weights", "rank", 2, "rank must be a rank of the model: one of [0, 1], got 2"),
     ("exchange_weights", "model", models.make_net, "no part of this Net"),
     ("QuantizedReduceState", "codec", 3, "codec must be"),

@@ -1,8 +1,8 @@
 """The examples of weight updates: engines, as stand-ins have them, hold what the training has, after each update.
 
 vLLM 0.33, SGLang 0.5.23 and verl 0.9.1 need GPUs or Ray. Their stand-ins are the parts that examples/rl calls, with the
-fields, orders of calls and refusals that their sources have; that of SGLang is an HTTP server on localhost. Where an
-engine broadcasts over NCCL, tensors go through a queue, or a group of gloo.
+fields, orders of calls and refusals that their sources have; that of SGLang is an HTTP server on localhost. An
+engine's group of NCCL is one of gloo.
 """
 
 from __future__ import annotations
@@ -14,18 +14,16 @@ import json
 import pickle
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from queue import Queue
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import pytest
-import requests
 import torch
 import torch.distributed as dist
 from harness import llama, models
@@ -38,7 +36,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fsdp_zpp import Strategy, SyncToken, WeightUpdate, fully_shard, gathered_weights, save_adapter
+from fsdp_zpp import Strategy, fully_shard, gathered_weights, save_adapter
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins receive on the CPU")
 CASE = Case(steps=1, model=(("width", 66), ("hidden", 91), ("blocks", 2)), frozen=True)
@@ -117,24 +115,19 @@ class EngineModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.loaded: dict[str, Tensor] = {}
-        self.calls: list[set[str]] = []
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        self.calls.append(set())
         for name, tensor in named:
             self.loaded[name] = tensor.clone()
-            self.calls[-1].add(name)
 
 
-def check_close(loaded: dict[str, Tensor], model: Any, exact: bool, on: int = 0) -> None:
+def check_weights(loaded: dict[str, Tensor], model: Any, on: int) -> None:
     """Compare what an engine beside the rank ``on`` holds with the model's weights."""
     truth = dict(gathered_weights(model, dtype=torch.bfloat16))
     if dist.get_rank() != on:
         assert not loaded
         return
-    # A step of this training changes no weight by more than 0.1, of which 4 bits leave a fourteenth.
-    tolerances = EXACTLY if exact else {"rtol": 2**-7, "atol": 0.1 / 14}
-    torch.testing.assert_close(loaded, truth, **tolerances)
+    torch.testing.assert_close(loaded, truth, **EXACTLY)
 
 
 # ---- vLLM
@@ -148,13 +141,6 @@ class NCCLTrainerInitInfo:
     rank: int = field(kw_only=True)
 
 
-@dataclass
-class UpdateInfo:
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
-
-
 @dataclass(frozen=True)
 class ParamMeta:
     name: str
@@ -162,167 +148,47 @@ class ParamMeta:
     shape: tuple[int, ...]
 
 
-WIRE: Queue[Tensor] = Queue()
-"""Tensors that are broadcast and not yet received."""
-
-
-def packed_nccl_broadcast_producer(
-    iterator: Iterator[Any],
-    group: Queue[Tensor],
-    src: int,
-    post_iter_func: Callable[[Any], Tensor],
-    buffer_size_bytes: int,
-    num_buffers: int,
-) -> None:
-    for named in iterator:
-        group.put(post_iter_func(named).contiguous().view(-1).view(torch.uint8).clone())
-
-
 class TrainerEngine:
-    """``NCCLTrainerWeightTransferEngine``, which sends what a source has by itself; the examples send changes by it."""
+    """``NCCLTrainerWeightTransferEngine``, which sends what a source has by itself."""
 
-    packed_buffer_size_bytes, packed_num_buffers = 2**30, 2
-
-    def __init__(self, client: VLLM) -> None:
-        self.client, self.model_update_group = client, WIRE
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self.sent: dict[str, Tensor] = {}
 
     @classmethod
-    def trainer_init(cls, init_info: NCCLTrainerInitInfo, *, client: VLLM, source: Any) -> TrainerEngine:
+    def trainer_init(cls, init_info: NCCLTrainerInitInfo, *, client: object, source: Any) -> TrainerEngine:
         assert all(isinstance(meta, ParamMeta) for meta in source.metadata)
         assert init_info.rank == dist.get_rank()
-        return cls(client)
+        return cls(source)
 
-
-class WorkerEngine:
-    """``NCCLWeightTransferEngine``: reloads the model layer by layer, so that all of it must be loaded again."""
-
-    def __init__(self, config: object, vllm_config: object, device: object, model: EngineModel) -> None:
-        self.model = model
-        self.before: dict[str, Tensor] = {}
-
-    def start_weight_update(self) -> None:
-        self.before, self.model.loaded = self.model.loaded, {}
-
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        received = []
-        for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True):
-            received.append((name, WIRE.get(timeout=60).view(getattr(torch, dtype)).view(shape)))
-        self.model.load_weights(received)
-
-    def finish_weight_update(self) -> None:
-        missing = self.before.keys() - self.model.loaded.keys()
-        assert not missing, f"a layer is half loaded: {missing}"
-
-
-class VLLM:
-    """A server with one worker, as its client of HTTP has it, with the state of an update."""
-
-    def __init__(self, make_engine: Callable[..., WorkerEngine]) -> None:
-        self.model = EngineModel()
-        self.engine = make_engine(None, None, None, self.model)
-        self.active = False
-        self.version: str | None = None
-
-    def start_weight_update(self) -> None:
-        assert not self.active, "a weight update is already active"
-        self.engine.start_weight_update()
-        self.active = True
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        assert self.active, "no weight update is active"
-        try:
-            self.engine.receive_weights(UpdateInfo(**json.loads(json.dumps(update_info))))
-        except RuntimeError as error:
-            self.active = False
-            raise requests.RequestException(str(error)) from error
-
-    def finish_weight_update(self, weight_version: str) -> None:
-        assert self.active, "no weight update is active"
-        self.engine.finish_weight_update()
-        self.active, self.version = False, weight_version
-
-
-SERVERS: dict[str, VLLM] = {}
-"""By address."""
-
-
-def client_of(base_url: str, timeout: float) -> VLLM:
-    """A stand-in for vLLM's ``HTTPVLLMWeightSyncClient``."""
-    return SERVERS[base_url]
-
-
-class PEFTHelper:
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.r = config["r"]
-
-    @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> PEFTHelper:
-        return cls(config)
-
-    def validate_legal(self, lora_config: Any) -> None:
-        if self.r > lora_config.max_lora_rank:
-            raise ValueError(f"LoRA rank {self.r} is greater than max_lora_rank {lora_config.max_lora_rank}.")
-
-
-@dataclass
-class LoRAModel:
-    id: int
-    tensors: dict[str, Tensor]
-
-    @classmethod
-    def from_lora_tensors(
-        cls, lora_model_id: int, tensors: dict[str, Tensor], peft_helper: PEFTHelper, device: str, dtype: torch.dtype
-    ) -> LoRAModel:
-        assert all(name.split(".")[-2] in ("lora_A", "lora_B") for name in tensors), "names are as in PEFT's files"
-        return cls(lora_model_id, {name: tensor.to(device, dtype) for name, tensor in tensors.items()})
+    def send_weights(self) -> None:
+        self.sent = dict(self.source.iter_full())
+        shapes = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.sent.items()]
+        assert shapes == [(meta.name, meta.dtype, meta.shape) for meta in self.source.metadata]
 
 
 def vllm() -> Modules:
     transfer = "vllm__distributed__weight_transfer__"
     return {
         f"{transfer}base": {"ParamMeta": ParamMeta, "WeightSource": object},
-        f"{transfer}clients": {"HTTPVLLMWeightSyncClient": client_of},
-        f"{transfer}factory": {"WeightTransferEngineFactory": mock.Mock()},
-        f"{transfer}packed_tensor": {"packed_nccl_broadcast_producer": packed_nccl_broadcast_producer},
+        f"{transfer}clients": {"HTTPVLLMWeightSyncClient": mock.Mock()},
         f"{transfer}nccl_engine": {
             "NCCLTrainerInitInfo": NCCLTrainerInitInfo,
             "NCCLTrainerWeightTransferEngine": TrainerEngine,
-            "NCCLWeightTransferEngine": WorkerEngine,
-            "NCCLWeightTransferUpdateInfo": UpdateInfo,
         },
-        "vllm__lora__lora_model": {"LoRAModel": LoRAModel},
-        "vllm__lora__peft_helper": {"PEFTHelper": PEFTHelper},
     }
 
 
 def with_vllm(adapter: Adapter) -> None:
-    """In a worker: whole weights for vLLM's engines, and updates of a server by changes, one of which it refuses."""
+    """In a worker: weights for vLLM's own engine."""
     model = adapter.make(CASE, ZEROPP)
     with modules(**vllm()) as example:
-        trainer, worker = example("vllm_trainer"), example("vllm_worker")
-        registered = example("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory.register_engine
-        registered.assert_called_once_with("fsdp_zpp", worker.UpdateTransferEngine)
-        changes, token = VLLM(worker.UpdateTransferEngine), SyncToken()
-        SERVERS["http://vllm"] = changes
-        source = trainer.GatheredSource(model)
-        engine = trainer.connect(source, "http://vllm", "localhost", 1, workers=1)
+        trainer = example("vllm_trainer")
+        engine = trainer.connect(trainer.GatheredSource(model), "http://vllm", "localhost", 1, workers=1)
         for step in range(3):
-            whole = dict(source.iter_full())
-            check_close(whole, model, exact=True, on=dist.get_rank())
-            shapes = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in whole.items()]
-            assert shapes == [(meta.name, meta.dtype, meta.shape) for meta in source.metadata]
-            trainer.send_changes(engine, model, token)
-            assert dist.get_rank() or changes.version == str(step + 1)
-            check_close(changes.model.loaded, model, exact=step == 0)
+            engine.send_weights()
+            check_weights(engine.sent, model, on=dist.get_rank())
             train(adapter, model, CASE, first_step=step)
-        if dist.get_rank() == 0:
-            changes.engine._updates.receiver.__init__("cpu")  # as if it had started anew
-        before = changes.model.loaded
-        with pytest.raises(RuntimeError, match=r"the engine did not take the weights: .* joined late"):
-            trainer.send_changes(engine, model, token)
-        assert changes.model.loaded is before, "the model stays as it is"
-        trainer.send_changes(engine, model, token)
-        check_close(changes.model.loaded, model, exact=True)
 
 
 # ---- SGLang
@@ -334,8 +200,6 @@ class SGLang:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.model = EngineModel()
         self.adapters: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {}
-        self.version: str | None = None
-        self.flushed = 0
         self._group = group
         self._groups: dict[str, dist.ProcessGroup | None] = {}
         self._session = False
@@ -345,17 +209,6 @@ class SGLang:
 
     def end_weight_update(self) -> None:
         self._session = False
-
-    def update_weights_from_tensor(
-        self, serialized_named_tensors: list[str], load_format: str, flush_cache: bool, weight_version: str
-    ) -> None:
-        assert self._session, "no session of updates has begun"
-        assert load_format == "sglang_loader.load_updates", "the name in --custom-weight-loader"
-        named = pickle.loads(base64.b64decode(serialized_named_tensors[0], validate=True))
-        module, _, function = load_format.rpartition(".")
-        getattr(importlib.import_module(module), function)(self.model, named)
-        self.version = weight_version
-        self.flushed += flush_cache
 
     def init_weights_update_group(
         self, rank_offset: int, world_size: int, group_name: str, backend: str, **address: Any
@@ -383,9 +236,6 @@ class SGLang:
     def unload_lora_adapter(self, lora_name: str) -> None:
         del self.adapters[lora_name]
 
-    def flush_cache(self) -> None:
-        self.flushed += 1
-
 
 def sglang(group: dist.ProcessGroup | None) -> Modules:
     """The module of SGLang that the trainer's example imports, whose group on rank 0 is ``group``."""
@@ -393,56 +243,22 @@ def sglang(group: dist.ProcessGroup | None) -> Modules:
 
 
 def with_sglang(adapter: Adapter) -> None:
-    """In a worker: updates of two SGLang servers beside rank 1's training, of whole weights and of changes."""
+    """In a worker: updates of an SGLang server beside rank 1's training, which then refuses them."""
     model = adapter.make(CASE, ZEROPP)
-    rank, of_both = dist.get_rank(), dist.new_group([0, 1], backend="gloo")
-    whole, changes, token = SGLang(of_both), SGLang(), SyncToken()
-    with modules(**sglang(of_both)) as example:
+    of_both = dist.new_group([0, 1], backend="gloo")
+    stub = SGLang(of_both)
+    with modules(**sglang(of_both)) as example, server_for_all(stub, on=1) as url:
         trainer = example("sglang_trainer")
-        with server_for_all(whole, on=1) as url, server_for_all(changes, on=1) as url_of_changes:
-            group = trainer.connect(url, "localhost", 1, workers=1, backend="gloo")
-            for step in range(3):
-                trainer.send_weights(url, model, group)
-                check_close(whole.model.loaded, model, exact=True, on=1)
-                trainer.send_changes(url_of_changes, model, token)
-                assert rank != 1 or (changes.version, changes.flushed) == (str(step + 1), step + 1)
-                check_close(changes.model.loaded, model, exact=step == 0, on=1)
-                train(adapter, model, CASE, first_step=step)
-    if rank == 1:
-        assert "blocks.0.up.weight" in changes.model.calls[0], "everything is sent at first"
-        assert not any("blocks.0." in name for call in changes.model.calls[1:] for name in call), "that is frozen"
+        group = trainer.connect(url, "localhost", 1, workers=1, backend="gloo")
+        for step in range(3):
+            trainer.send_weights(url, model, group)
+            check_weights(stub.model.loaded, model, on=1)
+            train(adapter, model, CASE, first_step=step)
+        with pytest.raises(RuntimeError, match="the engine did not take the weights: "):
+            trainer.send_weights(f"{url}/missing", model, group)
 
 
 # ---- verl
-
-
-class Registry:
-    def __init__(self) -> None:
-        self._registry: dict[str, type] = {}
-
-    def register(self, backend: str) -> Callable[[type], type]:
-        return lambda cls: self._registry.setdefault(backend, cls)
-
-    def get(self, backend: str) -> type:
-        return self._registry[backend]
-
-
-class NCCLCheckpointEngine:
-    """Rank 0 of the trainer sends; the others walk the generator. A rollout receives views of a buffer."""
-
-    wire: ClassVar[Queue[tuple[str, Tensor] | None]] = Queue()
-    """Tensors that rank 0 has broadcast."""
-
-    async def send_weights(self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None) -> None:
-        for name, weight in weights:
-            if dist.get_rank() == 0:
-                self.wire.put((name, weight.clone()))
-        if dist.get_rank() == 0:
-            self.wire.put(None)
-
-    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Tensor]]:
-        while (named := self.wire.get(timeout=60)) is not None:
-            yield named
 
 
 class FSDPEngine:
@@ -457,15 +273,11 @@ class FSDPEngine:
 class Rollout:
     def __init__(self) -> None:
         self.loaded: dict[str, Tensor] = {}
-        self.last: list[str] = []
         self.adapter: dict[str, Any] | None = None
 
     async def update_weights(self, weights: Any, peft_config: dict[str, Any] | None = None, **options: Any) -> None:
-        self.adapter, self.last = peft_config, []
-        named = [each async for each in weights] if hasattr(weights, "__aiter__") else list(weights)
-        for name, weight in named:
-            self.last.append(name)
-            self.loaded[name] = weight.clone()
+        self.adapter = peft_config
+        self.loaded |= {name: weight.clone() for name, weight in weights}
 
 
 def update_rollout(engine: FSDPEngine, rollout: Rollout) -> None:
@@ -475,36 +287,26 @@ def update_rollout(engine: FSDPEngine, rollout: Rollout) -> None:
 
 
 def verl() -> Modules:
-    registry = Registry()
-    registry.register("nccl")(NCCLCheckpointEngine)
     return {
-        "verl__checkpoint_engine__base": {"CheckpointEngineRegistry": registry},
         "verl__utils__fsdp_utils": {"fully_shard": None},
         "verl__workers__engine__fsdp__transformer_impl": {"FSDPEngine": type("FSDPEngine", (FSDPEngine,), {})},
     }
 
 
 def with_verl(adapter: Adapter) -> None:
-    """In a worker: updates of two rollouts, beside the trainer and by the checkpoint engine."""
+    """In a worker: updates of a rollout beside the trainer."""
     with modules(**verl()) as example:
         example("verl_weights")
-        changed, fsdp_utils = example("verl_changes"), example("verl.utils.fsdp_utils")
+        fsdp_utils = example("verl.utils.fsdp_utils")
         net = models.make_net(**dict(CASE.model), frozen=True)
         for module in (*net.blocks, net):
             fsdp_utils.fully_shard(module, mesh=None, reshard_after_forward=True)
         engine = example("verl.workers.engine.fsdp.transformer_impl").FSDPEngine(net)
-        sender, receiver = (changed.DeltaCheckpointEngine() for _ in range(2))
-        beside, apart = Rollout(), Rollout()
+        rollout = Rollout()
         for step in range(3):
-            update_rollout(engine, beside)
-            check_close(beside.loaded, net, exact=True, on=dist.get_rank())
-            weights, _ = engine.get_per_tensor_param()
-            asyncio.run(sender.send_weights(weights, global_steps=step))
-            if dist.get_rank() == 0:
-                asyncio.run(apart.update_weights(receiver.receive_weights(step)))
-            check_close(apart.loaded, net, exact=step == 0)
+            update_rollout(engine, rollout)
+            check_weights(rollout.loaded, net, on=dist.get_rank())
             train(adapter, net, CASE, first_step=step)
-        assert not any("blocks.0." in name for name in apart.last), "that is frozen"
 
 
 @pytest.mark.parametrize(
@@ -529,31 +331,11 @@ def adapted() -> Any:
 
 
 def adapters_in_memory(folder: Path) -> None:
-    """In a worker: an adapter reaches vLLM, SGLang and verl as the file that ``save_adapter`` writes has it."""
+    """In a worker: an adapter reaches SGLang and verl as the file that ``save_adapter`` writes has it."""
     model = adapted()
     save_adapter(model, folder)
     saved = {name: tensor.bfloat16() for name, tensor in load_file(folder / "adapter_model.safetensors").items()}
     config = json.loads((folder / "adapter_config.json").read_text())
-    updates = gathered_weights(model, adapters_only=True, dtype=torch.bfloat16, since=SyncToken())
-    packed = base64.b64encode(WeightUpdate.pack(update for _, update in updates)).decode()
-
-    with modules(**vllm()) as example:
-        worker, adapters = type("Worker", (example("vllm_worker").AdapterExtension,), {})(), mock.Mock()
-        limits = SimpleNamespace(max_lora_rank=8, lora_dtype=torch.bfloat16)
-        manager = SimpleNamespace(_adapter_manager=adapters, lora_config=limits)
-        worker.model_runner = SimpleNamespace(lora_manager=manager)
-        worker.set_adapter("1", json.dumps(config), packed)
-        ((sent,), _) = adapters.add_adapter.call_args
-        torch.testing.assert_close(sent.tensors, saved, **EXACTLY)
-        # It replaces one of that number.
-        assert adapters.mock_calls == [
-            mock.call.remove_adapter(1),
-            mock.call.add_adapter(sent),
-            mock.call.activate_adapter(1),
-        ]
-        with pytest.raises(ValueError, match="greater than max_lora_rank"):
-            worker.set_adapter("1", json.dumps(config | {"r": 64}), packed)
-
     stub = SGLang()
     with modules(**sglang(None)) as example, server_for_all(stub, on=0) as url:
         for _ in range(2):

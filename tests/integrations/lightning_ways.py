@@ -1,43 +1,29 @@
-"""Lightning's two frameworks over torch's two FSDPs: their strategies or ours, on the ranks of a pool of workers."""
+"""Lightning's Trainer over torch's two FSDPs: its strategies or ours, on the ranks of a pool of workers."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
 
-import lightning.fabric.strategies as fabric_strategies
-import lightning.pytorch.strategies as trainer_strategies
+import lightning.pytorch.strategies as stock
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from harness.offload import offload_policy
 from harness.pool import device_type
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
 
 from fsdp_zpp import Strategy, fully_shard
-from fsdp_zpp.integrations.lightning import fabric, pytorch
+from fsdp_zpp.integrations import lightning as own
 
 STOCK = None
 """Stands for Lightning's own strategy and torch's own full sharding where a strategy could be."""
 ACCELERATOR = device_type().replace("cuda", "gpu")
-
-
-@dataclass(frozen=True)
-class Way:
-    """``trainer`` or ``fabric``, and ``fsdp1`` or ``fsdp2``."""
-
-    framework: str
-    fsdp: str
-
-    def __str__(self) -> str:
-        return f"{self.framework}-{self.fsdp}"
 
 
 def shard(
@@ -53,24 +39,15 @@ def shard(
 
 
 def make_strategy(
-    way: Way,
-    sharding: Strategy | None,
-    *,
-    full: bool,
-    layer: type[nn.Module],
-    parallelize: Callable[[nn.Module, DeviceMesh], nn.Module],
-    offload: bool = False,
+    fsdp: str, sharding: Strategy | None, *, full: bool, layer: type[nn.Module], offload: bool = False
 ) -> Any:
     """Return our strategy of Lightning's kind, or its own of FSDP2; with ``full``, checkpoints are files.
 
-    FSDP1 wraps each ``layer`` and is told to ``offload``, and Fabric's FSDP2 shards by ``parallelize``.
+    ``fsdp1`` wraps each ``layer`` and is told to ``offload``.
     """
-    sources = {"trainer": (trainer_strategies, pytorch), "fabric": (fabric_strategies, fabric)}
-    stock, own = sources[way.framework]
     source: Any = stock if sharding is STOCK else own
-    if way.fsdp == "fsdp2":
+    if fsdp == "fsdp2":
         return source.ModelParallelStrategy(
-            **({"parallelize_fn": parallelize} if way.framework == "fabric" else {}),
             data_parallel_size=dist.get_world_size(),
             tensor_parallel_size=1,
             save_distributed_checkpoint=not full,
@@ -83,9 +60,9 @@ def make_strategy(
     )
 
 
-def let_gather(way: Way, full: bool, strategy: Any) -> None:
+def let_gather(fsdp: str, full: bool, strategy: Any) -> None:
     """Let FSDP1 save full state dicts, if asked to, on CPUs, too, where the strategy is refused otherwise."""
-    if full and way.fsdp == "fsdp1":
+    if full and fsdp == "fsdp1":
         strategy._state_dict_type = "full"
 
 

@@ -31,7 +31,7 @@ from harness.messages import collected
 from harness.pool import Pool, Pools, device_type
 from harness.training import train
 from hugging_face import fsdp2_plugin, logged, make_trainer, new_job
-from lightning.fabric import Fabric
+from lightning.pytorch import LightningModule, Trainer
 from lightning_ways import ACCELERATOR, environment, ranks, shard
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from fsdp_zpp import Int4, Int4Delta, LocalSteps, LoCo, Strategy
 from fsdp_zpp.integrations import _common, accelerate, transformers
 from fsdp_zpp.integrations._common import MarkedSave, check_complete, load_codec_state, save_codec_state
-from fsdp_zpp.integrations.lightning.fabric import ModelParallelStrategy
+from fsdp_zpp.integrations.lightning import ModelParallelStrategy
 
 FULL = StateDictOptions(full_state_dict=True)
 STRATEGIES = {
@@ -125,33 +125,52 @@ class ByTrainer:
             return logged(trainer, "loss")
 
 
-class ByFabric:
+class Llama(LightningModule):
+    def __init__(self, strategy: Strategy) -> None:
+        super().__init__()
+        self.model, self.strategy = llama.make_base(), strategy
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        shard(self.model, llama.layers_of(self.model), self.strategy, self.device_mesh["data_parallel"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=2e-3)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        loss = llama.loss_of(self.model, batch)
+        self.losses.append(loss.item())
+        return loss
+
+
+class ByLightning:
     def save(self, strategy: Strategy, folder: Path, steps: int) -> None:
-        with self._set_up(strategy) as (fabric, model, optimizer):
-            train_llama(fabric.backward, model, optimizer, range(steps))
-            fabric.save(folder / "checkpoint", {"model": model, "optimizer": optimizer})
+        self._fit(strategy, range(steps)).save_checkpoint(folder / "checkpoint")
 
     def go_on(self, strategy: Strategy, folder: Path) -> list[float]:
-        with self._set_up(strategy) as (fabric, model, optimizer):
-            fabric.load(folder / "checkpoint", {"model": model, "optimizer": optimizer})
-            return train_llama(fabric.backward, model, optimizer, range(4, 6))
+        trainer = self._fit(strategy, range(4, 6), folder / "checkpoint")
+        return trainer.lightning_module.losses
 
-    @contextmanager
-    def _set_up(self, strategy: Strategy) -> Iterator[tuple[Any, Any, Any]]:
-        own = ModelParallelStrategy(
-            lambda model, mesh: shard(model, llama.layers_of(model), strategy, mesh["data_parallel"]),
-            data_parallel_size=2,
-            tensor_parallel_size=1,
-        )
+    def _fit(self, strategy: Strategy, steps: range, checkpoint: Path | None = None) -> Any:
         with environment():
-            fabric = Fabric(accelerator=ACCELERATOR, **ranks(), strategy=own)
-            fabric.launch()
-            model = fabric.setup_module(llama.make_base())
-            yield fabric, model, fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=2e-3))
+            trainer = Trainer(
+                accelerator=ACCELERATOR,
+                **ranks(),
+                strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+                max_epochs=1 if checkpoint is None else 2,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            # By row: the Trainer would take a list for several loaders.
+            batches = torch.stack([llama.tokens(step, rank=0) for step in steps])
+            trainer.fit(Llama(strategy), batches, ckpt_path=checkpoint)
+            return trainer
 
 
-Way = InFile | ByAccelerate | ByTrainer | ByFabric
-FRAMEWORKS = {"accelerate": ByAccelerate(), "Trainer": ByTrainer(), "Fabric": ByFabric()}
+Way = InFile | ByAccelerate | ByTrainer | ByLightning
+FRAMEWORKS = {"accelerate": ByAccelerate(), "Trainer": ByTrainer(), "Lightning": ByLightning()}
 
 
 _CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}

@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric, under either of torch's FSDPs, with a strategy."""
+"""Lightning's Trainer, under either of torch's FSDPs, with a strategy."""
 
 from __future__ import annotations
 
@@ -23,23 +23,17 @@ from harness.messages import Refusal, Reply, assert_refused, attempt, collected
 from harness.offload import without_pinning
 from harness.pool import Pools, device_type, outnumber_gpus
 from hugging_face import offloads
-from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.precision import FSDPPrecision as LightningFSDPPrecision
-from lightning_ways import ACCELERATOR, STOCK, Way, environment, let_gather, make_strategy, ranks, shard
+from lightning_ways import ACCELERATOR, STOCK, environment, let_gather, make_strategy, ranks, shard
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from fsdp_zpp import CodecState, Int4Delta, Strategy, traffic
-from fsdp_zpp.integrations.lightning import fabric as our_fabric, pytorch as our_trainer
-from fsdp_zpp.integrations.lightning.pytorch import FSDPPrecision
+from fsdp_zpp import Int4Delta, Strategy, traffic
+from fsdp_zpp.integrations.lightning import FSDPPrecision, FSDPStrategy, ModelParallelStrategy
 
-WAYS = [Way(framework, fsdp) for framework in ("trainer", "fabric") for fsdp in ("fsdp1", "fsdp2")]
-TRAINER_FSDP1, TRAINER_FSDP2, FABRIC_FSDP1, FABRIC_FSDP2 = WAYS
-DIAGONAL = (TRAINER_FSDP1, FABRIC_FSDP2)
-"""Each framework and each FSDP once."""
+WAYS = ("fsdp1", "fsdp2")
 STATEFUL = Strategy.loco(weights=Int4Delta(), gpus_per_node=2)
 """Strategy with both kinds of codec state: errors of gradients, and bases of weight deltas."""
 LOCAL = Strategy.diloco(every=3, gpus_per_node=2)
@@ -49,14 +43,14 @@ ROUNDING = 2e-6
 BATCHES = 1000
 """More than any run takes: it ends by its number of steps, in the middle of an epoch."""
 
-over_diagonal = pytest.mark.parametrize("way", DIAGONAL, ids=str)
+over_ways = pytest.mark.parametrize("way", WAYS)
 
 
 @dataclass(frozen=True)
 class Run:
     """How to train; ``strategy`` may be STOCK, and a checkpoint is saved after the second step."""
 
-    way: Way
+    way: str
     strategy: Strategy | None
     steps: int = 3
     micro_batches: int = 2
@@ -121,8 +115,9 @@ class Module(LightningModule):
 
     def configure_model(self) -> None:
         # Lightning calls this before each fit and each evaluation.
-        if self.run.way.fsdp == "fsdp2" and not isinstance(self.net, torch_fsdp.FSDPModule):
-            shard_net(self.net, self.run.strategy, self.device_mesh["data_parallel"], self.run.offload)
+        if self.run.way == "fsdp2" and not isinstance(self.net, torch_fsdp.FSDPModule):
+            mesh = self.device_mesh["data_parallel"]
+            shard(self.net, self.net.blocks, self.run.strategy, mesh, self.run.offload)  # type: ignore[arg-type]
 
     def configure_optimizers(self) -> Any:
         return models.make_optimizer("adamw", self.parameters())
@@ -140,10 +135,6 @@ class Module(LightningModule):
         let_gather(self.run.way, self.run.full, self.trainer.strategy)
 
 
-def shard_net(net: nn.Module, strategy: Strategy | None, mesh: DeviceMesh | None, offload: bool = False) -> nn.Module:
-    return shard(net, net.blocks, strategy, mesh, offload)  # type: ignore[arg-type]
-
-
 def note_traffic(run: Run, outcome: Outcome, model: nn.Module) -> None:
     """Note what ``model`` has sent so far, and whether it is offloaded."""
     if run.strategy is not STOCK:
@@ -152,26 +143,16 @@ def note_traffic(run: Run, outcome: Outcome, model: nn.Module) -> None:
 
 
 def strategy_of(run: Run) -> Any:
-    return make_strategy(
-        run.way,
-        run.strategy,
-        full=run.full,
-        layer=models.Block,
-        parallelize=lambda net, mesh: shard_net(net, run.strategy, mesh["data_parallel"], run.offload),
-        offload=run.offload,
-    )
+    return make_strategy(run.way, run.strategy, full=run.full, layer=models.Block, offload=run.offload)
 
 
 def perform(run: Run) -> Outcome:
     outcome = Outcome()
     pinning = without_pinning() if run.offload else contextlib.nullcontext()
+    often = {"every_n_train_steps": 2, "save_top_k": -1}
+    saving = ModelCheckpoint(run.save_to, "{step}", enable_version_counter=False, **often)
     with environment(), pinning, collected() as records:
-        if run.way.framework == "trainer":
-            often = {"every_n_train_steps": 2, "save_top_k": -1}
-            saving = ModelCheckpoint(run.save_to, "{step}", enable_version_counter=False, **often)
-            train_by_trainer(run, outcome, *([] if run.save_to is None else [saving]))
-        else:
-            train_by_fabric(run, outcome)
+        train_by_trainer(run, outcome, *([] if run.save_to is None else [saving]))
     outcome.warnings = [message for level, message in records if level == "WARNING"]
     return outcome
 
@@ -199,43 +180,6 @@ def train_by_trainer(run: Run, outcome: Outcome, *callbacks: Callback) -> None:
         trainer.validate(module, evaluation_batches(), verbose=False)
 
 
-def train_by_fabric(run: Run, outcome: Outcome) -> None:
-    fabric = Fabric(accelerator=ACCELERATOR, **ranks(), strategy=strategy_of(run))
-    fabric.launch()
-    # One after the other: ModelParallelStrategy can't set up both together.
-    model = fabric.setup_module(models.make_net())
-    let_gather(run.way, run.full, fabric.strategy)
-    optimizer = fabric.setup_optimizers(models.make_optimizer("adamw", model.parameters()))
-    state = {"model": model, "optimizer": optimizer, "step": 0}
-    if run.resume is not None:
-        fabric.load(run.resume, state)
-    for step in range(state["step"], run.steps):
-        for index in range(run.micro_batches):
-            note_traffic(run, outcome, model)
-            with fabric.no_backward_sync(model, enabled=index < run.micro_batches - 1):
-                loss = models.loss_of(model, models.batch(step, index))
-                fabric.backward(loss / run.micro_batches)
-            outcome.losses.append(loss.item())
-        if run.clip is not None:
-            fabric.clip_gradients(model, optimizer, max_norm=run.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        if run.validate:
-            evaluate(model, outcome)
-        if run.save_to is not None and step == 1:
-            fabric.save(run.save_to / "step=2.ckpt", state | {"step": step + 1})
-    note_traffic(run, outcome, model)
-    if run.validate:
-        evaluate(model, outcome)
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, outcome: Outcome) -> None:
-    model.eval()
-    outcome.validation += [models.loss_of(model, batch).item() for batch in evaluation_batches()]
-    model.train()
-
-
 Outcomes = Callable[[Run], list[Outcome]]
 Saves = Callable[[Run], tuple[Run, list[Outcome]]]
 
@@ -258,16 +202,16 @@ def saved(outcomes: Outcomes, tmp_path_factory: pytest.TempPathFactory) -> Saves
     return get
 
 
-def stateful(way: Way, **others: Any) -> Run:
+def stateful(way: str, **others: Any) -> Run:
     """Return a run with codec state of which one half may be resumed."""
     return Run(way, STATEFUL, steps=4, micro_batches=1, **others)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_trains_and_evaluates_as_lightnings_own(outcomes: Outcomes, way: Way) -> None:
+@over_ways
+def test_trains_and_evaluates_as_lightnings_own(outcomes: Outcomes, way: str) -> None:
     by_strategy = outcomes(Run(way, EXACT, validate=True))
     # Lightning's own FSDPStrategy can't evaluate after a fit, so all are compared with its ModelParallelStrategy.
-    stock = outcomes(Run(replace(way, fsdp="fsdp2"), STOCK, validate=True))
+    stock = outcomes(Run("fsdp2", STOCK, validate=True))
     for own, other in zip(by_strategy, stock, strict=True):
         assert own.losses == pytest.approx(other.losses, rel=ROUNDING)
         assert own.validation == pytest.approx(other.validation, rel=ROUNDING)
@@ -279,10 +223,10 @@ def test_trains_and_evaluates_as_lightnings_own(outcomes: Outcomes, way: Way) ->
             assert first["reduce"]["intra"] < last["reduce"]["intra"] < after["reduce"]["intra"]
 
 
-@over_diagonal
-def test_zeropp_is_within_a_percent_of_full_shard(outcomes: Outcomes, way: Way) -> None:
+@over_ways
+def test_zeropp_is_within_a_percent_of_full_shard(outcomes: Outcomes, way: str) -> None:
     by_strategy = outcomes(Run(way, Strategy.zeropp(gpus_per_node=2)))
-    stock = outcomes(Run(replace(way, fsdp="fsdp2"), STOCK, validate=True))
+    stock = outcomes(Run("fsdp2", STOCK, validate=True))
     for own, other in zip(by_strategy, stock, strict=True):
         assert own.losses == pytest.approx(other.losses, rel=1e-2)
         assert own.losses[1:] != other.losses[1:]
@@ -291,7 +235,7 @@ def test_zeropp_is_within_a_percent_of_full_shard(outcomes: Outcomes, way: Way) 
 @over_each(
     rest=False, way=WAYS, kept={"sharded": (STATEFUL, False), "full": (STATEFUL, True), "local steps": (LOCAL, False)}
 )
-def test_resumes_bit_for_bit(outcomes: Outcomes, saved: Saves, way: Way, kept: tuple[Strategy, bool]) -> None:
+def test_resumes_bit_for_bit(outcomes: Outcomes, saved: Saves, way: str, kept: tuple[Strategy, bool]) -> None:
     strategy, full = kept
     run, whole = saved(replace(stateful(way, full=full), strategy=strategy))
     for own, other in zip(outcomes(run.resumed()), whole, strict=True):
@@ -299,10 +243,10 @@ def test_resumes_bit_for_bit(outcomes: Outcomes, saved: Saves, way: Way, kept: t
         assert own.warnings == []
 
 
-@over_diagonal
-def test_offloaded_parameters_train_and_resume_as_others(outcomes: Outcomes, saved: Saves, way: Way) -> None:
+@over_ways
+def test_offloaded_parameters_train_and_resume_as_others(outcomes: Outcomes, saved: Saves, way: str) -> None:
     # Lightning clips by torch's function for FSDP2, whose sums of CPU gradients NCCL doesn't take.
-    clip = None if device_type() == "cuda" and way.fsdp == "fsdp2" else 0.5
+    clip = None if device_type() == "cuda" and way == "fsdp2" else 0.5
     _, kept = saved(stateful(way, clip=clip))
     run, whole = saved(stateful(way, clip=clip, offload=True))
     for own, other, resumed in zip(whole, kept, outcomes(run.resumed()), strict=True):
@@ -313,9 +257,9 @@ def test_offloaded_parameters_train_and_resume_as_others(outcomes: Outcomes, sav
         assert resumed.warnings == []
 
 
-@over_diagonal
+@over_ways
 def test_starts_over_with_a_warning_without_codec_state(
-    outcomes: Outcomes, saved: Saves, tmp_path: Path, way: Way
+    outcomes: Outcomes, saved: Saves, tmp_path: Path, way: str
 ) -> None:
     run, whole = saved(stateful(way))
     shutil.copytree(run.checkpoint, tmp_path / "step=2.ckpt")
@@ -327,7 +271,7 @@ def test_starts_over_with_a_warning_without_codec_state(
 
 
 def test_goes_on_from_lightnings_own_checkpoint(outcomes: Outcomes, saved: Saves) -> None:
-    run, whole = saved(Run(TRAINER_FSDP2, STOCK))
+    run, whole = saved(Run("fsdp2", STOCK))
     assert not (run.checkpoint / "codecs").exists()
     rest = outcomes(run.resumed(strategy=Strategy.zeropp(gpus_per_node=2)))
     for stock, resumed in zip(whole, rest, strict=True):
@@ -340,8 +284,8 @@ def resume_from_a_cut_off_save(run: Run) -> None:
         perform(run)
 
 
-@over_diagonal
-def test_a_checkpoint_whose_save_was_cut_off_is_refused(pool: Pools, saved: Saves, tmp_path: Path, way: Way) -> None:
+@over_ways
+def test_a_checkpoint_whose_save_was_cut_off_is_refused(pool: Pools, saved: Saves, tmp_path: Path, way: str) -> None:
     run, _ = saved(stateful(way))
     shutil.copytree(run.checkpoint, checkpoint := tmp_path / "step=2.ckpt")
     (checkpoint / "save_was_cut_off").touch()
@@ -362,7 +306,7 @@ def saved_by_callbacks(run: Run, weights: Path) -> None:
 def test_codec_state_goes_with_its_checkpoint_alone(
     pool: Pools, outcomes: Outcomes, saved: Saves, tmp_path: Path
 ) -> None:
-    run = replace(stateful(TRAINER_FSDP2, full=True), save_to=tmp_path / "all")
+    run = replace(stateful("fsdp2", full=True), save_to=tmp_path / "all")
     pool(4).run(saved_by_callbacks, run, tmp_path / "weights")
     # The first checkpoint was removed, and its codec state with it.
     assert {path.name for path in (tmp_path / "all").iterdir()} == {
@@ -373,13 +317,13 @@ def test_codec_state_goes_with_its_checkpoint_alone(
     }
     assert {path.name for path in (tmp_path / "weights").iterdir()} == {"step=2.ckpt", "step=2.ckpt.saved_under"}
     rest = outcomes(run.resumed(resume=tmp_path / "all" / "last.ckpt"))
-    _, whole = saved(stateful(TRAINER_FSDP2, full=True))
+    _, whole = saved(stateful("fsdp2", full=True))
     assert [own.losses for own in rest] == [other.losses[2:] for other in whole]
 
 
 def test_codec_state_goes_when_its_checkpoint_is_overwritten(outcomes: Outcomes, tmp_path: Path) -> None:
     for strategy, expected in ((STATEFUL, True), (Strategy.zeropp(gpus_per_node=2), False)):
-        outcomes(Run(FABRIC_FSDP2, strategy, steps=2, full=True, save_to=tmp_path))
+        outcomes(Run("fsdp2", strategy, steps=2, full=True, save_to=tmp_path))
         assert (tmp_path / "step=2.ckpt.codecs").exists() == expected
 
 
@@ -397,71 +341,59 @@ def test_clips_the_norm_of_the_whole_model_alone(model: nn.Module, optimizers: i
         FSDPPrecision(LightningFSDPPrecision("32-true"), strategy).clip_grad_by_norm(mock.Mock(), 1.0)
 
 
-class Keeps(Callback):
-    """Keeps what a LightningModule has logged after each micro-batch."""
-
-    def __init__(self) -> None:
-        self.logged: list[dict[str, float]] = []
-
-    def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
-        self.logged.append({name: float(figure) for name, figure in trainer.callback_metrics.items()})
-
-
 ZEROPP = Strategy.zeropp(gpus_per_node=2)
 
 
-def _set_up(kind: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
+def _fit(strategy: Any, sharded_by: Callable[[LightningModule], None] = lambda module: None) -> None:
+    run = Run("fsdp1", ZEROPP, steps=1, micro_batches=1)
+    module = Module(run, Outcome())
+    module.configure_model = lambda: sharded_by(module)  # type: ignore[method-assign]
     with environment():
-        fabric = Fabric(accelerator=ACCELERATOR, **ranks(), strategy=kind(*arguments, **keywords))
-        fabric.launch()
-        fabric.setup_module(models.make_net())
+        Trainer(
+            accelerator=ACCELERATOR, **ranks(), strategy=strategy, max_steps=1, logger=False, enable_progress_bar=False
+        ).fit(module, Batches(1))
 
 
-def _codec_state_in_state() -> None:
-    net = shard_net(models.make_net(), ZEROPP, None)
-    our_fabric.FSDPStrategy().save_checkpoint("", {"model": net, "codecs": CodecState(net)})
+def _shard_over_all(module: Any) -> None:
+    shard(module.net, module.net.blocks, ZEROPP, None)
+
+
+def _shard_over_both(module: Any) -> None:
+    shard(module.net, module.net.blocks, ZEROPP, module.device_mesh)
 
 
 TWO_DIMENSIONS = {"data_parallel_size": 2, "tensor_parallel_size": 2}
 REFUSED: dict[str, Refusal] = {
     "the class Strategy": (
-        lambda: our_trainer.FSDPStrategy(sharding_strategy=Strategy),
+        lambda: FSDPStrategy(sharding_strategy=Strategy),
         TypeError,
         "did you mean Strategy()?",
     ),
     "HYBRID_SHARD's mesh": (
-        lambda: our_fabric.FSDPStrategy(sharding_strategy=ZEROPP, device_mesh=(2, 2)),
+        lambda: FSDPStrategy(sharding_strategy=ZEROPP, device_mesh=(2, 2)),
         ValueError,
         'Strategy("III", gpus_per_node=...)',
     ),
-    "a Trainer's strategy in Fabric": (
-        lambda: Fabric(accelerator=ACCELERATOR, strategy=our_trainer.FSDPStrategy(sharding_strategy=ZEROPP)),
-        ValueError,
-        "for the Trainer of lightning.pytorch",
-    ),
     "offloading on a CPU": (
-        lambda: _set_up(our_fabric.FSDPStrategy, sharding_strategy=ZEROPP, cpu_offload=True),
+        lambda: _fit(FSDPStrategy(sharding_strategy=ZEROPP, state_dict_type="sharded", cpu_offload=True)),
         ValueError,
         "needs an accelerator to offload from",
     ),
     "full state dicts on a CPU": (
-        lambda: _set_up(our_fabric.FSDPStrategy, sharding_strategy=ZEROPP, state_dict_type="full"),
+        lambda: _fit(FSDPStrategy(sharding_strategy=ZEROPP, state_dict_type="full")),
         ValueError,
         'pass state_dict_type="sharded"',
     ),
     "data for some ranks": (
-        lambda: _set_up(our_fabric.ModelParallelStrategy, lambda net, mesh: shard_net(net, ZEROPP, None)),
+        lambda: _fit(ModelParallelStrategy(), _shard_over_all),
         ValueError,
         "pass data_parallel_size=4, tensor_parallel_size=1",
     ),
     "both dimensions of the mesh": (
-        lambda: _set_up(
-            our_fabric.ModelParallelStrategy, lambda net, mesh: shard_net(net, ZEROPP, mesh), **TWO_DIMENSIONS
-        ),
+        lambda: _fit(ModelParallelStrategy(**TWO_DIMENSIONS), _shard_over_both),
         ValueError,
         'mesh=device_mesh["data_par',
     ),
-    "codec state in Fabric's state": (_codec_state_in_state, TypeError, "leave it out"),
 }
 
 
@@ -486,8 +418,8 @@ def without_node_size(run: Run) -> Outcome:
 
 
 @pytest.mark.skipif(outnumber_gpus(4), reason="ranks that share a GPU are of different nodes")
-@over_diagonal
-def test_nodes_are_as_lightning_has_started_them(pool: Pools, way: Way) -> None:
+@over_ways
+def test_nodes_are_as_lightning_has_started_them(pool: Pools, way: str) -> None:
     for outcome in pool(4).run(without_node_size, Run(way, Strategy("IGG"), steps=1, micro_batches=1)):
         assert outcome.sent[-1]["gather"]["inter"] == 0  # four processes on one node
 

@@ -1,6 +1,6 @@
 """Trainer with a strategy: as with its own FSDP2, with checkpoints, the best model and adapters.
 
-Also models that ``from_pretrained`` shards, or loads in few bits, before Trainer has them.
+Also models that ``from_pretrained`` has loaded in few bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from fuzz.modules import ScheduleFree
 from harness import llama, models
 from harness.offload import without_pinning
@@ -34,12 +33,10 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.torch_version import TorchVersion
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, Trainer
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
 from transformers.distributed import DistributedConfig
-from transformers.distributed.utils import gather_full_state_dict
 
 from fsdp_zpp import (
-    NF4,
     Int4,
     Int4Delta,
     Int8,
@@ -51,8 +48,7 @@ from fsdp_zpp import (
     traffic,
 )
 from fsdp_zpp.frozen._torch_modules import FrozenModule
-from fsdp_zpp.integrations.transformers import use_strategy, with_strategy
-from fsdp_zpp.runtime.unit import unit_of
+from fsdp_zpp.integrations.transformers import use_strategy
 
 PLAIN = Strategy("GGG", gpus_per_node=2)
 ZEROPP = Strategy.zeropp(gpus_per_node=2)
@@ -269,145 +265,18 @@ def test_the_example_goes_on(tmp_path: Path) -> None:
     assert final.read_bytes() == saved
 
 
-shards_when_loading = pytest.mark.skipif(TorchVersion(version("transformers")) < "5.24", reason="refused")
-Sizes = dict[str, int]
-EXPERTS: Sizes = {"fsdp_size": 4, "ep_size": 2}
-ON_TENSOR_RANKS: Sizes = {"fsdp_size": 2, "tp_size": 2, "ep_size": 2}
-MIXTURE: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 64),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_experts"), 4),
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-    "num_hidden_layers": 2,
-    "head_dim": 16,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-}
-
-
-def loaded_sharded(folder: str, sizes: Sizes, strategy: Strategy | None, experts: Strategy | None = None) -> Any:
-    """Save a mixture of experts, the same on every rank, and load it sharded."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **MIXTURE))
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            # Logits that are apart; and experts that are clearly chosen, which no codec's rounding changes.
-            parameter.data.mul_(20 if name.endswith("gate.weight") else 2)
-    if dist.get_rank() == 0:
-        model.save_pretrained(folder)
-    dist.barrier()
-    config = DistributedConfig(**sizes)
-    if strategy is not None:
-        config = with_strategy(config, strategy, experts=experts)
-    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
-
-
-def trained_where_loaded(
-    folder: str, strategy: Strategy | None, experts: Strategy | None
-) -> tuple[list[list[float]], Tensor]:
-    """In a worker: losses, evaluations and norms of gradients, and what the model answers after them."""
-    saves = {} if strategy is None else {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+def loaded_sharded(folder: str) -> None:
+    """In a worker."""
     with new_job():
-        trainer = make_trainer(
-            f"{folder}/out", loaded_sharded(folder, EXPERTS, strategy, experts), max_steps=2, **saves
-        )
-        with pytest.raises(ValueError, match=r"a strategy would shard it again.* and then give Trainer no strategy"):
-            use_strategy(trainer, ZEROPP)
-        assert any(map(unit_of, trainer.model.modules())) == (strategy is not None)
-        trainer.train()
-        with torch.no_grad():
-            logits = trainer.model(input_ids=TOKENS.to(trainer.args.device)).logits.cpu()
-        return [logged(trainer, what) for what in ("loss", "eval_loss", "grad_norm")], logits
+        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=4))
+        with pytest.raises(ValueError, match="a strategy would shard it again: load it without distributed_config"):
+            use_strategy(make_trainer(f"{folder}/out", model), ZEROPP)
 
 
-@shards_when_loading
-def test_trainer_trains_models_that_were_loaded_sharded(pool: Pools, tmp_path: Path) -> None:
-    strategies = (Strategy("IGG", gpus_per_node=2), Strategy("III", gpus_per_node=1))
-    plain, logits = pool(4).run(trained_where_loaded, str(tmp_path / "plain"), *strategies)[0]
-    own, _ = pool(4).run(trained_where_loaded, str(tmp_path / "own"), None, None)[0]  # the strategies are forgotten
-    for which, rounding in enumerate((1e-5, 1e-5, 1e-4)):  # losses, evaluations, norms
-        assert plain[which] == pytest.approx(own[which], rel=rounding)
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "plain" / "out" / "checkpoint-2")
-    torch.testing.assert_close(saved(input_ids=TOKENS).logits, logits, rtol=1e-4, atol=1e-4)
-
-
-def weights_by_tensor_ranks(folder: str, strategy: Strategy | None) -> dict[str, Tensor]:
-    """In a worker: trained weights; under a strategy ranks of tensor parallelism have equal copies, bit for bit."""
-    with new_job():
-        model = loaded_sharded(folder, ON_TENSOR_RANKS, strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
-    fsdp, tp = (model._mesh_manager.get_mesh(name) for name in ("fsdp", "tp"))
-    for step in range(2):
-        tokens = torch.randint(
-            64, (2, 16), generator=torch.Generator().manual_seed(100 * step + fsdp.get_local_rank())
-        ).to(models.device())
-        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, parameter in model.named_parameters():
-        if strategy is None or {"tp", "ep"} & set(parameter.device_mesh.mesh_dim_names):
-            continue
-        local = parameter.to_local().detach().contiguous()
-        ranks = [torch.empty_like(local) for _ in range(2)]
-        dist.all_gather(ranks, local, group=tp.get_group())
-        assert torch.equal(*ranks), name
-    return gather_full_state_dict(model)
-
-
-@shards_when_loading
-def test_tensor_and_expert_parallelism_train_as_with_torchs_fsdp(pool: Pools, tmp_path: Path) -> None:
-    own, weights, _ = (
-        pool(4).run(weights_by_tensor_ranks, str(tmp_path), strategy)[0]
-        for strategy in (None, Strategy("III", gpus_per_node=1), Strategy.zeropp(gpus_per_node=1))
-    )
-    assert weights.keys() == own.keys()
-    for name, weight in weights.items():
-        torch.testing.assert_close(weight, own[name], rtol=1e-4, atol=1e-5)
-
-
-def parts(folder: str, sizes: Sizes, experts: Strategy | None) -> list[int]:
-    """In a worker: into how many parts a dense weight and the experts of a layer are split."""
-    with new_job():
-        layer = loaded_sharded(folder, sizes, Strategy("III", gpus_per_node=2), experts).model.layers[0]
-    weights: list[Any] = [layer.self_attn.q_proj.weight, layer.mlp.experts.down_proj]
-    return [each.numel() // each.to_local().numel() for each in weights]
-
-
-@shards_when_loading
-@pytest.mark.parametrize(
-    ("sizes", "experts", "expected"),
-    [
-        # Copies of an expert are two ranks apart, each on another node.
-        (EXPERTS, None, [2, 2]),
-        (EXPERTS, Strategy("GGG"), [2, 4]),
-        ({"fsdp_size": 4, "ep_size": 4}, None, [2, 4]),
-        ({"dp_replicate_size": 2, "fsdp_size": 2}, None, [2, 2]),
-    ],
-    ids=["ep", "ep, experts by GGG", "ep over all", "hsdp"],
-)
-def test_experts_are_sharded_over_the_same_nodes_or_by_their_own_strategy(
-    pool: Pools, tmp_path: Path, sizes: Sizes, experts: Strategy | None, expected: list[int]
-) -> None:
-    assert pool(4).run(parts, str(tmp_path), sizes, experts) == [expected] * 4
-
-
-@shards_when_loading
-def test_strategies_that_cannot_shard_while_loading_are_refused() -> None:
-    sizes, zeropp = DistributedConfig(**EXPERTS), Strategy.zeropp()
-    with pytest.raises(TypeError, match="takes a DistributedConfig of transformers, got"):
-        with_strategy({}, zeropp)  # type: ignore[arg-type]
-    for arguments in ({"strategy": "zeropp"}, {"strategy": zeropp, "experts": "zeropp"}):
-        with pytest.raises(TypeError, match="strategy must be a Strategy such as"):
-            with_strategy(sizes, **arguments)
-    with pytest.raises(ValueError, match="from_pretrained loads them after that"):
-        with_strategy(sizes, Strategy("IGG", frozen=NF4()))
-    with pytest.raises(ValueError, match="has a strategy already"):
-        with_strategy(with_strategy(sizes, zeropp), zeropp)
-    with pytest.raises(ValueError, match="this DistributedConfig has one: set fsdp_size"):
-        with_strategy(DistributedConfig(tp_size=2), zeropp)
-    with pytest.raises(ValueError, match="ep_size is 1: leave it out"):
-        with_strategy(DistributedConfig(fsdp_size=4), zeropp, experts=zeropp)
-    with pytest.raises(ValueError, match="makes nodes of 3 ranks, and the copies of an expert are ep_size=2 ranks"):
-        with_strategy(sizes, Strategy.zeropp(gpus_per_node=3))
+@pytest.mark.skipif(TorchVersion(version("transformers")) < "5.24", reason="from_pretrained shards nothing")
+def test_models_that_were_loaded_sharded_are_refused(pool: Pools, tmp_path: Path) -> None:
+    llama.make_base().save_pretrained(tmp_path)
+    pool(4).run(loaded_sharded, str(tmp_path))
 
 
 # As axolotl loads them.

@@ -17,10 +17,9 @@ from accelerate import Accelerator
 from harness import llama
 from harness.pool import Pools, device_type
 from hugging_face import fsdp2_plugin, new_job
-from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer as LightningTrainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_ways import ACCELERATOR, Way, environment, let_gather, make_strategy, ranks, shard
+from lightning_ways import ACCELERATOR, environment, let_gather, make_strategy, ranks, shard
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -160,16 +159,17 @@ def batches() -> Tensor:
     return torch.stack([llama.tokens(step) for step in range(STEPS)])
 
 
-def shard_by_layer(model: nn.Module, strategy: str, mesh: Any) -> nn.Module:
-    return shard(model, llama.layers_of(model), STRATEGIES[strategy], mesh["data_parallel"])
-
-
 class Module(LightningModule):
     """A Llama for the Trainer; by default another base, for what is loaded."""
 
     def __init__(self, cell: Cell, other: bool = True) -> None:
         super().__init__()
         self.model, self.cell = make_model(cell.kind, other=other), cell
+
+    def configure_model(self) -> None:
+        if self.cell.fsdp == "fsdp2" and self.device_mesh is not None:  # as it is where one process loads it
+            mesh = self.device_mesh["data_parallel"]
+            shard(self.model, llama.layers_of(self.model), STRATEGIES[self.cell.strategy], mesh)
 
     def forward(self, **inputs: Any) -> Any:
         return self.model(**inputs)
@@ -178,20 +178,10 @@ class Module(LightningModule):
         return optimizer_of(self)
 
     def on_train_start(self) -> None:
-        let_gather(Way("trainer", self.cell.fsdp), self.cell.full, self.trainer.strategy)
+        let_gather(self.cell.fsdp, self.cell.full, self.trainer.strategy)
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         return llama.loss_of(self.model, batch)
-
-
-def strategy_for(framework: str, cell: Cell) -> Any:
-    return make_strategy(
-        Way(framework, cell.fsdp),
-        STRATEGIES[cell.strategy],
-        full=cell.full,
-        layer=LlamaDecoderLayer,
-        parallelize=lambda model, mesh: shard_by_layer(model, cell.strategy, mesh),
-    )
 
 
 @contextmanager
@@ -201,7 +191,7 @@ def lightning_trainer(folder: str, cell: Cell, other: bool = False) -> Iterator[
         trainer = LightningTrainer(
             accelerator=ACCELERATOR,
             **ranks(),
-            strategy=strategy_for("trainer", cell),
+            strategy=make_strategy(cell.fsdp, STRATEGIES[cell.strategy], full=cell.full, layer=LlamaDecoderLayer),
             max_steps=STEPS,
             callbacks=[ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_last=True)],
             logger=False,
@@ -245,82 +235,32 @@ def check_weights(weights: dict[str, Tensor], cell: Cell, trained: Tensor) -> No
     check_same(logits_of(model), trained)
 
 
-def test_lightnings_trainer_saves_all(pool: Pools, tmp_path: Path) -> None:
-    cell = replace(PARTLY_FROZEN, fsdp="fsdp1")
+@pytest.mark.parametrize(
+    "cell",
+    [replace(PARTLY_FROZEN, fsdp="fsdp1"), replace(LORA, fsdp="fsdp1"), PARTLY_FROZEN],
+    ids=["fsdp1, partly", "fsdp1, lora", "fsdp2, partly"],
+)
+def test_lightning_saves_all(pool: Pools, tmp_path: Path, cell: Cell) -> None:
     logits = check_answers(pool(2).run(saved_by_lightning, str(tmp_path), cell), cell.kind)
     names = ("last", "weights", f"step={STEPS}")
     for name in names:
         checkpoint = tmp_path / f"{name}.ckpt"
-        check_same(logits_of(Module.load_from_checkpoint(checkpoint, map_location="cpu", cell=cell)), logits)
-        weights = torch.load(checkpoint)["state_dict"]
+        weights = torch.load(checkpoint)["state_dict"] if cell.full else consolidated(checkpoint)["model"]
         check_weights({name.removeprefix("model."): each for name, each in weights.items()}, cell, logits)
-    beside = {path.name for path in tmp_path.glob("*.frozen_base.json")}
-    assert beside == {f"{name}.ckpt.frozen_base.json" for name in names}  # none of what was removed
-
-
-@contextmanager
-def fabric_of(cell: Cell, other: bool = False) -> Iterator[tuple[Any, Any, Any]]:
-    with environment():
-        fabric = Fabric(accelerator=ACCELERATOR, **ranks(), strategy=strategy_for("fabric", cell))
-        fabric.launch()
-        model = fabric.setup_module(make_model(cell.kind, other=other))
-        let_gather(Way("fabric", cell.fsdp), cell.full, fabric.strategy)
-        yield fabric, model, fabric.setup_optimizers(optimizer_of(model))
-
-
-def trained_names(kind: str) -> set[str]:
-    return {name for name, parameter in make_model(kind).named_parameters() if parameter.requires_grad}
-
-
-def saved_by_fabric(folder: str, cell: Cell) -> list[Tensor]:
-    """In a worker: a training that is saved in all ways, and what loads each."""
-    with fabric_of(cell) as (fabric, model, optimizer):
-        for step in range(STEPS):
-            fabric.backward(llama.loss_of(model, llama.tokens(step)))
-            optimizer.step()
-            optimizer.zero_grad()
-        fabric.save(f"{folder}/saved", {"model": model, "optimizer": optimizer, "step": STEPS})
-        fabric.save(f"{folder}/weights", {"model": model})
         if cell.full:
-            only = {"model": lambda name, value: name in trained_names(cell.kind)}
-            fabric.save(f"{folder}/trained", {"model": model}, filter=only)
-        logits = [logits_of(model)]
-    with fabric_of(cell) as (fabric, model, optimizer):
-        state = {"model": model, "optimizer": optimizer, "step": 0}
-        fabric.load(f"{folder}/saved", state)
-        assert state["step"] == STEPS
-        logits.append(logits_of(model))
-    with fabric_of(cell) as (fabric, model, _):
-        fabric.load(f"{folder}/weights", {"model": model})
-        logits.append(logits_of(model))
-    with fabric_of(cell, other=True) as (fabric, model, _), refusal_of_another_base():
-        fabric.load(f"{folder}/saved", {"model": model})
-    return logits
-
-
-@pytest.mark.parametrize("cell", [replace(LORA, fsdp="fsdp1"), PARTLY_FROZEN], ids=["fsdp1, lora", "fsdp2, partly"])
-def test_lightnings_fabric_saves_all(pool: Pools, tmp_path: Path, cell: Cell) -> None:
-    logits = check_answers(pool(2).run(saved_by_fabric, str(tmp_path), cell), cell.kind)
-    for name in ("saved", "weights"):
-        content = torch.load(tmp_path / name) if cell.full else consolidated(tmp_path / name)
-        check_weights(content["model"], cell, logits)
+            check_same(logits_of(Module.load_from_checkpoint(checkpoint, map_location="cpu", cell=cell)), logits)
     if cell.full:
-        assert torch.load(tmp_path / "trained")["model"].keys() == trained_names(cell.kind)
+        beside = {path.name for path in tmp_path.glob("*.frozen_base.json")}
+        assert beside == {f"{name}.ckpt.frozen_base.json" for name in names}  # none of what was removed
 
 
 def load_values_for_a_quantized_base(folder: str, cell: Cell) -> None:
-    """In a worker: fail unless weights are refused that a file or a checkpoint has for a base that is quantized."""
-    with fabric_of(replace(cell, strategy="none"), other=True) as (fabric, model, _):
-        fabric.save(f"{folder}/saved", {"model": model})
-        if fabric.is_global_zero:
-            torch.save(make_model("partly frozen").state_dict(), f"{folder}/raw")
-        fabric.barrier()
-    told = "has values for 9 weights that are quantized in this LlamaForCausalLM.* nothing beside it says"
-    with fabric_of(cell) as (fabric, model, _):
-        with pytest.raises(ValueError, match=told):
-            fabric.load(f"{folder}/saved", {"model": model})
-        with pytest.raises(ValueError, match=told):
-            fabric.load_raw(f"{folder}/raw", model)
+    """In a worker: fail unless weights are refused that a checkpoint has for a base that is quantized."""
+    with lightning_trainer(folder, replace(cell, strategy="none"), other=True) as (trainer, module):
+        trainer.fit(module, batches())
+    told = "has values for 9 weights that are quantized in this Module.* nothing beside it says"
+    with lightning_trainer(folder, cell) as (trainer, module), pytest.raises(ValueError, match=told):
+        trainer.fit(module, batches(), ckpt_path=f"{folder}/last.ckpt")
 
 
 @pytest.mark.parametrize(("fsdp", "full"), [("fsdp1", False), ("fsdp2", True)])

@@ -56,7 +56,6 @@ FOLDERS = {
     "fsdp1": "fsdp1 adapters runtime local_steps comm integrations inference",
     "fsdp2": "fsdp2 adapters runtime local_steps comm integrations inference",
     "inference_weights.py": "inference frozen integrations",
-    "inference_updates.py": "inference frozen integrations",
     "integrations": "integrations",
 }
 """The folders of tests that test a folder or file of the package, where nothing was measured."""

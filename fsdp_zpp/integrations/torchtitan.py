@@ -1,48 +1,52 @@
-"""torchtitan's configurations with a strategy, for ``--config``: any of its models', by the names that they have there.
+"""Strategies in torchtitan: its trainer and checkpointer, with one more key in its configurations.
 
-torchtitan looks a configuration up as an attribute of this module, and lists ``dir()`` of it if there is none.
+    def llama3_8b_zeropp():  # in a module of yours, say mine
+        return with_strategy(llama3_8b(), Strategy.zeropp())
+
+    torchrun --nproc-per-node 8 -m torchtitan.train --module mine --config llama3_8b_zeropp
+
+``--parallelism.strategy`` is the name of a preset, or the mapping of ``Strategy.from_dict`` as JSON, such as
+``'{"preset": "zeropp", "weights": "int4delta"}'``; ``None`` is torchtitan's own FSDP or HSDP.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
-import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
 from torch.optim import Optimizer
-from torchtitan import models
-from torchtitan.components.checkpoint import MODEL, CheckpointManager
-from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
-from torchtitan.config import ParallelismConfig, TrainingConfig
-from torchtitan.protocols.model_spec import ParallelizeFunction
-from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
-from torchtitan.tools.filesystem import is_remote
-from torchtitan.tools.logging import logger
-from torchtitan.trainer import Trainer
-from tyro.constructors import PrimitiveConstructorSpec
 
 from fsdp_zpp.codecs import Int4Delta
-from fsdp_zpp.comm.agreement import agree
 from fsdp_zpp.fsdp2.fully_shard import fully_shard
-from fsdp_zpp.integrations._common import MarkedSave, check_complete, in_place_of_torchs
-from fsdp_zpp.runtime.api import traffic
 from fsdp_zpp.runtime.checkpoint import CodecState
 from fsdp_zpp.runtime.unit import unit_of
 from fsdp_zpp.strategy.configuration import PRESETS
 from fsdp_zpp.strategy.strategy import Strategy
+
+from ._common import MarkedSave, check_complete, require
+
+require("torchtitan", "0.3")
+
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.protocols.model_spec import ParallelizeFunction
+from torchtitan.tools.filesystem import is_remote
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
+from tyro.constructors import PrimitiveConstructorSpec
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -145,6 +149,9 @@ def _check_type(strategy: object) -> None:
 # ---- sharding
 #
 # Models of torchtitan, sharded by their own functions, in which ``fully_shard`` is fsdp_zpp's with a strategy.
+#
+# They import torch's ``fully_shard`` by name. While they run, every module that has that name has ours in its place, so
+# that no model needs a copy of what torchtitan does with it.
 
 
 def parallelize(
@@ -163,7 +170,7 @@ def parallelize(
             reshard_after_forward = None
         return fully_shard(module, strategy=strategy, reshard_after_forward=reshard_after_forward, **arguments)
 
-    with in_place_of_torchs(by_strategy):
+    with _in_place_of_torchs(by_strategy):
         sharded: nn.Module = parallelize_fn(model, parallelism=parallelism, **options)
     if all(unit_of(module) is None for module in sharded.modules()):
         raise ValueError(
@@ -172,6 +179,25 @@ def parallelize(
         )
     logger.info("Sharded the model by %s", strategy)
     return sharded
+
+
+@contextmanager
+def _in_place_of_torchs(replacement: Any) -> Iterator[None]:
+    """Return a context in which whoever has imported torch's ``fully_shard``, or does it there, has another one."""
+    holders = [
+        module
+        for name, module in list(sys.modules.items())
+        # Some packages put objects there that are no modules.
+        if getattr(module, "__dict__", {}).get("fully_shard") is torch_fully_shard and not name.startswith("fsdp_zpp.")
+    ]
+    replacement = wraps(torch_fully_shard)(replacement)  # torch has its state under its name
+    for module in holders:
+        vars(module)["fully_shard"] = replacement
+    try:
+        yield
+    finally:
+        for module in holders:
+            vars(module)["fully_shard"] = torch_fully_shard
 
 
 # ---- trainer
@@ -213,15 +239,9 @@ class StrategyTrainer(Trainer):
         super().__init__(config)
         is_sharded = isinstance(self.model_parts[0], FSDPModule)  # not if it is only to save a seed checkpoint
         if strategy is not None and self.checkpointer.enable:
-            _check_export(self.checkpointer, self.model_parts)
             _mark_saves(self.checkpointer)
             if is_sharded and _has_codec_state(strategy):
                 self.checkpointer.states[CODECS] = _codec_state(self.model_parts, self.optimizers)
-
-    def train(self) -> None:
-        super().train()
-        if self.config.parallelism.strategy is not None:
-            logger.info("Bytes that this rank has sent: %s", total_traffic(self.model_parts))
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
         self._micro_batches_left = self.gradient_accumulation_steps
@@ -235,14 +255,6 @@ class StrategyTrainer(Trainer):
                     part.set_requires_gradient_sync(self._micro_batches_left == 0)
         loss: Tensor = super().forward_backward_step(**batch)
         return loss
-
-
-def total_traffic(parts: Sequence[nn.Module]) -> dict[str, dict[str, int]]:
-    """Return the bytes that this rank has sent for all parts of a model: stages of a pipeline, or the model itself."""
-    each = [traffic(part) for part in parts]
-    return {
-        kind: {level: sum(sent[kind][level] for sent in each) for level in levels} for kind, levels in each[0].items()
-    }
 
 
 class _StagesCodecState:
@@ -300,34 +312,6 @@ def _end(marked: MarkedSave, written: Future[object]) -> None:
         marked.end()
 
 
-def _check_export(checkpointer: CheckpointManager, parts: Sequence[nn.Module]) -> None:
-    """Raise if Hugging Face's format has no names for parts of the model: torchtitan would leave them out, or fail."""
-    if checkpointer.last_save_in_hf:
-        agree(dist.group.WORLD, partial(_check_names, checkpointer, parts))  # stages of a pipeline have other names
-
-
-def _check_names(checkpointer: CheckpointManager, parts: Sequence[nn.Module]) -> None:
-    # A tied head is in the format as the embedding.
-    tied = ["lm_head.weight"] if any(getattr(part, "enable_weight_tying", False) for part in parts) else []
-    lost = [
-        name
-        for name, tensor in checkpointer.states[MODEL].state_dict().items()
-        if name not in tied and not _is_exported(checkpointer.sd_adapter, name, tensor.shape)
-    ]
-    if lost:
-        raise ValueError(
-            f"checkpoint.last_save_in_hf would leave out {len(lost)} tensors of the model ({lost[0]}, ...), for which "
-            "torchtitan knows no names in Hugging Face's format; leave it out"
-        )
-
-
-def _is_exported(adapter: BaseStateDictAdapter, name: str, shape: torch.Size) -> bool:
-    try:
-        return bool(adapter.to_hf({name: torch.empty(shape, device="meta")}))
-    except KeyError:
-        return False
-
-
 def _check_training(loss: BaseLoss.Config, communication: str) -> None:
     if isinstance(loss, ChunkedLossWrapper.Config):
         raise ValueError(
@@ -350,7 +334,7 @@ def _has_codec_state(strategy: Strategy) -> bool:
     )
 
 
-# ---- config registry
+# ---- configurations
 
 
 def with_strategy(config: Trainer.Config, strategy: Strategy | None) -> StrategyTrainer.Config:
@@ -381,50 +365,6 @@ def with_strategy(config: Trainer.Config, strategy: Strategy | None) -> Strategy
         "training": dataclasses.replace(config.training, disable_cuda_graphs=True),
     }
     return StrategyTrainer.Config(**_values(config) | changed)
-
-
-def __getattr__(name: str) -> Callable[[], StrategyTrainer.Config]:
-    """Return the function that makes torchtitan's configuration of this name, with ZeRO++ as the default strategy."""
-    missing = []
-    for module in () if name.startswith("_") else _REGISTRIES:
-        try:
-            own = _configurations(module).get(name)
-        except ImportError as error:  # of what this model alone needs
-            missing.append(f"{module} ({error})")
-            continue
-        if own is not None:
-            return partial(_with_default, own)
-    if missing:
-        logger.warning("Did not look for the configuration %s in %s", name, ", ".join(missing))
-    raise AttributeError(f"none of torchtitan's models has a configuration {name!r}")
-
-
-def __dir__() -> list[str]:
-    names = ["with_strategy"]
-    for module in _REGISTRIES:
-        with suppress(ImportError):
-            names += _configurations(module)
-    return names
-
-
-# Modules in which torchtitan's models have their configurations.
-_REGISTRIES = [
-    f"{models.__name__}.{path.parent.name}.{path.stem}"
-    for path in sorted(Path(models.__path__[0]).glob("*/config_registry.py"))
-]
-
-
-def _configurations(registry: str) -> dict[str, Callable[[], Trainer.Config]]:
-    module = importlib.import_module(registry)
-    return {
-        name: function
-        for name, function in inspect.getmembers(module, inspect.isfunction)
-        if function.__module__ == registry and not name.startswith("_") and not inspect.signature(function).parameters
-    }
-
-
-def _with_default(own: Callable[[], Trainer.Config]) -> StrategyTrainer.Config:
-    return with_strategy(own(), Strategy.zeropp())
 
 
 def _values(section: DataclassInstance) -> dict[str, Any]:
