@@ -1,9 +1,10 @@
-"""Imports that import-linter can't see: by names in strings, and of benchmarks' scripts."""
+"""Imports that import-linter can't see: by names in strings, and of benchmarks' scripts; and how much is imported."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -57,3 +58,12 @@ def test_a_name_that_went_says_what_to_do_instead(name: str) -> None:
         getattr(fsdp_zpp, name)
     with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
         fsdp_zpp.no_such_name  # noqa: B018
+
+
+def test_the_package_can_be_held_in_mind() -> None:
+    """A module is one noun of the architecture; beyond these bounds there are two in it, or one too many."""
+    lines = {path: len(path.read_text().splitlines()) for path in FILES}
+    assert sum(lines.values()) <= 31_000
+    assert len(lines) <= 85
+    assert max(lines.values()) <= 900
+    assert max(Counter(path.parent for path in FILES).values()) <= 14
