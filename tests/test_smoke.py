@@ -40,6 +40,7 @@ from fsdp_zpp import (
     dequantize_frozen_params,
     end_training,
     exchange_weights,
+    gathered_weights,
     invalidate,
     load_frozen_params,
     members,
@@ -87,12 +88,13 @@ def test_scopes(pool: Callable[[int], Pool], adapter: Adapter, scopes: str) -> N
 
 
 def losses(adapter: Adapter, strategy: Strategy) -> tuple[float, float]:
-    """In a worker: the loss after three steps and an announced write, and stock's."""
+    """In a worker: the loss after three steps and an announced write, and stock's; an engine gets all weights."""
     model, stock = adapter.make(Case(), strategy), adapter.make(Case(), STOCK)
     for each in (model, stock):
         train(adapter, each, Case(steps=3))
     invalidate(model)
     assert traffic(model)["gather"]["inter"] > 0
+    assert "head.weight" in dict(gathered_weights(model))
     return mean_loss(model, 9), mean_loss(stock, 9)
 
 

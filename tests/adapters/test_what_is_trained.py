@@ -111,12 +111,27 @@ def perturbed_within_the_step(model: Any, make: Make) -> Iterator[None]:
         yield
 
 
+def frozen_and_written_after_a_backward(model: Any, make: Make) -> Iterator[None]:
+    """As by a step of which nothing tells: what an optimizer holds is stale after a backward, frozen or not."""
+    block(model, 0).requires_grad_(False)
+    kept = make(model.parameters())
+    for step in range(2):
+        logits(model)
+        backward(model, step)
+        for p in block(model, 0).parameters():
+            p.data.mul_(0.9)
+        model.zero_grad()
+        yield
+    del kept
+
+
 WAYS: list[Way] = [
     adapters_off_around_a_reference_and_the_step,
     frozen_and_given_gradients,
     unfrozen_into_a_new_group,
     two_optimizers_and_a_frozen_part,
     perturbed_within_the_step,
+    frozen_and_written_after_a_backward,
 ]
 
 
