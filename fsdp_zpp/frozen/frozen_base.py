@@ -271,6 +271,8 @@ def check_nodes(module: nn.Module, mesh: ProcessMesh) -> None:
 
     Bases of parts that are already wrapped stay where they are.
     """
+    if not _weights_of(module):
+        return
     mesh = as_launched(mesh)
     for weight in _unplaced(module):
         placed = weight.placement.mesh

@@ -18,13 +18,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._common_utils import (
     _no_dispatch_record_stream as no_dispatch_record_stream,
 )
-from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle, HandleTrainingState
+from torch.distributed.fsdp._flat_param import FlatParamHandle, HandleTrainingState
 
 from fsdp_zpp.comm.agreement import agree_on_use
 from fsdp_zpp.comm.flat_layout import FlatLayout, Sharded
 from fsdp_zpp.comm.gradient_reduce import StepWatch
 from fsdp_zpp.comm.weight_gather import ShardValues, ShardVersion
-from fsdp_zpp.runtime._torch_flat_parts import copy_replaced, copy_replaced_shards, is_flattened
+from fsdp_zpp.runtime._torch_flat_parts import copy_replaced, copy_replaced_shards
 from fsdp_zpp.runtime.unit import StrategyUnit
 
 from ._torch_flat_parameter import (
@@ -363,11 +363,6 @@ def has_shards(instance: FullyShardedDataParallel, module: nn.Module) -> bool:
         handle.uses_sharded_strategy and handle._training_state != HandleTrainingState.SUMMON_FULL_PARAMS
         for handle in handles
     )
-
-
-def is_in_flat_parameter(parameter: nn.Parameter) -> bool:
-    """Return whether an instance has ``parameter`` in its flat parameter, by whatever strategy."""
-    return is_flattened(parameter) and not isinstance(parameter, FlatParameter)
 
 
 def handle_of(instance: FullyShardedDataParallel) -> StrategyHandle | None:

@@ -29,7 +29,7 @@ from fsdp_zpp.frozen.frozen_base import check_nodes
 from fsdp_zpp.frozen.hugging_face import guard_sharded
 from fsdp_zpp.frozen.quantize import left_to_shard, log_frozen, prepare_frozen, quantize_for
 from fsdp_zpp.names import explains_keywords, model_name
-from fsdp_zpp.runtime._torch_flat_parts import copy_replaced, hear_of_loads
+from fsdp_zpp.runtime._torch_flat_parts import copy_replaced, hear_of_loads, is_in_flat_parameter
 from fsdp_zpp.runtime._torch_rank_layout import (
     RankLayout,
     joined_by_links,
@@ -68,7 +68,7 @@ from fsdp_zpp.strategy.strategy import Strategy, check_gpus_per_node, intra_node
 
 from . import _torch_flat_parameter, _torch_handle
 from ._torch_flat_parameter import refuse_whole_graphs
-from ._torch_handle import ShardedHandle, flattened_sites, is_in_flat_parameter, sharded_of
+from ._torch_handle import ShardedHandle, flattened_sites, sharded_of
 
 # ---- comm hook
 

@@ -211,3 +211,8 @@ def _copy_unsharded(handle: FlatParamHandle) -> None:
 def is_flattened(parameter: Tensor) -> bool:
     """Return whether ``FullyShardedDataParallel`` has flattened a parameter, or made it as a flat one."""
     return isinstance(parameter, FlatParameter) or _is_fsdp_flattened(parameter)
+
+
+def is_in_flat_parameter(parameter: nn.Parameter) -> bool:
+    """Return whether an instance has ``parameter`` in its flat parameter, by whatever strategy."""
+    return _is_fsdp_flattened(parameter) and not isinstance(parameter, FlatParameter)

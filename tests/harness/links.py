@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_zpp.comm.hops import Hop
-from fsdp_zpp.runtime import links
+from fsdp_zpp.runtime import _torch_rank_layout, links
 from fsdp_zpp.runtime.links import GpuReport
 
 Sets = Sequence[Sequence[int]]
@@ -46,6 +46,7 @@ def machine(sets: Sets | None) -> Iterator[None]:
     with (
         patch.object(links, "own_report", own_report),
         patch.object(links, "may_be_known", may_be_known),
+        patch.object(_torch_rank_layout, "may_be_known", may_be_known),
         patch.object(links, "_links", WeakKeyDictionary()),
     ):
         yield

@@ -114,8 +114,10 @@ class Fp8(StoredFormat):
 
     @classmethod
     def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
-        dtype, shape = tensors.dtype(key), torch.Size(tensors.shape(key))
-        if dtype not in CODES or len(shape) < 2 or key.endswith(_SUFFIXES):
+        if (dtype := tensors.dtype(key)) not in CODES or key.endswith(_SUFFIXES):
+            return None
+        shape = torch.Size(tensors.shape(key))
+        if len(shape) < 2:
             return None
         if len(shape) > 2:
             refuse_setting(cls.name, f"{key} of shape", tuple(shape), "matrices alone")
