@@ -71,8 +71,8 @@ def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
 def ordered_sum(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[float]:
     """Return numbers summed over the ranks of one group after the other, in fp64. Collective.
 
-    All ranks add the same numbers in the same order and get the same bits, also in groups that hold copies of each
-    other. So a sum over all axes of a mesh is the same on the whole mesh. Torch's fake backend adds nothing.
+    All ranks add the same numbers in the same order and get the same bits, even in different groups if these hold the
+    same numbers. So a sum over all axes of a mesh is the same on the whole mesh. Torch's fake backend adds nothing.
     """
     for group in groups:
         if dist.get_backend(group) == "fake":
@@ -95,12 +95,12 @@ def ordered_sum(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[flo
 # differ do ranks exchange the arguments themselves, so that the error on every rank names who was given what.
 #
 # All comparisons send this one kind of message, whatever else they ask, such as whether an act has failed on any rank,
-# or whether something is true there. So different calls over the same ranks meet in one comparison, which reports them:
-# a rank that wraps a block while another wraps the root, or already runs its first forward; a node that exchanges
-# weights before a forward while another does so at the end of its loop. A rank that never makes such a call (because it
-# uses torch's own strategies) can't be noticed: the others hang. Nor can ranks compare over which ranks to compare: a
-# rank that is given something else than a mesh or a process group raises alone, rather than wait for ranks that may
-# have nothing to do with the model.
+# or whether something is true there. So different calls over the same ranks meet in one comparison, which reports them.
+# Examples: one rank wraps a block while another wraps the root or runs its first forward; one node exchanges weights
+# before a forward, another at the end of its loop. A rank that never makes such a call (because it uses torch's own
+# strategies) can't be noticed: the others hang. The choice of ranks itself can't be compared: a rank that is given
+# something else than a mesh or a process group raises alone, rather than wait for ranks that may have nothing to do
+# with the model.
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _MOST_DIFFERENCES = 4
@@ -142,7 +142,7 @@ def on_any_rank(
     facts: Mapping[str, object] | None = None,
     device: torch.device | None = None,
 ) -> bool:
-    """Return whether ``here`` is true on any rank, with the arguments of :func:`check_agreement`. Collective."""
+    """Return whether ``here`` is true on any rank; other arguments as in :func:`check_agreement`. Collective."""
     if group is None or _is_alone(group):
         return here
     anywhere, reports = _compare(group, _Report(call, _as_text(facts or {})), here=here, device=device)
@@ -362,7 +362,7 @@ def _part_of(of_all: Callable[[], list[bool]], start: int, length: int) -> list[
 def check_replicas(held: Iterable[Tensor], mesh: ProcessMesh, scope: str, model: str) -> None:
     """Raise a ValueError on every rank of ``mesh`` if its replicas hold different values. Collective over ``mesh``.
 
-    Replicas are nodes with ``scope`` ``I`` and ranks with ``N``; ``G`` has none.
+    Under ``scope`` ``I`` nodes are replicas of each other, under ``N`` ranks are; ``G`` has none.
     """
     if not replicas_are_equal(held, mesh, scope):
         who = "nodes" if scope == "I" else "ranks"

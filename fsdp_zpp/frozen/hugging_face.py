@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 # For ``target_parameters``, PEFT parametrizes the module that has them in every forward. A frozen weight is
 # parametrized on a stand-in module instead.
 #
-# transformers' ``save_pretrained`` would write only the part of a model that is not quantized. From a sharded model, it
-# and PEFT's would write what one rank holds, or nothing. Patched, they raise in these cases unless they are given a
-# state dict that has all weights.
+# transformers' ``save_pretrained`` would write only the part of a model that is not quantized. For a sharded model,
+# it and PEFT's own would write what one rank holds, or nothing. Patched, they raise in these cases unless they
+# are given a state dict that has all weights.
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -138,7 +138,7 @@ def _with_stand_in(original: Callable[..., AbstractContextManager[object]]) -> C
             return
         stand_in = nn.Module()
         stand_in.register_buffer(name, frozen_tensor(frozen_weights_of(base)[name]))
-        # On this instance alone: the original asks for the base layer to parametrize it, and again to undo that.
+        # On this instance alone: the original calls it to get the layer that it parametrizes, and again to undo that.
         self.get_base_layer = lambda: stand_in
         try:
             with original(self, active_adapters), replaced(base, name, lambda: getattr(stand_in, name)):
@@ -178,9 +178,9 @@ def _save_pretrained(module: nn.Module, *args: object, **kwargs: object) -> obje
     bound = inspect.signature(method).bind_partial(module, *args, **kwargs).arguments
     arguments = {**bound, **bound.get("kwargs", {})}
     is_sharded = vars(module).get(_IS_SHARDED)
-    gathers = getattr(module, "is_distributed_loading_by_transformers", False)  # which transformers does by itself then
+    gathers = getattr(module, "is_distributed_loading_by_transformers", False)  # then transformers gathers by itself
     if arguments.get("state_dict") is None and is_sharded is not None and not gathers and is_sharded(module):
-        # Even with is_main_process=False, which writes nothing, since rank 0 raises.
+        # Also with is_main_process=False, which writes nothing: rank 0 raises, so the others must.
         raise RuntimeError(
             f"this {model_name(module)} is sharded, and save_pretrained would write what one rank holds of it; call "
             "fsdp_zpp.save_adapter(model, path) to save an adapter, or pass state_dict= a full state dict, which all "
@@ -300,7 +300,7 @@ def adapter_state(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str
 
 def adapter_tensors(model: nn.Module, peft_model: PeftModel) -> list[TensorOfModel]:
     """Return the tensors of all adapters, active or not, and of everything trainable."""
-    # Adapters that are not active are frozen, so requires_grad alone would miss them; all have a place of their name.
+    # Adapters that are not active are frozen, so requires_grad would miss them; all have their name in the path.
     adapters = peft_model.peft_config.keys()
     return [
         tensor

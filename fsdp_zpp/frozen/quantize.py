@@ -152,7 +152,7 @@ class Selection:
 def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), unpack: bool = False) -> Selection:
     """Choose frozen weights with at least ``min_numel`` values, tied ones once. See the top of this section.
 
-    Parts that FSDP has sharded are resharded. With ``unpack``, weights that other libraries have packed count, too.
+    Parts that FSDP has sharded are resharded. With ``unpack``, weights packed by other libraries are chosen, too.
     """
     reshard(model)  # a parameter that fully_shard has gathered is a plain tensor, but still FSDP's
     selection, seen = Selection(), set()
@@ -162,14 +162,14 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), u
     under_fsdp = {part for module in fsdp_modules for part in module.modules()}
     for path, module in model.named_modules():
         shapes = {name: shape for name, (_, shape) in sharded[module].items()}
-        # FullyShardedDataParallel does not have modules show all of what it has sharded.
+        # Under FullyShardedDataParallel, modules do not show all parameters that it has sharded.
         shown = module._parameters | {name: parameter for name, (parameter, _) in sharded[module].items()}
         for name, parameter in shown.items():
             if parameter is None or parameter.requires_grad or id(parameter) in seen:
                 continue
             is_sharded = name in shapes and _fits(module, name, shapes[name])
             if isinstance(parameter, FlatParameter) and not is_sharded:
-                continue  # what else it holds may be a weight
+                continue  # another part of it may be a weight
             seen.add(id(parameter))
             sites = sites_of.get(id(parameter), [(path, module, name)])
             packed = packed_linear(parameter, [site for _, site, _ in sites]) if unpack and not is_sharded else None
@@ -286,9 +286,9 @@ def quantize_selected(
             "them from, before you wrap the model, or load it first"
         )
     if encoded is None:
-        # A generator: the memory that one weight is gathered or broadcast into is free before the next one's.
+        # A generator: memory that one weight is gathered or broadcast into is freed before the next one needs any.
         encoded = (encode_candidate(candidate, options) for candidate in selection.chosen)
-    # Also if nothing was chosen now: parts of the model may have bases, which become one.
+    # Made even if nothing was chosen now: parts of the model may have bases, which are merged into this one.
     base = FrozenBase.of(model) if selection.chosen or FrozenBase.below(model) else None
     bytes_before, bytes_after, stored = 0, 0, 0
     for candidate, (weight, row) in zip(selection.chosen, encoded, strict=True):
@@ -327,7 +327,7 @@ def encode_candidate(
         candidate: The weight.
         options: How to quantize.
         read: Returns its values. Default: those in the model.
-        stored: Its codes, if the codec keeps codes and they are not those in the model.
+        stored: Its codes, if the codec keeps stored codes and they come from elsewhere than the model.
     """
     parameter = candidate.parameter
     own_dtype = parameter.dtype if candidate.packed is None else candidate.packed.dtype
@@ -373,7 +373,7 @@ def _reader(candidate: FreezableWeight, options: FrozenOptions, device: torch.de
 
 
 def _from_first(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    # All values at once, though a rank keeps few of them: they are one rank's, and each rank needs others.
+    # The whole tensor is sent, though a rank keeps little of it: the first has all, and each needs another part.
     dist.broadcast(whole, src=dist.get_global_rank(group, 0), group=group)
     return whole
 
@@ -402,11 +402,12 @@ def quantize_for(
         strategy: The strategy; its parameter scope places the weights.
         module: The module that is about to be sharded, over the ranks of ``mesh``.
         mesh: The ranks of the strategy.
-        ignored: As FSDP was told, like ``device`` and ``dtype``.
+        ignored: Parameters that FSDP was told to ignore.
         device: Where FSDP moves the module to.
         dtype: The dtype that FSDP computes in.
         broadcast: The group whose first rank has the right values; None if every rank has them.
-        is_part: Whether other strategies shard the rest of the module, so that quantized weights stay where they are.
+        is_part: True if other strategies shard the rest of the module; weights that are quantized already then stay
+            where they are.
 
     Returns:
         Names of frozen parameters that stay as they are, by the reason.
@@ -468,11 +469,11 @@ def log_frozen(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> No
     for unit in quantizing:
         for reason, names in unit.left_unquantized.items():
             left.setdefault(reason, []).extend(names)
-    # A call that wraps more of a model finds what earlier calls have left, and wrapped.
+    # A later call, which wraps more of the model, finds parameters that earlier calls have left and wrapped.
     reasons = {reason: names for reason, names in left.items() if reason != SHARDED or len(left) == 1}
     stays = "; ".join(f"{len(names)} {reason} ({names[0]}, ...)" for reason, names in reasons.items())
     why = f"; frozen parameters that stay as they are: {stays}" if stays else ""
-    # Weights that are packed already take as little memory as the strategy wants.
+    # Packed weights take no more memory than the strategy wants, so they are no reason to warn.
     level = logging.INFO if any(reason.startswith(PACKED) for reason in left) else logging.WARNING
     if quantizing[0].ranks.rank == 0:
         logger.log(

@@ -60,7 +60,7 @@ _ALTERNATIVES = {
 """Keys of axolotl that ask for what a strategy can't honour, and what to do instead."""
 
 _PACKED = ("load_in_4bit", "load_in_8bit")
-"""Keys that have bitsandbytes pack layers, which a base takes over."""
+"""Keys that make bitsandbytes pack layers; a base takes these layers over."""
 
 _SIZES = {
     "dp_replicate_size": _HSDP,
@@ -126,7 +126,7 @@ class StrategyPlugin(BasePlugin):
         if cfg.get("fsdp_zpp") is None:
             return
         if quantizes(strategy_of(cfg["fsdp_zpp"])) and all(cfg.get(kernel) is None for kernel in _LORA_KERNELS):
-            cfg.update(dict.fromkeys(_LORA_KERNELS, False))  # which axolotl would set if they were left out
+            cfg.update(dict.fromkeys(_LORA_KERNELS, False))  # or axolotl would switch them on
         # Preprocessing, inference and merging run in one process, where nothing is sharded.
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return
@@ -144,7 +144,7 @@ class StrategyPlugin(BasePlugin):
             cfg["gradient_checkpointing_kwargs"] = {"use_reentrant": False}  # axolotl's own default is True
 
     def get_training_args(self, cfg: DictDefault) -> dict[str, Any] | None:
-        """Tell Trainer of CPUs, without which it refuses bf16 on them."""
+        """Tell Trainer to use CPUs; otherwise it refuses bf16 on them."""
         return {"use_cpu": True} if cfg.fsdp_zpp is not None and _on_cpus() else None
 
     def post_trainer_create(self, cfg: DictDefault, trainer: Trainer) -> None:
@@ -159,7 +159,8 @@ class StrategyPlugin(BasePlugin):
 
         use_strategy(trainer, strategy_of(cfg.fsdp_zpp))
         # With adapters and FSDP2 axolotl writes the final files itself, but only weights whose names have "lora_" in
-        # them, without what lora_modules_to_save has trained. Told of no version, it leaves that to the trainer.
+        # them, without what lora_modules_to_save has trained. Without a version, it leaves the final files to the
+        # trainer.
         cfg.fsdp_version = None
 
 
@@ -170,7 +171,7 @@ def _on_cpus() -> bool:
 
 
 def _choose_device() -> None:
-    """Keep axolotl from making a mesh of GPUs where there are none; only parallelisms that are refused use it."""
+    """Keep axolotl from making a mesh of GPUs on CPUs; only refused parallelisms would use that mesh."""
     if _on_cpus():
         from axolotl.loaders import ModelLoader
 

@@ -73,7 +73,7 @@ class Candidate:
     Args:
         strategy: The strategy. For one of torch's, that which sends the same here, and keeps the same but for gradients
             of several micro-batches, which torch accumulates in the dtype in which it reduces them.
-        title: Name of a preset, or of torch's strategy; None has letters alone.
+        title: Name of a preset, or of torch's strategy; None for letters alone.
         torch: Name of torch's ``ShardingStrategy``; None for a strategy of this package.
         coarser: True if the base is coarser than the preset's, to fit or to send less.
         instead: Strategies to use here for one of torch's, in this order, if gradients in fp32 do not fit.
@@ -107,9 +107,9 @@ def of_torch(case: Case) -> Iterator[Candidate]:
 def presets(case: Case, frozen: Codec | FrozenName | None) -> Iterator[Candidate]:
     """Yield presets with their codecs: of ZeRO++, and of MixZ++ if parts of the model are frozen.
 
-    On a single node with fast links ZeRO++'s codecs are inactive, so it is left out. If links inside nodes are slow,
-    each GPU as a node is a candidate, too, where that is not what links decide. Without a codec of the frozen base,
-    those that there are, and a base without one, are compared.
+    On a single node with fast links ZeRO++'s codecs are inactive, so it is left out. If links inside nodes are slow, a
+    variant that counts each GPU as a node is yielded, too, unless slow links make that the default already. Without a
+    codec of the frozen base, those that there are, and a base without one, are compared.
     """
     cluster, accumulates = case.cluster, case.work.micro_batches > 1
     found: list[Candidate] = []
@@ -166,7 +166,7 @@ def line_of(strategy: Strategy, gpus_per_node: int | None = None) -> str:
 
 
 def _call(strategy: Strategy) -> tuple[str, set[str]]:
-    # The first of equally short calls is taken: MixZ++'s for a quantized base.
+    # min() takes the first of equally short calls, so MixZ++ goes first for a quantized base.
     names = sorted(PRESETS, key=lambda name: name != "mixzpp" or strategy.frozen is None)
     calls = [(f"Strategy.{name}", _differences(strategy, getattr(Strategy, name)())) for name in names]
     calls.append(("Strategy", {"levels": strategy.levels} | _differences(strategy, Strategy())))
@@ -206,8 +206,8 @@ class Estimate:
 
     Args:
         strategy: The strategy of all parameters. Its ``gpus_per_node`` counts those ranks of a node that it shards
-            over. For a row of torch's, the strategy here that sends the same or, if that does not fit as it accumulates
-            in fp32, one that reduces each micro-batch.
+            over. For a row of torch's, the strategy here that sends the same. If its accumulation in fp32 does not fit,
+            one that reduces each micro-batch.
         topology: The layout of the ranks that it shards over; with expert parallelism, that of the other parameters.
         volume: Bytes that one GPU sends in an optimizer step.
         inter_node_bytes: Bytes that all GPUs of a node together send to other nodes in an optimizer step.
@@ -267,7 +267,7 @@ TOLERANCE = 0.03
 """Times within this fraction of the shortest count as equal: predictions are no better, and machines drift as much."""
 
 LESS_MEMORY = 0.1
-"""Fraction of a row's memory that is worth codecs: that of a quantized base, not of what a step's buffers take."""
+"""Fraction of memory that codecs must save to be worth it: a quantized base saves more, a step's buffers less."""
 
 
 def choose(estimates: Sequence[Estimate], slow_links: bool) -> Estimate | None:
@@ -306,7 +306,7 @@ def _is_lossy(estimate: Estimate) -> bool:
 
 
 def _fame(estimate: Estimate) -> tuple[bool, bool]:
-    """Return a key that sorts presets and torch's strategies first, and variations of presets behind them."""
+    """Return a sort key: presets and torch's strategies first, presets with a coarser base next, letters last."""
     return estimate.title is None, estimate.candidate.coarser
 
 

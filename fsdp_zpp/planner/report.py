@@ -17,7 +17,7 @@ from .model_size import Axes, Case
 
 
 def notes_on(case: Case, codecs: Strategy, resolved: ResolvedStrategy) -> list[str]:
-    """Return what was assumed, and which ``codecs`` of the letters have no effect where they are ``resolved``."""
+    """Return what was assumed, and which ``codecs`` of the letters the ``resolved`` strategy does not use."""
     cluster, work, budget = case.cluster, case.work, case.budget
     notes = [
         f"Activations are assumed to take {budget.activations:g} GiB a GPU, and {budget.reserve:g} GiB are in reserve."
@@ -169,7 +169,7 @@ _COLUMNS: dict[str, Callable[[Estimate], str]] = {
     "step": lambda row: seconds(row.time.total),
 }
 _UNITS = {"weights": "GiB a GPU:", "out of node": "GB a step:", "communication": "predicted:"}
-"""Text above columns, from the named one to the next that is named."""
+"""Text above groups of columns; each group begins at the column named here."""
 
 _LEGEND = """\
 weights: kept beside the shards. shards: what the optimizer updates, and frozen weights.
@@ -210,7 +210,7 @@ def shown_rows(plan: Plan) -> tuple[list[Estimate], int]:
     """Return the rows to show in their order, and how many are left out."""
     ranked = sorted(
         plan.rows,
-        # The choice is the fastest only within a tolerance, so it goes first by name.
+        # The choice is the fastest only within a tolerance, so it is put first explicitly.
         key=lambda e: (e is not plan.choice, not e.fits, e.time.total, e.time.communication, e.memory.total),
     )
     if plan.rows == plan.estimates:

@@ -39,23 +39,23 @@ from .unit import ParameterUnit, StrategyUnit, units_of, warn_of_unmatched
 # good, and this is checked where all ranks pass: at the end of every backward and at every step.
 #
 # Users may leave parameters of which their rank has no element out of their optimizers. So a unit of which some rank
-# has none changes with every step: it is too small for that to matter, and ranks could not tell otherwise.
+# holds no element counts as changed by every step: it is too small for that to matter, and that rank could not tell.
 #
 # A step after the backward changes all units that change at all, whichever of them its optimizer holds. A step in the
 # backward, by one of many optimizers, changes only those that it holds: the backward still needs the others' weights,
 # and if they were stale, it would send all of them between nodes again. When gradients are synchronized, all units that
-# change are declared stale, on all ranks. So ranks can differ only on a unit of which some step and others hold
-# nothing, and only until then, which matters if the backward uses the unit again.
+# change are declared stale, on all ranks. Until then, ranks can differ on a unit that some ranks step and others hold
+# nothing of. This matters only if the backward uses the unit again.
 #
 # [Note: The end of a step]
 # Several optimizers may make a part of a step each. Optimizers in the backward step on each unit's gradients before the
-# whole model's are synchronized; such a step ends with the synchronization. Otherwise the first optimizer that steps
-# after it ends the step.
+# whole model's are synchronized; such a step ends with the synchronization. Otherwise a step ends with the first
+# optimizer that steps after the synchronization.
 #
 # [Note: Which backwards are micro-batches]
-# A step may rightly follow several backwards that synchronize gradients: of several losses of one forward, of the other
-# half of a GAN, whose gradients are cleared, or in a script that does so once. So a backward counts only if a forward
-# of the whole model preceded it; clearing gradients restarts the count; and a warning comes only when two
+# A step may rightly follow several backwards that synchronize gradients: one forward may have several losses, the other
+# half of a GAN has its own, whose gradients are cleared, and a script may do so just once. So a backward counts only if
+# a forward of the whole model preceded it; clearing gradients restarts the count; and a warning comes only when two
 # steps in a row have several, with no step of another model's optimizer between. A forward that activation
 # checkpointing repeats is a layer's, not the model's.
 
@@ -68,7 +68,8 @@ logger = logging.getLogger("fsdp_zpp")
 class StepTracker:
     """Hears of backwards, steps and cleared gradients, tells the units of a model, and warns of mistakes once each.
 
-    Without a ``root``, whose name is ``model``, it warns of nothing. Some rank holds no part of units ``too_small``.
+    Without a ``root``, whose name is ``model``, it warns of nothing. Units in ``too_small`` are those of which some
+    rank holds no part.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class StepTracker:
 
     def _before_forward(self, root: nn.Module, *inputs: object) -> None:
         if torch.is_grad_enabled():
-            self._has_run = True  # which is not read here, so that no graph is specialized on it
+            self._has_run = True  # only written here: a compiled graph would be specialized on a value that it reads
 
     def backward_ended(self, synchronized: bool) -> None:
         if synchronized:
@@ -135,7 +136,7 @@ class StepTracker:
         if not self._holds_any(ids):
             self._others_stepped = True
             return
-        self._last_scaler = None  # with a step units forget the scaler, so they must be told of it again
+        self._last_scaler = None  # units forget the scaler at a step, so they must be told of it again
         if running_backward() is None:
             self._make_stale(ids)
         else:
@@ -145,7 +146,7 @@ class StepTracker:
         self._step_made(ids, getattr(optimizer, "found_inf", None))
 
     def optimizer_switched(self, optimizer: Optimizer) -> None:
-        """Handle a change of an optimizer between training and evaluation, which may change weights by more."""
+        """Handle an optimizer's switch between training and evaluation; it may change weights more than a step."""
         ids = _parameter_ids(optimizer)
         if self._holds_any(ids):
             self._make_stale(ids, by_step=False)
@@ -198,7 +199,7 @@ class StepTracker:
     # ---- the end of a step
 
     def _step_ended(self, optimizer: object) -> None:
-        """Handle a step, made or skipped; only the first one after a synchronization ends the model's."""
+        """Handle a step, made or skipped; only the first after a synchronization ends the model's step."""
         if self._local_training is not None:
             self._local_training.moments.saw(optimizer)
         backward = running_backward()
@@ -250,7 +251,7 @@ class StepTracker:
     # ---- weights that are stale
 
     def _find_changing(self, ids: Collection[int] = ()) -> None:
-        """Find the units that have begun to change, some by an optimizer of ``ids``, at a point that all ranks pass."""
+        """Find units that have begun to change, or hold ``ids`` of an optimizer, at a point that all ranks pass."""
         others: list[ParameterUnit] = []
         untrained: list[ParameterUnit] = []
         for unit in self._others:
@@ -265,7 +266,7 @@ class StepTracker:
         self._warn_of_frozen([unit for unit in untrained if unit.keeps_weights])
 
     def _make_stale(self, ids: Collection[int] = (), *, by_step: bool = True) -> None:
-        """Declare the weights of units that change stale, for a write made or to come."""
+        """Declare stale the weights of all units that change, for a write made or to come."""
         self._find_changing(ids)
         for unit in self._changing:
             unit.invalidate(by_step=by_step)
@@ -294,7 +295,7 @@ class StepTracker:
             )
 
     def _check_optimizer(self) -> None:
-        self._optimizer_is_known = True  # or is said to be unknown, once
+        self._optimizer_is_known = True  # or the warning below says, once, that it is not
         is_given = any(getattr(p, IN_OPTIMIZER, False) for unit in self._units for p in unit.sharded.parameters())
         if not is_given and any(unit.sharded.is_trained() for unit in self._units):
             self._warn(
@@ -393,8 +394,8 @@ def _call_after(owner: type, method: str, hook: Callable[..., None]) -> None:
 
 # Schedule-free optimizers train other weights than they evaluate, and parameters hold one kind at a time: their
 # ``train`` and ``eval`` write to them. torch's own optimizers have no such methods. Trainer calls ``train`` before each
-# micro-batch, so a call that repeats the last one changes nothing; every other one is an event, which all ranks see,
-# like a step.
+# micro-batch, so a call that repeats the last mode is ignored; a change of mode is an event, which all ranks see, like
+# a step.
 
 
 def _mode_called(mode: str, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
@@ -507,7 +508,7 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -
     else:
         training = LocalTraining(model, [*fragments], *how)
     root.register_forward_pre_hook(training.before_forward, prepend=True)
-    # FSDP sets up its model in a forward, whose hooks have already run, or for a state dict that is to be loaded.
+    # FSDP sets up its model in a forward, after its pre-hooks have run, or in order to load a state dict.
     if all(unit.loaded_state is None for unit in fragments.values()):
         training.before_forward(root)
     for unit in fragments.values():
@@ -549,7 +550,7 @@ def _check_agreement(model: str, units: Sequence[StrategyUnit]) -> None:
         facts = {}
         for unit in units:
             if unit.ranks.group is group:
-                # A node size that was left to the launcher and the same one given explicitly are no difference.
+                # A node size may be given on one rank and left to the launcher on another, if both are the same.
                 strategy = replace(unit.strategy, gpus_per_node=unit.ranks.topology.gpus_per_node)
                 facts[unit.sharded.name] = (
                     f"{strategy}, {shard_signature(unit.sharded.shards())}{', packed' * unit.packed}"

@@ -124,7 +124,7 @@ def error_buffer_specs(
     """Return the error buffers of a gradient reduction, by the name of the transfer.
 
     ``"intra"`` and ``"inter"`` are the two hops. ``"back"`` gathers the sums back if the optimizer scope is not ``G``.
-    They are encoded once more, by the codec of the hop that made them, and have errors if that hop has.
+    The sums are encoded again, by the codec of the hop that made them, and have errors if that hop does.
 
     ``codecs`` are those of the intra-node and of the inter-node hop. A rank keeps ``numel`` values of the gradient.
     """

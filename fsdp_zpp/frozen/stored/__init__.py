@@ -28,7 +28,7 @@ FORMATS: dict[str, tuple[Known, tuple[type[StoredFormat], ...]]] = {
     "compressed-tensors": (format.COMPRESSED_TENSORS_SETTINGS, (PackedIntegers, Fp8)),
 }
 
-# Ends of the names of tensors that belong to the codes of a weight.
+# Suffixes in the names of tensors that belong to the codes of a weight.
 _OF_CODES = ("scale", "scale_inv", "scale_2", "global_scale", "zero_point", "g_idx", "packed")
 
 
@@ -83,7 +83,7 @@ def find_stored(tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, 
 
 
 def _configs(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield each ``quantization_config`` of ``config.json``; models of several parts have one in a part's mapping."""
+    """Yield each ``quantization_config`` of ``config.json``; composite models have it in a part's mapping."""
     if own := setting(content, "quantization_config", dict):
         yield own
         return

@@ -35,9 +35,9 @@ from .kernels import (
 class Launch:
     """A launch of a kernel that lacks only the tensors and factors, which are the kernel's first arguments.
 
-    On NVIDIA GPUs, Triton compiles another kernel for another device, dtype, or alignment of an address to 16 bytes. In
-    all calls of one launch these must be the same for each tensor; ``ops.py`` ensures it for the tensors that it gets,
-    and tensors that ops allocate are aligned.
+    On NVIDIA GPUs, Triton compiles another kernel for another device, dtype, or alignment of an address to 16 bytes.
+    They must not change for a tensor from one call of a launch to the next; ``ops.py`` ensures it for the tensors that
+    it gets, and tensors that ops allocate are aligned.
 
     Args:
         kernel: A Triton kernel, compiled or interpreted. Each argument besides tensors and factors must be in its
@@ -45,7 +45,7 @@ class Launch:
         grid: Programs along each axis.
         tiling: Warps of a program, and registers of a thread.
         payload: Shape of the payload that the launch allocates, passes as the second argument and returns; or None.
-        fixed: The kernel's remaining arguments, by name; it need not have all.
+        fixed: The kernel's remaining arguments, by name; those that it does not have are dropped.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class Launch:
     ) -> None:
         self._kernel, self._grid = kernel, grid
         self._payload = None if payload is None else _shape_and_strides(payload)
-        # Without fusion: a product that is contracted into a sum is not rounded, as it is in the reference.
+        # Without fusion: an FMA would not round the product before it adds, and the reference does.
         self._options: dict[str, object] = {"num_warps": tiling.num_warps, "enable_fp_fusion": False}
         if tiling.max_registers is not None:  # an option of NVIDIA GPUs alone
             self._options["maxnreg"] = tiling.max_registers
         # A compiled kernel takes its arguments by position alone.
         self._fixed = tuple(fixed[name] for name in kernel.arg_names if name in fixed)
         self._compiled: Callable[..., None] | None = None
-        self._device = -1  # of a CPU, where kernels are interpreted
+        self._device = -1  # get_device() of a CPU tensor; kernels are interpreted there
 
     def __call__(self, first: Tensor, *others: Tensor | float) -> Tensor | None:
         """Enqueue the kernel in the current stream of the tensors' device; return the payload that is allocated.
@@ -74,7 +74,7 @@ class Launch:
         """
         payload = None
         if self._payload is not None:
-            # new_empty, which also has a form with names, would take half as long again to tell which is called.
+            # new_empty would take half as long again, since it also has a form with names to tell apart.
             payload = first.new_empty_strided(*self._payload, dtype=torch.uint8)
             others = (payload, *others)
         if self._compiled is None:
@@ -243,7 +243,7 @@ def eviction(nbytes: int) -> str:
 # Operations in Triton: one launch each, transposition and padding included, without temporaries.
 #
 # The functions rely on the checks of ``ops.py`` and prepare a call. Each has a twin of the same name and signature in
-# ``reference.py`` and equals its results bit for bit. ``kernels.py`` builds the kernels of the parts in ``tiles.py``.
+# ``reference.py`` and equals its results bit for bit. ``kernels.py`` builds the kernels from the parts in ``tiles.py``.
 
 
 def quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -297,7 +297,7 @@ def quantize_with_feedback(
         payload=layout,
         GROUP=group(dtype, layout),
     )
-    # 1 - beta in fp64, as in the reference; from an fp32 beta, the kernel's could differ in the last bit.
+    # 1 - beta in fp64, as in the reference; a kernel that has an fp32 beta could get another last bit.
     return lambda values, errors, beta: launch(values, errors, beta, 1 - beta)
 
 
