@@ -206,7 +206,9 @@ class TorchFSDP(Training):
     def _materialize(self, module: nn.Module, base: Any) -> None:
         materialize(module, base, self._task.place)
         if self._contender.base is not None:
-            quantize_frozen_params(module, self._contender.base)
+            strategy = self._contender.strategy
+            nodes = strategy.gpus_per_node if isinstance(strategy, Strategy) else None
+            quantize_frozen_params(module, self._contender.base, gpus_per_node=nodes)
 
     def _shard(self, module: nn.Module) -> nn.Module:
         half = torch.bfloat16
@@ -322,7 +324,9 @@ class Contender:
         if self.base is None:
             return self._made
         codec = repr(self.base).replace("block=", "")
-        return f"quantize_frozen_params(model, {codec}), then wrap the whole model once by {self._made}"
+        given = getattr(self.strategy, "gpus_per_node", None)
+        nodes = "" if given is None else f", gpus_per_node={given}"
+        return f"quantize_frozen_params(model, {codec}{nodes}), then wrap the whole model once by {self._made}"
 
     @property
     def _made(self) -> str:
