@@ -1,4 +1,4 @@
-"""A run: the links, then each strategy in turn, then what to do."""
+"""A run: it measures the links, then each strategy in turn, then recommends one."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def synchronize(task: Task) -> None:
 
 
 class PeakMemory:
-    """Peaks of a contender's memory, above ``left_gib`` of earlier ones: not all libraries free theirs."""
+    """Peaks of a contender's memory, less ``left_gib``, which earlier contenders' libraries did not free."""
 
     def __init__(self, task: Task) -> None:
         self._on_gpu = task.device == "cuda"
@@ -141,7 +141,7 @@ def timed_steps(task: Task, training: Training, tokens: torch.Tensor, steps: int
 
 
 def step_times(task: Task, whole: list[float], host: list[float]) -> list[MeasuredStep]:
-    """Return this rank's times with the slowest rank's for the host. Collective."""
+    """Pair this rank's step times with the slowest rank's host times. Collective."""
     slowest = torch.tensor(host, dtype=torch.float64, device=task.place)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return [MeasuredStep(*both) for both in zip(whole, slowest.tolist(), strict=True)]
@@ -252,7 +252,7 @@ def measure_all(arguments: argparse.Namespace, config: Any, place: torch.device)
     links = measure_links(arguments.gpus_per_node, place.type)
     task = _task(arguments, config, links, place.type)
     planner = Planner(module_size(network(task)), task, links, free_gib(place))
-    # Ranks may have different packages, but they must try the same.
+    # Ranks may have different packages, but they must try the same strategies.
     names = arguments.strategies or from_first_rank(",".join(candidates(planner)))
     contenders = agree(world(), lambda: named_contenders(names, arguments.gpus_per_node, bool(task.lora)))
     notes = (_ON_CPU,) if place.type == "cpu" else ()

@@ -26,7 +26,7 @@ from .flat_layout import Extent, FlatLayout, Piece
 
 @dataclass(frozen=True)
 class HeldErrors:
-    """Errors of the parameters in the present gradient, and ``parked`` ones of parameters in earlier ones.
+    """Errors of parameters in the present gradient; errors of parameters that only earlier ones had are ``parked``.
 
     ``state`` is fp32 [chunks * numel], or uint8 [chunks, codec.nbytes(numel)]; kernels update it in place. Parked
     errors have the same form and are never changed in place. See [Note: Identity] in flat_layout.py.
@@ -59,7 +59,7 @@ class HeldErrors:
         return values if self.codec is None else self.codec.encode(values.contiguous().view(-1), 1, chunks)
 
     def in_extent(self, extent: Extent) -> HeldErrors:
-        """Return the errors for another gradient; errors of parameters that it lacks are parked until one has them."""
+        """Return the errors for another gradient; errors of parameters that it lacks are parked for a later one."""
         old, new = self.extent.layout, extent.layout
         # If chunks may cut the layout anywhere, a value that moves to another rank starts from zero there.
         if old is None or new is None or self.extent.is_whole != extent.is_whole:
@@ -115,7 +115,7 @@ class HeldErrors:
         scales.copy_(((scales * factor).view(torch.int32) & SCALE_MASK).view(torch.float32))
 
     def put_back(self, where: Tensor, before: Tensor) -> None:
-        """Return to the errors of the state ``before`` in the places ``where``, bool [chunks * numel], in place."""
+        """Restore the errors of the state ``before`` in the places ``where``, bool [chunks * numel], in place."""
         if self.codec is None:
             torch.where(where, before, self.state, out=self.state)
             return
@@ -124,7 +124,7 @@ class HeldErrors:
         values = torch.where(where, earlier, self.values())
         self.state.copy_(self._encoded(values, chunks))
         # A block may also hold errors of neighbours, which change its scale in every step. Errors that are put back
-        # would be rounded as often. So the block keeps its scale, under which they are exact, or doubles it.
+        # would be rounded anew each time. So the block keeps its scale, under which they are exact, or doubles it.
         layout = self.codec.layout
         blocks = [self._in_blocks(each, layout.block) for each in (values, where & (earlier != 0))]
         scales, was = layout.scales(self.state, numel), layout.scales(before, numel)
@@ -150,10 +150,10 @@ class HeldErrors:
 # recover.
 #
 # A parameter that a step does not use has zeros in place of a gradient. Its errors must wait: an optimizer must not
-# move a head that idles by what earlier steps have left out. So if a rank has not used a parameter in the step, zeros
-# are sent wherever its values at the hop are zero, and the errors there stay as they are. The values are zero unless
-# other ranks have used the parameter. Ranks may differ in the parameters that they have not used, since only the values
-# of what is sent depend on that.
+# move an unused head by errors of earlier steps. So if a rank has not used a parameter in the step, zeros are sent
+# wherever its values at the hop are zero, and the errors there stay as they are. The values are zero unless other ranks
+# have used the parameter. Ranks may differ in the parameters that they have not used, since only the values of what is
+# sent depend on that.
 #
 # Errors may decay: ``decay * e`` then takes the place of ``e`` in both formulas. With beta 0 this is the error feedback
 # of SparseLoCo (arXiv 2508.15706, algorithm 1), whose error is a momentum from which what was sent is subtracted.

@@ -54,8 +54,8 @@ class FlatLayout:
         pieces: The parts of the parameters, in order.
         starts: The offset of each piece in a chunk.
         numel: Number of values in a chunk; values between the pieces belong to no parameter.
-        exact: The bounds in a chunk of small parameters, which codecs leave as they are, in order.
-        is_fixed: Whether the flat tensor is the same whatever the pieces are, as in a flat parameter.
+        exact: The bounds, in a chunk and in order, of small parameters, which codecs leave as they are.
+        is_fixed: True if the flat tensor does not change with the pieces, as that of a flat parameter.
         boundaries: The offsets between two parameters that another parallelism shards differently, in order.
             See [Note: Copies].
     """
@@ -232,15 +232,15 @@ NO_PARAMETERS = FlatLayout.dense(())
 #
 # [Note: Copies]
 # Another parallelism shards some parameters of a unit over its ranks and leaves copies of others on them (tensor
-# parallelism: matrices, and norms, routers or latent projections). Copies must stay equal bit for bit, but their unit
-# has other neighbours on each of these ranks, and what shares a block with a neighbour is rounded as that demands. So
-# copies come first in a unit, in the same places on all of these ranks, and no block has values of parameters that are
-# placed differently: those that precede such a boundary in its block travel in the tail, too.
+# parallelism: matrices, and norms, routers or latent projections). Copies must stay equal bit for bit, but their
+# neighbours have other values on each of these ranks, and rounding depends on all values of a block. So copies come
+# first in a unit, in the same places on all of these ranks, and no block has values of parameters that are placed
+# differently: those that precede such a boundary in its block travel in the tail, too.
 
 SMALLEST = 128
-"""Parameters of several dimensions are sent exactly as long as, together, they are this part of a unit at most."""
+"""The smallest parameters of several dimensions are sent exactly, up to one in this many values of a unit in all."""
 
-_MULTIPLE = 4  # of which a tail's length must be one, so that rows stay aligned to 16 bytes
+_MULTIPLE = 4  # a tail's length is a multiple of it, so that rows stay aligned to 16 bytes
 
 
 def sent_exactly(shapes: Sequence[Sequence[int]]) -> list[bool]:
@@ -248,7 +248,7 @@ def sent_exactly(shapes: Sequence[Sequence[int]]) -> list[bool]:
     numels = [math.prod(shape) for shape in shapes]
     exact = [len(shape) < 2 for shape in shapes]
     left = sum(numels) // SMALLEST
-    # Choose the last ones of equal sizes: the choice stays the same once the chosen ones have been put last.
+    # Among equal sizes, choose the last ones: then moving the chosen ones to the end does not change the choice.
     for index in sorted(range(len(shapes)), key=lambda index: (numels[index], -index)):
         if not exact[index] and numels[index] <= left:
             exact[index] = True
@@ -270,7 +270,7 @@ def sharded_along(tensors: Iterable[tuple[DeviceMesh, Sequence[Placement]] | Non
 class ExactPlaces:
     """Places of the values that travel in the tails of some rows: indices in a flat tensor, int64 [rows, tail].
 
-    If a chunk has fewer small values than the tail, some are in it twice, or one that is not small is.
+    A chunk with fewer small values than the tail repeats its first one or, without any, its first value.
     """
 
     def __init__(self, indices: Tensor) -> None:
@@ -372,7 +372,7 @@ class Sharded:
         return ()
 
     def other_axes(self) -> Sequence[dist.ProcessGroup]:
-        """Return the ranks along other parallelisms' axes, which hold copies of parameters that these leave whole."""
+        """Return a group for each axis of another parallelism, whose ranks hold copies of what it does not shard."""
         return ()
 
     def is_trained(self) -> bool:

@@ -42,7 +42,7 @@ class SideStream:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._readers: set[torch.cuda.Stream] = set()  # as few as a device's streams, which torch uses in turn
+        self._readers: set[torch.cuda.Stream] = set()  # stays small: torch reuses a device's few streams in turn
 
     def after_current(self, device: torch.device) -> AbstractContextManager[object]:
         """Return the stream as a context; it waits for all work so far of the current stream and of its readers."""
@@ -57,7 +57,7 @@ class SideStream:
         return torch.cuda.stream(stream)
 
     def read_by_current(self) -> None:
-        """Note that the current stream reads tensors made in this one."""
+        """Remember that the current stream reads tensors made in this one."""
         for device in self._streams:
             self._readers.add(torch.cuda.current_stream(device))
 
@@ -81,9 +81,9 @@ def keep_until_read(tensor: Tensor) -> Tensor:
 
 # ---- coalescing
 #
-# All-gathers that start together, by a private name of torch's: as one collective of each process group and dtype.
+# All-gathers that start together, as one collective per process group and dtype, by a private function of torch's.
 #
-# Each collective takes a CPU tens of microseconds to start, and a network its latency.
+# Starting a collective costs the CPU tens of microseconds, and the network its latency.
 
 
 class Waitable(Protocol):
@@ -233,7 +233,7 @@ class Hop:
 def exchange_and_sum(
     hop: Hop, codec: Codec, payload: Tensor, out: Tensor, factor: float, label: str, exact: ExactPlaces | None
 ) -> None:
-    """Make the last hop of a reduction to a chunk on each rank.
+    """Make the last hop of a reduction, after which each rank has its chunk.
 
     ``payload`` is uint8 [size, nbytes], by destination; ``out`` receives the sum times ``factor``, flat, with its small
     values at the places ``exact``.

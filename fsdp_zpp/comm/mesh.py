@@ -68,7 +68,7 @@ def compute_device(group: dist.ProcessGroup | None, device: torch.device | str |
 
 # ---- rank names
 
-# Set by who is given a mesh, since a process group does not know of which mesh it is an axis.
+# Set by code that is given a mesh, since a process group does not know the mesh that it is an axis of.
 _axes: WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[str, ...], Tensor]] = WeakKeyDictionary()
 
 
@@ -145,7 +145,7 @@ def launched_on_each_node() -> int:
 
 
 def described() -> str:
-    """Return the launcher's variables as text for a comparison between ranks, where it gives no layout of a group."""
+    """Return the launcher's variables as text for ranks to compare, if the launcher gives no layout of a group."""
     tasks = _tasks_on_each_node()
     if "LOCAL_WORLD_SIZE" in os.environ or not tasks:
         return f"LOCAL_WORLD_SIZE={os.environ.get('LOCAL_WORLD_SIZE')}"
@@ -156,7 +156,7 @@ def described() -> str:
 def _by_torchrun() -> int:
     local_world, nodes = _positive("LOCAL_WORLD_SIZE"), _positive("GROUP_WORLD_SIZE")
     if nodes and nodes * local_world != dist.get_world_size():
-        # A rank knows its own node's size alone, but where sizes differ hardly any node has the average's.
+        # A rank knows only its own node's size, but if sizes differ, hardly any node has the average size.
         raise _unequal(nodes, local_world)
     return local_world
 
@@ -204,13 +204,13 @@ def _place_on_nodes() -> str:
 #
 # [Note: Names of groups]
 # Members that make a group among themselves meet in the job's store under the group's name. torch derives this name
-# from a count of groups that each member keeps: in torch 2.11 to 2.13, of those that it has been in, so that members
-# whose counts differ wait for each other forever (one more group that only some of them are in is enough, such as that
-# of a pipeline's first and last stage); from 2.14 on, of those that it has made, so that members of a group that only
-# they have made wait forever for the others when all ranks make the next one. So our groups are named by their ranks,
-# and by how many groups of these very ranks the job has had before. All members have made those, so they agree on the
-# number without asking; it grows with every group, so that a group that is made again does not find in the store what
-# an older one has left there.
+# from a count of groups that each member keeps. In torch 2.11 to 2.13 a member counts the groups that it has been in:
+# members whose counts differ (after one more group that only some are in, such as a pipeline's first and last stage)
+# wait for each other forever. From 2.14 on it counts those that it has made: if only some ranks have made a group, they
+# wait forever for the others when all ranks make the next one. So our groups are named by their ranks, and by how many
+# groups of these very ranks the job has had before. All members have made those, so they agree on the number without
+# asking; it grows with every group, so that a group that is made again does not find in the store what an older one has
+# left there.
 #
 # A DeviceMesh knows its groups by name alone, but meshes are equal if their ranks are. torch caches the results of
 # operations on DTensors, meshes included, and finds them by equality. So a model may compute with the mesh of an
@@ -219,7 +219,7 @@ def _place_on_nodes() -> str:
 # another order they have other names. So torch must forget what it has cached when the first unit over a group is made,
 # and when groups end.
 
-# Counts of groups of the same ranks that were made in the job, by default group.
+# Counts of groups of the same ranks that were made in the job, keyed by the default group.
 _made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
@@ -262,7 +262,7 @@ def forget_equal_meshes() -> None:
 
 
 def _free_ended_groups() -> None:
-    """Remove ended groups from all meshes, since their threads live as long as they do."""
+    """Remove ended groups from all meshes: a group that a mesh still refers to keeps its threads."""
     # Until torch 2.12, the cache that is cleared in C++ never lets go of the meshes in it.
     for mesh in gc.get_objects():
         if type(mesh) is DeviceMesh:
@@ -310,7 +310,7 @@ class ProcessMesh:
 
 
 _Subgroup = dist.ProcessGroup | Literal["whole"] | None
-"""A hop's group; ``whole`` stands for the group itself, which it would keep alive."""
+"""A hop's group; ``whole`` stands for the parent group, since a reference here would keep that alive."""
 # A group's subgroups are made once, however many layers ask for them.
 _own_ranks: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()

@@ -34,7 +34,7 @@ from .mesh import ProcessMesh
 _version_of = attrgetter("_version")
 
 CHECK = "FSDP_ZPP_CHECK"
-"""The environment variable that has what gathers reuse compared with the shards; see the docs of secondary shards."""
+"""The environment variable to compare reused weights with the shards; see the docs of secondary shards."""
 
 
 class ShardVersion:
@@ -89,14 +89,14 @@ class CheckpointedShard(TypedDict):
 #
 # Weights are encoded once, from the full-precision shard, and the inter-node hop gathers them among ranks of the same
 # local index; its result on a rank, uint8 [nodes, nbytes], is the *secondary shard*, which the intra-node hop gathers.
-# Kept, still encoded, the secondary shard is ZeRO++'s hpZ: later gathers start at the intra-node hop. All ranks, the
-# owner too, decode the same bytes, so they compute with the same weights bit for bit.
+# A secondary shard that is kept, still encoded, is ZeRO++'s hpZ: later gathers start at the intra-node hop. All ranks,
+# the owner too, decode the same bytes, so they compute with the same weights bit for bit.
 #
 #     empty --hold()--> fresh, at a version of the weights --mark_stale()--> stale, perhaps with a base for a delta
 #                         ^                                                    |
 #                         +-------------------------- hold() ------------------+
 #
-# ``gather_inter_node`` makes what it holds, for several units at once.
+# ``gather_inter_node`` makes the payloads that are held, for several units at once.
 #
 # [Note: Staleness]
 # A kept secondary shard is stale once the weights have changed. Ranks that disagree on that would enter different
@@ -319,7 +319,7 @@ class SecondaryShard:
             return {"row": None, "fresh": False, "fingerprint": None}
         if self._ready is not None:
             self._ready.synchronize()
-        # Only now: before the first forward there is no shard to be read.
+        # Only after the returns above: before the first forward there is no shard to be read.
         readable = self.source is not None and self.source.can_be_read()
         weights = torch.cat(list(self.source.read().tensors)) if readable and self.source is not None else None
         row = held[self.own_node : self.own_node + 1].cpu().clone()
@@ -362,7 +362,7 @@ class StaleShard(NamedTuple):
 
 @torch.no_grad()
 def gather_inter_node(stale: Sequence[StaleShard]) -> None:
-    """Make secondary shards fresh whose hops are over the same ranks, in the current stream. Collective."""
+    """Make fresh, in the current stream, secondary shards whose hops are over the same ranks. Collective."""
     # One collective sends all of them; each shard from a checkpoint takes another one.
     first, last = stale[0].shard, stale[-1].shard
     label = first.label if first is last else f"{first.label} to {last.label}"
@@ -442,7 +442,7 @@ class Run:
 
     def receive(self, gathered: Tensor) -> Tensor:
         """Make secondary shards, uint8 [rows * nodes, nbytes], from all nodes' payloads [nodes, rows, nbytes]."""
-        by_shard = gathered.transpose(0, 1).flatten(0, 1).contiguous()  # a part of longer rows is not
+        by_shard = gathered.transpose(0, 1).flatten(0, 1).contiguous()  # parts of longer rows are not contiguous
         codec = self._codec
         if self._base is None or not sends_deltas(codec):
             return by_shard

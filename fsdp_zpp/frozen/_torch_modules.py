@@ -73,7 +73,7 @@ def _flattened_parameters(model: nn.Module) -> dict[nn.Module, Shown]:
 Frozen: TypeAlias = "FrozenWeight | FrozenTensor"
 
 
-# Dynamo would trace into the gather, and take its buffers, and whether they hold the weight, for constants.
+# Dynamo would trace into the gather and treat its buffers, and whether they hold the weight, as constants.
 @torch.compiler.disable
 def frozen_linear(x: Tensor, weight: Frozen, bias: Tensor | None) -> Tensor:
     """Apply ``F.linear`` to x [..., in] with a frozen weight [out, in], in the dtype of ``x``, or autocast's."""
@@ -160,7 +160,7 @@ class FrozenTensor(Tensor):
         return self.dense(self.dtype, self.device)
 
     def dense(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the weight as a plain tensor, for callers that autograd does not look into. Collective."""
+        """Return the weight as a plain tensor, for callers whose operations autograd does not record. Collective."""
         views = self.views
         if views and len(self.frozen.shape) == 3 and views[0].func is _SELECT and views[0].args[0] == 0:
             dense, views = self.frozen.dense_row(views[0].args[1], dtype, device), views[1:]
@@ -457,7 +457,7 @@ def _frozen_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
-    # Past the tensor that stands for the weight: making one takes CPU time in every call.
+    # Bypass the tensor that stands for the weight, since making one takes CPU time in every call.
     own = vars(self)
     if own[_REPLACED] or "weight" in own or "weight" in own["_parameters"]:
         return _replaced_linear(x, self.weight, self.bias)

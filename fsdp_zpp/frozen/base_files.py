@@ -53,9 +53,9 @@ _FILE = re.compile(rf"frozen_base-(?:[0-9a-f]{{16}}-)?[0-9]{{5}}\.safetensors|{r
 
 
 def write_whole(path: Path, text: str, check: Callable[[], None] = lambda: None) -> None:
-    """Write a file, which is whole, or the one that was there before, wherever this is cut off.
+    """Write a file; wherever this is cut off, either the whole file or the previous one is there.
 
-    All other files that were written to its folder are named on disk before it is.
+    The folder's other new files have their names on disk before this one has its own.
 
     Args:
         path: The file.
@@ -85,7 +85,7 @@ def to_disk(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what saves have written that the index does not name. It ignores errors: leftover files do no harm."""
+    """Remove saves' files that the index does not name. It ignores errors: leftover files do no harm."""
     with suppress(OSError, ValueError):
         files = [path for path in folder.iterdir() if _FILE.fullmatch(path.name)]
         # After the files are listed: those of an index that another save makes meanwhile stay.
@@ -107,8 +107,8 @@ def remove_leftovers(folder: Path) -> None:
 #
 # Each save writes files under new names, with a token of its own, then replaces the index, then removes all that the
 # index does not name. So a folder has the older base until the index is replaced, and the newer one afterwards, never a
-# mix, wherever a save is cut off. If two jobs save into one folder, the files of one are removed before it is done, and
-# that one raises an error in place of making its index.
+# mix, wherever a save is cut off. If two jobs save into one folder, one removes the other's files, and the other raises
+# an error instead of making its index.
 
 FORMAT = "fsdp_zpp"
 VERSION = 1
@@ -505,7 +505,7 @@ def load_frozen_params(
 
     selection, kept_on = agree(group, check)
     selection.check_agreement("load_frozen_params", model, group, gpus_per_node, {"placement": placement})
-    # After the ranks have agreed, since it makes process groups, in which different node sizes would hang.
+    # After the ranks have agreed: it makes process groups, which would hang with different node sizes.
     where = place_base(model, placement, group, gpus_per_node)
     read = agree(
         group, lambda: _read(model, selection, Path(path), where, kept_on), lambda read: read.index, OTHER_FILES

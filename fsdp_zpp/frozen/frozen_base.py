@@ -111,7 +111,7 @@ Groups = dict[tuple[str, Placement], list[FrozenWeight]]
 
 
 class FrozenBase:
-    """All frozen weights of one model, or of as much of it as ``root``.
+    """All frozen weights of ``root``, a model or a part of one.
 
     Attributes:
         traffic: Bytes that its gathers have sent.
@@ -194,7 +194,7 @@ class FrozenBase:
         groups = self._group(root)
         # Before the first gather: ranks with different units would gather payloads of different sizes.
         _check_agreement(model, groups)
-        self._check_replicas(model, groups)  # before there are units, or a second use would not check
+        self._check_replicas(model, groups)  # before units exist: once they do, no later use checks
         buffers = DoubleBuffer()  # one for all units, since they take turns in its memory
         for (name, _), weights in groups.items():
             FrozenUnit(f"frozen {name}", weights, self.traffic, buffers)

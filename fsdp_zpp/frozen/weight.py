@@ -121,7 +121,7 @@ _PIECE = 2**21  # values that are read, and encoded, at a time
 
 @contextmanager
 def out_of_inference_mode() -> Iterator[None]:
-    """Leave inference mode for tensors that outlive a forward: its own can't be written to or saved for a backward."""
+    """Leave inference mode for longer-lived tensors: inference tensors can't be written to or saved for a backward."""
     if torch.is_inference_mode_enabled():
         # Leaving inference mode enables gradients, so they are turned off again.
         with torch.inference_mode(False), torch.no_grad():
@@ -356,7 +356,7 @@ class _Buffer:
         """Return memory for ``unit``, uint8 of its gathered shape, without its values."""
         rows, nbytes = unit.gathered_shape
         if self.memory is None or self.memory.numel() < rows * nbytes or self.memory.device != unit.device:
-            # Views, too: this frees the old memory before the new is allocated, not after.
+            # Drop views, too, so that the old memory is freed before the new is allocated, not after.
             self.memory, self.parts = None, ()
             self.places.clear()
             self.memory = torch.empty(rows * nbytes, dtype=torch.uint8, device=unit.device)
@@ -374,8 +374,8 @@ class DoubleBuffer:
     def __init__(self) -> None:
         self._current, self._other = _Buffer(), _Buffer()
         self._previous: Gathered | None = None
-        # The unit that came after two in a row, by the second and the first. Where always other units come before one,
-        # as with experts, few of the pairs come again, so only the last few are kept.
+        # The unit that followed a pair of units, by the pair's second, then its first unit. Where always other units
+        # come before one, as with experts, few of the pairs come again, so only the last few are kept.
         self._next: dict[Gathered, dict[Gathered, Gathered]] = {}
         self._stream = SideStream()
 
@@ -435,7 +435,7 @@ class DoubleBuffer:
 
 
 class FrozenUnit:
-    """A payload shard of weights of one placement, which takes over the chunks that their holders have."""
+    """A payload shard of weights of one placement; it takes over their chunks from their earlier holders."""
 
     def __init__(self, label: str, weights: list[FrozenWeight], traffic: Traffic, buffers: DoubleBuffer) -> None:
         self.label, self.weights = label, weights
@@ -448,7 +448,8 @@ class FrozenUnit:
         self._places = {weight: place for place, weight in enumerate(weights)}
         self._nbytes = [weight.local_nbytes for weight in weights]
         self.local_nbytes = sum(self._nbytes)
-        # To one device, since a model may have been moved in part. The chunks' own memory goes with their holders.
+        # To one device, since a model may have been moved in part. The separate chunks are freed with their old
+        # holders.
         chunks = [weight.holder.local_payload(weight).to(weights[0].device) for weight in weights]
         self._hold(torch.cat(chunks).view(1, -1))
         for weight in weights:
@@ -479,7 +480,7 @@ class FrozenUnit:
 
     def gathered_payload(self, weight: FrozenWeight, device: torch.device) -> Tensor:
         if self._shard.is_cpu and device.type != "cpu":
-            # FSDP moves a model to its device past Module._apply, so nothing has moved the codes with it.
+            # FSDP moves a model to its device without Module._apply, so nothing has moved the codes with it.
             self.move(device)
         if self._inter is not None and not self._crossed:
             self._cross_nodes(self._inter)

@@ -118,7 +118,7 @@ class QuantizedReduceState:
         self.traffic = Traffic()
         facts: dict[str, object] = {"codec": codec, "intra_codec": intra, "error_feedback": error_feedback}
         facts |= {"gpus_per_node": node_size_fact(gpus_per_node, self.process_group)}
-        # Before links are asked and process groups are made: ranks with different node sizes would hang in either.
+        # Before links are detected and process groups are made: ranks with different node sizes would hang in either.
         check_agreement(self.process_group, "QuantizedReduceState", facts)
         self.mesh = _mesh_of(self.process_group, gpus_per_node, gains=codec is not None and error_feedback is None)
         self.codecs = (intra, codec)
@@ -210,7 +210,7 @@ def _checked(
 
 
 def _mesh_of(group: dist.ProcessGroup, gpus_per_node: int | None, gains: bool) -> ProcessMesh:
-    """Return the mesh of a hook, which follows links if it gains by that, like a strategy. Collective."""
+    """Return a hook's mesh; like a strategy's, it follows the links if the hook gains by that. Collective."""
     if gpus_per_node is None and gains:
         find_links(group)
         if (joined := joined_by_links(group)) is not None:
@@ -252,7 +252,7 @@ UNITS = AdapterUnits(
 
 
 def shared_error(shared: Shared, wrapped: nn.Module, root: nn.Module) -> ValueError:
-    """Return the error that two instances of FSDP would have to flatten one parameter.
+    """Return the error for one parameter that two instances of FSDP would have to flatten.
 
     Its attribute ``seen_from`` makes the same error with names in a module around ``root``, the outermost known one.
     """
@@ -389,7 +389,7 @@ def _check_agreement(
     own = [(name, p) for name, p in _to_be_sharded(arguments) if p not in nested]
     ignored = ignored_parameters(arguments["ignored_modules"], arguments["ignored_states"])
     shared = UNITS.find_shared([module], ignored)
-    if shared is not None:  # before the facts, since ranks hold shards of it in different sizes
+    if shared is not None:  # before the facts, which would differ: so do the sizes of its shards
         check_agreement(group, f"FullyShardedDataParallel({model_name(module)})", {"shared": shared.name})
         raise shared_error(shared, module, module)
     facts = strategy_facts(strategy, group)
@@ -425,7 +425,7 @@ def _check_offload(offload: CPUOffload | None) -> None:
 
 def refuse_local_state_dict(module: FullyShardedDataParallel, *unused: object) -> None:
     """Raise a ValueError if ``module`` is set to give local state dicts; a hook of torch's state dicts."""
-    # torch looks for its global rank in the group of a node, under its own HYBRID_SHARD too: all nodes but one raise.
+    # torch looks up a global rank in a node's group, under its own HYBRID_SHARD too, so all nodes but one raise.
     if FullyShardedDataParallel.get_state_dict_type(module).state_dict_type == StateDictType.LOCAL_STATE_DICT:
         raise ValueError(
             "LOCAL_STATE_DICT can't hold weights that are sharded inside nodes (optimizer scope I); use "
@@ -515,7 +515,7 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
         stack.enter_context(warnings.catch_warnings())
         if shard_group is not group and shard_group.size() == 1:  # as it is to be
             warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
-        if arguments["use_orig_params"]:  # without, FSDP refuses to mix them
+        if arguments["use_orig_params"]:  # else FSDP refuses trained beside frozen parameters
             stack.enter_context(_torch_flat_parameter.frozen_apart(module, wrap_frozen))
             warnings.filterwarnings("ignore", ".*both parameters with requires_grad=True and False")
         try:

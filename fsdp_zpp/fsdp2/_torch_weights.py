@@ -53,7 +53,7 @@ def groups_of(state: FSDPState) -> list[FSDPParamGroup]:
 
 
 def init_groups_lazily(root: nn.Module) -> None:
-    """Initialize the parameter groups of a model again, whose root torch takes for initialized, as torch allows."""
+    """Initialize the parameter groups of a model again, which torch allows, though its root is initialized already."""
     for state in state_of(root)._state_ctx.all_states:
         for group in groups_of(state):
             group.lazy_init()
@@ -102,7 +102,7 @@ def after_moves(callback: Callable[[nn.Module], None]) -> None:
 
 Method = TypeVar("Method", bound=Callable[..., object])
 
-# torch steps out of functorch's transforms to communicate from 2.13 on.
+# From 2.13 on, torch disables functorch's transforms while it communicates.
 without_functorch: Callable[[Method], Method] = getattr(
     _fsdp_common, "_disable_functorch_if_active", lambda method: method
 )
@@ -373,7 +373,7 @@ def show_shards(params: Sequence[FSDPParam]) -> None:
 
 def _beside(output: Tensor, world: int) -> Tensor:
     """Return a [world, numel] view of output with its own version counter."""
-    # Autograd has saved the unsharded parameters; it must not take a write that restores their values for a change.
+    # Autograd has saved the unsharded parameters, so a write that restores their values must not count as a change.
     numel = output.numel() // world
     return output.new_empty(0).set_(output.untyped_storage(), 0, (world, numel), (numel, 1))
 
@@ -392,8 +392,8 @@ def _is_plain(param: FSDPParam) -> bool:
 
 # ---- flat layout
 #
-# Small parameters are last: among the others they would shift these, so that blocks straddled two of them. The others
-# are sorted by the number of axes along which another parallelism shards them. See the notes in flat_layout.py.
+# Small parameters are last: among the large ones they would shift those, so that a block would span two large ones. The
+# others are sorted by the number of axes along which another parallelism shards them. See the notes in flat_layout.py.
 
 
 def order_parameters(group: FSDPParamGroup) -> None:
@@ -424,7 +424,7 @@ def axes_of(params: Iterable[FSDPParam]) -> list[tuple[str, ...]]:
 
 
 class StrategyAllGather(AllGather):
-    """Tells torch and users that a strategy gathers, which :class:`StrategyGroup` does without calling this."""
+    """Tells torch and users that a strategy gathers; it is never called, since :class:`StrategyGroup` gathers."""
 
     allocate = staticmethod(torch.empty)
 
@@ -524,10 +524,9 @@ def _factor_of(op: ReduceOp | ReduceOp.RedOpType, sharded_over: int, world: int,
 # ---- weights
 #
 # [Note: Kept weights]
-# Parameter scope N keeps the gathered memory until the weights change, and nothing else: whenever torch
-# would reshard, modules show the sharded parameters again. Optimizers that are made then, ``requires_grad_``, writes
-# and state dicts see the same tensors as under torch's own strategies. The next unshard has
-# modules show the memory again instead of gathering.
+# Parameter scope N keeps only the gathered memory, until the weights change: whenever torch would reshard, modules show
+# the sharded parameters again. Optimizers that are made then, ``requires_grad_``, writes and state dicts see the same
+# tensors as under torch's own strategies. The next unshard has modules show the memory again instead of gathering.
 
 
 class GroupWeights:

@@ -64,7 +64,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 class WholeCheckpoints(ParallelStrategy):
     """A strategy for the Trainer whose checkpoints are whole.
 
-    Those that are files have the quantized weights, dequantized; sharded ones tell which base they were trained on.
+    Checkpoint files have the quantized weights, dequantized; sharded ones tell which base they were trained on.
     Both hold codec state if they hold an optimizer, to resume bit for bit.
     """
 
@@ -88,7 +88,7 @@ class WholeCheckpoints(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: object = None) -> None:
         path = _local_path(self.broadcast(filepath))
         assert self.model is not None
-        saves_optimizers = bool(self.optimizers) and "optimizer_states" in checkpoint  # which Lightning takes out
+        saves_optimizers = bool(self.optimizers) and "optimizer_states" in checkpoint  # Lightning removes these below
         with MarkedSave(path) as save:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             if saves_optimizers:
@@ -194,7 +194,7 @@ class FSDPStrategy(WholeCheckpoints, LightningFSDPStrategy):
         return self._state_dict_type == "full"
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        # An evaluation after a fit gets the model as it was before; its layers are wrapped by then, and it is not.
+        # An evaluation after a fit gets the original model again: by then its layers are wrapped, but not the model.
         # The module of the root need not be that model: around frozen and trained parameters there are two instances.
         if isinstance(self._root, FullyShardedDataParallel) and self._in_root is model:
             return self._root
@@ -224,8 +224,8 @@ def _wrapped_on_cpu(model: nn.Module, strategy: FSDPStrategy) -> Iterator[nn.Mod
         yield model
         return
     if strategy._state_dict_type == "full":
-        # Lightning has FSDP move what it gathers to the CPU. What is there already, torch does not copy, and then it
-        # frees the weights, and gathers the next moments into the memory of the last.
+        # Lightning has FSDP move what it gathers to the CPU. torch does not copy what is already there, so it then
+        # frees the weights, and gathers each moment over the last.
         raise ValueError(
             'state_dict_type="full" of a model on a CPU makes torch save memory that it has freed or reused; '
             'pass state_dict_type="sharded"'
@@ -242,7 +242,7 @@ def _wrapped_on_cpu(model: nn.Module, strategy: FSDPStrategy) -> Iterator[nn.Mod
         device_id=strategy.root_device,
         **strategy.kwargs,
     )
-    # Lightning would warn of the policy that it skips modules that are wrapped already.
+    # Lightning would warn that the policy skips modules that are wrapped already.
     policy = strategy.kwargs.pop("auto_wrap_policy", None)
     try:
         yield wrapped
@@ -330,7 +330,7 @@ class ModelParallelStrategy(WholeCheckpoints, LightningModelParallelStrategy):
 
 
 def _check_data_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise if ``model`` is sharded over other ranks than those to which Lightning gives data of their own."""
+    """Raise if ``model`` is sharded over other ranks than those that Lightning gives different data."""
     expected = dist.get_process_group_ranks(mesh["data_parallel"].get_group())
     for unit, name in named_units(model).items():
         if not isinstance(unit, StrategyUnit) or unit.ranks.group is None or unit.stock:

@@ -1,8 +1,8 @@
 """Predicted time of a step: communication, computation, and what the CPU takes to launch them.
 
 The rule is PaRO's (section 3), T = max(t_comm, t_comp), with the CPU as a third: whichever takes longest hides the
-others. Computation is FLOPs over FLOP/s: 6 a trainable parameter and token, 4 a frozen one. Attention's share that
-grows with the sequence, recomputation and the optimizer are left out.
+others. Computation is FLOPs over FLOP/s: 6 a trainable parameter and token, 4 a frozen one. Recomputation, the
+optimizer, and the share of attention that grows with the sequence are left out.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .model_size import Case
 
 
 def strategy_topology(strategy: Strategy, ranks: Topology, cluster: Cluster) -> Topology:
-    """Return the layout that ``strategy`` sees of ``ranks``, over which it shards on machines."""
+    """Return the layout of ``ranks`` as ``strategy`` sees it; in ``ranks``, nodes are machines."""
     if strategy.gpus_per_node is not None:
         return Topology(ranks.world, strategy.gpus_per_node)
     return Topology(ranks.world, 1) if splits_machine(strategy, cluster) else ranks
 
 
 def splits_machine(strategy: Strategy, cluster: Cluster) -> bool:
-    """Return whether each GPU of the only machine counts as a node, without the strategy's saying so."""
+    """Return whether each GPU of a single machine counts as a node, though the strategy does not say so."""
     alone = cluster.slow_links and cluster.nodes == 1 and cluster.gpus_per_node > 1
     return alone and strategy.gpus_per_node is None and strategy.follows_links
 
@@ -45,7 +45,7 @@ def on_machines(hops: Volume, seen: Topology, ranks: Topology) -> Volume:
     """
     if seen.nodes == 1 or seen == ranks:
         return hops
-    # The peers of a hop between nodes are one rank of each other node, and get equally much.
+    # A hop between nodes sends to one rank of every other node, and equally much to each.
     beside = ranks.gpus_per_node // seen.gpus_per_node - 1
     inside = hops.inter * beside // (seen.nodes - 1)
     return Volume(hops.inter - inside, hops.intra + inside)
@@ -92,7 +92,7 @@ def step_time(volume: Volume, resolved: ResolvedStrategy, case: Case) -> StepTim
     parallelism and a pipeline divide the computation; bubbles of the pipeline are left out.
     """
     cluster, axes = case.cluster, case.axes
-    # Beside a quantized base, what is trained and encoded is a small part, in one unit if the model is wrapped once.
+    # With a quantized base, only a small part is trained and encoded, in one unit if the model is wrapped once.
     encodes = resolved.frozen is None and (resolved.weights, *resolved.gradient_codecs) != (None, None, None)
     launches = case.size.count * case.work.micro_batches / axes.pp
     return StepTime(

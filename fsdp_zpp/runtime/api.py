@@ -46,7 +46,7 @@ def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | None = None) -
 
 
 def _unit_groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    # They come first, since torch sees a node or a rank under the optimizer scopes I and N.
+    # Units come first: under the optimizer scopes I and N, torch knows only the group of a node or of a rank.
     parts = (part for module in model.modules() for part in getattr(module, COMMUNICATORS, ()))
     groups = [*(unit.ranks.group for unit in named_units(model)), *(group for part in parts for group in part.groups)]
     return [group for group in groups if group is not None]
@@ -327,7 +327,7 @@ def exchange_weights(model: nn.Module) -> None:
     """Exchange all weights between nodes now, after which all of them hold the same; call it on every rank.
 
     With ``Strategy(local_steps=...)``, nodes exchange weights every few steps by themselves; this is for the end of
-    training, or of a phase of it. It is an exchange like the others: of changes, encoded, with an outer step. While
+    training, or of a phase of it. Like the other exchanges, it sends encoded changes and makes an outer step. While
     steps are synchronous (``LocalSteps(start=..., stop=...)``), nodes hold the same weights, and it does nothing.
 
     Args:
@@ -401,7 +401,7 @@ def members(model: nn.Module) -> Membership:
 
 
 def count_tokens(model: nn.Module, tokens: int) -> None:
-    """Count tokens that this node has trained, by which its changes are weighted in exchanges instead of by steps.
+    """Count tokens that this node has trained on; exchanges then weight its changes by tokens instead of steps.
 
     Call it in every step, before the next forward, on all nodes or on none, and with the same number on all ranks of a
     node: the tokens of all of them. Does not communicate.

@@ -154,7 +154,7 @@ class NoStackError(ValueError):
 
 
 class StoredTensors(Protocol):
-    """Tensors of a checkpoint, by name, as formats look for theirs."""
+    """Tensors of a checkpoint, by name; formats look theirs up here."""
 
     def __contains__(self, key: str) -> bool: ...
 
@@ -222,7 +222,7 @@ class StoredFormat(ABC):
         return f"{self.name}, {self.shape[-1]} columns"
 
     def pack(self, parts: Parts, first: int, last: int) -> Tensor:
-        """Read the records of groups ``first`` to ``last - 1``, at least one, and no others; here, each is a row.
+        """Read only groups ``first`` to ``last - 1``, at least one, as records; by default, a group is a row.
 
         Returns:
             uint8 [last - first, layout.nbytes]. Zeros complete the weight's last group.
@@ -554,7 +554,7 @@ def scheme_of(config: Config, weight: str, kind: str) -> Scheme | None:
 
 
 def _candidates(schemes: list[tuple[list[str], Scheme]], module: str, kind: str) -> list[Scheme]:
-    """Return the schemes that may be a module's: by its name, else by its unknown class, else any."""
+    """Return a module's possible schemes: by its name, else those of any class (its own is unknown), else all."""
     # Targets name modules as the model does, and the checkpoint may have other names.
     targets = {str(target): scheme for some, scheme in schemes for target in some}
     for target in sorted(targets, key=lambda each: ("re:" in each, each)):

@@ -58,10 +58,10 @@ def scale_codes(codes: Tensor, zeros: Tensor | int, scales: Tensor, order: Group
         codes: uint8 or int8 [records, rows, columns].
         zeros: Zero points in the dtype of the codes, [records, rows, groups], or one for all.
         scales: Floats, [records, rows, groups].
-        order: The group of each column. None: groups are equally many neighbouring columns.
+        order: The group of each column. None: all groups are runs of neighbouring columns, of one size.
     """
-    # fp16 and bf16 hold differences of codes, integers up to 255, exactly. So the libraries that own these formats,
-    # which compute in the dtype of the scales, get the same.
+    # fp16 and bf16 hold differences of codes, integers up to 255, exactly. So this matches the libraries that own these
+    # formats, which compute in the dtype of the scales.
     integers = codes.to(torch.int16)
     if order is None:
         grouped = integers.unflatten(-1, (scales.shape[-1], -1))
@@ -172,7 +172,7 @@ _PLACES = """
 # Known settings of GPTQ and AWQ, as gptqmodel, auto_gptq, autoawq, optimum, transformers, AutoRound write them.
 COMMON_SETTINGS: Known = {
     **dict.fromkeys(_SEARCH.split()),  # how codes were found
-    **dict.fromkeys(_PLACES.split()),  # which layers have some, and what computes with them
+    **dict.fromkeys(_PLACES.split()),  # which layers have codes, and what computes with them
     **dict.fromkeys(("quant_method", "bits", "group_size", "dynamic", "sym")),
     "data_type": ("int",),
     "pack_dtype": ("int32", "torch.int32"),
@@ -388,7 +388,7 @@ class Awq(_Transposed):
 #
 # Weights of compressed-tensors' format ``pack-quantized``: int4 and int8, such as Kimi's experts.
 #
-# With f = 32 / bits codes in a word, codes that are signed but packed plus 2^(bits - 1):
+# A word holds f = 32 / bits codes, which are signed and packed with 2^(bits - 1) added:
 #
 # - ``weight_packed``, int32 [out, in / f]: a word holds neighbouring inputs;
 # - ``weight_scale``, float [out, groups], [out, 1], or [1] for the whole weight;

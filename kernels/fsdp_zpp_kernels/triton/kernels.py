@@ -35,7 +35,7 @@ from .tiles import (
 
 @triton.jit
 def load_blocks(values_ptr, numel, BLOCK: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """Load this program's tile, fp32 [TILE // BLOCK, BLOCK]; past the end of the chunk 0, as ``encode`` needs it."""
+    """Load this program's tile, fp32 [TILE // BLOCK, BLOCK]; 0 past the end of the chunk, as ``encode`` needs it."""
     start = tile_index() * TILE
     values_ptr += source_chunk() * numel + start
     offsets = tl.arange(0, TILE // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]

@@ -44,7 +44,7 @@ def codes_words(numel, BITS: tl.constexpr):
 
 @triton.jit
 def row_words(row_units):
-    # The words of a row, tail included, whose units are 16 bytes. In this form, Triton sees the alignment.
+    # The words of a row, tail included; ``row_units`` are 16 bytes each. In this form, Triton sees the alignment.
     return tl.cast(row_units, tl.int64) * 4
 
 
@@ -128,13 +128,13 @@ def encode(
 
     # One division per block and a product per value; a division per value would cost many instructions.
     steps = values * inverse[:, None]
-    # Both summands are even, so that half still goes to the even code.
+    # Both summands are even, so ties still round to the even code.
     rounder: tl.constexpr = _ROUNDER + (1 << (BITS - 1))
     rounded = steps + rounder
     # Fp32 additions are not reassociated, so adding and subtracting the rounder leaves the rounded code. Its product
     # with the scale is exact ([Note: Exact products] in reference.py), so one fma rounds as product and difference do.
     # The scale has the minus: with code 0, a value of -0 then stays -0, as in the reference. It is a product, since
-    # Triton compiles -x as 0 - x, which is no -0 where the scale of zeros is 0.
+    # Triton compiles -x as 0 - x, which gives 0 and not -0 for the scale 0 of an all-zero block.
     left_out = tl.fma(rounded - rounder, tl.broadcast_to((scales * -1.0)[:, None], values.shape), values)
 
     words = tl.where(live[:, None], _pack(rounded, BITS, BLOCK, TILE), 0)
@@ -165,7 +165,7 @@ def encode(
 def _pack(rounded, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """Pack ``rounded`` codes, fp32 [TILE // BLOCK, BLOCK]: int32 [TILE // BLOCK, words].
 
-    They are codes plus ``_ROUNDER`` plus half the number of codes.
+    They are codes plus ``_ROUNDER`` plus the offset 2 ** (BITS - 1).
     """
     # The codes of a word are shifted to their places and added up. The offset keeps each of them positive, so that none
     # borrows from its neighbour. The bits of all rounders come off in one subtraction, which saves a mask per code, and
@@ -417,7 +417,7 @@ def encode_with_feedback(
     MASKED: tl.constexpr,
 ):
     """Quantize values plus errors into the payload, and update the errors. ``rest`` is 1 - ``beta``."""
-    # Errors are read and written in the groups of the values. In others they would go through shared memory twice.
+    # Errors are read and written in the groups of the values. Other groups would go through shared memory twice.
     errors = _load_errors(errors_ptr, numel, error_row_units, zero, BLOCK, ERROR_BLOCK, TILE, GROUP, MASKED)
     left_out, finite = encode(values + errors, words_ptr, numel, row_units, BITS, BLOCK, TILE, GROUP, MASKED)
     # A block that is not finite keeps its errors: NaN in them would never leave again.
