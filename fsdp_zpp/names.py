@@ -141,11 +141,12 @@ def how_to_install(extra: str, *, upgrade: bool = False) -> str:
 # ---- names that went
 
 # Alternatives to public names that went.
+_TRAFFIC = "call traffic(model, reset=True) after each step for its bytes, and torch.profiler for its times"
 _WHOLE_TENSORS = "send the engine the tensors of gathered_weights(model)"
 REMOVED = {
     **dict.fromkeys(("DeltaReceiver", "OutOfSyncError", "SyncToken", "WeightUpdate"), _WHOLE_TENSORS),
     "choose_strategy": "use plan(...).choice.strategy, or paste the line that torchrun ... -m fsdp_zpp plan --measure "
     "prints",
-    "monitor": "call traffic(model, reset=True) after each step for its bytes, and torch.profiler for its times",
+    **dict.fromkeys(("Monitor", "monitor"), _TRAFFIC),
     "TopK": "copy it from examples/top_k_codec.py, and pass LocalSteps(codec=TopK(), ...)",
 }

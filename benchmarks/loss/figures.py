@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from charts import INK, End, Figure, drawn, entitle, label_ends, laid_out, look
 from result_files import Result, Row
-from tables import REFERENCE, Runs, size_of, with_error
+from tables import REFERENCE, beside_reference, size_of, with_error
 
 _WARM = 0.15
 """Share of a run left out of the figure of gaps: losses fall so far there that no difference would be seen."""
@@ -37,21 +37,13 @@ def error_bars_svg(results: Sequence[Result], shown: Mapping[str, str]) -> Figur
     """Draw mean gaps to the reference with the same seed, in bands of one standard error, against the bytes trained on.
 
     Args:
-        results: Results of one study, whose reference was trained on the fewest nodes alone.
+        results: Results of one study.
         shown: Configurations that are drawn, with what is said of them.
     """
     figure = laid_out(280)
     axes = figure.subplots()
-    fewest = min(result["arguments"]["nodes"] for result in results)
     ends = []
-    for nodes in sorted({result["arguments"]["nodes"] for result in results}):
-        runs = Runs(
-            [
-                result
-                for result in results
-                if result["arguments"]["nodes"] == (fewest if result["rows"][0]["name"] == REFERENCE else nodes)
-            ]
-        )
+    for nodes, runs in beside_reference(results, REFERENCE).items():
         for name in (name for name in shown if name in runs.names):
             seeds = runs.seeds(name, REFERENCE)
             tokens = np.array(runs.curve(name, seeds[0]))[:, 0]

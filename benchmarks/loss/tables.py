@@ -154,34 +154,40 @@ def convergence(results: Sequence[Result]) -> str:
     return markdown(("configuration", "seeds", "validation loss", f"above {REFERENCE}, %"), rows)
 
 
-def gap_rows(results: Sequence[Result], shown: Mapping[str, str], reference: str = REFERENCE) -> list[tuple[str, ...]]:
-    """Return rows of configurations: model and data, nodes, words, seeds, and gaps with their standard errors.
+def beside_reference(results: Sequence[Result], reference: str) -> dict[int, Runs]:
+    """Return a study's runs by nodes, of each configuration those at its best learning rate, with the reference's.
 
-    A configuration is shown at its best learning rate. Gaps are to the same seeds of the reference on as many nodes, or
-    on the fewest that it was trained on: nodes share the tokens of a step, so full precision computes the same.
-
-    Args:
-        results: Results of a study.
-        shown: Configurations that are shown, with what is said of them.
-        reference: Configuration that they are compared with.
+    Where the reference was not trained on as many nodes, its runs on the fewest stand for it: nodes share the tokens of
+    a step, so full precision computes the same.
     """
     by_number: dict[int, list[Result]] = {}
     for result in results:
         by_number.setdefault(result["arguments"]["nodes"], []).append(result)
     references = {nodes: [r for r in own if r["rows"][0]["name"] == reference] for nodes, own in by_number.items()}
     fewest = min(nodes for nodes, own in references.items() if own)
+    return {
+        nodes: TunedRuns([*own, *([] if references[nodes] else references[fewest])]).runs
+        for nodes, own in sorted(by_number.items())
+    }
+
+
+def gap_rows(results: Sequence[Result], shown: Mapping[str, str], reference: str = REFERENCE) -> list[tuple[str, ...]]:
+    """Return rows of configurations: model and data, nodes, words, seeds, and gaps with their standard errors.
+
+    Args:
+        results: Results of a study.
+        shown: Configurations that are shown, with what is said of them.
+        reference: Configuration that they are compared with, with the same seeds.
+    """
+    gpus_per_node = results[0]["arguments"]["gpus_per_node"]
     rows = []
-    for nodes, own in sorted(by_number.items()):
-        others = [] if references[nodes] else references[fewest]
-        runs = TunedRuns([*own, *others]).runs
-        for name, words in shown.items():
-            if name not in runs.names:
-                continue
+    for nodes, runs in beside_reference(results, reference).items():
+        for name in (name for name in shown if name in runs.names):
             gaps = runs.gaps(name, reference)
             first = runs.row(name, runs.seeds(name)[0])
             exact = with_error(runs.gaps(name, reference, at_shards), "+.2f") if first.get("at_shards") else ""
-            size = size_of(first, first["validation"][-1][0])
-            rows.append((size, layout(own[0]), words, str(len(gaps)), with_error(gaps, "+.2f"), exact))
+            cells = (f"{nodes} x {gpus_per_node}", shown[name], str(len(gaps)), with_error(gaps, "+.2f"), exact)
+            rows.append((size_of(first, first["validation"][-1][0]), *cells))
     return rows
 
 
@@ -191,12 +197,9 @@ def compared_rows(results: Sequence[Result], words: str) -> list[tuple[str, ...]
     gaps = [100 * (final(run) / final(reference) - 1) for reference, run in pairs]
     first = pairs[0][0]
     size = size_of(first, len(first["losses"]) * first["tokens_per_step"])
-    return [(size, "2 x 2", words, str(len(gaps)), with_error(gaps, "+.2f"), "")]
-
-
-def layout(result: Result) -> str:
-    """Return the nodes of a run and the GPUs of each."""
-    return f"{result['arguments']['nodes']} x {result['arguments']['gpus_per_node']}"
+    gpus_per_node = results[0]["arguments"]["gpus_per_node"]
+    layout = f"{results[0]['manifest']['machine']['gpus'] // gpus_per_node} x {gpus_per_node}"
+    return [(size, layout, words, str(len(gaps)), with_error(gaps, "+.2f"), "")]
 
 
 def size_of(row: Row, tokens: float) -> str:

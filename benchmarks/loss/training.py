@@ -234,7 +234,8 @@ def train(
         which no code but a cast to bf16 has changed.
     """
     began = time.perf_counter()
-    network, parameters = build(gpt2(settings) if config is None else config, seed, device)
+    config = gpt2(settings) if config is None else config
+    network, parameters = build(config, seed, device)
     objective = cross_entropy if objective is None else objective
     trainee = prepare(network, device)
     model, is_local = trainee.model, trainee.has_local_steps
@@ -269,7 +270,7 @@ def train(
         validation.append((settings.steps, validate(settings, model, corpus.held_out)))
     at_shards = None
     if trainee.whole is not None:
-        exact, _ = build(gpt2(settings) if config is None else config, seed, device)
+        exact, _ = build(config, seed, device)
         exact.load_state_dict(trainee.whole())
         at_shards = validate(settings, exact.to(torch.bfloat16), corpus.held_out).item()
     dist.all_reduce(losses)

@@ -379,15 +379,16 @@ def _quantize(layer: nn.Module, device: torch.device) -> None:
 EXPERTS = "fsdp2:ep2-"
 FLOAT8 = "fsdp2:float8-"
 _OTHERS = {
-    "loco-int8": Contender("loco-int8", Strategy.loco(error_feedback=LoCo(dtype=Int8(256)))),
-    "loco-both": Contender("loco-both", Strategy.loco(error_feedback=LoCo(hops="both", dtype=Int8(256)))),
-    "diloco-8": Contender("diloco-8", Strategy.diloco(every=8)),
-    "diloco-64": Contender("diloco-64", Strategy.diloco(every=64)),
-    "diloco-8-overlap": Contender("diloco-8-overlap", Strategy.diloco(local_steps=LocalSteps(8, overlap=1, mix=0.5))),
-    "diloco-64-overlap": Contender(
-        "diloco-64-overlap", Strategy.diloco(local_steps=LocalSteps(64, overlap=1, mix=0.5))
-    ),
-    "once-NNN": Contender("once-NNN", Strategy("NNN"), base=Int8(256)),
+    each.name: each
+    for each in (
+        Contender("loco-int8", Strategy.loco(error_feedback=LoCo(dtype=Int8(256)))),
+        Contender("loco-both", Strategy.loco(error_feedback=LoCo(hops="both", dtype=Int8(256)))),
+        Contender("diloco-8", Strategy.diloco(every=8)),
+        Contender("diloco-64", Strategy.diloco(every=64)),
+        Contender("diloco-8-overlap", Strategy.diloco(local_steps=LocalSteps(8, overlap=1, mix=0.5))),
+        Contender("diloco-64-overlap", Strategy.diloco(local_steps=LocalSteps(64, overlap=1, mix=0.5))),
+        Contender("once-NNN", Strategy("NNN"), base=Int8(256)),
+    )
 }
 """Contenders beside those of ``fsdp_zpp bench``."""
 

@@ -206,9 +206,7 @@ class TorchFSDP(Training):
     def _materialize(self, module: nn.Module, base: Any) -> None:
         materialize(module, base, self._task.place)
         if self._contender.base is not None:
-            strategy = self._contender.strategy
-            nodes = strategy.gpus_per_node if isinstance(strategy, Strategy) else None
-            quantize_frozen_params(module, self._contender.base, gpus_per_node=nodes)
+            quantize_frozen_params(module, self._contender.base, gpus_per_node=self._contender.gpus_per_node)
 
     def _shard(self, module: nn.Module) -> nn.Module:
         half = torch.bfloat16
@@ -319,13 +317,17 @@ class Contender:
         return isinstance(self.strategy, ShardingStrategy)
 
     @property
+    def gpus_per_node(self) -> int | None:
+        """Return the node size that the strategy gives; None leaves it to the launcher, as torch's own do."""
+        return self.strategy.gpus_per_node if isinstance(self.strategy, Strategy) else None
+
+    @property
     def code(self) -> str:
         """Return the Python expression of the strategy, to paste; a word for torch's own."""
         if self.base is None:
             return self._made
         codec = repr(self.base).replace("block=", "")
-        given = getattr(self.strategy, "gpus_per_node", None)
-        nodes = "" if given is None else f", gpus_per_node={given}"
+        nodes = "" if self.gpus_per_node is None else f", gpus_per_node={self.gpus_per_node}"
         return f"quantize_frozen_params(model, {codec}{nodes}), then wrap the whole model once by {self._made}"
 
     @property

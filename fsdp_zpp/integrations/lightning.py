@@ -71,7 +71,7 @@ class WholeCheckpoints(ParallelStrategy):
     @property
     @abstractmethod
     def _saves_files(self) -> bool:
-        """Whether checkpoints are files, with everything gathered."""
+        """Return whether a checkpoint is one file, with everything gathered."""
 
     def setup_environment(self) -> None:
         assert self.parallel_devices is not None

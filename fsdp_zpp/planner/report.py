@@ -17,7 +17,7 @@ from .model_size import Axes, Case
 
 
 def notes_on(case: Case, codecs: Strategy, resolved: ResolvedStrategy) -> list[str]:
-    """Return what was assumed, and which ``codecs`` of the letters the ``resolved`` strategy does not use."""
+    """Return notes: assumptions, and the ``codecs`` of the letters that the ``resolved`` strategy does not use."""
     cluster, work, budget = case.cluster, case.work, case.budget
     notes = [
         f"Activations are assumed to take {budget.activations:g} GiB a GPU, and {budget.reserve:g} GiB are in reserve."

@@ -22,7 +22,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fsdp_zpp.codecs import Int4, Int8
 from fsdp_zpp.names import did_you_mean
@@ -155,8 +155,8 @@ class _Section:
     def check(
         self,
         known: Collection[str],
-        elsewhere: Collection[str] = (),
-        refused: Mapping[str, Any] = {},
+        elsewhere: Collection[str],
+        refused: Mapping[str, Collection[object]],
     ) -> None:
         """Raise if a key is not in ``known``, or is in ``refused`` with a value that changes something."""
         for key, value in self.values.items():
@@ -183,7 +183,7 @@ class _Section:
             raise self.error(key, "must be true or false", TypeError)
         return value is True
 
-    def number(self, key: str, default: int, least: int) -> int:
+    def number(self, key: str, default: int) -> int:
         self.refuse_auto(key)
         value = self.values.get(key)
         if value is None:
@@ -191,8 +191,8 @@ class _Section:
         # 1e9 is a float in JSON. The last test also catches NaN and infinities, whose // 1 is NaN.
         if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
             raise self.error(key, "must be a whole number", TypeError)
-        if value < least:
-            raise self.error(key, f"must be at least {least}")
+        if value < 0:
+            raise self.error(key, "must be at least 0")
         return int(value)
 
 
@@ -224,13 +224,13 @@ class _Place(NamedTuple):
 
 def _place_of(zero: _Section) -> _Place:
     """Return the place that the stage, and the size of hpZ's groups, ask for."""
-    stage = zero.number("stage", default=0, least=0)
+    stage = zero.number("stage", default=0)
     if zero.values.get("stage", stage) is None:  # which would train without ZeRO
         raise zero.error("stage", "must be a whole number", TypeError)
     if stage >= len(_STAGES):
         raise zero.error("stage", "must be 0, 1, 2 or 3")
     place = _Place(_STAGES[stage], f"ZeRO stage {stage}")
-    secondary = zero.number("zero_hpz_partition_size", default=1, least=0)
+    secondary = zero.number("zero_hpz_partition_size", default=1)
     if secondary <= 1:  # a group of one rank keeps nothing
         return place
     if place.engine == _STAGE_3:

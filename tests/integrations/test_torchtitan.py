@@ -229,7 +229,7 @@ class Run:
 
 
 def total_traffic(parts: list[nn.Module]) -> dict[str, dict[str, int]]:
-    """Return what this rank has sent for all its stages of a pipeline, or for the model."""
+    """Return the bytes that this rank has sent for all its stages of a pipeline, or for the model."""
     each = [fsdp_zpp.traffic(part) for part in parts]
     return {
         kind: {level: sum(sent[kind][level] for sent in each) for level in levels} for kind, levels in each[0].items()

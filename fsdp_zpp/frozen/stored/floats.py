@@ -105,7 +105,7 @@ Block = tuple[int | None, int | None]  # rows and columns that share a scale; No
 
 @dataclass(frozen=True, eq=False)
 class Fp8(StoredFormat):
-    """A matrix in fp8, or a stack of such; ``block`` has the rows and columns that share a scale."""
+    """A matrix in fp8; ``block`` has the rows and columns that share a scale."""
 
     name: ClassVar[str] = "fp8"
 
