@@ -22,6 +22,11 @@ ZEROPP = {"w8:int4": "zeropp", "d4:int4": "zeropp with deltas"}
 LOCAL = "local32:int4+loco:momentum-auto"
 SHOWN: dict[str, tuple[str, dict[str, str]]] = {
     ERROR_BARS: ("full_shard", ZEROPP),
+    "second-text-h200": ("full_shard", {"d4:int4": "zeropp with deltas, on another text"}),
+    "eight-nodes-h200": (
+        "full_shard",
+        {"w8:int4": "zeropp, cut off at 79 % of the steps", "d4:int4": "zeropp with deltas, cut off there, too"},
+    ),
     "convergence-2x1-h200": (
         "full_shard",
         {
