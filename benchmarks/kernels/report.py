@@ -52,7 +52,7 @@ def tables() -> dict[str, str]:
     kernels = {row["kernel"] for row in rows}
     rows += beside(results[ON_H100], f"on an H100, {OTHERS_MIB} MiB", kernels)
     rows += beside(results[DEEPSPEED], f"DeepSpeed's, {OTHERS_MIB} MiB", kernels, "DeepSpeed: ")
-    return {"kernels": with_origin(by_size(rows), "kernels", results, [OWN, ON_H100, DEEPSPEED])}
+    return {"kernels": with_origin(by_size(rows), "kernels", results, [OWN, ON_H100, DEEPSPEED], brief=True)}
 
 
 if __name__ == "__main__":

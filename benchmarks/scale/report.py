@@ -90,7 +90,7 @@ def tables() -> dict[str, str]:
         **{name: (table, "cpu") for name, table in growth.items()},
         "beside HSDP": (beside_hsdp(results["beside-hsdp"]["rows"]), "beside-hsdp"),
     }
-    return {name: with_origin(table, "scale", results, [run]) for name, (table, run) in sources.items()}
+    return {name: with_origin(table, "scale", results, [run], brief=True) for name, (table, run) in sources.items()}
 
 
 def table_of_loading() -> dict[str, str]:

@@ -51,23 +51,27 @@ FIGURES = {
 """Functions of figures.py, the results that they draw, and what else they are given."""
 
 
-def compared(results: Results, comparisons: dict[str, Comparison]) -> dict[str, str]:
+def compared(results: Results, comparisons: dict[str, Comparison], brief: bool = False) -> dict[str, str]:
     """Return the tables of runs side by side."""
-    return {name: with_origin(one.markdown(results), "step", results, one.files) for name, one in comparisons.items()}
+    return {
+        name: with_origin(one.markdown(results), "step", results, one.files, brief) for name, one in comparisons.items()
+    }
 
 
 def pages(results: Results) -> dict[Path, Tables]:
     """Return all tables, by page and name."""
-    step_time = compared(results, STEP_TIME)
+    step_time = compared(results, STEP_TIME, brief=True)
     sizes = {label: results[name] for label, name in CHUNK_SIZES.items()}
-    step_time["hops"] = with_origin(hops(sizes, "between nodes", least=6), "step", results, CHUNK_SIZES.values())
+    step_time["hops"] = with_origin(
+        hops(sizes, "between nodes", least=6), "step", results, CHUNK_SIZES.values(), brief=True
+    )
     for table, (make, name) in SINGLE.items():
-        step_time[table] = with_origin(make(results[name]["rows"]), "step", results, [name])
+        step_time[table] = with_origin(make(results[name]["rows"]), "step", results, [name], brief=True)
     offloaded = with_origin(offload(results[OFFLOAD]["rows"]), "step", results, [OFFLOAD])
     return {
         RESULTS_PAGES / "step-time.md": {"summary": of_trainings(SUMMARY, results, peaks=True)},
         RESULTS_PAGES / "step-time-tables.md": step_time,
-        RESULTS_PAGES / "lora.md": compared(results, LORA),
+        RESULTS_PAGES / "lora.md": compared(results, LORA, brief=True),
         GUIDES / "cpu-offload.md": {"offload": offloaded},
         GUIDES / "weights-for-rl.md": {"gathering": with_origin(gathering(results), "step", results, GATHERING)},
         GUIDES / "one-machine-without-nvlink.md": compared(results, NO_NVLINK),

@@ -121,9 +121,8 @@ MIXTURES = {
 }
 """Runs of mixtures of experts, below each other: a further run is a further line."""
 MIXTURES_BESIDE_PEERS = {
-    "2 x 2": "moe-2.6B-2x2-expert-parallel",
-    "2 x 1": "moe-2.6B-2x1-peers",
-    "2 x 1, another machine": "moe-2.6B-2x1-megatron",
+    "one": "moe-2.6B-2x1-peers",
+    "another": "moe-2.6B-2x1-megatron",
 }
 NO_PEER_TO_PEER = {
     "6.7B, 2 GPUs": "6.7B-2x1-no-p2p",
@@ -134,7 +133,7 @@ NO_PEER_TO_PEER = {
     "1.35B, 4 GPUs": "1.35B-1x4-no-p2p",
 }
 """Runs on one host whose GPUs copy through its memory."""
-PEERS = ("megatron-hfsdp", "deepspeed-zeropp", "deepspeed-zero3")
+PEERS = ("megatron-hfsdp", "deepspeed-zeropp")
 FOUR = "1.35B-2x2-four-micro-batches"
 STEP_TIME = {
     "eager": one("1.35B-2x2-eager", *WHOLE),
@@ -146,8 +145,8 @@ STEP_TIME = {
     "mixtures-beside-peers": Comparison(
         MIXTURES_BESIDE_PEERS,
         (STEP, AGAINST_HSDP, PEAK),
-        (HSDP, *ZEROPP_KINDS, "fsdp2:ep2-zeropp", *PEERS),
-        below="nodes x GPUs",
+        (HSDP, *ZEROPP_KINDS, *PEERS),
+        below="machine",
     ),
     "peers-without-peer-to-peer": one(
         "1.35B-2x1-no-p2p", STEP, AGAINST_FULL_SHARD, PEAK, only=("fsdp2:full_shard", *ZEROPP_KINDS, *PEERS)
@@ -159,16 +158,19 @@ STEP_TIME = {
             "eager, second machine": f"{FOUR}-deepspeed",
             "eager, third machine": f"{FOUR}-earlier-on-C",
             "compiled": f"{FOUR}-compiled",
-            "compiled, another machine": f"{FOUR}-delta",
         },
         (STEP, AGAINST_FULL_SHARD, AGAINST_HSDP, PEAK),
-        (*(f"{kind}-IIG" for kind in ZEROPP_KINDS), HSDP, "fsdp2:full_shard", "full_shard", *PEERS[:2]),
+        ("zeropp-IIG", *(f"{kind}-IIG" for kind in ZEROPP_KINDS), HSDP, "fsdp2:full_shard", "full_shard", *PEERS),
         below="layers, machine",
     ),
     "one-node-of-four": Comparison({"1.35B": "1.35B-1x4", "6.7B": "6.7B-1x4"}, (STEP, PEAK, HOST), below="model"),
-    "one-node": one("1.35B-1x2-in-turn", STEP, PAIRED),
     "fast": Comparison(
-        {"first machine": "1.35B-2x1-fast", "slower machine": "1.35B-2x1-fast-slower-machine"}, (PAIRED,)
+        {
+            "one node": "1.35B-1x2-in-turn",
+            "two nodes": "1.35B-2x1-fast",
+            "two nodes, slower machine": "1.35B-2x1-fast-slower-machine",
+        },
+        (PAIRED,),
     ),
     "shared-nodes-of-four": one("1.35B-2x4-shared", STEP, AGAINST_FULL_SHARD, AGAINST_HSDP, PEAK),
     "slow-links": Comparison(

@@ -16,7 +16,12 @@ from harness.launch import launch
 
 from fsdp_zpp.bench.results import write
 
-PAGES = {"step": ("step-time", "step-time-tables", "lora"), "loss": ("loss",), "kernels": ("kernels",), "scale": ("scale",)}
+PAGES = {
+    "step": ("step-time", "step-time-tables", "lora"),
+    "loss": ("loss",),
+    "kernels": ("kernels",),
+    "scale": ("scale",),
+}
 """The pages of docs/results that show a folder's results."""
 
 DOCS = BENCHMARKS.parent / "docs"
