@@ -148,8 +148,11 @@ STEP_TIME = {
         (HSDP, *ZEROPP_KINDS, *PEERS),
         below="machine",
     ),
-    "peers-without-peer-to-peer": one(
-        "1.35B-2x1-no-p2p", STEP, AGAINST_FULL_SHARD, PEAK, only=("fsdp2:full_shard", *ZEROPP_KINDS, *PEERS)
+    "peers-without-peer-to-peer": Comparison(
+        {name: NO_PEER_TO_PEER[name] for name in ("6.7B, checkpointing, 2 GPUs", "1.35B, 2 GPUs", "1.35B, 4 GPUs")},
+        (STEP, AGAINST_FULL_SHARD, PEAK),
+        ("fsdp2:full_shard", *ZEROPP_KINDS, *(f"{kind}-alone" for kind in ZEROPP_KINDS), *PEERS),
+        below="model, GPUs",
     ),
     "hosts-without-peer-to-peer": one("1.35B-2x2-no-p2p", STEP, AGAINST_HSDP, PEAK, BETWEEN_NODES),
     "four-micro-batches": Comparison(
