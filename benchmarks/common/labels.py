@@ -39,10 +39,6 @@ def label(name: str) -> str:
     if short in _WHOLE:
         return _WHOLE[short] + more
     adapter, own = ("FSDP2" if short.startswith("fsdp2:") else "FSDP"), short.removeprefix("fsdp2:")
-    if own.startswith("ep2-"):
-        return f"{label(short.replace('ep2-', ''))}, experts over two ranks{more}"
-    if own.startswith("float8-"):
-        return f"{label(short.replace('float8-', ''))}, float8{more}"
     if own.startswith("once-"):
         kind, _, base = own.removeprefix("once-").partition("-")
         return f"{adapter} {kind}, {_BASES[base]}{more}"

@@ -24,9 +24,11 @@ Figures = Mapping[str, Callable[[], str]]
 """Functions that return a figure's SVG, by the name of its file in docs/figures."""
 
 
-def with_origin(table: str, folder: str, results: Mapping[str, Result], names: Iterable[str] = ()) -> str:
+def with_origin(
+    table: str, folder: str, results: Mapping[str, Result], names: Iterable[str] = (), brief: bool = False
+) -> str:
     """Return a table with a line under it that says where it is from; :func:`origins` has the arguments."""
-    return f"{table}\n\n{origins(folder, results, names)}"
+    return f"{table}\n\n{origins(folder, results, names, brief)}"
 
 
 def svg_with_origin(svg: str, folder: str, results: Mapping[str, Result], names: Iterable[str] = ()) -> str:
@@ -35,31 +37,35 @@ def svg_with_origin(svg: str, folder: str, results: Mapping[str, Result], names:
     return svg.replace("<svg ", f"<!-- {said} -->\n<svg ", 1)
 
 
-def origins(folder: str, results: Mapping[str, Result], names: Iterable[str] = ()) -> str:
+def origins(folder: str, results: Mapping[str, Result], names: Iterable[str] = (), brief: bool = False) -> str:
     """Return the sentence that says where a table or a figure is from; runs that were made alike are named together.
 
     Args:
         folder: Folder in benchmarks/, whose ``results/`` has the studies' files.
         results: Runs by their names.
         names: Names of the runs that are shown; default: all ``results``, whose studies alone are named.
+        brief: Leave out the folder, the machine and versions, for pages that say these once.
     """
     shown = list(dict.fromkeys(names))
     alike: dict[tuple[str, str], list[str]] = {}
     for name in shown or results:
-        alike.setdefault((results[name]["study"], origin(results[name])), []).append(name)
+        alike.setdefault((results[name]["study"], origin(results[name], brief)), []).append(name)
     groups = []
     for (study, made), runs in alike.items():
         named = ", ".join(f"`{run}`" for run in runs)
         groups.append(f"{named} in `{study}.json` ({made})" if shown else f"`{study}.json` ({len(runs)} runs, {made})")
-    return f"From `benchmarks/{folder}/results`: {'; '.join(groups)}."
+    place = "" if brief else f"`benchmarks/{folder}/results`: "
+    return f"From {place}{'; '.join(groups)}."
 
 
-def origin(result: Result) -> str:
-    """Return date, commit, machine and the versions that figures depend on most, as far as they are known."""
+def origin(result: Result, brief: bool = False) -> str:
+    """Return date and commit, and unless ``brief`` the machine and the versions that figures depend on most."""
     manifest = result["manifest"]
     machine, versions = manifest["machine"], manifest["versions"]
     commit, _, dirty = (manifest["commit"] or "").partition("+")
     parts = [manifest["date"][:10], f"commit {commit[:7]}{' with changes' if dirty else ''}" if commit else "no commit"]
+    if brief:
+        return ", ".join(parts)
     parts += [f"{gpus(result)} x {machine['gpu']}"] if "gpu" in machine else []
     parts += [f"{machine['cores']} CPU cores"] if "cores" in machine else []
     return ", ".join([*parts, *(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)])

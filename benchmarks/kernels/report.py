@@ -18,13 +18,13 @@ from result_files import Result, Row, read
 from result_pages import RESULTS_PAGES, with_origin
 
 FOLDER = Path(__file__).parent
-OWN, BLOCKS, DEEPSPEED, ON_H100 = "block-256", "blocks", "deepspeed-block-256", "h100-block-256"
-OTHERS_MIB = 256
+OWN, DEEPSPEED, ON_H100 = "block-256", "deepspeed-block-256", "h100-block-256"
+SIZES_MIB, OTHERS_MIB = (256, 16), 256
 
 
 def rate(row: Row) -> str:
-    """Return bytes a second, and their share of a copy's."""
-    return "{tb_per_s:.2f} ({of_a_copy:.2f})".format_map(row) if "of_a_copy" in row else f"{row['tb_per_s']:.2f}"
+    """Return the share of a copy's rate, or the copy's own rate."""
+    return f"{row['of_a_copy']:.2f}" if "of_a_copy" in row else f"{row['tb_per_s']:.2f} TB/s"
 
 
 def with_copies(rows: Iterable[Row], copies: Mapping[Any, float]) -> list[Row]:
@@ -34,7 +34,7 @@ def with_copies(rows: Iterable[Row], copies: Mapping[Any, float]) -> list[Row]:
 
 def by_size(rows: Iterable[Row]) -> str:
     """Return a table with kernels down, and sizes, or the columns that rows name, across."""
-    return crossed(rows, {"TB/s (of a copy)": "{kernel}"}, lambda row: row.get("column", f"{row['mib']} MiB"), rate)
+    return crossed(rows, {"of a copy's rate": "{kernel}"}, lambda row: row.get("column", f"{row['mib']} MiB"), rate)
 
 
 def beside(result: Result, column: str, kernels: set[str], prefix: str = "") -> list[Row]:
@@ -44,23 +44,15 @@ def beside(result: Result, column: str, kernels: set[str], prefix: str = "") -> 
     return [row for row in rows if row["kernel"] in kernels]
 
 
-def by_block(rows: list[Row]) -> str:
-    """Return a table with kernels down and blocks across, each as a share of a copy's rate."""
-    return crossed(rows, {"of a copy, in blocks of": "{kernel}"}, "{block}", "{of_a_copy:.2f}")
-
-
 def tables() -> dict[str, str]:
-    """Return all tables of the page by name, each with the files that it is from."""
+    """Return the table of the page by its name, with the files that it is from."""
     results = read(FOLDER / "results")
     rows = with_copies(results[OWN]["rows"], results[OWN]["copies_tb_per_s"])
+    rows = [row for size in SIZES_MIB for row in rows if row["mib"] == size]
     kernels = {row["kernel"] for row in rows}
     rows += beside(results[ON_H100], f"on an H100, {OTHERS_MIB} MiB", kernels)
     rows += beside(results[DEEPSPEED], f"DeepSpeed's, {OTHERS_MIB} MiB", kernels, "DeepSpeed: ")
-    sources = {
-        "kernels": (by_size(rows), [OWN, ON_H100, DEEPSPEED]),
-        "blocks": (by_block(results[BLOCKS]["rows"]), [BLOCKS]),
-    }
-    return {name: with_origin(table, "kernels", results, runs) for name, (table, runs) in sources.items()}
+    return {"kernels": with_origin(by_size(rows), "kernels", results, [OWN, ON_H100, DEEPSPEED], brief=True)}
 
 
 if __name__ == "__main__":

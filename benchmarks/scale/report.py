@@ -48,14 +48,11 @@ def counts(rows: list[Row], blocks: int) -> str:
 
 
 def by_world(rows: list[Row], blocks: int) -> dict[str, str]:
-    """Return the tables of run.py: counts, and times with a column for each world."""
-    times = {
-        "time around": "{ms_a_unit[around]:.2f} ({fastest_around_ms_a_unit:.2f})",
-        "codecs": "{ms_a_unit[codecs]:.2f}",
-        "wrapping": "{wrapping_ms:.0f}",
-    }
-    growth = {name: crossed(rows, CASE, "{world:,} ranks", time) for name, time in times.items()}
-    return {"counts": counts(rows, blocks), **growth}
+    """Return the tables of run.py: counts, and the time around computation in the smallest and the largest world."""
+    time = "{ms_a_unit[around]:.2f} ({fastest_around_ms_a_unit:.2f})"
+    worlds = {row["world"] for row in rows}
+    ends = [row for row in rows if row["world"] in (min(worlds), max(worlds))]
+    return {"counts": counts(rows, blocks), "time around": crossed(ends, CASE, "{world:,} ranks", time)}
 
 
 def beside_hsdp(rows: list[Row]) -> str:
@@ -90,10 +87,10 @@ def tables() -> dict[str, str]:
     results = read(FOLDER / "results")
     growth = by_world(results["cpu"]["rows"], results["cpu"]["arguments"]["blocks"])
     sources = {
-        **{name: (table, "cpu") for name, table in growth.items() if name != "codecs"},
+        **{name: (table, "cpu") for name, table in growth.items()},
         "beside HSDP": (beside_hsdp(results["beside-hsdp"]["rows"]), "beside-hsdp"),
     }
-    return {name: with_origin(table, "scale", results, [run]) for name, (table, run) in sources.items()}
+    return {name: with_origin(table, "scale", results, [run], brief=True) for name, (table, run) in sources.items()}
 
 
 def table_of_loading() -> dict[str, str]:

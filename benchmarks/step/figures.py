@@ -18,11 +18,11 @@ _KINDS = {"gather": ("Weights", WEIGHTS, 0.6), "reduce": ("Gradients", GRADIENTS
 
 
 @drawn
-def step_time(result: Result, strategies: Iterable[str] = ()) -> Figure:
-    """Draw step times with speedups over FULL_SHARD, and peak memory, of a result's strategies; by default, of all."""
+def step_time(result: Result, strategies: Iterable[str]) -> Figure:
+    """Draw step times with speedups over FULL_SHARD, and peak memory, of some of a result's strategies."""
     rows = result["rows"]
     bars = []
-    for strategy in strategies or sorted(dict.fromkeys(row["strategy"] for row in rows), key=_place):
+    for strategy in strategies:
         own = [_with_known_peak(row) for row in rows if row["strategy"] == strategy]
         times = " to ".join(sorted({f"{row['step_ms']:.0f}" for row in own}, key=float))
         speedup = "" if strategy == REFERENCE else _SPEEDUP.cell(own, rows)
@@ -36,9 +36,10 @@ def _with_known_peak(row: Row) -> Row:
 
 
 @drawn
-def memory(result: Result) -> Figure:
-    """Draw the peak memory of each strategy of a result, the largest first."""
-    rows = sorted(result["rows"], key=lambda row: -row["peak_gib"])
+def memory(result: Result, strategies: Iterable[str]) -> Figure:
+    """Draw the peak memory of some of a result's strategies."""
+    by_name = {row["strategy"]: row for row in result["rows"]}
+    rows = [by_name[strategy] for strategy in strategies]
     bars = [Bar(label(row["strategy"]), f"{row['peak_gib']:.1f}", "", _color(row["strategy"]), [row]) for row in rows]
     figure, axes = canvas(ROW * (len(bars) + 2))
     left = max(width_of(bar.name) for bar in bars) + GAP
@@ -85,11 +86,6 @@ def _setting(result: Result) -> str:
 def _is_ours(strategy: str) -> bool:
     """Return whether a strategy is one of fsdp_zpp's."""
     return "zeropp" in strategy and "deepspeed" not in strategy
-
-
-def _place(strategy: str) -> tuple[bool, bool]:
-    """Return a strategy's place in a figure: the reference first, ours last."""
-    return _is_ours(strategy), strategy != REFERENCE
 
 
 def _color(strategy: str) -> str:

@@ -18,16 +18,16 @@ from tables import (
     GATHERING,
     LORA,
     NO_NVLINK,
-    ONE_NODE_FIRST,
     RECIPES,
     STEP_TIME,
+    SUMMARY,
+    TRAININGS,
     Comparison,
     Results,
-    beside_one_node,
     cpu,
-    first_page,
     gathering,
     hops,
+    of_trainings,
     offload,
     planned,
 )
@@ -39,49 +39,44 @@ SINGLE = {
     "planned": (planned, "planned-1.35B-2x2"),
 }
 OFFLOAD = "offload-2x1"
-BESIDE_PEERS = (
-    "fsdp2:full_shard",
-    "fsdp2:hybrid_shard",
-    "deepspeed-zeropp",
-    "megatron-hfsdp",
-    "zeropp",
-    "fsdp2:zeropp",
-    "zeropp-delta",
-    "fsdp2:zeropp-delta",
-)
-"""Strategies in the figure on the first page, in its order."""
+BESIDE_PEERS = ("fsdp2:full_shard", "fsdp2:hybrid_shard", "deepspeed-zeropp", "megatron-hfsdp", "fsdp2:zeropp")
+LARGE = ("fsdp2:full_shard", "fsdp2:hybrid_shard", "deepspeed-zeropp", "fsdp2:zeropp", "fsdp2:zeropp-delta")
+LORA_MEMORY = ("fsdp2:hybrid_shard", "full_shard", "fsdp2:once-zeropp", "fsdp2:once-zeropp-nf4")
+"""Strategies in figures, in their order: bars that say the same would hide those that differ."""
 FIGURES = {
     "step-time.svg": ("step_time", "1.35B-2x2-eager", BESIDE_PEERS),
-    "step-time-6.7B.svg": ("step_time", "6.7B-2x2"),
-    "lora-memory.svg": ("memory", "lora-6.7B-2x2"),
-    "step-trace.svg": ("trace", "trace-1.35B-2x2-shared"),
+    "step-time-6.7B.svg": ("step_time", "6.7B-2x2", LARGE),
+    "lora-memory.svg": ("memory", "lora-6.7B-2x2", LORA_MEMORY),
 }
 """Functions of figures.py, the results that they draw, and what else they are given."""
 
 
-def compared(results: Results, comparisons: dict[str, Comparison]) -> dict[str, str]:
+def compared(results: Results, comparisons: dict[str, Comparison], brief: bool = False) -> dict[str, str]:
     """Return the tables of runs side by side."""
-    return {name: with_origin(one.markdown(results), "step", results, one.files) for name, one in comparisons.items()}
+    return {
+        name: with_origin(one.markdown(results), "step", results, one.files, brief) for name, one in comparisons.items()
+    }
 
 
 def pages(results: Results) -> dict[Path, Tables]:
     """Return all tables, by page and name."""
-    step_time = compared(results, STEP_TIME)
+    step_time = compared(results, STEP_TIME, brief=True)
     sizes = {label: results[name] for label, name in CHUNK_SIZES.items()}
-    step_time["hops"] = with_origin(hops(sizes, "between nodes", least=6), "step", results, CHUNK_SIZES.values())
+    step_time["hops"] = with_origin(
+        hops(sizes, "between nodes", least=6), "step", results, CHUNK_SIZES.values(), brief=True
+    )
     for table, (make, name) in SINGLE.items():
-        step_time[table] = with_origin(make(results[name]["rows"]), "step", results, [name])
-    both = (name for pair in ONE_NODE_FIRST.values() for name in pair)
-    step_time["one-node-of-four"] = with_origin(beside_one_node(results), "step", results, both)
+        step_time[table] = with_origin(make(results[name]["rows"]), "step", results, [name], brief=True)
     offloaded = with_origin(offload(results[OFFLOAD]["rows"]), "step", results, [OFFLOAD])
     return {
-        RESULTS_PAGES / "step-time.md": step_time,
-        RESULTS_PAGES / "lora.md": compared(results, LORA),
+        RESULTS_PAGES / "step-time.md": {"summary": of_trainings(SUMMARY, results, peaks=True)},
+        RESULTS_PAGES / "step-time-tables.md": step_time,
+        RESULTS_PAGES / "lora.md": compared(results, LORA, brief=True),
         GUIDES / "cpu-offload.md": {"offload": offloaded},
         GUIDES / "weights-for-rl.md": {"gathering": with_origin(gathering(results), "step", results, GATHERING)},
         GUIDES / "one-machine-without-nvlink.md": compared(results, NO_NVLINK),
         ROOT / "docs" / "recipes.md": compared(results, RECIPES),
-        ROOT / "README.md": {"first-page": first_page(results)},
+        ROOT / "README.md": {"first-page": of_trainings(TRAININGS, results)},
     }
 
 

@@ -1,10 +1,20 @@
-"""Tables of steps: runs side by side, other measurements than steps of strategies, and the table on the first page."""
+"""Tables of steps: runs side by side, other measurements than steps of strategies, and the tables on the first pages.
+
+    python benchmarks/step/tables.py '1.35B-2x2-*'     # prints the runs of these names; without any, all names
+
+Pages show some of the runs (``report.py``); this shows any.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "common"))
 
 from columns import (
     BETWEEN_NODES,
@@ -12,15 +22,15 @@ from columns import (
     PEAK,
     STEP,
     Column,
-    figures_of,
     filled,
     measured,
     of_a_run,
     times_as_fast,
 )
 from labels import label
-from markdown_tables import crossed, listed, markdown
-from result_files import Result, Row
+from markdown_tables import aligned, crossed, listed, markdown
+from result_files import Result, Row, read
+from result_pages import origin
 
 # ---- columns that only pages and runs of benchmarks have, beside those of columns.py
 
@@ -31,22 +41,14 @@ def _paired(own: list[Row], rows: list[Row]) -> str:
     )
 
 
-def share(of: str, key: str, heading: str, form: str = "{:.2f}") -> Column:
-    """Make a column with a figure as a share of that of the strategy ``of``."""
-
-    def cell(own: list[Row], rows: list[Row]) -> str:
-        references = figures_of(rows, key, of)
-        return " and ".join(form.format(figure / references[0]) for figure in figures_of(own, key) if references)
-
-    return Column(heading, cell)
-
-
 MEDIAN = measured("step, ms", "step_ms", "{:.0f}")
 PAIRED = Column("of the first row's time (quartiles)", _paired)
 GENERATED = measured("generated tokens/s", "generate_tokens_per_s", "{:.1f}")
-AGAINST_FULL_SHARD = times_as_fast("full_shard", "speedup over FULL_SHARD")
-AGAINST_FSDP2 = times_as_fast("fsdp2:full_shard", "speedup over FULL_SHARD")
-AGAINST_FLOAT8 = times_as_fast("fsdp2:float8-full_shard", "speedup over FULL_SHARD in float8")
+_AGAINST = [times_as_fast(of, "speedup over FULL_SHARD") for of in ("fsdp2:full_shard", "full_shard")]
+AGAINST_FULL_SHARD = Column(
+    _AGAINST[0].heading, lambda *rows: next(filter(None, (one.cell(*rows) for one in _AGAINST)), "")
+)
+"""Over FSDP2's FULL_SHARD, or FSDP's in a run without it."""
 AGAINST_HSDP = times_as_fast("fsdp2:hybrid_shard", "speedup over HSDP")
 
 
@@ -60,14 +62,9 @@ def summary(rows: list[Row]) -> str:
 # ---- runs side by side, and the columns of each
 
 HSDP = "fsdp2:hybrid_shard"
-USUAL = (STEP, AGAINST_FULL_SHARD, PEAK)
-WHOLE = (STEP, AGAINST_FSDP2, AGAINST_HSDP, PEAK, HOST, BETWEEN_NODES)
-WHOLE_OF_FSDP = (STEP, AGAINST_FULL_SHARD, *WHOLE[2:])
-"""Columns of a run whose FULL_SHARD is FSDP's."""
-WHOLE_BESIDE_HSDP = (STEP, *WHOLE[2:])
-"""Columns of a run without FULL_SHARD."""
-OF_HSDPS_PEAK = share(HSDP, "peak_gib", "of HSDP's peak", "{:.0%}")
+WHOLE = (STEP, AGAINST_FULL_SHARD, AGAINST_HSDP, PEAK, HOST, BETWEEN_NODES)
 DELTAS = ("zeropp-delta", "fsdp2:zeropp-delta")
+ZEROPP_KINDS = ("fsdp2:zeropp", "fsdp2:zeropp-delta")
 Results = dict[str, Result]
 
 
@@ -116,29 +113,16 @@ def one(run: str, *columns: Column, only: tuple[str, ...] = ()) -> Comparison:
     return Comparison({"": run}, columns, only)
 
 
-IN_TURN = {
-    "two nodes of 2": "lora-6.7B-2x2-in-turn",
-    "two nodes of 2 that share GPUs": "lora-6.7B-2x2-shared-in-turn",
-    "two nodes of 1": "lora-6.7B-2x1-in-turn",
-}
 MIXTURES = {
-    "24 layers, 2 x 1, sockets": "moe-2.6B-2x1",
-    "24 layers, 2 x 1, no peer-to-peer": "moe-2.6B-2x1-no-p2p",
-    "24 layers, 2 x 1, NVLink": "moe-2.6B-2x1-fast",
-    "24 layers, 2 x 2, sockets": "moe-2.6B-2x2",
-    "24 layers, 2 x 2, sockets, earlier machine": "moe-2.6B-2x2-earlier-on-G",
-    "12 layers, 2 x 1, sockets": "moe-2.7B-2x1",
-    "12 layers, 2 x 1, no peer-to-peer": "moe-2.7B-2x1-no-p2p",
-    "12 layers, 2 x 1, NVLink": "moe-2.7B-2x1-fast",
+    "2 x 2, sockets": "moe-2.6B-2x2",
+    "2 x 2, sockets, faster machine": "moe-2.6B-2x2-earlier-on-G",
+    "2 x 1, sockets": "moe-2.6B-2x1",
+    "2 x 1, NVLink": "moe-2.6B-2x1-fast",
 }
 """Runs of mixtures of experts, below each other: a further run is a further line."""
 MIXTURES_BESIDE_PEERS = {
-    "2 x 1, sockets": "moe-2.6B-2x1-peers",
-    "2 x 1, sockets, another machine": "moe-2.6B-2x1-megatron",
-    "2 x 1, no peer-to-peer": "moe-2.6B-2x1-no-p2p-peers",
-    "2 x 1, no peer-to-peer, another machine": "moe-2.6B-2x1-no-p2p-megatron",
-    "2 x 1, NVLink": "moe-2.6B-2x1-fast-peers",
-    "2 x 2, sockets": "moe-2.6B-2x2-expert-parallel",
+    "one": "moe-2.6B-2x1-peers",
+    "another": "moe-2.6B-2x1-megatron",
 }
 NO_PEER_TO_PEER = {
     "6.7B, 2 GPUs": "6.7B-2x1-no-p2p",
@@ -149,57 +133,49 @@ NO_PEER_TO_PEER = {
     "1.35B, 4 GPUs": "1.35B-1x4-no-p2p",
 }
 """Runs on one host whose GPUs copy through its memory."""
+PEERS = ("megatron-hfsdp", "deepspeed-zeropp")
 FOUR = "1.35B-2x2-four-micro-batches"
 STEP_TIME = {
     "eager": one("1.35B-2x2-eager", *WHOLE),
-    "compiled": one("1.35B-2x2-compiled", *WHOLE_OF_FSDP),
-    "eager-again": one("1.35B-2x2-h200", *WHOLE),
-    "micro-batches": Comparison(
-        {
-            "1": "1.35B-2x2-micro-batch-1",
-            "8": "1.35B-2x2-micro-batch-8",
-            "1, another machine": "1.35B-2x2-micro-batch-1-again",
-        },
-        WHOLE,
-        below="micro-batch",
-    ),
-    "DeepSpeed": one("1.35B-2x2-earlier-on-A", *USUAL, only=("full_shard", "zeropp", HSDP, "deepspeed-zeropp")),
-    "float8": one("1.35B-2x1-float8", STEP, AGAINST_FLOAT8, PEAK, BETWEEN_NODES),
-    "large": one("6.7B-2x2", *WHOLE),
-    "large-compiled": one("6.7B-2x2-compiled", *WHOLE),
+    "compiled": one("1.35B-2x2-compiled", *WHOLE),
+    "large": Comparison({"eager": "6.7B-2x2", "compiled": "6.7B-2x2-compiled"}, WHOLE, below="layers"),
     "mixtures": Comparison(
-        MIXTURES,
-        WHOLE,
-        below="layers, nodes x GPUs, link",
+        MIXTURES, (STEP, AGAINST_FULL_SHARD, AGAINST_HSDP, PEAK, BETWEEN_NODES), below="nodes x GPUs, link"
     ),
     "mixtures-beside-peers": Comparison(
         MIXTURES_BESIDE_PEERS,
-        WHOLE,
-        below="nodes x GPUs, link",
+        (STEP, AGAINST_HSDP, PEAK),
+        (HSDP, *ZEROPP_KINDS, *PEERS),
+        below="machine",
     ),
-    "no-peer-to-peer": Comparison(
-        NO_PEER_TO_PEER, (STEP, AGAINST_FSDP2, PEAK, HOST, BETWEEN_NODES), below="model, GPUs"
+    "peers-without-peer-to-peer": Comparison(
+        {name: NO_PEER_TO_PEER[name] for name in ("6.7B, checkpointing, 2 GPUs", "1.35B, 2 GPUs", "1.35B, 4 GPUs")},
+        (STEP, AGAINST_FULL_SHARD, PEAK),
+        ("fsdp2:full_shard", *ZEROPP_KINDS, *(f"{kind}-alone" for kind in ZEROPP_KINDS), *PEERS),
+        below="model, GPUs",
     ),
     "hosts-without-peer-to-peer": one("1.35B-2x2-no-p2p", STEP, AGAINST_HSDP, PEAK, BETWEEN_NODES),
-    "four-micro-batches": one(f"{FOUR}-eager", *WHOLE),
-    "four-micro-batches-DeepSpeed": one(f"{FOUR}-deepspeed", *WHOLE_BESIDE_HSDP),
-    "four-micro-batches-earlier": Comparison(
-        {"eager": f"{FOUR}-earlier-on-C", "compiled": f"{FOUR}-compiled"}, (STEP, PEAK)
+    "four-micro-batches": Comparison(
+        {
+            "eager": f"{FOUR}-eager",
+            "eager, second machine": f"{FOUR}-deepspeed",
+            "eager, third machine": f"{FOUR}-earlier-on-C",
+            "compiled": f"{FOUR}-compiled",
+        },
+        (STEP, AGAINST_FULL_SHARD, AGAINST_HSDP, PEAK),
+        ("zeropp-IIG", *(f"{kind}-IIG" for kind in ZEROPP_KINDS), HSDP, "fsdp2:full_shard", "full_shard", *PEERS),
+        below="layers, machine",
     ),
-    "four-micro-batches-delta": one(
-        f"{FOUR}-delta",
-        STEP,
-        share(HSDP, "step_ms", "of HSDP's time"),
-        PEAK,
-        HOST,
-    ),
-    "one-node": one("1.35B-1x2-in-turn", STEP, PAIRED),
+    "one-node-of-four": Comparison({"1.35B": "1.35B-1x4", "6.7B": "6.7B-1x4"}, (STEP, PEAK, HOST), below="model"),
     "fast": Comparison(
-        {"first machine": "1.35B-2x1-fast", "slower machine": "1.35B-2x1-fast-slower-machine"}, (PAIRED,)
+        {
+            "one node": "1.35B-1x2-in-turn",
+            "two nodes": "1.35B-2x1-fast",
+            "two nodes, slower machine": "1.35B-2x1-fast-slower-machine",
+        },
+        (PAIRED,),
     ),
-    "without-codecs": one("1.35B-2x2-first-version", *USUAL),
-    "nodes-of-one": one("1.35B-2x1", *USUAL),
-    "four-nodes-of-one": one("1.35B-4x1", *WHOLE),
+    "shared-nodes-of-four": one("1.35B-2x4-shared", STEP, AGAINST_FULL_SHARD, AGAINST_HSDP, PEAK),
     "slow-links": Comparison(
         {
             "none: one rank alone": ("1.35B-1x1-free-running", "1.35B-1x1-free-running-first"),
@@ -210,21 +186,7 @@ STEP_TIME = {
         (MEDIAN, PEAK, BETWEEN_NODES),
         below="link",
     ),
-    "exchanges": Comparison(
-        {
-            "2 x 1, NVLink": "1.35B-2x1-exchanges-fast",
-            "2 x 1, sockets": "1.35B-2x1-exchanges",
-            "2 x 2, sockets": ("1.35B-2x2-exchanges", "1.35B-2x2-exchanges-8"),
-            "4 x 1, sockets": ("1.35B-4x1-exchanges", "1.35B-4x1-exchanges-8"),
-        },
-        (MEDIAN, PEAK, HOST, BETWEEN_NODES),
-        below="nodes x GPUs, link",
-    ),
-    "shared": one("1.35B-2x2-shared-four-micro-batches", *USUAL),
-    "shared-nodes-of-four": one("1.35B-2x4-shared", *WHOLE),
-    "loco-fast": one("1.35B-2x1-fast-loco", STEP, PAIRED),
-    "loco": one("1.35B-2x2-loco", STEP, PEAK),
-    "loco-and-IIG": one("1.35B-2x2-loco-and-IIG", *WHOLE_BESIDE_HSDP),
+    "loco": Comparison({"first": "1.35B-2x2-loco", "second": "1.35B-2x2-loco-and-IIG"}, (STEP, PEAK), below="machine"),
     "chunks": Comparison(
         {
             "shared GPU, 128 KiB": "1.35B-2x1-shared-128KiB-chunks",
@@ -246,14 +208,16 @@ STEP_TIME = {
         ("zeropp", *DELTAS, HSDP),
     ),
 }
+"""By the names of the tables in docs/results/step-time-tables.md."""
 NO_NVLINK = {
     "no-peer-to-peer": Comparison(
         NO_PEER_TO_PEER | {"mixture of experts, 2.6B, 2 GPUs": "moe-2.6B-2x1-no-p2p"},
-        (STEP, AGAINST_FSDP2, PEAK),
+        (STEP, AGAINST_FULL_SHARD, PEAK),
         ("fsdp2:full_shard", *(f"fsdp2:zeropp{kind}" for kind in ("", "-delta", "-GGG", "-alone", "-delta-alone"))),
         below="model, GPUs",
     ),
 }
+_INT8, _NF4 = "fsdp2:once-zeropp", "fsdp2:once-zeropp-nf4"
 LORA = {
     "lora": Comparison(
         {
@@ -261,40 +225,25 @@ LORA = {
             "another": "lora-6.7B-2x2-again",
             "a third, earlier version": "lora-6.7B-2x2-earlier-on-A",
         },
-        (STEP, AGAINST_FULL_SHARD, AGAINST_HSDP, PEAK, OF_HSDPS_PEAK, HOST),
+        (STEP, AGAINST_FULL_SHARD, AGAINST_HSDP, PEAK),
+        (_INT8, _NF4, HSDP, "full_shard"),
         below="machine",
     ),
-    "lora-in-turn": Comparison(IN_TURN, (PAIRED,)),
-    "lora-70B": Comparison(
-        {
-            "two of 2": "lora-70B-2x2",
-            "two of 2, earlier version": "lora-70B-2x2-earlier-on-A",
-            "one of 2, earlier version": "lora-70B-1x2",
-        },
-        (STEP, PEAK, GENERATED),
-        below="nodes",
-    ),
-    "lora-nodes-of-one": one("lora-6.7B-2x1", STEP, PEAK, GENERATED),
+    "lora-70B": Comparison({"two of 2": "lora-70B-2x2", "one of 2": "lora-70B-1x2-qlora"}, (STEP, PEAK), below="nodes"),
+    "lora-nodes-of-one": one("lora-6.7B-2x1", STEP, PEAK, only=(HSDP, _INT8, "fsdp2:mixzpp")),
     "qlora-in-turn": Comparison(
         {"NVLink": "lora-6.7B-1x2-qlora-in-turn", "no peer-to-peer": "lora-6.7B-1x2-no-p2p-qlora-in-turn"},
-        (STEP, PAIRED, HOST),
+        (STEP, PAIRED),
     ),
-    "qlora": Comparison(
-        {
-            "6.7B, NVLink": "lora-6.7B-1x2-qlora",
-            "6.7B, no peer-to-peer": "lora-6.7B-1x2-no-p2p-qlora",
-            "70B, checkpointing, NVLink": "lora-70B-1x2-qlora",
-        },
-        (STEP, PEAK, HOST),
-        below="model, link",
+    "lora-no-peer-to-peer": one(
+        "lora-6.7B-2x1-no-p2p",
+        STEP,
+        AGAINST_FULL_SHARD,
+        PEAK,
+        only=("fsdp2:full_shard", _INT8, f"{_INT8}-int4", _NF4),
     ),
-    "lora-no-peer-to-peer": one("lora-6.7B-2x1-no-p2p", STEP, AGAINST_FSDP2, PEAK, HOST),
-    "lora-shared": Comparison(
-        {"first machine": "lora-6.7B-2x2-shared-first", "second machine": "lora-6.7B-2x2-shared-second"},
-        (STEP, PEAK),
-    ),
-    "lora-one-node": one("lora-6.7B-1x2-in-turn", STEP, PAIRED),
 }
+"""By the names of the tables in docs/results/lora.md."""
 TOKENS = measured("tokens/s, all GPUs", "tokens_per_s", "{:,.0f}")
 RECIPES = {
     "recipe-full": one("6.7B-2x2", STEP, TOKENS, PEAK, only=(HSDP, "fsdp2:full_shard", "fsdp2:zeropp", *DELTAS)),
@@ -303,10 +252,10 @@ RECIPES = {
         {"2 x 2": "lora-70B-2x2", "1 x 2": "lora-70B-1x2-qlora"}, (STEP, TOKENS, PEAK), below="nodes x GPUs"
     ),
 }
-"""By the names of the tables in docs/results/step-time.md and lora.md, one-machine-without-nvlink.md and recipes.md."""
+"""By the names of the tables in docs/recipes.md."""
 
 
-# ---- hops, the CPU's part, the planner, offload, gathering, and two layouts
+# ---- hops, the CPU's part, the planner, offload and gathering
 
 RATE = "{ms:.2f} ({gb_per_s:.2f})"
 _NVLINK, _NO_PEER_TO_PEER = "one node of 2, NVLink", "one node of 2, no peer-to-peer"
@@ -320,14 +269,6 @@ GATHERING = {
     "gathering-2x1": "two nodes of 1, sockets",
 }
 """Links by results of gathering.py, a line each: a further result is a further line."""
-ONE_NODE_FIRST = {
-    "1.35B": ("1.35B-1x4", "1.35B-2x2-eager"),
-    "1.35B, earlier version, another machine": ("1.35B-1x4-earlier-on-A", "1.35B-2x2-earlier-on-A"),
-    "6.7B": ("6.7B-1x4", "6.7B-2x2"),
-}
-"""Results on one node of 4 and on two nodes of 2, of one machine, by their label."""
-_ON_ONE_NODE = "fsdp2:full_shard"
-_BESIDE_ONE_NODE = ("fsdp2:zeropp", "fsdp2:zeropp-delta", "fsdp2:hybrid_shard", "fsdp2:full_shard")
 
 
 def hops(runs: Mapping[str, Result], hop: str, least: float = 0) -> str:
@@ -391,27 +332,10 @@ def gathering(results: Mapping[str, Result]) -> str:
     )
 
 
-def beside_one_node(results: Mapping[str, Result]) -> str:
-    """Return a table of strategies on two nodes beside FULL_SHARD on one, for each of :data:`ONE_NODE_FIRST`."""
-    lines: list[Row] = []
-    for model, (one, two) in ONE_NODE_FIRST.items():
-        (reference,) = (row for row in results[one]["rows"] if row["strategy"] == _ON_ONE_NODE)
-        others = (row for strategy in _BESIDE_ONE_NODE for row in results[two]["rows"] if row["strategy"] == strategy)
-        lines.append({"model": model, "nodes": "one of 4", "row": reference, "ratio": 1.0})
-        for row in others:
-            ratio = row["step_ms"] / reference["step_ms"]
-            lines.append({"model": model, "nodes": "two of 2", "row": row, "ratio": ratio})
-    columns: dict[str, Any] = {"model": "{model}", "nodes": "{nodes}"}
-    columns["strategy"] = lambda line: label(line["row"]["strategy"])
-    columns[STEP.heading] = lambda line: STEP.cell([line["row"]], [])
-    columns["of one node's time"] = "{ratio:.2f}"
-    columns[HOST.heading] = lambda line: HOST.cell([line["row"]], [])
-    return listed(lines, columns)
-
-
-# ---- the first page: a line for each training, under torch's strategies and under ours
+# ---- the first pages: a line for each training, under torch's strategies and under ours
 
 HEAD = ("training", "FULL_SHARD, ms", "HSDP, ms", "fsdp_zpp, ms", "against FULL_SHARD", "against HSDP")
+_PEAKS = "GiB: FULL_SHARD, HSDP, fsdp_zpp"
 
 
 @dataclass(frozen=True)
@@ -433,6 +357,7 @@ class Training:
 
 ZEROPP = {"": "fsdp2:zeropp", "with deltas": "fsdp2:zeropp-delta"}
 ALONE = {name: f"{strategy}-alone" for name, strategy in ZEROPP.items()}
+IIG = {name: f"{strategy}-IIG" for name, strategy in ZEROPP.items()}
 TRAININGS = (
     Training("Llama 1.35B, 2 nodes of 2", "1.35B-2x2-eager", "fsdp2:full_shard", ZEROPP),
     Training("Llama 6.7B, 2 nodes of 2", "6.7B-2x2", "fsdp2:full_shard", ZEROPP),
@@ -440,21 +365,67 @@ TRAININGS = (
     Training("mixture of experts, 2.6B, 2 nodes of 1", "moe-2.6B-2x1", "fsdp2:full_shard", ZEROPP),
     Training("Llama 6.7B, 1 machine of 4 without NVLink", "6.7B-1x4-no-p2p", "fsdp2:full_shard", ALONE),
 )
+"""Lines of README.md."""
+SUMMARY = (
+    Training("1.35B", "1.35B-2x2-eager", "fsdp2:full_shard", ZEROPP),
+    Training("1.35B, a faster CPU", "1.35B-2x2-h200", "fsdp2:full_shard", ZEROPP),
+    Training("1.35B, compiled", "1.35B-2x2-compiled", "full_shard", ZEROPP),
+    Training("1.35B, micro-batch 1", "1.35B-2x2-micro-batch-1", "fsdp2:full_shard", ZEROPP),
+    Training("1.35B, micro-batch 8", "1.35B-2x2-micro-batch-8", "fsdp2:full_shard", ZEROPP),
+    Training("1.35B, 4 micro-batches, `IIG`", f"{FOUR}-eager", "fsdp2:full_shard", IIG),
+    Training("6.7B", "6.7B-2x2", "fsdp2:full_shard", ZEROPP),
+    Training("6.7B, compiled", "6.7B-2x2-compiled", "fsdp2:full_shard", ZEROPP),
+    Training("mixture, 2.6B", "moe-2.6B-2x2", "fsdp2:full_shard", ZEROPP),
+    Training("mixture, 2.6B, 2 nodes of 1", "moe-2.6B-2x1", "fsdp2:full_shard", ZEROPP),
+    Training("6.7B, 1 machine of 4 without NVLink", "6.7B-1x4-no-p2p", "fsdp2:full_shard", ALONE),
+)
+"""Lines of docs/results/step-time.md."""
 
 
-def first_page(results: Results) -> str:
-    """Return the table; a line without HSDP is of a run in which HSDP is the same as replicating."""
-    return markdown(HEAD, (_line(training, results[training.run]["rows"]) for training in TRAININGS))
+def of_trainings(trainings: Iterable[Training], results: Results, peaks: bool = False) -> str:
+    """Return a table, with peaks of memory if asked; a line without HSDP is of a run where HSDP is replication."""
+    head = (*HEAD, _PEAKS) if peaks else HEAD
+    return markdown(head, (_line(training, results[training.run]["rows"])[: len(head)] for training in trainings))
 
 
 def _line(training: Training, rows: list[Row]) -> list[str]:
-    times = {row["strategy"]: row["step_ms"] for row in rows if "step_ms" in row}
+    by_name = {row["strategy"]: row for row in rows if "step_ms" in row}
+    times = {strategy: row["step_ms"] for strategy, row in by_name.items()}
     ours = {name: times[strategy] for name, strategy in training.ours.items()}
     full_shard, hsdp = times[training.full_shard], times.get(HSDP)
     steps = ", ".join(f"{name} {step:.0f}".strip() for name, step in ours.items())
     against = [_range([other / step for step in ours.values()]) if other else "" for other in (full_shard, hsdp)]
-    return [training.title, f"{full_shard:.0f}", f"{hsdp:.0f}" if hsdp else "", steps, *against]
+    of = [by_name.get(strategy) for strategy in (training.full_shard, HSDP, training.ours[""])]
+    peaks = ", ".join(f"{row['peak_gib']:.1f}" if row else "-" for row in of)
+    return [training.title, f"{full_shard:.0f}", f"{hsdp:.0f}" if hsdp else "", steps, *against, peaks]
 
 
 def _range(ratios: list[float]) -> str:
     return " to ".join(dict.fromkeys(f"{ratio:.1f}x" for ratio in sorted(ratios)))
+
+
+# ---- any run
+
+
+def main(patterns: Sequence[str]) -> None:
+    """Print the runs that patterns name, each with how it was made; without patterns, the names of all."""
+    results = read(Path(__file__).parent / "results")
+    for name, result in results.items():
+        if not patterns:
+            print(name, f"({result['study']}.json)")
+        elif any(fnmatch(name, pattern) for pattern in patterns):
+            print(f"{name}: {origin(result)}", aligned(whole(result["rows"])), "", sep="\n")
+
+
+def whole(rows: list[Row]) -> str:
+    """Return a table of a run, with all figures of its rows if they are no steps of strategies."""
+    if any("fastest_ms" in row for row in rows):
+        return summary(rows)
+    keys = [key for key, value in rows[0].items() if not isinstance(value, list | dict)]
+    return markdown(
+        keys, ([f"{row[key]:.4g}" if isinstance(row[key], float) else f"{row[key]}" for key in keys] for row in rows)
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -16,7 +16,12 @@ from harness.launch import launch
 
 from fsdp_zpp.bench.results import write
 
-PAGES = {"step": ("step-time", "lora"), "loss": ("loss",), "kernels": ("kernels",), "scale": ("scale",)}
+PAGES = {
+    "step": ("step-time", "step-time-tables", "lora"),
+    "loss": ("loss",),
+    "kernels": ("kernels",),
+    "scale": ("scale",),
+}
 """The pages of docs/results that show a folder's results."""
 
 DOCS = BENCHMARKS.parent / "docs"
@@ -117,14 +122,16 @@ def test_a_measurement_that_differs_is_found_and_mended(tmp_path: Path) -> None:
     shutil.copy(DOCS / "recipes.md", tmp_path / "docs")
     study = tmp_path / "benchmarks/step/results/1.35B-h200.json"
     found = json.loads(study.read_text())
-    found["1.35B-2x2-eager"]["rows"][2]["step_ms"] += 100
+    [row] = [row for row in found["1.35B-2x2-eager"]["rows"] if row["strategy"] == "fsdp2:hybrid_shard"]
+    row["step_ms"] += 100
     study.write_text(json.dumps(found))
-    shown = [tmp_path / "docs/results/step-time.md", readme, chart]
+    shown = [*(tmp_path / f"docs/results/step-time{which}.md" for which in ("", "-tables")), readme, chart]
     before = [path.read_text() for path in shown]
     report = tmp_path / "benchmarks/step/report.py"
     checked = launch(1, report, "--check")
     assert checked.returncode != 0
-    assert all(what in checked.stderr for what in ("step-time.md: eager", "README.md: first-page", "step-time.svg"))
+    different = ("step-time.md: summary", "step-time-tables.md: eager", "README.md: first-page", "step-time.svg")
+    assert all(what in checked.stderr for what in different)
     assert "lora-memory.svg" not in checked.stderr
     assert [path.read_text() for path in shown] == before
     assert launch(1, report).returncode == 0
@@ -139,7 +146,15 @@ def test_a_table_without_a_place_is_an_error() -> None:
         result_pages.with_tables(text, {"one": "new", "two": "new"})
 
 
-@pytest.mark.parametrize("folder", PAGES)
+def test_any_run_of_steps_is_printed() -> None:
+    printed = launch(1, BENCHMARKS / "step/tables.py", "*")
+    assert printed.returncode == 0, printed.stderr
+    names = [name for study, name, _ in RESULTS if study.parts[-3] == "step"]
+    assert names
+    assert not [name for name in names if f"\n{name}: " not in f"\n{printed.stdout}"]
+
+
+@pytest.mark.parametrize("folder", sorted(PAGES.keys() - {"step"}))
 def test_pages_or_the_folders_readme_name_every_result(folder: str) -> None:
     text = "".join(map(page, PAGES[folder])) + (BENCHMARKS / folder / "README.md").read_text()
     shown_whole = set(re.findall(r"(?<! in )`([\w.-]+\.json)` \(\d+ runs", text))
@@ -149,11 +164,12 @@ def test_pages_or_the_folders_readme_name_every_result(folder: str) -> None:
     assert not [name for study, name in own if study not in shown_whole and f"`{name}`" not in text]
 
 
-@pytest.mark.parametrize("name", [name for names in PAGES.values() for name in names])
+@pytest.mark.parametrize("name", [name for names in PAGES.values() for name in names if not name.endswith("-tables")])
 def test_conclusions_come_first_and_their_figures_are_in_tables(name: str) -> None:
     """Fractions are, with as many digits; whole numbers are often counts or sizes."""
     text = page(name)
-    tables = list(result_pages.MARKED.finditer(text))
+    more = page(f"{name}-tables") if name == "step-time" else ""
+    tables = list(result_pages.MARKED.finditer(text + more))
     for table in tables:
         (columns,) = {line.count("|") - 1 for line in table.group().splitlines() if line.startswith("|")}
         assert columns <= 8, table["name"]
