@@ -1,4 +1,4 @@
-"""Tables and figures of steps, from results/, on pages of docs/results, in guides, in recipes.md and in README.md.
+"""Tables and figures of steps, from results/, on pages of docs/results, in guides and in README.md.
 
 python benchmarks/step/report.py [--check]
 """
@@ -19,7 +19,6 @@ from tables import (
     LORA,
     NO_NVLINK,
     ONE_NODE_FIRST,
-    RECIPES,
     STEP_TIME,
     Comparison,
     Results,
@@ -80,7 +79,6 @@ def pages(results: Results) -> dict[Path, Tables]:
         GUIDES / "cpu-offload.md": {"offload": offloaded},
         GUIDES / "weights-for-rl.md": {"gathering": with_origin(gathering(results), "step", results, GATHERING)},
         GUIDES / "one-machine-without-nvlink.md": compared(results, NO_NVLINK),
-        ROOT / "docs" / "recipes.md": compared(results, RECIPES),
         ROOT / "README.md": {"first-page": first_page(results)},
     }
 
