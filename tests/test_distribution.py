@@ -118,7 +118,7 @@ INTEGRATIONS = {
     "axolotl": "run pip install '.[axolotl]' in your clone",
     "lightning": "run pip install '.[lightning]' in your clone",
     "ms_swift": "run pip install '.[ms-swift]' in your clone",
-    "llama_factory": "see docs/guides/llama-factory.md",
+    "llama_factory": "see docs/guides/llama-factory-ms-swift.md",
 }
 
 

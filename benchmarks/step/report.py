@@ -1,4 +1,4 @@
-"""Tables and figures of steps, from results/, on pages of docs/results, in guides, in recipes.md and in README.md.
+"""Tables and figures of steps, from results/, on pages of docs/results, in guides and in README.md.
 
 python benchmarks/step/report.py [--check]
 """
@@ -18,7 +18,6 @@ from tables import (
     GATHERING,
     LORA,
     NO_NVLINK,
-    RECIPES,
     STEP_TIME,
     SUMMARY,
     TRAININGS,
@@ -75,7 +74,6 @@ def pages(results: Results) -> dict[Path, Tables]:
         GUIDES / "cpu-offload.md": {"offload": offloaded},
         GUIDES / "weights-for-rl.md": {"gathering": with_origin(gathering(results), "step", results, GATHERING)},
         GUIDES / "one-machine-without-nvlink.md": compared(results, NO_NVLINK),
-        ROOT / "docs" / "recipes.md": compared(results, RECIPES),
         ROOT / "README.md": {"first-page": of_trainings(TRAININGS, results)},
     }
 

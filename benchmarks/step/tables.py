@@ -244,15 +244,6 @@ LORA = {
     ),
 }
 """By the names of the tables in docs/results/lora.md."""
-TOKENS = measured("tokens/s, all GPUs", "tokens_per_s", "{:,.0f}")
-RECIPES = {
-    "recipe-full": one("6.7B-2x2", STEP, TOKENS, PEAK, only=(HSDP, "fsdp2:full_shard", "fsdp2:zeropp", *DELTAS)),
-    "recipe-mixture": one("moe-2.6B-2x2", STEP, TOKENS, PEAK),
-    "recipe-70B": Comparison(
-        {"2 x 2": "lora-70B-2x2", "1 x 2": "lora-70B-1x2-qlora"}, (STEP, TOKENS, PEAK), below="nodes x GPUs"
-    ),
-}
-"""By the names of the tables in docs/recipes.md."""
 
 
 # ---- hops, the CPU's part, the planner, offload and gathering

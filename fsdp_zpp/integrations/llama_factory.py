@@ -22,7 +22,7 @@ from fsdp_zpp.strategy.strategy import Strategy
 from ._common import KEY, NO_DEEPSPEED, NO_PACKED_BASE, NO_WHOLE_MATRICES, refuse, refuse_set, require, strategy_of
 
 # No extra has it: its requirements exclude the versions of transformers that a strategy needs.
-require("llamafactory", "0.9.5", install="see docs/guides/llama-factory.md")
+require("llamafactory", "0.9.5", install="see docs/guides/llama-factory-ms-swift.md")
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback

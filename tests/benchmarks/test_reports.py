@@ -119,7 +119,6 @@ def test_a_measurement_that_differs_is_found_and_mended(tmp_path: Path) -> None:
         shutil.copytree(DOCS / folder, tmp_path / "docs" / folder)
     readme, chart = tmp_path / "README.md", tmp_path / "docs/figures/step-time.svg"
     shutil.copy(DOCS.parent / "README.md", readme)
-    shutil.copy(DOCS / "recipes.md", tmp_path / "docs")
     study = tmp_path / "benchmarks/step/results/1.35B-h200.json"
     found = json.loads(study.read_text())
     [row] = [row for row in found["1.35B-2x2-eager"]["rows"] if row["strategy"] == "fsdp2:hybrid_shard"]

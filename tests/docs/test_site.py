@@ -214,9 +214,11 @@ OF_EARLIER = ("benchmarks/convergence.py", "benchmarks/step.py")
 def test_files_that_pages_and_comments_name_are_there() -> None:
     folders = ("fsdp_zpp", "kernels", "tests", "benchmarks", "examples", "docs")
     files = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    pages = (*PAGES_OUTSIDE[:3], *PAGES_OF_THE_SITE, *BENCHMARKS.rglob("*.md"))
+    files += [f"/{name}" for page in pages for name in re.findall(r"(?m)^# (\w+\.py)$", page.read_text())]  # to copy
     lost = {
         f"{each.relative_to(ROOT)}: {name}"
-        for each in (*PAGES_OUTSIDE[:3], *PAGES_OF_THE_SITE, *BENCHMARKS.rglob("*.md"), *SOURCES)
+        for each in (*pages, *SOURCES)
         for name in re.findall(r"(?<![\w/.{*-])[\w/]*\w\.py\b", each.read_text())
         if not name.startswith((*OF_OTHERS, *OF_EARLIER)) and not any(file.endswith(f"/{name}") for file in files)
     }

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer, models as token_models, pre_tokenizers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fsdp_zpp.codecs import Codec
@@ -44,6 +45,15 @@ def make_base(dtype: torch.dtype = torch.float32, tied: bool = False) -> LlamaFo
     for parameter in model.parameters():
         parameter.data.mul_(3)  # logits that are far apart, so that greedy tokens are clear
     return model.to(models.device(), dtype)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose words are numbers between blanks."""
+    words = ["<pad>", "<eos>", *map(str, range(2, VOCABULARY))]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    by_words = Tokenizer(token_models.WordLevel(vocabulary, unk_token="<pad>"))
+    by_words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=by_words, pad_token="<pad>", eos_token="<eos>")
 
 
 def rounded_base(codec: Codec, dtype: torch.dtype = torch.float32, tied: bool = False) -> LlamaForCausalLM:

@@ -38,7 +38,7 @@ def test_an_absent_framework_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with patch(VERSION, side_effect=importlib.metadata.PackageNotFoundError), pytest.raises(ImportError) as error:
         importlib.import_module(name)
     assert str(error.value) == (
-        "fsdp_zpp.integrations.llama_factory needs llamafactory: see docs/guides/llama-factory.md"
+        "fsdp_zpp.integrations.llama_factory needs llamafactory: see docs/guides/llama-factory-ms-swift.md"
     )
 
 

@@ -265,6 +265,17 @@ def test_the_example_goes_on(tmp_path: Path) -> None:
     assert final.read_bytes() == saved
 
 
+def test_the_example_takes_a_model_and_data(tmp_path: Path) -> None:
+    llama.make_base(llama.ADAPTED).cpu().save_pretrained(tmp_path / "base")
+    llama.tokenizer().save_pretrained(tmp_path / "base")
+    (tmp_path / "text").write_text(" ".join(map(str, range(2, 100))) * 20)
+    own = ["--model", tmp_path / "base", "--data", tmp_path / "text", "--sequence", "16", "--checkpointing"]
+    options = [*own, "--gpus-per-node", "1", "--batch", "1", "--steps", "2", "--output", tmp_path / "out"]
+    assert len(run_example("hf_trainer.py", *options)) == 2
+    final = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "final")
+    assert final.config.vocab_size == llama.VOCABULARY
+
+
 def loaded_sharded(folder: str) -> None:
     """In a worker."""
     with new_job():

@@ -17,10 +17,9 @@ from harness.launch import printed_by
 from harness.pool import Pools, device_type
 from hugging_face import logged, new_job
 from peft import LoraConfig
-from tokenizers import Tokenizer, models as token_models, pre_tokenizers
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 from fsdp_zpp import Int8, Strategy, traffic
 from fsdp_zpp.integrations.transformers import use_strategy
@@ -29,14 +28,6 @@ datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
 
 HPZ = Strategy("IGG", gpus_per_node=2)
 """Strategy that keeps weights from one forward to the next, and rounds nothing."""
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = ["<pad>", "<eos>", *map(str, range(2, llama.VOCABULARY))]
-    vocabulary = {word: number for number, word in enumerate(words)}
-    by_words = Tokenizer(token_models.WordLevel(vocabulary, unk_token="<pad>"))
-    by_words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=by_words, pad_token="<pad>", eos_token="<eos>")
 
 
 def texts(seed: int, length: int = 8) -> list[str]:
@@ -75,7 +66,7 @@ def make(kind: str, base: Path, strategy: Strategy | None, data: dict[str, Any],
         model=LlamaForCausalLM.from_pretrained(base),  # from where GRPO takes its reference, too
         args=configured,
         train_dataset=datasets.Dataset.from_dict(data),
-        processing_class=tokenizer(),
+        processing_class=llama.tokenizer(),
         **own,
     )
 
@@ -195,7 +186,7 @@ def run_example(arguments: list[str]) -> str:
 def test_the_example_goes_on(pool: Pools, tmp_path: Path) -> None:
     base, out = tmp_path / "base", tmp_path / "out"
     llama.make_base(llama.ADAPTED).cpu().save_pretrained(base)
-    tokenizer().save_pretrained(base)
+    llama.tokenizer().save_pretrained(base)
     lines = [" ".join(str(n % 100 + 2) for n in range(first, first + 30)) for first in range(100)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     arguments = ["--model", str(base), "--data", str(tmp_path / "texts.jsonl"), "--output", str(out)]
