@@ -27,6 +27,7 @@ STAND_INS = {
     "python": """case "$*" in
         *version_info*) [ "$OLD" = 0 ] ;;
         --version) echo Python 3.10.13 ;;
+        benchmarks/*) ;;
         *venv*) mkdir -p .venv/bin; cp stand-ins/* .venv/bin ;;
         *) [ "$TORCH" = 1 ] ;;
         esac""",
@@ -43,7 +44,7 @@ def commands(folder: Path, *, gpu: bool, own_torch: bool) -> list[str]:
     return (folder / "log").read_text().splitlines()
 
 
-def attempt(folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def attempt(folder: Path, *options: str, do: str = "test", **variables: str) -> subprocess.CompletedProcess[str]:
     """Run ``./run test`` in ``folder``, which it makes a clone; ``OLD=1`` makes its Python too old."""
     shutil.copy(RUN, folder)
     stand_ins = folder / "stand-ins"
@@ -54,14 +55,14 @@ def attempt(folder: Path, *options: str, **variables: str) -> subprocess.Complet
         script.chmod(0o755)
     shutil.copy(stand_ins / "python", stand_ins / "python3")
     environment = {"PATH": f"{stand_ins}:{os.environ['PATH']}", "GPU": "0", "TORCH": "0", "OLD": "0"} | variables
-    command_line = ["./run", "test", *options]
+    command_line = ["./run", do, *options]
     return subprocess.run(command_line, cwd=folder, env=environment, capture_output=True, text=True, timeout=30)
 
 
 @pytest.mark.parametrize(("gpu", "newest"), [(True, "2.15.0"), (False, "2.13.0")], ids=["GPU", "no GPU"])
 def test_torch_is_the_newest_with_a_gpu_and_small_without(tmp_path: Path, gpu: bool, newest: str) -> None:
     called = commands(tmp_path, gpu=gpu, own_torch=False)
-    assert called.index(f"pip install --quiet torch=={newest}") < called.index("pip install --quiet --editable .[test]")
+    assert called.index(f"pip install torch=={newest}") < called.index("pip install --editable .[test]")
     assert "python -m venv --clear .venv" in called
 
 
@@ -73,6 +74,14 @@ def test_a_machine_keeps_its_own_torch_and_without_a_gpu_runs_two_tests_at_once(
     assert "python -m venv --clear --system-site-packages .venv" in called
     assert not any("torch==" in each for each in called)
     assert called[-1] == call
+
+
+def test_training_installs_no_tests_and_tests_add_the_rest(tmp_path: Path) -> None:
+    for do, extras in (("train", ["examples"]), ("test", ["examples", "test"]), ("train", ["examples", "test"])):
+        result = attempt(tmp_path, do=do)
+        assert result.returncode == 0, result.stderr
+        assert ("GB" in result.stderr) == (do == "test" or extras == ["examples"]), "says what it will install"
+        assert re.findall(r"--editable \.\[(\w+)\]", (tmp_path / "log").read_text()) == extras
 
 
 def test_it_says_at_once_how_long_the_whole_suite_takes(tmp_path: Path) -> None:
@@ -100,7 +109,7 @@ def test_a_try_that_failed_does_not_spoil_the_next_one(tmp_path: Path, remainder
     (bin_ / "pytest").symlink_to("pip")
     result = attempt(tmp_path)
     assert result.returncode == 0, result.stderr
-    assert (tmp_path / ".venv/ready").exists()
+    assert (tmp_path / ".venv/ready-test").exists()
     is_new = "-m venv --clear .venv" in (tmp_path / "log").read_text()
     assert is_new == (remainder != "all but the packages")
 
