@@ -38,7 +38,7 @@ SINGLE = {
     "planned": (planned, "planned-1.35B-2x2"),
 }
 OFFLOAD = "offload-2x1"
-BESIDE_PEERS = ("fsdp2:full_shard", "fsdp2:hybrid_shard", "deepspeed-zeropp", "megatron-hfsdp", "fsdp2:zeropp")
+BESIDE_PEERS = ("fsdp2:full_shard", "fsdp2:hybrid_shard", "deepspeed-zeropp", "fsdp2:zeropp")
 LARGE = ("fsdp2:full_shard", "fsdp2:hybrid_shard", "deepspeed-zeropp", "fsdp2:zeropp", "fsdp2:zeropp-delta")
 LORA_MEMORY = ("fsdp2:hybrid_shard", "full_shard", "fsdp2:once-zeropp", "fsdp2:once-zeropp-nf4")
 """Strategies in figures, in their order: bars that say the same would hide those that differ."""

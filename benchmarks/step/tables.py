@@ -7,6 +7,7 @@ Pages show some of the runs (``report.py``); this shows any.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -325,7 +326,7 @@ def gathering(results: Mapping[str, Result]) -> str:
 
 # ---- the first pages: a line for each training, under torch's strategies and under ours
 
-HEAD = ("training", "FULL_SHARD, ms", "HSDP, ms", "fsdp_zpp, ms", "against FULL_SHARD", "against HSDP")
+HEAD = ("training", "tokens a step", "FULL_SHARD, ms", "HSDP, ms", "fsdp_zpp, ms", "against FULL_SHARD", "against HSDP")
 _PEAKS = "GiB: FULL_SHARD, HSDP, fsdp_zpp"
 
 
@@ -350,10 +351,8 @@ ZEROPP = {"": "fsdp2:zeropp", "with deltas": "fsdp2:zeropp-delta"}
 ALONE = {name: f"{strategy}-alone" for name, strategy in ZEROPP.items()}
 IIG = {name: f"{strategy}-IIG" for name, strategy in ZEROPP.items()}
 TRAININGS = (
-    Training("Llama 1.35B, 2 nodes of 2", "1.35B-2x2-eager", "fsdp2:full_shard", ZEROPP),
     Training("Llama 6.7B, 2 nodes of 2", "6.7B-2x2", "fsdp2:full_shard", ZEROPP),
     Training("LoRA of 6.7B, 2 nodes of 2", "lora-6.7B-2x2", "full_shard", {"": "fsdp2:once-zeropp"}),
-    Training("mixture of experts, 2.6B, 2 nodes of 1", "moe-2.6B-2x1", "fsdp2:full_shard", ZEROPP),
     Training("Llama 6.7B, 1 machine of 4 without NVLink", "6.7B-1x4-no-p2p", "fsdp2:full_shard", ALONE),
 )
 """Lines of README.md."""
@@ -376,11 +375,13 @@ SUMMARY = (
 def of_trainings(trainings: Iterable[Training], results: Results, peaks: bool = False) -> str:
     """Return a table, with peaks of memory if asked; a line without HSDP is of a run where HSDP is replication."""
     head = (*HEAD, _PEAKS) if peaks else HEAD
-    return markdown(head, (_line(training, results[training.run]["rows"])[: len(head)] for training in trainings))
+    return markdown(head, (_line(training, results[training.run])[: len(head)] for training in trainings))
 
 
-def _line(training: Training, rows: list[Row]) -> list[str]:
-    by_name = {row["strategy"]: row for row in rows if "step_ms" in row}
+def _line(training: Training, result: Result) -> list[str]:
+    given = ("micro_batch", "micro_batches", "sequence", "nodes", "gpus_per_node")
+    tokens = math.prod(result["arguments"][name] for name in given)
+    by_name = {row["strategy"]: row for row in result["rows"] if "step_ms" in row}
     times = {strategy: row["step_ms"] for strategy, row in by_name.items()}
     ours = {name: times[strategy] for name, strategy in training.ours.items()}
     full_shard, hsdp = times[training.full_shard], times.get(HSDP)
@@ -388,7 +389,7 @@ def _line(training: Training, rows: list[Row]) -> list[str]:
     against = [_range([other / step for step in ours.values()]) if other else "" for other in (full_shard, hsdp)]
     of = [by_name.get(strategy) for strategy in (training.full_shard, HSDP, training.ours[""])]
     peaks = ", ".join(f"{row['peak_gib']:.1f}" if row else "-" for row in of)
-    return [training.title, f"{full_shard:.0f}", f"{hsdp:.0f}" if hsdp else "", steps, *against, peaks]
+    return [training.title, f"{tokens:,}", f"{full_shard:.0f}", f"{hsdp:.0f}" if hsdp else "", steps, *against, peaks]
 
 
 def _range(ratios: list[float]) -> str:
