@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _PAGES = "guides/troubleshooting/"
-_BOOSTS = {_PAGES: 1.25, f"{_PAGES}symptoms/": 1.6, "results/": 0.3}
+_BOOSTS = {_PAGES: 1.25, f"{_PAGES}#": 1.6, "results/": 0.3}
 """By the start of a location; the last one counts. Tables of results have words of any query."""
 _FIRST_CELL = re.compile(r"(?<=<tr>\n<td>)<code>.*?(?=</td>)")
 _ROW = re.compile(r"<td>(?P<messages><code id=.*?)</td>(?P<rest>.*?)</tr>", re.DOTALL)

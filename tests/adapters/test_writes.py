@@ -1,4 +1,4 @@
-"""Writes to weights do what the page on secondary shards says; FSDP_ZPP_CHECK=1 notices all of them."""
+"""Writes to weights do what a table here says; FSDP_ZPP_CHECK=1 notices all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.adapter import Adapter, Case, Fsdp1, Fsdp2
 from harness.covering import ADAPTERS, over_each
-from harness.launch import ROOT
 from harness.local_nodes import this_node
 from harness.pool import Pools, device_type, shared_folder
 from harness.training import logits, train
@@ -93,7 +92,7 @@ def test_training_is_the_same(pool: Pools, adapter: Adapter, strategy: Strategy)
     assert pool(4).run(checked_training, adapter, strategy) == [True] * 4
 
 
-# ---- the table of the page
+# ---- the table of writes
 
 Way = Callable[[Any], object]
 """Writes to a model, in a worker."""
@@ -251,9 +250,38 @@ def outcomes(adapter: Adapter, strategy: Strategy, column: int, checked: bool) -
     return {row: [outcome(adapter, row, way, strategy, checked) for way in ROWS[row]] for row in rows}
 
 
-PAGE = (ROOT / "docs/concepts/secondary-shard.md").read_text()
-TABLE = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.split("| Write |")[1].splitlines()[2:]]
-LINES = {row[0]: row[1:] for row in TABLE[: next(i for i, row in enumerate(TABLE) if len(row) < 3)]}
+TABLE = """
+| Write | `FullyShardedDataParallel` | `fully_shard` |
+|---|---|---|
+| `model.load_state_dict()`, `set_model_state_dict` | event | event |
+| `dcp.load(get_model_state_dict(model))`, on all ranks | event | event |
+| `dcp.load` with `no_dist=True`, or on some ranks | no write | counted |
+| `optimizer.load_state_dict()` | no write | no write |
+| `p.mul_()`, and to `p.to_local()` | counted | counted |
+| `torch._foreach_mul_` on `p.to_local()` | counted | counted |
+| on CPUs: `torch._foreach_mul_`, `torch._foreach_lerp_` on parameters | counted | **not counted** |
+| on GPUs: `torch._foreach_mul_` on parameters | counted | counted |
+| on GPUs: `torch._foreach_lerp_` on parameters or `p.to_local()` | **not counted** | **not counted** |
+| `p.data.mul_()` | **not counted** | **not counted** |
+| `p.data.to_local().mul_()` | **not counted** | counted |
+| `p.detach().to_local().mul_()` | counted | **not counted** |
+| `p.data = other`, `torch.nn.utils.vector_to_parameters` | counted | no write |
+| fused kernels (`torch._fused_adamw_`) | **not counted** | **not counted** |
+| `value.mul_()`, and to `value.to_local()` | no write | counted |
+| `value.data.to_local().mul_()`, values of `state_dict(keep_vars=True)` | no write | counted |
+| `torch._foreach_mul_` on `value.to_local()` | no write | counted |
+| on CPUs: `torch._foreach_mul_` on values | no write | **not counted** |
+| on GPUs: `torch._foreach_mul_` on values | no write | counted |
+| `value.data.mul_()`, `value.detach().to_local().mul_()` | no write | **not counted** |
+| values of a `LOCAL_STATE_DICT` | counted | |
+"""
+"""The effects of writes. In it, ``p`` is a parameter of the model and ``value`` one of ``model.state_dict()`` or
+``get_model_state_dict(model)``. An *event* makes the secondary shard stale. A write that is *counted* raises unless
+``invalidate`` is called. *No write* means that the weights stay as they are, as with torch's own strategies: under
+``FullyShardedDataParallel``, full and sharded state dicts are copies.
+"""
+CELLS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TABLE.split("\n")[3:-1]]
+LINES = {row[0]: row[1:] for row in CELLS}
 ELSEWHERE = "on CPUs" if device_type() == "cuda" else "on GPUs"
 HERE = [name for name in ROWS if not name.startswith(ELSEWHERE)]
 COLUMNS: dict[str, tuple[Adapter, int]] = {"fsdp1": (Fsdp1(mesh=True), 0), "fsdp2": (Fsdp2(), 1)}

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import cache
 from html import unescape
 from importlib.metadata import version
@@ -28,20 +27,22 @@ from fsdp_zpp.__main__ import main
 PAGES_OUTSIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md")]
 PAGES_OF_THE_SITE = sorted((ROOT / "docs").rglob("*.md"))
 FIGURES = sorted((ROOT / "docs" / "figures").iterdir())
+CODE = {".py", ".ipynb", ".yaml", ".sbatch"}
+"""Endings of files in examples/ that name pages."""
 REPORTS = {path.parent.name: load(path.parent.name, "report") for path in sorted(BENCHMARKS.glob("*/report.py"))}
 
-# ---- errors and warnings, each of which has an entry in troubleshooting
+# ---- entries of troubleshooting, each of which quotes an error or a warning
 
-MESSAGES = sorted((ROOT / "docs/guides/troubleshooting").glob("*.md"))
+TROUBLESHOOTING = sorted((ROOT / "docs/guides/troubleshooting").glob("*.md"))
 SOURCES = [path for folder in ("fsdp_zpp", "kernels") for path in sorted((ROOT / folder).rglob("*.py"))]
 LEAST = 12
-"""Fewer characters than this tell no message from another. A message that has no more is another error's, passed on."""
+"""Fewer characters than this tell no message from another."""
 HOLE = "…"
 """Stands for values, in messages here and in entries of the pages."""
 
 
-class Message(NamedTuple):
-    """A text that users see, with holes for values: what is raised or warned, or its entry in a page."""
+class Entry(NamedTuple):
+    """A message as a page quotes it, with holes for values."""
 
     file: Path
     line: int
@@ -70,34 +71,6 @@ def constants(text: str) -> list[str]:
     return [part.strip() for part in text.split(HOLE)]
 
 
-def is_distinct(text: str) -> bool:
-    return max(map(len, constants(text))) >= LEAST
-
-
-def _arguments(tree: ast.Module) -> Iterator[ast.expr]:
-    """The messages of errors that are raised, or made by a method ``error`` to be raised, and of warnings."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            yield from node.exc.args
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr in ("warn", "warning"):
-                yield from node.args[:1]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "refuse":
-            yield from node.args[2:]
-
-
-@cache
-def messages() -> list[Message]:
-    """All messages of errors and warnings that are told from others by their constant parts."""
-    found = []
-    for file in SOURCES:
-        for node in _arguments(ast.parse(file.read_text())):
-            text = normalized(text_of(node) or "")
-            if is_distinct(text) and " " in text:  # others are names, such as that of a key
-                found.append(Message(file, node.lineno, text))
-    return found
-
-
 @cache
 def quotable() -> frozenset[str]:
     """All texts of the library, with holes."""
@@ -107,14 +80,14 @@ def quotable() -> frozenset[str]:
 
 
 @cache
-def entries() -> list[Message]:
+def entries() -> list[Entry]:
     """The messages that the pages quote, in headings and in the first column of tables."""
     quoted = []
-    for page in MESSAGES:
+    for page in TROUBLESHOOTING:
         for number, line in enumerate(page.read_text().splitlines(), 1):
             if re.match(r"#+ `|\| `", line):
                 where = line if line.startswith("#") else re.split(r"(?<!\\)\|", line)[1]
-                quoted += [Message(page, number, normalized(code)) for code in re.findall(r"`([^`]+)`", where)]
+                quoted += [Entry(page, number, normalized(code)) for code in re.findall(r"`([^`]+)`", where)]
     return quoted
 
 
@@ -128,15 +101,9 @@ def quotes(parts: list[str], message: str) -> bool:
     return True
 
 
-def test_each_error_and_warning_has_an_entry() -> None:
-    distinct = [constants(entry.text) for entry in entries() if is_distinct(entry.text)]
-    missing = [message for message in messages() if not any(quotes(parts, message.text) for parts in distinct)]
-    assert len(messages()) > 300
-    assert not missing, f"give these an entry in docs/guides/troubleshooting: {missing}"
-
-
 def test_each_entry_quotes_a_message() -> None:
-    vague = [entry for entry in entries() if not is_distinct(entry.text)]
+    assert len(entries()) > 50
+    vague = [entry for entry in entries() if max(map(len, constants(entry.text))) < LEAST]
     assert not vague, f"{vague} quote too little to tell the message"
     parts = {entry: constants(entry.text) for entry in entries()}
     foreign = [entry for entry in entries() if not any(quotes(parts[entry], known) for known in quotable())]
@@ -168,15 +135,37 @@ def test_the_site_has_public_names_and_the_version_and_loads_nothing_from_elsewh
     assert not {found for text in pages.values() for found in loads.findall(text)}
 
 
-def test_a_search_finds_each_message_by_itself_and_parts_of_names(site: Path) -> None:
+def test_a_search_for_a_message_leads_to_its_remedy(site: Path) -> None:
     index = json.loads((site / "search" / "search_index.json").read_text())
-    titles = {normalized(unescape(re.sub("<.*?>", "", section["title"]))) for section in index["docs"]}
-    assert not [entry for entry in entries() if entry.text not in titles]
+    found = defaultdict(list)
+    for section in index["docs"]:
+        found[normalized(unescape(re.sub("<.*?>", "", section["title"])))].append(section)
+    for entry in entries():
+        remedies = [each for each in found[entry.text] if each["location"].startswith("guides/troubleshooting/")]
+        assert remedies, f"the index has no section of {entry}"
+        for section in remedies:
+            page, _, anchor = section["location"].partition("#")
+            assert f'id="{anchor}"' in (site / page / "index.html").read_text(), section
+            assert len(re.sub("<.*?>", " ", section["text"]).split()) > 2, f"{entry} has no remedy"
+
+
+def test_a_search_finds_parts_of_names(site: Path) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text())
     assert index["config"]["fields"].keys() == {"title", "text", "tags", "parts"}
     assert "_" not in index["config"]["separator"]  # which would split names
     sections = [section for section in index["docs"] if "LOCAL_WORLD_SIZE" in section["text"]]
     assert sections
     assert all({"WORLD_SIZE", "SIZE"} <= set(section["parts"].split()) for section in sections)
+
+
+def test_pages_that_errors_and_comments_name_are_there(site: Path) -> None:
+    dead = []
+    for file in (*SOURCES, *(path for path in (ROOT / "examples").rglob("*") if path.suffix in CODE)):
+        for page, anchor in re.findall(r"\b(docs/[\w./-]+?)\.md(?:#([\w-]+))?", file.read_text()):
+            built = site / page.removeprefix("docs/").removesuffix("/index").removesuffix("index") / "index.html"
+            if not built.exists() or (anchor and f'id="{anchor}"' not in built.read_text()):
+                dead.append(f"{file.relative_to(ROOT)}: {page}.md#{anchor}")
+    assert not dead
 
 
 # ---- pages
