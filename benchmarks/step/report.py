@@ -77,7 +77,7 @@ def pages(results: Results) -> dict[Path, Tables]:
     return {
         RESULTS_PAGES / "step-time.md": step_time,
         RESULTS_PAGES / "lora.md": compared(results, LORA),
-        GUIDES / "cpu-offload.md": {"offload": offloaded},
+        GUIDES / "accumulation.md": {"offload": offloaded},
         GUIDES / "weights-for-rl.md": {"gathering": with_origin(gathering(results), "step", results, GATHERING)},
         GUIDES / "one-machine-without-nvlink.md": compared(results, NO_NVLINK),
         ROOT / "docs" / "recipes.md": compared(results, RECIPES),
