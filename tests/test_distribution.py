@@ -143,7 +143,7 @@ def test_the_version_is_the_same_everywhere(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == f"fsdp_zpp {VERSION}\n"
     installed = metadata.version("fsdp_zpp")
     assert installed == VERSION, f"{installed} is installed: remove .venv/ready, and ./run installs {VERSION}"
-    for page in ("docs/install.md", "docs/reference/command-line.md"):
+    for page in ("docs/quickstart.md", "docs/reference/command-line.md"):
         assert re.findall(r"^  fsdp_zpp +(.+)$", (ROOT / page).read_text(), re.MULTILINE) == [VERSION], page
     assert f"{VERSION} is what the repository holds" in (ROOT / "docs/stability.md").read_text()
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == VERSION

@@ -71,7 +71,7 @@ def pages(results: Results) -> dict[Path, Tables]:
         RESULTS_PAGES / "step-time.md": {"summary": of_trainings(SUMMARY, results, peaks=True)},
         RESULTS_PAGES / "step-time-tables.md": step_time,
         RESULTS_PAGES / "lora.md": compared(results, LORA, brief=True),
-        GUIDES / "cpu-offload.md": {"offload": offloaded},
+        GUIDES / "accumulation.md": {"offload": offloaded},
         GUIDES / "weights-for-rl.md": {"gathering": with_origin(gathering(results), "step", results, GATHERING)},
         GUIDES / "one-machine-without-nvlink.md": compared(results, NO_NVLINK),
         ROOT / "README.md": {"first-page": of_trainings(TRAININGS, results)},

@@ -212,7 +212,11 @@ STEP_TIME = {
 """By the names of the tables in docs/results/step-time-tables.md."""
 NO_NVLINK = {
     "no-peer-to-peer": Comparison(
-        NO_PEER_TO_PEER | {"mixture of experts, 2.6B, 2 GPUs": "moe-2.6B-2x1-no-p2p"},
+        {
+            name: NO_PEER_TO_PEER[name]
+            for name in ("6.7B, 2 GPUs", "6.7B, 4 GPUs", "1.35B, 2 GPUs", "1.35B, compiled, 2 GPUs")
+        }
+        | {"mixture of experts, 2.6B, 2 GPUs": "moe-2.6B-2x1-no-p2p"},
         (STEP, AGAINST_FULL_SHARD, PEAK),
         ("fsdp2:full_shard", *(f"fsdp2:zeropp{kind}" for kind in ("", "-delta", "-GGG", "-alone", "-delta-alone"))),
         below="model, GPUs",

@@ -32,13 +32,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fsdp_zpp import Strategy
 from fsdp_zpp.__main__ import main
-from fsdp_zpp._torch_compat import major_minor
 from fsdp_zpp.bench.run import add_arguments, check
 
 RANKS, GPUS_PER_NODE = 4, 2
 PYTHON = ("python", "diff")
-SINCE = {"docs/guides/experts.md": (2, 12)}
-"""The torch that a page says it needs."""
 LANGUAGES = {*PYTHON, "yaml", "json", "bash", "text", "mermaid"}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -187,8 +184,6 @@ def _trained(names: dict[str, Any], adapter: Adapter) -> dict[str, Any]:
 
 @pytest.mark.parametrize("page", sorted({block.page for block in run_blocks(*PYTHON)}))
 def test_python_runs_on_four_ranks(pool: Callable[[int], Pool], page: str, tmp_path: Path) -> None:
-    if major_minor(torch.__version__) < SINCE.get(page, (0, 0)):
-        pytest.skip(f"needs torch {SINCE[page]}")
     pool(RANKS).run(run_python, [block for block in run_blocks(*PYTHON) if block.page == page], tmp_path)
 
 
