@@ -117,11 +117,11 @@ def test_a_measurement_that_differs_is_found_and_mended(tmp_path: Path) -> None:
         shutil.copytree(BENCHMARKS / folder, tmp_path / "benchmarks" / folder)
     for folder in ("results", "guides", "figures"):
         shutil.copytree(DOCS / folder, tmp_path / "docs" / folder)
-    readme, chart = tmp_path / "README.md", tmp_path / "docs/figures/step-time.svg"
+    readme, chart = tmp_path / "README.md", tmp_path / "docs/figures/step-time-6.7B.svg"
     shutil.copy(DOCS.parent / "README.md", readme)
-    study = tmp_path / "benchmarks/step/results/1.35B-h200.json"
+    study = tmp_path / "benchmarks/step/results/6.7B-h200.json"
     found = json.loads(study.read_text())
-    [row] = [row for row in found["1.35B-2x2-eager"]["rows"] if row["strategy"] == "fsdp2:hybrid_shard"]
+    [row] = [row for row in found["6.7B-2x2"]["rows"] if row["strategy"] == "fsdp2:hybrid_shard"]
     row["step_ms"] += 100
     study.write_text(json.dumps(found))
     shown = [*(tmp_path / f"docs/results/step-time{which}.md" for which in ("", "-tables")), readme, chart]
@@ -129,7 +129,7 @@ def test_a_measurement_that_differs_is_found_and_mended(tmp_path: Path) -> None:
     report = tmp_path / "benchmarks/step/report.py"
     checked = launch(1, report, "--check")
     assert checked.returncode != 0
-    different = ("step-time.md: summary", "step-time-tables.md: eager", "README.md: first-page", "step-time.svg")
+    different = ("step-time.md: summary", "step-time-tables.md: large", "README.md: first-page", "step-time-6.7B.svg")
     assert all(what in checked.stderr for what in different)
     assert "lora-memory.svg" not in checked.stderr
     assert [path.read_text() for path in shown] == before
