@@ -10,7 +10,7 @@ import importlib.util
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, Literal, NoReturn, TypeGuard
+from typing import ClassVar, Literal, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -409,19 +409,19 @@ class Int4Delta(Codec):
     def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
         self.whole.decode_sum(payload, out, rows, cols, scale)
 
-    def encode_delta(self, base: Tensor, values: Tensor) -> Tensor:
+    def encode_delta(self, base: Tensor, values: Tensor, tail: int = 0) -> Tensor:
         """Encode the delta from this rank's part of the base, which the other ranks of a hop add to their copies.
 
         ``base`` is uint8 [rows, nbytes(numel)], ``values`` are flat [rows * numel], and the result is uint8
-        [rows, changes.nbytes(numel)].
+        [rows, changes.nbytes(numel)]. Rows of both end in a ``tail``, as those of :class:`ExactTail`.
         """
         codec, changes = self.whole, self.changes
-        return quantize_delta(values, base, codec.bits, codec.block, changes.bits, changes.block)
+        return quantize_delta(values, base, codec.bits, codec.block, changes.bits, changes.block, tail)
 
-    def apply_delta(self, base: Tensor, deltas: Tensor, numel: int) -> Tensor:
+    def apply_delta(self, base: Tensor, deltas: Tensor, numel: int, tail: int = 0) -> Tensor:
         """Return ``base``, the parts of all ranks in rows of ``numel`` values, plus every rank's ``encode_delta``."""
         codec, changes = self.whole, self.changes
-        return add_delta(base, deltas, numel, codec.bits, codec.block, changes.bits, changes.block)
+        return add_delta(base, deltas, numel, codec.bits, codec.block, changes.bits, changes.block, tail)
 
 
 # ---- nf4
@@ -612,10 +612,6 @@ class ExactTail(Codec):
         codec = self.codec.whole if isinstance(self.codec, Int4Delta) else self.codec
         return codec if isinstance(codec, Blockwise) else None
 
-    def tails(self, payload: Tensor) -> Tensor:
-        """Return a view of the tails in a payload [..., nbytes(numel)]: fp32 [..., tail]."""
-        return tails_of(payload, self.tail)
-
     def nbytes(self, numel: int) -> int:
         return _aligned(self.codec.nbytes(numel)) + 4 * self.tail
 
@@ -663,28 +659,6 @@ class ExactTail(Codec):
         coded = payload[..., : self.codec.nbytes(numel)]
         return coded if isinstance(self.codec, FullPrecision) else coded.contiguous()  # only ours need no copy
 
-    # ---- with Int4Delta
-
-    @property
-    def _delta(self) -> Int4Delta:
-        assert isinstance(self.codec, Int4Delta), f"{self.codec!r} sends no deltas"
-        return self.codec
-
-    @cached_property
-    def changes(self) -> ExactTail:
-        """Return the codec of the deltas, with the same tail."""
-        return exact_tail(self._delta.changes, self.tail)
-
-    def encode_delta(self, base: Tensor, values: Tensor) -> Tensor:
-        """Encode as :meth:`Int4Delta.encode_delta` does; both ``base`` and the result have tails."""
-        codec, changes = self._delta.whole, self._delta.changes
-        return quantize_delta(values, base, codec.bits, codec.block, changes.bits, changes.block, self.tail)
-
-    def apply_delta(self, base: Tensor, deltas: Tensor, numel: int) -> Tensor:
-        """Add as :meth:`Int4Delta.apply_delta` does; ``base``, ``deltas`` and the result have tails."""
-        codec, changes = self._delta.whole, self._delta.changes
-        return add_delta(base, deltas, numel, codec.bits, codec.block, changes.bits, changes.block, self.tail)
-
 
 def tails_of(payload: Tensor, tail: int) -> Tensor:
     """Return a view of the last ``tail`` fp32 values of each row of a payload [..., nbytes]: fp32 [..., tail]."""
@@ -698,11 +672,6 @@ exact_tail = functools.lru_cache(maxsize=128)(ExactTail)
 def without_tail(codec: Codec) -> tuple[Codec, int]:
     """Return the codec of what precedes a row's tail, and the length of the tail: ``codec`` and 0 if it has none."""
     return (codec.codec, codec.tail) if isinstance(codec, ExactTail) else (codec, 0)
-
-
-def sends_deltas(codec: Codec | None) -> TypeGuard[Int4Delta | ExactTail]:
-    """Return whether a codec has ``encode_delta``, ``apply_delta`` and ``changes``."""
-    return isinstance(codec.codec if isinstance(codec, ExactTail) else codec, Int4Delta)
 
 
 def _aligned(nbytes: int) -> int:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.amp import GradScaler
 
 from fsdp_zpp.codecs import Blockwise, Codec, Int8, without_tail
 from fsdp_zpp.strategy.error_feedback import LoCo
@@ -64,7 +62,7 @@ class HeldErrors:
         # If chunks may cut the layout anywhere, a value that moves to another rank starts from zero there.
         if old is None or new is None or self.extent.is_whole != extent.is_whole:
             return HeldErrors.zeros(extent, self.codec, self.state.device)
-        # A rollback or a change of scale may have made them in the stream of another hop, and they are dropped now.
+        # The last hop may have made them in another stream, and they are dropped now.
         for made in (self.state, *self.parked.values()):
             if made.is_cuda:
                 made.record_stream(torch.cuda.current_stream(made.device))
@@ -83,26 +81,11 @@ class HeldErrors:
         values = extent.cut(new.join(parts, chunks, flat))
         return HeldErrors(self._encoded(values, extent.chunks), extent, parked, self.codec)
 
-    def copy(self) -> HeldErrors:
-        """Return a copy whose state may be changed in place."""
-        return replace(self, state=self.state.clone())
-
     def to(self, device: torch.device) -> HeldErrors:
         if self.state.device == device:
             return self
         parked = {piece: state.to(device) for piece, state in self.parked.items()}
-        return replace(self, state=self.state.to(device), parked=parked)
-
-    def rescaled(self, factor: Tensor) -> HeldErrors:
-        """Return the errors times ``factor``, a number on their device; the state is changed in place."""
-        if self.codec is None:
-            self.state.mul_(factor)
-            return replace(self, parked={piece: state * factor for piece, state in self.parked.items()})
-        self.codec.scales(self.state, self.extent.numel).mul_(factor)
-        parked = {piece: state.clone() for piece, state in self.parked.items()}
-        for piece, state in parked.items():
-            self.codec.scales(state, piece.numel).mul_(factor)
-        return replace(self, parked=parked)
+        return HeldErrors(self.state.to(device), self.extent, parked, self.codec)
 
     def decay(self, factor: float) -> None:
         """Multiply the errors of the present extent by ``factor``, in place; parked errors stay."""
@@ -191,8 +174,6 @@ class ErrorBuffer:
         self.beta = beta
         self._codec, self._decay = codec, decay
         self._held: HeldErrors | None = None
-        self._kept: HeldErrors | None = None
-        self._is_new = False
         self.spared: Spared | None = None
 
     @property
@@ -213,7 +194,7 @@ class ErrorBuffer:
         """
         held, self.spared = self._held, None
         if held is None:
-            self._held, self._is_new = HeldErrors.zeros(extent, self._codec, device), True
+            self._held = HeldErrors.zeros(extent, self._codec, device)
             return self
         if held.extent != extent:
             held = held.in_extent(extent)
@@ -242,50 +223,21 @@ class ErrorBuffer:
     def move(self, device: torch.device) -> None:
         self._held = None if self._held is None else self._held.to(device)
 
-    def snapshot(self) -> None:
-        self._kept = None if self._held is None else self._held.copy()
-
-    def commit(self) -> None:
-        self._kept, self._is_new = None, False
-
-    def rollback(self) -> None:
-        """Return to the errors of the last :meth:`snapshot`, or to none if they are newer than that."""
-        if self._kept is not None or self._is_new:
-            self._held = self._kept
-        self.commit()
-
-    def rollback_if(self, condition: Tensor) -> None:
-        """Roll back if ``condition``, a number on a device, is not 0; the host does not wait for it."""
-        held, kept = self._held, self._kept
-        if held is not None and (kept is not None or self._is_new):
-            if kept is not None and kept.extent != held.extent:
-                kept = kept.in_extent(held.extent)
-            before = torch.zeros_like(held.state) if kept is None else kept.state
-            torch.where(condition.to(held.state.device, non_blocking=True).bool(), before, held.state, out=held.state)
-        self.commit()
-
     def reset(self) -> None:
         self._held = None
-        self.commit()
-
-    def rescale(self, factor: Tensor) -> None:
-        if self._held is not None:
-            self._held = self._held.rescaled(factor)
 
     # ---- in checkpoints
 
-    def state_dict(self, scale: Tensor | None) -> ErrorBufferState | None:
-        """Return the errors divided by ``scale``, on the CPU, and their form; None if there are none."""
-        if self._held is None:
+    def state_dict(self) -> ErrorBufferState | None:
+        """Return the errors, on the CPU, and their form; None if there are none."""
+        held = self._held
+        if held is None:
             return None
-        held = self._held.copy()
-        if scale is not None:
-            held = held.rescaled(1 / scale)
         extent, layout = held.extent, held.extent.layout
         pieces = [] if layout is None else [(*piece,) for piece in layout.pieces]
         return {
             "block": self.block,
-            "state": held.state.cpu(),
+            "state": held.state.to("cpu", copy=True),
             "numel": extent.numel,
             "starts": list(extent.starts),
             "layout": None if layout is None else (pieces, list(layout.starts), layout.numel),
@@ -370,19 +322,17 @@ def decode_sum_encode_with_feedback(
 
 # ---- error state
 #
-# Error state of one unit: its errors, and when they are committed, rolled back, rescaled and reset.
+# Error state of one unit: its errors, and when they are reset.
 #
 # [Note: The lifetime of errors]
-# Errors change with the optimizer's steps: a reduction updates them, the step that follows commits the update, and all
-# buffers are reset together, every so many steps. Micro-batches do not count, for the hop that compresses sees their
-# sum (the gradient scope is lowered for that, see resolve_scopes in strategy.py). If each micro-batch synchronizes,
-# each reduction starts from the errors of the one before. An optimizer that does not derive from torch's announces no
-# steps; until one is announced, every reduction counts as a step.
+# Errors change with the optimizer's steps: a reduction updates them, and all buffers are reset together, every so many
+# steps. Micro-batches do not count, for the hop that compresses sees their sum (the gradient scope is lowered for that,
+# see resolve_scopes in strategy.py). If each micro-batch synchronizes, each reduction starts from the errors of the one
+# before. An optimizer that does not derive from torch's announces no steps; until one is announced, every reduction
+# counts as a step.
 #
-# A gradient scaler may skip the step. Then the errors return to what they were before the step, of which there is a
-# copy while losses are scaled. Errors are in units of the loss scale: when it changes, they are rescaled before the
-# next reduction adds them. All of this is done on the device, with the scaler's own tensors. A scaler is noticed when
-# it scales a loss, which may be another model's: one that then steps only other models' optimizers is ignored.
+# A gradient scaler would change the unit of errors from step to step, and skip steps whose errors are lost in an
+# overflow. So its steps are refused (runtime/lifecycle.py).
 
 
 class SavedErrors(TypedDict):
@@ -396,70 +346,34 @@ class SavedErrors(TypedDict):
 class ErrorFeedbackState:
     """Errors of one unit's hops, as :func:`fsdp_zpp.strategy.error_feedback.error_buffer_specs` names them.
 
-    ``has_uncommitted`` says whether a reduction has used errors since the last step.
+    ``was_used`` says whether a reduction has used errors since the last step.
     """
 
     def __init__(self, config: LoCo, hops: Collection[str]) -> None:
         self._reset_every, self.codec = config.reset_every, config.dtype
         self._buffers = {hop: ErrorBuffer(config.beta, config.dtype, config.decay) for hop in hops}
-        self.has_uncommitted = False
+        self.was_used = False
         self._steps = 0
         self._steps_announced = False
-        self._scaler_of_loss: weakref.ref[GradScaler] | None = None
-        self._scaler_of_step: weakref.ref[GradScaler] | None = None
-        self._last_step_unscaled = False
-        self._scale: Tensor | None = None  # the loss scale of committed errors; None is 1
-        self._next_scale: Tensor | None = None  # the loss scale of uncommitted errors
 
     def buffer(self, hop: str) -> ErrorBuffer | None:
         return self._buffers.get(hop)
 
     def begin(self, device: torch.device) -> None:
-        if not self._steps_announced and self.has_uncommitted:
-            self._count_step()
-        if self.has_uncommitted:
+        if self.was_used:
+            if not self._steps_announced:
+                self._count_step()
             return
-        self.has_uncommitted = True
-        if self._last_step_unscaled and self._scaler_of_step is None:
-            self._scale = None  # the earlier scaler was another model's
-        self._next_scale = self._loss_scale(device)
-        if self._scale is not None:
-            self._scale = self._scale.to(device)
+        self.was_used = True
         for buffer in self._buffers.values():
-            # After a checkpoint was loaded, errors are on the CPU.
-            buffer.move(device)
-            if self._next_scale is not None:
-                buffer.snapshot()
-        if self._next_scale is not None or self._scale is not None:
-            one = torch.ones((), device=device)
-            now, before = (one if scale is None else scale for scale in (self._next_scale, self._scale))
-            for buffer in self._buffers.values():
-                buffer.rescale(now / before)
+            buffer.move(device)  # after a checkpoint was loaded, errors are on the CPU
 
-    def step_made(self, skipped: Tensor | None = None) -> None:
-        """Note that an optimizer has made a step, whether or not it used this unit's gradients.
-
-        ``skipped`` is nonzero if the step was skipped on the device; it counts towards ``reset_every`` all the same.
-        """
+    def step_made(self) -> None:
+        """Note that an optimizer has made a step, whether or not it used this unit's gradients."""
         if not self._steps_announced:
             self._steps_announced, self._steps = True, 0
-        self._last_step_unscaled, self._scaler_of_loss = True, None  # unless a scaler says that it was the one to call
-        if self.has_uncommitted:
-            self.has_uncommitted = False
-            self._scale = self._chosen(skipped, self._scale, self._next_scale)
-            for buffer in self._buffers.values():
-                if skipped is None:
-                    buffer.commit()
-                else:
-                    buffer.rollback_if(skipped)
+        self.was_used = False
         self._count_step()
-
-    @staticmethod
-    def _chosen(skipped: Tensor | None, before: Tensor | None, now: Tensor | None) -> Tensor | None:
-        if skipped is None or now is None:
-            return now
-        before = torch.ones_like(now) if before is None else before
-        return torch.where(skipped.to(now.device, non_blocking=True).bool(), before, now).reshape(())
 
     def _count_step(self) -> None:
         self._steps += 1
@@ -467,38 +381,19 @@ class ErrorFeedbackState:
             for buffer in self._buffers.values():
                 buffer.reset()
 
-    # ---- under a gradient scaler
-
-    def loss_scaled(self, scaler: GradScaler) -> None:
-        if not self._last_step_unscaled and (self._scaler_of_step is None or self._scaler_of_step() is scaler):
-            self._scaler_of_loss = weakref.ref(scaler)
-
-    def scaler_stepped(self, scaler: GradScaler) -> None:
-        self._scaler_of_step, self._last_step_unscaled, self._steps_announced = weakref.ref(scaler), False, True
-        self._scaler_of_loss = None
-        if self.has_uncommitted:
-            self.has_uncommitted = False
-            for buffer in self._buffers.values():
-                buffer.rollback()
-
-    def _loss_scale(self, device: torch.device) -> Tensor | None:
-        scaler = None if self._scaler_of_loss is None else self._scaler_of_loss()
-        return None if scaler is None else scaler.scale(torch.ones((), device=device))
-
     # ---- in checkpoints
 
     def reset(self) -> None:
         for buffer in self._buffers.values():
             buffer.reset()
-        self._steps, self.has_uncommitted, self._scale, self._next_scale = 0, False, None, None
+        self._steps, self.was_used = 0, False
 
     def state_dict(self) -> SavedErrors:
-        """Return the errors, in units of an unscaled loss, and the count of steps, with tensors on the CPU."""
-        scale = self._next_scale if self.has_uncommitted else self._scale
+        """Return the errors and the count of steps, with tensors on the CPU."""
         return {
             "steps": self._steps,
             "hears_of_steps": self._steps_announced,
-            "errors": {hop: buffer.state_dict(scale) for hop, buffer in self._buffers.items()},
+            "errors": {hop: buffer.state_dict() for hop, buffer in self._buffers.items()},
         }
 
     def load_state_dict(self, state: SavedErrors) -> None:

@@ -17,7 +17,7 @@ from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp_zpp.codecs import Codec, ExactTail, Int4Delta, exact_tail, full_precision, sends_deltas
+from fsdp_zpp.codecs import Codec, ExactTail, Int4Delta, exact_tail, full_precision, tails_of
 
 from .agreement import fingerprint, plain_parts
 from .flat_layout import ExactPlaces, Extent, FlatLayout, exact_places
@@ -415,13 +415,15 @@ class Run:
     def __init__(self, stale: list[StaleShard]) -> None:
         self.stale = stale
         self._codec, self._rows = stale[0].codec, len(stale)
+        codec = self._codec
+        self._coded, self._tail = (codec.codec, codec.tail) if isinstance(codec, ExactTail) else (codec, 0)
         bases = [shard.take_base() for shard, _, _ in stale if shard.base is not None]
         self._base = _adjacent(bases) if bases else None
 
     def encode(self) -> Tensor:
         values = _joined([piece for each in self.stale for piece in each.values.tensors])
-        exact, codec = self.stale[0].shard.exact, self._codec
-        if exact is None or not isinstance(codec, ExactTail):
+        exact = self.stale[0].shard.exact
+        if exact is None or not self._tail:
             return self._encode(values)
         if values.data_ptr() == self.stale[0].values.tensors[0].data_ptr():
             values = values.clone()  # the optimizer's shard itself is not to be written to
@@ -430,25 +432,23 @@ class Run:
         taken = parts[:, exact.flat]
         parts.index_fill_(1, exact.flat, 0)
         payload = self._encode(values)
-        payload.view(torch.float32)[:, -codec.tail :].copy_(taken)
+        payload.view(torch.float32)[:, -self._tail :].copy_(taken)
         return payload
 
     def _encode(self, values: Tensor) -> Tensor:
-        codec = self._codec
-        if self._base is None or not sends_deltas(codec):
-            return codec.encode(values, 1, self._rows)
+        if self._base is None or not isinstance(self._coded, Int4Delta):
+            return self._codec.encode(values, 1, self._rows)
         own = self._base.unflatten(0, (self._rows, -1))[:, self.stale[0].shard.own_node]
-        return codec.encode_delta(own.contiguous(), values)
+        return self._coded.encode_delta(own.contiguous(), values, self._tail)
 
     def receive(self, gathered: Tensor) -> Tensor:
         """Make secondary shards, uint8 [rows * nodes, nbytes], from all nodes' payloads [nodes, rows, nbytes]."""
         by_shard = gathered.transpose(0, 1).flatten(0, 1).contiguous()  # parts of longer rows are not contiguous
-        codec = self._codec
-        if self._base is None or not sends_deltas(codec):
+        if self._base is None or not isinstance(self._coded, Int4Delta):
             return by_shard
-        changed = codec.apply_delta(self._base, by_shard, self.stale[0].values.numel)
-        if isinstance(codec, ExactTail):
-            codec.tails(changed).copy_(codec.changes.tails(by_shard))  # small values are no deltas
+        changed = self._coded.apply_delta(self._base, by_shard, self.stale[0].values.numel, self._tail)
+        if self._tail:
+            tails_of(changed, self._tail).copy_(tails_of(by_shard, self._tail))  # small values are no deltas
         return changed
 
 

@@ -251,18 +251,12 @@ UNITS = AdapterUnits(
 )
 
 
-def shared_error(shared: Shared, wrapped: nn.Module, root: nn.Module) -> ValueError:
-    """Return the error for one parameter that two instances of FSDP would have to flatten.
-
-    Its attribute ``seen_from`` makes the same error with names in a module around ``root``, the outermost known one.
-    """
-    error = ValueError(
-        f"FullyShardedDataParallel({model_name(root)}): {UNITS.explain(shared, root, [wrapped])}: it is shared by two "
-        "units, but FullyShardedDataParallel flattens a parameter into one unit alone; wrap the module around both as "
-        "one unit, and neither of the two by itself (leave their classes out of auto_wrap_policy)"
+def shared_error(shared: Shared, wrapped: nn.Module) -> ValueError:
+    return ValueError(
+        f"FullyShardedDataParallel({model_name(wrapped)}): {shared}, but FullyShardedDataParallel flattens a parameter "
+        "into one unit alone; wrap the module around both as one unit, and neither of the two by itself (leave their "
+        "classes out of auto_wrap_policy)"
     )
-    vars(error)["seen_from"] = functools.partial(shared_error, shared, wrapped)
-    return error
 
 
 def hold_flattened(instance: FullyShardedDataParallel, arguments: dict[str, Any], before: Sites) -> None:
@@ -282,9 +276,9 @@ def hold_flattened(instance: FullyShardedDataParallel, arguments: dict[str, Any]
     for site in own & before.keys():
         name, parameter = before[site]
         if (held_as := held(parameter)) is not None:
-            shared = shared or Shared(site, name, parameter, held_as)
+            shared = shared or Shared(name, held_as)
     if shared is not None:
-        raise shared_error(shared, wrapped, wrapped)
+        raise shared_error(shared, wrapped)
     unit = model_name(wrapped)
     for site, (name, parameter) in before.items():
         if id(parameter) in own_parameters:
@@ -391,7 +385,7 @@ def _check_agreement(
     shared = UNITS.find_shared([module], ignored)
     if shared is not None:  # before the facts, which would differ: so do the sizes of its shards
         check_agreement(group, f"FullyShardedDataParallel({model_name(module)})", {"shared": shared.name})
-        raise shared_error(shared, module, module)
+        raise shared_error(shared, module)
     facts = strategy_facts(strategy, group)
     facts |= {name: arguments[name] for name in ("mixed_precision", "use_orig_params", "sync_module_states")}
     call = f"FullyShardedDataParallel({model_name(module)})"
@@ -518,12 +512,7 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
         if arguments["use_orig_params"]:  # else FSDP refuses trained beside frozen parameters
             stack.enter_context(_torch_flat_parameter.frozen_apart(module, wrap_frozen))
             warnings.filterwarnings("ignore", ".*both parameters with requires_grad=True and False")
-        try:
-            construct()
-        except ValueError as error:
-            if (seen_from := vars(error).get("seen_from")) is not None:
-                raise seen_from(arguments["module"]) from None
-            raise
+        construct()
     hold_flattened(module, arguments, sites)
     if packed and packed & _torch_handle.flattened_sites(module):
         unit.leave_weights_uncoded()

@@ -539,9 +539,8 @@ def refuse_shared(shared: Shared | None, modules: list[nn.Module], call: str) ->
             "is left to the model is what no layer has"
         )
     raise ValueError(
-        f"{call}: {UNITS.explain(shared, modules[0], modules)}: it is shared by two units, but fully_shard shards a "
-        "parameter in one unit alone; shard both modules in one call, fully_shard([a, b], strategy=...), or only the "
-        "module around them"
+        f"{call}: {shared}, but fully_shard shards a parameter in one unit alone; shard both modules in one call, "
+        "fully_shard([a, b], strategy=...), or only the module around them"
     )
 
 

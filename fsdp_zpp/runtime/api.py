@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -145,14 +146,14 @@ Only text, since torch.save() also saves the attributes of a parameter.
 _ANOTHER = "a parameter of another unit"
 
 
-@dataclass(frozen=True)
-class Shared:
-    """A parameter that a call would shard and another unit has; None if FSDP has taken it off its module."""
+class Shared(NamedTuple):
+    """A parameter that a call would shard and another unit has: its names in the call and in the other unit's."""
 
-    site: Site
-    name: str  # in the call's modules
-    parameter: nn.Parameter | None
-    held_as: str  # its name in the other unit's call
+    name: str
+    held_as: str
+
+    def __str__(self) -> str:
+        return f"{self.name} was sharded before, as {self.held_as}: it is shared by two units"
 
 
 @dataclass(frozen=True)
@@ -190,31 +191,8 @@ class AdapterUnits:
                     is_torchs = self.is_torchs(module, parameter)
                     held_as = vars(parameter).get(_HELD, _ANOTHER if is_torchs else None)
                 if held_as is not None:
-                    return Shared((module, name), parameter_name(path, name), parameter, held_as)
+                    return Shared(parameter_name(path, name), held_as)
         return None
-
-    def explain(self, shared: Shared, root: nn.Module, modules: Collection[nn.Module]) -> str:
-        """Return text that names the units that share a parameter; ``modules`` are those of the call that found it."""
-        names: dict[str, str] = {}
-        for unit, name in self._names(root, shared, modules):
-            names.setdefault(unit, name)
-        if len(names) < 2:
-            name = next(iter(names.values()), shared.name)
-            return f"{name} was sharded before, as {shared.held_as}"
-        return " and ".join(f"{name} (unit {unit or 'root'})" for unit, name in names.items()) + " are one parameter"
-
-    def _names(self, root: nn.Module, shared: Shared, modules: Collection[nn.Module]) -> Iterator[tuple[str, str]]:
-        """Yield each unit and name under which ``root`` has a shared parameter."""
-        units: dict[str, str] = {}
-        for path, module in root.named_modules(remove_duplicate=False):
-            is_unit = self.is_unit(module) or module in modules
-            unit = parameter_name(path, "").rstrip(".") if is_unit else units.get(path.rpartition(".")[0], "")
-            units[path] = unit
-            for name, parameter in module._parameters.items():
-                if (module, name) != shared.site and parameter is not None and parameter is shared.parameter:
-                    yield unit, parameter_name(path, name)
-            if module is shared.site[0]:
-                yield unit, parameter_name(path, shared.site[1])
 
     def _own(self, modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules that are in no unit below ``modules``, with paths; each once."""

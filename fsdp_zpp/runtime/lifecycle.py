@@ -6,21 +6,19 @@ import functools
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import GradScaler
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fsdp_zpp.comm.agreement import agree_on_use, check_agreement, check_replicas, from_each_rank, shard_signature
-from fsdp_zpp.comm.error_feedback import ErrorFeedbackState
 from fsdp_zpp.comm.hops import running_backward
 from fsdp_zpp.comm.weight_gather import SecondaryShardPrefetcher
 from fsdp_zpp.local_steps.elastic import ElasticFragment, ElasticTraining
@@ -89,7 +87,6 @@ class StepTracker:
         # See [Note: The end of a step].
         self._synchronized_in: int | None = None
         self._stepped_in: int | None = None
-        self._last_scaler: weakref.ref[GradScaler] | None = None  # of which units were told since the last step
         # See [Note: Which backwards are micro-batches].
         self._others_stepped = self._optimizer_is_known = False
         self._backwards = self._steps_in_a_row = 0
@@ -136,14 +133,12 @@ class StepTracker:
         if not self._holds_any(ids):
             self._others_stepped = True
             return
-        self._last_scaler = None  # units forget the scaler at a step, so they must be told of it again
         if running_backward() is None:
             self._make_stale(ids)
         else:
             self._make_stale_in_backward(ids)
         self._step_ended(optimizer)
-        # A fused optimizer skips a step on the device: GradScaler sets found_inf on it for as long as step() runs.
-        self._step_made(ids, getattr(optimizer, "found_inf", None))
+        self._step_made(ids)
 
     def optimizer_switched(self, optimizer: Optimizer) -> None:
         """Handle an optimizer's switch between training and evaluation; it may change weights more than a step."""
@@ -152,26 +147,25 @@ class StepTracker:
             self._make_stale(ids, by_step=False)
 
     def scaler_stepped(self, scaler: GradScaler, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
-        """Handle ``scaler.step(optimizer)``, which has made a step or skipped it."""
+        """Handle ``scaler.step(optimizer)``, which has made a step or skipped it.
+
+        Raises:
+            RuntimeError: If a unit of the optimizer has error feedback; see [Note: The lifetime of errors] in
+                error_feedback.py.
+        """
         if not scaler.is_enabled():
             return
         ids = _parameter_ids(optimizer)
         if not self._holds_any(ids):
             return
-        self._last_scaler = None
+        for unit in self._units_with(ids):
+            if unit.errors is not None:
+                raise RuntimeError(
+                    f"a GradScaler has stepped the optimizer of {unit.sharded.name}, which has error feedback: errors "
+                    "of scaled gradients can't be added to gradients of another scale; train in bf16 without a scaler, "
+                    "or leave out error_feedback"
+                )
         self._step_ended(optimizer)
-        if not isinstance(optimizer, Optimizer) and not _found_inf(scaler, optimizer):
-            self._step_made(ids, None)  # an optimizer that is not torch's runs no step hook
-        for errors in _errors_of(self._units_with(ids)):
-            errors.scaler_stepped(scaler)
-
-    def loss_scaled(self, scaler: GradScaler, *args: object, **kwargs: object) -> None:
-        # Units read the scale by having the scaler scale a 1, which calls this again.
-        if not scaler.is_enabled() or (self._last_scaler is not None and self._last_scaler() is scaler):
-            return
-        self._last_scaler = weakref.ref(scaler)
-        for errors in _errors_of(self._units):
-            errors.loss_scaled(scaler)
 
     def gradients_cleared(self, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
         """Handle ``optimizer.zero_grad()``; it also drops what earlier micro-batches of the step have accumulated."""
@@ -224,14 +218,14 @@ class StepTracker:
         if self._local_training is not None:
             self._local_training.step_ended()
 
-    def _step_made(self, ids: set[int], skipped: Tensor | None) -> None:
+    def _step_made(self, ids: set[int]) -> None:
         if all(unit.errors is None for unit in self._units):
             return
-        states = list(_errors_of(self._units_with(ids)))
+        states = [unit.errors for unit in self._units_with(ids) if unit.errors is not None]
         # A step without a backward is not part of training: torch's state dicts make one to initialize optimizer state.
-        if any(errors.has_uncommitted for errors in states):
+        if any(errors.was_used for errors in states):
             for errors in states:
-                errors.step_made(skipped)
+                errors.step_made()
 
     def _units_with(self, ids: set[int]) -> Iterator[ParameterUnit]:
         """Yield the units with parameters of an optimizer, given by ``ids``; the same on all ranks."""
@@ -308,10 +302,6 @@ class StepTracker:
             logger.warning(message, self._model, *values)
 
 
-def _errors_of(units: Iterable[ParameterUnit]) -> Iterator[ErrorFeedbackState]:
-    return (unit.errors for unit in units if unit.errors is not None)
-
-
 def too_small_units(units: Sequence[StrategyUnit]) -> set[ParameterUnit]:
     """Return the units of which some rank has no element; the same on all ranks. Collective, once a mesh."""
     flags = [(unit, unit.ranks, [not any(map(local_numel, unit.sharded.parameters()))]) for unit in units]
@@ -335,11 +325,6 @@ def _clear_gradient(parameter: nn.Parameter, set_to_none: bool) -> None:
         parameter.grad = None
     elif parameter.grad is not None:
         parameter.grad.zero_()
-
-
-def _found_inf(scaler: GradScaler, optimizer: Optimizer) -> bool:
-    # item() costs no wait of its own: to decide on that step, GradScaler.step has just waited for these values.
-    return any(found_inf.item() for found_inf in scaler._found_inf_per_device(optimizer).values())
 
 
 def weights_moved(module: nn.Module) -> None:
@@ -368,9 +353,6 @@ def _listen() -> None:
     _call_after(Optimizer, "zero_grad", partial(_tell, "gradients_cleared"))
     _call_after(nn.Module, "zero_grad", partial(_tell, "module_cleared"))
     _call_after(GradScaler, "step", partial(_tell, "scaler_stepped"))
-    # ShardedGradScaler inherits step, but overrides scale without calling GradScaler's.
-    for kind in (GradScaler, ShardedGradScaler):
-        _call_after(kind, "scale", partial(_tell, "loss_scaled"))
 
 
 def _call_after(owner: type, method: str, hook: Callable[..., None]) -> None:

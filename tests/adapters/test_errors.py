@@ -128,7 +128,9 @@ def shared_in(adapter: Adapter) -> dict[str, Mistake]:
 
     return {
         "weight of siblings": sharded(sharing_a_weight, "III", "down.weight"),
-        "module of the root": sharded(sharing_a_module_with_the_root, "NNG", "head.1.weight (unit root)"),
+        "module of the root": sharded(
+            sharing_a_module_with_the_root, "NNG", "head.1.weight was sharded before, as down.weight of another Block"
+        ),
     }
 
 

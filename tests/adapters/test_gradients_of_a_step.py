@@ -16,7 +16,7 @@ from harness import models
 from harness.adapter import STOCK, Adapter, Case, Precision
 from harness.covering import ADAPTERS, SCOPES, over_adapters, over_each, over_pairs
 from harness.pool import Pools, device_type
-from harness.strategies import BOTH, COARSE, INTER
+from harness.strategies import COARSE, INTER
 from harness.training import logits, make_scaler, scaled_steps, train
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -271,42 +271,24 @@ def test_resetting_errors_at_every_step_is_no_feedback(
         assert models.distance(fed_back, plain) > 1e-4
 
 
-def scaled_run(
-    adapter: Adapter, strategy: Strategy, optimizer: str, backwards: int, scaled: bool, overflow_at: int | None
-) -> dict[str, Tensor]:
-    """In a worker: weights after three steps, with a step that overflows in between, on a growing loss scale."""
-    model = adapter.make(Case(), strategy)
-    steps = list(range(3))
-    if overflow_at is not None:
-        steps.insert(overflow_at, -1)
-    scaled_steps(model, OPTIMIZERS[optimizer](model), make_scaler(scaled), steps, backwards)
-    return adapter.full_weights(model)
+def stepped_by_a_scaler(adapter: Adapter) -> None:
+    model = adapter.make(Case(), replace(COARSE, error_feedback=INTER))
+    with pytest.raises(RuntimeError, match="leave out error_feedback"):
+        scaled_steps(model, make_sgd(model), make_scaler(), [0])
 
 
-@over_pairs(
-    rest=False,
-    adapter=ADAPTERS,
-    feedback={"inter": INTER, "both in int8": BOTH},
-    optimizer=list(OPTIMIZERS),
-    backwards=[1, 2],
-    overflow_at=[0, 2],
-)
-def test_a_step_that_the_scaler_skips_leaves_errors_as_they_were(
-    pool: Pools, adapter: Adapter, feedback: LoCo, optimizer: str, backwards: int, overflow_at: int
-) -> None:
-    """And errors follow the loss scale: powers of two change nothing, so weights are the same without a scaler."""
-    call = scaled_run, adapter, replace(COARSE, error_feedback=feedback), optimizer, backwards
-    scaled, unscaled = pool(4).run(*call, True, overflow_at), pool(4).once(*call, False, None)
-    assert max(map(models.distance, scaled, unscaled)) == 0
+@over_adapters
+def test_a_scaled_step_with_error_feedback_raises(pool: Pools, adapter: Adapter) -> None:
+    """Errors are in units of the loss scale, and a step that is skipped would leave those of an overflow."""
+    pool(4).run(stepped_by_a_scaler, adapter)
 
 
 def beside_a_scaled_model(adapter: Adapter, beside: bool) -> dict[str, Tensor]:
     """In a worker: weights of a model without a scaler, while another model trains with a scaler in between."""
-    strategy = replace(COARSE, error_feedback=INTER)
-    model, other = adapter.make(Case(), strategy), adapter.make(Case(), strategy)
+    model, other = adapter.make(Case(), replace(COARSE, error_feedback=INTER)), adapter.make(Case(), COARSE)
     optimizers = [models.make_optimizer("sgd", each.parameters()) for each in (model, other)]
     scaler = make_scaler()
-    logits(model)  # from here on it hears of scalers
+    logits(model)  # from here on it hears of steps
     for step in range(2):
         if beside:
             scaled_steps(other, optimizers[1], scaler, [step])

@@ -12,7 +12,7 @@ from harness.adapter import STOCK, Adapter, Fsdp2, original_name
 from harness.covering import ADAPTERS, over_each
 from harness.links import late_hops
 from harness.pool import Pools
-from harness.training import make_scaler, without_gradient
+from harness.training import without_gradient
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -247,38 +247,3 @@ def test_an_optimizer_may_leave_out_what_its_rank_does_not_hold(pool: Pools, ada
     strategy = Strategy(scopes, gradients=Int4(128), error_feedback=LoCo(reset_every=3), gpus_per_node=2)
     ours, expected = (pool(4).run(with_a_small_unit, adapter, strategy, of_held)[0] for of_held in (True, False))
     assert models.distance(ours, expected) == 0
-
-
-def scaled_in_turn(
-    adapter: Adapter, strategy: Strategy, fused: bool, overflow_at: int | None, scaled: bool
-) -> dict[str, Tensor]:
-    """In a worker: weights after heads were used in turn on a growing loss scale, with a step that overflows."""
-    model = adapter.wrap(make_heads(), strategy)
-    optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=fused), make_scaler(scaled)
-    steps = list(range(9))
-    if overflow_at is not None:
-        steps.insert(overflow_at, -1)
-    for step in steps:
-        loss = model(inputs(step), [step % 3])
-        scaler.scale(loss * torch.inf if step < 0 and dist.get_rank() == 0 else loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    return adapter.full_weights(model)
-
-
-@over_each(
-    rest=False, adapter=ADAPTERS, scopes=("IGG", "III", "NNN"), config=IN_TURN, overflow_at=(1, 4), fused=[False, True]
-)
-def test_scalers_leave_what_waits_as_it_was(
-    pool: Pools, adapter: Adapter, scopes: str, config: LoCo, overflow_at: int, fused: bool
-) -> None:
-    """Errors that wait follow the loss scale, a power of two, so weights are the same without a scaler.
-
-    A fused optimizer skips steps itself.
-    """
-    strategy = Strategy(scopes, gradients=Int4(128), intra_gradients=Int8(128), error_feedback=config, gpus_per_node=2)
-    scaled, plain = (
-        pool(4).run(scaled_in_turn, adapter, strategy, fused, *how)[0] for how in ((overflow_at, True), (None, False))
-    )
-    assert models.distance(scaled, plain) == 0

@@ -24,7 +24,6 @@ from harness.pool import Pools, device_type, free_port, init_process_group, shar
 from harness.training import load, logits, save, train
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.multiprocessing.spawn import start_processes
 
 from fsdp_zpp import (
@@ -146,13 +145,12 @@ STRATEGY = Strategy(
 
 
 class Training:
-    """A net, one block of which is a frozen base with detours, on which two optimizers take turns, with a scaler."""
+    """A net, one block of which is a frozen base with detours, on which two optimizers take turns."""
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
         self.model = self.make()
         self.random = random.Random(0)  # the same on all ranks
-        self.scaler = ShardedGradScaler(device=device_type(), init_scale=2.0**10, growth_interval=5)
         self.renew_optimizers()
         self.steps = 0
 
@@ -177,15 +175,13 @@ class Training:
         ]
         self.optimizers = [torch.optim.AdamW(part, lr=1e-3, foreach=False) for part in parts]
 
-    def step(self, overflows: bool = False) -> None:
-        """One step of all optimizers, which the scaler skips if a gradient overflows."""
+    def step(self) -> None:
+        """One step of all optimizers."""
         with self.adapter.micro_batch(self.model, True, False):
-            loss = models.loss_of(self.model, models.batch(self.steps, 0))
-            self.scaler.scale(loss * torch.inf if overflows else loss).backward()
+            models.loss_of(self.model, models.batch(self.steps, 0)).backward()
         for optimizer in self.optimizers:
             if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-                self.scaler.step(optimizer)
-        self.scaler.update()
+                optimizer.step()
         self.zero_grad()
         self.steps += 1
 
@@ -198,10 +194,6 @@ def evaluate(training: Training) -> None:
     logits(training.model)
     with torch.inference_mode():
         logits(training.model)
-
-
-def skip_a_step(training: Training) -> None:
-    training.step(overflows=True)
 
 
 def drop_a_micro_batch(training: Training) -> None:
@@ -264,7 +256,6 @@ def checkpoint(training: Training) -> None:
 
 EVENTS: list[Callable[[Training], None]] = [
     evaluate,
-    skip_a_step,
     drop_a_micro_batch,
     step_with_one_optimizer,
     abandon_a_forward,

@@ -62,7 +62,7 @@ LONG = Case(clip=None, steps=4, micro_batches=2)
 TRAININGS = {
     "tied": (replace(LONG, model=(("tied", True),)), Strategy("IGG", **CODECS | {"weights": Int4Delta(64, Int8(64))})),
     "clipped": (replace(LONG, clip=0.01), Strategy("IIG", error_feedback=LoCo(), **CODECS)),
-    "scaled": (Case(clip=0.01, scaler=True, steps=4), Strategy("IGG", error_feedback=LoCo(reset_every=3), **CODECS)),
+    "scaled": (Case(clip=0.01, scaler=True, steps=4), Strategy("IGG", **CODECS)),
     "quantized": (Case(clip=None, frozen=True), Strategy("IGG", frozen=Int8(64), gradients=Int4(64), **TWO)),
     "local steps": (LONG, Strategy("III", local_steps=LocalSteps(2, codec=Int4(64), error_feedback=LoCo()), **TWO)),
     "local steps on the CPU": (LONG, Strategy("NNN", local_steps=LocalSteps(2, overlap=1, offload=True), **TWO)),

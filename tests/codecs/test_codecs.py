@@ -19,7 +19,7 @@ from top_k_codec import REACH, TopK, TopKOfSum
 from torch import Tensor
 
 from fsdp_zpp import NF4, Codec, Int4, Int4Delta, Int8, Strategy
-from fsdp_zpp.codecs import FullPrecision, exact_tail, without_tail
+from fsdp_zpp.codecs import FullPrecision, exact_tail, tails_of, without_tail
 from fsdp_zpp.comm.error_feedback import ErrorBuffer, decode_sum_encode_with_feedback, encode_with_feedback
 from fsdp_zpp.comm.flat_layout import Extent
 from fsdp_zpp_kernels import ops
@@ -279,7 +279,7 @@ def test_a_tail_follows_the_codecs_bytes_and_is_the_callers(codec: Codec) -> Non
         payload, bare = tailed.encode(values, rows, cols), codec.encode(values, rows, cols)
         assert torch.equal(payload[:, :nbytes], bare)
         assert not payload[:, nbytes : -4 * TAIL].any()
-        tails = tailed.tails(payload)
+        tails = tails_of(payload, TAIL)
         assert (tails.shape, tails.dtype) == ((rows * cols, TAIL), torch.float32)
         for filling in (0.0, 1.0, torch.nan):
             tails.fill_(filling)
@@ -310,10 +310,12 @@ def test_a_delta_is_the_encoded_change_and_is_added_to_what_the_base_decodes_to(
     sender = exact_tail(codec, tail) if tail else codec
     base = sender.encode(values_of(2 * numel), 1, 2)
     held = decoded(codec.whole, coded(sender, base).contiguous(), 1, 2, numel)
-    delta = sender.encode_delta(base, values)
-    assert torch.equal(coded(sender.changes, delta), codec.changes.encode(values - held, 1, 2))
-    change = decoded(codec.changes, coded(sender.changes, delta).contiguous(), 1, 2, numel)
-    assert torch.equal(coded(sender, sender.apply_delta(base, delta, numel)), codec.whole.encode(held + change, 1, 2))
+    delta = codec.encode_delta(base, values, tail)
+    changes = exact_tail(codec.changes, tail) if tail else codec.changes
+    assert torch.equal(coded(changes, delta), codec.changes.encode(values - held, 1, 2))
+    change = decoded(codec.changes, coded(changes, delta).contiguous(), 1, 2, numel)
+    changed = codec.apply_delta(base, delta, numel, tail)
+    assert torch.equal(coded(sender, changed), codec.whole.encode(held + change, 1, 2))
 
 
 # ---- NF4 beside bitsandbytes

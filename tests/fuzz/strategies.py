@@ -139,7 +139,7 @@ def programs(draw: st.DrawFn, adapter: str, flavour: str, world: int = 4) -> Pro
         inner = replace(draw(other), gpus_per_node=chosen.gpus_per_node)
     draft.clips = all(s.error_feedback is None for s in (chosen, inner or chosen))
     closure = features & {Feature.SAM, Feature.LBFGS}
-    scaler = local is None and not closure and draft.one_in(6)
+    scaler = local is None and not closure and draft.clips and draft.one_in(6)  # errors take no scaler
     set_up(draft)
     least = 2 if features & FREEZING or Feature.IDLE_WITH_FEEDBACK in features else 1
     most = 4 if local is not None or Feature.IDLE_WITH_FEEDBACK in features else 3

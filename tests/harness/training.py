@@ -97,14 +97,13 @@ def make_scaler(enabled: bool = True, growth_interval: int = 1) -> ShardedGradSc
     return ShardedGradScaler(device_type(), init_scale=2.0**10, growth_interval=growth_interval, enabled=enabled)
 
 
-def scaled_steps(model: Any, optimizer: Any, scaler: Any, steps: Iterable[int], backwards: int = 1) -> None:
-    """Train with a scaler; the last backward of step -1 overflows."""
+def scaled_steps(model: Any, optimizer: Any, scaler: Any, steps: Iterable[int]) -> None:
+    """Train with a scaler; step -1 overflows."""
     for step in steps:
-        for backward in range(backwards):
-            loss = models.loss_of(model, models.batch(max(step, 0), backward))
-            if step < 0 and dist.get_rank() == 0 and backward == backwards - 1:
-                loss = loss * torch.inf
-            scaler.scale(loss).backward()
+        loss = models.loss_of(model, models.batch(max(step, 0), 0))
+        if step < 0 and dist.get_rank() == 0:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

@@ -20,7 +20,7 @@ from harness.messages import collected
 from harness.offload import offloading, without_pinning
 from harness.pool import Pools
 from harness.strategies import BOTH, COARSE, INTER
-from harness.training import differing_tensors, load, logits, make_scaler, save, scaled_steps, train
+from harness.training import differing_tensors, load, logits, save, train
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
@@ -134,32 +134,6 @@ def test_a_training_resumes_with_what_codecs_keep(
     pool: Pools, tmp_path: Path, adapter: Adapter, strategy: Strategy, case: Case, way: str
 ) -> None:
     pool(4).run(check_resumed, adapter, strategy, case, way, str(tmp_path / "checkpoint"))
-
-
-def resumed_with_scaler(adapter: Adapter, path: str, goes_on_scaled: bool) -> float:
-    """In a worker: likewise, with a loss scale that changes just before saving, or is given up then."""
-    trained, scale = [], {}
-    for resumes in (False, True):
-        (model, optimizer), scaler = made(adapter, SMALL, KEPT["errors on both hops"]), make_scaler()
-        if resumes:
-            load(model, optimizer, CodecState(model), path)
-            scaler.load_state_dict(scale)
-        else:
-            scaled_steps(model, optimizer, scaler, range(2))
-            save(model, optimizer, CodecState(model), path)
-            scale = scaler.state_dict()
-        scaler = scaler if goes_on_scaled else make_scaler(False)
-        scaled_steps(model, optimizer, scaler, [2, -1, 3] if goes_on_scaled else [2, 3])
-        trained.append(adapter.full_weights(model))
-    return models.distance(*trained)
-
-
-@over_each(rest=False, adapter=ADAPTERS, goes_on_scaled={"scaled": True, "unscaled from then on": False})
-def test_a_training_resumes_with_a_loss_scale(
-    pool: Pools, tmp_path: Path, adapter: Adapter, goes_on_scaled: bool
-) -> None:
-    path = str(tmp_path / "checkpoint")
-    assert pool(4).run(resumed_with_scaler, adapter, path, goes_on_scaled) == [0] * 4
 
 
 @over_each(rest=False, adapter=ADAPTERS, config=LOCAL, layout=LAYOUTS[1:], way=LOCAL_WAYS)
