@@ -28,7 +28,7 @@ from .weight import DoubleBuffer, FrozenUnit, FrozenWeight, Placement, Ungrouped
 
 logger = logging.getLogger("fsdp_zpp")
 
-_WHERE = {"N": "replicated on every rank", "I": "sharded inside nodes", "G": "sharded over all ranks"}
+_WHERE = {"N": "replicated on every rank", "I": "sharded inside nodes"}
 
 
 @dataclass(frozen=True)

@@ -399,7 +399,8 @@ def quantize_for(
     """Quantize the frozen weights of ``module`` if its strategy has a codec for them. Collective.
 
     Args:
-        strategy: The strategy; its parameter scope places the weights.
+        strategy: The strategy; its parameter scope places the weights, of which ``G`` leaves a copy in each node, as
+            ``I`` does.
         module: The module that is about to be sharded, over the ranks of ``mesh``.
         mesh: The ranks of the strategy.
         ignored: Parameters that FSDP was told to ignore.
@@ -419,7 +420,7 @@ def quantize_for(
         return {}
     options = FrozenOptions(
         codec,
-        Placement(strategy.parameters, as_launched(mesh)),
+        Placement.of_strategy(strategy.parameters, as_launched(mesh)),
         device=compute_device(mesh.group, device),
         dtype=dtype,
         broadcast=broadcast,
@@ -521,9 +522,8 @@ def quantize_frozen_params(
         codec: How weights are quantized. ``"as stored"`` keeps the codes of those that the checkpoint, or the model,
             has quantized, and leaves all others as they are; ``"auto"`` keeps them, too, and encodes the others in
             ``Int8(256)``.
-        placement: A parameter scope: ``I`` keeps the base in every node, sharded inside, and sends no byte between
-            nodes; ``G`` shards it over all ranks until the first gather, which leaves each node a copy; ``N`` keeps
-            all of it on every rank.
+        placement: A parameter scope: ``I`` keeps the base in every node, sharded inside; ``N`` keeps all of it on every
+            rank. Either sends no byte between nodes.
         gpus_per_node: The node size: that of the strategy that will wrap the model, if it gives one. Default: the
             launcher's.
         process_group: The data-parallel ranks. Default: those that a part of the model is sharded over; all ranks if

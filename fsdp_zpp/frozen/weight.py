@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fsdp_zpp.codecs import NF4, BlockCodec, Codec, Int4, Int8, copy_blocks
 from fsdp_zpp.comm.flat_layout import keep_recent
-from fsdp_zpp.comm.hops import Hop, SideStream, Traffic, hop_over, labelled, record_event, wait_for
+from fsdp_zpp.comm.hops import SideStream, Traffic, hop_over, labelled, record_event, wait_for
 from fsdp_zpp.comm.mesh import ProcessMesh, as_launched, process_mesh
 from fsdp_zpp.frozen.stored.format import StoredWeight
 from fsdp_zpp.names import model_name
@@ -26,12 +26,11 @@ from fsdp_zpp.strategy.error_feedback import Topology
 # Places a frozen weight: into how many chunks it is cut, and which of them this rank holds.
 #
 # The flat values of a weight are cut into as many chunks as there are ranks that share it: one under the scope ``N``,
-# one for each rank of a node under ``I``, one for each rank under ``G``. A chunk is a whole number of the codec's
-# blocks, so the blocks are the same however many chunks there are, and the decoded values do not depend on the number
-# of ranks. Under ``G``, rank (node, local) holds chunk ``local * nodes + node``: the inter-node hop of a gather then
-# leaves neighbouring chunks on a rank and the intra-node hop all of them in order, so nothing needs to be transposed.
+# one for each rank of a node under ``I``. A chunk is a whole number of the codec's blocks, so the blocks are the same
+# however many chunks there are, and the decoded values do not depend on the number of ranks. There is no scope ``G``:
+# frozen weights never get stale, so after one gather each node would have all of them for good, as under ``I``.
 
-SCOPES = ("N", "I", "G")
+SCOPES = ("N", "I")
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Placement:
     """A scope on a mesh. See the top of this section.
 
     Attributes:
-        scope: ``N`` replicated on every rank, ``I`` sharded inside a node, ``G`` sharded over all ranks.
+        scope: ``N`` replicated on every rank, ``I`` sharded inside a node.
         by_name: Whether the user gave the node size; see ``check_nodes`` in frozen_base.py.
     """
 
@@ -50,8 +49,13 @@ class Placement:
 
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:
-            scopes = ", ".join(SCOPES)
+            scopes = " or ".join(SCOPES)
             raise ValueError(f"the placement of a frozen base must be one of the scopes {scopes}, got {self.scope!r}")
+
+    @classmethod
+    def of_strategy(cls, parameters: str, mesh: ProcessMesh) -> Placement:
+        """Return the placement of the base under a strategy with the scope ``parameters``."""
+        return cls("N" if parameters == "N" else "I", mesh)
 
     @property
     def chunks(self) -> int:
@@ -60,16 +64,14 @@ class Placement:
 
     @property
     def own_chunk(self) -> int:
-        node, local = divmod(self.mesh.rank, self.mesh.topology.gpus_per_node)
-        return {"N": 0, "I": local, "G": local * self.mesh.topology.nodes + node}[self.scope]
+        return self.mesh.rank % self.chunks
 
     @property
     def replicas(self) -> str:
         """Return the scope for ``check_replicas``: ``I`` if nodes hold the same, ``N`` if all ranks do, else ``G``."""
-        topology = self.mesh.topology
-        if self.scope == "I" and topology.gpus_per_node == 1:  # all ranks hold the same
-            return "N"
-        return "G" if topology.world == 1 or (self.scope == "I" and topology.nodes == 1) else self.scope
+        if self.chunks == self.mesh.topology.world:
+            return "G"
+        return "I" if self.chunks > 1 else "N"
 
     def chunk_numel(self, numel: int, codec: Codec) -> int:
         """Return how many of ``numel`` values are in a chunk; the last chunks may be partly or wholly past the end."""
@@ -428,10 +430,8 @@ class DoubleBuffer:
 # Frozen weights that are gathered together: one payload, one collective a hop.
 #
 # A unit is the frozen weights of one transformer block, or of whatever FSDP wraps as one. This rank's chunks of all of
-# them lie side by side in one row of bytes, the *payload shard*; a gather returns one such row for each rank. Under the
-# scope ``I`` all nodes hold the same, so there is only the intra-node hop. Under ``G`` the first gather crosses nodes.
-# Its result, the *secondary shard*, contains the payload shard and replaces it for good, since frozen weights
-# never get stale.
+# them lie side by side in one row of bytes, the *payload shard*; a gather returns one such row for each rank. All nodes
+# hold the same, so there is only the intra-node hop.
 
 
 class FrozenUnit:
@@ -441,10 +441,8 @@ class FrozenUnit:
         self.label, self.weights = label, weights
         self.placement = weights[0].placement
         mesh, scope = self.placement.mesh, self.placement.scope
-        self._inter = hop_over(mesh.inter if scope == "G" else None, "gather", "inter", traffic)
         self._intra = hop_over(mesh.intra if scope != "N" else None, "gather", "intra", traffic)
         self._buffers = buffers
-        self._crossed = False
         self._places = {weight: place for place, weight in enumerate(weights)}
         self._nbytes = [weight.local_nbytes for weight in weights]
         self.local_nbytes = sum(self._nbytes)
@@ -474,16 +472,12 @@ class FrozenUnit:
             self._hold(self._shard.to(device))
 
     def local_payload(self, weight: FrozenWeight) -> Tensor:
-        # A secondary shard has a row from each node; this rank's own is that of its node.
-        node = self.placement.mesh.rank // self.placement.mesh.topology.gpus_per_node if self._crossed else 0
-        return self._held[self._places[weight]][node]
+        return self._held[self._places[weight]][0]
 
     def gathered_payload(self, weight: FrozenWeight, device: torch.device) -> Tensor:
         if self._shard.is_cpu and device.type != "cpu":
             # FSDP moves a model to its device without Module._apply, so nothing has moved the codes with it.
             self.move(device)
-        if self._inter is not None and not self._crossed:
-            self._cross_nodes(self._inter)
         parts = self._held if self._intra is None else self._buffers.get(self)
         return parts[self._places[weight]]
 
@@ -495,12 +489,6 @@ class FrozenUnit:
         """Gather the payload over the intra-node hop into ``out``, uint8 of the gathered shape. Collective."""
         assert self._intra is not None
         self._intra.all_gather(self._shard, self.label, out)
-
-    def _cross_nodes(self, inter: Hop) -> None:
-        """Replace the payload shard by the secondary shard, under the scope G, at the first gather."""
-        with out_of_inference_mode():  # it outlives the forward
-            self._hold(inter.all_gather(self._shard, self.label))
-        self._crossed = True
 
     def _hold(self, shard: Tensor) -> None:
         self._shard, self._held = shard, self.split(shard)

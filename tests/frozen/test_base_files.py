@@ -468,7 +468,7 @@ def loaded(adapter: Adapter, scope: str, gpus_per_node: int, path: str, expected
     assert torch.equal(logits_of_net(model), expected)
 
 
-@over_each(rest=False, adapter=ADAPTERS, scope=["N", "I", "G"], codec=CODECS)
+@over_each(rest=False, adapter=ADAPTERS, scope=["N", "I"], codec=CODECS)
 def test_saved_and_loaded_at_other_world_sizes(
     pool: Pools, adapter: Adapter, scope: str, codec: Codec, tmp_path: Path
 ) -> None:

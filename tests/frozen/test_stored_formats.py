@@ -120,18 +120,16 @@ OWNERS: dict[str, Callable[[Path], None]] = {
 # ---- checkpoints of codes that are written by hand, of models with and without experts
 
 
-def _compressed(format: str, bits: int, strategy: str, type: str = "int", **settings: Any) -> dict[str, Any]:
-    """The configuration that compressed-tensors writes."""
-    weights = {"num_bits": bits, "type": type, "symmetric": True, "strategy": strategy} | settings
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    described = {"config_groups": {"group_0": group}, "format": format, "quantization_status": "compressed"}
-    return {"quant_method": "compressed-tensors", "ignore": ["lm_head", "re:.*mlp.gate$"], **described}
-
-
 def _group(inputs: int) -> int:
     return 32 if inputs % 32 == 0 else inputs
 
 
+_ROWS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+_COMPRESSED = {
+    **{"quant_method": "compressed-tensors", "ignore": ["lm_head", "re:.*mlp.gate$"], "format": "float-quantized"},
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": _ROWS}},
+    "quantization_status": "compressed",
+}
 _GPTQ = {"quant_method": "gptq", "group_size": 32, "checkpoint_format": "gptq"}
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[int, int, int], by_hand.Stored]]] = {
     "gptq4": (_GPTQ | {"bits": 4, "sym": False}, lambda o, i, s: by_hand.gptq(o, i, s, group=_group(i))),
@@ -143,15 +141,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[int, int, int], by_hand.Store
         {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
         lambda o, i, s: by_hand.awq(o, i, s, group=_group(i)),
     ),
-    "int4": (
-        _compressed("pack-quantized", 4, "group", group_size=32),
-        lambda o, i, s: by_hand.packed_integers(o, i, s, group=_group(i)),
-    ),
-    "int8 by rows": (
-        _compressed("pack-quantized", 8, "channel", symmetric=False, group_size=None),
-        lambda o, i, s: by_hand.packed_integers(o, i, s, bits=8, group=None, sym=False),
-    ),
-    "fp8 by rows": (_compressed("float-quantized", 8, "channel", "float"), by_hand.fp8_rows),
+    "fp8 by rows": (_COMPRESSED, by_hand.fp8_rows),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}, by_hand.fp8),
     "mxfp4": ({"quant_method": "mxfp4"}, by_hand.gptq),  # of gpt-oss's stacks alone
 }
@@ -199,8 +189,8 @@ def _by_hand(folder: Path, kind: str, format: str, **options: Any) -> None:
 BY_HAND = {
     f"{kind} {format}": partial(_by_hand, kind=kind, format=format)
     for kind, formats in {
-        "llama": ("gptq4 in order of activations", "int8 by rows"),
-        "qwen3": ("gptq4", "awq", "int4", "fp8 by rows"),
+        "llama": ("gptq4 in order of activations",),
+        "qwen3": ("gptq4", "awq", "fp8 by rows"),
         "deepseek": ("fp8",),
         "gpt_oss": ("mxfp4",),
     }.items()
@@ -341,7 +331,7 @@ def test_a_codec_encodes_what_the_owner_decodes_but_for_what_is_trained(made: Ma
 
 
 READ_BY_TRANSFORMERS = (
-    *("llama int8 by rows", "qwen3 int4", "qwen3 fp8 by rows"),
+    "qwen3 fp8 by rows",
     *("deepseek fp8", "gpt_oss mxfp4"),
 )
 
@@ -556,7 +546,7 @@ def test_what_one_rank_can_not_read_is_an_error_on_all(pool: Pools, copied: Made
 
 def trained(adapter: Adapter, folder: Path, scope: str, path: str) -> Tensor:
     base = empty(folder)
-    quantize_frozen_params(base, AS_STORED, checkpoint=folder, placement=scope, gpus_per_node=2)
+    quantize_frozen_params(base, AS_STORED, checkpoint=folder, gpus_per_node=2)
     model = shard(adapter, adapt(base), Strategy(f"{scope}GG", gpus_per_node=2))
     alone = adapt(dequantized(folder))
     assert torch.equal(llama.logits_of(model), llama.logits_of(alone))

@@ -17,19 +17,18 @@ from fsdp_zpp_kernels.reference import LEVELS, MAX_BLOCK
 
 from .format import (
     REMEDY,
-    Config,
     Field,
     Known,
     Parts,
     RecordLayout,
-    Scheme,
+    Settings,
     StoredFormat,
     StoredTensors,
     block_size,
     check_header,
     refuse_misfit,
     refuse_setting,
-    scheme_of,
+    refuse_unknown,
     setting,
     shape_of,
 )
@@ -66,12 +65,11 @@ def _pairs(device: torch.device) -> Tensor:
 #
 # The configuration says which rows and columns share a scale (:func:`_stated_block`):
 #
-# =====================================================  ==============================
-# ``weight_block_size`` of ``fp8``, strategy ``block``   these rows and columns
-# strategy ``group``                                     a row, ``group_size`` columns
-# strategy ``channel``, ``fbgemm_fp8``                   a row
-# strategy ``tensor``                                    a matrix
-# =====================================================  ==============================
+# ==========================================================================  ======================
+# ``weight_block_size`` of ``fp8``, strategy ``block`` of compressed-tensors  these rows and columns
+# strategy ``channel``, ``fbgemm_fp8``                                        a row
+# strategy ``tensor``                                                         a matrix
+# ==========================================================================  ======================
 #
 # Shapes have to fit that. If it says nothing, a single scale is a matrix's, and one for each row is a row's.
 
@@ -100,6 +98,33 @@ FP8_SETTINGS: Known = {
 }
 FBGEMM_SETTINGS: Known = {**_LAYERS, **_ACTIVATIONS, "quant_method": None, "dequantize": None}
 
+COMPRESSED = "compressed-tensors"
+COMPRESSED_SETTINGS: Known = {
+    **dict.fromkeys(("quant_method", "version", "kv_cache_scheme", "global_compression_ratio", "ignore")),
+    **dict.fromkeys(("run_compressed", "dequantize", "use_optimized_inference")),
+    "config_groups": None,  # read below
+    "format": ("float-quantized", "dense"),
+    # Files may have codes under any of these; plain weights are refused if they have scales.
+    "quantization_status": ("initialized", "calibration", "frozen", "compressed"),
+    "transform_config": (),
+    "sparsity_config": (),
+    "moe_sparsity_config": (),
+}
+_GROUP: Known = {
+    **dict.fromkeys(("targets", "weights", "input_activations", "output_activations")),
+    "format": ("float-quantized",),
+}
+_WEIGHTS: Known = {
+    **dict.fromkeys(("block_structure", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")),
+    "type": ("float",),
+    "num_bits": (8,),
+    "symmetric": (True,),
+    "dynamic": (False,),
+    "actorder": (False,),
+    "strategy": ("tensor", "channel", "block"),
+    "group_size": (-1,),
+}
+
 Block = tuple[int | None, int | None]  # rows and columns that share a scale; None for all of a matrix
 
 
@@ -113,7 +138,7 @@ class Fp8(StoredFormat):
     block: tuple[int, int]
 
     @classmethod
-    def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
+    def at(cls, key: str, tensors: StoredTensors, config: Settings) -> tuple[str, StoredFormat] | None:
         if (dtype := tensors.dtype(key)) not in CODES or key.endswith(_SUFFIXES):
             return None
         shape = torch.Size(tensors.shape(key))
@@ -124,8 +149,7 @@ class Fp8(StoredFormat):
         assert isinstance(dtype, torch.dtype)
         scale = _scale_of(key, dtype, tensors)
         _check_dtypes(key, dtype, scale, tensors, config)
-        stated = _stated_block(config, scheme_of(config, key, "float"))
-        block = _block_of(shape, tensors.shape(scale), stated, scale)
+        block = _block_of(shape, tensors.shape(scale), _stated_block(config), scale)
         return key, cls(shape, torch.bfloat16, {"codes": key, "scales": scale}, dtype, block)
 
     @property
@@ -157,21 +181,21 @@ class Fp8(StoredFormat):
         return codes.view(self.code_dtype).float().mul_(scales)
 
 
-def _stated_block(config: Config, scheme: Scheme | None) -> Block | None:
+def _stated_block(config: Settings) -> Block | None:
     """Return the rows and columns that share a scale by the configuration; None if it does not determine them."""
-    if scheme is None:
+    if config.get("quant_method") != COMPRESSED:
         return (1, None) if config.get("quant_method") == "fbgemm_fp8" else block_size(config, "weight_block_size")
-    if scheme.bits != 8:
-        refuse_setting(Fp8.name, "num_bits", scheme.bits, "8 alone")
-    strategies: dict[str, Block] = {
-        "tensor": (None, None),
-        "channel": (1, None),
-        "group": (1, scheme.group_size),
-        "block": scheme.block or (0, 0),
-    }
-    if scheme.strategy not in strategies:
-        refuse_setting(Fp8.name, "strategy", scheme.strategy, ", ".join(strategies))
-    return strategies[scheme.strategy]
+    groups, stated = setting(config, "config_groups", dict) or {}, set[Block | None]()
+    for name in groups:
+        group = setting(groups, name, dict) or {}
+        refuse_unknown(COMPRESSED, group, _GROUP, f"config_groups.{name}.")
+        if weights := setting(group, "weights", dict):
+            refuse_unknown(COMPRESSED, weights, _WEIGHTS, f"config_groups.{name}.weights.")
+            blocks = {"tensor": (None, None), "channel": (1, None), "block": block_size(weights, "block_structure")}
+            stated.add(blocks.get((setting(weights, "strategy", str) or "").lower()))
+    if len(stated) > 1:
+        refuse_setting(COMPRESSED, "config_groups", sorted(groups), "groups whose scales are of parts of one size")
+    return next(iter(stated), None)
 
 
 def _block_of(shape: torch.Size, scales: tuple[int, ...], stated: Block | None, key: str) -> tuple[int, int]:
@@ -213,7 +237,7 @@ def _scale_of(key: str, dtype: torch.dtype, tensors: StoredTensors) -> str:
     return found[0]
 
 
-def _check_dtypes(key: str, dtype: torch.dtype, scale: str, tensors: StoredTensors, config: Config) -> None:
+def _check_dtypes(key: str, dtype: torch.dtype, scale: str, tensors: StoredTensors, config: Settings) -> None:
     code_name, scale_name = setting(config, "fmt", str), setting(config, "scale_fmt", str)
     if code_name is not None and _CODE_NAMES.get(code_name.lower()) != dtype:
         refuse_misfit(key, dtype, f"{code_name}, as config.json says in fmt")
@@ -246,7 +270,7 @@ class Mxfp4(StoredFormat):
     name: ClassVar[str] = "mxfp4"
 
     @classmethod
-    def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
+    def at(cls, key: str, tensors: StoredTensors, config: Settings) -> tuple[str, StoredFormat] | None:
         if not key.endswith("_blocks"):
             return None
         name = key.removesuffix("_blocks")
@@ -328,7 +352,7 @@ class FourBit(StoredFormat):
     offset: float = 0.0
 
     @classmethod
-    def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
+    def at(cls, key: str, tensors: StoredTensors, config: Settings) -> tuple[str, StoredFormat] | None:
         if key.endswith(".weight.absmax"):
             weight = key.removesuffix(".absmax")
             if not any(weight + _STATE + kind in tensors for kind in TABLES):
@@ -439,7 +463,7 @@ class Int8Rows(StoredFormat):
     name: ClassVar[str] = "bitsandbytes"
 
     @classmethod
-    def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
+    def at(cls, key: str, tensors: StoredTensors, config: Settings) -> tuple[str, StoredFormat] | None:
         if not key.endswith(".weight") or tensors.dtype(key) != torch.int8:
             return None
         keys = {role: key.removesuffix("weight") + end for role, end in (("scale", "SCB"), ("order", "weight_format"))}
