@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,19 +47,11 @@ from .weight import FrozenWeight, Placement, Storable, place_base
 
 logger = logging.getLogger("fsdp_zpp")
 
-_FILE = re.compile(rf"frozen_base-(?:[0-9a-f]{{16}}-)?[0-9]{{5}}\.safetensors|{re.escape(BASE_INDEX)}\.[0-9a-f]{{16}}")
-"""Names of files that a save writes, but for the index."""
 
-
-def write_whole(path: Path, text: str, check: Callable[[], None] = lambda: None) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a file; wherever this is cut off, either the whole file or the previous one is there.
 
     The folder's other new files have their names on disk before this one has its own.
-
-    Args:
-        path: The file.
-        text: Its content.
-        check: Called when the content is on disk, aside; an OSError that it raises leaves what was there.
     """
     aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
@@ -68,7 +59,6 @@ def write_whole(path: Path, text: str, check: Callable[[], None] = lambda: None)
             file.write(text)
         to_disk(aside)
         to_disk(path.parent)
-        check()
         aside.replace(path)
     except OSError:
         with suppress(OSError):
@@ -84,17 +74,6 @@ def to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove saves' files that the index does not name. It ignores errors: leftover files do no harm."""
-    with suppress(OSError, ValueError):
-        files = [path for path in folder.iterdir() if _FILE.fullmatch(path.name)]
-        # After the files are listed: those of an index that another save makes meanwhile stay.
-        needed = set(json.loads((folder / BASE_INDEX).read_text())["weight_map"].values())
-        for path in files:
-            if path.name not in needed:
-                path.unlink(missing_ok=True)
-
-
 # ---- file format
 #
 # Defines the format of a quantized base in safetensors files.
@@ -105,10 +84,9 @@ def remove_leftovers(folder: Path) -> None:
 # quantized are stored as they are, and so are persistent buffers. Names are FQNs without adapters and wrappers. An
 # index has the file of each tensor and, as metadata, each weight's shape, dtype and codec.
 #
-# Each save writes files under new names, with a token of its own, then replaces the index, then removes all that the
-# index does not name. So a folder has the older base until the index is replaced, and the newer one afterwards, never a
-# mix, wherever a save is cut off. If two jobs save into one folder, one removes the other's files, and the other raises
-# an error instead of making its index.
+# A folder gets one base, since that never changes. A save writes files under names with a token of its own, then the
+# index. So wherever it is cut off, the folder has no base, which the next save makes, or a whole one. If two jobs save
+# into one folder at once, it has the base of one of them, never a mix.
 
 FORMAT = "fsdp_zpp"
 VERSION = 1
@@ -162,19 +140,8 @@ def full_codes(weight: FrozenWeight) -> tuple[Tensor, Tensor]:
 def read_base(folder: Path) -> tuple[TensorFiles, dict[str, SavedWeight]]:
     """Return the files of a complete quantized base and each weight's metadata; the headers are checked against it."""
     path = folder / BASE_INDEX
-    while True:
-        if not path.exists():
-            raise ValueError(f"{folder} has no {BASE_INDEX}, which save_frozen_params writes")
-        content = path.read_bytes()
-        try:
-            return _read_base(path)
-        except ValueError:
-            if path.read_bytes() == content:
-                raise
-            # A save has replaced the index since, and removed the files that the old one named.
-
-
-def _read_base(path: Path) -> tuple[TensorFiles, dict[str, SavedWeight]]:
+    if not path.exists():
+        raise ValueError(f"{folder} has no {BASE_INDEX}, which save_frozen_params writes")
     file_of, index = read_index(path, REMEDY)
     metadata = index.get("metadata")
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
@@ -201,8 +168,6 @@ def _read_base(path: Path) -> tuple[TensorFiles, dict[str, SavedWeight]]:
                     f"blocks of {stored.block} and of shape {stored.shape}, needs {expected.dtype} {expected.shape}; "
                     f"{REMEDY}"
                 )
-    for key in files:
-        files.header(key)  # opens the file, which a save may remove from now on
     return files, weights
 
 
@@ -259,28 +224,14 @@ class BaseWriter:
                 described = {name: asdict(weight) for name, weight in stored.items()}
                 metadata = {"format": FORMAT, "version": VERSION, "weights": described}
                 index = json.dumps({"metadata": metadata, "weight_map": self._files}, indent=1)
-                write_whole(self._folder / BASE_INDEX, index, self._check_files)
+                write_whole(self._folder / BASE_INDEX, index)
             except OSError as failure:
                 self._error = str(failure)
         if self._error:
             with suppress(OSError):
                 for path in self._folder.glob(f"frozen_base-{self._token}-*"):
                     path.unlink()
-            return f"{self._error}; what was there before still is"
-        try:
-            to_disk(self._folder)  # the new index, before the files of the old one are removed
-        except OSError as failure:
-            return str(failure)
-        remove_leftovers(self._folder)
-        return ""
-
-    def _check_files(self) -> None:
-        for name in set(self._files.values()):
-            if not (self._folder / name).exists():
-                raise FileNotFoundError(
-                    f"another job has saved a base there meanwhile, and removed {name}: give each job a folder of its "
-                    "own"
-                )
+        return self._error
 
     def _flush(self) -> None:
         if not self._error:
@@ -383,22 +334,20 @@ def save_frozen_params(
 
     The model's first rank gathers and writes one weight at a time. It also writes frozen parameters that are not
     quantized and persistent buffers, but neither trainable parameters nor adapters. ``load_frozen_params`` reads the
-    files on any number of ranks, without quantizing again. The model in memory does not change. A base that is already
-    in the folder is replaced only when the new one is completely on disk; until then the disk must have space for both.
-    If two jobs save into one folder, it has the base of one, and the other raises an error.
+    files on any number of ranks, without quantizing again. The model in memory does not change. A save that is cut off
+    leaves files of no base, which may be removed. If two jobs save into one folder at once, it has the base of one.
 
     Args:
         model: A model whose frozen weights are quantized, sharded by FSDP or not.
-        path: The folder.
+        path: The folder, without a base.
         max_file_size: Bytes that a file may have; a larger weight has a file of its own.
         process_group: The ranks of the model, of which the first writes. Default: those that the base is sharded over.
 
     Raises:
         TypeError: If an argument has the wrong type, on any rank; every rank raises.
-        ValueError: If no weight of ``model`` is quantized, a weight has a user-defined codec, or ``max_file_size`` is
-            no number of bytes, on any rank; every rank raises.
-        RuntimeError: If the first rank can't write, or another job has saved into the folder meanwhile; every rank
-            raises. A base that was in the folder before, or that job's, is still there.
+        ValueError: If no weight of ``model`` is quantized, a weight has a user-defined codec, the folder has a base, or
+            ``max_file_size`` is no number of bytes, on any rank; every rank raises.
+        RuntimeError: If the first rank can't write; every rank raises.
     """
     group = ranks_of(model, process_group)
     task = agree(
@@ -436,7 +385,13 @@ def _check(model: nn.Module, path: str | os.PathLike[str], max_file_size: int) -
     stored = {name: SavedWeight.of(weight) for weight, name in weights.items()}
     if isinstance(max_file_size, bool) or not isinstance(max_file_size, int) or max_file_size < 1:
         raise ValueError(f"max_file_size must be a positive number of bytes, got {max_file_size!r}")
-    return _Task(check_folder(path), max_file_size, weights, stored)
+    folder = check_folder(path)
+    if (folder / BASE_INDEX).exists():
+        raise ValueError(
+            f"{folder} has a base already, and a base is saved once, since it does not change; give another folder, or "
+            "remove that base first"
+        )
+    return _Task(folder, max_file_size, weights, stored)
 
 
 def _not_quantized(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:

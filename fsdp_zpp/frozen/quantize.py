@@ -27,12 +27,12 @@ from fsdp_zpp.strategy.strategy import Strategy
 
 from ._torch_modules import (
     FrozenModule,
-    PackedLinear,
     frozen_sites,
     packed_linear,
     plain_class,
     sharded_parameters,
     unfreeze,
+    unpack_linear,
 )
 from .checkpoint_reading import OTHER_FILES, Checkpoint, ModelTensor
 from .frozen_base import FrozenBase, FrozenReport, check_nodes, log_report
@@ -79,11 +79,14 @@ OTHERWISE_SHARDED = "sharded by another parallelism"
 
 @dataclass(eq=False)  # found by identity
 class FreezableWeight:
-    """A weight and all modules that use it, each with its path and the weight's name there."""
+    """A weight and all modules that use it, each with its path and the weight's name there.
+
+    ``packed`` has its codes, if another library has packed it.
+    """
 
     parameter: nn.Parameter
     sites: list[tuple[str, nn.Module, str]]
-    packed: PackedLinear | None = None
+    packed: StoredWeight | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -185,15 +188,13 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), u
                 reason = _unfit(parameter, sites, min_numel, packed)
             if reason is None:
                 selection.chosen.append(FreezableWeight(parameter, sites, packed))
-                if packed is not None:  # its scales go with it
-                    seen |= {id(module._parameters.get(name)) for name in packed.beside}
             else:
                 selection.left.setdefault(reason, []).append((parameter_name(path, name), parameter))
     return selection
 
 
 def _unfit(
-    parameter: nn.Parameter, sites: list[tuple[str, nn.Module, str]], min_numel: int, packed: PackedLinear | None
+    parameter: nn.Parameter, sites: list[tuple[str, nn.Module, str]], min_numel: int, packed: StoredWeight | None
 ) -> str | None:
     """Return why a parameter can't or should not be quantized; None if it should be."""
     kind = type(parameter)
@@ -297,7 +298,8 @@ def quantize_selected(
         bytes_after += row.nbytes
         stored += isinstance(options.codec, AsStored) and weight.codec != options.codec.otherwise
         if candidate.packed is not None:
-            candidate.packed.release()
+            for _, module, _ in candidate.sites:
+                unpack_linear(module)
         base.add(weight, row, candidate.sites)
     left = [parameter for parameters in selection.left.values() for _, parameter in parameters]
     report = FrozenReport(
@@ -329,46 +331,39 @@ def encode_candidate(
         read: Returns its values. Default: those in the model.
         stored: Its codes, if the codec keeps stored codes and they come from elsewhere than the model.
     """
-    parameter = candidate.parameter
-    own_dtype = parameter.dtype if candidate.packed is None else candidate.packed.dtype
+    parameter, packed = candidate.parameter, candidate.packed
+    own_dtype = parameter.dtype if packed is None else packed.format.dtype
     device = options.device if options.device is not None else parameter.device
     # A model without values has no device yet either, and files are read on the CPU.
     kept_on = torch.device("cpu") if device.type == "meta" else device
     with torch.no_grad():
+        if read is None and packed is not None:
+            stored = packed if options.broadcast is None else _packed_by_first(packed, options.broadcast, device)
         codec: Codec | None = options.codec
         if isinstance(codec, AsStored):
-            if read is None and candidate.packed is not None:
-                stored = _stored_in_model(candidate.packed, options, device)
             codec = codec.otherwise if stored is None else stored.format.codec
+        elif stored is not None:
+            read, stored = stored.values, None
         assert codec is not None, f"{candidate.name} is not stored quantized"
         weight = FrozenWeight(candidate.name, candidate.shape, options.dtype or own_dtype, codec, options.placement)
         if stored is not None:
             return weight, weight.keep(stored, kept_on)
-        return weight, weight.encode(_reader(candidate, options, device) if read is None else read, kept_on)
+        return weight, weight.encode(read or _reader(parameter, options.broadcast, device), kept_on)
 
 
-def _stored_in_model(packed: PackedLinear, options: FrozenOptions, device: torch.device) -> StoredWeight:
-    """Return the codes of a packed weight in the model, or in the first rank's. Collective."""
-    stored = packed.stored
-    if options.broadcast is None:
-        return stored
-    whole = _from_first(stored.records(0, stored.format.groups).to(device), options.broadcast)
-    return StoredWeight(stored.format, lambda first, last: whole[first:last])
+def _packed_by_first(packed: StoredWeight, group: dist.ProcessGroup, device: torch.device) -> StoredWeight:
+    """Return the first rank's codes of a packed weight. Collective."""
+    whole = _from_first(packed.records(0, packed.format.groups).to(device), group)
+    return StoredWeight(packed.format, lambda first, last: whole[first:last])
 
 
-def _reader(candidate: FreezableWeight, options: FrozenOptions, device: torch.device) -> ReadValues:
+def _reader(parameter: nn.Parameter, broadcast: dist.ProcessGroup | None, device: torch.device) -> ReadValues:
     """Return a function that reads values of a weight: from the model, or from the first rank's. Collective."""
-    parameter, packed = candidate.parameter, candidate.packed
-    if options.broadcast is None:
-        if packed is not None:
-            return packed.stored.values
+    if broadcast is None:
         flat = parameter.detach().reshape(-1)
     else:
-        if packed is not None:
-            whole = packed.stored.values(0, candidate.shape.numel()).to(device)
-        else:
-            whole = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)
-        flat = _from_first(whole.contiguous().view(-1), options.broadcast)
+        whole = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)
+        flat = _from_first(whole.contiguous().view(-1), broadcast)
     return lambda first, last: flat[first:last]
 
 
@@ -447,8 +442,7 @@ def left_to_shard(
             weight = layer._parameters.get("weight")
             packed = None if weight is None or weight.requires_grad else packed_linear(weight, [layer])
             if packed is not None and packed.shape.numel() >= MIN_NUMEL:
-                beside = [layer._parameters.get(name) for name in packed.beside]
-                taken |= {id(parameter) for parameter in (weight, *beside) if parameter is not None}
+                taken.add(id(weight))
     return [(name, parameter) for name, parameter in named if id(parameter) not in taken]
 
 

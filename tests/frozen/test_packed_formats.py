@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fsdp_zpp.comm.mesh import ProcessMesh
 from fsdp_zpp.frozen.stored import find_stored
-from fsdp_zpp.frozen.stored.floats import FourBit, Fp8, Int8Rows, Mxfp4
+from fsdp_zpp.frozen.stored.floats import FourBit, Fp8, Mxfp4
 from fsdp_zpp.frozen.stored.format import stored_in
 from fsdp_zpp.frozen.stored.integers import Awq, Gptq
 from fsdp_zpp.frozen.weight import FrozenWeight, Placement
@@ -61,14 +61,6 @@ def _four_bits(out: int, inputs: int, seed: int = 0) -> by_hand.Stored:
     return parts, functional.dequantize_4bit(codes, state).view_as(weight)
 
 
-def _eight_bits(out: int, inputs: int, seed: int = 0) -> by_hand.Stored:
-    """As bitsandbytes writes int8."""
-    weight = torch.randn(out, inputs, generator=torch.Generator().manual_seed(seed)) * 0.05
-    codes, scales, _ = functional.int8_vectorwise_quant(weight.half())
-    parts = {"weight": codes, "SCB": scales, "weight_format": torch.tensor(0, dtype=torch.uint8)}
-    return parts, functional.int8_vectorwise_dequant(codes, scales)
-
-
 def _gptq_config(options: dict[str, Any]) -> dict[str, Any]:
     return {"quant_method": "gptq", "checkpoint_format": "gptq_v2" if options["v2"] else "gptq"}
 
@@ -81,7 +73,6 @@ FORMATS: dict[str, Any] = {
     "fp8, no whole blocks": (Fp8, by_hand.fp8(44, 70), "", _BLOCKS),
     "fp8 by rows": (Fp8, by_hand.fp8_rows(44, 70), "", {"quant_method": "fbgemm_fp8"}),
     "4 bits of bitsandbytes": (FourBit, _four_bits(48, 72), "", {}),
-    "8 bits of bitsandbytes": (Int8Rows, _eight_bits(48, 72), "", {}),
 }
 
 
@@ -120,7 +111,7 @@ _NEED_NOT_BE_THERE = {
 
 
 # Files of the other formats are written by their own libraries, and broken where these write them.
-@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name][0] not in (Fp8, FourBit, Int8Rows)])
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name][0] not in (Fp8, FourBit)])
 def test_what_does_not_fit_is_refused(name: str) -> None:
     _, (parts, _), prefix, config = FORMATS[name]
     prefix = prefix or "layer."
@@ -270,7 +261,7 @@ CHANGED: dict[str, tuple[dict[str, Any], str]] = {
     "integers in a group": (with_weights(type="int"), "config_groups.group_0.weights.type 'int'"),
     "nvfp4": (ROWS | {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
     "an order": (with_weights(actorder="group"), "config_groups.group_0.weights.actorder 'group'"),
-    "groups": (with_weights(strategy="group", group_size=32), "config_groups.group_0.weights.strategy 'group'"),
+    "groups": (with_weights(strategy="group", group_size=32), "config_groups.group_0.weights.group_size 32"),
     "weights'": (with_weights(**UNKNOWN), "config_groups.group_0.weights.rotated_by"),
     "a preset": (ROWS | {"config_groups": {"FP8": ["Linear"]}}, "has FP8 ['Linear'], and a mapping belongs"),
     "a group that is none": (ROWS | {"config_groups": {"group_0": 4}}, "group_0 4, and a mapping belongs"),
@@ -282,6 +273,7 @@ CHANGED: dict[str, tuple[dict[str, Any], str]] = {
     "gptq, one layer": (REAL["gptqmodel"] | {"dynamic": {"a": {"bits": 8}}}, "patterns that exclude layers"),
     "awq, another packing": (REAL["autoawq"] | {"backend": "llm-awq"}, "backend 'llm-awq'"),
     "fp8, experts": (REAL["DeepSeek-V3.1"] | {"expert_dtype": "fp4"}, "expert_dtype 'fp4'"),
+    "LLM.int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_8bit True, and False can be read"),
     "bitsandbytes": ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "af4"}, "bnb_4bit_quant_type 'af4'"),
 }
 

@@ -267,7 +267,9 @@ def trained_after_inference(kind: str, gpus_per_node: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "gpus_per_node"), [("lora", 2), ("dora", 1)])
-def test_a_first_forward_in_inference_mode_changes_nothing_in_training(pool: Pools, kind: str, gpus_per_node: int) -> None:
+def test_a_first_forward_in_inference_mode_changes_nothing_in_training(
+    pool: Pools, kind: str, gpus_per_node: int
+) -> None:
     pool(2).run(trained_after_inference, kind, gpus_per_node)
 
 

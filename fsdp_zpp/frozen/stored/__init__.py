@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from . import floats, integers
-from .floats import FourBit, Fp8, Int8Rows, Mxfp4
+from .floats import FourBit, Fp8, Mxfp4
 from .format import REMEDY, Known, Settings, StoredFormat, StoredTensors, refuse_unknown, setting
 from .integers import Awq, Gptq
 
@@ -21,7 +21,7 @@ from .integers import Awq, Gptq
 FORMATS: dict[str, tuple[Known, tuple[type[StoredFormat], ...]]] = {
     "fp8": (floats.FP8_SETTINGS, (Fp8,)),
     "fbgemm_fp8": (floats.FBGEMM_SETTINGS, (Fp8,)),
-    "bitsandbytes": (floats.BITSANDBYTES_SETTINGS, (FourBit, Int8Rows)),
+    "bitsandbytes": (floats.BITSANDBYTES_SETTINGS, (FourBit,)),
     "mxfp4": (floats.MXFP4_SETTINGS, (Mxfp4,)),
     "gptq": (integers.GPTQ_SETTINGS, (Gptq,)),
     "awq": (integers.AWQ_SETTINGS, (Awq,)),

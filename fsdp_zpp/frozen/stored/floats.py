@@ -1,4 +1,4 @@
-"""Stored floats: fp8, mxfp4, and bitsandbytes' four and eight bits."""
+"""Stored floats: fp8, mxfp4, and bitsandbytes' four bits."""
 
 from __future__ import annotations
 
@@ -310,18 +310,18 @@ class Mxfp4(StoredFormat):
 
 # ---- bitsandbytes
 #
-# bitsandbytes' formats: 4 bits in blocks (nf4 and fp4, QLoRA's), and 8 bits in rows (LLM.int8).
+# bitsandbytes' 4 bits in blocks: nf4 and fp4, QLoRA's.
 #
-# Names and values are those of ``bitsandbytes.functional``: ``QuantState.as_dict``, ``dequantize_4bit`` and
-# ``int8_vectorwise_dequant``. Scales that are quantized themselves (``bnb_4bit_use_double_quant``) are kept as the fp32
-# values that they stand for.
+# Names and values are those of ``bitsandbytes.functional``: ``QuantState.as_dict`` and ``dequantize_4bit``. Scales that
+# are quantized themselves (``bnb_4bit_use_double_quant``) are kept as the fp32 values that they stand for.
 
 BITSANDBYTES_SETTINGS: Known = {
-    **dict.fromkeys(("quant_method", "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit")),
+    **dict.fromkeys(("quant_method", "load_in_4bit", "_load_in_4bit")),
     # How layers compute, or how weights are quantized when they are loaded; files say how they are stored.
     **dict.fromkeys(("llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload")),
     **dict.fromkeys(("llm_int8_has_fp16_weight", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")),
     **dict.fromkeys(("bnb_4bit_use_double_quant", "modules_to_not_convert", "dequantize")),
+    **dict.fromkeys(("load_in_8bit", "_load_in_8bit"), (False,)),
     "bnb_4bit_quant_type": ("nf4", "fp4"),
 }
 _FP4 = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
@@ -332,7 +332,6 @@ _STATE = ".quant_state.bitsandbytes__"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORAGE = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
 _READ_KEYS = {"shape", "blocksize", "dtype", "nested_blocksize", "nested_offset"}
-_RECIPROCAL = 7.874015718698502e-3  # 1 / 127, as bitsandbytes rounds it
 
 
 @dataclass(frozen=True, eq=False)
@@ -454,39 +453,6 @@ class FourBit(StoredFormat):
         layout.codes(payload, numel).copy_(fields["codes"].reshape(1, -1))
         layout.scales(payload, numel).copy_(fields["scale"].reshape(1, -1))
         return payload[0]
-
-
-@dataclass(frozen=True, eq=False)
-class Int8Rows(StoredFormat):
-    """A weight of LLM.int8: 8 bits, with a scale for each row."""
-
-    name: ClassVar[str] = "bitsandbytes"
-
-    @classmethod
-    def at(cls, key: str, tensors: StoredTensors, config: Settings) -> tuple[str, StoredFormat] | None:
-        if not key.endswith(".weight") or tensors.dtype(key) != torch.int8:
-            return None
-        keys = {role: key.removesuffix("weight") + end for role, end in (("scale", "SCB"), ("order", "weight_format"))}
-        shape = torch.Size(check_header(tensors, key, torch.int8))
-        if keys["scale"] not in tensors:
-            refuse_misfit(key, f"torch.int8 {tuple(shape)}", f"its scales {keys['scale']}, which are missing")
-        check_header(tensors, keys["scale"], torch.float32, shape=shape[:1])
-        if keys["order"] not in tensors:
-            del keys["order"]
-        elif order := tensors.read(keys["order"]).item():
-            refuse_misfit(keys["order"], order, "0: only codes in rows can be read")
-        return key, cls(shape, torch.bfloat16, {"codes": key, **keys})
-
-    @property
-    def description(self) -> str:
-        return f"{self.name} int8 in rows of {self.shape[-1]}"
-
-    @cached_property
-    def layout(self) -> RecordLayout:
-        return RecordLayout(Field("codes", torch.int8, (self.shape[-1],)), Field("scale", torch.float32, (1,)))
-
-    def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
-        return codes.float().mul_(scale).mul_(_RECIPROCAL)
 
 
 @functools.cache  # there are two tables, and few devices

@@ -220,14 +220,13 @@ class StoredFormat(ABC):
         """Return text that is the same for two weights if and only if their records decode in the same way."""
         return f"{self.name}, {self.shape[-1]} columns"
 
+    @abstractmethod
     def pack(self, parts: Parts, first: int, last: int) -> Tensor:
-        """Read only groups ``first`` to ``last - 1``, at least one, as records; by default, a group is a row.
+        """Read only groups ``first`` to ``last - 1``, at least one, as records.
 
         Returns:
             uint8 [last - first, layout.nbytes]. Zeros complete the weight's last group.
         """
-        values = {field.name: rows_of(parts[field.name], first, last) for field in self.layout.fields}
-        return self.layout.pack(last - first, **values)
 
     @abstractmethod
     def decode(self, *args: Any, **fields: Any) -> Tensor:
@@ -407,7 +406,7 @@ def block_size(settings: Settings, key: str) -> tuple[int, int] | None:
 
 # ---- headers
 #
-# Checks of the headers of stored tensors, and reading of their rows.
+# Checks of the headers of stored tensors.
 
 
 def check_header(
@@ -430,13 +429,3 @@ def check_header(
 def shape_of(part: Any) -> torch.Size:
     """Return the shape of a tensor, or of the lazy slice of a file."""
     return part.shape if isinstance(part, Tensor) else torch.Size(part.get_shape())
-
-
-def rows_of(part: Any, first: int, last: int) -> Tensor:
-    """Read rows ``first`` to ``last - 1``; a single number, of shape [] or [1], is repeated for each row."""
-    shape = shape_of(part)
-    if shape in ((), (1,)):
-        rows: Tensor = (part[...] if isinstance(part, Tensor) or not shape else part[:]).reshape(1).expand(last - first)
-    else:
-        rows = part[first:last]
-    return rows.clone(memory_format=torch.contiguous_format)
