@@ -27,7 +27,6 @@ from fsdp_zpp.runtime.full_tensors import tensors_of
 
 from .checkpoint_reading import (
     BASE_INDEX,
-    OTHER_FILES,
     ModelTensor,
     TensorFiles,
     TensorHeader,
@@ -36,9 +35,18 @@ from .checkpoint_reading import (
     match_keys,
     read_index,
 )
-from .frozen_base import FrozenBase, FrozenReport, log_report
+from .frozen_base import FrozenReport
 from .hugging_face import on_first_rank
-from .quantize import FreezableWeight, Selection, refuse_infinite_values, select
+from .quantize import (
+    Encoded,
+    FreezableWeight,
+    FrozenOptions,
+    ReadTensors,
+    Selection,
+    put_in,
+    refuse_infinite_values,
+    select,
+)
 from .weight import FrozenWeight, Placement, Storable, place_base
 
 # ---- writes
@@ -462,78 +470,50 @@ def load_frozen_params(
     selection.check_agreement("load_frozen_params", model, group, gpus_per_node, {"placement": placement})
     # After the ranks have agreed: it makes process groups, which would hang with different node sizes.
     where = place_base(model, placement, group, gpus_per_node)
-    read = agree(
-        group, lambda: _read(model, selection, Path(path), where, kept_on), lambda read: read.index, OTHER_FILES
-    )
-    base = FrozenBase.of(model)
-    bytes_before = sum(weight.candidate.parameter.nbytes for weight in read.weights)
-    for quantized in read.weights:
-        base.add(quantized.weight, quantized.row, quantized.candidate.sites)
-    left = {
-        tensor.name: tensor
-        for tensor, _ in read.others
-        if isinstance(tensor.tensor, nn.Parameter) and not tensor.tensor.requires_grad
-    }
-    for tensor, value in read.others:
-        tensor.fill(value, kept_on or torch.device("cpu"))
-    report = FrozenReport(
-        type(model).__name__,
-        read.weights[0].weight.codec,
-        where,
-        len(read.weights),
-        sum(quantized.weight.shape.numel() for quantized in read.weights),
-        bytes_before,
-        sum(quantized.row.nbytes for quantized in read.weights),
-        {"not quantized in the files": tuple(left)} if left else {},
-        sum(tensor.tensor.numel() for tensor in left.values()),
-    )
-    log_report([report])
-    return report
-
-
-@dataclass(frozen=True)
-class _Quantized:
-    candidate: FreezableWeight
-    weight: FrozenWeight
-    row: Tensor
-
-
-@dataclass(frozen=True)
-class _BaseContents:
-    index: str
-    weights: list[_Quantized]
-    others: list[tuple[ModelTensor, Tensor]]
+    return put_in(model, selection, group, lambda: _read(model, selection, Path(path), where, kept_on))
 
 
 def _read(
     model: nn.Module, selection: Selection, folder: Path, where: Placement, device: torch.device | None
-) -> _BaseContents:
+) -> ReadTensors:
     files, stored = read_base(folder)
     # One key for a quantized weight, under the weight's name, though its codes and scales are two tensors.
     keys = [*stored, *(key for key in files if key.removesuffix(f".{CODES}").removesuffix(f".{SCALES}") not in stored)]
     matches = match_keys(model, keys, f"the base in {folder}", _REMEDY)
     _check_both_ways(model, selection, files, stored, keys, matches)
-    candidates = {id(candidate.parameter): candidate for candidate in selection.chosen}
-    weights, others = [], []
-    for tensor, (key, *_) in matches:
-        if key not in stored:
-            value = files.read(key)
-            if isinstance(tensor.tensor, nn.Parameter):  # masks and the like may have infinite values
-                refuse_infinite_values(value, f"{files.file_of(key)} is broken: {key}", REMEDY)
-            others.append((tensor, value))
-            continue
-        candidate, stored_weight = candidates[id(tensor.tensor)], stored[key]
-        weight = FrozenWeight(
-            candidate.name, candidate.parameter.shape, stored_weight.torch_dtype(), stored_weight.make_codec(), where
-        )
-        codes, scales = f"{key}.{CODES}", f"{key}.{SCALES}"
-        row = weight.local_payload_from_slices(files.slice(codes), files.slice(scales))
-        _, own_scales = weight.codes_and_scales(row.unsqueeze(0))
-        refuse_infinite_values(own_scales, f"{files.file_of(scales)} is broken: {scales}", REMEDY)
-        kept_on = candidate.parameter.device if device is None else device
-        weights.append(_Quantized(candidate, weight, row.to("cpu" if kept_on.type == "meta" else kept_on)))
-    index = repr([stored, [(key, files.file_of(key).name) for key in files]])
-    return _BaseContents(index, weights, others)
+    key_of = {id(tensor.tensor): key for tensor, (key, *_) in matches}
+    encoded = []
+    for candidate in list(selection.chosen):
+        key = key_of.get(id(candidate.parameter), "")
+        if key in stored:
+            encoded.append(_read_weight(files, key, stored[key], candidate, where, device))
+        else:
+            selection.leave(candidate, "not quantized in the files")
+    others = [(tensor, files.read(key)) for tensor, (key, *_) in matches if key not in stored]
+    for tensor, value in others:
+        if isinstance(tensor.tensor, nn.Parameter):  # masks and the like may have infinite values
+            key = key_of[id(tensor.tensor)]
+            refuse_infinite_values(value, f"{files.file_of(key)} is broken: {key}", REMEDY)
+    options = FrozenOptions(encoded[0][0].codec, where, device)
+    return ReadTensors(options, encoded, others, repr([stored, [(key, files.file_of(key).name) for key in files]]))
+
+
+def _read_weight(
+    files: TensorFiles,
+    key: str,
+    saved: SavedWeight,
+    candidate: FreezableWeight,
+    where: Placement,
+    device: torch.device | None,
+) -> Encoded:
+    codec, dtype = saved.make_codec(), saved.torch_dtype()
+    weight = FrozenWeight(candidate.name, candidate.parameter.shape, dtype, codec, where)
+    codes, scales = f"{key}.{CODES}", f"{key}.{SCALES}"
+    row = weight.local_payload_from_slices(files.slice(codes), files.slice(scales))
+    _, own_scales = weight.codes_and_scales(row.unsqueeze(0))
+    refuse_infinite_values(own_scales, f"{files.file_of(scales)} is broken: {scales}", REMEDY)
+    kept_on = candidate.parameter.device if device is None else device
+    return weight, row.to("cpu" if kept_on.type == "meta" else kept_on)
 
 
 def _check_both_ways(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ from ._torch_modules import (
     unfreeze,
     unpack_linear,
 )
-from .checkpoint_reading import OTHER_FILES, Checkpoint, ModelTensor
+from .checkpoint_reading import OTHER_FILES, ModelTensor, PlainTensor, find_tensors
 from .frozen_base import FrozenBase, FrozenReport, check_nodes, log_report
 from .weight import FrozenWeight, Placement, ReadValues, place_base
 
@@ -317,6 +317,38 @@ def quantize_selected(
     return report, base
 
 
+@dataclass(frozen=True)
+class ReadTensors:
+    """Selected weights, quantized, and the other tensors of a model, read from files.
+
+    ``summary`` is text that must be the same on all ranks.
+    """
+
+    options: FrozenOptions
+    encoded: list[Encoded]
+    others: list[tuple[ModelTensor, Tensor]]
+    summary: str
+
+
+def put_in(
+    model: nn.Module,
+    selection: Selection,
+    group: dist.ProcessGroup | None,
+    read: Callable[[], ReadTensors],
+) -> FrozenReport:
+    """Put what ``read`` returns into ``model``: weights, in the order of the selection, and other tensors. Collective.
+
+    If it raises on any rank, every rank raises.
+    """
+    # All of it, before the model changes: if one rank's files are broken, no rank's model may be half quantized.
+    found = agree(group, read, lambda found: found.summary, OTHER_FILES)
+    report, _ = quantize_selected(model, selection, found.options, found.encoded)
+    log_report([report])
+    for tensor, value in found.others:
+        tensor.fill(value, found.options.device or torch.device("cpu"))
+    return report
+
+
 def encode_candidate(
     candidate: FreezableWeight,
     options: FrozenOptions,
@@ -577,16 +609,10 @@ def quantize_frozen_params(
         dtype,
         group if sync_module_states else None,
     )
-    read = None
     if checkpoint is not None:
-        # All of it, before the model changes: if one rank's files are broken, no rank's model may be half quantized.
-        read = agree(
-            group, lambda: _read(model, checkpoint, selection, options, group), lambda read: read.summary, OTHER_FILES
-        )
-    report, _ = quantize_selected(model, selection, options, read.encoded if read else None)
+        return put_in(model, selection, group, lambda: _read(model, checkpoint, selection, options, group))
+    report, _ = quantize_selected(model, selection, options)
     log_report([report])
-    for tensor, value in read.others if read is not None else ():
-        tensor.fill(value, options.device or torch.device("cpu"))
     return report
 
 
@@ -602,22 +628,15 @@ def _check_arguments(model: object, codec: object, min_numel: object, dtype: obj
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
 
 
-@dataclass(frozen=True)
-class _QuantizedCheckpoint:
-    encoded: list[Encoded]
-    others: list[tuple[ModelTensor, Tensor]]
-    summary: str
-
-
 def _read(
     model: nn.Module,
     checkpoint: str | os.PathLike[str],
     selection: Selection,
     options: FrozenOptions,
     group: dist.ProcessGroup | None,
-) -> _QuantizedCheckpoint:
-    source = Checkpoint(checkpoint, warns=group is None or dist.get_rank(group) == 0)
-    tensors = {id(tensor.tensor): tensor for tensor in source.cover(model)}
+) -> ReadTensors:
+    found, summary = find_tensors(checkpoint, model, warns=group is None or dist.get_rank(group) == 0)
+    tensors = {id(tensor.tensor): tensor for tensor in found}
     encoded = []
     for candidate in list(selection.chosen):
         tensor = tensors.pop(id(candidate.parameter), None)
@@ -628,23 +647,23 @@ def _read(
             )
         read, stored = None, None
         if tensor is not None:
-            stored = _stored(source, tensor, options.codec)
-            read = finite_values(source.reader(tensor), f"the checkpoint's {tensor.name}", "give a complete one")
+            stored = _stored(found[tensor], options.codec)
+            read = finite_values(found[tensor].values, f"the checkpoint's {tensor.name}", "give a complete one")
         if stored is None and options.codec == AsStored():
             if tensor is not None:
                 tensors[id(candidate.parameter)] = tensor
             selection.leave(candidate, PLAIN)
             continue
         encoded.append(encode_candidate(candidate, options, read, stored))
-    others = [(tensor, source.read(tensor)) for tensor in tensors.values()]
-    return _QuantizedCheckpoint(encoded, others, source.summary())
+    others = [(tensor, found[tensor].read(tensor.tensor.dtype)) for tensor in tensors.values()]
+    return ReadTensors(options, encoded, others, summary)
 
 
-def _stored(source: Checkpoint, tensor: ModelTensor, codec: Codec) -> StoredWeight | None:
+def _stored(tensor: PlainTensor, codec: Codec) -> StoredWeight | None:
     if not isinstance(codec, AsStored):
         return None
     try:
-        return source.stored(tensor)
+        return tensor.stored()
     except NoStackError:
         if codec.otherwise is None:
             raise

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -132,30 +132,8 @@ def out_of_inference_mode() -> Iterator[None]:
         yield
 
 
-class PayloadHolder(Protocol):  # of one or more weights
-    def gathered_payload(self, weight: FrozenWeight, device: torch.device) -> Tensor:
-        """Return all chunks, uint8 [chunks, local_nbytes], on the device that computes. Collective.
-
-        They are valid until the payload of another unit is requested.
-        """
-
-    def local_payload(self, weight: FrozenWeight) -> Tensor:
-        """Return this rank's chunk, uint8 [local_nbytes]; it may be a view."""
-
-    def move(self, device: torch.device) -> None: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-
 class Base(Communicator, Protocol):
     def make_units(self) -> None: ...
-
-
-class Sliceable(Protocol):
-    """A flat tensor, or the slice of a file, which is read when it is indexed."""
-
-    def __getitem__(self, index: slice, /) -> Tensor: ...
 
 
 class FrozenWeight:
@@ -169,7 +147,7 @@ class FrozenWeight:
         sampled: Some of its scales, once they were requested.
     """
 
-    holder: PayloadHolder
+    holder: UngroupedPayload | FrozenUnit
     base: Base
     shown: weakref.ref[Tensor] | None = None
     sampled: list[float] | None = None
@@ -200,7 +178,7 @@ class FrozenWeight:
         blocks = layout.blocks(self.shape.numel())
         return codes[: layout.codes_nbytes(blocks * layout.block)], scales[:blocks]
 
-    def local_payload_from_slices(self, codes: Sliceable, scales: Sliceable) -> Tensor:
+    def local_payload_from_slices(self, codes: Any, scales: Any) -> Tensor:
         """Return this rank's chunk, uint8 [local_nbytes] on the CPU, assembled from all codes and scales.
 
         Only this rank's part of them is read, so they may be lazy slices of files.
@@ -329,32 +307,18 @@ class UngroupedPayload:
 # the buffer it overwrites; the computation waits for the gather when it reaches that unit.
 
 
-class Gathered(Protocol):
-    label: str
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def gathered_shape(self) -> tuple[int, int]: ...
-
-    def gather(self, out: Tensor) -> None: ...
-
-    def split(self, gathered: Tensor) -> Sequence[Tensor]: ...
-
-
 @dataclass
 class _Buffer:
     """Memory for one gathered unit, kept from unit to unit: allocations that cross streams fragment the memory."""
 
     memory: Tensor | None = None
-    unit: Gathered | None = None
+    unit: FrozenUnit | None = None
     # Kept, since a unit comes back to the same memory in every step.
-    places: dict[Gathered, tuple[Tensor, Sequence[Tensor]]] = field(default_factory=dict)
+    places: dict[FrozenUnit, tuple[Tensor, Sequence[Tensor]]] = field(default_factory=dict)
     parts: Sequence[Tensor] = ()
     ready: torch.cuda.Event | None = None
 
-    def hold(self, unit: Gathered) -> Tensor:
+    def hold(self, unit: FrozenUnit) -> Tensor:
         """Return memory for ``unit``, uint8 of its gathered shape, without its values."""
         rows, nbytes = unit.gathered_shape
         if self.memory is None or self.memory.numel() < rows * nbytes or self.memory.device != unit.device:
@@ -375,13 +339,13 @@ class DoubleBuffer:
 
     def __init__(self) -> None:
         self._current, self._other = _Buffer(), _Buffer()
-        self._previous: Gathered | None = None
+        self._previous: FrozenUnit | None = None
         # The unit that followed a pair of units, by the pair's second, then its first unit. Where always other units
         # come before one, as with experts, few of the pairs come again, so only the last few are kept.
-        self._next: dict[Gathered, dict[Gathered, Gathered]] = {}
+        self._next: dict[FrozenUnit, dict[FrozenUnit, FrozenUnit]] = {}
         self._stream = SideStream()
 
-    def get(self, unit: Gathered) -> Sequence[Tensor]:
+    def get(self, unit: FrozenUnit) -> Sequence[Tensor]:
         """Return the gathered parts of ``unit``, valid in this stream until another unit is requested. Collective."""
         if self._current.unit is not unit:
             self._switch(unit)
@@ -393,12 +357,12 @@ class DoubleBuffer:
     def nbytes(self) -> int:
         return sum(b.memory.nbytes for b in (self._current, self._other) if b.memory is not None)
 
-    def drop(self, unit: Gathered) -> None:
+    def drop(self, unit: FrozenUnit) -> None:
         for buffer in (self._current, self._other):
             if buffer.unit is unit:
                 buffer.unit, buffer.parts = None, ()
 
-    def _switch(self, unit: Gathered) -> None:
+    def _switch(self, unit: FrozenUnit) -> None:
         before, last = self._previous, self._current.unit
         if last is not None:
             if before is not None:
@@ -416,7 +380,7 @@ class DoubleBuffer:
             with labelled("prefetch", expected.label):
                 self._gather(expected, self._other)
 
-    def _gather(self, unit: Gathered, buffer: _Buffer) -> None:
+    def _gather(self, unit: FrozenUnit, buffer: _Buffer) -> None:
         # The buffer is allocated in the side stream, too. When it is freed for a larger one, its memory goes back to
         # that stream, which has waited for all that the computation read of it. It outlives the forward, too.
         with out_of_inference_mode(), self._stream.after_current(unit.device):
@@ -472,9 +436,14 @@ class FrozenUnit:
             self._hold(self._shard.to(device))
 
     def local_payload(self, weight: FrozenWeight) -> Tensor:
+        """Return this rank's chunk, uint8 [local_nbytes], a view."""
         return self._held[self._places[weight]][0]
 
     def gathered_payload(self, weight: FrozenWeight, device: torch.device) -> Tensor:
+        """Return all chunks, uint8 [chunks, local_nbytes], on the device that computes. Collective.
+
+        They are valid until the payload of another unit is requested.
+        """
         if self._shard.is_cpu and device.type != "cpu":
             # FSDP moves a model to its device without Module._apply, so nothing has moved the codes with it.
             self.move(device)
