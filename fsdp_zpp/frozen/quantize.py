@@ -301,7 +301,6 @@ def quantize_selected(
             for _, module, _ in candidate.sites:
                 unpack_linear(module)
         base.add(weight, row, candidate.sites)
-    left = [parameter for parameters in selection.left.values() for _, parameter in parameters]
     report = FrozenReport(
         model_name(model),
         options.codec,
@@ -311,7 +310,6 @@ def quantize_selected(
         bytes_before,
         bytes_after,
         selection.left_names,
-        sum(parameter.numel() for parameter in left),
         stored,
     )
     return report, base

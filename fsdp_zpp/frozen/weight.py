@@ -69,9 +69,10 @@ class Placement:
     @property
     def replicas(self) -> str:
         """Return the scope for ``check_replicas``: ``I`` if nodes hold the same, ``N`` if all ranks do, else ``G``."""
-        if self.chunks == self.mesh.topology.world:
-            return "G"
-        return "I" if self.chunks > 1 else "N"
+        topology = self.mesh.topology
+        if self.scope == "N" or topology.gpus_per_node == 1:
+            return "N"
+        return "I" if topology.world > topology.gpus_per_node else "G"
 
     def chunk_numel(self, numel: int, codec: Codec) -> int:
         """Return how many of ``numel`` values are in a chunk; the last chunks may be partly or wholly past the end."""

@@ -33,27 +33,33 @@ from .format import (
     shape_of,
 )
 
-# ---- fp4 codes
+# ---- codes of 4 bits
 #
-# Values of 4-bit floats (e2m1), two in a byte, as mxfp4 has them.
+# Values of codes of 4 bits, two in a byte.
 
 # Values of the lower three bits of a code; the fourth is the sign (OCP Microscaling Formats, section 5.3.3).
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FP4 = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
+# bitsandbytes' values of each code, as a fraction of the block's scale.
+TABLES = {"nf4": LEVELS, "fp4": (*_FP4, *(-level for level in _FP4))}
 
 
-def unpack_fp4(octets: Tensor) -> Tensor:
-    """Unpack fp32 values along the last dimension, the lower bits of a byte first: [..., bytes] to [..., bytes * 2]."""
+def unpack_4_bits(octets: Tensor, kind: str) -> Tensor:
+    """Unpack fp32 values along the last dimension, of ``mxfp4`` or a table: [..., bytes] to [..., bytes * 2]."""
     # Both codes of a byte at once: one look-up takes half the time of two.
-    return torch.nn.functional.embedding(octets.int(), _pairs(octets.device)).flatten(-2)
+    return torch.nn.functional.embedding(octets.int(), _pairs(kind, octets.device)).flatten(-2)
 
 
-@functools.cache  # there are few devices
-def _pairs(device: torch.device) -> Tensor:
+@functools.cache  # there are three kinds, and few devices
+def _pairs(kind: str, device: torch.device) -> Tensor:
     """Return the two values of each byte, [256, 2]; they are copied to a device once."""
     with torch.inference_mode(False):
-        values = torch.tensor(E2M1 + tuple(-value for value in E2M1))
         octets = torch.arange(256)
-        return torch.stack((values[octets & 15], values[octets >> 4]), dim=1).to(device)
+        if kind == "mxfp4":  # the lower bits of a byte are first
+            values = torch.tensor(_E2M1 + tuple(-value for value in _E2M1))
+            return torch.stack((values[octets & 15], values[octets >> 4]), dim=1).to(device)
+        values = torch.tensor(TABLES[kind])
+        return torch.stack((values[octets >> 4], values[octets & 15]), dim=1).to(device)
 
 
 # ---- fp8
@@ -305,7 +311,7 @@ class Mxfp4(StoredFormat):
         return self.layout.pack(len(fields["scales"]), **fields)
 
     def decode(self, blocks: Tensor, scales: Tensor) -> Tensor:
-        return (unpack_fp4(blocks) * scales.float().unsqueeze(-1)).mT
+        return (unpack_4_bits(blocks, self.name) * scales.float().unsqueeze(-1)).mT
 
 
 # ---- bitsandbytes
@@ -324,9 +330,6 @@ BITSANDBYTES_SETTINGS: Known = {
     **dict.fromkeys(("load_in_8bit", "_load_in_8bit"), (False,)),
     "bnb_4bit_quant_type": ("nf4", "fp4"),
 }
-_FP4 = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
-# The value of each code, as a fraction of the block's scale.
-TABLES = {"nf4": LEVELS, "fp4": (*_FP4, *(-level for level in _FP4))}
 
 _STATE = ".quant_state.bitsandbytes__"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -434,8 +437,7 @@ class FourBit(StoredFormat):
         return parts["nested_table"][...][scales.long()] * absmax[of] + self.offset
 
     def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
-        pairs = torch.stack([codes >> 4, codes & 15], dim=-1).flatten(1)  # the first value is the high nibble
-        return _table_on(self.kind, codes.device)[pairs.long()] * scale
+        return unpack_4_bits(codes, self.kind) * scale
 
     @cached_property
     def codec(self) -> Codec:
@@ -453,13 +455,6 @@ class FourBit(StoredFormat):
         layout.codes(payload, numel).copy_(fields["codes"].reshape(1, -1))
         layout.scales(payload, numel).copy_(fields["scale"].reshape(1, -1))
         return payload[0]
-
-
-@functools.cache  # there are two tables, and few devices
-def _table_on(kind: str, device: torch.device) -> Tensor:
-    # Cached, so that the CPU waits only for the first copy to a GPU.
-    with torch.inference_mode(False):
-        return torch.tensor(TABLES[kind], device=device)
 
 
 def _bytes_of(part: Any, first: int, last: int) -> Tensor:
