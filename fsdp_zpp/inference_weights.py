@@ -81,10 +81,9 @@ class MergedLayer:
         return sum(tensor.full.peak_nbytes(None) for tensor in self._inputs)
 
     def start(self, to: int | None, gathers: AllGathers) -> list[Pending]:
-        """Start to gather its parameters, each in its own dtype, unless that is done; return what is pending."""
-        if not self.is_started:
-            self.is_started = True
-            self._pending = [tensor.full.start(None, to, gathers) for tensor in self._inputs]
+        """Start to gather its parameters, each in its own dtype; return what is pending."""
+        self.is_started = True
+        self._pending = [tensor.full.start(None, to, gathers) for tensor in self._inputs]
         return self._pending
 
     def take(self, name: str, to: int | None) -> Tensor | None:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from fsdp_zpp.frozen.stored.floats import TABLES, FourBit, Int8Rows
+from fsdp_zpp.frozen.stored.floats import TABLES, FourBit
 from fsdp_zpp.frozen.stored.format import StoredWeight, stored_in
 from fsdp_zpp.runtime._torch_flat_parts import is_flattened
 
@@ -478,50 +478,15 @@ def _replaced_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 #
 # Linear layers that another library has packed, in memory: how a base takes over their weights.
 #
-# They are bitsandbytes' ``Linear4bit`` and ``Linear8bitLt``. Their weights are decoded to fp32 and quantized again, or
-# kept as they are stored. With ``NF4``, codes and scales stay what they were if
-# bitsandbytes used nf4 with blocks of the same size.
+# They are bitsandbytes' ``Linear4bit``. Their weights are decoded to fp32 and quantized again, or kept as they are
+# stored. With ``NF4``, codes and scales stay what they were if bitsandbytes used nf4 with blocks of the same size.
 
 
-@dataclass(frozen=True)
-class PackedLinear:
-    """A packed weight that linear layers share; ``beside`` names their attributes that describe it."""
-
-    packed: nn.Parameter
-    stored: StoredWeight
-    modules: tuple[nn.Module, ...]
-    beside: tuple[str, ...]
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.stored.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype that the weight had before it was packed, and dequantizes to."""
-        return self.stored.format.dtype
-
-    def release(self) -> None:
-        """Make the layers torch's own linear layers, which compute in the dtype of their input."""
-        for module in self.modules:
-            module.__class__ = nn.Linear
-            for name in self.beside:
-                vars(module).pop(name, None)
-                module._parameters.pop(name, None)
-
-
-def packed_linear(parameter: nn.Parameter, modules: Sequence[nn.Module]) -> PackedLinear | None:
+def packed_linear(parameter: nn.Parameter, modules: Sequence[nn.Module]) -> StoredWeight | None:
     """Return the packed weight that ``modules`` share; None if it is plain, or packed in an unknown way."""
-    first = modules[0]
-    kind = type(first)
-    # Exactly these classes: a subclass may compute something else.
-    if any(type(module) is not kind for module in modules):
+    # Exactly this class: a subclass may compute something else.
+    if any((type(m).__module__.partition(".")[0], type(m).__name__) != ("bitsandbytes", "Linear4bit") for m in modules):
         return None
-    make = _MAKERS.get((kind.__module__.partition(".")[0], kind.__name__))
-    return make(parameter, tuple(modules)) if make is not None else None
-
-
-def _linear_4bit(parameter: nn.Parameter, modules: tuple[nn.Module, ...]) -> PackedLinear | None:
     states = (getattr(parameter, "quant_state", None), getattr(modules[0], "quant_state", None))
     state: Any = next((each for each in states if each is not None), None)
     if state is None or state.quant_type not in TABLES:
@@ -537,21 +502,10 @@ def _linear_4bit(parameter: nn.Parameter, modules: tuple[nn.Module, ...]) -> Pac
         nested, offset = state.state2.blocksize, float(state.offset)
         parts |= {"nested_absmax": state.state2.absmax, "nested_table": state.state2.code}
     stored = FourBit(torch.Size(state.shape), state.dtype, {}, state.quant_type, state.blocksize, nested, offset)
-    return PackedLinear(parameter, stored_in(stored, parts), modules, ("quant_state",))
+    return stored_in(stored, parts)
 
 
-def _linear_8bit(parameter: nn.Parameter, modules: tuple[nn.Module, ...]) -> PackedLinear | None:
-    state: Any = getattr(modules[0], "state", None)
-    scales = next((s for s in (getattr(parameter, "SCB", None), getattr(state, "SCB", None)) if s is not None), None)
-    if parameter.dtype != torch.int8 or scales is None:  # not quantized yet, which it is on its way to a device
-        return None
-    parts = {"codes": parameter.detach().as_subclass(Tensor), "scale": scales}
-    stored = Int8Rows(parameter.shape, torch.bfloat16, {})
-    return PackedLinear(parameter, stored_in(stored, parts), modules, ("state", "index"))
-
-
-# Readers of packed layers, by library and class.
-_MAKERS = {
-    ("bitsandbytes", "Linear4bit"): _linear_4bit,
-    ("bitsandbytes", "Linear8bitLt"): _linear_8bit,
-}
+def unpack_linear(module: nn.Module) -> None:
+    """Make a packed layer torch's own linear layer, which computes in the dtype of its input."""
+    module.__class__ = nn.Linear
+    vars(module).pop("quant_state", None)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +27,6 @@ from fsdp_zpp.runtime.full_tensors import tensors_of
 
 from .checkpoint_reading import (
     BASE_INDEX,
-    OTHER_FILES,
     ModelTensor,
     TensorFiles,
     TensorHeader,
@@ -37,9 +35,18 @@ from .checkpoint_reading import (
     match_keys,
     read_index,
 )
-from .frozen_base import FrozenBase, FrozenReport, log_report
+from .frozen_base import FrozenReport
 from .hugging_face import on_first_rank
-from .quantize import FreezableWeight, Selection, refuse_infinite_values, select
+from .quantize import (
+    Encoded,
+    FreezableWeight,
+    FrozenOptions,
+    ReadTensors,
+    Selection,
+    put_in,
+    refuse_infinite_values,
+    select,
+)
 from .weight import FrozenWeight, Placement, Storable, place_base
 
 # ---- writes
@@ -48,19 +55,11 @@ from .weight import FrozenWeight, Placement, Storable, place_base
 
 logger = logging.getLogger("fsdp_zpp")
 
-_FILE = re.compile(rf"frozen_base-(?:[0-9a-f]{{16}}-)?[0-9]{{5}}\.safetensors|{re.escape(BASE_INDEX)}\.[0-9a-f]{{16}}")
-"""Names of files that a save writes, but for the index."""
 
-
-def write_whole(path: Path, text: str, check: Callable[[], None] = lambda: None) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a file; wherever this is cut off, either the whole file or the previous one is there.
 
     The folder's other new files have their names on disk before this one has its own.
-
-    Args:
-        path: The file.
-        text: Its content.
-        check: Called when the content is on disk, aside; an OSError that it raises leaves what was there.
     """
     aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
@@ -68,7 +67,6 @@ def write_whole(path: Path, text: str, check: Callable[[], None] = lambda: None)
             file.write(text)
         to_disk(aside)
         to_disk(path.parent)
-        check()
         aside.replace(path)
     except OSError:
         with suppress(OSError):
@@ -84,17 +82,6 @@ def to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove saves' files that the index does not name. It ignores errors: leftover files do no harm."""
-    with suppress(OSError, ValueError):
-        files = [path for path in folder.iterdir() if _FILE.fullmatch(path.name)]
-        # After the files are listed: those of an index that another save makes meanwhile stay.
-        needed = set(json.loads((folder / BASE_INDEX).read_text())["weight_map"].values())
-        for path in files:
-            if path.name not in needed:
-                path.unlink(missing_ok=True)
-
-
 # ---- file format
 #
 # Defines the format of a quantized base in safetensors files.
@@ -105,10 +92,9 @@ def remove_leftovers(folder: Path) -> None:
 # quantized are stored as they are, and so are persistent buffers. Names are FQNs without adapters and wrappers. An
 # index has the file of each tensor and, as metadata, each weight's shape, dtype and codec.
 #
-# Each save writes files under new names, with a token of its own, then replaces the index, then removes all that the
-# index does not name. So a folder has the older base until the index is replaced, and the newer one afterwards, never a
-# mix, wherever a save is cut off. If two jobs save into one folder, one removes the other's files, and the other raises
-# an error instead of making its index.
+# A folder gets one base, since that never changes. A save writes files under names with a token of its own, then the
+# index. So wherever it is cut off, the folder has no base, which the next save makes, or a whole one. If two jobs save
+# into one folder at once, it has the base of one of them, never a mix.
 
 FORMAT = "fsdp_zpp"
 VERSION = 1
@@ -162,19 +148,8 @@ def full_codes(weight: FrozenWeight) -> tuple[Tensor, Tensor]:
 def read_base(folder: Path) -> tuple[TensorFiles, dict[str, SavedWeight]]:
     """Return the files of a complete quantized base and each weight's metadata; the headers are checked against it."""
     path = folder / BASE_INDEX
-    while True:
-        if not path.exists():
-            raise ValueError(f"{folder} has no {BASE_INDEX}, which save_frozen_params writes")
-        content = path.read_bytes()
-        try:
-            return _read_base(path)
-        except ValueError:
-            if path.read_bytes() == content:
-                raise
-            # A save has replaced the index since, and removed the files that the old one named.
-
-
-def _read_base(path: Path) -> tuple[TensorFiles, dict[str, SavedWeight]]:
+    if not path.exists():
+        raise ValueError(f"{folder} has no {BASE_INDEX}, which save_frozen_params writes")
     file_of, index = read_index(path, REMEDY)
     metadata = index.get("metadata")
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
@@ -201,8 +176,6 @@ def _read_base(path: Path) -> tuple[TensorFiles, dict[str, SavedWeight]]:
                     f"blocks of {stored.block} and of shape {stored.shape}, needs {expected.dtype} {expected.shape}; "
                     f"{REMEDY}"
                 )
-    for key in files:
-        files.header(key)  # opens the file, which a save may remove from now on
     return files, weights
 
 
@@ -259,28 +232,14 @@ class BaseWriter:
                 described = {name: asdict(weight) for name, weight in stored.items()}
                 metadata = {"format": FORMAT, "version": VERSION, "weights": described}
                 index = json.dumps({"metadata": metadata, "weight_map": self._files}, indent=1)
-                write_whole(self._folder / BASE_INDEX, index, self._check_files)
+                write_whole(self._folder / BASE_INDEX, index)
             except OSError as failure:
                 self._error = str(failure)
         if self._error:
             with suppress(OSError):
                 for path in self._folder.glob(f"frozen_base-{self._token}-*"):
                     path.unlink()
-            return f"{self._error}; what was there before still is"
-        try:
-            to_disk(self._folder)  # the new index, before the files of the old one are removed
-        except OSError as failure:
-            return str(failure)
-        remove_leftovers(self._folder)
-        return ""
-
-    def _check_files(self) -> None:
-        for name in set(self._files.values()):
-            if not (self._folder / name).exists():
-                raise FileNotFoundError(
-                    f"another job has saved a base there meanwhile, and removed {name}: give each job a folder of its "
-                    "own"
-                )
+        return self._error
 
     def _flush(self) -> None:
         if not self._error:
@@ -383,22 +342,20 @@ def save_frozen_params(
 
     The model's first rank gathers and writes one weight at a time. It also writes frozen parameters that are not
     quantized and persistent buffers, but neither trainable parameters nor adapters. ``load_frozen_params`` reads the
-    files on any number of ranks, without quantizing again. The model in memory does not change. A base that is already
-    in the folder is replaced only when the new one is completely on disk; until then the disk must have space for both.
-    If two jobs save into one folder, it has the base of one, and the other raises an error.
+    files on any number of ranks, without quantizing again. The model in memory does not change. A save that is cut off
+    leaves files of no base, which may be removed. If two jobs save into one folder at once, it has the base of one.
 
     Args:
         model: A model whose frozen weights are quantized, sharded by FSDP or not.
-        path: The folder.
+        path: The folder, without a base.
         max_file_size: Bytes that a file may have; a larger weight has a file of its own.
         process_group: The ranks of the model, of which the first writes. Default: those that the base is sharded over.
 
     Raises:
         TypeError: If an argument has the wrong type, on any rank; every rank raises.
-        ValueError: If no weight of ``model`` is quantized, a weight has a user-defined codec, or ``max_file_size`` is
-            no number of bytes, on any rank; every rank raises.
-        RuntimeError: If the first rank can't write, or another job has saved into the folder meanwhile; every rank
-            raises. A base that was in the folder before, or that job's, is still there.
+        ValueError: If no weight of ``model`` is quantized, a weight has a user-defined codec, the folder has a base, or
+            ``max_file_size`` is no number of bytes, on any rank; every rank raises.
+        RuntimeError: If the first rank can't write; every rank raises.
     """
     group = ranks_of(model, process_group)
     task = agree(
@@ -436,7 +393,13 @@ def _check(model: nn.Module, path: str | os.PathLike[str], max_file_size: int) -
     stored = {name: SavedWeight.of(weight) for weight, name in weights.items()}
     if isinstance(max_file_size, bool) or not isinstance(max_file_size, int) or max_file_size < 1:
         raise ValueError(f"max_file_size must be a positive number of bytes, got {max_file_size!r}")
-    return _Task(check_folder(path), max_file_size, weights, stored)
+    folder = check_folder(path)
+    if (folder / BASE_INDEX).exists():
+        raise ValueError(
+            f"{folder} has a base already, and a base is saved once, since it does not change; give another folder, or "
+            "remove that base first"
+        )
+    return _Task(folder, max_file_size, weights, stored)
 
 
 def _not_quantized(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
@@ -507,78 +470,50 @@ def load_frozen_params(
     selection.check_agreement("load_frozen_params", model, group, gpus_per_node, {"placement": placement})
     # After the ranks have agreed: it makes process groups, which would hang with different node sizes.
     where = place_base(model, placement, group, gpus_per_node)
-    read = agree(
-        group, lambda: _read(model, selection, Path(path), where, kept_on), lambda read: read.index, OTHER_FILES
-    )
-    base = FrozenBase.of(model)
-    bytes_before = sum(weight.candidate.parameter.nbytes for weight in read.weights)
-    for quantized in read.weights:
-        base.add(quantized.weight, quantized.row, quantized.candidate.sites)
-    left = {
-        tensor.name: tensor
-        for tensor, _ in read.others
-        if isinstance(tensor.tensor, nn.Parameter) and not tensor.tensor.requires_grad
-    }
-    for tensor, value in read.others:
-        tensor.fill(value, kept_on or torch.device("cpu"))
-    report = FrozenReport(
-        type(model).__name__,
-        read.weights[0].weight.codec,
-        where,
-        len(read.weights),
-        sum(quantized.weight.shape.numel() for quantized in read.weights),
-        bytes_before,
-        sum(quantized.row.nbytes for quantized in read.weights),
-        {"not quantized in the files": tuple(left)} if left else {},
-        sum(tensor.tensor.numel() for tensor in left.values()),
-    )
-    log_report([report])
-    return report
-
-
-@dataclass(frozen=True)
-class _Quantized:
-    candidate: FreezableWeight
-    weight: FrozenWeight
-    row: Tensor
-
-
-@dataclass(frozen=True)
-class _BaseContents:
-    index: str
-    weights: list[_Quantized]
-    others: list[tuple[ModelTensor, Tensor]]
+    return put_in(model, selection, group, lambda: _read(model, selection, Path(path), where, kept_on))
 
 
 def _read(
     model: nn.Module, selection: Selection, folder: Path, where: Placement, device: torch.device | None
-) -> _BaseContents:
+) -> ReadTensors:
     files, stored = read_base(folder)
     # One key for a quantized weight, under the weight's name, though its codes and scales are two tensors.
     keys = [*stored, *(key for key in files if key.removesuffix(f".{CODES}").removesuffix(f".{SCALES}") not in stored)]
     matches = match_keys(model, keys, f"the base in {folder}", _REMEDY)
     _check_both_ways(model, selection, files, stored, keys, matches)
-    candidates = {id(candidate.parameter): candidate for candidate in selection.chosen}
-    weights, others = [], []
-    for tensor, (key, *_) in matches:
-        if key not in stored:
-            value = files.read(key)
-            if isinstance(tensor.tensor, nn.Parameter):  # masks and the like may have infinite values
-                refuse_infinite_values(value, f"{files.file_of(key)} is broken: {key}", REMEDY)
-            others.append((tensor, value))
-            continue
-        candidate, stored_weight = candidates[id(tensor.tensor)], stored[key]
-        weight = FrozenWeight(
-            candidate.name, candidate.parameter.shape, stored_weight.torch_dtype(), stored_weight.make_codec(), where
-        )
-        codes, scales = f"{key}.{CODES}", f"{key}.{SCALES}"
-        row = weight.local_payload_from_slices(files.slice(codes), files.slice(scales))
-        _, own_scales = weight.codes_and_scales(row.unsqueeze(0))
-        refuse_infinite_values(own_scales, f"{files.file_of(scales)} is broken: {scales}", REMEDY)
-        kept_on = candidate.parameter.device if device is None else device
-        weights.append(_Quantized(candidate, weight, row.to("cpu" if kept_on.type == "meta" else kept_on)))
-    index = repr([stored, [(key, files.file_of(key).name) for key in files]])
-    return _BaseContents(index, weights, others)
+    key_of = {id(tensor.tensor): key for tensor, (key, *_) in matches}
+    encoded = []
+    for candidate in list(selection.chosen):
+        key = key_of.get(id(candidate.parameter), "")
+        if key in stored:
+            encoded.append(_read_weight(files, key, stored[key], candidate, where, device))
+        else:
+            selection.leave(candidate, "not quantized in the files")
+    others = [(tensor, files.read(key)) for tensor, (key, *_) in matches if key not in stored]
+    for tensor, value in others:
+        if isinstance(tensor.tensor, nn.Parameter):  # masks and the like may have infinite values
+            key = key_of[id(tensor.tensor)]
+            refuse_infinite_values(value, f"{files.file_of(key)} is broken: {key}", REMEDY)
+    options = FrozenOptions(encoded[0][0].codec, where, device)
+    return ReadTensors(options, encoded, others, repr([stored, [(key, files.file_of(key).name) for key in files]]))
+
+
+def _read_weight(
+    files: TensorFiles,
+    key: str,
+    saved: SavedWeight,
+    candidate: FreezableWeight,
+    where: Placement,
+    device: torch.device | None,
+) -> Encoded:
+    codec, dtype = saved.make_codec(), saved.torch_dtype()
+    weight = FrozenWeight(candidate.name, candidate.parameter.shape, dtype, codec, where)
+    codes, scales = f"{key}.{CODES}", f"{key}.{SCALES}"
+    row = weight.local_payload_from_slices(files.slice(codes), files.slice(scales))
+    _, own_scales = weight.codes_and_scales(row.unsqueeze(0))
+    refuse_infinite_values(own_scales, f"{files.file_of(scales)} is broken: {scales}", REMEDY)
+    kept_on = candidate.parameter.device if device is None else device
+    return weight, row.to("cpu" if kept_on.type == "meta" else kept_on)
 
 
 def _check_both_ways(

@@ -6,9 +6,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -24,7 +23,7 @@ from fsdp_zpp.runtime.api import DTYPES
 
 from ._torch_modules import frozen_sites
 from .stored import find_stored, read_config
-from .weight import FrozenWeight, ReadValues
+from .weight import FrozenWeight
 
 # ---- tensor files
 #
@@ -97,18 +96,12 @@ class TensorFiles:
         return file.get_slice(key)
 
     def values(self, key: str, first: int, last: int) -> Tensor:
-        """Read the flat values ``first`` to ``last - 1`` of a tensor, and only the rows that contain them."""
+        """Return the flat values ``first`` to ``last - 1`` of a tensor."""
         part = self.slice(key)
-        shape = torch.Size(part.get_shape())
-        if len(shape) < 3:
-            return _values_of_rows(lambda begin, end: part[begin:end], shape[1:].numel(), first, last)
-        size, pieces = shape[1:].numel(), []
-        for matrix in range(first // size, -(-last // size)):
-            start = matrix * size
-            rows = partial(lambda matrix, begin, end: part[matrix : matrix + 1, begin:end], matrix)
-            within = max(first - start, 0), min(last - start, size)
-            pieces.append(_values_of_rows(rows, shape[2:].numel(), *within))
-        return torch.cat(pieces)
+        size = torch.Size(part.get_shape())[1:].numel()
+        begin = first // size
+        rows: Tensor = part[begin : -(-last // size)]  # in the file's memory: only what is used of them is read
+        return rows.reshape(-1)[first - begin * size : last - begin * size]
 
     def read(self, key: str) -> Tensor:
         self.slice(key)  # raises if the file lacks it, with the remedy
@@ -120,12 +113,6 @@ class TensorFiles:
             file = open_file(path, self._remedy, f", which {self.source} names" if path != self.source else "")
             self._open[path] = file, set(file.keys())
         return self._open[path]
-
-
-def _values_of_rows(rows: Callable[[int, int], Tensor], columns: int, first: int, last: int) -> Tensor:
-    """Read flat values of a matrix; ``rows(begin, end)`` reads some of its rows."""
-    begin = first // columns
-    return rows(begin, -(-last // columns)).reshape(-1)[first - begin * columns : last - begin * columns]
 
 
 def open_file(path: Path, remedy: str, named_by: str = "") -> safe_open:
@@ -487,75 +474,59 @@ logger = logging.getLogger("fsdp_zpp")
 _REMEDY = "give a complete checkpoint of this model in safetensors, downloaded or converted again"
 
 
-class Checkpoint:
-    """Weights in safetensors files: a file, an index, or a folder with either.
+def find_tensors(
+    path: str | os.PathLike[str], model: nn.Module, warns: bool
+) -> tuple[dict[ModelTensor, PlainTensor], str]:
+    """Return the tensors of a checkpoint that ``model`` needs or has a place for, which fit it. Changes nothing.
 
-    ``warns`` is whether to warn of tensors that a model has no place for; set it on one rank only.
+    Args:
+        path: A safetensors file, an index of several, or a folder with either.
+        model: The model.
+        warns: Whether to warn of tensors that ``model`` has no place for; set it on one rank only.
+
+    Returns:
+        The tensors, and text that must be the same on all ranks.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(
+            f"checkpoint must be the path of a safetensors file, an index of several, or their folder, got {path!r}"
+        )
+    source = find_checkpoint(Path(path))
+    if source.name.endswith(".index.json"):
+        files, _ = read_index(source, _REMEDY)
+    else:
+        files = dict.fromkeys(open_file(source, _REMEDY).keys(), source)
+    tensors = checkpoint_tensors(TensorFiles(files, source, _REMEDY))
+    found: dict[ModelTensor, PlainTensor] = {}
+    headers = []
+    for tensor, keys in match_keys(model, tensors, f"the checkpoint {source}", _REMEDY):
+        for key in keys:
+            header = tensors[key].header()
+            check_header(tensor, key, header, f"the checkpoint's {tensors[key].file}")
+            headers.append((key, header, tensors[key].description))
+        found[tensor] = tensors[keys[0]]
+        for other in keys[1:]:
+            if not torch.equal(found[tensor].read(), tensors[other].read()):
+                raise ValueError(
+                    f"this {model_name(model)} ties {keys[0]} and {other}, but they differ in the checkpoint {source}; "
+                    "construct the model with tie_word_embeddings=False"
+                )
+    if warns:
+        _warn_of_others(model, tensors, source)
+    return found, repr(headers)
 
-    def __init__(self, path: str | os.PathLike[str], warns: bool) -> None:
-        if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(
-                f"checkpoint must be the path of a safetensors file, an index of several, or their folder, got {path!r}"
-            )
-        self._warns = warns
-        self._source = find_checkpoint(Path(path))
-        if self._source.name.endswith(".index.json"):
-            files, _ = read_index(self._source, _REMEDY)
-        else:
-            files = dict.fromkeys(open_file(self._source, _REMEDY).keys(), self._source)
-        self._tensors = checkpoint_tensors(TensorFiles(files, self._source, _REMEDY))
-        self._found: dict[ModelTensor, PlainTensor] = {}
-        self._headers: list[tuple[str, TensorHeader, str]] = []
 
-    def cover(self, model: nn.Module) -> list[ModelTensor]:
-        """Return the tensors to read, which fit ``model`` and include all that it needs. Changes nothing."""
-        matches = match_keys(model, self._tensors, f"the checkpoint {self._source}", _REMEDY)
-        for tensor, keys in matches:
-            for key in keys:
-                header = self._tensors[key].header()
-                check_header(tensor, key, header, f"the checkpoint's {self._tensors[key].file}")
-                self._headers.append((key, header, self._tensors[key].description))
-            for other in keys[1:]:
-                self._check_equal(model, keys[0], other)
-            self._found[tensor] = self._tensors[keys[0]]
-        if self._warns:
-            self._warn_of_others(model)
-        return list(self._found)
-
-    def reader(self, tensor: ModelTensor) -> ReadValues:
-        return self._found[tensor].values
-
-    def read(self, tensor: ModelTensor) -> Tensor:
-        return self._found[tensor].read(tensor.tensor.dtype)
-
-    def stored(self, tensor: ModelTensor) -> StoredWeight | None:
-        """Return ``tensor`` as it is stored, as :meth:`PlainTensor.stored` does."""
-        return self._found[tensor].stored()
-
-    def summary(self) -> str:
-        """Return, as text, what must be the same on all ranks."""
-        return repr(self._headers)
-
-    def _check_equal(self, model: nn.Module, one: str, other: str) -> None:
-        """Raise if two tensors that the model ties differ in the files."""
-        if not torch.equal(self._tensors[one].read(), self._tensors[other].read()):
-            raise ValueError(
-                f"this {model_name(model)} ties {one} and {other}, but they differ in the checkpoint {self._source}; "
-                "construct the model with tie_word_embeddings=False"
-            )
-
-    def _warn_of_others(self, model: nn.Module) -> None:
-        # The checkpoint may be of a larger model.
-        known = {key for tensor in model_tensors(model) for key in tensor.keys}
-        known |= {name for names in frozen_names(model).values() for name in names}
-        used = {part for key in known & self._tensors.keys() for part in self._tensors[key].parts}
-        # Matrices of a stack are used by the stack's name; a renamed key is not a tensor of its own.
-        if others := [key for key, tensor in self._tensors.items() if tensor.parts == [key] and key not in used]:
-            logger.warning(
-                "%s: the checkpoint %s has %d tensors that the model has no place for: %s",
-                model_name(model),
-                self._source,
-                len(others),
-                ", ".join(others[:4]),
-            )
+def _warn_of_others(model: nn.Module, tensors: dict[str, PlainTensor], source: Path) -> None:
+    # The checkpoint may be of a larger model.
+    known = {key for tensor in model_tensors(model) for key in tensor.keys}
+    known |= {name for names in frozen_names(model).values() for name in names}
+    used = {part for key in known & tensors.keys() for part in tensors[key].parts}
+    # Matrices of a stack are used by the stack's name; a renamed key is not a tensor of its own.
+    if others := [key for key, tensor in tensors.items() if tensor.parts == [key] and key not in used]:
+        logger.warning(
+            "%s: the checkpoint %s has %d tensors that the model has no place for: %s",
+            model_name(model),
+            source,
+            len(others),
+            ", ".join(others[:4]),
+        )

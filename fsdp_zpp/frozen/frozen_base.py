@@ -28,7 +28,7 @@ from .weight import DoubleBuffer, FrozenUnit, FrozenWeight, Placement, Ungrouped
 
 logger = logging.getLogger("fsdp_zpp")
 
-_WHERE = {"N": "replicated on every rank", "I": "sharded inside nodes", "G": "sharded over all ranks"}
+_WHERE = {"N": "replicated on every rank", "I": "sharded inside nodes"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class FrozenReport:
         bytes_before: Bytes of all their values, in the dtype that they had.
         bytes_after: Bytes that this rank keeps of them.
         left: Names of frozen parameters that stay as they are, by the reason.
-        parameters_left: The number of values of these parameters.
         stored: The number of weights that were quantized already and keep their codes.
     """
 
@@ -56,7 +55,6 @@ class FrozenReport:
     bytes_before: int
     bytes_after: int
     left: dict[str, tuple[str, ...]]
-    parameters_left: int
     stored: int = 0
 
     def __str__(self) -> str:
@@ -87,7 +85,7 @@ def merge(reports: list[FrozenReport]) -> FrozenReport:
     for report in reports:
         for reason, names in report.left.items():
             left[reason] = (*left.get(reason, ()), *names)
-    counts = ("weights", "parameters", "bytes_before", "bytes_after", "parameters_left", "stored")
+    counts = ("weights", "parameters", "bytes_before", "bytes_after", "stored")
     sums = {name: sum(getattr(report, name) for report in reports) for name in counts}
     return replace(reports[0], model=reports[-1].model, left=left, **sums)
 

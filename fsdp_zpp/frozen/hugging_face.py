@@ -153,23 +153,17 @@ _METHOD = "save_pretrained"
 _IS_SHARDED = "_fsdp_zpp_is_sharded"
 
 
-def guard_save_pretrained(model: nn.Module) -> None:
-    """Make ``save_pretrained`` of ``model`` and its submodules raise if it would leave quantized weights out."""
-    for module in model.modules():
-        # PeftModel's own save_pretrained writes only adapters, which are complete.
-        if hasattr(type(module), _METHOD) and not hasattr(type(module), "get_base_model"):
-            # On the instance, since other models of the class are not quantized.
-            vars(module)[_METHOD] = functools.partial(_save_pretrained, module)
+def guard_save_pretrained(model: nn.Module, is_sharded: Callable[[nn.Module], bool] | None = None) -> None:
+    """Make ``save_pretrained`` of ``model`` and its submodules raise if it would leave quantized weights out.
 
-
-def guard_sharded(model: nn.Module, is_sharded: Callable[[nn.Module], bool]) -> None:
-    """Make ``save_pretrained`` of ``model`` and its submodules raise if it would write one rank's part.
-
-    ``is_sharded`` returns whether ranks hold parts of a module's weights; the same on all ranks.
+    With ``is_sharded``, which returns whether ranks hold parts of a module's weights, the same on all ranks, it also
+    raises if it would write one rank's part.
     """
     for module in model.modules():
         if hasattr(type(module), _METHOD):
-            vars(module)[_IS_SHARDED] = is_sharded
+            if is_sharded is not None:
+                vars(module)[_IS_SHARDED] = is_sharded
+            # On the instance, since other models of the class are not quantized.
             vars(module)[_METHOD] = functools.partial(_save_pretrained, module)
 
 
@@ -288,12 +282,10 @@ def peft_model_in(model: nn.Module) -> PeftModel:
 def adapter_state(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """Gather full tensors of adapters and of everything trainable, by PEFT's names for them. Collective.
 
-    Ranks of ``group`` other than the first get only buffers.
+    Ranks of ``group`` other than the first get nothing.
     """
     peft_model = peft_model_in(model)
-    parameters = [tensor for tensor in adapter_tensors(model, peft_model) if not tensor.is_buffer]
-    state = on_first_rank(parameters, group, all_names=True)  # as PEFT stores tied ones
-    state |= _adapter_buffers(model, peft_model)
+    state = on_first_rank(adapter_tensors(model, peft_model), group, all_names=True)  # as PEFT stores tied ones
     prefix = path_of(peft_model, model)
     return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
@@ -321,21 +313,6 @@ def as_plain(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[None]:
     """Let ``peft_model`` save the tensors of :func:`adapter_state` as if it were not sharded, in this context."""
     with _original_paths(peft_model), _whole_prompts(peft_model, state):
         yield
-
-
-def _adapter_buffers(model: nn.Module, peft_model: PeftModel) -> dict[str, Tensor]:
-    """Copy the buffers of adapters (VeRA's, say), by all of their names."""
-    copies: dict[int, Tensor] = {}
-    state = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            # PEFT registers them under the adapter's name.
-            if buffer is None or name not in peft_model.peft_config or name in module._non_persistent_buffers_set:
-                continue
-            if id(buffer) not in copies:
-                copies[id(buffer)] = buffer.to("cpu", copy=True)
-            state[parameter_name(path, name)] = copies[id(buffer)]
-    return state
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,14 +27,14 @@ from fsdp_zpp.strategy.strategy import Strategy
 
 from ._torch_modules import (
     FrozenModule,
-    PackedLinear,
     frozen_sites,
     packed_linear,
     plain_class,
     sharded_parameters,
     unfreeze,
+    unpack_linear,
 )
-from .checkpoint_reading import OTHER_FILES, Checkpoint, ModelTensor
+from .checkpoint_reading import OTHER_FILES, ModelTensor, PlainTensor, find_tensors
 from .frozen_base import FrozenBase, FrozenReport, check_nodes, log_report
 from .weight import FrozenWeight, Placement, ReadValues, place_base
 
@@ -79,11 +79,14 @@ OTHERWISE_SHARDED = "sharded by another parallelism"
 
 @dataclass(eq=False)  # found by identity
 class FreezableWeight:
-    """A weight and all modules that use it, each with its path and the weight's name there."""
+    """A weight and all modules that use it, each with its path and the weight's name there.
+
+    ``packed`` has its codes, if another library has packed it.
+    """
 
     parameter: nn.Parameter
     sites: list[tuple[str, nn.Module, str]]
-    packed: PackedLinear | None = None
+    packed: StoredWeight | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -185,15 +188,13 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), u
                 reason = _unfit(parameter, sites, min_numel, packed)
             if reason is None:
                 selection.chosen.append(FreezableWeight(parameter, sites, packed))
-                if packed is not None:  # its scales go with it
-                    seen |= {id(module._parameters.get(name)) for name in packed.beside}
             else:
                 selection.left.setdefault(reason, []).append((parameter_name(path, name), parameter))
     return selection
 
 
 def _unfit(
-    parameter: nn.Parameter, sites: list[tuple[str, nn.Module, str]], min_numel: int, packed: PackedLinear | None
+    parameter: nn.Parameter, sites: list[tuple[str, nn.Module, str]], min_numel: int, packed: StoredWeight | None
 ) -> str | None:
     """Return why a parameter can't or should not be quantized; None if it should be."""
     kind = type(parameter)
@@ -297,9 +298,9 @@ def quantize_selected(
         bytes_after += row.nbytes
         stored += isinstance(options.codec, AsStored) and weight.codec != options.codec.otherwise
         if candidate.packed is not None:
-            candidate.packed.release()
+            for _, module, _ in candidate.sites:
+                unpack_linear(module)
         base.add(weight, row, candidate.sites)
-    left = [parameter for parameters in selection.left.values() for _, parameter in parameters]
     report = FrozenReport(
         model_name(model),
         options.codec,
@@ -309,10 +310,41 @@ def quantize_selected(
         bytes_before,
         bytes_after,
         selection.left_names,
-        sum(parameter.numel() for parameter in left),
         stored,
     )
     return report, base
+
+
+@dataclass(frozen=True)
+class ReadTensors:
+    """Selected weights, quantized, and the other tensors of a model, read from files.
+
+    ``summary`` is text that must be the same on all ranks.
+    """
+
+    options: FrozenOptions
+    encoded: list[Encoded]
+    others: list[tuple[ModelTensor, Tensor]]
+    summary: str
+
+
+def put_in(
+    model: nn.Module,
+    selection: Selection,
+    group: dist.ProcessGroup | None,
+    read: Callable[[], ReadTensors],
+) -> FrozenReport:
+    """Put what ``read`` returns into ``model``: weights, in the order of the selection, and other tensors. Collective.
+
+    If it raises on any rank, every rank raises.
+    """
+    # All of it, before the model changes: if one rank's files are broken, no rank's model may be half quantized.
+    found = agree(group, read, lambda found: found.summary, OTHER_FILES)
+    report, _ = quantize_selected(model, selection, found.options, found.encoded)
+    log_report([report])
+    for tensor, value in found.others:
+        tensor.fill(value, found.options.device or torch.device("cpu"))
+    return report
 
 
 def encode_candidate(
@@ -329,46 +361,39 @@ def encode_candidate(
         read: Returns its values. Default: those in the model.
         stored: Its codes, if the codec keeps stored codes and they come from elsewhere than the model.
     """
-    parameter = candidate.parameter
-    own_dtype = parameter.dtype if candidate.packed is None else candidate.packed.dtype
+    parameter, packed = candidate.parameter, candidate.packed
+    own_dtype = parameter.dtype if packed is None else packed.format.dtype
     device = options.device if options.device is not None else parameter.device
     # A model without values has no device yet either, and files are read on the CPU.
     kept_on = torch.device("cpu") if device.type == "meta" else device
     with torch.no_grad():
+        if read is None and packed is not None:
+            stored = packed if options.broadcast is None else _packed_by_first(packed, options.broadcast, device)
         codec: Codec | None = options.codec
         if isinstance(codec, AsStored):
-            if read is None and candidate.packed is not None:
-                stored = _stored_in_model(candidate.packed, options, device)
             codec = codec.otherwise if stored is None else stored.format.codec
+        elif stored is not None:
+            read, stored = stored.values, None
         assert codec is not None, f"{candidate.name} is not stored quantized"
         weight = FrozenWeight(candidate.name, candidate.shape, options.dtype or own_dtype, codec, options.placement)
         if stored is not None:
             return weight, weight.keep(stored, kept_on)
-        return weight, weight.encode(_reader(candidate, options, device) if read is None else read, kept_on)
+        return weight, weight.encode(read or _reader(parameter, options.broadcast, device), kept_on)
 
 
-def _stored_in_model(packed: PackedLinear, options: FrozenOptions, device: torch.device) -> StoredWeight:
-    """Return the codes of a packed weight in the model, or in the first rank's. Collective."""
-    stored = packed.stored
-    if options.broadcast is None:
-        return stored
-    whole = _from_first(stored.records(0, stored.format.groups).to(device), options.broadcast)
-    return StoredWeight(stored.format, lambda first, last: whole[first:last])
+def _packed_by_first(packed: StoredWeight, group: dist.ProcessGroup, device: torch.device) -> StoredWeight:
+    """Return the first rank's codes of a packed weight. Collective."""
+    whole = _from_first(packed.records(0, packed.format.groups).to(device), group)
+    return StoredWeight(packed.format, lambda first, last: whole[first:last])
 
 
-def _reader(candidate: FreezableWeight, options: FrozenOptions, device: torch.device) -> ReadValues:
+def _reader(parameter: nn.Parameter, broadcast: dist.ProcessGroup | None, device: torch.device) -> ReadValues:
     """Return a function that reads values of a weight: from the model, or from the first rank's. Collective."""
-    parameter, packed = candidate.parameter, candidate.packed
-    if options.broadcast is None:
-        if packed is not None:
-            return packed.stored.values
+    if broadcast is None:
         flat = parameter.detach().reshape(-1)
     else:
-        if packed is not None:
-            whole = packed.stored.values(0, candidate.shape.numel()).to(device)
-        else:
-            whole = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)
-        flat = _from_first(whole.contiguous().view(-1), options.broadcast)
+        whole = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)
+        flat = _from_first(whole.contiguous().view(-1), broadcast)
     return lambda first, last: flat[first:last]
 
 
@@ -399,7 +424,8 @@ def quantize_for(
     """Quantize the frozen weights of ``module`` if its strategy has a codec for them. Collective.
 
     Args:
-        strategy: The strategy; its parameter scope places the weights.
+        strategy: The strategy; its parameter scope places the weights, of which ``G`` leaves a copy in each node, as
+            ``I`` does.
         module: The module that is about to be sharded, over the ranks of ``mesh``.
         mesh: The ranks of the strategy.
         ignored: Parameters that FSDP was told to ignore.
@@ -419,7 +445,7 @@ def quantize_for(
         return {}
     options = FrozenOptions(
         codec,
-        Placement(strategy.parameters, as_launched(mesh)),
+        Placement.of_strategy(strategy.parameters, as_launched(mesh)),
         device=compute_device(mesh.group, device),
         dtype=dtype,
         broadcast=broadcast,
@@ -446,8 +472,7 @@ def left_to_shard(
             weight = layer._parameters.get("weight")
             packed = None if weight is None or weight.requires_grad else packed_linear(weight, [layer])
             if packed is not None and packed.shape.numel() >= MIN_NUMEL:
-                beside = [layer._parameters.get(name) for name in packed.beside]
-                taken |= {id(parameter) for parameter in (weight, *beside) if parameter is not None}
+                taken.add(id(weight))
     return [(name, parameter) for name, parameter in named if id(parameter) not in taken]
 
 
@@ -521,9 +546,8 @@ def quantize_frozen_params(
         codec: How weights are quantized. ``"as stored"`` keeps the codes of those that the checkpoint, or the model,
             has quantized, and leaves all others as they are; ``"auto"`` keeps them, too, and encodes the others in
             ``Int8(256)``.
-        placement: A parameter scope: ``I`` keeps the base in every node, sharded inside, and sends no byte between
-            nodes; ``G`` shards it over all ranks until the first gather, which leaves each node a copy; ``N`` keeps
-            all of it on every rank.
+        placement: A parameter scope: ``I`` keeps the base in every node, sharded inside; ``N`` keeps all of it on every
+            rank. Either sends no byte between nodes.
         gpus_per_node: The node size: that of the strategy that will wrap the model, if it gives one. Default: the
             launcher's.
         process_group: The data-parallel ranks. Default: those that a part of the model is sharded over; all ranks if
@@ -583,16 +607,10 @@ def quantize_frozen_params(
         dtype,
         group if sync_module_states else None,
     )
-    read = None
     if checkpoint is not None:
-        # All of it, before the model changes: if one rank's files are broken, no rank's model may be half quantized.
-        read = agree(
-            group, lambda: _read(model, checkpoint, selection, options, group), lambda read: read.summary, OTHER_FILES
-        )
-    report, _ = quantize_selected(model, selection, options, read.encoded if read else None)
+        return put_in(model, selection, group, lambda: _read(model, checkpoint, selection, options, group))
+    report, _ = quantize_selected(model, selection, options)
     log_report([report])
-    for tensor, value in read.others if read is not None else ():
-        tensor.fill(value, options.device or torch.device("cpu"))
     return report
 
 
@@ -608,22 +626,15 @@ def _check_arguments(model: object, codec: object, min_numel: object, dtype: obj
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
 
 
-@dataclass(frozen=True)
-class _QuantizedCheckpoint:
-    encoded: list[Encoded]
-    others: list[tuple[ModelTensor, Tensor]]
-    summary: str
-
-
 def _read(
     model: nn.Module,
     checkpoint: str | os.PathLike[str],
     selection: Selection,
     options: FrozenOptions,
     group: dist.ProcessGroup | None,
-) -> _QuantizedCheckpoint:
-    source = Checkpoint(checkpoint, warns=group is None or dist.get_rank(group) == 0)
-    tensors = {id(tensor.tensor): tensor for tensor in source.cover(model)}
+) -> ReadTensors:
+    found, summary = find_tensors(checkpoint, model, warns=group is None or dist.get_rank(group) == 0)
+    tensors = {id(tensor.tensor): tensor for tensor in found}
     encoded = []
     for candidate in list(selection.chosen):
         tensor = tensors.pop(id(candidate.parameter), None)
@@ -634,23 +645,23 @@ def _read(
             )
         read, stored = None, None
         if tensor is not None:
-            stored = _stored(source, tensor, options.codec)
-            read = finite_values(source.reader(tensor), f"the checkpoint's {tensor.name}", "give a complete one")
+            stored = _stored(found[tensor], options.codec)
+            read = finite_values(found[tensor].values, f"the checkpoint's {tensor.name}", "give a complete one")
         if stored is None and options.codec == AsStored():
             if tensor is not None:
                 tensors[id(candidate.parameter)] = tensor
             selection.leave(candidate, PLAIN)
             continue
         encoded.append(encode_candidate(candidate, options, read, stored))
-    others = [(tensor, source.read(tensor)) for tensor in tensors.values()]
-    return _QuantizedCheckpoint(encoded, others, source.summary())
+    others = [(tensor, found[tensor].read(tensor.tensor.dtype)) for tensor in tensors.values()]
+    return ReadTensors(options, encoded, others, summary)
 
 
-def _stored(source: Checkpoint, tensor: ModelTensor, codec: Codec) -> StoredWeight | None:
+def _stored(tensor: PlainTensor, codec: Codec) -> StoredWeight | None:
     if not isinstance(codec, AsStored):
         return None
     try:
-        return source.stored(tensor)
+        return tensor.stored()
     except NoStackError:
         if codec.otherwise is None:
             raise

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fsdp_zpp.codecs import NF4, BlockCodec, Codec, Int4, Int8, copy_blocks
 from fsdp_zpp.comm.flat_layout import keep_recent
-from fsdp_zpp.comm.hops import Hop, SideStream, Traffic, hop_over, labelled, record_event, wait_for
+from fsdp_zpp.comm.hops import SideStream, Traffic, hop_over, labelled, record_event, wait_for
 from fsdp_zpp.comm.mesh import ProcessMesh, as_launched, process_mesh
 from fsdp_zpp.frozen.stored.format import StoredWeight
 from fsdp_zpp.names import model_name
@@ -26,12 +26,11 @@ from fsdp_zpp.strategy.error_feedback import Topology
 # Places a frozen weight: into how many chunks it is cut, and which of them this rank holds.
 #
 # The flat values of a weight are cut into as many chunks as there are ranks that share it: one under the scope ``N``,
-# one for each rank of a node under ``I``, one for each rank under ``G``. A chunk is a whole number of the codec's
-# blocks, so the blocks are the same however many chunks there are, and the decoded values do not depend on the number
-# of ranks. Under ``G``, rank (node, local) holds chunk ``local * nodes + node``: the inter-node hop of a gather then
-# leaves neighbouring chunks on a rank and the intra-node hop all of them in order, so nothing needs to be transposed.
+# one for each rank of a node under ``I``. A chunk is a whole number of the codec's blocks, so the blocks are the same
+# however many chunks there are, and the decoded values do not depend on the number of ranks. There is no scope ``G``:
+# frozen weights never get stale, so after one gather each node would have all of them for good, as under ``I``.
 
-SCOPES = ("N", "I", "G")
+SCOPES = ("N", "I")
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Placement:
     """A scope on a mesh. See the top of this section.
 
     Attributes:
-        scope: ``N`` replicated on every rank, ``I`` sharded inside a node, ``G`` sharded over all ranks.
+        scope: ``N`` replicated on every rank, ``I`` sharded inside a node.
         by_name: Whether the user gave the node size; see ``check_nodes`` in frozen_base.py.
     """
 
@@ -50,8 +49,13 @@ class Placement:
 
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:
-            scopes = ", ".join(SCOPES)
+            scopes = " or ".join(SCOPES)
             raise ValueError(f"the placement of a frozen base must be one of the scopes {scopes}, got {self.scope!r}")
+
+    @classmethod
+    def of_strategy(cls, parameters: str, mesh: ProcessMesh) -> Placement:
+        """Return the placement of the base under a strategy with the scope ``parameters``."""
+        return cls("N" if parameters == "N" else "I", mesh)
 
     @property
     def chunks(self) -> int:
@@ -60,16 +64,15 @@ class Placement:
 
     @property
     def own_chunk(self) -> int:
-        node, local = divmod(self.mesh.rank, self.mesh.topology.gpus_per_node)
-        return {"N": 0, "I": local, "G": local * self.mesh.topology.nodes + node}[self.scope]
+        return self.mesh.rank % self.chunks
 
     @property
     def replicas(self) -> str:
         """Return the scope for ``check_replicas``: ``I`` if nodes hold the same, ``N`` if all ranks do, else ``G``."""
         topology = self.mesh.topology
-        if self.scope == "I" and topology.gpus_per_node == 1:  # all ranks hold the same
+        if self.scope == "N" or topology.gpus_per_node == 1:
             return "N"
-        return "G" if topology.world == 1 or (self.scope == "I" and topology.nodes == 1) else self.scope
+        return "I" if topology.world > topology.gpus_per_node else "G"
 
     def chunk_numel(self, numel: int, codec: Codec) -> int:
         """Return how many of ``numel`` values are in a chunk; the last chunks may be partly or wholly past the end."""
@@ -130,30 +133,8 @@ def out_of_inference_mode() -> Iterator[None]:
         yield
 
 
-class PayloadHolder(Protocol):  # of one or more weights
-    def gathered_payload(self, weight: FrozenWeight, device: torch.device) -> Tensor:
-        """Return all chunks, uint8 [chunks, local_nbytes], on the device that computes. Collective.
-
-        They are valid until the payload of another unit is requested.
-        """
-
-    def local_payload(self, weight: FrozenWeight) -> Tensor:
-        """Return this rank's chunk, uint8 [local_nbytes]; it may be a view."""
-
-    def move(self, device: torch.device) -> None: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-
 class Base(Communicator, Protocol):
     def make_units(self) -> None: ...
-
-
-class Sliceable(Protocol):
-    """A flat tensor, or the slice of a file, which is read when it is indexed."""
-
-    def __getitem__(self, index: slice, /) -> Tensor: ...
 
 
 class FrozenWeight:
@@ -167,7 +148,7 @@ class FrozenWeight:
         sampled: Some of its scales, once they were requested.
     """
 
-    holder: PayloadHolder
+    holder: UngroupedPayload | FrozenUnit
     base: Base
     shown: weakref.ref[Tensor] | None = None
     sampled: list[float] | None = None
@@ -198,7 +179,7 @@ class FrozenWeight:
         blocks = layout.blocks(self.shape.numel())
         return codes[: layout.codes_nbytes(blocks * layout.block)], scales[:blocks]
 
-    def local_payload_from_slices(self, codes: Sliceable, scales: Sliceable) -> Tensor:
+    def local_payload_from_slices(self, codes: Any, scales: Any) -> Tensor:
         """Return this rank's chunk, uint8 [local_nbytes] on the CPU, assembled from all codes and scales.
 
         Only this rank's part of them is read, so they may be lazy slices of files.
@@ -327,32 +308,18 @@ class UngroupedPayload:
 # the buffer it overwrites; the computation waits for the gather when it reaches that unit.
 
 
-class Gathered(Protocol):
-    label: str
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def gathered_shape(self) -> tuple[int, int]: ...
-
-    def gather(self, out: Tensor) -> None: ...
-
-    def split(self, gathered: Tensor) -> Sequence[Tensor]: ...
-
-
 @dataclass
 class _Buffer:
     """Memory for one gathered unit, kept from unit to unit: allocations that cross streams fragment the memory."""
 
     memory: Tensor | None = None
-    unit: Gathered | None = None
+    unit: FrozenUnit | None = None
     # Kept, since a unit comes back to the same memory in every step.
-    places: dict[Gathered, tuple[Tensor, Sequence[Tensor]]] = field(default_factory=dict)
+    places: dict[FrozenUnit, tuple[Tensor, Sequence[Tensor]]] = field(default_factory=dict)
     parts: Sequence[Tensor] = ()
     ready: torch.cuda.Event | None = None
 
-    def hold(self, unit: Gathered) -> Tensor:
+    def hold(self, unit: FrozenUnit) -> Tensor:
         """Return memory for ``unit``, uint8 of its gathered shape, without its values."""
         rows, nbytes = unit.gathered_shape
         if self.memory is None or self.memory.numel() < rows * nbytes or self.memory.device != unit.device:
@@ -373,13 +340,13 @@ class DoubleBuffer:
 
     def __init__(self) -> None:
         self._current, self._other = _Buffer(), _Buffer()
-        self._previous: Gathered | None = None
+        self._previous: FrozenUnit | None = None
         # The unit that followed a pair of units, by the pair's second, then its first unit. Where always other units
         # come before one, as with experts, few of the pairs come again, so only the last few are kept.
-        self._next: dict[Gathered, dict[Gathered, Gathered]] = {}
+        self._next: dict[FrozenUnit, dict[FrozenUnit, FrozenUnit]] = {}
         self._stream = SideStream()
 
-    def get(self, unit: Gathered) -> Sequence[Tensor]:
+    def get(self, unit: FrozenUnit) -> Sequence[Tensor]:
         """Return the gathered parts of ``unit``, valid in this stream until another unit is requested. Collective."""
         if self._current.unit is not unit:
             self._switch(unit)
@@ -391,12 +358,12 @@ class DoubleBuffer:
     def nbytes(self) -> int:
         return sum(b.memory.nbytes for b in (self._current, self._other) if b.memory is not None)
 
-    def drop(self, unit: Gathered) -> None:
+    def drop(self, unit: FrozenUnit) -> None:
         for buffer in (self._current, self._other):
             if buffer.unit is unit:
                 buffer.unit, buffer.parts = None, ()
 
-    def _switch(self, unit: Gathered) -> None:
+    def _switch(self, unit: FrozenUnit) -> None:
         before, last = self._previous, self._current.unit
         if last is not None:
             if before is not None:
@@ -414,7 +381,7 @@ class DoubleBuffer:
             with labelled("prefetch", expected.label):
                 self._gather(expected, self._other)
 
-    def _gather(self, unit: Gathered, buffer: _Buffer) -> None:
+    def _gather(self, unit: FrozenUnit, buffer: _Buffer) -> None:
         # The buffer is allocated in the side stream, too. When it is freed for a larger one, its memory goes back to
         # that stream, which has waited for all that the computation read of it. It outlives the forward, too.
         with out_of_inference_mode(), self._stream.after_current(unit.device):
@@ -428,10 +395,8 @@ class DoubleBuffer:
 # Frozen weights that are gathered together: one payload, one collective a hop.
 #
 # A unit is the frozen weights of one transformer block, or of whatever FSDP wraps as one. This rank's chunks of all of
-# them lie side by side in one row of bytes, the *payload shard*; a gather returns one such row for each rank. Under the
-# scope ``I`` all nodes hold the same, so there is only the intra-node hop. Under ``G`` the first gather crosses nodes.
-# Its result, the *secondary shard*, contains the payload shard and replaces it for good, since frozen weights
-# never get stale.
+# them lie side by side in one row of bytes, the *payload shard*; a gather returns one such row for each rank. All nodes
+# hold the same, so there is only the intra-node hop.
 
 
 class FrozenUnit:
@@ -441,10 +406,8 @@ class FrozenUnit:
         self.label, self.weights = label, weights
         self.placement = weights[0].placement
         mesh, scope = self.placement.mesh, self.placement.scope
-        self._inter = hop_over(mesh.inter if scope == "G" else None, "gather", "inter", traffic)
         self._intra = hop_over(mesh.intra if scope != "N" else None, "gather", "intra", traffic)
         self._buffers = buffers
-        self._crossed = False
         self._places = {weight: place for place, weight in enumerate(weights)}
         self._nbytes = [weight.local_nbytes for weight in weights]
         self.local_nbytes = sum(self._nbytes)
@@ -474,16 +437,17 @@ class FrozenUnit:
             self._hold(self._shard.to(device))
 
     def local_payload(self, weight: FrozenWeight) -> Tensor:
-        # A secondary shard has a row from each node; this rank's own is that of its node.
-        node = self.placement.mesh.rank // self.placement.mesh.topology.gpus_per_node if self._crossed else 0
-        return self._held[self._places[weight]][node]
+        """Return this rank's chunk, uint8 [local_nbytes], a view."""
+        return self._held[self._places[weight]][0]
 
     def gathered_payload(self, weight: FrozenWeight, device: torch.device) -> Tensor:
+        """Return all chunks, uint8 [chunks, local_nbytes], on the device that computes. Collective.
+
+        They are valid until the payload of another unit is requested.
+        """
         if self._shard.is_cpu and device.type != "cpu":
             # FSDP moves a model to its device without Module._apply, so nothing has moved the codes with it.
             self.move(device)
-        if self._inter is not None and not self._crossed:
-            self._cross_nodes(self._inter)
         parts = self._held if self._intra is None else self._buffers.get(self)
         return parts[self._places[weight]]
 
@@ -495,12 +459,6 @@ class FrozenUnit:
         """Gather the payload over the intra-node hop into ``out``, uint8 of the gathered shape. Collective."""
         assert self._intra is not None
         self._intra.all_gather(self._shard, self.label, out)
-
-    def _cross_nodes(self, inter: Hop) -> None:
-        """Replace the payload shard by the secondary shard, under the scope G, at the first gather."""
-        with out_of_inference_mode():  # it outlives the forward
-            self._hold(inter.all_gather(self._shard, self.label))
-        self._crossed = True
 
     def _hold(self, shard: Tensor) -> None:
         self._shard, self._held = shard, self.split(shard)

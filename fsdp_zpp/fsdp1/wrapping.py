@@ -26,7 +26,7 @@ from fsdp_zpp.comm.gradient_reduce import GradientReduce
 from fsdp_zpp.comm.hops import Traffic
 from fsdp_zpp.comm.mesh import ProcessMesh, compute_device, mesh_on, own_rank, process_mesh
 from fsdp_zpp.frozen.frozen_base import check_nodes
-from fsdp_zpp.frozen.hugging_face import guard_sharded
+from fsdp_zpp.frozen.hugging_face import guard_save_pretrained
 from fsdp_zpp.frozen.quantize import left_to_shard, log_frozen, prepare_frozen, quantize_for
 from fsdp_zpp.names import explains_keywords, model_name
 from fsdp_zpp.runtime._torch_flat_parts import copy_replaced, hear_of_loads, is_in_flat_parameter
@@ -525,7 +525,7 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
         module.register_state_dict_pre_hook(refuse_local_state_dict)
     attach(module, unit)
     refuse_whole_graphs(module)
-    guard_sharded(module.module, functools.partial(_torch_handle.has_shards, module))
+    guard_save_pretrained(module.module, functools.partial(_torch_handle.has_shards, module))
 
 
 def _all_ranks_of(model: nn.Module) -> dist.ProcessGroup | None:

@@ -25,7 +25,7 @@ from fsdp_zpp._torch_compat import Patch, major_minor
 from fsdp_zpp.comm.agreement import agree, check_agreement, parameter_facts
 from fsdp_zpp.comm.mesh import ProcessMesh, accelerator, own_rank, ranks_on_each_node
 from fsdp_zpp.frozen.frozen_base import holds_base
-from fsdp_zpp.frozen.hugging_face import guard_sharded
+from fsdp_zpp.frozen.hugging_face import guard_save_pretrained
 from fsdp_zpp.frozen.quantize import left_to_shard, log_frozen, prepare_frozen, quantize_for
 from fsdp_zpp.names import check_keywords, model_name
 from fsdp_zpp.runtime._torch_flat_parts import is_flattened
@@ -713,7 +713,7 @@ def fully_shard(
         if id(parameter) in sharded_here and own_name in owner._parameters:
             hold((owner, own_name), name, parameter, unit_name)
     for each in modules:
-        guard_sharded(each, has_shards)
+        guard_save_pretrained(each, has_shards)
     return sharded
 
 

@@ -26,8 +26,8 @@ from .model_size import Unit, Units
 # A rank's memory and gathers of a frozen base that is quantized once.
 #
 # FSDP does not manage a quantized base. Its placement decides where it is kept, and its double buffer when it is
-# gathered, whatever the optimizer scope and whatever FSDP reshards: under parameter scope G each node keeps a copy from
-# the first gather on, and a unit that is still in one of the two buffers is not gathered again.
+# gathered, whatever the optimizer scope and whatever FSDP reshards: each node keeps a copy, under parameter scope G,
+# too, and a unit that is still in one of the two buffers is not gathered again.
 #
 # The plan knows only the size of a unit, so it treats each as one weight. It assumes that half of the root's parameters
 # come before the layers (an embedding) and half after them (a head).
@@ -37,10 +37,7 @@ _PLAYED = 6
 
 
 def kept_nbytes(numel: int, codec: Codec, strategy: ResolvedStrategy) -> int:
-    placement = _placement(strategy)
-    # Under G, the first gather leaves the chunks of its local index from all nodes, for the node's own copy.
-    rows = strategy.topology.nodes if placement.scope == "G" else 1
-    return rows * codec.nbytes(placement.chunk_numel(numel, codec)) if numel else 0
+    return codec.nbytes(_placement(strategy).chunk_numel(numel, codec)) if numel else 0
 
 
 class Gathers(NamedTuple):
@@ -91,7 +88,7 @@ def _sizes_in_order(size: Units) -> Iterator[tuple[int, bool]]:
 def _placement(strategy: ResolvedStrategy) -> Placement:
     # The requested letter, not the effective scope: a base is placed by it. The sizes are the same on every rank, so
     # rank 0 without process groups will do.
-    return Placement(strategy.levels[0], ProcessMesh(strategy.topology, 0, None, None))
+    return Placement.of_strategy(strategy.levels[0], ProcessMesh(strategy.topology, 0, None, None))
 
 
 # ---- volume

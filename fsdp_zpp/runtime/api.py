@@ -107,11 +107,15 @@ def check_dtypes(parameters: Iterable[tuple[str, Tensor]], remedy: str, *, takes
         in_8_bits = hasattr(parameter, "CB")
         if is_packed and takes_integers and not in_8_bits:
             continue
-        frozen = "pass frozen= to the strategy, which takes over bitsandbytes' layers of 4096 values or more; or "
-        storage = "" if in_8_bits else "store packed values with bnb_4bit_quant_storage=torch.bfloat16; or "
+        packed = (
+            "store packed values with bnb_4bit_quant_storage=torch.bfloat16; or pass frozen= to the strategy, which "
+            "takes over bitsandbytes' layers of 4096 values or more; or "
+        )
+        if in_8_bits:
+            packed = "load the base in 4 bits, or in bf16 and quantize it as Int8(256); or "
         raise TypeError(
             f"parameter {name} is {parameter.dtype}; a Strategy shards {', '.join(map(str, DTYPES))}; "
-            f"{(storage + frozen) * is_packed}{remedy}"
+            f"{packed * is_packed}{remedy}"
         )
 
 

@@ -77,20 +77,6 @@ def awq(out: int, inputs: int, seed: int = 0, *, group: int = 32) -> Stored:
     return {name: part.contiguous() for name, part in parts.items()}, values
 
 
-def packed_integers(
-    out: int, inputs: int, seed: int = 0, *, bits: int = 4, group: int | None = 32, sym: bool = True
-) -> Stored:
-    """As compressed-tensors writes ``pack-quantized``; without a group there is one scale an output."""
-    codes, groups = _codes((out, inputs), bits, seed), 1 if group is None else inputs // group
-    zeros = torch.full((out, groups), 2 ** (bits - 1)) if sym else _codes((out, groups), bits, seed + 1)
-    scales = _scales((out, groups), torch.bfloat16, seed + 2, bits)
-    group_of = torch.arange(inputs) // (group or inputs)
-    parts = {"weight_packed": words(codes, bits), "weight_scale": scales, "weight_shape": torch.tensor([out, inputs])}
-    if not sym:
-        parts["weight_zero_point"] = words(zeros.T, bits).T.contiguous()
-    return parts, _values(codes, zeros, scales, group_of)
-
-
 def mxfp4(experts: int, out: int, inputs: int, seed: int = 0) -> Stored:
     """As gpt-oss stores a stack, which models have as [experts, in, out]; in bf16."""
     codes = _codes((experts, out, inputs), 4, seed)

@@ -94,10 +94,14 @@ def test_a_checkpoint_that_lacks_a_tensor_or_has_another_shape_is_refused(
 
 def test_dtypes_that_need_scales_are_refused(tmp_path: Path) -> None:
     state = lora.make_base().state_dict()
-    for dtype in (torch.float8_e4m3fn, torch.int8):
+    saids = {
+        torch.float8_e4m3fn: "the checkpoint has blocks.1.up.weight as torch.float8",
+        torch.int8: "blocks.1.up.weight is torch.float32 in the model and torch.int8 in",
+    }
+    for dtype, said in saids.items():
         weight = {"blocks.1.up.weight": torch.zeros(91, 66).to(dtype)}
         path = write_checkpoint(tmp_path / "model.safetensors", state, weight)
-        refused(lora.make_base(), quantizing(path), "the checkpoint has blocks.1.up.weight as torch.", str(path))
+        refused(lora.make_base(), quantizing(path), said, str(path))
 
 
 def test_a_trained_weight_may_be_missing_and_is_loaded_if_it_is_there(tmp_path: Path) -> None:
@@ -463,12 +467,12 @@ def loaded(adapter: Adapter, scope: str, gpus_per_node: int, path: str, expected
             tensor.data.zero_()
     report = load_frozen_params(net, path, placement=scope, gpus_per_node=gpus_per_node)
     assert report.weights == 6
-    assert set(report.left) == {"not quantized in the files"}
+    assert set(report.left) == {"1-D"}
     model = adapter.shard(net, Case(), Strategy("GGG", gpus_per_node=gpus_per_node))
     assert torch.equal(logits_of_net(model), expected)
 
 
-@over_each(rest=False, adapter=ADAPTERS, scope=["N", "I", "G"], codec=CODECS)
+@over_each(rest=False, adapter=ADAPTERS, scope=["N", "I"], codec=CODECS)
 def test_saved_and_loaded_at_other_world_sizes(
     pool: Pools, adapter: Adapter, scope: str, codec: Codec, tmp_path: Path
 ) -> None:

@@ -139,7 +139,7 @@ def quantized_first(adapter: Adapter, codec: Codec, scope: str) -> None:
     sends_nothing_between_nodes(model)
 
 
-@over_each(rest=False, adapter=ADAPTERS, case=[(Int8(256), "N"), (Int4(32), "G"), (NF4(64), "I")])
+@over_each(rest=False, adapter=ADAPTERS, case=[(Int8(256), "N"), (Int4(32), "I"), (NF4(64), "I")])
 def test_a_base_lies_on_the_nodes_of_the_strategy(pool: Pools, adapter: Adapter, case: tuple[Codec, str]) -> None:
     pool(4).run(quantized_first, adapter, *case)
 

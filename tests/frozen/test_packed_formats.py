@@ -14,18 +14,17 @@ import torch
 import transformers
 from bitsandbytes import functional
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from fsdp_zpp.comm.mesh import ProcessMesh
 from fsdp_zpp.frozen.stored import find_stored
-from fsdp_zpp.frozen.stored.floats import FourBit, Fp8, Int8Rows, Mxfp4
+from fsdp_zpp.frozen.stored.floats import FourBit, Fp8, Mxfp4
 from fsdp_zpp.frozen.stored.format import stored_in
-from fsdp_zpp.frozen.stored.integers import Awq, Gptq, PackedIntegers
+from fsdp_zpp.frozen.stored.integers import Awq, Gptq
 from fsdp_zpp.frozen.weight import FrozenWeight, Placement
 from fsdp_zpp.strategy.error_feedback import Topology
 
@@ -34,12 +33,6 @@ GPTQ = [
     for bits in (4, 8)
     for sym, act, v2 in ((True, False, False), (False, True, False), (False, False, True))
 ]
-INTEGERS = [
-    {"bits": bits, "sym": sym, "group": group}
-    for bits in (4, 8)
-    for sym, group in ((True, 32), (False, 32), (False, None))
-]
-COMPRESSED = {"quant_method": "compressed-tensors"}
 
 
 # ---- formats
@@ -68,14 +61,6 @@ def _four_bits(out: int, inputs: int, seed: int = 0) -> by_hand.Stored:
     return parts, functional.dequantize_4bit(codes, state).view_as(weight)
 
 
-def _eight_bits(out: int, inputs: int, seed: int = 0) -> by_hand.Stored:
-    """As bitsandbytes writes int8."""
-    weight = torch.randn(out, inputs, generator=torch.Generator().manual_seed(seed)) * 0.05
-    codes, scales, _ = functional.int8_vectorwise_quant(weight.half())
-    parts = {"weight": codes, "SCB": scales, "weight_format": torch.tensor(0, dtype=torch.uint8)}
-    return parts, functional.int8_vectorwise_dequant(codes, scales)
-
-
 def _gptq_config(options: dict[str, Any]) -> dict[str, Any]:
     return {"quant_method": "gptq", "checkpoint_format": "gptq_v2" if options["v2"] else "gptq"}
 
@@ -84,16 +69,10 @@ _BLOCKS = {"quant_method": "fp8", "weight_block_size": [32, 32]}
 FORMATS: dict[str, Any] = {
     **{f"gptq {options}": (Gptq, by_hand.gptq(48, 128, **options), "", _gptq_config(options)) for options in GPTQ},
     "awq": (Awq, by_hand.awq(48, 128), "", {"quant_method": "awq", "version": "GEMM"}),
-    **{
-        f"integers {options}": (PackedIntegers, by_hand.packed_integers(44, 128, **options), "", {})
-        for options in INTEGERS
-    },
-    "integers, not whole words": (PackedIntegers, by_hand.packed_integers(44, 132, group=33), "", {}),
     "mxfp4": (Mxfp4, by_hand.mxfp4(3, 48, 64), "experts_", {}),
     "fp8, no whole blocks": (Fp8, by_hand.fp8(44, 70), "", _BLOCKS),
     "fp8 by rows": (Fp8, by_hand.fp8_rows(44, 70), "", {"quant_method": "fbgemm_fp8"}),
     "4 bits of bitsandbytes": (FourBit, _four_bits(48, 72), "", {}),
-    "8 bits of bitsandbytes": (Int8Rows, _eight_bits(48, 72), "", {}),
 }
 
 
@@ -126,13 +105,13 @@ def test_rows_and_chunks_of_a_format_decode_alone(name: str, tmp_path: Path) -> 
 
 
 _NEED_NOT_BE_THERE = {
-    *("qweight", "weight_packed", "blocks", "weight"),  # by which formats find their weights
-    *("g_idx", "weight_zero_point"),  # which not all weights have
+    *("qweight", "blocks", "weight"),  # by which formats find their weights
+    "g_idx",  # which not all weights have
 }
 
 
 # Files of the other formats are written by their own libraries, and broken where these write them.
-@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name][0] not in (Fp8, FourBit, Int8Rows)])
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name][0] not in (Fp8, FourBit)])
 def test_what_does_not_fit_is_refused(name: str) -> None:
     _, (parts, _), prefix, config = FORMATS[name]
     prefix = prefix or "layer."
@@ -196,14 +175,11 @@ def scales_of(draw: st.DrawFn, *kinds: str) -> tuple[dict[str, Any], tuple[int, 
         height, width = draw(SIDES), draw(SIDES)
         grid = -(-rows // height), -(-columns // width)
         return {"strategy": kind, "block_structure": [height, width]}, (rows, columns), grid
-    if kind == "group":
-        size, groups = draw(st.integers(1, 17)), draw(st.integers(1, 4))
-        return {"strategy": kind, "group_size": size}, (rows, size * groups), (rows, groups)
     return {"strategy": kind}, (rows, columns), (1,) if kind == "tensor" else (rows, 1)
 
 
 @PROPERTY
-@given(scales_of("tensor", "channel", "group", "block"), st.sampled_from(list(SCALES)), st.integers(0, 99))
+@given(scales_of("tensor", "channel", "block"), st.sampled_from(list(SCALES)), st.integers(0, 99))
 def test_fp8_is_read_as_compressed_tensors_reads_it(stated: Any, dtype: str, seed: int) -> None:
     arguments, shape, scale_shape = stated
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(num_bits=8, type="float", **arguments))
@@ -211,22 +187,6 @@ def test_fp8_is_read_as_compressed_tensors_reads_it(stated: Any, dtype: str, see
     parts = {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": scales}
     ours = read({f"a.{name}": part for name, part in parts.items()}, written_by(scheme, "float-quantized"))
     assert equal(ours.to(scales.dtype), read_by_owner(parts, scheme, "float-quantized"))
-
-
-@PROPERTY
-@given(scales_of("channel", "group"), st.sampled_from([4, 8]), st.booleans(), st.integers(0, 99))
-def test_integers_are_read_as_compressed_tensors_reads_them(stated: Any, bits: int, symmetric: bool, seed: int) -> None:
-    arguments, shape, scale_shape = stated
-    weights = QuantizationArgs(num_bits=bits, symmetric=symmetric, **arguments)
-    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
-    assume(symmetric or shape[0] > 32 // bits)  # the owner can't unpack zero points of a single word
-    codes, zeros = (random_bytes(*some, seed=seed).view(torch.int8) >> (8 - bits) for some in (shape, scale_shape))
-    parts = {"weight_scale": random_scales(*scale_shape, seed=seed).bfloat16()}
-    parts |= {"weight_packed": pack_to_int32(codes, bits), "weight_shape": torch.tensor(shape)}
-    if not symmetric:
-        parts["weight_zero_point"] = pack_to_int32(zeros, bits, packed_dim=0)
-    ours = read({f"a.{name}": part for name, part in parts.items()}, written_by(scheme, "pack-quantized"))
-    assert equal(ours.bfloat16(), read_by_owner(parts, scheme, "pack-quantized"))
 
 
 METHODS: list[tuple[str, str, dict[str, Any]]] = [
@@ -264,16 +224,16 @@ REAL: dict[str, dict[str, Any]] = {
         **{"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
         "modules_to_not_convert": ["visual"],
     },
-    "Kimi-K2-Thinking": {
-        **{"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"},
-        **{"ignore": ["lm_head", "re:.*self_attn.*"], "kv_cache_scheme": None},
+    "Llama-3.1-8B-FP8-dynamic": {
+        **{"quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed"},
+        **{"ignore": ["lm_head"], "kv_cache_scheme": None, "global_compression_ratio": 1.4},
         "config_groups": {
             "group_0": {
-                **{"input_activations": None, "output_activations": None, "targets": ["Linear"]},
+                **{"input_activations": {"dynamic": True}, "output_activations": None, "targets": ["Linear"]},
                 "weights": {
-                    **{"actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4},
-                    **{"observer": "minmax", "observer_kwargs": {}, "strategy": "group", "symmetric": True},
-                    "type": "int",
+                    **{"actorder": None, "block_structure": None, "dynamic": False, "group_size": None, "num_bits": 8},
+                    **{"observer": "minmax", "observer_kwargs": {}, "strategy": "channel", "symmetric": True},
+                    "type": "float",
                 },
             }
         },
@@ -285,26 +245,26 @@ def test_configurations_of_published_checkpoints_are_known() -> None:
     assert [find_stored(Tensors(), config) for config in REAL.values()] == [{}] * len(REAL)
 
 
-KIMI = REAL["Kimi-K2-Thinking"]
+ROWS = REAL["Llama-3.1-8B-FP8-dynamic"]
 
 
 def with_weights(**changes: Any) -> dict[str, Any]:
-    """Kimi's configuration with other ``weights``."""
-    group = KIMI["config_groups"]["group_0"]
-    return KIMI | {"config_groups": {"group_0": group | {"weights": group["weights"] | changes}}}
+    """The configuration of compressed-tensors with other ``weights``."""
+    group = ROWS["config_groups"]["group_0"]
+    return ROWS | {"config_groups": {"group_0": group | {"weights": group["weights"] | changes}}}
 
 
 CHANGED: dict[str, tuple[dict[str, Any], str]] = {
-    "a transform": (KIMI | {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, "transform_config"),
-    "sparse": (KIMI | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config {"),
-    "int8 plain": (KIMI | {"format": "int-quantized"}, "pack-quantized, float-quantized can be read; dequantize it"),
-    "nvfp4": (KIMI | {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
-    "an order": (with_weights(actorder="group"), "config_groups.*.weights.actorder 'group'"),
-    "weights'": (with_weights(**UNKNOWN), "config_groups.*.weights.rotated_by"),
-    "zero points in bf16": (with_weights(zp_dtype="torch.bfloat16"), "zp_dtype 'torch.bfloat16'"),
-    "no block": (with_weights(strategy="block"), "the strategy 'block' with group_size 32 and block_structure None"),
-    "a preset": (KIMI | {"config_groups": {"W3A16": ["Linear"]}}, "has W3A16 ['Linear'], and a mapping belongs"),
-    "a group that is none": (COMPRESSED | {"config_groups": {"group_0": 4}}, "group_0 4, and a mapping belongs"),
+    "a transform": (ROWS | {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, "transform_config"),
+    "sparse": (ROWS | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config {"),
+    "integers": (ROWS | {"format": "pack-quantized"}, "float-quantized and dense can be read; dequantize it"),
+    "integers in a group": (with_weights(type="int"), "config_groups.group_0.weights.type 'int'"),
+    "nvfp4": (ROWS | {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
+    "an order": (with_weights(actorder="group"), "config_groups.group_0.weights.actorder 'group'"),
+    "groups": (with_weights(strategy="group", group_size=32), "config_groups.group_0.weights.group_size 32"),
+    "weights'": (with_weights(**UNKNOWN), "config_groups.group_0.weights.rotated_by"),
+    "a preset": (ROWS | {"config_groups": {"FP8": ["Linear"]}}, "has FP8 ['Linear'], and a mapping belongs"),
+    "a group that is none": (ROWS | {"config_groups": {"group_0": 4}}, "group_0 4, and a mapping belongs"),
     "no configuration": ({}, "a.qweight is of GPTQ or AWQ, but no config.json"),
     "awq, another version": ({"quant_method": "awq", "version": "gemv"}, "version 'gemv'"),
     "awq, 8 bits": ({"quant_method": "awq", "bits": 8}, "bits 8"),
@@ -313,6 +273,7 @@ CHANGED: dict[str, tuple[dict[str, Any], str]] = {
     "gptq, one layer": (REAL["gptqmodel"] | {"dynamic": {"a": {"bits": 8}}}, "patterns that exclude layers"),
     "awq, another packing": (REAL["autoawq"] | {"backend": "llm-awq"}, "backend 'llm-awq'"),
     "fp8, experts": (REAL["DeepSeek-V3.1"] | {"expert_dtype": "fp4"}, "expert_dtype 'fp4'"),
+    "LLM.int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_8bit True, and False can be read"),
     "bitsandbytes": ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "af4"}, "bnb_4bit_quant_type 'af4'"),
 }
 
@@ -325,7 +286,7 @@ def refused(parts: dict[str, Tensor], config: dict[str, Any], said: str) -> None
 @pytest.mark.parametrize("case", CHANGED)
 def test_settings_that_change_what_weights_mean_are_refused(case: str) -> None:
     config, said = CHANGED[case]
-    refused(ORDERED if config.get("quant_method", "gptq") == "gptq" else PACKED, config, said)
+    refused(as_fp8(256, 1) if config.get("quant_method") == "compressed-tensors" else ORDERED, config, said)
 
 
 def as_fp8(*scales: int, shape: tuple[int, ...] = (256, 256)) -> dict[str, Tensor]:
@@ -334,8 +295,6 @@ def as_fp8(*scales: int, shape: tuple[int, ...] = (256, 256)) -> dict[str, Tenso
 
 FP8 = {"quant_method": "fp8"}
 SQUARES = FP8 | {"weight_block_size": [64, 64]}
-ROWS = with_weights(type="float", num_bits=8, group_size=None, strategy="channel") | {"format": "float-quantized"}
-PACKED, ASYMMETRIC = by_hand.packed_integers(48, 128)[0], by_hand.packed_integers(48, 128, sym=False)[0]
 ORDERED = by_hand.gptq(48, 128)[0]
 UNORDERED = {name: part for name, part in ORDERED.items() if name != "g_idx"}
 GPTQ4 = {"quant_method": "gptq", "bits": 4, "group_size": 32}
@@ -349,11 +308,9 @@ MISFITS: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
         ROWS,
         "in a way that can't be read",
     ),
-    "fp8 for int": (as_fp8(256, 1), KIMI, "a.weight as float codes, but no group of config_groups"),
+    "fp8, one scale": (as_fp8(256, 1), with_weights(strategy="tensor"), "needs a scale for each all x all of"),
     "fp8, a stack": (as_fp8(2, 8, 1, shape=(2, 8, 8)), FP8, "a.weight of shape (2, 8, 8), and matrices alone can be"),
-    "int, other groups": (PACKED, with_weights(group_size=64), "needs scales by the strategy group with group_size 64"),
-    "int, asymmetric": (PACKED, with_weights(symmetric=False), "weight_zero_point as missing"),
-    "int, symmetric": (ASYMMETRIC, KIMI, "needs none, since config.json says that it is symmetric"),
+    "integers": ({"weight_packed": torch.zeros(8, 8, dtype=torch.int32)}, ROWS, "in a way that can't be read"),
     "gptq, an order": (UNORDERED, GPTQ4 | {"desc_act": True}, "a.g_idx as missing"),
     "gptq, other groups": (UNORDERED, GPTQ4 | {"group_size": 64}, "groups of 64, the group_size of config.json"),
     "awq, other groups": (by_hand.awq(48, 128)[0], REAL["autoawq"], "groups of 128, the group_size of config.json"),
@@ -370,22 +327,11 @@ def test_what_the_configuration_says_is_not_replaced(parts: dict[str, Tensor], c
     refused(parts, config, said)
 
 
-def test_a_weight_that_may_be_of_two_groups_is_refused() -> None:
-    group = KIMI["config_groups"]["group_0"]
-    other = group | {"targets": ["Other"], "weights": group["weights"] | {"group_size": 64}}
-    refused(PACKED, KIMI | {"config_groups": {"group_0": group, "group_1": other}}, "leaves open which of its groups")
-
-
-def test_the_group_of_a_weight_is_that_of_its_name_before_its_class() -> None:
-    group = KIMI["config_groups"]["group_0"]
-    own = {"targets": ["re:.*down_proj"], "weights": group["weights"] | {"group_size": 64}}
-    config = KIMI | {"config_groups": {"group_0": group, "group_1": own}}
-    tensors = Tensors()
-    for layer, size in (("down_proj", 64), ("up_proj", 32)):
-        parts, _ = by_hand.packed_integers(48, 128, group=size)
-        tensors.update({f"{layer}.{name}": part for name, part in parts.items()})
-    found: dict[str, Any] = find_stored(tensors, config)
-    assert {name: stored.scale_groups for name, stored in found.items()} == {"down_proj.weight": 2, "up_proj.weight": 4}
+def test_groups_of_weights_that_share_scales_in_different_ways_are_refused() -> None:
+    group = ROWS["config_groups"]["group_0"]
+    other = group | {"targets": ["Other"], "weights": group["weights"] | {"strategy": "tensor"}}
+    two = ROWS | {"config_groups": {"group_0": group, "group_1": other}}
+    refused(as_fp8(256, 1), two, "config_groups ['group_0', 'group_1'], and groups whose scales")
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "fp8"])

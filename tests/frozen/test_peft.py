@@ -66,7 +66,7 @@ def sharded(adapter: Adapter, adapters: dict[str, str], strategy: Strategy = MIX
     """In a worker: the model under a strategy that implies quantizing."""
     # PEFT computes the magnitudes that it starts with from the weights, and copies what it is to train.
     first = set(adapters.values()) & {"dora", "head trained", *TIED}
-    base = quantized(tied, strategy.parameters) if first else llama.make_base(tied=tied)
+    base = quantized(tied, strategy.parameters.replace("G", "I")) if first else llama.make_base(tied=tied)
     return llama.shard(adapter, llama.adapt(base, adapters), strategy)
 
 

@@ -12,20 +12,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import floats, format, integers
-from .floats import FourBit, Fp8, Int8Rows, Mxfp4
-from .format import REMEDY, Config, Known, StoredFormat, StoredTensors, refuse_unknown, setting
-from .integers import Awq, Gptq, PackedIntegers
+from . import floats, integers
+from .floats import FourBit, Fp8, Mxfp4
+from .format import REMEDY, Known, Settings, StoredFormat, StoredTensors, refuse_unknown, setting
+from .integers import Awq, Gptq
 
 # The settings and formats of each quant_method. Without a quant_method, all formats are looked for.
 FORMATS: dict[str, tuple[Known, tuple[type[StoredFormat], ...]]] = {
     "fp8": (floats.FP8_SETTINGS, (Fp8,)),
     "fbgemm_fp8": (floats.FBGEMM_SETTINGS, (Fp8,)),
-    "bitsandbytes": (floats.BITSANDBYTES_SETTINGS, (FourBit, Int8Rows)),
+    "bitsandbytes": (floats.BITSANDBYTES_SETTINGS, (FourBit,)),
     "mxfp4": (floats.MXFP4_SETTINGS, (Mxfp4,)),
     "gptq": (integers.GPTQ_SETTINGS, (Gptq,)),
     "awq": (integers.AWQ_SETTINGS, (Awq,)),
-    "compressed-tensors": (format.COMPRESSED_TENSORS_SETTINGS, (PackedIntegers, Fp8)),
+    "compressed-tensors": (floats.COMPRESSED_SETTINGS, (Fp8,)),
 }
 
 # Suffixes in the names of tensors that belong to the codes of a weight.
@@ -64,25 +64,24 @@ def read_config(source: Path) -> dict[str, Any]:
     return {**config, "quant_method": method}
 
 
-def find_stored(tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
+def find_stored(tensors: StoredTensors, config: Settings) -> dict[str, StoredFormat]:
     """Return the weights that are stored quantized, by name; ``config`` is the result of :func:`read_config`."""
     if config:
         known, formats = FORMATS[config["quant_method"]]
         refuse_unknown(config["quant_method"], config, known)
     else:
         formats = tuple(dict.fromkeys(each for _, some in FORMATS.values() for each in some))
-    settings = Config(config)
     found: dict[str, StoredFormat] = {}
     for key in tensors:
         for each in formats:
-            if (weight := each.at(key, tensors, settings)) is not None:
+            if (weight := each.at(key, tensors, config)) is not None:
                 found.setdefault(*weight)
                 break
     _refuse_unread(tensors, found)
     return found
 
 
-def _configs(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _configs(content: Settings) -> Iterator[dict[str, Any]]:
     """Yield each ``quantization_config`` of ``config.json``; composite models have it in a part's mapping."""
     if own := setting(content, "quantization_config", dict):
         yield own

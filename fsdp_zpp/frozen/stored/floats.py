@@ -1,4 +1,4 @@
-"""Stored floats: fp8, mxfp4, and bitsandbytes' four and eight bits."""
+"""Stored floats: fp8, mxfp4, and bitsandbytes' four bits."""
 
 from __future__ import annotations
 
@@ -17,44 +17,49 @@ from fsdp_zpp_kernels.reference import LEVELS, MAX_BLOCK
 
 from .format import (
     REMEDY,
-    Config,
     Field,
     Known,
     Parts,
     RecordLayout,
-    Scheme,
+    Settings,
     StoredFormat,
     StoredTensors,
     block_size,
     check_header,
     refuse_misfit,
     refuse_setting,
-    scheme_of,
+    refuse_unknown,
     setting,
     shape_of,
 )
 
-# ---- fp4 codes
+# ---- codes of 4 bits
 #
-# Values of 4-bit floats (e2m1), two in a byte, as mxfp4 has them.
+# Values of codes of 4 bits, two in a byte.
 
 # Values of the lower three bits of a code; the fourth is the sign (OCP Microscaling Formats, section 5.3.3).
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FP4 = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
+# bitsandbytes' values of each code, as a fraction of the block's scale.
+TABLES = {"nf4": LEVELS, "fp4": (*_FP4, *(-level for level in _FP4))}
 
 
-def unpack_fp4(octets: Tensor) -> Tensor:
-    """Unpack fp32 values along the last dimension, the lower bits of a byte first: [..., bytes] to [..., bytes * 2]."""
+def unpack_4_bits(octets: Tensor, kind: str) -> Tensor:
+    """Unpack fp32 values along the last dimension, of ``mxfp4`` or a table: [..., bytes] to [..., bytes * 2]."""
     # Both codes of a byte at once: one look-up takes half the time of two.
-    return torch.nn.functional.embedding(octets.int(), _pairs(octets.device)).flatten(-2)
+    return torch.nn.functional.embedding(octets.int(), _pairs(kind, octets.device)).flatten(-2)
 
 
-@functools.cache  # there are few devices
-def _pairs(device: torch.device) -> Tensor:
+@functools.cache  # there are three kinds, and few devices
+def _pairs(kind: str, device: torch.device) -> Tensor:
     """Return the two values of each byte, [256, 2]; they are copied to a device once."""
     with torch.inference_mode(False):
-        values = torch.tensor(E2M1 + tuple(-value for value in E2M1))
         octets = torch.arange(256)
-        return torch.stack((values[octets & 15], values[octets >> 4]), dim=1).to(device)
+        if kind == "mxfp4":  # the lower bits of a byte are first
+            values = torch.tensor(_E2M1 + tuple(-value for value in _E2M1))
+            return torch.stack((values[octets & 15], values[octets >> 4]), dim=1).to(device)
+        values = torch.tensor(TABLES[kind])
+        return torch.stack((values[octets >> 4], values[octets & 15]), dim=1).to(device)
 
 
 # ---- fp8
@@ -66,12 +71,11 @@ def _pairs(device: torch.device) -> Tensor:
 #
 # The configuration says which rows and columns share a scale (:func:`_stated_block`):
 #
-# =====================================================  ==============================
-# ``weight_block_size`` of ``fp8``, strategy ``block``   these rows and columns
-# strategy ``group``                                     a row, ``group_size`` columns
-# strategy ``channel``, ``fbgemm_fp8``                   a row
-# strategy ``tensor``                                    a matrix
-# =====================================================  ==============================
+# ==========================================================================  ======================
+# ``weight_block_size`` of ``fp8``, strategy ``block`` of compressed-tensors  these rows and columns
+# strategy ``channel``, ``fbgemm_fp8``                                        a row
+# strategy ``tensor``                                                         a matrix
+# ==========================================================================  ======================
 #
 # Shapes have to fit that. If it says nothing, a single scale is a matrix's, and one for each row is a row's.
 
@@ -100,6 +104,33 @@ FP8_SETTINGS: Known = {
 }
 FBGEMM_SETTINGS: Known = {**_LAYERS, **_ACTIVATIONS, "quant_method": None, "dequantize": None}
 
+COMPRESSED = "compressed-tensors"
+COMPRESSED_SETTINGS: Known = {
+    **dict.fromkeys(("quant_method", "version", "kv_cache_scheme", "global_compression_ratio", "ignore")),
+    **dict.fromkeys(("run_compressed", "dequantize", "use_optimized_inference")),
+    "config_groups": None,  # read below
+    "format": ("float-quantized", "dense"),
+    # Files may have codes under any of these; plain weights are refused if they have scales.
+    "quantization_status": ("initialized", "calibration", "frozen", "compressed"),
+    "transform_config": (),
+    "sparsity_config": (),
+    "moe_sparsity_config": (),
+}
+_GROUP: Known = {
+    **dict.fromkeys(("targets", "weights", "input_activations", "output_activations")),
+    "format": ("float-quantized",),
+}
+_WEIGHTS: Known = {
+    **dict.fromkeys(("block_structure", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")),
+    "type": ("float",),
+    "num_bits": (8,),
+    "symmetric": (True,),
+    "dynamic": (False,),
+    "actorder": (False,),
+    "strategy": ("tensor", "channel", "block"),
+    "group_size": (-1,),
+}
+
 Block = tuple[int | None, int | None]  # rows and columns that share a scale; None for all of a matrix
 
 
@@ -113,7 +144,7 @@ class Fp8(StoredFormat):
     block: tuple[int, int]
 
     @classmethod
-    def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
+    def at(cls, key: str, tensors: StoredTensors, config: Settings) -> tuple[str, StoredFormat] | None:
         if (dtype := tensors.dtype(key)) not in CODES or key.endswith(_SUFFIXES):
             return None
         shape = torch.Size(tensors.shape(key))
@@ -124,8 +155,7 @@ class Fp8(StoredFormat):
         assert isinstance(dtype, torch.dtype)
         scale = _scale_of(key, dtype, tensors)
         _check_dtypes(key, dtype, scale, tensors, config)
-        stated = _stated_block(config, scheme_of(config, key, "float"))
-        block = _block_of(shape, tensors.shape(scale), stated, scale)
+        block = _block_of(shape, tensors.shape(scale), _stated_block(config), scale)
         return key, cls(shape, torch.bfloat16, {"codes": key, "scales": scale}, dtype, block)
 
     @property
@@ -157,21 +187,21 @@ class Fp8(StoredFormat):
         return codes.view(self.code_dtype).float().mul_(scales)
 
 
-def _stated_block(config: Config, scheme: Scheme | None) -> Block | None:
+def _stated_block(config: Settings) -> Block | None:
     """Return the rows and columns that share a scale by the configuration; None if it does not determine them."""
-    if scheme is None:
+    if config.get("quant_method") != COMPRESSED:
         return (1, None) if config.get("quant_method") == "fbgemm_fp8" else block_size(config, "weight_block_size")
-    if scheme.bits != 8:
-        refuse_setting(Fp8.name, "num_bits", scheme.bits, "8 alone")
-    strategies: dict[str, Block] = {
-        "tensor": (None, None),
-        "channel": (1, None),
-        "group": (1, scheme.group_size),
-        "block": scheme.block or (0, 0),
-    }
-    if scheme.strategy not in strategies:
-        refuse_setting(Fp8.name, "strategy", scheme.strategy, ", ".join(strategies))
-    return strategies[scheme.strategy]
+    groups, stated = setting(config, "config_groups", dict) or {}, set[Block | None]()
+    for name in groups:
+        group = setting(groups, name, dict) or {}
+        refuse_unknown(COMPRESSED, group, _GROUP, f"config_groups.{name}.")
+        if weights := setting(group, "weights", dict):
+            refuse_unknown(COMPRESSED, weights, _WEIGHTS, f"config_groups.{name}.weights.")
+            blocks = {"tensor": (None, None), "channel": (1, None), "block": block_size(weights, "block_structure")}
+            stated.add(blocks.get((setting(weights, "strategy", str) or "").lower()))
+    if len(stated) > 1:
+        refuse_setting(COMPRESSED, "config_groups", sorted(groups), "groups whose scales are of parts of one size")
+    return next(iter(stated), None)
 
 
 def _block_of(shape: torch.Size, scales: tuple[int, ...], stated: Block | None, key: str) -> tuple[int, int]:
@@ -213,7 +243,7 @@ def _scale_of(key: str, dtype: torch.dtype, tensors: StoredTensors) -> str:
     return found[0]
 
 
-def _check_dtypes(key: str, dtype: torch.dtype, scale: str, tensors: StoredTensors, config: Config) -> None:
+def _check_dtypes(key: str, dtype: torch.dtype, scale: str, tensors: StoredTensors, config: Settings) -> None:
     code_name, scale_name = setting(config, "fmt", str), setting(config, "scale_fmt", str)
     if code_name is not None and _CODE_NAMES.get(code_name.lower()) != dtype:
         refuse_misfit(key, dtype, f"{code_name}, as config.json says in fmt")
@@ -246,7 +276,7 @@ class Mxfp4(StoredFormat):
     name: ClassVar[str] = "mxfp4"
 
     @classmethod
-    def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
+    def at(cls, key: str, tensors: StoredTensors, config: Settings) -> tuple[str, StoredFormat] | None:
         if not key.endswith("_blocks"):
             return None
         name = key.removesuffix("_blocks")
@@ -281,34 +311,30 @@ class Mxfp4(StoredFormat):
         return self.layout.pack(len(fields["scales"]), **fields)
 
     def decode(self, blocks: Tensor, scales: Tensor) -> Tensor:
-        return (unpack_fp4(blocks) * scales.float().unsqueeze(-1)).mT
+        return (unpack_4_bits(blocks, self.name) * scales.float().unsqueeze(-1)).mT
 
 
 # ---- bitsandbytes
 #
-# bitsandbytes' formats: 4 bits in blocks (nf4 and fp4, QLoRA's), and 8 bits in rows (LLM.int8).
+# bitsandbytes' 4 bits in blocks: nf4 and fp4, QLoRA's.
 #
-# Names and values are those of ``bitsandbytes.functional``: ``QuantState.as_dict``, ``dequantize_4bit`` and
-# ``int8_vectorwise_dequant``. Scales that are quantized themselves (``bnb_4bit_use_double_quant``) are kept as the fp32
-# values that they stand for.
+# Names and values are those of ``bitsandbytes.functional``: ``QuantState.as_dict`` and ``dequantize_4bit``. Scales that
+# are quantized themselves (``bnb_4bit_use_double_quant``) are kept as the fp32 values that they stand for.
 
 BITSANDBYTES_SETTINGS: Known = {
-    **dict.fromkeys(("quant_method", "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit")),
+    **dict.fromkeys(("quant_method", "load_in_4bit", "_load_in_4bit")),
     # How layers compute, or how weights are quantized when they are loaded; files say how they are stored.
     **dict.fromkeys(("llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload")),
     **dict.fromkeys(("llm_int8_has_fp16_weight", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")),
     **dict.fromkeys(("bnb_4bit_use_double_quant", "modules_to_not_convert", "dequantize")),
+    **dict.fromkeys(("load_in_8bit", "_load_in_8bit"), (False,)),
     "bnb_4bit_quant_type": ("nf4", "fp4"),
 }
-_FP4 = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
-# The value of each code, as a fraction of the block's scale.
-TABLES = {"nf4": LEVELS, "fp4": (*_FP4, *(-level for level in _FP4))}
 
 _STATE = ".quant_state.bitsandbytes__"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORAGE = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
 _READ_KEYS = {"shape", "blocksize", "dtype", "nested_blocksize", "nested_offset"}
-_RECIPROCAL = 7.874015718698502e-3  # 1 / 127, as bitsandbytes rounds it
 
 
 @dataclass(frozen=True, eq=False)
@@ -328,7 +354,7 @@ class FourBit(StoredFormat):
     offset: float = 0.0
 
     @classmethod
-    def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
+    def at(cls, key: str, tensors: StoredTensors, config: Settings) -> tuple[str, StoredFormat] | None:
         if key.endswith(".weight.absmax"):
             weight = key.removesuffix(".absmax")
             if not any(weight + _STATE + kind in tensors for kind in TABLES):
@@ -411,8 +437,7 @@ class FourBit(StoredFormat):
         return parts["nested_table"][...][scales.long()] * absmax[of] + self.offset
 
     def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
-        pairs = torch.stack([codes >> 4, codes & 15], dim=-1).flatten(1)  # the first value is the high nibble
-        return _table_on(self.kind, codes.device)[pairs.long()] * scale
+        return unpack_4_bits(codes, self.kind) * scale
 
     @cached_property
     def codec(self) -> Codec:
@@ -430,46 +455,6 @@ class FourBit(StoredFormat):
         layout.codes(payload, numel).copy_(fields["codes"].reshape(1, -1))
         layout.scales(payload, numel).copy_(fields["scale"].reshape(1, -1))
         return payload[0]
-
-
-@dataclass(frozen=True, eq=False)
-class Int8Rows(StoredFormat):
-    """A weight of LLM.int8: 8 bits, with a scale for each row."""
-
-    name: ClassVar[str] = "bitsandbytes"
-
-    @classmethod
-    def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
-        if not key.endswith(".weight") or tensors.dtype(key) != torch.int8:
-            return None
-        keys = {role: key.removesuffix("weight") + end for role, end in (("scale", "SCB"), ("order", "weight_format"))}
-        shape = torch.Size(check_header(tensors, key, torch.int8))
-        if keys["scale"] not in tensors:
-            refuse_misfit(key, f"torch.int8 {tuple(shape)}", f"its scales {keys['scale']}, which are missing")
-        check_header(tensors, keys["scale"], torch.float32, shape=shape[:1])
-        if keys["order"] not in tensors:
-            del keys["order"]
-        elif order := tensors.read(keys["order"]).item():
-            refuse_misfit(keys["order"], order, "0: only codes in rows can be read")
-        return key, cls(shape, torch.bfloat16, {"codes": key, **keys})
-
-    @property
-    def description(self) -> str:
-        return f"{self.name} int8 in rows of {self.shape[-1]}"
-
-    @cached_property
-    def layout(self) -> RecordLayout:
-        return RecordLayout(Field("codes", torch.int8, (self.shape[-1],)), Field("scale", torch.float32, (1,)))
-
-    def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
-        return codes.float().mul_(scale).mul_(_RECIPROCAL)
-
-
-@functools.cache  # there are two tables, and few devices
-def _table_on(kind: str, device: torch.device) -> Tensor:
-    # Cached, so that the CPU waits only for the first copy to a GPU.
-    with torch.inference_mode(False):
-        return torch.tensor(TABLES[kind], device=device)
 
 
 def _bytes_of(part: Any, first: int, last: int) -> Tensor:

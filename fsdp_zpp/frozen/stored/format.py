@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -191,7 +190,7 @@ class StoredFormat(ABC):
 
     @classmethod
     @abstractmethod
-    def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
+    def at(cls, key: str, tensors: StoredTensors, config: Settings) -> tuple[str, StoredFormat] | None:
         """Return the weight that the tensor ``key`` belongs to, and its name in the model; None for other tensors.
 
         One tensor of a weight stands for all of them. It is called for each tensor of a checkpoint, so it must read no
@@ -221,14 +220,13 @@ class StoredFormat(ABC):
         """Return text that is the same for two weights if and only if their records decode in the same way."""
         return f"{self.name}, {self.shape[-1]} columns"
 
+    @abstractmethod
     def pack(self, parts: Parts, first: int, last: int) -> Tensor:
-        """Read only groups ``first`` to ``last - 1``, at least one, as records; by default, a group is a row.
+        """Read only groups ``first`` to ``last - 1``, at least one, as records.
 
         Returns:
             uint8 [last - first, layout.nbytes]. Zeros complete the weight's last group.
         """
-        values = {field.name: rows_of(parts[field.name], first, last) for field in self.layout.fields}
-        return self.layout.pack(last - first, **values)
 
     @abstractmethod
     def decode(self, *args: Any, **fields: Any) -> Tensor:
@@ -348,13 +346,14 @@ def refuse_misfit(key: str, found: object, expected: object) -> NoReturn:
 
 T = TypeVar("T")
 
+Settings = Mapping[str, Any]
 # The values that each setting may have; None for any. Strings are compared in lower case.
 Known = Mapping[str, tuple[Any, ...] | None]
 
 _KINDS = {dict: "a mapping", list: "a list", str: "a string", bool: "true or false", int: "a whole number"}
 
 
-def refuse_unknown(format: str, settings: Mapping[str, Any], known: Known, within: str = "") -> None:
+def refuse_unknown(format: str, settings: Settings, known: Known, within: str = "") -> None:
     """Raise ValueError if a configuration has unknown settings, or unknown values of settings. Null means absent.
 
     ``within`` is their path in ``quantization_config``, for errors: empty, or ending with a dot.
@@ -383,18 +382,7 @@ def refuse_setting(format: str, setting: str, value: object, allowed: str) -> No
     )
 
 
-def matches(pattern: str, name: str) -> bool:
-    """Return whether a regular expression of a configuration matches the beginning of a name."""
-    try:
-        return re.match(pattern, name) is not None
-    except re.error as error:
-        raise ValueError(
-            f"config.json beside the checkpoint has the pattern {pattern!r}, which is no regular expression ({error}); "
-            f"{REMEDY}"
-        ) from error
-
-
-def setting(settings: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
+def setting(settings: Settings, key: str, kind: type[T]) -> T | None:
     """Return a setting, which must be of that kind; None if it is missing or null."""
     value = settings.get(key)
     if value is None or (isinstance(value, kind) and not (kind is int and isinstance(value, bool))):
@@ -404,7 +392,7 @@ def setting(settings: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
     )
 
 
-def block_size(settings: Mapping[str, Any], key: str) -> tuple[int, int] | None:
+def block_size(settings: Settings, key: str) -> tuple[int, int] | None:
     """Return the rows and columns of blocks; None if the setting is missing or null."""
     stated = setting(settings, key, list)
     if stated is None:
@@ -416,158 +404,9 @@ def block_size(settings: Mapping[str, Any], key: str) -> tuple[int, int] | None:
     return stated[0], stated[1]
 
 
-# ---- compressed config
-#
-# The configuration of compressed-tensors: how a checkpoint, and each of its weights, is quantized.
-#
-# Names, defaults and the order of targets are those of compressed-tensors' ``QuantizationConfig``, ``QuantizationArgs``
-# and ``match_targets``.
-
-COMPRESSED = "compressed-tensors"
-_FORMATS = (
-    "pack-quantized",
-    "float-quantized",
-    "dense",
-    "mixed-precision",  # each group of layers has a format of its own
-)
-_READ_SETTINGS = ", ".join(_FORMATS[:-2])
-COMPRESSED_TENSORS_SETTINGS: Known = {
-    **dict.fromkeys(("quant_method", "version", "kv_cache_scheme", "global_compression_ratio", "ignore")),
-    **dict.fromkeys(("run_compressed", "dequantize", "use_optimized_inference")),
-    **dict.fromkeys(("config_groups", "format")),  # read below
-    # Files may have codes under any of these; plain weights are refused if they have scales.
-    "quantization_status": ("initialized", "calibration", "frozen", "compressed"),
-    "transform_config": (),
-    "sparsity_config": (),
-    "moe_sparsity_config": (),
-}
-_GROUP: Known = dict.fromkeys(("targets", "weights", "input_activations", "output_activations", "format"))
-_WEIGHTS: Known = {
-    **dict.fromkeys(("num_bits", "strategy", "group_size", "block_structure", "symmetric", "observer")),
-    **dict.fromkeys(("observer_kwargs", "scale_dtype")),  # files have scales of any dtype that can be read
-    "type": ("int", "float"),
-    "dynamic": (False,),
-    "actorder": (False, "weight", "static"),  # in the order of weights, groups are neighbours
-    "zp_dtype": ("torch.int8", "int8", "torch.float8_e4m3fn", "float8_e4m3fn"),
-}
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """How some weights are quantized, with codes of ``bits`` that are ``int`` or ``float``.
-
-    Attributes:
-        strategy: The part that has its own scale: ``tensor``, ``channel``, ``group``, ``tensor_group`` or ``block``.
-        group_size: Neighbouring inputs that share a scale, of ``group`` and ``tensor_group``.
-        block: Rows and columns that share one, of ``block``.
-    """
-
-    kind: str = "int"
-    bits: int = 8
-    symmetric: bool = True
-    strategy: str = "tensor"
-    group_size: int | None = None
-    block: tuple[int, int] | None = None
-
-    @classmethod
-    def of(cls, weights: Mapping[str, Any]) -> Scheme:
-        refuse_unknown(COMPRESSED, weights, _WEIGHTS, "config_groups.*.weights.")
-        size, strategy = setting(weights, "group_size", int), setting(weights, "strategy", str)
-        if strategy is None:
-            strategy = "tensor" if size is None else "channel" if size == -1 else "group"
-        bits, symmetric = setting(weights, "num_bits", int), setting(weights, "symmetric", bool)
-        scheme = cls(
-            (setting(weights, "type", str) or cls.kind).lower(),
-            cls.bits if bits is None else bits,
-            cls.symmetric if symmetric is None else symmetric,
-            strategy.lower(),
-            size,
-            block_size(weights, "block_structure"),
-        )
-        lacks_size = scheme.strategy in ("group", "tensor_group") and (size is None or size < 1)
-        if lacks_size or (scheme.strategy == "block") != (scheme.block is not None):
-            raise ValueError(
-                f"config.json beside the checkpoint has the strategy {strategy!r} with group_size {size!r} and "
-                f"block_structure {scheme.block!r}, which contradict each other; {REMEDY}"
-            )
-        return scheme
-
-    def groups(self, columns: int) -> int:
-        """Return how many groups of columns have a scale of their own in each row."""
-        return -(-columns // self.group_size) if self.group_size and self.strategy.endswith("group") else 1
-
-
-class Config(dict[str, Any]):
-    """The ``quantization_config`` of ``config.json``; empty if there is none.
-
-    ``schemes`` has the targets and the scheme of each group of compressed-tensors; it is empty for other libraries.
-
-    Raises:
-        ValueError: If a format or setting of compressed-tensors can't be read.
-    """
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        super().__init__(settings)
-        self.schemes: list[tuple[list[str], Scheme]] = []
-        if self.get("quant_method") == COMPRESSED:
-            _refuse_other_formats(self)
-            groups = setting(self, "config_groups", dict) or {}
-            self.schemes = [scheme for name in groups if (scheme := _scheme_of(groups, name)) is not None]
-
-
-def _scheme_of(groups: Mapping[str, Any], name: str) -> tuple[list[str], Scheme] | None:
-    """Return the targets and the scheme of a group; None if it says nothing of weights."""
-    group = setting(groups, name, dict) or {}
-    refuse_unknown(COMPRESSED, group, _GROUP, f"config_groups.{name}.")
-    _refuse_other_formats(group)
-    weights = setting(group, "weights", dict)
-    return (setting(group, "targets", list) or [], Scheme.of(weights)) if weights else None
-
-
-def _refuse_other_formats(settings: Mapping[str, Any]) -> None:
-    format = setting(settings, "format", str)
-    if format is not None and format not in _FORMATS:
-        refuse_setting(COMPRESSED, "format", format, _READ_SETTINGS)
-
-
-def scheme_of(config: Config, weight: str, kind: str) -> Scheme | None:
-    """Return the scheme of a weight with codes of that ``kind``; None if the configuration has no schemes.
-
-    Raises:
-        ValueError: If no scheme is the weight's, or several may be.
-    """
-    if not config.schemes:
-        return None
-    module = weight.removesuffix(".weight")
-    found = [scheme for scheme in _candidates(config.schemes, module, kind) if scheme.kind == kind]
-    if not found:
-        raise ValueError(
-            f"the checkpoint has {weight} as {kind} codes, but no group of config_groups in config.json has such "
-            f"weights for it; {REMEDY}"
-        )
-    if len(found) > 1:
-        raise ValueError(
-            f"config_groups in config.json leaves open which of its groups is that of {weight}: it could be "
-            f"{' or '.join(map(str, found))}; name it in the targets of one of them"
-        )
-    return found[0]
-
-
-def _candidates(schemes: list[tuple[list[str], Scheme]], module: str, kind: str) -> list[Scheme]:
-    """Return a module's possible schemes: by its name, else those of any class (its own is unknown), else all."""
-    # Targets name modules as the model does, and the checkpoint may have other names.
-    targets = {str(target): scheme for some, scheme in schemes for target in some}
-    for target in sorted(targets, key=lambda each: ("re:" in each, each)):
-        named = target.startswith("re:") and matches(target.removeprefix("re:"), module)
-        if named or target == module:
-            return [targets[target]]
-    classes = [scheme for target, scheme in targets.items() if target[:1].isupper() and scheme.kind == kind]
-    return list(dict.fromkeys(classes or [scheme for _, scheme in schemes]))
-
-
 # ---- headers
 #
-# Checks of the headers of stored tensors, and reading of their rows.
+# Checks of the headers of stored tensors.
 
 
 def check_header(
@@ -590,13 +429,3 @@ def check_header(
 def shape_of(part: Any) -> torch.Size:
     """Return the shape of a tensor, or of the lazy slice of a file."""
     return part.shape if isinstance(part, Tensor) else torch.Size(part.get_shape())
-
-
-def rows_of(part: Any, first: int, last: int) -> Tensor:
-    """Read rows ``first`` to ``last - 1``; a single number, of shape [] or [1], is repeated for each row."""
-    shape = shape_of(part)
-    if shape in ((), (1,)):
-        rows: Tensor = (part[...] if isinstance(part, Tensor) or not shape else part[:]).reshape(1).expand(last - first)
-    else:
-        rows = part[first:last]
-    return rows.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Stored integers: GPTQ, AWQ, and compressed-tensors' packed ones."""
+"""Stored integers: GPTQ and AWQ."""
 
 from __future__ import annotations
 
@@ -11,20 +11,16 @@ import torch
 from torch import Tensor
 
 from .format import (
-    COMPRESSED,
-    Config,
     Field,
     Known,
     Parts,
     RecordLayout,
-    Scheme,
+    Settings,
     StoredFormat,
     StoredTensors,
     check_header,
     refuse_misfit,
     refuse_setting,
-    rows_of,
-    scheme_of,
     setting,
 )
 
@@ -32,7 +28,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of scales
 
 # ---- packed codes
 #
-# Codes of 4 and 8 bits as GPTQ, AWQ and compressed-tensors pack them into int32 words, and what codes are worth.
+# Codes of 4 and 8 bits as GPTQ and AWQ pack them into int32 words, and what codes are worth.
 
 
 def unpack_codes(words: Tensor, bits: int) -> Tensor:
@@ -51,25 +47,23 @@ def unpack_awq_codes(words: Tensor) -> Tensor:
     return unpack_codes(words, 4).unflatten(-1, (-1, 2, 4)).mT.flatten(-3)
 
 
-def scale_codes(codes: Tensor, zeros: Tensor | int, scales: Tensor, order: GroupOrder | None) -> Tensor:
+def scale_codes(codes: Tensor, zeros: Tensor, scales: Tensor, order: GroupOrder | None) -> Tensor:
     """Return ``(codes - zeros) * scales``, rounded once, [records, rows, columns] in the dtype of the scales.
 
     Args:
-        codes: uint8 or int8 [records, rows, columns].
-        zeros: Zero points in the dtype of the codes, [records, rows, groups], or one for all.
+        codes: uint8 [records, rows, columns].
+        zeros: Zero points, uint8 [records, rows, groups].
         scales: Floats, [records, rows, groups].
         order: The group of each column. None: all groups are runs of neighbouring columns, of one size.
     """
     # fp16 and bf16 hold differences of codes, integers up to 255, exactly. So this matches the libraries that own these
     # formats, which compute in the dtype of the scales.
-    integers = codes.to(torch.int16)
+    integers, offset = codes.to(torch.int16), zeros.to(torch.int16)
     if order is None:
         grouped = integers.unflatten(-1, (scales.shape[-1], -1))
-        offset = zeros if isinstance(zeros, int) else zeros.unsqueeze(-1).to(torch.int16)
-        return ((grouped - offset) * scales.unsqueeze(-1)).flatten(-2)
+        return ((grouped - offset.unsqueeze(-1)) * scales.unsqueeze(-1)).flatten(-2)
     index = order.on(codes.device).long().expand(codes.shape)
-    offset = zeros if isinstance(zeros, int) else zeros.to(torch.int16).gather(-1, index)
-    return (integers - offset) * scales.gather(-1, index)
+    return (integers - offset.gather(-1, index)) * scales.gather(-1, index)
 
 
 # ---- group order
@@ -119,36 +113,10 @@ def float_dtype(tensors: StoredTensors, key: str) -> torch.dtype:
     return dtype
 
 
-def scale_groups(key: str, rows: int, columns: int, tensors: StoredTensors, scheme: Scheme | None) -> int:
-    """Return how many groups of columns of a weight have a scale of their own; 1 if each row has one, or all share one.
-
-    Raises:
-        ValueError: If the scales ``key`` are missing, or don't fit the weight or the configuration.
-    """
-    if scheme is not None and scheme.strategy not in (strategies := ("tensor", "channel", "group")):
-        refuse_setting(COMPRESSED, "strategy", scheme.strategy, f"{', '.join(strategies)} of integers")
-    if key in tensors and tensors.shape(key) in ((), (1,)) and tensors.dtype(key) in _FLOATS:
-        groups, single = 1, True
-    else:
-        groups, single = check_header(tensors, key, *_FLOATS, shape=(rows, None))[1], rows == 1
-    if groups == 0:
-        refuse_misfit(key, f"{groups} groups", f"groups of {columns} columns")
-    if scheme is not None and (
-        groups != scheme.groups(columns) or (not single if scheme.strategy == "tensor" else single and rows > 1)
-    ):
-        stated = f"{scheme.strategy} with group_size {scheme.group_size}"
-        refuse_misfit(key, f"a tensor of shape {tensors.shape(key)}", f"scales by the strategy {stated} of config.json")
-    return groups
-
-
-def refuse_uneven_groups(key: str, inputs: int, groups: int) -> None:
+def check_neighbours(config: Settings, key: str, inputs: int, groups: int) -> None:
+    """Raise ValueError unless groups are equally many neighbouring inputs, ``group_size`` if that is stated."""
     if groups == 0 or inputs % groups:
         refuse_misfit(key, f"{groups} groups", f"a number that divides {inputs} inputs")
-
-
-def check_neighbours(config: Config, key: str, inputs: int, groups: int) -> None:
-    """Raise ValueError unless groups are equally many neighbouring inputs, ``group_size`` if that is stated."""
-    refuse_uneven_groups(key, inputs, groups)
     size = setting(config, "group_size", int)
     if size is not None and groups != (-(-inputs // size) if size > 0 else 1):
         refuse_misfit(key, f"{groups} groups of {inputs} inputs", f"groups of {size}, the group_size of config.json")
@@ -181,7 +149,7 @@ COMMON_SETTINGS: Known = {
 }
 
 
-def refuse_overrides(config: Config) -> None:
+def refuse_overrides(config: Settings) -> None:
     """Raise ValueError if gptqmodel's ``dynamic`` has settings for some layers; it may exclude layers, by ``-:``."""
     for pattern in setting(config, "dynamic", dict) or {}:
         if not pattern.startswith("-:"):
@@ -243,7 +211,7 @@ class Gptq(_Transposed):
     order: GroupOrder | None
 
     @classmethod
-    def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
+    def at(cls, key: str, tensors: StoredTensors, config: Settings) -> tuple[str, StoredFormat] | None:
         if not key.endswith(".qweight"):
             return None
         if not config:
@@ -260,7 +228,7 @@ class Gptq(_Transposed):
         return f"{layer}.weight", cls._of(layer, tensors, config, stated == {"gptq"})
 
     @classmethod
-    def _of(cls, layer: str, tensors: StoredTensors, config: Config, minus_one: bool) -> Gptq:
+    def _of(cls, layer: str, tensors: StoredTensors, config: Settings, minus_one: bool) -> Gptq:
         keys = {role: f"{layer}.{role}" for role in ("qweight", "qzeros", "scales", "g_idx")}
         if keys["g_idx"] not in tensors:
             del keys["g_idx"]
@@ -351,7 +319,7 @@ class Awq(_Transposed):
     name: ClassVar[str] = "AWQ"
 
     @classmethod
-    def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
+    def at(cls, key: str, tensors: StoredTensors, config: Settings) -> tuple[str, StoredFormat] | None:
         if not key.endswith(".qweight"):
             return None
         layer = key.removesuffix(".qweight")
@@ -382,96 +350,3 @@ class Awq(_Transposed):
 
     def decode(self, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
         return scale_codes(unpack_awq_codes(qweight).mT, unpack_awq_codes(qzeros).mT, scales.mT, None)
-
-
-# ---- packed integers
-#
-# Weights of compressed-tensors' format ``pack-quantized``: int4 and int8, such as Kimi's experts.
-#
-# A word holds f = 32 / bits codes, which are signed and packed with 2^(bits - 1) added:
-#
-# - ``weight_packed``, int32 [out, in / f]: a word holds neighbouring inputs;
-# - ``weight_scale``, float [out, groups], [out, 1], or [1] for the whole weight;
-# - ``weight_zero_point``, only if the weight is asymmetric: int32 [out / f, groups]: a word holds neighbouring outputs;
-# - ``weight_shape``: out and in.
-
-
-@dataclass(frozen=True, eq=False)
-class PackedIntegers(StoredFormat):
-    """A matrix in ``pack-quantized``; a group is as many rows as a word holds zero points, or one without them."""
-
-    name: ClassVar[str] = "compressed-tensors' pack-quantized"
-
-    scale_groups: int
-    bits: int
-
-    @classmethod
-    def at(cls, key: str, tensors: StoredTensors, config: Config) -> tuple[str, StoredFormat] | None:
-        if not key.endswith(".weight_packed"):
-            return None
-        weight = key.removesuffix("_packed")
-        scheme = scheme_of(config, weight, "int")
-        keys = {role: f"{weight}_{role}" for role in ("packed", "scale", "zero_point", "shape")}
-        out, words = check_header(tensors, key, torch.int32)
-        inputs, bits = _inputs_and_bits(keys["shape"], out, words, tensors, scheme)
-        groups = scale_groups(keys["scale"], out, inputs, tensors, scheme)
-        refuse_uneven_groups(keys["scale"], inputs, groups)
-        if scheme is not None and scheme.symmetric == (keys["zero_point"] in tensors):
-            found, needed = ("zero points", "none") if scheme.symmetric else ("missing", "zero points")
-            negated = "" if scheme.symmetric else "not "
-            refuse_misfit(keys["zero_point"], found, f"{needed}, since config.json says that it is {negated}symmetric")
-        if keys["zero_point"] in tensors:
-            check_header(tensors, keys["zero_point"], torch.int32, shape=(-(-out * bits // 32), groups))
-        else:
-            del keys["zero_point"]
-        return weight, cls(torch.Size((out, inputs)), float_dtype(tensors, keys["scale"]), keys, groups, bits)
-
-    @cached_property
-    def description(self) -> str:
-        kind = "asymmetric" if "zero_point" in self.keys else "symmetric"
-        return (
-            f"{self.name} of {self.bits} bits, {kind}, in {self.scale_groups} groups of {self.dtype}, "
-            f"{self.shape[-1]} columns"
-        )
-
-    @property
-    def rows(self) -> int:
-        return 32 // self.bits if "zero_point" in self.keys else 1  # a word holds the zero points of these rows
-
-    @cached_property
-    def layout(self) -> RecordLayout:
-        words = -(-self.shape[-1] * self.bits // 32)
-        fields = [
-            Field("packed", torch.int32, (self.rows, words)),
-            Field("scale", self.dtype, (self.rows, self.scale_groups)),
-        ]
-        if "zero_point" in self.keys:
-            fields.append(Field("zero_point", torch.int32, (1, self.scale_groups)))
-        return RecordLayout(*fields)
-
-    def pack(self, parts: Parts, first: int, last: int) -> Tensor:
-        rows = first * self.rows, min(last * self.rows, self.shape[0])
-        values = {role: rows_of(parts[role], *rows) for role in ("packed", "scale")}
-        if "zero_point" in self.keys:
-            values["zero_point"] = rows_of(parts["zero_point"], first, last)
-        return self.layout.pack(last - first, **values)
-
-    def decode(self, packed: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
-        codes = unpack_codes(packed, self.bits)[..., : self.shape[-1]]  # columns need not fill the last word
-        # Codes and zero points are packed plus 2^(bits - 1), which cancels in their difference.
-        half = 2 ** (self.bits - 1)
-        zeros = half if zero_point is None else unpack_codes(zero_point.mT, self.bits)[..., : self.rows].mT
-        return scale_codes(codes, zeros, scale, None)
-
-
-def _inputs_and_bits(key: str, out: int, words: int, tensors: StoredTensors, scheme: Scheme | None) -> tuple[int, int]:
-    if key not in tensors or tensors.shape(key) != (2,) or tensors.dtype(key) not in (torch.int32, torch.int64):
-        refuse_misfit(key, tensors.shape(key) if key in tensors else "missing", "the shape of the weight")
-    rows, inputs = tensors.read(key).tolist()
-    if rows != out:
-        refuse_misfit(key, f"{rows} rows", f"{out} rows, as many as its codes have")
-    stated = None if scheme is None else scheme.bits
-    possible = [bits for bits in (4, 8) if -(-inputs * bits // 32) == words and stated in (None, bits)]
-    if len(possible) != 1:
-        refuse_setting(PackedIntegers.name, f"bits of {key}", stated or 32 * words / max(1, inputs), "4 and 8")
-    return inputs, possible[0]
