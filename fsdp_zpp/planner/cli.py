@@ -111,7 +111,6 @@ _TYPES: dict[str, tuple[Any, str]] = {
 
 _GROUPS = {
     "cluster": "nodes gpus_per_node gpu link net inter_gbps intra_gbps gpu_memory",
-    "other parallelisms": "tp pp ep",
     "step": "micro_batches tokens tflops launch_ms activations reserve",
     "codecs and dtypes": "presets weights gradients intra_gradients error_feedback frozen compute reduce storage "
     "frozen_storage optimizer_bytes",

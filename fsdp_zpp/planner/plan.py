@@ -15,13 +15,13 @@ from fsdp_zpp.strategy.strategy import ResolvedStrategy, Strategy
 from .choice import Candidate, Estimate, choose, lettered, of_torch, presets as with_presets, reason
 from .cluster import Cluster, MemoryBudget, Precision, StepConfig, named_figures
 from .memory import Memory, Volume, memory_beside, memory_of_units, step_volume
-from .model_size import Axes, Case, ModelSize, Part, Units, equal_units
+from .model_size import Case, ModelSize, Units, equal_units
 from .report import Plan, notes_on
 from .step_time import on_machines, splits_machine, step_time, strategy_topology
 
 # ---- figures
 #
-# Figures of one row: memory, traffic and time, summed over the parts of a model.
+# Figures of one row: memory, traffic and time.
 
 
 def estimate_of(candidate: Candidate, case: Case) -> Estimate:
@@ -43,15 +43,23 @@ def estimate_of(candidate: Candidate, case: Case) -> Estimate:
 
 def _estimate(candidate: Candidate, case: Case) -> Estimate:
     strategy, cluster = candidate.strategy, case.cluster
-    volume, memory = Volume(), memory_beside(case.budget)
-    for part in case.parts:
-        sent, kept = _of_part(part, strategy, case)
-        volume, memory = volume + sent, memory + kept
-    topology = strategy_topology(strategy, case.parts[0].topology, cluster)
-    time = step_time(volume, strategy.resolve(topology), case)
+    topology = strategy_topology(strategy, cluster)
+    resolved = strategy.resolve(topology)
+
+    def figures(units: Units, of: ResolvedStrategy) -> tuple[Volume, Memory]:
+        asked = units, of, case.work.micro_batches, case.precision
+        return on_machines(step_volume(*asked), of.topology, cluster.topology), memory_of_units(*asked)
+
     if strategy.frozen is None or not splits_machine(strategy, cluster):
+        volume, memory = figures(case.size, resolved)
         # Said explicitly, a node size would hold for the base, too.
         strategy = replace(strategy, gpus_per_node=topology.gpus_per_node)
+    else:  # the base stays sharded over the machine
+        sent, kept = figures(_without(case.size, "frozen"), resolved)
+        sent_of_base, base_kept = figures(_without(case.size, "trainable"), strategy.resolve(cluster.topology))
+        volume, memory = sent + sent_of_base, kept + base_kept
+    memory += memory_beside(case.budget)
+    time = step_time(volume, resolved, case)
     return Estimate(
         strategy=strategy,
         topology=topology,
@@ -64,25 +72,9 @@ def _estimate(candidate: Candidate, case: Case) -> Estimate:
     )
 
 
-def _of_part(part: Part, strategy: Strategy, case: Case) -> tuple[Volume, Memory]:
-    resolved = strategy.resolve(strategy_topology(strategy, part.topology, case.cluster))
-
-    def figures(units: Units, of: ResolvedStrategy) -> tuple[Volume, Memory]:
-        asked = units, of, case.work.micro_batches, case.precision, case.axes.pp > 1
-        return on_machines(step_volume(*asked), of.topology, part.topology), memory_of_units(*asked)
-
-    if strategy.frozen is None or not splits_machine(strategy, case.cluster):
-        return figures(part.units, resolved)
-    # The base stays sharded over the machine.
-    trained, base = _without(part.units, "frozen"), _without(part.units, "trainable")
-    sent, kept = figures(trained, resolved)
-    sent_of_base, base_kept = figures(base, strategy.resolve(part.topology))
-    return sent + sent_of_base, kept + base_kept
-
-
 def _without(units: Units, kind: str) -> Units:
-    zeros: dict[str, Any] = {kind: 0, f"expert_{kind}": 0}
-    return Units(tuple(replace(unit, **zeros) for unit in units.units))
+    zero: dict[str, Any] = {kind: 0}
+    return Units(tuple(replace(unit, **zero) for unit in units.units))
 
 
 # ---- plan
@@ -119,9 +111,6 @@ def plan(
     storage: torch.dtype = Precision.storage,
     frozen_storage: torch.dtype | None = None,
     optimizer_bytes: int = Precision.optimizer_bytes,
-    tp: int = 1,
-    pp: int = 1,
-    ep: int = 1,
     presets: bool | None = None,
 ) -> Plan:
     """Predict memory, traffic and step time of torch's strategies, presets and all 14 letters, and choose one.
@@ -162,10 +151,6 @@ def plan(
         storage: Dtype of the shards that the optimizer updates.
         frozen_storage: Dtype of the shards of frozen weights; by default ``storage``, or ``compute`` with ``presets``.
         optimizer_bytes: Bytes of optimizer state per trainable parameter; 8 is Adam.
-        tp: Ranks of tensor parallelism, which are neighbours. They share the ``tokens``.
-        pp: Stages of a pipeline, which are neighbouring ranks each.
-        ep: Ranks of expert parallelism, which are neighbours. Experts are then sharded over the ranks of a stage that
-            have the same ones.
         presets: True if presets are planned, with codecs of their own, beside letters with the codecs given here, and
             torch's strategies; by default if no codec of what is sent is given. Frozen weights are then taken to be
             stored in ``compute``, as LoRA's are.
@@ -207,7 +192,6 @@ def plan(
         StepConfig(micro_batches, tokens, speed["tflops"], 0.0 if speed["launch_ms"] is None else speed["launch_ms"]),
         MemoryBudget(figures["gpu_memory"], activations, reserve),
         Precision(compute, reduce, storage, frozen_storage, optimizer_bytes),
-        Axes(tp, pp, ep),
     )
     return _plan(case, codecs, presets)
 

@@ -238,7 +238,7 @@ def llama(hidden: int, inner: int, layers: int, keys: int, *, adapters: bool) ->
 def mixture(hidden: int, layers: int, queries: int, keys: int) -> ModelSize:
     """A Qwen3-MoE of 64 experts that are 512 wide, 8 of them for a token."""
     experts = 64 * 3 * hidden * 512
-    layer = Unit(2 * hidden * (queries + keys) + 64 * hidden + experts, count=layers, expert_trainable=experts)
+    layer = Unit(2 * hidden * (queries + keys) + 64 * hidden + experts, count=layers)
     root = Unit(2 * VOCABULARY * hidden, reshard_after_forward=False)
     return ModelSize((root, layer), idle_trainable=layers * experts * 7 // 8)
 
