@@ -458,7 +458,7 @@ class Planner:
             Cluster(nodes, gpus, _ANY, _ANY, links.are_slow),
             StepConfig(self.task.micro_batches),
             MemoryBudget(activations=0, reserve=0),
-            Precision(frozen_storage=Precision.compute),
+            Precision(),
         )
         if contender.is_torchs:
             # On a single node, HYBRID_SHARD shards over all ranks, as FULL_SHARD does.

@@ -94,7 +94,6 @@ class StepConfig:
     launch_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        not_negative("launch_ms", self.launch_ms)
         object.__setattr__(self, "micro_batches", whole("micro_batches", self.micro_batches))
         if (self.tokens is None) != (self.tflops is None):
             raise ValueError(
@@ -129,8 +128,8 @@ class MemoryBudget:
     def __post_init__(self) -> None:
         if self.gpu_memory is not None:
             positive("gpu_memory", self.gpu_memory)
-        not_negative("activations", self.activations)
-        not_negative("reserve", self.reserve)
+        if _number("activations", self.activations) < 0:
+            raise ValueError(f"activations must be at least 0, got {self.activations!r}")
 
     def allows(self, nbytes: int) -> bool:
         """Return whether ``nbytes`` bytes fit on the GPU."""
@@ -142,10 +141,10 @@ class Precision:
     """Dtypes of a training with mixed precision.
 
     Args:
-        compute: Dtype of the weights in forward and backward, and on the wire without a codec.
+        compute: Dtype of the weights in forward and backward, on the wire without a codec, and of the shards of frozen
+            ones.
         reduce: Dtype of the gradients on the wire without a codec.
         storage: Dtype of the shards that the optimizer updates.
-        frozen_storage: Dtype of the shards of frozen weights; None takes ``storage``.
         optimizer_bytes: Bytes of optimizer state per trainable element; 8 is Adam in fp32.
         accumulation: Dtype in which gradients of several micro-batches accumulate.
 
@@ -157,25 +156,17 @@ class Precision:
     compute: torch.dtype = torch.bfloat16
     reduce: torch.dtype = torch.bfloat16
     storage: torch.dtype = torch.float32
-    frozen_storage: torch.dtype | None = None
     optimizer_bytes: int = 8
     accumulation: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        for name in ("compute", "reduce", "storage", "frozen_storage", "accumulation"):
+        for name in ("compute", "reduce", "storage", "accumulation"):
             dtype = getattr(self, name)
-            if name == "frozen_storage" and dtype is None:
-                continue
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"{name} must be a torch.dtype, got {dtype!r}")
             if dtype not in DTYPES.values():
                 raise ValueError(f"{name} must be one of {', '.join(map(str, DTYPES.values()))}, got {dtype}")
         object.__setattr__(self, "optimizer_bytes", whole("optimizer_bytes", self.optimizer_bytes, least=0))
-
-    @property
-    def of_frozen(self) -> torch.dtype:
-        """Return the dtype of the shards of frozen weights."""
-        return self.frozen_storage or self.storage
 
 
 def whole(name: str, value: float, least: int = 1) -> int:
@@ -190,13 +181,6 @@ def positive(name: str, value: float) -> float:
     """Return ``value``, which must be a finite number above 0; raise like :func:`whole`."""
     if _number(name, value) <= 0:
         raise ValueError(f"{name} must be above 0, got {value!r}")
-    return value
-
-
-def not_negative(name: str, value: float) -> float:
-    """Return ``value``, which must be a finite number of at least 0; raise like :func:`whole`."""
-    if _number(name, value) < 0:
-        raise ValueError(f"{name} must be at least 0, got {value!r}")
     return value
 
 

@@ -283,7 +283,7 @@ def _trainable_states(numel: int, strategy: ResolvedStrategy, micro_batches: int
 
 def _frozen_states(numel: int, strategy: ResolvedStrategy, precision: Precision) -> Memory:
     if strategy.frozen is None:
-        shard = shard_numel(numel, strategy.scopes.optimizer, strategy.topology) * precision.of_frozen.itemsize
+        shard = shard_numel(numel, strategy.scopes.optimizer, strategy.topology) * precision.compute.itemsize
         return Memory(parameters=_kept(numel, strategy, precision), shard=shard)
     # Frozen weights are encoded once, and nothing but their codes remains.
     return Memory(parameters=kept_nbytes(numel, strategy.frozen, strategy))

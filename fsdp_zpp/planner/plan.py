@@ -97,10 +97,8 @@ def plan(
     micro_batches: int = 1,
     tokens: int | None = None,
     tflops: float | None = None,
-    launch_ms: float | None = None,
     gpu_memory: float | None = None,
     activations: float = MemoryBudget.activations,
-    reserve: float = MemoryBudget.reserve,
     weights: Codec | None = None,
     gradients: Codec | None = None,
     intra_gradients: Codec | Literal["auto"] | None = "auto",
@@ -109,7 +107,6 @@ def plan(
     compute: torch.dtype = Precision.compute,
     reduce: torch.dtype = Precision.reduce,
     storage: torch.dtype = Precision.storage,
-    frozen_storage: torch.dtype | None = None,
     optimizer_bytes: int = Precision.optimizer_bytes,
     presets: bool | None = None,
 ) -> Plan:
@@ -136,24 +133,19 @@ def plan(
         tokens: Number of tokens on a GPU in a micro-batch. Computation time needs this and ``tflops`` or ``gpu``;
             otherwise it is left out.
         tflops: TFLOP/s that a GPU achieves; by default 0.4 of the peak of ``gpu``.
-        launch_ms: Milliseconds in which the CPU launches forward and backward of one unit; by default 5 with ``gpu``
-            and ``tokens``, otherwise left out.
         gpu_memory: GiB of a GPU (80 for an A100-80GB); by default those of ``gpu``, or no limit.
         activations: GiB of activations on a GPU.
-        reserve: GiB of a GPU that no tensor can use: CUDA context, NCCL, gaps.
         weights: Codec of the weight gather, as in ``Strategy``.
         gradients: Codec of the gradient reduction between nodes, as in ``Strategy``.
         intra_gradients: Codec of the gradient reduction inside nodes, as in ``Strategy``.
         error_feedback: Error feedback of LoCo, on the hop between nodes or on both, as in ``Strategy``.
         frozen: Codec of frozen weights, which stay encoded, as in ``Strategy``.
-        compute: Dtype of forward and backward.
+        compute: Dtype of forward and backward, and of the shards of frozen weights.
         reduce: Dtype of gradients on the wire without a codec.
         storage: Dtype of the shards that the optimizer updates.
-        frozen_storage: Dtype of the shards of frozen weights; by default ``storage``, or ``compute`` with ``presets``.
         optimizer_bytes: Bytes of optimizer state per trainable parameter; 8 is Adam.
         presets: True if presets are planned, with codecs of their own, beside letters with the codecs given here, and
-            torch's strategies; by default if no codec of what is sent is given. Frozen weights are then taken to be
-            stored in ``compute``, as LoRA's are.
+            torch's strategies; by default if no codec of what is sent is given.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -163,11 +155,12 @@ def plan(
         >>> print(plan(70e9, nodes=16, gpus_per_node=8, inter_gbps=100, intra_gbps=2400, gpu_memory=80))
     """
     named = named_figures(gpu, link, net)
+    if tokens is None:  # computation is left out
+        named |= {"tflops": None, "launch_ms": 0.0}
     # Numbers say more than a name: who gives TFLOP/s may have measured them.
     given = {"inter_gbps": inter_gbps, "intra_gbps": intra_gbps, "slow_links": slow_links, "gpu_memory": gpu_memory}
-    given |= {"tflops": tflops, "launch_ms": launch_ms}
+    given |= {"tflops": tflops}
     figures = {name: named.get(name) if value is None else value for name, value in given.items()}
-    speed = figures if tokens is not None else given
     cluster = Cluster(nodes, gpus_per_node, figures["inter_gbps"], figures["intra_gbps"], bool(figures["slow_links"]))
     codecs = Strategy(
         "IGG",  # which takes any codec, Int4Delta included
@@ -179,19 +172,12 @@ def plan(
     )
     if presets is None:
         presets = codecs == Strategy("IGG", frozen=frozen)
-    if frozen is not None and frozen_storage is not None:
-        raise ValueError(
-            f"frozen={frozen} keeps frozen weights as codes only, so frozen_storage={frozen_storage} has no meaning; "
-            "remove one of the two"
-        )
-    if presets and frozen_storage is None:  # of rows whose base is not quantized
-        frozen_storage = compute
     case = Case(
         _size_of(params, trainable, units),
         cluster,
-        StepConfig(micro_batches, tokens, speed["tflops"], 0.0 if speed["launch_ms"] is None else speed["launch_ms"]),
-        MemoryBudget(figures["gpu_memory"], activations, reserve),
-        Precision(compute, reduce, storage, frozen_storage, optimizer_bytes),
+        StepConfig(micro_batches, tokens, figures["tflops"], named.get("launch_ms", 0.0)),
+        MemoryBudget(figures["gpu_memory"], activations),
+        Precision(compute, reduce, storage, optimizer_bytes),
     )
     return _plan(case, codecs, presets)
 

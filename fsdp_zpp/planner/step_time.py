@@ -65,7 +65,7 @@ class StepTime:
         inter: Time on the network between nodes.
         intra: Time on the network inside a node.
         computation: Time of forward and backward; 0 if ``tokens`` and ``tflops`` were not given.
-        launch: Time in which the CPU launches all units; 0 if ``launch_ms`` was neither given nor known of the GPU.
+        launch: Time in which the CPU launches all units; 0 if no GPU was named.
     """
 
     inter: float

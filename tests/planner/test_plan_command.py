@@ -81,12 +81,12 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         CODECS | {"frozen": Int8(256)},
     ),
     "dtypes": (
-        "--compute fp32 --reduce fp16 --storage bf16 --frozen-storage fp16 --optimizer-bytes 2",
-        DTYPES | {"frozen_storage": torch.float16, "optimizer_bytes": 2},
+        "--compute fp32 --reduce fp16 --storage bf16 --optimizer-bytes 2",
+        DTYPES | {"optimizer_bytes": 2},
     ),
     "sizes": (
-        "--trainable 210e6 --units 7 --activations 3 --reserve 1 --tokens 4096 --tflops 50",
-        {"trainable": 210e6, "units": 7, "activations": 3, "reserve": 1, "tokens": 4096, "tflops": 50},
+        "--trainable 210e6 --units 7 --activations 3 --tokens 4096 --tflops 50",
+        {"trainable": 210e6, "units": 7, "activations": 3, "tokens": 4096, "tflops": 50},
     ),
     "hardware": (
         "--nodes 8 --gpus-per-node 4 --gpu h100 --tokens 4096",
