@@ -12,7 +12,7 @@ from harness.strategies import PARO
 
 from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, plan
 from fsdp_zpp.planner.choice import line_of
-from fsdp_zpp.planner.cluster import GPUS, LINKS, NETWORKS, gpu_named, link_named
+from fsdp_zpp.planner.cluster import GPUS, LINKS
 from fsdp_zpp.planner.report import plan_to_json
 
 CODECS: dict[str, Any] = {"weights": Int8(64), "gradients": Int4(32), "error_feedback": LoCo(hops="both")}
@@ -66,20 +66,16 @@ def test_codecs_change_nothing_on_one_node_and_the_notes_say_so() -> None:
 # ---- hardware by name
 
 
-def test_each_figure_has_a_source_and_each_gpu_a_link() -> None:
-    for entry in (*GPUS.values(), *LINKS.values(), *NETWORKS.values()):
-        assert len(entry.source) > 10
+def test_each_gpu_has_a_link() -> None:
     assert {gpu.link for gpu in GPUS.values()} <= LINKS.keys()
-    assert {name for name, link in LINKS.items() if link.fast} == {name for name in LINKS if name.startswith("nvlink")}
-    assert all(link.gbps > 400 for link in LINKS.values() if link.fast)
 
 
 def test_names_reach_the_plan_and_numbers_override_them() -> None:
     cluster: dict[str, Any] = {"nodes": 2, "gpus_per_node": 8, "tokens": 4096}
     named = plan(1e9, **cluster, gpu="h100", net="100gbe")
     assert named.cluster.inter_gbps == 100
-    assert named.cluster.intra_gbps == link_named("nvlink4").gbps / 2
-    assert (named.budget.gpu_memory, named.work.tflops) == (80, 0.4 * gpu_named("h100").tflops)
+    assert named.cluster.intra_gbps == LINKS["nvlink4"] / 2
+    assert (named.budget.gpu_memory, named.work.tflops) == (80, 0.4 * GPUS["h100"].tflops)
     # Forward and backward take 6 FLOPs a parameter and token; the CPU launches 32 units, in 5 ms each.
     assert named["FULL_SHARD"].time.computation == pytest.approx(6 * 1e9 * 4096 / (0.4 * 989e12))
     assert named["FULL_SHARD"].time.launch == pytest.approx(32 * 0.005)
