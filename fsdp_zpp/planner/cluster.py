@@ -233,8 +233,8 @@ GPUS: Mapping[str, Gpu] = {
     "rtx5090": Gpu(32, 209.5, "pcie5"),
 }
 
-# NVLink is half of the total of both directions in NVIDIA's data sheets of A100 (600 GB/s), H100 (900), HGX B200 (1,800
-# GB/s) and RTX A6000 (112.5, a bridge between two GPUs). PCIe is 16 lanes with 128b/130b encoding, by its specification.
+# NVLink is half of the total of both directions in NVIDIA's data sheets of A100 (600 GB/s), H100 (900), HGX B200 (1800)
+# and RTX A6000 (112.5, a bridge between two GPUs). PCIe is 16 lanes with 128b/130b encoding, by its specification.
 LINKS: Mapping[str, float] = {
     "nvlink3": 2400,
     "nvlink4": 3600,
