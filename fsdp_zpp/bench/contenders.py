@@ -292,8 +292,6 @@ def utilization(task: Task, tokens_per_s: float, gpu: str) -> float | None:
 FULL_SHARD, HSDP = "full_shard", "hybrid_shard"
 TORCHS = {FULL_SHARD: ShardingStrategy.FULL_SHARD, HSDP: ShardingStrategy.HYBRID_SHARD}
 _TORCHS_LABELS = {ShardingStrategy.FULL_SHARD: "FULL_SHARD", ShardingStrategy.HYBRID_SHARD: "HSDP"}
-BASES = {"int8": "int8:256", "int4": "int4:128", "nf4": "nf4:64"}
-"""Codecs of a frozen base by the word for them in a contender's name."""
 
 
 @dataclass(frozen=True)
@@ -384,8 +382,8 @@ def contender(name: str, fsdp2: bool = True, called: str | None = None) -> Conte
     if own in _STRATEGIES:
         strategy = _STRATEGIES[own]
     else:
-        word = "int8" if own == _ONCE else own.rpartition("-")[2]
-        codec = codec_from_name(BASES[word])  # made only if asked for: NF4 needs bitsandbytes
+        # Made only if asked for: NF4 needs bitsandbytes.
+        codec = codec_from_name("int8" if own == _ONCE else own.rpartition("-")[2])
         strategy, base = (Strategy.zeropp(), codec) if own.startswith(_ONCE) else (Strategy.mixzpp(frozen=codec), None)
     found = Contender(called or name, strategy, fsdp2, base)
     return found.on_nodes_of(1) if name.endswith(ALONE) else found

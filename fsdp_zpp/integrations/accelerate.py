@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -421,11 +421,11 @@ class ShardingAccelerator(Accelerator):
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
 
     def save_state(self, output_dir: Folder | None = None, *arguments: object, **options: object) -> str:
-        marked: AbstractContextManager[object] = nullcontext()
-        # A checkpoint that accelerate names itself is new: no earlier save can be in it.
-        if output_dir is not None and not self.project_configuration.automatic_checkpoint_naming:
-            marked = MarkedSave(Path(output_dir).expanduser(), inside=True)
-        with paired(self), marked:
+        with ExitStack() as stack:
+            stack.enter_context(paired(self))
+            # A checkpoint that accelerate names itself is new: no earlier save can be in it.
+            if output_dir is not None and not self.project_configuration.automatic_checkpoint_naming:
+                stack.enter_context(MarkedSave(Path(output_dir).expanduser(), inside=True))
             folder: str = super().save_state(output_dir, *arguments, **options)
         return folder
 

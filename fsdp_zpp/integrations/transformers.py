@@ -92,7 +92,6 @@ class AnnouncesWrites(TrainerCallback):
 # ``prepare_fsdp``, which each of TRL's modules imports by name, calls torch's own ``fully_shard``. ``VLLMGeneration``
 # iterates over full parameters in ``_iter_named_params``, for a server as for an engine in the same process.
 
-Prepare = Callable[[nn.Module, Accelerator], nn.Module]
 NamedTensors = Iterator[tuple[str, Tensor]]
 
 
@@ -119,10 +118,13 @@ def prepare_by_strategy(trainer: type) -> None:
     _replace_function(getattr(generation, "VLLMGeneration", None), "_iter_named_params", _gathering)
 
 
-def _preparing(original: Prepare) -> Prepare:
-    def prepare(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+def _preparing(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Return a function that leaves models to accelerators with a strategy, which it takes in either order."""
+
+    def prepare(*both: Any) -> nn.Module:
+        model, accelerator = sorted(both, key=lambda each: isinstance(each, Accelerator))
         if not isinstance(accelerator, ShardingAccelerator):
-            return original(model, accelerator)
+            return original(*both)
         return accelerator.prepare_model(model, evaluation_mode=True).eval()
 
     return prepare
@@ -151,16 +153,7 @@ def prepare_references_by_strategy() -> None:
 
     LLaMA-Factory's and ms-swift's trainers call it for reference models, in their constructors.
     """
-
-    def preparing(original: Any) -> Any:
-        def prepare(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-            if not isinstance(accelerator, ShardingAccelerator):
-                return original(accelerator, model)  # type: ignore[no-any-return]
-            return accelerator.prepare_model(model, evaluation_mode=True)
-
-        return prepare
-
-    _replace_function(fsdp_utils, "fsdp2_prepare_model", preparing)
+    _replace_function(fsdp_utils, "fsdp2_prepare_model", _preparing)
 
 
 # ---- transformers

@@ -249,7 +249,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 def _size(arguments: argparse.Namespace) -> ModelSize:
     if arguments.model is None:
-        size = equal_units(arguments.params, units=arguments.units)
+        size = equal_units(arguments.params, arguments.units)
     elif arguments.units is not None:
         raise ValueError(f"--units {arguments.units:g} goes with --params; a --model has units of its own; remove one")
     else:

@@ -322,10 +322,7 @@ class Bandwidth:
 
 
 def measure_bandwidth(
-    group: dist.ProcessGroup,
-    gpus_per_node: int | None = None,
-    mib: float = DEFAULT_MIB,
-    repetitions: int = REPETITIONS,
+    group: dist.ProcessGroup, gpus_per_node: int | None = None, mib: float = DEFAULT_MIB
 ) -> Bandwidth:
     """Time all-gathers between nodes and inside them. Collective over ``group``.
 
@@ -338,7 +335,6 @@ def measure_bandwidth(
         ValueError: If an argument is out of range, or the layout is not possible.
     """
     nbytes = int(positive("mib", mib) * 2**20)
-    repetitions = whole("repetitions", repetitions)
     mesh = process_mesh(group, gpus_per_node)
     topology = mesh.topology
 
@@ -348,8 +344,8 @@ def measure_bandwidth(
         if hop is None:
             return None
         # Every rank sends an equal part of the bytes that all hold in the end.
-        seconds = _median_seconds(hop, group, max(1, nbytes // hop.size), repetitions)
-        sent = traffic.sent["gather", level] / (repetitions + 1)  # the warm-up counts here
+        seconds = _median_seconds(hop, group, max(1, nbytes // hop.size))
+        sent = traffic.sent["gather", level] / (REPETITIONS + 1)  # the warm-up counts here
         return senders * sent * 8 / seconds / 1e9
 
     return Bandwidth(
@@ -380,14 +376,14 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _median_seconds(hop: Hop, group: dist.ProcessGroup, nbytes: int, repetitions: int) -> float:
+def _median_seconds(hop: Hop, group: dist.ProcessGroup, nbytes: int) -> float:
     """Return the median over repetitions of the slowest rank's seconds for an all-gather of ``nbytes`` per rank."""
     # A group may have several backends, such as "cpu:gloo,cuda:nccl".
     on_gpu = "nccl" in dist.get_backend(group)
     device = torch.device("cuda" if on_gpu else "cpu")
     payload = torch.zeros((1, nbytes), dtype=torch.uint8, device=device)
-    times = torch.empty(repetitions + 1, dtype=torch.float64, device=device)
-    for repetition in range(repetitions + 1):
+    times = torch.empty(REPETITIONS + 1, dtype=torch.float64, device=device)
+    for repetition in range(REPETITIONS + 1):
         # All ranks start together, or the first would count its wait for the last.
         dist.barrier(group)
         if on_gpu:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,31 +26,18 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk")
 
 
-class Routing(NamedTuple):
-    """Number of experts in a layer, and of those that a token is routed to."""
-
-    experts: int
-    chosen: int
-
-
-def _routing_of(model: nn.Module) -> Routing | None:
-    for said in _configs_of(model):
-        experts, chosen = _first(said, *_EXPERTS), _first(said, *_CHOSEN)
-        if experts is not None and chosen is not None and chosen <= experts:
-            return Routing(experts, chosen)
-    return None
-
-
-def _configs_of(model: nn.Module) -> tuple[object, object]:
+def _routing_of(model: nn.Module) -> tuple[int, int]:
+    """Return the number of experts in a layer, and of those that a token is routed to; zeros if it is not known."""
+    config: Any = getattr(model, "config", None)
     # Models of text and images keep these numbers in the config of their text part.
-    config = getattr(model, "config", None)
-    text = getattr(config, "get_text_config", None)
-    return config, text() if callable(text) else None
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
 
+    def first(names: tuple[str, ...]) -> int:
+        values = (getattr(config, name, None) for name in names)
+        return next((value for value in values if isinstance(value, int) and value > 0), 0)
 
-def _first(config: object, *names: str) -> int | None:
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and value > 0), None)
+    experts, chosen = first(_EXPERTS), first(_CHOSEN)
+    return (experts, chosen) if 0 < chosen <= experts else (0, 0)
 
 
 _MODULES = {"experts", "routed_experts"}
@@ -62,15 +49,15 @@ def _idle_elements(model: nn.Module) -> tuple[int, int]:
     Experts that tokens are routed to are the parameters below a module named ``experts`` or ``routed_experts``, and any
     other 3-D parameters with one slice per expert. Shared experts, which every token uses, are not among them.
     """
-    if (routing := _routing_of(model)) is None:
+    count, chosen = _routing_of(model)
+    if not count:
         return 0, 0
     routed = {True: 0, False: 0}
     for name, parameter in model.named_parameters():
-        fused = parameter.dim() == 3 and parameter.shape[0] == routing.experts
+        fused = parameter.dim() == 3 and parameter.shape[0] == count
         if fused or not _MODULES.isdisjoint(name.split(".")):
             routed[parameter.requires_grad] += parameter.numel()
-    idle = routing.experts - routing.chosen
-    return routed[True] * idle // routing.experts, routed[False] * idle // routing.experts
+    return routed[True] * (count - chosen) // count, routed[False] * (count - chosen) // count
 
 
 # ---- model size
@@ -187,7 +174,9 @@ class ModelSize(Units):
         Raises:
             ValueError: If the model has fewer elements.
         """
-        trainable = _trainable_count(trainable, self.params)
+        trainable = whole("trainable", trainable)
+        if trainable > self.params:
+            raise ValueError(f"trainable must be at most the number of parameters, {self.params:,}, got {trainable:,}")
         units: list[Unit] = []
         before = 0
         for unit in self.units:
@@ -201,22 +190,19 @@ class ModelSize(Units):
         return replace(self, units=tuple(units), idle_trainable=idle_trainable, idle_frozen=idle - idle_trainable)
 
 
-def equal_units(params: float, trainable: float | None = None, units: int | None = None) -> ModelSize:
-    """Split a model of which only totals are known into units of equal size, up to one element.
+def equal_units(params: float, units: int | None = None) -> ModelSize:
+    """Split a model of which only the total is known into units of equal size, up to one element.
 
     Args:
-        params: Number of elements.
-        trainable: Number of trainable elements; None means all.
+        params: Number of elements, all of which are trainable.
         units: Number of FSDP units, typically the layers; None means 32.
 
     Raises:
         TypeError: If an argument is not a number.
         ValueError: If an argument is out of range.
     """
-    total = whole("params", params)
-    count = whole("units", DEFAULT_UNITS if units is None else units)
-    part = total if trainable is None else _trainable_count(trainable, total)
-    return ModelSize(tuple(_split(total, part, count, True)))
+    total, count = whole("params", params), whole("units", DEFAULT_UNITS if units is None else units)
+    return ModelSize(tuple(_split(total, total, count, True)))
 
 
 def module_size(model: nn.Module) -> ModelSize:
@@ -255,13 +241,6 @@ def _unit_of(parameters: set[nn.Parameter], reshard_after_forward: bool = True) 
     trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     total = sum(parameter.numel() for parameter in parameters)
     return Unit(trainable, total - trainable, 1, reshard_after_forward)
-
-
-def _trainable_count(trainable: float, params: int) -> int:
-    count = whole("trainable", trainable)
-    if count > params:
-        raise ValueError(f"trainable must be at most the number of parameters, {params:,}, got {count:,}")
-    return count
 
 
 def _split(params: int, trainable: int, count: int, reshard_after_forward: bool) -> list[Unit]:

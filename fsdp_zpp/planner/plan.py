@@ -200,7 +200,7 @@ def _plan(case: Case, codecs: Strategy, presets: bool) -> Plan:
 
 def _size_of(params: float | ModelSize, trainable: float | None, units: int | None) -> ModelSize:
     if not isinstance(params, ModelSize):
-        return equal_units(params, trainable, units)
-    if units is not None:
+        params = equal_units(params, units)
+    elif units is not None:
         raise ValueError(f"units={units} was given, but the model has its own {params.count} units; leave units out")
     return params if trainable is None else params.with_trainable(trainable)
