@@ -102,7 +102,7 @@ class ExpertParallel(TorchFSDP):
             layer = layers[index]
             layer.mlp.experts = DispatchedExperts(layer.mlp.experts, self._axes["ep"].get_group())
             self._materialize(layer, base)
-            prepare(self._task, layers, index)
+            prepare(self._task, layers[index])
             self._shard_over(self._axes["efsdp"], layer.mlp.experts)
             # Its gradients are sums over the tokens of all ranks.
             layer.mlp.experts.set_gradient_divide_factor(dist.get_world_size())
@@ -267,7 +267,7 @@ class MegatronHFSDP(Training):
         model = whole(task)
         layer = type(base_of(model).model.layers[0])
         for layers, index in list(layer_places(model)):
-            prepare(task, layers, index)
+            prepare(task, layers[index])
         self._model = fully_shard_model(
             model,
             device_mesh=mesh,
@@ -322,7 +322,7 @@ class BitsandbytesQLoRA(Training):
         for index, layer in enumerate(layers):
             _quantize(layer, task.place)
             materialize(layer, base, task.place)
-            prepare(task, layers, index)
+            prepare(task, layers[index])
             fully_shard(layers[index], mesh=mesh, mp_policy=policy)
         fully_shard(materialize(self._model, base, task.place), mesh=mesh, mp_policy=policy)
         self._optimizer = torch.optim.AdamW(trainable(self._model), lr=1e-4, fused=task.device == "cuda")

@@ -91,8 +91,6 @@ def predict(arguments: argparse.Namespace, size: ModelSize) -> Plan:
         inter_gbps=bandwidth.inter_gbps,
         intra_gbps=bandwidth.intra_gbps,
         micro_batches=arguments.micro_batches,
-        activations=0,
-        reserve=0,
     )
 
 

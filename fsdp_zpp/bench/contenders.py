@@ -8,13 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard as torch_fully_shard,
 )
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_zpp.codecs import Codec, Int4Delta
 from fsdp_zpp.frozen.quantize import quantize_frozen_params
@@ -123,13 +124,13 @@ def layer_places(model: nn.Module) -> Iterator[tuple[nn.ModuleList, int]]:
         yield from ((places, index) for index, layer in enumerate(places) if id(layer) in own)
 
 
-def prepare(task: Task, places: nn.ModuleList, index: int) -> None:
-    """Wrap one layer before it is sharded: recompute its activations, and compile it, if the task says so."""
-    layer = places[index]
+def prepare(task: Task, layer: nn.Module) -> None:
+    """Change one layer before it is sharded: recompute its activations, and compile it, if the task says so."""
     if task.checkpointing:
-        apply_activation_checkpointing(places, check_fn=lambda module: module is layer)
+        # In place of its forward, so that what shards the layer gathers outside of what is recomputed.
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     if task.compile:
-        places[index].compile()
+        layer.compile()
 
 
 def materialize(module: nn.Module, base: Any, device: torch.device) -> nn.Module:
@@ -197,7 +198,7 @@ class TorchFSDP(Training):
         base = base_of(model)
         for stack, index in list(layer_places(model)):
             self._materialize(stack[index], base)
-            prepare(self._task, stack, index)
+            prepare(self._task, stack[index])
             if contender.base is None:
                 stack[index] = self._shard(stack[index])
         self._materialize(model, base)
@@ -291,8 +292,6 @@ def utilization(task: Task, tokens_per_s: float, gpu: str) -> float | None:
 FULL_SHARD, HSDP = "full_shard", "hybrid_shard"
 TORCHS = {FULL_SHARD: ShardingStrategy.FULL_SHARD, HSDP: ShardingStrategy.HYBRID_SHARD}
 _TORCHS_LABELS = {ShardingStrategy.FULL_SHARD: "FULL_SHARD", ShardingStrategy.HYBRID_SHARD: "HSDP"}
-BASES = {"int8": "int8:256", "int4": "int4:128", "nf4": "nf4:64"}
-"""Codecs of a frozen base by the word for them in a contender's name."""
 
 
 @dataclass(frozen=True)
@@ -383,8 +382,8 @@ def contender(name: str, fsdp2: bool = True, called: str | None = None) -> Conte
     if own in _STRATEGIES:
         strategy = _STRATEGIES[own]
     else:
-        word = "int8" if own == _ONCE else own.rpartition("-")[2]
-        codec = codec_from_name(BASES[word])  # made only if asked for: NF4 needs bitsandbytes
+        # Made only if asked for: NF4 needs bitsandbytes.
+        codec = codec_from_name("int8" if own == _ONCE else own.rpartition("-")[2])
         strategy, base = (Strategy.zeropp(), codec) if own.startswith(_ONCE) else (Strategy.mixzpp(frozen=codec), None)
     found = Contender(called or name, strategy, fsdp2, base)
     return found.on_nodes_of(1) if name.endswith(ALONE) else found
@@ -458,7 +457,7 @@ class Planner:
             Cluster(nodes, gpus, _ANY, _ANY, links.are_slow),
             StepConfig(self.task.micro_batches),
             MemoryBudget(activations=0, reserve=0),
-            Precision(frozen_storage=Precision.compute),
+            Precision(),
         )
         if contender.is_torchs:
             # On a single node, HYBRID_SHARD shards over all ranks, as FULL_SHARD does.

@@ -83,11 +83,6 @@ def run_exp(args: Arguments | None = None, callbacks: list[TrainerCallback] | No
         tuner.run_exp({**DEFAULTS, **arguments, "fsdp_config": fsdp_config}, callbacks)
 
 
-def run_sft(*_: object) -> None:
-    """Raise a ValueError, since V1 is not supported."""
-    refuse("run_sft", "V1", _V1)
-
-
 def main() -> None:
     """Run ``train`` of ``llamafactory-cli`` in a process that torchrun started.
 

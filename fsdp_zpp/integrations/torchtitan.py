@@ -15,7 +15,7 @@ import copy
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
-from torch.optim import Optimizer
 
 from fsdp_zpp.codecs import Int4Delta
 from fsdp_zpp.fsdp2.fully_shard import fully_shard
@@ -241,7 +240,10 @@ class StrategyTrainer(Trainer):
         if strategy is not None and self.checkpointer.enable:
             _mark_saves(self.checkpointer)
             if is_sharded and _has_codec_state(strategy):
-                self.checkpointer.states[CODECS] = _codec_state(self.model_parts, self.optimizers)
+                # With a pipeline, of all stages of this rank.
+                model, *further = self.model_parts
+                model = nn.ModuleList(self.model_parts) if further else model
+                self.checkpointer.states[CODECS] = CodecState(model, list(self.optimizers))
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
         self._micro_batches_left = self.gradient_accumulation_steps
@@ -257,29 +259,6 @@ class StrategyTrainer(Trainer):
         return loss
 
 
-class _StagesCodecState:
-    """Codec state of this rank's stages of a pipeline, which have units and optimizers of their own."""
-
-    def __init__(self, stages: Sequence[CodecState]) -> None:
-        self._stages = {str(at): stage for at, stage in enumerate(stages)}
-
-    def state_dict(self) -> dict[str, dict[str, str | bytes]]:
-        return {at: stage.state_dict() for at, stage in self._stages.items()}
-
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        for at, stage in self._stages.items():
-            stage.load_state_dict(state[at])
-
-
-def _codec_state(parts: Sequence[nn.Module], optimizers: Iterable[Optimizer]) -> CodecState | _StagesCodecState:
-    by_parameter = {id(each.param_groups[0]["params"][0]): each for each in optimizers}
-    states = [
-        CodecState(part, [by_parameter[id(each)] for each in part.parameters() if id(each) in by_parameter])
-        for part in parts
-    ]
-    return states[0] if len(states) == 1 else _StagesCodecState(states)
-
-
 def _mark_saves(checkpointer: CheckpointManager) -> None:
     """Mark checkpoints while they are saved, and refuse those that two jobs have saved."""
     save, load = checkpointer.dcp_save, checkpointer.dcp_load
@@ -288,7 +267,7 @@ def _mark_saves(checkpointer: CheckpointManager) -> None:
         if is_remote(checkpoint_id):
             return save(state_dict, checkpoint_id, *arguments, **options)
         # torchtitan writes file by file over what is there, and passes over a checkpoint without this file.
-        marked = MarkedSave(Path(checkpoint_id), place="inside", written_last=".metadata")
+        marked = MarkedSave(Path(checkpoint_id), inside=True, written_last=".metadata")
         saved = save(state_dict, checkpoint_id, *arguments, **options)
         written = getattr(saved, "upload_completion", saved)
         if dist.get_rank() != 0:

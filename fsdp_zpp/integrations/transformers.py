@@ -92,7 +92,6 @@ class AnnouncesWrites(TrainerCallback):
 # ``prepare_fsdp``, which each of TRL's modules imports by name, calls torch's own ``fully_shard``. ``VLLMGeneration``
 # iterates over full parameters in ``_iter_named_params``, for a server as for an engine in the same process.
 
-Prepare = Callable[[nn.Module, Accelerator], nn.Module]
 NamedTensors = Iterator[tuple[str, Tensor]]
 
 
@@ -119,10 +118,13 @@ def prepare_by_strategy(trainer: type) -> None:
     _replace_function(getattr(generation, "VLLMGeneration", None), "_iter_named_params", _gathering)
 
 
-def _preparing(original: Prepare) -> Prepare:
-    def prepare(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+def _preparing(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Return a function that leaves models to accelerators with a strategy, which it takes in either order."""
+
+    def prepare(*both: Any) -> nn.Module:
+        model, accelerator = sorted(both, key=lambda each: isinstance(each, Accelerator))
         if not isinstance(accelerator, ShardingAccelerator):
-            return original(model, accelerator)
+            return original(*both)
         return accelerator.prepare_model(model, evaluation_mode=True).eval()
 
     return prepare
@@ -151,16 +153,7 @@ def prepare_references_by_strategy() -> None:
 
     LLaMA-Factory's and ms-swift's trainers call it for reference models, in their constructors.
     """
-
-    def preparing(original: Any) -> Any:
-        def prepare(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-            if not isinstance(accelerator, ShardingAccelerator):
-                return original(accelerator, model)  # type: ignore[no-any-return]
-            return accelerator.prepare_model(model, evaluation_mode=True)
-
-        return prepare
-
-    _replace_function(fsdp_utils, "fsdp2_prepare_model", preparing)
+    _replace_function(fsdp_utils, "fsdp2_prepare_model", _preparing)
 
 
 # ---- transformers
@@ -300,8 +293,7 @@ class ShardingTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        token = "" if self._marked_save is None else self._marked_save.token
-        save_beside(self.model, filter(None, [self.optimizer]), Path(output_dir), token)
+        save_beside(self.model, filter(None, [self.optimizer]), Path(output_dir))
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         self._saves_checkpoint = True
@@ -337,7 +329,7 @@ class ShardingTrainer(Trainer):
         if (folder := output_dir or self.args.output_dir) is not None:
             os.makedirs(folder, exist_ok=True)
         if self._saves_checkpoint and output_dir is not None and not self.args.save_only_model:
-            self._marked_save = MarkedSave(Path(output_dir), place="inside", written_last=TRAINER_STATE_NAME)
+            self._marked_save = MarkedSave(Path(output_dir), inside=True, written_last=TRAINER_STATE_NAME)
         whole = is_peft_model(self.model) or not _internal_call
         with _with_full_state_dicts(self.accelerator) if whole else nullcontext():
             super().save_model(output_dir, _internal_call)

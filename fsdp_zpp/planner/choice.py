@@ -205,10 +205,9 @@ class Estimate:
     """Figures of one row: a strategy of this package, or one of torch's.
 
     Args:
-        strategy: The strategy of all parameters. Its ``gpus_per_node`` counts those ranks of a node that it shards
-            over. For a row of torch's, the strategy here that sends the same. If its accumulation in fp32 does not fit,
-            one that reduces each micro-batch.
-        topology: The layout of the ranks that it shards over; with expert parallelism, that of the other parameters.
+        strategy: The strategy of all parameters. For a row of torch's, the strategy here that sends the same. If its
+            accumulation in fp32 does not fit, one that reduces each micro-batch.
+        topology: The layout of the ranks as the strategy sees it.
         volume: Bytes that one GPU sends in an optimizer step.
         inter_node_bytes: Bytes that all GPUs of a node together send to other nodes in an optimizer step.
         memory: Bytes on one GPU.

@@ -111,10 +111,9 @@ _TYPES: dict[str, tuple[Any, str]] = {
 
 _GROUPS = {
     "cluster": "nodes gpus_per_node gpu link net inter_gbps intra_gbps gpu_memory",
-    "other parallelisms": "tp pp ep",
-    "step": "micro_batches tokens tflops launch_ms activations reserve",
+    "step": "micro_batches tokens tflops activations",
     "codecs and dtypes": "presets weights gradients intra_gradients error_feedback frozen compute reduce storage "
-    "frozen_storage optimizer_bytes",
+    "optimizer_bytes",
 }
 _SYNTAX = (
     "CODEC is none, int8 or int4, with a block as int8:256 or without; for --weights also int4delta, for --frozen nf4. "
@@ -250,7 +249,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 def _size(arguments: argparse.Namespace) -> ModelSize:
     if arguments.model is None:
-        size = equal_units(arguments.params, units=arguments.units)
+        size = equal_units(arguments.params, arguments.units)
     elif arguments.units is not None:
         raise ValueError(f"--units {arguments.units:g} goes with --params; a --model has units of its own; remove one")
     else:

@@ -94,7 +94,6 @@ class StepConfig:
     launch_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        not_negative("launch_ms", self.launch_ms)
         object.__setattr__(self, "micro_batches", whole("micro_batches", self.micro_batches))
         if (self.tokens is None) != (self.tflops is None):
             raise ValueError(
@@ -129,8 +128,8 @@ class MemoryBudget:
     def __post_init__(self) -> None:
         if self.gpu_memory is not None:
             positive("gpu_memory", self.gpu_memory)
-        not_negative("activations", self.activations)
-        not_negative("reserve", self.reserve)
+        if _number("activations", self.activations) < 0:
+            raise ValueError(f"activations must be at least 0, got {self.activations!r}")
 
     def allows(self, nbytes: int) -> bool:
         """Return whether ``nbytes`` bytes fit on the GPU."""
@@ -142,10 +141,10 @@ class Precision:
     """Dtypes of a training with mixed precision.
 
     Args:
-        compute: Dtype of the weights in forward and backward, and on the wire without a codec.
+        compute: Dtype of the weights in forward and backward, on the wire without a codec, and of the shards of frozen
+            ones.
         reduce: Dtype of the gradients on the wire without a codec.
         storage: Dtype of the shards that the optimizer updates.
-        frozen_storage: Dtype of the shards of frozen weights; None takes ``storage``.
         optimizer_bytes: Bytes of optimizer state per trainable element; 8 is Adam in fp32.
         accumulation: Dtype in which gradients of several micro-batches accumulate.
 
@@ -157,25 +156,17 @@ class Precision:
     compute: torch.dtype = torch.bfloat16
     reduce: torch.dtype = torch.bfloat16
     storage: torch.dtype = torch.float32
-    frozen_storage: torch.dtype | None = None
     optimizer_bytes: int = 8
     accumulation: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        for name in ("compute", "reduce", "storage", "frozen_storage", "accumulation"):
+        for name in ("compute", "reduce", "storage", "accumulation"):
             dtype = getattr(self, name)
-            if name == "frozen_storage" and dtype is None:
-                continue
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"{name} must be a torch.dtype, got {dtype!r}")
             if dtype not in DTYPES.values():
                 raise ValueError(f"{name} must be one of {', '.join(map(str, DTYPES.values()))}, got {dtype}")
         object.__setattr__(self, "optimizer_bytes", whole("optimizer_bytes", self.optimizer_bytes, least=0))
-
-    @property
-    def of_frozen(self) -> torch.dtype:
-        """Return the dtype of the shards of frozen weights."""
-        return self.frozen_storage or self.storage
 
 
 def whole(name: str, value: float, least: int = 1) -> int:
@@ -190,13 +181,6 @@ def positive(name: str, value: float) -> float:
     """Return ``value``, which must be a finite number above 0; raise like :func:`whole`."""
     if _number(name, value) <= 0:
         raise ValueError(f"{name} must be above 0, got {value!r}")
-    return value
-
-
-def not_negative(name: str, value: float) -> float:
-    """Return ``value``, which must be a finite number of at least 0; raise like :func:`whole`."""
-    if _number(name, value) < 0:
-        raise ValueError(f"{name} must be at least 0, got {value!r}")
     return value
 
 
@@ -222,108 +206,57 @@ class Gpu(NamedTuple):
         memory: GiB of memory, which vendors write as GB.
         tflops: Dense TFLOP/s in bf16 with fp32 accumulation, at its peak.
         link: Name of the link to other GPUs of a usual machine.
-        source: Where the figures are from.
     """
 
     memory: float
     tflops: float
     link: str
-    source: str
 
 
-class Link(NamedTuple):
-    """A link between the GPUs of a machine.
-
-    Attributes:
-        gbps: Gbit/s that one GPU sends, at the link's peak, in one direction.
-        fast: True if it is NVLink, over which codecs don't pay.
-        source: Where the figure is from.
-    """
-
-    gbps: float
-    fast: bool
-    source: str
-
-
-class Network(NamedTuple):
-    """A network card of a node.
-
-    Attributes:
-        gbps: Gbit/s that it sends, at line rate.
-        source: Where the figure is from.
-    """
-
-    gbps: float
-    source: str
-
-
-_SHEET = "Tensor Core GPU data sheet"
-_AMPERE = f"NVIDIA A100 {_SHEET} (2021): without sparsity"
-_HOPPER = f"NVIDIA H100 {_SHEET} (2023): half of the figure with sparsity"
-_GA102 = "NVIDIA Ampere GA102 GPU Architecture whitepaper, appendix: FP32 accumulation, without sparsity"
-_ADA = "NVIDIA Ada GPU Architecture whitepaper, appendix: FP32 accumulation, without sparsity"
-_BLACKWELL = "NVIDIA RTX Blackwell GPU Architecture whitepaper: FP32 accumulation, without sparsity"
-
+# TFLOP/s are without sparsity, half of the figure with it where a data sheet has only that. Those of a10, a100, b200,
+# h100, h200, l4 and l40s are from NVIDIA's data sheets of 2021 to 2025; those of the others from the appendices of its
+# whitepapers on the architectures GA102 (a6000, rtx3090), Ada (rtx4090) and RTX Blackwell (rtx5090).
 GPUS: Mapping[str, Gpu] = {
-    "a10": Gpu(24, 125, "pcie4", "NVIDIA A10 data sheet (2021): without sparsity"),
-    "a100": Gpu(80, 312, "nvlink3", _AMPERE),
-    "a100-40gb": Gpu(40, 312, "nvlink3", _AMPERE),
-    "a100-pcie": Gpu(80, 312, "pcie4", _AMPERE),
-    "a6000": Gpu(48, 154.8, "pcie4", _GA102),
-    "b200": Gpu(180, 2250, "nvlink5", "NVIDIA HGX B200 data sheet (2025): half of the figure with sparsity"),
-    "h100": Gpu(80, 989, "nvlink4", _HOPPER),
-    "h100-pcie": Gpu(80, 756, "pcie5", _HOPPER),
-    "h200": Gpu(140, 989, "nvlink4", f"NVIDIA H200 {_SHEET} (2024): half of the figure with sparsity"),
-    "l4": Gpu(24, 121, "pcie4", f"NVIDIA L4 {_SHEET} (2023): half of the figure with sparsity"),
-    "l40s": Gpu(48, 362.05, "pcie4", "NVIDIA L40S data sheet (2023): without sparsity"),
-    "rtx3090": Gpu(24, 71, "pcie4", _GA102),
-    "rtx4090": Gpu(24, 165.2, "pcie4", _ADA),
-    "rtx5090": Gpu(32, 209.5, "pcie5", _BLACKWELL),
+    "a10": Gpu(24, 125, "pcie4"),
+    "a100": Gpu(80, 312, "nvlink3"),
+    "a100-40gb": Gpu(40, 312, "nvlink3"),
+    "a100-pcie": Gpu(80, 312, "pcie4"),
+    "a6000": Gpu(48, 154.8, "pcie4"),
+    "b200": Gpu(180, 2250, "nvlink5"),
+    "h100": Gpu(80, 989, "nvlink4"),
+    "h100-pcie": Gpu(80, 756, "pcie5"),
+    "h200": Gpu(140, 989, "nvlink4"),
+    "l4": Gpu(24, 121, "pcie4"),
+    "l40s": Gpu(48, 362.05, "pcie4"),
+    "rtx3090": Gpu(24, 71, "pcie4"),
+    "rtx4090": Gpu(24, 165.2, "pcie4"),
+    "rtx5090": Gpu(32, 209.5, "pcie5"),
 }
 
-_PCIE = "PCI Express base specification: 16 lanes, 128b/130b encoding, one direction"
-_HALF = "half of the total of both directions"
-
-LINKS: Mapping[str, Link] = {
-    "nvlink3": Link(2400, True, f"NVIDIA A100 data sheet: {_HALF}, 600 GB/s"),
-    "nvlink4": Link(3600, True, f"NVIDIA H100 data sheet: {_HALF}, 900 GB/s"),
-    "nvlink5": Link(7200, True, f"NVIDIA HGX B200 data sheet: {_HALF}, 1.8 TB/s"),
-    "nvlink-bridge": Link(450, True, f"NVIDIA RTX A6000 data sheet: {_HALF}, 112.5 GB/s, between two GPUs"),
-    "pcie3": Link(126, False, _PCIE),
-    "pcie4": Link(252, False, _PCIE),
-    "pcie5": Link(504, False, _PCIE),
+# NVLink is half of the total of both directions in NVIDIA's data sheets of A100 (600 GB/s), H100 (900), HGX B200 (1800)
+# and RTX A6000 (112.5, a bridge between two GPUs). PCIe is 16 lanes with 128b/130b encoding, by its specification.
+LINKS: Mapping[str, float] = {
+    "nvlink3": 2400,
+    "nvlink4": 3600,
+    "nvlink5": 7200,
+    "nvlink-bridge": 450,
+    "pcie3": 126,
+    "pcie4": 252,
+    "pcie5": 504,
 }
+"""Gbit/s that one GPU sends to others of its machine, at the link's peak, in one direction."""
 
-_ETHERNET = "IEEE 802.3, by its name"
-_INFINIBAND = "InfiniBand Trade Association roadmap: four lanes"
-
-NETWORKS: Mapping[str, Network] = {
-    **{f"{rate}gbe": Network(float(rate), _ETHERNET) for rate in ("1", "2.5", "10", "25", "40", "50", "100", "200")},
-    "400gbe": Network(400, _ETHERNET),
-    "ib-edr": Network(100, _INFINIBAND),
-    "ib-hdr": Network(200, _INFINIBAND),
-    "ib-ndr": Network(400, _INFINIBAND),
-    "ib-xdr": Network(800, _INFINIBAND),
+# Ethernet is by its name (IEEE 802.3), InfiniBand four lanes by the roadmap of its Trade Association.
+NETWORKS: Mapping[str, float] = {
+    **{f"{rate}gbe": float(rate) for rate in ("1", "2.5", "10", "25", "40", "50", "100", "200", "400")},
+    "ib-edr": 100,
+    "ib-hdr": 200,
+    "ib-ndr": 400,
+    "ib-xdr": 800,
 }
+"""Gbit/s that a node's network card sends, at line rate."""
 
 T = TypeVar("T")
-
-
-def gpu_named(name: str) -> Gpu:
-    return _named("gpu", GPUS, name)
-
-
-def link_named(name: str) -> Link:
-    return _named("link", LINKS, name)
-
-
-def network_named(name: str) -> Network:
-    """Return a node's network by the name of its card, after the number of cards if it has several: ``8xib-ndr``."""
-    several = re.fullmatch(r"([1-9]\d*)x(.+)", name)
-    if several is None:
-        return _named("net", NETWORKS, name)
-    card = _named("net", NETWORKS, several[2])
-    return card._replace(gbps=int(several[1]) * card.gbps)
 
 
 def _named(what: str, known: Mapping[str, T], name: str) -> T:
@@ -345,7 +278,7 @@ UTILIZATION = 0.4
 OF_A_LINK = 0.5
 """Share of a link's peak that an all-gather reaches: over NVLink between two H200s, of 26 MiB, 196 to 200 of 450 GB/s
 (hops-2x2-* in benchmarks/step/results/hops-h200.json)."""
-SLOWEST_NVLINK = OF_A_LINK * link_named("nvlink-bridge").gbps
+SLOWEST_NVLINK = OF_A_LINK * LINKS["nvlink-bridge"]
 """Gbit/s that collectives reach over the slowest NVLink; what is slower is taken for PCIe or the host's memory."""
 LAUNCH_MS = 5.0
 """Milliseconds in which a CPU launches forward and backward of one unit in eager mode: of the 25 units of a Llama of
@@ -353,15 +286,22 @@ LAUNCH_MS = 5.0
 
 
 def named_figures(gpu: str | None, link: str | None, net: str | None) -> dict[str, Any]:
-    """Return the figures that names stand for, by the arguments of ``plan`` that override them."""
-    of_gpu = None if gpu is None else gpu_named(gpu)
-    of_link = None if link is None else link_named(link)
-    figures: dict[str, Any] = {} if net is None else {"inter_gbps": network_named(net).gbps}
-    if of_gpu is not None:
-        figures |= {"gpu_memory": of_gpu.memory, "tflops": UTILIZATION * of_gpu.tflops, "launch_ms": LAUNCH_MS}
-        of_link = of_link or link_named(of_gpu.link)
-    if of_link is not None:
-        figures |= {"intra_gbps": OF_A_LINK * of_link.gbps, "slow_links": not of_link.fast}
+    """Return the figures that names stand for, by the arguments of ``plan`` that override them.
+
+    A node with several network cards has their number before the name: ``8xib-ndr``.
+    """
+    figures: dict[str, Any] = {}
+    if gpu is not None:
+        memory, tflops, usual = _named("gpu", GPUS, gpu)
+        figures |= {"gpu_memory": memory, "tflops": UTILIZATION * tflops, "launch_ms": LAUNCH_MS}
+        link = usual if link is None else link
+    if link is not None:
+        gbps = _named("link", LINKS, link)
+        figures |= {"intra_gbps": OF_A_LINK * gbps, "slow_links": not link.startswith("nvlink")}
+    if net is not None:
+        several = re.fullmatch(r"([1-9]\d*)x(.+)", net)
+        cards, card = several.groups() if several else (1, net)
+        figures["inter_gbps"] = int(cards) * _named("net", NETWORKS, card)
     return figures
 
 
@@ -382,10 +322,7 @@ class Bandwidth:
 
 
 def measure_bandwidth(
-    group: dist.ProcessGroup,
-    gpus_per_node: int | None = None,
-    mib: float = DEFAULT_MIB,
-    repetitions: int = REPETITIONS,
+    group: dist.ProcessGroup, gpus_per_node: int | None = None, mib: float = DEFAULT_MIB
 ) -> Bandwidth:
     """Time all-gathers between nodes and inside them. Collective over ``group``.
 
@@ -398,7 +335,6 @@ def measure_bandwidth(
         ValueError: If an argument is out of range, or the layout is not possible.
     """
     nbytes = int(positive("mib", mib) * 2**20)
-    repetitions = whole("repetitions", repetitions)
     mesh = process_mesh(group, gpus_per_node)
     topology = mesh.topology
 
@@ -408,8 +344,8 @@ def measure_bandwidth(
         if hop is None:
             return None
         # Every rank sends an equal part of the bytes that all hold in the end.
-        seconds = _median_seconds(hop, group, max(1, nbytes // hop.size), repetitions)
-        sent = traffic.sent["gather", level] / (repetitions + 1)  # the warm-up counts here
+        seconds = _median_seconds(hop, group, max(1, nbytes // hop.size))
+        sent = traffic.sent["gather", level] / (REPETITIONS + 1)  # the warm-up counts here
         return senders * sent * 8 / seconds / 1e9
 
     return Bandwidth(
@@ -440,14 +376,14 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _median_seconds(hop: Hop, group: dist.ProcessGroup, nbytes: int, repetitions: int) -> float:
+def _median_seconds(hop: Hop, group: dist.ProcessGroup, nbytes: int) -> float:
     """Return the median over repetitions of the slowest rank's seconds for an all-gather of ``nbytes`` per rank."""
     # A group may have several backends, such as "cpu:gloo,cuda:nccl".
     on_gpu = "nccl" in dist.get_backend(group)
     device = torch.device("cuda" if on_gpu else "cpu")
     payload = torch.zeros((1, nbytes), dtype=torch.uint8, device=device)
-    times = torch.empty(repetitions + 1, dtype=torch.float64, device=device)
-    for repetition in range(repetitions + 1):
+    times = torch.empty(REPETITIONS + 1, dtype=torch.float64, device=device)
+    for repetition in range(REPETITIONS + 1):
         # All ranks start together, or the first would count its wait for the last.
         dist.barrier(group)
         if on_gpu:

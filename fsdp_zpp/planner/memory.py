@@ -100,11 +100,6 @@ def _placement(strategy: ResolvedStrategy) -> Placement:
 # shards, and the scales and alignment that codecs add, but not that codecs leave small parameters as they are, which
 # adds about a hundredth. The step is one in the steady state: in the first, frozen weights that stay in a node or on a
 # rank are gathered once. Frozen weights with a codec of their own follow the rule of the frozen base above.
-#
-# In a pipeline, torch.distributed.pipelining keeps what a backward has gathered until the last backward of the step,
-# and reduces once more at the end of the step. So whatever the schedule, a unit that is resharded after forward is
-# gathered once for each micro-batch and once more: a forward gathers unless a backward came just before, a backward
-# only after a forward.
 
 
 @dataclass(frozen=True)
@@ -132,28 +127,19 @@ class Volume(Figures):
     intra: int = 0
 
 
-def step_volume(
-    size: Units, resolved: ResolvedStrategy, micro_batches: int, precision: Precision, pipelined: bool = False
-) -> Volume:
-    """Return the bytes that one rank sends for all units in a step; ``pipelined`` if they are a pipeline's stage."""
+def step_volume(size: Units, resolved: ResolvedStrategy, micro_batches: int, precision: Precision) -> Volume:
+    """Return the bytes that one rank sends for all units in a step."""
     total = Volume()
     for unit in size.units:
-        repeats = gathers_in_step(unit, micro_batches, pipelined)
+        repeats = micro_batches * (2 if unit.reshard_after_forward else 1)  # backward needs resharded weights again
         one = _gathers(unit.trainable, True, resolved, precision, repeats)
         if resolved.frozen is None:  # FSDP does not gather a base with a codec of its own
             one += _gathers(unit.frozen, False, resolved, precision, repeats)
-        one += _reductions(unit.trainable, resolved, micro_batches + pipelined, precision.reduce.itemsize)
+        one += _reductions(unit.trainable, resolved, micro_batches, precision.reduce.itemsize)
         total += one * unit.count
     if resolved.frozen is not None:
         total += Volume(0, micro_batches * gathers_of(size, resolved.frozen, resolved).sent)
     return total
-
-
-def gathers_in_step(unit: Unit, micro_batches: int, pipelined: bool) -> int:
-    """Return how often a step needs weights of ``unit`` that are not gathered. Resharded ones, backward needs again."""
-    if pipelined:
-        return micro_batches + 1 if unit.reshard_after_forward else 1
-    return micro_batches * (2 if unit.reshard_after_forward else 1)
 
 
 def shard_numel(numel: int, scope: str, topology: Topology) -> int:
@@ -262,13 +248,11 @@ def memory_beside(budget: MemoryBudget) -> Memory:
     return Memory(activations=round(budget.activations * GIB), reserve=round(budget.reserve * GIB))
 
 
-def memory_of_units(
-    size: Units, resolved: ResolvedStrategy, micro_batches: int, precision: Precision, pipelined: bool = False
-) -> Memory:
+def memory_of_units(size: Units, resolved: ResolvedStrategy, micro_batches: int, precision: Precision) -> Memory:
     """Return the memory that units take on each GPU."""
-    total = Memory(working=_working_memory(size, resolved, precision, pipelined))
+    total = Memory(working=_working_memory(size, resolved, precision))
     for unit in size.units:
-        trainable = _trainable_states(unit.trainable, resolved, micro_batches + pipelined, precision)
+        trainable = _trainable_states(unit.trainable, resolved, micro_batches, precision)
         total += (trainable + _frozen_states(unit.frozen, resolved, precision)) * unit.count
     return total
 
@@ -296,7 +280,7 @@ def _trainable_states(numel: int, strategy: ResolvedStrategy, micro_batches: int
 
 def _frozen_states(numel: int, strategy: ResolvedStrategy, precision: Precision) -> Memory:
     if strategy.frozen is None:
-        shard = shard_numel(numel, strategy.scopes.optimizer, strategy.topology) * precision.of_frozen.itemsize
+        shard = shard_numel(numel, strategy.scopes.optimizer, strategy.topology) * precision.compute.itemsize
         return Memory(parameters=_kept(numel, strategy, precision), shard=shard)
     # Frozen weights are encoded once, and nothing but their codes remains.
     return Memory(parameters=kept_nbytes(numel, strategy.frozen, strategy))
@@ -325,14 +309,13 @@ def _accumulator_numel(numel: int, strategy: ResolvedStrategy) -> int:
     return shard_numel(numel, gradients, strategy.topology)
 
 
-def _working_memory(size: Units, strategy: ResolvedStrategy, precision: Precision, pipelined: bool = False) -> int:
+def _working_memory(size: Units, strategy: ResolvedStrategy, precision: Precision) -> int:
     """Return the bytes of the units in flight.
 
     Counts the weights, in the compute dtype, of the units that FSDP keeps from forward to backward and of the two
     largest others (one computes, one is being gathered), unless all weights are kept anyway (N over I or G); the
     gradient of the largest unit, once in the reduce dtype and once in fp32; and for a quantized base, the buffers that
-    its codes are gathered into, and the weights decoded from them. Weights are decoded one by one: at most a unit. In a
-    pipeline, units stay gathered from the first backward of a step to the last.
+    its codes are gathered into, and the weights decoded from them. Weights are decoded one by one: at most a unit.
     """
     kept = _kept_whole(strategy)
     trainable, frozen = not kept, not kept and strategy.frozen is None
@@ -340,11 +323,8 @@ def _working_memory(size: Units, strategy: ResolvedStrategy, precision: Precisio
     def in_flight(unit: Unit) -> int:
         return trainable * unit.trainable + frozen * unit.frozen
 
-    def stays(unit: Unit) -> bool:
-        return pipelined or not unit.reshard_after_forward
-
-    held = sum(unit.count * in_flight(unit) for unit in size.units if stays(unit))
-    weights = held + _two_largest((unit for unit in size.units if not stays(unit)), in_flight)
+    held = sum(unit.count * in_flight(unit) for unit in size.units if not unit.reshard_after_forward)
+    weights = held + _two_largest((unit for unit in size.units if unit.reshard_after_forward), in_flight)
     base = 0
     if strategy.frozen is not None:
         base = gathers_of(size, strategy.frozen, strategy).buffers

@@ -1,21 +1,19 @@
-"""The model that is planned for: its parameters, units, experts, and axes of parallelism."""
+"""The model that is planned for: its parameters, units and experts."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_zpp.names import how_to_install
 from fsdp_zpp.runtime.api import check_module
-from fsdp_zpp.strategy.error_feedback import Topology
 
 from .cluster import Cluster, MemoryBudget, Precision, StepConfig, whole
 
@@ -28,60 +26,38 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk")
 
 
-class Routing(NamedTuple):
-    """Number of experts in a layer, and of those that a token is routed to."""
-
-    experts: int
-    chosen: int
-
-
-def _routing_of(model: nn.Module) -> Routing | None:
-    for said in _configs_of(model):
-        experts, chosen = _first(said, *_EXPERTS), _first(said, *_CHOSEN)
-        if experts is not None and chosen is not None and chosen <= experts:
-            return Routing(experts, chosen)
-    return None
-
-
-def _configs_of(model: nn.Module) -> tuple[object, object]:
+def _routing_of(model: nn.Module) -> tuple[int, int]:
+    """Return the number of experts in a layer, and of those that a token is routed to; zeros if it is not known."""
+    config: Any = getattr(model, "config", None)
     # Models of text and images keep these numbers in the config of their text part.
-    config = getattr(model, "config", None)
-    text = getattr(config, "get_text_config", None)
-    return config, text() if callable(text) else None
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
 
+    def first(names: tuple[str, ...]) -> int:
+        values = (getattr(config, name, None) for name in names)
+        return next((value for value in values if isinstance(value, int) and value > 0), 0)
 
-def _first(config: object, *names: str) -> int | None:
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and value > 0), None)
+    experts, chosen = first(_EXPERTS), first(_CHOSEN)
+    return (experts, chosen) if 0 < chosen <= experts else (0, 0)
 
 
 _MODULES = {"experts", "routed_experts"}
 
 
-def _expert_parameters(model: nn.Module, routing: Routing | None) -> set[nn.Parameter]:
-    """Return the parameters of experts that tokens are routed to, which expert parallelism splits.
+def _idle_elements(model: nn.Module) -> tuple[int, int]:
+    """Return the average numbers of trainable and of frozen elements in experts that a token is not routed to.
 
-    They are the parameters below a module named ``experts`` or ``routed_experts``, and if the number of experts is
-    known, any other 3-D parameters with one slice per expert. Shared experts, which every token uses, are not among
-    them.
+    Experts that tokens are routed to are the parameters below a module named ``experts`` or ``routed_experts``, and any
+    other 3-D parameters with one slice per expert. Shared experts, which every token uses, are not among them.
     """
-
-    def is_experts(name: str, parameter: nn.Parameter) -> bool:
-        fused = routing is not None and parameter.dim() == 3 and parameter.shape[0] == routing.experts
-        return fused or not _MODULES.isdisjoint(name.split("."))
-
-    return {parameter for name, parameter in model.named_parameters() if is_experts(name, parameter)}
-
-
-def _idle_elements(experts: set[nn.Parameter], routing: Routing | None) -> tuple[int, int]:
-    """Return the average numbers of trainable and of frozen elements in experts that a token is not routed to."""
-    if routing is None:
+    count, chosen = _routing_of(model)
+    if not count:
         return 0, 0
     routed = {True: 0, False: 0}
-    for parameter in experts:
-        routed[parameter.requires_grad] += parameter.numel()
-    idle = routing.experts - routing.chosen
-    return routed[True] * idle // routing.experts, routed[False] * idle // routing.experts
+    for name, parameter in model.named_parameters():
+        fused = parameter.dim() == 3 and parameter.shape[0] == count
+        if fused or not _MODULES.isdisjoint(name.split(".")):
+            routed[parameter.requires_grad] += parameter.numel()
+    return routed[True] * (count - chosen) // count, routed[False] * (count - chosen) // count
 
 
 # ---- model size
@@ -103,8 +79,6 @@ class Unit:
         frozen: Frozen elements of one unit.
         count: Number of such units.
         reshard_after_forward: True if a unit is gathered again for backward. FSDP keeps the root unit gathered.
-        expert_trainable: How many of ``trainable`` are in experts that tokens are routed to.
-        expert_frozen: How many of ``frozen`` are.
 
     Raises:
         TypeError: If a size is not a number.
@@ -115,14 +89,10 @@ class Unit:
     frozen: int = 0
     count: int = 1
     reshard_after_forward: bool = True
-    expert_trainable: int = 0
-    expert_frozen: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("trainable", "frozen", "count", "expert_trainable", "expert_frozen"):
+        for name in ("trainable", "frozen", "count"):
             object.__setattr__(self, name, whole(name, getattr(self, name), least=int(name == "count")))
-        _check_at_most("expert_trainable", self.expert_trainable, self.trainable)
-        _check_at_most("expert_frozen", self.expert_frozen, self.frozen)
 
     @property
     def numel(self) -> int:
@@ -137,7 +107,7 @@ def _check_at_most(name: str, value: int, most: int) -> None:
 
 @dataclass(frozen=True)
 class Units:
-    """FSDP units of a model, or those parts of them that a rank has beside other parallelisms."""
+    """FSDP units of a model, or those parts of them that are trainable, or frozen."""
 
     units: tuple[Unit, ...]
 
@@ -170,7 +140,6 @@ class ModelSize(Units):
         units: The units.
         idle_trainable: Trainable elements of the experts that a token is not routed to.
         idle_frozen: Frozen elements of the experts that a token is not routed to.
-        routing: Number of experts, if known.
 
     Raises:
         TypeError: If an argument is not a number.
@@ -179,7 +148,6 @@ class ModelSize(Units):
 
     idle_trainable: int = 0
     idle_frozen: int = 0
-    routing: Routing | None = None
 
     def __post_init__(self) -> None:
         for name, most in (("idle_trainable", self.trainable), ("idle_frozen", self.frozen)):
@@ -189,11 +157,6 @@ class ModelSize(Units):
                 f"nothing is trainable of {self.frozen:,} parameters, so there is no training to plan; a plan needs "
                 "at least one trainable parameter"
             )
-
-    @property
-    def experts(self) -> int:
-        """Return the elements in experts that tokens are routed to."""
-        return sum(unit.count * (unit.expert_trainable + unit.expert_frozen) for unit in self.units)
 
     @property
     def active_trainable(self) -> int:
@@ -211,37 +174,35 @@ class ModelSize(Units):
         Raises:
             ValueError: If the model has fewer elements.
         """
-        trainable = _trainable_count(trainable, self.params)
+        trainable = whole("trainable", trainable)
+        if trainable > self.params:
+            raise ValueError(f"trainable must be at most the number of parameters, {self.params:,}, got {trainable:,}")
         units: list[Unit] = []
         before = 0
         for unit in self.units:
             # Shares are differences of rounded running sums, so that they add up to the total exactly.
             after = before + unit.count * unit.numel
             share = trainable * after // self.params - trainable * before // self.params
-            split = _split(after - before, share, unit.count, unit.reshard_after_forward)
-            units += [_with_experts(part, unit.expert_trainable + unit.expert_frozen) for part in split]
+            units += _split(after - before, share, unit.count, unit.reshard_after_forward)
             before = after
         idle = self.idle_trainable + self.idle_frozen
         idle_trainable = idle * trainable // self.params
         return replace(self, units=tuple(units), idle_trainable=idle_trainable, idle_frozen=idle - idle_trainable)
 
 
-def equal_units(params: float, trainable: float | None = None, units: int | None = None) -> ModelSize:
-    """Split a model of which only totals are known into units of equal size, up to one element.
+def equal_units(params: float, units: int | None = None) -> ModelSize:
+    """Split a model of which only the total is known into units of equal size, up to one element.
 
     Args:
-        params: Number of elements.
-        trainable: Number of trainable elements; None means all.
+        params: Number of elements, all of which are trainable.
         units: Number of FSDP units, typically the layers; None means 32.
 
     Raises:
         TypeError: If an argument is not a number.
         ValueError: If an argument is out of range.
     """
-    total = whole("params", params)
-    count = whole("units", DEFAULT_UNITS if units is None else units)
-    part = total if trainable is None else _trainable_count(trainable, total)
-    return ModelSize(tuple(_split(total, part, count, True)))
+    total, count = whole("params", params), whole("units", DEFAULT_UNITS if units is None else units)
+    return ModelSize(tuple(_split(total, total, count, True)))
 
 
 def module_size(model: nn.Module) -> ModelSize:
@@ -256,20 +217,18 @@ def module_size(model: nn.Module) -> ModelSize:
         ValueError: If nothing in it is trainable.
     """
     check_module(model)
-    blocks, routing = list(layers(model)), _routing_of(model)
-    experts = _expert_parameters(model, routing)
+    blocks = list(layers(model))
     # Parameters hash by identity, so a set counts a shared one once.
     inside = {parameter for layer in blocks for parameter in layer.parameters()}
-    root = _unit_of(set(model.parameters()) - inside, experts, reshard_after_forward=False)
+    root = _unit_of(set(model.parameters()) - inside, reshard_after_forward=False)
     sizes: Counter[Unit] = Counter()
     seen: set[nn.Parameter] = set()
     for layer in blocks:
         own = set(layer.parameters()) - seen
         seen |= own
-        sizes[_unit_of(own, experts)] += 1
+        sizes[_unit_of(own)] += 1
     units = [replace(unit, count=count) for unit, count in sizes.items() if unit.numel]
-    idle = _idle_elements(experts, routing)
-    return ModelSize((*([root] if root.numel else []), *units), *idle, routing)
+    return ModelSize((*([root] if root.numel else []), *units), *_idle_elements(model))
 
 
 def layers(module: nn.Module) -> Iterator[nn.Module]:
@@ -278,19 +237,10 @@ def layers(module: nn.Module) -> Iterator[nn.Module]:
         yield from child if isinstance(child, nn.ModuleList) else layers(child)
 
 
-def _unit_of(parameters: set[nn.Parameter], experts: set[nn.Parameter], reshard_after_forward: bool = True) -> Unit:
-    def numels(among: set[nn.Parameter]) -> tuple[int, int]:
-        trainable = sum(parameter.numel() for parameter in among if parameter.requires_grad)
-        return trainable, sum(parameter.numel() for parameter in among) - trainable
-
-    return Unit(*numels(parameters), 1, reshard_after_forward, *numels(parameters & experts))
-
-
-def _trainable_count(trainable: float, params: int) -> int:
-    count = whole("trainable", trainable)
-    if count > params:
-        raise ValueError(f"trainable must be at most the number of parameters, {params:,}, got {count:,}")
-    return count
+def _unit_of(parameters: set[nn.Parameter], reshard_after_forward: bool = True) -> Unit:
+    trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    total = sum(parameter.numel() for parameter in parameters)
+    return Unit(trainable, total - trainable, 1, reshard_after_forward)
 
 
 def _split(params: int, trainable: int, count: int, reshard_after_forward: bool) -> list[Unit]:
@@ -302,12 +252,6 @@ def _split(params: int, trainable: int, count: int, reshard_after_forward: bool)
         Unit(each + (start < more), frozen_each + (start < frozen_more), end - start, reshard_after_forward)
         for start, end in pairwise(bounds)
     ]
-
-
-def _with_experts(unit: Unit, experts: int) -> Unit:
-    experts = min(experts, unit.numel)  # units that are split have one element more or less
-    trainable = experts * unit.trainable // max(1, unit.numel)
-    return replace(unit, expert_trainable=trainable, expert_frozen=experts - trainable)
 
 
 def pretrained_size(name: str) -> ModelSize:
@@ -353,140 +297,6 @@ def pretrained_size(name: str) -> ModelSize:
     return module_size(model)
 
 
-# ---- axes
-#
-# Parallelisms beside data parallelism: their degrees, and where the ranks lie that a strategy shards over.
-#
-# Ranks are laid out as torchtitan does it, and Megatron: pipeline stages outermost, then data-parallel ranks, then
-# those of tensor parallelism. So the ranks of a tensor-parallel group are neighbours. Context-parallel ranks have all
-# parameters of their stage's tensor-parallel rank, so they count as data-parallel ranks.
-#
-# Expert parallelism takes neighbouring ranks of a stage, whatever their place in tensor parallelism. Experts are not
-# split by tensor parallelism then.
-#
-# A rank has one pipeline stage's share of the layers, and of each unit there what tensor and expert parallelism leave
-# it. Three things are simplified. The stage has every pp-th layer, sorted by size, from the largest on. The
-# root unit is half an embedding, which the first stage has, and half a head, which the last one has. And tensor
-# parallelism splits all dense parameters, although it leaves copies of norms and routers, which are well under a
-# hundredth.
-
-
-@dataclass(frozen=True)
-class Axes:
-    """Degrees of the parallelisms beside data parallelism; 1 is none.
-
-    Args:
-        tp: Ranks of tensor parallelism, which split dense parameters.
-        pp: Stages of a pipeline, which split layers.
-        ep: Ranks of expert parallelism, which split experts.
-
-    Raises:
-        TypeError: If a degree is not a number.
-        ValueError: If a degree is not a whole number of at least 1.
-    """
-
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("tp", "pp", "ep"):
-            object.__setattr__(self, name, whole(name, getattr(self, name)))
-
-    def dense_ranks(self, cluster: Cluster) -> Topology:
-        """Return the ranks that a strategy shards dense parameters over; raise ValueError if there are none."""
-        world, together = cluster.topology.world, self.tp * self.pp
-        if world % together:
-            raise ValueError(
-                f"tp={self.tp} x pp={self.pp} is {together} ranks, which does not divide the {world} of the cluster; "
-                f"the product must be one of {_divisors(world)}"
-            )
-        return _ranks(world // together, self.tp, cluster.gpus_per_node)
-
-    def expert_ranks(self, cluster: Cluster) -> Topology:
-        """Return the ranks that a strategy shards experts over; raise ValueError if there are none."""
-        stage = cluster.topology.world // self.pp
-        if stage % self.ep:
-            raise ValueError(
-                f"ep={self.ep} does not divide the {stage} ranks of a pipeline stage; allowed are {_divisors(stage)}"
-            )
-        return _ranks(stage // self.ep, self.ep, cluster.gpus_per_node)
-
-
-def _ranks(size: int, stride: int, gpus: int) -> Topology:
-    """Return the layout of ``size`` ranks, ``stride`` apart, on nodes of ``gpus``."""
-    # Blocks of ``stride`` and of ``size * stride`` neighbours must tile the nodes, or nodes the blocks.
-    if size > 1 and any(gpus % block and block % gpus for block in (stride, size * stride)):
-        raise ValueError(
-            f"{size} data-parallel ranks at a distance of {stride} do not lie on nodes of {gpus} GPUs in equal shares; "
-            f"choose degrees whose products divide {gpus} or are multiples of it"
-        )
-    return Topology(size, max(1, min(size, gpus // stride)))
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-class Part(NamedTuple):
-    """Parameters that are sharded over the same ranks, as one rank has them: dense ones, or experts."""
-
-    units: Units
-    topology: Topology
-
-
-def _check_experts(size: ModelSize, axes: Axes) -> None:
-    if size.experts == 0:
-        raise ValueError(
-            "ep is for experts, and the model has none that the planner knows of: give --model a config of a mixture "
-            "of experts, or units with expert_trainable"
-        )
-    if size.routing is not None and size.routing.experts % axes.ep:
-        raise ValueError(
-            f"ep={axes.ep} does not divide the {size.routing.experts} experts of a layer; choose a divisor of them"
-        )
-
-
-def _stage(size: ModelSize, stages: int) -> tuple[Unit, ...]:
-    if stages == 1:
-        return size.units
-    layers = sorted((unit for unit in size.units if unit.reshard_after_forward), key=lambda unit: -unit.numel)
-    if (count := sum(unit.count for unit in layers)) < stages:
-        raise ValueError(f"pp={stages} must be at most the number of layers, {count}")
-    units, before = [_divided(unit, 2) for unit in size.units if not unit.reshard_after_forward], 0
-    for unit in layers:
-        after = before + unit.count
-        if (taken := -(-after // stages) - -(-before // stages)) > 0:
-            units.append(replace(unit, count=taken))
-        before = after
-    return tuple(units)
-
-
-def _shared(units: tuple[Unit, ...], ranks: int, part: Callable[[Unit], Unit]) -> Units:
-    """Return the share of one of ``ranks`` in a part of each unit, without units that have nothing of it."""
-    return Units(tuple(_divided(part(unit), ranks) for unit in units if part(unit).numel))
-
-
-def _without_experts(unit: Unit) -> Unit:
-    return replace(
-        unit,
-        trainable=unit.trainable - unit.expert_trainable,
-        frozen=unit.frozen - unit.expert_frozen,
-        expert_trainable=0,
-        expert_frozen=0,
-    )
-
-
-def _experts_alone(unit: Unit) -> Unit:
-    return replace(unit, trainable=unit.expert_trainable, frozen=unit.expert_frozen)
-
-
-def _divided(unit: Unit, ranks: int) -> Unit:
-    """Return a rank's share of the elements of ``unit``, rounded up."""
-    names = ("trainable", "frozen", "expert_trainable", "expert_frozen")
-    return replace(unit, **{name: -(-getattr(unit, name) // ranks) for name in names})
-
-
 # ---- case
 
 
@@ -499,18 +309,3 @@ class Case:
     work: StepConfig
     budget: MemoryBudget
     precision: Precision
-    axes: Axes = Axes()
-
-    @cached_property
-    def parts(self) -> tuple[Part, ...]:
-        """Return the dense parameters, then the experts if they have ranks of their own."""
-        axes, stage = self.axes, _stage(self.size, self.axes.pp)
-        dense_ranks = axes.dense_ranks(self.cluster)
-        if axes.ep == 1:
-            return (Part(_shared(stage, axes.tp, lambda unit: unit), dense_ranks),)
-        expert_ranks = axes.expert_ranks(self.cluster)
-        _check_experts(self.size, axes)
-        return (
-            Part(_shared(stage, axes.tp, _without_experts), dense_ranks),
-            Part(_shared(stage, axes.ep, _experts_alone), expert_ranks),
-        )

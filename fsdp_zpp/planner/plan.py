@@ -15,13 +15,13 @@ from fsdp_zpp.strategy.strategy import ResolvedStrategy, Strategy
 from .choice import Candidate, Estimate, choose, lettered, of_torch, presets as with_presets, reason
 from .cluster import Cluster, MemoryBudget, Precision, StepConfig, named_figures
 from .memory import Memory, Volume, memory_beside, memory_of_units, step_volume
-from .model_size import Axes, Case, ModelSize, Part, Units, equal_units
+from .model_size import Case, ModelSize, Units, equal_units
 from .report import Plan, notes_on
 from .step_time import on_machines, splits_machine, step_time, strategy_topology
 
 # ---- figures
 #
-# Figures of one row: memory, traffic and time, summed over the parts of a model.
+# Figures of one row: memory, traffic and time.
 
 
 def estimate_of(candidate: Candidate, case: Case) -> Estimate:
@@ -43,15 +43,23 @@ def estimate_of(candidate: Candidate, case: Case) -> Estimate:
 
 def _estimate(candidate: Candidate, case: Case) -> Estimate:
     strategy, cluster = candidate.strategy, case.cluster
-    volume, memory = Volume(), memory_beside(case.budget)
-    for part in case.parts:
-        sent, kept = _of_part(part, strategy, case)
-        volume, memory = volume + sent, memory + kept
-    topology = strategy_topology(strategy, case.parts[0].topology, cluster)
-    time = step_time(volume, strategy.resolve(topology), case)
+    topology = strategy_topology(strategy, cluster)
+    resolved = strategy.resolve(topology)
+
+    def figures(units: Units, of: ResolvedStrategy) -> tuple[Volume, Memory]:
+        asked = units, of, case.work.micro_batches, case.precision
+        return on_machines(step_volume(*asked), of.topology, cluster.topology), memory_of_units(*asked)
+
     if strategy.frozen is None or not splits_machine(strategy, cluster):
+        volume, memory = figures(case.size, resolved)
         # Said explicitly, a node size would hold for the base, too.
         strategy = replace(strategy, gpus_per_node=topology.gpus_per_node)
+    else:  # the base stays sharded over the machine
+        sent, kept = figures(_without(case.size, "frozen"), resolved)
+        sent_of_base, base_kept = figures(_without(case.size, "trainable"), strategy.resolve(cluster.topology))
+        volume, memory = sent + sent_of_base, kept + base_kept
+    memory += memory_beside(case.budget)
+    time = step_time(volume, resolved, case)
     return Estimate(
         strategy=strategy,
         topology=topology,
@@ -64,25 +72,9 @@ def _estimate(candidate: Candidate, case: Case) -> Estimate:
     )
 
 
-def _of_part(part: Part, strategy: Strategy, case: Case) -> tuple[Volume, Memory]:
-    resolved = strategy.resolve(strategy_topology(strategy, part.topology, case.cluster))
-
-    def figures(units: Units, of: ResolvedStrategy) -> tuple[Volume, Memory]:
-        asked = units, of, case.work.micro_batches, case.precision, case.axes.pp > 1
-        return on_machines(step_volume(*asked), of.topology, part.topology), memory_of_units(*asked)
-
-    if strategy.frozen is None or not splits_machine(strategy, case.cluster):
-        return figures(part.units, resolved)
-    # The base stays sharded over the machine.
-    trained, base = _without(part.units, "frozen"), _without(part.units, "trainable")
-    sent, kept = figures(trained, resolved)
-    sent_of_base, base_kept = figures(base, strategy.resolve(part.topology))
-    return sent + sent_of_base, kept + base_kept
-
-
 def _without(units: Units, kind: str) -> Units:
-    zeros: dict[str, Any] = {kind: 0, f"expert_{kind}": 0}
-    return Units(tuple(replace(unit, **zeros) for unit in units.units))
+    zero: dict[str, Any] = {kind: 0}
+    return Units(tuple(replace(unit, **zero) for unit in units.units))
 
 
 # ---- plan
@@ -105,10 +97,8 @@ def plan(
     micro_batches: int = 1,
     tokens: int | None = None,
     tflops: float | None = None,
-    launch_ms: float | None = None,
     gpu_memory: float | None = None,
     activations: float = MemoryBudget.activations,
-    reserve: float = MemoryBudget.reserve,
     weights: Codec | None = None,
     gradients: Codec | None = None,
     intra_gradients: Codec | Literal["auto"] | None = "auto",
@@ -117,11 +107,7 @@ def plan(
     compute: torch.dtype = Precision.compute,
     reduce: torch.dtype = Precision.reduce,
     storage: torch.dtype = Precision.storage,
-    frozen_storage: torch.dtype | None = None,
     optimizer_bytes: int = Precision.optimizer_bytes,
-    tp: int = 1,
-    pp: int = 1,
-    ep: int = 1,
     presets: bool | None = None,
 ) -> Plan:
     """Predict memory, traffic and step time of torch's strategies, presets and all 14 letters, and choose one.
@@ -147,28 +133,19 @@ def plan(
         tokens: Number of tokens on a GPU in a micro-batch. Computation time needs this and ``tflops`` or ``gpu``;
             otherwise it is left out.
         tflops: TFLOP/s that a GPU achieves; by default 0.4 of the peak of ``gpu``.
-        launch_ms: Milliseconds in which the CPU launches forward and backward of one unit; by default 5 with ``gpu``
-            and ``tokens``, otherwise left out.
         gpu_memory: GiB of a GPU (80 for an A100-80GB); by default those of ``gpu``, or no limit.
         activations: GiB of activations on a GPU.
-        reserve: GiB of a GPU that no tensor can use: CUDA context, NCCL, gaps.
         weights: Codec of the weight gather, as in ``Strategy``.
         gradients: Codec of the gradient reduction between nodes, as in ``Strategy``.
         intra_gradients: Codec of the gradient reduction inside nodes, as in ``Strategy``.
         error_feedback: Error feedback of LoCo, on the hop between nodes or on both, as in ``Strategy``.
         frozen: Codec of frozen weights, which stay encoded, as in ``Strategy``.
-        compute: Dtype of forward and backward.
+        compute: Dtype of forward and backward, and of the shards of frozen weights.
         reduce: Dtype of gradients on the wire without a codec.
         storage: Dtype of the shards that the optimizer updates.
-        frozen_storage: Dtype of the shards of frozen weights; by default ``storage``, or ``compute`` with ``presets``.
         optimizer_bytes: Bytes of optimizer state per trainable parameter; 8 is Adam.
-        tp: Ranks of tensor parallelism, which are neighbours. They share the ``tokens``.
-        pp: Stages of a pipeline, which are neighbouring ranks each.
-        ep: Ranks of expert parallelism, which are neighbours. Experts are then sharded over the ranks of a stage that
-            have the same ones.
         presets: True if presets are planned, with codecs of their own, beside letters with the codecs given here, and
-            torch's strategies; by default if no codec of what is sent is given. Frozen weights are then taken to be
-            stored in ``compute``, as LoRA's are.
+            torch's strategies; by default if no codec of what is sent is given.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -178,11 +155,12 @@ def plan(
         >>> print(plan(70e9, nodes=16, gpus_per_node=8, inter_gbps=100, intra_gbps=2400, gpu_memory=80))
     """
     named = named_figures(gpu, link, net)
+    if tokens is None:  # computation is left out
+        named |= {"tflops": None, "launch_ms": 0.0}
     # Numbers say more than a name: who gives TFLOP/s may have measured them.
     given = {"inter_gbps": inter_gbps, "intra_gbps": intra_gbps, "slow_links": slow_links, "gpu_memory": gpu_memory}
-    given |= {"tflops": tflops, "launch_ms": launch_ms}
+    given |= {"tflops": tflops}
     figures = {name: named.get(name) if value is None else value for name, value in given.items()}
-    speed = figures if tokens is not None else given
     cluster = Cluster(nodes, gpus_per_node, figures["inter_gbps"], figures["intra_gbps"], bool(figures["slow_links"]))
     codecs = Strategy(
         "IGG",  # which takes any codec, Int4Delta included
@@ -194,20 +172,12 @@ def plan(
     )
     if presets is None:
         presets = codecs == Strategy("IGG", frozen=frozen)
-    if frozen is not None and frozen_storage is not None:
-        raise ValueError(
-            f"frozen={frozen} keeps frozen weights as codes only, so frozen_storage={frozen_storage} has no meaning; "
-            "remove one of the two"
-        )
-    if presets and frozen_storage is None:  # of rows whose base is not quantized
-        frozen_storage = compute
     case = Case(
         _size_of(params, trainable, units),
         cluster,
-        StepConfig(micro_batches, tokens, speed["tflops"], 0.0 if speed["launch_ms"] is None else speed["launch_ms"]),
-        MemoryBudget(figures["gpu_memory"], activations, reserve),
-        Precision(compute, reduce, storage, frozen_storage, optimizer_bytes),
-        Axes(tp, pp, ep),
+        StepConfig(micro_batches, tokens, figures["tflops"], named.get("launch_ms", 0.0)),
+        MemoryBudget(figures["gpu_memory"], activations),
+        Precision(compute, reduce, storage, optimizer_bytes),
     )
     return _plan(case, codecs, presets)
 
@@ -230,7 +200,7 @@ def _plan(case: Case, codecs: Strategy, presets: bool) -> Plan:
 
 def _size_of(params: float | ModelSize, trainable: float | None, units: int | None) -> ModelSize:
     if not isinstance(params, ModelSize):
-        return equal_units(params, trainable, units)
-    if units is not None:
+        params = equal_units(params, units)
+    elif units is not None:
         raise ValueError(f"units={units} was given, but the model has its own {params.count} units; leave units out")
     return params if trainable is None else params.with_trainable(trainable)

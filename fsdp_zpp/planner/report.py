@@ -1,4 +1,4 @@
-"""Reports of a plan: as text with its notes, as a chart, and as JSON."""
+"""Reports of a plan: as text with its notes, and as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsdp_zpp.strategy.strategy import ResolvedStrategy, Strategy
 
 from .choice import Estimate, aligned, count, number, seconds
 from .cluster import GIB
-from .model_size import Axes, Case
+from .model_size import Case
 
 # ---- notes
 
@@ -70,7 +70,6 @@ def plan_to_json(plan: Plan) -> str:
             "units": [asdict(unit) for unit in plan.size.units],
         },
         "cluster": asdict(plan.cluster),
-        "axes": asdict(plan.axes),
         "work": asdict(plan.work),
         "budget_gib": asdict(plan.budget),
         "precision": asdict(plan.precision),
@@ -111,7 +110,7 @@ def _figures(estimate: Estimate) -> dict[str, Any]:
 class Plan(Case):
     """A plan, the result of ``plan``: the case, and figures of strategies for it.
 
-    The case is in ``size``, ``cluster``, ``work``, ``budget``, ``precision`` and ``axes``.
+    The case is in ``size``, ``cluster``, ``work``, ``budget`` and ``precision``.
 
     Attributes:
         estimates: All 14 strategies, in the order of ``LEGAL_LEVELS``.
@@ -241,20 +240,11 @@ def _title(plan: Plan) -> list[str]:
     return [
         f"{size.params:,} parameters, {trainable}, in {units}; {micro_batches} a step",
         ", ".join(networks),
-        *([_title_of_axes(plan)] if plan.axes != Axes() else []),
         *(["presets with their own codecs; for letters:"] if plan.rows != plan.estimates else []),
         f"weights {_codec(strategy.weights)}, gradients {_codec(inter)} between nodes and {_codec(intra)} inside"
         + (f", error feedback {strategy.error_feedback}" if strategy.error_feedback is not None else "")
         + (f", frozen weights {_codec(strategy.frozen or strategy.weights)}" if size.frozen else ""),
     ]
-
-
-def _title_of_axes(plan: Plan) -> str:
-    degrees = ", ".join(f"{name} {degree}" for name, degree in asdict(plan.axes).items())
-    dense, *experts = (
-        f"{count(part.topology.world, 'rank')}, {part.topology.gpus_per_node:,} a node" for part in plan.parts
-    )
-    return f"{degrees}; sharded over {dense}{''.join(f'; experts over {ranks}' for ranks in experts)}"
 
 
 def _known_as(estimate: Estimate) -> str:

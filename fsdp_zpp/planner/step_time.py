@@ -25,11 +25,10 @@ from .model_size import Case
 # nodes of one GPU goes over two kinds of links: to ranks of the same machine, and out of it.
 
 
-def strategy_topology(strategy: Strategy, ranks: Topology, cluster: Cluster) -> Topology:
-    """Return the layout of ``ranks`` as ``strategy`` sees it; in ``ranks``, nodes are machines."""
-    if strategy.gpus_per_node is not None:
-        return Topology(ranks.world, strategy.gpus_per_node)
-    return Topology(ranks.world, 1) if splits_machine(strategy, cluster) else ranks
+def strategy_topology(strategy: Strategy, cluster: Cluster) -> Topology:
+    """Return the layout of the ranks as ``strategy`` sees it; those of the cluster's nodes are machines."""
+    gpus = 1 if splits_machine(strategy, cluster) else strategy.gpus_per_node or cluster.gpus_per_node
+    return Topology(cluster.topology.world, gpus)
 
 
 def splits_machine(strategy: Strategy, cluster: Cluster) -> bool:
@@ -66,7 +65,7 @@ class StepTime:
         inter: Time on the network between nodes.
         intra: Time on the network inside a node.
         computation: Time of forward and backward; 0 if ``tokens`` and ``tflops`` were not given.
-        launch: Time in which the CPU launches all units; 0 if ``launch_ms`` was neither given nor known of the GPU.
+        launch: Time in which the CPU launches all units; 0 if no GPU was named.
     """
 
     inter: float
@@ -88,17 +87,16 @@ class StepTime:
 def step_time(volume: Volume, resolved: ResolvedStrategy, case: Case) -> StepTime:
     """Return the time that ``volume``, the computation and its launch take.
 
-    The GPUs of a node share its network, which therefore sends gpus_per_node * volume.inter bytes at inter_gbps. Tensor
-    parallelism and a pipeline divide the computation; bubbles of the pipeline are left out.
+    The GPUs of a node share its network, which therefore sends gpus_per_node * volume.inter bytes at inter_gbps.
     """
-    cluster, axes = case.cluster, case.axes
+    cluster = case.cluster
     # With a quantized base, only a small part is trained and encoded, in one unit if the model is wrapped once.
     encodes = resolved.frozen is None and (resolved.weights, *resolved.gradient_codecs) != (None, None, None)
-    launches = case.size.count * case.work.micro_batches / axes.pp
+    launches = case.size.count * case.work.micro_batches
     return StepTime(
         inter=_seconds(cluster.gpus_per_node * volume.inter, cluster.inter_gbps),
         intra=_seconds(volume.intra, cluster.intra_gbps),
-        computation=_computation(case) / (axes.tp * axes.pp),
+        computation=_computation(case),
         launch=case.work.launch_ms / 1e3 * launches * (1 + OF_CODECS * encodes),
     )
 

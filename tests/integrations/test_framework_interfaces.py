@@ -207,7 +207,6 @@ def test_llama_factorys_trainers_have_the_strategy_of_the_key_or_its_conflicts_a
     (tmp_path / "sft.json").write_text(json.dumps({"stage": "sft", "fsdp_zpp": "zeropp"}))
     calls: list[tuple[str, Any]] = [
         *(("run_exp", SFT | options) for options in ({}, {"stage": "dpo"}, ALL_SET)),
-        ("run_sft", SFT),
         ("run_by_variable", "USE_V1"),
         ("sft_by_v1", ["sft", "sft.json"]),
         *(("command", arguments) for arguments in (["chat"], ["train"], ["train", "sft.json"])),
@@ -217,7 +216,7 @@ def test_llama_factorys_trainers_have_the_strategy_of_the_key_or_its_conflicts_a
     code = f"""
         import os, sys
         from unittest.mock import patch
-        from fsdp_zpp.integrations.llama_factory import main, run_exp, run_sft
+        from fsdp_zpp.integrations.llama_factory import main, run_exp
 
         def command(arguments):
             sys.argv[1:] = arguments
@@ -238,8 +237,8 @@ def test_llama_factorys_trainers_have_the_strategy_of_the_key_or_its_conflicts_a
                 print(error)
     """
     lines = run(tmp_path, LLAMA_FACTORY, code)
-    sft, dpo, all_set, *v1 = lines[:6]
-    unknown, without, of_file, *conflicts, of_variable = lines[6:]
+    sft, dpo, all_set, *v1 = lines[:5]
+    unknown, without, of_file, *conflicts, of_variable = lines[5:]
     for printed in (sft, dpo):
         assert printed.startswith(str(Strategy.mixzpp(gpus_per_node=2)))
         assert "'fsdp_zpp'" not in printed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,16 +12,11 @@ from harness.strategies import PARO
 
 from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, plan
 from fsdp_zpp.planner.choice import line_of
-from fsdp_zpp.planner.cluster import GPUS, LINKS, NETWORKS, gpu_named, link_named
-from fsdp_zpp.planner.model_size import ModelSize, Routing, Unit
+from fsdp_zpp.planner.cluster import GPUS, LINKS
 from fsdp_zpp.planner.report import plan_to_json
 
 CODECS: dict[str, Any] = {"weights": Int8(64), "gradients": Int4(32), "error_feedback": LoCo(hops="both")}
 ONE_NODE: dict[str, Any] = {"nodes": 1, "gpus_per_node": 8, "intra_gbps": 2400, "micro_batches": 2, "presets": False}
-EXPERTS = ModelSize(
-    (Unit(96, reshard_after_forward=False), Unit(640, count=4, expert_trainable=512)), routing=Routing(8, 4)
-)
-"""Four layers of 128 dense elements and 512 in eight experts."""
 
 
 @pytest.mark.parametrize(
@@ -34,16 +30,9 @@ EXPERTS = ModelSize(
         ({"inter_gbps": None}, ValueError, "inter_gbps is missing: there are 4 nodes"),
         ({"tokens": 4096}, ValueError, "got tokens=4096 and tflops=None; give both"),
         ({"weights": 8}, TypeError, "weights must be a codec"),
-        ({"frozen": Int8(), "frozen_storage": torch.bfloat16}, ValueError, "frozen_storage=torch.bfloat16 has no mean"),
         ({"compute": torch.int8}, ValueError, "compute must be one of torch.float32, .* got torch.int8"),
         ({"reduce": "bf16"}, TypeError, "reduce must be a torch.dtype, got 'bf16'"),
         ({"gpu": "a1000"}, ValueError, r"'a1000' is not in the catalog; did you mean a100\? allowed are a10, a100,"),
-        ({"tp": 3}, ValueError, r"tp=3 x pp=1 is 3 ranks, which does not divide the 32 .* 4, 8, 16, 32\]"),
-        ({"params": EXPERTS, "pp": 4, "ep": 16}, ValueError, r"ep=16 does not divide the 8 ranks .*\[1, 2, 4, 8\]"),
-        ({"params": EXPERTS, "ep": 16}, ValueError, "ep=16 does not divide the 8 experts of a layer"),
-        ({"params": EXPERTS, "pp": 8}, ValueError, "pp=8 must be at most the number of layers, 4"),
-        ({"nodes": 2, "gpus_per_node": 6, "tp": 4}, ValueError, "3 data-parallel ranks at a distance of 4 do not"),
-        ({"ep": 2}, ValueError, "the model has none that the planner knows of"),
         ({"local_steps": 64}, TypeError, "plan has no argument 'local_steps'"),
     ],
 )
@@ -77,27 +66,24 @@ def test_codecs_change_nothing_on_one_node_and_the_notes_say_so() -> None:
 # ---- hardware by name
 
 
-def test_each_figure_has_a_source_and_each_gpu_a_link() -> None:
-    for entry in (*GPUS.values(), *LINKS.values(), *NETWORKS.values()):
-        assert len(entry.source) > 10
+def test_each_gpu_has_a_link() -> None:
     assert {gpu.link for gpu in GPUS.values()} <= LINKS.keys()
-    assert {name for name, link in LINKS.items() if link.fast} == {name for name in LINKS if name.startswith("nvlink")}
-    assert all(link.gbps > 400 for link in LINKS.values() if link.fast)
 
 
 def test_names_reach_the_plan_and_numbers_override_them() -> None:
     cluster: dict[str, Any] = {"nodes": 2, "gpus_per_node": 8, "tokens": 4096}
     named = plan(1e9, **cluster, gpu="h100", net="100gbe")
     assert named.cluster.inter_gbps == 100
-    assert named.cluster.intra_gbps == link_named("nvlink4").gbps / 2
-    assert (named.budget.gpu_memory, named.work.tflops) == (80, 0.4 * gpu_named("h100").tflops)
+    assert named.cluster.intra_gbps == LINKS["nvlink4"] / 2
+    assert (named.budget.gpu_memory, named.work.tflops) == (80, 0.4 * GPUS["h100"].tflops)
     # Forward and backward take 6 FLOPs a parameter and token; the CPU launches 32 units, in 5 ms each.
     assert named["FULL_SHARD"].time.computation == pytest.approx(6 * 1e9 * 4096 / (0.4 * 989e12))
     assert named["FULL_SHARD"].time.launch == pytest.approx(32 * 0.005)
     assert named["zeropp"].time.launch > named["FULL_SHARD"].time.launch
-    numbers: dict[str, Any] = {"inter_gbps": 7, "intra_gbps": 8, "gpu_memory": 9, "tflops": 10, "launch_ms": 0}
-    given_too = plan(1e9, **cluster, gpu="h100", net="100gbe", **numbers)
-    assert given_too == plan(1e9, **cluster, **numbers)
+    numbers: dict[str, Any] = {"inter_gbps": 7, "intra_gbps": 8, "gpu_memory": 9, "tflops": 10}
+    given_too, alone = plan(1e9, **cluster, gpu="h100", net="100gbe", **numbers), plan(1e9, **cluster, **numbers)
+    assert (given_too.cluster, given_too.budget) == (alone.cluster, alone.budget)
+    assert given_too["zeropp"].time == replace(alone["zeropp"].time, launch=given_too["zeropp"].time.launch)
 
 
 # ---- lines that make strategies

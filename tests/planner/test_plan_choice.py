@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from harness.benchmarks import results
 from harness.strategies import FOURTEEN, PARO
 from hypothesis import given, settings, strategies as st
@@ -100,8 +99,8 @@ KNOWN: dict[str, tuple[dict[str, Any], str | None, str]] = {
     # Full gradients fit here, and summing them on the rank saves the hop inside the node: NNG before PaRO's NII.
     "a small model": (LLAMA_7B | PARO, "NNG", ""),
     "PaRO's batches": (LLAMA_7B | PARO | PUBLISHED, "IIG", ""),
-    # PaRO took ING. IGG takes 2.9 % longer, for gradients that cross nodes in all micro-batches, and the least memory.
-    "fine-tuning": (TUNED | PARO, "IGG", "5 of the 8 that fit are as fast within 3 %; of these it takes the least"),
+    # PaRO took ING, which is as fast; III keeps no second copy of the base in the node.
+    "fine-tuning": (TUNED | PARO, "III", "5 of the 8 that fit are as fast within 3 %; of these it takes the least"),
     "all is hidden": (LLAMA_7B | PARO | HIDDEN, "IIG", "computation hides their communication; of these it sends the"),
     "of equals the usual": ({"params": 1e9} | PARO | {"nodes": 1, "micro_batches": 1, "gpu_memory": None}, "NNG", ""),
     "A100s": (A100S, "zeropp IIG", ""),
@@ -197,8 +196,6 @@ def test_what_people_run_today_is_planned_as_they_run_it() -> None:
     for name, shards in {"FULL_SHARD": 8, "HYBRID_SHARD": 4}.items():
         assert lora[name].memory.shard == pytest.approx(base / shards, rel=0.01)
         assert (named[name].memory, named[name].volume) == (lora[name].memory, lora[name].volume)
-    kept_in_fp32 = plan(LLAMA_70B, **two, frozen_storage=torch.float32)
-    assert kept_in_fp32["FULL_SHARD"].memory.shard == pytest.approx(base / 4, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +235,7 @@ def llama(hidden: int, inner: int, layers: int, keys: int, *, adapters: bool) ->
 def mixture(hidden: int, layers: int, queries: int, keys: int) -> ModelSize:
     """A Qwen3-MoE of 64 experts that are 512 wide, 8 of them for a token."""
     experts = 64 * 3 * hidden * 512
-    layer = Unit(2 * hidden * (queries + keys) + 64 * hidden + experts, count=layers, expert_trainable=experts)
+    layer = Unit(2 * hidden * (queries + keys) + 64 * hidden + experts, count=layers)
     root = Unit(2 * VOCABULARY * hidden, reshard_after_forward=False)
     return ModelSize((root, layer), idle_trainable=layers * experts * 7 // 8)
 

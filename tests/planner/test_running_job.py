@@ -44,7 +44,7 @@ def _measure_by_a_clock_of_our_own(gpus_per_node: int) -> Bandwidth:
     """Each look at the clock finds rank + 1 seconds gone by."""
     clock = itertools.count(step=dist.get_rank() + 1)
     with mock.patch.object(cluster_module, "time", mock.Mock(perf_counter=clock.__next__)):
-        return measure_bandwidth(world(), gpus_per_node, mib=0.25, repetitions=3)
+        return measure_bandwidth(world(), gpus_per_node, mib=0.25)
 
 
 @pytest.mark.parametrize(("gpus_per_node", "inter", "intra"), [(1, 3, None), (2, 2 * 1, 1), (4, None, 3)])
