@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -12,7 +11,6 @@ from typing import Any, Protocol, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from fsdp_zpp.comm.agreement import ordered_sum
 from fsdp_zpp.comm.flat_layout import Sharded
@@ -20,29 +18,6 @@ from fsdp_zpp.comm.mesh import ProcessMesh, collective_device
 from fsdp_zpp.strategy.local_steps import TARGET_GAIN, LocalSteps
 
 from .outer_step import NodeShare, OuterFigures, OuterStep, OuterStepState
-
-# ---- known optimizers
-#
-# Optimizers that step a model's parameters, by numbers that are the same on all ranks.
-
-
-class KnownOptimizers:
-    """Numbers optimizers in the order in which they become known, by events that all ranks see."""
-
-    # It keeps no optimizer alive: ranks may free one at different times, but its number stays.
-    def __init__(self) -> None:
-        self.count = 0
-        self._numbers = weakref.WeakKeyDictionary[Optimizer, int]()
-
-    def add(self, optimizer: Optimizer) -> None:
-        """Give an optimizer a number, unless it has one, or wraps an optimizer that has one."""
-        if optimizer not in self._numbers and all(optimizer.state is not each.state for each in self._numbers):
-            self._numbers[optimizer] = self.count
-            self.count += 1
-
-    def alive(self) -> Mapping[int, Optimizer]:
-        return {number: optimizer for optimizer, number in self._numbers.items()}
-
 
 # ---- fragment
 #
@@ -106,7 +81,6 @@ class Fragment:
     ) -> None:
         self.config, self.outer, self.progress = config, outer, Progress()
         self.pending: dict[int, tuple[list[ParameterState], Callable[[list[ParameterState]], None]]] = {}
-        self.optimizers = KnownOptimizers()
         self._own: dict[str, Tensor] | None = None
         self._unit, self._share = unit, share
         self._changed: set[str] = set()  # trained since their last exchange
@@ -166,11 +140,6 @@ class Fragment:
     def warm_up(self) -> None:
         """Adopt the changed weights, and add their changes since the fragment was due last to the momentum."""
         self.outer.adopt(self._exchanged(self._changed), warms_up=True)
-        self._changed = set()
-
-    def retire(self) -> None:
-        """Forget all exchanges: there are no more of them."""
-        self.outer.reset()
         self._changed = set()
 
     def restart(self) -> None:

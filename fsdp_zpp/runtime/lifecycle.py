@@ -25,7 +25,7 @@ from fsdp_zpp.comm.hops import running_backward
 from fsdp_zpp.comm.weight_gather import SecondaryShardPrefetcher
 from fsdp_zpp.local_steps.elastic import ElasticFragment, ElasticTraining
 from fsdp_zpp.local_steps.fragment import OuterWatch
-from fsdp_zpp.local_steps.local_training import LocalTraining, OptimizerMoments, note_optimizer
+from fsdp_zpp.local_steps.local_training import LocalTraining, note_optimizer
 
 from .log_line import Groups, log_summaries
 from .unit import ParameterUnit, StrategyUnit, units_of, warn_of_unmatched
@@ -141,7 +141,7 @@ class StepTracker:
             self._make_stale(ids)
         else:
             self._make_stale_in_backward(ids)
-        self._step_ended(optimizer)
+        self._step_ended()
         # A fused optimizer skips a step on the device: GradScaler sets found_inf on it for as long as step() runs.
         self._step_made(ids, getattr(optimizer, "found_inf", None))
 
@@ -159,7 +159,7 @@ class StepTracker:
         if not self._holds_any(ids):
             return
         self._last_scaler = None
-        self._step_ended(optimizer)
+        self._step_ended()
         if not isinstance(optimizer, Optimizer) and not _found_inf(scaler, optimizer):
             self._step_made(ids, None)  # an optimizer that is not torch's runs no step hook
         for errors in _errors_of(self._units_with(ids)):
@@ -198,10 +198,8 @@ class StepTracker:
 
     # ---- the end of a step
 
-    def _step_ended(self, optimizer: object) -> None:
+    def _step_ended(self) -> None:
         """Handle a step, made or skipped; only the first after a synchronization ends the model's step."""
-        if self._local_training is not None:
-            self._local_training.moments.saw(optimizer)
         backward = running_backward()
         if backward is None or backward == self._synchronized_in:
             self._end_step()
@@ -498,8 +496,7 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -
     outer = OuterWatch(
         model, ranks, lambda: dict.fromkeys(axis for unit in fragments.values() for axis in unit.sharded.other_axes())
     )
-    moments = OptimizerMoments(model, fragments, ranks)
-    how = reductions, ranks, steps_are_announced, outer, moments
+    how = reductions, ranks, steps_are_announced, outer
     elastic = [fragment for fragment in fragments if isinstance(fragment, ElasticFragment)]
     if elastic:
         training: LocalTraining = ElasticTraining(

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
-from fsdp_zpp.codecs import Codec, Int4, Int8, check_codec, check_place
+from fsdp_zpp.codecs import Codec, Int4, check_codec, check_place
 from fsdp_zpp.names import explains_keywords
 
 from .error_feedback import LoCo, check_loco
@@ -20,8 +20,6 @@ from .error_feedback import LoCo, check_loco
 
 _INT4 = Int4(128)
 
-MOMENT_CODEC = Int8(128)  # encodes optimizers' moments in exchanges
-
 
 @explains_keywords
 @dataclass(frozen=True)
@@ -33,10 +31,10 @@ class LocalSteps:
     (DiLoCo, arXiv 2311.08105, algorithm 1). The weights of each unit of the model are a fragment, which is exchanged by
     itself.
 
-    Training may begin and end with synchronous steps, in which gradients are reduced over all ranks. In those at the
-    beginning, the outer momentum is warmed up as in Pier (arXiv 2511.17849): whenever a fragment is due, its momentum
-    accumulates the change of its weights since it was due last, and the weights stay as they are. Changes after a
-    fragment was due for the last time in these steps are left out.
+    Training may begin with synchronous steps, in which gradients are reduced over all ranks. The outer momentum is then
+    warmed up as in Pier (arXiv 2511.17849): whenever a fragment is due, its momentum accumulates the change of its
+    weights since it was due last, and the weights stay as they are. Changes after a fragment was due for the last time
+    in these steps are left out.
 
     Args:
         every: Optimizer steps between two exchanges of a fragment.
@@ -56,12 +54,6 @@ class LocalSteps:
         offload: Whether the agreed weights and the momentum are kept on the CPU between exchanges. The CPU then waits
             for an exchange when it is sent, in spite of an overlap.
         start: Number of synchronous steps at the beginning.
-        stop: The number of steps after which all steps are synchronous again; None never stops local steps. Before the
-            first of them, all fragments are exchanged, and the moments of optimizers are averaged over nodes in fp32.
-            Changes that a codec with ``needs_feedback`` leaves out of that exchange are lost.
-        moments_every: Nodes also average their optimizers' moments, in every ``moments_every``-th exchange of a
-            fragment, as int8; None leaves each node its own. DES-LOC (arXiv 2505.22549) takes 3 with Adam. The next
-            forward waits for them, in spite of an overlap.
         elastic: Lets nodes be lost, and come back or join, while the others train on; each is a job of its own.
 
     Raises:
@@ -82,27 +74,25 @@ class LocalSteps:
     mix: float = 1.0
     offload: bool = False
     start: int = 0
-    stop: int | None = None
-    moments_every: int | None = None
     elastic: Elastic | None = None
 
     def __post_init__(self) -> None:
-        check_schedule(self.every, self.start, self.stop)
+        if not _is_count(self.every, 1):
+            raise ValueError(f"every must be an int of 1 or more optimizer steps, got {self.every!r}")
+        if not _is_count(self.start, 0):
+            raise ValueError(
+                f"start must be an int of 0 or more synchronous steps at the beginning, got {self.start!r}"
+            )
         if not _is_number(self.outer_lr) or not 0 < self.outer_lr < float("inf"):
             raise ValueError(f"outer_lr must be a number above 0, got {self.outer_lr!r}")
         self._check_momentum()
-        if not is_count(self.overlap, 0) or self.overlap >= self.every:
+        if not _is_count(self.overlap, 0) or self.overlap >= self.every:
             raise ValueError(
                 f"overlap must be an int of 0 or more optimizer steps and below every={self.every}, so that an "
                 f"exchange arrives before the next; got {self.overlap!r}"
             )
         if not _is_number(self.mix) or not 0 <= self.mix <= 1:
             raise ValueError(f"mix must be in [0, 1], got {self.mix!r}")
-        if self.moments_every is not None and not is_count(self.moments_every, 1):
-            raise ValueError(
-                "moments_every must be an int of 1 or more exchanges, or None, which leaves moments alone; got "
-                f"{self.moments_every!r}"
-            )
         for name in ("nesterov", "spread", "offload"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -139,28 +129,16 @@ class LocalSteps:
             return
         if not isinstance(self.elastic, Elastic):
             raise TypeError(f"elastic must be Elastic(...) or None, got {self.elastic!r}")
-        for name, unset in (("start", 0), ("stop", None), ("moments_every", None)):
-            if (given := getattr(self, name)) != unset:
-                raise ValueError(
-                    f"elastic nodes do not support {name}={given!r}, for which all nodes would have to be there: leave "
-                    "it out"
-                )
+        if self.start:
+            raise ValueError(
+                f"elastic nodes do not support start={self.start}, for which all nodes would have to be there: leave "
+                "it out"
+            )
         if self.overlap:
             raise ValueError(
                 f"overlap={self.overlap} leaves an exchange under way while nodes train on, which elastic nodes could "
                 "not repeat without one that was lost: pass overlap=0"
             )
-
-    @property
-    def has_synchronous_steps(self) -> bool:
-        return self.start > 0 or self.stop is not None
-
-    def is_synchronous(self, made: int) -> bool:
-        """Return whether the step that follows ``made`` steps is synchronous."""
-        return made < self.start or self.has_stopped(made)
-
-    def has_stopped(self, made: int) -> bool:
-        return self.stop is not None and made >= self.stop  # all later steps are synchronous
 
     def due(self, step: int, fragments: int) -> list[int]:
         """Return the fragments to exchange after ``step`` steps, counted from 1.
@@ -180,41 +158,16 @@ class LocalSteps:
         arrives = f", arriving {self.overlap} step{'s' * (self.overlap > 1)} later" if self.overlap else ""
         mixed = f", mixed in at {self.mix}" if self.mix < 1 else ""
         started = f", after {self.start} synchronous step{'s' * (self.start > 1)}" if self.start else ""
-        stopped = f", synchronous again from step {self.stop} on" if self.stop is not None else ""
-        which = "each exchange" if self.moments_every == 1 else f"1 of {self.moments_every} exchanges"
-        moments = "" if self.moments_every is None else f", moments in {which} as {MOMENT_CODEC}"
         members = f", among {self.elastic}" if self.elastic else ""
-        outer = f"outer lr {self.outer_lr}, {momentum}{arrives}{mixed}{moments}"
-        return f"every {self.every} steps as {sent}, {outer}{started}{stopped}{members}"
+        outer = f"outer lr {self.outer_lr}, {momentum}{arrives}{mixed}"
+        return f"every {self.every} steps as {sent}, {outer}{started}{members}"
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-# ---- exchange schedule
-#
-# Schedule of local steps: after which steps fragments are exchanged, and which steps are synchronous.
-#
-# Steps are counted from the first of the training.
-
-
-def check_schedule(every: object, start: int, stop: int | None) -> None:
-    """Raise ValueError unless these are arguments of :class:`LocalSteps`."""
-    if not is_count(every, 1):
-        raise ValueError(f"every must be an int of 1 or more optimizer steps, got {every!r}")
-    if not is_count(start, 0):
-        raise ValueError(f"start must be an int of 0 or more synchronous steps at the beginning, got {start!r}")
-    if stop is None:
-        return
-    if not is_count(stop, 1) or stop <= start:
-        raise ValueError(
-            f"stop must be None or an int above start={start}, the step from which on steps are synchronous again; got "
-            f"{stop!r}"
-        )
-
-
-def is_count(value: object, least: int) -> bool:
+def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 

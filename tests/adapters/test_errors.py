@@ -530,7 +530,7 @@ APART: Places = {"weights": ("step load_weights forward", "at the first use of w
 STEP_3 = "before the forward of step 3"
 PHASES: dict[str, tuple[dict[str, Any], Places]] = {
     "an exchange": (
-        {"every": 2, "spread": False, "overlap": 1, "moments_every": 1, "error_feedback": LoCo(), "codec": Int4(32)},
+        {"every": 2, "spread": False, "overlap": 1, "error_feedback": LoCo(), "codec": Int4(32)},
         PLACES | APART | {"forward": ("step forward", STEP_3)},
     ),
     "the start": (
@@ -538,10 +538,6 @@ PHASES: dict[str, tuple[dict[str, Any], Places]] = {
         PLACES
         | {"forward": ("step forward", f"{STEP_3}, where local steps begin")}
         | {"no step": ("forward", "before the forward of step 2")},
-    ),
-    "the stop": (
-        {"every": 8, "stop": 2},
-        PLACES | APART | {"forward": ("step forward", f"{STEP_3}, where local steps end")},
     ),
 }
 """Local steps, and the places where nodes may be under them."""

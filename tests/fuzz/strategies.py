@@ -62,7 +62,6 @@ def strategies_with_local_steps(draw: st.DrawFn, world: int) -> Strategy:
     momentum = draw(st.sampled_from((0.0, 0.5)))
     every = draw(st.integers(1, 3))
     start = draw(st.sampled_from((0, 0, 1, 2)))
-    stop = draw(st.none() | st.integers(start + 1, start + 3))
     local_steps = LocalSteps(
         every,
         outer_lr=draw(st.sampled_from((1.0, 0.7))),
@@ -73,7 +72,6 @@ def strategies_with_local_steps(draw: st.DrawFn, world: int) -> Strategy:
         overlap=draw(st.integers(0, every - 1)),
         mix=draw(st.sampled_from((1.0, 0.5))),
         start=start,
-        stop=stop,
     )
     nodes = st.sampled_from([gpus for gpus in NODES[world] if gpus < world])
     return Strategy(draw(st.sampled_from(LOCAL_LEVELS)), local_steps=local_steps, gpus_per_node=draw(nodes))
@@ -112,7 +110,7 @@ def programs(draw: st.DrawFn, adapter: str, flavour: str, world: int = 4) -> Pro
         chosen = replace(chosen, gpus_per_node=draw(st.sampled_from(NODES[world // 2])))
     if local is not None and local.outer_momentum:
         features -= FREEZING  # on what momentum does to what nobody trains, no two references agree
-    if local is not None and local.has_synchronous_steps:
+    if local is not None and local.start:
         features -= {Feature.DIVIDE_FACTOR}  # it divides a sum, over other ranks in each phase
     roots = 2 if draw(st.integers(0, 5)) == 5 else 1
     own = {"local": {Feature.LOCAL_STEPS}, "hook": {Feature.COMM_HOOK}}.get(flavour, set())

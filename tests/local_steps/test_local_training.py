@@ -53,19 +53,16 @@ SCHEDULES = {
     "momentum that fits, overlapped": LocalSteps(2, codec=None, outer_momentum="auto", overlap=1, nesterov=False),
     "after a start, all at once": LocalSteps(3, **PLAIN, start=4, spread=False, nesterov=False, offload=True),
     "at once after a start": LocalSteps(3, **PLAIN, start=4, spread=False),
-    "until a stop": LocalSteps(2, **PLAIN, stop=6),
-    "on its way at the stop": LocalSteps(4, **PLAIN, start=1, stop=6, overlap=3, mix=0.5),
 }
 CODED: dict[str, dict[str, Any]] = {
     "int4": {"local_steps": LocalSteps(3, codec=Int4(32))},
     "int8, on its way": {"local_steps": LocalSteps(3, codec=Int8(32), overlap=1, spread=False)},
     "with errors": {"local_steps": LocalSteps(2, error_feedback=LoCo())},
     "the largest": {"local_steps": LocalSteps(2, codec=TopK(), error_feedback=LoCo(beta=0, decay=0.95, reset_every=0))},
-    "until a stop": {
-        "local_steps": LocalSteps(2, outer_momentum=0.9, start=1, stop=4, error_feedback=LoCo()),
+    "after a start": {
+        "local_steps": LocalSteps(2, outer_momentum=0.9, start=1, error_feedback=LoCo()),
         "gradients": Int4(32),
     },
-    "due at the stop": {"local_steps": LocalSteps(2, spread=False, stop=4, moments_every=1)},
 }
 CASES = {
     "plain": Case(clip=None),
@@ -160,11 +157,6 @@ class Simulation:
                 self.warm_up({name for fragment in due for name in fragment} & self.changed)
             if step == config.start:
                 self.agreed, self.changed, self.is_apart = self.weights(0, torch.float64), set(), True
-            return 0
-        if step == config.stop:
-            self.finish(step)
-            average([[s["momentum_buffer"] for s in each.state.values()] for each in self.optimizers])
-            self.is_apart = False
             return 0
         self.receive(step, lambda name: self.sent[name] <= step)
         sent = []
@@ -323,7 +315,7 @@ def check_sent(by_this_rank: int, exchanged: int, config: LocalSteps, gpus: int)
     total = torch.tensor(by_this_rank, device=models.device())
     dist.all_reduce(total)
     assert (total > 0) == (exchanged > 0)
-    if isinstance(config.codec, TopK) or config.moments_every is not None:
+    if isinstance(config.codec, TopK):
         return
     # Each node sends the others their chunks of the change, and its chunk of the updates to each of them.
     values = 2 * exchanged * (4 // gpus - 1)

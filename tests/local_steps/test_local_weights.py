@@ -252,10 +252,6 @@ def refusals(adapter: Adapter) -> list[Refusal]:
             optimizer.zero_grad()
         models.loss_of(model, models.batch(1, 0)).backward()
 
-    def unknown_optimizer_long_before_a_stop() -> None:
-        model = adapter.make(Case(), TWO_NODES(every=2, stop=1000))
-        train(adapter, model, Case(steps=4, clip=None), optimizer=models.PlainSgd(model))
-
     others = "its parts were given local_steps=LocalSteps(every="
     different = "an exchange of weights between nodes: ranks were given different arguments"
     gradients_that_wait_at_the_switch(is_cleared=True)
@@ -277,7 +273,6 @@ def refusals(adapter: Adapter) -> list[Refusal]:
             RuntimeError,
             ", step 2: local_steps reduces gradients over other ranks from here on",
         ),
-        (unknown_optimizer_long_before_a_stop, ValueError, "local steps without moments_every and stop"),
     ]
 
 

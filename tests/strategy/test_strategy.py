@@ -99,7 +99,7 @@ INNER_FEEDBACK = {"intra_gradients": Int8(), "error_feedback": LoCo()}
         (Strategy, {"error_feedback": LoCo()}, ValueError, "gradients=None has no error"),
         (Strategy, {"local_steps": 64}, TypeError, r"local_steps must be LocalSteps\(...\) or None, got 64"),
         (Strategy, LOCAL | {"levels": "GGG"}, ValueError, "under levels 'GGG' a node holds only a part of the optim"),
-        (Strategy, LOCAL | {"gradients": Int4()}, ValueError, "a stop; or encode the exchanges with LocalSteps"),
+        (Strategy, LOCAL | {"gradients": Int4()}, ValueError, "a start; or encode the exchanges with LocalSteps"),
         (Strategy, LOCAL | INNER_FEEDBACK, ValueError, "pass LocalSteps.error_feedback"),
         (Strategy, {"gpus_per_node": 0}, ValueError, "at least 1, got 0"),
         (Strategy, {"levels": "GGG", "weights": Int4Delta()}, ValueError, "secondary shard in each node, which"),
