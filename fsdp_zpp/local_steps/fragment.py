@@ -224,8 +224,7 @@ class Fragment:
             )
         # Restore it later: a model's state dict may be loaded after this, with weights of the node that has saved it.
         self._loaded = state
-        # Older checkpoints are all of nodes that train on their own.
-        self.progress = Progress(**{"apart": True, **state["progress"]})
+        self.progress = Progress(**state["progress"])
 
     def same_as_loaded(self, names: Collection[str]) -> dict[str, tuple[int, list[Span]]]:
         """Return, by parameter, its number of values on this rank, and the spans that equal the loaded values."""

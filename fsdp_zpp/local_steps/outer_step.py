@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import NotRequired, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -98,7 +98,7 @@ def relative_weights(trained: Sequence[int]) -> list[float]:
 
 # ---- outer optimizer
 #
-# Outer optimizer of local-update training: SGD with momentum, on the chunks of weights that a rank owns.
+# Outer optimizer of local-update training: SGD with Nesterov momentum, on the chunks of weights that a rank owns.
 
 _MOST_AT_ONCE = 2**30  # values of which a scalar product is taken: cuBLAS counts them in 32 bits
 
@@ -145,7 +145,7 @@ class OuterOptimizer:
         config = self._config
         if config.outer_momentum != "auto":
             return config.outer_momentum
-        return fitting_momentum(config.outer_lr, self._correlation, nesterov=config.nesterov)
+        return fitting_momentum(config.outer_lr, self._correlation)
 
     def start(self, name: str, numel: int, device: torch.device, kept_on: torch.device) -> None:
         """Start a parameter's chunk with a momentum of zero on ``kept_on``; steps are made on ``device``."""
@@ -165,8 +165,7 @@ class OuterOptimizer:
         for piece, new in layout.split(momentum).items():
             if (kept := self.momentum[piece.name]).data_ptr() != new.data_ptr():
                 kept.copy_(new[0])
-        step = gradient.add_(momentum, alpha=coefficient) if config.nesterov else momentum
-        return step.mul(-config.outer_lr)
+        return gradient.add_(momentum, alpha=coefficient).mul_(-config.outer_lr)
 
     def warm_up(self, changes: Mapping[str, Tensor]) -> None:
         """Add changes to the momentum without an outer step, as Pier does in synchronous steps (arXiv 2511.17849).
@@ -191,7 +190,7 @@ class OuterOptimizer:
         config, (along, norm), coefficient = self._config, products, self._last
         if not (isfinite(along) and isfinite(norm) and norm > 0):
             return None
-        gain = aligned_gain(config.outer_lr, coefficient, along / norm, nesterov=config.nesterov)
+        gain = aligned_gain(config.outer_lr, coefficient, along / norm)
         if not along:  # exactly 0 only while there is no momentum
             return OuterFigures(norm, coefficient, gain, None)
         self._correlation = correlation_of_changes(coefficient, along / norm)
@@ -212,12 +211,11 @@ class OuterOptimizer:
         self.products.copy_(fit["products"])
         self._last, self._correlation = fit["coefficient"], fit["correlation"]
 
-    def load_state_dict(self, momentum: Mapping[str, Tensor], fit: OuterFit | None) -> None:
-        """Continue with a saved momentum of parameters that were started; old states lack ``fit``."""
+    def load_state_dict(self, momentum: Mapping[str, Tensor], fit: OuterFit) -> None:
+        """Continue with a saved momentum of parameters that were started."""
         for name, value in momentum.items():
             self.momentum[name].copy_(value)
-        if fit is not None:
-            self.last_fit = fit
+        self.last_fit = fit
 
 
 def _set_to_product(product: Tensor, one: Tensor, other: Tensor) -> None:
@@ -256,7 +254,7 @@ class OuterStepState(TypedDict):
 
     agreed: dict[str, Tensor]
     momentum: dict[str, Tensor]
-    fit: NotRequired[OuterFit]  # older checkpoints lack it
+    fit: OuterFit
     errors: SavedErrors | None  # on the way to the owner of a chunk
     errors_back: SavedErrors | None  # on the way back
 
@@ -465,7 +463,7 @@ class OuterStep:
         self.start({name: shards[name] for name in saved})
         for name in saved:
             self._agreed[name].copy_(state["agreed"][name])
-        self._optimizer.load_state_dict(state["momentum"], state.get("fit"))
+        self._optimizer.load_state_dict(state["momentum"], state["fit"])
 
     def reset(self) -> None:
         """Forget the agreed weights and errors; :meth:`start` comes next."""

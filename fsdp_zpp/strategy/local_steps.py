@@ -27,9 +27,9 @@ class LocalSteps:
     """Configures local-update training, in which nodes send each other nothing between exchanges of weights.
 
     In an exchange, nodes average how much their weights have changed since the last one. An outer optimizer, SGD with
-    momentum, applies that average to the weights that they last agreed on, and all nodes continue from the result
-    (DiLoCo, arXiv 2311.08105, algorithm 1). The weights of each unit of the model are a fragment, which is exchanged by
-    itself.
+    Nesterov momentum, applies that average to the weights that they last agreed on, and all nodes continue from the
+    result (DiLoCo, arXiv 2311.08105, algorithm 1). The weights of each unit of the model are a fragment, which is
+    exchanged by itself.
 
     Training may begin with synchronous steps, in which gradients are reduced over all ranks. The outer momentum is then
     warmed up as in Pier (arXiv 2511.17849): whenever a fragment is due, its momentum accumulates the change of its
@@ -42,7 +42,6 @@ class LocalSteps:
         outer_momentum: Its momentum, in [0, 1); DiLoCo's is 0.9. ``"auto"`` chooses it for each exchange of a fragment:
             the largest one up to 0.9 with which the outer step is at most 1.4 times the mean change, by the correlation
             of the last changes. See [Note: Automatic momentum].
-        nesterov: Whether the momentum is Nesterov's.
         codec: Encodes the changes, and the update on the way back; None sends fp32.
         error_feedback: Error feedback on the codec, on both ways. Its ``reset_every`` counts exchanges here.
         spread: Whether to spread fragments over the ``every`` steps, so that each step sends about the same (arXiv
@@ -57,16 +56,15 @@ class LocalSteps:
         elastic: Lets nodes be lost, and come back or join, while the others train on; each is a job of its own.
 
     Raises:
-        ValueError: If a number is out of range, the codec does not suit changes or lacks
-            the error feedback that it needs, Nesterov's momentum is 0, ``outer_lr`` leaves no room for a momentum that
-            is ``"auto"``, error feedback has no codec to correct, or elastic nodes are given what they can't do.
+        ValueError: If a number is out of range, the codec does not suit changes or lacks the error feedback that it
+            needs, ``outer_lr`` leaves no room for a momentum that is ``"auto"``, error feedback has no codec to
+            correct, or elastic nodes are given what they can't do.
         TypeError: If a flag, the codec, error feedback or ``elastic`` has the wrong type.
     """
 
     every: int = 64
     outer_lr: float = 0.7
     outer_momentum: float | Literal["auto"] = "auto"
-    nesterov: bool = True
     codec: Codec | None = _INT4
     error_feedback: LoCo | None = None
     spread: bool = True
@@ -93,11 +91,9 @@ class LocalSteps:
             )
         if not _is_number(self.mix) or not 0 <= self.mix <= 1:
             raise ValueError(f"mix must be in [0, 1], got {self.mix!r}")
-        for name in ("nesterov", "spread", "offload"):
+        for name in ("spread", "offload"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.nesterov and self.outer_momentum == 0:
-            raise ValueError("nesterov=True needs momentum, but outer_momentum is 0: pass nesterov=False")
         self._check_codec()
         self._check_elastic()
 
@@ -118,8 +114,8 @@ class LocalSteps:
         if self.error_feedback is None and self.codec is not None and self.codec.needs_feedback:
             raise ValueError(
                 f"codec={self.codec!r} leaves out most of a change, which is lost without error feedback: pass "
-                "error_feedback=LoCo(beta=0, decay=0.95, reset_every=0), with outer_lr=1, outer_momentum=0 and "
-                "nesterov=False as in SparseLoCo"
+                "error_feedback=LoCo(beta=0, decay=0.95, reset_every=0), with outer_lr=1 and outer_momentum=0 as in "
+                "SparseLoCo"
             )
         if self.error_feedback is not None and self.codec is None:
             raise ValueError("error_feedback corrects the error of the codec, but codec=None has no error")
@@ -152,14 +148,13 @@ class LocalSteps:
         return [index for index in range(fragments) if (step - (index + 1) * every // fragments) % every == 0]
 
     def __str__(self) -> str:
-        momentum = f"{'Nesterov ' if self.nesterov else ''}momentum {self.outer_momentum}"
         feedback = f" with error feedback ({self.error_feedback})" if self.error_feedback else ""
         sent = f"{self.codec or 'fp32'}{feedback}"
         arrives = f", arriving {self.overlap} step{'s' * (self.overlap > 1)} later" if self.overlap else ""
         mixed = f", mixed in at {self.mix}" if self.mix < 1 else ""
         started = f", after {self.start} synchronous step{'s' * (self.start > 1)}" if self.start else ""
         members = f", among {self.elastic}" if self.elastic else ""
-        outer = f"outer lr {self.outer_lr}, {momentum}{arrives}{mixed}"
+        outer = f"outer lr {self.outer_lr}, Nesterov momentum {self.outer_momentum}{arrives}{mixed}"
         return f"every {self.every} steps as {sent}, {outer}{started}{members}"
 
 
@@ -176,10 +171,10 @@ def _is_count(value: object, least: int) -> bool:
 # Gain of the outer steps of local steps, and the momentum that gives them a chosen gain.
 #
 # Let g be the mean change of the nodes' weights, m the momentum kept before this exchange, and r = <m, g> / <g, g>.
-# Along g, SGD with momentum mu makes a step of lr * (1 + mu * r) times g, and with Nesterov's of lr * (1 + mu + mu^2 *
-# r): its aligned gain. If changes that are k exchanges apart correlate by rho^k, r settles at rho / (1 - mu * rho), and
-# the gain at lr / (1 - mu * rho), or lr * (1 + mu / (1 - mu * rho)). Where all changes are alike (rho = 1) that is
-# about the lr / (1 - mu) by which arXiv 2509.10439 has momentum act.
+# Along g, SGD with Nesterov momentum mu makes a step of lr * (1 + mu + mu^2 * r) times g: its aligned gain. If changes
+# that are k exchanges apart correlate by rho^k, r settles at rho / (1 - mu * rho), and the gain at lr * (1 + mu / (1 -
+# mu * rho)). Where all changes are alike (rho = 1) that is about the lr / (1 - mu) by which arXiv 2509.10439 has
+# momentum act.
 #
 # [Note: Automatic momentum]
 # ``outer_momentum="auto"`` is the largest momentum whose settled gain is at most ``TARGET_GAIN``. It takes rho from the
@@ -194,12 +189,12 @@ TARGET_GAIN = 1.4
 MOST_MOMENTUM = 0.9  # the largest momentum that "auto" chooses, that of DiLoCo (arXiv 2311.08105)
 
 
-def aligned_gain(lr: float, momentum: float, alignment: float, *, nesterov: bool) -> float:
+def aligned_gain(lr: float, momentum: float, alignment: float) -> float:
     """Return the aligned gain of momentum mu: the length of an outer step along the mean change, in mean changes.
 
     ``alignment`` is r, as at the top of this section.
     """
-    return lr * (1 + momentum + momentum**2 * alignment if nesterov else 1 + momentum * alignment)
+    return lr * (1 + momentum + momentum**2 * alignment)
 
 
 def correlation_of_changes(momentum: float, alignment: float) -> float:
@@ -208,17 +203,13 @@ def correlation_of_changes(momentum: float, alignment: float) -> float:
     return max(-1.0, min(alignment / ahead, 1.0)) if ahead > 0 else -1.0
 
 
-def fitting_momentum(lr: float, correlation: float, *, nesterov: bool) -> float:
+def fitting_momentum(lr: float, correlation: float) -> float:
     """Return the momentum of ``outer_momentum="auto"`` for rho, and ``lr`` below ``TARGET_GAIN``.
 
     See [Note: Automatic momentum].
     """
-    rho = abs(correlation)
-    if nesterov:
-        room = TARGET_GAIN / lr - 1
-        return min(MOST_MOMENTUM, room / (1 + room * rho))
-    room = 1 - lr / TARGET_GAIN
-    return min(MOST_MOMENTUM, room / rho) if rho > 0 else MOST_MOMENTUM
+    room = TARGET_GAIN / lr - 1
+    return min(MOST_MOMENTUM, room / (1 + room * abs(correlation)))
 
 
 # ---- elastic

@@ -41,7 +41,7 @@ PART, LEFT_OUT, STEP = MicroBatch(FIRST), MicroBatch(WITHOUT_BLOCK), Step()
 # On nodes of one GPU, FSDP1 has no shards under the optimizer scope I.
 WHOLE = Strategy("III", gpus_per_node=1)
 IN_ROOT = (Model(units=(Unit((Branch("mlp"),), wrapped=False),)),)
-ON_ITS_OWN = LocalSteps(2, outer_lr=1.0, outer_momentum=0.5, nesterov=False, codec=None)
+ON_ITS_OWN = LocalSteps(2, outer_lr=1.0, outer_momentum=0.5, codec=None)
 ENCODED = Strategy("NNN", gradients=Int8(32), gpus_per_node=2)
 
 FOUND = {

@@ -369,8 +369,7 @@ class Simulated(Run):
             change = weight.agreed - mean / dist.get_world_size(self.peers)
             weight.momentum = self.config.outer_momentum * weight.momentum + change
             ahead = change + self.config.outer_momentum * weight.momentum
-            step = ahead if self.config.nesterov else weight.momentum
-            weight.agreed = weight.agreed - self.config.outer_lr * step
+            weight.agreed = weight.agreed - self.config.outer_lr * ahead
             weight.is_due = False
             self.on_their_way.append((arrives, weight, weight.agreed))
 

@@ -66,7 +66,6 @@ def strategies_with_local_steps(draw: st.DrawFn, world: int) -> Strategy:
         every,
         outer_lr=draw(st.sampled_from((1.0, 0.7))),
         outer_momentum=momentum,
-        nesterov=momentum > 0 and draw(st.booleans()),
         codec=None,
         spread=momentum > 0 and draw(st.booleans()),
         overlap=draw(st.integers(0, every - 1)),

@@ -34,7 +34,7 @@ SPARSE = TopK(0.05, 4, 128)
 def sparse(codec: Codec = SPARSE, **feedback: Any) -> LocalSteps:
     """SparseLoCo's outer step."""
     feedback = {"beta": 0, "decay": 0.95, "reset_every": 0} | feedback
-    return LocalSteps(outer_lr=1, outer_momentum=0, nesterov=False, codec=codec, error_feedback=LoCo(**feedback))
+    return LocalSteps(outer_lr=1, outer_momentum=0, codec=codec, error_feedback=LoCo(**feedback))
 
 
 CONFIGS = {

@@ -50,8 +50,8 @@ SCHEDULES = {
     "kept on the CPU": LocalSteps(3, **PLAIN, overlap=1, offload=True),
     "kept apart": LocalSteps(3, **PLAIN, mix=0),
     "momentum that fits": LocalSteps(2, codec=None, outer_momentum="auto", outer_lr=0.6),
-    "momentum that fits, overlapped": LocalSteps(2, codec=None, outer_momentum="auto", overlap=1, nesterov=False),
-    "after a start, all at once": LocalSteps(3, **PLAIN, start=4, spread=False, nesterov=False, offload=True),
+    "momentum that fits, overlapped": LocalSteps(2, codec=None, outer_momentum="auto", overlap=1),
+    "after a start, all at once": LocalSteps(3, **PLAIN, start=4, spread=False, offload=True),
     "at once after a start": LocalSteps(3, **PLAIN, start=4, spread=False),
 }
 CODED: dict[str, dict[str, Any]] = {
@@ -81,12 +81,12 @@ SCHEDULES_OF_SETS = {
 TARGET, MOST = 1.4, 0.9
 
 
-def fitting_by_search(lr: float, correlation: float, nesterov: bool) -> float:
+def fitting_by_search(lr: float, correlation: float) -> float:
     """The largest momentum up to 0.9 whose settled gain is at most 1.4."""
 
     def gain(momentum: float) -> float:
         along = sum(momentum ** (k - 1) * abs(correlation) ** k for k in range(1, 400))
-        return lr * (1 + momentum + momentum**2 * along if nesterov else 1 + momentum * along)
+        return lr * (1 + momentum + momentum**2 * along)
 
     return MOST if gain(MOST) <= TARGET else _by_bisection(0.0, MOST, lambda momentum: gain(momentum) <= TARGET)
 
@@ -191,8 +191,7 @@ class Simulation:
         for name, gradient in gradients.items():
             self.momentum[name] = coefficient * self.momentum[name] + gradient
             ahead = gradient + coefficient * self.momentum[name]
-            step = ahead if self.config.nesterov else self.momentum[name]
-            self.agreed[name] = self.agreed[name] - self.config.outer_lr * step
+            self.agreed[name] = self.agreed[name] - self.config.outer_lr * ahead
             self.sent[name] = arrives
         self.changed -= set(names)
         return names
@@ -202,7 +201,7 @@ class Simulation:
         if self.config.outer_momentum != "auto":
             return self.config.outer_momentum
         known = self.correlations.get(tuple(gradients), 1.0)
-        coefficient = fitting_by_search(self.config.outer_lr, known, self.config.nesterov)
+        coefficient = fitting_by_search(self.config.outer_lr, known)
         along, norm = (
             sum((each[n] * g).sum().item() for n, g in gradients.items()) for each in (self.momentum, gradients)
         )
@@ -479,9 +478,11 @@ def product(one: Named, other: Named) -> float:
 
 def by_hand(agreed: list[Named]) -> list[float]:
     """Correlation, gain and momentum of the last outer step but one, from the whole weights after each."""
-    steps = [{name: (old[name] - new[name]) / LR for name in old} for old, new in pairwise(agreed)]
-    kept, moved = steps[-3:-1]  # without Nesterov's, the momentum is the step
-    change = {name: moved[name] - MOMENTUM * kept[name] for name in moved}
+    momentum = {name: torch.zeros_like(weight) for name, weight in agreed[0].items()}
+    for old, new in pairwise(agreed[:-1]):
+        moved, kept = {name: (old[name] - new[name]) / LR for name in old}, momentum
+        change = {name: (moved[name] - MOMENTUM**2 * kept[name]) / (1 + MOMENTUM) for name in moved}
+        momentum = {name: MOMENTUM * kept[name] + change[name] for name in moved}
     weighted = total = 0.0
     for unit in {name.partition("blocks.")[2][:1] for name in change}:
         own = {name: change[name] for name in change if name.partition("blocks.")[2][:1] == unit}
@@ -507,7 +508,7 @@ def said_and_by_hand(adapter: Adapter, strategy: Strategy) -> tuple[list[float],
 
 @over_each(adapter=ADAPTERS, layout=[("III", 2), ("NNN", 1)])
 def test_figures_are_those_by_hand(pool: Pools, adapter: Adapter, layout: tuple[str, int]) -> None:
-    strategy = strategy_of(*layout, every=64, codec=None, outer_lr=LR, outer_momentum=MOMENTUM, nesterov=False)
+    strategy = strategy_of(*layout, every=64, codec=None, outer_lr=LR, outer_momentum=MOMENTUM)
     results = pool(4).run(said_and_by_hand, adapter, strategy)
     (said, expected), *others = results
     assert said == pytest.approx(expected, rel=1e-3, abs=5e-4)  # as the text has them
@@ -535,7 +536,7 @@ OUTER_STEPS: dict[str, tuple[LocalSteps, tuple[float, float], str]] = {
         "outer_momentum=0.9 or outer_lr=0.7, or pass outer_momentum='auto'",
     ),
     "large lr": (
-        LocalSteps(1, outer_lr=1.9, outer_momentum=0.0, nesterov=False),
+        LocalSteps(1, outer_lr=1.9, outer_momentum=0.0),
         BOWL,
         "(now 1.90 times, correlation -1.00); lower outer_lr=1.9",
     ),

@@ -29,8 +29,7 @@ from fsdp_zpp.strategy.local_steps import (
         ({"stop": 900}, TypeError, "LocalSteps has no argument 'stop'"),
         ({"outer_lr": 0}, ValueError, "outer_lr must be a number above 0, got 0"),
         ({"outer_momentum": "auto", "outer_lr": 1.4}, ValueError, "outer_lr=1.4 leaves no room for momentum"),
-        ({"outer_momentum": 0}, ValueError, "pass nesterov=False"),
-        ({"nesterov": 1}, TypeError, "nesterov must be True or False, got 1"),
+        ({"spread": 1}, TypeError, "spread must be True or False, got 1"),
         ({"overlap": -1}, ValueError, "overlap must be an int of 0 or more optimizer steps and below every=64"),
         ({"codec": "int4"}, TypeError, "codec must be a codec such as Int4"),
         ({"codec": TopK()}, ValueError, "leaves out most of a change, which is lost without error feedback: pass"),
@@ -53,9 +52,7 @@ def test_it_is_a_value() -> None:
     assert LocalSteps() == LocalSteps(every=64, codec=Int4(128))
     assert len({LocalSteps(8), LocalSteps(8), LocalSteps(32)}) == 2
     assert str(LocalSteps()) == "every 64 steps as int4(128), outer lr 0.7, Nesterov momentum auto"
-    assert str(LocalSteps(8, start=50, nesterov=False)) == (
-        "every 8 steps as int4(128), outer lr 0.7, momentum auto, after 50 synchronous steps"
-    )
+    assert str(LocalSteps(8, start=50)).endswith("momentum auto, after 50 synchronous steps")
     assert str(LocalSteps(overlap=2, mix=0.5)).endswith("momentum auto, arriving 2 steps later, mixed in at 0.5")
     assert str(LocalSteps(elastic=Elastic(4, min_nodes=2))).endswith(", among 2 to 4 nodes that come and go")
 
@@ -81,23 +78,23 @@ rates = st.floats(0.05, TARGET_GAIN - 0.01)
 correlations = st.floats(-1, 1)
 
 
-def settled_gain(lr: float, momentum: float, correlation: float, nesterov: bool) -> float:
+def settled_gain(lr: float, momentum: float, correlation: float) -> float:
     """The gain after many exchanges of changes that are k exchanges apart and correlate by correlation^k."""
     along = 0.0  # the momentum kept, along the next change
     for k in range(1000, 0, -1):
         along += momentum ** (k - 1) * correlation**k
-    return aligned_gain(lr, momentum, along, nesterov=nesterov)
+    return aligned_gain(lr, momentum, along)
 
 
-@given(lr=rates, correlation=correlations, nesterov=st.booleans())
-def test_it_is_the_largest_that_keeps_to_the_target(lr: float, correlation: float, nesterov: bool) -> None:
-    momentum = fitting_momentum(lr, correlation, nesterov=nesterov)
+@given(lr=rates, correlation=correlations)
+def test_it_is_the_largest_that_keeps_to_the_target(lr: float, correlation: float) -> None:
+    momentum = fitting_momentum(lr, correlation)
     assert 0 < momentum <= MOST_MOMENTUM
-    gain = settled_gain(lr, momentum, correlation, nesterov)
+    gain = settled_gain(lr, momentum, correlation)
     assert gain <= TARGET_GAIN + 1e-9
     if correlation >= 0 and momentum < MOST_MOMENTUM:
         assert gain == pytest.approx(TARGET_GAIN)
-    assert momentum == fitting_momentum(lr, -correlation, nesterov=nesterov)
+    assert momentum == fitting_momentum(lr, -correlation)
 
 
 @given(
@@ -115,10 +112,10 @@ def test_the_correlation_is_that_at_which_the_momentum_has_settled(
 
 
 def test_the_defaults_of_diloco() -> None:
-    alike, unrelated = (settled_gain(0.7, 0.9, correlation, nesterov=True) for correlation in (1.0, 0.0))
+    alike, unrelated = (settled_gain(0.7, 0.9, correlation) for correlation in (1.0, 0.0))
     assert (alike, unrelated) == (pytest.approx(7), pytest.approx(1.33))
-    assert fitting_momentum(0.7, 1.0, nesterov=True) == pytest.approx(0.5)
-    assert fitting_momentum(0.7, 0.0, nesterov=True) == 0.9
+    assert fitting_momentum(0.7, 1.0) == pytest.approx(0.5)
+    assert fitting_momentum(0.7, 0.0) == 0.9
 
 
 # ---- elastic nodes

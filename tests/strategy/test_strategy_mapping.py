@@ -31,7 +31,6 @@ LOCAL_STEPS = st.builds(
     every=st.integers(10, 500),
     outer_lr=st.floats(0.01, 1.3),
     outer_momentum=st.just("auto") | st.floats(0.1, 0.99),
-    nesterov=st.booleans(),
     spread=st.booleans(),
     overlap=st.integers(0, 9),
     mix=st.floats(0, 1),
