@@ -175,10 +175,10 @@ class ElasticFragment(Fragment):
 
     def take_over(self, agreed: Mapping[str, Tensor], fit: OuterFit) -> None:
         """Continue from the weights that other nodes have agreed on, with their fit. Collective over the node."""
-        self.outer.take_over(agreed, fit, self._exchanged(agreed.keys()))
+        self.outer.take_over(agreed, fit, self._of(agreed.keys()))
         self._changed, self._sent, self.progress.arrives = set(), [], None
-        self.outer.receive(self._exchanged(agreed.keys()))
-        self._after_write(agreed.keys())
+        self.outer.receive(self._of(agreed.keys()))
+        self._unit.invalidate()
 
 
 # ---- elastic header

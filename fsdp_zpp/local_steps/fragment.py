@@ -17,7 +17,7 @@ from fsdp_zpp.comm.flat_layout import Sharded
 from fsdp_zpp.comm.mesh import ProcessMesh, collective_device
 from fsdp_zpp.strategy.local_steps import TARGET_GAIN, LocalSteps
 
-from .outer_step import NodeShare, OuterFigures, OuterStep, OuterStepState
+from .outer_step import OuterFigures, OuterStep, OuterStepState
 
 # ---- fragment
 #
@@ -77,12 +77,11 @@ class Fragment:
         config: LocalSteps,
         outer: OuterStep,
         unit: ExchangedUnit,
-        share: NodeShare | None = None,
     ) -> None:
         self.config, self.outer, self.progress = config, outer, Progress()
         self.pending: dict[int, tuple[list[ParameterState], Callable[[list[ParameterState]], None]]] = {}
         self._own: dict[str, Tensor] | None = None
-        self._unit, self._share = unit, share
+        self._unit = unit
         self._changed: set[str] = set()  # trained since their last exchange
         self._sent: list[str] = []  # on their way
         self._loaded: FragmentState | None = None
@@ -101,16 +100,11 @@ class Fragment:
     def _of(self, names: Collection[str]) -> dict[str, Tensor]:
         return {name: shard for name, shard in self._unit.sharded.named_shards().items() if name in names}
 
-    def _exchanged(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return the values that this rank exchanges of some parameters."""
-        whole = self._of(names)
-        return whole if self._share is None else dict(zip(whole, self._share.of([*whole.values()]), strict=True))
-
     def start(self, *, anew: bool = False) -> None:
         """Adopt trained weights, equal on all nodes, as the agreed ones; with ``anew`` also where there are some."""
         new = set(self._unit.sharded.trained_names()) - (frozenset() if anew else self.outer.names)
         if new:
-            self.outer.start(self._exchanged(new))
+            self.outer.start(self._of(new))
 
     def note_trained(self) -> None:
         self.start()
@@ -126,31 +120,31 @@ class Fragment:
         """Record the parameters that were trained on any rank: all must exchange the same ones."""
         self._changed = {name for name, flag in zip(self._unit.sharded.named_shards(), changed, strict=True) if flag}
         if new := self._changed - self.outer.names:
-            self.outer.start(self._exchanged(new))  # this node has left them as they were
+            self.outer.start(self._of(new))  # this node has left them as they were
 
     @property
     def holds_agreed(self) -> bool:
-        return self.outer.agrees_with(self._exchanged(self.outer.names))
+        return self.outer.agrees_with(self._of(self.outer.names))
 
     def adopt(self) -> None:
         """Adopt the weights, which are equal on all nodes, as the agreed ones; the momentum stays as it is."""
-        self.outer.adopt(self._exchanged(self.outer.names))
+        self.outer.adopt(self._of(self.outer.names))
         self._changed = set()
 
     def warm_up(self) -> None:
         """Adopt the changed weights, and add their changes since the fragment was due last to the momentum."""
-        self.outer.adopt(self._exchanged(self._changed), warms_up=True)
+        self.outer.adopt(self._of(self._changed), warms_up=True)
         self._changed = set()
 
     def restart(self) -> None:
         names = self.outer.names
         self.outer.reset()
-        self.outer.start(self._exchanged(names))
+        self.outer.start(self._of(names))
         self.progress.arrives, self._sent, self._changed = None, [], set()
 
     def send(self, arrives: int, weight: float = 1.0) -> None:
         """Send the changed weights, which are received after the step ``arrives``; see :meth:`OuterStep.send`."""
-        shards = self._exchanged(self._changed)
+        shards = self._of(self._changed)
         self.outer.send(shards, self._unit.sharded.placements(), weight)
         self._sent, self._changed = [*shards], set()
         self.progress.arrives = arrives
@@ -160,18 +154,13 @@ class Fragment:
         """Continue from the agreed weights; trained parameters, from a mixture of these and this node's own."""
         trained = set(self._unit.sharded.trained_names()) if mix != 1 else set()
         if mixed := [name for name in self._sent if name in trained]:
-            self.outer.receive(self._exchanged(mixed), mix)
+            self.outer.receive(self._of(mixed), mix)
             # Nodes differ in these still, which may be frozen before they are trained again.
             self._changed.update(mixed)
         # Frozen parameters are not exchanged again, so they must not be left to differ.
-        self.outer.receive(self._exchanged([name for name in self._sent if name not in trained]))
-        self._after_write(self._sent)
-        self.progress.arrives, self._sent = None, []
-
-    def _after_write(self, names: Collection[str]) -> None:
-        if self._share is not None:
-            self._share.gather([*self._of(names).values()], self.outer.label)
+        self.outer.receive(self._of([name for name in self._sent if name not in trained]))
         self._unit.invalidate()
+        self.progress.arrives, self._sent = None, []
 
     @contextmanager
     def showing_agreed(self) -> Iterator[None]:
@@ -179,8 +168,8 @@ class Fragment:
         # Other parameters hold their agreed weights, or values that a user has written since they were frozen.
         names = self.outer.names & (self._changed | set(self._sent) | set(self._unit.sharded.trained_names()))
         self._own = {name: shard.detach().clone() for name, shard in self._of(names).items()}
-        self.outer.receive(self._exchanged(names))
-        self._after_write(names)
+        self.outer.receive(self._of(names))
+        self._unit.invalidate()
         try:
             yield
         finally:
@@ -239,7 +228,7 @@ class Fragment:
         """Return whether this rank's weights of some parameters are the agreed weights of the loaded state."""
         exchanges = None if self._loaded is None else self._loaded["exchanges"]
         agreed = {} if exchanges is None else exchanges["agreed"]
-        shards = {name: shard.cpu().view(-1) for name, shard in self._exchanged(names).items()}
+        shards = {name: shard.cpu().view(-1) for name, shard in self._of(names).items()}
         return shards.keys() <= agreed.keys() and all(
             torch.equal(agreed[name].to(shard.dtype), shard) for name, shard in shards.items()
         )
@@ -253,7 +242,7 @@ class Fragment:
         self._loaded, self.was_reloaded = None, False  # weights that were loaded before are replaced
         self._write(state["weights"])
         if state["exchanges"] is not None:
-            self.outer.load_state_dict(state["exchanges"], self._exchanged(state["exchanges"]["agreed"].keys()))
+            self.outer.load_state_dict(state["exchanges"], self._of(state["exchanges"]["agreed"].keys()))
         else:
             self.outer.reset()
         self._changed, self._sent = set(state["changed"]), list(state["sent"])

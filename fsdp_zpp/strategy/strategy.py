@@ -128,8 +128,8 @@ class Strategy:
             encodes the others in ``Int8(256)``.
         local_steps: Local steps: nodes train on their own and exchange changes of weights every few steps, instead of
             gradients in every step. It has no effect on a single node. Each node needs all of the optimizer state, so
-            the optimizer scope must be ``I`` or ``N``. Gradients are then sent between nodes only in synchronous
-            steps, so ``gradients`` needs ``LocalSteps(start=...)``.
+            the optimizer scope must be ``I``. Gradients are then sent between nodes only in synchronous steps, so
+            ``gradients`` needs ``LocalSteps(start=...)``.
         gpus_per_node: Number of ranks that share fast links; rank = node * gpus_per_node + local. Default: as many as
             torchrun (``LOCAL_WORLD_SIZE``) or Slurm's srun started on each node; on a single node whose GPUs NVLink
             does not join, those that it joins, often 1, if codecs make that pay.
@@ -193,10 +193,11 @@ class Strategy:
             return
         if not isinstance(self.local_steps, LocalSteps):
             raise TypeError(f"local_steps must be LocalSteps(...) or None, got {self.local_steps!r}")
-        if self.optimizer == "G":
+        if self.optimizer != "I":
             raise ValueError(
-                f"local_steps has each node step on its own, but under levels {self.levels!r} a node holds only a part "
-                "of the optimizer state; choose I or N for the optimizer, such as 'III'"
+                "local_steps has each node step on its own, so its ranks have to hold one optimizer state, sharded "
+                f"over them, but levels {self.levels!r} place it elsewhere; choose I for the optimizer, such as 'III', "
+                "or 'NNI' in place of 'NNN'"
             )
         if self.local_steps.start:
             return

@@ -561,7 +561,7 @@ def met(adapter: Adapter, levels: str, gpus_per_node: int, phase: str) -> list[t
     return found
 
 
-@over_each(rest=False, adapter=ADAPTERS, layout=[("III", 1), ("INI", 2), ("NNN", 2)], phase=list(PHASES))
+@over_each(rest=False, adapter=ADAPTERS, layout=[("III", 1), ("INI", 2), ("NNI", 2)], phase=list(PHASES))
 def test_nodes_at_different_places_are_told_where_each_of_them_is(
     pool: Pools, adapter: Adapter, layout: tuple[str, int], phase: str
 ) -> None:

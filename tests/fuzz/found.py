@@ -146,7 +146,7 @@ FOUND = {
     "unreduced gradients of 16 bits on nodes of one GPU": _program(
         "fsdp1 NNN",
         (ACCUMULATE, RUN, STEP),
-        strategy=Strategy("NNN", gpus_per_node=1, local_steps=replace(ON_ITS_OWN, outer_momentum=0.0)),
+        strategy=Strategy("III", gpus_per_node=1, local_steps=replace(ON_ITS_OWN, outer_momentum=0.0)),
         precision="fp16 fp32",
     ),
 }

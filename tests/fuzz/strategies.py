@@ -28,7 +28,7 @@ LOAD_KINDS = {
 NODES = {2: (1, 2), 3: (1, 3), 4: (2, 2, 2, 1), 6: (2, 3, 1), 8: (2, 4)}
 """By the number of ranks, how many of them a node may have."""
 PRECISIONS = ("bf16 fp32", "bf16 none", "fp16 none", "fp16 fp32", "none bf16", "none fp16")
-LOCAL_LEVELS = ("III", "INI", "NNI", "NNN")
+LOCAL_LEVELS = ("III", "INI", "NNI")
 OPTIMIZERS = {
     # SGD's fused kernel on CPUs is wrong in 16 bits, and fully_shard's DTensors don't have it.
     Feature.FUSED: ("adamw fused",),

@@ -506,7 +506,7 @@ def said_and_by_hand(adapter: Adapter, strategy: Strategy) -> tuple[list[float],
     return [float(figure) for figure in said[-1]] if said else [], by_hand(agreed)
 
 
-@over_each(adapter=ADAPTERS, layout=[("III", 2), ("NNN", 1)])
+@over_each(adapter=ADAPTERS, layout=[("III", 2), ("III", 1)])
 def test_figures_are_those_by_hand(pool: Pools, adapter: Adapter, layout: tuple[str, int]) -> None:
     strategy = strategy_of(*layout, every=64, codec=None, outer_lr=LR, outer_momentum=MOMENTUM)
     results = pool(4).run(said_and_by_hand, adapter, strategy)

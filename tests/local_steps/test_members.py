@@ -263,7 +263,7 @@ def distance_from_stock(adapter: Adapter, levels: str, every: int) -> tuple[floa
     return models.distance(*weights), place
 
 
-@over_each(rest=False, adapter=ADAPTERS, levels=["III", "NNN"], every=[1, 2])
+@over_each(rest=False, adapter=ADAPTERS, levels=["III", "NNI"], every=[1, 2])
 def test_a_node_alone_trains_as_without_exchanges(
     pool: Callable[[int], Pool], adapter: Adapter, levels: str, every: int
 ) -> None:

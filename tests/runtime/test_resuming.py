@@ -221,7 +221,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
-@over_each(rest=False, adapter=ADAPTERS, layout=[("III", 2), ("NNI", 2), ("NNN", 1)], change=CHANGES)
+@over_each(rest=False, adapter=ADAPTERS, layout=[("III", 2), ("NNI", 2), ("III", 1)], change=CHANGES)
 def test_a_training_goes_on_in_another_schedule(
     pool: Pools, tmp_path: Path, adapter: Adapter, layout: tuple[str, int], change: Change
 ) -> None:
