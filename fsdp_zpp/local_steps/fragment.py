@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypedDict
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_zpp.comm.agreement import ordered_sum
 from fsdp_zpp.comm.flat_layout import Sharded
-from fsdp_zpp.comm.mesh import ProcessMesh, collective_device
-from fsdp_zpp.strategy.local_steps import TARGET_GAIN, LocalSteps
+from fsdp_zpp.strategy.local_steps import LocalSteps
 
-from .outer_step import OuterFigures, OuterStep, OuterStepState
+from .outer_step import OuterStep, OuterStepState
 
 # ---- fragment
 #
@@ -263,110 +259,3 @@ def _longest_spans(flags: Tensor) -> list[Span]:
     edges = padded.diff().nonzero().view(-1, 2)
     longest = (edges[:, 1] - edges[:, 0]).topk(min(len(edges), _MOST_SPANS)).indices
     return [(start, stop) for start, stop in edges[longest].tolist()]
-
-
-# ---- outer watch
-#
-# [Note: Figures of exchanges]
-# Each rank knows the scalar products of its own chunk of a fragment's outer step (:attr:`OuterStep.products`). These
-# are summed over all ranks when the fragment is due again and ranks compare anyway: the host waits there
-# anyway, training does not need the communicator meanwhile, and all ranks conclude the same from the same bits.
-#
-# [Note: Overshooting]
-# A round is an exchange of each fragment; its figures are means over the fragments, weighted by <g, g>. Gradient
-# descent on a quadratic diverges if its steps are more than twice as long as the step that reaches the minimum. If the
-# nodes' mean change is about that long, an outer step of more than twice the mean change overshoots. If successive
-# changes correlate by less than -0.5, more than half of a change takes back what the steps before it did. A single
-# round may be chance; five in a row are not.
-
-logger = logging.getLogger("fsdp_zpp")
-
-Products = tuple[float, float]  # <m, g> and <g, g>; see [Note: Automatic momentum] in strategy/local_steps.py
-
-MOST_GAIN = 2.0  # the aligned gain above which an outer step overshoots
-LEAST_CORRELATION = -0.5  # of successive changes, below which they point against each other
-ROUNDS = 5  # in a row, after which there is a warning
-
-
-class OuterWatch:
-    """Fits the momentum of a model's outer steps, logs their figures, and warns once if they overshoot.
-
-    See [Note: Figures of exchanges] and [Note: Overshooting].
-    """
-
-    def __init__(self, model: str, ranks: ProcessMesh, other_axes: Callable[[], Iterable[dist.ProcessGroup]]) -> None:
-        self._model, self._ranks, self._other_axes = model, ranks, other_axes
-        self._round: dict[Fragment, OuterFigures | None] = {}
-        self._large = self._opposed = 0  # rounds in a row
-        self._has_warned = False
-
-    def fit(self, due: Sequence[Fragment], trained: Iterable[Fragment]) -> None:
-        """Choose the momentum of the next outer steps of fragments, at least one, by their last ones. Collective."""
-        self.note({fragment: fragment.outer.fit(of) for fragment, of in self.products(due).items()}, trained)
-
-    def products(self, fragments: Sequence[Fragment]) -> dict[Fragment, Products]:
-        """Return the products that fit the next outer steps of fragments, summed over the ranks. Collective."""
-        groups = self._groups
-        device = collective_device(groups[0]) if groups else torch.device("cpu")
-        sums = ordered_sum(torch.cat([fragment.outer.products.to(device) for fragment in fragments]), groups)
-        return dict(zip(fragments, zip(sums[::2], sums[1::2], strict=True), strict=True))
-
-    def note(self, figures: Mapping[Fragment, OuterFigures | None], trained: Iterable[Fragment]) -> None:
-        """Take figures of outer steps; once all ``trained`` fragments have some, log their means, and perhaps warn."""
-        self._round |= figures
-        if self._round.keys() >= set(trained):
-            self._end_round(speaks=all(dist.get_rank(group) == 0 for group in self._groups))
-
-    @property
-    def _groups(self) -> list[dist.ProcessGroup]:
-        return [group for group in (self._ranks.group, *self._other_axes()) if group is not None]
-
-    def _end_round(self, *, speaks: bool) -> None:
-        figures = mean_of(each for each in self._round.values() if each is not None)
-        config = next(iter(self._round)).config
-        self._round = {}
-        if figures is None:
-            return
-        correlation = figures.correlation
-        if speaks:
-            logger.debug(
-                "%s: outer correlation %s, outer gain %.3f, outer momentum %.3f",
-                self._model,
-                "unknown" if correlation is None else f"{correlation:.3f}",
-                figures.gain,
-                figures.momentum,
-            )
-        self._large = self._large + 1 if figures.gain > MOST_GAIN else 0
-        self._opposed = self._opposed + 1 if correlation is not None and correlation < LEAST_CORRELATION else 0
-        if max(self._large, self._opposed) < ROUNDS or self._has_warned:
-            return
-        self._has_warned = True
-        if speaks:
-            remedy = f"outer_lr={config.outer_lr}"
-            if config.outer_momentum not in ("auto", 0):
-                remedy = f"outer_momentum={config.outer_momentum} or {remedy}"
-                remedy += ", or pass outer_momentum='auto'" * (config.outer_lr < TARGET_GAIN)  # which else is refused
-            logger.warning(
-                "%s: outer steps overshoot: in %d exchanges in a row they were more than %g times the nodes' mean "
-                "change, or successive changes pointed against each other (now %.2f times, correlation %.2f); lower %s",
-                self._model,
-                ROUNDS,
-                MOST_GAIN,
-                figures.gain,
-                0.0 if correlation is None else correlation,
-                remedy,
-            )
-
-
-def mean_of(figures: Iterable[OuterFigures]) -> OuterFigures | None:
-    """Return the means of figures of several fragments, weighted by <g, g>; None if there are no figures."""
-    every = list(figures)
-    if not every:
-        return None
-    norm = sum(each.norm for each in every)
-    momentum = sum(each.norm * each.momentum for each in every) / norm
-    gain = sum(each.norm * each.gain for each in every) / norm
-    correlated = [(each.norm, each.correlation) for each in every if each.correlation is not None]
-    total = sum(weight for weight, _ in correlated)
-    correlation = sum(weight * each for weight, each in correlated) / total if total else None
-    return OuterFigures(norm, momentum, gain, correlation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,13 +20,16 @@ from fsdp_zpp.comm.agreement import (
     agree_on_use,
     check_agreement,
     on_any_rank,
+    ordered_sum,
     replicas_are_equal,
 )
 from fsdp_zpp.comm.gradient_reduce import StepReductions, set_synchronous
 from fsdp_zpp.comm.hops import SideStream
-from fsdp_zpp.comm.mesh import ProcessMesh
+from fsdp_zpp.comm.mesh import ProcessMesh, collective_device
+from fsdp_zpp.strategy.local_steps import TARGET_GAIN
 
-from .fragment import Fragment, OuterWatch, ParameterState
+from .fragment import Fragment, ParameterState
+from .outer_step import MOST_GAIN, MOST_IN_A_ROW, Products
 
 # ---- made optimizers
 #
@@ -170,6 +174,8 @@ def _restored(saved: object, present: object, parameter: nn.Parameter, group: Ma
 # many backwards as there are synchronous steps, some may have left these. So the others compare before
 # each forward until they leave, too.
 
+logger = logging.getLogger("fsdp_zpp")
+
 EXCHANGE = "an exchange of weights between nodes"  # in errors; see [Note: One place to meet]
 
 
@@ -191,14 +197,14 @@ class LocalTraining:
         reductions: Sequence[StepReductions],
         ranks: ProcessMesh,
         steps_are_announced: Callable[[], bool],
-        outer: OuterWatch,
+        other_axes: Callable[[], Iterable[dist.ProcessGroup]],
     ) -> None:
-        self.outer = outer
+        self._other_axes = other_axes
         self.model, self._all, self._reductions, self._ranks = model, fragments, reductions, ranks
         self._trained = [fragment for fragment in fragments if fragment.was_trained]
         self._steps_are_announced = steps_are_announced
         self._config = fragments[0].config
-        self._awaits_step = self._shows_agreed = False
+        self._awaits_step = self._shows_agreed = self._has_warned = False
         self._met_after = 0
         steps = [fragment.progress.made for fragment in fragments]
         check_agreement(ranks.group, f"the first forward of {model}", {"optimizer steps made, by unit": steps})
@@ -332,7 +338,45 @@ class LocalTraining:
         for fragment, on_any in agree_on_use(flags):
             fragment.changed = on_any()
         if fragments:
-            self.outer.fit(fragments, self._trained)
+            self._fit(fragments, self._products(fragments))
+
+    @property
+    def _groups(self) -> list[dist.ProcessGroup]:
+        return [group for group in (self._ranks.group, *self._other_axes()) if group is not None]
+
+    def _products(self, fragments: Sequence[Fragment]) -> list[Products]:
+        """Return the products that fit the next outer steps of fragments, at least one, summed over ranks. Collective.
+
+        Each rank knows those of its own chunks. They are summed when a fragment is due again and ranks compare: the
+        host waits there anyway, and all ranks conclude the same from the same bits.
+        """
+        groups = self._groups
+        device = collective_device(groups[0]) if groups else torch.device("cpu")
+        sums = ordered_sum(torch.cat([fragment.outer.products.to(device) for fragment in fragments]), groups)
+        return list(zip(sums[::2], sums[1::2], strict=True))
+
+    def _fit(self, fragments: Sequence[Fragment], products: Sequence[Products]) -> None:
+        """Choose the momentum of the next outer steps of fragments by their last ones; warn once if these overshoot."""
+        gains = [fragment.outer.fit(of) for fragment, of in zip(fragments, products, strict=True)]
+        gain = max((each for each in gains if each is not None), default=None)
+        if gain is None or self._has_warned:
+            return
+        self._has_warned = True
+        config = self._config
+        remedy = f"outer_lr={config.outer_lr}"
+        if config.outer_momentum not in ("auto", 0):
+            remedy = f"outer_momentum={config.outer_momentum} or {remedy}"
+            remedy += ", or pass outer_momentum='auto'" * (config.outer_lr < TARGET_GAIN)  # which else is refused
+        if all(dist.get_rank(group) == 0 for group in self._groups):
+            logger.warning(
+                "%s: outer steps overshoot: in %d exchanges in a row they were more than %g times the nodes' mean "
+                "change (now %.2f times); lower %s",
+                self.model,
+                MOST_IN_A_ROW,
+                MOST_GAIN,
+                gain,
+                remedy,
+            )
 
     @property
     def group(self) -> dist.ProcessGroup | None:

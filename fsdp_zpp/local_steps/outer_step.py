@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import isfinite
 from typing import TypedDict
 
@@ -64,7 +63,16 @@ def relative_weights(trained: Sequence[int]) -> list[float]:
 # ---- outer optimizer
 #
 # Outer optimizer of local-update training: SGD with Nesterov momentum, on the chunks of weights that a rank owns.
+#
+# [Note: Overshooting]
+# Gradient descent on a quadratic diverges if its steps are more than twice as long as the step that reaches the
+# minimum. If the nodes' mean change is about that long, an outer step of more than twice the mean change overshoots. A
+# single one may be chance; five of a fragment in a row are not.
 
+Products = tuple[float, float]  # <m, g> and <g, g>; see [Note: Automatic momentum] in strategy/local_steps.py
+
+MOST_GAIN = 2.0  # the aligned gain above which an outer step overshoots
+MOST_IN_A_ROW = 5  # such steps, of which there is a warning
 _MOST_AT_ONCE = 2**30  # values of which a scalar product is taken: cuBLAS counts them in 32 bits
 
 
@@ -74,16 +82,6 @@ class OuterFit(TypedDict):
     products: Tensor  # this rank's part of <m, g> and <g, g> in the last step
     coefficient: float  # the momentum mu of the last step
     correlation: float  # the last correlation of successive changes that is known
-
-
-@dataclass(frozen=True)
-class OuterFigures:
-    """Figures of an outer step; see [Note: Automatic momentum] in strategy/local_steps.py."""
-
-    norm: float  # squared, of the mean change g: <g, g>
-    momentum: float  # mu
-    gain: float  # along g
-    correlation: float | None  # of this change and earlier ones, in [-1, 1]; None if there was no earlier one
 
 
 class OuterOptimizer:
@@ -104,6 +102,7 @@ class OuterOptimizer:
         self.products = torch.zeros(2, dtype=torch.float32)
         self._correlation = 1.0  # until it is known: "auto" then chooses the least momentum
         self._last = self._coefficient
+        self._overshot = 0  # steps in a row
 
     @property
     def _coefficient(self) -> float:
@@ -147,19 +146,19 @@ class OuterOptimizer:
                 product.add_(own.to(product.device))
             momentum.mul_(coefficient)[: change.numel()].add_(change)
 
-    def fit(self, products: tuple[float, float]) -> OuterFigures | None:
-        """Return figures of the last step, and fit the next momentum to ``products``, the sums over ranks.
+    def fit(self, products: Products) -> float | None:
+        """Fit the next momentum to the ``products`` of the last step, summed over ranks, if something has changed.
 
-        None means that nothing has changed, or not by a finite amount.
+        Returns the last step's gain if it, and those before it, overshot; see [Note: Overshooting].
         """
-        config, (along, norm), coefficient = self._config, products, self._last
+        along, norm = products
         if not (isfinite(along) and isfinite(norm) and norm > 0):
             return None
-        gain = aligned_gain(config.outer_lr, coefficient, along / norm)
-        if not along:  # exactly 0 only while there is no momentum
-            return OuterFigures(norm, coefficient, gain, None)
-        self._correlation = correlation_of_changes(coefficient, along / norm)
-        return OuterFigures(norm, coefficient, gain, self._correlation)
+        gain = aligned_gain(self._config.outer_lr, self._last, along / norm)
+        if along:  # exactly 0 only while there is no momentum
+            self._correlation = correlation_of_changes(self._last, along / norm)
+        self._overshot = self._overshot + 1 if gain > MOST_GAIN else 0
+        return gain if self._overshot >= MOST_IN_A_ROW else None
 
     # ---- in checkpoints
 
@@ -362,7 +361,7 @@ class OuterStep:
         wait_for(self._arrival, self._device)
         return self._optimizer.products
 
-    def fit(self, products: tuple[float, float]) -> OuterFigures | None:
+    def fit(self, products: Products) -> float | None:
         return self._optimizer.fit(products)
 
     @torch.no_grad()

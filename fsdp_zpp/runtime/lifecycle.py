@@ -24,7 +24,6 @@ from fsdp_zpp.comm.error_feedback import ErrorFeedbackState
 from fsdp_zpp.comm.hops import running_backward
 from fsdp_zpp.comm.weight_gather import SecondaryShardPrefetcher
 from fsdp_zpp.local_steps.elastic import ElasticFragment, ElasticTraining
-from fsdp_zpp.local_steps.fragment import OuterWatch
 from fsdp_zpp.local_steps.local_training import LocalTraining, note_optimizer
 
 from .log_line import Groups, log_summaries
@@ -491,12 +490,11 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -
     def steps_are_announced() -> bool:
         return any(getattr(p, IN_OPTIMIZER, False) for unit in units for p in unit.sharded.parameters())
 
+    def other_axes() -> Iterable[dist.ProcessGroup]:
+        return dict.fromkeys(axis for unit in fragments.values() for axis in unit.sharded.other_axes())
+
     reductions = [unit.reductions for unit in fragments.values()]
-    ranks = next(iter(fragments.values())).ranks
-    outer = OuterWatch(
-        model, ranks, lambda: dict.fromkeys(axis for unit in fragments.values() for axis in unit.sharded.other_axes())
-    )
-    how = reductions, ranks, steps_are_announced, outer
+    how = reductions, next(iter(fragments.values())).ranks, steps_are_announced, other_axes
     elastic = [fragment for fragment in fragments if isinstance(fragment, ElasticFragment)]
     if elastic:
         training: LocalTraining = ElasticTraining(
