@@ -343,8 +343,8 @@ class Strategy:
                 name of a class method such as ``"zeropp"``, whose arguments the others override. Or the name alone.
 
         Raises:
-            ValueError: If a key, a preset or a codec is unknown, or a value is out of range; the error names the key.
-            TypeError: If a value has the wrong type; the error names the key.
+            ValueError: If a preset or a codec is unknown, or a value is out of range; the error names the key.
+            TypeError: If a key is unknown, or a value has the wrong type; the error names the key.
         """
         preset, arguments = arguments_from_mapping(mapping, cls.from_dict)
         make = cls if preset is None else getattr(cls, preset)
