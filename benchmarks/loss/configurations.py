@@ -161,7 +161,6 @@ _CHANGES = {
     "outer": ("outer_lr", float),
     "momentum": ("outer_momentum", float),
     "start": ("start", int),
-    "moments": ("moments_every", int),
 }
 
 
@@ -217,7 +216,5 @@ def local_steps(name: str) -> LocalSteps:
         else:
             known = ", ".join(("at-once", "momentum-auto", *_CHANGES))
             raise ValueError(f"{name!r} changes {word!r}; what can be changed is {known}")
-    if options.get("outer_momentum") == 0:
-        options["nesterov"] = False
     loco = LoCo(beta=0, decay=0.95, reset_every=0) if codec == "topk" else LoCo(beta=0.8)
     return LocalSteps(every=int(every), codec=_EXCHANGED[codec], error_feedback=loco if feedback else None, **options)

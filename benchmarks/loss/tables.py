@@ -4,8 +4,8 @@ A name of the convergence study is ``FAMILY`` or ``FAMILY+CHANGE``; ``w8:`` befo
 int8(256), ``d4:`` that their changes travel as int4(256).
 
 A name of the study of local steps is ``localEVERY:CODEC[+loco][:CHANGE]...``, where a change is ``at-once`` (all
-fragments in the same step), ``overlapSTEPS``, ``mixSHARE``, ``outerLR``, ``momentumVALUE``, ``momentum-auto``,
-``startSTEPS`` or ``momentsEXCHANGES``. What a name leaves out is LocalSteps' default, except for the momentum, which is
+fragments in the same step), ``overlapSTEPS``, ``mixSHARE``, ``outerLR``, ``momentumVALUE``, ``momentum-auto`` or
+``startSTEPS``. What a name leaves out is LocalSteps' default, except for the momentum, which is
 DiLoCo's 0.9. ``topk+loco`` has the outer
 step and the errors of SparseLoCo (arXiv 2508.15706).
 """

@@ -603,9 +603,9 @@ class StepReductions:
     def __init__(
         self, ranks: ProcessMesh, resolved: ResolvedStrategy, local_steps: LocalSteps | None, traffic: Traffic
     ) -> None:
-        self.is_synchronous = local_steps is None or local_steps.is_synchronous(0)
+        self.is_synchronous = local_steps is None or local_steps.start > 0
         self._by_phase: dict[bool, tuple[ProcessMesh, GradientReduce | None]] = {}
-        if local_steps is None or local_steps.has_synchronous_steps:
+        if self.is_synchronous:
             self._by_phase[True] = ranks, _reduction(ranks, resolved, traffic)
         if local_steps is not None:
             node = ranks.own_node()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,9 +17,9 @@ from fsdp_zpp.comm.mesh import ProcessMesh
 from fsdp_zpp.strategy.local_steps import LocalSteps
 
 from ._torch_members import Members
-from .fragment import Fragment, OuterWatch, Products, Progress
-from .local_training import LocalTraining, OptimizerMoments, OptimizerState, before_forward_of, optimizers_of
-from .outer_step import OuterFigures, OuterFit, OuterStep, OuterStepState, chunk_numel, relative_weights
+from .fragment import Fragment, Progress
+from .local_training import LocalTraining, OptimizerState, before_forward_of, optimizers_of
+from .outer_step import OuterFit, OuterStep, OuterStepState, Products, chunk_numel, relative_weights
 
 # ---- elastic outer step
 #
@@ -175,10 +175,10 @@ class ElasticFragment(Fragment):
 
     def take_over(self, agreed: Mapping[str, Tensor], fit: OuterFit) -> None:
         """Continue from the weights that other nodes have agreed on, with their fit. Collective over the node."""
-        self.outer.take_over(agreed, fit, self._exchanged(agreed.keys()))
+        self.outer.take_over(agreed, fit, self._of(agreed.keys()))
         self._changed, self._sent, self.progress.arrives = set(), [], None
-        self.outer.receive(self._exchanged(agreed.keys()))
-        self._after_write(agreed.keys())
+        self.outer.receive(self._of(agreed.keys()))
+        self._unit.invalidate()
 
 
 # ---- elastic header
@@ -290,11 +290,10 @@ class ElasticTraining(LocalTraining):
         reductions: Sequence[StepReductions],
         ranks: ProcessMesh,
         steps_are_announced: Callable[[], bool],
-        outer: OuterWatch,
-        moments: OptimizerMoments,
+        other_axes: Callable[[], Iterable[dist.ProcessGroup]],
         parameters: Callable[[], Sequence[nn.Parameter]],
     ) -> None:
-        super().__init__(model, fragments, reductions, ranks, steps_are_announced, outer, moments)
+        super().__init__(model, fragments, reductions, ranks, steps_are_announced, other_axes)
         assert self._config.elastic is not None
         self._fragments = fragments
         self._parameters = parameters
@@ -412,7 +411,7 @@ class ElasticTraining(LocalTraining):
             changed,
             tuple(total - before for before in self._until_exchange),
             self._counts_tokens,
-            tuple(self.outer.products(self._all).values()),
+            tuple(self._products(self._all)),
         )
 
     def _share_changes(self, headers: Sequence[NodeHeader]) -> None:
@@ -430,10 +429,7 @@ class ElasticTraining(LocalTraining):
         before = [fragment.snapshot() for fragment in due]
         # All members add the same numbers in the same order, so their momenta are the same, bit for bit.
         parts = [zip(*(header.products[at] for header in headers), strict=True) for at in request.fragments]
-        sums = [(sum(along), sum(norm)) for along, norm in parts]
-        figures: dict[Fragment, OuterFigures | None] = {
-            fragment: fragment.outer.fit(of) for fragment, of in zip(due, sums, strict=True)
-        }
+        self._fit(due, [(sum(along), sum(norm)) for along, norm in parts])
         failure, node = "", self.membership.node
         try:
             for fragment, weight in zip(due, weights, strict=True):
@@ -444,7 +440,6 @@ class ElasticTraining(LocalTraining):
             for fragment, snapshot in zip(due, before, strict=True):
                 fragment.rollback(snapshot)
             return False
-        self.outer.note(figures, self._trained)
         for fragment in due:
             fragment.receive(1.0 if request.settles else self._config.mix)
         self._count(request)

@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypedDict
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
-from fsdp_zpp.comm.agreement import ordered_sum
 from fsdp_zpp.comm.flat_layout import Sharded
-from fsdp_zpp.comm.mesh import ProcessMesh, collective_device
-from fsdp_zpp.strategy.local_steps import TARGET_GAIN, LocalSteps
+from fsdp_zpp.strategy.local_steps import LocalSteps
 
-from .outer_step import NodeShare, OuterFigures, OuterStep, OuterStepState
-
-# ---- known optimizers
-#
-# Optimizers that step a model's parameters, by numbers that are the same on all ranks.
-
-
-class KnownOptimizers:
-    """Numbers optimizers in the order in which they become known, by events that all ranks see."""
-
-    # It keeps no optimizer alive: ranks may free one at different times, but its number stays.
-    def __init__(self) -> None:
-        self.count = 0
-        self._numbers = weakref.WeakKeyDictionary[Optimizer, int]()
-
-    def add(self, optimizer: Optimizer) -> None:
-        """Give an optimizer a number, unless it has one, or wraps an optimizer that has one."""
-        if optimizer not in self._numbers and all(optimizer.state is not each.state for each in self._numbers):
-            self._numbers[optimizer] = self.count
-            self.count += 1
-
-    def alive(self) -> Mapping[int, Optimizer]:
-        return {number: optimizer for optimizer, number in self._numbers.items()}
-
+from .outer_step import OuterStep, OuterStepState
 
 # ---- fragment
 #
@@ -102,13 +73,11 @@ class Fragment:
         config: LocalSteps,
         outer: OuterStep,
         unit: ExchangedUnit,
-        share: NodeShare | None = None,
     ) -> None:
         self.config, self.outer, self.progress = config, outer, Progress()
         self.pending: dict[int, tuple[list[ParameterState], Callable[[list[ParameterState]], None]]] = {}
-        self.optimizers = KnownOptimizers()
         self._own: dict[str, Tensor] | None = None
-        self._unit, self._share = unit, share
+        self._unit = unit
         self._changed: set[str] = set()  # trained since their last exchange
         self._sent: list[str] = []  # on their way
         self._loaded: FragmentState | None = None
@@ -127,16 +96,11 @@ class Fragment:
     def _of(self, names: Collection[str]) -> dict[str, Tensor]:
         return {name: shard for name, shard in self._unit.sharded.named_shards().items() if name in names}
 
-    def _exchanged(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return the values that this rank exchanges of some parameters."""
-        whole = self._of(names)
-        return whole if self._share is None else dict(zip(whole, self._share.of([*whole.values()]), strict=True))
-
     def start(self, *, anew: bool = False) -> None:
         """Adopt trained weights, equal on all nodes, as the agreed ones; with ``anew`` also where there are some."""
         new = set(self._unit.sharded.trained_names()) - (frozenset() if anew else self.outer.names)
         if new:
-            self.outer.start(self._exchanged(new))
+            self.outer.start(self._of(new))
 
     def note_trained(self) -> None:
         self.start()
@@ -152,36 +116,31 @@ class Fragment:
         """Record the parameters that were trained on any rank: all must exchange the same ones."""
         self._changed = {name for name, flag in zip(self._unit.sharded.named_shards(), changed, strict=True) if flag}
         if new := self._changed - self.outer.names:
-            self.outer.start(self._exchanged(new))  # this node has left them as they were
+            self.outer.start(self._of(new))  # this node has left them as they were
 
     @property
     def holds_agreed(self) -> bool:
-        return self.outer.agrees_with(self._exchanged(self.outer.names))
+        return self.outer.agrees_with(self._of(self.outer.names))
 
     def adopt(self) -> None:
         """Adopt the weights, which are equal on all nodes, as the agreed ones; the momentum stays as it is."""
-        self.outer.adopt(self._exchanged(self.outer.names))
+        self.outer.adopt(self._of(self.outer.names))
         self._changed = set()
 
     def warm_up(self) -> None:
         """Adopt the changed weights, and add their changes since the fragment was due last to the momentum."""
-        self.outer.adopt(self._exchanged(self._changed), warms_up=True)
-        self._changed = set()
-
-    def retire(self) -> None:
-        """Forget all exchanges: there are no more of them."""
-        self.outer.reset()
+        self.outer.adopt(self._of(self._changed), warms_up=True)
         self._changed = set()
 
     def restart(self) -> None:
         names = self.outer.names
         self.outer.reset()
-        self.outer.start(self._exchanged(names))
+        self.outer.start(self._of(names))
         self.progress.arrives, self._sent, self._changed = None, [], set()
 
     def send(self, arrives: int, weight: float = 1.0) -> None:
         """Send the changed weights, which are received after the step ``arrives``; see :meth:`OuterStep.send`."""
-        shards = self._exchanged(self._changed)
+        shards = self._of(self._changed)
         self.outer.send(shards, self._unit.sharded.placements(), weight)
         self._sent, self._changed = [*shards], set()
         self.progress.arrives = arrives
@@ -191,18 +150,13 @@ class Fragment:
         """Continue from the agreed weights; trained parameters, from a mixture of these and this node's own."""
         trained = set(self._unit.sharded.trained_names()) if mix != 1 else set()
         if mixed := [name for name in self._sent if name in trained]:
-            self.outer.receive(self._exchanged(mixed), mix)
+            self.outer.receive(self._of(mixed), mix)
             # Nodes differ in these still, which may be frozen before they are trained again.
             self._changed.update(mixed)
         # Frozen parameters are not exchanged again, so they must not be left to differ.
-        self.outer.receive(self._exchanged([name for name in self._sent if name not in trained]))
-        self._after_write(self._sent)
-        self.progress.arrives, self._sent = None, []
-
-    def _after_write(self, names: Collection[str]) -> None:
-        if self._share is not None:
-            self._share.gather([*self._of(names).values()], self.outer.label)
+        self.outer.receive(self._of([name for name in self._sent if name not in trained]))
         self._unit.invalidate()
+        self.progress.arrives, self._sent = None, []
 
     @contextmanager
     def showing_agreed(self) -> Iterator[None]:
@@ -210,8 +164,8 @@ class Fragment:
         # Other parameters hold their agreed weights, or values that a user has written since they were frozen.
         names = self.outer.names & (self._changed | set(self._sent) | set(self._unit.sharded.trained_names()))
         self._own = {name: shard.detach().clone() for name, shard in self._of(names).items()}
-        self.outer.receive(self._exchanged(names))
-        self._after_write(names)
+        self.outer.receive(self._of(names))
+        self._unit.invalidate()
         try:
             yield
         finally:
@@ -255,8 +209,7 @@ class Fragment:
             )
         # Restore it later: a model's state dict may be loaded after this, with weights of the node that has saved it.
         self._loaded = state
-        # Older checkpoints are all of nodes that train on their own.
-        self.progress = Progress(**{"apart": True, **state["progress"]})
+        self.progress = Progress(**state["progress"])
 
     def same_as_loaded(self, names: Collection[str]) -> dict[str, tuple[int, list[Span]]]:
         """Return, by parameter, its number of values on this rank, and the spans that equal the loaded values."""
@@ -271,7 +224,7 @@ class Fragment:
         """Return whether this rank's weights of some parameters are the agreed weights of the loaded state."""
         exchanges = None if self._loaded is None else self._loaded["exchanges"]
         agreed = {} if exchanges is None else exchanges["agreed"]
-        shards = {name: shard.cpu().view(-1) for name, shard in self._exchanged(names).items()}
+        shards = {name: shard.cpu().view(-1) for name, shard in self._of(names).items()}
         return shards.keys() <= agreed.keys() and all(
             torch.equal(agreed[name].to(shard.dtype), shard) for name, shard in shards.items()
         )
@@ -285,7 +238,7 @@ class Fragment:
         self._loaded, self.was_reloaded = None, False  # weights that were loaded before are replaced
         self._write(state["weights"])
         if state["exchanges"] is not None:
-            self.outer.load_state_dict(state["exchanges"], self._exchanged(state["exchanges"]["agreed"].keys()))
+            self.outer.load_state_dict(state["exchanges"], self._of(state["exchanges"]["agreed"].keys()))
         else:
             self.outer.reset()
         self._changed, self._sent = set(state["changed"]), list(state["sent"])
@@ -306,110 +259,3 @@ def _longest_spans(flags: Tensor) -> list[Span]:
     edges = padded.diff().nonzero().view(-1, 2)
     longest = (edges[:, 1] - edges[:, 0]).topk(min(len(edges), _MOST_SPANS)).indices
     return [(start, stop) for start, stop in edges[longest].tolist()]
-
-
-# ---- outer watch
-#
-# [Note: Figures of exchanges]
-# Each rank knows the scalar products of its own chunk of a fragment's outer step (:attr:`OuterStep.products`). These
-# are summed over all ranks when the fragment is due again and ranks compare anyway: the host waits there
-# anyway, training does not need the communicator meanwhile, and all ranks conclude the same from the same bits.
-#
-# [Note: Overshooting]
-# A round is an exchange of each fragment; its figures are means over the fragments, weighted by <g, g>. Gradient
-# descent on a quadratic diverges if its steps are more than twice as long as the step that reaches the minimum. If the
-# nodes' mean change is about that long, an outer step of more than twice the mean change overshoots. If successive
-# changes correlate by less than -0.5, more than half of a change takes back what the steps before it did. A single
-# round may be chance; five in a row are not.
-
-logger = logging.getLogger("fsdp_zpp")
-
-Products = tuple[float, float]  # <m, g> and <g, g>; see [Note: Automatic momentum] in strategy/local_steps.py
-
-MOST_GAIN = 2.0  # the aligned gain above which an outer step overshoots
-LEAST_CORRELATION = -0.5  # of successive changes, below which they point against each other
-ROUNDS = 5  # in a row, after which there is a warning
-
-
-class OuterWatch:
-    """Fits the momentum of a model's outer steps, logs their figures, and warns once if they overshoot.
-
-    See [Note: Figures of exchanges] and [Note: Overshooting].
-    """
-
-    def __init__(self, model: str, ranks: ProcessMesh, other_axes: Callable[[], Iterable[dist.ProcessGroup]]) -> None:
-        self._model, self._ranks, self._other_axes = model, ranks, other_axes
-        self._round: dict[Fragment, OuterFigures | None] = {}
-        self._large = self._opposed = 0  # rounds in a row
-        self._has_warned = False
-
-    def fit(self, due: Sequence[Fragment], trained: Iterable[Fragment]) -> None:
-        """Choose the momentum of the next outer steps of fragments, at least one, by their last ones. Collective."""
-        self.note({fragment: fragment.outer.fit(of) for fragment, of in self.products(due).items()}, trained)
-
-    def products(self, fragments: Sequence[Fragment]) -> dict[Fragment, Products]:
-        """Return the products that fit the next outer steps of fragments, summed over the ranks. Collective."""
-        groups = self._groups
-        device = collective_device(groups[0]) if groups else torch.device("cpu")
-        sums = ordered_sum(torch.cat([fragment.outer.products.to(device) for fragment in fragments]), groups)
-        return dict(zip(fragments, zip(sums[::2], sums[1::2], strict=True), strict=True))
-
-    def note(self, figures: Mapping[Fragment, OuterFigures | None], trained: Iterable[Fragment]) -> None:
-        """Take figures of outer steps; once all ``trained`` fragments have some, log their means, and perhaps warn."""
-        self._round |= figures
-        if self._round.keys() >= set(trained):
-            self._end_round(speaks=all(dist.get_rank(group) == 0 for group in self._groups))
-
-    @property
-    def _groups(self) -> list[dist.ProcessGroup]:
-        return [group for group in (self._ranks.group, *self._other_axes()) if group is not None]
-
-    def _end_round(self, *, speaks: bool) -> None:
-        figures = mean_of(each for each in self._round.values() if each is not None)
-        config = next(iter(self._round)).config
-        self._round = {}
-        if figures is None:
-            return
-        correlation = figures.correlation
-        if speaks:
-            logger.debug(
-                "%s: outer correlation %s, outer gain %.3f, outer momentum %.3f",
-                self._model,
-                "unknown" if correlation is None else f"{correlation:.3f}",
-                figures.gain,
-                figures.momentum,
-            )
-        self._large = self._large + 1 if figures.gain > MOST_GAIN else 0
-        self._opposed = self._opposed + 1 if correlation is not None and correlation < LEAST_CORRELATION else 0
-        if max(self._large, self._opposed) < ROUNDS or self._has_warned:
-            return
-        self._has_warned = True
-        if speaks:
-            remedy = f"outer_lr={config.outer_lr}"
-            if config.outer_momentum not in ("auto", 0):
-                remedy = f"outer_momentum={config.outer_momentum} or {remedy}"
-                remedy += ", or pass outer_momentum='auto'" * (config.outer_lr < TARGET_GAIN)  # which else is refused
-            logger.warning(
-                "%s: outer steps overshoot: in %d exchanges in a row they were more than %g times the nodes' mean "
-                "change, or successive changes pointed against each other (now %.2f times, correlation %.2f); lower %s",
-                self._model,
-                ROUNDS,
-                MOST_GAIN,
-                figures.gain,
-                0.0 if correlation is None else correlation,
-                remedy,
-            )
-
-
-def mean_of(figures: Iterable[OuterFigures]) -> OuterFigures | None:
-    """Return the means of figures of several fragments, weighted by <g, g>; None if there are no figures."""
-    every = list(figures)
-    if not every:
-        return None
-    norm = sum(each.norm for each in every)
-    momentum = sum(each.norm * each.momentum for each in every) / norm
-    gain = sum(each.norm * each.gain for each in every) / norm
-    correlated = [(each.norm, each.correlation) for each in every if each.correlation is not None]
-    total = sum(weight for weight, _ in correlated)
-    correlation = sum(weight * each for weight, each in correlated) / total if total else None
-    return OuterFigures(norm, momentum, gain, correlation)

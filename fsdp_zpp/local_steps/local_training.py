@@ -1,14 +1,13 @@
-"""Training with local steps: when weights and optimizers' moments are exchanged."""
+"""Training with local steps: when weights are exchanged."""
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,31 +15,27 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_zpp.codecs import Codec, full_precision
 from fsdp_zpp.comm.agreement import (
     PLACE,
-    agree,
     agree_on_use,
     check_agreement,
-    from_each_rank,
     on_any_rank,
+    ordered_sum,
     replicas_are_equal,
 )
-from fsdp_zpp.comm.flat_layout import Sharded
 from fsdp_zpp.comm.gradient_reduce import StepReductions, set_synchronous
-from fsdp_zpp.comm.hops import Hop, SideStream, Traffic, decode, encode
-from fsdp_zpp.comm.mesh import ProcessMesh, for_collectives
-from fsdp_zpp.strategy.local_steps import MOMENT_CODEC
+from fsdp_zpp.comm.hops import SideStream
+from fsdp_zpp.comm.mesh import ProcessMesh, collective_device
+from fsdp_zpp.strategy.local_steps import TARGET_GAIN
 
-from .fragment import Fragment, OuterWatch, ParameterState
-from .outer_step import NodeChunks, NodeShare
+from .fragment import Fragment, ParameterState
+from .outer_step import MOST_GAIN, MOST_IN_A_ROW, Products
 
 # ---- made optimizers
 #
 # Optimizers of this process, from their construction on, by the parameters that they were given.
 #
-# A node that joins takes over states before its own optimizers have stepped. fragment.py has the optimizers
-# that have stepped.
+# A node that joins takes over states before its own optimizers have stepped.
 
 _MADE = "_fsdp_zpp_made"
 
@@ -119,23 +114,23 @@ class OptimizerState:
                 present = dict(state)
                 state.clear()
                 for name, value in saved.items():
-                    state[name] = restored(value, present.get(name), parameter, group)
+                    state[name] = _restored(value, present.get(name), parameter, group)
 
 
-def local_state(value: Any) -> Any:
+def _local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _saved(value: object) -> object:
-    return local_state(value).detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+    return _local(value).detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
-def restored(saved: object, present: object, parameter: nn.Parameter, group: Mapping[str, Any]) -> object:
+def _restored(saved: object, present: object, parameter: nn.Parameter, group: Mapping[str, Any]) -> object:
     """Return ``saved``, of a parameter in an optimizer's ``group``, in the form that it uses, such as a DTensor."""
     if not isinstance(saved, Tensor):
         return saved
     if isinstance(present, Tensor):
-        local = local_state(present)
+        local = _local(present)
         if local.shape == saved.shape and local.dtype == saved.dtype:
             local.copy_(saved)
             return present
@@ -147,275 +142,6 @@ def restored(saved: object, present: object, parameter: nn.Parameter, group: Map
     # torch counts steps of fused and capturable optimizers on the device, those of others on the CPU.
     counts_on_device = group.get("fused") or group.get("capturable")
     return saved.to(parameter.device) if saved.ndim or counts_on_device else saved
-
-
-# ---- moment average
-#
-# Average of optimizers' moments over nodes that train on their own.
-#
-#     this node's moments         this rank's part of each parameter's, in its own dtype
-#         | in chunks             fp32, each parameter in a chunk for each node
-#     mean over nodes             encode, all-to-all among the ranks with this local index, decode, sum in fp32
-#         | each rank its chunk
-#     moments of all nodes        encode, all-gather among the same ranks, decode: equal bit for bit
-#
-# Source: DES-LOC (arXiv 2505.22549), algorithm 1, which averages moments more rarely than weights.
-#
-# [Note: Roots of moments]
-# Adam divides by the root of its second moment. A blockwise code rounds the small values of a block to 0, and an update
-# is then divided by eps alone. So lossy codecs encode fourth roots, with their signs: the smallest code of 8 bits
-# stands for 1 / 127**4 of a block's largest value. In a block without negative values, a root that would still round to
-# 0 decodes to half a code. First moments are encoded in the same way, since their small values matter as much: an
-# optimizer divides each by its own scale. The mean is that of the moments, not of their roots.
-
-_HALF_CODE = 1 / 254  # half of the distance between two codes of 8 bits, as a share of a block's largest value
-
-
-class MomentAverage:
-    """Replaces moments by their mean over nodes.
-
-    ``codec`` encodes roots of moments; None sends the moments themselves, in fp32, so that the mean is exact.
-    """
-
-    def __init__(self, mesh: ProcessMesh, codec: Codec | None, traffic: Traffic, label: str) -> None:
-        assert mesh.inter is not None
-        self._codec, self._label, self._nodes = codec or full_precision(torch.float32), label, mesh.topology.nodes
-        self._reduce = Hop(mesh.inter, "reduce", "inter", traffic)
-        self._gather = Hop(mesh.inter, "gather", "inter", traffic)
-
-    @torch.no_grad()
-    def average(self, moments: Mapping[str, Tensor], placements: Mapping[str, Hashable]) -> None:
-        """Replace moments of one kind, such as Adam's second ones, by their mean over nodes, in place.
-
-        Collective among the ranks with this local index, unless these hold nothing of the moments. Moments
-        are contiguous, of the same sizes on all nodes.
-        """
-        held = {name: moment.view(-1) for name, moment in moments.items() if moment.numel()}
-        if not held:
-            return
-        numels = {name: moment.numel() for name, moment in held.items()}
-        chunks = NodeChunks(numels, placements, self._nodes, self._codec.block_numel or 1)
-        device = for_collectives(next(iter(held.values())).new_empty(0), self._gather.group).device
-        # Zeros where chunks are padded.
-        flat = torch.zeros(self._nodes, chunks.layout.numel, dtype=torch.float32, device=device)
-        for name, places, part in chunks.places(flat):
-            part.copy_(held[name][places])
-        # Payloads stay in one expression with their consumers, so that they are freed.
-        self._decode(self._reduce.all_to_all(self._encoded(flat), self._label), flat)
-        mean = flat[:1]
-        for other in flat[1:]:  # one after the other, so that copies on other axes are summed in the same order
-            mean.add_(other)
-        self._decode(self._gather.all_gather(self._encoded(mean.div_(self._nodes)), self._label), flat)
-        for name, places, part in chunks.places(flat):
-            held[name][places].copy_(part)
-
-    def _encoded(self, rows: Tensor) -> Tensor:
-        for row in rows if not self._codec.is_lossless else ():
-            signs = row.sign()
-            row.abs_().sqrt_().sqrt_().mul_(signs)
-        return encode(self._codec, rows.view(-1), 1, len(rows), self._label)
-
-    def _decode(self, payload: Tensor, rows: Tensor) -> None:
-        decode(self._codec, payload, rows.view(-1), 1, len(rows), self._label)
-        for row in rows if not self._codec.is_lossless else ():
-            block = self._codec.block_numel or len(row)
-            whole = len(row) // block * block
-            for blocks in (row[:whole].view(-1, block), row[whole:].view(1, -1)):
-                if blocks.numel():
-                    _raise_zeros(blocks)
-            signs = row.sign()
-            row.square_().square_().mul_(signs)
-
-
-def _raise_zeros(blocks: Tensor) -> None:
-    """Raise values to at least half a code in blocks that have no negative value; see [Note: Roots of moments]."""
-    half, lowest = blocks.amax(1, keepdim=True).mul_(_HALF_CODE), blocks.amin(1, keepdim=True)
-    torch.maximum(blocks, torch.where(lowest < 0, -torch.inf, half), out=blocks)
-
-
-# ---- moments
-#
-# Finds the optimizers' moments of a model whose nodes train on their own, and averages them over nodes.
-#
-# [Note: States that nodes average]
-# A state is a moment if it is a floating-point tensor of as many values as this rank holds of its parameter: Adam's
-# two, Muon's momentum. After an average all nodes hold the same states bit for bit. A node whose optimizer has no state
-# of a parameter yet, because it never got a gradient there, counts as zeros, as its gradients would have been. Numbers,
-# such as step counters, are taken from the node that has made most steps with the parameter: with fewer steps, bias
-# corrections would make updates larger. Everything else can't be averaged, and is refused.
-
-_CALL = "an average of moments over nodes"
-Number = int | float | Tensor
-States = Mapping[str, torch.dtype | Number]  # of a parameter, by name: the dtype of a moment, or a number
-Key = tuple[str, str, int]  # a unit's name, a parameter's FQN, and its optimizer's number
-
-
-class MomentUnit(Protocol):
-    sharded: Sharded
-    ranks: ProcessMesh
-    traffic: Traffic
-    share: NodeShare | None
-
-
-@dataclass(frozen=True, eq=False)
-class _Held:
-    """A parameter that an optimizer holds in a group."""
-
-    unit: MomentUnit
-    name: str  # its FQN, or the first one of a flat parameter
-    parameter: nn.Parameter
-    optimizer: Optimizer
-    group: Mapping[str, Any]
-    number: int  # of the optimizer, among those that are known
-
-    def described(self) -> States:
-        """Return the dtypes of its moments and the numbers, or raise a ValueError if nodes can't average its states."""
-        states = self.optimizer.state.get(self.parameter, {})  # empty before the optimizer's first step with it
-        return {name: self._described(name, value) for name, value in states.items() if value is not None}
-
-    def _described(self, name: str, value: object) -> torch.dtype | Number:
-        if isinstance(value, int | float):
-            return value
-        local = local_state(value)
-        if isinstance(local, Tensor) and type(local) in (Tensor, nn.Parameter) and local.layout == torch.strided:
-            if local.ndim == 0:
-                return local.detach().cpu()
-            numel = local_state(self.parameter).numel()
-            if local.is_floating_point() and local.is_contiguous() and local.numel() == numel:
-                return local.dtype
-        shape = f" {local.dtype} of shape {list(local.shape)}" if isinstance(local, Tensor) else ""
-        raise ValueError(
-            f"{self.unit.sharded.name}: {type(self.optimizer).__name__} keeps {name!r} of {self.name} as a "
-            f"{type(local).__name__}{shape}, which nodes can't average: a moment is a plain, contiguous floating-point "
-            "tensor with as many values as the rank holds of the parameter; use another optimizer, or local steps "
-            "without moments_every and stop"
-        )
-
-    def adopt(self, states: States) -> None:
-        state = self.optimizer.state[self.parameter]
-        for name, value in states.items():
-            if not isinstance(value, torch.dtype):
-                state[name] = restored(value, state.get(name), self.parameter, self.group)
-            elif state.get(name) is None:
-                zeros = torch.zeros(local_state(self.parameter).shape, dtype=value)
-                state[name] = restored(zeros, None, self.parameter, self.group)
-
-
-class OptimizerMoments:
-    """Averages the moments of a model's optimizers over nodes."""
-
-    def __init__(self, model: str, units: Mapping[Fragment, MomentUnit], ranks: ProcessMesh) -> None:
-        self._model, self._units, self._ranks = model, units, ranks
-        self._optimizers = next(iter(units)).optimizers
-
-    def saw(self, optimizer: object) -> None:
-        if isinstance(optimizer, Optimizer):
-            self._optimizers.add(optimizer)
-
-    def check(self, fragments: Sequence[Fragment]) -> None:
-        """Raise a ValueError on every rank if any can't average its states or knows no optimizer. Collective."""
-        units = [self._units[fragment] for fragment in fragments]
-        agree(self._ranks.group, lambda: self._described(units), call=_CALL)
-
-    @torch.no_grad()
-    def average(self, fragments: Sequence[Fragment], codec: Codec | None = MOMENT_CODEC) -> None:
-        """Replace the moments of all nodes by their mean, the same bit for bit; without a codec, exactly. Collective.
-
-        Raises a ValueError on every rank, before any moment is sent, if nodes can't average a state, nodes keep
-        different states, or no optimizer is known.
-        """
-        units = [self._units[fragment] for fragment in fragments]
-        held, described = agree(self._ranks.group, lambda: self._described(units), call=_CALL)
-        gone = self._gone_on_any_rank()
-        described = {key: states for key, states in described.items() if key[2] not in gone}
-        by_node = [
-            from_each_rank(
-                {key: states for key, states in described.items() if held[key].unit.ranks == mesh}, mesh.inter
-            )
-            for mesh in dict.fromkeys(unit.ranks for unit in units)
-            if mesh.inter is not None
-        ]
-        agreed = agree(
-            self._ranks.group,
-            lambda: {key: states for each in by_node for key, states in _agreed(each).items()},
-            call=_CALL,
-        )
-        for key, states in agreed.items():
-            held[key].adopt(states)
-        for unit in units:
-            self._average(unit, {held[key]: states for key, states in agreed.items() if held[key].unit is unit}, codec)
-
-    def _gone_on_any_rank(self) -> frozenset[int]:
-        """Return the numbers of optimizers that some rank has freed already, others perhaps not yet. Collective."""
-        gone = frozenset(range(self._optimizers.count)) - self._optimizers.alive().keys()
-        group = self._ranks.group
-        return gone if group is None else gone.union(*from_each_rank(gone, group))
-
-    def _average(self, unit: MomentUnit, held: Mapping[_Held, States], codec: Codec | None) -> None:
-        kinds: dict[tuple[str, int], dict[str, Tensor]] = {}
-        for each, states in held.items():
-            for state, value in states.items():
-                if isinstance(value, torch.dtype):
-                    moment = local_state(each.optimizer.state[each.parameter][state])
-                    kinds.setdefault((state, each.number), {}).update(unit.sharded.named_parts(each.parameter, moment))
-        over_nodes = MomentAverage(unit.ranks, codec, unit.traffic, unit.sharded.name)
-        placements = unit.sharded.placements()
-        for _, moments in sorted(kinds.items(), key=itemgetter(0)):
-            whole = [*moments.values()]
-            own = moments if unit.share is None else dict(zip(moments, unit.share.of(whole), strict=True))
-            over_nodes.average(own, placements)
-            if unit.share is not None:
-                unit.share.gather(whole, unit.sharded.name)
-
-    def _described(self, units: Sequence[MomentUnit]) -> tuple[dict[Key, _Held], dict[Key, States]]:
-        held = {(unit.sharded.name, each.name, each.number): each for unit in units for each in self._held(unit)}
-        return held, {key: each.described() for key, each in held.items()}
-
-    def _held(self, unit: MomentUnit) -> Iterator[_Held]:
-        """Yield the unit's parameters that optimizers hold and this rank has values of; the same on all nodes."""
-        if not self._optimizers.count:
-            raise ValueError(
-                f"{self._model}: nodes average the moments of optimizers, but no optimizer derived from "
-                "torch.optim.Optimizer has stepped its parameters; use such an optimizer, or local steps without "
-                "moments_every and stop"
-            )
-        of: dict[int, list[tuple[Optimizer, dict[str, Any], int]]] = {}
-        for number, optimizer in self._optimizers.alive().items():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    of.setdefault(id(parameter), []).append((optimizer, group, number))
-        for parameter in unit.sharded.parameters():
-            local: Tensor = local_state(parameter).detach()
-            if local.numel():
-                name = next(iter(unit.sharded.named_parts(parameter, local)))
-                for holder in of.get(id(parameter), []):
-                    yield _Held(unit, name, parameter, *holder)
-
-
-def _agreed(by_node: Sequence[Mapping[Key, States]]) -> dict[Key, States]:
-    """Return the states that all nodes will have; raise a ValueError if those of a parameter differ in kind."""
-    agreed: dict[Key, States] = {}
-    for key in dict.fromkeys(key for node in by_node for key in node):
-        present = [states for node in by_node if (states := node.get(key))]
-        if not present:
-            continue
-        alike = all(_kinds(states) == _kinds(present[0]) for states in present)
-        if not alike or any(key not in node for node in by_node):
-            raise ValueError(
-                f"{key[0]}: nodes average the moments of {key[1]}, but their optimizers keep different states of it; "
-                "use the same optimizers with the same parameters on every node"
-            )
-        agreed[key] = max(present, key=_steps)
-    return agreed
-
-
-def _kinds(states: States) -> dict[str, Hashable]:
-    return {name: value if isinstance(value, torch.dtype) else "number" for name, value in states.items()}
-
-
-def _steps(states: States) -> float:
-    steps = states.get("step", 0)
-    return 0.0 if isinstance(steps, torch.dtype) else float(steps)
 
 
 # ---- local training
@@ -432,12 +158,8 @@ def _steps(states: States) -> float:
 # [Note: Phases of local steps]
 # The number of steps made decides whether the next one is synchronous. It is decided before that step's first forward,
 # for all units at once, after the exchanges of the step before. In synchronous steps nodes stay equal bit for bit, as
-# without local steps, so that nothing is exchanged:
-#
-# - In synchronous steps at the beginning, fragments that are due warm up the momentum. After the last of them, the
-#   weights become the agreed ones; the momentum lacks the changes since a fragment was due last.
-# - Before the first synchronous step at the end, nodes exchange all fragments and become equal. Agreed weights and
-#   momentum are dropped.
+# without local steps, so that nothing is exchanged; fragments that are due warm up the momentum. After the last of
+# these steps, the weights become the agreed ones; the momentum lacks the changes since a fragment was due last.
 #
 # A checkpoint also says whether nodes are apart, since it may be loaded into another schedule.
 #
@@ -449,8 +171,10 @@ def _steps(states: States) -> float:
 #
 # In synchronous steps nodes stay together as ranks do without local steps, since each backward reduces over all of
 # them. But a node may skip the step after a backward, and so stay in these steps for longer. Once nodes have made as
-# many backwards as there are synchronous steps at the beginning, some may have left these. So the others compare before
+# many backwards as there are synchronous steps, some may have left these. So the others compare before
 # each forward until they leave, too.
+
+logger = logging.getLogger("fsdp_zpp")
 
 EXCHANGE = "an exchange of weights between nodes"  # in errors; see [Note: One place to meet]
 
@@ -473,15 +197,14 @@ class LocalTraining:
         reductions: Sequence[StepReductions],
         ranks: ProcessMesh,
         steps_are_announced: Callable[[], bool],
-        outer: OuterWatch,
-        moments: OptimizerMoments,
+        other_axes: Callable[[], Iterable[dist.ProcessGroup]],
     ) -> None:
-        self.outer, self.moments = outer, moments
+        self._other_axes = other_axes
         self.model, self._all, self._reductions, self._ranks = model, fragments, reductions, ranks
         self._trained = [fragment for fragment in fragments if fragment.was_trained]
         self._steps_are_announced = steps_are_announced
         self._config = fragments[0].config
-        self._awaits_step = self._shows_agreed = self._has_checked_moments = False
+        self._awaits_step = self._shows_agreed = self._has_warned = False
         self._met_after = 0
         steps = [fragment.progress.made for fragment in fragments]
         check_agreement(ranks.group, f"the first forward of {model}", {"optimizer steps made, by unit": steps})
@@ -495,13 +218,8 @@ class LocalTraining:
         self._awaits_step = True
         self._note_trained()
 
-    @property
-    def _is_over(self) -> bool:
-        progress = self._all[0].progress
-        return not progress.apart and self._config.has_stopped(progress.made)
-
     def _note_trained(self) -> None:
-        for fragment in self._all if not self._is_over else ():
+        for fragment in self._all:
             fragment.note_trained()
 
     def step_ended(self) -> None:
@@ -536,8 +254,12 @@ class LocalTraining:
     def _catch_up(self) -> None:
         """Make the exchanges of all steps that were made, and enter the phase of the next one."""
         progress = self._all[0].progress
-        if progress.apart and self._config.is_synchronous(progress.made):
-            self._rejoin()
+        if progress.apart and progress.made < self._config.start:
+            raise ValueError(
+                f"{self.model}: nodes have trained on their own for {progress.made} steps in the loaded state, but "
+                f"start={self._config.start} has them make the next step together: continue with a start of "
+                f"{progress.made} or less, or from weights alone that were saved under agreed_weights"
+            )
         while progress.exchanged < progress.made:
             self._exchange_after(progress.exchanged + 1)
         self._enter_phase()
@@ -550,7 +272,7 @@ class LocalTraining:
         for fragment in self._all:  # a saved state lacks fragments that were frozen then
             fragment.progress.made, fragment.progress.exchanged = furthest.made, furthest.exchanged
             fragment.progress.apart, fragment.progress.unstepped = furthest.apart, furthest.unstepped
-        for fragment in self._all if not self._is_over else ():
+        for fragment in self._all:
             # Until the first step is made, weights may be set without any event.
             fragment.start(anew=furthest.made == 0 and not self._awaits_step)
         # Index over all fragments that were ever trained, so that freezing one does not move the others' schedule.
@@ -593,9 +315,7 @@ class LocalTraining:
         due = self._config.due(step, len(self._trained))
         if due:
             self._on_any_rank(False, before_forward_of(step), units=f"{due} of {len(self._trained)} after step {step}")
-            self._check_moments()
             self._agree_on_exchange([self._trained[index] for index in due])
-            self._average_moments([self._trained[index] for index in due])
         for index in due:
             fragment = self._trained[index]
             if fragment.progress.arrives is not None:  # it is due early, since another unit has joined the schedule
@@ -618,27 +338,45 @@ class LocalTraining:
         for fragment, on_any in agree_on_use(flags):
             fragment.changed = on_any()
         if fragments:
-            self.outer.fit(fragments, self._trained)
+            self._fit(fragments, self._products(fragments))
 
-    def _average_moments(self, fragments: Sequence[Fragment]) -> None:
-        """Average the moments of those fragments whose next exchange includes them. Collective."""
-        # This comes before the weights are sent, since hops over the same ranks take turns, and this one is waited for.
-        every = self._config.moments_every
-        due = [each for each in fragments if every is not None and (each.progress.sent + 1) % every == 0]
-        if due and due[0].progress.made:
-            self.moments.average(due)
+    @property
+    def _groups(self) -> list[dist.ProcessGroup]:
+        return [group for group in (self._ranks.group, *self._other_axes()) if group is not None]
 
-    def _check_moments(self) -> None:
-        """Raise the errors of an average of moments at the stop in the first exchange. Collective."""
-        if self._config.stop is not None and not self._has_checked_moments:
-            self.moments.check(self._trained)
-            self._has_checked_moments = True
+    def _products(self, fragments: Sequence[Fragment]) -> list[Products]:
+        """Return the products that fit the next outer steps of fragments, at least one, summed over ranks. Collective.
 
-    def average_moments_exactly(self) -> None:
-        """Average the moments of all fragments now, in fp32, after which all nodes hold the same. Collective."""
-        self._prepare()
-        if self._trained and self._trained[0].progress.made:
-            self.moments.average(self._trained, codec=None)
+        Each rank knows those of its own chunks. They are summed when a fragment is due again and ranks compare: the
+        host waits there anyway, and all ranks conclude the same from the same bits.
+        """
+        groups = self._groups
+        device = collective_device(groups[0]) if groups else torch.device("cpu")
+        sums = ordered_sum(torch.cat([fragment.outer.products.to(device) for fragment in fragments]), groups)
+        return list(zip(sums[::2], sums[1::2], strict=True))
+
+    def _fit(self, fragments: Sequence[Fragment], products: Sequence[Products]) -> None:
+        """Choose the momentum of the next outer steps of fragments by their last ones; warn once if these overshoot."""
+        gains = [fragment.outer.fit(of) for fragment, of in zip(fragments, products, strict=True)]
+        gain = max((each for each in gains if each is not None), default=None)
+        if gain is None or self._has_warned:
+            return
+        self._has_warned = True
+        config = self._config
+        remedy = f"outer_lr={config.outer_lr}"
+        if config.outer_momentum not in ("auto", 0):
+            remedy = f"outer_momentum={config.outer_momentum} or {remedy}"
+            remedy += ", or pass outer_momentum='auto'" * (config.outer_lr < TARGET_GAIN)  # which else is refused
+        if all(dist.get_rank(group) == 0 for group in self._groups):
+            logger.warning(
+                "%s: outer steps overshoot: in %d exchanges in a row they were more than %g times the nodes' mean "
+                "change (now %.2f times); lower %s",
+                self.model,
+                MOST_IN_A_ROW,
+                MOST_GAIN,
+                gain,
+                remedy,
+            )
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -656,17 +394,13 @@ class LocalTraining:
         self._prepare()
         if not self._all[0].progress.apart:
             return
+        step = self._all[0].progress.made
         for fragment in self._trained:
             fragment.note_trained()
-        self._exchange_all(self._all[0].progress.made)
-
-    def _exchange_all(self, step: int, *, with_moments: bool = True) -> None:
         for fragment in self._trained:
             if fragment.progress.arrives is not None:
                 fragment.receive(self._config.mix)
         self._agree_on_exchange(self._trained)
-        if with_moments:
-            self._average_moments(self._trained)
         for fragment in self._trained:
             fragment.send(step)
         for fragment in self._trained:
@@ -674,21 +408,9 @@ class LocalTraining:
         for fragment in self._all:
             fragment.progress.exchanged = step
 
-    def _rejoin(self) -> None:
-        """Make all nodes hold the same weights and optimizer moments. Collective."""
-        step = self._all[0].progress.made
-        units = f"all {len(self._trained)} after step {step}"
-        self._on_any_rank(False, f"{before_forward_of(step)}, where local steps end", units=units)
-        self.average_moments_exactly()  # first, since it may fail
-        self._exchange_all(step, with_moments=False)
-        for fragment in self._all:
-            fragment.progress.apart = False
-            if self._config.has_stopped(step):
-                fragment.retire()
-
     def _enter_phase(self) -> None:
         progress = self._all[0].progress
-        synchronous = self._config.is_synchronous(progress.made)
+        synchronous = progress.made < self._config.start
         if synchronous:
             self._look_for_others()
         begins = f"{before_forward_of(progress.made)}, where {'synchronous' if synchronous else 'local'} steps begin"

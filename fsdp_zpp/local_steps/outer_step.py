@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import isfinite
-from typing import NotRequired, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -55,41 +54,6 @@ def chunk_numel(numel: int, nodes: int) -> int:
     return -(-numel // nodes)
 
 
-# ---- node share
-#
-# This rank's share of weights that every rank of a node holds; each exchanges its own with other nodes.
-
-
-class NodeShare:
-    """Splits replicated tensors over the ranks of a node, and puts them together again."""
-
-    def __init__(self, node: ProcessMesh, traffic: Traffic) -> None:
-        assert node.intra is not None
-        self._ranks, self._local = node.topology.world, node.rank
-        self._hop = Hop(node.intra, "gather", "intra", traffic)
-
-    def of(self, whole: Sequence[Tensor]) -> list[Tensor]:
-        """Return 1-D views of this rank's part of each contiguous tensor; parts may be empty."""
-        return [self._part(tensor.view(-1)) for tensor in whole]
-
-    @torch.no_grad()
-    def gather(self, whole: Sequence[Tensor], label: str) -> None:
-        """Gather the parts of all ranks of the node into each rank's tensors. Collective over the node."""
-        for flat in (tensor.view(-1) for tensor in whole):
-            own = flat.new_zeros(1, self._part_numel(flat))  # a collective takes parts of one size
-            part = self._part(flat)
-            own[0, : part.numel()] = part
-            gathered = self._hop.all_gather(for_collectives(own, self._hop.group), label)  # they may be offloaded
-            flat.copy_(gathered.view(-1)[: flat.numel()])
-
-    def _part_numel(self, flat: Tensor) -> int:
-        return -(-flat.numel() // self._ranks)
-
-    def _part(self, flat: Tensor) -> Tensor:
-        first = min(self._local * self._part_numel(flat), flat.numel())
-        return flat[first : first + self._part_numel(flat)]
-
-
 def relative_weights(trained: Sequence[int]) -> list[float]:
     """Return the factors that weight nodes' changes by tokens or steps in their mean: w * nodes / sum(w), or all 1."""
     total = sum(trained)
@@ -98,8 +62,17 @@ def relative_weights(trained: Sequence[int]) -> list[float]:
 
 # ---- outer optimizer
 #
-# Outer optimizer of local-update training: SGD with momentum, on the chunks of weights that a rank owns.
+# Outer optimizer of local-update training: SGD with Nesterov momentum, on the chunks of weights that a rank owns.
+#
+# [Note: Overshooting]
+# Gradient descent on a quadratic diverges if its steps are more than twice as long as the step that reaches the
+# minimum. If the nodes' mean change is about that long, an outer step of more than twice the mean change overshoots. A
+# single one may be chance; five of a fragment in a row are not.
 
+Products = tuple[float, float]  # <m, g> and <g, g>; see [Note: Automatic momentum] in strategy/local_steps.py
+
+MOST_GAIN = 2.0  # the aligned gain above which an outer step overshoots
+MOST_IN_A_ROW = 5  # such steps, of which there is a warning
 _MOST_AT_ONCE = 2**30  # values of which a scalar product is taken: cuBLAS counts them in 32 bits
 
 
@@ -109,16 +82,6 @@ class OuterFit(TypedDict):
     products: Tensor  # this rank's part of <m, g> and <g, g> in the last step
     coefficient: float  # the momentum mu of the last step
     correlation: float  # the last correlation of successive changes that is known
-
-
-@dataclass(frozen=True)
-class OuterFigures:
-    """Figures of an outer step; see [Note: Automatic momentum] in strategy/local_steps.py."""
-
-    norm: float  # squared, of the mean change g: <g, g>
-    momentum: float  # mu
-    gain: float  # along g
-    correlation: float | None  # of this change and earlier ones, in [-1, 1]; None if there was no earlier one
 
 
 class OuterOptimizer:
@@ -139,13 +102,14 @@ class OuterOptimizer:
         self.products = torch.zeros(2, dtype=torch.float32)
         self._correlation = 1.0  # until it is known: "auto" then chooses the least momentum
         self._last = self._coefficient
+        self._overshot = 0  # steps in a row
 
     @property
     def _coefficient(self) -> float:
         config = self._config
         if config.outer_momentum != "auto":
             return config.outer_momentum
-        return fitting_momentum(config.outer_lr, self._correlation, nesterov=config.nesterov)
+        return fitting_momentum(config.outer_lr, self._correlation)
 
     def start(self, name: str, numel: int, device: torch.device, kept_on: torch.device) -> None:
         """Start a parameter's chunk with a momentum of zero on ``kept_on``; steps are made on ``device``."""
@@ -165,8 +129,7 @@ class OuterOptimizer:
         for piece, new in layout.split(momentum).items():
             if (kept := self.momentum[piece.name]).data_ptr() != new.data_ptr():
                 kept.copy_(new[0])
-        step = gradient.add_(momentum, alpha=coefficient) if config.nesterov else momentum
-        return step.mul(-config.outer_lr)
+        return gradient.add_(momentum, alpha=coefficient).mul_(-config.outer_lr)
 
     def warm_up(self, changes: Mapping[str, Tensor]) -> None:
         """Add changes to the momentum without an outer step, as Pier does in synchronous steps (arXiv 2511.17849).
@@ -183,19 +146,19 @@ class OuterOptimizer:
                 product.add_(own.to(product.device))
             momentum.mul_(coefficient)[: change.numel()].add_(change)
 
-    def fit(self, products: tuple[float, float]) -> OuterFigures | None:
-        """Return figures of the last step, and fit the next momentum to ``products``, the sums over ranks.
+    def fit(self, products: Products) -> float | None:
+        """Fit the next momentum to the ``products`` of the last step, summed over ranks, if something has changed.
 
-        None means that nothing has changed, or not by a finite amount.
+        Returns the last step's gain if it, and those before it, overshot; see [Note: Overshooting].
         """
-        config, (along, norm), coefficient = self._config, products, self._last
+        along, norm = products
         if not (isfinite(along) and isfinite(norm) and norm > 0):
             return None
-        gain = aligned_gain(config.outer_lr, coefficient, along / norm, nesterov=config.nesterov)
-        if not along:  # exactly 0 only while there is no momentum
-            return OuterFigures(norm, coefficient, gain, None)
-        self._correlation = correlation_of_changes(coefficient, along / norm)
-        return OuterFigures(norm, coefficient, gain, self._correlation)
+        gain = aligned_gain(self._config.outer_lr, self._last, along / norm)
+        if along:  # exactly 0 only while there is no momentum
+            self._correlation = correlation_of_changes(self._last, along / norm)
+        self._overshot = self._overshot + 1 if gain > MOST_GAIN else 0
+        return gain if self._overshot >= MOST_IN_A_ROW else None
 
     # ---- in checkpoints
 
@@ -212,12 +175,11 @@ class OuterOptimizer:
         self.products.copy_(fit["products"])
         self._last, self._correlation = fit["coefficient"], fit["correlation"]
 
-    def load_state_dict(self, momentum: Mapping[str, Tensor], fit: OuterFit | None) -> None:
-        """Continue with a saved momentum of parameters that were started; old states lack ``fit``."""
+    def load_state_dict(self, momentum: Mapping[str, Tensor], fit: OuterFit) -> None:
+        """Continue with a saved momentum of parameters that were started."""
         for name, value in momentum.items():
             self.momentum[name].copy_(value)
-        if fit is not None:
-            self.last_fit = fit
+        self.last_fit = fit
 
 
 def _set_to_product(product: Tensor, one: Tensor, other: Tensor) -> None:
@@ -256,7 +218,7 @@ class OuterStepState(TypedDict):
 
     agreed: dict[str, Tensor]
     momentum: dict[str, Tensor]
-    fit: NotRequired[OuterFit]  # older checkpoints lack it
+    fit: OuterFit
     errors: SavedErrors | None  # on the way to the owner of a chunk
     errors_back: SavedErrors | None  # on the way back
 
@@ -399,7 +361,7 @@ class OuterStep:
         wait_for(self._arrival, self._device)
         return self._optimizer.products
 
-    def fit(self, products: tuple[float, float]) -> OuterFigures | None:
+    def fit(self, products: Products) -> float | None:
         return self._optimizer.fit(products)
 
     @torch.no_grad()
@@ -465,7 +427,7 @@ class OuterStep:
         self.start({name: shards[name] for name in saved})
         for name in saved:
             self._agreed[name].copy_(state["agreed"][name])
-        self._optimizer.load_state_dict(state["momentum"], state.get("fit"))
+        self._optimizer.load_state_dict(state["momentum"], state["fit"])
 
     def reset(self) -> None:
         """Forget the agreed weights and errors; :meth:`start` comes next."""

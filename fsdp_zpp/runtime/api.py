@@ -310,7 +310,7 @@ def exchange_weights(model: nn.Module) -> None:
 
     With ``Strategy(local_steps=...)``, nodes exchange weights every few steps by themselves; this is for the end of
     training, or of a phase of it. Like the other exchanges, it sends encoded changes and makes an outer step. While
-    steps are synchronous (``LocalSteps(start=..., stop=...)``), nodes hold the same weights, and it does nothing.
+    steps are synchronous (``LocalSteps(start=...)``), nodes hold the same weights, and it does nothing.
 
     Args:
         model: A model wrapped with such a strategy, or a part of one that includes its outermost unit.

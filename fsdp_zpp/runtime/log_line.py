@@ -178,7 +178,7 @@ def summarize(
     parts = list(_weights(strategy, resolved, encoded, no_gain, own, packed))
     if local_steps is None or topology.nodes == 1:
         reduction = _reduction(codecs, topology)
-    elif local_steps.has_synchronous_steps:
+    elif local_steps.start:
         node = resolved.within_node()
         inside = (part for part in _reduction(node.gradient_codecs, node.topology) if part.why_not is None)
         reduction = [part.during("synchronous") for part in _reduction(codecs, topology)]

@@ -19,7 +19,7 @@ from fsdp_zpp.comm.mesh import ProcessMesh, as_launched, with_own_hop
 from fsdp_zpp.comm.weight_gather import WeightGather
 from fsdp_zpp.local_steps.elastic import ElasticFragment, ElasticOuterStep, active_local_steps
 from fsdp_zpp.local_steps.fragment import Fragment
-from fsdp_zpp.local_steps.outer_step import NodeShare, OuterStep
+from fsdp_zpp.local_steps.outer_step import OuterStep
 from fsdp_zpp.names import did_you_mean
 from fsdp_zpp.strategy.local_steps import LocalSteps
 from fsdp_zpp.strategy.strategy import Strategy, override_for
@@ -228,7 +228,6 @@ class StrategyUnit:
         self.keep_unsharded = self.gather is not None and self.scopes.parameters == "N"
         self.reductions = StepReductions(ranks, self.resolved, local_steps, self.traffic)
         self.local_training: LocalTraining | None = None  # before the first forward
-        self.share: NodeShare | None = None  # of exchanges, if all ranks of a node hold the same weights
         self.fragment = None if local_steps is None else self._make_fragment(local_steps)
         hear_of_loads(self)
 
@@ -260,13 +259,10 @@ class StrategyUnit:
         self.keep_unsharded = self.gather is not None and self.scopes.parameters == "N"
 
     def _make_fragment(self, local_steps: LocalSteps) -> Fragment:
-        # Under N all ranks of a node hold the same weights, so each of them exchanges a part.
-        replicas = self.ranks.own_node() if self.scopes.optimizer == "N" and self.ranks.intra is not None else None
-        self.share = None if replicas is None else NodeShare(replicas, self.traffic)
         if local_steps.elastic is not None:
             outer = ElasticOuterStep(local_steps, self.ranks, self.traffic)
-            return ElasticFragment(local_steps, outer, self, self.share)
-        return Fragment(local_steps, OuterStep(local_steps, self.ranks, self.traffic), self, self.share)
+            return ElasticFragment(local_steps, outer, self)
+        return Fragment(local_steps, OuterStep(local_steps, self.ranks, self.traffic), self)
 
     @property
     def mesh(self) -> ProcessMesh:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypedDict, TypeVar
 
 from fsdp_zpp.codecs import NAMED, NF4, AsStored, Codec, FrozenName, Int4, Int4Delta, Int8
-from fsdp_zpp.names import REMOVED, did_you_mean
+from fsdp_zpp.names import REMOVED, check_keywords, did_you_mean
 
 from .error_feedback import LoCo
 from .local_steps import Elastic, LocalSteps
@@ -98,11 +98,6 @@ def _from_mapping(values: dict[str, Any]) -> Codec:
     if "codec" not in values:
         raise ValueError(f"{values!r} does not say which codec it is: add 'codec', one of {', '.join(CODECS)}")
     cls = _class_of(values.pop("codec"))
-    known = [field.name for field in dataclasses.fields(cls)]
-    for key in values:
-        if key not in known:
-            hint = did_you_mean(key, known, before="; ")
-            raise ValueError(f"{key!r} is not an argument of {cls.__name__}, which takes {', '.join(known)}{hint}")
     if "whole" in values:
         values["whole"] = codec_from_name(values["whole"])
     return cls(**values)
@@ -145,7 +140,7 @@ def arguments_from_mapping(values: object, read_strategy: Callable[[Any], object
         values = {"preset": values}
     if not isinstance(values, Mapping):
         raise TypeError(f"a strategy is the name of a preset ({', '.join(PRESETS)}) or a mapping, got {values!r}")
-    _check_known("", values, _KEYS)
+    check_keywords("a strategy", values, _KEYS)
     preset = values.get("preset")
     if preset is not None and preset not in PRESETS:
         hint = did_you_mean(preset, PRESETS, before="; ")
@@ -163,27 +158,18 @@ def arguments_from_mapping(values: object, read_strategy: Callable[[Any], object
 
 def mapping_from_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the mapping, of strings, numbers and dicts, that :func:`arguments_from_mapping` reads as ``arguments``."""
-    mapping = dict(arguments)
-    for key in _CODECS:
-        if mapping.get(key) is not None and not isinstance(mapping[key], str):
-            mapping[key] = _at(key, name_of_codec, mapping[key])
-    mapping["error_feedback"] = _fields_of(mapping.get("error_feedback"), "error_feedback")
-    if (local_steps := _fields_of(mapping.get("local_steps"), "local_steps")) is not None:
-        local_steps["error_feedback"] = _fields_of(local_steps["error_feedback"], "local_steps.error_feedback")
-        local_steps["elastic"] = _fields_of(local_steps["elastic"], "local_steps.elastic")
-        mapping["local_steps"] = local_steps
-    mapping["overrides"] = {pattern: strategy.to_dict() for pattern, strategy in mapping["overrides"]}
+    mapping = {key: _written(key, value) for key, value in arguments.items()}
+    mapping["overrides"] = {pattern: strategy.to_dict() for pattern, strategy in arguments["overrides"]}
     return mapping
 
 
-def _fields_of(value: LoCo | LocalSteps | Elastic | None, key: str) -> dict[str, Any] | None:
-    if value is None:
-        return None
-    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    for name, each in fields.items():
-        if isinstance(each, Codec):
-            fields[name] = _at(f"{key}.{name}", name_of_codec, each)
-    return fields
+def _written(key: str, value: object) -> object:
+    if isinstance(value, Codec):
+        return _at(key, name_of_codec, value)
+    if isinstance(value, LoCo | LocalSteps | Elastic):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: _written(f"{key}.{name}", getattr(value, name)) for name in names}
+    return value
 
 
 def source_of(arguments: Mapping[str, object]) -> str:
@@ -220,7 +206,6 @@ def _made_of(kind: type[C], key: str, value: object, readers: Readers) -> C | No
         value = {}  # the defaults
     if not isinstance(value, Mapping):
         raise TypeError(f"{key}: must be true, false or a mapping of {kind.__name__}'s arguments, got {value!r}")
-    _check_known(f"{key}.", value, [field.name for field in dataclasses.fields(kind)])
     arguments: dict[str, Any] = dict(value)
     _read_all(readers, arguments, f"{key}.")
     return _at(key, lambda given: kind(**given), arguments)
@@ -230,14 +215,6 @@ def _read_all(readers: Readers, arguments: dict[str, Any], prefix: str = "") -> 
     for name, read in readers.items():
         if name in arguments:
             arguments[name] = read(f"{prefix}{name}", arguments[name])
-
-
-def _check_known(prefix: str, values: Iterable[object], known: Iterable[str]) -> None:
-    allowed = list(known)
-    for key in values:
-        if key not in allowed:
-            hint = did_you_mean(key, allowed, f"{prefix}{{}}") or f"allowed are {', '.join(allowed)}"
-            raise ValueError(f"{prefix}{key}: unknown key; {hint}")
 
 
 def _at(key: str, read: Callable[[S], T], value: S) -> T:

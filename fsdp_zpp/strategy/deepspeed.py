@@ -22,7 +22,6 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from fsdp_zpp.codecs import Int4, Int8
 from fsdp_zpp.names import did_you_mean
@@ -96,11 +95,11 @@ _CODEC_ARGUMENTS: dict[str, StrategyArguments] = {
     "zero_quantized_gradients": {"gradients": Int4(128), "intra_gradients": Int4(128)},
     "zero_quantized_nontrainable_weights": {"frozen": "auto"},
 }
-_PLACES = ("stage", "zero_hpz_partition_size")
+_STAGES = ("NNN", "NNG", "NGG", "GGG")  # the index is the stage
 _OFFLOADS = ("offload_param", "offload_optimizer", "cpu_offload_param", "cpu_offload")
 _TOP_KEYS = {"zero_optimization", *WITHOUT_EFFECT, *SCRIPT, *REFUSED}
 _ZERO_KEYS = {
-    *(*_PLACES, *_CODEC_ARGUMENTS, *_OFFLOADS),
+    *("stage", "zero_hpz_partition_size", *_CODEC_ARGUMENTS, *_OFFLOADS),
     *(*ZERO_WITHOUT_EFFECT, *ZERO_SCRIPT, *ZERO_REFUSED),
 }
 
@@ -140,12 +139,13 @@ class _Section:
     def error(self, key: str, reason: str, kind: type[Exception] = ValueError) -> Exception:
         return kind(f"{self._at(key)} in the DeepSpeed configuration: {reason}")
 
-    def warn(self, keys: Collection[str], under: str, remedy: str) -> None:
-        """Warn that DeepSpeed would skip ``keys`` without a word, ``under`` which setting, with a ``remedy``."""
+    def warn(self, keys: Collection[str], stage: int, remedy: str) -> None:
+        """Warn that DeepSpeed would skip ``keys`` under this stage without a word, with a ``remedy``."""
         logger.warning(
-            "the DeepSpeed configuration has %s, which DeepSpeed ignores %s, so it is ignored here; %s",
+            "the DeepSpeed configuration has %s, which DeepSpeed ignores under ZeRO stage %d, so it is ignored here; "
+            "%s",
             " and ".join(map(self._at, keys)),
-            under,
+            stage,
             remedy,
         )
 
@@ -204,41 +204,6 @@ def _is_off(value: object, neutral: Collection[object]) -> bool:
     return value is None or is_disabled or value in neutral
 
 
-# ---- place
-
-_STAGES = ("NNN", "NNG", "NGG", "GGG")  # the index is the stage
-_STAGE_3 = "ZeRO stage 3"
-
-
-class _Place(NamedTuple):
-    """The place of the states, and the engine of DeepSpeed that would put them there."""
-
-    levels: str
-    engine: str
-    gpus_per_node: int | None = None
-
-    def arguments(self) -> StrategyArguments:
-        levels = StrategyArguments(levels=self.levels)
-        return levels if self.gpus_per_node is None else {**levels, "gpus_per_node": self.gpus_per_node}
-
-
-def _place_of(zero: _Section) -> _Place:
-    """Return the place that the stage, and the size of hpZ's groups, ask for."""
-    stage = zero.number("stage", default=0)
-    if zero.values.get("stage", stage) is None:  # which would train without ZeRO
-        raise zero.error("stage", "must be a whole number", TypeError)
-    if stage >= len(_STAGES):
-        raise zero.error("stage", "must be 0, 1, 2 or 3")
-    place = _Place(_STAGES[stage], f"ZeRO stage {stage}")
-    secondary = zero.number("zero_hpz_partition_size", default=1)
-    if secondary <= 1:  # a group of one rank keeps nothing
-        return place
-    if place.engine == _STAGE_3:
-        return _Place("IGG", _STAGE_3, secondary)
-    zero.warn(["zero_hpz_partition_size"], f"under {place.engine}", "set stage to 3 to have it, or remove it")
-    return place
-
-
 # ---- arguments
 
 
@@ -254,22 +219,31 @@ def strategy_arguments(config: Mapping[str, object] | str | os.PathLike[str]) ->
     zero = top.inner("zero_optimization", '; DeepSpeed\'s old true is {"stage": 1}')
     zero.check(_ZERO_KEYS, _TOP_KEYS, ZERO_REFUSED)
     _refuse_offload(zero)
-    place = _place_of(zero)
-    arguments = place.arguments() | _codecs(zero, place)
+    stage = _stage_of(zero)
+    secondary = zero.number("zero_hpz_partition_size", default=1)
+    keys = [key for key in _CODEC_ARGUMENTS if zero.flag(key)]
+    arguments, codecs = StrategyArguments(levels=_STAGES[stage]), StrategyArguments()
+    for key in keys:
+        codecs |= _CODEC_ARGUMENTS[key]
+    if secondary > 1 and stage == 3:  # a group of one rank keeps nothing
+        arguments = {"levels": "IGG", "gpus_per_node": secondary}
+    elif secondary > 1:
+        zero.warn(["zero_hpz_partition_size"], stage, "set stage to 3 to have it, or remove it")
+    if stage == 3:
+        arguments |= codecs
+    elif keys:
+        zero.warn(keys, stage, f"write {source_of(arguments | codecs)} to quantize, or remove it")
     _log(arguments, top, zero)
     return arguments
 
 
-def _codecs(zero: _Section, place: _Place) -> StrategyArguments:
-    keys = [key for key in _CODEC_ARGUMENTS if zero.flag(key)]
-    arguments: StrategyArguments = {}
-    for key in keys:
-        arguments |= _CODEC_ARGUMENTS[key]
-    if keys and place.engine != _STAGE_3:
-        written = source_of(place.arguments() | arguments)
-        zero.warn(keys, f"under {place.engine}", f"write {written} to quantize, or remove it")
-        return {}
-    return arguments
+def _stage_of(zero: _Section) -> int:
+    stage = zero.number("stage", default=0)
+    if zero.values.get("stage", stage) is None:  # which would train without ZeRO
+        raise zero.error("stage", "must be a whole number", TypeError)
+    if stage >= len(_STAGES):
+        raise zero.error("stage", "must be 0, 1, 2 or 3")
+    return stage
 
 
 def _refuse_offload(zero: _Section) -> None:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
-from fsdp_zpp.codecs import Codec, Int4, Int8, check_codec, check_place
+from fsdp_zpp.codecs import Codec, Int4, check_codec, check_place
 from fsdp_zpp.names import explains_keywords
 
 from .error_feedback import LoCo, check_loco
@@ -20,8 +20,6 @@ from .error_feedback import LoCo, check_loco
 
 _INT4 = Int4(128)
 
-MOMENT_CODEC = Int8(128)  # encodes optimizers' moments in exchanges
-
 
 @explains_keywords
 @dataclass(frozen=True)
@@ -29,14 +27,14 @@ class LocalSteps:
     """Configures local-update training, in which nodes send each other nothing between exchanges of weights.
 
     In an exchange, nodes average how much their weights have changed since the last one. An outer optimizer, SGD with
-    momentum, applies that average to the weights that they last agreed on, and all nodes continue from the result
-    (DiLoCo, arXiv 2311.08105, algorithm 1). The weights of each unit of the model are a fragment, which is exchanged by
-    itself.
+    Nesterov momentum, applies that average to the weights that they last agreed on, and all nodes continue from the
+    result (DiLoCo, arXiv 2311.08105, algorithm 1). The weights of each unit of the model are a fragment, which is
+    exchanged by itself.
 
-    Training may begin and end with synchronous steps, in which gradients are reduced over all ranks. In those at the
-    beginning, the outer momentum is warmed up as in Pier (arXiv 2511.17849): whenever a fragment is due, its momentum
-    accumulates the change of its weights since it was due last, and the weights stay as they are. Changes after a
-    fragment was due for the last time in these steps are left out.
+    Training may begin with synchronous steps, in which gradients are reduced over all ranks. The outer momentum is then
+    warmed up as in Pier (arXiv 2511.17849): whenever a fragment is due, its momentum accumulates the change of its
+    weights since it was due last, and the weights stay as they are. Changes after a fragment was due for the last time
+    in these steps are left out.
 
     Args:
         every: Optimizer steps between two exchanges of a fragment.
@@ -44,7 +42,6 @@ class LocalSteps:
         outer_momentum: Its momentum, in [0, 1); DiLoCo's is 0.9. ``"auto"`` chooses it for each exchange of a fragment:
             the largest one up to 0.9 with which the outer step is at most 1.4 times the mean change, by the correlation
             of the last changes. See [Note: Automatic momentum].
-        nesterov: Whether the momentum is Nesterov's.
         codec: Encodes the changes, and the update on the way back; None sends fp32.
         error_feedback: Error feedback on the codec, on both ways. Its ``reset_every`` counts exchanges here.
         spread: Whether to spread fragments over the ``every`` steps, so that each step sends about the same (arXiv
@@ -56,25 +53,18 @@ class LocalSteps:
         offload: Whether the agreed weights and the momentum are kept on the CPU between exchanges. The CPU then waits
             for an exchange when it is sent, in spite of an overlap.
         start: Number of synchronous steps at the beginning.
-        stop: The number of steps after which all steps are synchronous again; None never stops local steps. Before the
-            first of them, all fragments are exchanged, and the moments of optimizers are averaged over nodes in fp32.
-            Changes that a codec with ``needs_feedback`` leaves out of that exchange are lost.
-        moments_every: Nodes also average their optimizers' moments, in every ``moments_every``-th exchange of a
-            fragment, as int8; None leaves each node its own. DES-LOC (arXiv 2505.22549) takes 3 with Adam. The next
-            forward waits for them, in spite of an overlap.
         elastic: Lets nodes be lost, and come back or join, while the others train on; each is a job of its own.
 
     Raises:
-        ValueError: If a number is out of range, the codec does not suit changes or lacks
-            the error feedback that it needs, Nesterov's momentum is 0, ``outer_lr`` leaves no room for a momentum that
-            is ``"auto"``, error feedback has no codec to correct, or elastic nodes are given what they can't do.
+        ValueError: If a number is out of range, the codec does not suit changes or lacks the error feedback that it
+            needs, ``outer_lr`` leaves no room for a momentum that is ``"auto"``, error feedback has no codec to
+            correct, or elastic nodes are given what they can't do.
         TypeError: If a flag, the codec, error feedback or ``elastic`` has the wrong type.
     """
 
     every: int = 64
     outer_lr: float = 0.7
     outer_momentum: float | Literal["auto"] = "auto"
-    nesterov: bool = True
     codec: Codec | None = _INT4
     error_feedback: LoCo | None = None
     spread: bool = True
@@ -82,32 +72,28 @@ class LocalSteps:
     mix: float = 1.0
     offload: bool = False
     start: int = 0
-    stop: int | None = None
-    moments_every: int | None = None
     elastic: Elastic | None = None
 
     def __post_init__(self) -> None:
-        check_schedule(self.every, self.start, self.stop)
+        if not _is_count(self.every, 1):
+            raise ValueError(f"every must be an int of 1 or more optimizer steps, got {self.every!r}")
+        if not _is_count(self.start, 0):
+            raise ValueError(
+                f"start must be an int of 0 or more synchronous steps at the beginning, got {self.start!r}"
+            )
         if not _is_number(self.outer_lr) or not 0 < self.outer_lr < float("inf"):
             raise ValueError(f"outer_lr must be a number above 0, got {self.outer_lr!r}")
         self._check_momentum()
-        if not is_count(self.overlap, 0) or self.overlap >= self.every:
+        if not _is_count(self.overlap, 0) or self.overlap >= self.every:
             raise ValueError(
                 f"overlap must be an int of 0 or more optimizer steps and below every={self.every}, so that an "
                 f"exchange arrives before the next; got {self.overlap!r}"
             )
         if not _is_number(self.mix) or not 0 <= self.mix <= 1:
             raise ValueError(f"mix must be in [0, 1], got {self.mix!r}")
-        if self.moments_every is not None and not is_count(self.moments_every, 1):
-            raise ValueError(
-                "moments_every must be an int of 1 or more exchanges, or None, which leaves moments alone; got "
-                f"{self.moments_every!r}"
-            )
-        for name in ("nesterov", "spread", "offload"):
+        for name in ("spread", "offload"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.nesterov and self.outer_momentum == 0:
-            raise ValueError("nesterov=True needs momentum, but outer_momentum is 0: pass nesterov=False")
         self._check_codec()
         self._check_elastic()
 
@@ -128,8 +114,8 @@ class LocalSteps:
         if self.error_feedback is None and self.codec is not None and self.codec.needs_feedback:
             raise ValueError(
                 f"codec={self.codec!r} leaves out most of a change, which is lost without error feedback: pass "
-                "error_feedback=LoCo(beta=0, decay=0.95, reset_every=0), with outer_lr=1, outer_momentum=0 and "
-                "nesterov=False as in SparseLoCo"
+                "error_feedback=LoCo(beta=0, decay=0.95, reset_every=0), with outer_lr=1 and outer_momentum=0 as in "
+                "SparseLoCo"
             )
         if self.error_feedback is not None and self.codec is None:
             raise ValueError("error_feedback corrects the error of the codec, but codec=None has no error")
@@ -139,28 +125,16 @@ class LocalSteps:
             return
         if not isinstance(self.elastic, Elastic):
             raise TypeError(f"elastic must be Elastic(...) or None, got {self.elastic!r}")
-        for name, unset in (("start", 0), ("stop", None), ("moments_every", None)):
-            if (given := getattr(self, name)) != unset:
-                raise ValueError(
-                    f"elastic nodes do not support {name}={given!r}, for which all nodes would have to be there: leave "
-                    "it out"
-                )
+        if self.start:
+            raise ValueError(
+                f"elastic nodes do not support start={self.start}, for which all nodes would have to be there: leave "
+                "it out"
+            )
         if self.overlap:
             raise ValueError(
                 f"overlap={self.overlap} leaves an exchange under way while nodes train on, which elastic nodes could "
                 "not repeat without one that was lost: pass overlap=0"
             )
-
-    @property
-    def has_synchronous_steps(self) -> bool:
-        return self.start > 0 or self.stop is not None
-
-    def is_synchronous(self, made: int) -> bool:
-        """Return whether the step that follows ``made`` steps is synchronous."""
-        return made < self.start or self.has_stopped(made)
-
-    def has_stopped(self, made: int) -> bool:
-        return self.stop is not None and made >= self.stop  # all later steps are synchronous
 
     def due(self, step: int, fragments: int) -> list[int]:
         """Return the fragments to exchange after ``step`` steps, counted from 1.
@@ -174,47 +148,21 @@ class LocalSteps:
         return [index for index in range(fragments) if (step - (index + 1) * every // fragments) % every == 0]
 
     def __str__(self) -> str:
-        momentum = f"{'Nesterov ' if self.nesterov else ''}momentum {self.outer_momentum}"
         feedback = f" with error feedback ({self.error_feedback})" if self.error_feedback else ""
         sent = f"{self.codec or 'fp32'}{feedback}"
         arrives = f", arriving {self.overlap} step{'s' * (self.overlap > 1)} later" if self.overlap else ""
         mixed = f", mixed in at {self.mix}" if self.mix < 1 else ""
         started = f", after {self.start} synchronous step{'s' * (self.start > 1)}" if self.start else ""
-        stopped = f", synchronous again from step {self.stop} on" if self.stop is not None else ""
-        which = "each exchange" if self.moments_every == 1 else f"1 of {self.moments_every} exchanges"
-        moments = "" if self.moments_every is None else f", moments in {which} as {MOMENT_CODEC}"
         members = f", among {self.elastic}" if self.elastic else ""
-        outer = f"outer lr {self.outer_lr}, {momentum}{arrives}{mixed}{moments}"
-        return f"every {self.every} steps as {sent}, {outer}{started}{stopped}{members}"
+        outer = f"outer lr {self.outer_lr}, Nesterov momentum {self.outer_momentum}{arrives}{mixed}"
+        return f"every {self.every} steps as {sent}, {outer}{started}{members}"
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-# ---- exchange schedule
-#
-# Schedule of local steps: after which steps fragments are exchanged, and which steps are synchronous.
-#
-# Steps are counted from the first of the training.
-
-
-def check_schedule(every: object, start: int, stop: int | None) -> None:
-    """Raise ValueError unless these are arguments of :class:`LocalSteps`."""
-    if not is_count(every, 1):
-        raise ValueError(f"every must be an int of 1 or more optimizer steps, got {every!r}")
-    if not is_count(start, 0):
-        raise ValueError(f"start must be an int of 0 or more synchronous steps at the beginning, got {start!r}")
-    if stop is None:
-        return
-    if not is_count(stop, 1) or stop <= start:
-        raise ValueError(
-            f"stop must be None or an int above start={start}, the step from which on steps are synchronous again; got "
-            f"{stop!r}"
-        )
-
-
-def is_count(value: object, least: int) -> bool:
+def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
@@ -223,10 +171,10 @@ def is_count(value: object, least: int) -> bool:
 # Gain of the outer steps of local steps, and the momentum that gives them a chosen gain.
 #
 # Let g be the mean change of the nodes' weights, m the momentum kept before this exchange, and r = <m, g> / <g, g>.
-# Along g, SGD with momentum mu makes a step of lr * (1 + mu * r) times g, and with Nesterov's of lr * (1 + mu + mu^2 *
-# r): its aligned gain. If changes that are k exchanges apart correlate by rho^k, r settles at rho / (1 - mu * rho), and
-# the gain at lr / (1 - mu * rho), or lr * (1 + mu / (1 - mu * rho)). Where all changes are alike (rho = 1) that is
-# about the lr / (1 - mu) by which arXiv 2509.10439 has momentum act.
+# Along g, SGD with Nesterov momentum mu makes a step of lr * (1 + mu + mu^2 * r) times g: its aligned gain. If changes
+# that are k exchanges apart correlate by rho^k, r settles at rho / (1 - mu * rho), and the gain at lr * (1 + mu / (1 -
+# mu * rho)). Where all changes are alike (rho = 1) that is about the lr / (1 - mu) by which arXiv 2509.10439 has
+# momentum act.
 #
 # [Note: Automatic momentum]
 # ``outer_momentum="auto"`` is the largest momentum whose settled gain is at most ``TARGET_GAIN``. It takes rho from the
@@ -241,12 +189,12 @@ TARGET_GAIN = 1.4
 MOST_MOMENTUM = 0.9  # the largest momentum that "auto" chooses, that of DiLoCo (arXiv 2311.08105)
 
 
-def aligned_gain(lr: float, momentum: float, alignment: float, *, nesterov: bool) -> float:
+def aligned_gain(lr: float, momentum: float, alignment: float) -> float:
     """Return the aligned gain of momentum mu: the length of an outer step along the mean change, in mean changes.
 
     ``alignment`` is r, as at the top of this section.
     """
-    return lr * (1 + momentum + momentum**2 * alignment if nesterov else 1 + momentum * alignment)
+    return lr * (1 + momentum + momentum**2 * alignment)
 
 
 def correlation_of_changes(momentum: float, alignment: float) -> float:
@@ -255,17 +203,13 @@ def correlation_of_changes(momentum: float, alignment: float) -> float:
     return max(-1.0, min(alignment / ahead, 1.0)) if ahead > 0 else -1.0
 
 
-def fitting_momentum(lr: float, correlation: float, *, nesterov: bool) -> float:
+def fitting_momentum(lr: float, correlation: float) -> float:
     """Return the momentum of ``outer_momentum="auto"`` for rho, and ``lr`` below ``TARGET_GAIN``.
 
     See [Note: Automatic momentum].
     """
-    rho = abs(correlation)
-    if nesterov:
-        room = TARGET_GAIN / lr - 1
-        return min(MOST_MOMENTUM, room / (1 + room * rho))
-    room = 1 - lr / TARGET_GAIN
-    return min(MOST_MOMENTUM, room / rho) if rho > 0 else MOST_MOMENTUM
+    room = TARGET_GAIN / lr - 1
+    return min(MOST_MOMENTUM, room / (1 + room * abs(correlation)))
 
 
 # ---- elastic

@@ -128,8 +128,8 @@ class Strategy:
             encodes the others in ``Int8(256)``.
         local_steps: Local steps: nodes train on their own and exchange changes of weights every few steps, instead of
             gradients in every step. It has no effect on a single node. Each node needs all of the optimizer state, so
-            the optimizer scope must be ``I`` or ``N``. Gradients are then sent between nodes only in synchronous
-            steps, so ``gradients`` needs ``LocalSteps(start=...)`` or ``LocalSteps(stop=...)``.
+            the optimizer scope must be ``I``. Gradients are then sent between nodes only in synchronous steps, so
+            ``gradients`` needs ``LocalSteps(start=...)``.
         gpus_per_node: Number of ranks that share fast links; rank = node * gpus_per_node + local. Default: as many as
             torchrun (``LOCAL_WORLD_SIZE``) or Slurm's srun started on each node; on a single node whose GPUs NVLink
             does not join, those that it joins, often 1, if codecs make that pay.
@@ -193,24 +193,25 @@ class Strategy:
             return
         if not isinstance(self.local_steps, LocalSteps):
             raise TypeError(f"local_steps must be LocalSteps(...) or None, got {self.local_steps!r}")
-        if self.optimizer == "G":
+        if self.optimizer != "I":
             raise ValueError(
-                f"local_steps has each node step on its own, but under levels {self.levels!r} a node holds only a part "
-                "of the optimizer state; choose I or N for the optimizer, such as 'III'"
+                "local_steps has each node step on its own, so its ranks have to hold one optimizer state, sharded "
+                f"over them, but levels {self.levels!r} place it elsewhere; choose I for the optimizer, such as 'III', "
+                "or 'NNI' in place of 'NNN'"
             )
-        if self.local_steps.has_synchronous_steps:
+        if self.local_steps.start:
             return
         if self.gradients is not None:
             raise ValueError(
                 f"gradients={self.gradients!r} encodes gradients on the inter-node hop, which only synchronous steps "
-                "make, and local_steps has none: give it a start or a stop; or encode the exchanges with "
-                "LocalSteps(codec=...), and the intra-node hop with intra_gradients=..."
+                "make, and local_steps has none: give it a start; or encode the exchanges with LocalSteps(codec=...), "
+                "and the intra-node hop with intra_gradients=..."
             )
         if isinstance(self.error_feedback, LoCo) and self.error_feedback.hops == "inter":
             raise ValueError(
                 "error_feedback corrects gradients on the inter-node hop, which only synchronous steps make, and "
-                "local_steps has none: give it a start or a stop; or pass LocalSteps(error_feedback=...) for the "
-                "exchanges, or LoCo(hops='both') for the intra-node hop"
+                "local_steps has none: give it a start; or pass LocalSteps(error_feedback=...) for the exchanges, or "
+                "LoCo(hops='both') for the intra-node hop"
             )
 
     @property
@@ -342,8 +343,8 @@ class Strategy:
                 name of a class method such as ``"zeropp"``, whose arguments the others override. Or the name alone.
 
         Raises:
-            ValueError: If a key, a preset or a codec is unknown, or a value is out of range; the error names the key.
-            TypeError: If a value has the wrong type; the error names the key.
+            ValueError: If a preset or a codec is unknown, or a value is out of range; the error names the key.
+            TypeError: If a key is unknown, or a value has the wrong type; the error names the key.
         """
         preset, arguments = arguments_from_mapping(mapping, cls.from_dict)
         make = cls if preset is None else getattr(cls, preset)

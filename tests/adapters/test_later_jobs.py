@@ -40,7 +40,7 @@ JOBS = (Job(), Job(2, 1, is_turned=True), Job(4, 1, backend="cpu:gloo"))
 def strategies(gpus_per_node: int) -> dict[str, Strategy]:
     return {
         "loco": Strategy.loco(gpus_per_node=gpus_per_node),
-        "local steps": Strategy("NNN", gpus_per_node=gpus_per_node, local_steps=LocalSteps(2)),
+        "local steps": Strategy("NNI", gpus_per_node=gpus_per_node, local_steps=LocalSteps(2)),
     }
 
 

@@ -206,9 +206,9 @@ def test_meshes_without_a_dimension_of_nodes_or_over_all_of_them_are_refused(poo
 
 ROUNDS = 6
 LOCAL = {
-    "int8, moments": LocalSteps(2, codec=Int8(64), moments_every=1),
+    "int8": LocalSteps(2, codec=Int8(64)),
     "fragments, overlap": LocalSteps(3, codec=Int4(32), error_feedback=LoCo(dtype=Int8(128)), overlap=1, mix=0.5),
-    "a start and a stop": LocalSteps(2, codec=Int4(512), spread=False, start=2, stop=5),
+    "a start": LocalSteps(2, codec=Int4(512), spread=False, start=2),
 }
 
 

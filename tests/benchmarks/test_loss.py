@@ -121,7 +121,7 @@ def test_convergence_starts_from_the_same_weights(tmp_path: Path) -> None:
 # ---- local steps
 
 KEPT = LoCo(beta=0, decay=0.95, reset_every=0)
-AVERAGED: dict[str, Any] = {"outer_lr": 1, "outer_momentum": 0, "nesterov": False}
+AVERAGED: dict[str, Any] = {"outer_lr": 1, "outer_momentum": 0}
 
 
 @pytest.mark.parametrize(

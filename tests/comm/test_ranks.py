@@ -37,7 +37,6 @@ from fsdp_zpp.comm.mesh import (
     topology_of,
 )
 from fsdp_zpp.comm.weight_gather import WeightGather
-from fsdp_zpp.local_steps.local_training import MomentAverage
 from fsdp_zpp.local_steps.outer_step import OuterStep
 
 OnRanks = Callable[..., list[Any]]
@@ -273,8 +272,7 @@ def steps_of_all_kinds() -> tuple[list[Tensor], dict[Any, int]]:
     ]
     outer = OuterStep(LocalSteps(codec=Int4(32), error_feedback=LoCo()), mesh, traffic)
     outer.start({"weight": torch.full((NUMEL,), float(dist.get_rank() % gpus), device=device())})
-    moments, kept = MomentAverage(mesh, Int8(64), traffic, "unit"), []
-    shard = noise(0, NUMEL)
+    kept, shard = [], noise(0, NUMEL)
     for step in range(STEPS):
         shard += 0.01 * noise(step, NUMEL)
         gather.secondary.mark_stale(by_step=True)
@@ -283,11 +281,10 @@ def steps_of_all_kinds() -> tuple[list[Tensor], dict[Any, int]]:
         for reduce, parts in reductions:
             kept.append(torch.empty(NUMEL, device=device()))
             reduce(noise(step, parts * NUMEL), kept[-1])
-        weight, moment = noise(step, NUMEL), noise(step, NUMEL).square()
+        weight = noise(step, NUMEL)
         outer.send({"weight": weight})
         outer.receive({"weight": weight})
-        moments.average({"weight": moment}, {"weight": ()})
-        kept += [weight, moment]
+        kept.append(weight)
     return [each.cpu() for each in kept], traffic.sent
 
 

@@ -76,7 +76,7 @@ def replayed(adapter: Adapter, trajectory: Trajectory) -> tuple[list[list[float]
     """In a worker: both weights before each step, and the agreed ones before some."""
     # torchft sends a fragment so many steps before its time, ours receives it so many steps after it: a step more that
     # changes nothing shifts one onto the other.
-    mean = {"outer_momentum": 0.0, "nesterov": False, "codec": None}
+    mean = {"outer_momentum": 0.0, "codec": None}
     local_steps = LocalSteps(6, outer_lr=2.0, **mean, overlap=trajectory.delay, mix=1 - trajectory.alpha)
     strategy = Strategy("III", local_steps=local_steps, gpus_per_node=1)
     layers = [Layer(), Layer()]

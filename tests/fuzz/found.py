@@ -41,7 +41,7 @@ PART, LEFT_OUT, STEP = MicroBatch(FIRST), MicroBatch(WITHOUT_BLOCK), Step()
 # On nodes of one GPU, FSDP1 has no shards under the optimizer scope I.
 WHOLE = Strategy("III", gpus_per_node=1)
 IN_ROOT = (Model(units=(Unit((Branch("mlp"),), wrapped=False),)),)
-ON_ITS_OWN = LocalSteps(2, outer_lr=1.0, outer_momentum=0.5, nesterov=False, codec=None)
+ON_ITS_OWN = LocalSteps(2, outer_lr=1.0, outer_momentum=0.5, codec=None)
 ENCODED = Strategy("NNN", gradients=Int8(32), gpus_per_node=2)
 
 FOUND = {
@@ -146,7 +146,7 @@ FOUND = {
     "unreduced gradients of 16 bits on nodes of one GPU": _program(
         "fsdp1 NNN",
         (ACCUMULATE, RUN, STEP),
-        strategy=Strategy("NNN", gpus_per_node=1, local_steps=replace(ON_ITS_OWN, outer_momentum=0.0)),
+        strategy=Strategy("III", gpus_per_node=1, local_steps=replace(ON_ITS_OWN, outer_momentum=0.0)),
         precision="fp16 fp32",
     ),
 }

@@ -280,7 +280,7 @@ class Simulated(Run):
         self._exchange_due()
         super().do_microbatch(op)
         if op.sync:
-            if self.config.is_synchronous(self.steps):
+            if self.steps < self.config.start:
                 self._average_gradients()
             self._note_trained()
 
@@ -321,25 +321,9 @@ class Simulated(Run):
         dist.all_reduce(mean, group=self.peers)
         values.copy_(mean / dist.get_world_size(self.peers))
 
-    @torch.no_grad()
-    def _average_states(self) -> None:
-        """Average over nodes what optimizers keep of parameters of which any node keeps something."""
-        for optimizer in self.optimizers:
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                state = optimizer.state.get(parameter, {})
-                names: list[Any] = [None] * dist.get_world_size(self.peers)
-                moments = [name for name, value in state.items() if isinstance(value, Tensor) and value.ndim]
-                dist.all_gather_object(names, (moments, float(state.get("step", 0))), group=self.peers)
-                for name in dict.fromkeys(name for each, _ in names for name in each):
-                    if state.get(name) is None:
-                        optimizer.state[parameter][name] = torch.zeros_like(parameter)
-                    self._average(optimizer.state[parameter][name])
-                if (steps := max(each for _, each in names)) and "step" in state:
-                    state["step"] = torch.tensor(steps) if isinstance(state["step"], Tensor) else steps
-
     def finish(self) -> None:
         self._exchange_due()
-        if self.config.is_synchronous(self.steps):
+        if self.steps < self.config.start:
             return
         self._arrive(float("inf"))
         self._note_trained()
@@ -351,13 +335,6 @@ class Simulated(Run):
             return
         self.has_stepped = False
         self.steps += 1
-        if self.config.has_stopped(self.steps):
-            if self.steps == self.config.stop:
-                self._arrive(float("inf"), self.config.mix)
-                self._send(self._all(), float("inf"))
-                self._arrive(float("inf"), mix=1.0)
-                self._average_states()
-            return
         self._arrive(self.steps)
         for units in self.weights:
             trained = [unit for unit in units if any(weight.was_trained for weight in unit)]
@@ -392,8 +369,7 @@ class Simulated(Run):
             change = weight.agreed - mean / dist.get_world_size(self.peers)
             weight.momentum = self.config.outer_momentum * weight.momentum + change
             ahead = change + self.config.outer_momentum * weight.momentum
-            step = ahead if self.config.nesterov else weight.momentum
-            weight.agreed = weight.agreed - self.config.outer_lr * step
+            weight.agreed = weight.agreed - self.config.outer_lr * ahead
             weight.is_due = False
             self.on_their_way.append((arrives, weight, weight.agreed))
 

@@ -28,7 +28,7 @@ LOAD_KINDS = {
 NODES = {2: (1, 2), 3: (1, 3), 4: (2, 2, 2, 1), 6: (2, 3, 1), 8: (2, 4)}
 """By the number of ranks, how many of them a node may have."""
 PRECISIONS = ("bf16 fp32", "bf16 none", "fp16 none", "fp16 fp32", "none bf16", "none fp16")
-LOCAL_LEVELS = ("III", "INI", "NNI", "NNN")
+LOCAL_LEVELS = ("III", "INI", "NNI")
 OPTIMIZERS = {
     # SGD's fused kernel on CPUs is wrong in 16 bits, and fully_shard's DTensors don't have it.
     Feature.FUSED: ("adamw fused",),
@@ -62,18 +62,15 @@ def strategies_with_local_steps(draw: st.DrawFn, world: int) -> Strategy:
     momentum = draw(st.sampled_from((0.0, 0.5)))
     every = draw(st.integers(1, 3))
     start = draw(st.sampled_from((0, 0, 1, 2)))
-    stop = draw(st.none() | st.integers(start + 1, start + 3))
     local_steps = LocalSteps(
         every,
         outer_lr=draw(st.sampled_from((1.0, 0.7))),
         outer_momentum=momentum,
-        nesterov=momentum > 0 and draw(st.booleans()),
         codec=None,
         spread=momentum > 0 and draw(st.booleans()),
         overlap=draw(st.integers(0, every - 1)),
         mix=draw(st.sampled_from((1.0, 0.5))),
         start=start,
-        stop=stop,
     )
     nodes = st.sampled_from([gpus for gpus in NODES[world] if gpus < world])
     return Strategy(draw(st.sampled_from(LOCAL_LEVELS)), local_steps=local_steps, gpus_per_node=draw(nodes))
@@ -112,7 +109,7 @@ def programs(draw: st.DrawFn, adapter: str, flavour: str, world: int = 4) -> Pro
         chosen = replace(chosen, gpus_per_node=draw(st.sampled_from(NODES[world // 2])))
     if local is not None and local.outer_momentum:
         features -= FREEZING  # on what momentum does to what nobody trains, no two references agree
-    if local is not None and local.has_synchronous_steps:
+    if local is not None and local.start:
         features -= {Feature.DIVIDE_FACTOR}  # it divides a sum, over other ranks in each phase
     roots = 2 if draw(st.integers(0, 5)) == 5 else 1
     own = {"local": {Feature.LOCAL_STEPS}, "hook": {Feature.COMM_HOOK}}.get(flavour, set())

@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp_zpp import LocalSteps, Strategy
 
-LAYOUTS = [("III", 1), ("III", 2), ("INI", 2), ("NNI", 2), ("NNN", 2), ("NNN", 1)]
+LAYOUTS = [("III", 1), ("III", 2), ("INI", 2), ("NNI", 1), ("NNI", 2)]
 """Letters, and how many GPUs a node has."""
 A, B, HEAD = "blocks.0.up.weight", "blocks.0.down.weight", "head.weight"
 """Parameters of the net of ``ONE_BLOCK``, the first two in one unit."""

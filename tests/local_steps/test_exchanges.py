@@ -1,4 +1,4 @@
-"""Exchanges between nodes that train on their own: of weights, beside the algorithm in plain loops, and of moments."""
+"""Exchanges of weights between nodes that train on their own, beside the algorithm in plain loops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from fsdp_zpp import Codec, Int4, Int8, LocalSteps, LoCo
 from fsdp_zpp.comm.flat_layout import FlatLayout, Piece
 from fsdp_zpp.comm.hops import Traffic
 from fsdp_zpp.comm.mesh import process_mesh
-from fsdp_zpp.local_steps.local_training import MomentAverage
 from fsdp_zpp.local_steps.outer_step import OuterOptimizer, OuterStep
 
 OnRanks = Callable[..., list[Any]]
@@ -34,7 +33,7 @@ SPARSE = TopK(0.05, 4, 128)
 def sparse(codec: Codec = SPARSE, **feedback: Any) -> LocalSteps:
     """SparseLoCo's outer step."""
     feedback = {"beta": 0, "decay": 0.95, "reset_every": 0} | feedback
-    return LocalSteps(outer_lr=1, outer_momentum=0, nesterov=False, codec=codec, error_feedback=LoCo(**feedback))
+    return LocalSteps(outer_lr=1, outer_momentum=0, codec=codec, error_feedback=LoCo(**feedback))
 
 
 CONFIGS = {
@@ -253,88 +252,28 @@ def test_all_that_an_exchange_writes_to_outlives_the_model(on_ranks: OnRanks) ->
         assert on_ranks(2, 1, kept_until_read) == [{"products", "0", "1"}] * 2
 
 
-# ---- moments
-
-HALF_CODE = 1.0001 / 254
-INT8 = Int8(128)
-
-
-def moments_of(rank: int, kind: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """First moments of a rank, or second ones, over twelve orders of magnitude."""
-    generator = torch.Generator().manual_seed(rank)
-    values = [10 ** (6 * torch.rand(shape, generator=generator) - 6) for shape in SHAPES]
-    signs = [torch.randn(shape, generator=generator).sign() for shape in SHAPES]
-    moments = [one.square() if kind == "second" else one * sign for one, sign in zip(values, signs, strict=True)]
-    return named([moment.to(dtype) for moment in moments])
-
-
-def averaged(kind: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[Any, int]]:
-    """On a rank: what it holds afterwards, and the bytes that were counted."""
-    traffic, everyone = Traffic(), dist.group.WORLD
-    moments = {name: each.to(device()) for name, each in moments_of(dist.get_rank(), kind, dtype).items()}
-    MomentAverage(process_mesh(everyone), INT8, traffic, "unit").average(moments, dict.fromkeys(moments, ()))
-    assert sum(everyone.sent.values()) == sum(traffic.sent.values())
-    return {name: each.cpu() for name, each in moments.items()}, traffic.sent
-
-
-def root(moment: Tensor) -> Tensor:
-    return moment.sign() * moment.abs() ** 0.25
-
-
-def power(root: Tensor) -> Tensor:
-    return root.sign() * root**4
-
-
-@over_pairs(rest=False, layout=LAYOUTS, kind=["first", "second"], dtype=[torch.float32, torch.bfloat16])
-def test_moments_in_int8_are_off_by_no_more_than_half_a_code_of_the_roots_each_way(
-    on_ranks: OnRanks, layout: tuple[int, int], kind: str, dtype: torch.dtype
-) -> None:
-    results, nodes = on_ranks(*layout, averaged, kind, dtype), layout[0]
-    nbytes = (nodes - 1) * INT8.nbytes(sum(-(-torch.Size(shape).numel() // nodes) for shape in SHAPES))
-    for rank, (found, sent) in enumerate(results):
-        assert sent == {("reduce", "inter"): nbytes, ("gather", "inter"): nbytes}
-        peers = [moments_of(other, kind, dtype) for other in peers_of(rank, layout)]
-        largest = root(torch.cat([flat(moments.values()).double() for moments in peers])).abs().max()
-        for name, value in found.items():
-            assert torch.equal(value, results[rank % layout[1]][0][name])
-            bounds = []
-            for off in (-HALF_CODE * largest, HALF_CODE * largest):
-                mean = torch.stack([power(root(moments[name].double()) + off) for moments in peers]).mean(0)
-                bounds.append(power(root(mean) + off).to(dtype))
-            assert (bounds[0] <= value).all()
-            assert (value <= bounds[1]).all()
-            assert kind == "first" or (value > 0).all()
-
-
 # ---- copies
 
-EXCHANGES: dict[str, Any] = {
-    **{name: CONFIGS[name] for name in ("int8", "int4, feedback in int8", "top 4 bits")},
-    "moments": None,
-}
+EXCHANGES = ("int8", "int4, feedback in int8", "top 4 bits")
 
 
-@pytest.mark.parametrize("config", EXCHANGES.values(), ids=list(EXCHANGES))
-def test_copies_do_not_depend_on_what_else_is_exchanged(on_ranks: OnRanks, config: LocalSteps | None) -> None:
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_copies_do_not_depend_on_what_else_is_exchanged(on_ranks: OnRanks, name: str) -> None:
     """Values that are the same for each local index, beside what another axis has sharded, and ranks may lack."""
 
     def exchanged(rounds: list[list[str]]) -> Tensor:
         mesh, local, node = process_mesh(dist.group.WORLD), dist.get_rank() % 2, dist.get_rank() // 2
         shards = {"own": torch.zeros(33 * (2 * local), device=device()), "copy": torch.zeros(300, device=device())}
         placements = {"copy": (), "own": ("tp",)}
-        average = MomentAverage(mesh, INT8, Traffic(), "unit")
-        outer = OuterStep(config or LocalSteps(), mesh, Traffic())
+        outer = OuterStep(CONFIGS[name], mesh, Traffic())
         outer.start(shards)
         for round_, names in enumerate(rounds):
             generator = torch.Generator().manual_seed(10 * round_ + node)
             shards["copy"] += torch.randn(300, generator=generator).to(device())
             shards["own"] += 100 * torch.randn(66 * local, generator=generator).to(device())
             some = {name: shards[name] for name in names}
-            if config is None:
-                average.average(some, placements)
-            else:
-                outer.send(some, placements)
-                outer.receive(some)
+            outer.send(some, placements)
+            outer.receive(some)
         return shards["copy"].cpu()
 
     alone = on_ranks(2, 2, exchanged, [["copy"]] * 4)

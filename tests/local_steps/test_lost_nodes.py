@@ -336,7 +336,7 @@ def check(nodes: list[Node], spared: int, fewest: int, returned: int, forks: boo
 
 def test_a_rank_that_is_killed_restarts_its_node_alone(tmp_path: Path) -> None:
     local_steps = LocalSteps(5, codec=Int4(32), spread=False)
-    training = Training(Fsdp1(), "NNN", steps=24, members=2, first=2, local_steps=local_steps, counts_tokens=True)
+    training = Training(Fsdp1(), "NNI", steps=24, members=2, first=2, local_steps=local_steps, counts_tokens=True)
     nodes = Jobs(training, 2, tmp_path).run((8, "kill rank", 1))
     check(nodes, 0, fewest=2, returned=1)
 

@@ -24,9 +24,7 @@ from harness.strategies import BOTH, COARSE, INSIDE_WITH_FEEDBACK
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
-from fsdp_zpp.comm.flat_layout import Sharded
 from fsdp_zpp.comm.weight_gather import ShardVersion
-from fsdp_zpp.local_steps.fragment import Fragment, Progress
 from fsdp_zpp.runtime import lifecycle
 from fsdp_zpp.runtime.lifecycle import StepTracker
 from fsdp_zpp.runtime.log_line import Coverage, StrategySummary, summarize
@@ -55,7 +53,6 @@ class Counter:
 
     def __init__(self) -> None:
         self.steps, self.waits = 0, False
-        self.moments = SimpleNamespace(saw=lambda optimizer: None)
 
     def gradients_synchronized(self) -> None:
         self.waits = True
@@ -126,14 +123,6 @@ def test_a_version_tells_a_write_a_move_and_a_move_back() -> None:
     seen.append(version.of([one], [one]))
     assert len(set(seen)) == 4
     assert version.of([one], [one]) == seen[-1]
-
-
-def test_progress_that_was_saved_before_exchanges_were_counted_is_read() -> None:
-    outer: Any = SimpleNamespace(names=frozenset(), label="unit")
-    fragment = Fragment(LocalSteps(), outer, SimpleNamespace(sharded=Sharded(), invalidate=int))
-    progress: Any = {"made": 7, "exchanged": 6, "arrives": None}
-    fragment.load_state_dict({"progress": progress, "exchanges": None, "weights": {}, "changed": [], "sent": []})
-    assert fragment.progress == Progress(made=7, exchanged=6, arrives=None, sent=0, apart=True)
 
 
 # ---- what is active of a strategy on a layout, and what is not and why

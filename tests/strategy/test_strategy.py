@@ -98,8 +98,9 @@ INNER_FEEDBACK = {"intra_gradients": Int8(), "error_feedback": LoCo()}
         (Strategy, {"error_feedback": True}, TypeError, "error_feedback must be a LoCo"),
         (Strategy, {"error_feedback": LoCo()}, ValueError, "gradients=None has no error"),
         (Strategy, {"local_steps": 64}, TypeError, r"local_steps must be LocalSteps\(...\) or None, got 64"),
-        (Strategy, LOCAL | {"levels": "GGG"}, ValueError, "under levels 'GGG' a node holds only a part of the optim"),
-        (Strategy, LOCAL | {"gradients": Int4()}, ValueError, "a stop; or encode the exchanges with LocalSteps"),
+        (Strategy, LOCAL | {"levels": "GGG"}, ValueError, "levels 'GGG' place it elsewhere; choose I for"),
+        (Strategy, LOCAL | {"levels": "NNN"}, ValueError, "or 'NNI' in place of 'NNN'"),
+        (Strategy, LOCAL | {"gradients": Int4()}, ValueError, "a start; or encode the exchanges with LocalSteps"),
         (Strategy, LOCAL | INNER_FEEDBACK, ValueError, "pass LocalSteps.error_feedback"),
         (Strategy, {"gpus_per_node": 0}, ValueError, "at least 1, got 0"),
         (Strategy, {"levels": "GGG", "weights": Int4Delta()}, ValueError, "secondary shard in each node, which"),
@@ -142,7 +143,7 @@ def test_presets_are_shorthand_for_strategies() -> None:
     assert presets["loco"].error_feedback == LoCo()
     assert Strategy.zeropp(levels="GGG", weights=None) == Strategy("GGG", gradients=Int4(128))
     assert Strategy.mics(gpus_per_node=4).gpus_per_node == 4
-    assert Strategy.diloco(levels="NNN") == Strategy("NNN", local_steps=LocalSteps(64))
+    assert Strategy.diloco(levels="NNI") == Strategy("NNI", local_steps=LocalSteps(64))
     assert Strategy.diloco(8).local_steps == LocalSteps(8)
     assert Strategy.diloco(local_steps=LocalSteps(8, codec=None)).local_steps == LocalSteps(8, codec=None)
     assert get_type_hints(StrategyArguments).keys() == {field.name for field in dataclasses.fields(Strategy)}
@@ -199,7 +200,7 @@ def test_gradients_accumulate_before_the_first_hop_that_has_error_feedback() -> 
 
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_on_its_own_a_node_has_neither_codecs_nor_errors_of_the_other_hop(gpus: int) -> None:
-    for levels, feedback in product(("III", "INI", "NNN"), (None, LoCo(), LoCo(hops="both"))):
+    for levels, feedback in product(("III", "INI", "NNI"), (None, LoCo(), LoCo(hops="both"))):
         alone = Strategy(levels, local_steps=LocalSteps()).resolve(Topology(4, gpus)).within_node()
         strategy = Strategy(levels, gradients=Int4(), error_feedback=feedback, local_steps=LocalSteps(start=8))
         assert replace(strategy.resolve(Topology(4, gpus)).within_node()) == alone
