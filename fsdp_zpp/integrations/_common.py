@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import glob
 import json
-import os
+import logging
+import secrets
 import shutil
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -142,14 +144,23 @@ def _remove_file(path: Path) -> None:
 
 # ---- marks
 #
-# Saves that were cut off.
+# Saves that are whole, that were cut off, or into which another job saved.
 #
-# Frameworks write file by file, over what is there. If a save is cut off, weights, optimizer and codec state may be of
-# two saves, and nothing in the framework's files tells. So a mark lies in the checkpoint, or beside it, from before the
-# first write until after the last, and a checkpoint with a mark is refused.
+# Frameworks write file by file, over what is there. If a save is cut off, or two jobs save into one place, weights,
+# optimizer and codec state may be of two saves, and nothing in the framework's files tells. So each save has a token.
+# A mark with the token in its name lies in the checkpoint, beside it or above it, from before the first write until
+# after the last; a save that begins removes the marks of others. At the end the token is written to ``saved_under``,
+# and the mark goes last. The codec state and the identity of the base have the token, too.
+#
+# A checkpoint with a mark is refused, and so is one with a file of ours under another token than ``saved_under`` has. A
+# job that finds its mark gone when it is done leaves one that says so.
 
 _MARK = "save_was_cut_off"
-_CUT_OFF = "This checkpoint is being saved, or its save was cut off. Its files may then be of two saves.\n"
+_DONE = "saved_under"
+_TOKEN = "[0-9a-f]" * 16
+_MIXED = "Two jobs have saved this checkpoint at the same time. Its files may be of both.\n"
+
+logger = logging.getLogger("fsdp_zpp")
 
 
 class MarkedSave:
@@ -157,17 +168,30 @@ class MarkedSave:
 
     Args:
         checkpoint: The framework's file or folder, the same on all ranks.
-        inside: True if the mark is inside of a folder, and not beside what may be a file.
+        place: Where the mark is: inside of a folder, beside what may be a file, or above, beside the folder that it is
+            in, for a framework that refuses to save where anything is and counts what is beside it.
         written_last: The file in it that the framework writes last; an earlier one is removed.
+
+    Attributes:
+        token: Token of this save, for the files of ours.
 
     Raises:
         OSError: On every rank, if rank 0 can't write the mark.
     """
 
-    def __init__(self, checkpoint: Path, *, inside: bool = False, written_last: str | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        place: Literal["inside", "beside", "above"] = "beside",
+        written_last: str | None = None,
+    ) -> None:
         # Lightning's ModelCheckpoint(save_last="link") makes links to checkpoints.
         self._target = checkpoint.resolve()
-        run_on_first_rank(lambda: self._begin(inside, written_last))
+        self.token = from_first_rank(secrets.token_hex(8))
+        own = dict(zip(("inside", "beside", "above"), _marks_of(self._target, f"{self.token}."), strict=True))
+        self._mark, self._inside = own[place], own["inside"]
+        run_on_first_rank(lambda: self._begin(written_last))
 
     def __enter__(self) -> MarkedSave:
         return self
@@ -183,52 +207,107 @@ class MarkedSave:
 
     def end(self) -> None:
         """Take the mark away, on rank 0, when all ranks have written."""
-        remove_marks(self._target)
+        if self._mark != self._inside:
+            _remove_file(self._inside)
+        write_whole(companion(self._target, _DONE), self.token)
+        try:
+            self._mark.unlink()
+        except FileNotFoundError:
+            logger.warning(
+                "another job has saved %s at the same time, so that its files may be of both; give each job a folder "
+                "of its own",
+                self._target,
+            )
+            if self._mark.parent.is_dir():  # another job may have removed the checkpoint
+                write_whole(self._mark, _MIXED)
 
-    def _begin(self, inside: bool, written_last: str | None) -> None:
-        own, beside = companions(self._target, _MARK)
-        if inside:
-            self._target.mkdir(parents=True, exist_ok=True)
-        if self._target.is_dir():  # which users may move
-            write_whole(own, _CUT_OFF)
-        if not inside:
-            beside.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(beside, _CUT_OFF)
+    def _begin(self, written_last: str | None) -> None:
+        self._mark.parent.mkdir(parents=True, exist_ok=True)
+        text = "This checkpoint is being saved, or its save was cut off. Its files may then be of two saves.\n"
+        write_whole(self._mark, text)
+        if self._mark != self._inside and self._target.is_dir():  # which users may move
+            write_whole(self._inside, text)
+        remove_marks(self._target, except_for=self.token)
         if written_last is not None:
             _remove_file(self._target / written_last)
 
 
-def remove_marks(checkpoint: Path) -> None:
-    """Remove the marks of a checkpoint; for one rank alone."""
-    for file in companions(checkpoint.resolve(), _MARK):
-        _remove_file(file)
+def remove_marks(checkpoint: Path, *, except_for: str = "") -> None:
+    """Remove all marks of a checkpoint but those of a save; for one rank alone."""
+    target = checkpoint.resolve()
+    for file in (*_marks(target), *companions(target, _DONE)):
+        if not except_for or except_for not in file.name:
+            _remove_file(file)
 
 
-def check_complete(checkpoint: Path, *, written_last: str | None = None) -> None:
-    """Raise unless the save of a checkpoint has ended. Collective, before anything is loaded.
+def check_complete(checkpoint: Path, *, models: int = 1, written_last: str | None = None) -> None:
+    """Raise unless a checkpoint is of one save that has ended. Collective, before anything is loaded.
 
     Args:
         checkpoint: The framework's file or folder.
+        models: How many models it is loaded into.
         written_last: The file in it that the framework writes last.
 
     Raises:
         ValueError: On every rank.
     """
     # Rank 0's word counts, since ranks may see a shared folder at different times.
-    marks = [str(file) for file in companions(checkpoint.resolve(), _MARK) if os.path.isfile(file)]
-    is_short = written_last is not None and os.path.isdir(checkpoint) and not os.path.isfile(checkpoint / written_last)
-    marks, is_short = from_first_rank((marks, is_short))
-    if marks:
-        raise ValueError(
-            f"the last save of {checkpoint} was cut off, or goes on in another job, so that its weights, optimizer and "
-            "codec state may be of two saves, or missing: resume from another checkpoint. To load it as it is, remove "
-            f"{' and '.join(marks)}; codec state that was not saved with its weights is dropped then, with a warning"
-        )
-    if is_short:
-        raise ValueError(
-            f"{checkpoint} has no {written_last}, which is written last, so that its save was cut off: remove it, and "
-            "resume from another checkpoint"
-        )
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    if failure := from_first_rank(_failure(checkpoint, models, written_last) if is_first else ""):
+        raise ValueError(failure)
+
+
+def _failure(checkpoint: Path, models: int, written_last: str | None) -> str:
+    try:
+        if marks := _marks(checkpoint.resolve()):
+            remedy = (
+                "so that its weights, optimizer and codec state may be of two saves, or missing: resume from another "
+                f"checkpoint. To load it as it is, remove {marks[0]}; codec state that was not saved with its weights "
+                "is dropped then, with a warning"
+            )
+            if any(mark.read_text() == _MIXED for mark in marks):
+                return f"two jobs have saved {checkpoint} at the same time, {remedy}"
+            return f"the last save of {checkpoint} was cut off, or goes on in another job, {remedy}"
+        if written_last is not None and checkpoint.is_dir() and not (checkpoint / written_last).is_file():
+            return (
+                f"{checkpoint} has no {written_last}, which is written last, so that its save was cut off: remove it, "
+                "and resume from another checkpoint"
+            )
+        done = companion(checkpoint, _DONE)
+        token = done.read_text() if done.is_file() else None
+        for each in (checkpoint, *(checkpoint / f"model_{index}" for index in range(1, models))):
+            if token is not None and (other := _under_another_token(each, token)):
+                return (
+                    f"{other} is of another save than {done}, so that two jobs have saved {checkpoint}: resume from "
+                    f"another checkpoint, or remove {other} to load the rest"
+                )
+    except OSError as error:
+        return f"whether {checkpoint} is complete can't be told: {error}"
+    return ""
+
+
+def _under_another_token(checkpoint: Path, token: str) -> Path | None:
+    identity, codecs = companion(checkpoint, _BASE_FILE), companion(checkpoint, _CODECS_FOLDER)
+    saved, failure = _read(identity)
+    if saved and not failure and saved.get(_DONE) != token:
+        return identity
+    of_codecs = codecs / _DONE
+    if codecs.is_dir() and not (of_codecs.is_file() and of_codecs.read_text() == token):
+        return codecs
+    return None
+
+
+def _marks(target: Path) -> list[Path]:
+    escaped = Path(*map(glob.escape, target.parts))
+    patterns = [pattern for token in (f"{_TOKEN}.", "") for pattern in _marks_of(escaped, token)]
+    return [Path(found) for pattern in patterns for found in glob.glob(str(pattern))]
+
+
+def _marks_of(target: Path, token: str) -> tuple[Path, Path, Path]:
+    """Return the possible marks of a save: inside of a checkpoint, beside it, and above."""
+    name = f"{token}{_MARK}"
+    above = target.parent.with_name(f"{target.parent.name}.{target.name}.{name}")
+    return *companions(target, name), above
 
 
 # ---- base files
@@ -238,7 +317,7 @@ def check_complete(checkpoint: Path, *, written_last: str | None = None) -> None
 _BASE_FILE = "frozen_base.json"
 
 
-def save_base_identity(model: nn.Module, checkpoint: Path) -> None:
+def save_base_identity(model: nn.Module, checkpoint: Path, token: str = "") -> None:
     """Save the identity of the quantized base of ``model``, if it has one. Collective."""
     identity, file = describe_base(model), companion(checkpoint, _BASE_FILE)
 
@@ -246,7 +325,7 @@ def save_base_identity(model: nn.Module, checkpoint: Path) -> None:
         for earlier in companions(checkpoint.resolve(), _BASE_FILE):
             _remove_file(earlier)
         if identity:
-            write_whole(file, json.dumps(identity))
+            write_whole(file, json.dumps({_DONE: token, "weights": identity}))
 
     run_on_first_rank(write)
 
@@ -264,7 +343,7 @@ def check_base_identity(model: nn.Module, checkpoint: Path) -> bool:
             "file if the model has the base that it had when the checkpoint was saved"
         )
     if saved:
-        check_base(model, saved, str(checkpoint))
+        check_base(model, saved["weights"] if _DONE in saved else saved, str(checkpoint))
     return bool(saved)
 
 
@@ -288,13 +367,16 @@ _CODECS_FOLDER = "codecs"
 _LAYOUT = "layout"  # even the state dict of a CodecState without any state has it
 
 
-def save_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path) -> None:
+def save_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path, token: str = "") -> None:
     """Save the codec state of ``model``, if it has any, with what a framework has just saved. Collective."""
     # All wait for it: a rank that is early would write into the folder that rank 0 is still removing.
     run_on_first_rank(lambda: remove_codec_state(checkpoint))
     if (codec_state := _codec_state_of(model, optimizers)) is not None:
         _, state = codec_state
-        dcp.save(state, checkpoint_id=companion(checkpoint, _CODECS_FOLDER))
+        folder = companion(checkpoint, _CODECS_FOLDER)
+        dcp.save(state, checkpoint_id=folder)
+        if token:
+            run_on_first_rank(lambda: write_whole(folder / _DONE, token))
 
 
 def load_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path) -> None:
@@ -324,10 +406,10 @@ def load_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoi
     codecs.load_state_dict(loaded)
 
 
-def save_beside(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path) -> None:
+def save_beside(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path, token: str) -> None:
     """Save the identity of the base of ``model``, and codec state, with what a framework has saved. Collective."""
-    save_base_identity(model, checkpoint)
-    save_codec_state(model, optimizers, checkpoint)
+    save_base_identity(model, checkpoint, token)
+    save_codec_state(model, optimizers, checkpoint, token)
 
 
 def load_beside(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path) -> None:

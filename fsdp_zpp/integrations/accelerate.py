@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -250,11 +250,11 @@ def _following(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[No
 
 # ---- checkpoints
 #
-# ``save_state`` and ``load_state`` of a trained model, its optimizers, and models that are evaluated only.
+# ``save_state`` and ``load_state`` of several models and optimizers.
 #
 # accelerate saves its optimizer number i with its model number i. But models that are evaluated only have no optimizer,
-# and the trained one may have several. So while it saves and loads, the trained one comes first, and its only optimizer
-# is all of that model's: torch's state dicts take several for one.
+# and others have several. So while it saves and loads, its models are those that are trained, then the others, and each
+# of its optimizers is all of one model's: torch's state dicts take several for one.
 
 Folder = str | os.PathLike[str]
 _MODEL = "_fsdp_zpp_model"  # attribute of prepared optimizers
@@ -280,21 +280,26 @@ def model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
 
 @contextmanager
 def paired(accelerator: Accelerator) -> Iterator[None]:
-    """Return a context in which the trained model is first, and has one optimizer; raise if several are trained."""
+    """Return a context in which each model is where its optimizers are."""
     models, optimizers = accelerator._models, accelerator._optimizers
-    trained = dict.fromkeys(getattr(optimizer, _MODEL) for optimizer in optimizers)
-    if len(trained) > 1:
-        raise ValueError(
-            f"the accelerator trains {len(trained)} models, but with a strategy save_state and load_state are for one: "
-            "make them parts of one module, and prepare that, or save each by torch.distributed.checkpoint, with a "
-            "fsdp_zpp.CodecState"
-        )
+    trained: dict[nn.Module, list[Optimizer]] = {}
+    for optimizer in optimizers:
+        trained.setdefault(getattr(optimizer, _MODEL), []).append(optimizer)
     accelerator._models = [*trained, *(model for model in models if model not in trained)]
-    accelerator._optimizers = [tuple(optimizers)] if optimizers else []
+    accelerator._optimizers = [each[0] if len(each) == 1 else tuple(each) for each in trained.values()]
     try:
         yield
     finally:
         accelerator._models, accelerator._optimizers = models, optimizers
+
+
+def _codec_states(accelerator: Accelerator, folder: Folder) -> Iterator[tuple[nn.Module, Sequence[Optimizer], Path]]:
+    """Yield the models that may have codec state, their optimizers, and the checkpoint that it lies next to."""
+    # Models without optimizers are there to be evaluated, and keep nothing from step to step.
+    optimizers: list[Optimizer | Sequence[Optimizer]] = accelerator._optimizers or [()]
+    for index, (model, each) in enumerate(zip(accelerator._models, optimizers, strict=False)):
+        own = [each] if isinstance(each, Optimizer) else list(each)
+        yield model, own, Path(folder) / f"model_{index}" if index else Path(folder)
 
 
 # ---- accelerator
@@ -355,6 +360,7 @@ class ShardingAccelerator(Accelerator):
     """Shards models by its ``strategy`` where accelerate would call torch's own ``fully_shard``."""
 
     strategy: Strategy
+    _token = ""  # of the save that goes on
 
     def prepare(self, *objects: object, device_placement: list[bool] | None = None) -> Any:
         # accelerate prepares a model and its optimizer together, or it could not give the optimizer the shards. But a
@@ -421,28 +427,42 @@ class ShardingAccelerator(Accelerator):
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
 
     def save_state(self, output_dir: Folder | None = None, *arguments: object, **options: object) -> str:
-        with ExitStack() as stack:
-            stack.enter_context(paired(self))
-            # A checkpoint that accelerate names itself is new: no earlier save can be in it.
-            if output_dir is not None and not self.project_configuration.automatic_checkpoint_naming:
-                stack.enter_context(MarkedSave(Path(output_dir).expanduser(), inside=True))
+        with paired(self), self._saving(output_dir) as save:
+            self._token = "" if save is None else save.token
             folder: str = super().save_state(output_dir, *arguments, **options)
         return folder
 
     def load_state(self, input_dir: Folder | None = None, *arguments: object, **options: object) -> None:
         with paired(self):
-            if input_dir is not None:
-                check_complete(Path(input_dir).expanduser())
+            if (checkpoint := self._checkpoint_to_load(input_dir)) is not None:
+                check_complete(checkpoint, models=max(len(self._optimizers), 1))
             super().load_state(input_dir, *arguments, **options)
 
     def _save_codec_states(self, models: list[nn.Module], weights: list[object], output_dir: Folder) -> None:
-        for model in self._models[:1]:  # models that are evaluated only keep nothing from step to step
-            save_beside(model, next(iter(self._optimizers), ()), Path(output_dir))
+        for model, optimizers, checkpoint in _codec_states(self, output_dir):
+            save_beside(model, optimizers, checkpoint, self._token)
 
     def _load_codec_states(self, models: list[nn.Module], input_dir: Folder) -> None:
         # accelerate hands over the models that are still to be loaded, which is none under FSDP.
-        for model in self._models[:1]:
-            load_beside(model, next(iter(self._optimizers), ()), Path(input_dir))
+        for model, optimizers, checkpoint in _codec_states(self, input_dir):
+            load_beside(model, optimizers, checkpoint)
+
+    def _saving(self, output_dir: Folder | None) -> AbstractContextManager[MarkedSave | None]:
+        if self.project_configuration.automatic_checkpoint_naming:
+            if self.project_dir is None:
+                return nullcontext()  # accelerate raises
+            # It refuses to save into a folder that is there, and counts all that is beside it.
+            return MarkedSave(Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}"), place="above")
+        return nullcontext() if output_dir is None else MarkedSave(Path(output_dir).expanduser(), place="inside")
+
+    def _checkpoint_to_load(self, input_dir: Folder | None) -> Path | None:
+        """Return the checkpoint that accelerate loads; None if it is going to raise."""
+        if input_dir is not None:
+            return Path(input_dir).expanduser()
+        if self.project_dir is None or not self.project_configuration.automatic_checkpoint_naming:
+            return None
+        named = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
+        return max(named, key=lambda folder: int(folder.name.rpartition("_")[2]), default=None)
 
     def _prepare_tp(self, *objects: object) -> tuple[object, ...]:
         # accelerate's makes copies on each rank DTensors, too, with a class that transformers 5.24 no longer has.

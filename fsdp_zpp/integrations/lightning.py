@@ -89,12 +89,12 @@ class WholeCheckpoints(ParallelStrategy):
         path = _local_path(self.broadcast(filepath))
         assert self.model is not None
         saves_optimizers = bool(self.optimizers) and "optimizer_states" in checkpoint  # Lightning removes these below
-        with MarkedSave(path):
+        with MarkedSave(path) as save:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             if saves_optimizers:
-                save_beside(self.model, self.optimizers, path)
+                save_beside(self.model, self.optimizers, path, save.token)
                 return
-            save_base_identity(self.model, path)
+            save_base_identity(self.model, path, save.token)
             if self.is_global_zero:
                 remove_codec_state(path)
 

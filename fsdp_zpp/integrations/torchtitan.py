@@ -267,7 +267,7 @@ def _mark_saves(checkpointer: CheckpointManager) -> None:
         if is_remote(checkpoint_id):
             return save(state_dict, checkpoint_id, *arguments, **options)
         # torchtitan writes file by file over what is there, and passes over a checkpoint without this file.
-        marked = MarkedSave(Path(checkpoint_id), inside=True, written_last=".metadata")
+        marked = MarkedSave(Path(checkpoint_id), place="inside", written_last=".metadata")
         saved = save(state_dict, checkpoint_id, *arguments, **options)
         written = getattr(saved, "upload_completion", saved)
         if dist.get_rank() != 0:

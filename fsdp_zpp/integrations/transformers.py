@@ -293,7 +293,8 @@ class ShardingTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        save_beside(self.model, filter(None, [self.optimizer]), Path(output_dir))
+        token = "" if self._marked_save is None else self._marked_save.token
+        save_beside(self.model, filter(None, [self.optimizer]), Path(output_dir), token)
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         self._saves_checkpoint = True
@@ -329,7 +330,7 @@ class ShardingTrainer(Trainer):
         if (folder := output_dir or self.args.output_dir) is not None:
             os.makedirs(folder, exist_ok=True)
         if self._saves_checkpoint and output_dir is not None and not self.args.save_only_model:
-            self._marked_save = MarkedSave(Path(output_dir), inside=True, written_last=TRAINER_STATE_NAME)
+            self._marked_save = MarkedSave(Path(output_dir), place="inside", written_last=TRAINER_STATE_NAME)
         whole = is_peft_model(self.model) or not _internal_call
         with _with_full_state_dicts(self.accelerator) if whole else nullcontext():
             super().save_model(output_dir, _internal_call)

@@ -294,25 +294,27 @@ def test_other_models_are_evaluated_beside(pool: Pools) -> None:
     assert pool(4).run(beside_a_teacher)[0] == pool(4).once(trained, PLAIN)[0][0]
 
 
-def trained_by_two(folder: str) -> list[list[float]]:
-    """In a worker: losses of a model with two optimizers: all, and those before and after a checkpoint."""
+def two_trained(folder: str) -> list[list[float]]:
+    """In a worker: losses of two models, one with two optimizers: all, and those before and after a checkpoint."""
     losses: list[list[float]] = []
     for steps in (range(2), range(1), range(1, 2)):
         with new_job():
             accelerator = use_strategy(Accelerator(cpu=device_type() == "cpu"), STATEFUL, plugin=fsdp2_plugin())
             accelerator.prepare(models.make_net())  # which is evaluated
-            model = llama.make_base(tied=True)
-            halves = [list(model.model.layers.parameters()), list(model.model.embed_tokens.parameters())]
-            optimizers = [torch.optim.AdamW(halves[0], lr=2e-3), torch.optim.SGD(halves[1], lr=0.1, momentum=0.9)]
-            model, *optimizers = accelerator.prepare(model, *optimizers)
+            first, second = llama.make_base(), llama.make_base(tied=True)
+            halves = [list(second.model.layers.parameters()), list(second.model.embed_tokens.parameters())]
+            first, optimizer = accelerator.prepare(first, torch.optim.AdamW(first.parameters(), lr=2e-3))
+            others = [torch.optim.AdamW(halves[0], lr=2e-3), torch.optim.SGD(halves[1], lr=0.1, momentum=0.9)]
+            second, *others = accelerator.prepare(second, *others)
             if steps.start:
                 accelerator.load_state(folder)
             run = []
             for step in steps:
-                loss = llama.loss_of(model, llama.tokens(step))
-                accelerator.backward(loss)
-                run.append(float(loss))
-                for each in optimizers:
+                for model in (first, second):
+                    loss = llama.loss_of(model, llama.tokens(step))
+                    accelerator.backward(loss)
+                    run.append(float(loss))
+                for each in (optimizer, *others):
                     each.step()
                     each.zero_grad()
             losses.append(run)
@@ -321,25 +323,9 @@ def trained_by_two(folder: str) -> list[list[float]]:
     return losses
 
 
-def test_several_optimizers_go_on_bit_for_bit(pool: Pools, tmp_path: Path) -> None:
-    for whole, first, second in pool(4).run(trained_by_two, str(tmp_path)):
+def test_several_models_and_optimizers_go_on_bit_for_bit(pool: Pools, tmp_path: Path) -> None:
+    for whole, first, second in pool(4).run(two_trained, str(tmp_path)):
         assert first + second == whole
-
-
-def save_of_two_trained(folder: str) -> str:
-    """In a worker: what is said if the state of two trained models is to be saved."""
-    with new_job():
-        accelerator = use_strategy(Accelerator(cpu=device_type() == "cpu"), PLAIN, plugin=fsdp2_plugin())
-        for model in (models.make_net(), models.make_net()):
-            accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        with pytest.raises(ValueError, match="the accelerator trains 2 models") as raised:
-            accelerator.save_state(folder)
-        return str(raised.value)
-
-
-def test_the_state_of_several_trained_models_is_not_saved(pool: Pools, tmp_path: Path) -> None:
-    assert "make them parts of one module" in pool(2).run(save_of_two_trained, str(tmp_path))[0]
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("sizes", "levels"), [(HSDP, "IIG"), (CONTEXT, "III")], ids=["hsdp", "cp"])

@@ -1,16 +1,19 @@
-"""Saves over an earlier checkpoint that are cut off or killed.
+"""Saves over an earlier checkpoint that are cut off or killed, also while another job saves there.
 
 A whole version loads then, of which training goes on with the very losses, or all ranks are told what to do.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -21,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
 from harness import llama, models
 from harness.adapter import Case, Fsdp2
 from harness.messages import collected
@@ -30,6 +34,7 @@ from hugging_face import fsdp2_plugin, logged, make_trainer, new_job
 from lightning.pytorch import LightningModule, Trainer
 from lightning_ways import ACCELERATOR, environment, ranks, shard
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from fsdp_zpp import Int4, Int4Delta, LocalSteps, LoCo, Strategy
@@ -53,11 +58,11 @@ class InFile:
         """Train a model, and save it in ``folder``; ``steps`` tell one save from another."""
         model, optimizer = self._made(strategy)
         train(Fsdp2(), model, Case(steps=steps), optimizer=optimizer)
-        with MarkedSave(folder / "checkpoint"):
+        with MarkedSave(folder / "checkpoint") as save:
             weights = get_model_state_dict(model, options=FULL)
             if dist.get_rank() == 0:
                 torch.save(weights, folder / "checkpoint")
-            save_codec_state(model, [optimizer], folder / "checkpoint")
+            save_codec_state(model, [optimizer], folder / "checkpoint", save.token)
 
     def go_on(self, strategy: Strategy, folder: Path) -> list[float]:
         """Return the losses of a model that goes on from there."""
@@ -344,6 +349,48 @@ def test_a_job_saves_all_after_another_was_killed_while_it_saved(pool: Pools, jo
     assert pool(2).run(outcome, InFile(), STRATEGIES["stateful"], both) == whole
 
 
+def save_beside_another(way: Way, strategy: Strategy, folder: Path, steps: int) -> None:
+    """In a worker: save where another job does, too, which may remove what this one is about to write to."""
+    with suppress(OSError, CheckpointException):
+        way.save(strategy, folder, steps)
+
+
+def test_jobs_that_save_at_once_leave_the_checkpoint_of_one_or_it_is_refused(
+    pool: Pools, job: Pool, tmp_path: Path
+) -> None:
+    strategy, wholes = STRATEGIES["stateful"], list[Outcome]()
+    for steps in (2, 4):
+        (alone := tmp_path / str(steps)).mkdir()
+        pool(2).run(save_by, InFile(), strategy, alone, steps)
+        wholes.append(pool(2).run(outcome, InFile(), strategy, alone)[0][0])
+    for trial in range(4):
+        (both := tmp_path / f"both{trial}").mkdir()
+        with ThreadPoolExecutor(2) as threads:
+            jobs = (pool(2), 2), (job, 4)
+            list(threads.map(lambda each: each[0].run(save_beside_another, InFile(), strategy, both, each[1]), jobs))
+        outcomes = [result for result, _ in pool(2).run(outcome, InFile(), strategy, both)]
+        assert is_told(outcomes) or outcomes[0] in wholes, outcomes
+
+
+def codec_state_of_another(checkpoint: Path) -> None:
+    """In a worker: save codec state after another job has completed its save."""
+    another = MarkedSave(checkpoint)
+    InFile().save(STRATEGIES["stateful"], checkpoint.parent, 2)
+    with_codec_state(checkpoint, another.token)
+
+
+def test_codec_state_of_a_job_that_was_killed_after_another_was_done_is_refused(pool: Pools, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    pool(2).run(codec_state_of_another, checkpoint)
+    codecs, done = tmp_path / "checkpoint.codecs", tmp_path / "checkpoint.saved_under"
+    assert refusal(checkpoint) == (
+        f"{codecs} is of another save than {done}, so that two jobs have saved {checkpoint}: resume from another "
+        f"checkpoint, or remove {codecs} to load the rest"
+    )
+    shutil.rmtree(codecs)
+    assert refusal(checkpoint) == ""
+
+
 def refusal(checkpoint: Path) -> str:
     """Return what is said of a checkpoint when it is to be loaded; nothing if it is whole."""
     try:
@@ -351,6 +398,53 @@ def refusal(checkpoint: Path) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize("token", ["0" * 16, "1" * 16])
+@pytest.mark.parametrize("name", ["frozen_base.json", "model_1.frozen_base.json", "codecs", "model_1.codecs"])
+def test_files_under_another_token_are_named(tmp_path: Path, name: str, token: str) -> None:
+    (tmp_path / "saved_under").write_text("0" * 16)
+    if name.endswith("codecs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "saved_under").write_text(token)
+    else:
+        (tmp_path / name).write_text(json.dumps({"saved_under": token, "weights": {}}))
+    if name.startswith("model_1"):
+        check_complete(tmp_path)
+    other = pytest.raises(ValueError, match=re.escape(f"{tmp_path / name} is of another save than "))
+    with nullcontext() if token == "0" * 16 else other:
+        check_complete(tmp_path, models=2)
+
+
+def within_another(checkpoint: Path, place: Any, first_ends_first: bool) -> tuple[list[tuple[str, str]], str]:
+    """In a worker: what is said if a save begins within another, and of what both leave."""
+    with collected() as records:
+        saves = [MarkedSave(checkpoint, place=place) for _ in range(2)]
+        if dist.get_rank() == 0 and place != "inside":
+            checkpoint.parent.mkdir(exist_ok=True)
+            checkpoint.write_text("of both")
+        for save in saves if first_ends_first else reversed(saves):
+            save.complete()
+    return records, refusal(checkpoint)
+
+
+def saved(checkpoint: Path, place: Any) -> str:
+    MarkedSave(checkpoint, place=place).complete()
+    return refusal(checkpoint)
+
+
+@pytest.mark.parametrize("place", ["inside", "beside", "above"])
+@pytest.mark.parametrize("first_ends_first", [True, False], ids=["first ends first", "first ends last"])
+def test_a_mixture_of_two_jobs_is_told(pool: Pools, tmp_path: Path, place: Any, first_ends_first: bool) -> None:
+    checkpoint = tmp_path / "checkpoints" / "checkpoint"
+    replies = pool(2).run(within_another, checkpoint, place, first_ends_first)
+    assert "another job has saved" in replies[0][0][0][1]
+    for _, text in replies:
+        assert text.startswith(f"two jobs have saved {checkpoint} at the same time")
+        assert "resume from another checkpoint" in text
+    assert pool(2).run(saved, checkpoint, place) == ["", ""]
+    done = "saved_under" if place == "inside" else "checkpoint.saved_under"
+    assert {path.name for path in tmp_path.rglob("*")} == {"checkpoints", "checkpoint", done}
 
 
 def test_what_is_being_saved_is_refused(pool: Pools, tmp_path: Path) -> None:
@@ -365,7 +459,7 @@ def refused_to_begin(checkpoint: Path) -> str:
     """In a worker: what a rank hears if rank 0 can't write the mark."""
     fails = mock.patch.object(_common, "write_whole", side_effect=PermissionError("broken"))
     with fails, pytest.raises(PermissionError) as raised:
-        MarkedSave(checkpoint, inside=True)
+        MarkedSave(checkpoint, place="inside")
     return str(raised.value)
 
 
@@ -374,12 +468,38 @@ def test_a_save_that_cannot_begin_raises_on_all_ranks(pool: Pools, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def with_codec_state(checkpoint: Path) -> tuple[Any, list[Any]]:
+def save_and_load_named(project: Path, fails: bool) -> str:
+    """In a worker: save a checkpoint that accelerate names, and load the last one; returns the error, if any."""
+    configuration = ProjectConfiguration(project_dir=str(project), automatic_checkpoint_naming=True)
+    with new_job():
+        accelerator = Accelerator(cpu=device_type() == "cpu", project_config=configuration)
+        accelerate.use_strategy(accelerator, Strategy("GGG", gpus_per_node=1)).prepare(llama.make_base())
+        if fails:
+            accelerator.register_save_state_pre_hook(mock.Mock(side_effect=RuntimeError("cut off")))
+        with pytest.raises(RuntimeError, match="cut off") if fails else nullcontext():
+            accelerator.save_state()
+        dist.barrier()
+        try:
+            accelerator.load_state()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+def test_a_checkpoint_that_accelerate_names_is_refused_if_it_was_cut_off(pool: Pools, tmp_path: Path) -> None:
+    whole, cut_off = tmp_path / "whole", tmp_path / "cut off"
+    assert pool(2).run(save_and_load_named, whole, False) == ["", ""]
+    for error in pool(2).run(save_and_load_named, cut_off, True):
+        assert error.startswith(f"the last save of {cut_off / 'checkpoints' / 'checkpoint_0'} was cut off")
+    assert [path.name for path in (cut_off / "checkpoints").iterdir()] == ["checkpoint_0"]
+
+
+def with_codec_state(checkpoint: Path, token: str = "") -> tuple[Any, list[Any]]:
     """Return a model that has codec state and its optimizers; that state is saved."""
     model = Fsdp2().make(Case(steps=1), Strategy.loco(gpus_per_node=1))
     optimizer = models.make_optimizer("adamw", model.parameters())
     train(Fsdp2(), model, Case(steps=1), optimizer=optimizer)
-    save_codec_state(model, [optimizer], checkpoint)
+    save_codec_state(model, [optimizer], checkpoint, token)
     return model, [optimizer]
 
 

@@ -309,9 +309,13 @@ def test_codec_state_goes_with_its_checkpoint_alone(
     run = replace(stateful("fsdp2", full=True), save_to=tmp_path / "all")
     pool(4).run(saved_by_callbacks, run, tmp_path / "weights")
     # The first checkpoint was removed, and its codec state with it.
-    names = {path.name for path in (tmp_path / "all").iterdir()}
-    assert names == {"last.ckpt", "step=2.ckpt", "step=2.ckpt.codecs"}
-    assert {path.name for path in (tmp_path / "weights").iterdir()} == {"step=2.ckpt"}
+    assert {path.name for path in (tmp_path / "all").iterdir()} == {
+        "last.ckpt",
+        "step=2.ckpt",
+        "step=2.ckpt.codecs",
+        "step=2.ckpt.saved_under",
+    }
+    assert {path.name for path in (tmp_path / "weights").iterdir()} == {"step=2.ckpt", "step=2.ckpt.saved_under"}
     rest = outcomes(run.resumed(resume=tmp_path / "all" / "last.ckpt"))
     _, whole = saved(stateful("fsdp2", full=True))
     assert [own.losses for own in rest] == [other.losses[2:] for other in whole]
