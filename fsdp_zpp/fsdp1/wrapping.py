@@ -458,10 +458,6 @@ class CommHookUnit:
 
     def drop_gradients(self) -> None: ...
 
-    @property
-    def keeps_weights(self) -> bool:
-        return False
-
 
 def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, arguments: dict[str, Any]) -> None:
     strategy = arguments["sharding_strategy"]
