@@ -147,7 +147,7 @@ def on_any_rank(
         return here
     anywhere, reports = _compare(group, _Report(call, _as_text(facts or {})), here=here, device=device)
     if reports:
-        raise _error(reports, group)
+        raise _error(reports)
     return anywhere
 
 
@@ -194,40 +194,40 @@ def shard_signature(shards: Iterable[Tensor]) -> str:
     return " and ".join(f"{dtype} shards of {numels}" for dtype, numels in sizes.items()) or "nothing"
 
 
-def _error(reports: Mapping[int, _Report], group: dist.ProcessGroup, difference: str = "") -> Exception:
+def _error(reports: Mapping[int, _Report], difference: str = "") -> Exception:
     """Return the error of a rank that has not failed itself."""
     if len({report.call for report in reports.values()}) > 1:
         calls = {rank: _named(report) for rank, report in reports.items()}
         return ValueError(
-            f"ranks do not make the same calls: {_ranks_by_value(calls, group)}; make the same calls in the same order "
+            f"ranks do not make the same calls: {_ranks_by_value(calls)}; make the same calls in the same order "
             "on every rank"
         )
     for rank, report in reports.items():
         if report.failure is not None:
             kind, text = report.failure
-            return _KINDS.get(kind, RuntimeError)(f"on {named_ranks([rank], group)}: {text}")
+            return _KINDS.get(kind, RuntimeError)(f"on {named_ranks([rank])}: {text}")
     if not difference:
-        return ValueError(_difference(reports, group))
+        return ValueError(_difference(reports))
     first = next(iter(reports))
-    differing = named_ranks([rank for rank, report in reports.items() if report != reports[first]], group)
-    return ValueError(f"{differing} {difference} {named_ranks([first], group)}")
+    differing = named_ranks([rank for rank, report in reports.items() if report != reports[first]])
+    return ValueError(f"{differing} {difference} {named_ranks([first])}")
 
 
 def _named(report: _Report) -> str:
     return f"{report.call} ({report.facts[PLACE]})" if PLACE in report.facts else report.call
 
 
-def _difference(reports: Mapping[int, _Report], group: dist.ProcessGroup) -> str:
+def _difference(reports: Mapping[int, _Report]) -> str:
     by_rank = {rank: report.facts for rank, report in reports.items()}
     names = list(dict.fromkeys(name for facts in by_rank.values() for name in facts))
     differing = []
     for name in names:
         values = {rank: facts.get(name, "missing") for rank, facts in by_rank.items()}
         if len(set(values.values())) > 1:
-            differing.append(f"{name}: {_ranks_by_value(values, group)}")
+            differing.append(f"{name}: {_ranks_by_value(values)}")
     if not differing:
         orders = {rank: ", ".join(facts) for rank, facts in by_rank.items()}
-        differing = [f"order: {_ranks_by_value(orders, group)}"]
+        differing = [f"order: {_ranks_by_value(orders)}"]
     shown = differing[:_MOST_DIFFERENCES]
     if len(differing) > len(shown):
         shown.append(f"and {len(differing) - len(shown)} more")
@@ -237,11 +237,11 @@ def _difference(reports: Mapping[int, _Report], group: dist.ProcessGroup) -> str
     return f"{call}: ranks were given different arguments: {differ}; pass the same on every rank"
 
 
-def _ranks_by_value(values: Mapping[int, str], group: dist.ProcessGroup) -> str:
+def _ranks_by_value(values: Mapping[int, str]) -> str:
     ranks_of: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks_of.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} on {named_ranks(ranks, group)}" for value, ranks in ranks_of.items())
+    return ", ".join(f"{value} on {named_ranks(ranks)}" for value, ranks in ranks_of.items())
 
 
 _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
@@ -284,7 +284,7 @@ def agree(
         raise failure
     if not reports:
         return result
-    raise _error(reports, group, difference)
+    raise _error(reports, difference)
 
 
 def from_first_rank(value: T, group: dist.ProcessGroup | None = None) -> T:

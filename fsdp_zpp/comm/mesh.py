@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 import re
 from collections import Counter
@@ -68,34 +67,10 @@ def compute_device(group: dist.ProcessGroup | None, device: torch.device | str |
 
 # ---- rank names
 
-# Set by code that is given a mesh, since a process group does not know the mesh that it is an axis of.
-_axes: WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[str, ...], Tensor]] = WeakKeyDictionary()
 
-
-def name_by_axes(group: dist.ProcessGroup, names: Sequence[str], ranks: Tensor) -> None:
-    """Have errors name the ranks of ``group`` by their coordinates; ``ranks`` has a dimension for each axis."""
-    _axes[group] = tuple(names), ranks
-
-
-def name_alike(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
-    if other in _axes:
-        _axes[group] = _axes[other]
-
-
-def named_ranks(ranks: Collection[int], group: dist.ProcessGroup | None = None) -> str:
-    """Return ``rank 3``, ``ranks 0-3, 6`` or, where the mesh of ``group`` has several axes, ``rank 3 (dp 1, tp 1)``.
-
-    Coordinates are left out where, axis by axis, they would name more ranks than these.
-    """
-    listed = f"rank{'s' * (len(ranks) > 1)} {_runs(ranks)}"
-    names, mesh = _axes.get(group, ((), None)) if group is not None else ((), None)
-    if mesh is None:
-        return listed
-    places = [(mesh == rank).nonzero()[0].tolist() for rank in ranks]
-    along = [set(coordinates) for coordinates in zip(*places, strict=True)]
-    if math.prod(map(len, along)) > len(ranks):
-        return listed
-    return f"{listed} ({', '.join(f'{name} {_runs(each)}' for name, each in zip(names, along, strict=True))})"
+def named_ranks(ranks: Collection[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0-3, 6``."""
+    return f"rank{'s' * (len(ranks) > 1)} {_runs(ranks)}"
 
 
 def _runs(numbers: Collection[int]) -> str:
@@ -398,7 +373,6 @@ def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
         _destroy_orphans()
         with named_by_ranks():
             _twins[group] = _made_by_members(group, [list(range(dist.get_world_size(group)))])
-        name_alike(_twins[group], group)
         _remember(group, _twins[group])
     return _twins[group]
 

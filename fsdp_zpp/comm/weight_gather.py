@@ -414,8 +414,8 @@ class Run:
 
     def __init__(self, stale: list[StaleShard]) -> None:
         self.stale = stale
-        self._codec, self._rows = stale[0].codec, len(stale)
-        codec = self._codec
+        codec = self._codec = stale[0].codec
+        self._rows = len(stale)
         self._coded, self._tail = (codec.codec, codec.tail) if isinstance(codec, ExactTail) else (codec, 0)
         bases = [shard.take_base() for shard, _, _ in stale if shard.base is not None]
         self._base = _adjacent(bases) if bases else None

@@ -33,7 +33,6 @@ from fsdp_zpp.runtime._torch_flat_parts import copy_replaced, hear_of_loads, is_
 from fsdp_zpp.runtime._torch_rank_layout import (
     RankLayout,
     joined_by_links,
-    name_ranks,
     node_size_fact,
     read_2d_mesh,
 )
@@ -362,7 +361,6 @@ def group_of(arguments: dict[str, Any]) -> dist.ProcessGroup | None:
                 f"node with names, got {mesh.ndim} dimensions {mesh.mesh_dim_names or tuple(mesh.shape)}"
             )
         group = mesh.get_group(0)
-        name_ranks(group, mesh)
     return group if group is not None else dist.group.WORLD
 
 
@@ -459,10 +457,6 @@ class CommHookUnit:
         self.loads += 1
 
     def drop_gradients(self) -> None: ...
-
-    @property
-    def keeps_weights(self) -> bool:
-        return False
 
 
 def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, arguments: dict[str, Any]) -> None:

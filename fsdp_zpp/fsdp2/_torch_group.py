@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,8 +24,6 @@ from fsdp_zpp.comm.gradient_reduce import StepWatch
 from fsdp_zpp.comm.hops import keep_until_read
 from fsdp_zpp.comm.weight_gather import WeightGather
 from fsdp_zpp.runtime.unit import StrategyUnit
-from fsdp_zpp.strategy.configuration import source_of
-from fsdp_zpp.strategy.strategy import Strategy
 
 from ._torch_gradients import GroupGradients
 from ._torch_weights import (
@@ -44,19 +41,6 @@ from ._torch_weights import (
     without_dynamo,
     without_functorch,
 )
-
-# ---- sharded by
-
-MARK = "_fsdp_zpp_sharded"
-"""Attribute of a parameter that a strategy has sharded: the strategy, as :func:`as_mark` gives it."""
-
-
-@cache  # for all layers of a model; a process shards by a few strategies
-def as_mark(strategy: Strategy) -> str:
-    """Return a strategy as source code: torch.load() takes text with weights_only, and parameters keep attributes."""
-    given = ((field, getattr(strategy, field.name)) for field in dataclasses.fields(strategy))
-    return source_of({field.name: value for field, value in given if value != field.default})
-
 
 # ---- group
 
@@ -366,8 +350,6 @@ def adopt_groups(
         own: StrategyGroup = changed
         own.adopt(state, unit, path, on_lazy_init)
         adopted.append(own)
-        for parameter in own.parameters():
-            setattr(parameter, MARK, as_mark(unit.strategy))
         if unit.stock:
             continue
         unit.sharded = own

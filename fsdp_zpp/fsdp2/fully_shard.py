@@ -70,7 +70,6 @@ from fsdp_zpp.runtime.unit import (
 from fsdp_zpp.strategy.strategy import Strategy, override_for
 
 from . import _torch_group, _torch_weights
-from ._torch_group import MARK
 from ._torch_weights import is_managed
 
 # ---- gradient norm
@@ -212,7 +211,7 @@ def _combined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def explain_clipping_errors() -> None:
-    """Have ``torch.nn.utils.clip_grad_norm_`` name the strategies of gradients that it can't clip together."""
+    """Have ``torch.nn.utils.clip_grad_norm_`` name the function that clips gradients over several meshes."""
     original = clip_grad.clip_grad_norm_
 
     @functools.wraps(original)
@@ -224,28 +223,19 @@ def explain_clipping_errors() -> None:
         try:
             return original(parameters, *args, **kwargs)
         except RuntimeError as error:
-            if reason := _cause([given] if isinstance(given, Tensor) else given):
-                raise ValueError(reason) from error
+            if _have_several_meshes([given] if isinstance(given, Tensor) else given):
+                raise ValueError(
+                    "torch can't clip gradients together that are sharded over different meshes, as those of modules "
+                    "with different optimizer scopes; call fsdp_zpp.clip_grad_norm_(parameters, max_norm), which can"
+                ) from error
             raise
 
     clip_grad.clip_grad_norm_ = clip_grad_norm_
     torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
 
 
-def _cause(parameters: Iterable[Tensor]) -> str:
-    """Return the reason why ``parameters`` can't be clipped together; empty if all are sharded over one mesh."""
-    strategies = {
-        parameter.device_mesh: getattr(parameter, MARK, "torch's own fully_shard")
-        for parameter in parameters
-        if isinstance(parameter, DTensor) and parameter.grad is not None
-    }
-    if len(strategies) < 2:
-        return ""
-    named = " and by ".join(dict.fromkeys(strategies.values()))
-    return (
-        f"torch can't clip gradients together that are sharded over different meshes, by {named}; call "
-        "fsdp_zpp.clip_grad_norm_(parameters, max_norm), which can"
-    )
+def _have_several_meshes(parameters: Iterable[Tensor]) -> bool:
+    return len({p.device_mesh for p in parameters if isinstance(p, DTensor) and p.grad is not None}) > 1
 
 
 # ---- parts
@@ -725,7 +715,7 @@ PATCHES = (
     ),
     Patch(
         "torch.nn.utils.clip_grad_norm_",
-        "gradients of units that are sharded over different ranks get an error that names their strategies",
+        "gradients of units that are sharded over different ranks get an error that names the remedy",
         explain_clipping_errors,
     ),
 )

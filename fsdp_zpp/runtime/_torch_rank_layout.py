@@ -19,7 +19,6 @@ from fsdp_zpp.comm.mesh import (
     ProcessMesh,
     described,
     mesh_on,
-    name_by_axes,
     tells_node_size,
     topology_of,
     twin_of,
@@ -105,13 +104,6 @@ def flattened(mesh: DeviceMesh, dims: tuple[str, ...]) -> DeviceMesh:
 def is_part(mesh: DeviceMesh) -> bool:
     """Return whether ``mesh`` is a part of a larger one, which other parallelisms may shard over."""
     return mesh._get_root_mesh() is not mesh
-
-
-def name_ranks(group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
-    """Have errors name the ranks of ``group``, a group of ``mesh``, by their coordinates, if there are several axes."""
-    root = mesh._get_root_mesh()
-    if root.ndim > 1 and root.mesh_dim_names is not None:
-        name_by_axes(group, root.mesh_dim_names, root.mesh)
 
 
 def mesh_over(group: dist.ProcessGroup, mesh: DeviceMesh) -> DeviceMesh:
@@ -228,8 +220,6 @@ def read_mesh(strategy: Strategy, arguments: dict[str, Any]) -> DataParallelMesh
     has_one_dimension = mesh is None or getattr(mesh, "ndim", None) == 1
     group = mesh.get_group() if mesh is not None and has_one_dimension else dist.group.WORLD
     assert group is not None
-    if isinstance(mesh, DeviceMesh) and has_one_dimension:
-        name_ranks(group, mesh)
     return DataParallelMesh(strategy, mesh, group, has_one_dimension)
 
 
@@ -291,7 +281,6 @@ def read_hsdp_mesh(
     names = mesh.mesh_dim_names or ()
     ranks = flattened(mesh, tuple(name for name in names if name in (*replicate, *shard)))
     group = ranks.get_group()
-    name_ranks(group, mesh)
     if not is_part(mesh) and len(names) == len(replicate) + len(shard):
         ranks = DeviceMesh.from_group(group, mesh.device_type)  # there is no other parallelism
     node_size = agree(

@@ -222,10 +222,7 @@ class RankState:
         self._forget_loaded()
         for name, part in self._parts.items():
             part.load_state_dict(loaded[name])
-        # Older checkpoints have no checksums.
-        saved_with = {
-            unit: loaded[name][_SAVED_WITH] for name, unit in self._units.items() if _SAVED_WITH in loaded[name]
-        }
+        saved_with = {unit: loaded[name][_SAVED_WITH] for name, unit in self._units.items()}
         if saved_with:
             LoadedState(saved_with, self._modules, self._drop)
 

@@ -82,7 +82,6 @@ class StepTracker:
         self._changing = [unit for unit in units if unit in too_small]
         # A unit whose parameters FSDP has left to inner units never changes.
         self._others = [unit for unit in units if unit not in too_small and unit.sharded.parameters()]
-        self._has_warned_of_frozen = False
         # See [Note: The end of a step].
         self._synchronized_in: int | None = None
         self._stepped_in: int | None = None
@@ -244,17 +243,12 @@ class StepTracker:
     def _find_changing(self, ids: Collection[int] = ()) -> None:
         """Find units that have begun to change, or hold ``ids`` of an optimizer, at a point that all ranks pass."""
         others: list[ParameterUnit] = []
-        untrained: list[ParameterUnit] = []
         for unit in self._others:
-            if unit.sharded.is_trained():
-                self._changing.append(unit)
-            elif any(id(p) in ids or getattr(p, IN_OPTIMIZER, False) for p in unit.sharded.parameters()):
-                self._changing.append(unit)
-                untrained.append(unit)
-            else:
-                others.append(unit)
+            changes = unit.sharded.is_trained() or any(
+                id(p) in ids or getattr(p, IN_OPTIMIZER, False) for p in unit.sharded.parameters()
+            )
+            (self._changing if changes else others).append(unit)
         self._others = others
-        self._warn_of_frozen([unit for unit in untrained if unit.keeps_weights])
 
     def _make_stale(self, ids: Collection[int] = (), *, by_step: bool = True) -> None:
         """Declare stale the weights of all units that change, for a write made or to come."""
@@ -270,20 +264,6 @@ class StepTracker:
                 unit.invalidate(by_step=True)
 
     # ---- mistakes
-
-    def _warn_of_frozen(self, untrained: list[ParameterUnit]) -> None:
-        if not untrained or self._has_warned_of_frozen:
-            return
-        self._has_warned_of_frozen = True
-        if untrained[0].ranks.rank == 0:
-            logger.info(
-                "an optimizer was given parameters of %d frozen unit%s (%s%s), which are sent anew after each of its "
-                "steps; to send them once, give it only parameters that require gradients",
-                len(untrained),
-                "" if len(untrained) == 1 else "s",
-                ", ".join(unit.sharded.name for unit in untrained[:3]),
-                ", ..." if len(untrained) > 3 else "",
-            )
 
     def _check_optimizer(self) -> None:
         self._optimizer_is_known = True  # or the warning below says, once, that it is not

@@ -167,10 +167,6 @@ class ParameterUnit(Communicator, Protocol):
     @property
     def ranks(self) -> ProcessMesh: ...
 
-    @property
-    def keeps_weights(self) -> bool:
-        """Return whether weights are kept from one gather to the next, until they change."""
-
     def invalidate(self, *, by_step: bool = False) -> None:
         """Declare all copies of the old weights stale, such as the secondary shard.
 
@@ -276,6 +272,7 @@ class StrategyUnit:
 
     @property
     def keeps_weights(self) -> bool:
+        """Return whether weights are kept from one gather to the next, until they change."""
         return self.gather is not None and (self.gather.secondary.keep or self.keep_unsharded)
 
     @property

@@ -286,7 +286,9 @@ def differences(adapter: Adapter) -> dict[str, Mistake]:
             "codec: Int4(block=128) on ranks 0-2, Int4(block=64) on rank 3",
         ),
         "units under a hook": done(hooked_otherwise, "missing on rank 3"),
-        "beside tensor parallelism": Mistake(on_two_axes, ("(dp 0, tp ", "(dp 1, tp "), None, ("second half",)),
+        "beside tensor parallelism": Mistake(
+            on_two_axes, ("levels: IGG on rank ", ", GGG on rank "), None, ("second half",)
+        ),
     }
 
 

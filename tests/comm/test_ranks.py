@@ -31,7 +31,6 @@ from fsdp_zpp.comm.mesh import (
     accelerator,
     compute_device,
     launched_on_each_node,
-    name_by_axes,
     own_rank,
     process_mesh,
     topology_of,
@@ -196,10 +195,9 @@ def test_addresses_of_objects_are_no_difference(on_ranks: OnRanks) -> None:
     on_ranks(1, 4, lambda: check_agreement(dist.group.WORLD, "a call", {"codec": object()}))
 
 
-def test_ranks_of_a_mesh_are_named_by_coordinates(on_ranks: OnRanks) -> None:
-    def disagree_on_a_mesh() -> list[str]:
-        group, rank, texts = dist.new_group([0, 1, 2, 3]), dist.get_rank(), []
-        name_by_axes(group, ("dp", "tp"), torch.arange(4).view(2, 2))
+def test_errors_name_the_ranks(on_ranks: OnRanks) -> None:
+    def disagree() -> list[str]:
+        group, rank, texts = dist.group.WORLD, dist.get_rank(), []
         for attempt in (
             lambda: check_agreement(group, "a call", {"fact": rank == 3}),
             lambda: agree(group, lambda: [0][rank // 3]),
@@ -210,10 +208,10 @@ def test_ranks_of_a_mesh_are_named_by_coordinates(on_ranks: OnRanks) -> None:
             texts.append(str(caught.value))
         return texts
 
-    fact, failure, other = on_ranks(1, 4, disagree_on_a_mesh)[0]
-    assert "fact: False on ranks 0-2, True on rank 3 (dp 1, tp 1)" in fact
-    assert failure == "on rank 3 (dp 1, tp 1): list index out of range"
-    assert other == "ranks 1, 3 (dp 0-1, tp 1) read other files than rank 0 (dp 0, tp 0)"
+    fact, failure, other = on_ranks(1, 4, disagree)[0]
+    assert "fact: False on ranks 0-2, True on rank 3" in fact
+    assert failure == "on rank 3: list index out of range"
+    assert other == "ranks 1, 3 read other files than rank 0"
 
 
 # ---- checksums of weights
