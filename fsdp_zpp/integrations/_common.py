@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -41,24 +42,16 @@ def require(distribution: str, least: str, *, purpose: str = "", install: str = 
     Raises:
         ImportError: If it is not installed, or is older; says what to install.
     """
+    module = {"llamafactory": "llama_factory"}.get(distribution, distribution.replace("-", "_"))
     try:
         present = version(distribution)
     except PackageNotFoundError:
-        raise absent(distribution, install) from None
+        install = install or how_to_install(distribution)
+        raise ImportError(f"fsdp_zpp.integrations.{module} needs {distribution}: {install}") from None
     if TorchVersion(present) < least:
         needs = f"{distribution} {least} or later" + (f" {purpose}" if purpose else "")
         install = install or how_to_install(distribution, upgrade=True)
-        module = _module(distribution)
         raise ImportError(f"fsdp_zpp.integrations.{module} needs {needs}, and {present} is installed: {install}")
-
-
-def absent(distribution: str, install: str = "") -> ImportError:
-    install = install or how_to_install(distribution)
-    return ImportError(f"fsdp_zpp.integrations.{_module(distribution)} needs {distribution}: {install}")
-
-
-def _module(distribution: str) -> str:
-    return {"llamafactory": "llama_factory"}.get(distribution, distribution.replace("-", "_"))
 
 
 # ---- strategy key
@@ -106,7 +99,10 @@ def refuse_set(values: Mapping[str, Any], alternatives: Mapping[str, str], secti
 
 def check_strategy(strategy: object) -> None:
     if not isinstance(strategy, Strategy):
-        raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
+        raise TypeError(
+            f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}; for a preset's name or a "
+            "mapping, pass Strategy.from_dict(...)"
+        )
 
 
 # ---- companions
@@ -146,10 +142,13 @@ def _remove_file(path: Path) -> None:
 #
 # Frameworks write file by file, over what is there. If a save is cut off, weights, optimizer and codec state may be of
 # two saves, and nothing in the framework's files tells. So a mark lies in the checkpoint, or beside it, from before the
-# first write until after the last, and a checkpoint with a mark is refused.
+# first write until after the last, and a checkpoint with a mark is refused. A job that finds its mark gone when it is
+# done leaves another one: a second job has saved there meanwhile, and taken it away.
 
 _MARK = "save_was_cut_off"
-_CUT_OFF = "This checkpoint is being saved, or its save was cut off. Its files may then be of two saves.\n"
+_CUT_OFF = "This checkpoint is being saved, or its save was cut off, or made beside another. It may be of two saves.\n"
+
+logger = logging.getLogger("fsdp_zpp")
 
 
 class MarkedSave:
@@ -167,7 +166,9 @@ class MarkedSave:
     def __init__(self, checkpoint: Path, *, inside: bool = False, written_last: str | None = None) -> None:
         # Lightning's ModelCheckpoint(save_last="link") makes links to checkpoints.
         self._target = checkpoint.resolve()
-        run_on_first_rank(lambda: self._begin(inside, written_last))
+        self._inside, beside = companions(self._target, _MARK)
+        self._mark = self._inside if inside else beside
+        run_on_first_rank(lambda: self._begin(written_last))
 
     def __enter__(self) -> MarkedSave:
         return self
@@ -183,17 +184,24 @@ class MarkedSave:
 
     def end(self) -> None:
         """Take the mark away, on rank 0, when all ranks have written."""
-        remove_marks(self._target)
+        try:
+            self._mark.unlink()
+        except FileNotFoundError:
+            logger.warning(
+                "another job has saved %s at the same time, so that its files may be of both; give each job a folder "
+                "of its own",
+                self._target,
+            )
+            if self._mark.parent.is_dir():  # another job may have removed the checkpoint
+                write_whole(self._mark, _CUT_OFF)
+        else:
+            remove_marks(self._target)
 
-    def _begin(self, inside: bool, written_last: str | None) -> None:
-        own, beside = companions(self._target, _MARK)
-        if inside:
-            self._target.mkdir(parents=True, exist_ok=True)
-        if self._target.is_dir():  # which users may move
-            write_whole(own, _CUT_OFF)
-        if not inside:
-            beside.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(beside, _CUT_OFF)
+    def _begin(self, written_last: str | None) -> None:
+        self._mark.parent.mkdir(parents=True, exist_ok=True)
+        # One inside of a folder in any case: users may move that.
+        for mark in dict.fromkeys([self._mark, self._inside] if self._target.is_dir() else [self._mark]):
+            write_whole(mark, _CUT_OFF)
         if written_last is not None:
             _remove_file(self._target / written_last)
 
@@ -220,9 +228,10 @@ def check_complete(checkpoint: Path, *, written_last: str | None = None) -> None
     marks, is_short = from_first_rank((marks, is_short))
     if marks:
         raise ValueError(
-            f"the last save of {checkpoint} was cut off, or goes on in another job, so that its weights, optimizer and "
-            "codec state may be of two saves, or missing: resume from another checkpoint. To load it as it is, remove "
-            f"{' and '.join(marks)}; codec state that was not saved with its weights is dropped then, with a warning"
+            f"the last save of {checkpoint} was cut off, or goes on in another job, or another job has saved there at "
+            "the same time, so that its weights, optimizer and codec state may be of two saves, or missing: resume "
+            f"from another checkpoint. To load it as it is, remove {' and '.join(marks)}; codec state that was not "
+            "saved with its weights is dropped then, with a warning"
         )
     if is_short:
         raise ValueError(
@@ -288,11 +297,14 @@ _CODECS_FOLDER = "codecs"
 _LAYOUT = "layout"  # even the state dict of a CodecState without any state has it
 
 
-def save_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path) -> None:
-    """Save the codec state of ``model``, if it has any, with what a framework has just saved. Collective."""
+def save_codec_state(model: nn.Module, optimizers: Iterable[Optimizer] | None, checkpoint: Path) -> None:
+    """Save the codec state of ``model``, if it has any, with what a framework has just saved. Collective.
+
+    If weights alone were saved, without ``optimizers``, it only removes that of an earlier save.
+    """
     # All wait for it: a rank that is early would write into the folder that rank 0 is still removing.
     run_on_first_rank(lambda: remove_codec_state(checkpoint))
-    if (codec_state := _codec_state_of(model, optimizers)) is not None:
+    if optimizers is not None and (codec_state := _codec_state_of(model, optimizers)) is not None:
         _, state = codec_state
         dcp.save(state, checkpoint_id=companion(checkpoint, _CODECS_FOLDER))
 
@@ -324,7 +336,7 @@ def load_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoi
     codecs.load_state_dict(loaded)
 
 
-def save_beside(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path) -> None:
+def save_beside(model: nn.Module, optimizers: Iterable[Optimizer] | None, checkpoint: Path) -> None:
     """Save the identity of the base of ``model``, and codec state, with what a framework has saved. Collective."""
     save_base_identity(model, checkpoint)
     save_codec_state(model, optimizers, checkpoint)

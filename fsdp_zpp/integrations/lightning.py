@@ -39,10 +39,8 @@ from ._common import (
     check_base_identity,
     check_complete,
     load_codec_state,
-    remove_codec_state,
     remove_companions,
     require,
-    save_base_identity,
     save_beside,
 )
 
@@ -91,12 +89,7 @@ class WholeCheckpoints(ParallelStrategy):
         saves_optimizers = bool(self.optimizers) and "optimizer_states" in checkpoint  # Lightning removes these below
         with MarkedSave(path):
             super().save_checkpoint(checkpoint, filepath, storage_options)
-            if saves_optimizers:
-                save_beside(self.model, self.optimizers, path)
-                return
-            save_base_identity(self.model, path)
-            if self.is_global_zero:
-                remove_codec_state(path)
+            save_beside(self.model, self.optimizers if saves_optimizers else None, path)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, object]:
         path = _local_path(self.broadcast(checkpoint_path))

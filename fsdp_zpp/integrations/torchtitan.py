@@ -16,25 +16,24 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
 
 from fsdp_zpp.codecs import Int4Delta
+from fsdp_zpp.comm.agreement import run_on_first_rank
 from fsdp_zpp.fsdp2.fully_shard import fully_shard
 from fsdp_zpp.runtime.checkpoint import CodecState
 from fsdp_zpp.runtime.unit import unit_of
 from fsdp_zpp.strategy.configuration import PRESETS
 from fsdp_zpp.strategy.strategy import Strategy
 
-from ._common import MarkedSave, check_complete, require
+from ._common import check_strategy, require
 
 require("torchtitan", "0.3")
 
@@ -98,7 +97,7 @@ class StrategyParallelism(ParallelismConfig):
     def __post_init__(self) -> None:
         ParallelismConfig.__post_init__(self)  # super() does not work in a dataclass with slots
         if self.strategy is not None:
-            _check_type(self.strategy)
+            check_strategy(self.strategy)
 
     def to_dict(self) -> dict[str, object]:
         """Return the whole section in JSON's types, since torchtitan logs it."""
@@ -108,7 +107,7 @@ class StrategyParallelism(ParallelismConfig):
 
 def check_combination(strategy: Strategy, parallelism: ParallelismConfig, training: TrainingConfig) -> None:
     """Raise if these settings can't be combined with a strategy."""
-    _check_type(strategy)
+    check_strategy(strategy)
     alone = "pass --parallelism.strategy None for torchtitan's own FSDP"
     if parallelism.enable_fsdp_symm_mem:
         raise ValueError(
@@ -134,14 +133,6 @@ def _check_part(strategy: Strategy, parallelism: ParallelismConfig) -> None:
         raise ValueError(
             f"parallelism.strategy: frozen={strategy.frozen} quantizes weights when the model is sharded, and "
             "torchtitan loads them afterwards; leave frozen out"
-        )
-
-
-def _check_type(strategy: object) -> None:
-    if not isinstance(strategy, Strategy):
-        raise TypeError(
-            f"parallelism.strategy must be a Strategy or None, got {strategy!r}; for a preset's name or a mapping, "
-            "pass Strategy.from_dict(...)"
         )
 
 
@@ -238,7 +229,7 @@ class StrategyTrainer(Trainer):
         super().__init__(config)
         is_sharded = isinstance(self.model_parts[0], FSDPModule)  # not if it is only to save a seed checkpoint
         if strategy is not None and self.checkpointer.enable:
-            _mark_saves(self.checkpointer)
+            _begin_saves_anew(self.checkpointer)
             if is_sharded and _has_codec_state(strategy):
                 # With a pipeline, of all stages of this rank.
                 model, *further = self.model_parts
@@ -259,36 +250,17 @@ class StrategyTrainer(Trainer):
         return loss
 
 
-def _mark_saves(checkpointer: CheckpointManager) -> None:
-    """Mark checkpoints while they are saved, and refuse those that two jobs have saved."""
-    save, load = checkpointer.dcp_save, checkpointer.dcp_load
+def _begin_saves_anew(checkpointer: CheckpointManager) -> None:
+    """Remove the file of an earlier save that says that it is whole, before another save writes over it."""
+    save = checkpointer.dcp_save
 
     def dcp_save(state_dict: dict[str, object], checkpoint_id: str, *arguments: object, **options: object) -> object:
-        if is_remote(checkpoint_id):
-            return save(state_dict, checkpoint_id, *arguments, **options)
-        # torchtitan writes file by file over what is there, and passes over a checkpoint without this file.
-        marked = MarkedSave(Path(checkpoint_id), inside=True, written_last=".metadata")
-        saved = save(state_dict, checkpoint_id, *arguments, **options)
-        written = getattr(saved, "upload_completion", saved)
-        if dist.get_rank() != 0:
-            return saved
-        if isinstance(written, Future):
-            written.add_done_callback(partial(_end, marked))
-        else:
-            marked.end()  # torch's save ends when all ranks have written
-        return saved
-
-    def dcp_load(state_dict: dict[str, object], checkpoint_id: str, *arguments: object, **options: object) -> None:
+        # torch writes this file last, and torchtitan passes over a checkpoint without it.
         if not is_remote(checkpoint_id):
-            check_complete(Path(checkpoint_id))
-        load(state_dict, checkpoint_id, *arguments, **options)
+            run_on_first_rank(lambda: Path(checkpoint_id, ".metadata").unlink(missing_ok=True))
+        return save(state_dict, checkpoint_id, *arguments, **options)
 
-    checkpointer.dcp_save, checkpointer.dcp_load = dcp_save, dcp_load
-
-
-def _end(marked: MarkedSave, written: Future[object]) -> None:
-    if not (written.cancelled() or written.exception()):
-        marked.end()
+    checkpointer.dcp_save = dcp_save
 
 
 def _check_training(loss: BaseLoss.Config, communication: str) -> None:

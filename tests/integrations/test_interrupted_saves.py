@@ -1,4 +1,4 @@
-"""Saves over an earlier checkpoint that are cut off or killed.
+"""Saves over an earlier checkpoint that are cut off or killed, also while another job saves there.
 
 A whole version loads then, of which training goes on with the very losses, or all ranks are told what to do.
 """
@@ -351,6 +351,35 @@ def refusal(checkpoint: Path) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def within_another(checkpoint: Path, inside: bool, first_ends_first: bool) -> tuple[list[tuple[str, str]], str]:
+    """In a worker: what is said if a save begins within another, and of what both leave."""
+    with collected() as records:
+        saves = [MarkedSave(checkpoint, inside=inside) for _ in range(2)]
+        if dist.get_rank() == 0 and not inside:
+            checkpoint.write_text("of both")
+        for save in saves if first_ends_first else reversed(saves):
+            save.complete()
+    return records, refusal(checkpoint)
+
+
+def saved(checkpoint: Path, inside: bool) -> str:
+    MarkedSave(checkpoint, inside=inside).complete()
+    return refusal(checkpoint)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "beside"])
+@pytest.mark.parametrize("first_ends_first", [True, False], ids=["first ends first", "first ends last"])
+def test_a_mixture_of_two_jobs_is_told(pool: Pools, tmp_path: Path, inside: bool, first_ends_first: bool) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    replies = pool(2).run(within_another, checkpoint, inside, first_ends_first)
+    assert "another job has saved" in replies[0][0][0][1]
+    for _, text in replies:
+        assert "or another job has saved there at the same time" in text
+        assert "resume from another checkpoint" in text
+    assert pool(2).run(saved, checkpoint, inside) == ["", ""]
+    assert {path.name for path in tmp_path.rglob("*")} == {"checkpoint"}
 
 
 def test_what_is_being_saved_is_refused(pool: Pools, tmp_path: Path) -> None:
