@@ -363,8 +363,7 @@ def named_contenders(names: str, gpus_per_node: int | None, lora: bool) -> list[
         frozen = None if one.is_torchs else one.strategy.frozen
         if not lora and (one.base, frozen) != (None, None):
             raise ValueError(f"--strategies {name} is for a frozen base, which --lora has; add --lora 16, say")
-        is_told = gpus_per_node is None or one.is_torchs or one.strategy.gpus_per_node is not None
-        found.append(one if is_told else one.on_nodes_of(gpus_per_node or 1))
+        found.append(one if gpus_per_node is None or one.gpus_per_node else one.on_nodes_of(gpus_per_node))
     return found
 
 

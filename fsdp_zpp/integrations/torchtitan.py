@@ -67,16 +67,12 @@ def strategy_from_text(text: str) -> Strategy | None:
         raise ValueError(str(error)) from None  # tyro reports no other error as one of the flag
 
 
-def _text_of(strategy: Strategy | None) -> str:
-    return "None" if strategy is None else json.dumps(strategy.to_dict())
-
-
 _FLAG = PrimitiveConstructorSpec(
     nargs=1,
     metavar=f"{{{','.join(PRESETS)},None}}|JSON",
     instance_from_str=lambda arguments: strategy_from_text(arguments[0]),
     is_instance=lambda value: value is None or isinstance(value, Strategy),
-    str_from_instance=lambda strategy: [_text_of(strategy)],
+    str_from_instance=lambda strategy: ["None" if strategy is None else json.dumps(strategy.to_dict())],
 )
 
 
