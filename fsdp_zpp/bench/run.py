@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from fsdp_zpp.comm.agreement import agree, from_first_rank, run_on_first_rank
 from fsdp_zpp.planner.choice import aligned
-from fsdp_zpp.planner.cli import is_rank_zero
+from fsdp_zpp.planner.cli import errors_of_arguments, is_rank_zero
 from fsdp_zpp.planner.cluster import GIB, whole, world
 from fsdp_zpp.planner.model_size import module_size
 from fsdp_zpp.strategy.strategy import LEGAL_LEVELS
@@ -363,8 +363,7 @@ def named_contenders(names: str, gpus_per_node: int | None, lora: bool) -> list[
         frozen = None if one.is_torchs else one.strategy.frozen
         if not lora and (one.base, frozen) != (None, None):
             raise ValueError(f"--strategies {name} is for a frozen base, which --lora has; add --lora 16, say")
-        is_told = gpus_per_node is None or one.is_torchs or one.strategy.gpus_per_node is not None
-        found.append(one if is_told else one.on_nodes_of(gpus_per_node or 1))
+        found.append(one if gpus_per_node is None or one.gpus_per_node else one.on_nodes_of(gpus_per_node))
     return found
 
 
@@ -393,7 +392,7 @@ def add_bench(subparsers: argparse._SubParsersAction[Any], formatter: Any) -> No
 def run(arguments: argparse.Namespace) -> int:
     logging.basicConfig(format="%(message)s")
     logging.getLogger(__package__).setLevel(logging.INFO)
-    try:
+    with errors_of_arguments(arguments.parser):
         check(arguments)
         if arguments.strategies is not None:  # names are checked before the hub is asked for a model
             named_contenders(arguments.strategies, arguments.gpus_per_node, arguments.lora is not None)
@@ -404,12 +403,6 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--sequence must be at most {most:,}, the positions that the model has, got {given}")
         with joined() as place:
             findings = measure_all(arguments, config, place)
-    # These are errors of the arguments; anything else is a bug and keeps its traceback.
-    except (ValueError, TypeError, ModuleNotFoundError, OSError) as error:
-        # All ranks have the same arguments and so the same error; one message is enough.
-        if is_rank_zero():
-            arguments.parser.error(str(error))
-        return 2
     if is_rank_zero():
         _report(findings, arguments)
     return 0 if findings.recommendation.strategy is not None else NOTHING_MEASURED

@@ -22,14 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._common import NO_DEEPSPEED, absent, quantizes, refuse, refuse_set, require, strategy_of
+from ._common import NO_DEEPSPEED, quantizes, refuse, refuse_set, require, strategy_of
 
-try:
-    from axolotl.integrations.base import BasePlugin
-except ModuleNotFoundError as error:
-    if (error.name or "").split(".")[0] != "axolotl":
-        raise
-    raise absent("axolotl") from None
+require("axolotl", "0")
+
+from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictType
@@ -158,7 +158,7 @@ def prepare_references_by_strategy() -> None:
 
 # ---- transformers
 
-T = TypeVar("T", bound=Trainer)
+T = TypeVar("T", bound=Trainer | type[Trainer])
 
 _FULL_ADAPTERS = (
     "for checkpoints of adapters with FULL_STATE_DICT (fsdp_config={'state_dict_type': 'SHARDED_STATE_DICT'} needs no "
@@ -166,15 +166,7 @@ _FULL_ADAPTERS = (
 )
 
 
-@overload
-def use_strategy(trainer: type[T], strategy: Strategy) -> type[T]: ...
-
-
-@overload
-def use_strategy(trainer: T, strategy: Strategy) -> T: ...
-
-
-def use_strategy(trainer: Any, strategy: Strategy) -> Any:
+def use_strategy(trainer: T, strategy: Strategy) -> T:
     """Make ``trainer`` shard its model by ``strategy``, in its training and in its evaluations.
 
     It needs no other argument. With ``TrainingArguments(fsdp=True)``, Trainer leaves a model where it is until it is
@@ -198,16 +190,16 @@ def use_strategy(trainer: Any, strategy: Strategy) -> Any:
             raises it when it is called.
     """
     if isinstance(trainer, type):
-        return _subclass(trainer, strategy)
+        return _subclass(trainer, strategy)  # type: ignore[no-any-return]
     if isinstance(trainer, ShardingTrainer):
         raise ValueError(f"this trainer has a strategy already, {trainer.strategy}")
     _shard_by(trainer, strategy)
     trainer.__class__ = _subclass(type(trainer), strategy)
-    trainer._announce_writes()
+    trainer._announce_writes()  # type: ignore[attr-defined]  # of its new class
     return trainer
 
 
-def _subclass(cls: type, strategy: Strategy) -> type:
+def _subclass(cls: type, strategy: Strategy) -> Any:
     if not issubclass(cls, Trainer):
         raise TypeError(f"use_strategy takes a Trainer or a class derived from it, got {cls.__name__}")
     if issubclass(cls, ShardingTrainer):

@@ -6,6 +6,8 @@ import argparse
 import inspect
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -220,17 +222,23 @@ def add_plan(subparsers: argparse._SubParsersAction[Any], formatter: Any) -> Non
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the plan, report it and return the exit status. Under torchrun only rank 0 reports."""
-    try:
+    with errors_of_arguments(arguments.parser):
         result = _plan(arguments)
-        if is_rank_zero():
-            print(plan_to_json(result) if arguments.json else result)
-    # These are errors of the arguments; anything else is a bug and keeps its traceback.
+    if is_rank_zero():
+        print(plan_to_json(result) if arguments.json else result)
+    return NOTHING_FITS if result.choice is None else 0
+
+
+@contextmanager
+def errors_of_arguments(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Return a context that exits with 2 on errors of the arguments; any other is a bug and keeps its traceback."""
+    try:
+        yield
     except (ValueError, TypeError, ModuleNotFoundError, OSError) as error:
         # All ranks have the same arguments and so the same error; one message is enough.
         if is_rank_zero():
-            arguments.parser.error(str(error))
-        return 2
-    return NOTHING_FITS if result.choice is None else 0
+            parser.error(str(error))
+        raise SystemExit(2) from None
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:

@@ -192,7 +192,8 @@ def test_models_that_cannot_be_sized_are_refused(
         assert "is not a causal language model that transformers can build" in refused(capsys, *model)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     error = refused(capsys, "--model", "nobody/no-such-model", *CLUSTER)
-    assert "error: the hub could not be reached for the config of nobody/no-such-model" in error
+    assert "error: nobody/no-such-model is not a causal language model that transformers can build" in error
+    assert "We couldn't connect to 'https://huggingface.co'" in error
 
 
 def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
