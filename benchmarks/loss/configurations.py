@@ -161,6 +161,7 @@ _CHANGES = {
     "outer": ("outer_lr", float),
     "momentum": ("outer_momentum", float),
     "start": ("start", int),
+    "moments": ("moments_every", int),
 }
 
 

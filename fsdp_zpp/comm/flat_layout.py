@@ -391,6 +391,13 @@ class Sharded:
         """Return this rank's shard of each parameter, by FQN, ready to be read and written to."""
         return {}
 
+    def named_parts(self, parameter: nn.Parameter, of: Tensor) -> Mapping[str, Tensor]:
+        """Return the parts, by FQN, of a contiguous tensor that is laid out as this rank's shard of a parameter.
+
+        The parameter is as an optimizer holds it, and may consist of several original ones.
+        """
+        return {}
+
     def placements(self) -> Mapping[str, Hashable]:
         """Return how FSDP and other parallelisms have placed each parameter, by FQN, in the order of the shards."""
         return {}

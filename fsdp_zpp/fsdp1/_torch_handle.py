@@ -295,13 +295,22 @@ class ShardedHandle(Sharded):
 
     def named_shards(self) -> dict[str, Tensor]:
         copy_replaced(self.handle)
-        shard = self.shards()[0].detach()
+        return self._parts_of(self.shards()[0].detach())
+
+    def _parts_of(self, shard: Tensor) -> dict[str, Tensor]:
         layout, first = self.layout.around(shard)
         bounds = (
             (start - first, start - first + p.numel) for p, start in zip(layout.pieces, layout.starts, strict=True)
         )
         held = (shard.view(-1)[max(start, 0) : max(stop, 0)] for start, stop in bounds)
         return {piece.name: part for piece, part in zip(layout.pieces, held, strict=True)}
+
+    def named_parts(self, parameter: nn.Parameter, of: Tensor) -> dict[str, Tensor]:
+        flat_param = self.handle.flat_param
+        if not flat_param._params:
+            return self._parts_of(of)
+        pairs = zip(flat_param._fqns, flat_param._params, strict=True)
+        return {name: of for name, original in pairs if original is parameter}
 
     def placements(self) -> dict[str, tuple[str, ...]]:
         flat_param = self.handle.flat_param

@@ -278,6 +278,10 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     def named_shards(self) -> dict[str, Tensor]:
         return dict(zip(self._names(), self.shards(), strict=True))
 
+    def named_parts(self, parameter: nn.Parameter, of: Tensor) -> dict[str, Tensor]:
+        pairs = zip(self._names(), self.fsdp_params, strict=True)
+        return {name: of for name, param in pairs if param.sharded_param is parameter}
+
     def placements(self) -> dict[str, tuple[str, ...]]:
         return dict(zip(self._names(), axes_of(self.fsdp_params), strict=True))
 

@@ -18,7 +18,7 @@ from fsdp_zpp.strategy.local_steps import LocalSteps
 
 from ._torch_members import Members
 from .fragment import Fragment, Progress
-from .local_training import LocalTraining, OptimizerState, before_forward_of, optimizers_of
+from .local_training import LocalTraining, OptimizerMoments, OptimizerState, before_forward_of, optimizers_of
 from .outer_step import OuterFit, OuterStep, OuterStepState, Products, chunk_numel, relative_weights
 
 # ---- elastic outer step
@@ -291,9 +291,10 @@ class ElasticTraining(LocalTraining):
         ranks: ProcessMesh,
         steps_are_announced: Callable[[], bool],
         other_axes: Callable[[], Iterable[dist.ProcessGroup]],
+        moments: OptimizerMoments,
         parameters: Callable[[], Sequence[nn.Parameter]],
     ) -> None:
-        super().__init__(model, fragments, reductions, ranks, steps_are_announced, other_axes)
+        super().__init__(model, fragments, reductions, ranks, steps_are_announced, other_axes, moments)
         assert self._config.elastic is not None
         self._fragments = fragments
         self._parameters = parameters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -9,11 +10,35 @@ from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fsdp_zpp.comm.flat_layout import Sharded
 from fsdp_zpp.strategy.local_steps import LocalSteps
 
 from .outer_step import OuterStep, OuterStepState
+
+# ---- known optimizers
+#
+# Optimizers that step a model's parameters, by numbers that are the same on all ranks.
+
+
+class KnownOptimizers:
+    """Numbers optimizers in the order in which they become known, by events that all ranks see."""
+
+    # It keeps no optimizer alive: ranks may free one at different times, but its number stays.
+    def __init__(self) -> None:
+        self.count = 0
+        self._numbers = weakref.WeakKeyDictionary[Optimizer, int]()
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Give an optimizer a number, unless it has one, or wraps an optimizer that has one."""
+        if optimizer not in self._numbers and all(optimizer.state is not each.state for each in self._numbers):
+            self._numbers[optimizer] = self.count
+            self.count += 1
+
+    def alive(self) -> Mapping[int, Optimizer]:
+        return {number: optimizer for optimizer, number in self._numbers.items()}
+
 
 # ---- fragment
 #
@@ -76,6 +101,7 @@ class Fragment:
     ) -> None:
         self.config, self.outer, self.progress = config, outer, Progress()
         self.pending: dict[int, tuple[list[ParameterState], Callable[[list[ParameterState]], None]]] = {}
+        self.optimizers = KnownOptimizers()
         self._own: dict[str, Tensor] | None = None
         self._unit = unit
         self._changed: set[str] = set()  # trained since their last exchange

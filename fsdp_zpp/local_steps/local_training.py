@@ -1,13 +1,15 @@
-"""Training with local steps: when weights are exchanged."""
+"""Training with local steps: when weights and optimizers' moments are exchanged."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from operator import itemgetter
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,25 +19,29 @@ from torch.optim import Optimizer
 
 from fsdp_zpp.comm.agreement import (
     PLACE,
+    agree,
     agree_on_use,
     check_agreement,
+    from_each_rank,
     on_any_rank,
     ordered_sum,
     replicas_are_equal,
 )
+from fsdp_zpp.comm.flat_layout import Sharded
 from fsdp_zpp.comm.gradient_reduce import StepReductions, set_synchronous
-from fsdp_zpp.comm.hops import SideStream
-from fsdp_zpp.comm.mesh import ProcessMesh, collective_device
-from fsdp_zpp.strategy.local_steps import TARGET_GAIN
+from fsdp_zpp.comm.hops import Hop, SideStream, Traffic, decode, encode
+from fsdp_zpp.comm.mesh import ProcessMesh, collective_device, for_collectives
+from fsdp_zpp.strategy.local_steps import MOMENT_CODEC, TARGET_GAIN
 
 from .fragment import Fragment, ParameterState
-from .outer_step import MOST_GAIN, MOST_IN_A_ROW, Products
+from .outer_step import MOST_GAIN, MOST_IN_A_ROW, NodeChunks, Products
 
 # ---- made optimizers
 #
 # Optimizers of this process, from their construction on, by the parameters that they were given.
 #
-# A node that joins takes over states before its own optimizers have stepped.
+# A node that joins takes over states before its own optimizers have stepped. fragment.py has the optimizers
+# that have stepped.
 
 _MADE = "_fsdp_zpp_made"
 
@@ -144,6 +150,261 @@ def _restored(saved: object, present: object, parameter: nn.Parameter, group: Ma
     return saved.to(parameter.device) if saved.ndim or counts_on_device else saved
 
 
+# ---- moment average
+#
+# Average of optimizers' moments over nodes that train on their own.
+#
+#     this node's moments         this rank's part of each parameter's, in its own dtype
+#         | in chunks             fp32, each parameter in a chunk for each node
+#     mean over nodes             encode, all-to-all among the ranks with this local index, decode, sum in fp32
+#         | each rank its chunk
+#     moments of all nodes        encode, all-gather among the same ranks, decode: equal bit for bit
+#
+# Source: DES-LOC (arXiv 2505.22549), algorithm 1, which averages moments more rarely than weights.
+#
+# [Note: Roots of moments]
+# Adam divides by the root of its second moment. A blockwise code rounds the small values of a block to 0, and an update
+# is then divided by eps alone. So lossy codecs encode fourth roots, with their signs: the smallest code of 8 bits
+# stands for 1 / 127**4 of a block's largest value. In a block without negative values, a root that would still round to
+# 0 decodes to half a code. First moments are encoded in the same way, since their small values matter as much: an
+# optimizer divides each by its own scale. The mean is that of the moments, not of their roots.
+
+_HALF_CODE = 1 / 254  # half of the distance between two codes of 8 bits, as a share of a block's largest value
+
+
+class MomentAverage:
+    """Replaces moments by their mean over nodes; roots of moments are sent in 8 bits."""
+
+    def __init__(self, mesh: ProcessMesh, traffic: Traffic, label: str) -> None:
+        assert mesh.inter is not None
+        self._label, self._nodes = label, mesh.topology.nodes
+        self._reduce = Hop(mesh.inter, "reduce", "inter", traffic)
+        self._gather = Hop(mesh.inter, "gather", "inter", traffic)
+
+    @torch.no_grad()
+    def average(self, moments: Mapping[str, Tensor], placements: Mapping[str, Hashable]) -> None:
+        """Replace moments of one kind, such as Adam's second ones, by their mean over nodes, in place.
+
+        Collective among the ranks with this local index, unless these hold nothing of the moments. Moments
+        are contiguous, of the same sizes on all nodes.
+        """
+        held = {name: moment.view(-1) for name, moment in moments.items() if moment.numel()}
+        if not held:
+            return
+        numels = {name: moment.numel() for name, moment in held.items()}
+        chunks = NodeChunks(numels, placements, self._nodes, MOMENT_CODEC.block)
+        device = for_collectives(next(iter(held.values())).new_empty(0), self._gather.group).device
+        # Zeros where chunks are padded.
+        flat = torch.zeros(self._nodes, chunks.layout.numel, dtype=torch.float32, device=device)
+        for name, places, part in chunks.places(flat):
+            part.copy_(held[name][places])
+        # Payloads stay in one expression with their consumers, so that they are freed.
+        self._decode(self._reduce.all_to_all(self._encoded(flat), self._label), flat)
+        mean = flat[:1]
+        for other in flat[1:]:  # one after the other, so that copies on other axes are summed in the same order
+            mean.add_(other)
+        self._decode(self._gather.all_gather(self._encoded(mean.div_(self._nodes)), self._label), flat)
+        for name, places, part in chunks.places(flat):
+            held[name][places].copy_(part)
+
+    def _encoded(self, rows: Tensor) -> Tensor:
+        for row in rows:
+            signs = row.sign()
+            row.abs_().sqrt_().sqrt_().mul_(signs)
+        return encode(MOMENT_CODEC, rows.view(-1), 1, len(rows), self._label)
+
+    def _decode(self, payload: Tensor, rows: Tensor) -> None:
+        decode(MOMENT_CODEC, payload, rows.view(-1), 1, len(rows), self._label)
+        for row in rows:
+            whole = len(row) // MOMENT_CODEC.block * MOMENT_CODEC.block
+            for blocks in (row[:whole].view(-1, MOMENT_CODEC.block), row[whole:].view(1, -1)):
+                if blocks.numel():
+                    _raise_zeros(blocks)
+            signs = row.sign()
+            row.square_().square_().mul_(signs)
+
+
+def _raise_zeros(blocks: Tensor) -> None:
+    """Raise values to at least half a code in blocks that have no negative value; see [Note: Roots of moments]."""
+    half, lowest = blocks.amax(1, keepdim=True).mul_(_HALF_CODE), blocks.amin(1, keepdim=True)
+    torch.maximum(blocks, torch.where(lowest < 0, -torch.inf, half), out=blocks)
+
+
+# ---- moments
+#
+# Finds the optimizers' moments of a model whose nodes train on their own, and averages them over nodes.
+#
+# [Note: States that nodes average]
+# A state is a moment if it is a floating-point tensor of as many values as this rank holds of its parameter: Adam's
+# two, Muon's momentum. After an average all nodes hold the same states bit for bit. A node whose optimizer has no state
+# of a parameter yet, because it never got a gradient there, counts as zeros, as its gradients would have been. Numbers,
+# such as step counters, are taken from the node that has made most steps with the parameter: with fewer steps, bias
+# corrections would make updates larger. Everything else can't be averaged, and is refused.
+
+_CALL = "an average of moments over nodes"
+Number = int | float | Tensor
+States = Mapping[str, torch.dtype | Number]  # of a parameter, by name: the dtype of a moment, or a number
+Key = tuple[str, str, int]  # a unit's name, a parameter's FQN, and its optimizer's number
+
+
+class MomentUnit(Protocol):
+    sharded: Sharded
+    ranks: ProcessMesh
+    traffic: Traffic
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """A parameter that an optimizer holds in a group."""
+
+    unit: MomentUnit
+    name: str  # its FQN, or the first one of a flat parameter
+    parameter: nn.Parameter
+    optimizer: Optimizer
+    group: Mapping[str, Any]
+    number: int  # of the optimizer, among those that are known
+
+    def described(self) -> States:
+        """Return the dtypes of its moments and the numbers, or raise a ValueError if nodes can't average its states."""
+        states = self.optimizer.state.get(self.parameter, {})  # empty before the optimizer's first step with it
+        return {name: self._described(name, value) for name, value in states.items() if value is not None}
+
+    def _described(self, name: str, value: object) -> torch.dtype | Number:
+        if isinstance(value, int | float):
+            return value
+        local = _local(value)
+        if isinstance(local, Tensor) and type(local) in (Tensor, nn.Parameter) and local.layout == torch.strided:
+            if local.ndim == 0:
+                return local.detach().cpu()
+            numel = _local(self.parameter).numel()
+            if local.is_floating_point() and local.is_contiguous() and local.numel() == numel:
+                return local.dtype
+        shape = f" {local.dtype} of shape {list(local.shape)}" if isinstance(local, Tensor) else ""
+        raise ValueError(
+            f"{self.unit.sharded.name}: {type(self.optimizer).__name__} keeps {name!r} of {self.name} as a "
+            f"{type(local).__name__}{shape}, which nodes can't average: a moment is a plain, contiguous floating-point "
+            "tensor with as many values as the rank holds of the parameter; use another optimizer, or local steps "
+            "without moments_every"
+        )
+
+    def adopt(self, states: States) -> None:
+        state = self.optimizer.state[self.parameter]
+        for name, value in states.items():
+            if not isinstance(value, torch.dtype):
+                state[name] = _restored(value, state.get(name), self.parameter, self.group)
+            elif state.get(name) is None:
+                zeros = torch.zeros(_local(self.parameter).shape, dtype=value)
+                state[name] = _restored(zeros, None, self.parameter, self.group)
+
+
+class OptimizerMoments:
+    """Averages the moments of a model's optimizers over nodes."""
+
+    def __init__(self, model: str, units: Mapping[Fragment, MomentUnit], ranks: ProcessMesh) -> None:
+        self._model, self._units, self._ranks = model, units, ranks
+        self._optimizers = next(iter(units)).optimizers
+
+    def saw(self, optimizer: object) -> None:
+        if isinstance(optimizer, Optimizer):
+            self._optimizers.add(optimizer)
+
+    @torch.no_grad()
+    def average(self, fragments: Sequence[Fragment]) -> None:
+        """Replace the moments of all nodes by their mean, the same bit for bit. Collective.
+
+        Raises a ValueError on every rank, before any moment is sent, if nodes can't average a state, nodes keep
+        different states, or no optimizer is known.
+        """
+        units = [self._units[fragment] for fragment in fragments]
+        held, described = agree(self._ranks.group, lambda: self._described(units), call=_CALL)
+        gone = self._gone_on_any_rank()
+        described = {key: states for key, states in described.items() if key[2] not in gone}
+        by_node = [
+            from_each_rank(
+                {key: states for key, states in described.items() if held[key].unit.ranks == mesh}, mesh.inter
+            )
+            for mesh in dict.fromkeys(unit.ranks for unit in units)
+            if mesh.inter is not None
+        ]
+        agreed = agree(
+            self._ranks.group,
+            lambda: {key: states for each in by_node for key, states in _agreed(each).items()},
+            call=_CALL,
+        )
+        for key, states in agreed.items():
+            held[key].adopt(states)
+        for unit in units:
+            self._average(unit, {held[key]: states for key, states in agreed.items() if held[key].unit is unit})
+
+    def _gone_on_any_rank(self) -> frozenset[int]:
+        """Return the numbers of optimizers that some rank has freed already, others perhaps not yet. Collective."""
+        gone = frozenset(range(self._optimizers.count)) - self._optimizers.alive().keys()
+        group = self._ranks.group
+        return gone if group is None else gone.union(*from_each_rank(gone, group))
+
+    def _average(self, unit: MomentUnit, held: Mapping[_Held, States]) -> None:
+        kinds: dict[tuple[str, int], dict[str, Tensor]] = {}
+        for each, states in held.items():
+            for state, value in states.items():
+                if isinstance(value, torch.dtype):
+                    moment = _local(each.optimizer.state[each.parameter][state])
+                    kinds.setdefault((state, each.number), {}).update(unit.sharded.named_parts(each.parameter, moment))
+        over_nodes = MomentAverage(unit.ranks, unit.traffic, unit.sharded.name)
+        placements = unit.sharded.placements()
+        for _, moments in sorted(kinds.items(), key=itemgetter(0)):
+            over_nodes.average(moments, placements)
+
+    def _described(self, units: Sequence[MomentUnit]) -> tuple[dict[Key, _Held], dict[Key, States]]:
+        held = {(unit.sharded.name, each.name, each.number): each for unit in units for each in self._held(unit)}
+        return held, {key: each.described() for key, each in held.items()}
+
+    def _held(self, unit: MomentUnit) -> Iterator[_Held]:
+        """Yield the unit's parameters that optimizers hold and this rank has values of; the same on all nodes."""
+        if not self._optimizers.count:
+            raise ValueError(
+                f"{self._model}: nodes average the moments of optimizers, but no optimizer derived from "
+                "torch.optim.Optimizer has stepped its parameters; use such an optimizer, or local steps without "
+                "moments_every and stop"
+            )
+        of: dict[int, list[tuple[Optimizer, dict[str, Any], int]]] = {}
+        for number, optimizer in self._optimizers.alive().items():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    of.setdefault(id(parameter), []).append((optimizer, group, number))
+        for parameter in unit.sharded.parameters():
+            local: Tensor = _local(parameter).detach()
+            if local.numel():
+                name = next(iter(unit.sharded.named_parts(parameter, local)))
+                for holder in of.get(id(parameter), []):
+                    yield _Held(unit, name, parameter, *holder)
+
+
+def _agreed(by_node: Sequence[Mapping[Key, States]]) -> dict[Key, States]:
+    """Return the states that all nodes will have; raise a ValueError if those of a parameter differ in kind."""
+    agreed: dict[Key, States] = {}
+    for key in dict.fromkeys(key for node in by_node for key in node):
+        present = [states for node in by_node if (states := node.get(key))]
+        if not present:
+            continue
+        alike = all(_kinds(states) == _kinds(present[0]) for states in present)
+        if not alike or any(key not in node for node in by_node):
+            raise ValueError(
+                f"{key[0]}: nodes average the moments of {key[1]}, but their optimizers keep different states of it; "
+                "use the same optimizers with the same parameters on every node"
+            )
+        agreed[key] = max(present, key=_steps)
+    return agreed
+
+
+def _kinds(states: States) -> dict[str, Hashable]:
+    return {name: value if isinstance(value, torch.dtype) else "number" for name, value in states.items()}
+
+
+def _steps(states: States) -> float:
+    steps = states.get("step", 0)
+    return 0.0 if isinstance(steps, torch.dtype) else float(steps)
+
+
 # ---- local training
 #
 # Local-update training of a model: it counts steps, and exchanges fragments between nodes when they are due.
@@ -198,8 +459,9 @@ class LocalTraining:
         ranks: ProcessMesh,
         steps_are_announced: Callable[[], bool],
         other_axes: Callable[[], Iterable[dist.ProcessGroup]],
+        moments: OptimizerMoments,
     ) -> None:
-        self._other_axes = other_axes
+        self._other_axes, self.moments = other_axes, moments
         self.model, self._all, self._reductions, self._ranks = model, fragments, reductions, ranks
         self._trained = [fragment for fragment in fragments if fragment.was_trained]
         self._steps_are_announced = steps_are_announced
@@ -316,6 +578,7 @@ class LocalTraining:
         if due:
             self._on_any_rank(False, before_forward_of(step), units=f"{due} of {len(self._trained)} after step {step}")
             self._agree_on_exchange([self._trained[index] for index in due])
+            self._average_moments([self._trained[index] for index in due])
         for index in due:
             fragment = self._trained[index]
             if fragment.progress.arrives is not None:  # it is due early, since another unit has joined the schedule
@@ -339,6 +602,14 @@ class LocalTraining:
             fragment.changed = on_any()
         if fragments:
             self._fit(fragments, self._products(fragments))
+
+    def _average_moments(self, fragments: Sequence[Fragment]) -> None:
+        """Average the moments of those fragments whose next exchange includes them. Collective."""
+        # This comes before the weights are sent, since hops over the same ranks take turns, and this one is waited for.
+        every = self._config.moments_every
+        due = [each for each in fragments if every is not None and (each.progress.sent + 1) % every == 0]
+        if due and due[0].progress.made:
+            self.moments.average(due)
 
     @property
     def _groups(self) -> list[dist.ProcessGroup]:
@@ -401,6 +672,7 @@ class LocalTraining:
             if fragment.progress.arrives is not None:
                 fragment.receive(self._config.mix)
         self._agree_on_exchange(self._trained)
+        self._average_moments(self._trained)
         for fragment in self._trained:
             fragment.send(step)
         for fragment in self._trained:

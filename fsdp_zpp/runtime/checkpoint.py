@@ -310,6 +310,9 @@ def _optimizer_states(
             f"with local_steps, each node of this {type(model).__name__} has optimizer states of its own: pass "
             "CodecState(model, optimizer), or a list if there are several optimizers"
         )
+    for fragment in fragments:  # after a resumption, an exchange may come before the first step
+        for each in listed:
+            fragment.optimizers.add(each)
     return {
         f"optimizer {at}": OptimizerState(each, fragments[0]) for at, each in enumerate(listed if fragments else [])
     }

@@ -22,7 +22,7 @@ from fsdp_zpp.comm.agreement import agree_on_use, check_agreement, check_replica
 from fsdp_zpp.comm.hops import running_backward
 from fsdp_zpp.comm.weight_gather import SecondaryShardPrefetcher
 from fsdp_zpp.local_steps.elastic import ElasticFragment, ElasticTraining
-from fsdp_zpp.local_steps.local_training import LocalTraining, note_optimizer
+from fsdp_zpp.local_steps.local_training import LocalTraining, OptimizerMoments, note_optimizer
 
 from .log_line import Groups, log_summaries
 from .unit import ParameterUnit, StrategyUnit, units_of, warn_of_unmatched
@@ -135,7 +135,7 @@ class StepTracker:
             self._make_stale(ids)
         else:
             self._make_stale_in_backward(ids)
-        self._step_ended()
+        self._step_ended(optimizer)
         self._step_made(ids)
 
     def optimizer_switched(self, optimizer: Optimizer) -> None:
@@ -163,7 +163,7 @@ class StepTracker:
                     "of scaled gradients can't be added to gradients of another scale; train in bf16 without a scaler, "
                     "or leave out error_feedback"
                 )
-        self._step_ended()
+        self._step_ended(optimizer)
 
     def gradients_cleared(self, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
         """Handle ``optimizer.zero_grad()``; it also drops what earlier micro-batches of the step have accumulated."""
@@ -190,8 +190,10 @@ class StepTracker:
 
     # ---- the end of a step
 
-    def _step_ended(self) -> None:
+    def _step_ended(self, optimizer: object) -> None:
         """Handle a step, made or skipped; only the first after a synchronization ends the model's step."""
+        if self._local_training is not None:
+            self._local_training.moments.saw(optimizer)
         backward = running_backward()
         if backward is None or backward == self._synchronized_in:
             self._end_step()
@@ -456,7 +458,8 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -
         return dict.fromkeys(axis for unit in fragments.values() for axis in unit.sharded.other_axes())
 
     reductions = [unit.reductions for unit in fragments.values()]
-    how = reductions, next(iter(fragments.values())).ranks, steps_are_announced, other_axes
+    ranks = next(iter(fragments.values())).ranks
+    how = reductions, ranks, steps_are_announced, other_axes, OptimizerMoments(model, fragments, ranks)
     elastic = [fragment for fragment in fragments if isinstance(fragment, ElasticFragment)]
     if elastic:
         training: LocalTraining = ElasticTraining(

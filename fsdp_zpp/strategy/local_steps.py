@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
-from fsdp_zpp.codecs import Codec, Int4, check_codec, check_place
+from fsdp_zpp.codecs import Codec, Int4, Int8, check_codec, check_place
 from fsdp_zpp.names import explains_keywords
 
 from .error_feedback import LoCo, check_loco
@@ -19,6 +19,8 @@ from .error_feedback import LoCo, check_loco
 # other, in 4 bits; Pier (arXiv 2511.17849) for synchronous steps at the beginning.
 
 _INT4 = Int4(128)
+
+MOMENT_CODEC = Int8(128)  # encodes optimizers' moments in exchanges
 
 
 @explains_keywords
@@ -53,6 +55,9 @@ class LocalSteps:
         offload: Whether the agreed weights and the momentum are kept on the CPU between exchanges. The CPU then waits
             for an exchange when it is sent, in spite of an overlap.
         start: Number of synchronous steps at the beginning.
+        moments_every: Nodes also average their optimizers' moments, in every ``moments_every``-th exchange of a
+            fragment, as int8; None leaves each node its own. DES-LOC (arXiv 2505.22549) takes 3 with Adam. The next
+            forward waits for them, in spite of an overlap.
         elastic: Lets nodes be lost, and come back or join, while the others train on; each is a job of its own.
 
     Raises:
@@ -72,6 +77,7 @@ class LocalSteps:
     mix: float = 1.0
     offload: bool = False
     start: int = 0
+    moments_every: int | None = None
     elastic: Elastic | None = None
 
     def __post_init__(self) -> None:
@@ -91,6 +97,11 @@ class LocalSteps:
             )
         if not _is_number(self.mix) or not 0 <= self.mix <= 1:
             raise ValueError(f"mix must be in [0, 1], got {self.mix!r}")
+        if self.moments_every is not None and not _is_count(self.moments_every, 1):
+            raise ValueError(
+                "moments_every must be an int of 1 or more exchanges, or None, which leaves moments alone; got "
+                f"{self.moments_every!r}"
+            )
         for name in ("spread", "offload"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -125,11 +136,12 @@ class LocalSteps:
             return
         if not isinstance(self.elastic, Elastic):
             raise TypeError(f"elastic must be Elastic(...) or None, got {self.elastic!r}")
-        if self.start:
-            raise ValueError(
-                f"elastic nodes do not support start={self.start}, for which all nodes would have to be there: leave "
-                "it out"
-            )
+        for name, unset in (("start", 0), ("moments_every", None)):
+            if (given := getattr(self, name)) != unset:
+                raise ValueError(
+                    f"elastic nodes do not support {name}={given!r}, for which all nodes would have to be there: leave "
+                    "it out"
+                )
         if self.overlap:
             raise ValueError(
                 f"overlap={self.overlap} leaves an exchange under way while nodes train on, which elastic nodes could "
@@ -153,8 +165,10 @@ class LocalSteps:
         arrives = f", arriving {self.overlap} step{'s' * (self.overlap > 1)} later" if self.overlap else ""
         mixed = f", mixed in at {self.mix}" if self.mix < 1 else ""
         started = f", after {self.start} synchronous step{'s' * (self.start > 1)}" if self.start else ""
+        which = "each exchange" if self.moments_every == 1 else f"1 of {self.moments_every} exchanges"
+        moments = "" if self.moments_every is None else f", moments in {which} as {MOMENT_CODEC}"
         members = f", among {self.elastic}" if self.elastic else ""
-        outer = f"outer lr {self.outer_lr}, Nesterov momentum {self.outer_momentum}{arrives}{mixed}"
+        outer = f"outer lr {self.outer_lr}, Nesterov momentum {self.outer_momentum}{arrives}{mixed}{moments}"
         return f"every {self.every} steps as {sent}, {outer}{started}{members}"
 
 

@@ -23,8 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_zpp.comm import mesh
-
 TIMEOUT = timedelta(seconds=110)  # of a collective, and of a task
 GRACE = 6.0  # seconds in which ranks answer once one has failed: they may hang in a collective that it never entered
 PRELOADED = """
@@ -105,7 +103,6 @@ def _work(rank: int, world: int, port: int, pipe: Connection) -> None:
     gc.freeze()  # or each collection would walk through all of torch
     init_process_group(rank, world, port)
     while (task := pipe.recv()) is not None:
-        mesh._axes.clear()  # of the mesh of an earlier test over the same ranks
         module, name, args, deadline = task
         # A rank that hangs says where, with the test's captured output, before the pool ends it.
         faulthandler.dump_traceback_later(max(deadline - GRACE - time.monotonic(), 1.0))

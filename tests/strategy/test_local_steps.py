@@ -27,6 +27,7 @@ from fsdp_zpp.strategy.local_steps import (
         ({"every": 4, "overlap": 4}, ValueError, "below every=4, so that"),
         ({"start": -1}, ValueError, "start must be an int of 0 or more synchronous steps at the beginning, got -1"),
         ({"stop": 900}, TypeError, "LocalSteps has no argument 'stop'"),
+        ({"moments_every": 0}, ValueError, "moments_every must be an int of 1 or more exchanges, or None, .* got 0"),
         ({"outer_lr": 0}, ValueError, "outer_lr must be a number above 0, got 0"),
         ({"outer_momentum": "auto", "outer_lr": 1.4}, ValueError, "outer_lr=1.4 leaves no room for momentum"),
         ({"spread": 1}, TypeError, "spread must be True or False, got 1"),
@@ -53,7 +54,9 @@ def test_it_is_a_value() -> None:
     assert len({LocalSteps(8), LocalSteps(8), LocalSteps(32)}) == 2
     assert str(LocalSteps()) == "every 64 steps as int4(128), outer lr 0.7, Nesterov momentum auto"
     assert str(LocalSteps(8, start=50)).endswith("momentum auto, after 50 synchronous steps")
-    assert str(LocalSteps(overlap=2, mix=0.5)).endswith("momentum auto, arriving 2 steps later, mixed in at 0.5")
+    assert str(LocalSteps(overlap=2, mix=0.5, moments_every=3)).endswith(
+        "momentum auto, arriving 2 steps later, mixed in at 0.5, moments in 1 of 3 exchanges as int8(128)"
+    )
     assert str(LocalSteps(elastic=Elastic(4, min_nodes=2))).endswith(", among 2 to 4 nodes that come and go")
 
 
@@ -124,8 +127,9 @@ def test_the_defaults_of_diloco() -> None:
 def test_local_steps_refuse_what_elastic_nodes_cannot_do() -> None:
     with pytest.raises(ValueError, match=r"overlap=2 leaves an exchange under way .*: pass overlap=0"):
         LocalSteps(overlap=2, elastic=Elastic(2))
-    with pytest.raises(ValueError, match=r"elastic nodes do not support start=5, .*: leave it out"):
-        LocalSteps(elastic=Elastic(2), start=5)
+    for name, value in {"start": 5, "moments_every": 3}.items():
+        with pytest.raises(ValueError, match=rf"elastic nodes do not support {name}={value}, .*: leave it out"):
+            LocalSteps(elastic=Elastic(2), **{name: value})
     with pytest.raises(TypeError, match=r"elastic must be Elastic\(...\) or None, got 2"):
         LocalSteps(elastic=2)
     with pytest.raises(TypeError, match="every and elastic are arguments of LocalSteps, too"):

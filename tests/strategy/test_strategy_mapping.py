@@ -36,6 +36,7 @@ LOCAL_STEPS = st.builds(
     mix=st.floats(0, 1),
     offload=st.booleans(),
     start=st.integers(0, 50),
+    moments_every=st.none() | st.integers(1, 9),
 ) | st.builds(
     LocalSteps,
     elastic=st.builds(
