@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from markdown_tables import listed, markdown
@@ -53,6 +53,36 @@ def straddling(rows: Sequence[Row]) -> str:
     """Return a table of relative errors, by the encoded values."""
     errors = {name: f"{{errors[{name}]:.3%}}" for name in rows[0]["errors"]}
     return listed(rows, {"": "{what}", **errors})
+
+
+def entropy(results: Iterable[Result]) -> str:
+    """Return a table of what a lossless stage could save, by payload and step."""
+    rows = [row | payload for result in results for row in result["rows"] for payload in row.get("payloads", [])]
+    columns: dict[str, str | Callable[[Row], str]] = {
+        "": "{name}: {what}, {codec}",
+        "step": "{step}",
+        "bits a code": "{bits_a_code:.2f}",
+        "bits a scale": "{bits_a_scale:.1f}",
+        "bytes that are scales": lambda row: percent(row["scale_bytes"], row),
+        "saved by entropy": lambda row: percent(row["bytes"] - row["ideal_bytes"], row),
+        "by zlib": lambda row: percent(row["bytes"] - row["zlib_bytes"], row),
+        "by LZMA": lambda row: percent(row["bytes"] - row["lzma_bytes"], row),
+        "zlib, MB/s": lambda row: f"{row['bytes'] / row['zlib_seconds'] / 1e6:.0f}",
+        "error": "{error:.3%}",
+        "with bf16 scales": "{error_growth_bf16:+.2%}",
+        "mantissa bits": "{mantissa_bits}",
+    }
+    return listed(rows, columns)
+
+
+def percent(nbytes: float, payload: Row) -> str:
+    """Return bytes as a share of those of a payload."""
+    return f"{nbytes / payload['bytes']:.1%}"
+
+
+def gaussian_codes(rows: Sequence[Row]) -> str:
+    """Return a table of the entropy of codes of normally distributed values."""
+    return listed(rows, {"": "{what}", "bits a code": "{bits_a_code:.3f}", "by theory": "{theory:.3f}"})
 
 
 def final(run: Row) -> float:
