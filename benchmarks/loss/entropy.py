@@ -33,9 +33,14 @@ from training import Corpus, Trainee, train, under_fsdp1
 from fsdp_zpp import codecs
 from fsdp_zpp_kernels import PayloadLayout, dequantize, quantize, quantize_delta
 
-SMALL: dict[str, Any] = {"nodes": 2, "gpus_per_node": 1, "device": "cpu", "simulate": True, "seeds": [0], "jobs": 2}
-SMALL |= {"hidden": 256, "intermediate": 1024, "layers": 4, "heads": 4, "sequence": 128, "batch": 8}
-SMALL |= {"tokens": 300 * 2 * 8 * 128, "validation_tokens": 2**15}  # 300 steps
+SMALL: dict[str, Any] = {
+    "gpus_per_node": 1,
+    "device": "cpu",
+    "simulate": True,
+    "seeds": [0],
+    "validation_tokens": 2**15,
+}
+SMALL |= {"hidden": 256, "intermediate": 1024, "layers": 4, "heads": 4, "sequence": 128, "batch": 4, "tokens": 307_200}
 
 
 def entropy(counts: Tensor) -> float:
