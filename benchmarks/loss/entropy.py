@@ -33,13 +33,7 @@ from training import Corpus, Trainee, train, under_fsdp1
 from fsdp_zpp import codecs
 from fsdp_zpp_kernels import PayloadLayout, dequantize, quantize, quantize_delta
 
-SMALL: dict[str, Any] = {
-    "gpus_per_node": 1,
-    "device": "cpu",
-    "simulate": True,
-    "seeds": [0],
-    "validation_tokens": 2**15,
-}
+SMALL = {"gpus_per_node": 1, "device": "cpu", "simulate": True, "seeds": [0], "validation_tokens": 2**14}
 SMALL |= {"hidden": 256, "intermediate": 1024, "layers": 4, "heads": 4, "sequence": 128, "batch": 4, "tokens": 307_200}
 
 
