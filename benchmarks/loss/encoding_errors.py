@@ -1,13 +1,16 @@
-"""Errors of codecs on one layer, without training. Each is a study of run.py: small-parameters and straddling."""
+"""Errors and entropies of codecs, without training. Each is a study of run.py: small-parameters, straddling and
+gaussian-codes."""
 
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
 import tables
 import torch
+from entropy import Sent, entropy
 from manifest import manifest
 from markdown_tables import aligned
 from torch import Tensor, nn
@@ -193,3 +196,51 @@ def straddling(arguments: list[str]) -> None:
             errors.append({"what": f"{name}, {codec}, hidden {hidden}", "errors": relative_errors(tensors, codec)})
     write(options.output / "result.json", manifest(), argparse.Namespace(hidden=WIDTHS), errors)
     print(aligned(tables.straddling(errors)))
+
+
+# ---- codes of normally distributed values
+
+_GAUSSIAN_CODES = """Entropy of codes of normally distributed values, by sampling and by theory.
+
+    python benchmarks/loss/run.py gaussian-codes
+
+encodes normal values by the library's codecs and by the 2-bit quantizer of Lloyd and Max. Takes seconds on a CPU.
+"""
+SAMPLES = 2**24
+OUTER, INNER = 1.510, 0.4528
+"""Magnitudes of the levels of Lloyd's and Max's 2-bit quantizer, in units of a block's rms."""
+
+
+def theory(codec: Int4 | Int8) -> float:
+    """Return the entropy of a codec's codes, integrated over the largest magnitude of a block."""
+    qmax, block = codec.layout.qmax, codec.block
+    largest = torch.linspace(0.5, 8, 4001, dtype=torch.float64)
+    # Of a block's magnitudes one is the largest; the others are normal below it.
+    within = torch.special.erf(largest / math.sqrt(2))
+    density = torch.exp(-largest.square() / 2) * within ** (block - 1)
+    edges = largest / qmax / math.sqrt(2) * (torch.arange(-qmax, qmax + 2)[:, None] - 0.5).clamp(-qmax, qmax)
+    shares = torch.special.erf(edges).diff(dim=0) / (2 * within) * (block - 1) / block
+    shares[[0, -1]] += 0.5 / block
+    return entropy(shares @ density)
+
+
+def gaussian_codes(arguments: list[str]) -> None:
+    """Measure, write the result and print the table."""
+    parser = argparse.ArgumentParser(description=_GAUSSIAN_CODES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("runs/gaussian-codes"), help="folder of result.json")
+    options = parser.parse_args(arguments)
+    values = torch.randn(SAMPLES, generator=torch.Generator().manual_seed(0))
+    rows = []
+    for codec in (Int4(128), Int4(256), Int8(256)):
+        codes, _ = Sent("", codec.layout, codec.encode(values, 1, 1)[0], values).symbols()
+        rows.append({"what": f"{codec}", "bits_a_code": entropy(codes.bincount()), "theory": theory(codec)})
+    for block in (128, 256):
+        blocks = values.view(-1, block)
+        between = (OUTER + INNER) / 2 * blocks.square().mean(dim=1, keepdim=True).sqrt()
+        codes = (blocks > 0).int() + (blocks > between).int() + (blocks > -between).int()
+        outer = math.erfc((OUTER + INNER) / 2 / math.sqrt(2)) / 2
+        by_theory = entropy(torch.tensor([outer, 0.5 - outer, 0.5 - outer, outer]))
+        what = f"levels of +-{INNER} and +-{OUTER} times the rms, blocks of {block}"
+        rows.append({"what": what, "bits_a_code": entropy(codes.flatten().bincount()), "theory": by_theory})
+    write(options.output / "result.json", manifest(), argparse.Namespace(samples=SAMPLES, seed=0), rows)
+    print(aligned(tables.gaussian_codes(rows)))

@@ -1,4 +1,4 @@
-"""Table and figure of losses, from results/: docs/results/loss.md.
+"""Table and figure of losses, from results/: docs/results/loss.md, and the table of docs/design/codecs.md.
 
 python benchmarks/loss/report.py [--check]
 """
@@ -17,6 +17,7 @@ from result_files import Result, read
 from result_pages import RESULTS_PAGES, Figures, svg_with_origin, with_origin
 
 RESULTS = Path(__file__).parent / "results"
+DESIGN = result_pages.ROOT / "docs" / "design"
 ERROR_BARS = "error-bars-*"
 ZEROPP = {"w8:int4": "zeropp", "d4:int4": "zeropp with deltas"}
 LOCAL = "local32:int4+loco:momentum-auto"
@@ -65,6 +66,18 @@ SHOWN: dict[str, tuple[str, dict[str, str]]] = {
 LLAMA = tuple(f"compare-h200-zeropp-seed{seed}" for seed in range(3))
 HEAD = ("model and data", "nodes x GPUs", "what is sent", "seeds", "above full precision, %", "by shards, %")
 
+ENTROPY_HEAD = (
+    "sent",
+    "step",
+    "bits a code",
+    "saved by an ideal coder",
+    "by zlib",
+    "by LZMA",
+    "bytes of scales",
+    "error",
+    "with bf16 scales",
+)
+
 
 def results_of(study: str) -> dict[str, Result]:
     """Return a study's results; DiLoCo's recipe was also tried on half of the data, which is not shown."""
@@ -86,6 +99,12 @@ def table() -> str:
     return with_origin(markdown(HEAD, rows), "loss", used | llama)
 
 
+def entropy_table() -> str:
+    """Return the table of what a lossless stage could save."""
+    results = read(RESULTS, "entropy-cpu")
+    return with_origin(markdown(ENTROPY_HEAD, tables.entropy_rows(list(results.values()))), "loss", results)
+
+
 def draw() -> str:
     """Return the SVG of the gap during training."""
     import figures  # tables need no matplotlib
@@ -98,4 +117,5 @@ FIGURES: Figures = {"loss.svg": draw}
 
 
 if __name__ == "__main__":
-    result_pages.main(__doc__, {RESULTS_PAGES / "loss.md": {"gaps": table()}}, FIGURES)
+    pages = {RESULTS_PAGES / "loss.md": {"gaps": table()}, DESIGN / "codecs.md": {"entropy": entropy_table()}}
+    result_pages.main(__doc__, pages, FIGURES)

@@ -7,6 +7,8 @@
     python benchmarks/loss/run.py muon --nodes 2 --gpus-per-node 1 --seeds 0,1,2
     python benchmarks/loss/run.py straddling
     python benchmarks/loss/run.py small-parameters
+    python benchmarks/loss/run.py entropy
+    python benchmarks/loss/run.py gaussian-codes
 
 A run leaves one JSON file with its figures and its manifest in ``runs/``; report.py reports the studies in
 ``results/``, to which result_files.py adds it.
@@ -30,8 +32,10 @@ STUDIES = {
     "muon": "the same GPT-2 with Muon and with AdamW, sharded inside nodes and over all ranks",
     "small-parameters": "the gradients of small parameters after codecs, on 64 ranks",
     "straddling": "the error of blocks that straddle parameters, one layer encoded once",
+    "entropy": "what a lossless stage could save of the bytes that nodes send",
+    "gaussian-codes": "the entropy of codes of normally distributed values, beside theory",
 }
-ENCODING_ERRORS = ("small-parameters", "straddling")
+ENCODING_ERRORS = ("small-parameters", "straddling", "gaussian-codes")
 """Studies of encoding_errors.py, which are computed at once; the others are modules."""
 
 

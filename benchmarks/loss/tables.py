@@ -1,4 +1,4 @@
-"""Tables of losses: of the comparisons of examples/train.py, of gaps between runs of studies, and of two computations.
+"""Tables of losses: of the comparisons of examples/train.py, of gaps between runs of studies, and of computations.
 
 A name of the convergence study is ``FAMILY`` or ``FAMILY+CHANGE``; ``w8:`` before it means that weights travel as
 int8(256), ``d4:`` that their changes travel as int4(256).
@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from markdown_tables import listed, markdown
 from result_files import Result, Row
 
-# ---- comparisons, and two computations
+# ---- comparisons, and computations
 
 
 def comparison(runs: Sequence[Row]) -> str:
@@ -53,6 +53,59 @@ def straddling(rows: Sequence[Row]) -> str:
     """Return a table of relative errors, by the encoded values."""
     errors = {name: f"{{errors[{name}]:.3%}}" for name in rows[0]["errors"]}
     return listed(rows, {"": "{what}", **errors})
+
+
+def entropy(results: Iterable[Result]) -> str:
+    """Return a table of what a lossless stage could save, by payload and step."""
+    rows = [row | payload for result in results for row in result["rows"] for payload in row.get("payloads", [])]
+    columns: dict[str, str | Callable[[Row], str]] = {
+        "": "{name}: {what}, {codec}",
+        "step": "{step}",
+        "bits a code": "{bits_a_code:.2f}",
+        "bits a scale": "{bits_a_scale:.1f}",
+        "bytes that are scales": lambda row: percent(row["scale_bytes"], row),
+        "saved by entropy": lambda row: percent(row["bytes"] - row["ideal_bytes"], row),
+        "by zlib": lambda row: percent(row["bytes"] - row["zlib_bytes"], row),
+        "by LZMA": lambda row: percent(row["bytes"] - row["lzma_bytes"], row),
+        "zlib, MB/s": lambda row: f"{row['bytes'] / row['zlib_seconds'] / 1e6:.0f}",
+        "error": "{error:.3%}",
+        "with bf16 scales": "{error_growth_bf16:+.2%}",
+        "mantissa bits": "{mantissa_bits}",
+    }
+    return listed(rows, columns)
+
+
+def entropy_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
+    """Return rows of a page's table: weights at the end, gradients and deltas at both ends, codecs of normal values."""
+    every = [payload for result in results for row in result["rows"] for payload in row.get("payloads", [])]
+    steps = sorted({row["step"] for row in every})
+    shown: dict[tuple[str, int], Row] = {}
+    for row in every:  # gradients are alike with and without deltas
+        if row["step"] in (steps[-1:] if row["what"] == "weights" else (steps[0], steps[-1])):
+            shown.setdefault((row["what"], row["step"]), row)
+    normal = [row for result in results for row in result["rows"] if str(row.get("what")).startswith("int")]
+    return [
+        (
+            f"{row['what']}, {row['codec']}",
+            f"{row['step']}",
+            f"{row['bits_a_code']:.2f}",
+            *(percent(row["bytes"] - row[f"{stage}_bytes"], row) for stage in ("ideal", "zlib", "lzma")),
+            percent(row["scale_bytes"], row),
+            f"{row['error']:.2%}",
+            f"{row['error_growth_bf16']:+.2%}",
+        )
+        for _, row in sorted(shown.items(), key=lambda item: (-ord(item[0][0][0]), item[0][1]))
+    ] + [(f"normal values, {row['what']}", "", f"{row['bits_a_code']:.2f}", *[""] * 6) for row in normal]
+
+
+def percent(nbytes: float, payload: Row) -> str:
+    """Return bytes as a share of those of a payload."""
+    return f"{nbytes / payload['bytes']:.1%}"
+
+
+def gaussian_codes(rows: Sequence[Row]) -> str:
+    """Return a table of the entropy of codes of normally distributed values."""
+    return listed(rows, {"": "{what}", "bits a code": "{bits_a_code:.3f}", "by theory": "{theory:.3f}"})
 
 
 def final(run: Row) -> float:

@@ -11,6 +11,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+import torch
 from harness.benchmarks import load
 from harness.launch import ROOT, launch
 from top_k_codec import TopK
@@ -229,6 +230,45 @@ def test_gaps_are_to_the_same_seeds_of_a_reference_that_was_trained_on_the_fewes
     assert "Deltas, 2 nodes:+2.00 ± 1.00" in texts
     assert texts.count("±") == 1  # one seed has no error
     assert "Deltas, 8 nodes:+5.00" in texts
+
+
+# ---- entropy of what is sent
+
+
+@pytest.mark.parametrize(
+    ("counts", "bits"), [([8, 4, 2, 2], 1.75), ([5, 0, 5], 1.0), ([3], 0.0), ([0.3369, 0.1631, 0.1631, 0.3369], 1.911)]
+)
+def test_entropy_of_known_distributions(counts: list[float], bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")  # as run.py has it
+    assert load("loss", "entropy").entropy(torch.tensor(counts)) == pytest.approx(bits, abs=1e-3)
+
+
+def test_codes_of_normal_values_have_the_entropy_of_theory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")  # as run.py has it
+    study = load("loss", "encoding_errors")
+    monkeypatch.setattr(study, "SAMPLES", 2**20)
+    study.gaussian_codes(["--output", str(tmp_path)])
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert [row["bits_a_code"] for row in rows] == pytest.approx([row["theory"] for row in rows], abs=0.01)
+    assert f"{rows[0]['theory']:.3f}" in capsys.readouterr().out
+
+
+def test_payloads_are_all_that_is_sent_and_have_less_entropy_than_bits(tmp_path: Path) -> None:
+    run(1, "entropy", "--worker", *tiny_study(), "--output", tmp_path)  # raises if bytes were sent that it misses
+    results = results_in(tmp_path)
+    sent = {name: [each["what"] for each in result["rows"][0]["payloads"]] for name, result in results.items()}
+    assert sent["entropy-w8-int4-seed0.json"] == ["gradients", "weights"] * 3
+    assert sent["entropy-d4-int4-seed0.json"] == ["deltas", "gradients"] * 3
+    for payload in (each for result in results.values() for each in result["rows"][0]["payloads"]):
+        bits = 8 if payload["what"] == "weights" else 4
+        assert 1 < payload["bits_a_code"] < bits
+        assert payload["code_bytes"] + payload["scale_bytes"] <= payload["bytes"]
+        assert payload["ideal_bytes"] < payload["bytes"]
+        assert 0 < payload["error"] < (0.02 if bits == 8 else 0.25)
+        assert abs(payload["error_growth_bf16"]) < 0.05
+    assert "deltas, int4(256)" in tables.entropy(results.values())
 
 
 # ---- DiLoCo's recipe
