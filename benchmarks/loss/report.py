@@ -96,7 +96,7 @@ def table() -> str:
         used |= results
     llama = {name: read(RESULTS, "compare-h200")[name] for name in LLAMA}
     rows += tables.compared_rows(list(llama.values()), "zeropp, a Llama, 300 steps")
-    return with_origin(markdown(HEAD, rows), "loss", used | llama)
+    return with_origin(markdown(HEAD, rows), "loss", used | llama, brief=True)
 
 
 def entropy_table() -> str:
