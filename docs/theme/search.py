@@ -44,11 +44,9 @@ def on_post_build(config: Any) -> None:
         for folder, boost in _BOOSTS.items():
             if section["location"].startswith(folder):
                 section["boost"] = boost
-        if (
-            (section["location"].startswith(_PAGES)
-            and "<code>" in section["title"])
-            or "#message-" in section["location"]
-        ):
+        if (section["location"].startswith(_PAGES) and "<code>" in section["title"]) or "#message-" in section[
+            "location"
+        ]:
             section["boost"] = _GUIDES  # a message, which is searched by its own words
         names = set(_NAME.findall(f"{section['title']} {section['text']}"))
         section["parts"] = " ".join(sorted({name[at.end() :] for name in names for at in re.finditer("_", name)}))
