@@ -10,7 +10,7 @@ from typing import Any
 
 _PAGES = "guides/troubleshooting/"
 _GUIDES = 1.25
-_BOOSTS = {"guides/": _GUIDES, _PAGES: 0.6, f"{_PAGES}#": 0.8, "results/": 0.3, "design/": 0.5}
+_BOOSTS = {"guides/": _GUIDES, _PAGES: 0.6, f"{_PAGES}#": _GUIDES, "results/": 0.3, "design/": 0.5, "reference/": 0.8}
 """By the start of a location; the last one counts. Tables of results have words of any query."""
 _FIRST_CELL = re.compile(r"(?<=<tr>\n<td>)<code>.*?(?=</td>)")
 _ROW = re.compile(r"<td>(?P<messages><code id=.*?)</td>(?P<rest>.*?)</tr>", re.DOTALL)
@@ -44,9 +44,9 @@ def on_post_build(config: Any) -> None:
         for folder, boost in _BOOSTS.items():
             if section["location"].startswith(folder):
                 section["boost"] = boost
-        if (section["location"].startswith(_PAGES) and "<code>" in section["title"]) or "#message-" in section[
-            "location"
-        ]:
+        if "#message-" in section["location"] or (
+            section["location"].startswith(_PAGES) and "<code>" in section["title"]
+        ):
             section["boost"] = _GUIDES  # a message, which is searched by its own words
         names = set(_NAME.findall(f"{section['title']} {section['text']}"))
         section["parts"] = " ".join(sorted({name[at.end() :] for name in names for at in re.finditer("_", name)}))
