@@ -19,7 +19,7 @@ from .mesh import ProcessMesh, collective_device, for_collectives, named_ranks
 # ---- fingerprint
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of as many bytes as a value has."""
+"""Integer dtypes, by the number of bytes of a value."""
 
 
 def fingerprint(shard: Tensor) -> str:
@@ -31,7 +31,7 @@ def fingerprint(shard: Tensor) -> str:
 
 def checksums(shards: Mapping[str, Tensor]) -> dict[str, tuple[str, int]]:
     """Return the dtype of each shard and a sum over the bits of its values, in which -0 and 0 are equal."""
-    # Computed where the shards are, with memory for a few million values; the same on every device.
+    # Sums are the same on every device; the shards' own computes them, in memory for a few million values.
     sums = [_checksum(shard) for shard in shards.values()]
     devices = {each.device for each in sums}
     totals = torch.stack(sums if len(devices) == 1 else [each.cpu() for each in sums]).tolist() if sums else []
@@ -43,7 +43,7 @@ def _checksum(shard: Tensor) -> Tensor:
     parts = [part.reshape(-1) for part in plain_parts(shard.detach())]
     # A chunk fits into a CPU's cache, or keeps a GPU busy.
     size = min(1 << 16 if shard.device.type == "cpu" else 1 << 22, max(map(len, parts), default=1)) or 1
-    # Odd factors, so that each bit counts.
+    # Factors are odd, so that none turns a change of a bit into 0 in int64 arithmetic.
     factors = 2 * torch.arange(size, device=shard.device) + 1
     for part in parts:
         for chunk in part.split(size):
@@ -69,7 +69,7 @@ def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def ordered_sum(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[float]:
-    """Return numbers summed over the ranks of one group after the other, in fp64. Collective.
+    """Return ``values`` summed over the ranks of each group in turn, in fp64. Collective.
 
     All ranks add the same numbers in the same order and get the same bits, even in different groups if these hold the
     same numbers. So a sum over all axes of a mesh is the same on the whole mesh. Torch's fake backend adds nothing.
@@ -92,20 +92,19 @@ def ordered_sum(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[flo
 # Ranks that were given different strategies, codecs or node sizes would make different process groups and send payloads
 # of different sizes: they would hang, or misread each other's bytes. So whatever sets up communication first compares
 # its arguments between ranks: by a hash, in one collective of 16 bytes, however many ranks there are. Only if hashes
-# differ do ranks exchange the arguments themselves, so that the error on every rank names who was given what.
+# differ do ranks exchange the arguments themselves, so that the error on every rank lists them by rank.
 #
-# All comparisons send this one kind of message, whatever else they ask, such as whether an act has failed on any rank,
-# or whether something is true there. So different calls over the same ranks meet in one comparison, which reports them.
+# All comparisons send a message of the same form, whether they also ask if a function has failed or if a condition
+# holds on any rank. So different calls over the same ranks meet in one comparison, which reports them.
 # Examples: one rank wraps a block while another wraps the root or runs its first forward; one node exchanges weights
 # before a forward, another at the end of its loop. A rank that never makes such a call (because it uses torch's own
-# strategies) can't be noticed: the others hang. The choice of ranks itself can't be compared: a rank that is given
-# something else than a mesh or a process group raises alone, rather than wait for ranks that may have nothing to do
-# with the model.
+# strategies) can't be noticed: the others hang. The choice of ranks itself can't be compared either. A rank that is
+# given anything but a mesh or a process group raises alone: it does not know which ranks to compare with.
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _MOST_DIFFERENCES = 4
 PLACE = "place"
-"""The fact that distinguishes calls of one name."""
+"""Name of the fact that distinguishes calls of the same name."""
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -167,7 +166,7 @@ def _compare(
     group: dist.ProcessGroup, report: _Report, *, here: bool = False, device: torch.device | None = None
 ) -> tuple[bool, dict[int, _Report]]:
     """Return whether ``here`` is true on any rank, and each rank's report if they differ. Collective."""
-    # 56 bits and a flag: the number and its negative fit an int64, and the MAX of both tells the largest and the least.
+    # 56 bits and a flag: the number and its negative fit an int64, and the MAX of both gives the maximum and minimum.
     digest = _hash(json.dumps([report.call, *report.facts.items(), report.failure]))
     number = int.from_bytes(digest[:7], "big") << 1 | here
     bounds = torch.tensor([number, -number], dtype=torch.int64, device=collective_device(group, device))
@@ -261,12 +260,12 @@ def agree(
         group: The ranks; None means this process alone.
         act: The function that may fail. It must not communicate, nor change anything that an error would have to undo.
         summary: Returns the facts that must be the same on all ranks, by name, or a text of any length.
-        difference: How ranks differ if this text does, for the error, such as "read different files from".
+        difference: The verb phrase of the error for texts that differ, such as "read different files from".
 
     Raises:
         ValueError: If ranks differ in ``summary``.
         Exception: The exception of ``act`` on this rank. Where ``act`` succeeds, an error with the message of the first
-            rank that fails: a ValueError or TypeError if it is one there, otherwise a RuntimeError.
+            rank that fails, of the same type if that is ValueError or TypeError, otherwise a RuntimeError.
     """
     if group is None or _is_alone(group):
         return act()
@@ -277,7 +276,7 @@ def agree(
         facts = summary(result)
         # A long text is neither sent nor shown.
         report = _Report(call, _as_text(facts if isinstance(facts, Mapping) else {difference: _hash(facts).hex()}))
-    except Exception as error:  # of any kind: the other ranks would hang in the collective below
+    except Exception as error:  # any error: without this rank, the others would hang in the collective below
         failure, report = error, _Report(call, {}, (type(error).__name__, str(error)))
     _, reports = _compare(group, report)
     if failure is not None:
@@ -320,11 +319,11 @@ def run_on_first_rank(act: Callable[[], None]) -> None:
 def agree_on_use(
     usage: Sequence[tuple[U, ProcessMesh, Sequence[bool]]],
 ) -> list[tuple[U, Callable[[], list[bool]]]]:
-    """Exchange which parameters of each unit this rank has used; the same units on all ranks. Collective, once a mesh.
+    """Exchange which parameters of each unit a rank has used; all ranks give the same units. Collective, once per mesh.
 
     Returns:
         Each unit, with a function that waits for the device and returns, for each of its parameters, whether any rank
-        has used it. A caller that has used all of them need not call it.
+        has used it. If this rank has used all of them, it need not call the function.
     """
     answers: list[tuple[U, Callable[[], list[bool]]]] = []
     for mesh in dict.fromkeys(mesh for _, mesh, _ in usage):

@@ -29,7 +29,7 @@ from fsdp_zpp.strategy.error_feedback import Topology
 
 def accelerator() -> torch.device | None:
     """Return the kind of accelerator that this machine has; None if it computes on the CPU."""
-    # A CUDA build of torch often runs on machines without a GPU, where it still names CUDA unless told to look.
+    # A CUDA build of torch often runs on machines without a GPU, where it still names CUDA unless it checks.
     return torch.accelerator.current_accelerator(check_available=True)
 
 
@@ -54,7 +54,7 @@ def for_collectives(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def compute_device(group: dist.ProcessGroup | None, device: torch.device | str | int | None) -> torch.device | None:
-    """Return the device for the codes of a frozen base, given the user's ``device``; None means its weights' own."""
+    """Return the device of a frozen base's codes, the user's ``device`` if given; None means that of its weights."""
     kind = accelerator()
     if isinstance(device, int):
         return torch.device("cpu" if kind is None else kind.type, device)
@@ -80,10 +80,10 @@ def _runs(numbers: Collection[int]) -> str:
 
 # ---- launcher
 #
-# Node size as launched: what torchrun, or Slurm's srun where it starts the ranks itself, says in the environment.
+# The launcher states the node size in the environment: torchrun does, and Slurm's srun if it starts the ranks itself.
 #
-# srun sets ``SLURM_STEP_TASKS_PER_NODE`` for every task. ``SLURM_NTASKS_PER_NODE`` is not used: it is there only if its
-# option was given, and may be that of the job and not of this step.
+# srun sets ``SLURM_STEP_TASKS_PER_NODE`` for every task. ``SLURM_NTASKS_PER_NODE`` is not used: it is set only if
+# ``--ntasks-per-node`` was given, and may describe the job instead of this step.
 
 _COUNTS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 """A part of srun's list: ``8(x2)`` are two nodes of 8 tasks."""
@@ -98,8 +98,8 @@ def launched_on_each_node() -> int:
     """Return the number of ranks that the launcher has started on each node. Needs the default process group.
 
     Raises:
-        ValueError: If the launcher gives no number or no valid one, or if nodes are of different sizes; on some ranks
-            alone if ranks differ in that, or if srun has not put consecutive ranks on a node.
+        ValueError: If the launcher gives no valid number, if nodes are of different sizes, or if srun has not put
+            consecutive ranks on a node. Some ranks may raise it alone.
     """
     if "LOCAL_WORLD_SIZE" in os.environ:
         return _by_torchrun()
@@ -120,7 +120,7 @@ def launched_on_each_node() -> int:
 
 
 def described() -> str:
-    """Return the launcher's variables as text for ranks to compare, if the launcher gives no layout of a group."""
+    """Return the launcher's variables as text, which ranks compare if no layout of a group follows from them."""
     tasks = _tasks_on_each_node()
     if "LOCAL_WORLD_SIZE" in os.environ or not tasks:
         return f"LOCAL_WORLD_SIZE={os.environ.get('LOCAL_WORLD_SIZE')}"
@@ -131,7 +131,7 @@ def described() -> str:
 def _by_torchrun() -> int:
     local_world, nodes = _positive("LOCAL_WORLD_SIZE"), _positive("GROUP_WORLD_SIZE")
     if nodes and nodes * local_world != dist.get_world_size():
-        # A rank knows only its own node's size, but if sizes differ, hardly any node has the average size.
+        # A rank knows only its own node's size. It is compared with the average, which few nodes have if sizes differ.
         raise _unequal(nodes, local_world)
     return local_world
 
@@ -157,7 +157,7 @@ def _positive(name: str) -> int:
 
 
 def _tasks_on_each_node() -> list[int]:
-    """Return the numbers of srun's tasks on its nodes; empty if tasks are not ranks, as under mpirun in a Slurm job."""
+    """Return the number of srun's tasks on each node; empty if tasks are not ranks, as under mpirun in a Slurm job."""
     parts = [_COUNTS.fullmatch(part) for part in os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")]
     if None in parts or not {"SLURM_NODEID", "SLURM_LOCALID"} <= os.environ.keys():
         return []
@@ -175,26 +175,26 @@ def _place_on_nodes() -> str:
 
 # ---- group names
 #
-# The private names of torch's by which process groups are named, and of the caches that keep these names.
+# Private functions of torch: the one that names process groups, and those that clear caches of these names.
 #
 # [Note: Names of groups]
 # Members that make a group among themselves meet in the job's store under the group's name. torch derives this name
 # from a count of groups that each member keeps. In torch 2.11 to 2.13 a member counts the groups that it has been in:
 # members whose counts differ (after one more group that only some are in, such as a pipeline's first and last stage)
-# wait for each other forever. From 2.14 on it counts those that it has made: if only some ranks have made a group, they
-# wait forever for the others when all ranks make the next one. So our groups are named by their ranks, and by how many
-# groups of these very ranks the job has had before. All members have made those, so they agree on the number without
-# asking; it grows with every group, so that a group that is made again does not find in the store what an older one has
-# left there.
+# wait for each other forever. From 2.14 on a member counts the groups that it has made: if only some ranks have made a
+# group, they wait forever for the others when all ranks make the next one. So this library names a group by its ranks
+# and by the number of earlier groups of exactly these ranks in the job. All members have made these earlier groups, so
+# they agree on the number without communication. Each new group gets a new number, so it does not read keys that an
+# older group of the same ranks has left in the store.
 #
 # A DeviceMesh knows its groups by name alone, but meshes are equal if their ranks are. torch caches the results of
 # operations on DTensors, meshes included, and finds them by equality. So a model may compute with the mesh of an
-# earlier one whose groups are gone, above all in the next job of a process. There the count begins again: groups that
-# are made in the same order have the same names, so that state dicts of an earlier job find their groups again. In
-# another order they have other names. So torch must forget what it has cached when the first unit over a group is made,
-# and when groups end.
+# earlier model whose groups are gone, above all if a process destroys the default group and makes another one. The
+# numbers then begin again at 0: groups that are made in the same order get the same names, and the meshes in old state
+# dicts find groups under their names. Groups that are made in another order get other names. So the caches are cleared
+# when the first unit over a group is made, and when groups are destroyed.
 
-# Counts of groups of the same ranks that were made in the job, keyed by the default group.
+# For each default group, the number of groups made so far of the same ranks.
 _made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
@@ -238,7 +238,7 @@ def forget_equal_meshes() -> None:
 
 def _free_ended_groups() -> None:
     """Remove ended groups from all meshes: a group that a mesh still refers to keeps its threads."""
-    # Until torch 2.12, the cache that is cleared in C++ never lets go of the meshes in it.
+    # Up to torch 2.12, the cache in C++ keeps its meshes alive even when it is cleared.
     for mesh in gc.get_objects():
         if type(mesh) is DeviceMesh:
             groups: dict[str, dist.ProcessGroup] = getattr(mesh, "_pg_registry", {})
@@ -252,9 +252,9 @@ def _free_ended_groups() -> None:
 
 @dataclass(frozen=True)
 class ProcessMesh:
-    """A process group laid out by a :class:`Topology`, with a subgroup for each hop; None is one rank.
+    """A process group laid out by a :class:`Topology`, with a subgroup for each hop; None for a hop of one rank.
 
-    ``by_links`` says whether the machine's links have decided on the node size, not an argument or the launcher.
+    ``by_links`` says whether the machine's links determine the node size, instead of an argument or the launcher.
     """
 
     topology: Topology
@@ -262,7 +262,7 @@ class ProcessMesh:
     intra: dist.ProcessGroup | None
     inter: dist.ProcessGroup | None
     group: dist.ProcessGroup | None = None
-    # It is not compared, since the hops are the same whoever decided.
+    # It is not compared, since hops are the same whatever determines the node size.
     by_links: bool = field(default=False, compare=False)
 
     def own_node(self) -> ProcessMesh:
@@ -275,7 +275,7 @@ class ProcessMesh:
             return dist.get_rank() in ranks
         try:
             return set(dist.get_process_group_ranks(self.group)) <= set(ranks)
-        except KeyError:  # of a group that was destroyed
+        except KeyError:  # torch raises it for a group that was destroyed
             return False
 
     def across_nodes(self) -> ProcessMesh:
@@ -335,7 +335,7 @@ def own_rank() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     if world not in _own_ranks:
-        # Only its member makes it: a job has as many of these groups as ranks, and need not make each of them together.
+        # Each rank makes its own group alone: otherwise all ranks would take part in making a group for each rank.
         with named_by_ranks():
             _own_ranks[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return _own_ranks[world]
@@ -378,8 +378,8 @@ def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def with_own_hop(mesh: ProcessMesh) -> ProcessMesh:
-    """Return a mesh with a twin as inter-node hop, if it was the group itself. Collective at the first call."""
-    # So ranks can compare over the group that users know while an exchange is on its way.
+    """Return ``mesh``, with a twin as the inter-node hop if that is ``mesh.group``. Collective at the first call."""
+    # An exchange over the twin leaves the group itself free, so ranks can compare arguments over it meanwhile.
     return replace(mesh, inter=twin_of(mesh.group)) if mesh.group and mesh.group is mesh.inter else mesh
 
 
@@ -388,8 +388,8 @@ def _subgroup(group: dist.ProcessGroup, partition: list[list[int]]) -> _Subgroup
         return None
     if len(partition) == 1:
         return "whole"
-    # torch has all ranks of the job make a group together, members or not. A mesh that is only a part of the job
-    # (data parallel with tensor parallel) can't have the others call that, so its ranks make it among themselves.
+    # By default, torch needs all ranks of the job to make a group, members or not. A mesh that is only a part of the
+    # job (data parallel with tensor parallel) can't make the others call that, so its ranks make the group themselves.
     make = _made_by_all if dist.get_world_size(group) == dist.get_world_size() else _made_by_members
     with named_by_ranks():
         return make(group, partition)

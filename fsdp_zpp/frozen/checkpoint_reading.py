@@ -100,7 +100,7 @@ class TensorFiles:
         part = self.slice(key)
         size = torch.Size(part.get_shape())[1:].numel()
         begin = first // size
-        rows: Tensor = part[begin : -(-last // size)]  # in the file's memory: only what is used of them is read
+        rows: Tensor = part[begin : -(-last // size)]  # mapped from the file, so only the values that are used are read
         return rows.reshape(-1)[first - begin * size : last - begin * size]
 
     def read(self, key: str) -> Tensor:
@@ -193,7 +193,7 @@ class ModelTensor:
 
     @property
     def needs_a_value(self) -> bool:
-        """Return whether files of the base must have it: unless it is an adapter's, or trainable with a value."""
+        """Return whether files must have it: it is in state dicts of the base, and is frozen or has no value yet."""
         if not self.names or not self.persistent:
             return False
         return self.tensor.is_meta or not self.tensor.requires_grad
@@ -305,7 +305,8 @@ def check_header(tensor: ModelTensor, key: str, header: TensorHeader, where: obj
 
 # ---- checkpoint tensors
 #
-# Tensors of a checkpoint, by their names in models. Weights that are stored quantized are shown, and read, decoded.
+# Tensors of a checkpoint, by their names in models. A weight that is stored quantized shows the header and the values
+# of the decoded weight.
 #
 # Experts of MoE layers are single matrices in checkpoints and stacks in models of transformers. A model's
 # ``mlp.experts.gate_up_proj`` has the shape ``[experts, gate and up, width]``. Files have
@@ -313,7 +314,7 @@ def check_header(tensor: ModelTensor, key: str, header: TensorHeader, where: obj
 # them. The matrices of a stack are put together as they are read.
 
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
-# For each stack, the stored matrices that form one of its matrices, top to bottom; the second way is Mixtral's.
+# For each stack, the ways to form one of its matrices of stored ones, top to bottom; the second way is Mixtral's.
 _PARTS = {
     "gate_up_proj": (("gate_proj.weight", "up_proj.weight"), ("w1.weight", "w3.weight")),
     "down_proj": (("down_proj.weight",), ("w2.weight",)),
@@ -328,7 +329,7 @@ class PlainTensor:
 
     def __init__(self, files: TensorFiles, key: str) -> None:
         self._files, self._key = files, key
-        self.parts = [key]  # names in the files of the tensors that it is read from
+        self.parts = [key]  # names of the stored tensors that form it
 
     @property
     def file(self) -> Path:
@@ -341,7 +342,7 @@ class PlainTensor:
         return self._files.values(self._key, first, last)
 
     def read(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Copy the tensor; ``dtype`` is that of weights that are stored quantized, whose values are rounded once."""
+        """Copy the tensor; a weight that is stored quantized is decoded to ``dtype`` with a single rounding."""
         return self._files.read(self._key)
 
     def stored(self) -> StoredWeight | None:
@@ -376,7 +377,7 @@ class QuantizedTensor(PlainTensor):
 
 
 class ExpertStack(PlainTensor):
-    """A stack of matrices, each of which consists of the tensors in a row of ``matrices``, top to bottom."""
+    """A stack of matrices; ``matrices[i]`` lists the tensors that form matrix ``i``, top to bottom."""
 
     def __init__(self, files: TensorFiles, key: str, matrices: list[list[PlainTensor]]) -> None:
         super().__init__(files, key)
@@ -401,7 +402,7 @@ class ExpertStack(PlainTensor):
         return TensorHeader((len(matrices), sum(part.shape[0] for part in matrices[0]), *first.shape[1:]), first.dtype)
 
     def values(self, first: int, last: int) -> Tensor:
-        # All matrices have the shape of the first: the header says so.
+        # All matrices have the shapes of the first: header() raises otherwise.
         sizes = [torch.Size(part.header().shape).numel() for part in self._matrices[0]]
         pieces = []
         for matrix in range(first // sum(sizes), -(-last // sum(sizes))):
@@ -456,7 +457,7 @@ def _stacks_in(keys: Iterable[str]) -> dict[str, list[list[str]]]:
     stacks = {}
     for prefix, by_index in experts.items():
         if sorted(by_index) != list(range(len(by_index))):
-            continue  # an expert is missing, so there is no such stack, and the model's is reported as missing
+            continue  # an expert is missing: without a stack, match_keys reports the model's as missing
         for stack, ways in _PARTS.items():
             for names in ways:
                 if all(set(names) <= those for those in by_index.values()):
@@ -477,7 +478,7 @@ _REMEDY = "give a complete checkpoint of this model in safetensors, downloaded o
 def find_tensors(
     path: str | os.PathLike[str], model: nn.Module, warns: bool
 ) -> tuple[dict[ModelTensor, PlainTensor], str]:
-    """Return the tensors of a checkpoint that ``model`` needs or has a place for, which fit it. Changes nothing.
+    """Return the tensors of a checkpoint that ``model`` has a place for, and check that they fit. Changes nothing.
 
     Args:
         path: A safetensors file, an index of several, or a folder with either.
@@ -517,11 +518,11 @@ def find_tensors(
 
 
 def _warn_of_others(model: nn.Module, tensors: dict[str, PlainTensor], source: Path) -> None:
-    # The checkpoint may be of a larger model.
+    # Such tensors are no error, since the checkpoint may be of a larger model.
     known = {key for tensor in model_tensors(model) for key in tensor.keys}
     known |= {name for names in frozen_names(model).values() for name in names}
     used = {part for key in known & tensors.keys() for part in tensors[key].parts}
-    # Matrices of a stack are used by the stack's name; a renamed key is not a tensor of its own.
+    # A stored matrix is used if its stack is; stacks and renamed keys are skipped, since they are not stored as such.
     if others := [key for key, tensor in tensors.items() if tensor.parts == [key] and key not in used]:
         logger.warning(
             "%s: the checkpoint %s has %d tensors that the model has no place for: %s",

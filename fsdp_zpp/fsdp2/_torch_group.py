@@ -65,7 +65,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     # ---- lazy initialization
 
     def lazy_init(self) -> None:
-        if not self._is_ordered:  # torch comes here more than once, and gathered weights are in this order
+        if not self._is_ordered:  # torch calls this more than once, but gathered weights stay in the first order
             order_parameters(self)
             self._is_ordered = True
         super().lazy_init()
@@ -83,7 +83,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             self._on_lazy_init = None
 
     def _leave_weights_uncoded(self) -> None:
-        """Leave out the codec, since parameters encode themselves; before the first gather, on all ranks."""
+        """Gather without a codec, since parameters encode themselves; call it before the first gather, on all ranks."""
         was_encoded, self.unit.encodes_itself = self.weights.is_encoded, True
         if was_encoded:
             self.unit.leave_weights_uncoded(in_place_of_torch=True)
@@ -123,7 +123,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         if not is_needed or self._all_gather_process_group.size() == 1:
             super().unshard(async_op)
             return
-        weights.was_gathered = True  # on all ranks, if on one
+        weights.was_gathered = True  # all ranks get here, or none
         if weights.gather is None or self._all_gather_comm is not weights.comm:
             super().unshard(async_op)
             return
@@ -137,7 +137,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         with self._labelled("FSDP::all_gather"), self.device_handle.stream(stream):
             if plan.joins and (secondary.encoded_by is None or plan.numel == 0):
                 shard = plan.join_inputs()
-            # A stale secondary shard that is made from what ``weights`` reads gets its version there.
+            # If ``shard`` is None, a stale secondary shard is made from what ``weights`` reads, which sets its version.
             is_compared = self.weights.reuses and not (secondary.stale and shard is None)
             out = torch.empty(plan.numel, dtype=plan.dtype, device=self.device)
             gather(shard, out, self.weights.shard_version() if is_compared else None)
@@ -148,7 +148,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
     @without_functorch
     def wait_for_unshard(self) -> None:
-        """Show the gathered weights, as torch does; from the second time on without lookups that never change."""
+        """Show the gathered weights, as torch does; from the second time on, skip lookups of what never changes."""
         weights, result = self.weights, self._all_gather_result
         plan = weights.plan
         if result is None:
@@ -160,7 +160,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         if plan is None or not plan.swaps or not by_strategy:
             if by_strategy and plan is not None and plan.mixed and plan.dtype != torch.uint8:
                 self.device_handle.current_stream().wait_event(result.all_gather_event)
-                # torch keeps only what it is given here, so the next gather could reuse the memory of the rest.
+                # torch keeps only ``as_bytes``, so the memory that it is copied from could be reused too early.
                 as_bytes = plan.as_torch_gathers(keep_until_read(result.all_gather_output))
                 self._all_gather_result = result._replace(all_gather_output=as_bytes)
             super().wait_for_unshard()
@@ -179,7 +179,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             self._sharded_state = ShardedState.UNSHARDED
         copied = self.device_handle.Event()
         copied.record()
-        # A forward keeps the gathered output until its next gather, which need not wait for the copy then.
+        # A forward keeps the output until it shows the next group, so that group's gather need not wait for the copy.
         if in_forward:
             self.comm_ctx.all_gather_state = AllGatherState(result, copied)
         else:
@@ -294,7 +294,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         self.drop_unsharded()
         if not by_step:
             self.weights.plan = None
-            # This is a user's event of the last step. The next forward's gathers would wait for it and nothing later.
+            # A user sets this event after a step. With it, the next forward's gathers would not wait for later writes.
             self._state._state_ctx.post_optim_event = None
 
     def drop_unsharded(self) -> None:
@@ -309,7 +309,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
 
 def _shows_trained(param: FSDPParam) -> bool:
-    """Return whether a parameter requires a gradient as modules show it now, which decides for the next forward."""
+    """Return whether the parameter now shown on the module requires a gradient; the next forward goes by it."""
     shown: nn.Parameter = getattr(param._module_info.module, param._module_info.param_name)
     return shown.requires_grad
 
@@ -318,7 +318,7 @@ def _shows_trained(param: FSDPParam) -> bool:
 
 
 class StockGroup(StrategyGroup):
-    """A parameter group of a strategy for which torch does everything; it stays as torch leaves it."""
+    """A parameter group whose strategy leaves everything to torch; weights and gradients stay as torch has them."""
 
     def weights_changed(self, by_step: bool) -> None: ...
 
@@ -332,13 +332,14 @@ def adopt_groups(
     infos: Sequence[FSDPMeshInfo],
     on_lazy_init: Callable[[nn.Module], None],
 ) -> list[StrategyGroup | None]:
-    """Have torch gather and reduce the parameter groups of ``module`` through units, one for each part of its call.
+    """Make torch gather and reduce the parameter groups of ``module`` through ``units``.
 
-    Returns the group of each unit, which has another class now; None where the module has no parameters of a unit.
+    Each unit is for the parameters that the call shards over one mesh. Returns the group of each unit, whose class this
+    function changes; None if the module has no parameters of a unit.
     """
-    # There are no ``infos`` for a call of one part.
+    # ``infos`` is empty if the call shards over a single mesh.
     state = state_of(module)
-    # Without FSDPMeshInfo it is not sharded: dp_mesh_dims that only replicate are left to torch.
+    # A group without FSDPMeshInfo is not sharded: dp_mesh_dims that only replicate are left to torch.
     sharded = [group for group in groups_of(state) if isinstance(group.mesh_info, FSDPMeshInfo)]
     groups: list[FSDPParamGroup | None] = [*sharded] or [None]
     if infos:
@@ -357,7 +358,7 @@ def adopt_groups(
         if unit.stock:
             continue
         unit.sharded = own
-        # Set them here: the setters of the module are for modules of one group.
+        # Set the communication here: the module's public setters are for modules of one group.
         if own.weights.comm is not None:
             group._all_gather_comm = own.weights.comm
         if isinstance(own.gradients.comm, StrategyAllReduce):
@@ -378,11 +379,11 @@ def adopt_groups(
 class GroupBackwardWatch(StepWatch):
     """Groups of a model: those of strategies, and ``others`` that only torch manages.
 
-    The root was initialized lazily, so it keeps these groups.
+    Make it after the root's lazy initialization, which settles these groups.
     """
 
     def __init__(self, root: nn.Module, on_backward_end: Callable[[bool], None]) -> None:
-        # Until torch 2.12, the state of modules that were passed as a list is there once for each of them.
+        # Until torch 2.12, ``all_states`` has the state of modules that were passed as a list once for each module.
         states = dict.fromkeys(state_of(root)._state_ctx.all_states)
         groups = [group for state in states for group in groups_of(state)]
         self.groups = [group for group in groups if isinstance(group, StrategyGroup)]
@@ -402,8 +403,8 @@ class WatchedState(FSDPState):
         # From torch 2.15 on, a user may end the step by calling finalize_backward instead.
         ends_step = not getattr(self._state_ctx, "manual_backward_finalization_active", None)
         synchronized = ends_step and (any(last) or any(group.reduce_grads for group in self.watch.others))
-        # This comes before torch's own callback: until then no group is idle, so weights that a user told FSDP to keep
-        # unsharded after the backward are not dropped.
+        # This comes before torch's own callback, which makes groups idle: drop_unsharded() would drop the weights of an
+        # idle group, even if a user told FSDP to keep them unsharded after the backward.
         self.watch.on_backward_end(synchronized)
         super()._root_post_backward_final_callback()
         if self.watch.arriving.waiting:
@@ -427,7 +428,7 @@ class WatchedState(FSDPState):
         self._end_backward(last, synchronized)
 
     def _end_backward(self, last: list[bool], synchronized: bool) -> None:
-        """End a backward of the model; ``last`` has the groups of strategies for which it was the last micro-batch."""
+        """End a backward of the model; ``last`` says for each group of ``watch`` if it was the last micro-batch."""
         watch = self.watch
         if all(last):
             watch.restart()
@@ -462,9 +463,9 @@ def _drop_unused(gradients: list[GroupGradients]) -> None:
 
 
 def watch_backwards(root: nn.Module, on_backward_end: Callable[[bool], None]) -> None:
-    """Watch the backwards below ``root``, initialized lazily, and have its groups reduce in one order on all ranks."""
+    """Watch the backwards below ``root``, after its lazy initialization, and order reductions alike on all ranks."""
     watch = GroupBackwardWatch(root, on_backward_end)
-    # The backward ends in the state whose output it reaches first, which may be any, torch's own ones included.
+    # torch ends a backward in the state whose output it reaches first. Any state may be that one, so all report.
     for state in state_of(root)._state_ctx.all_states:
         watched: Any = state
         watched.__class__ = WatchedState

@@ -5,13 +5,13 @@
     fsdp_zpp: {preset: zeropp, frozen: nf4}         # what Strategy.from_dict reads, or the name of a preset alone
     adapter: lora
 
-Nothing else is needed, neither ``fsdp_config`` nor a configuration of accelerate. Settings for FSDP2 in axolotl's
-``fsdp_config`` (what to wrap, activation checkpointing, the kind of state dict of checkpoints) hold, too.
-integrations/transformers.py shards the model, with its adapters, when the training or the first evaluation begins;
-until then it is in the CPU's memory, on each rank. Without GPUs, set ``ACCELERATE_USE_CPU=true``.
+Neither ``fsdp_config`` nor a configuration of accelerate is needed. Settings for FSDP2 in axolotl's ``fsdp_config``
+(what to wrap, activation checkpointing, the kind of state dict in checkpoints) apply, if they are given.
+integrations/transformers.py shards the model, with its adapters, when the training or the first evaluation begins.
+Until then each rank holds the whole model in CPU memory. Without GPUs, set ``ACCELERATE_USE_CPU=true``.
 
-axolotl only prints an ImportError of a plugin's module, and trains without the plugin. So versions are checked, and the
-other integrations imported, when the plugin is registered.
+If importing a plugin's module raises ImportError, axolotl only prints it, and trains without the plugin. So this module
+checks versions and imports integrations/transformers.py only when axolotl registers the plugin.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _ALTERNATIVES = {
 """Keys of axolotl that ask for what a strategy can't honour, and what to do instead."""
 
 _PACKED = ("load_in_4bit", "load_in_8bit")
-"""Keys that make bitsandbytes pack layers; a base takes these layers over."""
+"""Keys that make bitsandbytes pack layers; only a strategy with ``frozen=`` can take such layers over."""
 
 _SIZES = {
     "dp_replicate_size": _HSDP,
@@ -114,8 +114,8 @@ class StrategyPlugin(BasePlugin):
 
         Raises:
             ImportError: If axolotl, transformers or accelerate is too old; says what to install.
-            ValueError: If ``cfg`` has an invalid strategy; the error names the key. If several processes find no GPU,
-                and are not told to train on CPUs.
+            ValueError: If ``cfg`` has an invalid strategy (the error names the key), or if several processes find no
+                GPU and are not told to train on CPUs.
         """
         require("axolotl", "0.19")
         from . import transformers  # noqa: F401  (see the top of this file)
@@ -155,9 +155,9 @@ class StrategyPlugin(BasePlugin):
         from .transformers import use_strategy
 
         use_strategy(trainer, strategy_of(cfg.fsdp_zpp))
-        # With adapters and FSDP2 axolotl writes the final files itself, but only weights whose names have "lora_" in
-        # them, without what lora_modules_to_save has trained. Without a version, it leaves the final files to the
-        # trainer.
+        # With adapters and FSDP2, axolotl writes the final files itself, but only weights with "lora_" in their names:
+        # modules that lora_modules_to_save has trained would be lost. If fsdp_version is None, it leaves the final
+        # files to the trainer.
         cfg.fsdp_version = None
 
 
@@ -168,7 +168,7 @@ def _on_cpus() -> bool:
 
 
 def _choose_device() -> None:
-    """Keep axolotl from making a mesh of GPUs on CPUs; only refused parallelisms would use that mesh."""
+    """On CPUs, keep axolotl from making a mesh of GPUs; only parallelisms that are refused below would use it."""
     if _on_cpus():
         from axolotl.loaders import ModelLoader
 

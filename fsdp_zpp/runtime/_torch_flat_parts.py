@@ -24,9 +24,9 @@ from fsdp_zpp.comm.mesh import ProcessMesh
 # ---- weights that ``dcp.load`` has written in place
 #
 # A state dict of ``fully_shard`` shows the shards themselves, so a load writes to the weights, whether or not its
-# result is set on the model afterwards. torch has no hook for that. At each call, all its public functions look up the
-# private one that loads in the globals of their module. So a replacement there also sees calls by code that has
-# imported them before.
+# result is set on the model afterwards. torch has no hook for that. All its public load functions call one private
+# function, which they look up in their module's globals at each call. So replacing it there also catches calls by code
+# that imported a public function earlier.
 
 
 class Listener(Protocol):
@@ -43,7 +43,7 @@ _listeners: WeakSet[Listener] = WeakSet()
 
 def hear_of_loads(unit: Listener) -> None:
     """Call ``unit.weights_loaded()`` after each load by all of its ranks, for as long as the unit exists."""
-    # The tensors that are loaded don't matter: a rank may hold nothing of a unit, and could not tell.
+    # Every load counts, whatever its tensors: a rank with nothing of a unit could not tell if they are the unit's.
     _intercept_loads()
     _listeners.add(unit)
 
@@ -78,7 +78,7 @@ def _tell(loading: frozenset[int]) -> None:
             unit.weights_loaded()
 
 
-# ---- original parameters as parts of flat ones, of torch's own strategies, too
+# ---- original parameters as parts of flat parameters, including those that torch's own strategies make
 
 Site = tuple[nn.Module, str]
 """A module, and the name of a parameter on it."""
@@ -86,14 +86,14 @@ Site = tuple[nn.Module, str]
 
 @dataclass(frozen=True, eq=False)
 class FlatPart:
-    """One original parameter of a flat one, at an offset there, and the modules that have it."""
+    """One original parameter: its place in a flat parameter, and the modules on which it is registered."""
 
     sites: tuple[Site, ...]
     start: int
     shape: torch.Size  # under another parallelism, that of its local part, which FSDP shards
     shard: Tensor  # this rank's shard of the flat parameter, in full precision
     requires_grad: bool
-    device: torch.device  # which gathers, even where shards are offloaded
+    device: torch.device  # on which it is gathered, even if shards are offloaded
     group: dist.ProcessGroup | None  # of ranks that hold a shard each; None if this rank holds all of it
     other_axes: Any  # the DTensorSpec of a parameter that another parallelism shards, too; None for others
 
@@ -102,7 +102,7 @@ class FlatPart:
         return self.shape if self.other_axes is None else torch.Size(self.other_axes.shape)
 
     def with_other_axes(self, part: Tensor) -> Tensor:
-        """Gather a parameter that another parallelism shards over its ranks, too. Collective over these."""
+        """Return the full parameter for ``part``. Collective over the ranks of another parallelism that shards it."""
         spec = self.other_axes
         if spec is None:
             return part
@@ -113,7 +113,7 @@ class FlatPart:
 
 
 def flat_parts(model: nn.Module) -> Iterator[FlatPart]:
-    """Yield the parts of all flat parameters below ``model``, whose shards have the values written to parameters."""
+    """Yield the parts of all flat parameters below ``model``, after copying replaced parameters to the shards."""
     for instance in _instances(model):
         handle = instance._handle
         if handle is None:
@@ -169,9 +169,9 @@ def original_dtypes(model: nn.Module) -> dict[Tensor, torch.dtype]:
 
 
 def copy_replaced(handle: FlatParamHandle) -> None:
-    """Copy the values of parameters that were replaced to the shard, from FSDP's lazy initialization on."""
-    # FSDP does so before it gathers. Any other code that reads the shard, or has parameters show it again, must call
-    # this.
+    """Write the values of replaced parameters to the shard; before FSDP's lazy initialization, do nothing."""
+    # FSDP does this before it gathers. Other code must call this before it reads the shard or makes parameters views of
+    # it again.
     flat_param = handle.flat_param
     if not hasattr(flat_param, "_local_shard") or not _shows_parameters(flat_param):
         return
@@ -182,13 +182,13 @@ def copy_replaced(handle: FlatParamHandle) -> None:
 
 
 def copy_replaced_shards(handle: FlatParamHandle) -> None:
-    """Copy parameters that have another storage by now to a sharded handle's shard, as FSDP does."""
-    # In a backward, FSDP keeps gradients where a writeback does not look for them.
+    """Write the values of parameters whose storage was replaced to a sharded handle's shard, as FSDP does."""
+    # A writeback during a backward would look for gradients in the wrong place.
     may_differ = (
         torch._C._current_graph_task_id() == -1 and handle._use_orig_params and not handle._skip_writeback_check
     )
     if may_differ and handle._writeback_orig_params():
-        handle._use_sharded_views()  # or FSDP would do it again, which counts as a write
+        handle._use_sharded_views()  # or FSDP would write back again, which counts as a change of weights
 
 
 def _shows_parameters(flat_param: FlatParameter) -> bool:
@@ -197,7 +197,7 @@ def _shows_parameters(flat_param: FlatParameter) -> bool:
 
 @torch.no_grad()
 def _copy_unsharded(handle: FlatParamHandle) -> None:
-    """Copy as FSDP does where nothing is sharded, but no gradients: FSDP would take accumulated ones for a user's."""
+    """Copy unsharded parameters as FSDP does, but no gradients: FSDP would take accumulated ones for a user's."""
     flat_param = handle.flat_param
     own = {tensor.untyped_storage().data_ptr() for tensor in (flat_param, flat_param._local_shard)}
     views = handle._get_unflat_views(flat_param._local_shard)

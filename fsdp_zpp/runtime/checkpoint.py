@@ -26,18 +26,18 @@ from .unit import Checksums, ParameterUnit, StrategyUnit, named_units
 # ---- codec state that was loaded, until it is known to belong to the weights
 #
 # [Note: Weights of codec state]
-# A save that is cut off between weights and codec state, over an older one, leaves both of different steps. So codec
-# state carries checksums of the weights that it was saved with. Weights may be loaded before codec state or after it.
-# So codec state is used if they match when it is loaded and none are loaded afterwards, or if they match at the next
-# forward. If they do not match on all ranks, it is dropped on all of them, those of other parallelisms too: copies of a
-# parameter would diverge if one of them were sent with errors and another one without.
+# If a save over an older checkpoint is cut off between weights and codec state, the two are of different steps. So
+# codec state carries checksums of the weights that it was saved with. Weights may be loaded before or after codec
+# state. So there are two ways for it to be used: the weights match when it is loaded, and no others are loaded
+# afterwards; or the weights match at the next forward. If they differ on any rank, all ranks drop it, including those
+# of other parallelisms: a parameter's copies would diverge if one were sent with errors and another one without.
 #
-# If nodes train on their own, a checkpoint has each piece of a weight from an arbitrary node, or the agreed weights.
-# Codec state has the weights of each node, so pieces are compared with these.
+# If nodes train on their own, a checkpoint has the agreed weights, or each piece of a weight from an arbitrary node.
+# Codec state has the weights of every node, so the pieces are compared with these weights instead of checksums.
 
 
 class LoadedState:
-    """Codec state that was loaded for several units, until it is settled. See [Note: Weights of codec state]."""
+    """Loaded codec state of several units, until it is used or dropped. See [Note: Weights of codec state]."""
 
     def __init__(
         self, saved_with: Mapping[ParameterUnit, Checksums], modules: Iterable[nn.Module], drop: Callable[[], None]
@@ -71,7 +71,7 @@ class LoadedState:
         self.forget()
         differs = not all(self._is_of_same(unit) for unit in self.saved_with if _fragment_of(unit) is None)
         local = [unit for unit in self.saved_with if _fragment_of(unit) is not None]
-        # First the comparison over all ranks, which raises if some of them make another call.
+        # Compare over all ranks first: this raises if some of them make another call.
         differs = self._on_any_rank(differs) or (bool(local) and self._on_any_rank(not self._nodes_hold(local)))
         if differs:
             self._drop()
@@ -90,7 +90,7 @@ class LoadedState:
         return (loads == unit.loads and _match(held, saved)) or _match(_held(unit, saved), saved)
 
     def _nodes_hold(self, units: Sequence[ParameterUnit]) -> bool:
-        """Return whether each weight of the units is that of some node or all are the agreed ones. Collective."""
+        """Return whether all weights are the agreed ones, or each piece of a weight is that of a node. Collective."""
         meshes = dict.fromkeys(unit.ranks for unit in units)
         # Every rank communicates over each mesh, whatever it has found on the one before.
         found = [self._nodes_of_mesh_hold([unit for unit in units if unit.ranks == mesh], mesh) for mesh in meshes]
@@ -104,7 +104,7 @@ class LoadedState:
             for index, (fragment, names) in enumerate(fragments)
             for name, same in fragment.same_as_loaded(names).items()
         }
-        # Compare only weights that the node trained. An elastic node saves alone.
+        # Only weights that the node trained are compared. An elastic node has no inter-node hop: it saves alone.
         by_node = [own] if mesh.inter is None else from_each_rank(own, mesh.inter)
         return agreed or all(
             _cover(numel, [span for node in by_node for span in node.get(parameter, (0, []))[1]])
@@ -136,10 +136,10 @@ def _cover(numel: int, spans: Iterable[Span]) -> bool:
 # ---- codec state in checkpoints
 #
 # Codec state belongs to the rank that sends: no other rank has it, and it depends on how the ranks are laid out. So
-# each rank saves its own part, under keys that name the rank, as bytes, which torch.distributed.checkpoint loads
-# without knowing their size beforehand. The layout is saved with them. On another layout, or with other weights than
-# those that it was saved with ([Note: Weights of codec state]), codec state starts over: errors are
-# zero, weights are sent whole once, nodes restart their local steps, and a warning says so.
+# each rank saves its own part, under keys that name the rank. It saves bytes, since torch.distributed.checkpoint loads
+# bytes without knowing their size beforehand. The layout is saved with them. On another layout, or with other weights
+# than those that it was saved with ([Note: Weights of codec state]), codec state starts over: errors are zero, weights
+# are sent whole once, nodes restart their local steps, and a warning says so.
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -154,8 +154,8 @@ _SAVED_WITH = "saved_with"
 class RankState:
     """Codec state of several units on this rank.
 
-    ``parts`` have names that are the same on all ranks; ``units`` has the unit with whose weights each is saved. A rank
-    that ``warns`` logs when state starts over.
+    The names of ``parts`` are the same on all ranks. ``units`` maps a part's name to the unit whose checksums are saved
+    with it. If ``warns`` is set, this rank logs a warning when state starts over.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class RankState:
         """
         if not self._parts:
             saved_on = state.get("layout", "")
-            # DCP reads only this key; it records the layout of nodes if codec state was saved.
+            # Without parts, DCP reads only the key "layout", which describes nodes only if codec state was saved.
             if " as " in saved_on and self._warns:
                 logger.warning(
                     "the codec state was saved on %s, but this model has none: error feedback, weight deltas and local "
@@ -200,7 +200,7 @@ class RankState:
                     saved_on,
                 )
             return
-        # Before looking for this rank's keys: a checkpoint of fewer ranks has none for the others.
+        # Compare layouts before looking for this rank's keys: a checkpoint of fewer ranks may lack them.
         if state.get("layout") != self._layout:
             self._forget_loaded()
             self._reset()
@@ -273,14 +273,14 @@ class CodecState(RankState):
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = ()) -> None:
-        next(communicators(model))  # raises if there are none, so that there would be nothing to save
+        next(communicators(model))  # raises if there are none, since there is nothing to save then
         names, parts, units_by_part = named_units(model), dict[str, SavedState](), dict[str, ParameterUnit]()
         for unit, fqn in names.items():
             for kind, part in _parts_of(unit):
                 name = f"{kind} of {fqn}"
                 parts[name], units_by_part[name] = part, unit
         meshes = dict.fromkeys(unit.ranks for unit in units_by_part.values())
-        # All modules that FSDP has sharded: a root whose parameters are all in other units has no unit, but runs first.
+        # Hooks go on all sharded modules: a root whose parameters are all in other units has no unit, but runs first.
         modules = [each for each in model.modules() if isinstance(each, FSDPModule | FullyShardedDataParallel)]
         axes = {axis for unit in names for axis in unit.sharded.other_axes()}
         warns = any(unit.ranks.rank == 0 for unit in names) and all(dist.get_rank(axis) == 0 for axis in axes)
@@ -304,7 +304,7 @@ def _optimizer_states(
 ) -> dict[str, SavedState]:
     listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     fragments = [part for part in parts.values() if isinstance(part, Fragment)]
-    # A model may be frozen now, and trained when the state was saved, or after this.
+    # A model that is frozen now may have been trained before, so its fragments are asked whether they ever were.
     if fragments and not listed and any(fragment.was_trained for fragment in fragments):
         raise ValueError(
             f"with local_steps, each node of this {type(model).__name__} has optimizer states of its own: pass "

@@ -21,25 +21,25 @@ logger = logging.getLogger("fsdp_zpp")
 
 # ---- NVML: which GPUs of this machine NVLink joins
 #
-# It sees all GPUs of the machine. CUDA sees those that CUDA_VISIBLE_DEVICES leaves to a process, often just one.
+# NVML sees all GPUs of the machine. CUDA sees only those that CUDA_VISIBLE_DEVICES leaves to a process, often just one.
 
 
 @dataclass(frozen=True)
 class GpuReport:
     """Report of a rank on the GPUs of its machine, by their UUIDs.
 
-    NVLink joins some to ``gpu``, directly or through switches, and others are known to be apart. NCCL may have been
-    told to use no peer-to-peer access, and so no NVLink.
+    NVLink joins the GPUs of ``joined`` to ``gpu``, directly or through switches; it is known not to join those of
+    ``apart``. ``disabled`` says that NCCL was told to use no peer-to-peer access, and therefore no NVLink.
     """
 
-    gpu: str | None  # the whole GPU, for an instance of MIG
+    gpu: str | None  # for a MIG instance, the whole GPU; None if unknown
     joined: frozenset[str] = frozenset()
     apart: frozenset[str] = frozenset()
     disabled: bool = False
 
 
 def nvlink_peers(uuid: str) -> GpuReport | None:
-    """Return the GPUs that NVLink joins to the one with this UUID, which lacks "GPU-" or "MIG-"; None if unknown."""
+    """Return the report on the GPU with this UUID, given without "GPU-" or "MIG-"; None if unknown."""
     try:
         nvml = importlib.import_module("pynvml")
     except ModuleNotFoundError:
@@ -71,7 +71,7 @@ def _peers(nvml: Any, uuid: str) -> GpuReport:
             continue
         if status == nvml.NVML_P2P_STATUS_OK:
             joined.add(name)
-        elif status != nvml.NVML_P2P_STATUS_UNKNOWN:  # all others deny it, each with a reason
+        elif status != nvml.NVML_P2P_STATUS_UNKNOWN:  # every other status denies NVLink, for a reason of its own
             apart.add(name)
     return GpuReport(gpu, frozenset(joined - {gpu}), frozenset(apart - {gpu}))
 
@@ -85,10 +85,11 @@ def _whole_gpu(nvml: Any, uuid: str) -> Any:
 
 # ---- links: which ranks of a group share fast ones
 #
-# Fast are NVLink, directly or through switches, and what ranks on one GPU share. All else is slow: peer-to-peer access
-# over PCIe, copies through the host's memory, and NVLink that NCCL was told not to use. Each rank asks NVML about its
-# own GPU; ranks exchange what they have found, once a group, so that all of them conclude the same. Where a link is not
-# known (on CPUs, or between other accelerators than NVIDIA's), nothing is concluded.
+# Fast links are NVLink, directly or through switches, and those among ranks on one GPU. All others are slow:
+# peer-to-peer access over PCIe, copies through the host's memory, and NVLink that NCCL was told not to use. Each rank
+# asks NVML about its own GPU, and ranks exchange the answers once per group, so that all get the same result. If ranks
+# of a node are neither joined nor known to be apart (on CPUs, or among accelerators other than NVIDIA's), all links of
+# the group are unknown.
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def links_from(reports: Sequence[GpuReport], launched: Topology) -> Links | None
 
 
 def _joined_sets(reports: dict[int, GpuReport]) -> list[tuple[int, ...]] | None:
-    # Links through others count, since NCCL's rings go where links are: many pairs of eight V100s have no link.
+    # GPUs joined through others are one set, since NCCL's rings run along links: many pairs of eight V100s have none.
     sets: list[set[int]] = []
     for rank, report in reports.items():
         near = [part for part in sets if any(_are_joined(report, reports[other]) for other in part)]
@@ -183,20 +184,20 @@ def _are_known_apart(one: GpuReport, other: GpuReport) -> bool:
 
 
 def may_be_known(group: dist.ProcessGroup) -> bool:
-    """Return whether :func:`find_links` asks ranks about GPUs; the same on all ranks, whatever each has."""
+    """Return whether :func:`find_links` asks ranks about GPUs; the same on all ranks, whatever GPU each has."""
     return dist.get_world_size(group) > 1 and "nccl" in dist.get_backend_config(group)
 
 
 def _exchanged(group: dist.ProcessGroup, device: torch.device | None) -> Links | None:
     try:
         report = own_report(group, device)
-    except Exception as error:  # of any kind: the other ranks would hang in the exchange
+    except Exception as error:  # any error: without this rank, the others would hang in the exchange
         logger.debug("links of this rank's GPU are not known: %s: %s", type(error).__name__, error)
         report = GpuReport(None)
     reports = from_each_rank(report, group, device)
     try:
         launched = topology_of(group)
-    except ValueError:  # the launcher does not say what shares a machine; whoever needs nodes raises it
+    except ValueError:  # the launcher gives no valid layout; code that needs nodes raises this itself
         return None
     return links_from(reports, launched)
 
@@ -212,7 +213,7 @@ def own_report(group: dist.ProcessGroup, device: torch.device | None) -> GpuRepo
 
 
 def _peers_without_access(uuid: str, own: int) -> GpuReport:
-    """Return the visible GPUs that this one can't access; all others may have any link."""
+    """Return a report of the visible GPUs that this one can't access; links to all others are unknown."""
     others = (index for index in range(torch.cuda.device_count()) if index != own)
     apart = (index for index in others if not torch.cuda.can_device_access_peer(own, index))
     uuids = frozenset(str(torch.cuda.get_device_properties(index).uuid) for index in apart)

@@ -32,17 +32,18 @@ if TYPE_CHECKING:
 
 # ---- parameters whose bytes are packed values, which a codec must not encode
 #
-# bitsandbytes keeps two 4-bit codes in a byte, and for FSDP shows the bytes as bf16 (``bnb_4bit_quant_storage``). Seen
-# as numbers they are noise, and rounding them leaves other codes. A unit that holds such a parameter is gathered as it
-# is.
+# bitsandbytes packs two 4-bit codes into a byte, and presents the bytes to FSDP as bf16 (``bnb_4bit_quant_storage``).
+# These bf16 numbers mean nothing, and rounding them would change the codes. So a unit that holds such a parameter is
+# gathered without a codec.
 #
-# Parameters that encode themselves for the all-gather, as torchao's float8 weights do, are trained weights all the
-# same; see [Note: Own bytes] in the adapter to fully_shard.
+# Trained weights that encode themselves for the all-gather, as torchao's float8 weights do, are gathered without a
+# codec, too; see [Note: Own bytes] in fsdp2/_torch_weights.py.
 #
 # [Note: Packed bytes]
-# Under fully_shard, units that hold packed values are gathered by this library even where torch's would do: torch
-# copies shards by ``_foreach_copy_``, which on GPUs goes through fp32 and makes one NaN of all. About one in a thousand
-# packed byte pairs reads as a NaN in bf16 (bitsandbytes, issue 1945). No copy in this library may promote them either.
+# Under fully_shard, this library gathers units that hold packed values even where torch's own all-gather would do.
+# torch copies shards by ``_foreach_copy_``, which converts to fp32 on GPUs and turns all NaNs into the same one. About
+# one in a thousand packed byte pairs is a NaN in bf16 (bitsandbytes, issue 1945). So no copy in this library may
+# convert packed values either.
 
 K = TypeVar("K", bound=Hashable)
 
@@ -55,10 +56,10 @@ def holds_packed_values(parameter: Tensor) -> bool:
     if isinstance(parameter, DTensor):
         return holds_packed_values(parameter._local_tensor)
     return (
-        hasattr(parameter, "__tensor_flatten__")  # consists of other tensors, of which it is computed
+        hasattr(parameter, "__tensor_flatten__")  # a subclass whose values are computed from other tensors
         or encodes_itself(parameter)
         or getattr(parameter, "quant_state", None) is not None
-        # Also before bitsandbytes has packed them, which it does when they are moved to a GPU.
+        # bitsandbytes packs its parameters only when they move to a GPU; they count before that, too.
         or any(cls.__module__.partition(".")[0] == "bitsandbytes" for cls in type(parameter).__mro__)
     )
 
@@ -70,7 +71,7 @@ def encodes_itself(parameter: Tensor) -> bool:
 
 def packed(parameters: Iterable[tuple[K, Tensor]]) -> dict[K, Tensor]:
     """Return the parameters that hold packed values, by the keys that they come with."""
-    # Most are plain, and a call for each would be a third of all that sharding a module takes.
+    # Most are plain; a call for each of them would take a third of the time of sharding a module.
     candidates = ((key, p) for key, p in parameters if type(p) is not nn.Parameter or "quant_state" in vars(p))
     return {key: parameter for key, parameter in candidates if holds_packed_values(parameter)}
 
@@ -100,7 +101,7 @@ def unwrapped(module: object) -> object:
 
 
 def strategy_for(module: object, strategy: Strategy) -> Strategy:
-    """Return the strategy of a module that is sharded by a call of its own, without overrides and with nodes."""
+    """Return the strategy for a call that shards ``module`` alone; an override inherits ``gpus_per_node``."""
     own = override_for(type(unwrapped(module)), strategy.overrides)
     if own is None:
         return replace(strategy, overrides=())
@@ -145,7 +146,7 @@ Checksums = Mapping[str, tuple[str, int]]
 
 
 class Loaded(Protocol):
-    """Codec state from a checkpoint that is not known yet to belong to the weights; see checkpoint.py."""
+    """Codec state from a checkpoint, before it is known whether it belongs to the weights; see checkpoint.py."""
 
     @property
     def saved_with(self) -> Mapping[ParameterUnit, Checksums]: ...
@@ -170,7 +171,7 @@ class ParameterUnit(Communicator, Protocol):
     def invalidate(self, *, by_step: bool = False) -> None:
         """Declare all copies of the old weights stale, such as the secondary shard.
 
-        ``by_step`` says that a training step changes the weights: by little, so that a delta codec may send the change.
+        ``by_step`` says that a training step changes the weights. Such a change is small, so a delta codec may send it.
         """
 
     def drop_gradients(self) -> None:
@@ -194,7 +195,7 @@ def unit_of(module: nn.Module) -> ParameterUnit | None:
 
 
 def named_units(model: nn.Module) -> dict[ParameterUnit, str]:
-    """Return the units of a model, outermost first, with their names; a shared unit has the first one's."""
+    """Return the units of a model, outermost first, with their names; a unit with several names has the first."""
     names: dict[ParameterUnit, str] = {}
     for name, module in model.named_modules():
         for unit, path in units_of(module).items():
@@ -215,12 +216,12 @@ class StrategyUnit:
         self.sharded = Sharded()
         self.loads = 0
         self.loaded_state: Loaded | None = None
-        # Packed values must not be touched by a codec; weights that encode themselves are gathered as other bytes; a
-        # stock unit is left to torch altogether.
+        # No codec may touch packed values. Weights that encode themselves are gathered as the bytes that they encode
+        # to. A stock unit is left to torch altogether.
         self.packed = self.encodes_itself = self._in_place_of_torch = self.stock = False
         self.gather = self._make_gather()
         self.left_unquantized: dict[str, tuple[str, ...]] = {}  # names of frozen parameters, by the reason
-        self.patterns: tuple[str, ...] = ()  # of the overrides of its call
+        self.patterns: tuple[str, ...] = ()  # of the overrides in the call that shards the unit
         self.keep_unsharded = self.gather is not None and self.scopes.parameters == "N"
         self.reductions = StepReductions(ranks, self.resolved, local_steps, self.traffic)
         self.local_training: LocalTraining | None = None  # before the first forward
@@ -242,7 +243,7 @@ class StrategyUnit:
         return WeightGather(mesh, self.resolved.weights, self.scopes.parameters == "I", self.traffic)
 
     def leave_weights_uncoded(self, *, in_place_of_torch: bool = False) -> None:
-        """Gather packed weights as they are, perhaps even in place of torch; call it before the unit is used."""
+        """Gather weights without a codec, if ``in_place_of_torch`` even where torch would do; call it before use."""
         self.packed, self._in_place_of_torch = True, in_place_of_torch
         # Packed values are a frozen base, unless they encode themselves: see [Note: Links] in strategy.py.
         if self.ranks.by_links and not self.encodes_itself:

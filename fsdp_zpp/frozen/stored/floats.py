@@ -45,14 +45,14 @@ TABLES = {"nf4": LEVELS, "fp4": (*_FP4, *(-level for level in _FP4))}
 
 
 def unpack_4_bits(octets: Tensor, kind: str) -> Tensor:
-    """Unpack fp32 values along the last dimension, of ``mxfp4`` or a table: [..., bytes] to [..., bytes * 2]."""
+    """Unpack codes of ``kind``, ``mxfp4`` or a key of ``TABLES``, to fp32: [..., bytes] to [..., bytes * 2]."""
     # Both codes of a byte at once: one look-up takes half the time of two.
     return torch.nn.functional.embedding(octets.int(), _pairs(kind, octets.device)).flatten(-2)
 
 
 @functools.cache  # there are three kinds, and few devices
 def _pairs(kind: str, device: torch.device) -> Tensor:
-    """Return the two values of each byte, [256, 2]; they are copied to a device once."""
+    """Return the two values of each of the 256 bytes, [256, 2]; the cache copies them to a device once."""
     with torch.inference_mode(False):
         octets = torch.arange(256)
         if kind == "mxfp4":  # the lower bits of a byte are first
@@ -77,13 +77,14 @@ def _pairs(kind: str, device: torch.device) -> Tensor:
 # strategy ``tensor``                                                         a matrix
 # ==========================================================================  ======================
 #
-# Shapes have to fit that. If it says nothing, a single scale is a matrix's, and one for each row is a row's.
+# The shapes must fit the configuration. If it says nothing, a single scale applies to the whole matrix, and as many
+# scales as rows apply to one row each.
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _E8M0 = (torch.float8_e8m0fnu, torch.uint8)  # scales that are powers of two; a uint8 has the bits of an e8m0
 _SCALES = (torch.float32, torch.bfloat16, torch.float16, *_E8M0)
 _SUFFIXES = ("_scale_inv", "_scale")
-_UNBLOCKED = 128  # rows in a group if blocks don't determine it
+_UNBLOCKED = 128  # rows in a group if the block does not determine their number
 _CODE_NAMES = {
     **dict.fromkeys(("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn"), CODES[0]),
     **dict.fromkeys(("e5m2", "float8_e5m2"), CODES[1]),
@@ -110,7 +111,7 @@ COMPRESSED_SETTINGS: Known = {
     **dict.fromkeys(("run_compressed", "dequantize", "use_optimized_inference")),
     "config_groups": None,  # read below
     "format": ("float-quantized", "dense"),
-    # Files may have codes under any of these; plain weights are refused if they have scales.
+    # Files with any of these may hold codes. Files with plain weights are refused if these have scales.
     "quantization_status": ("initialized", "calibration", "frozen", "compressed"),
     "transform_config": (),
     "sparsity_config": (),
@@ -205,9 +206,9 @@ def _stated_block(config: Settings) -> Block | None:
 
 
 def _block_of(shape: torch.Size, scales: tuple[int, ...], stated: Block | None, key: str) -> tuple[int, int]:
-    """Return the rows and columns that share a scale, by the shapes of the weight and of the scales ``key``.
+    """Return the rows and columns that share a scale, from the shapes of the weight and of its scales at ``key``.
 
-    ``stated`` is the block by the configuration; None if it does not determine it.
+    ``stated`` is the block that the configuration states; None if it states none.
 
     Raises:
         ValueError: If the scales don't fit the weight or the configuration, or nothing determines the block.
@@ -249,7 +250,7 @@ def _check_dtypes(key: str, dtype: torch.dtype, scale: str, tensors: StoredTenso
         refuse_misfit(key, dtype, f"{code_name}, as config.json says in fmt")
     if (scales := tensors.dtype(scale)) not in _SCALES:
         refuse_misfit(scale, scales, "fp32, bf16, fp16 or e8m0")
-    # compressed-tensors has formats of its own for e8m0, and takes bytes in others for numbers.
+    # compressed-tensors stores e8m0 in separate formats; in its other formats, bytes are plain numbers.
     if scales in _E8M0 and (config.get("quant_method") not in (None, "fp8") or scale_name == "float"):
         refuse_misfit(scale, scales, "fp32, bf16 or fp16, by config.json")
 
@@ -260,9 +261,9 @@ def _fp32(scales: Tensor) -> Tensor:
 
 # ---- mxfp4
 #
-# Stacks of matrices in mxfp4, as gpt-oss stores its experts. One of shape [experts, in, out] is stored transposed:
+# Stacks of matrices in mxfp4, as gpt-oss stores its experts. A stack [experts, in, out] is stored transposed:
 #
-# - ``*_blocks``, uint8 [experts, out, in / 32, 16]: 32 neighbouring inputs are a block, two of them a byte;
+# - ``*_blocks``, uint8 [experts, out, in / 32, 16]: 32 neighbouring inputs are a block, with two inputs in a byte;
 # - ``*_scales``, uint8 [experts, out, in / 32]: the scale of each block in e8m0, its exponent plus 127, or 255 for NaN.
 #
 # So 32 neighbouring inputs of a matrix, with all outputs, are a group: blocks [out, 16] and scales [out].
@@ -300,7 +301,7 @@ class Mxfp4(StoredFormat):
         values: dict[str, list[Tensor]] = {"blocks": [], "scales": []}
         while first < last:
             matrix, begin = divmod(first, per_matrix)
-            # The rest of a matrix, or as many whole matrices as there are.
+            # Take the rest of a matrix, or from the start of one all whole matrices before ``last``.
             whole = max(1, (last - first) // per_matrix) if begin == 0 else 1
             end = min(per_matrix, begin + last - first)
             for name, pieces in values.items():
@@ -316,14 +317,14 @@ class Mxfp4(StoredFormat):
 
 # ---- bitsandbytes
 #
-# bitsandbytes' 4 bits in blocks: nf4 and fp4, QLoRA's.
+# Weights that bitsandbytes stores in blocks of 4-bit codes, nf4 or fp4, as QLoRA uses them.
 #
 # Names and values are those of ``bitsandbytes.functional``: ``QuantState.as_dict`` and ``dequantize_4bit``. Scales that
 # are quantized themselves (``bnb_4bit_use_double_quant``) are kept as the fp32 values that they stand for.
 
 BITSANDBYTES_SETTINGS: Known = {
     **dict.fromkeys(("quant_method", "load_in_4bit", "_load_in_4bit")),
-    # How layers compute, or how weights are quantized when they are loaded; files say how they are stored.
+    # These say how layers compute, or how loading quantizes weights; files themselves say how weights are stored.
     **dict.fromkeys(("llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload")),
     **dict.fromkeys(("llm_int8_has_fp16_weight", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")),
     **dict.fromkeys(("bnb_4bit_use_double_quant", "modules_to_not_convert", "dequantize")),
@@ -342,8 +343,8 @@ class FourBit(StoredFormat):
     """A weight in 4 bits, ``nf4`` or ``fp4``, in blocks of values that share a scale.
 
     Attributes:
-        nested_block: Scales that share a scale of their own; 0 if they are fp32.
-        offset: Added to each such scale.
+        nested_block: Number of quantized scales that share a scale; 0 if scales are fp32.
+        offset: Number that is added to each quantized scale as it is decoded.
     """
 
     name: ClassVar[str] = "bitsandbytes"
@@ -430,7 +431,7 @@ class FourBit(StoredFormat):
         return self.layout.pack(last - first, codes=codes, scale=scales)
 
     def _nested(self, parts: Parts, scales: Tensor, first: int) -> Tensor:
-        """Return the fp32 values of quantized scales; ``first`` is the number of the first."""
+        """Return the fp32 values of quantized scales; ``first`` is the index of the first of them in the weight."""
         size = self.nested_block
         of = torch.arange(first, first + len(scales), device=scales.device) // size - first // size
         absmax = parts["nested_absmax"][first // size : -(-(first + len(scales)) // size)]
@@ -441,7 +442,7 @@ class FourBit(StoredFormat):
 
     @cached_property
     def codec(self) -> Codec:
-        # The same codes and scales, for which there is a kernel.
+        # This codec has the same codes and scales, and a kernel.
         if self.kind == "nf4" and MIN_BLOCK <= self.block <= MAX_BLOCK and importlib.util.find_spec("bitsandbytes"):
             return NF4(self.block)
         return super().codec
@@ -458,7 +459,7 @@ class FourBit(StoredFormat):
 
 
 def _bytes_of(part: Any, first: int, last: int) -> Tensor:
-    """Return bytes ``first`` to ``last - 1`` of a tensor with elements of any size, uint8."""
+    """Return bytes ``first`` to ``last - 1`` of a tensor as uint8, whatever the size of its elements."""
     shape = shape_of(part)
     flat = shape[0] != 1 or len(shape) == 1
     size = part[:0].element_size()
