@@ -53,6 +53,7 @@ class Counter:
 
     def __init__(self) -> None:
         self.steps, self.waits = 0, False
+        self.moments = SimpleNamespace(saw=lambda optimizer: None)
 
     def gradients_synchronized(self) -> None:
         self.waits = True
