@@ -174,11 +174,11 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpu else "gloo")
     model = shard(make_model(options, device), options, device)
+    if options.save_base:  # it does not change, and a folder that has one already raises before any training
+        save_frozen_params(model, options.save_base)
     train(model, load_tokens(options, device), options)
     if not options.full_shard:
         save_adapter(model, options.output / "adapter")  # PeftModel.from_pretrained(base, folder) reads it, on one GPU
-        if options.save_base:
-            save_frozen_params(model, options.save_base)
         if dist.get_rank() == 0:
             print("bytes that this rank has sent:", traffic(model))
     dist.destroy_process_group()
