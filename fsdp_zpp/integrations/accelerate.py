@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
 from fsdp_zpp.frozen.hugging_face import adapter_state, dequantized_weights, save_adapter
 from fsdp_zpp.fsdp2.fully_shard import clip_grad_norm_, fully_shard
@@ -41,7 +44,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin, TorchDynamoPlugin, is_peft_model
 from accelerate.utils.fsdp_utils import (
-    fsdp2_apply_ac,
     fsdp2_prepare_auto_wrap_policy,
     get_module_children_bottom_up,
     get_parameters_from_modules,
@@ -151,9 +153,8 @@ def shard(
     accelerator.state.fsdp_plugin = plugin = copy.copy(own)
     try:
         plugin.set_auto_wrap_policy(model)
-        _check_checkpointing(plugin, model)
         if plugin.activation_checkpointing:
-            model = fsdp2_apply_ac(accelerator, model)
+            _recompute(plugin, model)
     finally:
         accelerator.state.fsdp_plugin = own
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
@@ -170,15 +171,28 @@ def shard(
     vars(model)["_is_fsdp_managed_module"] = True
 
 
-def _check_checkpointing(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
-    if not plugin.activation_checkpointing:
-        return
+def _recompute(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
+    """Recompute the layers that the plugin's policy chooses, as accelerate does, but without modules around them."""
     chosen = fsdp2_prepare_auto_wrap_policy(plugin, model)
-    if chosen is None or not any(map(chosen, model.modules())):
+    layers = [] if chosen is None else [each for each in get_module_children_bottom_up(model)[:-1] if chosen(each)]
+    if not layers:
         raise ValueError(
             f"activation_checkpointing=True recomputes the modules that the plugin's policy wraps, but it wraps none "
             f"of this {type(model).__name__}: name its layers in transformer_cls_names_to_wrap"
         )
+    offloads = getattr(plugin, "activation_checkpointing_offload", False)  # which accelerate 1.14 lacks
+    for layer in dict.fromkeys(layers):
+        # In place of its forward: PEFT saves and loads adapters by names of modules, and finds none in a wrapped one.
+        layer.forward = _recomputed(layer.forward, offloads)
+
+
+def _recomputed(forward: Callable[..., Any], offloads: bool) -> Callable[..., Any]:
+    @wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        with save_on_cpu(pin_memory=torch.cuda.is_available()) if offloads else nullcontext():
+            return recompute_in_backward(forward, *args, use_reentrant=False, **kwargs)
+
+    return recomputed
 
 
 def _compile_layers(model: nn.Module, plugin: TorchDynamoPlugin) -> None:
@@ -222,9 +236,6 @@ def _units(model: nn.Module, plugin: FullyShardedDataParallelPlugin, strategy: S
     wrapped = [
         module for module in candidates if chosen(module) and not isinstance(module, nn.ModuleList | nn.ModuleDict)
     ]
-    # The policy chooses a layer that is recomputed twice: itself, and what has it recomputed, which is to gather it.
-    inside = {id(getattr(module, "_checkpoint_wrapped_module", None)) for module in wrapped}
-    wrapped = [module for module in wrapped if id(module) not in inside]
     by_layers = plugin.transformer_cls_names_to_wrap == []  # of a model that names none
     return list(layers(model)) if by_layers and not wrapped else wrapped
 

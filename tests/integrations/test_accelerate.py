@@ -23,8 +23,8 @@ from harness.offload import without_pinning
 from harness.pool import Pools, device_type
 from harness.wiretap import sent_in
 from hugging_face import SMALL_EXAMPLE, STEPS, TOKENS, choose_own_fsdp, fsdp2_plugin, new_job, offloads, run_example
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.torch_version import TorchVersion
@@ -142,11 +142,28 @@ def recomputing() -> list[float]:
     """In a worker: the losses of a training that recomputes layers inside of their units."""
     with accelerators() as accelerator:
         training = prepared(use_strategy(accelerator, PLAIN, plugin=fsdp2_plugin(activation_checkpointing=True)))
-        recomputed = [module for module in training.model.modules() if isinstance(module, CheckpointWrapper)]
-        assert len(recomputed) in (2, 8)  # two layers, or, before accelerate 1.15, the four modules of each
-        assert not any(units_in(module._checkpoint_wrapped_module) for module in recomputed)
+        calls = []
+        for layer in training.model.model.layers:
+            layer.register_forward_hook(lambda *_: calls.append("layer"))
+            layer.input_layernorm.register_forward_hook(lambda *_: calls.append("norm"))
         assert len(units_in(training.model)) == 3
-        return training.train()
+        losses = training.train()
+        assert calls.count("norm") == 2 * calls.count("layer") > 0, "in the forward and in the backward"
+        return losses
+
+
+def adapters_of_recomputed() -> set[str]:
+    """In a worker: the names by which PEFT finds adapters to save and to load, where layers are recomputed."""
+    with accelerators() as accelerator:
+        use_strategy(accelerator, PLAIN, plugin=fsdp2_plugin(activation_checkpointing=True))
+        model = get_peft_model(llama.make_base(), LoraConfig(r=2, target_modules="all-linear"))
+        model, _ = accelerator.prepare(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1))
+        return set(get_peft_model_state_dict(model))
+
+
+def test_peft_finds_the_adapters_of_layers_that_are_recomputed(pool: Pools) -> None:
+    plain = get_peft_model(llama.make_base(), LoraConfig(r=2, target_modules="all-linear"))
+    assert pool(4).run(adapters_of_recomputed) == [set(get_peft_model_state_dict(plain))] * 4
 
 
 def units_in(module: nn.Module) -> list[str]:
