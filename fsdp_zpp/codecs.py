@@ -34,8 +34,8 @@ from fsdp_zpp_kernels.reference import ALIGNMENT, levels_on
 #
 # Codecs: how a chunk of values is encoded as bytes for one hop, and decoded again.
 #
-# A *chunk* is one rank's shard of a flat tensor. FSDP orders chunks by rank, which is (node, local); a hop takes or
-# leaves them in (local, node) order. So every method that handles full-precision values takes the grid of chunks as
+# A *chunk* is one rank's shard of a flat tensor. FSDP orders chunks by rank, which is (node, local); a hop receives or
+# returns them in (local, node) order. So every method that handles full-precision values takes the grid of chunks as
 # ``rows`` x ``cols`` and transposes it: chunk (r, c) on one side is chunk (c, r) on the other. A caller that needs no
 # reordering passes ``rows=1`` or ``cols=1``.
 #
@@ -55,8 +55,8 @@ class Codec(ABC):
     """Encodes values as bytes. Subclass it to add a codec; instances are immutable and hashable.
 
     Attributes:
-        places: What the codec suits.
-        reason: Why it suits nothing else, for errors.
+        places: The uses that the codec suits.
+        reason: Why it suits no other use, quoted by errors.
         is_lossless: Whether it sends values as they are.
         needs_feedback: Whether it leaves out so much that it is of no use without error feedback.
     """
@@ -143,7 +143,7 @@ class Codec(ABC):
 
 
 def check_codec(name: str, value: object, *, also: str = "", such_as: str = "Int8(256) or Int4(128)") -> None:
-    """Raise a TypeError unless ``value``, the argument ``name``, is a codec or None; ``also`` names others."""
+    """Raise a TypeError unless ``value``, the argument ``name``, is a codec or None; ``also`` names alternatives."""
     if value is not None and not isinstance(value, Codec):
         hint = f" (did you mean {value.__name__}()?)" if isinstance(value, type) else ""
         raise TypeError(f"{name} must be a codec such as {such_as}, or None{also}, got {value!r}{hint}")
@@ -179,8 +179,8 @@ class FullPrecision(Codec):
             values = values.to(self.dtype)
         if rows > 1 and cols > 1:
             values = values.view(rows, cols, -1).transpose(0, 1)
-        # The payload of values in dtype, contiguous and in order, is a view: callers send it before they change them,
-        # or encode anew after that.
+        # For contiguous values in dtype and in order, the payload is a view of them: callers send it before they change
+        # the values, or encode again.
         return values.contiguous().view(rows * cols, -1).view(torch.uint8)
 
     def decode(self, payload: Tensor, out: Tensor, rows: int, cols: int) -> None:
@@ -226,7 +226,7 @@ class BlockCodec(Codec):
     def blocks(self, payload: Tensor, numel: int) -> tuple[Tensor, ...]:
         """Return views of what a payload holds of each block: its codes, its scale.
 
-        ``payload`` is uint8 [chunks, nbytes(numel)], of whole blocks, whose rows may lie apart. Each view is uint8
+        ``payload`` is uint8 [chunks, nbytes(numel)], of whole blocks; its rows may lie apart. Each view is uint8
         [chunks, blocks, bytes of a block].
         """
 
@@ -234,7 +234,7 @@ class BlockCodec(Codec):
 def copy_blocks(
     codec: BlockCodec, source: Tensor, numel: int, first: int, out: Tensor, out_numel: int, at: int
 ) -> None:
-    """Copy blocks of a payload into another one of the same codec, as many as both have room for.
+    """Copy blocks of a payload into another one of the same codec, until the source ends or ``out`` is full.
 
     Args:
         codec: The codec of both.
@@ -243,7 +243,7 @@ def copy_blocks(
         first: The first block to copy.
         out: A single chunk, uint8 [1, nbytes(out_numel)].
         out_numel: The number of its values.
-        at: The block of ``out`` that the first one becomes.
+        at: The block of ``out`` to write the first one to.
     """
     per_chunk = numel // codec.block
     for part, written in zip(codec.blocks(source, numel), codec.blocks(out, out_numel), strict=True):
@@ -410,16 +410,17 @@ class Int4Delta(Codec):
         self.whole.decode_sum(payload, out, rows, cols, scale)
 
     def encode_delta(self, base: Tensor, values: Tensor, tail: int = 0) -> Tensor:
-        """Encode the delta from this rank's part of the base, which the other ranks of a hop add to their copies.
+        """Encode the delta from this rank's part of the base; the other ranks of a hop add it to their copies.
 
         ``base`` is uint8 [rows, nbytes(numel)], ``values`` are flat [rows * numel], and the result is uint8
-        [rows, changes.nbytes(numel)]. Rows of both end in a ``tail``, as those of :class:`ExactTail`.
+        [rows, changes.nbytes(numel)]. Rows of the base and of the result end in a ``tail``, as those of
+        :class:`ExactTail`.
         """
         codec, changes = self.whole, self.changes
         return quantize_delta(values, base, codec.bits, codec.block, changes.bits, changes.block, tail)
 
     def apply_delta(self, base: Tensor, deltas: Tensor, numel: int, tail: int = 0) -> Tensor:
-        """Return ``base``, the parts of all ranks in rows of ``numel`` values, plus every rank's ``encode_delta``."""
+        """Return ``base`` plus ``deltas``, every rank's ``encode_delta``, both in rows of ``numel`` values."""
         codec, changes = self.whole, self.changes
         return add_delta(base, deltas, numel, codec.bits, codec.block, changes.bits, changes.block, tail)
 
@@ -428,8 +429,8 @@ class Int4Delta(Codec):
 #
 # NF4, the 4-bit code for normally distributed weights of QLoRA (arXiv 2305.14314, section 3).
 #
-# bitsandbytes encodes, so that weights round exactly as they do there. The library's own kernel decodes, to the same
-# values, because it reads codes and scales where a gather has left them; bitsandbytes would need copies of both.
+# bitsandbytes encodes, so that weights round exactly as they do there. This package's own kernel decodes to the same
+# values: it reads codes and scales where a gather has left them, while bitsandbytes would need copies of both.
 
 MIN_BLOCK = 64  # the smallest for which bitsandbytes has kernels on all devices
 
@@ -459,7 +460,7 @@ class NF4(_ScaledBlocks):
         if type(self.block) is int and self.block < MIN_BLOCK:
             raise ValueError(f"NF4's block must be a power of two from {MIN_BLOCK} to 4096, got {self.block}")
         super().__post_init__()
-        # Looked up, not imported: that takes seconds, and a strategy may be made only for a plan.
+        # Looked up, not imported: an import takes seconds, and a strategy may be made only for a plan.
         if importlib.util.find_spec("bitsandbytes") is None:
             raise ModuleNotFoundError(f"NF4 needs bitsandbytes: {how_to_install('nf4')}", name="bitsandbytes")
 
@@ -568,7 +569,7 @@ def codec_of_frozen(value: Codec | FrozenName | None) -> Codec | None:
 
 
 def codec_of_plain(codec: Codec | None) -> Codec | None:
-    """Return the codec that ``codec``, of frozen weights, means for weights in full precision."""
+    """Return the codec that encodes full-precision weights if ``codec`` is that of frozen weights."""
     return codec.otherwise or codec if isinstance(codec, AsStored) else codec
 
 
@@ -577,12 +578,13 @@ def codec_of_plain(codec: Codec | None) -> Codec | None:
 # Rows that carry some values exactly, beside those that a codec encodes.
 #
 # Values that share a scale with far larger ones are lost. So the few that a codec would lose travel in fp32, in the
-# tail of a row, while it encodes zeros in their places::
+# tail of a row, while the codec encodes zeros in their places::
 #
 #     | what the codec makes of the chunk | zeros to 16 bytes | ``tail`` fp32 values |
 #
-# The tail is the caller's: no method of :class:`ExactTail` reads or writes it, so in a payload that one returns it is
-# uninitialized. Only the caller knows what the tails hold, which of them are summed, and where their values belong.
+# The tail is the caller's: no method of :class:`ExactTail` reads or writes it, so returned payloads have an
+# uninitialized tail. Only the caller knows what the tails hold, which of them are summed, and where their values
+# belong.
 
 
 @dataclass(frozen=True)
@@ -657,7 +659,7 @@ class ExactTail(Codec):
     def _coded(self, payload: Tensor, numel: int) -> Tensor:
         """Return the rows without their tails, as ``codec`` takes them."""
         coded = payload[..., : self.codec.nbytes(numel)]
-        return coded if isinstance(self.codec, FullPrecision) else coded.contiguous()  # only ours need no copy
+        return coded if isinstance(self.codec, FullPrecision) else coded.contiguous()  # other codecs need a copy
 
 
 def tails_of(payload: Tensor, tail: int) -> Tensor:
@@ -665,7 +667,8 @@ def tails_of(payload: Tensor, tail: int) -> Tensor:
     return payload.view(torch.float32)[..., -tail:]
 
 
-# Every hop asks for one. A model has tens of them, but a tail's length depends on the parameters that a step uses.
+# Every hop asks for a codec with a tail. A model has tens of them; the cache is bounded, since a tail's length depends
+# on the parameters that a step uses.
 exact_tail = functools.lru_cache(maxsize=128)(ExactTail)
 
 

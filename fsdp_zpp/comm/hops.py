@@ -73,7 +73,7 @@ def wait_for(event: torch.cuda.Event | None, device: torch.device) -> None:
 
 
 def keep_until_read(tensor: Tensor) -> Tensor:
-    """Return ``tensor``; once freed, its memory is not reused before the current stream has done its work so far."""
+    """Return ``tensor``, whose memory is not reused before the current stream has done the work enqueued so far."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensor
@@ -99,7 +99,7 @@ class AllGathers:
 
     def add(self, out: Tensor, own: Tensor, group: dist.ProcessGroup) -> Waitable:
         """Add an all-gather of ``own`` into ``out``; both must stay untouched until the result has been waited for."""
-        # gloo would make one tensor of those that start together, in a dtype that all can be cast to.
+        # One entry per dtype: gloo would concatenate tensors of several dtypes in a common one.
         of_group = self._of_groups.setdefault((group, own.dtype), _OfGroup(group))
         of_group.tensors.append((out, own))
         return of_group
@@ -127,14 +127,14 @@ class _OfGroup:
         assert self._works is not None, "all-gathers are waited for before they start"
         while self._works:
             self._works.pop().wait()
-        self.tensors = []  # whose readers are done with them at different times
+        self.tensors = []  # readers finish with them at different times, so each keeps its own
 
 
 # ---- autograd
 
 
 def running_backward() -> int | None:
-    """Return the process-wide number of the backward whose hook or end calls this; a nested one has a larger number."""
+    """Return the process-wide id, larger for a nested one, of the backward whose hook or final callback calls this."""
     number = torch._C._current_graph_task_id()
     return None if number == -1 else number
 
@@ -178,7 +178,7 @@ class Traffic:
 
 @dataclass(frozen=True, eq=False)
 class Hop:
-    """Collectives of one kind over one process group, whose ranks are in the order of the chunks."""
+    """Collectives of one kind over one process group; chunks from or for its ranks lie in the group's order."""
 
     group: dist.ProcessGroup
     kind: Kind
@@ -256,8 +256,8 @@ def hop_over(group: dist.ProcessGroup | None, kind: Kind, level: Level, traffic:
 
 def all_gather_single() -> Callable[..., object]:
     """Return torch's all-gather into one tensor, ``f(out, in, group=...)``."""
-    # torch 2.13 renamed all_gather_into_tensor and deprecated the old name. Looked up at each call, so that
-    # tools that wrap torch.distributed's functions see ours too.
+    # torch 2.13 renamed all_gather_into_tensor and deprecated the old name. The name is looked up at each call, so that
+    # tools that wrap torch.distributed's functions see our calls, too.
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 

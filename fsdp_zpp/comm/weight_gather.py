@@ -40,8 +40,9 @@ CHECK = "FSDP_ZPP_CHECK"
 class ShardVersion:
     """Versions of a unit's shards: any two are equal if nothing was written, moved or replaced in between."""
 
-    # New tensors count writes from zero, and an allocator reuses addresses, so both could agree by chance. Weak
-    # references to the storages keep their identities from reuse without keeping their memory.
+    # A new tensor counts writes from zero, and an allocator may give it the address of a freed one, so count and
+    # address could both match by chance. A weak reference to a storage keeps its address from reuse, but does not keep
+    # its memory.
     def __init__(self) -> None:
         self.of_contents = os.environ.get(CHECK, "") not in ("", "0")
         self._storages: list[int] = []
@@ -65,17 +66,17 @@ class ShardVersion:
 #
 # [Note: Weights of a checkpoint]
 # A secondary shard from a checkpoint (Int4Delta) is valid only for the weights that were saved with it. The weights may
-# be loaded before the shard or after it, and other weights may be loaded or written later, so the order of events
-# proves nothing. A fingerprint of this rank's weights, saved with the shard, does: at the first gather, the ranks
-# that gather from each other exchange whether their fingerprints match. If all do, they continue from the saved shard;
-# otherwise the weights are sent whole.
+# be loaded before the shard or after it, and other weights may be loaded or written later, so the order of events does
+# not tell whether they belong together. A fingerprint of this rank's weights is therefore saved with the shard: at the
+# first gather, the ranks that gather from each other exchange whether their fingerprints match. If all do, they
+# continue from the saved shard; otherwise the weights are sent whole.
 
 
 class CheckpointedShard(TypedDict):
     """This rank's row of a secondary shard, on the CPU, and a fingerprint of the weights that were saved with it.
 
-    A fresh row encodes these weights; any other is the base of their next delta. The row is None if there was nothing
-    to be saved. Without a fingerprint it matches nothing.
+    A fresh row encodes these weights; a row that is not fresh is the base of their next delta. The row is None if there
+    was nothing to save. A shard without a fingerprint matches no weights.
     """
 
     row: Tensor | None
@@ -100,13 +101,13 @@ class CheckpointedShard(TypedDict):
 #
 # [Note: Staleness]
 # A kept secondary shard is stale once the weights have changed. Ranks that disagree on that would enter different
-# collectives and hang, so staleness is told by events that all ranks share (``mark_stale``), never by looking at the
+# collectives and hang, so only events that all ranks share make a shard stale (``mark_stale``), never a look at the
 # shard: a rank whose shard is all padding sees no write. Looking at the shard serves as a check only: if the caller's
 # ``version`` of the shard differs from the one that was encoded, something wrote to the weights without an event, and
 # the gather raises rather than compute with old weights. That error is local: ranks that saw no write wait for this one
-# until their process group's timeout. Ranks cannot agree on it in a gather either: between changes they may use
-# different units, and the host would have to wait to learn what others saw. Under FSDP_ZPP_CHECK it does wait, before
-# each forward of a model, where all ranks meet; see runtime/lifecycle.py.
+# until their process group's timeout. A gather cannot make ranks agree on such a write either: between changes they may
+# use different units, and the host would have to wait to learn what others saw. Under FSDP_ZPP_CHECK the host does
+# wait, before each forward of a model, where all ranks meet; see runtime/lifecycle.py.
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -130,7 +131,7 @@ class ShardValues(NamedTuple):
 
 
 class ShardSource(Protocol):
-    """Source from which a unit's weights are read before FSDP asks for their gather; FSDP's record of a unit."""
+    """An adapter's record of a unit, from which weights are read before FSDP asks for their gather."""
 
     def can_be_read(self) -> bool:
         """Return whether the weights can be read now, and will not change before their gather."""
@@ -165,7 +166,7 @@ class SecondaryShard:
         checkpointed: The shard from a checkpoint, until the first gather has compared it with the weights.
         source: The source of the weights; None if they can't be read.
         side_stream: The stream in which it is made; None if it is made in the stream that reads it.
-        nbytes: Bytes of a row that is sent whole; 0 before :meth:`sent_as`, which finds the places ``exact``, too.
+        nbytes: Bytes of a payload that is sent whole; 0 until :meth:`sent_as` sets it and the places ``exact``.
         next_codec: The codec of the next gather, as :meth:`sent_as` takes it; None if that is not known yet.
         encoded_by: The codec of the payload; None without a payload.
     """
@@ -173,7 +174,7 @@ class SecondaryShard:
     def __init__(self, hop: Hop | None, own_node: int, codec: Codec | None, keep: bool, label: str) -> None:
         self.hop, self.codec, self.label = hop, codec, label
         self.group = None if hop is None else hop.group
-        # On one node there is no hop to save, so keeping what it leaves is of no use.
+        # On one node there is no inter-node hop that a kept secondary shard would save.
         self.keep = keep and hop is not None
         self.source: ShardSource | None = None
         self.side_stream: SideStream | None = None
@@ -204,7 +205,7 @@ class SecondaryShard:
     # ---- from stale to fresh
 
     def sent_as(self, codec: Codec, numel: int, device: torch.device) -> Codec:
-        """Return ``codec`` with room for the small values of this rank's ``numel``, which it leaves as they are.
+        """Return ``codec``, with a tail if some of this rank's ``numel`` values are small ones, which travel exactly.
 
         Returns the same instance until an argument changes; sets ``exact`` and ``nbytes``.
         """
@@ -319,7 +320,7 @@ class SecondaryShard:
             return {"row": None, "fresh": False, "fingerprint": None}
         if self._ready is not None:
             self._ready.synchronize()
-        # Only after the returns above: before the first forward there is no shard to be read.
+        # Read after the returns above, which are taken before the first forward: then there is no shard to read yet.
         readable = self.source is not None and self.source.can_be_read()
         weights = torch.cat(list(self.source.read().tensors)) if readable and self.source is not None else None
         row = held[self.own_node : self.own_node + 1].cpu().clone()
@@ -366,7 +367,7 @@ def gather_inter_node(stale: Sequence[StaleShard]) -> None:
     # One collective sends all of them; each shard from a checkpoint takes another one.
     first, last = stale[0].shard, stale[-1].shard
     label = first.label if first is last else f"{first.label} to {last.label}"
-    # Asked here, too, as labelled() asks: a hot path need not go there to learn that no profiler runs.
+    # labelled() checks this, too; the check here spares a hot path the call while no profiler runs.
     with labelled("refresh", label) if getattr(profiler, "_is_profiler_enabled", True) else _UNLABELLED:
         sent = []
         for each in stale:
@@ -404,7 +405,8 @@ def _send(sent: Sequence[StaleShard], label: str) -> None:
 
 def _kind(stale: StaleShard) -> Hashable:
     values = stale.values
-    # A buffer is freed when the last of its units has another one, which a frozen unit never has.
+    # Units of a run share a buffer until each has a newer one. A frozen unit never gets one, so it shares none with
+    # trained units.
     exact = None if stale.shard.exact is None else stale.shard.exact.key
     return stale.codec, values.numel, stale.shard.base is not None, values.tensors[0].dtype, values.is_trained, exact
 
@@ -476,12 +478,12 @@ def _adjacent(parts: Sequence[Tensor]) -> Tensor:
 # concurrent with intra-node hops and computation of earlier units; the computation waits for a secondary shard only
 # when it reaches its unit.
 #
-# This starts with the first gather after a change, not with the change: what is written between a step and the forward
-# (averages, clipped weights) must be in them, and a step that another one follows, of a second optimizer, must not send
-# weights twice. Starting at the change would gain nothing on a GPU, whose host is already ahead of it.
+# Prefetching starts with the first gather after a change, not with the change: shards must include what is written
+# between a step and the forward (averages, clipped weights), and two optimizers that step in turn must not send weights
+# twice. Starting at the change would gain nothing on a GPU, whose host is already ahead of it.
 #
-# Ranks agree, for gathers and changes come in the same order on all of them. A unit whose secondary shard was
-# prefetched and not read before its weights changed again is not prefetched any more.
+# All ranks prefetch the same units, since gathers and changes come in the same order on all of them. A unit whose
+# secondary shard was prefetched and not read before its weights changed again is not prefetched any more.
 #
 # [Note: Chunks]
 # To encode and send a unit by itself takes Python tens of microseconds and the network at least its latency. But a unit
@@ -490,14 +492,14 @@ def _adjacent(parts: Sequence[Tensor]) -> Tensor:
 # chunk of several units has a limit. ``gather_inter_node`` encodes and sends the units of a chunk.
 
 CHUNKS = 4
-"""In about how many parts the weights of a forward are sent: all but the first can hide behind computation."""
+"""Roughly how many chunks a forward's weights are sent in; all but the first can hide behind computation."""
 
 LEAST_NBYTES = 2**20
-"""A rank that sends less than a MiB takes about as long as the network's latency, so that is not worth cutting."""
+"""A rank sends a MiB in about the time of the network's latency, so smaller chunks would gain nothing."""
 
 MOST_NBYTES = 2**24
-"""Most that a rank sends to all others for a chunk of several units: 16 MiB take 1.3 ms at 100 Gb/s a GPU. While it is
-encoded, its full-precision values take four to eight times that, divided by the number of other nodes."""
+"""The most that a rank sends to all others for a chunk of several units: 16 MiB take 1.3 ms at 100 Gb/s a GPU. While a
+chunk is encoded, its full-precision values take four to eight times that, divided by the number of other nodes."""
 
 
 class SecondaryShardPrefetcher:
@@ -514,7 +516,7 @@ class SecondaryShardPrefetcher:
         stale = [shard for shard in self._shards if shard.stale and shard is not needed]
         self._excluded.update(id(shard) for shard in (needed, *stale) if shard.unread)
         ahead = [
-            # In this stream: parameters may have been replaced by what it computes.
+            # Called in this stream, since it computes the tensors that may have replaced parameters.
             (shard, shard.next_codec, shard.source, shard.source.prepare_read())
             for shard in stale
             if id(shard) not in self._excluded and shard.next_codec and shard.source and shard.source.can_be_read()
@@ -560,8 +562,8 @@ def in_chunks(
 #         | decode            one kernel, which restores the order of ranks
 #     unsharded parameters    in the dtype to compute in; scope N keeps them until the weights change
 #
-# ``gather_inter_node`` has the way down to the secondary shard, and ``SecondaryShardPrefetcher`` makes it for all units
-# of a model ahead of their use.
+# ``gather_inter_node`` makes the steps down to the secondary shard, and ``SecondaryShardPrefetcher`` calls it for all
+# units of a model ahead of their use.
 
 
 class _Settled(NamedTuple):
@@ -643,8 +645,8 @@ class WeightGather:
             else:
                 self.prefetcher.refresh(secondary, settled.sent_as, values)
         payload = secondary.read()
-        # A side stream may have read ``values``, which were allocated in this one. To free them is safe without
-        # record_stream by now, for read() has this stream wait for the encoding.
+        # A side stream may have read ``values``, which were allocated in this stream. They can be freed without
+        # record_stream, since read() has made this stream wait for the encoding.
         del values
         if self._intra is not None:
             payload = self._intra.all_gather(payload, secondary.label)

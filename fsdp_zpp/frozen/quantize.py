@@ -49,7 +49,7 @@ def refuse_infinite_values(values: Tensor, name: str, remedy: str) -> None:
     """Raise ValueError, with the tensor's name and a ``remedy``, if it has NaN or infinite values."""
     if values.is_meta or not values.numel() or not values.is_floating_point():
         return
-    # Both are NaN if any value is.
+    # The least and the largest value are both NaN if any value is.
     if not torch.stack(torch.aminmax(values)).isfinite().all():
         raise ValueError(f"{name} has values that are NaN or infinite, which no codec can represent; {remedy}")
 
@@ -172,7 +172,7 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), u
                 continue
             is_sharded = name in shapes and _fits(module, name, shapes[name])
             if isinstance(parameter, FlatParameter) and not is_sharded:
-                continue  # another part of it may be a weight
+                continue  # not seen yet: another part of this FlatParameter may be a weight
             seen.add(id(parameter))
             sites = sites_of.get(id(parameter), [(path, module, name)])
             packed = packed_linear(parameter, [site for _, site, _ in sites]) if unpack and not is_sharded else None
@@ -273,7 +273,7 @@ class FrozenOptions:
 def quantize_selected(
     model: nn.Module, selection: Selection, options: FrozenOptions, encoded: Iterable[Encoded] | None = None
 ) -> tuple[FrozenReport, FrozenBase | None]:
-    """Quantize the selected weights of ``model``, or put those that are ``encoded`` there. Collective.
+    """Quantize the selected weights of ``model``, or replace them by the ``encoded`` ones. Collective.
 
     The caller has checked the arguments. The base is None if the model has no frozen weights at all.
 
@@ -338,7 +338,7 @@ def put_in(
 
     If it raises on any rank, every rank raises.
     """
-    # All of it, before the model changes: if one rank's files are broken, no rank's model may be half quantized.
+    # Read all of it before the model changes: if one rank's files are broken, no rank's model may be half quantized.
     found = agree(group, read, lambda found: found.summary, OTHER_FILES)
     report, _ = quantize_selected(model, selection, found.options, found.encoded)
     log_report([report])
@@ -359,12 +359,12 @@ def encode_candidate(
         candidate: The weight.
         options: How to quantize.
         read: Returns its values. Default: those in the model.
-        stored: Its codes, if the codec keeps stored codes and they come from elsewhere than the model.
+        stored: Its codes in a checkpoint, if there are any and the codec keeps stored codes.
     """
     parameter, packed = candidate.parameter, candidate.packed
     own_dtype = parameter.dtype if packed is None else packed.format.dtype
     device = options.device if options.device is not None else parameter.device
-    # A model without values has no device yet either, and files are read on the CPU.
+    # A weight on the meta device has no other device yet, so the CPU, where files are read, keeps its codes.
     kept_on = torch.device("cpu") if device.type == "meta" else device
     with torch.no_grad():
         if read is None and packed is not None:
@@ -388,7 +388,7 @@ def _packed_by_first(packed: StoredWeight, group: dist.ProcessGroup, device: tor
 
 
 def _reader(parameter: nn.Parameter, broadcast: dist.ProcessGroup | None, device: torch.device) -> ReadValues:
-    """Return a function that reads values of a weight: from the model, or from the first rank's. Collective."""
+    """Return a function that reads values of a weight: from this rank's model, or from the first rank's. Collective."""
     if broadcast is None:
         flat = parameter.detach().reshape(-1)
     else:
@@ -398,7 +398,8 @@ def _reader(parameter: nn.Parameter, broadcast: dist.ProcessGroup | None, device
 
 
 def _from_first(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    # The whole tensor is sent, though a rank keeps little of it: the first has all, and each needs another part.
+    # The whole tensor is sent, though each rank keeps little of it: each needs another part, and only the first rank
+    # has all.
     dist.broadcast(whole, src=dist.get_global_rank(group, 0), group=group)
     return whole
 
@@ -424,8 +425,7 @@ def quantize_for(
     """Quantize the frozen weights of ``module`` if its strategy has a codec for them. Collective.
 
     Args:
-        strategy: The strategy; its parameter scope places the weights, of which ``G`` leaves a copy in each node, as
-            ``I`` does.
+        strategy: The strategy. Its parameter scope places the weights: ``G`` leaves a copy in each node, as ``I`` does.
         module: The module that is about to be sharded, over the ranks of ``mesh``.
         mesh: The ranks of the strategy.
         ignored: Parameters that FSDP was told to ignore.
@@ -494,7 +494,8 @@ def log_frozen(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> No
     for unit in quantizing:
         for reason, names in unit.left_unquantized.items():
             left.setdefault(reason, []).extend(names)
-    # A later call, which wraps more of the model, finds parameters that earlier calls have left and wrapped.
+    # A later call, which wraps more of the model, finds parameters that earlier calls have left and FSDP has sharded
+    # since. SHARDED is not why they stay as they are, so it is named only if it is the only reason.
     reasons = {reason: names for reason, names in left.items() if reason != SHARDED or len(left) == 1}
     stays = "; ".join(f"{len(names)} {reason} ({names[0]}, ...)" for reason, names in reasons.items())
     why = f"; frozen parameters that stay as they are: {stays}" if stays else ""

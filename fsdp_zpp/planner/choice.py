@@ -1,10 +1,10 @@
-"""The best row that fits, and why it is.
+"""The row that a plan chooses, and the reason.
 
-The fastest wins (PaRO, section 3.4). Among rows that are as fast within :data:`TOLERANCE`, those without codecs go
-first if computation hides their communication and codecs would gain nothing else: neither :data:`TOLERANCE` of a step
-less communication over the slow network nor :data:`LESS_MEMORY`. Among the rest the one is chosen that communicates
-least over the slow network, since computation hides communication on paper better than in practice; of equals one with
-a name that people know, torch's or a preset's, before presets with a coarser base; of these the smallest.
+The fastest row that fits wins (PaRO, section 3.4); rows within :data:`TOLERANCE` of it count as equally fast. Among
+these, rows without codecs go first if computation hides their communication, and codecs would save neither
+:data:`TOLERANCE` of a step over the slow network nor :data:`LESS_MEMORY`. Then the row that communicates least over the
+slow network wins, since computation hides less communication in practice than in a plan. Equal rows are ranked by name
+(torch's strategies and presets, presets with a coarser base, letters), then by memory.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ def seconds(value: float) -> str:
 
 # ---- candidates
 #
-# A plan compares strategies of torch's that people run today, presets with their codecs, and the 14 letters.
+# A plan compares strategies of torch's that people run today, presets with their codecs, and the 14 combinations of
+# letters.
 
 
 def with_levels(codecs: Strategy, levels: str) -> Strategy:
-    """Replace the letters of ``codecs``. Letters that keep no secondary shard send weights whole, not as deltas."""
+    """Return the strategy ``codecs`` with other letters, and without deltas if these keep no secondary shard."""
     weights, keeps_secondary = codecs.weights, Strategy(levels).keeps_secondary
     if isinstance(weights, Int4Delta) and not keeps_secondary:
         weights = weights.whole
@@ -71,12 +72,13 @@ class Candidate:
     """One row of a plan.
 
     Args:
-        strategy: The strategy. For one of torch's, that which sends the same here, and keeps the same but for gradients
-            of several micro-batches, which torch accumulates in the dtype in which it reduces them.
+        strategy: The strategy. For one of torch's, this package's strategy that sends and keeps the same, except that
+            torch accumulates gradients of several micro-batches in the dtype in which it reduces them.
         title: Name of a preset, or of torch's strategy; None for letters alone.
         torch: Name of torch's ``ShardingStrategy``; None for a strategy of this package.
         coarser: True if the base is coarser than the preset's, to fit or to send less.
-        instead: Strategies to use here for one of torch's, in this order, if gradients in fp32 do not fit.
+        instead: Strategies that replace ``strategy``, tried in this order, if gradients in fp32 do not fit; for torch's
+            alone.
     """
 
     strategy: Strategy
@@ -87,7 +89,7 @@ class Candidate:
 
 
 def lettered(codecs: Strategy) -> list[Candidate]:
-    """Return the 14 letters under the codecs of a strategy."""
+    """Return the 14 combinations of letters, each with the codecs of a strategy."""
     return [Candidate(with_levels(codecs, levels)) for levels in LEGAL_LEVELS]
 
 
@@ -108,8 +110,8 @@ def presets(case: Case, frozen: Codec | FrozenName | None) -> Iterator[Candidate
     """Yield presets with their codecs: of ZeRO++, and of MixZ++ if parts of the model are frozen.
 
     On a single node with fast links ZeRO++'s codecs are inactive, so it is left out. If links inside nodes are slow, a
-    variant that counts each GPU as a node is yielded, too, unless slow links make that the default already. Without a
-    codec of the frozen base, those that there are, and a base without one, are compared.
+    variant that counts each GPU as a node is yielded, too, unless slow links make that the default already. If
+    ``frozen`` is None, several codecs of the base are compared with each other and with a base without a codec.
     """
     cluster, accumulates = case.cluster, case.work.micro_batches > 1
     found: list[Candidate] = []
@@ -147,7 +149,7 @@ def _with_quantized_base(accumulates: bool, codecs: Iterable[Codec | FrozenName]
 
 def _base_codecs() -> Iterator[Codec | FrozenName]:
     yield "auto"  # which is Int8(256) for the weights that a plan knows of
-    # NF4 is as small and closer to the weights, but its kernels are those of bitsandbytes.
+    # NF4 is as small as Int4 and more accurate, but needs bitsandbytes.
     yield Int4(128) if find_spec("bitsandbytes") is None else NF4(64)
 
 
@@ -159,7 +161,8 @@ def _base_codecs() -> Iterator[Codec | FrozenName]:
 def line_of(strategy: Strategy, gpus_per_node: int | None = None) -> str:
     """Return a line that makes ``strategy``, with its imports.
 
-    Its own ``gpus_per_node`` is left out, since the launcher, or the machine, tells it, unless the size is passed here.
+    The line has the ``gpus_per_node`` that is passed here; the strategy's own is left out, since the launcher or the
+    machine tells it.
     """
     call, names = _call(dataclasses.replace(strategy, gpus_per_node=gpus_per_node))
     return f"from fsdp_zpp import {', '.join(sorted({'Strategy', *names}))}; strategy = {call}"
@@ -205,8 +208,8 @@ class Estimate:
     """Figures of one row: a strategy of this package, or one of torch's.
 
     Args:
-        strategy: The strategy of all parameters. For a row of torch's, the strategy here that sends the same. If its
-            accumulation in fp32 does not fit, one that reduces each micro-batch.
+        strategy: The strategy of all parameters. For a row of torch's, this package's strategy that sends the same; if
+            gradients accumulated in fp32 do not fit, one that reduces each micro-batch.
         topology: The layout of the ranks as the strategy sees it.
         volume: Bytes that one GPU sends in an optimizer step.
         inter_node_bytes: Bytes that all GPUs of a node together send to other nodes in an optimizer step.
@@ -326,7 +329,7 @@ def _quietest(estimates: list[Estimate], slow_links: bool) -> list[Estimate]:
 
 
 def _slow_hop(estimates: list[Estimate], slow_links: bool) -> Callable[[Estimate], float]:
-    """Return the time over the slow network: between nodes, or inside if nothing goes between and links are slow."""
+    """Return the time over the slow network: inter-node, or intra-node if no row has any of that and links are slow."""
     if any(estimate.time.inter for estimate in estimates):
         return lambda estimate: estimate.time.inter
     return lambda estimate: estimate.time.intra if slow_links else 0.0

@@ -17,7 +17,7 @@ from .model_size import Case
 
 
 def notes_on(case: Case, codecs: Strategy, resolved: ResolvedStrategy) -> list[str]:
-    """Return notes: assumptions, and the ``codecs`` of the letters that the ``resolved`` strategy does not use."""
+    """Return notes: the plan's assumptions, and those of ``codecs`` that the ``resolved`` strategy does not use."""
     cluster, work, budget = case.cluster, case.work, case.budget
     notes = [
         f"Activations are assumed to take {budget.activations:g} GiB a GPU, and {budget.reserve:g} GiB are in reserve."
@@ -136,7 +136,7 @@ class Plan(Case):
 
     @property
     def resolved(self) -> ResolvedStrategy:
-        """Describe the strategies' codecs on this cluster, shown by the letters that take any codec."""
+        """Return the strategies' codecs on this cluster, as IGG resolves them: its scopes take any codec."""
         return self["IGG"].strategy.resolve(self["IGG"].topology)
 
     def __str__(self) -> str:
@@ -178,7 +178,7 @@ communication: both, one after the other. step: the longest of communication, co
 and the CPU's launches."""
 
 _LETTERS = 4
-"""Letters that are shown beside presets: the fastest ones that fit."""
+"""How many combinations of letters are shown beside presets: the fastest, those that fit first."""
 
 
 def format_plan(plan: Plan) -> str:

@@ -31,11 +31,11 @@ from .unit import COMMUNICATORS, Communicator, StrategyUnit, holds_packed_values
 
 
 def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
-    """Return the ranks of ``model``, or the given ones: the largest group that a part of it is sharded over.
+    """Return ``process_group`` if it is given, otherwise the largest group that a part of ``model`` is sharded over.
 
-    For a model that is not sharded, or over a mesh of several dimensions, these are all ranks of the job; None if this
-    process is alone. Does not communicate. An object that is no module is accepted, since a caller refuses it on all
-    ranks.
+    For a model that is not sharded, or is sharded over a mesh of several dimensions, these are all ranks of the job;
+    None if this process is alone. Does not communicate. An object that is no module is accepted, since a caller refuses
+    it on all ranks.
     """
     if process_group is not None or not dist.is_initialized() or not isinstance(model, nn.Module):
         return process_group if process_group is not None else dist.group.WORLD
@@ -103,7 +103,7 @@ def check_dtypes(parameters: Iterable[tuple[str, Tensor]], remedy: str, *, takes
         if parameter.dtype in DTYPES:
             continue
         is_packed = holds_packed_values(parameter)
-        # bitsandbytes' layers in 8 bits read more of their parameters than FSDP keeps.
+        # bitsandbytes' layers in 8 bits read attributes of their parameters that FSDP does not keep.
         in_8_bits = hasattr(parameter, "CB")
         if is_packed and takes_integers and not in_8_bits:
             continue
@@ -136,14 +136,15 @@ def check_exchanges(local_steps: LocalSteps, parameters: Iterable[tuple[str, Ten
 
 # ---- parameters that two units share
 #
-# FSDP gathers and reduces each in one unit alone, so a call that finds one raises. torch's own calls go on, and fail in
-# the forward with other errors, or train two separate copies. Parameters that a call has sharded are marked, and so are
-# their modules, since FSDP replaces parameters, or takes them away.
+# FSDP gathers and reduces a parameter in one unit alone, so a call that finds a shared parameter raises. torch's own
+# calls do not check: the forward fails with other errors, or two separate copies are trained. Parameters that a call
+# has sharded are marked, and so are their modules, since FSDP replaces parameters, or takes them away.
 
 Site = tuple[nn.Module, str]
 """A module and the name of a parameter there."""
 _HELD = "_fsdp_zpp_held"
-"""Attribute of a parameter, its name in the call that has sharded it; and of a module, these names by parameter.
+"""Attribute of a parameter: its name in the call that has sharded it. On a module: a dict from its parameters' own
+names to these.
 
 Only text, since torch.save() also saves the attributes of a parameter.
 """
@@ -151,7 +152,7 @@ _ANOTHER = "a parameter of another unit"
 
 
 class Shared(NamedTuple):
-    """A parameter that a call would shard and another unit has: its names in the call and in the other unit's."""
+    """A parameter that a call would shard and another unit has: its names in this call and in that unit's call."""
 
     name: str
     held_as: str
@@ -235,7 +236,7 @@ def held(parameter: nn.Parameter) -> str | None:
 def communicators(model: nn.Module) -> Iterator[Communicator]:
     """Yield the units of a model, outermost first, then its frozen base; raise a ValueError if there are none."""
     check_module(model)
-    # All modules of a frozen base list the base. A dict, since the order of a set would change from run to run.
+    # All modules of a frozen base list the same base. A dict drops repeats and keeps the order, unlike a set.
     parts: dict[Communicator, None] = dict.fromkeys(named_units(model))
     parts |= {part: None for module in model.modules() for part in getattr(module, COMMUNICATORS, ())}
     if not parts:
@@ -254,16 +255,16 @@ def counters_of(model: nn.Module) -> list[Traffic]:
 def invalidate(model: nn.Module) -> None:
     """Declare that the weights of ``model`` have changed; call it on every rank.
 
-    These declare it by themselves: a backward that synchronizes gradients, a step of a torch optimizer, its ``train()``
-    and ``eval()`` if it has them (schedule-free optimizers do), ``load_state_dict``,
+    These events declare a change by themselves: a backward that synchronizes gradients, a step of a torch optimizer,
+    its ``train()`` and ``eval()`` if it has them (schedule-free optimizers do), ``load_state_dict``,
     ``torch.distributed.checkpoint.load`` on all ranks, and ``summon_full_params(writeback=True)``. The first three
     concern only weights that were ever trained or given to an optimizer. After any other write to the weights, call
-    this before the next forward, so that the weights are gathered between nodes again: clipping, averaging,
-    ``p.data.copy_()``, ``torch._foreach_*``, fused kernels that are called directly, a teacher's moving average,
-    ``eval()`` and ``train()`` of optimizers that are not torch's. torch counts some of these writes, which then raise a
-    ``StaleSecondaryError``; with ``FSDP_ZPP_CHECK=1`` all of them do. A forward sends the weights of all units as soon
-    as it needs the first, so after a write within a forward (in a hook, say), call this before the forward reaches the
-    unit that was written to.
+    this before the next forward, so that the weights are gathered between nodes again. Examples of such writes are
+    clipping, averaging, ``p.data.copy_()``, ``torch._foreach_*``, fused kernels that are called directly, a teacher's
+    moving average, ``eval()`` and ``train()`` of optimizers that are not torch's. torch counts some of these writes,
+    which then raise a ``StaleSecondaryError``; with ``FSDP_ZPP_CHECK=1`` all of them do. A forward sends the weights of
+    all units as soon as it needs the first, so after a write within a forward (in a hook, say), call this before the
+    forward reaches the unit that was written to.
 
     Args:
         model: A model wrapped with a ``Strategy``, or a part of one.
@@ -385,12 +386,12 @@ def members(model: nn.Module) -> Membership:
 def count_tokens(model: nn.Module, tokens: int) -> None:
     """Count tokens that this node has trained on; exchanges then weight its changes by tokens instead of steps.
 
-    Call it in every step, before the next forward, on all nodes or on none, and with the same number on all ranks of a
-    node: the tokens of all of them. Does not communicate.
+    Call it in every step, before the next forward, on all nodes or on none, and on all ranks of a node with the same
+    number, which counts the tokens of the whole node. Does not communicate.
 
     Args:
         model: As of :func:`members`.
-        tokens: How many this node has trained since the last call.
+        tokens: How many tokens this node has trained on since the last call.
 
     Raises:
         ValueError: If its strategy has no elastic nodes, or ``tokens`` is not a number of tokens.
@@ -418,7 +419,7 @@ def end_training(model: nn.Module) -> None:
 
 
 def _ranks_that_compare(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the ranks that compare for local steps of ``model``; all ranks if it has none, as on a rank that errs."""
+    """Return the ranks that must agree on local steps of ``model``; :func:`ranks_of` if a rank wrongly has none."""
     units = named_units(model) if isinstance(model, nn.Module) else {}
     trainings = (unit.local_training for unit in units if isinstance(unit, StrategyUnit))
     return next((training.group for training in trainings if training is not None), ranks_of(model))

@@ -15,7 +15,7 @@ from fsdp_zpp.strategy.strategy import ResolvedStrategy, Strategy
 from .links import Links, known_links
 from .unit import StrategyUnit
 
-# ---- nodes by the links of the machine, and their price: see [Note: Links]
+# ---- nodes that a machine's links decide on, and the memory that they cost: see [Note: Links]
 
 
 class LinksNote(NamedTuple):
@@ -24,12 +24,12 @@ class LinksNote(NamedTuple):
 
 
 def links_of(strategy: Strategy, mesh: ProcessMesh) -> Links | None:
-    """Return the links that may decide on the nodes of ``strategy``; None if they are unknown or it names its nodes."""
+    """Return the links that may decide on the nodes of ``strategy``; None if unknown, or it sets gpus_per_node."""
     return known_links(mesh.group) if strategy.gpus_per_node is None else None
 
 
 def note_on_links(strategy: Strategy, mesh: ProcessMesh, members: Sequence[StrategyUnit]) -> LinksNote | None:
-    """Return the note on slow links; None if there are none, or the strategy names its nodes."""
+    """Return the note on slow links; None if there are none, or the strategy sets gpus_per_node."""
     links = links_of(strategy, mesh)
     if links is None or not links.are_slow:
         return None
@@ -66,7 +66,7 @@ def note_on_nodes(mesh: ProcessMesh, price: str = "") -> LinksNote | None:
 
 
 def _price(members: Sequence[StrategyUnit]) -> str:
-    """Return the additional memory on a GPU compared with the host as one node, as a part of a sentence."""
+    """Return, as a clause, the memory that these nodes cost on a GPU compared with the host as one node."""
     copies, sums = sum(map(_copy_nbytes, members)), sum(map(_sum_nbytes, members))
     parts = []
     if copies:
@@ -84,7 +84,7 @@ def _copy_nbytes(unit: StrategyUnit) -> int:
 
 
 def _sum_nbytes(unit: StrategyUnit) -> int:
-    """Return the bytes of a unit's fp32 sums of gradients that one node would shard over all ranks."""
+    """Return the bytes of a unit's fp32 gradient sums if only one node would shard them over all ranks, else 0."""
     topology, scope = unit.ranks.topology, unit.scopes.gradients
     on_one_node = unit.strategy.resolve(Topology(topology.world, topology.world)).scopes.gradients
     if scope == "G" or on_one_node != "G" or not unit.sharded.is_trained():
@@ -170,7 +170,8 @@ def summarize(
     """Sort the parts of a strategy into active and inactive ones.
 
     ``encoded`` are the units whose weights are encoded, by default all; ``own`` those that encode themselves.
-    ``packed`` says that other units hold packed values. ``resolved`` is the strategy where its weights are encoded.
+    ``packed`` says that other units hold packed values. ``resolved`` is the strategy as resolved for units whose
+    weights are encoded.
     """
     no_gain = f"one node, {links}: no gain from codecs" if links is not None and not links.are_slow else _FAST_LINKS
     codecs, scopes, topology = resolved.gradient_codecs, resolved.scopes, resolved.topology
@@ -237,7 +238,7 @@ def _weights(
 
 
 def _hops(topology: Topology) -> list[tuple[str, str, str | None]]:
-    """Return both hops as keys of error buffers, in words, and the reasons why there is none."""
+    """Return for each hop its key among error buffers, its name in prose, and the reason why it is missing."""
     no_intra = _NO_INTRA_NODE_HOP if topology.gpus_per_node == 1 else None
     no_inter = "one node: no inter-node hop" if topology.nodes == 1 else None
     if topology.world == 1:
@@ -266,7 +267,7 @@ def _feedback(
 ) -> Iterator[Part]:
     if config is None:
         return
-    # Only which hops have errors matters here, not their sizes, so any number of values does.
+    # Only the hops that have error buffers matter here, not the buffers' sizes, so the number of values is 0.
     fed_back = error_buffer_specs(config, codecs, optimizer_scope, topology, 0)
     hops = _hops(topology)
     for hop, where, why_not in hops:
@@ -279,13 +280,13 @@ def _feedback(
 
 
 def log_summaries(model: str, groups: Groups, others: Sequence[int]) -> None:
-    """Log once a strategy, on the model's first rank, its active parts; as a warning if something is inactive."""
-    if any(mesh.rank for _, mesh in groups):  # the first of a mesh of experts is not the first of all
+    """Log the active parts of each strategy once, on the model's first rank; as a warning if any part is inactive."""
+    if any(mesh.rank for _, mesh in groups):  # rank 0 of a mesh of experts may not be rank 0 of all
         return
     numels = [*(unit.sharded.numel() for members in groups.values() for unit in members), *others]
     for (strategy, mesh), members in groups.items():
         encoded = [unit for unit in members if not unit.packed]
-        resolved = strategy.resolve(mesh.topology)  # not a unit's: one of packed values has no codec for weights
+        resolved = strategy.resolve(mesh.topology)  # not a unit's own: units of packed values have no codec for weights
         coverage = None if len(encoded) == len(members) else _coverage(encoded, numels)
         by_themselves = [unit for unit in members if unit.encodes_itself]
         own = _coverage(by_themselves, numels) if by_themselves else None

@@ -28,7 +28,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of scales
 
 # ---- packed codes
 #
-# Codes of 4 and 8 bits as GPTQ and AWQ pack them into int32 words, and what codes are worth.
+# Codes of 4 and 8 bits as GPTQ and AWQ pack them into int32 words, and the values that codes stand for.
 
 
 def unpack_codes(words: Tensor, bits: int) -> Tensor:
@@ -54,7 +54,7 @@ def scale_codes(codes: Tensor, zeros: Tensor, scales: Tensor, order: GroupOrder 
         codes: uint8 [records, rows, columns].
         zeros: Zero points, uint8 [records, rows, groups].
         scales: Floats, [records, rows, groups].
-        order: The group of each column. None: all groups are runs of neighbouring columns, of one size.
+        order: The group of each column. None if each group is a run of neighbouring columns, all of one size.
     """
     # fp16 and bf16 hold differences of codes, integers up to 255, exactly. So this matches the libraries that own these
     # formats, which compute in the dtype of the scales.
@@ -68,7 +68,7 @@ def scale_codes(codes: Tensor, zeros: Tensor, scales: Tensor, order: GroupOrder 
 
 # ---- group order
 #
-# The groups of inputs that share a scale, where they are not neighbours: GPTQ's ``desc_act``.
+# The group of each input, where inputs that share a scale are not neighbours: GPTQ's ``desc_act``.
 
 
 class GroupOrder:
@@ -79,7 +79,7 @@ class GroupOrder:
 
     @classmethod
     def of(cls, stored: Tensor, inputs: int, groups: int, key: str) -> GroupOrder | None:
-        """Return the order in ``stored``, integers [inputs]; None if groups are equally many neighbours, in order."""
+        """Return the order in ``stored``, integers [inputs]; None if groups are runs of one length, in order."""
         if stored.shape != (inputs,) or stored.dtype.is_floating_point:
             refuse_misfit(key, f"{stored.dtype} {tuple(stored.shape)}", f"the group of each of {inputs} inputs")
         low, high = int(stored.min()), int(stored.max())
@@ -114,7 +114,7 @@ def float_dtype(tensors: StoredTensors, key: str) -> torch.dtype:
 
 
 def check_neighbours(config: Settings, key: str, inputs: int, groups: int) -> None:
-    """Raise ValueError unless groups are equally many neighbouring inputs, ``group_size`` if that is stated."""
+    """Raise ValueError unless groups can be runs of neighbouring inputs, all of one size: ``group_size``, if stated."""
     if groups == 0 or inputs % groups:
         refuse_misfit(key, f"{groups} groups", f"a number that divides {inputs} inputs")
     size = setting(config, "group_size", int)
@@ -158,7 +158,7 @@ def refuse_overrides(config: Settings) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Transposed(StoredFormat):
-    """A matrix whose codes, zero points and scales have the outputs as columns; ``scale_groups`` share scales."""
+    """A matrix with outputs as columns of codes, zero points and scales, and inputs in ``scale_groups`` groups."""
 
     scale_groups: int
 
@@ -197,11 +197,11 @@ GPTQ_SETTINGS: Known = {
 
 @dataclass(frozen=True, eq=False)
 class Gptq(_Transposed):
-    """A matrix in GPTQ's format; a group is as many rows as a word holds codes.
+    """A matrix in GPTQ's format; a record holds as many rows as a word holds codes.
 
     Attributes:
         minus_one: Whether zero points are stored minus one.
-        order: The group of each input; None if groups are equally many neighbouring inputs.
+        order: The group of each input; None if groups are runs of neighbouring inputs, of one size.
     """
 
     name: ClassVar[str] = "GPTQ"
@@ -290,11 +290,11 @@ class Gptq(_Transposed):
 # ---- awq
 #
 # Weights of AWQ checkpoints in the ``gemm`` version, as autoawq and gptqmodel write them, in 4 bits. Words hold eight
-# neighbouring outputs, in an order of its own (``unpack_awq_codes``):
+# neighbouring outputs, in AWQ's own order (``unpack_awq_codes``):
 #
 # - ``qweight``, int32 [in, out / 8];
 # - ``qzeros``, int32 [groups, out / 8];
-# - ``scales``, float [groups, out]. Groups are equally many neighbouring inputs.
+# - ``scales``, float [groups, out]. Groups are runs of neighbouring inputs, of one size.
 
 AWQ_SETTINGS: Known = {
     **COMMON_SETTINGS,
@@ -304,7 +304,7 @@ AWQ_SETTINGS: Known = {
     "version": ("gemm",),
     "format": ("gemm",),
     "desc_act": (False,),
-    # In transformers, one backend, which packs codes otherwise, stands for a format.
+    # One of transformers' backends packs codes in a format of its own, and is not listed.
     "backend": (
         *("auto", "auto_trainable", "autoawq", "gemm", "gemm_triton", "machete", "marlin"),
         *("exllama_v1", "exllama_v2", "torch_awq", "torch_fused_awq"),
@@ -314,7 +314,7 @@ AWQ_SETTINGS: Known = {
 
 @dataclass(frozen=True, eq=False)
 class Awq(_Transposed):
-    """A matrix in AWQ's format; a group is eight rows."""
+    """A matrix in AWQ's format; a record holds eight rows."""
 
     name: ClassVar[str] = "AWQ"
 

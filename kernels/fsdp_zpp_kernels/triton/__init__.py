@@ -33,11 +33,11 @@ from .kernels import (
 
 
 class Launch:
-    """A launch of a kernel that lacks only the tensors and factors, which are the kernel's first arguments.
+    """A prepared launch of a kernel; a call adds the tensors and factors, which are the kernel's first arguments.
 
-    On NVIDIA GPUs, Triton compiles another kernel for another device, dtype, or alignment of an address to 16 bytes.
-    They must not change for a tensor from one call of a launch to the next; ``ops.py`` ensures it for the tensors that
-    it gets, and tensors that ops allocate are aligned.
+    On NVIDIA GPUs, Triton compiles a kernel for each combination of its tensors' device, dtypes, and alignment to 16
+    bytes. For each tensor, these must stay the same from one call of a launch to the next; ``ops.py`` ensures it for
+    the tensors that it gets, and tensors that ops allocate are aligned.
 
     Args:
         kernel: A Triton kernel, compiled or interpreted. Each argument besides tensors and factors must be in its
@@ -74,7 +74,7 @@ class Launch:
         """
         payload = None
         if self._payload is not None:
-            # new_empty would take half as long again, since it also has a form with names to tell apart.
+            # new_empty would take 1.5 times as long, since it has an overload with dimension names to tell apart.
             payload = first.new_empty_strided(*self._payload, dtype=torch.uint8)
             others = (payload, *others)
         if self._compiled is None:
@@ -98,7 +98,7 @@ class Launch:
 
 
 def _as_specialized(argument: Tensor | float) -> Tensor | float:
-    """Return an argument as kernels are compiled for it. Compiled kernels take mere addresses and numbers."""
+    """Return an argument in the form that kernels are compiled for; compiled ones take mere addresses and numbers."""
     if not isinstance(argument, Tensor):
         return float(argument)  # Triton would specialize for an int
     return argument.view(torch.int32) if argument.dtype == torch.uint8 else argument  # payloads are read as words
@@ -117,9 +117,10 @@ def launch_tiles(
 ) -> Callable[..., Any]:
     """Return a launch with one program for each tile of each chunk.
 
-    ``layouts`` are those of the kernel's payloads by the prefix of their arguments: ``"out_"`` has ``out_row_units``
-    and ``OUT_BITS``. None stands for fp32 errors. ``payload`` is the layout of the payload that the launch allocates
-    and returns, a row for each chunk; None if it allocates none. If chunks are empty, it only allocates the payload.
+    ``layouts`` maps a prefix of argument names to the layout that these arguments describe: the prefix ``"out_"`` sets
+    ``out_row_units`` and ``OUT_BITS``, for example. The layout None stands for fp32 errors. ``payload`` is the layout
+    of the payload that the launch allocates and returns, a row for each chunk; None if it allocates none. If chunks are
+    empty, it only allocates the payload.
     """
     shape = None if payload is None else (rows * cols, payload.nbytes(numel))
     if numel == 0:
@@ -171,7 +172,7 @@ class Tiling(NamedTuple):
 
 
 def tiling(per_thread: int, threads: int, *layouts: PayloadLayout | None, max_registers: int | None = None) -> Tiling:
-    """Return programs of ``threads`` threads, or of more if the largest block needs more at ``per_thread`` values."""
+    """Return a tiling of ``threads`` threads a program; more if the largest block needs them at ``per_thread`` each."""
     # All of these are powers of two, so the larger number is a multiple of the smaller: whole blocks, whole warps.
     tile = max(per_thread * threads, *(layout.block for layout in layouts if layout is not None))
     return Tiling(tile, tile // per_thread // WARP, max_registers)
@@ -358,7 +359,7 @@ def _launch_rows(
         numel,
         1,
         chunks,
-        layouts={},  # rows lie a stride apart, and not by their length
+        layouts={},  # rows lie ``stride`` bytes apart, whatever their length
         stride_units=stride // ALIGNMENT,
         zero=zero(layout.bits),
         BITS=layout.bits,
