@@ -1,4 +1,4 @@
-"""Files of results, and the table of one."""
+"""Result files of benchmark runs, and the table of one run."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Task:
     Args:
         config: The model's configuration, one of transformers' for causal language models.
         nodes: Number of nodes.
-        gpus_per_node: Ranks of each.
+        gpus_per_node: Number of ranks on each node.
         lora: Rank of the adapters; 0 trains the whole model.
-        micro_batch: Sequences a rank in a micro-batch.
-        micro_batches: Micro-batches a step, all but the last without synchronization.
-        sequence: Tokens a sequence.
+        micro_batch: Sequences per rank in a micro-batch.
+        micro_batches: Micro-batches per step, all but the last without synchronization.
+        sequence: Tokens per sequence.
         checkpointing: True if the activations of each layer are recomputed.
         compile: True if torch.compile compiles each layer.
         device: ``cuda``, or ``cpu`` to try things out.
@@ -66,7 +66,7 @@ PACKAGES = ("fsdp_zpp", "torch", "triton", "transformers", "numpy", "deepspeed",
 
 
 def manifest(command: list[str] | None = None) -> dict[str, Any]:
-    """Return when, where, with which versions and by which command, by default this process's own, a run is made."""
+    """Return the date, machine, versions and command of a run; the command is by default this process's own."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine(),
@@ -104,18 +104,18 @@ def versions() -> dict[str, str]:
 
 # ---- result file
 #
-# Results: one JSON file a run, which says how it was made before its measurements.
+# Each run has one JSON file: first how the run was made, then its measurements.
 #
 #     {"manifest": {...}, "arguments": {...}, "rows": [{...}, ...]}
 #
-# A result may have more beside its rows.
+# A file may have further keys beside ``rows``.
 
 NOT_RECORDED = ("out", "output", "resume", "worker", "json", "run", "parser", "version")
 """Options that change no figure: where a result goes, and those of a script to its own processes."""
 
 
 def write(path: Path, manifest: dict[str, Any], arguments: object, rows: list[Row], **others: Any) -> None:
-    """Write one run's result, a line for each row; the file is there when it is complete."""
+    """Write one run's result, a line for each row; the file appears only when it is complete."""
     options = {name: value for name, value in vars(arguments).items() if name not in NOT_RECORDED}
     head = {"manifest": manifest, "arguments": options, **others}
     lines = [f"{json.dumps(name)}: {json.dumps(value, default=str)}," for name, value in head.items()]
@@ -128,7 +128,7 @@ def write(path: Path, manifest: dict[str, Any], arguments: object, rows: list[Ro
 
 # ---- table
 #
-# The table of a run: a text of each figure, a row each strategy.
+# The table of a run: one row per strategy, one column per figure, all as text.
 
 
 def _step(row: Row) -> str:
@@ -138,7 +138,7 @@ def _step(row: Row) -> str:
 
 
 def _sent(row: Row, hop: str) -> str:
-    """Return the MiB that a rank sends over one hop a step: weights + gradients."""
+    """Return the MiB that a rank sends over one hop per step, as weights + gradients."""
     figures = [mib for name, mib in row.get("sent_mib_a_step", {}).items() if name.endswith(hop)]
     shown = " + ".join(f"{mib:.0f}" if mib >= 10 else f"{mib:.2f}" for mib in figures)
     return f"~{shown}" if row.get("sent_is_planned") else shown
@@ -170,6 +170,6 @@ def table(rows: list[Row]) -> dict[str, list[str]]:
 
 
 def speedup(row: Row, first: Row) -> Row:
-    """Return how many times as fast a row's step is as that of the first, as a figure of a row, if both have one."""
+    """Return the figure ``speedup`` of a row's step over the first row's; empty unless both rows have a step time."""
     both = "step_ms" in row and "step_ms" in first
     return {"speedup": first["step_ms"] / row["step_ms"]} if both else {}

@@ -19,12 +19,12 @@ from .flat_layout import Extent, FlatLayout, Piece
 
 # ---- held errors
 #
-# Errors of one hop as a tensor, which follows its parameters from one layout of the gradient to the next.
+# Errors of one hop in one tensor. They follow their parameters when the layout of the gradient changes.
 
 
 @dataclass(frozen=True)
 class HeldErrors:
-    """Errors of parameters in the present gradient; errors of parameters that only earlier ones had are ``parked``.
+    """Errors of parameters in the present gradient; ``parked`` are those of parameters in earlier gradients alone.
 
     ``state`` is fp32 [chunks * numel], or uint8 [chunks, codec.nbytes(numel)]; kernels update it in place. Parked
     errors have the same form and are never changed in place. See [Note: Identity] in flat_layout.py.
@@ -59,10 +59,11 @@ class HeldErrors:
     def in_extent(self, extent: Extent) -> HeldErrors:
         """Return the errors for another gradient; errors of parameters that it lacks are parked for a later one."""
         old, new = self.extent.layout, extent.layout
-        # If chunks may cut the layout anywhere, a value that moves to another rank starts from zero there.
+        # Errors start from zero if a layout is unknown or chunks are cut in another way. Where chunks cut the layout
+        # anywhere, so does the error of a value that comes from another rank.
         if old is None or new is None or self.extent.is_whole != extent.is_whole:
             return HeldErrors.zeros(extent, self.codec, self.state.device)
-        # The last hop may have made them in another stream, and they are dropped now.
+        # The last hop may have written these errors in another stream, and their memory is freed now.
         for made in (self.state, *self.parked.values()):
             if made.is_cuda:
                 made.record_stream(torch.cuda.current_stream(made.device))
@@ -106,8 +107,9 @@ class HeldErrors:
         earlier = self._decoded(before, chunks, numel)
         values = torch.where(where, earlier, self.values())
         self.state.copy_(self._encoded(values, chunks))
-        # A block may also hold errors of neighbours, which change its scale in every step. Errors that are put back
-        # would be rounded anew each time. So the block keeps its scale, under which they are exact, or doubles it.
+        # A block may also hold errors of other parameters, which change its scale in every step. Under a new scale, the
+        # errors that are put back would be rounded anew each time. So the block keeps the scale in which they are
+        # exact, or doubles it as often as the other errors need.
         layout = self.codec.layout
         blocks = [self._in_blocks(each, layout.block) for each in (values, where & (earlier != 0))]
         scales, was = layout.scales(self.state, numel), layout.scales(before, numel)
@@ -125,28 +127,27 @@ class HeldErrors:
 # ---- error buffer
 #
 # [Note: Error feedback]
-# Before it sends a gradient g, the sender adds the error e that its compression has left out before: it sends ``Q(h)``,
-# where ``h = g + e``, and ``e = beta*e + (1-beta)*(h - deq(Q(h)))`` is kept (LoCo, arXiv 2407.04480; ``beta`` weighs
+# The sender of a gradient g first adds the error e that its compression has left out so far: it sends ``Q(h)``, where
+# ``h = g + e``, and ``e = beta*e + (1-beta)*(h - deq(Q(h)))`` is kept (LoCo, arXiv 2407.04480; ``beta`` weighs
 # the old error here, so 0 is classical error feedback). Since ``deq(Q(h)) = g - (e_new - e_old) / (1-beta)``, the sum
 # of all that was sent differs from the sum of the gradients by the last error alone: nothing builds up, however coarse
-# the codec is. A block of ``h`` that is not finite is sent as it is and leaves its errors alone, or they would never
-# recover.
+# the codec is. A block of ``h`` that is not finite is sent as it is, and its errors stay: NaN would never leave them.
 #
 # A parameter that a step does not use has zeros in place of a gradient. Its errors must wait: an optimizer must not
-# move an unused head by errors of earlier steps. So if a rank has not used a parameter in the step, zeros are sent
-# wherever its values at the hop are zero, and the errors there stay as they are. The values are zero unless other ranks
-# have used the parameter. Ranks may differ in the parameters that they have not used, since only the values of what is
-# sent depend on that.
+# move an unused head by errors of earlier steps. So a rank that has not used a parameter in the step sends zeros
+# wherever the parameter's values at the hop are zero, and keeps the errors there as they are. The values are zero
+# unless other ranks have used the parameter. Ranks may differ in the parameters that they have not used, since the
+# sizes of payloads do not depend on that.
 #
 # Errors may decay: ``decay * e`` then takes the place of ``e`` in both formulas. With beta 0 this is the error feedback
-# of SparseLoCo (arXiv 2508.15706, algorithm 1), whose error is a momentum from which what was sent is subtracted.
+# of SparseLoCo (arXiv 2508.15706, algorithm 1), where the error is a momentum less all that was sent.
 
 
 class ErrorBufferState(TypedDict):
     """An :class:`ErrorBuffer` in a checkpoint.
 
-    ``layout`` has the pieces, starts and number of values of a :class:`FlatLayout`; ``parked`` the fields of each
-    piece, and then its errors.
+    ``layout`` has the pieces, starts and number of values of a :class:`FlatLayout`; ``parked`` has, for
+    each piece, its fields and then its errors.
     """
 
     block: int
@@ -158,7 +159,7 @@ class ErrorBufferState(TypedDict):
 
 
 class Spared(NamedTuple):
-    """Errors that stay where zeros are sent: their places, bool [chunks * numel], and the state of all errors."""
+    """Errors that stay where zeros are sent: their places, bool [chunks * numel], and all errors before they decay."""
 
     marks: Tensor
     state: Tensor
@@ -190,7 +191,8 @@ class ErrorBuffer:
     def prepare(self, extent: Extent, device: torch.device, idle: Collection[str] = ()) -> ErrorBuffer:
         """Fit the errors to ``extent``, and let them decay, for one use; return the buffer.
 
-        Parameters without errors start from zero; errors of parameters that ``extent`` lacks do not decay.
+        Parameters without errors start from zero; errors of parameters that ``extent`` lacks do not decay. ``idle`` are
+        the parameters that this rank has not used.
         """
         held, self.spared = self._held, None
         if held is None:
@@ -218,7 +220,7 @@ class ErrorBuffer:
         assert self._held is not None
         self._held.put_back(where, state)
 
-    # ---- in time
+    # ---- moves and resets
 
     def move(self, device: torch.device) -> None:
         self._held = None if self._held is None else self._held.to(device)
@@ -278,7 +280,7 @@ def encode_with_feedback(codec: Codec, values: Tensor, rows: int, cols: int, err
     payload = codec.encode(compensated, 1, chunks)
     sent = torch.empty_like(compensated)
     codec.decode(payload, sent, 1, chunks)
-    # In place of what was sent: buffers may be large, and the payload may view what was encoded.
+    # Reuse the memory of ``sent``, since buffers may be large; the payload may be a view of ``compensated``.
     new = torch.sub(compensated, sent, out=sent).mul_(1 - errors.beta).add_(old * errors.beta)
     is_finite = new * 0 == 0
     errors.write(torch.where(is_finite, new, old, out=new), chunks)
@@ -290,7 +292,7 @@ def _encode_sparing(codec: Codec, values: Tensor, rows: int, cols: int, errors: 
     errors.spared = None
     chunks = values.view(rows, cols, -1).transpose(0, 1)  # in the order of the errors
     idle = spared.marks.view_as(chunks) & (chunks == 0)
-    # Errors and their opposite add up to zeros. If errors are encoded, to zero them first would round their neighbours.
+    # Values opposite to the errors give zeros. Zeroing the errors would round encoded ones in the same block anew.
     opposed = torch.where(idle, errors.read().view_as(chunks).neg(), chunks)
     payload = encode_with_feedback(codec, opposed.transpose(0, 1).reshape(-1), rows, cols, errors)
     errors.put_back(idle.reshape(-1), spared.state)
@@ -325,18 +327,18 @@ def decode_sum_encode_with_feedback(
 # Error state of one unit: its errors, and when they are reset.
 #
 # [Note: The lifetime of errors]
-# Errors change with the optimizer's steps: a reduction updates them, and all buffers are reset together, every so many
-# steps. Micro-batches do not count, for the hop that compresses sees their sum (the gradient scope is lowered for that,
-# see resolve_scopes in strategy.py). If each micro-batch synchronizes, each reduction starts from the errors of the one
-# before. An optimizer that does not derive from torch's announces no steps; until one is announced, every reduction
-# counts as a step.
+# Errors change with the optimizer's steps: a reduction updates them, and all buffers are reset together, every
+# ``reset_every`` steps. Micro-batches do not count, for the hop that compresses sees their sum (the gradient scope is
+# lowered for that, see resolve_scopes in strategy.py). If each micro-batch synchronizes, each reduction starts from the
+# errors of the one before. An optimizer that does not derive from torch's announces no steps; until a step is
+# announced, every reduction counts as one.
 #
 # A gradient scaler would change the unit of errors from step to step, and skip steps whose errors are lost in an
 # overflow. So its steps are refused (runtime/lifecycle.py).
 
 
 class SavedErrors(TypedDict):
-    """An :class:`ErrorFeedbackState` in a checkpoint; steps are counted from the last reset."""
+    """An :class:`ErrorFeedbackState` in a checkpoint; steps are counted from the last ``reset()``."""
 
     steps: int
     hears_of_steps: bool  # whether optimizers have announced steps

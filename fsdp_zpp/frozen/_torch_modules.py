@@ -29,7 +29,7 @@ from .weight import Base, FrozenWeight, out_of_inference_mode
 # Finds the parameters of a model that FSDP has sharded, which can't be quantized any more.
 #
 # ``fully_shard`` makes a parameter a ``DTensor``. ``FullyShardedDataParallel`` flattens parameters: with
-# ``use_orig_params=True`` modules keep them, in another shape; otherwise they show one flat parameter in their place.
+# ``use_orig_params=True`` modules keep parameters, in another shape; otherwise one flat parameter takes their place.
 
 # Parameters by their names in a module, with their shapes before sharding.
 Shown = dict[str, tuple[nn.Parameter, torch.Size]]
@@ -73,7 +73,7 @@ def _flattened_parameters(model: nn.Module) -> dict[nn.Module, Shown]:
 Frozen: TypeAlias = "FrozenWeight | FrozenTensor"
 
 
-# Dynamo would trace into the gather and treat its buffers, and whether they hold the weight, as constants.
+# Dynamo would trace into the gather, and treat as constants its buffers and the flag that says if they are filled.
 @torch.compiler.disable
 def frozen_linear(x: Tensor, weight: Frozen, bias: Tensor | None) -> Tensor:
     """Apply ``F.linear`` to x [..., in] with a frozen weight [out, in], in the dtype of ``x``, or autocast's."""
@@ -84,7 +84,7 @@ def frozen_linear(x: Tensor, weight: Frozen, bias: Tensor | None) -> Tensor:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    # Autocast would choose in F.linear, but the weight is dequantized before that, into the dtype to compute in.
+    # The weight is dequantized into the compute dtype before F.linear, where autocast would choose that dtype.
     return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
 
 
@@ -102,7 +102,7 @@ def _linear(x: Tensor, bias: Tensor | None, weight: Frozen, dtype: torch.dtype) 
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, weight: Frozen, dtype: torch.dtype) -> Tensor:
-        # The weight itself, not its dequantized values, which would stay in memory until the backward.
+        # Save the frozen weight itself: its dequantized values would stay in memory until the backward.
         ctx.weight, ctx.dtype, ctx.input_dtype = weight, dtype, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return _linear(x, bias, weight, dtype)
@@ -200,8 +200,8 @@ class FrozenTensor(Tensor):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        # Caught here, where a layer is still one call: below, it is a transpose and a matmul, for which the weight
-        # would be dequantized in its own dtype rather than the input's.
+        # Layers are caught here, where each is still one call. In __torch_dispatch__ a linear layer is a transpose and
+        # a matmul, for which the weight would be dequantized in its own dtype rather than the input's.
         if func is F.linear and isinstance(weight := _argument(1, "weight", args, kwargs), FrozenTensor):
             bias = _argument(2, "bias", args, kwargs)
             return frozen_linear(_argument(0, "input", args, kwargs), weight if weight.views else weight.frozen, bias)
@@ -274,7 +274,7 @@ def frozen_tensor(frozen: FrozenWeight) -> FrozenTensor:
     tensor = frozen.shown() if frozen.shown is not None else None
     if isinstance(tensor, FrozenTensor) and (tensor.dtype, tensor.device) == (frozen.dtype, frozen.device):
         return tensor
-    with out_of_inference_mode():  # a later backward may save it
+    with out_of_inference_mode():  # autograd could not save an inference tensor for a later backward
         tensor = FrozenTensor(frozen)
     frozen.shown = weakref.ref(tensor)  # weak: it lives as long as a module shows it
     return tensor
@@ -310,7 +310,7 @@ _Self = TypeVar("_Self", bound=nn.Module)
 
 
 class FrozenModule(nn.Module):
-    """A module that has a :class:`FrozenWeight` in place of some of its parameters; mixed into the class it had.
+    """A mixin for the class of a module that has a :class:`FrozenWeight` in place of some of its parameters.
 
     A frozen weight is neither a parameter nor a buffer, so FSDP does not gather, cast or synchronize it, and it is in
     no state dict.
@@ -328,8 +328,8 @@ class FrozenModule(nn.Module):
             return super().__getattr__(name)
         if name in vars(self)[_REPLACED]:
             return vars(self)[_REPLACED][name]()
-        # Modules that are tied show one tensor, as they did before. It lives as long as one of them, since each keeps
-        # it here and the weight itself refers to it weakly.
+        # Tied modules show one tensor, as they did before. The tensor lives as long as any of these modules: each keeps
+        # it here, while the weight refers to it weakly.
         tensor = vars(self)[_SHOWN][name] = frozen_tensor(frozen)
         return tensor
 
@@ -354,7 +354,7 @@ class FrozenModule(nn.Module):
 
     def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
         for frozen in frozen_weights_of(self).values():
-            # An empty tensor tells what fn changes. The codes must not be cast; a cast changes what they decode to.
+            # An empty tensor tells the dtype and device that fn sets. A cast changes the dtype to decode to, no codes.
             sample = fn(torch.empty(0, dtype=frozen.dtype, device=frozen.device))
             frozen.dtype = sample.dtype
             if sample.device != frozen.device:
@@ -387,14 +387,14 @@ def freeze(module: nn.Module, name: str, weight: FrozenWeight) -> None:
     del module._parameters[name]
     if not isinstance(module, FrozenModule):
         vars(module).update({attribute: {} for attribute in _ATTRIBUTES})
-        # The same object, so that parents, hooks and adapters keep their references; a subclass, so that
-        # isinstance(module, nn.Linear) holds, by which PEFT and wrapping policies find it.
+        # The module stays the same object, so that parents, hooks and adapters keep their references. Its new class is
+        # a subclass, since PEFT and wrapping policies find layers by isinstance(module, nn.Linear).
         module.__class__ = _frozen_class(type(module))  # type: ignore[arg-type]  # classes are hashable
     frozen_weights_of(module)[name] = weight
 
 
 def unfreeze(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Replace a frozen weight by a plain parameter; without frozen weights, the module gets its class back."""
+    """Replace a frozen weight by a plain parameter; with its last one, the module gets its old class back."""
     frozen = frozen_weights_of(module)
     del frozen[name]
     vars(module)[_SHOWN].pop(name, None)
@@ -435,7 +435,7 @@ def frozen_modules(model: nn.Module) -> Iterator[tuple[str, FrozenModule, Frozen
 
 def plain_class(module: nn.Module) -> type:
     """Return the class that a frozen module had before, without other mixins such as ``FSDPModule``."""
-    if parametrized := list(getattr(module, "parametrizations", ())):  # only the module's class knows of that
+    if parametrized := list(getattr(module, "parametrizations", ())):  # recorded in a class that would be lost
         raise RuntimeError(
             f"{', '.join(parametrized)} of a {type(module).__name__} with quantized weights is parametrized; call "
             "torch.nn.utils.parametrize.remove_parametrizations on it before you dequantize or copy the module"
@@ -444,14 +444,14 @@ def plain_class(module: nn.Module) -> type:
     return frozen.__bases__[1]
 
 
-@functools.cache  # modules that had one class must still have one; there are as many as classes of layers
+@functools.cache  # modules that shared a class must still share one; an entry for each class of layers
 def _frozen_class(cls: type[nn.Module]) -> type[nn.Module]:
     members: dict[str, object] = {"__module__": cls.__module__}
     if cls.forward is nn.Linear.forward:  # a subclass with a forward of its own computes with the stand-in tensor
         members["forward"] = _linear_forward
     elif not issubclass(cls, (nn.Linear, nn.Embedding)):
-        # Experts compute with torch's own functions on the tensors that stand for their weights, so the boundary for
-        # compilers that frozen_linear has must be drawn around the whole forward.
+        # Experts compute with torch's own functions on the tensors that stand for their weights. So the whole forward
+        # is hidden from compilers, as frozen_linear is.
         members["forward"] = functools.wraps(cls.forward)(torch.compiler.disable(cls.forward))
     return type(f"Frozen{cls.__name__}", (FrozenModule, cls), members)
 
@@ -468,7 +468,7 @@ def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
 def _replaced_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Apply ``F.linear`` with a replacement of a frozen weight, in the dtype of :func:`frozen_linear`."""
     if not isinstance(weight, FrozenTensor):
-        # Made of the dequantized weight, whose dtype need not be that of the input.
+        # The replacement is made from the dequantized weight, so its dtype may differ from the input's.
         dtype = compute_dtype(x)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     return F.linear(x, weight, bias)
@@ -476,10 +476,10 @@ def _replaced_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 # ---- packed linear
 #
-# Linear layers that another library has packed, in memory: how a base takes over their weights.
+# How a base takes over weights that another library has packed in memory: those of bitsandbytes' ``Linear4bit``.
 #
-# They are bitsandbytes' ``Linear4bit``. Their weights are decoded to fp32 and quantized again, or kept as they are
-# stored. With ``NF4``, codes and scales stay what they were if bitsandbytes used nf4 with blocks of the same size.
+# The weights are decoded to fp32 and quantized again, or kept as they are stored. With ``NF4``, codes and
+# scales stay the same if bitsandbytes used nf4 with blocks of the same size.
 
 
 def packed_linear(parameter: nn.Parameter, modules: Sequence[nn.Module]) -> StoredWeight | None:
@@ -492,8 +492,8 @@ def packed_linear(parameter: nn.Parameter, modules: Sequence[nn.Module]) -> Stor
     if state is None or state.quant_type not in TABLES:
         return None
     codes = parameter.detach()
-    if getattr(state, "packing_format_for_cpu", False):  # a forward in evaluation packs them differently
-        from bitsandbytes import functional  # on use, since that takes seconds
+    if getattr(state, "packing_format_for_cpu", False):  # bitsandbytes packs codes so in a forward in evaluation
+        from bitsandbytes import functional  # on use, since the import takes seconds
 
         codes, state = functional._convert_weight_packed_for_cpu_inverse(codes, state)
     parts = {"codes": codes.as_subclass(Tensor).reshape(-1), "absmax": state.absmax}
@@ -506,6 +506,6 @@ def packed_linear(parameter: nn.Parameter, modules: Sequence[nn.Module]) -> Stor
 
 
 def unpack_linear(module: nn.Module) -> None:
-    """Make a packed layer torch's own linear layer, which computes in the dtype of its input."""
+    """Turn a packed layer into torch's own linear layer, which computes in the dtype of its input."""
     module.__class__ = nn.Linear
     vars(module).pop("quant_state", None)

@@ -100,9 +100,9 @@ def _size(nbytes: int) -> str:
 #
 # Weights are quantized early, so that no full-precision copy lingers, but which weights to gather together is known
 # late: adapters and wrappers come afterwards. So units are made at the first use of a weight, from the model as it is
-# then. A unit is a module that FSDP wraps, or an item of the outermost ``nn.ModuleList`` if that is smaller, so that a
-# model that is wrapped only once is gathered block by block, too; a module in neither is a unit of its own. Until then,
-# and for weights that are added later, each weight's codes are held separately.
+# then. A unit is a module that FSDP wraps, or, if smaller, an item of the outermost ``nn.ModuleList``: a model that is
+# wrapped only as a whole is then gathered block by block, too. A module in neither is a unit of its own. Until the
+# first use, and for weights that are added later, each weight's codes are held separately.
 
 # The weights of each unit, by its name and their placement.
 Groups = dict[tuple[str, Placement], list[FrozenWeight]]
@@ -149,7 +149,7 @@ class FrozenBase:
         self.reports += part.reports
         self.traffic.take_over(part.traffic)
         for weight in part.weights:
-            # Out of their units, which are made again for the larger model, with one pair of buffers.
+            # Take weights out of their units: the larger model makes its own, with one pair of buffers for all.
             weight.base, weight.holder = self, UngroupedPayload(weight.holder.local_payload(weight))
 
     def add(self, weight: FrozenWeight, row: Tensor, sites: Iterable[tuple[str, nn.Module, str]]) -> None:
@@ -192,14 +192,14 @@ class FrozenBase:
         groups = self._group(root)
         # Before the first gather: ranks with different units would gather payloads of different sizes.
         _check_agreement(model, groups)
-        self._check_replicas(model, groups)  # before units exist: once they do, no later use checks
+        self._check_replicas(model, groups)  # before units exist: uses of existing units check nothing
         buffers = DoubleBuffer()  # one for all units, since they take turns in its memory
         for (name, _), weights in groups.items():
             FrozenUnit(f"frozen {name}", weights, self.traffic, buffers)
         self.log_reports()
 
     def prepare(self) -> None:
-        """Make units, with all checks of a first use, unless there are some, and log nothing. Collective."""
+        """Make units if some weights have none, with all checks of a first use but no log line. Collective."""
         reports, self.reports = self.reports, []
         try:
             if any(isinstance(weight.holder, UngroupedPayload) for weight in self.weights):
@@ -213,7 +213,7 @@ class FrozenBase:
         self.reports = []
 
     def _group(self, root: nn.Module | None) -> Groups:
-        """Return the weights of each unit, named by their FQNs in the model, if that is still alive."""
+        """Return the weights of each unit; name weights by their FQNs in the model, if the model is still alive."""
         groups: Groups = {}
         placed = set()
         for name, unit, weight in _named_units(root) if root is not None else ():
@@ -227,7 +227,7 @@ class FrozenBase:
         return groups
 
     def _check_replicas(self, model: str, groups: Groups) -> None:
-        device = self.weights[0].device  # a model may have been moved in part
+        device = self.weights[0].device  # compared on one device, since a part of the model may have been moved alone
         # In the order of the units: all ranks must compare placements in one order, and a set's order differs by rank.
         for placement in dict.fromkeys(placement for _, placement in groups):
             placed = (weight for weight in self.weights if weight.placement == placement)
@@ -258,14 +258,14 @@ def _named_units(root: nn.Module) -> Iterator[tuple[str, str, FrozenWeight]]:
 #
 # The nodes of a frozen base and of the strategy that wraps its model.
 #
-# A base that is quantized before its model is wrapped is sharded, by default, over nodes of the launcher's size. If the
-# strategy gives another size, that raises: a base that spans several of its nodes would be gathered between them in
-# every step. A base whose ``gpus_per_node`` was given stays, and so does one whose strategy leaves the nodes to the
-# machine's links: see [Note: Links] in strategy.py.
+# A base that is quantized before its model is wrapped is sharded, by default, over nodes of the launcher's size. Any
+# other size in the strategy raises: a base that spans several of the strategy's nodes would be gathered between them in
+# every step. A base for which the user gave ``gpus_per_node`` stays, and so does a base whose strategy leaves the node
+# size to the machine's links: see [Note: Links] in strategy.py.
 
 
 def check_nodes(module: nn.Module, mesh: ProcessMesh) -> None:
-    """Raise ValueError if the frozen base of ``module`` is not on the nodes of ``mesh``, and no size was given for it.
+    """Raise ValueError if the base of ``module`` is on other nodes than ``mesh``, and the user gave no size for it.
 
     Bases of parts that are already wrapped stay where they are.
     """

@@ -68,7 +68,7 @@ class StrategyHandle(FlatParamHandle):
         self.written_back = unit.invalidate
 
     def _zero_padding(self) -> None:
-        # FSDP fills the gaps that align parameters with 42s, which would ruin the scale of the blocks they are in.
+        # FSDP fills the alignment gaps between parameters with 42, which would ruin the scale of the blocks there.
         shard = self.flat_param.data
         layout, first = self.parameter_layout.around(shard)
         for start, stop in layout.gaps:
@@ -97,7 +97,7 @@ class StrategyHandle(FlatParamHandle):
         # Parameter scope N keeps gathered weights until they change; weights_changed() frees them then.
         super().reshard(free_unsharded_flat_param and (summoned or not self._keeps_unsharded))
         if summoned and self._gather is not None:
-            # Edits of summoned parameters count as writes to them, but are not of the shard unless written back.
+            # Edits of summoned parameters change the version, but do not reach the shard unless they are written back.
             self._gather.secondary.rebase_version(self._version_at_summon, self.shard_version())
 
     def needs_unshard(self) -> bool:
@@ -118,7 +118,7 @@ class StrategyHandle(FlatParamHandle):
     def _use_low_precision_shard(self) -> None:
         if self._gather is None:
             super()._use_low_precision_shard()
-        # The strategy encodes the full-precision shard itself, so there is no 16-bit copy of it to be made.
+        # The strategy encodes the full-precision shard itself, so no 16-bit copy of the shard is made.
         else:
             self.flat_param.data = self.flat_param._local_shard.to(self.device, non_blocking=True)
 
@@ -186,7 +186,7 @@ class StrategyHandle(FlatParamHandle):
     # ---- when weights change
 
     def weights_changed(self, by_step: bool) -> None:
-        # FSDP keeps the root unsharded, and units that a forward has prefetched and not run.
+        # FSDP keeps the root unsharded, and units that a forward prefetches but does not run: free their stale weights.
         initialized = hasattr(self.flat_param, "_full_param_padded")
         # A prefetched unit counts as idle, but a backward that runs (with optimizers in it) is about to use it.
         is_in_use = self._prefetched and torch._C._current_graph_task_id() != -1
@@ -207,7 +207,7 @@ class StrategyHandle(FlatParamHandle):
             self.gradients.used.clear()
 
     def drop_cleared_gradients(self) -> None:
-        """Drop the flat gradient if all original parameters' are cleared: a move would restore them from it."""
+        """Drop the flat gradient if all original gradients are cleared: a move would restore them from it."""
         self._reset_flat_param_grad_info_if_needed()
 
     # ---- as a ShardSource, which is asked before FSDP's gather
@@ -233,7 +233,7 @@ class StrategyHandle(FlatParamHandle):
         return self.parameter_layout.whole(numel)
 
     def is_trained(self: FlatParamHandle) -> bool:
-        """Return whether the flat parameter or an original one requires a gradient, also of torch's own handles."""
+        """Return whether the flat parameter or an original one requires a gradient; for torch's own handles, too."""
         flat_param = self.flat_param
         return flat_param.requires_grad or any(p.requires_grad for p in flat_param._params or ())
 
@@ -244,7 +244,7 @@ class StrategyHandle(FlatParamHandle):
 
     def flat_param_to(self, *args: object, **kwargs: object) -> None:
         super().flat_param_to(*args, **kwargs)
-        # While the unit is idle, a user moves it, unless FSDP offloads parameters.
+        # A move of an idle unit is the user's, unless FSDP offloads parameters.
         if self._training_state == HandleTrainingState.IDLE and not self._offload_params:
             self.moved()
 
@@ -349,13 +349,13 @@ def adopt_handle(instance: FullyShardedDataParallel, unit: StrategyUnit) -> None
 
 
 def flattened_sites(instance: FullyShardedDataParallel) -> set[tuple[nn.Module, str]]:
-    """Return the modules of the parameters in the flat parameter of ``instance``, with the names there."""
+    """Return the module and the name in it of each parameter that ``instance`` has flattened."""
     handle = instance._handle
     return set() if handle is None else {(info.module, info.param_name) for info in handle.flat_param._param_infos}
 
 
 def has_shards(instance: FullyShardedDataParallel, module: nn.Module) -> bool:
-    """Return whether files of ``module``, in ``instance``, would lack values, or names that PEFT looks for."""
+    """Return whether saving ``module``, part of ``instance``, would miss values, or names that PEFT looks for."""
     if hasattr(module, "peft_config"):  # wrappers change the names, sharded or not
         return True
     handles = [each._handle for each in FullyShardedDataParallel.fsdp_modules(instance) if each._handle is not None]
@@ -404,7 +404,7 @@ class HandleBackwardWatch(StepWatch):
         self._handles = [each._handle for each in self._instances if isinstance(each._handle, StrategyHandle)]
         super().__init__([handle.gradients for handle in self._handles], on_backward_end)
         if any(handle._offload_params for handle in self._handles):
-            step_on_arrival()  # only now, or the backward of each unit would take one call more
+            step_on_arrival()  # only if needed: it adds a call to the backward of each unit
 
     def reduce_in_two_streams(self) -> None:
         """Give every other unit a second stream to reduce in, concurrent with the others' hops between nodes."""
@@ -415,9 +415,9 @@ class HandleBackwardWatch(StepWatch):
                 gradients.instance._post_backward_stream = second
 
     def begin_forward(self, root: FullyShardedDataParallel, *unused: object) -> None:
-        """End a backward that an exception has ended, before a forward of the model."""
-        # torch would take the forward for a recomputation in that backward, and so run no hooks at the end of the next.
-        # Gradients stay until they are cleared, as torch leaves them.
+        """Clean up after a backward that an exception has cut short, before a forward of the model."""
+        # torch would take the forward for a recomputation in that backward, and so run no hooks at the end of the next
+        # backward. Gradients stay until they are cleared, as torch leaves them.
         began = getattr(root, "_post_backward_callback_queued", False)  # there is none until a forward with gradients
         if not began or torch._C._current_graph_task_id() != -1:
             return
@@ -426,7 +426,7 @@ class HandleBackwardWatch(StepWatch):
         instances: list[Any] = self._instances
         synchronized = [instance._sync_gradients for instance in instances]
         for instance in instances:
-            instance._sync_gradients = False  # for which torch finishes no gradients
+            instance._sync_gradients = False  # so that torch finishes no gradients
         try:
             _end_backward(root, root)
         finally:
@@ -443,7 +443,7 @@ class HandleBackwardWatch(StepWatch):
                 gradients = handle.gradients
                 if gradients.took_part or gradients.is_unreduced:
                     gradients.reduce_accumulated(handle in used_elsewhere)
-            # torch has the current stream wait for the root's stream alone.
+            # torch has the current stream wait for the root's stream alone; units may have reduced in a second one.
             current = root._device_handle.current_stream()
             for stream in {instance._post_backward_stream for instance in self._instances}:
                 current.wait_stream(stream)
@@ -451,8 +451,8 @@ class HandleBackwardWatch(StepWatch):
         self.reduce_remaining()
         for handle in self._handles:
             handle.gradients.took_part |= handle.gradients.is_of_micro_batch
-            # torch does so where it reduces. Otherwise it would clear the gradient of a parameter that had none
-            # before the forward: one that was unfrozen, or cleared by itself, since the last reduction.
+            # torch resets this mask only where it reduces. Without a reset, it would clear the gradient of a parameter
+            # that had none before the forward: a parameter unfrozen, or cleared alone, since the last reduction.
             if not handle.uses_sharded_strategy and handle._training_state == HandleTrainingState.BACKWARD_POST:
                 handle._reset_is_grad_none()
 
@@ -477,8 +477,8 @@ class HandleBackwardWatch(StepWatch):
 
     def end(self, synchronized: bool) -> None:
         for handle in self._handles:
-            # FSDP takes an unsharded flat parameter for resharded, and leaves the parameters of frozen ones as views.
-            # Units that this micro-batch has not run may have replaced parameters that no forward has copied yet.
+            # FSDP treats units without shards as always resharded, and leaves views in place of frozen parameters.
+            # Units that show parameters are left alone: a replaced one may hold values that no forward has copied yet.
             if not handle.uses_sharded_strategy and handle.views.are_shown:
                 handle.reshard(False)
             handle.gradients.end_backward(synchronized)
@@ -514,7 +514,7 @@ def hear_of_backwards() -> None:
 
 
 def reduce_in_every_backward() -> None:
-    """Have handles of strategies reduce in every backward, also inside no_sync, as far as their scopes say."""
+    """Have handles of strategies reduce in every backward, also inside no_sync, if their scopes require it."""
     hook = runtime._post_backward_hook
 
     @functools.wraps(hook)
@@ -541,8 +541,8 @@ def reduce_in_every_backward() -> None:
 
 # ---- offload
 #
-# torch copies the gradient of an offloaded unit with an optimizer in the backward while the CPU waits, and steps. Here
-# it copies without a wait, and optimizers step as comm/gradient_reduce.py says.
+# For an offloaded unit with an optimizer in the backward, torch has the CPU wait for the copy of the gradient, and then
+# steps. Here the CPU does not wait, and the optimizer steps once the copy has arrived: see comm/gradient_reduce.py.
 
 
 def step_on_arrival() -> None:
@@ -555,7 +555,7 @@ def step_on_arrival() -> None:
         state: FullyShardedDataParallel, handle: FlatParamHandle, grad_to_offload: Tensor
     ) -> None:
         waits = isinstance(handle, StrategyHandle) and handle._offload_params and handle._has_optim_in_backward
-        # torch found copies of gradients that are not sharded to need the wait.
+        # torch notes that results are wrong without the wait if gradients are not sharded.
         if not waits or not handle.uses_sharded_strategy:
             original(state, handle, grad_to_offload)
             return

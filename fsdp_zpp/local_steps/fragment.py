@@ -25,7 +25,7 @@ from .outer_step import OuterStep, OuterStepState
 class KnownOptimizers:
     """Numbers optimizers in the order in which they become known, by events that all ranks see."""
 
-    # It keeps no optimizer alive: ranks may free one at different times, but its number stays.
+    # It keeps no optimizer alive. Ranks may free one at different times, so its number is never given to another.
     def __init__(self) -> None:
         self.count = 0
         self._numbers = weakref.WeakKeyDictionary[Optimizer, int]()
@@ -46,7 +46,7 @@ class KnownOptimizers:
 
 Span = tuple[int, int]  # start and stop of values in a flat tensor
 _MOST_SPANS = 64
-ParameterState = dict[str, object]  # that an optimizer keeps of a parameter, by name
+ParameterState = dict[str, object]  # what an optimizer keeps of one parameter, by name
 
 
 class FragmentState(TypedDict):
@@ -65,12 +65,12 @@ class Progress:
 
     made: int = 0
     unstepped: int = 0  # backwards that have synchronized gradients without a step after them
-    exchanged: int = 0  # of the steps made, those whose exchanges were made, too
+    exchanged: int = 0  # steps made after which all due exchanges were made, too
     arrives: int | None = None  # the step after which the exchange under way is received; None if there is none
     apart: bool = False  # nodes have trained on their own since they last held the same weights and optimizer states
     sent: int = 0  # exchanges, the one under way included
     committed: int = 0  # exchanges that elastic nodes have committed to
-    round: int = 0  # in which they have committed to the last of these
+    round: int = 0  # the elastic round in which they committed to the last of these
     settled: int | None = None  # the step after which elastic nodes have exchanged everything; None if there is none
 
 
@@ -83,12 +83,12 @@ class ExchangedUnit(Protocol):
 class Fragment:
     """Weights of a unit, which nodes train on their own and exchange.
 
-    Parameters that were trained since their last exchange are exchanged, once, even if they are frozen by then.
+    A parameter that was trained since its last exchange takes part in the next, even if it is frozen by then.
     Parameters that never were trained are not exchanged.
 
     Attributes:
-        pending: Optimizer states that were loaded with the fragment and are restored with it, each with the function
-            that restores it, by the optimizer's id.
+        pending: Loaded optimizer states, by the optimizer's id, each with the function that restores it. They are
+            restored with the fragment.
         before_restore: Called before a loaded state is restored; may reset it instead. Collective.
         was_reloaded: Whether weights were loaded without a state of local steps, and nobody has handled that yet.
     """
@@ -123,7 +123,7 @@ class Fragment:
         return {name: shard for name, shard in self._unit.sharded.named_shards().items() if name in names}
 
     def start(self, *, anew: bool = False) -> None:
-        """Adopt trained weights, equal on all nodes, as the agreed ones; with ``anew`` also where there are some."""
+        """Adopt trained weights without agreed ones, or all with ``anew``, as agreed; they are equal on all nodes."""
         new = set(self._unit.sharded.trained_names()) - (frozenset() if anew else self.outer.names)
         if new:
             self.outer.start(self._of(new))
@@ -142,7 +142,7 @@ class Fragment:
         """Record the parameters that were trained on any rank: all must exchange the same ones."""
         self._changed = {name for name, flag in zip(self._unit.sharded.named_shards(), changed, strict=True) if flag}
         if new := self._changed - self.outer.names:
-            self.outer.start(self._of(new))  # this node has left them as they were
+            self.outer.start(self._of(new))  # this node has not trained them: they are the agreed ones
 
     @property
     def holds_agreed(self) -> bool:
@@ -154,7 +154,7 @@ class Fragment:
         self._changed = set()
 
     def warm_up(self) -> None:
-        """Adopt the changed weights, and add their changes since the fragment was due last to the momentum."""
+        """Adopt the changed weights, and add to the momentum their changes since the fragment was last due."""
         self.outer.adopt(self._of(self._changed), warms_up=True)
         self._changed = set()
 
@@ -173,13 +173,13 @@ class Fragment:
         self.progress.sent += 1
 
     def receive(self, mix: float) -> None:
-        """Continue from the agreed weights; trained parameters, from a mixture of these and this node's own."""
+        """Continue from the agreed weights, mixed with this node's own where parameters are still trained."""
         trained = set(self._unit.sharded.trained_names()) if mix != 1 else set()
         if mixed := [name for name in self._sent if name in trained]:
             self.outer.receive(self._of(mixed), mix)
-            # Nodes differ in these still, which may be frozen before they are trained again.
+            # Nodes still differ in mixed weights: exchange them again even if they are frozen before the next step.
             self._changed.update(mixed)
-        # Frozen parameters are not exchanged again, so they must not be left to differ.
+        # Parameters that are frozen by now may never be exchanged again, so they take the agreed weights unmixed.
         self.outer.receive(self._of([name for name in self._sent if name not in trained]))
         self._unit.invalidate()
         self.progress.arrives, self._sent = None, []
@@ -215,7 +215,7 @@ class Fragment:
         if self._loaded is not None:
             return self._loaded
         trained = self._unit.sharded.trained_names()
-        # This node's own, also while the agreed ones are shown.
+        # Save this node's own weights, even while the module shows the agreed ones.
         shards = self._of(self.outer.names | set(trained)) if self._own is None else self._own
         return {
             "progress": asdict(self.progress),
@@ -233,7 +233,7 @@ class Fragment:
             raise ValueError(
                 f"{self.outer.label}: the checkpoint has weights of shapes {saved}, but this rank holds {present}"
             )
-        # Restore it later: a model's state dict may be loaded after this, with weights of the node that has saved it.
+        # Restore the state later: a model's state dict, with weights of the node that saved it, may be loaded next.
         self._loaded = state
         self.progress = Progress(**state["progress"])
 

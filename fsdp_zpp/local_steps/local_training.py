@@ -38,16 +38,16 @@ from .outer_step import MOST_GAIN, MOST_IN_A_ROW, NodeChunks, Products
 
 # ---- made optimizers
 #
-# Optimizers of this process, from their construction on, by the parameters that they were given.
+# The optimizers that this process has constructed, found by the parameters that they hold.
 #
-# A node that joins takes over states before its own optimizers have stepped. fragment.py has the optimizers
-# that have stepped.
+# A node that joins takes over optimizer states before its own optimizers have stepped. fragment.py knows only the
+# optimizers that have stepped.
 
 _MADE = "_fsdp_zpp_made"
 
 
 def note_optimizer(optimizer: Optimizer) -> None:
-    """Remember ``optimizer`` for as long as it exists; a part of its construction."""
+    """Remember ``optimizer`` for as long as it exists; called when it is constructed."""
     _made().setdefault(id(optimizer), optimizer)
 
 
@@ -60,9 +60,9 @@ def optimizers_of(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
 
 
 def _made() -> weakref.WeakValueDictionary[int, Optimizer]:
-    # It is kept on torch's class, where torch's own hooks are, rather than in a global of this module. Its order, that
-    # of construction, is the same in all processes that run the same program. Python's dictionary forgets the dead even
-    # while the interpreter shuts down, when a callback of ours would find the globals of its module gone.
+    # The dictionary is kept on torch's class, like torch's own hooks, rather than in a global of this module. Its order
+    # is that of construction, the same in all processes that run the same program. A WeakValueDictionary forgets dead
+    # optimizers even while the interpreter shuts down; a callback of ours would then find its module's globals gone.
     if _MADE not in vars(Optimizer):
         setattr(Optimizer, _MADE, weakref.WeakValueDictionary())
     made: weakref.WeakValueDictionary[int, Optimizer] = vars(Optimizer)[_MADE]
@@ -71,10 +71,10 @@ def _made() -> weakref.WeakValueDictionary[int, Optimizer]:
 
 # ---- optimizer state
 #
-# An optimizer's state of this rank, in checkpoints of nodes that train on their own.
+# An optimizer's state on this rank, in checkpoints of nodes that train on their own.
 #
-# torch's checkpoints keep one copy of what replicas hold. Nodes that train on their own are no replicas, so each rank
-# saves its own.
+# torch's checkpoints keep one copy of what replicas hold. Nodes that train on their own are not replicas, so each rank
+# saves its own optimizer state.
 
 
 class OptimizerState:
@@ -93,7 +93,7 @@ class OptimizerState:
     def load_state_dict(self, state: dict[str, list[ParameterState]]) -> None:
         """Continue with a saved state from the next forward on."""
         self.check(state["state"])
-        # It is kept on the fragment, from which another OptimizerState can save it again before the next forward.
+        # The fragment keeps the state, so that another OptimizerState can save it again before the next forward.
         self._fragment.pending[id(self._optimizer)] = (state["state"], self.restore)
 
     def check(self, saved_states: list[ParameterState]) -> None:
@@ -104,7 +104,7 @@ class OptimizerState:
             )
 
     def reset(self) -> None:
-        """Drop the loaded state, so that the one of torch's own checkpoint stays."""
+        """Drop the loaded state, so that the state from torch's own checkpoint stays."""
         self._fragment.pending.pop(id(self._optimizer), None)
 
     def _parameters(self) -> Iterator[nn.Parameter]:
@@ -132,7 +132,7 @@ def _saved(value: object) -> object:
 
 
 def _restored(saved: object, present: object, parameter: nn.Parameter, group: Mapping[str, Any]) -> object:
-    """Return ``saved``, of a parameter in an optimizer's ``group``, in the form that it uses, such as a DTensor."""
+    """Return the ``saved`` state of ``parameter`` in the form that its optimizer uses, such as a DTensor."""
     if not isinstance(saved, Tensor):
         return saved
     if isinstance(present, Tensor):
@@ -185,8 +185,8 @@ class MomentAverage:
     def average(self, moments: Mapping[str, Tensor], placements: Mapping[str, Hashable]) -> None:
         """Replace moments of one kind, such as Adam's second ones, by their mean over nodes, in place.
 
-        Collective among the ranks with this local index, unless these hold nothing of the moments. Moments
-        are contiguous, of the same sizes on all nodes.
+        Collective among the ranks with this local index, unless they hold no values of these moments.
+        Moments are contiguous, of the same sizes on all nodes.
         """
         held = {name: moment.view(-1) for name, moment in moments.items() if moment.numel()}
         if not held:
@@ -198,10 +198,10 @@ class MomentAverage:
         flat = torch.zeros(self._nodes, chunks.layout.numel, dtype=torch.float32, device=device)
         for name, places, part in chunks.places(flat):
             part.copy_(held[name][places])
-        # Payloads stay in one expression with their consumers, so that they are freed.
+        # No variable holds a payload, so that its memory is freed once it is decoded.
         self._decode(self._reduce.all_to_all(self._encoded(flat), self._label), flat)
         mean = flat[:1]
-        for other in flat[1:]:  # one after the other, so that copies on other axes are summed in the same order
+        for other in flat[1:]:  # in node order, so that copies on other mesh axes are summed in the same order
             mean.add_(other)
         self._decode(self._gather.all_gather(self._encoded(mean.div_(self._nodes)), self._label), flat)
         for name, places, part in chunks.places(flat):
@@ -237,9 +237,9 @@ def _raise_zeros(blocks: Tensor) -> None:
 # [Note: States that nodes average]
 # A state is a moment if it is a floating-point tensor of as many values as this rank holds of its parameter: Adam's
 # two, Muon's momentum. After an average all nodes hold the same states bit for bit. A node whose optimizer has no state
-# of a parameter yet, because it never got a gradient there, counts as zeros, as its gradients would have been. Numbers,
-# such as step counters, are taken from the node that has made most steps with the parameter: with fewer steps, bias
-# corrections would make updates larger. Everything else can't be averaged, and is refused.
+# of a parameter yet, because the parameter has had no gradient there, counts as zeros: zero gradients would have made
+# them. Numbers, such as step counters, are taken from the node that has made most steps with the parameter: with fewer
+# steps, bias corrections would make updates larger. Everything else can't be averaged, and is refused.
 
 _CALL = "an average of moments over nodes"
 Number = int | float | Tensor
@@ -262,7 +262,7 @@ class _Held:
     parameter: nn.Parameter
     optimizer: Optimizer
     group: Mapping[str, Any]
-    number: int  # of the optimizer, among those that are known
+    number: int  # of the optimizer, among the known optimizers
 
     def described(self) -> States:
         """Return the dtypes of its moments and the numbers, or raise a ValueError if nodes can't average its states."""
@@ -359,7 +359,7 @@ class OptimizerMoments:
         return held, {key: each.described() for key, each in held.items()}
 
     def _held(self, unit: MomentUnit) -> Iterator[_Held]:
-        """Yield the unit's parameters that optimizers hold and this rank has values of; the same on all nodes."""
+        """Yield parameters that optimizers hold and that have values on this rank; the same on all nodes."""
         if not self._optimizers.count:
             raise ValueError(
                 f"{self._model}: nodes average the moments of optimizers, but no optimizer derived from "
@@ -411,29 +411,30 @@ def _steps(states: States) -> float:
 #
 # [Note: Steps of nodes]
 # Nodes step on their own, but must agree which step an exchange follows. So a step is counted where every node must
-# pass: after a backward that synchronizes gradients, when the first optimizer steps or a gradient scaler skips that;
-# further optimizers do not count again. Steps of an optimizer that is not torch's can't be observed; if there is no
-# other, each such backward counts. Exchanges that are due after a step are made before the next forward that records
-# gradients: by then all optimizers have stepped.
+# pass: after a backward that synchronizes gradients, when the first optimizer steps, or a gradient scaler skips its
+# step; further optimizers do not count again. Steps of an optimizer that is not torch's can't be observed; if there is
+# no other optimizer, each backward that synchronizes gradients counts. Exchanges that are due after a step are made
+# before the next forward that records gradients: by then all optimizers have stepped.
 #
 # [Note: Phases of local steps]
-# The number of steps made decides whether the next one is synchronous. It is decided before that step's first forward,
-# for all units at once, after the exchanges of the step before. In synchronous steps nodes stay equal bit for bit, as
-# without local steps, so that nothing is exchanged; fragments that are due warm up the momentum. After the last of
-# these steps, the weights become the agreed ones; the momentum lacks the changes since a fragment was due last.
+# The number of steps made decides whether the next one is synchronous. The decision comes before the next
+# step's first forward, for all units at once, after the exchanges of the step before. In synchronous steps nodes stay
+# equal bit for bit, as without local steps, so nothing is exchanged; fragments that are due warm up the momentum. After
+# the last synchronous step, the weights become the agreed ones; the momentum lacks each fragment's changes since it was
+# last due.
 #
-# A checkpoint also says whether nodes are apart, since it may be loaded into another schedule.
+# A checkpoint also says whether nodes are ``apart``, training on their own: it may be loaded into another schedule.
 #
 # [Note: One place to meet]
 # Nodes may be at different places of a training: one exchanges before a forward, while another has left its loop and is
 # in ``exchange_weights``, or is about to leave the synchronous steps. So everything that nodes do together here begins
 # with a message of one kind, over one group, that names the place: the comparison of [Note: Agreement] in agreement.py.
-# Hops between nodes use other communicators, so it does not wait for an exchange on its way.
+# Hops between nodes use other communicators, so this message does not wait for an exchange under way.
 #
 # In synchronous steps nodes stay together as ranks do without local steps, since each backward reduces over all of
-# them. But a node may skip the step after a backward, and so stay in these steps for longer. Once nodes have made as
-# many backwards as there are synchronous steps, some may have left these. So the others compare before
-# each forward until they leave, too.
+# them. But a node may skip the optimizer step after a backward, and then needs more backwards to leave the
+# synchronous steps. Once nodes have made as many backwards as there are synchronous steps, some nodes may have left
+# them. So the nodes that remain compare their place before each forward until they leave, too.
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -445,7 +446,7 @@ def before_forward_of(step: int) -> str:
 
 
 class LocalTraining:
-    """Counts the steps of the model under a root, and exchanges its fragments when they are due. Made collectively.
+    """Counts the steps of the model under a root, and exchanges its fragments when they are due. Collective when made.
 
     ``fragments`` are in an order that is the same on all ranks; they may be frozen and unfrozen. Raises a ValueError if
     ranks differ in the number of steps made.
@@ -535,9 +536,9 @@ class LocalTraining:
             fragment.progress.made, fragment.progress.exchanged = furthest.made, furthest.exchanged
             fragment.progress.apart, fragment.progress.unstepped = furthest.apart, furthest.unstepped
         for fragment in self._all:
-            # Until the first step is made, weights may be set without any event.
+            # A user may set weights before the first step, unnoticed: adopt all of them again until then.
             fragment.start(anew=furthest.made == 0 and not self._awaits_step)
-        # Index over all fragments that were ever trained, so that freezing one does not move the others' schedule.
+        # The schedule counts all fragments that were ever trained, so that freezing one does not shift the others.
         self._trained = [fragment for fragment in self._all if fragment.was_trained]
         self._restart_from_loaded()
 
@@ -549,15 +550,15 @@ class LocalTraining:
         if not reloaded:
             return
         if not self._all[0].progress.apart:
-            # Nodes hold the same weights, whether these are new ones or their own, put back.
+            # Nodes hold the same weights in any case: new ones, or those that they had before, put back.
             for fragment in reloaded:
                 fragment.adopt()
             return
-        # Compare nodes, as under the scope I, also under N.
+        # Compare between nodes, as for scope I, even under N.
         shards = [shard for fragment in reloaded for shard in fragment.weights]
         differs = any(not fragment.holds_agreed for fragment in reloaded)
-        # If nodes differ, each node's own weights were put back, after an evaluation of averaged weights, say. If they
-        # are the agreed ones already, exchanges go on.
+        # Weights that differ between nodes are each node's own, put back after an evaluation of averaged weights, say.
+        # Weights that equal the agreed ones already need no restart. In both cases exchanges go on.
         met = self._on_any_rank(differs, "at the first use of weights that were loaded")
         if met and replicas_are_equal(shards, self._ranks, "I"):
             for fragment in reloaded:
@@ -605,7 +606,7 @@ class LocalTraining:
 
     def _average_moments(self, fragments: Sequence[Fragment]) -> None:
         """Average the moments of those fragments whose next exchange includes them. Collective."""
-        # This comes before the weights are sent, since hops over the same ranks take turns, and this one is waited for.
+        # The average precedes the weights: hops over the same ranks take turns, and training waits for the average.
         every = self._config.moments_every
         due = [each for each in fragments if every is not None and (each.progress.sent + 1) % every == 0]
         if due and due[0].progress.made:
@@ -616,10 +617,10 @@ class LocalTraining:
         return [group for group in (self._ranks.group, *self._other_axes()) if group is not None]
 
     def _products(self, fragments: Sequence[Fragment]) -> list[Products]:
-        """Return the products that fit the next outer steps of fragments, at least one, summed over ranks. Collective.
+        """Return <m, g> and <g, g> of each fragment's last outer step, summed over ranks. Collective.
 
-        Each rank knows those of its own chunks. They are summed when a fragment is due again and ranks compare: the
-        host waits there anyway, and all ranks conclude the same from the same bits.
+        ``fragments`` has at least one. Each rank knows the products of its own chunks. They are summed when a fragment
+        is due again: the host waits for other ranks there anyway, and equal sums give all ranks the same momentum.
         """
         groups = self._groups
         device = collective_device(groups[0]) if groups else torch.device("cpu")
@@ -627,7 +628,7 @@ class LocalTraining:
         return list(zip(sums[::2], sums[1::2], strict=True))
 
     def _fit(self, fragments: Sequence[Fragment], products: Sequence[Products]) -> None:
-        """Choose the momentum of the next outer steps of fragments by their last ones; warn once if these overshoot."""
+        """Choose the momentum of each fragment's next outer step by its last ones; warn once if these overshoot."""
         gains = [fragment.outer.fit(of) for fragment, of in zip(fragments, products, strict=True)]
         gain = max((each for each in gains if each is not None), default=None)
         if gain is None or self._has_warned:
@@ -637,7 +638,7 @@ class LocalTraining:
         remedy = f"outer_lr={config.outer_lr}"
         if config.outer_momentum not in ("auto", 0):
             remedy = f"outer_momentum={config.outer_momentum} or {remedy}"
-            remedy += ", or pass outer_momentum='auto'" * (config.outer_lr < TARGET_GAIN)  # which else is refused
+            remedy += ", or pass outer_momentum='auto'" * (config.outer_lr < TARGET_GAIN)  # else "auto" is refused
         if all(dist.get_rank(group) == 0 for group in self._groups):
             logger.warning(
                 "%s: outer steps overshoot: in %d exchanges in a row they were more than %g times the nodes' mean "
@@ -655,13 +656,13 @@ class LocalTraining:
         return self._ranks.group
 
     def exchanged_by_all(self) -> str:
-        """Return the text of :meth:`exchange_all` for errors, which must be the same on all ranks."""
+        """Describe the exchanges of :meth:`exchange_all` for errors; the text must be the same on all ranks."""
         self._check_not_shown()
         units = sum(fragment.was_trained for fragment in self._all)
         return f"all {units} after step {max(fragment.progress.made for fragment in self._all)}"
 
     def exchange_all(self) -> None:
-        """Exchange all fragments, so that nodes hold the same; ranks compared :meth:`exchanged_by_all`. Collective."""
+        """Exchange all fragments, so that nodes hold the same. Collective; ranks compare ``exchanged_by_all`` first."""
         self._prepare()
         if not self._all[0].progress.apart:
             return
@@ -695,7 +696,7 @@ class LocalTraining:
                 fragment.progress.apart = True
 
     def _look_for_others(self) -> None:
-        """Raise if other nodes have left the synchronous steps at the beginning. Collective once they may have."""
+        """Raise if other nodes have left the synchronous steps already. Collective once any node may have."""
         progress = self._all[0].progress
         passed = progress.made + progress.unstepped + self._awaits_step  # the same on all nodes in these steps
         if progress.made < self._config.start <= passed != self._met_after:

@@ -62,12 +62,12 @@ class LoCo:
 
     Source: LoCo, arXiv 2407.04480. ``beta`` weighs the old error, so 0 is classical error feedback. With a ``decay``,
     errors are multiplied by it before they are used: ``LoCo(beta=0, decay=0.95, reset_every=0)`` is the error feedback
-    of SparseLoCo (arXiv 2508.15706, algorithm 1), which takes the place of the outer optimizer's momentum.
+    of SparseLoCo (arXiv 2508.15706, algorithm 1), where errors take the place of the outer optimizer's momentum.
 
     Args:
         beta: Weight of the old error, in [0, 1).
         reset_every: Number of optimizer steps after which all errors are reset to zero; 0 never resets them.
-        hops: The hops that have errors: ``"inter"`` (parameters / gpus_per_node values) or ``"both"``.
+        hops: The hops that have errors: ``"inter"`` (parameters / gpus_per_node errors per rank) or ``"both"``.
         dtype: ``Int8(block)`` keeps the errors in 8 bits; None keeps them in fp32.
         decay: Factor on the errors each time that they are used, in (0, 1].
 
@@ -124,7 +124,7 @@ def error_buffer_specs(
     """Return the error buffers of a gradient reduction, by the name of the transfer.
 
     ``"intra"`` and ``"inter"`` are the two hops. ``"back"`` gathers the sums back if the optimizer scope is not ``G``.
-    The sums are encoded again, by the codec of the hop that made them, and have errors if that hop does.
+    The hop that made the sums decides how they are encoded again: by its codec, and with errors if it has errors.
 
     ``codecs`` are those of the intra-node and of the inter-node hop. A rank keeps ``numel`` values of the gradient.
     """
@@ -142,7 +142,7 @@ def error_buffer_specs(
         specs["intra"] = ErrorBufferSpec(gpus * nodes, numel) if optimizer_scope == "G" else ErrorBufferSpec(gpus, part)
     if nodes > 1 and inter is not None:
         specs["inter"] = ErrorBufferSpec(nodes, chunk)
-    # On one node it is the intra-node hop that makes the sums; only N gathers them back over it.
+    # On one node the intra-node hop makes the sums; only optimizer scope N gathers them back over that hop.
     if optimizer_scope != "G" and ("inter" in specs or (nodes == 1 and optimizer_scope == "N" and "intra" in specs)):
         specs["back"] = ErrorBufferSpec(1, chunk)
     return specs
@@ -165,7 +165,7 @@ def check_loco(error_feedback: object) -> None:
 
 
 def check_error_feedback(error_feedback: LoCo | None, name: str, intra: Codec | None, inter: Codec | None) -> None:
-    """Raise unless ``error_feedback`` has a codec to correct; the argument ``name`` holds ``inter``."""
+    """Raise unless ``error_feedback`` has a codec to correct; ``name`` is the user's argument for ``inter``."""
     check_loco(error_feedback)
     if error_feedback is not None and inter is None and (intra is None or error_feedback.hops == "inter"):
         raise ValueError(

@@ -17,12 +17,12 @@ from fsdp_zpp.codecs import BlockCodec, Codec, Place
 
 # ---- records
 #
-# Records: the bytes of a group of values, each with the codes, then the scales and whatever else decodes them.
+# A record is the bytes of a group of values: their codes, then the scales and whatever else decodes them.
 #
-# A group decodes on its own, and all groups of a weight have records of one length. So a chunk of a weight is a row of
-# records, and a part of one is a slice.
+# A group decodes on its own, and all groups of a weight have records of one length. So a chunk of a weight is a
+# sequence of records, and a part of a chunk is a slice of that.
 
-_FIELD_ALIGNMENT = 4  # records start at multiples of these bytes, for their scales
+_FIELD_ALIGNMENT = 4  # fields start at multiples of this many bytes, so that scales can be viewed in their dtype
 
 
 class Field(NamedTuple):
@@ -50,7 +50,7 @@ class RecordLayout:
     def split(self, records: Tensor) -> dict[str, Tensor]:
         """Return a view of each field of each record, [records, *shape] in the field's dtype, by its name.
 
-        The records, uint8 [records, nbytes], need not follow each other; each is contiguous.
+        The records, uint8 [records, nbytes], need not be adjacent in memory, but each is contiguous.
         """
         return {
             field.name: records[:, start : start + field.nbytes].view(field.dtype).unflatten(1, field.shape)
@@ -60,7 +60,7 @@ class RecordLayout:
     def pack(self, count: int, **values: Tensor) -> Tensor:
         """Return ``count`` records, uint8 [count, nbytes], from the values of each field in the order of the records.
 
-        Zeros complete missing values: the last group may have fewer rows than the others.
+        Zeros take the place of missing values: the last group may have fewer rows than the others.
         """
         records = next(iter(values.values())).new_zeros((count, self.nbytes), dtype=torch.uint8)
         for field, start in zip(self.fields, self._starts, strict=True):
@@ -76,9 +76,9 @@ class RecordLayout:
 
 # ---- codec
 #
-# The codec of a weight that stays as it is stored: chunks are rows of records, which its format decodes.
+# The codec of a weight that stays as it is stored: chunks are sequences of records, which the weight's format decodes.
 
-_RECORD_ALIGNMENT = 16  # chunks of a unit's weights start at multiples of these bytes, whichever codec the next one has
+_RECORD_ALIGNMENT = 16  # payloads end at multiples of this many bytes, so that the next weight's can be in any codec
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class StoredCodec(BlockCodec):
 
     Attributes:
         description: Tells formats apart; see :class:`StoredFormat`.
-        block: Values of a group.
+        block: The number of values in a group.
     """
 
     places: ClassVar[tuple[Place, ...]] = ("frozen",)
@@ -108,12 +108,12 @@ class StoredCodec(BlockCodec):
         return (self.records(payload, numel),)
 
     def records(self, payload: Tensor, numel: int) -> Tensor:
-        """Return the records in chunks of ``numel`` values, uint8 [chunks, nbytes(numel)]: [chunks, groups, bytes]."""
+        """Return a payload, uint8 [chunks, nbytes(numel)], as records [chunks, groups, record_nbytes]."""
         groups = -(-numel // self.block)
         return payload[:, : groups * self.record_nbytes].unflatten(1, (groups, self.record_nbytes))
 
     def prepare_decode(self, device: torch.device) -> None:
-        if device.type == "cuda":  # a format may keep a table on the device, for whose first copy the CPU waits
+        if device.type == "cuda":  # decode once, since the CPU waits for a format's first copy of a table to the device
             record = torch.zeros(1, self.record_nbytes, dtype=torch.uint8, device=device)
             self.decode_into(record, torch.empty(self.block, device=device))
 
@@ -143,7 +143,7 @@ class StoredCodec(BlockCodec):
 # A format in which a checkpoint stores a weight: the tensors that it consists of, and how they decode.
 
 _READ = 2**18  # values that are read and decoded at a time: decoding takes several times their memory in fp32
-_DECODED_ON_GPUS = 2**24  # the same on GPUs: with fewer values, launching kernels would take longer than they do
+_DECODED_ON_GPUS = 2**24  # the same on GPUs: with fewer values, a kernel's launch would take longer than its run
 
 REMEDY = "give a complete checkpoint, downloaded again"
 
@@ -153,7 +153,7 @@ class NoStackError(ValueError):
 
 
 class StoredTensors(Protocol):
-    """Tensors of a checkpoint, by name; formats look theirs up here."""
+    """Tensors of a checkpoint, by name, in which a format looks up its own."""
 
     def __contains__(self, key: str) -> bool: ...
 
@@ -162,7 +162,7 @@ class StoredTensors(Protocol):
     def shape(self, key: str) -> tuple[int, ...]: ...
 
     def dtype(self, key: str) -> torch.dtype | str:
-        """Return the dtype of a tensor, or its name in the file if torch has none."""
+        """Return the dtype of a tensor, or the name of the dtype in the file if torch lacks it."""
 
     def read(self, key: str) -> Tensor:
         """Return a small tensor as a whole."""
@@ -191,10 +191,10 @@ class StoredFormat(ABC):
     @classmethod
     @abstractmethod
     def at(cls, key: str, tensors: StoredTensors, config: Settings) -> tuple[str, StoredFormat] | None:
-        """Return the weight that the tensor ``key`` belongs to, and its name in the model; None for other tensors.
+        """Return a weight's name in the model, and its format, if the tensor ``key`` stands for it; None otherwise.
 
-        One tensor of a weight stands for all of them. It is called for each tensor of a checkpoint, so it must read no
-        more than headers, and small tensors that describe others.
+        One tensor of a weight stands for all of its tensors. This method is called for each tensor of a checkpoint, so
+        it must read no more than headers, and small tensors that describe others.
 
         Raises:
             ValueError: If a tensor is missing or has a shape or dtype that does not fit; :func:`check_header` does so.
@@ -212,7 +212,7 @@ class StoredFormat(ABC):
 
     @property
     def group_numel(self) -> int:
-        """Return how many consecutive values of the flat, decoded weight decode on their own."""
+        """Return the size of a group: of consecutive values of the flat, decoded weight that decode on their own."""
         return self.rows * self.shape[-1]
 
     @property
@@ -225,16 +225,16 @@ class StoredFormat(ABC):
         """Read only groups ``first`` to ``last - 1``, at least one, as records.
 
         Returns:
-            uint8 [last - first, layout.nbytes]. Zeros complete the weight's last group.
+            uint8 [last - first, layout.nbytes]. Zeros pad the weight's last group.
         """
 
     @abstractmethod
     def decode(self, *args: Any, **fields: Any) -> Tensor:
-        """Decode the fields of records, each [groups, *its shape], by name, to floats [groups, ...] in order."""
+        """Decode the fields of records, each [groups, *field.shape], to floats [groups, ...] in the weight's order."""
 
     @property
     def codec(self) -> Codec:
-        """Return the codec of weights that stay as stored: one of the library's own if that has the same codes."""
+        """Return the codec of weights that stay as stored; a subclass may return a library codec of equal codes."""
         return StoredCodec(self.description, self.group_numel, self.layout.nbytes, self.decode_into)
 
     def payload(self, records: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ class StoredFormat(ABC):
         return payload
 
     def refuse_infinite(self, records: Tensor) -> None:
-        """Raise ValueError if scales in ``records`` are NaN or infinite: their values would be, too."""
+        """Raise ValueError if scales in ``records`` are NaN or infinite: the decoded values would be, too."""
         for field in self.layout.split(records).values():
             if field.is_floating_point() and not field.float().isfinite().all():
                 name = next(iter(self.keys.values()), f"a weight in {self.name}")
@@ -256,7 +256,7 @@ class StoredFormat(ABC):
         return -(-self.shape.numel() // self.group_numel)
 
     def decode_into(self, records: Tensor, out: Tensor) -> None:
-        """Decode records into ``out``, [groups * group_numel] in any floating dtype, some at a time."""
+        """Decode records into ``out``, [groups * group_numel] in any floating dtype, a few at a time to save memory."""
         step = max(1, (_DECODED_ON_GPUS if records.is_cuda else _READ) // self.group_numel)
         for first in range(0, len(records), step):
             some = self.decode(**self.layout.split(records[first : first + step])).flatten()
@@ -298,7 +298,7 @@ def stored_in(format: StoredFormat, parts: Parts) -> StoredWeight:
 
 
 def stacked(matrices: Sequence[Sequence[StoredWeight]], name: str) -> StoredWeight:
-    """Return the stack of matrices, each of which consists of the weights in a row of ``matrices``, top to bottom.
+    """Return a stack of matrices; each item of ``matrices`` has the weights that make up one matrix, top to bottom.
 
     Raises:
         NoStackError: If the weights have several formats, or don't consist of whole groups.
@@ -340,9 +340,9 @@ def refuse_misfit(key: str, found: object, expected: object) -> NoReturn:
 #
 # Settings in the ``quantization_config`` of a checkpoint's ``config.json``, which may hold anything.
 #
-# Each method has a table of the settings that are known: those that say nothing of the weights, those that a format
-# reads, and those of which it reads only some values. Any other setting is refused, since it may change what the codes
-# mean, as a rotation does.
+# Each quantization method has a table of its known settings: those that say nothing of the weights, those that a format
+# reads, and those that a format can read only with some values. Any other setting is refused, since it may change what
+# the codes mean, as a rotation of the weights does.
 
 T = TypeVar("T")
 
@@ -383,7 +383,7 @@ def refuse_setting(format: str, setting: str, value: object, allowed: str) -> No
 
 
 def setting(settings: Settings, key: str, kind: type[T]) -> T | None:
-    """Return a setting, which must be of that kind; None if it is missing or null."""
+    """Return a setting, which must be of the type ``kind``; None if it is missing or null."""
     value = settings.get(key)
     if value is None or (isinstance(value, kind) and not (kind is int and isinstance(value, bool))):
         return value
@@ -412,7 +412,7 @@ def block_size(settings: Settings, key: str) -> tuple[int, int] | None:
 def check_header(
     tensors: StoredTensors, key: str, *dtypes: torch.dtype, shape: Sequence[int | None] | None = (None, None)
 ) -> tuple[int, ...]:
-    """Return the shape of a stored tensor, checked against ``dtypes`` and ``shape``; None is any shape, or size."""
+    """Return the shape of a stored tensor, checked against ``dtypes`` and ``shape``; None allows any, or any size."""
     if key not in tensors:
         raise ValueError(f"the checkpoint has no {key}, though it has other tensors of the same weight; {REMEDY}")
     found, dtype = tensors.shape(key), tensors.dtype(key)

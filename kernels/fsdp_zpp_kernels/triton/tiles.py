@@ -15,8 +15,8 @@ from fsdp_zpp_kernels.reference import MIN_SCALE, SCALE_MASK, SCALE_RAISE
 # in row-major order and writes to its place in the transposed grid. Offsets are 64-bit up to the tile, since a tensor
 # may have more than 2**31 elements, and 32-bit inside the tile.
 #
-# The kernels are bound by memory only as long as they spend few instructions on a value, which explains the form of the
-# rest. A thread holds groups of ``GROUP`` neighbouring values, one 16-byte access wide, and reads their codes and scale
+# The kernels are bound by memory only as long as they spend few instructions on a value: the rest is written for that.
+# A thread holds groups of ``GROUP`` neighbouring values, one 16-byte access wide, and reads their codes and scale
 # itself; only the maximum over a block crosses threads. Codes are handled as 32-bit words (see ``reference.py``).
 # ``MASKED`` marks the partial tile at the end of a chunk; all other tiles run without masks.
 
@@ -73,8 +73,8 @@ _SCALE_MASK = tl.constexpr(SCALE_MASK)
 _ABS_MASK = tl.constexpr(0x7FFFFFFF)
 _INF_BITS = tl.constexpr(0x7F800000)
 _ONE_BITS = tl.constexpr(0x3F800000)
-# 1.5 * 2**23. Adding it to |x| < 2**22 rounds x half to even and leaves the integer in the float's low bits. With 1.5
-# in place of 1, sums with a negative x keep the exponent, in which neighbouring floats differ by 1.
+# 1.5 * 2**23. Adding it to |x| < 2**22 rounds x half to even and leaves the integer in the float's low bits. The
+# factor 1.5 keeps sums with a negative x at the same exponent, where neighbouring floats differ by 1.
 _ROUNDER = tl.constexpr(12582912.0)
 _ROUNDER_BITS = tl.constexpr(0x4B400000)
 
@@ -88,8 +88,8 @@ def _larger(a, b):
 @triton.jit
 def _magnitude(values, BLOCK: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
     """Return the bits of each block's largest magnitude, int32 [TILE // BLOCK]: of a NaN or an Inf if it holds one."""
-    # A thread compares its own values as floats, at one instruction per value. Threads compare theirs as integers, at
-    # one instruction per warp. Magnitudes have the same order either way, with NaN above Inf.
+    # Each thread first reduces its own values as floats, at one instruction per value. The results of a warp's threads
+    # are reduced as integers, at one instruction per warp. Magnitudes order alike in both ways, with NaN above Inf.
     values = tl.reshape(tl.abs(values), [TILE // BLOCK, BLOCK // GROUP, GROUP])
     # The mask clears a sign that a NaN may have, with which it would be the smallest integer.
     return tl.max(tl.reduce(values, 2, _larger).to(tl.int32, bitcast=True) & _ABS_MASK, axis=1)
@@ -117,7 +117,8 @@ def encode(
     """
     magnitude = _magnitude(values, BLOCK, TILE, GROUP)
     live = (magnitude > 0) & (magnitude < _INF_BITS)
-    # All other blocks compute with 1, whose scale has a finite inverse; their scales and codes are replaced below.
+    # Zero blocks and blocks that are not finite compute with an absmax of 1, so that the inverse of their scale is
+    # finite; their scales and codes are replaced below.
     absmax = tl.where(live, magnitude, _ONE_BITS).to(tl.float32, bitcast=True)
     RECIPROCAL: tl.constexpr = (1 + _SCALE_RAISE) / ((1 << (BITS - 1)) - 1)
     scales = tl.maximum(absmax * RECIPROCAL, _MIN_SCALE).to(tl.int32, bitcast=True) & _SCALE_MASK
@@ -128,13 +129,13 @@ def encode(
 
     # One division per block and a product per value; a division per value would cost many instructions.
     steps = values * inverse[:, None]
-    # Both summands are even, so ties still round to the even code.
+    # Both summands of the rounder are even, so ties still round to the even code.
     rounder: tl.constexpr = _ROUNDER + (1 << (BITS - 1))
     rounded = steps + rounder
     # Fp32 additions are not reassociated, so adding and subtracting the rounder leaves the rounded code. Its product
     # with the scale is exact ([Note: Exact products] in reference.py), so one fma rounds as product and difference do.
-    # The scale has the minus: with code 0, a value of -0 then stays -0, as in the reference. It is a product, since
-    # Triton compiles -x as 0 - x, which gives 0 and not -0 for the scale 0 of an all-zero block.
+    # The scale is negated, not the code: with code 0, a value of -0 then stays -0, as in the reference. The minus
+    # is a factor, since Triton compiles -x as 0 - x, which gives 0 and not -0 for the scale 0 of an all-zero block.
     left_out = tl.fma(rounded - rounder, tl.broadcast_to((scales * -1.0)[:, None], values.shape), values)
 
     words = tl.where(live[:, None], _pack(rounded, BITS, BLOCK, TILE), 0)
@@ -235,12 +236,12 @@ def _load_codes(
     words, scales = load_words(words_ptr, scales_ptr, left, BITS, BLOCK, TILE, GROUP, MASKED)
     HALF: tl.constexpr = 16 // BITS
     OFFSET: tl.constexpr = 1 << (BITS - 1)
-    # The upper half is shifted by less than 16 bits and so stays this far above bit 0. For codes at bit 0, ptxas would
-    # replace a shift by 16 by two instructions. Mantissas have 23 bits: room for 16 above the lift.
+    # The upper half of a word is shifted right by 16 - LIFT bits, so its codes start at bit LIFT. For codes at bit 0,
+    # ptxas would turn the shift by 16 into two instructions. A mantissa has 23 bits: room for 16 above the lift.
     LIFT: tl.constexpr = 4 if BITS == 4 else 1
     code = tl.arange(0, 2 * HALF)[None, None, :]
     position = code % HALF * BITS + code // HALF * LIFT
-    # ``zero`` with the offset moved up by ``position`` bits and the exponent lowered by as much, to weigh it the same.
+    # ``zero``, its offset moved up by ``position`` bits and its exponent lowered as much: the offset weighs the same.
     zeros = zero + ((OFFSET << position) - OFFSET - (position << 23))
     # The words are signed, so the shift fills in copies of the sign bit, which the mask drops.
     mask = ((1 << BITS) - 1) << position
@@ -284,9 +285,9 @@ def add_row(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return ``values``, this program's tile in any shape, plus ``sign`` (1 or -1) times the row, as ``decode_sum``."""
+    """Return ``values``, a tile in any shape, plus ``sign`` (1 or -1) times the row, in the shape of ``decode_sum``."""
     codes, scales = load_row(row_ptr, numel, zero, BITS, BLOCK, TILE, GROUP, MASKED)
-    # The product is exact, as in ``decode_sum``, and so is that with a sign.
+    # The product of code and scale is exact, as in ``decode_sum``, also with a sign.
     return tl.fma(codes, sign * scales, tl.reshape(values, codes.shape))
 
 
@@ -305,7 +306,7 @@ def decode_sum(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Decode this program's tile of row ``row`` of every peer's payload; return ``scale`` times the sum, in peer order.
+    """Decode this program's tile of row ``row`` of all peers' payloads; return ``scale`` times the sum, in peer order.
 
     Returns:
         fp32 [TILE // GROUP, words a group, codes a word].
@@ -417,7 +418,7 @@ def encode_with_feedback(
     MASKED: tl.constexpr,
 ):
     """Quantize values plus errors into the payload, and update the errors. ``rest`` is 1 - ``beta``."""
-    # Errors are read and written in the groups of the values. Other groups would go through shared memory twice.
+    # Errors are read and written in the same groups as values: any others would go through shared memory twice.
     errors = _load_errors(errors_ptr, numel, error_row_units, zero, BLOCK, ERROR_BLOCK, TILE, GROUP, MASKED)
     left_out, finite = encode(values + errors, words_ptr, numel, row_units, BITS, BLOCK, TILE, GROUP, MASKED)
     # A block that is not finite keeps its errors: NaN in them would never leave again.
