@@ -56,7 +56,7 @@ def on_post_build(config: Any) -> None:
 def _messages(site: Path) -> Iterator[dict[str, str]]:
     for page in sorted((site / _PAGES).rglob("index.html")):
         for row in _ROW.finditer(page.read_text()):
-            text = re.sub("<.*?>", " ", row["rest"])
+            text = re.sub("<.*?>", " ", re.sub("</?span.*?>", "", row["rest"]))
             for message in _MESSAGE.finditer(row["messages"]):
                 location = f"{page.parent.relative_to(site).as_posix()}/#{message['anchor']}"
                 yield {"location": location, "title": message["text"], "text": f"<p>{text}</p>"}
