@@ -215,7 +215,7 @@ def theory(codec: Int4 | Int8) -> float:
     """Return the entropy of a codec's codes, integrated over the largest magnitude of a block."""
     qmax, block = codec.layout.qmax, codec.block
     largest = torch.linspace(0.5, 8, 4001, dtype=torch.float64)
-    # Of a block's magnitudes one is the largest; the others are normal below it.
+    # One of a block's magnitudes is the largest; the others are normal below it.
     within = torch.special.erf(largest / math.sqrt(2))
     density = torch.exp(-largest.square() / 2) * within ** (block - 1)
     edges = largest / qmax / math.sqrt(2) * (torch.arange(-qmax, qmax + 2)[:, None] - 0.5).clamp(-qmax, qmax)

@@ -173,15 +173,14 @@ def shard(
 
 def _recompute(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
     """Recompute the layers that the plugin's policy chooses, as accelerate does, but without modules around them."""
-    chosen = fsdp2_prepare_auto_wrap_policy(plugin, model)
-    layers = [] if chosen is None else [each for each in get_module_children_bottom_up(model)[:-1] if chosen(each)]
-    if not layers:
+    chosen = _chosen(plugin, model)
+    if not chosen:
         raise ValueError(
             f"activation_checkpointing=True recomputes the modules that the plugin's policy wraps, but it wraps none "
             f"of this {type(model).__name__}: name its layers in transformer_cls_names_to_wrap"
         )
     offloads = getattr(plugin, "activation_checkpointing_offload", False)  # which accelerate 1.14 lacks
-    for layer in dict.fromkeys(layers):
+    for layer in chosen:
         # In place of its forward: PEFT saves and loads adapters by names of modules, and finds none in a wrapped one.
         layer.forward = _recomputed(layer.forward, offloads)
 
@@ -229,15 +228,18 @@ def _units(model: nn.Module, plugin: FullyShardedDataParallelPlugin, strategy: S
     numels = [sum(p.numel() for p in model.parameters() if p.requires_grad == trained) for trained in (True, False)]
     if strategy.frozen is not None and numels[0] < numels[1]:
         return []
-    chosen = fsdp2_prepare_auto_wrap_policy(plugin, model)
-    if chosen is None:
-        return []
-    candidates = dict.fromkeys(get_module_children_bottom_up(model)[:-1])  # a shared module is there more than once
-    wrapped = [
-        module for module in candidates if chosen(module) and not isinstance(module, nn.ModuleList | nn.ModuleDict)
-    ]
+    chosen = _chosen(plugin, model)
     by_layers = plugin.transformer_cls_names_to_wrap == []  # of a model that names none
-    return list(layers(model)) if by_layers and not wrapped else wrapped
+    return list(layers(model)) if by_layers and chosen == [] else chosen or []
+
+
+def _chosen(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> list[nn.Module] | None:
+    """Return the modules in ``model`` that the plugin's policy chooses, bottom-up; None if it has no policy."""
+    chooses = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    if chooses is None:
+        return None
+    candidates = dict.fromkeys(get_module_children_bottom_up(model)[:-1])  # a shared module is there more than once
+    return [each for each in candidates if chooses(each) and not isinstance(each, nn.ModuleList | nn.ModuleDict)]
 
 
 @contextmanager

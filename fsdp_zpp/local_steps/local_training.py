@@ -554,7 +554,6 @@ class LocalTraining:
             for fragment in reloaded:
                 fragment.adopt()
             return
-        # Compare between nodes, as for scope I, even under N.
         shards = [shard for fragment in reloaded for shard in fragment.weights]
         differs = any(not fragment.holds_agreed for fragment in reloaded)
         # Weights that differ between nodes are each node's own, put back after an evaluation of averaged weights, say.
