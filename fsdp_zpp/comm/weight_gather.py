@@ -17,7 +17,7 @@ from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp_zpp.codecs import Codec, Int4Delta, exact_tail, full_precision, tails_of, without_tail
+from fsdp_zpp.codecs import Codec, ExactTail, Int4Delta, exact_tail, full_precision, tails_of
 
 from .agreement import fingerprint, plain_parts
 from .flat_layout import ExactPlaces, Extent, FlatLayout, exact_places
@@ -418,7 +418,8 @@ class Run:
         self.stale = stale
         codec = self._codec = stale[0].codec
         self._rows = len(stale)
-        self._coded, self._tail = without_tail(codec)
+        # As without_tail does, whose call each gather would make.
+        self._coded, self._tail = (codec.codec, codec.tail) if isinstance(codec, ExactTail) else (codec, 0)
         bases = [shard.take_base() for shard, _, _ in stale if shard.base is not None]
         self._base = _adjacent(bases) if bases else None
 
