@@ -344,36 +344,35 @@ class Int4(Blockwise):
     bits: ClassVar[int] = 4
 
 
+@dataclass(frozen=True)
+class Int2(Blockwise):
+    """Four levels, -1.5 to 1.5 times a scale that follows a block's root mean square; 0.25 + 4 / block bytes per value.
+
+    Larger values clip, so this is for deltas: the next delta brings what one leaves out.
+    """
+
+    block: int = 256
+
+    bits: ClassVar[int] = 2
+
+
 # ---- delta
 #
-# Weights sent in the inter-node hop as deltas: the change since the last gather, in 4 bits.
+# Weights sent in the inter-node hop as deltas: the change since the last gather, in 4 bits or 2.
 #
 # A step changes weights only slightly. So the delta ``W - R`` from the base R, which the receivers hold, takes far
 # fewer bits than W for the same error (SDP4Bit's qWD, arXiv 2410.15526, section 3.1). Receivers add the delta to their
 # base, the secondary shard, which is therefore the sum of everything sent so far. Errors do not build up: the sender
 # holds the same base, bit for bit, and its next delta is taken against it, so that delta includes what this one left
-# out.
+# out. In 2 bits, a delta leaves out about a third, and half as much again with heavy tails.
 #
 # Weights that do not come from a step (from a checkpoint, for example) are far from R. They are sent whole, encoded as
 # R is, and so is the first gather. To resume a training exactly, its checkpoint must contain R (runtime/checkpoint.py).
 
 
-@explains_keywords
 @dataclass(frozen=True)
-class Int4Delta(Codec):
-    """Codec of weights whose inter-node hop sends changes in 4 bits: half the bytes of ``Int8`` at nearly its error.
-
-    For strategies that keep a secondary shard in each node (first letter ``I``, third ``G``): a change is
-    encoded against what the other nodes hold already, so errors do not build up (SDP4Bit, arXiv 2410.15526, qWD).
-
-    Args:
-        block: Number of deltas that share a scale, a power of two from 32 to 4096.
-        whole: Codec of whole weights, of the secondary shard, and of the intra-node hop.
-
-    Raises:
-        ValueError: If ``block`` is not a power of two in that range.
-        TypeError: If ``block`` is not an int, or ``whole`` is not an ``Int8``.
-    """
+class Delta(Codec):
+    """A codec of weights whose inter-node hop sends deltas; ``whole`` encodes whole weights."""
 
     block: int = 256
     whole: Int8 = field(default_factory=Int8)
@@ -381,17 +380,17 @@ class Int4Delta(Codec):
     reason: ClassVar[str] = "a delta needs a base that its receivers hold, and only weights have one"
 
     def __post_init__(self) -> None:
-        Int4(self.block)  # raises if the block is not valid
+        _ = self.changes  # raises if the block is not valid
         if not isinstance(self.whole, Int8):
-            raise TypeError(f"Int4Delta's whole must be an Int8(...), got {self.whole!r}")
+            raise TypeError(f"{type(self).__name__}'s whole must be an Int8(...), got {self.whole!r}")
 
     def __str__(self) -> str:
         return f"{self.whole}, changes as {self.changes}"
 
-    @cached_property
-    def changes(self) -> Int4:
+    @property
+    @abstractmethod
+    def changes(self) -> Blockwise:
         """Return the codec of the deltas."""
-        return Int4(self.block)
 
     @property
     def block_numel(self) -> int:
@@ -423,6 +422,53 @@ class Int4Delta(Codec):
         """Return ``base`` plus ``deltas``, every rank's ``encode_delta``, both in rows of ``numel`` values."""
         codec, changes = self.whole, self.changes
         return add_delta(base, deltas, numel, codec.bits, codec.block, changes.bits, changes.block, tail)
+
+
+@explains_keywords
+@dataclass(frozen=True)
+class Int4Delta(Delta):
+    """Codec of weights whose inter-node hop sends changes in 4 bits: half the bytes of ``Int8`` at nearly its error.
+
+    For strategies that keep a secondary shard in each node (first letter ``I``, third ``G``): a change is
+    encoded against what the other nodes hold already, so errors do not build up (SDP4Bit, arXiv 2410.15526, qWD).
+
+    Args:
+        block: Number of deltas that share a scale, a power of two from 32 to 4096.
+        whole: Codec of whole weights, of the secondary shard, and of the intra-node hop.
+
+    Raises:
+        ValueError: If ``block`` is not a power of two in that range.
+        TypeError: If ``block`` is not an int, or ``whole`` is not an ``Int8``.
+    """
+
+    @cached_property
+    def changes(self) -> Int4:
+        return Int4(self.block)
+
+
+@explains_keywords
+@dataclass(frozen=True)
+class Int2Delta(Delta):
+    """Codec of weights whose inter-node hop sends changes in 2 bits: half the bytes of ``Int4Delta``.
+
+    For strategies that keep a secondary shard in each node (first letter ``I``, third ``G``): a change is
+    encoded against what the other nodes hold already, so errors do not build up (SDP4Bit, arXiv 2410.15526, qWD).
+    One leaves out about a third of a change, in root mean square, which the next ones bring. The levels are those of
+    :class:`Int2`.
+
+
+    Args:
+        block: Number of deltas that share a scale, a power of two from 32 to 4096.
+        whole: Codec of whole weights, of the secondary shard, and of the intra-node hop.
+
+    Raises:
+        ValueError: If ``block`` is not a power of two in that range.
+        TypeError: If ``block`` is not an int, or ``whole`` is not an ``Int8``.
+    """
+
+    @cached_property
+    def changes(self) -> Int2:
+        return Int2(self.block)
 
 
 # ---- nf4
@@ -611,7 +657,7 @@ class ExactTail(Codec):
     @cached_property
     def blockwise(self) -> Blockwise | None:
         """Return the codec whose kernels encode values; None if ``codec`` has none."""
-        codec = self.codec.whole if isinstance(self.codec, Int4Delta) else self.codec
+        codec = self.codec.whole if isinstance(self.codec, Delta) else self.codec
         return codec if isinstance(codec, Blockwise) else None
 
     def nbytes(self, numel: int) -> int:

@@ -18,6 +18,7 @@ _WHOLE = {
 }
 _PARTS = {
     "delta": "Int4Delta",
+    "delta2": "Int2Delta",
     "alone": "each GPU a node",
     "overlap": "overlap",
     "int8": "int8 errors",

@@ -93,10 +93,10 @@ def _requantize_with_feedback(numel: int, bits: int, block: int, error_block: in
     return call, tensors_nbytes(payload, call(), errors, errors)
 
 
-def _delta(numel: int, block: int, add: bool) -> Prepared:
-    """Prepare to encode weights as changes, or to add them: int4 against int8."""
-    x, rows, layouts = _values(numel), (1, CHUNKS), (8, block, 4, block)
-    base, delta = quantize(x, *rows, 8, block), quantize(x, *rows, 4, block)
+def _delta(numel: int, block: int, bits: int, add: bool) -> Prepared:
+    """Prepare to encode weights as changes, or to add them, against int8."""
+    x, rows, layouts = _values(numel), (1, CHUNKS), (8, block, bits, block)
+    base, delta = quantize(x, *rows, 8, block), quantize(x, *rows, bits, block)
     if add:
         return lambda: add_delta(base, delta, numel // CHUNKS, *layouts), tensors_nbytes(base, delta, base)
     return lambda: quantize_delta(x, base, *layouts), tensors_nbytes(x, base, delta)
@@ -121,5 +121,6 @@ def own_cases(numel: int, block: int) -> Iterator[Case]:
             yield case(f"quantize int{bits} with {kind} errors", _quantize_with_feedback, bits, block, error_block)
             name = f"{summed} 4 + quantize int4 with {kind} errors"
             yield case(name, _requantize_with_feedback, bits, block, error_block)
-    yield case("quantize int4 difference from int8", _delta, block, False)
-    yield case("add int4 difference to int8", _delta, block, True)
+    for bits in (4, 2):
+        yield case(f"quantize int{bits} difference from int8", _delta, block, bits, False)
+        yield case(f"add int{bits} difference to int8", _delta, block, bits, True)

@@ -16,7 +16,7 @@ from top_k_codec import TopK
 from torch import Tensor
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_zpp import Codec, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
+from fsdp_zpp import Codec, Int2Delta, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
 
 # ---- codecs
 #
@@ -172,7 +172,7 @@ def sharding(name: str, gpus_per_node: int) -> Sharding:
     if name.startswith("local"):
         return Strategy("III", local_steps=local_steps(name), gpus_per_node=gpus_per_node)
     prefix, _, gradients = name.rpartition(":")
-    weights = {"": None, "w8": Int8(256), "d4": Int4Delta(256)}[prefix]
+    weights = {"": None, "w8": Int8(256), "d4": Int4Delta(256), "d2": Int2Delta(256)}[prefix]
     encoded = {} if gradients == "full_shard" else _encoded(*gradients.partition("+")[::2])
     return Strategy("IGG", weights=weights, gpus_per_node=gpus_per_node, **encoded)
 

@@ -17,7 +17,7 @@ from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp_zpp.codecs import Codec, ExactTail, Int4Delta, exact_tail, full_precision, tails_of
+from fsdp_zpp.codecs import Codec, Delta, ExactTail, exact_tail, full_precision, tails_of
 
 from .agreement import fingerprint, plain_parts
 from .flat_layout import ExactPlaces, Extent, FlatLayout, exact_places
@@ -65,7 +65,7 @@ class ShardVersion:
 # ---- checkpointed shard
 #
 # [Note: Weights of a checkpoint]
-# A secondary shard from a checkpoint (Int4Delta) is valid only for the weights that were saved with it. The weights may
+# A secondary shard from a checkpoint (of deltas) is valid only for the weights that were saved with it. The weights may
 # be loaded before the shard or after it, and other weights may be loaded or written later, so the order of events does
 # not tell whether they belong together. A fingerprint of this rank's weights is therefore saved with the shard: at the
 # first gather, the ranks that gather from each other exchange whether their fingerprints match. If all do, they
@@ -200,7 +200,7 @@ class SecondaryShard:
     @property
     def sends_deltas(self) -> bool:
         """Return whether the inter-node hop may send deltas."""
-        return isinstance(self.codec, Int4Delta) and self.keep
+        return isinstance(self.codec, Delta) and self.keep
 
     # ---- from stale to fresh
 
@@ -341,7 +341,7 @@ class SecondaryShard:
 # Inter-node hop of weights, for several units at once.
 #
 #     shards of k units of one size   what the optimizer holds, full precision
-#         | concatenate, encode       one launch for all of them; with Int4Delta, the change against their bases
+#         | concatenate, encode       one launch for all of them; with deltas, the change against their bases
 #     payload                         uint8 [k, nbytes]
 #         | all-gather                among the ranks with this local index
 #     gathered                        uint8 [nodes, k, nbytes]
@@ -439,7 +439,7 @@ class Run:
         return payload
 
     def _encode(self, values: Tensor) -> Tensor:
-        if self._base is None or not isinstance(self._coded, Int4Delta):
+        if self._base is None or not isinstance(self._coded, Delta):
             return self._codec.encode(values, 1, self._rows)
         own = self._base.unflatten(0, (self._rows, -1))[:, self.stale[0].shard.own_node]
         return self._coded.encode_delta(own.contiguous(), values, self._tail)
@@ -447,7 +447,7 @@ class Run:
     def receive(self, gathered: Tensor) -> Tensor:
         """Make secondary shards, uint8 [rows * nodes, nbytes], from all nodes' payloads [nodes, rows, nbytes]."""
         by_shard = gathered.transpose(0, 1).flatten(0, 1).contiguous()  # parts of longer rows are not contiguous
-        if self._base is None or not isinstance(self._coded, Int4Delta):
+        if self._base is None or not isinstance(self._coded, Delta):
             return by_shard
         changed = self._coded.apply_delta(self._base, by_shard, self.stale[0].values.numel, self._tail)
         if self._tail:
@@ -554,7 +554,7 @@ def in_chunks(
 # ---- weight gather
 #
 #     optimizer's shard       full precision, 1 / world of the unit, on this rank
-#         | encode            once; with Int4Delta, after a step, the change against what the receivers hold
+#         | encode            once; with deltas, after a step, the change against what the receivers hold
 #     payload                 uint8 [1, nbytes]
 #         | inter-node hop    all-gather among the ranks with this local index
 #     secondary shard         uint8 [nodes, nbytes]; parameter scope I keeps it until the weights change

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
 
-from fsdp_zpp.codecs import Int4Delta
+from fsdp_zpp.codecs import Delta
 from fsdp_zpp.fsdp2.fully_shard import fully_shard
 from fsdp_zpp.runtime.checkpoint import CodecState
 from fsdp_zpp.runtime.unit import unit_of
@@ -308,7 +308,7 @@ def _check_training(loss: BaseLoss.Config, communication: str) -> None:
 def _has_codec_state(strategy: Strategy) -> bool:
     """Return whether any part has codec state; without, checkpoints are those of torchtitan's own FSDP."""
     return any(
-        each.error_feedback is not None or each.local_steps is not None or isinstance(each.weights, Int4Delta)
+        each.error_feedback is not None or each.local_steps is not None or isinstance(each.weights, Delta)
         for each in strategy.all_strategies
     )
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
-from fsdp_zpp.codecs import NF4, Codec, FrozenName, Int4, Int4Delta, Int8
+from fsdp_zpp.codecs import NF4, Codec, Delta, FrozenName, Int4, Int4Delta, Int8
 from fsdp_zpp.strategy.configuration import PRESETS
 from fsdp_zpp.strategy.error_feedback import Topology
 from fsdp_zpp.strategy.strategy import LEGAL_LEVELS, Scopes, Strategy, resolve_scopes
@@ -62,7 +62,7 @@ def seconds(value: float) -> str:
 def with_levels(codecs: Strategy, levels: str) -> Strategy:
     """Return the strategy ``codecs`` with other letters, and without deltas if these keep no secondary shard."""
     weights, keeps_secondary = codecs.weights, Strategy(levels).keeps_secondary
-    if isinstance(weights, Int4Delta) and not keeps_secondary:
+    if isinstance(weights, Delta) and not keeps_secondary:
         weights = weights.whole
     return dataclasses.replace(codecs, levels=levels, weights=weights)
 

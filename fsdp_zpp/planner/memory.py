@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import NamedTuple, Self
 
-from fsdp_zpp.codecs import Codec, Int4Delta
+from fsdp_zpp.codecs import Codec, Delta
 from fsdp_zpp.comm.mesh import ProcessMesh
 from fsdp_zpp.frozen.weight import Placement
 from fsdp_zpp.strategy.error_feedback import Topology, error_nbytes
@@ -176,7 +176,7 @@ def _gathers(numel: int, trainable: bool, strategy: ResolvedStrategy, precision:
     if optimizer == "I":  # each node has all shards: nothing crosses nodes
         return Volume(0, inside * payload * (gpus - 1))
     changes = payload
-    if isinstance(strategy.weights, Int4Delta) and trainable:
+    if isinstance(strategy.weights, Delta) and trainable:
         changes = strategy.weights.changes.nbytes(shard_numel(numel, "G", strategy.topology))
     # After the inter-node hop a rank holds a shard of every node, and all of them go through the intra-node hop.
     return Volume(between * changes * (nodes - 1), inside * nodes * payload * (gpus - 1))

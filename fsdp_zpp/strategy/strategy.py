@@ -15,9 +15,9 @@ from fsdp_zpp.codecs import (
     NAMED,
     AsStored,
     Codec,
+    Delta,
     FrozenName,
     Int4,
-    Int4Delta,
     Int8,
     check_codec,
     check_place,
@@ -115,9 +115,9 @@ class Strategy:
             ``I`` sharded inside a node, ``G`` sharded over all ranks. ``GGG`` is ZeRO-3; ``IGG`` keeps a
             secondary shard of the weights inside each node (ZeRO++'s hpZ).
         weights: Codec of the weight all-gather (ZeRO++'s qwZ). Weights are quantized once, from the
-            full-precision shard; both hops carry the same codes. With ``Int4Delta()``, after a step the inter-node
-            hop carries only the changes, in 4 bits. On a single node, which has no slow hop, weights
-            and gradients are sent in full precision.
+            full-precision shard; both hops carry the same codes. With ``Int4Delta()`` or ``Int2Delta()``, after a
+            step the inter-node hop carries only the changes, in 4 bits or 2. On a single node, which has no slow hop,
+            weights and gradients are sent in full precision.
         gradients: Codec of the gradient reduction's inter-node hop (ZeRO++'s qgZ).
         intra_gradients: Codec of its intra-node hop; active on a single node, too. ``"auto"`` is finer than
             ``gradients``: ``Int8`` with the same block if ``gradients`` is set and there are several nodes, else
@@ -181,7 +181,7 @@ class Strategy:
         object.__setattr__(self, "overrides", checked_overrides(self.overrides))
 
     def _check_deltas(self) -> None:
-        if isinstance(self.weights, Int4Delta) and not self.keeps_secondary:
+        if isinstance(self.weights, Delta) and not self.keeps_secondary:
             raise ValueError(
                 f"weights={self.weights!r} sends deltas against the secondary shard in each node, which levels "
                 f"{self.levels!r} do not keep; choose I for parameters and G for the optimizer, such as 'IGG', or "

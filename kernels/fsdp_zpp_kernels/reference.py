@@ -19,8 +19,9 @@ from torch import Tensor
 #     | codes, ``bits`` each | zeros to 16 | one fp32 scale a block | zeros to 16 | ``tail`` fp32 values |
 #
 # An int8 code is one two's-complement byte. Two int4 codes share a byte: value ``2i`` is the low nibble, value ``2i +
-# 1`` the high one. So code ``i`` of a little-endian word starts at bit ``i * bits``, whatever the width, and kernels
-# can handle both widths as 32-bit words. The padding is zero because ranks compare payloads byte by byte.
+# 1`` the high one. Four int2 codes share a byte in the same order. So code ``i`` of a little-endian word starts at bit
+# ``i * bits``, whatever the width, and kernels can handle all widths as 32-bit words. The padding is zero because ranks
+# compare payloads byte by byte.
 #
 # The tail is room for values that travel exactly. It belongs to the caller: the ops neither read nor write it, so in a
 # payload that an op returns it is uninitialized. An empty chunk has a tail like any other; its row is the tail alone.
@@ -29,6 +30,14 @@ from torch import Tensor
 # ``code = round_half_even(value * (1 / scale))``; decoding takes ``code * scale``. Each operation rounds to fp32. An
 # all-zero block has scale 0 and codes 0. A block that holds an Inf or a NaN has scale Inf and codes 0, so all of it
 # decodes to NaN (0 * Inf).
+#
+# [Note: Two bits]
+# Four levels would waste one if a code were 0, and a block's largest value would set levels that few others are near.
+# So int2 codes, from -2 to 1, decode to ``(code + 0.5) * scale``, and the scale is RMS_STEP times the block's root mean
+# square: the best levels for normally distributed values among equidistant ones (J. Max, "Quantizing for minimum
+# distortion", 1960, table II). Lloyd and Max's own four levels have 1.2 % less squared error, but take a table. Larger
+# values clip. Squares are those of integers, ``round_half_even(|value| * SQUARED_STEPS / absmax)``, so that their sum
+# is exact in any order. A block that is not finite has scale NaN.
 #
 # [Note: Exact products]
 # A scale is truncated to 16 significant bits and a code has at most 7, so ``code * scale`` needs 23 of fp32's 24 bits
@@ -43,7 +52,7 @@ ALIGNMENT = 16
 # Tails have a multiple of this many fp32 values, so that no padding follows them.
 TAIL_STEP = ALIGNMENT // 4
 
-BITS = (4, 8)
+BITS = (2, 4, 8)
 # A thread reads up to 32 codes (16 bytes of int4) with one scale, so they must all belong to one block.
 MIN_BLOCK = 32
 # One program holds a whole block in registers, or the maximum over a block would take a second pass over memory.
@@ -55,6 +64,12 @@ MIN_SCALE = 2.0**-126
 SCALE_MASK = -0x100
 # Exceeds the errors of rounding 1 / qmax and of a product with it, 2**-24 each.
 SCALE_RAISE = 2.0**-22
+# The distance of int2 levels in root mean squares. See [Note: Two bits].
+RMS_STEP = 0.9957
+# The largest integer that is squared. A thread's sum of 16 squares is exact in fp32, a block's in an int32.
+SQUARED_STEPS = 255
+# The largest int2 scale: 1.5 times it is finite.
+MAX_SCALE = 2.0**127
 
 
 @dataclass(frozen=True)
@@ -62,7 +77,7 @@ class PayloadLayout:
     """Layout of the codes, the scales and the tail in a chunk's payload.
 
     Args:
-        bits: Width of a code, 4 or 8.
+        bits: Width of a code, 2, 4 or 8.
         block: Number of values that share a scale, a power of two from 32 to 4096.
         tail: Number of fp32 values at the end of each row, a multiple of 4.
 
@@ -76,7 +91,7 @@ class PayloadLayout:
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
-            raise ValueError(f"bits is {self.bits!r}, but a code has 4 or 8 bits")
+            raise ValueError(f"bits is {self.bits!r}, but a code has 2, 4 or 8 bits")
         # Powers of two alone, since Triton's ranges are: tiles then hold whole blocks of every layout.
         if not MIN_BLOCK <= self.block <= MAX_BLOCK or self.block & (self.block - 1):
             raise ValueError(
@@ -90,7 +105,7 @@ class PayloadLayout:
 
     @property
     def qmax(self) -> int:
-        """Return the largest code, 7 or 127. Codes are symmetric, so -8 and -128 never occur."""
+        """Return the largest code, 1, 7 or 127. Codes of 4 and 8 bits are symmetric, so -8 and -128 never occur."""
         return (1 << (self.bits - 1)) - 1
 
     def blocks(self, numel: int) -> int:
@@ -285,11 +300,13 @@ def _encode_with_feedback(
 def _encode(values: Tensor, rows: int, cols: int, layout: PayloadLayout) -> Tensor:
     """Quantize ``[rows * cols, numel]`` values into payload rows, chunk (r, c) to row ``c * rows + r``."""
     numel = values.shape[1]
-    codes, scales = _quantize_blocks(_blocks(values, layout.block), layout.qmax)
+    codes, scales = _quantize_blocks(_blocks(values, layout.block), layout, numel)
     packed = codes.flatten(1).view(torch.uint8)
-    if layout.bits == 4:
-        # The mask clears the sign extension of the low code; the shift drops that of the high one.
-        packed = (packed[:, 0::2] & 15) | (packed[:, 1::2] << 4)
+    if layout.bits < 8:
+        # The mask clears the sign extension of all codes of a byte.
+        per = 8 // layout.bits
+        packed = packed & ((1 << layout.bits) - 1)
+        packed = functools.reduce(torch.bitwise_or, (packed[:, at::per] << at * layout.bits for at in range(per)))
 
     # Zeros, not empty: ranks compare payloads byte by byte, padding included.
     payload = values.new_zeros((rows * cols, layout.nbytes(numel)), dtype=torch.uint8)
@@ -313,23 +330,41 @@ def _blocks(values: Tensor, block: int) -> Tensor:
     return values.float().view(len(values), (numel + missing) // block, block)
 
 
-def _quantize_blocks(blocks: Tensor, qmax: int) -> tuple[Tensor, Tensor]:
+def _quantize_blocks(blocks: Tensor, layout: PayloadLayout, numel: int) -> tuple[Tensor, Tensor]:
     """Quantize fp32 ``[n, blocks, block]`` to int8 codes of that shape and fp32 scales ``[n, blocks]``."""
     absmax = blocks.abs().amax(-1)
     finite = absmax.isfinite()
     live = finite & (absmax > 0)
-    # An fp32 tensor, as in the kernels: a Python number is fp64, and torch decides where it is rounded.
-    reciprocal = torch.full_like(absmax, (1 + SCALE_RAISE) / qmax)
+    steps = _rms_steps(blocks, absmax, numel) if layout.bits == 2 else _times(absmax, (1 + SCALE_RAISE) / layout.qmax)
     # The mask cuts mantissa bits, so it rounds towards 0, as [Note: Exact products] relies on.
-    scales = ((absmax * reciprocal).clamp_min_(MIN_SCALE).view(torch.int32) & SCALE_MASK).view(torch.float32)
+    scales = (steps.clamp_min_(MIN_SCALE).view(torch.int32) & SCALE_MASK).view(torch.float32)
     inverse = torch.where(live, 1 / scales, 0)
+    codes = blocks * inverse.unsqueeze(-1)
+    if layout.bits == 2:
+        codes.sub_(0.5).clamp_(-2, 1)
     # round() takes half to even, as the kernels do. A live block has finite codes here and a zero block has zeros.
-    codes = (blocks * inverse.unsqueeze(-1)).round_()
+    codes.round_()
     if not finite.all():
         # A non-finite block may hold NaN, whose conversion to int8 is undefined.
         codes.masked_fill_(~finite.unsqueeze(-1), 0)
-    scales = scales.masked_fill_(absmax == 0, 0).masked_fill_(~finite, torch.inf)
+    scales = scales.masked_fill_(absmax == 0, 0).masked_fill_(~finite, torch.nan if layout.bits == 2 else torch.inf)
     return codes.to(torch.int8), scales
+
+
+def _rms_steps(blocks: Tensor, absmax: Tensor, numel: int) -> Tensor:
+    """Return RMS_STEP times the root mean square of each block, fp32 ``[n, blocks]``; see [Note: Two bits]."""
+    unit = _times(absmax, 1 / SQUARED_STEPS).clamp_min_(MIN_SCALE)
+    steps = (blocks.abs() * (1 / unit).unsqueeze(-1)).round_()
+    # Sums are exact in fp64, and round once to fp32. Zeros that complete a block do not count.
+    squares = steps.double().square_().sum(-1).float()
+    starts = torch.arange(0, numel, blocks.shape[-1], device=blocks.device)
+    counts = (numel - starts).clamp_max_(blocks.shape[-1])
+    return _times((squares / counts).sqrt_() * unit, RMS_STEP).clamp_max_(MAX_SCALE)
+
+
+def _times(values: Tensor, factor: float) -> Tensor:
+    # An fp32 tensor, as in the kernels: a Python number is fp64, and torch decides where it is rounded.
+    return values * torch.full_like(values, factor)
 
 
 def _sum_peers(payload: Tensor, numel: int, layout: PayloadLayout) -> Tensor:
@@ -351,13 +386,16 @@ def _decode(payload: Tensor, numel: int, layout: PayloadLayout) -> Tensor:
     # The end of a partial last block stays uninitialized; the returned slice excludes it.
     values = payload.new_empty((n, blocks * layout.block), dtype=torch.float32)
     chunk = values[:, :numel]
-    if layout.bits == 4:
-        # int8 shifts right arithmetically, which extends a nibble's sign once its top bit is the byte's.
-        chunk[:, 0::2] = (codes << 4) >> 4
-        # With an odd number of values, the last high nibble is padding.
-        chunk[:, 1::2] = codes[:, : numel // 2] >> 4
-    else:
+    per = 8 // layout.bits
+    if per == 1:
         chunk.copy_(codes)
+    for at in range(per if per > 1 else 0):
+        # int8 shifts right arithmetically, which extends a code's sign once its top bit is the byte's. The last byte
+        # may hold padding.
+        some = codes[:, : -((at - numel) // per)]
+        chunk[:, at::per] = (some << (8 - layout.bits - at * layout.bits)) >> (8 - layout.bits)
+    if layout.bits == 2:
+        chunk += 0.5
     # Codes of a non-finite block are 0 and its scale is Inf, which makes NaN of every value in it.
     values.unflatten(1, (blocks, layout.block)).mul_(scales.unsqueeze(-1))
     return chunk

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.sharded_grad_scaler import _GeneralMultiDeviceReplicator
 from torch.distributed.optim import _apply_optimizer_in_backward
 
-from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
+from fsdp_zpp import Int2Delta, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
 
 TWO: Any = {"gpus_per_node": 2}
 CODECS: Any = {"weights": Int8(64), "gradients": Int4(64), **TWO}
@@ -154,7 +154,7 @@ def compared(adapter: Adapter, strategy: Strategy, offloads: bool, micro_batches
 
 IN_BACKWARD = {
     "IIG": Strategy("IIG", **TWO),
-    "deltas": Strategy("IGG", weights=Int4Delta(), **TWO),
+    "deltas": Strategy("IGG", weights=Int2Delta(), **TWO),
     "errors": Strategy.loco(**TWO),
     "local steps": Strategy("III", local_steps=LocalSteps(2, codec=Int4(64)), **TWO),
     "overlapped local steps": Strategy("NNI", local_steps=LocalSteps(2, overlap=1), **TWO),

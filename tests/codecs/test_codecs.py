@@ -18,8 +18,8 @@ from hypothesis import given, settings, strategies as st
 from top_k_codec import REACH, TopK, TopKOfSum
 from torch import Tensor
 
-from fsdp_zpp import NF4, Codec, Int4, Int4Delta, Int8, Strategy
-from fsdp_zpp.codecs import FullPrecision, exact_tail, tails_of, without_tail
+from fsdp_zpp import NF4, Codec, Int2Delta, Int4, Int4Delta, Int8, Strategy
+from fsdp_zpp.codecs import Delta, FullPrecision, exact_tail, tails_of, without_tail
 from fsdp_zpp.comm.error_feedback import ErrorBuffer, decode_sum_encode_with_feedback, encode_with_feedback
 from fsdp_zpp.comm.flat_layout import Extent
 from fsdp_zpp_kernels import ops
@@ -51,7 +51,7 @@ class Halves(Codec):
 
 
 BARE = (
-    *(Int8(64), Int8(4096), Int4(32), Int4Delta(32, Int8(64))),
+    *(Int8(64), Int8(4096), Int4(32), Int4Delta(32, Int8(64)), Int2Delta(32, Int8(64))),
     *(FullPrecision(torch.float32), FullPrecision(torch.bfloat16)),
     *(TopK(0.1, 2, 256), TopK(0.5, 8, 128), TopKOfSum(0.1, 4, 128, 3)),
     *(NF4(64), Halves()),
@@ -305,8 +305,11 @@ def test_blockwise_codecs_take_one_kernel_with_their_tails() -> None:
 
 @pytest.mark.parametrize("numel", [1, 33, 300])
 @pytest.mark.parametrize("tail", [0, TAIL])
-def test_a_delta_is_the_encoded_change_and_is_added_to_what_the_base_decodes_to(numel: int, tail: int) -> None:
-    codec, values = Int4Delta(32, Int8(64)), values_of(2 * numel, 1)
+@pytest.mark.parametrize("codec", [Int4Delta(32, Int8(64)), Int2Delta(32, Int8(64))], ids=str)
+def test_a_delta_is_the_encoded_change_and_is_added_to_what_the_base_decodes_to(
+    codec: Delta, numel: int, tail: int
+) -> None:
+    values = values_of(2 * numel, 1)
     sender = exact_tail(codec, tail) if tail else codec
     base = sender.encode(values_of(2 * numel), 1, 2)
     held = decoded(codec.whole, coded(sender, base).contiguous(), 1, 2, numel)
@@ -491,7 +494,7 @@ def test_bytes_of_payloads() -> None:
     assert [str(codec) for codec in (Int8(), Int4(), NF4())] == ["int8(256)", "int4(128)", "nf4(64)"]
 
 
-@pytest.mark.parametrize(("codec", "least"), [(Int8, 32), (Int4, 32), (Int4Delta, 32), (NF4, 64)])
+@pytest.mark.parametrize(("codec", "least"), [(Int8, 32), (Int4, 32), (Int4Delta, 32), (Int2Delta, 32), (NF4, 64)])
 def test_blocks_are_powers_of_two_in_a_codecs_range(codec: Any, least: int) -> None:
     for block in (least, 4096):
         assert codec(block=block).block == block

@@ -23,7 +23,7 @@ from harness.pool import Pool
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
+from fsdp_zpp import Int2Delta, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
 from fsdp_zpp.comm.agreement import agree, check_agreement, checksums
 from fsdp_zpp.comm.gradient_reduce import GradientReduce
 from fsdp_zpp.comm.hops import Traffic
@@ -327,7 +327,7 @@ def test_ranks_in_one_process_train_as_real_ones_do(
     pool: Callable[[int], Pool], on_ranks: OnRanks, adapter: Adapter, gpus: int, dtype: torch.dtype | None
 ) -> None:
     case = Case(precision=Precision(dtype, dtype), optimizer="adamw-fused")
-    for strategy in (Strategy.zeropp(weights=Int4Delta(64)), Strategy.loco()):
+    for strategy in (Strategy.zeropp(weights=Int4Delta(64)), Strategy.zeropp(weights=Int2Delta(64)), Strategy.loco()):
         real = pool(2 * gpus).run(trained_on_nodes_of, gpus, adapter, case, strategy)
         simulated = on_ranks(2, gpus, trained, adapter, case, strategy)
         for (losses, weights), (losses_of_real, weights_of_real) in zip(simulated, real, strict=True):

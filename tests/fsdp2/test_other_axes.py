@@ -36,6 +36,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp_zpp import (
     CodecState,
+    Int2Delta,
     Int4,
     Int4Delta,
     Int8,
@@ -294,7 +295,7 @@ CODED = {
     "LoCo": Strategy.loco(),
     "LoCo within nodes": Strategy("III", gradients=Int4(), error_feedback=LoCo()),
     "kept": Strategy("NNG", weights=Int8(64), gradients=Int4(32)),
-    "of experts": Strategy.zeropp(overrides={"Experts": Strategy.zeropp(weights=Int4Delta())}),
+    "of experts": Strategy.zeropp(overrides={"Experts": Strategy.zeropp(weights=Int2Delta())}),
 }
 
 

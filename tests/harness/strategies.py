@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fsdp_zpp import Int4, Int4Delta, Int8, LoCo, Strategy
+from fsdp_zpp import Int2Delta, Int4, Int4Delta, Int8, LoCo, Strategy
 
 # Error feedback on codecs so coarse that what it does shows within a few steps.
 COARSE = Strategy("IGG", gradients=Int4(32), gpus_per_node=2)
@@ -16,6 +16,7 @@ PRESETS = {
     "loco": Strategy.loco(),
     "loco both": Strategy.loco(error_feedback=LoCo(hops="both")),
     "delta": Strategy.zeropp(weights=Int4Delta()),
+    "delta2": Strategy.zeropp(weights=Int2Delta()),
 }
 INSIDE = Strategy("GGG", gradients=Int4(32), intra_gradients=Int8(64))
 INSIDE_WITH_FEEDBACK = replace(INSIDE, error_feedback=LoCo(hops="both"))

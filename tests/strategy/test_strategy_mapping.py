@@ -11,7 +11,7 @@ import yaml
 from harness.strategies import FOURTEEN
 from hypothesis import given, strategies as st
 
-from fsdp_zpp import NF4, Elastic, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
+from fsdp_zpp import NF4, Elastic, Int2Delta, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
 
 BLOCKS = st.sampled_from([64, 128, 256, 4096])
 INT8 = st.builds(Int8, BLOCKS)
@@ -54,7 +54,11 @@ def legal_strategies(draw: st.DrawFn) -> Strategy:
     gradients = draw(HOP_CODECS) if reduces else None
     return Strategy(
         levels,
-        weights=draw(HOP_CODECS | st.builds(Int4Delta, BLOCKS, INT8) if keeps_secondary else HOP_CODECS),
+        weights=draw(
+            HOP_CODECS | st.builds(Int4Delta, BLOCKS, INT8) | st.builds(Int2Delta, BLOCKS, INT8)
+            if keeps_secondary
+            else HOP_CODECS
+        ),
         gradients=gradients,
         intra_gradients=draw(st.just("auto") | HOP_CODECS),
         error_feedback=draw(st.none() | LOCO) if gradients is not None else None,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_zpp_kernels.reference import ALIGNMENT, PayloadLayout, levels_on
+from fsdp_zpp_kernels.reference import ALIGNMENT, MIN_BLOCK, PayloadLayout, levels_on
 
 from .kernels import (
     add_delta_kernel,
@@ -280,8 +280,9 @@ def dequantize_sum_quantize(
         layouts={"": layout, "out_": out_layout},
         payload=out_layout,
         PEERS=peers,
-        # No values are read or written here, only codes, so a group is as many codes as a 16-byte access holds.
-        GROUP=128 // layout.bits,
+        # No values are read or written here, only codes, so a group is as many codes as a 16-byte access holds. All of
+        # them lie in one block.
+        GROUP=min(128 // layout.bits, MIN_BLOCK),
     )
 
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fsdp_zpp_kernels.reference import MIN_SCALE, SCALE_MASK, SCALE_RAISE
+from fsdp_zpp_kernels.reference import MAX_SCALE, MIN_SCALE, RMS_STEP, SCALE_MASK, SCALE_RAISE, SQUARED_STEPS
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -68,8 +68,11 @@ def word_ptrs(words_ptr, BITS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.const
 
 
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
+_MAX_SCALE = tl.constexpr(MAX_SCALE)
 _SCALE_RAISE = tl.constexpr(SCALE_RAISE)
 _SCALE_MASK = tl.constexpr(SCALE_MASK)
+_RMS_STEP = tl.constexpr(RMS_STEP)
+_SQUARED_STEPS = tl.constexpr(SQUARED_STEPS)
 _ABS_MASK = tl.constexpr(0x7FFFFFFF)
 _INF_BITS = tl.constexpr(0x7F800000)
 _ONE_BITS = tl.constexpr(0x3F800000)
@@ -93,6 +96,32 @@ def _magnitude(values, BLOCK: tl.constexpr, TILE: tl.constexpr, GROUP: tl.conste
     values = tl.reshape(tl.abs(values), [TILE // BLOCK, BLOCK // GROUP, GROUP])
     # The mask clears a sign that a NaN may have, with which it would be the smallest integer.
     return tl.max(tl.reduce(values, 2, _larger).to(tl.int32, bitcast=True) & _ABS_MASK, axis=1)
+
+
+@triton.jit
+def _rms_steps(
+    values,
+    absmax,
+    numel,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Return RMS_STEP times each block's root mean square, fp32 [TILE // BLOCK]; see [Note: Two bits]."""
+    unit = tl.maximum(absmax * (1 / _SQUARED_STEPS), _MIN_SCALE)
+    inverse = tl.math.div_rn(tl.full([TILE // BLOCK], 1.0, tl.float32), unit)
+    steps = (tl.abs(values) * inverse[:, None] + _ROUNDER) - _ROUNDER
+    squares = tl.reshape(steps * steps, [TILE // BLOCK, BLOCK // GROUP, GROUP])
+    # As in ``_magnitude``: a thread adds up its own values, and a warp integers. All of these sums are exact.
+    squares = tl.sum(tl.sum(squares, axis=2).to(tl.int32), axis=1).to(tl.float32)
+    if MASKED:
+        starts = tile_index() * TILE + tl.arange(0, TILE // BLOCK) * BLOCK
+        counts = tl.maximum(tl.minimum(numel - starts, BLOCK), 1).to(tl.float32)
+        squares = tl.math.div_rn(squares, counts)
+    else:
+        squares = squares * (1 / BLOCK)
+    return tl.minimum(tl.math.sqrt_rn(squares) * unit * _RMS_STEP, _MAX_SCALE)
 
 
 @triton.jit
@@ -120,15 +149,20 @@ def encode(
     # Zero blocks and blocks that are not finite compute with an absmax of 1, so that the inverse of their scale is
     # finite; their scales and codes are replaced below.
     absmax = tl.where(live, magnitude, _ONE_BITS).to(tl.float32, bitcast=True)
-    RECIPROCAL: tl.constexpr = (1 + _SCALE_RAISE) / ((1 << (BITS - 1)) - 1)
-    scales = tl.maximum(absmax * RECIPROCAL, _MIN_SCALE).to(tl.int32, bitcast=True) & _SCALE_MASK
-    scales = scales.to(tl.float32, bitcast=True)
+    if BITS == 2:
+        scales = _rms_steps(values, absmax, numel, BLOCK, TILE, GROUP, MASKED)
+    else:
+        RECIPROCAL: tl.constexpr = (1 + _SCALE_RAISE) / ((1 << (BITS - 1)) - 1)
+        scales = absmax * RECIPROCAL
+    scales = (tl.maximum(scales, _MIN_SCALE).to(tl.int32, bitcast=True) & _SCALE_MASK).to(tl.float32, bitcast=True)
     # Triton's `/` is approximate on GPUs; the reference's is rounded correctly.
     inverse = tl.math.div_rn(tl.full([TILE // BLOCK], 1.0, tl.float32), scales)
-    scales = tl.where(live, scales, tl.where(magnitude == 0, 0.0, float("inf")))
+    scales = tl.where(live, scales, tl.where(magnitude == 0, 0.0, float("nan" if BITS == 2 else "inf")))
 
     # One division per block and a product per value; a division per value would cost many instructions.
     steps = values * inverse[:, None]
+    if BITS == 2:
+        steps = tl.minimum(tl.maximum(steps - 0.5, -2.0), 1.0)
     # Both summands of the rounder are even, so ties still round to the even code.
     rounder: tl.constexpr = _ROUNDER + (1 << (BITS - 1))
     rounded = steps + rounder
@@ -136,7 +170,11 @@ def encode(
     # with the scale is exact ([Note: Exact products] in reference.py), so one fma rounds as product and difference do.
     # The scale is negated, not the code: with code 0, a value of -0 then stays -0, as in the reference. The minus
     # is a factor, since Triton compiles -x as 0 - x, which gives 0 and not -0 for the scale 0 of an all-zero block.
-    left_out = tl.fma(rounded - rounder, tl.broadcast_to((scales * -1.0)[:, None], values.shape), values)
+    codes = _level(rounded - rounder, BITS)
+    left_out = tl.fma(codes, tl.broadcast_to((scales * -1.0)[:, None], values.shape), values)
+    if BITS == 2 and MASKED:
+        offsets = tl.arange(0, TILE // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        left_out = tl.where(offsets < numel - tile_index() * TILE, left_out, 0.0)
 
     words = tl.where(live[:, None], _pack(rounded, BITS, BLOCK, TILE), 0)
     words = tl.reshape(words, [TILE // GROUP, GROUP * BITS // 32, 1])  # the shape of word_ptrs
@@ -163,6 +201,12 @@ def encode(
 
 
 @triton.jit
+def _level(codes, BITS: tl.constexpr):
+    # See [Note: Two bits] in reference.py.
+    return codes + 0.5 if BITS == 2 else codes
+
+
+@triton.jit
 def _pack(rounded, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """Pack ``rounded`` codes, fp32 [TILE // BLOCK, BLOCK]: int32 [TILE // BLOCK, words].
 
@@ -173,7 +217,7 @@ def _pack(rounded, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
     # flipping the sign bits takes the offsets off again.
     PER_WORD: tl.constexpr = 32 // BITS
     OFFSET: tl.constexpr = 1 << (BITS - 1)
-    EACH: tl.constexpr = 0xFFFFFFFF // ((1 << BITS) - 1)  # the lowest bit of each code: 0x11111111 or 0x01010101
+    EACH: tl.constexpr = 0xFFFFFFFF // ((1 << BITS) - 1)  # the lowest bit of each code: 0x11111111 in int4
     # Sums wrap around at 2**32, and so do these constants, written as int32.
     ROUNDERS: tl.constexpr = (_ROUNDER_BITS * EACH + 0x80000000) % 0x100000000 - 0x80000000
     OFFSETS: tl.constexpr = OFFSET * EACH - 0x100000000
@@ -246,7 +290,12 @@ def _load_codes(
     # The words are signed, so the shift fills in copies of the sign bit, which the mask drops.
     mask = ((1 << BITS) - 1) << position
     biased = ((words >> (code // HALF * (16 - LIFT))) & mask) ^ zeros
-    return biased.to(tl.float32, bitcast=True) - zeros.to(tl.float32, bitcast=True), scales
+    codes = _level(biased.to(tl.float32, bitcast=True) - zeros.to(tl.float32, bitcast=True), BITS)
+    if BITS == 2 and MASKED:
+        # No int2 code decodes to the 0 that ``encode`` needs past the end of the chunk.
+        word = tl.reshape(tl.arange(0, TILE // 16), [TILE // GROUP, GROUP // 16, 1])
+        codes = tl.where(word * 16 + code < left, codes, 0.0)
+    return codes, scales
 
 
 @triton.jit
