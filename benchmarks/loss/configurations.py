@@ -150,7 +150,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 NAMES = (
     "full_shard int4 int4+loco int4x2 int4x2+loco int2 int2+loco int4+loco-beta0 int4+hadamard int8 "
     "w8:full_shard w8:int4 w8:int4+loco int4x2+loco-beta0 int4x2+hadamard w8:int4+loco-beta0 w8:int4+hadamard w8:int8 "
-    "int4+stochastic w8:int4x2 w8:int4x2+loco w8:int4x2+loco-beta0 int4c int4c+loco d4:int4 d4:full_shard"
+    "int4+stochastic w8:int4x2 w8:int4x2+loco w8:int4x2+loco-beta0 int4c int4c+loco d4:int4 d4:full_shard "
+    "d2:int4 d2:full_shard"
 ).split()
 """All names of the convergence study, in the order in which they are trained, the most important first."""
 
