@@ -31,7 +31,7 @@ PACKAGES = (
 
 _VARIABLES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "TRITON_", "GLOO_", "FSDP_ZPP_", "OMP_NUM_THREADS")
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
-"""Parts of names of variables whose values nobody should publish."""
+"""Variables whose names match may hold secrets, so their values are hidden."""
 _BY_TORCHRUN = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
 _BY_SRUN = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
 

@@ -111,7 +111,7 @@ def versions() -> dict[str, str]:
 # A file may have further keys beside ``rows``.
 
 NOT_RECORDED = ("out", "output", "resume", "worker", "json", "run", "parser", "version")
-"""Options that change no figure: where a result goes, and those of a script to its own processes."""
+"""Options that change no figure: where a result goes, and how a script runs its own processes."""
 
 
 def write(path: Path, manifest: dict[str, Any], arguments: object, rows: list[Row], **others: Any) -> None:

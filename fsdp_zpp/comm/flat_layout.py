@@ -47,17 +47,17 @@ class Piece(NamedTuple):
 class FlatLayout:
     """Layout of the parameters in each chunk of a flat tensor. See [Note: Identity].
 
-    fully_shard puts a part of every parameter into each rank's chunk, so that all chunks have one layout. In a flat
-    parameter of FullyShardedDataParallel, parameters follow one another and ranks cut it anywhere: it is one chunk.
+    fully_shard puts a part of every parameter into each rank's chunk, so that all chunks have one layout. A flat
+    parameter of FullyShardedDataParallel counts as one chunk: ranks cut it anywhere, even inside a parameter.
 
     Args:
         pieces: The parts of the parameters, in order.
         starts: The offset of each piece in a chunk.
         numel: Number of values in a chunk; values between the pieces belong to no parameter.
         exact: The bounds, in a chunk and in order, of small parameters, which codecs leave as they are.
-        is_fixed: True if the flat tensor does not change with the pieces, as that of a flat parameter.
-        boundaries: The offsets between two parameters that another parallelism shards differently, in order.
-            See [Note: Copies].
+        is_fixed: True if the flat tensor keeps its size and order whichever parameters train, as a flat parameter does.
+        boundaries: The offsets, in order, where a parameter begins that another parallelism shards differently from the
+            one before it. See [Note: Copies].
     """
 
     pieces: tuple[Piece, ...]
@@ -85,7 +85,7 @@ class FlatLayout:
 
     @classmethod
     def aligned(cls, pieces: Iterable[Piece], placements: Iterable[Hashable], multiple: int) -> FlatLayout:
-        """Make the layout in which pieces with equal ``placements`` form a run, each at a multiple of ``multiple``."""
+        """Make the layout in which each run of pieces of equal ``placements`` starts at a multiple of ``multiple``."""
         runs: dict[Hashable, list[Piece]] = {}
         for piece, placement in zip(pieces, placements, strict=True):
             runs.setdefault(placement, []).append(piece)
@@ -143,7 +143,7 @@ class FlatLayout:
 
 @dataclass(frozen=True)
 class Extent:
-    """Chunks of ``numel`` values in a flat gradient that a hop encodes; its layout is None if it never changes."""
+    """Chunks of a flat gradient as a hop encodes them, each of ``numel`` values; no ``layout`` if it never changes."""
 
     numel: int
     starts: tuple[int, ...]
@@ -190,7 +190,7 @@ class Extent:
         return flat
 
     def cut(self, flat: Tensor) -> Tensor:
-        """Return the extent's values, cut out of whole chunks of the layout, with zeros where it goes beyond."""
+        """Return the extent's values from whole chunks of the layout, with zeros where it goes past their end."""
         if self.is_whole:
             return flat
         values = flat.new_zeros(self.chunks, self.numel)
@@ -231,14 +231,14 @@ NO_PARAMETERS = FlatLayout.dense(())
 # codec encodes zeros in their places. They are well under a hundredth of a model, so this costs next to no bytes.
 #
 # [Note: Copies]
-# Another parallelism shards some parameters of a unit over its ranks and leaves copies of others on them (tensor
-# parallelism: matrices, and norms, routers or latent projections). Copies must stay equal bit for bit, but their
-# neighbours have other values on each of these ranks, and rounding depends on all values of a block. So copies come
-# first in a unit, in the same places on all of these ranks, and no block has values of parameters that are placed
-# differently: those that precede such a boundary in its block travel in the tail, too.
+# Another parallelism shards some parameters of a unit over its ranks and leaves copies of others on each: tensor
+# parallelism shards matrices, and leaves copies of norms, routers or latent projections. Copies must stay equal bit for
+# bit, but their neighbours differ between these ranks, and rounding depends on all values of a block. So copies come
+# first in a unit, in the same places on all of these ranks, and no block encodes parameters that are placed
+# differently: if their boundary is inside a block, the block's values before it travel in the tail, too.
 
 SMALLEST = 128
-"""The smallest parameters of several dimensions are sent exactly, up to one in this many values of a unit in all."""
+"""The smallest parameters of several dimensions are sent exactly, up to a total of 1/SMALLEST of a unit's values."""
 
 _MULTIPLE = 4  # a tail's length is a multiple of it, so that rows stay aligned to 16 bytes
 
@@ -270,7 +270,8 @@ def sharded_along(tensors: Iterable[tuple[DeviceMesh, Sequence[Placement]] | Non
 class ExactPlaces:
     """Places of the values that travel in the tails of some rows: indices in a flat tensor, int64 [rows, tail].
 
-    A chunk with fewer small values than the tail repeats its first one or, without any, its first value.
+    If a chunk has fewer small values than a tail holds, the place of its first one fills the rest; if it has none, the
+    place of its first value does.
     """
 
     def __init__(self, indices: Tensor) -> None:
@@ -283,9 +284,9 @@ class ExactPlaces:
 
 
 def _block_of(codecs: Iterable[Codec | None]) -> int:
-    """Return a number of values whose multiples no block of any codec spans; 0 if codecs don't tell."""
+    """Return a common multiple of the codecs' block sizes; 0 if all values of a chunk depend on each other."""
     blocks = [codec.block_numel for codec in codecs if codec is not None]
-    return max(blocks, default=1) if all(blocks) else 0  # powers of two
+    return max(blocks, default=1) if all(blocks) else 0  # this library's blocks are powers of two
 
 
 def exact_places(
@@ -299,7 +300,7 @@ def exact_places(
 
     Args:
         extent: The chunks.
-        of_all: The offsets in the layout of all chunks of all ranks, whose rows have tails of one length.
+        of_all: The offsets of all ranks' chunks in the layout; the longest tail among them sets the length of all.
         codecs: The codecs of hops that carry these values.
         at: The offsets of the chunks in the tensor that is encoded, or decoded into; by default one follows another.
     """
@@ -368,15 +369,15 @@ class Sharded:
         return ()
 
     def parameter_owners(self) -> Sequence[Sequence[nn.Module]]:
-        """Return the modules that have each parameter; empty for adapters whose modules show parameters at any time."""
+        """Return each parameter's modules; empty for adapters whose modules always show the optimizer's parameters."""
         return ()
 
     def other_axes(self) -> Sequence[dist.ProcessGroup]:
-        """Return a group for each axis of another parallelism, whose ranks hold copies of what it does not shard."""
+        """Return a group for each axis of another parallelism; its ranks hold copies of what that axis leaves whole."""
         return ()
 
     def is_trained(self) -> bool:
-        """Return whether a parameter requires a gradient, sharded or as modules show it; all ranks return the same."""
+        """Return whether a parameter requires a gradient, in its sharded or unsharded form; equal on all ranks."""
         return False
 
     def trained_names(self) -> Collection[str]:

@@ -127,14 +127,14 @@ class _OfGroup:
         assert self._works is not None, "all-gathers are waited for before they start"
         while self._works:
             self._works.pop().wait()
-        self.tensors = []  # readers finish with them at different times, so each keeps its own
+        self.tensors = []  # each reader still refers to its own tensors, and frees them when it has read them
 
 
 # ---- autograd
 
 
 def running_backward() -> int | None:
-    """Return the process-wide id, larger for a nested one, of the backward whose hook or final callback calls this."""
+    """Return the process-wide id of the backward that the caller runs in, or None; nested backwards have larger ids."""
     number = torch._C._current_graph_task_id()
     return None if number == -1 else number
 

@@ -51,15 +51,15 @@ from .weight import FrozenWeight, Placement, Storable, place_base
 
 # ---- writes
 #
-# Files that are whole at any moment, wherever a save of them is cut off.
+# An interruption at any moment leaves no truncated file under a final name.
 
 logger = logging.getLogger("fsdp_zpp")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file; wherever this is cut off, either the whole file or the previous one is there.
+    """Write a file; if this is interrupted, ``path`` has either its previous content or all of ``text``.
 
-    The folder's other new files have their names on disk before this one has its own.
+    The folder is synced before the rename, so the names of its other new files are on disk before this one.
     """
     aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
@@ -87,14 +87,14 @@ def to_disk(path: Path) -> None:
 # Defines the format of a quantized base in safetensors files.
 #
 # Each weight is two tensors: ``<name>.codes``, uint8, the codes of its flat values, and ``<name>.scales``, fp32, one
-# for each block. Chunks are whole blocks (see ``FrozenWeight``), so a chunk of any layout is a slice of both:
-# its payload is put together from them at any world size, without quantizing again. Frozen parameters that are not
-# quantized are stored as they are, and so are persistent buffers. Names are FQNs without adapters and wrappers. An
-# index has the file of each tensor and, as metadata, each weight's shape, dtype and codec.
+# for each block. A rank's chunk is a whole number of blocks (see ``FrozenWeight``), so at any world size its payload is
+# a slice of the codes and a slice of the scales, without quantizing again. Frozen parameters that are not quantized are
+# stored as they are, and so are persistent buffers. Names are FQNs without adapters and wrappers. An index has the file
+# of each tensor and, as metadata, each weight's shape, dtype and codec.
 #
-# A folder gets one base, since that never changes. A save writes files under names with a token of its own, then the
-# index. So wherever it is cut off, the folder has no base, which the next save makes, or a whole one. If two jobs save
-# into one folder at once, it has the base of one of them, never a mix.
+# A folder gets one base, since a base never changes. A save writes files under names with a token of its own, then the
+# index. So an interrupted save leaves the folder either without an index, ready for the next save, or with a whole
+# base. If two jobs save into one folder at once, it has the base of one of them, never a mix.
 
 FORMAT = "fsdp_zpp"
 VERSION = 1
@@ -260,7 +260,7 @@ class BaseWriter:
 #
 # A checkpoint from which a training resumes holds what changes, and a quantized base does not change. A model on
 # another base would load the checkpoint without an error, and compute something else. So a few scales of each weight
-# are saved with it. They are compared up to rounding, since other kernels may have divided otherwise; another base
+# are saved with it. They are compared up to rounding, since kernels may round divisions differently; another base
 # differs by far more.
 
 _SAMPLED = 8
@@ -316,7 +316,7 @@ def _scales(weight: FrozenWeight) -> list[float]:
     if weight.sampled is None:
         rows = weight.holder.gathered_payload(weight, weight.device)
         if isinstance(weight.codec, StoredCodec):
-            # Sums of all bytes: each format has its scales elsewhere.
+            # Each format has its scales in another place of a record, so the sum of a record's bytes stands for them.
             groups = -(-weight.shape.numel() // weight.codec.block)
             scales = weight.codec.records(rows, weight.chunk_numel).flatten(0, 1)[:groups].sum(1)
         else:
@@ -342,12 +342,12 @@ def save_frozen_params(
 
     The model's first rank gathers and writes one weight at a time. It also writes frozen parameters that are not
     quantized and persistent buffers, but neither trainable parameters nor adapters. ``load_frozen_params`` reads the
-    files on any number of ranks, without quantizing again. The model in memory does not change. A save that is cut off
-    leaves files of no base, which may be removed. If two jobs save into one folder at once, it has the base of one.
+    files on any number of ranks, without quantizing again. The model in memory does not change. An interrupted save may
+    leave files without an index; you can remove them. If two jobs save into one folder at once, it has the base of one.
 
     Args:
         model: A model whose frozen weights are quantized, sharded by FSDP or not.
-        path: The folder, without a base.
+        path: The folder; it must not have a base yet.
         max_file_size: Bytes that a file may have; a larger weight has a file of its own.
         process_group: The ranks of the model, of which the first writes. Default: those that the base is sharded over.
 

@@ -67,9 +67,9 @@ def finite_values(read: ReadValues, name: str, remedy: str) -> ReadValues:
 #
 # Selects the parameters of a model that are worth quantizing, and says why the others are not.
 #
-# Chosen are the weights of nn.Linear and nn.Embedding, and stacks of matrices, which hold the experts of MoE layers:
-# parameters of three dimensions, the first greater than 1, of modules that are not torch.nn's own. Vectors, the routers
-# of MoE layers, convolutions, and position embeddings of shape [1, positions, width] stay as they are.
+# Two kinds are chosen: weights of nn.Linear and nn.Embedding, and stacks of matrices, such as the experts of an MoE
+# layer. A stack is a 3-D parameter with shape[0] > 1 of a module outside torch.nn. Vectors, the routers of MoE layers,
+# convolutions, and position embeddings of shape [1, positions, width] stay as they are.
 
 SHARDED = "sharded by FSDP already"
 PACKED = "packed already"
@@ -494,8 +494,8 @@ def log_frozen(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> No
     for unit in quantizing:
         for reason, names in unit.left_unquantized.items():
             left.setdefault(reason, []).extend(names)
-    # A later call, which wraps more of the model, finds parameters that earlier calls have left and FSDP has sharded
-    # since. SHARDED is not why they stay as they are, so it is named only if it is the only reason.
+    # When a model is wrapped in parts, a later call finds parameters of earlier parts as SHARDED. The earlier call has
+    # given the real reason why they were left, so SHARDED is named only if there is no other reason.
     reasons = {reason: names for reason, names in left.items() if reason != SHARDED or len(left) == 1}
     stays = "; ".join(f"{len(names)} {reason} ({names[0]}, ...)" for reason, names in reasons.items())
     why = f"; frozen parameters that stay as they are: {stays}" if stays else ""
@@ -549,8 +549,8 @@ def quantize_frozen_params(
             ``Int8(256)``.
         placement: A parameter scope: ``I`` keeps the base in every node, sharded inside; ``N`` keeps all of it on every
             rank. Either sends no byte between nodes.
-        gpus_per_node: The node size: that of the strategy that will wrap the model, if it gives one. Default: the
-            launcher's.
+        gpus_per_node: The node size. If the strategy that will wrap the model has a gpus_per_node, pass the same one.
+            Default: the launcher's.
         process_group: The data-parallel ranks. Default: those that a part of the model is sharded over; all ranks if
             none is; this process alone if there is no process group.
         checkpoint: Where to read the weights: a safetensors file, an index of several, or a folder with
@@ -560,8 +560,8 @@ def quantize_frozen_params(
         min_numel: Weights with fewer values stay as they are.
         device: The device that keeps the codes. Default: this process's accelerator if the process group communicates
             through it, otherwise the device that each weight is on.
-        dtype: The dtype that weights show and embeddings return: your mixed precision's ``param_dtype``. Linear layers
-            compute in the dtype of their input, or autocast's. Default: each weight's own.
+        dtype: The dtype of ``module.weight`` and of embeddings' outputs: your mixed precision's ``param_dtype``. Linear
+            layers compute in the dtype of their input, or autocast's. Default: each weight's own.
         ignored_params: Parameters that stay as they are.
         sync_module_states: Whether to broadcast the first rank's weights, one at a time, as FSDP's option does.
 

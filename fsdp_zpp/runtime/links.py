@@ -67,7 +67,7 @@ def _peers(nvml: Any, uuid: str) -> GpuReport:
             peer = nvml.nvmlDeviceGetHandleByIndex(index)
             name = nvml.nvmlDeviceGetUUID(peer)
             status = nvml.nvmlDeviceGetP2PStatus(own, peer, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
-        except nvml.NVMLError:  # a GPU that has failed, or the GPU itself
+        except nvml.NVMLError:  # NVML has no status for a failed GPU, or between a GPU and itself
             continue
         if status == nvml.NVML_P2P_STATUS_OK:
             joined.add(name)
@@ -97,7 +97,7 @@ class Links:
     """Fast links among the ranks of a group."""
 
     launched: Topology
-    sets: tuple[tuple[int, ...], ...]  # of joined ranks, in order; none spans two launched nodes
+    sets: tuple[tuple[int, ...], ...]  # ranks that fast links join, in order; each set is within a node of the launcher
     shares_gpus: bool = False
     disabled: bool = False
 
@@ -157,7 +157,8 @@ def links_from(reports: Sequence[GpuReport], launched: Topology) -> Links | None
 
 
 def _joined_sets(reports: dict[int, GpuReport]) -> list[tuple[int, ...]] | None:
-    # GPUs joined through others are one set, since NCCL's rings run along links: many pairs of eight V100s have none.
+    # GPUs that are joined through others are one set: NCCL's rings run along links, and many pairs among eight V100s
+    # have no direct link.
     sets: list[set[int]] = []
     for rank, report in reports.items():
         near = [part for part in sets if any(_are_joined(report, reports[other]) for other in part)]

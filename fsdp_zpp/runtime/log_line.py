@@ -1,4 +1,4 @@
-"""The log line of a strategy: what is active of it on a layout, and what is not and why."""
+"""The log line of a strategy: its active parts on a layout of ranks, its inactive parts, and why they are inactive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_zpp.strategy.strategy import ResolvedStrategy, Strategy
 from .links import Links, known_links
 from .unit import StrategyUnit
 
-# ---- nodes that a machine's links decide on, and the memory that they cost: see [Note: Links]
+# ---- notes on slow links, which may determine the node size: see [Note: Links] in strategy.py
 
 
 class LinksNote(NamedTuple):
@@ -24,7 +24,7 @@ class LinksNote(NamedTuple):
 
 
 def links_of(strategy: Strategy, mesh: ProcessMesh) -> Links | None:
-    """Return the links that may decide on the nodes of ``strategy``; None if unknown, or it sets gpus_per_node."""
+    """Return the links that may determine the node size; None if they are unknown, or ``strategy`` gives it."""
     return known_links(mesh.group) if strategy.gpus_per_node is None else None
 
 
@@ -56,7 +56,7 @@ def note_on_links(strategy: Strategy, mesh: ProcessMesh, members: Sequence[Strat
 
 
 def note_on_nodes(mesh: ProcessMesh, price: str = "") -> LinksNote | None:
-    """Return the note on nodes that links have decided on, with their ``price``; None if links have not."""
+    """Return the note that links have determined the node size, at this ``price``; None if they have not."""
     links = known_links(mesh.group)
     if links is None or not mesh.by_links:
         return None
@@ -66,7 +66,7 @@ def note_on_nodes(mesh: ProcessMesh, price: str = "") -> LinksNote | None:
 
 
 def _price(members: Sequence[StrategyUnit]) -> str:
-    """Return, as a clause, the memory that these nodes cost on a GPU compared with the host as one node."""
+    """Return a clause on the memory that these nodes take on each GPU, beyond what the host as one node would take."""
     copies, sums = sum(map(_copy_nbytes, members)), sum(map(_sum_nbytes, members))
     parts = []
     if copies:
@@ -84,7 +84,7 @@ def _copy_nbytes(unit: StrategyUnit) -> int:
 
 
 def _sum_nbytes(unit: StrategyUnit) -> int:
-    """Return the bytes of a unit's fp32 gradient sums if only one node would shard them over all ranks, else 0."""
+    """Return a unit's bytes of fp32 gradient sums per rank; 0 if the host as one node would not shard them further."""
     topology, scope = unit.ranks.topology, unit.scopes.gradients
     on_one_node = unit.strategy.resolve(Topology(topology.world, topology.world)).scopes.gradients
     if scope == "G" or on_one_node != "G" or not unit.sharded.is_trained():
@@ -169,9 +169,9 @@ def summarize(
 ) -> StrategySummary:
     """Sort the parts of a strategy into active and inactive ones.
 
-    ``encoded`` are the units whose weights are encoded, by default all; ``own`` those that encode themselves.
-    ``packed`` says that other units hold packed values. ``resolved`` is the strategy as resolved for units whose
-    weights are encoded.
+    ``encoded`` covers the units whose weights a codec encodes, by default all. ``own`` covers the units whose
+    parameters choose the bytes that FSDP gathers, such as torchao's float8. ``packed`` says that the remaining units
+    hold packed values. ``resolved`` is the strategy as resolved for the units of ``encoded``.
     """
     no_gain = f"one node, {links}: no gain from codecs" if links is not None and not links.are_slow else _FAST_LINKS
     codecs, scopes, topology = resolved.gradient_codecs, resolved.scopes, resolved.topology
@@ -187,7 +187,7 @@ def summarize(
     else:
         topology = resolved.within_node().topology  # gradients stay there
         reduction = _reduction(codecs, topology)
-    # Nobody has asked for "auto": without the hop, nothing is missing.
+    # "auto" is a default: without an intra-node hop, nothing is missing that the user asked for.
     is_auto = strategy.intra_gradients == "auto"
     parts += [part for part in reduction if not (is_auto and part.why_not == _NO_INTRA_NODE_HOP)]
     if local_steps is not None:
@@ -286,7 +286,7 @@ def log_summaries(model: str, groups: Groups, others: Sequence[int]) -> None:
     numels = [*(unit.sharded.numel() for members in groups.values() for unit in members), *others]
     for (strategy, mesh), members in groups.items():
         encoded = [unit for unit in members if not unit.packed]
-        resolved = strategy.resolve(mesh.topology)  # not a unit's own: units of packed values have no codec for weights
+        resolved = strategy.resolve(mesh.topology)  # not unit.resolved, which has no codec if values are packed
         coverage = None if len(encoded) == len(members) else _coverage(encoded, numels)
         by_themselves = [unit for unit in members if unit.encodes_itself]
         own = _coverage(by_themselves, numels) if by_themselves else None
@@ -305,7 +305,7 @@ def _error_nbytes(unit: StrategyUnit) -> int:
     if not unit.sharded.is_trained():
         return 0
     held = sum(shard.numel() for shard in unit.sharded.shards())
-    # Local steps have the errors of one phase at a time.
+    # Local steps have a reduction for each phase; only the current phase's keeps errors.
     return max((reduction.error_nbytes(held) for reduction in unit.reductions.all), default=0)
 
 

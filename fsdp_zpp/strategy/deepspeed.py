@@ -1,14 +1,13 @@
 """Strategies from DeepSpeed's configuration.
 
 The strategy is the one that DeepSpeed would run, not the one that the keys might suggest: DeepSpeed honours ZeRO++'s
-keys only under its stage 3 and ignores them elsewhere. Frameworks write them there, too, so a warning names them and
-what would honour them. No key is skipped: each is translated, logged or refused.
+keys only under its stage 3 and ignores them under other stages. Frameworks write them under any stage, so a warning
+names the ignored keys and says how to get their effect. No key is skipped: each is translated, logged or refused.
 
 Differences from DeepSpeed:
 
 - This library's codecs are finer at the same number of bits: 256 values (weights) or 128 (gradients) share a scale.
-  In DeepSpeed, up to 16,000 values of a weight gather do, and as many values of a gradient as the shorter side of its
-  matrix has.
+  In DeepSpeed, up to 16,000 weights share one, and as many gradients as the shorter side of their matrix is long.
 - The size of hpZ's groups becomes ``gpus_per_node`` for both collectives; DeepSpeed's gradient reduction takes the
   visible devices as a node. If hpZ's groups are nodes, as DeepSpeed advises, the two agree.
 - DeepSpeed quantizes only frozen weights of more than 500,000 values.
@@ -34,9 +33,9 @@ logger = logging.getLogger("fsdp_zpp")
 #
 # The names are those of DeepSpeed 0.19, including aliases.
 #
-# A key that only tunes DeepSpeed's own machinery is *without effect* and is logged. A key for which every training
-# script has a line of its own is *the script's* and is logged, too. A key that changes the result, whose absence nobody
-# would notice until the loss differs, is *refused* unless it is switched off.
+# A key that only tunes DeepSpeed's own machinery is *without effect* and is logged. A key for a setting of the training
+# script, such as its optimizer, is *the script's* and is logged, too. A key that changes the result is *refused* unless
+# it is switched off: nobody would notice its absence until the loss differs.
 
 _STAGE_3_ALIASES = """
     prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters max_reuse_distance
@@ -78,7 +77,7 @@ ZERO_SCRIPT = frozenset(
     """.split()
 )
 
-# Refused, with the values that change nothing.
+# Refused keys; the values in parentheses change nothing, so they are allowed.
 REFUSED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("communication_data_type", "compression_training", "curriculum_learning", "data_efficiency"), ()),
     **dict.fromkeys(("eigenvalue", "elasticity", "expert_parallel", "pipeline", "progressive_layer_drop"), ()),
@@ -108,7 +107,7 @@ _ZERO_KEYS = {
 
 
 def _load(config: Mapping[str, object] | str | os.PathLike[str]) -> Mapping[str, object]:
-    """Return the configuration, read from its file, in plain JSON, if it is a path."""
+    """Return the configuration; if it is a path, read the file, which is plain JSON."""
     if isinstance(config, Mapping):
         return config
     if not isinstance(config, str | os.PathLike):
@@ -140,7 +139,7 @@ class _Section:
         return kind(f"{self._at(key)} in the DeepSpeed configuration: {reason}")
 
     def warn(self, keys: Collection[str], stage: int, remedy: str) -> None:
-        """Warn that DeepSpeed would skip ``keys`` under this stage without a word, with a ``remedy``."""
+        """Warn that ``keys`` are ignored, as DeepSpeed silently ignores them under this stage; name a ``remedy``."""
         logger.warning(
             "the DeepSpeed configuration has %s, which DeepSpeed ignores under ZeRO stage %d, so it is ignored here; "
             "%s",
@@ -208,7 +207,7 @@ def _is_off(value: object, neutral: Collection[object]) -> bool:
 
 
 def strategy_arguments(config: Mapping[str, object] | str | os.PathLike[str]) -> StrategyArguments:
-    """Return the arguments of the Strategy that ``config`` asks for, without defaults. Log the keys left to others.
+    """Return the arguments of the Strategy that ``config`` asks for, without defaults. Log keys that it does not use.
 
     Raises:
         ValueError: If a key is unknown, can't be honoured, contradicts another one, or is out of range.

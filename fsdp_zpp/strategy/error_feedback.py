@@ -124,7 +124,7 @@ def error_buffer_specs(
     """Return the error buffers of a gradient reduction, by the name of the transfer.
 
     ``"intra"`` and ``"inter"`` are the two hops. ``"back"`` gathers the sums back if the optimizer scope is not ``G``.
-    The hop that made the sums decides how they are encoded again: by its codec, and with errors if it has errors.
+    It encodes the sums with the codec of the hop that made them, and has errors if that hop has errors.
 
     ``codecs`` are those of the intra-node and of the inter-node hop. A rank keeps ``numel`` values of the gradient.
     """
@@ -132,8 +132,8 @@ def error_buffer_specs(
         return {}
     intra, inter = codecs
     nodes, gpus = topology.nodes, topology.gpus_per_node
-    # ``numel`` is a rank's chunk under G, the part of one local index under I, and everything under N. Both divisions
-    # round up, since the reduction pads parts and chunks to equal size.
+    # The optimizer scope decides what ``numel`` counts: G, this rank's chunk; I, the part that all ranks of one local
+    # index share; N, the whole gradient. Both divisions round up, since the reduction pads parts and chunks.
     part = -(-numel // gpus) if optimizer_scope == "N" else numel
     chunk = numel if optimizer_scope == "G" else -(-part // nodes)
     # A hop among one rank sends nothing and so encodes nothing.
