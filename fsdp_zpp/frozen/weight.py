@@ -438,7 +438,7 @@ class FrozenUnit:
 
     def local_payload(self, weight: FrozenWeight) -> Tensor:
         """Return this rank's chunk, uint8 [local_nbytes], a view."""
-        return self._held[self._places[weight]][0]
+        return self._payloads[self._places[weight]][0]
 
     def gathered_payload(self, weight: FrozenWeight, device: torch.device) -> Tensor:
         """Return all chunks, uint8 [chunks, local_nbytes], on the device that computes. Collective.
@@ -448,7 +448,7 @@ class FrozenUnit:
         if self._shard.is_cpu and device.type != "cpu":
             # FSDP moves a model to its device without Module._apply, so nothing has moved the codes with it.
             self.move(device)
-        parts = self._held if self._intra is None else self._buffers.get(self)
+        parts = self._payloads if self._intra is None else self._buffers.get(self)
         return parts[self._places[weight]]
 
     def split(self, gathered: Tensor) -> Sequence[Tensor]:
@@ -461,6 +461,6 @@ class FrozenUnit:
         self._intra.all_gather(self._shard, self.label, out)
 
     def _hold(self, shard: Tensor) -> None:
-        self._shard, self._held = shard, self.split(shard)
+        self._shard, self._payloads = shard, self.split(shard)
         for codec in {weight.codec for weight in self.weights}:
             codec.prepare_decode(shard.device)

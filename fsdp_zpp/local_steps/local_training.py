@@ -254,7 +254,7 @@ class MomentUnit(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class _Held:
+class _OptimizerParam:
     """A parameter that an optimizer holds in a group."""
 
     unit: MomentUnit
@@ -264,12 +264,12 @@ class _Held:
     group: Mapping[str, Any]
     number: int  # of the optimizer, among the known optimizers
 
-    def described(self) -> States:
+    def metadata(self) -> States:
         """Return the dtypes of its moments and the numbers, or raise a ValueError if nodes can't average its states."""
         states = self.optimizer.state.get(self.parameter, {})  # empty before the optimizer's first step with it
-        return {name: self._described(name, value) for name, value in states.items() if value is not None}
+        return {name: self._metadata_of(name, value) for name, value in states.items() if value is not None}
 
-    def _described(self, name: str, value: object) -> torch.dtype | Number:
+    def _metadata_of(self, name: str, value: object) -> torch.dtype | Number:
         if isinstance(value, int | float):
             return value
         local = _local(value)
@@ -316,12 +316,12 @@ class OptimizerMoments:
         different states, or no optimizer is known.
         """
         units = [self._units[fragment] for fragment in fragments]
-        held, described = agree(self._ranks.group, lambda: self._described(units), call=_CALL)
+        params, metadata = agree(self._ranks.group, lambda: self._params_and_metadata(units), call=_CALL)
         gone = self._gone_on_any_rank()
-        described = {key: states for key, states in described.items() if key[2] not in gone}
+        metadata = {key: states for key, states in metadata.items() if key[2] not in gone}
         by_node = [
             from_each_rank(
-                {key: states for key, states in described.items() if held[key].unit.ranks == mesh}, mesh.inter
+                {key: states for key, states in metadata.items() if params[key].unit.ranks == mesh}, mesh.inter
             )
             for mesh in dict.fromkeys(unit.ranks for unit in units)
             if mesh.inter is not None
@@ -332,9 +332,9 @@ class OptimizerMoments:
             call=_CALL,
         )
         for key, states in agreed.items():
-            held[key].adopt(states)
+            params[key].adopt(states)
         for unit in units:
-            self._average(unit, {held[key]: states for key, states in agreed.items() if held[key].unit is unit})
+            self._average(unit, {params[key]: states for key, states in agreed.items() if params[key].unit is unit})
 
     def _gone_on_any_rank(self) -> frozenset[int]:
         """Return the numbers of optimizers that some rank has freed already, others perhaps not yet. Collective."""
@@ -342,9 +342,9 @@ class OptimizerMoments:
         group = self._ranks.group
         return gone if group is None else gone.union(*from_each_rank(gone, group))
 
-    def _average(self, unit: MomentUnit, held: Mapping[_Held, States]) -> None:
+    def _average(self, unit: MomentUnit, params: Mapping[_OptimizerParam, States]) -> None:
         kinds: dict[tuple[str, int], dict[str, Tensor]] = {}
-        for each, states in held.items():
+        for each, states in params.items():
             for state, value in states.items():
                 if isinstance(value, torch.dtype):
                     moment = _local(each.optimizer.state[each.parameter][state])
@@ -354,11 +354,11 @@ class OptimizerMoments:
         for _, moments in sorted(kinds.items(), key=itemgetter(0)):
             over_nodes.average(moments, placements)
 
-    def _described(self, units: Sequence[MomentUnit]) -> tuple[dict[Key, _Held], dict[Key, States]]:
-        held = {(unit.sharded.name, each.name, each.number): each for unit in units for each in self._held(unit)}
-        return held, {key: each.described() for key, each in held.items()}
+    def _params_and_metadata(self, units: Sequence[MomentUnit]) -> tuple[dict[Key, _OptimizerParam], dict[Key, States]]:
+        params = {(unit.sharded.name, each.name, each.number): each for unit in units for each in self._params_of(unit)}
+        return params, {key: each.metadata() for key, each in params.items()}
 
-    def _held(self, unit: MomentUnit) -> Iterator[_Held]:
+    def _params_of(self, unit: MomentUnit) -> Iterator[_OptimizerParam]:
         """Yield parameters that optimizers hold and that have values on this rank; the same on all nodes."""
         if not self._optimizers.count:
             raise ValueError(
@@ -376,7 +376,7 @@ class OptimizerMoments:
             if local.numel():
                 name = next(iter(unit.sharded.named_parts(parameter, local)))
                 for holder in of.get(id(parameter), []):
-                    yield _Held(unit, name, parameter, *holder)
+                    yield _OptimizerParam(unit, name, parameter, *holder)
 
 
 def _agreed(by_node: Sequence[Mapping[Key, States]]) -> dict[Key, States]:

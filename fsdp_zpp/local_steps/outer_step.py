@@ -269,7 +269,7 @@ class OuterStep:
     @torch.no_grad()
     def start(self, shards: Mapping[str, Tensor]) -> None:
         """Adopt weights of this rank, which must be the same on all nodes, as the agreed ones."""
-        self._settle()
+        self._wait_for_exchange()
         for name, shard in shards.items():
             # Parameters may be offloaded; exchanges start on a device that collectives accept.
             empty = shard.new_empty(0)
@@ -278,7 +278,7 @@ class OuterStep:
             self._agreed[name] = shard.detach().to(kept_on, torch.float32, copy=True).view(-1)
             self._optimizer.start(name, chunk_numel(shard.numel(), self._nodes), self._device, kept_on)
 
-    def _settle(self) -> None:
+    def _wait_for_exchange(self) -> None:
         """Wait in the current stream for exchanges on their way, before their memory is used otherwise."""
         wait_for(self._arrival, self._device)
         self._arrival = None
@@ -293,7 +293,7 @@ class OuterStep:
 
         ``warms_up`` adds the changes since the last agreement to the momentum, which else stays as it is.
         """
-        self._settle()
+        self._wait_for_exchange()
         changes: dict[str, Tensor] = {}
         for (agreed, shard), name in zip(self._beside(shards), shards, strict=True):
             if warms_up:
@@ -401,7 +401,7 @@ class OuterStep:
     # ---- in checkpoints
 
     def state_dict(self) -> OuterStepState:
-        self._settle()
+        self._wait_for_exchange()
         errors, back = (None if each is None else each.state_dict() for each in self._errors)
         # Copy them: on a CPU, the agreed weights change in place with the next exchange.
         agreed = {name: value.to("cpu", copy=True) for name, value in self.agreed.items()}
@@ -431,7 +431,7 @@ class OuterStep:
 
     def reset(self) -> None:
         """Forget the agreed weights and errors; :meth:`start` comes next."""
-        self._settle()
+        self._wait_for_exchange()
         self._agreed = {}
         self._optimizer.reset()
         for errors in self._errors:
