@@ -39,8 +39,8 @@ from .frozen_base import FrozenReport
 from .hugging_face import on_first_rank
 from .quantize import (
     Encoded,
-    FreezableWeight,
     FrozenOptions,
+    QuantizableWeight,
     ReadTensors,
     Selection,
     put_in,
@@ -502,7 +502,7 @@ def _read_weight(
     files: TensorFiles,
     key: str,
     saved: SavedWeight,
-    candidate: FreezableWeight,
+    candidate: QuantizableWeight,
     where: Placement,
     device: torch.device | None,
 ) -> Encoded:

@@ -39,13 +39,13 @@ class Placement:
 
     Attributes:
         scope: ``N`` replicated on every rank, ``I`` sharded inside a node.
-        by_name: Whether the user gave the node size; see ``check_nodes`` in frozen_base.py.
+        node_size_is_given: Whether the user gave the node size; see ``check_nodes`` in frozen_base.py.
     """
 
     scope: str
     mesh: ProcessMesh
     # Excluded from comparison: weights on the same ranks are gathered together, whoever chose the ranks.
-    by_name: bool = field(default=False, compare=False)
+    node_size_is_given: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:
@@ -93,7 +93,7 @@ def place_base(model: nn.Module, scope: str, group: dist.ProcessGroup | None, gp
         return Placement(scope, ProcessMesh(Topology(1, 1), 0, None, None))
     if gpus_per_node is None and (mesh := _wrapping_mesh(model, group)) is not None:
         return Placement(scope, mesh)
-    return Placement(scope, process_mesh(group, gpus_per_node), by_name=gpus_per_node is not None)
+    return Placement(scope, process_mesh(group, gpus_per_node), node_size_is_given=gpus_per_node is not None)
 
 
 def _wrapping_mesh(model: nn.Module, group: dist.ProcessGroup) -> ProcessMesh | None:
