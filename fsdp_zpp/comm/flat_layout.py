@@ -371,7 +371,7 @@ class Sharded:
         """Return the modules that have each parameter; empty for adapters whose modules show parameters at any time."""
         return ()
 
-    def other_axes(self) -> Sequence[dist.ProcessGroup]:
+    def model_parallel_groups(self) -> Sequence[dist.ProcessGroup]:
         """Return a group for each axis of another parallelism, whose ranks hold copies of what it does not shard."""
         return ()
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_zpp.comm.agreement import agree_on_use, checksums, from_each_rank
+from fsdp_zpp.comm.agreement import all_reduce_flags, checksums, from_each_rank
 from fsdp_zpp.comm.gradient_reduce import StepReductions
 from fsdp_zpp.comm.hops import Traffic
 from fsdp_zpp.comm.mesh import ProcessMesh
@@ -290,11 +290,11 @@ class ElasticTraining(LocalTraining):
         reductions: Sequence[StepReductions],
         ranks: ProcessMesh,
         steps_are_announced: Callable[[], bool],
-        other_axes: Callable[[], Iterable[dist.ProcessGroup]],
+        model_parallel_groups: Callable[[], Iterable[dist.ProcessGroup]],
         moments: OptimizerMoments,
         parameters: Callable[[], Sequence[nn.Parameter]],
     ) -> None:
-        super().__init__(model, fragments, reductions, ranks, steps_are_announced, other_axes, moments)
+        super().__init__(model, fragments, reductions, ranks, steps_are_announced, model_parallel_groups, moments)
         assert self._config.elastic is not None
         self._fragments = fragments
         self._parameters = parameters
@@ -394,7 +394,7 @@ class ElasticTraining(LocalTraining):
     def _header(self, request: Request | None) -> NodeHeader:
         progress, group = self._progress, self._ranks.group
         flags = [(fragment, self._ranks, fragment.changed) for fragment in self._all]
-        changed = tuple(tuple(on_any()) for _, on_any in agree_on_use(flags))
+        changed = tuple(tuple(on_any()) for _, on_any in all_reduce_flags(flags))
         start: object = None
         if progress.committed == 0:
             sums = [checksums(fragment.outer.agreed) for fragment in self._fragments]

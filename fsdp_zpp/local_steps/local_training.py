@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from fsdp_zpp.comm.agreement import (
     PLACE,
     agree,
-    agree_on_use,
+    all_reduce_flags,
     check_agreement,
     from_each_rank,
     on_any_rank,
@@ -459,10 +459,10 @@ class LocalTraining:
         reductions: Sequence[StepReductions],
         ranks: ProcessMesh,
         steps_are_announced: Callable[[], bool],
-        other_axes: Callable[[], Iterable[dist.ProcessGroup]],
+        model_parallel_groups: Callable[[], Iterable[dist.ProcessGroup]],
         moments: OptimizerMoments,
     ) -> None:
-        self._other_axes, self.moments = other_axes, moments
+        self._model_parallel_groups, self.moments = model_parallel_groups, moments
         self.model, self._all, self._reductions, self._ranks = model, fragments, reductions, ranks
         self._trained = [fragment for fragment in fragments if fragment.was_trained]
         self._steps_are_announced = steps_are_announced
@@ -598,7 +598,7 @@ class LocalTraining:
     def _agree_on_exchange(self, fragments: Sequence[Fragment]) -> None:
         """Have all nodes exchange the parameters that any has trained, and fit their outer steps. Collective."""
         flags = [(fragment, self._ranks, fragment.changed) for fragment in fragments]
-        for fragment, on_any in agree_on_use(flags):
+        for fragment, on_any in all_reduce_flags(flags):
             fragment.changed = on_any()
         if fragments:
             self._fit(fragments, self._products(fragments))
@@ -613,7 +613,7 @@ class LocalTraining:
 
     @property
     def _groups(self) -> list[dist.ProcessGroup]:
-        return [group for group in (self._ranks.group, *self._other_axes()) if group is not None]
+        return [group for group in (self._ranks.group, *self._model_parallel_groups()) if group is not None]
 
     def _products(self, fragments: Sequence[Fragment]) -> list[Products]:
         """Return <m, g> and <g, g> of each fragment's last outer step, summed over ranks. Collective.

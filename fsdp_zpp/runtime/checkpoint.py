@@ -80,8 +80,8 @@ class LoadedState:
         """Return whether ``differs`` is true on any rank, including those of other parallelisms. Collective."""
         # Dicts, not sets: ranks must go through them in the same order, and a set's order differs by process.
         groups = dict.fromkeys(unit.ranks.group for unit in self.saved_with)
-        other_axes = dict.fromkeys(axis for unit in self.saved_with for axis in unit.sharded.other_axes())
-        for group in (*groups, *other_axes):
+        axes = dict.fromkeys(axis for unit in self.saved_with for axis in unit.sharded.model_parallel_groups())
+        for group in (*groups, *axes):
             differs = on_any_rank(differs, group, "the first use of codec state that was loaded")
         return differs
 
@@ -282,7 +282,7 @@ class CodecState(RankState):
         meshes = dict.fromkeys(unit.ranks for unit in units_by_part.values())
         # Hooks go on all sharded modules: a root whose parameters are all in other units has no unit, but runs first.
         modules = [each for each in model.modules() if isinstance(each, FSDPModule | FullyShardedDataParallel)]
-        axes = {axis for unit in names for axis in unit.sharded.other_axes()}
+        axes = {axis for unit in names for axis in unit.sharded.model_parallel_groups()}
         warns = any(unit.ranks.rank == 0 for unit in names) and all(dist.get_rank(axis) == 0 for axis in axes)
         parts |= _optimizer_states(model, optimizers, parts)
         super().__init__(parts, meshes, units_by_part, modules, warns=warns)
