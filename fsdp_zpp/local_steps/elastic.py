@@ -430,7 +430,7 @@ class ElasticTraining(LocalTraining):
         before = [fragment.snapshot() for fragment in due]
         # All members add the same numbers in the same order, so their momenta are the same, bit for bit.
         parts = [zip(*(header.products[at] for header in headers), strict=True) for at in request.fragments]
-        self._fit(due, [(sum(along), sum(norm)) for along, norm in parts])
+        self._adapt_momentum(due, [(sum(along), sum(norm)) for along, norm in parts])
         failure, node = "", self.membership.node
         try:
             for fragment, weight in zip(due, weights, strict=True):

@@ -219,12 +219,12 @@ class MomentAverage:
             whole = len(row) // MOMENT_CODEC.block * MOMENT_CODEC.block
             for blocks in (row[:whole].view(-1, MOMENT_CODEC.block), row[whole:].view(1, -1)):
                 if blocks.numel():
-                    _raise_zeros(blocks)
+                    _clamp_to_half_code(blocks)
             signs = row.sign()
             row.square_().square_().mul_(signs)
 
 
-def _raise_zeros(blocks: Tensor) -> None:
+def _clamp_to_half_code(blocks: Tensor) -> None:
     """Raise values to at least half a code in blocks that have no negative value; see [Note: Roots of moments]."""
     half, lowest = blocks.amax(1, keepdim=True).mul_(_HALF_CODE), blocks.amin(1, keepdim=True)
     torch.maximum(blocks, torch.where(lowest < 0, -torch.inf, half), out=blocks)
@@ -596,12 +596,12 @@ class LocalTraining:
         return on_any_rank(here, self._ranks.group, EXCHANGE, {PLACE: place, "model": self.model, **facts})
 
     def _agree_on_exchange(self, fragments: Sequence[Fragment]) -> None:
-        """Have all nodes exchange the parameters that any has trained, and fit their outer steps. Collective."""
+        """Have all nodes exchange the parameters that any has trained, and adapt the momentum. Collective."""
         flags = [(fragment, self._ranks, fragment.changed) for fragment in fragments]
         for fragment, on_any in all_reduce_flags(flags):
             fragment.changed = on_any()
         if fragments:
-            self._fit(fragments, self._products(fragments))
+            self._adapt_momentum(fragments, self._products(fragments))
 
     def _average_moments(self, fragments: Sequence[Fragment]) -> None:
         """Average the moments of those fragments whose next exchange includes them. Collective."""
@@ -626,9 +626,9 @@ class LocalTraining:
         sums = ordered_sum(torch.cat([fragment.outer.products.to(device) for fragment in fragments]), groups)
         return list(zip(sums[::2], sums[1::2], strict=True))
 
-    def _fit(self, fragments: Sequence[Fragment], products: Sequence[Products]) -> None:
+    def _adapt_momentum(self, fragments: Sequence[Fragment], products: Sequence[Products]) -> None:
         """Choose the momentum of each fragment's next outer step by its last ones; warn once if these overshoot."""
-        gains = [fragment.outer.fit(of) for fragment, of in zip(fragments, products, strict=True)]
+        gains = [fragment.outer.adapt_momentum(of) for fragment, of in zip(fragments, products, strict=True)]
         gain = max((each for each in gains if each is not None), default=None)
         if gain is None or self._has_warned:
             return
@@ -654,14 +654,14 @@ class LocalTraining:
         """Return the ranks that compare their next exchange. See [Note: One place to meet]."""
         return self._ranks.group
 
-    def exchanged_by_all(self) -> str:
+    def describe_exchange_all(self) -> str:
         """Describe the exchanges of :meth:`exchange_all` for errors; the text must be the same on all ranks."""
         self._check_not_shown()
         units = sum(fragment.was_trained for fragment in self._all)
         return f"all {units} after step {max(fragment.progress.made for fragment in self._all)}"
 
     def exchange_all(self) -> None:
-        """Exchange all fragments, so that nodes hold the same. Collective; ranks compare ``exchanged_by_all`` first."""
+        """Exchange all fragments, so that nodes hold the same. Collective; compare ``describe_exchange_all`` first."""
         self._prepare()
         if not self._all[0].progress.apart:
             return

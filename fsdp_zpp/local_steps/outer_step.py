@@ -146,8 +146,8 @@ class OuterOptimizer:
                 product.add_(own.to(product.device))
             momentum.mul_(coefficient)[: change.numel()].add_(change)
 
-    def fit(self, products: Products) -> float | None:
-        """Fit the next momentum to the ``products`` of the last step, summed over ranks, if something has changed.
+    def adapt_momentum(self, products: Products) -> float | None:
+        """Adapt the next momentum to the ``products`` of the last step, summed over ranks, if something has changed.
 
         Returns the last step's gain if it, and those before it, overshot; see [Note: Overshooting].
         """
@@ -357,12 +357,12 @@ class OuterStep:
 
     @property
     def products(self) -> Tensor:
-        """Return this rank's part of the products for :meth:`fit`."""
+        """Return this rank's part of the products for :meth:`adapt_momentum`."""
         wait_for(self._arrival, self._device)
         return self._optimizer.products
 
-    def fit(self, products: Products) -> float | None:
-        return self._optimizer.fit(products)
+    def adapt_momentum(self, products: Products) -> float | None:
+        return self._optimizer.adapt_momentum(products)
 
     @torch.no_grad()
     def receive(self, shards: Mapping[str, Tensor], mix: float = 1.0) -> None:

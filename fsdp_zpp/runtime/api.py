@@ -324,7 +324,7 @@ def exchange_weights(model: nn.Module) -> None:
     """
 
     def check() -> list[tuple[LocalTraining, str]]:
-        return [(training, training.exchanged_by_all()) for training in _local_trainings(model)]
+        return [(training, training.describe_exchange_all()) for training in _local_trainings(model)]
 
     def summary(checked: list[tuple[LocalTraining, str]]) -> dict[str, str]:
         names = ", ".join(training.model for training, _ in checked)
