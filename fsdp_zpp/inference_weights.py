@@ -19,7 +19,7 @@ from fsdp_zpp.frozen._torch_modules import FrozenModule, plain_class
 from fsdp_zpp.frozen.hugging_face import adapter_tensors, as_plain, decoded_weights_of, path_of, peft_model_in
 from fsdp_zpp.runtime.api import DTYPES, check_module, ranks_of
 from fsdp_zpp.runtime.full_tensors import FullTensor, GatherInTurn, Pending, TensorOfModel, gets, tensors_of
-from fsdp_zpp.runtime.unit import holds_packed_values
+from fsdp_zpp.runtime.unit import is_packed
 
 from .names import WRAPPERS, base_fqns, join_fqn, original_path
 
@@ -403,7 +403,7 @@ def _refuse_packed(tensors: Sequence[TensorOfModel]) -> None:
             parameter = module._parameters.get(name)
             by_bitsandbytes = any(cls.__module__.partition(".")[0] == "bitsandbytes" for cls in type(module).__mro__)
             # Neither casts nor merges understand bytes that another quantizer has packed.
-            if by_bitsandbytes or (parameter is not None and holds_packed_values(parameter)):
+            if by_bitsandbytes or (parameter is not None and is_packed(parameter)):
                 raise ValueError(
                     f"{tensor.names[0]} is packed by another quantizer, so it can be handed out as it is stored, but "
                     "neither cast nor merged; quantize the base by quantize_frozen_params(model, NF4()) instead"

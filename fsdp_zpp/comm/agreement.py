@@ -316,34 +316,34 @@ def run_on_first_rank(act: Callable[[], None]) -> None:
         raise failure
 
 
-def agree_on_use(
-    usage: Sequence[tuple[U, ProcessMesh, Sequence[bool]]],
+def all_reduce_flags(
+    by_unit: Sequence[tuple[U, ProcessMesh, Sequence[bool]]],
 ) -> list[tuple[U, Callable[[], list[bool]]]]:
-    """Exchange which parameters of each unit a rank has used; all ranks give the same units. Collective, once per mesh.
+    """Combine the flags of each unit over ranks, by OR; all ranks give the same units. Collective, once per mesh.
 
     Returns:
-        Each unit, with a function that waits for the device and returns, for each of its parameters, whether any rank
-        has used it. If this rank has used all of them, it need not call the function.
+        Each unit, with a function that waits for the device and returns, for each of its flags, whether it is set on
+        any rank. If all of them are set on this rank, it need not call the function.
     """
     answers: list[tuple[U, Callable[[], list[bool]]]] = []
-    for mesh in dict.fromkeys(mesh for _, mesh, _ in usage):
-        members = [(unit, used) for unit, its_mesh, used in usage if its_mesh == mesh]
-        of_all = functools.cache(_used_by_any([flag for _, used in members for flag in used], mesh))
+    for mesh in dict.fromkeys(mesh for _, mesh, _ in by_unit):
+        members = [(unit, flags) for unit, its_mesh, flags in by_unit if its_mesh == mesh]
+        of_all = functools.cache(_on_any([flag for _, flags in members for flag in flags], mesh))
         start = 0
-        for unit, used in members:
-            answers.append((unit, functools.partial(_part_of, of_all, start, len(used))))
-            start += len(used)
+        for unit, flags in members:
+            answers.append((unit, functools.partial(_part_of, of_all, start, len(flags))))
+            start += len(flags)
     return answers
 
 
-def _used_by_any(used: Sequence[bool], mesh: ProcessMesh) -> Callable[[], list[bool]]:
+def _on_any(own: Sequence[bool], mesh: ProcessMesh) -> Callable[[], list[bool]]:
     if mesh.group is None or mesh.topology.world == 1:
-        return lambda: list(used)
+        return lambda: list(own)
     where = collective_device(mesh.group)
-    if all(used):  # made on the device, since the host would wait for a copy
-        flags = torch.ones(len(used), dtype=torch.uint8, device=where)
+    if all(own):  # made on the device, since the host would wait for a copy
+        flags = torch.ones(len(own), dtype=torch.uint8, device=where)
     else:
-        flags = torch.tensor(used, dtype=torch.uint8, device=where)
+        flags = torch.tensor(own, dtype=torch.uint8, device=where)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=mesh.group)
     return lambda: [bool(flag) for flag in flags.tolist()]
 

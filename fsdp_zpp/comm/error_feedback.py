@@ -174,14 +174,14 @@ class ErrorBuffer:
     def __init__(self, beta: float, codec: Int8 | None, decay: float = 1.0) -> None:
         self.beta = beta
         self._codec, self._decay = codec, decay
-        self._held: HeldErrors | None = None
+        self._errors: HeldErrors | None = None
         self.spared: Spared | None = None
 
     @property
     def state(self) -> Tensor:
         """Return the errors in the order of the payload's rows: fp32 [chunks * numel], or uint8 [chunks, nbytes]."""
-        assert self._held is not None
-        return self._held.state
+        assert self._errors is not None
+        return self._errors.state
 
     @property
     def block(self) -> int:
@@ -194,9 +194,9 @@ class ErrorBuffer:
         Parameters without errors start from zero; errors of parameters that ``extent`` lacks do not decay. ``idle`` are
         the parameters that this rank has not used.
         """
-        held, self.spared = self._held, None
+        held, self.spared = self._errors, None
         if held is None:
-            self._held = HeldErrors.zeros(extent, self._codec, device)
+            self._errors = HeldErrors.zeros(extent, self._codec, device)
             return self
         if held.extent != extent:
             held = held.in_extent(extent)
@@ -204,35 +204,35 @@ class ErrorBuffer:
             self.spared = Spared(marks, held.state.clone())
         if self._decay < 1:
             held.decay(self._decay)
-        self._held = held
+        self._errors = held
         return self
 
     # ---- for codecs without kernels of their own
 
     def read(self) -> Tensor:
-        assert self._held is not None
-        return self._held.values()
+        assert self._errors is not None
+        return self._errors.values()
 
     def write(self, errors: Tensor, chunks: int) -> None:
         self.state.copy_(errors if self._codec is None else self._codec.encode(errors, 1, chunks))
 
     def put_back(self, where: Tensor, state: Tensor) -> None:
-        assert self._held is not None
-        self._held.put_back(where, state)
+        assert self._errors is not None
+        self._errors.put_back(where, state)
 
     # ---- moves and resets
 
     def move(self, device: torch.device) -> None:
-        self._held = None if self._held is None else self._held.to(device)
+        self._errors = None if self._errors is None else self._errors.to(device)
 
     def reset(self) -> None:
-        self._held = None
+        self._errors = None
 
     # ---- in checkpoints
 
     def state_dict(self) -> ErrorBufferState | None:
         """Return the errors, on the CPU, and their form; None if there are none."""
-        held = self._held
+        held = self._errors
         if held is None:
             return None
         extent, layout = held.extent, held.extent.layout
@@ -262,7 +262,7 @@ class ErrorBuffer:
             layout = FlatLayout(tuple(Piece(*piece) for piece in pieces), tuple(starts), numel)
         extent = Extent(saved["numel"], tuple(saved["starts"]), layout)
         parked = {Piece(order, name, numel): state.clone() for order, name, numel, state in saved["parked"]}
-        self._held = HeldErrors(saved["state"].clone(), extent, parked, self._codec)
+        self._errors = HeldErrors(saved["state"].clone(), extent, parked, self._codec)
 
 
 def encode_with_feedback(codec: Codec, values: Tensor, rows: int, cols: int, errors: ErrorBuffer) -> Tensor:

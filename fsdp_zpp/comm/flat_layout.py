@@ -286,7 +286,7 @@ class ExactPlaces:
 def _block_of(codecs: Iterable[Codec | None]) -> int:
     """Return a common multiple of the codecs' block sizes; 0 if all values of a chunk depend on each other."""
     blocks = [codec.block_numel for codec in codecs if codec is not None]
-    return max(blocks, default=1) if all(blocks) else 0  # this library's blocks are powers of two
+    return math.lcm(*blocks) if all(blocks) else 0
 
 
 def exact_places(
@@ -372,7 +372,7 @@ class Sharded:
         """Return each parameter's modules; empty for adapters whose modules always show the optimizer's parameters."""
         return ()
 
-    def other_axes(self) -> Sequence[dist.ProcessGroup]:
+    def model_parallel_groups(self) -> Sequence[dist.ProcessGroup]:
         """Return a group for each axis of another parallelism; its ranks hold copies of what that axis leaves whole."""
         return ()
 

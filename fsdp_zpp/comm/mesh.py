@@ -119,7 +119,7 @@ def launched_on_each_node() -> int:
     return tasks[0]
 
 
-def described() -> str:
+def launcher_variables() -> str:
     """Return the launcher's variables as text, which ranks compare if no layout of a group follows from them."""
     tasks = _tasks_on_each_node()
     if "LOCAL_WORLD_SIZE" in os.environ or not tasks:

@@ -39,8 +39,8 @@ from .frozen_base import FrozenReport
 from .hugging_face import on_first_rank
 from .quantize import (
     Encoded,
-    FreezableWeight,
     FrozenOptions,
+    QuantizableWeight,
     ReadTensors,
     Selection,
     put_in,
@@ -160,10 +160,10 @@ def read_base(folder: Path) -> tuple[TensorFiles, dict[str, SavedWeight]]:
             f"{path} has the format version {version!r}, but this fsdp_zpp reads version {VERSION}; load the base with "
             f"the fsdp_zpp that saved it, or {REMEDY}"
         )
-    described = metadata.get("weights")
-    if not isinstance(described, dict) or not described:
+    entries = metadata.get("weights")
+    if not isinstance(entries, dict) or not entries:
         raise ValueError(f"{path} is not the index of a quantized base; {REMEDY}")
-    weights = {name: _saved_weight(name, metadata_of_weight, path) for name, metadata_of_weight in described.items()}
+    weights = {name: _saved_weight(name, entry, path) for name, entry in entries.items()}
     files = TensorFiles(file_of, path, REMEDY)
     for name, stored in weights.items():
         for kind, expected in zip((CODES, SCALES), stored.headers(), strict=True):
@@ -179,9 +179,9 @@ def read_base(folder: Path) -> tuple[TensorFiles, dict[str, SavedWeight]]:
     return files, weights
 
 
-def _saved_weight(name: str, described: Any, path: Path) -> SavedWeight:
+def _saved_weight(name: str, entry: Any, path: Path) -> SavedWeight:
     try:
-        stored = SavedWeight(tuple(described["shape"]), described["dtype"], described["codec"], described["block"])
+        stored = SavedWeight(tuple(entry["shape"]), entry["dtype"], entry["codec"], entry["block"])
         # The type itself, since JSON's true is an int by isinstance.
         sizes_fit = all(type(size) is int and size > 0 for size in stored.shape) and len(stored.shape) > 1
         if not sizes_fit or stored.torch_dtype() not in DTYPES:
@@ -189,7 +189,7 @@ def _saved_weight(name: str, described: Any, path: Path) -> SavedWeight:
         stored.make_codec()
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"{path} describes {name} as {described!r}, which is not a quantized weight ({error}); {REMEDY}"
+            f"{path} describes {name} as {entry!r}, which is not a quantized weight ({error}); {REMEDY}"
         ) from error
     return stored
 
@@ -229,8 +229,8 @@ class BaseWriter:
         self._flush()
         if not self._error:
             try:
-                described = {name: asdict(weight) for name, weight in stored.items()}
-                metadata = {"format": FORMAT, "version": VERSION, "weights": described}
+                entries = {name: asdict(weight) for name, weight in stored.items()}
+                metadata = {"format": FORMAT, "version": VERSION, "weights": entries}
                 index = json.dumps({"metadata": metadata, "weight_map": self._files}, indent=1)
                 write_whole(self._folder / BASE_INDEX, index)
             except OSError as failure:
@@ -502,7 +502,7 @@ def _read_weight(
     files: TensorFiles,
     key: str,
     saved: SavedWeight,
-    candidate: FreezableWeight,
+    candidate: QuantizableWeight,
     where: Placement,
     device: torch.device | None,
 ) -> Encoded:

@@ -274,7 +274,7 @@ def check_nodes(module: nn.Module, mesh: ProcessMesh) -> None:
     mesh = as_launched(mesh)
     for weight in _unplaced(module):
         placed = weight.placement.mesh
-        if weight.placement.by_name or placed.topology == mesh.topology:
+        if weight.placement.node_size_is_given or placed.topology == mesh.topology:
             continue
         if placed.group is None:  # all of it is on each rank
             raise ValueError(

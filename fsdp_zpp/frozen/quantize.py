@@ -22,7 +22,7 @@ from fsdp_zpp.names import explains_arguments, model_name, parameter_name
 from fsdp_zpp.runtime._torch_rank_layout import launched_node_size
 from fsdp_zpp.runtime.api import DTYPES, check_module, ranks_of
 from fsdp_zpp.runtime.full_tensors import reshard
-from fsdp_zpp.runtime.unit import StrategyUnit, holds_packed_values
+from fsdp_zpp.runtime.unit import StrategyUnit, is_packed
 from fsdp_zpp.strategy.strategy import Strategy
 
 from ._torch_modules import (
@@ -78,7 +78,7 @@ OTHERWISE_SHARDED = "sharded by another parallelism"
 
 
 @dataclass(eq=False)  # found by identity
-class FreezableWeight:
+class QuantizableWeight:
     """A weight and all modules that use it, each with its path and the weight's name there.
 
     ``packed`` has its codes, if another library has packed it.
@@ -102,10 +102,10 @@ class FreezableWeight:
 class Selection:
     """Weights to quantize, in the order of the model, and parameters that stay as they are, by the reason."""
 
-    chosen: list[FreezableWeight] = field(default_factory=list)
+    chosen: list[QuantizableWeight] = field(default_factory=list)
     left: dict[str, list[tuple[str, nn.Parameter]]] = field(default_factory=dict)
 
-    def leave(self, candidate: FreezableWeight, reason: str) -> None:
+    def leave(self, candidate: QuantizableWeight, reason: str) -> None:
         self.chosen.remove(candidate)
         self.left.setdefault(reason, []).append((candidate.name, candidate.parameter))
 
@@ -187,7 +187,7 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), u
             else:
                 reason = _unfit(parameter, sites, min_numel, packed)
             if reason is None:
-                selection.chosen.append(FreezableWeight(parameter, sites, packed))
+                selection.chosen.append(QuantizableWeight(parameter, sites, packed))
             else:
                 selection.left.setdefault(reason, []).append((parameter_name(path, name), parameter))
     return selection
@@ -207,7 +207,7 @@ def _unfit(
             return "parametrized"
         if getattr(module, "max_norm", None) is not None:
             return "an nn.Embedding with max_norm, which writes to it"
-    if packed is None and holds_packed_values(parameter):
+    if packed is None and is_packed(parameter):
         return f"{PACKED} as {kind.__name__}"
     if packed is None and (kind not in (nn.Parameter, Tensor) or parameter.dtype not in DTYPES):
         return f"a {kind.__name__} of {parameter.dtype}"
@@ -348,7 +348,7 @@ def put_in(
 
 
 def encode_candidate(
-    candidate: FreezableWeight,
+    candidate: QuantizableWeight,
     options: FrozenOptions,
     read: ReadValues | None = None,
     stored: StoredWeight | None = None,
@@ -383,7 +383,7 @@ def encode_candidate(
 
 def _packed_by_first(packed: StoredWeight, group: dist.ProcessGroup, device: torch.device) -> StoredWeight:
     """Return the first rank's codes of a packed weight. Collective."""
-    whole = _from_first(packed.records(0, packed.format.groups).to(device), group)
+    whole = _from_first(packed.records(0, packed.format.num_groups).to(device), group)
     return StoredWeight(packed.format, lambda first, last: whole[first:last])
 
 

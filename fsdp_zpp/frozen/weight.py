@@ -39,13 +39,13 @@ class Placement:
 
     Attributes:
         scope: ``N`` replicated on every rank, ``I`` sharded inside a node.
-        by_name: Whether the user gave the node size; see ``check_nodes`` in frozen_base.py.
+        node_size_is_given: Whether the user gave the node size; see ``check_nodes`` in frozen_base.py.
     """
 
     scope: str
     mesh: ProcessMesh
     # Excluded from comparison: weights on the same ranks are gathered together, whoever chose the ranks.
-    by_name: bool = field(default=False, compare=False)
+    node_size_is_given: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:
@@ -93,7 +93,7 @@ def place_base(model: nn.Module, scope: str, group: dist.ProcessGroup | None, gp
         return Placement(scope, ProcessMesh(Topology(1, 1), 0, None, None))
     if gpus_per_node is None and (mesh := _wrapping_mesh(model, group)) is not None:
         return Placement(scope, mesh)
-    return Placement(scope, process_mesh(group, gpus_per_node), by_name=gpus_per_node is not None)
+    return Placement(scope, process_mesh(group, gpus_per_node), node_size_is_given=gpus_per_node is not None)
 
 
 def _wrapping_mesh(model: nn.Module, group: dist.ProcessGroup) -> ProcessMesh | None:
@@ -438,7 +438,7 @@ class FrozenUnit:
 
     def local_payload(self, weight: FrozenWeight) -> Tensor:
         """Return this rank's chunk, uint8 [local_nbytes], a view."""
-        return self._held[self._places[weight]][0]
+        return self._payloads[self._places[weight]][0]
 
     def gathered_payload(self, weight: FrozenWeight, device: torch.device) -> Tensor:
         """Return all chunks, uint8 [chunks, local_nbytes], on the device that computes. Collective.
@@ -448,7 +448,7 @@ class FrozenUnit:
         if self._shard.is_cpu and device.type != "cpu":
             # FSDP moves a model to its device without Module._apply, so nothing has moved the codes with it.
             self.move(device)
-        parts = self._held if self._intra is None else self._buffers.get(self)
+        parts = self._payloads if self._intra is None else self._buffers.get(self)
         return parts[self._places[weight]]
 
     def split(self, gathered: Tensor) -> Sequence[Tensor]:
@@ -461,6 +461,6 @@ class FrozenUnit:
         self._intra.all_gather(self._shard, self.label, out)
 
     def _hold(self, shard: Tensor) -> None:
-        self._shard, self._held = shard, self.split(shard)
+        self._shard, self._payloads = shard, self.split(shard)
         for codec in {weight.codec for weight in self.weights}:
             codec.prepare_decode(shard.device)

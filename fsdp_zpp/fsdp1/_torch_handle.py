@@ -20,7 +20,7 @@ from torch.distributed.fsdp._common_utils import (
 )
 from torch.distributed.fsdp._flat_param import FlatParamHandle, HandleTrainingState
 
-from fsdp_zpp.comm.agreement import agree_on_use
+from fsdp_zpp.comm.agreement import all_reduce_flags
 from fsdp_zpp.comm.flat_layout import FlatLayout, Sharded
 from fsdp_zpp.comm.gradient_reduce import StepWatch
 from fsdp_zpp.comm.weight_gather import ShardValues, ShardVersion
@@ -275,7 +275,7 @@ class ShardedHandle(Sharded):
         flat_param = self.handle.flat_param
         return list(flat_param._params or (flat_param,))
 
-    def other_axes(self) -> list[dist.ProcessGroup]:
+    def model_parallel_groups(self) -> list[dist.ProcessGroup]:
         specs = self.handle.flat_param._param_extensions
         return [group for spec in specs if spec is not None for group in spec.mesh.get_all_groups()]
 
@@ -370,7 +370,7 @@ def handle_of(instance: FullyShardedDataParallel) -> StrategyHandle | None:
     return handle if isinstance(handle, StrategyHandle) else None
 
 
-def prefetch_shards_alone(root: nn.Module) -> None:
+def disable_prefetch_unless_sharded(root: nn.Module) -> None:
     """Turn off prefetching in forwards if a unit is not sharded."""
     # If a unit without shards is prefetched and not run, FSDP hides its gradients.
     instances: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
@@ -466,7 +466,7 @@ class HandleBackwardWatch(StepWatch):
         if not gathered:
             return used_elsewhere
         asked = [(handle, handle.gradients.reductions.mesh, [handle.gradients.is_used]) for handle in gathered]
-        for handle, used_by_any in agree_on_use(asked):
+        for handle, used_by_any in all_reduce_flags(asked):
             if handle.gradients.is_used:
                 continue
             if all(used_by_any()):

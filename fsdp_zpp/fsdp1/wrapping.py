@@ -550,7 +550,7 @@ def _set_up(root: nn.Module) -> None:
         hooks = set_up_model(root, name, units, [numel for numel in others if numel])
         log_frozen(root, name, units)
         _torch_handle.watch_backwards(root, hooks.backward_ended).reduce_in_two_streams()
-        _torch_handle.prefetch_shards_alone(root)
+        _torch_handle.disable_prefetch_unless_sharded(root)
 
 
 def _before_move(instance: FullyShardedDataParallel) -> None:

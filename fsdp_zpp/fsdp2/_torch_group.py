@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.profiler import record_function
 
-from fsdp_zpp.comm.agreement import agree_on_use
+from fsdp_zpp.comm.agreement import all_reduce_flags
 from fsdp_zpp.comm.flat_layout import Sharded
 from fsdp_zpp.comm.gradient_reduce import StepWatch
 from fsdp_zpp.comm.hops import keep_until_read
@@ -260,7 +260,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         infos = [param._module_info for param in self.fsdp_params]
         return [(info.module, *info.shared_modules) for info in infos]
 
-    def other_axes(self) -> list[dist.ProcessGroup]:
+    def model_parallel_groups(self) -> list[dist.ProcessGroup]:
         sharded: list[Any] = self.parameters()
         meshes = dict.fromkeys(parameter.device_mesh for parameter in sharded)
         return [group for mesh in meshes if mesh.ndim > 1 for group in mesh.get_all_groups()]
@@ -458,7 +458,7 @@ class WatchedState(FSDPState):
 def _drop_unused(gradients: list[GroupGradients]) -> None:
     """Remove gradients of parameters that no rank has used in the step that ends. Collective."""
     asked = [(each.use, each.reductions.mesh, used) for each in gradients if (used := each.use.in_step())]
-    for use, used_by_any in agree_on_use(asked):
+    for use, used_by_any in all_reduce_flags(asked):
         use.drop_unused(used_by_any)
 
 

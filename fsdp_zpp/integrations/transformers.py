@@ -67,17 +67,17 @@ class AnnouncesWrites(TrainerCallback):
         self._trainer = trainer
 
     def on_optimizer_step(self, *arguments: object, **others: object) -> None:
-        for model in self._held():
+        for model in self._callback_models():
             reshard(model)
 
     def on_step_begin(self, *arguments: object, **others: object) -> None:
         self.announce()
 
     def announce(self) -> None:
-        for model in self._held():
+        for model in self._callback_models():
             invalidate(model)
 
-    def _held(self) -> Iterator[nn.Module]:
+    def _callback_models(self) -> Iterator[nn.Module]:
         for callback in self._trainer.callback_handler.callbacks:
             for value in vars(callback).values():
                 # The trained model's own weights are stale after each step anyway.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_zpp.comm.agreement import agree_on_use, checksums, from_each_rank
+from fsdp_zpp.comm.agreement import all_reduce_flags, checksums, from_each_rank
 from fsdp_zpp.comm.gradient_reduce import StepReductions
 from fsdp_zpp.comm.hops import Traffic
 from fsdp_zpp.comm.mesh import ProcessMesh
@@ -56,7 +56,7 @@ class ElasticOuterStep(OuterStep):
         names = sorted(name for name, numel in numels.items() if numel)
         if not names:
             return {name: torch.zeros(0, dtype=torch.float32) for name in numels}
-        self._settle()
+        self._wait_for_exchange()
         whole = torch.zeros(sum(numels[name] for name in names), dtype=torch.float32)
         parts = dict(zip(names, whole.split([numels[name] for name in names]), strict=True))
         for name, part in parts.items() if owned else ():
@@ -73,7 +73,7 @@ class ElasticOuterStep(OuterStep):
 
     def connect(self, mesh: ProcessMesh, momentum: Mapping[str, Tensor]) -> None:
         """Exchange over ``mesh`` from now on, with this rank's chunks of the momentum there."""
-        self._settle()
+        self._wait_for_exchange()
         self._set_nodes(mesh)
         for name, chunk in momentum.items():
             self._optimizer.start(name, chunk.numel(), self._device, self._agreed[name].device)
@@ -82,14 +82,14 @@ class ElasticOuterStep(OuterStep):
 
     def disconnect(self) -> None:
         """Drop all references to the groups of other nodes, so that their sockets close: the others wait for that."""
-        self._settle()
+        self._wait_for_exchange()
         owner = self._node, self._nodes
         self._set_nodes(self._alone)
         self._node, self._nodes = owner
 
     @property
     def last_fit(self) -> OuterFit:
-        self._settle()
+        self._wait_for_exchange()
         return self._optimizer.last_fit
 
     def take_over(self, agreed: Mapping[str, Tensor], fit: OuterFit, shards: Mapping[str, Tensor]) -> None:
@@ -107,7 +107,7 @@ class ElasticOuterStep(OuterStep):
 
     def rollback(self, snapshot: Snapshot) -> None:
         """Take back an exchange; errors start from zero with the :meth:`connect` that comes next."""
-        self._settle()
+        self._wait_for_exchange()
         for name, (agreed, momentum) in snapshot.weights.items():
             self._agreed[name].copy_(agreed)
             self._optimizer.momentum[name].copy_(momentum)
@@ -202,12 +202,12 @@ class ElasticFragment(Fragment):
 class Request:
     """Exchange that a node is about to make after a step, of fragments by their index in the model.
 
-    ``settles`` says that these are all, so that nodes hold the same weights afterwards.
+    ``exchanges_all`` says that these are all, so that nodes hold the same weights afterwards.
     """
 
     step: int
     fragments: tuple[int, ...]
-    settles: bool = False
+    exchanges_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -290,11 +290,11 @@ class ElasticTraining(LocalTraining):
         reductions: Sequence[StepReductions],
         ranks: ProcessMesh,
         steps_are_announced: Callable[[], bool],
-        other_axes: Callable[[], Iterable[dist.ProcessGroup]],
+        model_parallel_groups: Callable[[], Iterable[dist.ProcessGroup]],
         moments: OptimizerMoments,
         parameters: Callable[[], Sequence[nn.Parameter]],
     ) -> None:
-        super().__init__(model, fragments, reductions, ranks, steps_are_announced, other_axes, moments)
+        super().__init__(model, fragments, reductions, ranks, steps_are_announced, model_parallel_groups, moments)
         assert self._config.elastic is not None
         self._fragments = fragments
         self._parameters = parameters
@@ -366,7 +366,7 @@ class ElasticTraining(LocalTraining):
             fragment.note_trained()
         while self._progress.settled != self._progress.made:
             trained = tuple(at for at, each in enumerate(self._all) if each in self._trained)
-            self._exchange(Request(self._progress.made, trained, settles=True))
+            self._exchange(Request(self._progress.made, trained, exchanges_all=True))
 
     # ---- an exchange
 
@@ -394,7 +394,7 @@ class ElasticTraining(LocalTraining):
     def _header(self, request: Request | None) -> NodeHeader:
         progress, group = self._progress, self._ranks.group
         flags = [(fragment, self._ranks, fragment.changed) for fragment in self._all]
-        changed = tuple(tuple(on_any()) for _, on_any in agree_on_use(flags))
+        changed = tuple(tuple(on_any()) for _, on_any in all_reduce_flags(flags))
         start: object = None
         if progress.committed == 0:
             sums = [checksums(fragment.outer.agreed) for fragment in self._fragments]
@@ -430,7 +430,7 @@ class ElasticTraining(LocalTraining):
         before = [fragment.snapshot() for fragment in due]
         # All members add the same numbers in the same order, so their momenta are the same, bit for bit.
         parts = [zip(*(header.products[at] for header in headers), strict=True) for at in request.fragments]
-        self._fit(due, [(sum(along), sum(norm)) for along, norm in parts])
+        self._adapt_momentum(due, [(sum(along), sum(norm)) for along, norm in parts])
         failure, node = "", self.membership.node
         try:
             for fragment, weight in zip(due, weights, strict=True):
@@ -442,7 +442,7 @@ class ElasticTraining(LocalTraining):
                 fragment.rollback(snapshot)
             return False
         for fragment in due:
-            fragment.receive(1.0 if request.settles else self._config.mix)
+            fragment.receive(1.0 if request.exchanges_all else self._config.mix)
         self._count(request)
         return True
 
@@ -454,7 +454,7 @@ class ElasticTraining(LocalTraining):
             fragment.progress.exchanged = request.step
             fragment.progress.committed += 1
             fragment.progress.round = self._members.round_number
-            fragment.progress.settled = request.step if request.settles else fragment.progress.settled
+            fragment.progress.settled = request.step if request.exchanges_all else fragment.progress.settled
 
     # ---- a change of members
 

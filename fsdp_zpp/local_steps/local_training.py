@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from fsdp_zpp.comm.agreement import (
     PLACE,
     agree,
-    agree_on_use,
+    all_reduce_flags,
     check_agreement,
     from_each_rank,
     on_any_rank,
@@ -219,12 +219,12 @@ class MomentAverage:
             whole = len(row) // MOMENT_CODEC.block * MOMENT_CODEC.block
             for blocks in (row[:whole].view(-1, MOMENT_CODEC.block), row[whole:].view(1, -1)):
                 if blocks.numel():
-                    _raise_zeros(blocks)
+                    _clamp_to_half_code(blocks)
             signs = row.sign()
             row.square_().square_().mul_(signs)
 
 
-def _raise_zeros(blocks: Tensor) -> None:
+def _clamp_to_half_code(blocks: Tensor) -> None:
     """Raise values to at least half a code in blocks that have no negative value; see [Note: Roots of moments]."""
     half, lowest = blocks.amax(1, keepdim=True).mul_(_HALF_CODE), blocks.amin(1, keepdim=True)
     torch.maximum(blocks, torch.where(lowest < 0, -torch.inf, half), out=blocks)
@@ -254,7 +254,7 @@ class MomentUnit(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class _Held:
+class _OptimizerParam:
     """A parameter that an optimizer holds in a group."""
 
     unit: MomentUnit
@@ -264,12 +264,12 @@ class _Held:
     group: Mapping[str, Any]
     number: int  # of the optimizer, among the known optimizers
 
-    def described(self) -> States:
+    def metadata(self) -> States:
         """Return the dtypes of its moments and the numbers, or raise a ValueError if nodes can't average its states."""
         states = self.optimizer.state.get(self.parameter, {})  # empty before the optimizer's first step with it
-        return {name: self._described(name, value) for name, value in states.items() if value is not None}
+        return {name: self._metadata_of(name, value) for name, value in states.items() if value is not None}
 
-    def _described(self, name: str, value: object) -> torch.dtype | Number:
+    def _metadata_of(self, name: str, value: object) -> torch.dtype | Number:
         if isinstance(value, int | float):
             return value
         local = _local(value)
@@ -316,12 +316,12 @@ class OptimizerMoments:
         different states, or no optimizer is known.
         """
         units = [self._units[fragment] for fragment in fragments]
-        held, described = agree(self._ranks.group, lambda: self._described(units), call=_CALL)
+        params, metadata = agree(self._ranks.group, lambda: self._params_and_metadata(units), call=_CALL)
         gone = self._gone_on_any_rank()
-        described = {key: states for key, states in described.items() if key[2] not in gone}
+        metadata = {key: states for key, states in metadata.items() if key[2] not in gone}
         by_node = [
             from_each_rank(
-                {key: states for key, states in described.items() if held[key].unit.ranks == mesh}, mesh.inter
+                {key: states for key, states in metadata.items() if params[key].unit.ranks == mesh}, mesh.inter
             )
             for mesh in dict.fromkeys(unit.ranks for unit in units)
             if mesh.inter is not None
@@ -332,9 +332,9 @@ class OptimizerMoments:
             call=_CALL,
         )
         for key, states in agreed.items():
-            held[key].adopt(states)
+            params[key].adopt(states)
         for unit in units:
-            self._average(unit, {held[key]: states for key, states in agreed.items() if held[key].unit is unit})
+            self._average(unit, {params[key]: states for key, states in agreed.items() if params[key].unit is unit})
 
     def _gone_on_any_rank(self) -> frozenset[int]:
         """Return the numbers of optimizers that some rank has freed already, others perhaps not yet. Collective."""
@@ -342,9 +342,9 @@ class OptimizerMoments:
         group = self._ranks.group
         return gone if group is None else gone.union(*from_each_rank(gone, group))
 
-    def _average(self, unit: MomentUnit, held: Mapping[_Held, States]) -> None:
+    def _average(self, unit: MomentUnit, params: Mapping[_OptimizerParam, States]) -> None:
         kinds: dict[tuple[str, int], dict[str, Tensor]] = {}
-        for each, states in held.items():
+        for each, states in params.items():
             for state, value in states.items():
                 if isinstance(value, torch.dtype):
                     moment = _local(each.optimizer.state[each.parameter][state])
@@ -354,11 +354,11 @@ class OptimizerMoments:
         for _, moments in sorted(kinds.items(), key=itemgetter(0)):
             over_nodes.average(moments, placements)
 
-    def _described(self, units: Sequence[MomentUnit]) -> tuple[dict[Key, _Held], dict[Key, States]]:
-        held = {(unit.sharded.name, each.name, each.number): each for unit in units for each in self._held(unit)}
-        return held, {key: each.described() for key, each in held.items()}
+    def _params_and_metadata(self, units: Sequence[MomentUnit]) -> tuple[dict[Key, _OptimizerParam], dict[Key, States]]:
+        params = {(unit.sharded.name, each.name, each.number): each for unit in units for each in self._params_of(unit)}
+        return params, {key: each.metadata() for key, each in params.items()}
 
-    def _held(self, unit: MomentUnit) -> Iterator[_Held]:
+    def _params_of(self, unit: MomentUnit) -> Iterator[_OptimizerParam]:
         """Yield parameters that optimizers hold and that have values on this rank; the same on all nodes."""
         if not self._optimizers.count:
             raise ValueError(
@@ -376,7 +376,7 @@ class OptimizerMoments:
             if local.numel():
                 name = next(iter(unit.sharded.named_parts(parameter, local)))
                 for holder in of.get(id(parameter), []):
-                    yield _Held(unit, name, parameter, *holder)
+                    yield _OptimizerParam(unit, name, parameter, *holder)
 
 
 def _agreed(by_node: Sequence[Mapping[Key, States]]) -> dict[Key, States]:
@@ -459,10 +459,10 @@ class LocalTraining:
         reductions: Sequence[StepReductions],
         ranks: ProcessMesh,
         steps_are_announced: Callable[[], bool],
-        other_axes: Callable[[], Iterable[dist.ProcessGroup]],
+        model_parallel_groups: Callable[[], Iterable[dist.ProcessGroup]],
         moments: OptimizerMoments,
     ) -> None:
-        self._other_axes, self.moments = other_axes, moments
+        self._model_parallel_groups, self.moments = model_parallel_groups, moments
         self.model, self._all, self._reductions, self._ranks = model, fragments, reductions, ranks
         self._trained = [fragment for fragment in fragments if fragment.was_trained]
         self._steps_are_announced = steps_are_announced
@@ -596,12 +596,12 @@ class LocalTraining:
         return on_any_rank(here, self._ranks.group, EXCHANGE, {PLACE: place, "model": self.model, **facts})
 
     def _agree_on_exchange(self, fragments: Sequence[Fragment]) -> None:
-        """Have all nodes exchange the parameters that any has trained, and fit their outer steps. Collective."""
+        """Have all nodes exchange the parameters that any has trained, and adapt the momentum. Collective."""
         flags = [(fragment, self._ranks, fragment.changed) for fragment in fragments]
-        for fragment, on_any in agree_on_use(flags):
+        for fragment, on_any in all_reduce_flags(flags):
             fragment.changed = on_any()
         if fragments:
-            self._fit(fragments, self._products(fragments))
+            self._adapt_momentum(fragments, self._products(fragments))
 
     def _average_moments(self, fragments: Sequence[Fragment]) -> None:
         """Average the moments of those fragments whose next exchange includes them. Collective."""
@@ -613,7 +613,7 @@ class LocalTraining:
 
     @property
     def _groups(self) -> list[dist.ProcessGroup]:
-        return [group for group in (self._ranks.group, *self._other_axes()) if group is not None]
+        return [group for group in (self._ranks.group, *self._model_parallel_groups()) if group is not None]
 
     def _products(self, fragments: Sequence[Fragment]) -> list[Products]:
         """Return <m, g> and <g, g> of each fragment's last outer step, summed over ranks. Collective.
@@ -626,9 +626,9 @@ class LocalTraining:
         sums = ordered_sum(torch.cat([fragment.outer.products.to(device) for fragment in fragments]), groups)
         return list(zip(sums[::2], sums[1::2], strict=True))
 
-    def _fit(self, fragments: Sequence[Fragment], products: Sequence[Products]) -> None:
+    def _adapt_momentum(self, fragments: Sequence[Fragment], products: Sequence[Products]) -> None:
         """Choose the momentum of each fragment's next outer step by its last ones; warn once if these overshoot."""
-        gains = [fragment.outer.fit(of) for fragment, of in zip(fragments, products, strict=True)]
+        gains = [fragment.outer.adapt_momentum(of) for fragment, of in zip(fragments, products, strict=True)]
         gain = max((each for each in gains if each is not None), default=None)
         if gain is None or self._has_warned:
             return
@@ -654,14 +654,14 @@ class LocalTraining:
         """Return the ranks that compare their next exchange. See [Note: One place to meet]."""
         return self._ranks.group
 
-    def exchanged_by_all(self) -> str:
+    def describe_exchange_all(self) -> str:
         """Describe the exchanges of :meth:`exchange_all` for errors; the text must be the same on all ranks."""
         self._check_not_shown()
         units = sum(fragment.was_trained for fragment in self._all)
         return f"all {units} after step {max(fragment.progress.made for fragment in self._all)}"
 
     def exchange_all(self) -> None:
-        """Exchange all fragments, so that nodes hold the same. Collective; ranks compare ``exchanged_by_all`` first."""
+        """Exchange all fragments, so that nodes hold the same. Collective; compare ``describe_exchange_all`` first."""
         self._prepare()
         if not self._all[0].progress.apart:
             return

@@ -146,8 +146,8 @@ class OuterOptimizer:
                 product.add_(own.to(product.device))
             momentum.mul_(coefficient)[: change.numel()].add_(change)
 
-    def fit(self, products: Products) -> float | None:
-        """Fit the next momentum to the ``products`` of the last step, summed over ranks, if something has changed.
+    def adapt_momentum(self, products: Products) -> float | None:
+        """Adapt the next momentum to the ``products`` of the last step, summed over ranks, if something has changed.
 
         Returns the last step's gain if it, and those before it, overshot; see [Note: Overshooting].
         """
@@ -269,7 +269,7 @@ class OuterStep:
     @torch.no_grad()
     def start(self, shards: Mapping[str, Tensor]) -> None:
         """Adopt weights of this rank, which must be the same on all nodes, as the agreed ones."""
-        self._settle()
+        self._wait_for_exchange()
         for name, shard in shards.items():
             # Parameters may be offloaded; exchanges start on a device that collectives accept.
             empty = shard.new_empty(0)
@@ -278,7 +278,7 @@ class OuterStep:
             self._agreed[name] = shard.detach().to(kept_on, torch.float32, copy=True).view(-1)
             self._optimizer.start(name, chunk_numel(shard.numel(), self._nodes), self._device, kept_on)
 
-    def _settle(self) -> None:
+    def _wait_for_exchange(self) -> None:
         """Wait in the current stream for exchanges on their way, before their memory is used otherwise."""
         wait_for(self._arrival, self._device)
         self._arrival = None
@@ -293,7 +293,7 @@ class OuterStep:
 
         ``warms_up`` adds the changes since the last agreement to the momentum, which else stays as it is.
         """
-        self._settle()
+        self._wait_for_exchange()
         changes: dict[str, Tensor] = {}
         for (agreed, shard), name in zip(self._beside(shards), shards, strict=True):
             if warms_up:
@@ -357,12 +357,12 @@ class OuterStep:
 
     @property
     def products(self) -> Tensor:
-        """Return this rank's part of the products for :meth:`fit`."""
+        """Return this rank's part of the products for :meth:`adapt_momentum`."""
         wait_for(self._arrival, self._device)
         return self._optimizer.products
 
-    def fit(self, products: Products) -> float | None:
-        return self._optimizer.fit(products)
+    def adapt_momentum(self, products: Products) -> float | None:
+        return self._optimizer.adapt_momentum(products)
 
     @torch.no_grad()
     def receive(self, shards: Mapping[str, Tensor], mix: float = 1.0) -> None:
@@ -401,7 +401,7 @@ class OuterStep:
     # ---- in checkpoints
 
     def state_dict(self) -> OuterStepState:
-        self._settle()
+        self._wait_for_exchange()
         errors, back = (None if each is None else each.state_dict() for each in self._errors)
         # Copy them: on a CPU, the agreed weights change in place with the next exchange.
         agreed = {name: value.to("cpu", copy=True) for name, value in self.agreed.items()}
@@ -431,7 +431,7 @@ class OuterStep:
 
     def reset(self) -> None:
         """Forget the agreed weights and errors; :meth:`start` comes next."""
-        self._settle()
+        self._wait_for_exchange()
         self._agreed = {}
         self._optimizer.reset()
         for errors in self._errors:

@@ -278,11 +278,11 @@ def choose(estimates: Sequence[Estimate], slow_links: bool) -> Estimate | None:
     if not fitting:
         return None
     fast = _fastest(fitting)
-    best = _plainest(_quietest(fast, slow_links))
+    best = _plainest(_least_on_slow_hop(fast, slow_links))
     exact = [estimate for estimate in fast if not _is_lossy(estimate)]
     if not exact or not _is_lossy(best):
         return best
-    without = _plainest(_quietest(exact, slow_links))
+    without = _plainest(_least_on_slow_hop(exact, slow_links))
     cost = _slow_hop(fast, slow_links)
     gains_nothing = cost(without) - cost(best) <= TOLERANCE * without.time.total
     gains_nothing &= best.memory.total >= (1 - LESS_MEMORY) * without.memory.total
@@ -295,7 +295,7 @@ def _plainest(estimates: list[Estimate]) -> Estimate:
     def rank(each: Estimate) -> tuple[bool, bool, int, bool]:
         # Where letters coincide, as I and G do on one node, the usual name wins: False sorts before True.
         usual = "".join(resolve_scopes(Scopes(*each.levels), each.topology))
-        return *_fame(each), each.memory.total, usual != each.levels
+        return *_preset_order(each), each.memory.total, usual != each.levels
 
     return min(estimates, key=rank)
 
@@ -307,7 +307,7 @@ def _is_lossy(estimate: Estimate) -> bool:
     return any(isinstance(codec, Codec) for codec in codecs)
 
 
-def _fame(estimate: Estimate) -> tuple[bool, bool]:
+def _preset_order(estimate: Estimate) -> tuple[bool, bool]:
     """Return a sort key: presets and torch's strategies first, presets with a coarser base next, letters last."""
     return estimate.title is None, estimate.candidate.coarser
 
@@ -322,7 +322,7 @@ def _fastest(estimates: list[Estimate]) -> list[Estimate]:
     return ties(estimates, lambda estimate: estimate.time.total)
 
 
-def _quietest(estimates: list[Estimate], slow_links: bool) -> list[Estimate]:
+def _least_on_slow_hop(estimates: list[Estimate], slow_links: bool) -> list[Estimate]:
     cost = _slow_hop(estimates, slow_links)
     bound = min(map(cost, estimates)) + TOLERANCE * min(estimate.time.total for estimate in estimates)
     return [estimate for estimate in estimates if cost(estimate) <= bound]
@@ -376,9 +376,9 @@ def _on_ties(choice: Estimate, alike: list[Estimate], others: str, slow_links: b
     exact = [each for each in fast if not _is_lossy(each)]
     is_exact = not _is_lossy(choice) and len(exact) < len(fast)
     rivals = exact if is_exact else fast
-    quiet = _quietest(rivals, slow_links)
-    reasons = ["sends the least"] if len(quiet) < len(rivals) else []
-    if any(each.memory.total > choice.memory.total and _fame(each) == _fame(choice) for each in quiet):
+    least = _least_on_slow_hop(rivals, slow_links)
+    reasons = ["sends the least"] if len(least) < len(rivals) else []
+    if any(each.memory.total > choice.memory.total and _preset_order(each) == _preset_order(choice) for each in least):
         reasons.append("takes the least memory")
     if is_exact and not reasons:
         reasons.append("is the plainest")

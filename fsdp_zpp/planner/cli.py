@@ -128,8 +128,8 @@ _PARAMETERS = inspect.signature(plan).parameters
 
 def _helps() -> dict[str, str]:
     """Return the help of each option: the text of its argument in the docstring of ``plan``."""
-    described = inspect.getdoc(plan) or ""
-    section = described.partition("Args:\n")[2].partition("\nRaises:")[0]
+    docstring = inspect.getdoc(plan) or ""
+    section = docstring.partition("Args:\n")[2].partition("\nRaises:")[0]
     helps = dict.fromkeys(_PARAMETERS, "")  # python -OO leaves docstrings out
     for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE):
         words = " ".join(text.split()).removeprefix("True if ").rstrip(".")

@@ -95,15 +95,15 @@ class FlatPart:
     requires_grad: bool
     device: torch.device  # on which it is gathered, even if shards are offloaded
     group: dist.ProcessGroup | None  # of ranks that hold a shard each; None if this rank holds all of it
-    other_axes: Any  # the DTensorSpec of a parameter that another parallelism shards, too; None for others
+    dtensor_spec: Any  # the DTensorSpec of a parameter that another parallelism shards, too; None for others
 
     @property
     def full_shape(self) -> torch.Size:
-        return self.shape if self.other_axes is None else torch.Size(self.other_axes.shape)
+        return self.shape if self.dtensor_spec is None else torch.Size(self.dtensor_spec.shape)
 
-    def with_other_axes(self, part: Tensor) -> Tensor:
+    def full_tensor_of(self, part: Tensor) -> Tensor:
         """Return the full parameter for ``part``. Collective over the ranks of another parallelism that shards it."""
-        spec = self.other_axes
+        spec = self.dtensor_spec
         if spec is None:
             return part
         sharded = DTensor.from_local(
@@ -138,7 +138,7 @@ def flat_parts(model: nn.Module) -> Iterator[FlatPart]:
                     requires_grad=(flat_param._params[place] if flat_param._params else flat_param).requires_grad,
                     device=handle.device,
                     group=group,
-                    other_axes=flat_param._param_extensions[place],
+                    dtensor_spec=flat_param._param_extensions[place],
                 )
                 place += 1
             start += size

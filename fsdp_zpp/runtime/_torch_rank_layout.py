@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init
 from fsdp_zpp.comm.agreement import agree
 from fsdp_zpp.comm.mesh import (
     ProcessMesh,
-    described,
+    launcher_variables,
     mesh_on,
     tells_node_size,
     topology_of,
@@ -26,7 +26,7 @@ from fsdp_zpp.comm.mesh import (
 from fsdp_zpp.strategy.error_feedback import Topology
 from fsdp_zpp.strategy.strategy import Strategy
 
-from .links import known_links, may_be_known
+from .links import known_links, supports_link_query
 
 # ---- layout of a strategy's ranks on nodes
 
@@ -81,7 +81,7 @@ def node_size_fact(given: int | None, group: dist.ProcessGroup) -> object:
         return given
     # Compare the resolved size: ranks that leave it to the launcher may have been launched differently.
     launched = launched_node_size(group)
-    return f"{launched} (as launched)" if isinstance(launched, int) and may_be_known(group) else launched
+    return f"{launched} (as launched)" if isinstance(launched, int) and supports_link_query(group) else launched
 
 
 def launched_node_size(group: dist.ProcessGroup) -> object:
@@ -89,7 +89,7 @@ def launched_node_size(group: dist.ProcessGroup) -> object:
     try:
         return topology_of(group).gpus_per_node
     except ValueError:  # which must raise on all ranks, not on some: the caller compares the text between them
-        return described()
+        return launcher_variables()
 
 
 # ---- the parts of a device mesh that a strategy shards over

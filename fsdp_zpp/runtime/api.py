@@ -25,7 +25,7 @@ from fsdp_zpp.strategy.local_steps import LocalSteps
 from fsdp_zpp.strategy.strategy import Strategy
 
 from ._torch_rank_layout import node_size_fact
-from .unit import COMMUNICATORS, Communicator, StrategyUnit, holds_packed_values, named_units
+from .unit import COMMUNICATORS, Communicator, StrategyUnit, is_packed, named_units
 
 # ---- ranks of a model where a user does not name them
 
@@ -102,10 +102,10 @@ def check_dtypes(parameters: Iterable[tuple[str, Tensor]], remedy: str, *, takes
     for name, parameter in parameters:
         if parameter.dtype in DTYPES:
             continue
-        is_packed = holds_packed_values(parameter)
+        has_packed = is_packed(parameter)
         # bitsandbytes' layers in 8 bits read attributes of their parameters that FSDP does not keep.
         in_8_bits = hasattr(parameter, "CB")
-        if is_packed and takes_integers and not in_8_bits:
+        if has_packed and takes_integers and not in_8_bits:
             continue
         packed = (
             "store packed values with bnb_4bit_quant_storage=torch.bfloat16; or pass frozen= to the strategy, which "
@@ -115,7 +115,7 @@ def check_dtypes(parameters: Iterable[tuple[str, Tensor]], remedy: str, *, takes
             packed = "load the base in 4 bits, or in bf16 and quantize it as Int8(256); or "
         raise TypeError(
             f"parameter {name} is {parameter.dtype}; a Strategy shards {', '.join(map(str, DTYPES))}; "
-            f"{packed * is_packed}{remedy}"
+            f"{packed * has_packed}{remedy}"
         )
 
 
@@ -324,7 +324,7 @@ def exchange_weights(model: nn.Module) -> None:
     """
 
     def check() -> list[tuple[LocalTraining, str]]:
-        return [(training, training.exchanged_by_all()) for training in _local_trainings(model)]
+        return [(training, training.describe_exchange_all()) for training in _local_trainings(model)]
 
     def summary(checked: list[tuple[LocalTraining, str]]) -> dict[str, str]:
         names = ", ".join(training.model for training, _ in checked)

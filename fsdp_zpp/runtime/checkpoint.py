@@ -43,15 +43,15 @@ class LoadedState:
         self, saved_with: Mapping[ParameterUnit, Checksums], modules: Iterable[nn.Module], drop: Callable[[], None]
     ) -> None:
         self.saved_with, self._drop = saved_with, drop
-        self._held = {
-            unit: (unit.loads, _held(unit, saved)) for unit, saved in saved_with.items() if _fragment_of(unit) is None
+        self._checksums_at_load = {
+            unit: (unit.loads, _digest(unit, saved)) for unit, saved in saved_with.items() if _fragment_of(unit) is None
         }
         # All modules get a hook, since not every model is called by its root. The first call removes all hooks.
         self._hooks = [module.register_forward_pre_hook(self._before_forward, prepend=True) for module in modules]
         for unit in saved_with:
             unit.loaded_state = self
             if (fragment := _fragment_of(unit)) is not None:
-                fragment.before_restore = self.settle
+                fragment.before_restore = self.verify_or_drop
 
     def forget(self) -> None:
         for hook in self._hooks:
@@ -64,9 +64,9 @@ class LoadedState:
     # It runs once, so it is not traced.
     @torch.compiler.disable
     def _before_forward(self, module: nn.Module, *inputs: object) -> None:
-        self.settle()
+        self.verify_or_drop()
 
-    def settle(self) -> None:
+    def verify_or_drop(self) -> None:
         """Drop the state unless it belongs to the weights of all ranks. Collective."""
         self.forget()
         differs = not all(self._is_of_same(unit) for unit in self.saved_with if _fragment_of(unit) is None)
@@ -80,14 +80,14 @@ class LoadedState:
         """Return whether ``differs`` is true on any rank, including those of other parallelisms. Collective."""
         # Dicts, not sets: ranks must go through them in the same order, and a set's order differs by process.
         groups = dict.fromkeys(unit.ranks.group for unit in self.saved_with)
-        other_axes = dict.fromkeys(axis for unit in self.saved_with for axis in unit.sharded.other_axes())
-        for group in (*groups, *other_axes):
+        axes = dict.fromkeys(axis for unit in self.saved_with for axis in unit.sharded.model_parallel_groups())
+        for group in (*groups, *axes):
             differs = on_any_rank(differs, group, "the first use of codec state that was loaded")
         return differs
 
     def _is_of_same(self, unit: ParameterUnit) -> bool:
-        saved, (loads, held) = self.saved_with[unit], self._held[unit]
-        return (loads == unit.loads and _match(held, saved)) or _match(_held(unit, saved), saved)
+        saved, (loads, at_load) = self.saved_with[unit], self._checksums_at_load[unit]
+        return (loads == unit.loads and _match(at_load, saved)) or _match(_digest(unit, saved), saved)
 
     def _nodes_hold(self, units: Sequence[ParameterUnit]) -> bool:
         """Return whether all weights are the agreed ones, or each piece of a weight is that of a node. Collective."""
@@ -116,12 +116,12 @@ def _fragment_of(unit: ParameterUnit) -> Fragment | None:
     return unit.fragment if isinstance(unit, StrategyUnit) else None
 
 
-def _held(unit: ParameterUnit, names: Collection[str]) -> Checksums:
+def _digest(unit: ParameterUnit, names: Collection[str]) -> Checksums:
     return checksums({name: shard for name, shard in unit.sharded.named_shards().items() if name in names})
 
 
-def _match(held: Checksums, saved: Checksums) -> bool:
-    return all(dtype != saved[name][0] or value == saved[name][1] for name, (dtype, value) in held.items())
+def _match(present: Checksums, saved: Checksums) -> bool:
+    return all(dtype != saved[name][0] or value == saved[name][1] for name, (dtype, value) in present.items())
 
 
 def _cover(numel: int, spans: Iterable[Span]) -> bool:
@@ -282,7 +282,7 @@ class CodecState(RankState):
         meshes = dict.fromkeys(unit.ranks for unit in units_by_part.values())
         # Hooks go on all sharded modules: a root whose parameters are all in other units has no unit, but runs first.
         modules = [each for each in model.modules() if isinstance(each, FSDPModule | FullyShardedDataParallel)]
-        axes = {axis for unit in names for axis in unit.sharded.other_axes()}
+        axes = {axis for unit in names for axis in unit.sharded.model_parallel_groups()}
         warns = any(unit.ranks.rank == 0 for unit in names) and all(dist.get_rank(axis) == 0 for axis in axes)
         parts |= _optimizer_states(model, optimizers, parts)
         super().__init__(parts, meshes, units_by_part, modules, warns=warns)
@@ -322,4 +322,4 @@ def _saved_with(unit: ParameterUnit) -> Checksums:
     """Return the checksums of a unit's trained parameters, which differ from step to step."""
     if unit.loaded_state is not None:  # and not used yet
         return unit.loaded_state.saved_with[unit]
-    return _held(unit, set(unit.sharded.trained_names()))
+    return _digest(unit, set(unit.sharded.trained_names()))

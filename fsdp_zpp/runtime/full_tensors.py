@@ -226,13 +226,13 @@ class PartOfFlat(FullTensor):
 
     def peak_nbytes(self, dtype: torch.dtype | None) -> int:
         # Along other axes it is gathered out of place, and may be put into another order.
-        others = 2 * self.nbytes(None) if self._part.other_axes is not None else 0
+        others = 2 * self.nbytes(None) if self._part.dtensor_spec is not None else 0
         return self._part.shape.numel() * self.on_the_wire(dtype).itemsize + self.of_casts(0, dtype) + others
 
     @torch.no_grad()
     def start(self, dtype: torch.dtype | None, to: int | None, gathers: AllGathers) -> Pending:
         part, pending = self._part, Pending(self, dtype, to)
-        if to is None or part.other_axes is not None:  # along which ranks that get nothing take part, too
+        if to is None or part.dtensor_spec is not None:  # along its mesh, ranks that get nothing take part, too
             self._broadcast(pending, part.group)
         elif part.group is None:
             if gets(to):
@@ -292,7 +292,7 @@ class PartOfFlat(FullTensor):
     def finish(self, out: Tensor | None, dtype: torch.dtype | None, to: int | None) -> Tensor | None:
         if out is None:
             return None
-        full = self._part.with_other_axes(out.view(self._part.shape))
+        full = self._part.full_tensor_of(out.view(self._part.shape))
         return full.to(self.as_delivered(dtype)) if gets(to) else None
 
 

@@ -18,7 +18,7 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fsdp_zpp.comm.agreement import agree_on_use, check_agreement, check_replicas, from_each_rank, shard_signature
+from fsdp_zpp.comm.agreement import all_reduce_flags, check_agreement, check_replicas, from_each_rank, shard_signature
 from fsdp_zpp.comm.hops import running_backward
 from fsdp_zpp.comm.weight_gather import SecondaryShardPrefetcher
 from fsdp_zpp.local_steps.elastic import ElasticFragment, ElasticTraining
@@ -284,7 +284,7 @@ class StepTracker:
 def too_small_units(units: Sequence[StrategyUnit]) -> set[ParameterUnit]:
     """Return the units of which some rank has no element; the same on all ranks. Collective, once a mesh."""
     flags = [(unit, unit.ranks, [not any(map(local_numel, unit.sharded.parameters()))]) for unit in units]
-    return {unit for unit, on_any_rank in agree_on_use(flags) if any(on_any_rank())}
+    return {unit for unit, on_any_rank in all_reduce_flags(flags) if any(on_any_rank())}
 
 
 def local_numel(parameter: nn.Parameter) -> int:
@@ -454,12 +454,12 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -
     def steps_are_announced() -> bool:
         return any(getattr(p, IN_OPTIMIZER, False) for unit in units for p in unit.sharded.parameters())
 
-    def other_axes() -> Iterable[dist.ProcessGroup]:
-        return dict.fromkeys(axis for unit in fragments.values() for axis in unit.sharded.other_axes())
+    def model_parallel_groups() -> Iterable[dist.ProcessGroup]:
+        return dict.fromkeys(axis for unit in fragments.values() for axis in unit.sharded.model_parallel_groups())
 
     reductions = [unit.reductions for unit in fragments.values()]
     ranks = next(iter(fragments.values())).ranks
-    how = reductions, ranks, steps_are_announced, other_axes, OptimizerMoments(model, fragments, ranks)
+    how = reductions, ranks, steps_are_announced, model_parallel_groups, OptimizerMoments(model, fragments, ranks)
     elastic = [fragment for fragment in fragments if isinstance(fragment, ElasticFragment)]
     if elastic:
         training: LocalTraining = ElasticTraining(

@@ -38,7 +38,7 @@ class GpuReport:
     disabled: bool = False
 
 
-def nvlink_peers(uuid: str) -> GpuReport | None:
+def nvml_report(uuid: str) -> GpuReport | None:
     """Return the report on the GPU with this UUID, given without "GPU-" or "MIG-"; None if unknown."""
     try:
         nvml = importlib.import_module("pynvml")
@@ -50,14 +50,14 @@ def nvlink_peers(uuid: str) -> GpuReport | None:
     except nvml.NVMLError:
         return None
     try:
-        return _peers(nvml, uuid)
+        return _query_nvml(nvml, uuid)
     except nvml.NVMLError:
         return None
     finally:
         nvml.nvmlShutdown()
 
 
-def _peers(nvml: Any, uuid: str) -> GpuReport:
+def _query_nvml(nvml: Any, uuid: str) -> GpuReport:
     own = _whole_gpu(nvml, uuid)
     gpu = nvml.nvmlDeviceGetUUID(own)
     joined: set[str] = set()
@@ -134,7 +134,7 @@ _links: WeakKeyDictionary[dist.ProcessGroup, Links | None] = WeakKeyDictionary()
 def find_links(group: dist.ProcessGroup, device: torch.device | None = None) -> Links | None:
     """Return the links of ``group``, or None if they are unknown. Collective at the first call for a group."""
     if group not in _links:
-        _links[group] = _exchanged(group, device) if may_be_known(group) else None
+        _links[group] = _exchanged(group, device) if supports_link_query(group) else None
     return _links[group]
 
 
@@ -184,7 +184,7 @@ def _are_known_apart(one: GpuReport, other: GpuReport) -> bool:
     return one.disabled or other.disabled or one.gpu in other.apart or other.gpu in one.apart
 
 
-def may_be_known(group: dist.ProcessGroup) -> bool:
+def supports_link_query(group: dist.ProcessGroup) -> bool:
     """Return whether :func:`find_links` asks ranks about GPUs; the same on all ranks, whatever GPU each has."""
     return dist.get_world_size(group) > 1 and "nccl" in dist.get_backend_config(group)
 
@@ -209,11 +209,11 @@ def own_report(group: dist.ProcessGroup, device: torch.device | None) -> GpuRepo
     given = (device, getattr(group, "bound_device_id", None), torch.device("cuda", torch.cuda.current_device()))
     own = next(each.index for each in given if each is not None and each.type == "cuda" and each.index is not None)
     uuid = str(torch.cuda.get_device_properties(own).uuid)
-    report = nvlink_peers(uuid) or _peers_without_access(uuid, own)
+    report = nvml_report(uuid) or _cuda_report(uuid, own)
     return replace(report, disabled=_p2p_is_disabled())
 
 
-def _peers_without_access(uuid: str, own: int) -> GpuReport:
+def _cuda_report(uuid: str, own: int) -> GpuReport:
     """Return a report of the visible GPUs that this one can't access; links to all others are unknown."""
     others = (index for index in range(torch.cuda.device_count()) if index != own)
     apart = (index for index in others if not torch.cuda.can_device_access_peer(own, index))

@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 K = TypeVar("K", bound=Hashable)
 
 
-def holds_packed_values(parameter: Tensor) -> bool:
+def is_packed(parameter: Tensor) -> bool:
     """Return whether the elements of ``parameter`` stand for other values, so that its bytes must not change.
 
     Call it before FSDP shards the parameter: shards are plain tensors.
     """
     if isinstance(parameter, DTensor):
-        return holds_packed_values(parameter._local_tensor)
+        return is_packed(parameter._local_tensor)
     return (
         hasattr(parameter, "__tensor_flatten__")  # a subclass whose values are computed from other tensors
         or encodes_itself(parameter)
@@ -73,7 +73,7 @@ def packed(parameters: Iterable[tuple[K, Tensor]]) -> dict[K, Tensor]:
     """Return the parameters that hold packed values, by the keys that they come with."""
     # Most are plain; a call for each of them would take a third of the time of sharding a module.
     candidates = ((key, p) for key, p in parameters if type(p) is not nn.Parameter or "quant_state" in vars(p))
-    return {key: parameter for key, parameter in candidates if holds_packed_values(parameter)}
+    return {key: parameter for key, parameter in candidates if is_packed(parameter)}
 
 
 def packed_sites(model: nn.Module) -> set[tuple[nn.Module, str]]:

@@ -92,9 +92,9 @@ def test_rows_and_chunks_of_a_format_decode_alone(name: str, tmp_path: Path) -> 
             for first, last in ((0, len(values)), (0, 1), (1, 3), (len(values) - 1, len(values)), (3, 3)):
                 assert torch.equal(weight.values(first * row, last * row), flat[first * row : last * row])
             assert torch.equal(weight.values(middle - 3, middle + 5), flat[middle - 3 : middle + 5])  # within rows
-            everything = weight.records(0, stored.groups)
-            for cut in range(1, stored.groups):
-                assert torch.equal(torch.cat([weight.records(0, cut), weight.records(cut, stored.groups)]), everything)
+            whole = weight.records(0, stored.num_groups)
+            for cut in range(1, stored.num_groups):
+                assert torch.equal(torch.cat([weight.records(0, cut), weight.records(cut, stored.num_groups)]), whole)
     for ranks in (1, 3):
         mesh = ProcessMesh(Topology(ranks, ranks), 0, None, None)
         places = [Placement("I", replace(mesh, rank=rank)) for rank in range(ranks)]
@@ -346,4 +346,4 @@ def test_scales_that_are_nan_are_not_kept(name: str) -> None:
     [stored] = find_stored(Tensors(tensors), config).values()
     weight = stored_in(stored, {role: tensors[key] for role, key in stored.keys.items()})
     with pytest.raises(ValueError, match="has scales that are NaN or infinite"):
-        weight.payload(0, stored.groups)
+        weight.payload(0, stored.num_groups)

@@ -40,13 +40,13 @@ def machine(sets: Sets | None) -> Iterator[None]:
     def own_report(group: dist.ProcessGroup, device: torch.device | None) -> GpuReport:
         return GpuReport(None) if sets is None else reports_of(dist.get_world_size(), sets)[dist.get_rank()]
 
-    def may_be_known(group: dist.ProcessGroup) -> bool:
+    def supports_link_query(group: dist.ProcessGroup) -> bool:
         return dist.get_world_size(group) > 1
 
     with (
         patch.object(links, "own_report", own_report),
-        patch.object(links, "may_be_known", may_be_known),
-        patch.object(_torch_rank_layout, "may_be_known", may_be_known),
+        patch.object(links, "supports_link_query", supports_link_query),
+        patch.object(_torch_rank_layout, "supports_link_query", supports_link_query),
         patch.object(links, "_links", WeakKeyDictionary()),
     ):
         yield

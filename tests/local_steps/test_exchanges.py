@@ -297,11 +297,11 @@ def started(config: LocalSteps) -> OuterOptimizer:
 def test_what_is_not_finite_leaves_the_momentum(products: tuple[float, float]) -> None:
     optimizer = started(LocalSteps(outer_momentum="auto"))
     optimizer.step(torch.ones(37), ONE_PART)
-    optimizer.fit((0.2, 1.0))
+    optimizer.adapt_momentum((0.2, 1.0))
     optimizer.step(torch.ones(37), ONE_PART)
     before = optimizer.state_dict()[1]["correlation"]
     assert before < 1  # as it is at first
-    assert optimizer.fit(products) is None
+    assert optimizer.adapt_momentum(products) is None
     assert optimizer.state_dict()[1]["correlation"] == before
 
 

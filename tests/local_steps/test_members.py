@@ -210,7 +210,7 @@ def differences_after_rollback() -> list[str]:
         outer.send(change(100 * round_ + dist.get_rank()))
         twin.send(change(100 * round_ + dist.get_rank()))
         snapshot = outer.snapshot(SHAPES)
-        outer.fit((0.25, 1.0))
+        outer.adapt_momentum((0.25, 1.0))
         assert outer.last_fit["correlation"] < twin.last_fit["correlation"]
         outer.send(change(7))
         outer.rollback(snapshot)

@@ -15,7 +15,7 @@ from harness.links import NONE, Sets, machine, reports_of
 from harness.messages import collected
 
 from fsdp_zpp.runtime import links
-from fsdp_zpp.runtime.links import GpuReport, Links, find_links, known_links, links_from, nvlink_peers
+from fsdp_zpp.runtime.links import GpuReport, Links, find_links, known_links, links_from, nvml_report
 from fsdp_zpp.strategy.error_feedback import Topology
 
 BOX = Topology(8, 8)
@@ -187,13 +187,13 @@ def test_nvml_tells_which_gpus_nvlink_joins(monkeypatch: pytest.MonkeyPatch) -> 
     gpus = ["GPU-a", "GPU-b", "GPU-c"]
     library = library_of(gpus, {frozenset((0, 1))}, ["MIG-one", "MIG-two"])
     monkeypatch.setitem(sys.modules, "pynvml", library)
-    assert nvlink_peers("a") == GpuReport("GPU-a", frozenset({"GPU-b"}), frozenset({"GPU-c"}))
-    assert nvlink_peers("c") == GpuReport("GPU-c", apart=frozenset({"GPU-a", "GPU-b"}))
-    assert nvlink_peers("one") == nvlink_peers("two") == nvlink_peers("c")
-    assert nvlink_peers("of another machine") is None
+    assert nvml_report("a") == GpuReport("GPU-a", frozenset({"GPU-b"}), frozenset({"GPU-c"}))
+    assert nvml_report("c") == GpuReport("GPU-c", apart=frozenset({"GPU-a", "GPU-b"}))
+    assert nvml_report("one") == nvml_report("two") == nvml_report("c")
+    assert nvml_report("of another machine") is None
     assert library.users == []
     library.denial = library.NVML_P2P_STATUS_UNKNOWN  # which is no denial
-    assert nvlink_peers("a") == GpuReport("GPU-a", frozenset({"GPU-b"}))
+    assert nvml_report("a") == GpuReport("GPU-a", frozenset({"GPU-b"}))
 
 
 def test_what_nvml_does_not_tell_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,13 +209,13 @@ def test_what_nvml_does_not_tell_is_not_known(monkeypatch: pytest.MonkeyPatch) -
         library = library_of(["GPU-a", "GPU-b"], {frozenset((0, 1))}, [])
         setattr(library, broken, fail)
         monkeypatch.setitem(sys.modules, "pynvml", library)
-        assert nvlink_peers("a") == expected
+        assert nvml_report("a") == expected
         assert library.users == []
 
 
 def test_without_pynvml_links_are_not_known_and_it_is_said_how_to_know_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with collected() as records:
-        assert nvlink_peers("a") is None
+        assert nvml_report("a") is None
     [(level, text)] = records
     assert (level, "pip install nvidia-ml-py" in text) == ("WARNING", True)

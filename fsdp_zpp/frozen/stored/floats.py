@@ -165,17 +165,17 @@ class Fp8(StoredFormat):
         return f"{self.name} {kind} in blocks of {self.block[0]}x{self.block[1]}, {self.shape[-1]} columns"
 
     @property
-    def rows(self) -> int:
+    def rows_per_group(self) -> int:
         return self.block[0]
 
     @cached_property
     def layout(self) -> RecordLayout:
         columns = self.shape[-1]
         scales = Field("scales", torch.float32, (1, -(-columns // self.block[1])))
-        return RecordLayout(Field("codes", torch.uint8, (self.rows, columns)), scales)
+        return RecordLayout(Field("codes", torch.uint8, (self.rows_per_group, columns)), scales)
 
     def pack(self, parts: Parts, first: int, last: int) -> Tensor:
-        codes = parts["codes"][first * self.rows : last * self.rows]
+        codes = parts["codes"][first * self.rows_per_group : last * self.rows_per_group]
         if shape_of(parts["scales"]).numel() == 1:
             scales = _fp32(parts["scales"][...]).reshape(1).expand(last - first)
         else:
@@ -287,7 +287,7 @@ class Mxfp4(StoredFormat):
         return name, cls(torch.Size((experts, count * _MXFP4_BLOCK, out)), torch.bfloat16, keys)
 
     @property
-    def rows(self) -> int:
+    def rows_per_group(self) -> int:
         return _MXFP4_BLOCK
 
     @cached_property
@@ -397,12 +397,12 @@ class FourBit(StoredFormat):
         keys = self.keys
         check_header(tensors, keys["table"], torch.float32, shape=(16,))
         if self.nested_block:
-            check_header(tensors, keys["absmax"], torch.uint8, shape=(self.groups,))
-            nested = -(-self.groups // self.nested_block)
+            check_header(tensors, keys["absmax"], torch.uint8, shape=(self.num_groups,))
+            nested = -(-self.num_groups // self.nested_block)
             check_header(tensors, keys["nested_absmax"], torch.float32, shape=(nested,))
             check_header(tensors, keys["nested_table"], torch.float32, shape=(256,))
         else:
-            check_header(tensors, keys["absmax"], torch.float32, shape=(self.groups,))
+            check_header(tensors, keys["absmax"], torch.float32, shape=(self.num_groups,))
         shape = check_header(tensors, keys["codes"], *_STORAGE, shape=None)
         storage, numel = tensors.dtype(keys["codes"]), self.shape.numel()
         assert isinstance(storage, torch.dtype)

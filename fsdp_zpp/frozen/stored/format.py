@@ -78,7 +78,7 @@ class RecordLayout:
 #
 # The codec of a weight that stays as it is stored: chunks are sequences of records, which the weight's format decodes.
 
-_RECORD_ALIGNMENT = 16  # payloads end at multiples of this many bytes, so that the next weight's can be in any codec
+_PAYLOAD_ALIGNMENT = 16  # payloads end at multiples of this many bytes, so that the next weight's can be in any codec
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class StoredCodec(BlockCodec):
 
     def nbytes(self, numel: int) -> int:
         records = -(-numel // self.block) * self.record_nbytes
-        return -(-records // _RECORD_ALIGNMENT) * _RECORD_ALIGNMENT
+        return -(-records // _PAYLOAD_ALIGNMENT) * _PAYLOAD_ALIGNMENT
 
     def blocks(self, payload: Tensor, numel: int) -> tuple[Tensor, ...]:
         return (self.records(payload, numel),)
@@ -206,14 +206,14 @@ class StoredFormat(ABC):
         """Return the layout of a group's record."""
 
     @property
-    def rows(self) -> int:
+    def rows_per_group(self) -> int:
         """Return how many neighbouring rows are a group."""
         return 1
 
     @property
     def group_numel(self) -> int:
         """Return the size of a group: of consecutive values of the flat, decoded weight that decode on their own."""
-        return self.rows * self.shape[-1]
+        return self.rows_per_group * self.shape[-1]
 
     @property
     def description(self) -> str:
@@ -251,7 +251,7 @@ class StoredFormat(ABC):
                 raise ValueError(f"{name} has scales that are NaN or infinite; {REMEDY}")
 
     @property
-    def groups(self) -> int:
+    def num_groups(self) -> int:
         """Return the number of the weight's groups, of which the last may be incomplete."""
         return -(-self.shape.numel() // self.group_numel)
 
@@ -317,13 +317,13 @@ def stacked(matrices: Sequence[Sequence[StoredWeight]], name: str) -> StoredWeig
         )
     starts = [0]
     for part in parts:
-        starts.append(starts[-1] + part.format.groups)
+        starts.append(starts[-1] + part.format.num_groups)
 
     def records(begin: int, end: int) -> Tensor:
         pieces = [
-            part.records(max(begin - start, 0), min(end - start, part.format.groups))
+            part.records(max(begin - start, 0), min(end - start, part.format.num_groups))
             for part, start in zip(parts, starts, strict=False)
-            if begin < start + part.format.groups and start < end
+            if begin < start + part.format.num_groups and start < end
         ]
         return torch.cat(pieces)
 

@@ -266,15 +266,15 @@ class Gptq(_Transposed):
         )
 
     @property
-    def rows(self) -> int:
+    def rows_per_group(self) -> int:
         return 32 // self.bits
 
     @cached_property
     def layout(self) -> RecordLayout:
         return RecordLayout(
-            Field("qweight", torch.int32, (self.shape[-1] // self.rows, self.rows)),
+            Field("qweight", torch.int32, (self.shape[-1] // self.rows_per_group, self.rows_per_group)),
             Field("qzeros", torch.int32, (self.scale_groups, 1)),
-            Field("scales", self.dtype, (self.scale_groups, self.rows)),
+            Field("scales", self.dtype, (self.scale_groups, self.rows_per_group)),
         )
 
     def decode(self, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
@@ -283,7 +283,7 @@ class Gptq(_Transposed):
             # point of 0 borrows from its neighbour. int32 wraps around.
             qzeros = qzeros + torch.tensor(_ONES[self.bits], dtype=torch.int32, device=qzeros.device)
         codes = unpack_codes(qweight.mT, self.bits)
-        zeros = unpack_codes(qzeros, self.bits)[..., : self.rows].mT
+        zeros = unpack_codes(qzeros, self.bits)[..., : self.rows_per_group].mT
         return scale_codes(codes, zeros, scales.mT, self.order)
 
 
@@ -337,7 +337,7 @@ class Awq(_Transposed):
         return f"{self.name} in {self.scale_groups} groups of {self.dtype}, {self.shape[-1]} columns"
 
     @property
-    def rows(self) -> int:
+    def rows_per_group(self) -> int:
         return 8
 
     @cached_property
