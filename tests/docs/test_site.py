@@ -158,6 +158,15 @@ def test_a_search_finds_parts_of_names(site: Path) -> None:
     assert all({"WORLD_SIZE", "SIZE"} <= set(section["parts"].split()) for section in sections)
 
 
+@pytest.mark.parametrize("query", ["two nodes", "multi node", "launch"])
+def test_a_search_for_several_nodes_leads_to_how_to_launch_them(site: Path, query: str) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    pages = [section for section in index["docs"] if "#" not in section["location"]]  # whose titles count most
+    begins = [re.compile(rf"\b{word}", re.IGNORECASE) for word in query.split()]  # as Material takes words
+    found = [page["location"] for page in pages if all(word.search(page["title"]) for word in begins)]
+    assert found == ["guides/launching/"]
+
+
 def test_pages_that_errors_and_comments_name_are_there(site: Path) -> None:
     dead = []
     for file in (*SOURCES, *(path for path in (ROOT / "examples").rglob("*") if path.suffix in CODE)):
