@@ -19,6 +19,7 @@ from result_pages import RESULTS_PAGES, with_origin
 
 FOLDER = Path(__file__).parent
 OWN, DEEPSPEED, ON_H100 = "block-256", "deepspeed-block-256", "h100-block-256"
+DELTAS, INT2 = "deltas-block-256", (("quantize", "from int8"), ("add", "to int8"))
 SIZES_MIB, OTHERS_MIB = (256, 16), 256
 
 
@@ -50,9 +51,12 @@ def tables() -> dict[str, str]:
     rows = with_copies(results[OWN]["rows"], results[OWN]["copies_tb_per_s"])
     rows = [row for size in SIZES_MIB for row in rows if row["mib"] == size]
     kernels = {row["kernel"] for row in rows}
+    # int2 was measured later than the others, and without 16 MiB.
+    later = beside(results[DELTAS], f"{OTHERS_MIB} MiB", {f"{verb} int2 difference {end}" for verb, end in INT2})
+    rows += later
     rows += beside(results[ON_H100], f"on an H100, {OTHERS_MIB} MiB", kernels)
     rows += beside(results[DEEPSPEED], f"DeepSpeed's, {OTHERS_MIB} MiB", kernels, "DeepSpeed: ")
-    return {"kernels": with_origin(by_size(rows), "kernels", results, [OWN, ON_H100, DEEPSPEED], brief=True)}
+    return {"kernels": with_origin(by_size(rows), "kernels", results, [OWN, DELTAS, ON_H100, DEEPSPEED], brief=True)}
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python benchmarks/loss/run.py entropy
 
-trains a GPT-2 under zeropp (``w8:int4``) and with deltas (``d4:int4``) on simulated nodes of one rank. At four steps it
+trains a GPT-2 under zeropp (``w8:int4``) and with deltas in 4 and 2 bits (``d4:int4``, ``d2:int4``) on simulated nodes of one rank. At four steps it
 takes the payloads that rank 0 sends, and computes the entropy of codes and scales, the size after zlib and LZMA, and
-the error with shorter scales. Takes ten minutes on two cores. jobs.py says how runs are made.
+the error with shorter scales. Takes fifteen minutes on two cores. jobs.py says how runs are made.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Sent:
         """Return the codes, one to a byte, and the bytes of the scales, [scales, 4], as integers."""
         numel, row = len(self.values), self.payload[None]
         codes, scales = (part(row, numel).reshape(-1, 1) for part in (self.layout.codes, self.layout.scales))
-        codes = codes if self.layout.bits == 8 else torch.cat((codes & 15, codes >> 4), dim=1)
+        bits = self.layout.bits
+        codes = torch.cat([codes >> start & ((1 << bits) - 1) for start in range(0, 8, bits)], dim=1)
         return codes.flatten()[:numel], scales.view(torch.uint8)
 
     def squared_error(self, mantissa: int) -> float:
@@ -140,7 +141,7 @@ def main(given: list[str]) -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     add_options(parser, Path("runs/entropy"))
     parser.set_defaults(**SMALL)
-    arguments, tap = parse_configs(parser, ("w8:int4", "d4:int4"), given), Tap()
+    arguments, tap = parse_configs(parser, ("w8:int4", "d4:int4", "d2:int4"), given), Tap()
 
     def runs(sha256: str) -> list[Run]:
         settings, names = settings_of(arguments, sha256), product(arguments.configs, arguments.seeds)

@@ -19,14 +19,16 @@ from result_pages import RESULTS_PAGES, Figures, svg_with_origin, with_origin
 RESULTS = Path(__file__).parent / "results"
 DESIGN = result_pages.ROOT / "docs" / "design"
 ERROR_BARS = "error-bars-*"
-ZEROPP = {"w8:int4": "zeropp", "d4:int4": "zeropp with deltas"}
+SECOND_TEXT = "second-text-h200"
+ZEROPP = {"w8:int4": "zeropp"}
+DELTAS = {"d4:int4": "zeropp with Int4Delta", "d2:int4": "zeropp with Int2Delta"}
 LOCAL = "local32:int4+loco:momentum-auto"
 SHOWN: dict[str, tuple[str, dict[str, str]]] = {
     ERROR_BARS: ("full_shard", ZEROPP),
-    "second-text-h200": ("full_shard", {"d4:int4": "zeropp with deltas, on another text"}),
+    SECOND_TEXT: ("full_shard", DELTAS),
     "eight-nodes-h200": (
         "full_shard",
-        {"w8:int4": "zeropp, cut off at 79 % of the steps", "d4:int4": "zeropp with deltas, cut off there, too"},
+        {"w8:int4": "zeropp, cut off at 79 % of the steps", "d4:int4": "zeropp with Int4Delta, cut off there, too"},
     ),
     "convergence-2x1-h200": (
         "full_shard",
@@ -109,8 +111,10 @@ def draw() -> str:
     """Return the SVG of the gap during training."""
     import figures  # tables need no matplotlib
 
-    results = results_of(ERROR_BARS)
-    return svg_with_origin(figures.error_bars_svg(list(results.values()), ZEROPP), "loss", results)
+    studies = {ERROR_BARS: ZEROPP, SECOND_TEXT: DELTAS}
+    results = {study: results_of(study) for study in studies}
+    drawn = figures.error_bars_svg([(list(results[study].values()), shown) for study, shown in studies.items()])
+    return svg_with_origin(drawn, "loss", results[ERROR_BARS] | results[SECOND_TEXT])
 
 
 FIGURES: Figures = {"loss.svg": draw}

@@ -225,7 +225,7 @@ def test_gaps_are_to_the_same_seeds_of_a_reference_that_was_trained_on_the_fewes
         (size, "2 x 1", "deltas", "2", "+2.00 ± 1.00", "-24.25 ± 25.25"),
         (size, "8 x 1", "deltas", "1", "+5.00", "+2.00"),
     ]
-    drawn = load("loss", "figures").error_bars_svg(results, {"d4:int4": "Deltas"})
+    drawn = load("loss", "figures").error_bars_svg([(results, {"d4:int4": "Deltas"})])
     texts = "".join(re.findall(r"<text[^>]*>([^<]*)</text>", drawn))
     assert "Deltas, 2 nodes:+2.00 ± 1.00" in texts
     assert texts.count("±") == 1  # one seed has no error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
 from typing import Any
@@ -24,7 +25,7 @@ from fsdp_zpp import Codec, Int2Delta, Int4, Int4Delta, Int8, LoCo
 from fsdp_zpp.codecs import Blockwise, Delta
 from fsdp_zpp.comm import hops
 from fsdp_zpp.comm.error_feedback import ErrorBuffer, encode_with_feedback
-from fsdp_zpp.comm.flat_layout import Extent, FlatLayout, Piece
+from fsdp_zpp.comm.flat_layout import Extent, FlatLayout, Piece, exact_places
 from fsdp_zpp.comm.gradient_reduce import GradientReduce, StepWatch
 from fsdp_zpp.comm.hops import AllGathers, Traffic
 from fsdp_zpp.comm.mesh import ProcessMesh, process_mesh
@@ -260,6 +261,14 @@ class Given:
 
     def shard_version(self) -> None:
         return None
+
+
+@pytest.mark.parametrize(("blocks", "first"), [((64, 96), 0), ((32, 64), 64), ((1, 1), 120), ((64, 0), 0)])
+def test_no_block_of_any_codec_spans_a_boundary_of_another_parallelism(blocks: tuple[int, ...], first: int) -> None:
+    layout = replace(LAYOUT, exact=(), boundaries=(120,))
+    codecs: Any = [Mock(block_numel=block) for block in blocks]
+    places = exact_places(Extent(LAYOUT.numel, (0,), layout), (0,), device(), codecs)
+    assert sorted({*places.flat.tolist()} if places else ()) == list(range(first, 120))
 
 
 def cut(anywhere: bool, parts: int) -> tuple[FlatLayout, Tensor]:

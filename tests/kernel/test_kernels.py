@@ -404,8 +404,9 @@ def test_payloads_written_down_by_hand() -> None:
     values = torch.tensor([127.0, -127.0, 0.5, 1.5, -2.5, 0.0] + [0.0] * 26 + [254.0])
     expected = bytes([127, 129, 0, 2, 254]) + bytes(27) + bytes([127]) + bytes(15) + struct.pack("<4f", 1, 2, 0, 0)
     assert bytes(quantize(values, 1, 1, 8, 32)[0].tolist()) == expected
-    values = torch.tensor([2.0, -2.0, 0.5, -0.5, 2.0])  # of mean square 2.5
-    expected = bytes([0b11_00_10_01, 0b01]) + bytes(14) + struct.pack("<4f", truncated(np.float32(1.57434)), 0, 0, 0)
+    values = torch.tensor([255.0, -255.0, 85.0, -85.0, 255.0])
+    scale = truncated(np.float32(0.9957 * math.sqrt((3 * 255**2 + 2 * 85**2) / 5)))
+    expected = bytes([0b11_00_10_01, 0b01]) + bytes(14) + struct.pack("<4f", scale, 0, 0, 0)
     assert bytes(quantize(values, 1, 1, 2, 32)[0].tolist()) == expected
     values = torch.tensor([7.0, -7.0, 1.0, -1.0, 2.5])
     expected = bytes([0x97, 0xF1, 0x02]) + bytes(13) + struct.pack("<4f", 1, 0, 0, 0)
