@@ -2,9 +2,10 @@
 
     python benchmarks/loss/run.py entropy
 
-trains a GPT-2 under zeropp (``w8:int4``) and with deltas in 4 and 2 bits (``d4:int4``, ``d2:int4``) on simulated nodes of one rank. At four steps it
-takes the payloads that rank 0 sends, and computes the entropy of codes and scales, the size after zlib and LZMA, and
-the error with shorter scales. Takes fifteen minutes on two cores. jobs.py says how runs are made.
+trains a GPT-2 under zeropp (``w8:int4``) and with deltas in 4 and 2 bits (``d4:int4``, ``d2:int4``) on simulated nodes
+of one rank. At four steps it takes the payloads that rank 0 sends, and computes the entropy of codes and scales, the
+size after zlib and LZMA, and the error with shorter scales. Takes fifteen minutes on two cores. jobs.py says how runs
+are made.
 """
 
 from __future__ import annotations

@@ -260,13 +260,13 @@ def test_payloads_are_all_that_is_sent_and_have_less_entropy_than_bits(tmp_path:
     results = results_in(tmp_path)
     sent = {name: [each["what"] for each in result["rows"][0]["payloads"]] for name, result in results.items()}
     assert sent["entropy-w8-int4-seed0.json"] == ["gradients", "weights"] * 3
-    assert sent["entropy-d4-int4-seed0.json"] == ["deltas", "gradients"] * 3
+    assert sent["entropy-d4-int4-seed0.json"] == sent["entropy-d2-int4-seed0.json"] == ["deltas", "gradients"] * 3
     for payload in (each for result in results.values() for each in result["rows"][0]["payloads"]):
-        bits = 8 if payload["what"] == "weights" else 4
+        bits = int(payload["codec"].removeprefix("int")[0])
         assert 1 < payload["bits_a_code"] < bits
         assert payload["code_bytes"] + payload["scale_bytes"] <= payload["bytes"]
         assert payload["ideal_bytes"] < payload["bytes"]
-        assert 0 < payload["error"] < (0.02 if bits == 8 else 0.25)
+        assert 0 < payload["error"] < {8: 0.02, 4: 0.25, 2: 0.7}[bits]
         assert abs(payload["error_growth_bf16"]) < 0.05
     assert "deltas, int4(256)" in tables.entropy(results.values())
 
