@@ -13,7 +13,7 @@ from harness.strategies import FOURTEEN, PARO
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from fsdp_zpp import Codec, Int4, Int4Delta, Int8, Strategy, plan
+from fsdp_zpp import Codec, Int2Delta, Int4, Int4Delta, Int8, Strategy, plan
 from fsdp_zpp.planner.cluster import GIB, Precision
 from fsdp_zpp.planner.memory import Volume, step_volume
 from fsdp_zpp.planner.model_size import ModelSize, Unit, module_size
@@ -99,16 +99,17 @@ def test_bytes_are_those_of_the_step_played_out(units: tuple[Unit, ...], asked: 
         assert found == Volume(expected["inter"], expected["intra"]), scopes
 
 
-def test_differences_halve_what_weights_send_between_nodes() -> None:
-    differences, whole = (plan(7e9, **PARO, weights=codec) for codec in (Int4Delta(), Int8(256)))
-    assert differences["IGG"].strategy.weights == Int4Delta()
+@pytest.mark.parametrize("codec", [Int4Delta(), Int2Delta()], ids=str)
+def test_differences_save_half_or_three_quarters_of_what_weights_send_between_nodes(codec: Codec) -> None:
+    differences, whole = (plan(7e9, **PARO, weights=weights) for weights in (codec, Int8(256)))
+    assert differences["IGG"].strategy.weights == codec
     assert differences["GGG"].strategy.weights == Int8(256)
-    assert "weights as int8(256), changes as int4(256)" in str(differences)
+    assert f"weights as {codec}" in str(differences)
     assert differences["GGG"].volume == whole["GGG"].volume
     assert differences["IGG"].memory == whole["IGG"].memory
     saved = whole["IGG"].volume.inter - differences["IGG"].volume.inter
     shard, others = 7e9 / 32, 3
-    assert saved == pytest.approx(shard * others / 2, rel=0.01)
+    assert saved == pytest.approx(shard * others * (1 / 2 if codec == Int4Delta() else 3 / 4), rel=0.01)
 
 
 # ---- memory
