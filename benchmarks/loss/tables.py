@@ -76,13 +76,13 @@ def entropy(results: Iterable[Result]) -> str:
 
 
 def entropy_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
-    """Return rows of a page's table: weights at the end, gradients and deltas at both ends, codecs of normal values."""
+    """Return rows of a page's table: what is sent at the end of a training, and codecs of normal values."""
     every = [payload for result in results for row in result["rows"] for payload in row.get("payloads", [])]
-    steps = sorted({row["step"] for row in every})
-    shown: dict[tuple[str, str, int], Row] = {}
+    last = max((row["step"] for row in every), default=0)
+    shown: dict[tuple[str, str], Row] = {}
     for row in every:  # gradients are alike with and without deltas
-        if row["step"] in (steps[-1:] if row["what"] == "weights" else (steps[0], steps[-1])):
-            shown.setdefault((row["what"], row["codec"], row["step"]), row)
+        if row["step"] == last:
+            shown.setdefault((row["what"], row["codec"]), row)
     normal = [row for result in results for row in result["rows"] if str(row.get("what")).startswith("int")]
     return [
         (
@@ -94,7 +94,7 @@ def entropy_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
             f"{row['error']:.2%}",
             f"{row['error_growth_bf16']:+.2%}",
         )
-        for _, row in sorted(shown.items(), key=lambda item: (-ord(item[0][0][0]), *item[0][1:]))
+        for _, row in sorted(shown.items(), key=lambda item: (-ord(item[0][0][0]), item[0][1]))
     ] + [(f"normal values, {row['what']}", "", f"{row['bits_a_code']:.2f}", *[""] * 6) for row in normal]
 
 

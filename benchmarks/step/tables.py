@@ -202,8 +202,6 @@ STEP_TIME = {
         {
             "shared GPUs, 8": "1.35B-2x2-shared-default-connections",
             "shared GPUs, 32": "1.35B-2x2-shared-first",
-            "own GPUs, 8": ("1.35B-2x2-8-connections", "1.35B-2x2-earlier-on-B"),
-            "own GPUs, 32": "1.35B-2x2-32-connections",
         },
         (MEDIAN,),
         ("zeropp", *DELTAS, HSDP),
