@@ -346,7 +346,7 @@ class Int4(Blockwise):
 
 @dataclass(frozen=True)
 class Int2(Blockwise):
-    """Four levels, -1.5 to 1.5 times a scale that follows a block's root mean square; 0.25 + 4 / block bytes per value.
+    """-3, -1, 1 and 3 times a scale that follows a block's root mean square; 0.25 + 4 / block bytes per value.
 
     Larger values clip, so this is for deltas: the next delta brings what one leaves out.
     """

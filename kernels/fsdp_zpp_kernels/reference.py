@@ -33,11 +33,11 @@ from torch import Tensor
 #
 # [Note: Two bits]
 # Four levels would waste one if a code were 0, and a block's largest value would set levels that few others are near.
-# So int2 codes, from -2 to 1, decode to ``(code + 0.5) * scale``, and the scale is RMS_STEP times the block's root mean
-# square: the best levels for normally distributed values among equidistant ones (J. Max, "Quantizing for minimum
+# So int2 codes, from -2 to 1, decode to ``(2 * code + 1) * scale``, and the scale is RMS_SCALE times the block's root
+# mean square: the best levels for normally distributed values among equidistant ones (J. Max, "Quantizing for minimum
 # distortion", 1960, table II). Lloyd and Max's own four levels have 1.2 % less squared error, but take a table. Larger
-# values clip. Squares are those of integers, ``round_half_even(|value| * SQUARED_STEPS / absmax)``, so that their sum
-# is exact in any order. A block that is not finite has scale NaN.
+# values clip. Squares are those of integers, ``|value| * SQUARED_STEPS / absmax`` rounded once, half to even, so that
+# their sum is exact in any order. A block that is not finite has scale NaN.
 #
 # [Note: Exact products]
 # A scale is truncated to 16 significant bits and a code has at most 7, so ``code * scale`` needs 23 of fp32's 24 bits
@@ -64,12 +64,12 @@ MIN_SCALE = 2.0**-126
 SCALE_MASK = -0x100
 # Exceeds the errors of rounding 1 / qmax and of a product with it, 2**-24 each.
 SCALE_RAISE = 2.0**-22
-# The distance of int2 levels in root mean squares. See [Note: Two bits].
-RMS_STEP = 0.9957
+# The scale of int2 codes in root mean squares, half the distance of two levels. See [Note: Two bits].
+RMS_SCALE = 0.49785
 # The largest integer that is squared. A thread's sum of 16 squares is exact in fp32, a block's in an int32.
 SQUARED_STEPS = 255
-# The largest int2 scale: 1.5 times it is finite.
-MAX_SCALE = 2.0**127
+# The largest int2 scale: 3 times it is finite.
+MAX_SCALE = 2.0**126
 
 
 @dataclass(frozen=True)
@@ -335,10 +335,13 @@ def _quantize_blocks(blocks: Tensor, layout: PayloadLayout, numel: int) -> tuple
     absmax = blocks.abs().amax(-1)
     finite = absmax.isfinite()
     live = finite & (absmax > 0)
-    steps = _rms_steps(blocks, absmax, numel) if layout.bits == 2 else _times(absmax, (1 + SCALE_RAISE) / layout.qmax)
+    if layout.bits == 2:
+        largest = _rms_scales(blocks, absmax, numel)
+    else:
+        largest = _times(absmax, (1 + SCALE_RAISE) / layout.qmax)
     # The mask cuts mantissa bits, so it rounds towards 0, as [Note: Exact products] relies on.
-    scales = (steps.clamp_min_(MIN_SCALE).view(torch.int32) & SCALE_MASK).view(torch.float32)
-    inverse = torch.where(live, 1 / scales, 0)
+    scales = (largest.clamp_min_(MIN_SCALE).view(torch.int32) & SCALE_MASK).view(torch.float32)
+    inverse = torch.where(live, (0.5 if layout.bits == 2 else 1) / scales, 0)
     codes = blocks * inverse.unsqueeze(-1)
     if layout.bits == 2:
         codes.sub_(0.5).clamp_(-2, 1)
@@ -351,15 +354,15 @@ def _quantize_blocks(blocks: Tensor, layout: PayloadLayout, numel: int) -> tuple
     return codes.to(torch.int8), scales
 
 
-def _rms_steps(blocks: Tensor, absmax: Tensor, numel: int) -> Tensor:
-    """Return RMS_STEP times the root mean square of each block, fp32 ``[n, blocks]``; see [Note: Two bits]."""
+def _rms_scales(blocks: Tensor, absmax: Tensor, numel: int) -> Tensor:
+    """Return RMS_SCALE times the root mean square of each block, fp32 ``[n, blocks]``; see [Note: Two bits]."""
     unit = _times(absmax, 1 / SQUARED_STEPS).clamp_min_(MIN_SCALE)
-    steps = (blocks.abs() * (1 / unit).unsqueeze(-1)).round_()
-    # Sums are exact in fp64, and round once to fp32. Zeros that complete a block do not count.
-    squares = steps.double().square_().sum(-1).float()
+    # Products of fp32 and sums of squares are exact in fp64. Zeros that complete a block do not count.
+    steps = (blocks.double().abs_() * (1 / unit).double().unsqueeze(-1)).round_()
+    squares = steps.square_().sum(-1).float()
     starts = torch.arange(0, numel, blocks.shape[-1], device=blocks.device)
     counts = (numel - starts).clamp_max_(blocks.shape[-1])
-    return _times((squares / counts).sqrt_() * unit, RMS_STEP).clamp_max_(MAX_SCALE)
+    return _times((squares / counts).sqrt_() * unit, RMS_SCALE).clamp_max_(MAX_SCALE)
 
 
 def _times(values: Tensor, factor: float) -> Tensor:
@@ -395,7 +398,7 @@ def _decode(payload: Tensor, numel: int, layout: PayloadLayout) -> Tensor:
         some = codes[:, : -((at - numel) // per)]
         chunk[:, at::per] = (some << (8 - layout.bits - at * layout.bits)) >> (8 - layout.bits)
     if layout.bits == 2:
-        chunk += 0.5
+        chunk.mul_(2).add_(1)
     # Codes of a non-finite block are 0 and its scale is Inf, which makes NaN of every value in it.
     values.unflatten(1, (blocks, layout.block)).mul_(scales.unsqueeze(-1))
     return chunk

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fsdp_zpp_kernels.reference import MAX_SCALE, MIN_SCALE, RMS_STEP, SCALE_MASK, SCALE_RAISE, SQUARED_STEPS
+from fsdp_zpp_kernels.reference import MAX_SCALE, MIN_SCALE, RMS_SCALE, SCALE_MASK, SCALE_RAISE, SQUARED_STEPS
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -71,7 +71,7 @@ _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _MAX_SCALE = tl.constexpr(MAX_SCALE)
 _SCALE_RAISE = tl.constexpr(SCALE_RAISE)
 _SCALE_MASK = tl.constexpr(SCALE_MASK)
-_RMS_STEP = tl.constexpr(RMS_STEP)
+_RMS_SCALE = tl.constexpr(RMS_SCALE)
 _SQUARED_STEPS = tl.constexpr(SQUARED_STEPS)
 _ABS_MASK = tl.constexpr(0x7FFFFFFF)
 _INF_BITS = tl.constexpr(0x7F800000)
@@ -99,7 +99,7 @@ def _magnitude(values, BLOCK: tl.constexpr, TILE: tl.constexpr, GROUP: tl.conste
 
 
 @triton.jit
-def _rms_steps(
+def _rms_scales(
     values,
     absmax,
     numel,
@@ -108,20 +108,20 @@ def _rms_steps(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return RMS_STEP times each block's root mean square, fp32 [TILE // BLOCK]; see [Note: Two bits]."""
+    """Return RMS_SCALE times each block's root mean square, fp32 [TILE // BLOCK]; see [Note: Two bits]."""
     unit = tl.maximum(absmax * (1 / _SQUARED_STEPS), _MIN_SCALE)
     inverse = tl.math.div_rn(tl.full([TILE // BLOCK], 1.0, tl.float32), unit)
-    steps = (tl.abs(values) * inverse[:, None] + _ROUNDER) - _ROUNDER
-    squares = tl.reshape(steps * steps, [TILE // BLOCK, BLOCK // GROUP, GROUP])
+    steps = tl.fma(tl.abs(values), tl.broadcast_to(inverse[:, None], values.shape), _ROUNDER) - _ROUNDER
+    even, odd = tl.split(tl.reshape(steps, [TILE // BLOCK, BLOCK // GROUP, GROUP // 2, 2]))
     # As in ``_magnitude``: a thread adds up its own values, and a warp integers. All of these sums are exact.
-    squares = tl.sum(tl.sum(squares, axis=2).to(tl.int32), axis=1).to(tl.float32)
+    squares = tl.sum(tl.sum(tl.fma(even, even, odd * odd), axis=2).to(tl.int32), axis=1).to(tl.float32)
     if MASKED:
         starts = tile_index() * TILE + tl.arange(0, TILE // BLOCK) * BLOCK
         counts = tl.maximum(tl.minimum(numel - starts, BLOCK), 1).to(tl.float32)
         squares = tl.math.div_rn(squares, counts)
     else:
         squares = squares * (1 / BLOCK)
-    return tl.minimum(tl.math.sqrt_rn(squares) * unit * _RMS_STEP, _MAX_SCALE)
+    return tl.minimum(tl.math.sqrt_rn(squares) * unit * _RMS_SCALE, _MAX_SCALE)
 
 
 @triton.jit
@@ -150,13 +150,13 @@ def encode(
     # finite; their scales and codes are replaced below.
     absmax = tl.where(live, magnitude, _ONE_BITS).to(tl.float32, bitcast=True)
     if BITS == 2:
-        scales = _rms_steps(values, absmax, numel, BLOCK, TILE, GROUP, MASKED)
+        scales = _rms_scales(values, absmax, numel, BLOCK, TILE, GROUP, MASKED)
     else:
         RECIPROCAL: tl.constexpr = (1 + _SCALE_RAISE) / ((1 << (BITS - 1)) - 1)
         scales = absmax * RECIPROCAL
     scales = (tl.maximum(scales, _MIN_SCALE).to(tl.int32, bitcast=True) & _SCALE_MASK).to(tl.float32, bitcast=True)
     # Triton's `/` is approximate on GPUs; the reference's is rounded correctly.
-    inverse = tl.math.div_rn(tl.full([TILE // BLOCK], 1.0, tl.float32), scales)
+    inverse = tl.math.div_rn(tl.full([TILE // BLOCK], 0.5 if BITS == 2 else 1.0, tl.float32), scales)
     scales = tl.where(live, scales, tl.where(magnitude == 0, 0.0, float("nan" if BITS == 2 else "inf")))
 
     # One division per block and a product per value; a division per value would cost many instructions.
@@ -203,7 +203,7 @@ def encode(
 @triton.jit
 def _level(codes, BITS: tl.constexpr):
     # See [Note: Two bits] in reference.py.
-    return codes + 0.5 if BITS == 2 else codes
+    return codes + codes + 1.0 if BITS == 2 else codes
 
 
 @triton.jit
@@ -284,13 +284,18 @@ def _load_codes(
     # ptxas would turn the shift by 16 into two instructions. A mantissa has 23 bits: room for 16 above the lift.
     LIFT: tl.constexpr = 4 if BITS == 4 else 1
     code = tl.arange(0, 2 * HALF)[None, None, :]
-    position = code % HALF * BITS + code // HALF * LIFT
+    upper = code // HALF
+    # Int2 codes of the lower half are lifted, too: there the lowest bit of a code weighs 2, and another bit below it 1.
+    LOWER: tl.constexpr = 1 if BITS == 2 else 0
+    position = code % HALF * BITS + LOWER + upper * (LIFT - LOWER)
     # ``zero``, its offset moved up by ``position`` bits and its exponent lowered as much: the offset weighs the same.
-    zeros = zero + ((OFFSET << position) - OFFSET - (position << 23))
+    zeros = zero + ((OFFSET << position) - OFFSET - ((position - LOWER) << 23))
     # The words are signed, so the shift fills in copies of the sign bit, which the mask drops.
     mask = ((1 << BITS) - 1) << position
-    biased = ((words >> (code // HALF * (16 - LIFT))) & mask) ^ zeros
-    codes = _level(biased.to(tl.float32, bitcast=True) - zeros.to(tl.float32, bitcast=True), BITS)
+    biased = (((words << (LOWER * (1 - upper))) >> (upper * (16 - LIFT))) & mask) ^ zeros
+    if BITS == 2:
+        zeros -= 1 << (position - 1)  # less 1, so that the difference is 2 * code + 1
+    codes = biased.to(tl.float32, bitcast=True) - zeros.to(tl.float32, bitcast=True)
     if BITS == 2 and MASKED:
         # No int2 code decodes to the 0 that ``encode`` needs past the end of the chunk.
         word = tl.reshape(tl.arange(0, TILE // 16), [TILE // GROUP, GROUP // 16, 1])
