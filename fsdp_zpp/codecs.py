@@ -152,7 +152,7 @@ def check_codec(name: str, value: object, *, also: str = "", such_as: str = "Int
 def check_place(name: str, value: object, place: Place) -> None:
     """Raise a ValueError if ``value``, the argument ``name``, is a codec that does not suit ``place``."""
     if isinstance(value, Codec) and place not in value.places:
-        suits = " and ".join(_NAMES[each] for each in value.places)
+        suits = " and ".join(_NAMES[each] for each in value.places) or "deltas"
         reason = f": {value.reason}" if value.reason else ""
         raise ValueError(
             f"{name} can't be {value!r}, which is for {suits} alone{reason}; choose Int8(...) or Int4(...)"
@@ -280,12 +280,12 @@ class _ScaledBlocks(BlockCodec):
 
 # ---- blockwise
 #
-# Symmetric blockwise integers: the codecs ``Int8`` and ``Int4``.
+# Blockwise integers: the codecs ``Int8`` and ``Int4``, and ``Int2`` for deltas.
 
 
 @dataclass(frozen=True)
 class Blockwise(_ScaledBlocks):
-    """Symmetric blockwise integers: each ``block`` of values has scale = absmax / qmax, so that no value clips.
+    """Blockwise integers: each ``block`` of values has a scale.
 
     Args:
         block: Number of values that share one fp32 scale, a power of two from 32 to 4096.
@@ -330,7 +330,7 @@ class Blockwise(_ScaledBlocks):
 @explains_keywords
 @dataclass(frozen=True)
 class Int8(Blockwise):
-    """8-bit symmetric blockwise integers in [-127, 127]; 1 + 4 / block bytes per value."""
+    """8-bit symmetric blockwise integers in [-127, 127], of which none clips; 1 + 4 / block bytes per value."""
 
     bits: ClassVar[int] = 8
 
@@ -338,7 +338,7 @@ class Int8(Blockwise):
 @explains_keywords
 @dataclass(frozen=True)
 class Int4(Blockwise):
-    """4-bit symmetric blockwise integers in [-7, 7]; 0.5 + 4 / block bytes per value."""
+    """4-bit symmetric blockwise integers in [-7, 7], of which none clips; 0.5 + 4 / block bytes per value."""
 
     block: int = 128
     bits: ClassVar[int] = 4
@@ -348,12 +348,13 @@ class Int4(Blockwise):
 class Int2(Blockwise):
     """-3, -1, 1 and 3 times a scale that follows a block's root mean square; 0.25 + 4 / block bytes per value.
 
-    Larger values clip, so this is for deltas: the next delta brings what one leaves out.
+    Larger values clip, and none is 0, so this is for deltas: the next delta brings what one leaves out.
     """
 
     block: int = 256
-
     bits: ClassVar[int] = 2
+    places: ClassVar[tuple[Place, ...]] = ()
+    reason: ClassVar[str] = "without a next delta, what clips is lost"
 
 
 # ---- delta
@@ -364,7 +365,8 @@ class Int2(Blockwise):
 # fewer bits than W for the same error (SDP4Bit's qWD, arXiv 2410.15526, section 3.1). Receivers add the delta to their
 # base, the secondary shard, which is therefore the sum of everything sent so far. Errors do not build up: the sender
 # holds the same base, bit for bit, and its next delta is taken against it, so that delta includes what this one left
-# out. In 2 bits, a delta leaves out about a third, and half as much again with heavy tails.
+# out. In 2 bits, a delta of normal values leaves out a third in root mean square, and more the fewer weights of a block
+# change: it sends at most 1.49 times the block's root mean square of each.
 #
 # Weights that do not come from a step (from a checkpoint, for example) are far from R. They are sent whole, encoded as
 # R is, and so is the first gather. To resume a training exactly, its checkpoint must contain R (runtime/checkpoint.py).
@@ -453,9 +455,8 @@ class Int2Delta(Delta):
 
     For strategies that keep a secondary shard in each node (first letter ``I``, third ``G``): a change is
     encoded against what the other nodes hold already, so errors do not build up (SDP4Bit, arXiv 2410.15526, qWD).
-    One leaves out about a third of a change, in root mean square, which the next ones bring. The levels are those of
-    :class:`Int2`.
-
+    A delta leaves out a third of the change, in root mean square, or more, which the next ones bring. The levels are
+    -3, -1, 1 and 3 times a scale. It raises the loss: see docs/results/loss.md.
 
     Args:
         block: Number of deltas that share a scale, a power of two from 32 to 4096.

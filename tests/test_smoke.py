@@ -27,6 +27,7 @@ from fsdp_zpp import (
     NF4,
     CodecState,
     Elastic,
+    Int2Delta,
     Int4,
     Int4Delta,
     Int8,
@@ -70,6 +71,7 @@ CODECS = {
     "int4": Strategy("IIG", weights=Int4(32), gradients=Int4(32), intra_gradients=None, gpus_per_node=2),
     "mixzpp": Strategy.mixzpp(gpus_per_node=2),
     "delta": Strategy.zeropp(weights=Int4Delta(), gpus_per_node=2),
+    "delta in two bits": Strategy.zeropp(weights=Int2Delta(), gpus_per_node=2),
     "of deepspeed": Strategy.from_deepspeed({"zero_optimization": DEEPSPEED}),
 }
 FROZEN = {"int8": Int8(64), "int4": Int4(32), "nf4": NF4(64)}

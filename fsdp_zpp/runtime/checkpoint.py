@@ -248,8 +248,8 @@ class RankState:
 class CodecState(RankState):
     """Codec state of a model, for checkpoints from which training resumes bit for bit.
 
-    It holds the errors of ``Strategy(error_feedback=...)`` and the secondary shards that ``weights=Int4Delta(...)``
-    sends deltas against. With ``Strategy(local_steps=...)``, it also holds the state that differs from node to node:
+    It holds the errors of ``Strategy(error_feedback=...)`` and the secondary shards that ``Int4Delta`` and
+    ``Int2Delta`` need. With ``Strategy(local_steps=...)``, it also holds the state that differs from node to node:
     weights, states of optimizers and of exchanges. It is a ``Stateful`` of torch.distributed.checkpoint; each rank
     saves its own part. On another number of ranks or nodes, or if the weights at the next forward are not those that it
     was saved with, errors start from zero, weights are sent whole once and nodes restart their local steps, with a

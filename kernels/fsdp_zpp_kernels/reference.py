@@ -26,7 +26,7 @@ from torch import Tensor
 # The tail is room for values that travel exactly. It belongs to the caller: the ops neither read nor write it, so in a
 # payload that an op returns it is uninitialized. An empty chunk has a tail like any other; its row is the tail alone.
 #
-# Encoding takes ``scale = truncated(max(absmax * ((1 + SCALE_RAISE) / qmax), MIN_SCALE))`` and
+# In 4 and 8 bits, encoding takes ``scale = truncated(max(absmax * ((1 + SCALE_RAISE) / qmax), MIN_SCALE))`` and
 # ``code = round_half_even(value * (1 / scale))``; decoding takes ``code * scale``. Each operation rounds to fp32. An
 # all-zero block has scale 0 and codes 0. A block that holds an Inf or a NaN has scale Inf and codes 0, so all of it
 # decodes to NaN (0 * Inf).
@@ -37,15 +37,18 @@ from torch import Tensor
 # mean square: the best levels for normally distributed values among equidistant ones (J. Max, "Quantizing for minimum
 # distortion", 1960, table II). Lloyd and Max's own four levels have 1.2 % less squared error, but take a table. Larger
 # values clip. Squares are those of integers, ``|value| * SQUARED_STEPS / absmax`` rounded once, half to even, so that
-# their sum is exact in any order. A block that is not finite has scale NaN.
+# their sum is exact in any order; the mean is over the values that a partial block has. Encoding takes ``scale =
+# truncated(min(max(rms * RMS_SCALE, MIN_SCALE), MAX_SCALE))`` and ``code = round_half_even(min(max(value * (0.5 /
+# scale) - 0.5, -2), 1))``. So a zero decodes to ``scale``, unless its block has no other values. A block that is not
+# finite has scale NaN and codes 0.
 #
 # [Note: Exact products]
 # A scale is truncated to 16 significant bits and a code has at most 7, so ``code * scale`` needs 23 of fp32's 24 bits
 # and is exact. A sum over peers is then the same to the bit whether or not a processor fuses the multiplication into
 # the addition; the GPU kernels do. Truncation lowers a scale by less than one part in 2**15, which raises ``absmax * (1
-# / scale)`` above ``qmax`` by less than 0.004 and rounds back to ``qmax``, so codes need no clamping. SCALE_RAISE
-# compensates for earlier roundings, so that ``absmax = qmax * scale`` yields the same scale again: decoding and
-# encoding again reproduces the payload.
+# / scale)`` above ``qmax`` by less than 0.004 and rounds back to ``qmax``, so codes of 4 and 8 bits need no clamping.
+# There, SCALE_RAISE compensates for earlier roundings, so that ``absmax = qmax * scale`` yields the same scale again:
+# decoding and encoding again reproduces the payload.
 
 # In bytes. Rows and their scales start at multiples of this, the widest access of a GPU thread.
 ALIGNMENT = 16
@@ -66,7 +69,7 @@ SCALE_MASK = -0x100
 SCALE_RAISE = 2.0**-22
 # The scale of int2 codes in root mean squares, half the distance of two levels. See [Note: Two bits].
 RMS_SCALE = 0.49785
-# The largest integer that is squared. A thread's sum of 16 squares is exact in fp32, a block's in an int32.
+# The largest integer that is squared. A thread's sum of 32 squares is exact in fp32, a block's in an int32.
 SQUARED_STEPS = 255
 # The largest int2 scale: 3 times it is finite.
 MAX_SCALE = 2.0**126
@@ -399,6 +402,6 @@ def _decode(payload: Tensor, numel: int, layout: PayloadLayout) -> Tensor:
         chunk[:, at::per] = (some << (8 - layout.bits - at * layout.bits)) >> (8 - layout.bits)
     if layout.bits == 2:
         chunk.mul_(2).add_(1)
-    # Codes of a non-finite block are 0 and its scale is Inf, which makes NaN of every value in it.
+    # A non-finite block has codes 0 and the scale Inf, in 2 bits NaN, which makes NaN of every value in it.
     values.unflatten(1, (blocks, layout.block)).mul_(scales.unsqueeze(-1))
     return chunk

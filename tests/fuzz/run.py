@@ -33,7 +33,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
 import fsdp_zpp
-from fsdp_zpp import Int4, Int4Delta, Int8, Strategy
+from fsdp_zpp import Int2Delta, Int4, Int4Delta, Int8, Strategy
 
 from . import program as ops
 from .features import is_left_out
@@ -68,6 +68,8 @@ IN_16_BITS = 2.0**-7
 
 def weight_error(strategy: Strategy) -> float:
     """The largest error of a gathered weight, as a share of the largest weight."""
+    if isinstance(strategy.weights, Int2Delta):
+        return 0.3  # as below, times what may clip
     if isinstance(strategy.weights, Int4Delta):
         return 0.1  # of changes, each of which is a part of the weight at the rates of programs
     return {Int8: 1 / 254, Int4: 1 / 14}.get(type(strategy.weights), 0.0)  # type: ignore[call-overload]

@@ -280,8 +280,8 @@ def dequantize_sum_quantize(
         layouts={"": layout, "out_": out_layout},
         payload=out_layout,
         PEERS=peers,
-        # No values are read or written here, only codes, so a group is as many codes as a 16-byte access holds. All of
-        # them lie in one block.
+        # No values are read or written here, only codes, so a group is as many codes as a 16-byte access holds, but at
+        # most the smallest block, for all of which one scale serves.
         GROUP=min(128 // layout.bits, MIN_BLOCK),
     )
 
