@@ -376,6 +376,7 @@ class Int2(Blockwise):
 class Delta(Codec):
     """A codec of weights whose inter-node hop sends deltas; ``whole`` encodes whole weights."""
 
+    changes_in: ClassVar[type[Blockwise]]
     block: int = 256
     whole: Int8 = field(default_factory=Int8)
     places: ClassVar[tuple[Place, ...]] = ("weights",)
@@ -389,10 +390,10 @@ class Delta(Codec):
     def __str__(self) -> str:
         return f"{self.whole}, changes as {self.changes}"
 
-    @property
-    @abstractmethod
+    @cached_property
     def changes(self) -> Blockwise:
         """Return the codec of the deltas."""
+        return self.changes_in(self.block)
 
     @property
     def block_numel(self) -> int:
@@ -443,9 +444,7 @@ class Int4Delta(Delta):
         TypeError: If ``block`` is not an int, or ``whole`` is not an ``Int8``.
     """
 
-    @cached_property
-    def changes(self) -> Int4:
-        return Int4(self.block)
+    changes_in: ClassVar[type[Blockwise]] = Int4
 
 
 @explains_keywords
@@ -467,9 +466,7 @@ class Int2Delta(Delta):
         TypeError: If ``block`` is not an int, or ``whole`` is not an ``Int8``.
     """
 
-    @cached_property
-    def changes(self) -> Int2:
-        return Int2(self.block)
+    changes_in: ClassVar[type[Blockwise]] = Int2
 
 
 # ---- nf4

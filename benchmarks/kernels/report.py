@@ -52,8 +52,7 @@ def tables() -> dict[str, str]:
     rows = [row for size in SIZES_MIB for row in rows if row["mib"] == size]
     kernels = {row["kernel"] for row in rows}
     # int2 was measured later than the others, and without 16 MiB.
-    later = beside(results[DELTAS], f"{OTHERS_MIB} MiB", {f"{verb} int2 difference {end}" for verb, end in INT2})
-    rows += later
+    rows += beside(results[DELTAS], f"{OTHERS_MIB} MiB", {f"{verb} int2 difference {end}" for verb, end in INT2})
     rows += beside(results[ON_H100], f"on an H100, {OTHERS_MIB} MiB", kernels)
     rows += beside(results[DEEPSPEED], f"DeepSpeed's, {OTHERS_MIB} MiB", kernels, "DeepSpeed: ")
     return {"kernels": with_origin(by_size(rows), "kernels", results, [OWN, DELTAS, ON_H100, DEEPSPEED], brief=True)}
