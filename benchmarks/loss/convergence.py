@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from configurations import NAMES
-from jobs import Run, add_options, carry_out, parse_configs, parser_of, settings_of
+from jobs import Run, add_options, carry_out, parse_configs, parser_of, settings_of, train_under_fsdp1
 from markdown_tables import aligned
 from result_files import Result
 from tables import convergence
@@ -24,6 +25,7 @@ def parse(given: list[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--keep-weights", action="store_true", help="at the end of each run, beside its result")
     add_options(parser, Path("runs/convergence"))
     return parse_configs(parser, NAMES, given)
 
@@ -41,4 +43,5 @@ def main(given: list[str]) -> None:
         settings = settings_of(arguments, sha256)
         return [Run(name, seed, settings, name) for name in arguments.configs for seed in arguments.seeds]
 
-    carry_out(arguments, runs, report)
+    keep = arguments.output if arguments.keep_weights else None
+    carry_out(arguments, runs, report, partial(train_under_fsdp1, keep=keep))

@@ -55,6 +55,11 @@ class Run:
         """Return the name of its result; not all systems allow a colon."""
         return f"{self.label.replace(':', '-')}-seed{self.seed}.json"
 
+    @property
+    def weights(self) -> str:
+        """Return the name of its weights, where they are kept."""
+        return self.file.replace(".json", ".pt")
+
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
     """Make a study's parser, which shows the description as it is."""
@@ -113,11 +118,18 @@ def settings_of(arguments: argparse.Namespace, sha256: str, kind: type[Settings]
     return kind(**given | {"text": sha256} | others)
 
 
-def train_under_fsdp1(run: Run, corpus: Corpus, device: torch.device) -> Row:
-    """Train with AdamW under ``FullyShardedDataParallel``, as the run's configuration says. Collective."""
+def train_under_fsdp1(run: Run, corpus: Corpus, device: torch.device, keep: Path | None = None) -> Row:
+    """Train with AdamW under ``FullyShardedDataParallel``, as the run's configuration says. Collective.
+
+    Args:
+        run: The run.
+        corpus: Text on ``device``.
+        device: This rank's device.
+        keep: Folder for the weights at the end, in a file that :attr:`Run.weights` names.
+    """
     strategy = sharding(run.name, run.settings.gpus_per_node)
     prepare = partial(under_fsdp1, strategy=strategy, lr=run.settings.lr)
-    return train(run.settings, prepare, run.seed, corpus, device)
+    return train(run.settings, prepare, run.seed, corpus, device, keep=keep and keep / run.weights)
 
 
 def carry_out(

@@ -5,6 +5,7 @@
     python benchmarks/loss/run.py local-steps --nodes 2 --gpus-per-node 1 --seeds 0,1,2
     python benchmarks/loss/run.py diloco-scaling --nodes 2 --gpus-per-node 1
     python benchmarks/loss/run.py muon --nodes 2 --gpus-per-node 1 --seeds 0,1,2
+    python benchmarks/loss/run.py lora --base runs/base --text OTHER --nodes 2 --gpus-per-node 1
     python benchmarks/loss/run.py straddling
     python benchmarks/loss/run.py small-parameters
     python benchmarks/loss/run.py entropy
@@ -30,6 +31,7 @@ STUDIES = {
     "local-steps": "the same GPT-2 on nodes that train on their own and exchange weights every few steps",
     "diloco-scaling": "DiLoCo by its authors' recipe, beside the losses that they published",
     "muon": "the same GPT-2 with Muon and with AdamW, sharded inside nodes and over all ranks",
+    "lora": "adapters of the same GPT-2, whose frozen base is in bf16, int8 or NF4",
     "small-parameters": "the gradients of small parameters after codecs, on 64 ranks",
     "straddling": "the error of blocks that straddle parameters, one layer encoded once",
     "entropy": "what a lossless stage could save of the bytes that nodes send",

@@ -156,6 +156,7 @@ def megabytes(run: Row, reference: Row, hop: str) -> str:
 # ---- gaps: how far above a reference runs end, with the standard error of the mean over seeds
 
 REFERENCE = "full_shard"
+LORA_REFERENCE = "bf16"
 
 
 class Runs:
@@ -208,14 +209,14 @@ def _until(reference: Row, run: Row) -> Row:
     return reference | {"validation": reference["validation"][: len(run["validation"])]}
 
 
-def convergence(results: Sequence[Result]) -> str:
-    """Return a table of all configurations of the convergence study."""
+def convergence(results: Sequence[Result], reference: str = REFERENCE) -> str:
+    """Return a table of all configurations of the convergence study, or of another with this reference."""
     runs, rows = Runs(results), []
-    for name in sorted(runs.names, key=lambda name: (name != REFERENCE, name)):
+    for name in sorted(runs.names, key=lambda name: (name != reference, name)):
         losses = [runs.final(name, seed) for seed in runs.seeds(name)]
-        gap = "" if name == REFERENCE else with_error(runs.gaps(name, REFERENCE), "+.2f")
+        gap = "" if name == reference else with_error(runs.gaps(name, reference), "+.2f")
         rows.append([name, str(len(losses)), with_error(losses, ".4f"), gap])
-    return markdown(("configuration", "seeds", "validation loss", f"above {REFERENCE}, %"), rows)
+    return markdown(("configuration", "seeds", "validation loss", f"above {reference}, %"), rows)
 
 
 def beside_reference(results: Sequence[Result], reference: str) -> dict[int, Runs]:

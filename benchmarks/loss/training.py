@@ -212,6 +212,7 @@ def train(
     device: torch.device,
     config: PretrainedConfig | None = None,
     objective: Objective | None = None,
+    keep: Path | None = None,
 ) -> dict[str, Any]:
     """Train once. Collective.
 
@@ -227,6 +228,7 @@ def train(
         device: This rank's device.
         config: Configuration of the model; the studies' GPT-2 by default.
         objective: What training minimizes; the cross-entropy by default.
+        keep: File for the weights of the shards at the end, if the trainee has ``whole``.
 
     Returns:
         The losses on all ranks' data, against the tokens trained on, and the time. With local steps, also the loss just
@@ -272,6 +274,9 @@ def train(
     if trainee.whole is not None:
         exact, _ = build(config, seed, device)
         exact.load_state_dict(trainee.whole())
+        if keep is not None and dist.get_rank() == 0:
+            keep.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(exact.state_dict(), keep)
         at_shards = validate(settings, exact.to(torch.bfloat16), corpus.held_out).item()
     dist.all_reduce(losses)
     result = {

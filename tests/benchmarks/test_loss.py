@@ -119,6 +119,23 @@ def test_convergence_starts_from_the_same_weights(tmp_path: Path) -> None:
     assert full_shard["validation"][-1] != int2["validation"][-1]
 
 
+def test_adapters_start_from_the_base_and_its_codes(tmp_path: Path) -> None:
+    layout = ["--simulate", "--nodes", "2", "--gpus-per-node", "1", "--job", "0", "--jobs", "1"]
+    for study, *options in (
+        ("convergence", "--configs", "full_shard", "--keep-weights", "--output", tmp_path / "base"),
+        ("lora", "--base", tmp_path / "base", "--output", tmp_path / "lora"),
+    ):
+        run(1, study, "--worker", *layout, *tiny_study(), "--hidden", "128", *options)
+    (base,) = results_in(tmp_path / "base").values()
+    rows = {result["rows"][0]["name"]: result["rows"][0] for result in results_in(tmp_path / "lora").values()}
+    # Adapters add nothing yet.
+    assert losses_of(rows["bf16"])[0] == pytest.approx(losses_of(base["rows"][0])[-1], rel=1e-6)
+    starts = [losses_of(rows[name])[0] for name in ("bf16", "int8", "nf4")]
+    assert len(set(starts)) == 3
+    assert starts[1:] == pytest.approx([starts[0]] * 2, rel=1e-2)
+    assert all(losses_of(row)[-1] < losses_of(row)[0] for row in rows.values())
+
+
 # ---- local steps
 
 KEPT = LoCo(beta=0, decay=0.95, reset_every=0)
