@@ -213,7 +213,7 @@ def sum_feedback_tiling(layout: PayloadLayout, out_layout: PayloadLayout, error_
 
 
 def delta_tiling(*layouts: PayloadLayout) -> Tiling:
-    return tiling(64, 2 * WARP, *layouts)
+    return tiling(32, WARP, *layouts)
 
 
 def align(numel: int) -> int:
