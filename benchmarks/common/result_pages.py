@@ -47,6 +47,8 @@ def origins(folder: str, results: Mapping[str, Result], names: Iterable[str] = (
         brief: Leave out the folder, the machine and versions, for pages that say these once.
     """
     shown = list(dict.fromkeys(names))
+    if brief and not shown:
+        return f"From {'; '.join(_studies(results.values()))}."
     alike: dict[tuple[str, str], list[str]] = {}
     for name in shown or results:
         alike.setdefault((results[name]["study"], origin(results[name], brief)), []).append(name)
@@ -56,6 +58,19 @@ def origins(folder: str, results: Mapping[str, Result], names: Iterable[str] = (
         groups.append(f"{named} in `{study}.json` ({made})" if shown else f"`{study}.json` ({len(runs)} runs, {made})")
     place = "" if brief else f"`benchmarks/{folder}/results`: "
     return f"From {place}{'; '.join(groups)}."
+
+
+def _studies(results: Iterable[Result]) -> list[str]:
+    """Return each study with the number of its runs, their dates and commits."""
+    studies: dict[str, list[tuple[str, str]]] = {}
+    for result in results:
+        date, commit = origin(result, brief=True).split(", ")
+        studies.setdefault(result["study"], []).append((date, commit.removeprefix("commit ")))
+    said = []
+    for study, made in studies.items():
+        dates, commits = (", ".join(dict.fromkeys(each)) for each in zip(*made, strict=True))
+        said.append(f"`{study}.json` ({len(made)} runs, {dates}, commit{'s' * (',' in commits)} {commits})")
+    return said
 
 
 def origin(result: Result, brief: bool = False) -> str:

@@ -252,7 +252,8 @@ class Estimate:
     def paste(self) -> str:
         """Return a line of Python that makes the strategy, with its imports."""
         if self.torch is not None:
-            return f"from torch.distributed.fsdp import ShardingStrategy; strategy = ShardingStrategy.{self.torch}"
+            made = f"from torch.distributed.fsdp import ShardingStrategy; strategy = ShardingStrategy.{self.torch}"
+            return f"{made}  # or torch's own fully_shard, which takes none"
         return line_of(self.strategy, gpus_per_node=self.candidate.strategy.gpus_per_node)
 
     @property
@@ -346,7 +347,10 @@ def reason(estimates: Sequence[Estimate], choice: Estimate | None, case: Case) -
         return f"{choice.name} is the only one that fits, with {takes}{beside}."
     others = f"the {len(fitting)}{' that fit' if len(fitting) < len(estimates) else ''}"
     on_ties = _on_ties(choice, fitting, others, slow_links)
-    return f"{choice.name} takes {seconds(choice.time.total)} a step{beside}. {on_ties}"
+    gain = ""
+    if choice.torch is None and any(each.torch == "FULL_SHARD" for each in _fastest(fitting)):
+        gain = " By this plan FULL_SHARD is as fast; the choice gains where less is hidden in practice."
+    return f"{choice.name} takes {seconds(choice.time.total)} a step{beside}. {on_ties}{gain}"
 
 
 def _nothing_fits(estimates: Sequence[Estimate], case: Case) -> str:
