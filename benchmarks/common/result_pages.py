@@ -49,13 +49,14 @@ def origins(folder: str, results: Mapping[str, Result], names: Iterable[str] = (
     shown = list(dict.fromkeys(names))
     if brief and not shown:
         return f"From {'; '.join(_studies(results.values()))}."
-    alike: dict[tuple[str, str], list[str]] = {}
+    alike: dict[str, dict[str, list[str]]] = {}
     for name in shown or results:
-        alike.setdefault((results[name]["study"], origin(results[name], brief)), []).append(name)
+        alike.setdefault(results[name]["study"], {}).setdefault(origin(results[name], brief), []).append(name)
     groups = []
-    for (study, made), runs in alike.items():
-        named = ", ".join(f"`{run}`" for run in runs)
-        groups.append(f"{named} in `{study}.json` ({made})" if shown else f"`{study}.json` ({len(runs)} runs, {made})")
+    for study, made_by in alike.items():
+        runs = (f"{', '.join(f'`{name}`' for name in named)} ({made})" for made, named in made_by.items())
+        counts = (f"{len(named)} runs, {made}" for made, named in made_by.items())
+        groups.append(f"`{study}.json`: {', '.join(runs)}" if shown else f"`{study}.json` ({'; '.join(counts)})")
     place = "" if brief else f"`benchmarks/{folder}/results`: "
     return f"From {place}{'; '.join(groups)}."
 
@@ -65,11 +66,11 @@ def _studies(results: Iterable[Result]) -> list[str]:
     studies: dict[str, list[tuple[str, str]]] = {}
     for result in results:
         date, commit = origin(result, brief=True).split(", ")
-        studies.setdefault(result["study"], []).append((date, commit.removeprefix("commit ")))
+        studies.setdefault(result["study"], []).append((date, commit))
     said = []
     for study, made in studies.items():
         dates, commits = (", ".join(dict.fromkeys(each)) for each in zip(*made, strict=True))
-        said.append(f"`{study}.json` ({len(made)} runs, {dates}, commit{'s' * (',' in commits)} {commits})")
+        said.append(f"`{study}.json` ({len(made)} runs, {dates}, {commits})")
     return said
 
 
@@ -78,7 +79,7 @@ def origin(result: Result, brief: bool = False) -> str:
     manifest = result["manifest"]
     machine, versions = manifest["machine"], manifest["versions"]
     commit, _, dirty = (manifest["commit"] or "").partition("+")
-    parts = [manifest["date"][:10], f"commit {commit[:7]}{' with changes' if dirty else ''}" if commit else "no commit"]
+    parts = [manifest["date"][:10], f"{commit[:7]}{' with changes' if dirty else ''}" if commit else "no commit"]
     if brief:
         return ", ".join(parts)
     parts += [f"{gpus(result)} x {machine['gpu']}"] if "gpu" in machine else []
