@@ -87,6 +87,15 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "tensor_parallel": ({"autotp_size": 0}, {"autotp_size": 1}),
 }
 ZERO_REFUSED: dict[str, tuple[object, ...]] = {"zenflow": (), "zeropp_loco_param": (), "mics_shard_size": (-1, 0)}
+_REMEDIES = {
+    "communication_data_type": "set reduce_dtype in FSDP's mixed precision",
+    "zeropp_loco_param": "write Strategy.loco(...)",
+    "mics_shard_size": "write Strategy.mics()",
+    **dict.fromkeys(
+        ("expert_parallel", "pipeline", "sequence_parallel_size", "tensor_parallel"),
+        "build the mesh in your script, and pass FSDP its data-parallel group",
+    ),
+}
 
 # DeepSpeed reduces gradients in 4 bits on both hops, where intra_gradients="auto" would take 8 on the intra-node hop.
 _CODEC_ARGUMENTS: dict[str, StrategyArguments] = {
@@ -165,11 +174,8 @@ class _Section:
                 hint = did_you_mean(key, sorted(known), "{!r}") or "correct or remove it"
                 raise self.error(key, f"unknown key; {hint}")
             if key in refused and not _is_off(value, refused[key]):
-                raise self.error(
-                    key,
-                    "can't be honoured: no strategy is derived from it; do it in your script, perhaps by an argument "
-                    "of Strategy, and remove the key",
-                )
+                remedy = f"{_REMEDIES.get(key, 'do it in your script')}, and remove the key"
+                raise self.error(key, f"can't be honoured: no strategy is derived from it; {remedy}")
 
     def refuse_auto(self, key: str) -> None:
         if self.values.get(key) == "auto":
