@@ -27,8 +27,8 @@ from .names import WRAPPERS, base_fqns, join_fqn, original_path
 #
 # Stand-ins for modules of a sharded model: the same modules, with full tensors in place of shards.
 #
-# PEFT merges adapters by methods of its layers, each kind of layer in its own way. They run on a stand-in as on a model
-# that is not sharded.
+# Each kind of PEFT layer has its own methods to merge adapters. These methods run on a stand-in as on a model that is
+# not sharded.
 
 Values = Mapping[nn.Module, Mapping[str, Tensor]]  # full tensors by module and name
 
@@ -36,8 +36,8 @@ Values = Mapping[nn.Module, Mapping[str, Tensor]]  # full tensors by module and 
 def stand_in(module: nn.Module, values: Values, memo: dict[nn.Module, nn.Module]) -> nn.Module:
     """Return a copy of ``module``, without wrappers, whose parameters are ``values``. Nothing communicates.
 
-    Everything else is shared with the original, except lists, dicts and sets, to which methods may add. ``memo`` has
-    the copies that were made before.
+    Lists, dicts and sets are copied, since methods may add to them; everything else is shared with the original.
+    ``memo`` has the stand-ins that were made before.
     """
     wrapped = next((module._modules[name] for name in WRAPPERS if name in module._modules), None)
     if wrapped is not None:
@@ -49,7 +49,7 @@ def stand_in(module: nn.Module, values: Values, memo: dict[nn.Module, nn.Module]
     memo[module] = copied
     full = values.get(module, {})
     for name, value in vars(module).items():
-        if name not in full:  # modules show gathered tensors there
+        if name not in full:  # else a tensor that FSDP has gathered
             vars(copied)[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
     copied._parameters.update({name: nn.Parameter(tensor, requires_grad=False) for name, tensor in full.items()})
     copied._modules.update(
@@ -64,9 +64,9 @@ def stand_in(module: nn.Module, values: Values, memo: dict[nn.Module, nn.Module]
 
 
 class MergedLayer:
-    """A layer of PEFT's, whose adapters are merged into its base once for all of its parameters.
+    """A layer of PEFT's that merges its adapters once, for all parameters of its base layer.
 
-    ``inputs`` are the parameters of the base and of active adapters.
+    ``inputs`` are the parameters of the base layer and of active adapters.
     """
 
     def __init__(self, layer: nn.Module, inputs: Sequence[TensorOfModel]) -> None:
@@ -77,17 +77,17 @@ class MergedLayer:
 
     @property
     def nbytes(self) -> int:
-        # Only the parameters: the memory that PEFT allocates while it merges them comes on top.
+        # Without the memory that PEFT allocates while it merges.
         return sum(tensor.full.peak_nbytes(None) for tensor in self._inputs)
 
     def start(self, to: int | None, gathers: AllGathers) -> list[Pending]:
-        """Start to gather its parameters, each in its own dtype; return what is pending."""
+        """Start to gather the inputs, each in its own dtype; return the pending tensors."""
         self.is_started = True
         self._pending = [tensor.full.start(None, to, gathers) for tensor in self._inputs]
         return self._pending
 
     def take(self, name: str, to: int | None) -> Tensor | None:
-        """Return a merged parameter by its name in the base layer; None if this rank gets nothing."""
+        """Return the merged parameter ``name`` of the base layer; None if this rank gets nothing."""
         if self._pending:
             values: dict[nn.Module, dict[str, Tensor]] = {}
             for tensor, pending in zip(self._inputs, self._pending, strict=True):
@@ -104,7 +104,7 @@ class MergedLayer:
 @torch.no_grad()
 def _merge(layer: nn.Module, values: Values) -> dict[str, Tensor]:
     copied: Any = stand_in(layer, values, {})
-    # As PEFT's merge_and_unload: some layers have a method of their own for it.
+    # As PEFT's merge_and_unload does: some layers have a method of their own.
     if hasattr(copied, "unload_and_optionally_merge_module"):
         base = copied.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
     else:
@@ -114,7 +114,7 @@ def _merge(layer: nn.Module, values: Values) -> dict[str, Tensor]:
 
 
 class MergedParameter(FullTensor):
-    """A parameter ``name`` of a base layer with adapters merged into it; ``base`` is without them."""
+    """The parameter ``name`` of a base layer, with adapters merged into it; ``base`` is the unmerged one."""
 
     def __init__(self, layer: MergedLayer, name: str, base: FullTensor) -> None:
         self._layer, self._name = layer, name
@@ -137,7 +137,7 @@ class MergedParameter(FullTensor):
 
 # ---- merged names
 #
-# Tensors of a base model with adapters merged into them, by their names without PEFT.
+# Tensors of a base model, with adapters merged into them and the names that they have without PEFT.
 
 Tensors = Mapping[nn.Module, Mapping[str, TensorOfModel]]  # by module and name
 
@@ -145,7 +145,7 @@ Tensors = Mapping[nn.Module, Mapping[str, TensorOfModel]]  # by module and name
 def merged_tensors(model: nn.Module, tensors: Sequence[TensorOfModel]) -> list[TensorOfModel]:
     """Return the ``tensors`` of the base in ``model``, with the active adapters merged into those that have some.
 
-    Each name has the weight of its module: one of two tied weights may have an adapter and the other not.
+    If only one of two tied weights has an adapter, each name gets the weight of its own module.
 
     Raises:
         ImportError: If peft is not installed.
@@ -162,7 +162,7 @@ def merged_tensors(model: nn.Module, tensors: Sequence[TensorOfModel]) -> list[T
     result: dict[object, TensorOfModel] = {}
     for path, base, module in _base_modules(model):
         layer = next((each for each in _ancestors(path) if each in layers), None)
-        if layer is not None and layer not in made:  # its base layer comes first, and has the layer's FQN in the base
+        if layer is not None and layer not in made:  # its base layer, so ``base`` is the layer's FQN
             made[layer] = MergedLayer(layers[layer], _inputs(layers[layer], own, peft_model.peft_config)), base
         for name, tensor in own.get(module, {}).items():
             fqn = join_fqn(base, name)
@@ -185,7 +185,7 @@ def _check_mergeable(peft_model: Any) -> None:
 
 
 def _outermost_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return PEFT's layers that wrap base layers, by FQN, without those inside of others."""
+    """Return PEFT's layers that wrap base layers, by FQN, without layers inside of such layers."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers: dict[str, nn.Module] = {}
@@ -198,13 +198,13 @@ def _outermost_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _ancestors(path: str) -> list[str]:
-    """Return a path and those of its ancestors, outermost first."""
+    """Return the paths of a module's ancestors and its own, outermost first."""
     parts = path.split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 def _base_modules(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield each module of the base with its FQN and its FQN in the base.
+    """Yield, for each module of the base, its FQN in ``model``, its FQN in the base, and the module.
 
     If an adapter trains a copy of a module (``modules_to_save``), the copy takes its place.
     """
@@ -221,7 +221,7 @@ def _base_modules(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
 
 
 def _trained_copies(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
-    """Yield the FQN of each module with a copy that an active adapter trains, and the FQN of the copy."""
+    """Yield the FQNs of each original module and of its copy that an active adapter trains."""
     for path, module in modules.items():
         copies = module._modules.get("modules_to_save")
         if copies is None or module._modules.get("original_module") is None:
@@ -232,7 +232,7 @@ def _trained_copies(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str
 
 
 def _inputs(layer: Any, own: Tensors, adapters: Collection[str]) -> list[TensorOfModel]:
-    """Return the parameters that a layer is merged from, without those of adapters that are not active."""
+    """Return the parameters that a layer needs for its merge: all but those of inactive adapters."""
     others = set(adapters) - set(layer.active_adapters)
     containers = {name.rpartition(".")[2] for name in (*layer.adapter_layer_names, *layer.other_param_names)}
     inputs: dict[TensorOfModel, None] = {}
@@ -247,7 +247,7 @@ def _inputs(layer: Any, own: Tensors, adapters: Collection[str]) -> list[TensorO
 
 # ---- adapter names
 #
-# The tensors of one PEFT adapter, by the names in the files that PEFT writes.
+# The tensors of one PEFT adapter, with their names in PEFT's files.
 
 
 def active_adapter_tensors(model: nn.Module) -> list[TensorOfModel]:
@@ -255,8 +255,8 @@ def active_adapter_tensors(model: nn.Module) -> list[TensorOfModel]:
 
     Raises:
         ImportError: If peft is not installed.
-        ValueError: If there is no PEFT model, not exactly one active adapter, or if its files have tensors that are
-            computed.
+        ValueError: If there is no PEFT model, or not exactly one active adapter, or if PEFT computes some tensors of
+            the adapter's files.
     """
     peft_model: Any = peft_model_in(model)
     from peft import get_peft_model_state_dict
@@ -270,12 +270,12 @@ def active_adapter_tensors(model: nn.Module) -> list[TensorOfModel]:
     prefix = path_of(peft_model, model)
     tensors = adapter_tensors(model, peft_model)
     by_name = {name.removeprefix(prefix): tensor for tensor in tensors for name in tensor.names}
-    # PEFT itself chooses among tensors without values.
+    # PEFT chooses the names, in a state dict of meta tensors.
     state = {name: torch.empty(tensor.full.shape, device="meta") for name, tensor in by_name.items()}
     tensor_of = {id(value): by_name[name] for name, value in state.items()}
     if not peft_model.peft_config[active[0]].is_prompt_learning:
         with as_plain(peft_model, {}):
-            # Embeddings that are not trained are not handed out, and looking for changed ones may ask the network.
+            # Else PEFT adds embeddings that are not trained, and may access the network to see if they have changed.
             files: dict[str, Tensor] = get_peft_model_state_dict(
                 peft_model, state_dict=state, adapter_name=active[0], save_embedding_layers=False
             )
@@ -294,7 +294,7 @@ def active_adapter_tensors(model: nn.Module) -> list[TensorOfModel]:
 
 # ---- gathered weights
 #
-# Hands out the weights of a sharded model in full, tensor by tensor: ``gathered_weights``.
+# ``gathered_weights`` hands out the weights of a sharded model in full, tensor by tensor.
 
 
 @overload
@@ -332,27 +332,25 @@ def gathered_weights(
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Return an iterator over the names and full tensors of a model, for an inference engine. Collective.
 
-    By default these are the tensors of the full state dict, bit for bit, and by the same names: in full precision,
-    whatever the forward computes in; tied ones by each of their names; weights of a quantized base decoded, by their
-    former names. Entries ``_extra_state`` are left out. The tensors are yours: nothing else refers to them.
+    By default these are the tensors of the full state dict, bit for bit and by the same names, in full precision
+    even under mixed precision. A tied tensor comes under each of its names, and a weight of a quantized base decoded,
+    under its former name. Entries ``_extra_state`` are left out. The tensors are yours: nothing else refers to them.
 
-    They are gathered a few at a time, the next ones while you use the current one. Together with the current one they
-    take at most the memory of the largest unit, or of two tensors if that is more. Tensors that you keep come on top,
-    and with ``merged``, the copies that PEFT makes of one weight.
+    A few tensors are gathered at a time, the next ones while you use the current one. Together with the current one
+    they take at most the memory of the largest unit, or of two tensors if that is more. Tensors that you keep come on
+    top, and with ``merged``, the copies that PEFT makes of one weight.
 
     All ranks must iterate to the end, or leave at the same tensor. Don't change the model meanwhile. With local steps
-    a node hands out its own weights, as its state dicts do; iterate within :func:`agreed_weights` for the agreed ones.
+    each node hands out its own weights, as in state dicts; iterate within :func:`agreed_weights` for the agreed ones.
 
     Args:
         model: A model, sharded by either FSDP or not.
-        dtype: Cast floating-point tensors to it: fp32, bf16 or fp16. Shards are cast before they are sent if that makes
-            them smaller. Default: each in its own.
+        dtype: The dtype to which floating-point tensors are cast: fp32, bf16 or fp16. Shards are cast before they are
+            sent if that makes them smaller. Default: no cast.
         adapters_only: Hand out only the active PEFT adapter, by its names in the files that ``save_adapter`` writes.
         merged: Hand out the base model with the active PEFT adapters merged into it, by its names without PEFT.
-        rank: The global rank that gets the tensors; the others take part and get None in their place. Default: all get
-            them.
-        process_group: The ranks of the model. Default: those that it is sharded over, or all ranks if it is not
-            sharded.
+        rank: The global rank that gets the tensors; the others take part and get None instead. Default: all ranks.
+        process_group: The ranks of the model. Default: those that shard it, or all ranks if it is not sharded.
 
     Returns:
         An iterator of names and tensors, in the same order on all ranks.
@@ -402,7 +400,7 @@ def _refuse_packed(tensors: Sequence[TensorOfModel]) -> None:
         for module, name in tensor.sites:
             parameter = module._parameters.get(name)
             by_bitsandbytes = any(cls.__module__.partition(".")[0] == "bitsandbytes" for cls in type(module).__mro__)
-            # Neither casts nor merges understand bytes that another quantizer has packed.
+            # Casts and merges would misread bytes that another quantizer has packed.
             if by_bitsandbytes or (parameter is not None and is_packed(parameter)):
                 raise ValueError(
                     f"{tensor.names[0]} is packed by another quantizer, so it can be handed out as it is stored, but "

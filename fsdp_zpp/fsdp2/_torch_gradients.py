@@ -34,11 +34,11 @@ from ._torch_weights import (
 # ---- use
 
 Hooks = Mapping[int, Callable[[Tensor], None]]
-"""Hooks that run after a gradient was accumulated: optimizers in the backward."""
+"""A parameter's post-accumulate-grad hooks, by id: optimizers that step in the backward."""
 
 
 class UnusedParameter(NamedTuple):
-    """A parameter that this rank has not used, its sharded gradient before the step's, and its postponed hooks."""
+    """A parameter that this rank has not used, its sharded gradient before the reduction, and its postponed hooks."""
 
     param: FSDPParam
     gradient: Tensor | None
@@ -47,18 +47,18 @@ class UnusedParameter(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class ParameterUse:
-    """Parameters of a group that one step has used, since ranks reduce all of them.
+    """Record of the parameters of a group that this rank has used in one step.
 
-    Ranks may use different parameters in a micro-batch, but must reduce the same ones. So a micro-batch that is not the
-    last of its step reduces all parameters of a group, and so does the last one of that step. With error feedback every
-    step reduces all of them, since errors are laid out as all parameters of a group. Parameters that no rank has used
-    get no gradient in the end, as with torch's own reduction (:meth:`drop_unused`).
+    Ranks may use different parameters in a micro-batch, but must reduce the same ones. So a step of several
+    micro-batches reduces all parameters of a group in each of them. A single micro-batch does so with error feedback,
+    since the error state has the layout of the whole group. A parameter that no rank has used ends up without a
+    gradient, as with torch's own reduction (:meth:`drop_unused`).
 
     Attributes:
         took_part: Whether ranks have gathered the group in an earlier micro-batch of the step.
-        has_errors: Whether the last micro-batch feeds errors back.
+        has_errors: Whether the last micro-batch has error feedback.
         unused: The parameters that this rank has not used, by id.
-        used: The ids of the parameters that it has used.
+        used: The ids of the parameters that this rank has used.
         reduced: The parameters that the last micro-batch of the step reduces.
     """
 
@@ -77,18 +77,18 @@ class ParameterUse:
         return bool(used)
 
     def fill_missing(self, params: Sequence[FSDPParam]) -> None:
-        """Add zero gradients where the last micro-batch has none, but earlier ones or other ranks may have some."""
+        """Give zero gradients to ``params`` without one, since other micro-batches or other ranks may have one."""
         for param in params:
             if has_gradient(param):
                 self.used.add(id(param))
             else:
                 dtype = getattr(param, "unsharded_grad_dtype", None) or param.unsharded_param.dtype
                 param.unsharded_param.grad = torch.zeros_like(param.unsharded_param, dtype=dtype)
-        # Until torch 2.14, accumulated gradients have another dtype, and torch reduces gradients of a single dtype.
+        # Until torch 2.14, accumulated gradients have another dtype than new ones, but torch reduces a single dtype.
         any_accumulated = any(param.unsharded_accumulated_grad is not None for param in params)
         if any_accumulated and hasattr(FSDPParam, "to_accumulated_grad_if_needed"):
             for param in params:
-                param.accumulate_unsharded_grad_if_needed()  # or the next line replaces what is accumulated
+                param.accumulate_unsharded_grad_if_needed()  # else the next line replaces the accumulated gradient
                 param.to_accumulated_grad_if_needed()
         for param in filter(self._goes_without, params):
             if id(param) in self.used:
@@ -99,8 +99,8 @@ class ParameterUse:
                 self.unused[id(param)] = UnusedParameter(param, sharded.grad, hooks)
 
     def _goes_without(self, param: FSDPParam) -> bool:
-        """Return whether a parameter gets no gradient if no rank has used it, so that ranks must compare their use."""
-        # It gets zeros if it requires a gradient by now and ``set_reduce_scatter_unused_params`` asks for them.
+        """Return whether a parameter ends up without a gradient if no rank has used it; ranks then compare its use."""
+        # With ``set_reduce_scatter_unused_params``, a parameter that requires a gradient now gets zeros instead.
         if self.reductions.current is None:
             return False
         zeros_reduced = getattr(self.group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
@@ -108,7 +108,7 @@ class ParameterUse:
 
     @contextmanager
     def postponing_hooks(self) -> Iterator[None]:
-        """Postpone optimizers in the backward, which must not step on gradients that perhaps no rank has used."""
+        """Postpone the hooks of unused parameters: an optimizer must not step a parameter that no rank has used."""
         with without_hooks([(param, hooks) for param, _, hooks in self.unused.values()]):
             yield
 
@@ -119,13 +119,13 @@ class ParameterUse:
     # ---- after the backward
 
     def in_step(self) -> list[bool]:
-        """Return, for each reduced parameter, whether this rank has used it; an empty list if ranks need not agree."""
+        """Return, for each reduced parameter, whether this rank has used it; empty if ranks need not compare."""
         if not any(map(self._goes_without, self.reduced)):
             return []
         return [id(param) in self.used for param in self.reduced]
 
     def drop_unused(self, used_by_any: Callable[[], list[bool]]) -> None:
-        """Remove gradients of parameters that no rank has used in the step; run the postponed hooks of the others."""
+        """Remove the gradients of parameters that no rank has used in the step; run the other postponed hooks."""
         if not self.unused:
             return
         by_id = dict(zip(map(id, self.reduced), used_by_any(), strict=True))
@@ -150,14 +150,14 @@ def without_hooks(hooked: Sequence[tuple[FSDPParam, Hooks | None]]) -> Iterator[
 
 # ---- offload
 #
-# From torch 2.13 on, torch copies the gradient of a parameter with hooks to the CPU while the CPU waits; before, its
-# hooks saw gradients that were still on their way. Here hooks are taken off while torch reduces, so that it copies
-# without a wait, and run as comm/gradient_reduce.py says.
+# Hooks of an offloaded parameter must not see a gradient before its copy to the CPU is complete. From torch 2.13 on,
+# the CPU waits for that copy; before, hooks ran too early. Here torch reduces without the hooks, and so without a wait.
+# They run later, see "arriving gradients" in comm/gradient_reduce.py.
 
 
 @contextmanager
 def stepping_on_arrival(group: FSDPParamGroup, arriving: ArrivingGradients, left_out: Container[int]) -> Iterator[None]:
-    """Return a context in which torch reduces gradients of an offloaded group, whose hooks run when these have arrived.
+    """Take the hooks off an offloaded group while torch reduces it; run them when the gradients are on the CPU.
 
     ``left_out`` has the ids of parameters whose hooks are postponed for another reason.
     """
@@ -174,12 +174,12 @@ def stepping_on_arrival(group: FSDPParamGroup, arriving: ArrivingGradients, left
     stepping = [(param, hooks) for param, hooks, before in hooked if _state_of_gradient(param) != before]
     if stepping:
         events = [param.grad_offload_event for param, _ in stepping if param.grad_offload_event is not None]
-        # All gradients of a group are copied in one stream, so that the last one's copy is the last.
+        # One stream copies all gradients of a group, so the last event comes after all copies.
         arriving.step_on_arrival(events[-1] if events else None, partial(_run, stepping))
 
 
 def _state_of_gradient(param: FSDPParam) -> object:
-    """Return a value that changes when torch sets the sharded gradient of a parameter, or adds to it."""
+    """Return a value that changes when torch sets a parameter's sharded gradient or adds to it."""
     gradient: Any = param.sharded_param.grad
     return None if gradient is None else (id(gradient), gradient._local_tensor._version)
 
@@ -195,17 +195,16 @@ def _run(stepping: list[tuple[FSDPParam, Hooks]]) -> None:
 _post_backward = without_dynamo(FSDPParamGroup.post_backward)
 
 
-# Small groups, too, are reduced one by one. torch casts, accumulates and hands out a gradient right after its hops.
-# To send those of several groups at once, each would have to be copied into a flat buffer once more, which takes the
-# CPU longer than the hop that it saves.
+# Small groups are not coalesced: torch casts and accumulates each gradient right after its hops. To send several at
+# once, each must be copied into another flat buffer, and that costs the CPU more than the saved hop.
 class GroupGradients(StepGradients):
-    """Accumulates and reduces a parameter group's gradients; ``comm`` does so as torch calls it, None if torch does."""
+    """Accumulates and reduces a parameter group's gradients: torch calls ``comm``, which is None if torch reduces."""
 
     def __init__(self, group: FSDPParamGroup, weights: GroupWeights, unit: StrategyUnit) -> None:
         self._group, self._weights, self.reductions = group, weights, unit.reductions
         self._is_offloaded = isinstance(group.offload_policy, CPUOffloadPolicy)
         self.comm: StrategyReduceScatter | StrategyAllReduce | None = None
-        self._all_reduce_hook: Callable[[Tensor], None] | None = None  # which torch must have
+        self._all_reduce_hook: Callable[[Tensor], None] | None = None  # must stay set on the group
         if unit.reductions.all and unit.scopes.optimizer == "N":  # torch has nothing to scatter
             self.comm = self._all_reduce_hook = StrategyAllReduce(unit.reductions, group)
         elif unit.reductions.all:
@@ -217,8 +216,8 @@ class GroupGradients(StepGradients):
 
     @property
     def is_last_micro_batch(self) -> bool:
-        """Return whether a backward completes the gradients of its step, as FSDPModule's setters say."""
-        # torch has no all-reduce without replicas of its own, so set_requires_all_reduce governs deferred hops.
+        """Return whether a backward completes the gradients of its step, according to FSDPModule's setters."""
+        # Without HSDP torch has no all-reduce, so set_requires_all_reduce controls the deferred hops instead.
         return self._group.reduce_grads and (
             self._group.all_reduce_grads or self.reductions.current is None or not self.reductions.current.defers_hops
         )
@@ -237,9 +236,9 @@ class GroupGradients(StepGradients):
         group = self._group
         if self._all_reduce_hook is not None and group._all_reduce_hook is not self._all_reduce_hook:
             self._replace_hook()
-        if group._orig_dtype is None:  # all was frozen at the first forward, where torch looks for what it reduces in
+        if group._orig_dtype is None:  # at the first forward, all was frozen and torch set no reduce dtype
             group._init_mp_dtypes()
-        # Until torch 2.12, the end of a backward comes once for each of the modules that were passed as a list.
+        # Until torch 2.12, torch calls this at the end of a backward once for each module of a list.
         if self._reduced and group._training_state == TrainingState.IDLE:
             return
         self._reduced = True
@@ -279,16 +278,16 @@ class GroupGradients(StepGradients):
         if not params or not (any_used or self.reductions.current.communicates_early):
             return
         flat = flatten_gradients(group, params, gradients)
-        # Under scope G the inter-node hop completes the sum. It runs in the stream of torch's all-reduce, so that the
-        # intra-node hop of the next group, in the stream of its reduce-scatter, need not wait for the slow network.
+        # Under gradient scope G the inter-node hop completes the sum. It runs in torch's all-reduce stream, so that the
+        # next group's intra-node hop, in the reduce-scatter stream, does not wait for the slow network.
         intra, inter = group.comm_ctx.reduce_scatter_stream, group.comm_ctx.all_reduce_stream
         if isinstance(self.comm, StrategyAllReduce):
-            intra = inter  # where the last micro-batch adds its sums to the accumulated ones
+            intra = inter  # the stream in which the last micro-batch adds to these sums
         elif not self.reductions.current.has_two_hops:
             inter = intra
         intra.wait_stream(group.device_handle.current_stream())
         with group.device_handle.stream(intra):
-            # It was allocated in the backward's stream.
+            # ``flat`` was allocated in the backward's stream.
             finish = self.reductions.current.accumulate(keep_until_read(flat), self._layout_of(params))
         if inter is not intra:
             inter.wait_stream(intra)
@@ -296,7 +295,7 @@ class GroupGradients(StepGradients):
             finish()
 
     def _drop_prefetch(self) -> None:
-        # Until a group's first gather is complete, its parameters have no unsharded tensor that could get a gradient.
+        # Only a complete first gather gives parameters the unsharded tensors that hold gradients.
         group = self._group
         if group._all_gather_result is not None and not all(hasattr(p, "_unsharded_param") for p in group.fsdp_params):
             group.wait_for_unshard()
@@ -308,12 +307,12 @@ class GroupGradients(StepGradients):
         use, params = self.use, self._reduced_params()
         use.reduced, reduced = params, _with_gradient(params)
         takes_unused = getattr(self._group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
-        # If torch reduces unused parameters, all ranks do, whatever this one has.
+        # If torch reduces unused parameters, all ranks reduce, even one without gradients.
         reduces = use.took_part or bool(reduced) or bool(params and takes_unused)
         current, fills = self.reductions.current, False
         use.has_errors = current is not None and current.errors is not None
         if current is not None:
-            # Errors that are fed back have the layout of the whole group's gradient, so that must not change.
+            # The error state has the layout of the whole group's gradient, so all parameters must get one.
             fills = use.took_part or (reduces and use.has_errors)
         if fills:
             use.fill_missing(params)
@@ -334,8 +333,7 @@ class GroupGradients(StepGradients):
     def _reduced_params(self) -> list[FSDPParam]:
         """Return the parameters whose gradients a micro-batch reduces, in torch's order; the same on all ranks.
 
-        They require a gradient, or have one from an earlier micro-batch, which torch reduces even if they are frozen
-        now.
+        They require a gradient, or have one from an earlier micro-batch and may be frozen now.
         """
         params = self._group.fsdp_params
         if (order := getattr(self._group, "_reduce_scatter_param_indices", None)) is not None:  # from torch 2.14 on
@@ -367,30 +365,29 @@ class GroupGradients(StepGradients):
 
     def end_backward(self, synchronized: bool) -> None:
         self._reduced = False
-        # Ranks need not gather kept weights to use them, so the group is in every micro-batch on all ranks, used or
-        # not.
+        # Kept weights are used without a gather, so the group counts as gathered in every micro-batch.
         self._weights.was_gathered = self._weights.is_kept
         if synchronized:
             self.use = ParameterUse(self._group, self.reductions)
 
     def drop(self) -> None:
-        """Drop the gradients that torch has kept, and forget which parameters have them, unless a backward runs."""
+        """Drop torch's unsharded gradients, and forget which parameters were used; do nothing during a backward."""
         if torch._C._current_graph_task_id() != -1:
-            return  # an optimizer in the backward has cleared what it has stepped with
+            return  # an optimizer in the backward has cleared only the gradients of its own step
         self.use.used = set()
         for param in self._group.fsdp_params:
             if hasattr(param, "_unsharded_param") and has_gradient(param):
-                while take_gradient(param) is not None:  # until torch 2.14, there may be two
+                while take_gradient(param) is not None:  # until torch 2.14, a new and an accumulated one
                     pass
 
     def reset(self) -> None:
-        """Drop the gradients of a step's micro-batches, since an exception has ended it."""
+        """Drop the gradients of the step's micro-batches after an exception."""
         if self.reductions.current is not None:
             self.reductions.current.accumulated.drop()
-        self.drop()  # torch itself drops unsharded ones from 2.15 on only
+        self.drop()  # only from 2.15 on, torch itself drops unsharded gradients
         self.end_backward(synchronized=True)
 
 
 def _with_gradient(params: Sequence[FSDPParam]) -> list[FSDPParam]:
-    """Return the parameters with :func:`has_gradient`, without a call for each."""
+    """Return the parameters that have a gradient, as :func:`has_gradient` does, without a call for each."""
     return [p for p in params if p._unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None]

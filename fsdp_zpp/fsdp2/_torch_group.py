@@ -53,7 +53,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     """
 
     def adopt(self, state: FSDPState, unit: StrategyUnit, path: str, on_lazy_init: Callable[[nn.Module], None]) -> None:
-        """Set the attributes of this class, in place of a constructor; arguments as in :func:`adopt_groups`."""
+        """Set this class's attributes, in place of a constructor; the arguments are those of :func:`adopt_groups`."""
         self.unit, self._path = unit, path
         self.weights = GroupWeights(self, unit)
         self.gradients = GroupGradients(self, self.weights, unit)
@@ -65,7 +65,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     # ---- lazy initialization
 
     def lazy_init(self) -> None:
-        if not self._is_ordered:  # torch calls this more than once, but gathered weights stay in the first order
+        if not self._is_ordered:  # torch may call this again, but the order of the first call stays
             order_parameters(self)
             self._is_ordered = True
         super().lazy_init()
@@ -73,11 +73,11 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             self._knows_formats = True
             if not self.unit.stock and has_own_bytes(self.fsdp_params):
                 self._leave_weights_uncoded()
-        states = self._state._state_ctx.all_states  # empty as long as there was no forward
+        states = self._state._state_ctx.all_states  # empty before the first forward
         if states:
             self._set_missing_names(states[0]._modules[0])
         groups = [group for state in states for group in groups_of(state) if isinstance(group, StrategyGroup)]
-        # Lazy initialization may replace the parameters of a group, so this must wait for the last group's.
+        # Lazy initialization may replace a group's parameters, so the callback waits for that of the last group.
         if groups and groups[-1] is self and self._on_lazy_init is not None:
             self._on_lazy_init(states[0]._modules[0])  # the root's state comes first
             self._on_lazy_init = None
@@ -92,14 +92,14 @@ class StrategyGroup(FSDPParamGroup, Sharded):
                 self._all_gather_comm = self.weights.comm
 
     def _set_missing_names(self, root: nn.Module) -> None:
-        """Give parameters the FQNs that torch has not found because ``unshard()`` came before the first forward."""
+        """Set the FQNs of parameters that ``unshard()`` replaced on their modules before torch looked for them."""
         if all(param._param_fqn is not None for param in self.fsdp_params):
             return
         paths = {module: path for path, module in root.named_modules()}
         for param in self.fsdp_params:
             info = param._module_info
             param._param_fqn = ".".join(filter(None, (paths[info.module], info.param_name)))
-        # The plan and the layouts contain these names.
+        # The plan and the layouts were made without these names.
         self.weights.plan = None
         self.gradients.layouts.clear()
 
@@ -131,13 +131,13 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         self._all_gather_result = self._gathered(weights.gather, plan, async_op)
 
     def _gathered(self, gather: WeightGather, plan: GatherPlan, async_op: bool) -> AllGatherResult:
-        """Gather as torch's ``foreach_all_gather``, without the two copies of shards that it makes for a collective."""
+        """Gather as torch's ``foreach_all_gather`` does, but without its two copies of the shards."""
         secondary, shard = gather.secondary, None
         _, stream = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
         with self._labelled("FSDP::all_gather"), self.device_handle.stream(stream):
             if plan.joins and (secondary.encoded_by is None or plan.numel == 0):
                 shard = plan.join_inputs()
-            # If ``shard`` is None, a stale secondary shard is made from what ``weights`` reads, which sets its version.
+            # If ``shard`` is None, a stale secondary shard gets values and version from ``weights.read()``.
             is_compared = self.weights.reuses and not (secondary.stale and shard is None)
             out = torch.empty(plan.numel, dtype=plan.dtype, device=self.device)
             gather(shard, out, self.weights.shard_version() if is_compared else None)
@@ -148,7 +148,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
     @without_functorch
     def wait_for_unshard(self) -> None:
-        """Show the gathered weights, as torch does; from the second time on, skip lookups of what never changes."""
+        """Unshard as torch does; from the second time on, use the plan's swaps instead of torch's lookups."""
         weights, result = self.weights, self._all_gather_result
         plan = weights.plan
         if result is None:
@@ -160,7 +160,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         if plan is None or not plan.swaps or not by_strategy:
             if by_strategy and plan is not None and plan.mixed and plan.dtype != torch.uint8:
                 self.device_handle.current_stream().wait_event(result.all_gather_event)
-                # torch keeps only ``as_bytes``, so the memory that it is copied from could be reused too early.
+                # torch keeps only ``as_bytes`` alive, so the memory of the output could be reused too early.
                 as_bytes = plan.as_torch_gathers(keep_until_read(result.all_gather_output))
                 self._all_gather_result = result._replace(all_gather_output=as_bytes)
             super().wait_for_unshard()
@@ -179,7 +179,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             self._sharded_state = ShardedState.UNSHARDED
         copied = self.device_handle.Event()
         copied.record()
-        # A forward keeps the output until it shows the next group, so that group's gather need not wait for the copy.
+        # A forward keeps the output until it unshards the next group, whose gather need not wait for the copy-out.
         if in_forward:
             self.comm_ctx.all_gather_state = AllGatherState(result, copied)
         else:
@@ -219,7 +219,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         weights = self.weights
         if weights.staleness_guard is None:
             super().reshard()
-        elif self._training_state == TrainingState.IDLE:  # a user asks for it
+        elif self._training_state == TrainingState.IDLE:  # a user calls ``reshard()``
             super().reshard()
             weights.drop_kept()
         elif self.is_unsharded and (self._training_state != TrainingState.FORWARD or self._reshard_after_forward):
@@ -294,7 +294,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         self.drop_unsharded()
         if not by_step:
             self.weights.plan = None
-            # A user sets this event after a step. With it, the next forward's gathers would not wait for later writes.
+            # A user sets this event after a step. The next forward's gathers wait for it instead of all earlier writes.
             self._state._state_ctx.post_optim_event = None
 
     def drop_unsharded(self) -> None:
@@ -309,7 +309,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
 
 def _shows_trained(param: FSDPParam) -> bool:
-    """Return whether the parameter now shown on the module requires a gradient; the next forward goes by it."""
+    """Return whether the parameter that the next forward finds on the module requires a gradient."""
     shown: nn.Parameter = getattr(param._module_info.module, param._module_info.param_name)
     return shown.requires_grad
 
@@ -318,7 +318,7 @@ def _shows_trained(param: FSDPParam) -> bool:
 
 
 class StockGroup(StrategyGroup):
-    """A parameter group whose strategy leaves everything to torch; weights and gradients stay as torch has them."""
+    """A parameter group that its strategy leaves to torch: no event drops its weights or gradients."""
 
     def weights_changed(self, by_step: bool) -> None: ...
 
@@ -334,10 +334,9 @@ def adopt_groups(
 ) -> list[StrategyGroup | None]:
     """Make torch gather and reduce the parameter groups of ``module`` through ``units``.
 
-    Each unit is for the parameters that the call shards over one mesh. Returns the group of each unit, whose class this
-    function changes; None if the module has no parameters of a unit.
+    Each unit has the parameters that the call shards over one mesh; ``infos`` has these meshes, or is empty for the
+    call's own. The result has the group of each unit, with a new class; None if the module has no parameters of a unit.
     """
-    # ``infos`` is empty if the call shards over a single mesh.
     state = state_of(module)
     # A group without FSDPMeshInfo is not sharded: dp_mesh_dims that only replicate are left to torch.
     sharded = [group for group in groups_of(state) if isinstance(group.mesh_info, FSDPMeshInfo)]
@@ -358,7 +357,7 @@ def adopt_groups(
         if unit.stock:
             continue
         unit.sharded = own
-        # Set the communication here: the module's public setters are for modules of one group.
+        # Set the comms here: the module's public setters support one group a module.
         if own.weights.comm is not None:
             group._all_gather_comm = own.weights.comm
         if isinstance(own.gradients.comm, StrategyAllReduce):
@@ -368,7 +367,7 @@ def adopt_groups(
         # Loading a part of the model runs the hooks of that part only, so every owner of a parameter gets them.
         for owner in {owner for owners in own.parameter_owners() for owner in owners}:
             owner.register_load_state_dict_post_hook(lambda module, incompatible_keys, unit=unit: unit.weights_loaded())
-            # A partial, since torch sets an attribute on the hook, which a method does not take.
+            # A partial, since torch sets an attribute on the hook, and methods allow none.
             owner.register_state_dict_post_hook(partial(own.weights.share_version_counters))
     return adopted
 
@@ -377,13 +376,13 @@ def adopt_groups(
 
 
 class GroupBackwardWatch(StepWatch):
-    """Groups of a model: those of strategies, and ``others`` that only torch manages.
+    """Watch over the groups of a model: ``groups`` have strategies, ``others`` are torch's alone.
 
-    Make it after the root's lazy initialization, which settles these groups.
+    Make it after the root's lazy initialization, when the groups are final.
     """
 
     def __init__(self, root: nn.Module, on_backward_end: Callable[[bool], None]) -> None:
-        # Until torch 2.12, ``all_states`` has the state of modules that were passed as a list once for each module.
+        # Until torch 2.12, ``all_states`` repeats the state of a list of modules for each of them.
         states = dict.fromkeys(state_of(root)._state_ctx.all_states)
         groups = [group for state in states for group in groups_of(state)]
         self.groups = [group for group in groups if isinstance(group, StrategyGroup)]
@@ -403,7 +402,7 @@ class WatchedState(FSDPState):
         # From torch 2.15 on, a user may end the step by calling finalize_backward instead.
         ends_step = not getattr(self._state_ctx, "manual_backward_finalization_active", None)
         synchronized = ends_step and (any(last) or any(group.reduce_grads for group in self.watch.others))
-        # This comes before torch's own callback, which makes groups idle: drop_unsharded() would drop the weights of an
+        # Call this before torch's own callback, which makes groups idle: drop_unsharded() would drop the weights of an
         # idle group, even if a user told FSDP to keep them unsharded after the backward.
         self.watch.on_backward_end(synchronized)
         super()._root_post_backward_final_callback()
@@ -420,15 +419,14 @@ class WatchedState(FSDPState):
         synchronized = any(last) or any(group.reduce_grads for group in watch.others)
         if synchronized:
             with ExitStack() as stack:
-                # Set the state to POST_BACKWARD here so that drop_unsharded() keeps what the user keeps unsharded, as
-                # at the end of a backward.
+                # In POST_BACKWARD, as at the end of a backward, drop_unsharded() leaves weights unsharded.
                 for group in (*watch.groups, *watch.others):
                     stack.enter_context(group.use_training_state(TrainingState.POST_BACKWARD))
                 watch.on_backward_end(True)
         self._end_backward(last, synchronized)
 
     def _end_backward(self, last: list[bool], synchronized: bool) -> None:
-        """End a backward of the model; ``last`` says for each group of ``watch`` if it was the last micro-batch."""
+        """End a backward of the model; ``last`` says for each group of ``watch`` if that was its last micro-batch."""
         watch = self.watch
         if all(last):
             watch.restart()
@@ -451,21 +449,21 @@ class WatchedState(FSDPState):
             group.weights.drop_kept()
             group.gradients.reset()
         self.watch.arriving.drop()
-        # Ranks may have failed at different points, so each forgets the order in which it reduced this time.
+        # Ranks may have failed at different points, so each drops the order of this backward.
         self.watch.restart_in_order_of_model()
 
 
 def _drop_unused(gradients: list[GroupGradients]) -> None:
-    """Remove gradients of parameters that no rank has used in the step that ends. Collective."""
+    """Remove the gradients of parameters that no rank has used in the step. Collective."""
     asked = [(each.use, each.reductions.mesh, used) for each in gradients if (used := each.use.in_step())]
     for use, used_by_any in all_reduce_flags(asked):
         use.drop_unused(used_by_any)
 
 
 def watch_backwards(root: nn.Module, on_backward_end: Callable[[bool], None]) -> None:
-    """Watch the backwards below ``root``, after its lazy initialization, and order reductions alike on all ranks."""
+    """Watch the backwards below ``root``, and order reductions alike on all ranks. Needs a lazily initialized root."""
     watch = GroupBackwardWatch(root, on_backward_end)
-    # torch ends a backward in the state whose output it reaches first. Any state may be that one, so all report.
+    # torch ends a backward in the state whose output it reaches first. That may be any state, so all report.
     for state in state_of(root)._state_ctx.all_states:
         watched: Any = state
         watched.__class__ = WatchedState

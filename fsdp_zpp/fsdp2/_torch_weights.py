@@ -40,7 +40,7 @@ state_of: Callable[[nn.Module], FSDPState] = fully_shard.state  # type: ignore[a
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Return whether a call of fully_shard, for ``module`` or one around it, has sharded its parameters."""
+    """Return whether a call of fully_shard has sharded the parameters of ``module``, itself or with a parent."""
     return bool(vars(module).get("_is_fsdp_managed_module", False))
 
 
@@ -53,7 +53,7 @@ def groups_of(state: FSDPState) -> list[FSDPParamGroup]:
 
 
 def init_groups_lazily(root: nn.Module) -> None:
-    """Initialize the parameter groups of a model again, which torch allows, though its root is initialized already."""
+    """Repeat the lazy initialization of a model's parameter groups, which torch allows after that of the root."""
     for state in state_of(root)._state_ctx.all_states:
         for group in groups_of(state):
             group.lazy_init()
@@ -89,7 +89,7 @@ def after_moves(callback: Callable[[nn.Module], None]) -> None:
         groups = groups_of(self._get_fsdp_state())
         before = [(p, dict(vars(p))) for group in groups for p in (param.sharded_param for param in group.fsdp_params)]
         moved = original(self, *args, **kwargs)
-        for parameter, attributes in before:  # torch swaps a DTensor with a new one, which loses its attributes
+        for parameter, attributes in before:  # torch swaps in new DTensors without the attributes
             marks = {name: value for name, value in attributes.items() if name.startswith("_fsdp_zpp")}
             vars(parameter).update(marks)
         callback(cast(nn.Module, self))
@@ -109,9 +109,9 @@ without_functorch: Callable[[Method], Method] = getattr(
 
 
 def without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of torch's for which dynamo is disabled once."""
-    # From torch 2.13 on, its decorator makes a new wrapper that disables dynamo in every call, which takes longer than
-    # much of what the methods do. A method that something else has wrapped is left as it is.
+    """Return torch's ``method``, with dynamo disabled once and for all."""
+    # From torch 2.13 on, torch's decorator makes a new dynamo wrapper in every call, and that takes longer than much of
+    # what the methods do. A method with another wrapper is returned as it is.
     decorator = getattr(_fsdp_common, "_dynamo_disable", None)
     if decorator is None or method.__code__ is not decorator(lambda: None).__code__:
         return method
@@ -122,12 +122,12 @@ def without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def has_gradient(param: FSDPParam) -> bool:
-    """Return whether a parameter that was unsharded has an unsharded gradient, of its last backward or accumulated."""
+    """Return whether ``param`` has an unsharded gradient, new or accumulated. It must have been unsharded before."""
     return param._unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None
 
 
 def take_gradient(param: FSDPParam) -> Tensor | None:
-    """Take from a parameter the unsharded gradient of its last backward, or if there is none, the accumulated one."""
+    """Remove and return the unsharded gradient of the last backward; if there is none, the accumulated one."""
     gradient: Tensor | None = None
     if param.unsharded_param.grad is not None:
         gradient, param.unsharded_param.grad = param.unsharded_grad_data, None
@@ -137,12 +137,12 @@ def take_gradient(param: FSDPParam) -> Tensor | None:
 
 
 def divided_by(group: FSDPParamGroup, dtype: torch.dtype) -> float:
-    """Return the divisor that torch has applied to a gradient before its reduction, as it does in fp16; or 1."""
+    """Return the divisor that torch has applied to a gradient before its reduction, as in fp16; 1 if none."""
     ranks, factor = group._reduce_scatter_process_group, group.gradient_divide_factor
     before, *_ = _get_gradient_divide_factors(
         ranks, None, dtype, group.device.type, factor, group.force_sum_reduction_for_comms
     )
-    # With nothing to scatter, torch divides by the whole factor in place of reducing.
+    # Over one rank torch scatters nothing, but divides by the whole factor.
     instead = factor if factor is not None and ranks.size() == 1 else 1.0
     return float(before or 1) * instead
 
@@ -150,7 +150,7 @@ def divided_by(group: FSDPParamGroup, dtype: torch.dtype) -> float:
 def flatten_gradients(group: FSDPParamGroup, params: Sequence[FSDPParam], gradients: Sequence[Tensor | None]) -> Tensor:
     """Return unsharded gradients, None for zeros, in one flat tensor [world * numel], chunk i for rank i.
 
-    Layout and dtype are those in which torch reduces them, as is the order of ``params``.
+    Layout and dtype are those of torch's reduction. ``params`` must be in its order.
     """
     world = group._reduce_scatter_process_group.size()
     dtype = _gradient_dtype(group, params)
@@ -159,7 +159,7 @@ def flatten_gradients(group: FSDPParamGroup, params: Sequence[FSDPParam], gradie
         if gradient is None:
             gradient = param._get_grad_inner_tensor(torch.zeros_like(param.unsharded_param, dtype=dtype))
         if param.fsdp_placement.dim != 0 and world > 1:
-            # The copy below cuts along dimension 0, so the shards along another one are put there.
+            # The copy below cuts along dimension 0, so move shards along another dimension there.
             gradient = torch.cat(gradient.chunk(world, dim=param.fsdp_placement.dim), dim=0)
         parts.append(gradient.to(dtype))
     numel = sum(_get_dim0_padded_size(part.size(), world).numel() for part in parts)
@@ -182,12 +182,12 @@ def _gradient_dtype(group: FSDPParamGroup, params: Sequence[FSDPParam]) -> torch
 # [Note: Own bytes]
 # A tensor subclass may encode itself for the all-gather: ``fsdp_pre_all_gather`` returns tensors and metadata, and
 # ``fsdp_post_all_gather`` makes the unsharded parameter from all ranks' tensors. Float8 training in torchao does: it
-# casts to 8 bits before the gather. Such bytes are encoded already, and go through both hops and into the
-# secondary shard as they are. The other parameters of the group go with them, in the dtype to compute in. A secondary
-# shard that is reused brings no call of ``fsdp_pre_all_gather``, so the metadata of the last one is kept with it.
+# casts to 8 bits before the gather. These bytes are encoded already, and go through both hops and into the
+# secondary shard as they are. The other parameters of the group go with them, in their compute dtype. A gather that
+# reuses a secondary shard does not call ``fsdp_pre_all_gather``, so the metadata of the last call is kept.
 #
-# Some subclasses send no bytes of their own but their values in the dtype to compute in, as torchao's MXFP8 weights do.
-# A codec encodes these as it does any others.
+# Some subclasses, such as torchao's MXFP8 weights, send their values in the compute dtype instead of bytes of their
+# own. A codec encodes these values like any others.
 
 
 Result = Callable[[Tensor, Any], AllGatherResult]
@@ -209,8 +209,8 @@ def encodes_itself(param: FSDPParam) -> bool:
 
 
 def has_own_bytes(params: Sequence[FSDPParam]) -> bool:
-    """Return whether a parameter encodes itself as other bytes; collective if a parameter's own encoding is."""
-    # Ask all of them, however early one decides it, so that ranks enter the same collectives.
+    """Return whether a parameter encodes itself as bytes of its own. Collective if such an encoding is."""
+    # Ask every parameter, even after the first that does, so that ranks enter the same collectives.
     return any([not _sends_values(param) for param in params if encodes_itself(param)])  # noqa: C419
 
 
@@ -218,7 +218,7 @@ def has_own_bytes(params: Sequence[FSDPParam]) -> bool:
 def _sends_values(param: FSDPParam) -> bool:
     first, *others = param.all_gather_inputs
     dtype = param.param_dtype or param.orig_dtype
-    # Accept sizes with or without padding, which not all ranks have.
+    # Accept the numel with padding and without it: only some ranks have padding.
     numels = param._sharded_local_tensor.numel(), param._sharded_param_data.numel()
     return not others and first.dtype == dtype and first.numel() in numels
 
@@ -230,14 +230,14 @@ class GatherPlan:
     """Plan of all gathers of a group, valid until parameters are moved, cast or replaced.
 
     Attributes:
-        mixed: Whether parameters are computed with in several dtypes.
-        joins: Whether the inputs of the gather are joined as torch would, since a parameter encodes itself or, without
-            a codec, dtypes are mixed; else the shards themselves are gathered. See [Note: Own bytes].
-        dtype: That of gathered values; uint8 for bytes that no codec encodes.
-        shard_numel, numel: Elements that a rank gives and gets; if it joins inputs, 0 until their first use.
+        mixed: Whether parameters have several compute dtypes.
+        joins: Whether ranks gather torch's all-gather inputs, joined, instead of the shards: if a parameter encodes
+            itself, or if there is no codec and dtypes are mixed. See [Note: Own bytes].
+        dtype: The dtype of the gathered tensor; uint8 for joined inputs without a codec.
+        shard_numel, numel: Elements that a rank sends and receives; with ``joins``, 0 before :meth:`join_inputs`.
         memory: The gathered shards, except tensor subclasses, which may have no storage.
-        counted: The tensors whose writes torch counts: the parameters and their shards.
-        swaps: The swaps of all parameters, once they can replace torch's work for each; else empty.
+        counted: The tensors whose version counters count writes: the parameters and their shards.
+        swaps: The swaps of all parameters, once torch has unsharded them; empty if some are not plain.
     """
 
     def __init__(self, group: FSDPParamGroup, encodes: bool) -> None:
@@ -258,18 +258,18 @@ class GatherPlan:
         self.shard_numel = 0 if self.joins else sum(numels)
         self.numel = self.shard_numel * self._world
         self.result = gather_result([[dtype] for dtype in dtypes], [[numel] for numel in numels], sizes)
-        # Joined as they are, shards of several dtypes would be promoted, and packed bytes would not survive that.
+        # Joining shards of several dtypes would promote them, which could change packed bytes.
         self.cast_before_joining = not encodes and any(shard.dtype != shards[0].dtype for shard in shards)
         self._numels, self._dtypes = numels, dtypes
         self.swaps: list[Swap] = []
         self._views: list[Tensor] = []
-        self._extensions: list[tuple[FSDPParam, Any, Sequence[torch.Size]]] = []  # with the last input's metadata
+        self._extensions: list[tuple[FSDPParam, Any, Sequence[torch.Size]]] = []  # with the metadata of the last inputs
 
     @torch.no_grad()
     def join_inputs(self) -> Tensor:
         """Return the current all-gather input, flat [shard_numel]; collective if encodings are."""
         params, as_bytes = self._params, self.dtype == torch.uint8
-        # Tensors and metadata that an evaluation has encoded may be saved for a backward later.
+        # A later backward may save these tensors and metadata, and can't save tensors of inference mode.
         with torch.inference_mode(False):
             by_param = _get_param_all_gather_inputs(params)
             flat = [each.view(-1) for inputs in by_param for each in inputs]
@@ -286,13 +286,13 @@ class GatherPlan:
         return joined
 
     def tell_torch(self) -> None:
-        """Give torch the metadata of the last input, which it forgets whenever it has unsharded."""
+        """Give torch the metadata of the last inputs, since torch clears it after each unshard."""
         for param, metadata, sizes in self._extensions:
             param._extensions_data.all_gather_metadata = metadata
             param._extensions_data.all_gather_input_sizes = sizes
 
     def prepare_swaps(self, group: FSDPParamGroup) -> None:
-        """Prepare to unshard a group in fewer steps, if its parameters are plain and torch has unsharded it once."""
+        """Make the swaps of a group that torch has unsharded once, if all its parameters are plain."""
         params = group.fsdp_params
         if self.joins or self._world == 1 or torch.is_inference_mode_enabled():
             return
@@ -315,7 +315,7 @@ class GatherPlan:
 
     @torch.no_grad()
     def as_torch_gathers(self, gathered: Tensor) -> Tensor:
-        """Return the gathered output of several dtypes, flat [numel], as torch takes it: as bytes."""
+        """Return the gathered output, flat [numel], cast to each parameter's dtype, as the bytes that torch expects."""
         parts = gathered.view(self._world, -1).split(self._numels, dim=1)
         cast = (part.to(dtype).contiguous() for part, dtype in zip(parts, self._dtypes, strict=True))
         return torch.cat([part.view(torch.uint8) for part in cast], dim=1).view(-1)
@@ -330,14 +330,14 @@ class GatherPlan:
             param.sharded_state = ShardedState.UNSHARDED
 
     def reshard(self) -> None:
-        """Have modules show the sharded parameters, and free the others' memory."""
+        """Have modules show the sharded parameters, and free the memory of the unsharded ones."""
         self.show_shards()
         for param, _, _, storage, _ in self.swaps:
             if not getattr(param, "keep_unsharded_storage", False):  # from torch 2.15 on
                 storage.resize_(0)
 
     def show_shards(self) -> None:
-        """Have modules show the sharded parameters; the others' memory stays."""
+        """Have modules show the sharded parameters, and keep the memory of the unsharded ones."""
         for param, _, sites, _, _ in self.swaps:
             for module, name in sites:
                 module._parameters[name] = param.sharded_param
@@ -345,7 +345,7 @@ class GatherPlan:
 
 
 class Swap(NamedTuple):
-    """A parameter whose sharded and unsharded tensors take turns on the modules in ``sites``, with its name in each.
+    """A parameter, and its ``sites``: each module that shows its sharded or unsharded tensor, with its name there.
 
     ``storage`` is the unsharded parameter's, and ``nbytes`` its size while the parameter is unsharded.
     """
@@ -365,14 +365,14 @@ class Swap(NamedTuple):
 
 
 def show_shards(params: Sequence[FSDPParam]) -> None:
-    """Show shards as torch's ``to_sharded`` does, but keep the memory of unsharded parameters."""
+    """Show the sharded parameters as torch's ``to_sharded`` does, but keep the memory of the unsharded ones."""
     for param in params:
         param._setattr_on_modules(param.sharded_param)
         param.sharded_state = ShardedState.SHARDED
 
 
 def _beside(output: Tensor, world: int) -> Tensor:
-    """Return a [world, numel] view of output with its own version counter."""
+    """Return a [world, numel] tensor in the memory of ``output``, with a version counter of its own."""
     # Autograd has saved the unsharded parameters, so a write that restores their values must not count as a change.
     numel = output.numel() // world
     return output.new_empty(0).set_(output.untyped_storage(), 0, (world, numel), (numel, 1))
@@ -382,7 +382,7 @@ def _is_plain(param: FSDPParam) -> bool:
     info = param._module_info
     return (
         hasattr(param, "_unsharded_param")
-        and not param.is_dtensor  # of tensor parallelism
+        and not param.is_dtensor  # under another parallelism
         and param.fsdp_placement.dim == 0
         and len(param.all_gather_outputs) == 1
         and not param.all_gather_outputs[0].is_inference()
@@ -392,8 +392,8 @@ def _is_plain(param: FSDPParam) -> bool:
 
 # ---- flat layout
 #
-# Small parameters are last: among the large ones they would shift those, so that a block would span two large ones. The
-# others are sorted by the number of axes along which another parallelism shards them. See the notes in flat_layout.py.
+# Small parameters come last: before a large one, they would shift it, so that a block would span two large ones. Large
+# ones are sorted by the axes along which another parallelism shards them. See the notes in flat_layout.py.
 
 
 def order_parameters(group: FSDPParamGroup) -> None:
@@ -405,7 +405,7 @@ def order_parameters(group: FSDPParamGroup) -> None:
 
 
 def layout_of(group: FSDPParamGroup, params: Sequence[FSDPParam], places: Sequence[int]) -> FlatLayout:
-    """Return the layout of a rank's part of a flat tensor of ``params``, which have these ``places`` in their group."""
+    """Return the layout of a rank's part of a flat tensor of ``params``; ``places`` are their indices in the group."""
     pieces = [
         Piece(place, param._param_fqn or "", param._sharded_param_data.numel())
         for place, param in zip(places, params, strict=True)
@@ -436,8 +436,8 @@ class StrategyAllGather(AllGather):
 class StrategyReduceScatter(ReduceScatter):
     """Reduces a group's gradient of a step.
 
-    With two hops it makes the first, and torch's all-reduce hook, :meth:`finish`, makes the second, which therefore
-    runs in the stream of the all-reduce, and then a user's own ``hook``.
+    If there are two hops, a call makes only the first. :meth:`finish`, torch's all-reduce hook, makes the second in the
+    all-reduce stream, and then calls the user's own ``hook``.
     """
 
     reductions: StepReductions
@@ -474,7 +474,7 @@ class StrategyReduceScatter(ReduceScatter):
         if pending is not None:
             pending()
         if gradient.is_cuda:
-            # torch frees the gradient in the stream of the reduce-scatter, which is not the one that reads it now.
+            # torch frees the gradient in the reduce-scatter stream, but the current stream reads it.
             keep_until_read(gradient)
         if self.hook is not None:
             self.hook(gradient)
@@ -482,7 +482,7 @@ class StrategyReduceScatter(ReduceScatter):
 
 @dataclass(eq=False, repr=False)
 class StrategyAllReduce:
-    """Reduces a group's gradient where torch shards over one rank and has nothing to scatter: its all-reduce hook."""
+    """The all-reduce hook that reduces a group's gradient where torch shards over one rank and scatters nothing."""
 
     reductions: StepReductions
     group: FSDPParamGroup
@@ -491,25 +491,25 @@ class StrategyAllReduce:
 
     def __call__(self, gradient: Tensor) -> None:
         reduce = self.reductions.current
-        if reduce is None:  # a node of one rank that trains on its own
+        if reduce is None:  # local steps in a node of one rank
             return
         factor = 1.0
         if (divide_factor := self.group.gradient_divide_factor) is not None:
-            # The sum over all ranks is to be divided by it, once; torch has done that, and with nothing to scatter
-            # does it once more where it divides around sums.
+            # The result is the sum over all ranks, divided by this factor once. Over one rank, torch has divided by it
+            # once already, and does so once more where it divides around sums.
             around_sum = self.group.force_sum_reduction_for_comms or gradient.dtype == torch.float16
             factor = self.reductions.mesh.topology.world * (divide_factor if around_sum else 1.0)
         divisor = divided_by(self.group, gradient.dtype) if reduce.accumulated.sums is not None else 1.0
         finish = reduce.start(gradient, gradient, factor, self.layout, divisor, self.idle)
         finish()
-        # torch frees it in the stream of the reduce-scatter, as in StrategyReduceScatter.finish.
+        # torch frees the gradient in the reduce-scatter stream, as in StrategyReduceScatter.finish.
         keep_until_read(gradient)
 
 
 def _factor_of(op: ReduceOp | ReduceOp.RedOpType, sharded_over: int, world: int, divide_factor: float | None) -> float:
-    """Return the factor of a reduction of torch's on the mean; raise a ValueError unless it is a kind of sum.
+    """Return the factor that makes torch's reduction from the mean; raise a ValueError if ``op`` is no kind of sum.
 
-    torch knows only of ``sharded_over`` ranks, without replicas; a user may have set a divisor of the sum.
+    torch counts only the ``sharded_over`` ranks, without replicas. A user's ``divide_factor`` divides the whole sum.
     """
     summed = sharded_over if divide_factor is None else world
     if op == ReduceOp.AVG:
@@ -524,20 +524,20 @@ def _factor_of(op: ReduceOp | ReduceOp.RedOpType, sharded_over: int, world: int,
 # ---- weights
 #
 # [Note: Kept weights]
-# Parameter scope N keeps only the gathered memory, until the weights change: whenever torch would reshard, modules show
-# the sharded parameters again. Optimizers that are made then, ``requires_grad_``, writes and state dicts see the same
-# tensors as under torch's own strategies. The next unshard has modules show the memory again instead of gathering.
+# Under parameter scope N, a reshard makes modules show the sharded parameters, but keeps the gathered memory until the
+# weights change. So new optimizers, ``requires_grad_``, writes and state dicts see the same tensors as with torch's
+# own strategies. The next unshard makes modules show the kept memory again instead of gathering.
 
 
 class GroupWeights:
-    """A parameter group's weights: the source of its gathers and of its secondary shard, and the memory that it keeps.
+    """A parameter group's weights: the source of its gathers and secondary shard, and the memory that it keeps.
 
     Attributes:
-        reuses: Whether later gathers reuse anything of an earlier one.
-        staleness_guard: The secondary shard that knows whether weights that stay unsharded from one micro-batch to the
-            next are stale; None if they don't stay.
+        reuses: Whether gathers reuse the result of an earlier one.
+        staleness_guard: The secondary shard, which knows whether kept weights are stale; None if the strategy does not
+            keep weights unsharded from one micro-batch to the next.
         is_kept: Whether the memory of unsharded weights is kept while modules show shards.
-        puts_back: Whether torch is about to show that memory again, in place of a gather.
+        puts_back: Whether the unshard that has begun shows the kept memory again, in place of a gather.
         was_gathered: Whether ranks have gathered the group for the micro-batch; the same on all ranks.
     """
 
@@ -548,7 +548,7 @@ class GroupWeights:
         self.follow(unit)
 
     def follow(self, unit: StrategyUnit) -> None:
-        """Gather by the unit's gather from now on, or by torch, and perhaps keep the gathered memory."""
+        """Use the unit's gather from now on, or torch's if the unit has none."""
         self.gather = gather = unit.gather
         self.plan: GatherPlan | None = None
         self.comm: StrategyAllGather | None = None
@@ -572,10 +572,10 @@ class GroupWeights:
     # ---- weights that are kept, see [Note: Kept weights]
 
     def is_fresh(self) -> bool:
-        """Return whether the kept weights have not changed, and drop them if they have; the same on all ranks.
+        """Return whether the kept weights are fresh, and drop them if they are stale; the same on all ranks.
 
         Raises:
-            StaleSecondaryError: If they have changed without an event.
+            StaleSecondaryError: If the weights have changed without an event.
         """
         assert self.staleness_guard is not None
         if self.staleness_guard.stale:
@@ -594,10 +594,10 @@ class GroupWeights:
     # ---- as a ShardSource, which is asked before torch's gather
 
     def can_be_read(self) -> bool:
-        if torch._C._current_graph_task_id() != -1:  # an optimizer in the backward may outdate what is prefetched
+        if torch._C._current_graph_task_id() != -1:  # an optimizer in the backward may make a prefetch stale
             return False
         plan, group = self.plan or self.make_plan(), self._group
-        # The size of the inputs may be unknown yet, and torch still needs the metadata of a gather on its way.
+        # Joined inputs must have a known size, and must not replace the metadata that a gather in flight still needs.
         return not plan.joins or (plan.numel > 0 and group.is_sharded and group._all_gather_result is None)
 
     def prepare_read(self) -> int:
@@ -636,14 +636,14 @@ class GroupWeights:
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object
     ) -> None:
         """Make writes to the values in a state dict of ``module`` count as writes to the shards. A state dict hook."""
-        # torch detaches parameters in DTensor's dispatch, below autograd, so the local tensors of the values are in the
-        # memory of the shards but have version counters of their own.
+        # torch detaches parameters in DTensor's dispatch, below autograd. So the local tensors of the values share the
+        # memory of the shards, but not their version counters.
         for param in self._group.fsdp_params:
             info, local = param._module_info, param._sharded_local_tensor
             shared = zip(info.shared_modules, info.shared_param_names, strict=True)
             for owner, name in ((info.module, info.param_name), *shared):
                 value = state_dict.get(prefix + name) if owner is module else None
-                # Other hooks may have put something else there.
+                # Another hook may have replaced the value.
                 if isinstance(value, DTensor) and _memory(value._local_tensor) == _memory(local):
                     value._local_tensor = local
 
@@ -657,10 +657,9 @@ def _memory(tensor: Tensor) -> list[tuple[Hashable, ...]]:
 
 
 def requires_gradient(param: FSDPParam) -> bool:
-    """Return whether a parameter requires a gradient: sharded, or as modules showed it when it was unsharded last."""
-    # ``requires_grad_`` on a module changes the tensors that the module shows at that moment. A root that a forward
-    # left unsharded then trains though its sharded parameters don't require a gradient: PEFT switches adapters that
-    # way.
+    """Return whether a parameter requires a gradient, in its sharded form or in its last unsharded one."""
+    # ``requires_grad_`` on a module changes the tensors that the module shows at that moment. If a forward has left a
+    # root unsharded, these are the unsharded ones alone: PEFT switches adapters that way.
     if param.sharded_param.requires_grad:
         return True
     unsharded = getattr(param, "_unsharded_param", None)  # there is none before the first gather

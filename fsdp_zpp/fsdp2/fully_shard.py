@@ -74,9 +74,9 @@ from ._torch_weights import is_managed
 
 # ---- gradient norm
 #
-# torch adds norms up as DTensors, which must be on one mesh. Here each rank adds up its shards, and ranks then add
-# these sums up along the dimensions of a mesh that shard parameters. Copies are counted once, since nothing is added up
-# along a dimension that replicates.
+# torch adds up norms as DTensors, which must be on one mesh. Here each rank takes the norm of its shards, and ranks add
+# up these norms along the mesh dimensions that shard the parameters. They add up nothing along dimensions that
+# replicate, so copies count once.
 
 Groups = tuple[dist.ProcessGroup, ...]
 
@@ -95,26 +95,26 @@ def clip_grad_norm_(
 
     It does the same as ``torch.nn.utils.clip_grad_norm_``, also where parameters are sharded over different meshes,
     which torch refuses: modules with different optimizer scopes, experts on a mesh of their own, tensor parallelism for
-    some of the parameters. Ranks must pass the same parameters in the same order, whether or not each has a gradient
-    for all. Ranks that are not in the mesh of a parameter count as holding copies: experts must be DTensors over the
-    axis along which ranks hold different ones.
+    some of the parameters. Ranks must pass the same parameters in the same order, with or without gradients. A rank
+    outside a parameter's mesh counts as holding a copy. So if ranks hold different experts, these must be DTensors over
+    the axis along which they differ.
 
     Args:
-        parameters: Parameters of ``fully_shard``, with a strategy or torch's own, and plain ones, whose gradients count
-            as they are.
-        max_norm: The norm that gradients have at most afterwards.
+        parameters: Parameters that are sharded by ``fully_shard``, this library's or torch's, and plain ones, whose
+            gradients count as they are.
+        max_norm: The largest norm that the gradients may have afterwards.
         norm_type: The order of the norm, above 0; ``math.inf`` is the largest absolute value.
         error_if_nonfinite: Whether a norm that is NaN or infinite raises.
         foreach: As torch's.
-        pp_mesh: The 1-D mesh of pipeline stages. It makes the norm that of the whole model if each rank has only the
-            parameters of its own stages.
+        pp_mesh: The 1-D mesh of pipeline stages. Pass it if each rank has only the parameters of its own stages; the
+            norm is then that of the whole model.
 
     Returns:
-        The norm before clipping: a tensor of no dimensions, the same on all ranks.
+        The norm before clipping: a 0-dimensional tensor, the same on all ranks.
 
     Raises:
         ValueError: If ``norm_type`` is not above 0, or a parameter belongs to ``FullyShardedDataParallel``.
-        RuntimeError: If the norm is not finite and that is an error.
+        RuntimeError: If ``error_if_nonfinite`` is set and the norm is not finite.
 
     Examples:
         >>> fsdp_zpp.clip_grad_norm_(model.parameters(), 1.0)
@@ -145,7 +145,7 @@ def clip_grad_norm_(
 
 
 def _by_groups(parameters: Iterable[Tensor]) -> dict[Groups, list[Tensor]]:
-    """Sort parameters by the ranks that their norms are added up over, in an order that all ranks share."""
+    """Group parameters by the ranks over which their norms are added up, in the same order on all ranks."""
     found: dict[Groups, list[Tensor]] = {}
     for parameter in parameters:
         groups: Groups = ()
@@ -159,7 +159,7 @@ def _by_groups(parameters: Iterable[Tensor]) -> dict[Groups, list[Tensor]]:
 
 def _norm_of_own(parameters: Sequence[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
     shards = [_own_gradient(parameter) for parameter in parameters if parameter.grad is not None]
-    shards = [shard for shard in shards if shard.numel()]  # torch has no largest value of an empty tensor
+    shards = [shard for shard in shards if shard.numel()]  # an empty tensor has no largest value
     first = parameters[0]
     device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device
     norm = get_total_norm(shards, norm_type, foreach=foreach) if shards else torch.zeros(())
@@ -172,15 +172,15 @@ def _own_gradient(parameter: Tensor) -> Tensor:
     if not isinstance(gradient, DTensor):
         return gradient
     assert isinstance(parameter, DTensor)
-    if gradient.placements != parameter.placements:  # sums that tensor parallelism has left to be reduced
+    if gradient.placements != parameter.placements:  # partial sums of tensor parallelism
         gradient = gradient.redistribute(placements=parameter.placements)
     return gradient.to_local()
 
 
 def _with_own(gradient: Tensor) -> Tensor:
     """Return a tensor whose gradient is this rank's part of ``gradient``."""
-    # Parts are scaled by themselves, since torch can't scale DTensors of different meshes together, and torch 2.11
-    # scales a copy of partial ones.
+    # Scale local tensors: torch can't scale DTensors of different meshes together, and torch 2.11 scales only a copy of
+    # partial DTensors.
     own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     holder = own.detach()
     holder.grad = own
@@ -191,7 +191,7 @@ def _reduced(norm: Tensor, norm_type: float, groups: Groups) -> Tensor:
     """Return the norm over all ranks of ``groups``, one dimension of a mesh after the other."""
     for group in groups:
         if math.isinf(norm_type):
-            norm = torch.where(norm.isnan(), math.inf, norm)  # a maximum may lose NaNs
+            norm = torch.where(norm.isnan(), math.inf, norm)  # MAX may lose NaNs
             dist.all_reduce(norm, dist.ReduceOp.MAX, group)
         else:
             norm = norm.pow(norm_type)
@@ -211,13 +211,13 @@ def _combined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def explain_clipping_errors() -> None:
-    """Have ``torch.nn.utils.clip_grad_norm_`` name the function that clips gradients over several meshes."""
+    """Make the error of torch's ``clip_grad_norm_`` over several meshes name the function that clips them."""
     original = clip_grad.clip_grad_norm_
 
     @functools.wraps(original)
     def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
         given = parameters
-        if isinstance(parameters, GeneratorType):  # torch must get one, since it handles an empty one separately
+        if isinstance(parameters, GeneratorType):  # torch handles an empty generator separately
             given = list(parameters)
             parameters = (parameter for parameter in given)
         try:
@@ -243,7 +243,7 @@ def _have_several_meshes(parameters: Iterable[Tensor]) -> bool:
 # Parts of a call of ``fully_shard``: the parameters that one strategy shards over one mesh.
 #
 # torch makes a parameter group of each. A call has several if ``shard_placement_fn`` gives parameters a mesh of their
-# own, as torchtitan does with experts, or if the strategy has overrides for modules inside of the one that is sharded.
+# own, as torchtitan does with experts, or if the strategy has overrides for submodules.
 
 Named = list[tuple[str, nn.Parameter]]
 _MeshKey = tuple[DeviceMesh, str]
@@ -255,12 +255,12 @@ class MeshPart:
     """Parameters that one strategy shards over one mesh.
 
     Attributes:
-        over: The mesh, and the strategy, without overrides.
+        over: The mesh, and the strategy without its overrides.
         arguments: The arguments of ``fully_shard``; ``mesh`` and ``dp_mesh_dims`` are those of the part.
-        placements: The results of the call's ``shard_placement_fn`` for them, without meshes.
+        placements: The results of the call's ``shard_placement_fn`` for the parameters, without meshes.
         path: The part's path within the module; empty for the part that has the call's own mesh and strategy.
-        mesh_info: The mesh info for torch, if it would not find that by the arguments.
-        has_own_mesh: Whether the mesh is not the call's; :func:`split` reads it then.
+        mesh_info: torch's mesh info, if torch can't derive it from the arguments.
+        has_own_mesh: Whether the part has another mesh than the call; :func:`split` then reads it.
     """
 
     over: DataParallelMesh
@@ -272,7 +272,7 @@ class MeshPart:
     has_own_mesh: bool = False
 
     def summary(self) -> tuple[object, ...]:
-        """Return the facts that must be the same on all ranks; they may have other ranks in the mesh."""
+        """Return the facts that must be the same on all ranks; the ranks in the mesh may differ."""
         mesh = self.arguments["mesh"] if self.has_own_mesh else None
         shape = None if mesh is None else (mesh.mesh_dim_names, mesh.shape)
         return self.path, self.over.strategy, shape, [name for name, _ in self.own], list(self.placements.values())
@@ -281,8 +281,8 @@ class MeshPart:
 def split(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: dict[str, Any]) -> list[MeshPart]:
     """Split a call by mesh and strategy. Collective over the call's ranks, then over those of each part.
 
-    ``call`` has all parameters, with the strategy of the first module; ``given`` has the arguments before its mesh was
-    read.
+    ``call`` has all parameters, with the strategy of the first module; ``given`` has the arguments as the user gave
+    them, before :func:`read_mesh`.
     """
     planned = agree(
         call.over.group if call.over.compared else None,
@@ -303,7 +303,7 @@ def _plan(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: d
         for each, own in strategies_below(module, outer, strategy).items():
             strategies |= dict.fromkeys(each.parameters(recurse=False), own)
     first = override_for(type(unwrapped(modules[0])), strategy.overrides) or outer
-    # A mesh of nodes x ranks has said what a node is, unless an override does.
+    # Parts take the node size of a mesh of nodes x ranks, but not that of an override for the first module.
     gpus_per_node = strategy.gpus_per_node if first.gpus_per_node is not None else call.over.strategy.gpus_per_node
     parts: dict[tuple[_MeshKey | None, Strategy], MeshPart] = {}
     for name, parameter in call.own:
@@ -330,7 +330,7 @@ def _plan(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: d
 
 
 def _check_several(modules: list[nn.Module], call: MeshPart, meshes: list[_MeshKey | None]) -> None:
-    """Raise if a module can't have several parts, over these meshes; None is that of the call."""
+    """Raise if a module can't have several parts; ``meshes`` has the mesh of each, None for the call's."""
     name = type(modules[0]).__name__
     if any(holds_base(module) for module in modules):
         raise ValueError(
@@ -351,7 +351,7 @@ def _check_several(modules: list[nn.Module], call: MeshPart, meshes: list[_MeshK
 
 
 def _own_mesh(info: MeshInfo | None, call: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments that a parameter's mesh stands for; None if they are those of the call."""
+    """Return the arguments that stand for a parameter's mesh; None if that is the mesh of the call."""
     if info is None:
         return None
     own = arguments_of(info)
@@ -411,8 +411,8 @@ def make_unit(
 ) -> tuple[StrategyUnit, bool]:
     """Check a part of a call on every rank, make its unit, and quantize its frozen parameters. Collective.
 
-    Returns the unit, and whether its strategy asks only for torch's FULL_SHARD. The mesh in the part's arguments
-    becomes that of the ranks to shard over.
+    Returns the unit, and whether its strategy is torch's own FULL_SHARD. Sets the mesh in the part's arguments to that
+    of the ranks to shard over.
     """
     over, arguments = part.over, part.arguments
     strategy, group = over.strategy, over.group
@@ -428,8 +428,8 @@ def make_unit(
         unit.left_unquantized |= quantize_for(
             strategy, each, unit.ranks, ignored=ignored, dtype=dtype, is_part=bool(others)
         )
-    if holds_packed and (raw := _not_to_be_encoded(named_own_parameters(modules, ignored))):  # what is left of them
-        changes = any(parameter.is_floating_point() for parameter in raw)  # if torch gathers them
+    if holds_packed and (raw := _not_to_be_encoded(named_own_parameters(modules, ignored))):  # that stay packed
+        changes = any(parameter.is_floating_point() for parameter in raw)  # torch may change NaNs
         can_gather = not layout.stock or _can_gather(unit.ranks, over.compared, arguments, changes)
         unit.leave_weights_uncoded(in_place_of_torch=can_gather)
     unit.stock = layout.stock and unit.gather is None
@@ -439,7 +439,7 @@ def make_unit(
 
 
 def _not_to_be_encoded(parameters: list[tuple[str, nn.Parameter]]) -> list[Tensor]:
-    # Their bytes are known only when they are sharded; see ``lazy_init`` in _torch_group.py.
+    # A trained weight that encodes itself can be asked only after it is sharded; see ``lazy_init`` in _torch_group.py.
     return [p for p in packed(parameters).values() if not (p.requires_grad and encodes_itself(p))]
 
 
@@ -453,7 +453,7 @@ def _unit_for(part: MeshPart, layout: RankLayout) -> StrategyUnit:
         if (dims := arguments.get("dp_mesh_dims")) is not None:
             size = layout.topology.gpus_per_node
             of_node = names_of_node(mesh, dims.shard_names, size) if unit.scopes.optimizer == "I" else ()
-            assert of_node is not None  # which was checked
+            assert of_node is not None  # check_arguments has checked it
             ranks = flattened(mesh, of_node) if of_node else DeviceMesh.from_group(own_rank(), mesh.device_type)
             replicate = dims.shard_names[: len(dims.shard_names) - len(of_node)]
             part.mesh_info = info_on_spmd_mesh(ranks, mesh, replicate, dims)
@@ -466,7 +466,7 @@ def _unit_for(part: MeshPart, layout: RankLayout) -> StrategyUnit:
 
 
 def _can_gather(ranks: ProcessMesh, one_mesh: bool, arguments: dict[str, Any], changes: bool) -> bool:
-    """Return whether a stock strategy can gather in place of torch; if not, warn where torch ``changes`` values."""
+    """Return whether a stock strategy can gather in place of torch; if not, warn if torch ``changes`` packed values."""
     reshard = arguments["reshard_after_forward"]
     elsewhere = any(arguments.get(name) is not None for name in ("shard_placement_fn", "dp_mesh_dims"))
     if one_mesh and not elsewhere and (reshard is None or isinstance(reshard, bool)):
@@ -476,7 +476,7 @@ def _can_gather(ranks: ProcessMesh, one_mesh: bool, arguments: dict[str, Any], c
     return False
 
 
-@cache  # for all layers of a model
+@cache  # warns once for all layers
 def _warn_of_packed_values() -> None:
     logger.warning(
         "fully_shard: packed values are gathered by torch, for reshard_after_forward is a number of ranks, mesh has "
@@ -493,7 +493,7 @@ UNITS = AdapterUnits(
 )
 
 _TAKES_INTEGERS = major_minor(torch.__version__) >= (2, 13)
-"""True if torch's ``fully_shard`` takes frozen integers; before 2.13, parameters had to be able to have gradients."""
+"""True if torch's ``fully_shard`` takes frozen integers; before 2.13, it refuses dtypes that can't have gradients."""
 _REMEDY = "pass others in ignored_params"
 
 
@@ -503,7 +503,7 @@ def check_arguments(
     """Raise if a strategy can't shard parameters by these arguments of ``fully_shard``; return the layout."""
     check_strategy(strategy)
     layout = RankLayout.of(strategy, group)
-    # Check them even if all is left to torch, which would say that integers can't have gradients.
+    # Check dtypes even for a stock strategy: torch's error would only say that integers can't have gradients.
     check_dtypes(packed(own).items() if layout.stock else own, _REMEDY, takes_integers=_TAKES_INTEGERS)
     if layout.stock:
         return layout
@@ -520,7 +520,7 @@ def check_arguments(
 
 
 def refuse_shared(shared: Shared | None, modules: list[nn.Module], call: str) -> None:
-    # torch would raise in its own terms, or not at all.
+    # torch's own error would not name the remedy, and torch does not always raise.
     if shared is None:
         return
     if any(map(is_managed, modules)):
@@ -535,7 +535,7 @@ def refuse_shared(shared: Shared | None, modules: list[nn.Module], call: str) ->
 
 
 def has_shards(module: nn.Module) -> bool:
-    """Return whether a parameter is a DTensor: no file format takes one, even if each rank holds all of it."""
+    """Return whether a parameter is a DTensor: no file format takes DTensors, even if each rank holds all values."""
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
@@ -561,7 +561,7 @@ def _check_reshard(strategy: Strategy, reshard_after_forward: object) -> None:
 
 
 def _check_nodes(strategy: Strategy, layout: RankLayout, mesh: DeviceMesh, names: tuple[str, ...]) -> None:
-    """Raise if a strategy shards inside nodes, and these are no dimensions of the SPMD mesh: torch flattens none."""
+    """Raise if a strategy shards inside nodes, but no dimensions of the SPMD mesh span exactly one node."""
     size = layout.topology.gpus_per_node
     if strategy.optimizer == "I" and names_of_node(mesh, names, size) is None:
         shape = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
@@ -647,11 +647,11 @@ def fully_shard(
         module: The module, or several that are gathered together.
         strategy: Where each model state lives and how each hop is encoded.
         mesh: The 1-D mesh of the data-parallel ranks; a dimension of a larger mesh will do. Default: all ranks.
-            They split into nodes by the strategy's ``gpus_per_node``, counted in ranks of this mesh. A 2-D mesh,
-            as HSDP takes it, is read as nodes x ranks of a node. With ``dp_mesh_dims``, the whole SPMD mesh.
-        reshard_after_forward: As torch's, except that an int is refused: parameter scope ``I`` keeps a
-            secondary shard inside each node. ``Strategy("GGG")`` on one node is torch's ``fully_shard`` itself, except
-            for modules that hold packed values, and accepts all of its arguments.
+            The strategy's ``gpus_per_node`` counts ranks of this mesh. A 2-D mesh, as HSDP takes it, is read as
+            nodes x ranks of a node. With ``dp_mesh_dims``, the whole SPMD mesh.
+        reshard_after_forward: As torch's, except that an int is refused; parameter scope ``I`` keeps a secondary
+            shard inside each node instead. On one node, ``Strategy("GGG")`` takes all of torch's arguments: it is
+            torch's ``fully_shard`` itself, except for modules that hold packed values.
         **arguments: As torch's: ``mp_policy``, ``offload_policy``, ``shard_placement_fn``, ``ignored_params``,
             ``dp_mesh_dims``. The nodes of a mesh that ``shard_placement_fn`` gives a parameter are those of ``mesh``.
 
@@ -659,7 +659,7 @@ def fully_shard(
         ``module``, whose class is now torch's ``FSDPModule``.
 
     Raises:
-        TypeError: If ``strategy`` is not a ``Strategy``, or a parameter has a dtype that none can shard.
+        TypeError: If ``strategy`` is not a ``Strategy``, or a parameter has a dtype that no strategy can shard.
         ValueError: If the mesh or another argument does not fit a strategy.
         NotImplementedError: If the strategy can't be combined with another parallelism that has sharded the module.
 
@@ -699,7 +699,7 @@ def fully_shard(
     sharded_here = {id(parameter) for part in parts for _, parameter in part.own}
     unit_name = model_name(modules[0])
     for (owner, own_name), (name, parameter) in sites.items():
-        # A quantized weight is no parameter any more: units may share it.
+        # Quantized weights are no longer parameters, and units may share them.
         if id(parameter) in sharded_here and own_name in owner._parameters:
             hold((owner, own_name), name, parameter, unit_name)
     for each in modules:
@@ -719,10 +719,10 @@ PATCHES = (
         explain_clipping_errors,
     ),
 )
-"""All that is replaced in torch.
+"""The functions of torch that this library replaces.
 
-Besides, parameter groups that a strategy shards become :class:`_torch_group.StrategyGroup`, and the states of the
-modules of such a model :class:`_torch_group.WatchedState`, which reports the end of backwards.
+Besides, parameter groups of a strategy become :class:`_torch_group.StrategyGroup`, and the module states of their model
+become :class:`_torch_group.WatchedState`.
 """
 
 
@@ -731,7 +731,7 @@ def install() -> None:
         patch.apply()
 
 
-# torch's function has its state under this name, and torch's users look it up there.
+# Users of torch call ``fully_shard.state``, so this function has it, too.
 fully_shard.state = _torch_weights.state_of  # type: ignore[attr-defined]
 
 
@@ -744,7 +744,7 @@ def _agreed_parts(
     over = read_mesh(strategy_for(modules[0], strategy) if overrides else strategy, arguments)
     ranks = over.group if over.compared else None
     call = f"fully_shard({', '.join(model_name(module) for module in modules)})"
-    if not all(isinstance(module, nn.Module) for module in modules):  # which other ranks may have
+    if not all(isinstance(module, nn.Module) for module in modules):  # on other ranks they may be modules
         check_agreement(ranks, call, {})
         list(map(check_module, modules))
     own = named_own_parameters(modules, arguments.get("ignored_params") or ())
