@@ -70,12 +70,6 @@ class ParameterUse:
     unused: dict[int, UnusedParameter] = field(default_factory=dict)
     used: set[int] = field(default_factory=set)
 
-    def note(self, params: Sequence[FSDPParam], gradients: Sequence[Tensor | None]) -> bool:
-        """Record which of ``params`` have gradients in a micro-batch; return whether any has."""
-        used = {id(param) for param, gradient in zip(params, gradients, strict=True) if gradient is not None}
-        self.used |= used
-        return bool(used)
-
     def fill_missing(self, params: Sequence[FSDPParam]) -> None:
         """Give zero gradients to ``params`` without one, since other micro-batches or other ranks may have one."""
         for param in params:
@@ -105,12 +99,6 @@ class ParameterUse:
             return False
         zeros_reduced = getattr(self.group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
         return not (zeros_reduced and param._unsharded_param.requires_grad)
-
-    @contextmanager
-    def postponing_hooks(self) -> Iterator[None]:
-        """Postpone the hooks of unused parameters: an optimizer must not step a parameter that no rank has used."""
-        with without_hooks([(param, hooks) for param, _, hooks in self.unused.values()]):
-            yield
 
     def idle(self) -> list[str]:
         """Return the names of the reduced parameters that this rank has not used in the step."""
@@ -166,9 +154,6 @@ def stepping_on_arrival(group: FSDPParamGroup, arriving: ArrivingGradients, left
         hooks: Hooks | None = getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
         if hooks and id(param) not in left_out:
             hooked.append((param, hooks, _state_of_gradient(param)))
-    if not hooked:
-        yield
-        return
     with without_hooks([(param, hooks) for param, hooks, _ in hooked]):
         yield
     stepping = [(param, hooks) for param, hooks, before in hooked if _state_of_gradient(param) != before]
@@ -273,9 +258,10 @@ class GroupGradients(StepGradients):
         self._drop_prefetch()
         group, params = self._group, self._reduced_params()
         gradients = [take_gradient(param) for param in params]
-        any_used = self.use.note(params, gradients)
+        used = {id(param) for param, gradient in zip(params, gradients, strict=True) if gradient is not None}
+        self.use.used |= used
         self.use.took_part |= self._weights.was_gathered and bool(params)
-        if not params or not (any_used or self.reductions.current.communicates_early):
+        if not params or not (used or self.reductions.current.communicates_early):
             return
         flat = flatten_gradients(group, params, gradients)
         # Under gradient scope G the inter-node hop completes the sum. It runs in torch's all-reduce stream, so that the
@@ -325,7 +311,8 @@ class GroupGradients(StepGradients):
         if reduces:
             self.watch.synchronized.append(self)
         with (
-            use.postponing_hooks() if use.unused else nullcontext(),
+            # An optimizer must not step a parameter that no rank has used.
+            without_hooks([(param, hooks) for param, _, hooks in use.unused.values()]) if use.unused else nullcontext(),
             stepping_on_arrival(self._group, self.watch.arriving, use.unused) if self._is_offloaded else nullcontext(),
         ):
             _post_backward(self._group, *unused)

@@ -138,7 +138,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             if plan.joins and (secondary.encoded_by is None or plan.numel == 0):
                 shard = plan.join_inputs()
             # If ``shard`` is None, a stale secondary shard gets values and version from ``weights.read()``.
-            is_compared = self.weights.reuses and not (secondary.stale and shard is None)
+            is_compared = self.unit.keeps_weights and not (secondary.stale and shard is None)
             out = torch.empty(plan.numel, dtype=plan.dtype, device=self.device)
             gather(shard, out, self.weights.shard_version() if is_compared else None)
             event = stream.record_event()
@@ -434,8 +434,9 @@ class WatchedState(FSDPState):
             watch.reduce_remaining()
         if synchronized:
             shared = [each for group in watch.groups if (each := group.gradients).use.took_part or each.use.has_errors]
-            if shared:
-                _drop_unused(shared)
+            asked = [(each.use, each.reductions.mesh, used) for each in shared if (used := each.use.in_step())]
+            for use, used_by_any in all_reduce_flags(asked):
+                use.drop_unused(used_by_any)
         for group, is_last in zip(watch.groups, last, strict=True):
             group.gradients.end_backward(synchronized and is_last)
             guard = group.weights.staleness_guard
@@ -451,13 +452,6 @@ class WatchedState(FSDPState):
         self.watch.arriving.drop()
         # Ranks may have failed at different points, so each drops the order of this backward.
         self.watch.restart_in_order_of_model()
-
-
-def _drop_unused(gradients: list[GroupGradients]) -> None:
-    """Remove the gradients of parameters that no rank has used in the step. Collective."""
-    asked = [(each.use, each.reductions.mesh, used) for each in gradients if (used := each.use.in_step())]
-    for use, used_by_any in all_reduce_flags(asked):
-        use.drop_unused(used_by_any)
 
 
 def watch_backwards(root: nn.Module, on_backward_end: Callable[[bool], None]) -> None:

@@ -223,7 +223,8 @@ def explain_clipping_errors() -> None:
         try:
             return original(parameters, *args, **kwargs)
         except RuntimeError as error:
-            if _have_several_meshes([given] if isinstance(given, Tensor) else given):
+            tensors = [given] if isinstance(given, Tensor) else given
+            if len({p.device_mesh for p in tensors if isinstance(p, DTensor) and p.grad is not None}) > 1:
                 raise ValueError(
                     "torch can't clip gradients together that are sharded over different meshes, as those of modules "
                     "with different optimizer scopes; call fsdp_zpp.clip_grad_norm_(parameters, max_norm), which can"
@@ -232,10 +233,6 @@ def explain_clipping_errors() -> None:
 
     clip_grad.clip_grad_norm_ = clip_grad_norm_
     torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
-
-
-def _have_several_meshes(parameters: Iterable[Tensor]) -> bool:
-    return len({p.device_mesh for p in parameters if isinstance(p, DTensor) and p.grad is not None}) > 1
 
 
 # ---- parts
