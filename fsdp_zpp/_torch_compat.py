@@ -1,7 +1,7 @@
 """The versions of torch that work, and the private names of torch that the package uses.
 
-They are checked before anything else of the package is imported. Otherwise, with a torch that lacks a name, training
-would fail halfway or silently compute something else.
+The package checks both before it imports anything else. Otherwise, with a torch that lacks a name, training would fail
+halfway or silently compute something else.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ SUPPORTED = ((2, 11), (2, 15))
 
 
 def major_minor(version: str) -> tuple[int, int]:
-    """Return the first two numbers of a version of torch."""
-    # Local versions ("2.13.0+cpu") and pre-releases ("2.15.0a0") differ only after these.
+    """Return the first two numbers of a version of torch, such as "2.13.0+cpu" or "2.15.0a0"."""
     major, minor = version.split("+")[0].split(".")[:2]
     return int(major), int(minor)
 
@@ -29,9 +28,9 @@ class Patch(NamedTuple):
     """A part of torch that an adapter replaces, for good, when the adapter is imported.
 
     Attributes:
-        replaced: Its full name without ``torch.distributed.fsdp.``.
-        reason: The need of the adapter for which torch has no hook.
-        apply: Replaces it with a function that calls the original and does more.
+        replaced: The part's full name without ``torch.distributed.fsdp.``.
+        reason: Why the adapter replaces it, where torch has no hook.
+        apply: Replaces the part with a function that calls the original and does more.
     """
 
     replaced: str
@@ -72,13 +71,13 @@ def _resolve(path: str) -> types.ModuleType | type | None:
     module, _, name = path.rpartition(".")
     try:
         return importlib.import_module(path)
-    except ImportError:  # a class, then, or a module that this torch lacks
+    except ImportError:  # ``path`` is a class, or a module that this torch lacks
         return getattr(_resolve(module), name, None) if module else None
 
 
 def _sets_on_instances(owner: types.ModuleType | type, name: str) -> bool:
-    """Return whether a class declares or sets an attribute on its instances, or a function of a module sets it."""
-    # Attributes that __init__ sets exist on instances alone, and there is no instance to look at when this is imported.
+    """Return whether a class declares an attribute, or code of ``owner`` sets it on any object."""
+    # A class lacks the attributes that __init__ sets, and at import there is no instance to ask.
     return any(
         name in inspect.get_annotations(each)
         or any(_sets(function.__code__, name) for function in _functions(vars(each).values()))
@@ -97,7 +96,7 @@ def _functions(values: Iterable[object]) -> Iterator[types.FunctionType]:
 
 def _sets(code: types.CodeType, name: str) -> bool:
     """Return whether ``code`` contains ``something.name = ...``."""
-    # dis could tell, too, but takes seconds for all tables.
+    # The parser in ``dis`` would take seconds for all names.
     if name not in code.co_names:
         return False
     # Bytecode is pairs of operation and argument; EXTENDED_ARG holds the higher bytes of the next pair's argument.
@@ -113,7 +112,7 @@ def _sets(code: types.CodeType, name: str) -> bool:
 _FSDP = "torch.distributed.fsdp"
 _SHARD = "torch.distributed.fsdp._fully_shard"
 
-# Each name once an owner, whichever files use it.
+# Each owner lists a name once, however many files use it.
 NEEDED = (
     Needed("torch", "_foreach_copy_"),
     Needed("torch._C", "DisableTorchFunctionSubclass _current_graph_task_id"),

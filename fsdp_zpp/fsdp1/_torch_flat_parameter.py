@@ -40,18 +40,17 @@ from fsdp_zpp.runtime._torch_rank_layout import mesh_over
 
 # ---- construction
 #
-# The adapter touches internals of torch in this file and in ``_torch_handle.py`` alone, and these do nothing else.
-# ``_torch_compat.py`` lists the names.
+# The adapter uses internals of torch only in this file and ``_torch_handle.py``; ``_torch_compat.py`` lists them.
 
 
 @contextmanager
 def sharding_over(
     module: FullyShardedDataParallel, strategy: Hashable, group: dist.ProcessGroup, *, sharded: bool
 ) -> Iterator[None]:
-    """Have FSDP shard ``module`` over ``group``, or not at all, while it is constructed with ``strategy``.
+    """While FSDP constructs ``module`` with ``strategy``, have it shard over ``group``, or not at all.
 
     If ``group`` is only a part of the user's group, FSDP still broadcasts the initial module states over the user's
-    group; everything else goes over ``group``.
+    group. All other communication goes over ``group``.
     """
     strategies: dict[Any, HandleShardingStrategy] = _init_utils.SHARDING_STRATEGY_MAP
     init_handle = _init_utils._init_param_handle_from_params
@@ -66,7 +65,7 @@ def sharding_over(
             users_group = state.process_group
             if group is not users_group:
                 state.process_group, state.rank, state.world_size = group, group.rank(), group.size()
-                # Between several ranks a strategy reduces; a rank alone leaves its gradients to torch, as they are.
+                # A strategy reduces without these factors. For a rank that is alone, torch must not divide either.
                 state._gradient_predivide_factor, state._gradient_postdivide_factor = 1, 1
         return state
 
@@ -75,7 +74,7 @@ def sharding_over(
         synchronize(module, params, users_group)
 
     def init_own_handle(state: FullyShardedDataParallel, *args: Any) -> None:
-        # Set it here: nested instances are constructed with the same strategy, whose overrides may give another one.
+        # Set the entry only here: nested instances use the same key before, and overrides may shard them differently.
         if state is module:
             strategies[strategy] = HandleShardingStrategy.FULL_SHARD if sharded else HandleShardingStrategy.NO_SHARD
         init_handle(state, *args)
@@ -91,21 +90,21 @@ def sharding_over(
         _init_utils._sync_module_params_and_buffers = synchronize
     users_mesh = module._device_mesh
     if users_mesh is not None and group is not users_group:
-        # Only now: the constructor takes a mesh other than its argument for a part of a larger one.
+        # Set it after construction: FSDP's constructor takes any mesh but its argument for a part of a larger mesh.
         module._device_mesh = mesh_over(group, users_mesh)
     if not sharded:
-        module.sharding_strategy = ShardingStrategy.NO_SHARD  # which torch's state dicts ask for
+        module.sharding_strategy = ShardingStrategy.NO_SHARD  # torch's state dicts read this
 
 
 @contextmanager
 def frozen_apart(
     module: FullyShardedDataParallel, wrap: Callable[[set[nn.Parameter]], FullyShardedDataParallel]
 ) -> Iterator[None]:
-    """Take frozen parameters out of ``module`` while it is constructed, if it has trainable ones, too.
+    """While FSDP constructs ``module``, move its frozen parameters to an inner instance if it also has trainable ones.
 
-    ``wrap`` makes the instance between ``module`` and the wrapped module, without the given parameters.
+    ``wrap(ignored)`` makes this instance around the wrapped module; it has all parameters but the ignored ones.
     """
-    # In one flat parameter, gradients of frozen parameters would be allocated and reduced.
+    # In one flat parameter with trainable ones, FSDP would allocate and reduce gradients of frozen parameters.
     init_handle = _init_utils._init_param_handle_from_params
     frozen_unit: FullyShardedDataParallel | None = None
 
@@ -132,11 +131,11 @@ def frozen_apart(
 
 
 _TAKEN_OUT: weakref.WeakSet[FullyShardedDataParallel] = weakref.WeakSet()
-"""The instances that :func:`frozen_apart` has made."""
+"""The inner instances that :func:`frozen_apart` has made."""
 
 
 def summon_frozen_too() -> None:
-    """Have ``summon_full_params(recurse=False)`` of an instance also summon the frozen parameters taken out of it."""
+    """Make ``summon_full_params(recurse=False)`` also summon the frozen parameters in the inner instance."""
     original: Any = _wrapper._unshard_params
 
     @contextmanager
@@ -160,9 +159,9 @@ def process_group_of(module: FullyShardedDataParallel) -> dist.ProcessGroup:
 def intercept_construction(
     around: Callable[[Callable[[], None], FullyShardedDataParallel, dict[str, Any]], None],
 ) -> None:
-    """Have ``around(construct, module, arguments)`` run FSDP's constructor, for every instance from now on.
+    """From now on, call ``around(construct, module, arguments)`` in place of FSDP's constructor.
 
-    ``construct()`` calls the constructor with ``arguments``, which ``around`` may change before.
+    ``construct()`` runs FSDP's constructor with ``arguments``. ``around`` may change them first.
     """
     original = FullyShardedDataParallel.__init__
     signature = inspect.signature(original)
@@ -183,7 +182,7 @@ def intercept_construction(
 def intercept_hook_registration(
     before: Callable[[FullyShardedDataParallel, object], dict[FullyShardedDataParallel, object]],
 ) -> None:
-    """Run ``before(model, state)`` before every ``register_comm_hook``; it returns instances' own states."""
+    """Call ``before(model, state)`` before each ``register_comm_hook``, and give instances the states it returns."""
     original = FullyShardedDataParallel.register_comm_hook
 
     @functools.wraps(original)
@@ -211,8 +210,8 @@ def on_lazy_init(callback: Callable[[nn.Module], None]) -> None:
 def around_moves(
     before: Callable[[FullyShardedDataParallel], None], after: Callable[[FullyShardedDataParallel], None]
 ) -> None:
-    """Call ``before(instance)`` and ``after(instance)`` around each move or cast: ``to()``, ``half()``."""
-    # All moves go through _apply, module by module.
+    """Call ``before(instance)`` and ``after(instance)`` around each move or cast, such as ``to()`` or ``half()``."""
+    # All moves and casts go through _apply, module by module.
     original = FullyShardedDataParallel._apply
 
     @functools.wraps(original)
@@ -226,8 +225,8 @@ def around_moves(
 
 
 def save_optimizer_states_in_any_group() -> None:
-    """Make FSDP gather the keys of optimizer states where it would broadcast them from a rank outside of the group."""
-    # FSDP broadcasts them from global rank 0, which only one node's group has if a model is sharded inside each node.
+    """Make FSDP gather the keys of optimizer states in groups without global rank 0."""
+    # FSDP broadcasts the keys from global rank 0. If a model is sharded inside nodes, only one node has this rank.
     original: Any = _optim_utils._map_param_key_to_optim_keys
 
     @functools.wraps(original)
@@ -241,8 +240,8 @@ def save_optimizer_states_in_any_group() -> None:
 
 
 def load_optimizer_states_over(ranks_of: Callable[[nn.Module], dist.ProcessGroup | None]) -> None:
-    """Make FSDP send optimizer states that only rank 0 has loaded to ``ranks_of(model)``, unless that is None."""
-    # FSDP itself sends them over the group that it shards over: if a model is sharded inside nodes, that of one node.
+    """Make FSDP send optimizer states that only rank 0 has loaded over ``ranks_of(model)``; None keeps FSDP's group."""
+    # FSDP sends them over the group that it shards over. If a model is sharded inside nodes, that is one node.
     original = FullyShardedDataParallel._optim_state_dict_to_load_impl
     signature = inspect.signature(original)
 
@@ -267,23 +266,23 @@ _REASON = (
 
 
 def refuse_whole_graphs(instance: FullyShardedDataParallel) -> None:
-    """Make forwards of ``instance`` raise if torch.compile traces them and it is the root of a model."""
+    """Make the forward of ``instance`` raise if torch.compile traces it and the instance is a root."""
     own = weakref.ref(instance)
 
     def is_inner() -> bool:
         itself = own()
-        return itself is not None and itself._is_root is False  # None before the first forward, which finds the root
+        return itself is not None and itself._is_root is False  # _is_root is None until FSDP's lazy initialization
 
-    # Dynamo leaves this call out of its graphs. If a frame that it traces raised, it would run the frame again without
-    # a graph. With fullgraph=True it raises an error with the reason.
+    # If traced code raised, Dynamo would run its frame again without a graph. So Dynamo must not trace this function.
+    # With fullgraph=True, Dynamo itself raises an error with the reason.
     @torch.compiler.disable(reason=_REASON)
     def refuse(unused: Tensor) -> None:
         if not is_inner():
             raise RuntimeError(_REASON)
 
     def before_forward(*unused: object) -> None:
-        # Dynamo does not trace frames that touch an instance with a flat parameter, or that have no tensor. So this one
-        # does not look at the instance, and makes a tensor.
+        # Dynamo skips frames that touch an instance with a flat parameter, and frames without tensors. So in a trace,
+        # this function makes a tensor, and leaves the instance to refuse().
         if torch.compiler.is_compiling():
             refuse(torch.empty(0))
         elif is_inner():
@@ -309,7 +308,7 @@ class FlatParameterLayout:
         return whole
 
     def trained(self, numel: int) -> FlatLayout:
-        """Return the layout of only the trained parameters; a flat gradient also has the frozen ones."""
+        """Return the layout of the trained parameters in a tensor of ``numel`` values; frozen ones are gaps in it."""
         flags = tuple([parameter.requires_grad for parameter in self._handle.flat_param._params or ()])
         layout = self._of_trained.get((numel, flags))
         if layout is None:
@@ -356,10 +355,9 @@ def _layout(flat_param: FlatParameter, numel: int, trained: tuple[bool, ...]) ->
 
 # ---- views
 #
-# torch makes new views of a unit whenever it unshards or reshards it, four times a step, though nearly always they
-# are the same. That takes a fifth of the time that Python spends in FSDP. Here the views of the shard are made once,
-# and those of gathered weights once a forward. They are kept until their memory is moved or replaced; until then,
-# modules only switch between the two.
+# torch makes new views of a unit's parameters at each unshard and reshard, four times a step, which takes a fifth of
+# FSDP's time in Python. Nearly always, they equal the old views. Here, the views of the shard are made once, and the
+# views of gathered weights once a forward. Modules switch between the two until their memory is moved or replaced.
 
 
 class ShardViews(NamedTuple):
@@ -368,14 +366,14 @@ class ShardViews(NamedTuple):
     sites: list[tuple[nn.Module, str]]
     parameters: list[nn.Parameter]
     memory: list[int]
-    """The addresses of the shard and of each parameter: views keep their memory, so equal ones mean the same."""
+    """Addresses of the shard and parameters. Views keep memory alive, so equal addresses mean the same memory."""
     shapes: list[torch.Size]
 
 
 class ParameterViews:
     """Shows views on modules in place of a unit's parameters, in fewer steps than torch.
 
-    ``are_direct`` says that ``setattr`` would only put parameters and views where modules look for them.
+    ``are_direct`` says that writing to the dictionaries of modules does all that ``setattr`` would do.
     """
 
     def __init__(self, handle: FlatParamHandle) -> None:
@@ -384,7 +382,7 @@ class ParameterViews:
         self.are_direct = _can_set_directly(handle)
 
     def drop(self) -> None:
-        """Drop the views, because parameters or the shard were moved or replaced; torch makes new ones."""
+        """Drop the views after parameters or the shard were moved or replaced; torch then makes new ones."""
         self._of_shard = None
 
     # ---- while the unit is sharded, parameters are views of the shard
@@ -415,7 +413,7 @@ class ParameterViews:
             and handle.uses_sharded_strategy
             and not handle._skip_writeback_check
             and not flat_param._shared_param_infos
-            and not torch.is_inference_mode_enabled()  # whose tensors can't be trained
+            and not torch.is_inference_mode_enabled()  # inference tensors can't be trained
         )
         self.drop()
         if may_last:
@@ -425,13 +423,13 @@ class ParameterViews:
             self._of_shard = ShardViews(sites, parameters, self._memory(parameters), shapes)
 
     def are_written_back(self) -> bool:
-        """Return whether parameters still are the views of the shard, so that nothing needs to be copied to it."""
+        """Return whether parameters still are views of the shard and have no gradients, so that no writeback is due."""
         flat_param, views = self._handle.flat_param, self._of_shard
         if views is None or flat_param.data_ptr() != views.memory[0]:
             return False
         shown = [module._parameters.get(name) for module, name in views.sites]
         if not (self._hold(views) and all(map(operator.is_, shown, views.parameters))):
-            self.drop()  # before torch looks at what was changed, for it may refuse that
+            self.drop()  # before torch's writeback, which may raise
             return False
         gradients = [parameter.grad for parameter in (flat_param, *views.parameters)]
         return all(map(operator.is_, gradients, repeat(None)))
@@ -439,8 +437,8 @@ class ParameterViews:
     # ---- while it is unsharded, modules show views of what was gathered
 
     def show_forward_views(self) -> bool:
-        """Have modules show the views that the forward saved, if they view the gathered memory; return if so."""
-        # They are, unless a user gave parameters other values: between forward and backward, torch frees the memory and
+        """Have modules show the views that the forward saved, if they are valid; return whether they do."""
+        # The views stay valid unless a user replaces parameters: torch frees the gathered memory after the forward, and
         # allocates it again under the same tensors.
         flat_param = self._handle.flat_param
         if not self.are_direct or not self._handle._use_orig_params or flat_param._shared_param_infos:
@@ -456,7 +454,7 @@ class ParameterViews:
 
     @property
     def are_shown(self) -> bool:
-        """Return whether modules show views of the flat parameter, in place of the parameters."""
+        """Return whether modules show views of the flat parameter in place of the parameters."""
         flat_param = self._handle.flat_param
         if not self._handle._use_orig_params:
             return True
@@ -465,11 +463,11 @@ class ParameterViews:
 
 
 def _can_set_directly(handle: FlatParamHandle) -> bool:
-    """Return whether ``setattr`` would do no more on modules than :func:`set_tensor` and :func:`set_parameter`."""
+    """Return whether :func:`set_tensor` and :func:`set_parameter` do all that ``setattr`` would do on the modules."""
     flat_param = handle.flat_param
     kinds = {type(info.module) for info in flat_param._param_infos}
     kinds |= {type(info.module) for info in flat_param._shared_param_infos}
-    torch_does = os.environ.get("FSDP_USE_UNSAFE_SETATTR") == "1"  # much the same
+    torch_does = os.environ.get("FSDP_USE_UNSAFE_SETATTR") == "1"  # bypasses setattr, too
     return (
         handle._fsdp_extension is None
         and not torch_does
@@ -488,7 +486,7 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     module.__dict__.pop(name, None)
-    module._parameters.pop(name, None)  # so that it goes last, as with setattr
+    module._parameters.pop(name, None)  # so that the new one goes last, as with setattr
     if torch_module._global_parameter_registration_hooks:
         module.register_parameter(name, parameter)
     else:
@@ -503,11 +501,11 @@ class HandleGradients(StepGradients):
     """Accumulates and reduces the gradient of a flat parameter over the micro-batches of a step.
 
     Attributes:
-        was_gathered: Whether ranks have gathered the weights for the micro-batch.
-        took_part: Whether ranks have gathered them in an earlier micro-batch of the step.
-        is_used: Whether this rank has used the unit in the step.
-        is_unreduced: Whether a unit that is not sharded has gradients that nothing has reduced.
-        used: The indices of original parameters that this rank has used in the step, recorded with error feedback.
+        was_gathered: True if ranks have gathered the weights for this micro-batch.
+        took_part: True if ranks have gathered the weights for an earlier micro-batch of the step.
+        is_used: True if this rank has used the unit in the step.
+        is_unreduced: True if a unit without shards has accumulated gradients that are not reduced yet.
+        used: The indices of original parameters that this rank has used in the step; empty without error feedback.
     """
 
     instance: FullyShardedDataParallel
@@ -523,12 +521,12 @@ class HandleGradients(StepGradients):
 
     @property
     def reduces_early(self) -> bool:
-        # Without shards, FSDP accumulates in the unsharded gradient, which is what the optimizer will see.
+        # Without shards, FSDP accumulates in the unsharded gradient that the optimizer will see.
         return self.handle.uses_sharded_strategy and self.reductions.current is not None
 
     @property
     def is_of_micro_batch(self) -> bool:
-        """Return whether ranks have gathered the weights for this micro-batch, used or not; the same on all ranks."""
+        """Return whether ranks have gathered the weights for this micro-batch, even unused; equal on all ranks."""
         is_gathered = self.was_gathered or (self.keeps_unsharded and not FlatParamHandle.needs_unshard(self.handle))
         return is_gathered and self.reduces_early and self.handle.flat_param.requires_grad
 
@@ -550,17 +548,17 @@ class HandleGradients(StepGradients):
     # ---- which parameters are used
 
     def watch_use(self) -> None:
-        """In the next backward, record which of the currently shown views get a gradient."""
-        # The gradient of a flat parameter can't tell: it has zeros for an unused parameter.
+        """In the next backward, record which of the views that modules show now get a gradient."""
+        # A flat gradient does not show this: it has zeros for an unused parameter.
         flat_param = self.handle.flat_param
         name, module, _ = flat_param._param_infos[0]
         node = getattr(module, name).grad_fn
         if node is None:  # frozen
             return
-        # All views come from one split of the flat parameter, the last node before its gradient accumulates.
+        # All views come from one split of the flat parameter: the last autograd node before AccumulateGrad.
         while (before := node.next_functions[0][0]).next_functions:
             node = before
-        # The views keep the node, and this object keeps the views, so the node must not keep this object.
+        # This object refers to the views, and they to the node, so the node must not refer to this object.
         node.register_prehook(functools.partial(_note_use, self.used, flat_param._is_padding_mask))
 
     # ---- before the last micro-batch
@@ -570,12 +568,12 @@ class HandleGradients(StepGradients):
         instance, flat_param = self.instance, self.handle.flat_param
         self._keep_reduced_gradient()
         unsharded, flat_param.grad = flat_param.grad, None
-        # FSDP would take accumulated gradients for those that a user has set, and copy them without waiting for the
-        # reduction; and optimizers in the backward must not see them.
+        # FSDP would take these gradients for ones that a user has set, and copy them without a wait for the reduction.
+        # Optimizers in the backward must not see them either.
         for param in (*(flat_param._params or ()), *(flat_param._shared_params or ())):
             param.grad = None
-        # Needed in either case: at the end of the step torch passes the gradient on only if this is set, and clears it.
         self.took_part = True
+        # Even without a gradient: at the end of the step, torch gives the sum to optimizers only if this flag is set.
         self._set_post_backward_called(True)
         stream = instance._post_backward_stream
         stream.wait_stream(instance._device_handle.current_stream())
@@ -590,8 +588,8 @@ class HandleGradients(StepGradients):
             finish()
 
     def _keep_reduced_gradient(self) -> None:
-        """Have FSDP add to the gradient of an earlier backward of the step, as before each backward of the unit."""
-        # An idle unit has had no backward in this micro-batch.
+        """Have FSDP keep the reduced gradient of an earlier backward of the step, and add to it."""
+        # If the unit is not idle, FSDP has done this before its backward in this micro-batch.
         if self.handle._training_state == HandleTrainingState.IDLE:
             self.handle.prepare_gradient_for_backward()
 
@@ -602,10 +600,10 @@ class HandleGradients(StepGradients):
     # ---- the last micro-batch
 
     def reduce(self, gradient: Tensor, out: Tensor | None = None) -> None:
-        """Write this rank's part of the mean of ``gradient`` and of the accumulated gradients to ``out``.
+        """Reduce the sum of ``gradient`` and the accumulated gradients; write this rank's part of the mean to ``out``.
 
-        FSDP calls this as a communication hook. For a unit that it does not shard it passes no ``out``: the mean then
-        replaces ``gradient``.
+        FSDP calls this as a communication hook. It passes no ``out`` for a unit without shards: the mean then replaces
+        ``gradient``.
         """
         if self.reductions.current is None:
             assert out is None, "one rank is not sharded over"
@@ -617,20 +615,20 @@ class HandleGradients(StepGradients):
         finish = self.reductions.current.start(gradient, out_or_gradient, 1.0, layout, idle=idle)
         finish()
         if out is None:
-            # FSDP adds the next gradient to this tensor, and all is encoded together. An overflow spoils whole blocks,
-            # in which zero_grad(set_to_none=False) clears only the gradients that parameters show.
+            # FSDP adds the next gradient to this tensor, and the sum is encoded. An overflow spoils whole blocks, gaps
+            # included, and zero_grad(set_to_none=False) does not reach the gaps.
             for start, stop in self.layout.trained(gradient.shape[0]).gaps:
                 gradient[start:stop].zero_()
 
     def _layout_in(self, gradient: Tensor) -> FlatLayout:
-        # Only errors need to know which parameters are frozen.
+        # Only error feedback depends on which parameters are frozen.
         knows_frozen = self.reductions.current is not None and self.reductions.current.errors is not None
         return (self.layout.trained if knows_frozen else self.layout.whole)(gradient.shape[0])
 
     def reduce_accumulated(self, used_elsewhere: bool) -> None:
         """Reduce gradients of earlier micro-batches, if the unit took no part in the last one.
 
-        ``used_elsewhere`` says that other ranks have used it in the step, and this one has not.
+        ``used_elsewhere`` says that only other ranks have used the unit in the step.
         """
         if self.reductions.current is None:
             return
@@ -651,8 +649,8 @@ class HandleGradients(StepGradients):
                 runtime._post_reduce_grad_callback(instance, handle, shard)
 
     def _enter_post_backward(self) -> None:
-        """Put a unit that the micro-batch did not use into the state in which FSDP reduces."""
-        # A unit that was run but got no gradient may still be unsharded.
+        """Put a unit without a backward in this micro-batch into the state in which FSDP reduces."""
+        # A unit that ran but got no gradient may still be unsharded.
         runtime._catch_all_reshard(self.instance)
         self._keep_reduced_gradient()
         # Pretend that a backward ran; FSDP's final callback resets these three.
@@ -661,7 +659,7 @@ class HandleGradients(StepGradients):
         self._set_post_backward_called(True)
 
     def _set_post_backward_called(self, called: bool) -> None:
-        self.handle.flat_param._post_backward_called = called  # type: ignore[attr-defined]  # nor does torch declare it
+        self.handle.flat_param._post_backward_called = called  # type: ignore[attr-defined]  # undeclared in torch, too
 
     def drop_unused(self) -> None:
         """Drop the gradient of a unit that micro-batches have gathered but no rank has used in the step."""
@@ -669,7 +667,7 @@ class HandleGradients(StepGradients):
             return
         self.reductions.current.accumulated.drop()
         handle, flat_param = self.handle, self.handle.flat_param
-        # A gradient of an earlier backward of the step stays; FSDP would drop it, for want of another one.
+        # The reduced gradient of an earlier backward of the step stays: FSDP drops it only if this flag is not set.
         has_gradient = hasattr(flat_param, "_saved_grad_shard")
         self._set_post_backward_called(has_gradient)
         if has_gradient and handle._use_orig_params:
@@ -691,9 +689,8 @@ def _note_use(used: set[int], is_padding: Sequence[bool], gradients: tuple[Tenso
 
 
 def shard_gradients_in_constant_time() -> None:
-    """Compute the size of a gradient's shard, where torch cuts the gradient into a view for every rank."""
-    # On a thousand ranks, torch makes a thousand views and reads one of them, which takes longer than all the rest of a
-    # unit's backward.
+    """Compute the size of a gradient's shard; torch makes a view for every rank to find it."""
+    # On a thousand ranks, making the views takes longer than the rest of a unit's backward.
     original = runtime._get_reduce_scatter_tensors
 
     @functools.wraps(original)

@@ -43,10 +43,10 @@ class StrategyHandle(FlatParamHandle):
     """A flat parameter's handle that gathers and reduces through a strategy.
 
     :func:`adopt_handle` makes it from the handle that torch built. It overrides torch's methods that gather, reshard
-    and show parameters, and is the source of the unit's secondary shard. Full precision (for state dicts,
-    ``summon_full_params``, evaluation under FSDP_USE_FULL_PREC_IN_EVAL) is left to torch's own gather.
+    and show parameters, and is the source of the unit's secondary shard. torch itself gathers in full precision: for
+    state dicts, ``summon_full_params``, and evaluation under FSDP_USE_FULL_PREC_IN_EVAL.
 
-    ``written_back`` is called after parameters were written to the shard, or moved.
+    The handle calls ``written_back()`` after parameters are written to the shard, or moved.
     """
 
     written_back: Callable[[], None]
@@ -81,7 +81,7 @@ class StrategyHandle(FlatParamHandle):
 
     def pre_unshard(self) -> bool:
         unsharding = super().pre_unshard()
-        # This comes after super(), which copies replaced parameters to the shard: that counts as a write.
+        # Read the version after super(), which changes it by copying replaced parameters to the shard.
         if self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS:
             self._version_at_summon = self.shard_version()
         return unsharding
@@ -97,17 +97,17 @@ class StrategyHandle(FlatParamHandle):
         # Parameter scope N keeps gathered weights until they change; weights_changed() frees them then.
         super().reshard(free_unsharded_flat_param and (summoned or not self._keeps_unsharded))
         if summoned and self._gather is not None:
-            # Edits of summoned parameters change the version, but do not reach the shard unless they are written back.
+            # Edits of summoned parameters change the version, but reach the shard only by a writeback.
             self._gather.secondary.rebase_version(self._version_at_summon, self.shard_version())
 
     def needs_unshard(self) -> bool:
-        # FSDP keeps the root unsharded from forward to backward, and after a forward without backward. A summon
-        # in between would take those decoded weights for the true ones, and even write them back.
+        # FSDP keeps the root unsharded after a forward. summon_full_params would take these decoded weights for the
+        # full-precision ones, and even write them back.
         if (
             self._holds_decoded_weights
             and self._gather_is_lossy
             and self._wants_full_precision()
-            and not self._uses_param_mixed_precision  # else full precision has a buffer of its own
+            and not self._uses_param_mixed_precision  # with it, full precision has a separate buffer
         ):
             if self._prefetched:
                 self._leave_prefetched()
@@ -118,7 +118,7 @@ class StrategyHandle(FlatParamHandle):
     def _use_low_precision_shard(self) -> None:
         if self._gather is None:
             super()._use_low_precision_shard()
-        # The strategy encodes the full-precision shard itself, so no 16-bit copy of the shard is made.
+        # The strategy encodes the full-precision shard itself, and needs no 16-bit copy of it.
         else:
             self.flat_param.data = self.flat_param._local_shard.to(self.device, non_blocking=True)
 
@@ -140,7 +140,7 @@ class StrategyHandle(FlatParamHandle):
             )
         self._gather(shard, padded_unsharded_flat_param, self.shard_version())
         self._holds_decoded_weights = True
-        if self._offload_params:  # the copy on the device goes when this returns, and the encoding may still read it
+        if self._offload_params:  # the device's copy is freed on return, and the encoding may still read it
             no_dispatch_record_stream(shard, self._device_handle.current_stream())
         return padded_unsharded_flat_param
 
@@ -161,7 +161,7 @@ class StrategyHandle(FlatParamHandle):
 
     def _use_unsharded_views(self, as_params: bool) -> None:
         if as_params:
-            self.views.drop()  # parameters become views of what was gathered
+            self.views.drop()  # parameters become views of the gathered weights
         elif self._training_state == HandleTrainingState.BACKWARD_PRE and self.views.show_forward_views():
             return
         super()._use_unsharded_views(as_params)
@@ -169,7 +169,7 @@ class StrategyHandle(FlatParamHandle):
         if not as_params and current is not None and current.errors is not None:
             self.gradients.watch_use()
 
-    # ---- the memory of what is gathered
+    # ---- the memory of gathered weights
 
     def _alloc_padded_unsharded_flat_param(self) -> Tensor:
         unsharded = self._get_padded_unsharded_flat_param()
@@ -186,9 +186,9 @@ class StrategyHandle(FlatParamHandle):
     # ---- when weights change
 
     def weights_changed(self, by_step: bool) -> None:
-        # FSDP keeps the root unsharded, and units that a forward prefetches but does not run: free their stale weights.
+        # Free stale weights: FSDP keeps the root unsharded, and units that a forward prefetches but does not run.
         initialized = hasattr(self.flat_param, "_full_param_padded")
-        # A prefetched unit counts as idle, but a backward that runs (with optimizers in it) is about to use it.
+        # A prefetched unit counts as idle, but a backward (in which an optimizer may step) is about to use it.
         is_in_use = self._prefetched and torch._C._current_graph_task_id() != -1
         if initialized and self._training_state == HandleTrainingState.IDLE and not is_in_use:
             if self._prefetched:
@@ -200,17 +200,17 @@ class StrategyHandle(FlatParamHandle):
         self._prefetched = False
 
     def drop_gradients(self) -> None:
-        """Drop the sum of reduced gradients that optimizers do not see before the last micro-batch."""
+        """Drop the sum of reduced gradients, which FSDP hides from optimizers until the last micro-batch."""
         if hasattr(self.flat_param, "_saved_grad_shard"):
             del self.flat_param._saved_grad_shard
-        if torch._C._current_graph_task_id() == -1:  # else an optimizer in the backward has cleared its own gradients
+        if torch._C._current_graph_task_id() == -1:  # in a backward, an optimizer clears only its own gradients
             self.gradients.used.clear()
 
     def drop_cleared_gradients(self) -> None:
-        """Drop the flat gradient if all original gradients are cleared: a move would restore them from it."""
+        """Drop the flat gradient if all original gradients are None, since a move would restore them from it."""
         self._reset_flat_param_grad_info_if_needed()
 
-    # ---- as a ShardSource, which is asked before FSDP's gather
+    # ---- ShardSource: reads of the shard before FSDP gathers
 
     def can_be_read(self) -> bool:
         return torch._C._current_graph_task_id() == -1  # an optimizer in a backward may write to the shard
@@ -233,7 +233,7 @@ class StrategyHandle(FlatParamHandle):
         return self.parameter_layout.whole(numel)
 
     def is_trained(self: FlatParamHandle) -> bool:
-        """Return whether the flat parameter or an original one requires a gradient; for torch's own handles, too."""
+        """Return whether the flat or an original parameter requires a gradient; ``self`` may be torch's own handle."""
         flat_param = self.flat_param
         return flat_param.requires_grad or any(p.requires_grad for p in flat_param._params or ())
 
@@ -244,7 +244,7 @@ class StrategyHandle(FlatParamHandle):
 
     def flat_param_to(self, *args: object, **kwargs: object) -> None:
         super().flat_param_to(*args, **kwargs)
-        # A move of an idle unit is the user's, unless FSDP offloads parameters.
+        # Only a user moves an idle unit, unless FSDP offloads parameters.
         if self._training_state == HandleTrainingState.IDLE and not self._offload_params:
             self.moved()
 
@@ -253,8 +253,8 @@ class StrategyHandle(FlatParamHandle):
         self.views.drop()
         flat_param = self.flat_param
         shard = getattr(flat_param, "_local_shard", None)  # there is none until FSDP's lazy initialization
-        # FSDP would return to the old memory after the next forward, and lose writes to the new memory.
-        # A changed dtype is left alone: the next gather raises.
+        # Otherwise, FSDP returns to the old memory after the next forward, and writes to the new memory are lost.
+        # After a change of dtype, the next gather raises.
         same_kind = shard is not None and (flat_param.dtype, flat_param.size()) == (shard.dtype, shard.size())
         if same_kind and not self._offload_params:
             flat_param._local_shard = flat_param.data
@@ -290,7 +290,7 @@ class ShardedHandle(Sharded):
         return [name for name, parameter in pairs if parameter.requires_grad or parameter.grad is not None]
 
     def shards(self) -> list[Tensor]:
-        flat_param = self.handle.flat_param  # which is the shard itself until FSDP's lazy initialization
+        flat_param = self.handle.flat_param  # the shard itself until FSDP's lazy initialization
         return [getattr(flat_param, "_local_shard", flat_param)]
 
     def named_shards(self) -> dict[str, Tensor]:
@@ -344,7 +344,7 @@ def adopt_handle(instance: FullyShardedDataParallel, unit: StrategyUnit) -> None
     if unit.gather is not None:
         unit.gather.secondary.source = handle
     if unit.reductions.all:
-        # register_comm_hook() would do, but may be called on a root only, and makes the instance the root.
+        # register_comm_hook() takes only a root, and makes the instance one.
         instance._comm_hook, instance._comm_hook_state = HandleGradients.reduce, handle.gradients
 
 
@@ -355,8 +355,8 @@ def flattened_sites(instance: FullyShardedDataParallel) -> set[tuple[nn.Module, 
 
 
 def has_shards(instance: FullyShardedDataParallel, module: nn.Module) -> bool:
-    """Return whether saving ``module``, part of ``instance``, would miss values, or names that PEFT looks for."""
-    if hasattr(module, "peft_config"):  # wrappers change the names, sharded or not
+    """Return whether saving ``module``, inside ``instance``, would lose values or the names that PEFT looks for."""
+    if hasattr(module, "peft_config"):  # FSDP's wrappers change the names even without shards
         return True
     handles = [each._handle for each in FullyShardedDataParallel.fsdp_modules(instance) if each._handle is not None]
     return any(
@@ -372,7 +372,7 @@ def handle_of(instance: FullyShardedDataParallel) -> StrategyHandle | None:
 
 def disable_prefetch_unless_sharded(root: nn.Module) -> None:
     """Turn off prefetching in forwards if a unit is not sharded."""
-    # If a unit without shards is prefetched and not run, FSDP hides its gradients.
+    # FSDP hides the gradients of a unit without shards that it prefetches but does not run.
     instances: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
     handles = [handle for each in instances if (handle := handle_of(each)) is not None]
     if not all(handle.uses_sharded_strategy for handle in handles):
@@ -407,7 +407,7 @@ class HandleBackwardWatch(StepWatch):
             step_on_arrival()  # only if needed: it adds a call to the backward of each unit
 
     def reduce_in_two_streams(self) -> None:
-        """Give every other unit a second stream to reduce in, concurrent with the others' hops between nodes."""
+        """Have every other unit reduce in a second stream, concurrently with inter-node hops in the first."""
         two_hops = [each.gradients for each in self._handles if each.gradients.reductions.have_two_hops]
         if len(two_hops) > 1:
             second = two_hops[0].instance._device_handle.Stream()
@@ -415,10 +415,10 @@ class HandleBackwardWatch(StepWatch):
                 gradients.instance._post_backward_stream = second
 
     def begin_forward(self, root: FullyShardedDataParallel, *unused: object) -> None:
-        """Clean up after a backward that an exception has cut short, before a forward of the model."""
-        # torch would take the forward for a recomputation in that backward, and so run no hooks at the end of the next
-        # backward. Gradients stay until they are cleared, as torch leaves them.
-        began = getattr(root, "_post_backward_callback_queued", False)  # there is none until a forward with gradients
+        """Before a forward of the model, clean up after a backward that an exception has cut short."""
+        # torch would take this forward for a recomputation in the failed backward, and would run no hooks at the end of
+        # the next backward. Gradients stay until the user clears them, as in torch.
+        began = getattr(root, "_post_backward_callback_queued", False)  # unset until a forward with gradients
         if not began or torch._C._current_graph_task_id() != -1:
             return
         self.arriving.drop()
@@ -426,7 +426,7 @@ class HandleBackwardWatch(StepWatch):
         instances: list[Any] = self._instances
         synchronized = [instance._sync_gradients for instance in instances]
         for instance in instances:
-            instance._sync_gradients = False  # so that torch finishes no gradients
+            instance._sync_gradients = False  # so that torch leaves gradients as they are
         try:
             _end_backward(root, root)
         finally:
@@ -436,14 +436,14 @@ class HandleBackwardWatch(StepWatch):
             handle.gradients.end_backward(synchronized=True)
 
     def reduce_rest(self, root: FullyShardedDataParallel) -> None:
-        """Reduce the remaining gradients at the end of a backward, before FSDP finishes gradients."""
+        """Reduce the remaining gradients at the end of a backward, before FSDP gives gradients to optimizers."""
         if root._sync_gradients:
             used_elsewhere = self._drop_unused()
             for handle in self._handles:
                 gradients = handle.gradients
                 if gradients.took_part or gradients.is_unreduced:
                     gradients.reduce_accumulated(handle in used_elsewhere)
-            # torch has the current stream wait for the root's stream alone; units may have reduced in a second one.
+            # torch has the current stream wait only for the root's stream, but units may reduce in a second one.
             current = root._device_handle.current_stream()
             for stream in {instance._post_backward_stream for instance in self._instances}:
                 current.wait_stream(stream)
@@ -451,15 +451,15 @@ class HandleBackwardWatch(StepWatch):
         self.reduce_remaining()
         for handle in self._handles:
             handle.gradients.took_part |= handle.gradients.is_of_micro_batch
-            # torch resets this mask only where it reduces. Without a reset, it would clear the gradient of a parameter
-            # that had none before the forward: a parameter unfrozen, or cleared alone, since the last reduction.
+            # This mask marks parameters without gradients. torch resets it only in reductions, and so would clear the
+            # new gradient of a parameter that was unfrozen, or cleared alone, since the last reduction.
             if not handle.uses_sharded_strategy and handle._training_state == HandleTrainingState.BACKWARD_POST:
                 handle._reset_is_grad_none()
 
     def _drop_unused(self) -> set[StrategyHandle]:
         """Drop the gradients of units that micro-batches have gathered but no rank has used. Collective.
 
-        Returns the units that other ranks have used in the step, and this one has not.
+        Returns the units that only other ranks have used in the step.
         """
         used_elsewhere: set[StrategyHandle] = set()
         gathered = [handle for handle in self._handles if handle.gradients.took_part]
@@ -477,8 +477,8 @@ class HandleBackwardWatch(StepWatch):
 
     def end(self, synchronized: bool) -> None:
         for handle in self._handles:
-            # FSDP treats units without shards as always resharded, and leaves views in place of frozen parameters.
-            # Units that show parameters are left alone: a replaced one may hold values that no forward has copied yet.
+            # FSDP takes a unit without shards for resharded, and leaves views on modules in place of frozen parameters.
+            # Skip a unit that shows parameters: a replaced one may hold values that no forward has copied yet.
             if not handle.uses_sharded_strategy and handle.views.are_shown:
                 handle.reshard(False)
             handle.gradients.end_backward(synchronized)
@@ -488,7 +488,7 @@ class HandleBackwardWatch(StepWatch):
 
 
 def watch_backwards(root: nn.Module, on_backward_end: Callable[[bool], None]) -> HandleBackwardWatch:
-    """Watch the backwards of a model, and fix the order in which its units reduce."""
+    """Watch the backwards of a model, and set the order in which its units reduce."""
     watch = HandleBackwardWatch(root, on_backward_end)
     setattr(root, _WATCH, watch)
     root.register_forward_pre_hook(torch.compiler.disable(watch.begin_forward), prepend=True)
@@ -514,7 +514,7 @@ def hear_of_backwards() -> None:
 
 
 def reduce_in_every_backward() -> None:
-    """Have handles of strategies reduce in every backward, also inside no_sync, if their scopes require it."""
+    """Have units with a strategy reduce in every backward, even inside no_sync, if their scopes require it."""
     hook = runtime._post_backward_hook
 
     @functools.wraps(hook)
@@ -525,7 +525,7 @@ def reduce_in_every_backward() -> None:
         gradients, has_gradient = handle.gradients, handle.flat_param.grad is not None
         gradients.is_used |= has_gradient
         if not handle.uses_sharded_strategy:
-            # FSDP accumulates in the gradient itself: nothing reduces it if the last micro-batch leaves the unit out.
+            # FSDP accumulates unreduced gradients, and does not reduce them if the last micro-batch skips the unit.
             gradients.is_unreduced = not state._sync_gradients
         if state._sync_gradients:
             if has_gradient:
@@ -541,8 +541,8 @@ def reduce_in_every_backward() -> None:
 
 # ---- offload
 #
-# For an offloaded unit with an optimizer in the backward, torch has the CPU wait for the copy of the gradient, and then
-# steps. Here the CPU does not wait, and the optimizer steps once the copy has arrived: see comm/gradient_reduce.py.
+# For an offloaded unit with an optimizer in the backward, torch has the CPU wait for the copy of the gradient and then
+# step. Here, the backward goes on, and the optimizer steps once the copy has arrived: see comm/gradient_reduce.py.
 
 
 def step_on_arrival() -> None:
@@ -555,12 +555,12 @@ def step_on_arrival() -> None:
         state: FullyShardedDataParallel, handle: FlatParamHandle, grad_to_offload: Tensor
     ) -> None:
         waits = isinstance(handle, StrategyHandle) and handle._offload_params and handle._has_optim_in_backward
-        # torch notes that results are wrong without the wait if gradients are not sharded.
+        # A comment in torch says that results are wrong without the wait if gradients are not sharded.
         if not waits or not handle.uses_sharded_strategy:
             original(state, handle, grad_to_offload)
             return
         assert isinstance(handle, StrategyHandle)
-        handle._has_optim_in_backward = False  # by which torch decides whether to wait
+        handle._has_optim_in_backward = False  # torch waits only if this is set
         try:
             runtime._offload_grad(state, handle, grad_to_offload)
         finally:

@@ -76,13 +76,13 @@ from ._torch_handle import ShardedHandle, flattened_sites, sharded_of
 class QuantizedReduceState:
     """State of ``quantized_reduce_hook``: ZeRO++'s qgZ on a model with one of torch's own strategies.
 
-    Constructing one is collective over ``process_group``. With error feedback, its ``state_dict`` belongs in
-    checkpoints; ``fsdp_zpp.CodecState`` is the same for models with a strategy.
+    The constructor is collective over ``process_group``. With error feedback, save its ``state_dict`` in checkpoints;
+    for models with a strategy, ``fsdp_zpp.CodecState`` does this.
 
     Args:
         codec: Codec of the inter-node hop; None for full precision in two hops.
-        intra_codec: Codec of the intra-node hop; ``"auto"`` is ``Int8`` with the same block.
-        error_feedback: Error feedback on the codecs. A state that has it serves one model only.
+        intra_codec: Codec of the intra-node hop; ``"auto"`` is ``Int8`` with the block of ``codec``.
+        error_feedback: Error feedback on the codecs. A state with error feedback serves one model only.
         gpus_per_node: Consecutive ranks that share fast links. Default: as for ``Strategy.zeropp()``, or with
             error feedback as for ``Strategy.loco()``.
         process_group: The group that the model is sharded over. Default: all ranks.
@@ -91,7 +91,7 @@ class QuantizedReduceState:
         RuntimeError: If torch.distributed is not initialized.
         TypeError: If a codec is not a ``Codec``, or ``error_feedback`` is not a ``LoCo``.
         ValueError: If the group can't be laid out on nodes of ``gpus_per_node``, if ranks pass different arguments, or
-            if ``error_feedback`` has no codec whose errors it could feed back.
+            if ``error_feedback`` has no codec to correct.
 
     Examples:
         >>> model = FullyShardedDataParallel(model)
@@ -117,7 +117,7 @@ class QuantizedReduceState:
         self.traffic = Traffic()
         facts: dict[str, object] = {"codec": codec, "intra_codec": intra, "error_feedback": error_feedback}
         facts |= {"gpus_per_node": node_size_fact(gpus_per_node, self.process_group)}
-        # Before links are detected and process groups are made: ranks with different node sizes would hang in either.
+        # Compare first: with different node sizes, ranks would hang as they detect links or make process groups.
         check_agreement(self.process_group, "QuantizedReduceState", facts)
         self.mesh = _mesh_of(self.process_group, gpus_per_node, gains=codec is not None and error_feedback is None)
         self.codecs = (intra, codec)
@@ -131,7 +131,7 @@ class QuantizedReduceState:
         return GradientReduce(self.mesh, *self.codecs, self.traffic, label, error_feedback=self.error_feedback)
 
     def of_unit(self, name: str, layout: Callable[[int], FlatLayout] | None = None) -> QuantizedReduceState:
-        """Make a state for one unit of the model, for FSDP to pass to the hook: each unit has errors of its own.
+        """Make the state that FSDP passes to the hook for one unit of the model, with errors of its own.
 
         Args:
             name: The unit's name.
@@ -157,7 +157,7 @@ class QuantizedReduceState:
         return self._reduce.errors
 
     def error_nbytes(self, numel: int) -> int:
-        """Return the bytes of this rank's error state for a unit, whose shard has ``numel`` values."""
+        """Return the bytes of this rank's error state for a unit with a shard of ``numel`` values."""
         return self._reduce.error_nbytes(numel)
 
     def reduce(self, gradient: Tensor, out: Tensor) -> None:
@@ -166,8 +166,8 @@ class QuantizedReduceState:
         Raises:
             RuntimeError: If errors are fed back, but this is not the state of one unit.
         """
-        # FSDP passes the hook no unit. register_comm_hook gives each unit a state of its own, but it sees only a
-        # QuantizedReduceState, not one that a user's hook wraps; errors of different units would then mix.
+        # FSDP does not tell the hook which unit it reduces, so register_comm_hook gives each unit its own state. If a
+        # user's hook wraps the state, that does not happen, and the errors of different units would mix.
         if self.errors is not None and not self._is_of_unit:
             raise RuntimeError(
                 "error feedback keeps errors for each unit of a model, but this QuantizedReduceState was not passed to "
@@ -209,7 +209,7 @@ def _checked(
 
 
 def _mesh_of(group: dist.ProcessGroup, gpus_per_node: int | None, gains: bool) -> ProcessMesh:
-    """Return a hook's mesh; like a strategy's, it follows the links if the hook gains by that. Collective."""
+    """Return the mesh of a hook; if it ``gains`` by that, fast links define the nodes. Collective."""
     if gpus_per_node is None and gains:
         find_links(group)
         if (joined := joined_by_links(group)) is not None:
@@ -223,8 +223,8 @@ def quantized_reduce_hook(state: QuantizedReduceState, gradient: Tensor, out: Te
     Args:
         state: The hook's state.
         gradient: The unit's unsharded gradient, flat [world * numel], padded to a multiple of the world size.
-        out: Receives the mean over all ranks of this rank's chunk, flat [numel]. FSDP passes none for units that it
-            does not shard.
+        out: Receives this rank's chunk of the mean over all ranks, flat [numel]. FSDP omits it for units that it does
+            not shard.
 
     Raises:
         TypeError: If ``state`` is not a ``QuantizedReduceState``.
@@ -234,7 +234,7 @@ def quantized_reduce_hook(state: QuantizedReduceState, gradient: Tensor, out: Te
         raise TypeError(f"quantized_reduce_hook needs a QuantizedReduceState, got {type(state).__name__}")
     if out is not None:
         state.reduce(gradient, out)
-    elif state.mesh.topology.world > 1:  # on one rank the gradient is its own mean, and torch has it in place
+    elif state.mesh.topology.world > 1:  # on one rank the gradient already is the mean
         raise ValueError(
             f"quantized_reduce_hook reduces to shards, but FSDP does not shard this unit over the state's "
             f"{state.mesh.topology.world} ranks (NO_SHARD); use FULL_SHARD or SHARD_GRAD_OP"
@@ -261,13 +261,13 @@ def shared_error(shared: Shared, wrapped: nn.Module) -> ValueError:
 def hold_flattened(instance: FullyShardedDataParallel, arguments: dict[str, Any], before: Sites) -> None:
     """Mark the parameters that ``instance`` has flattened; raise a ValueError if a nested instance has one, too.
 
-    ``before`` has the parameters of the wrapped module, with names, before the instance was constructed.
+    ``before`` has the wrapped module's parameters and their names, as they were before construction.
     """
     wrapped, own = arguments["module"], flattened_sites(instance)
     inner = instance._fsdp_wrapped_module
     apart = flattened_sites(inner) if isinstance(inner, FullyShardedDataParallel) else set()
     left_alone = ignored_parameters(arguments["ignored_modules"], arguments["ignored_states"])
-    # A unit may share a parameter with itself, under other names.
+    # One unit may have a parameter under several names.
     here = (module._parameters.get(name) for module, name in own | apart)
     left_alone |= {parameter for parameter in here if parameter is not None}
     shared = UNITS.find_shared([wrapped], left_alone, own | apart)
@@ -289,7 +289,7 @@ def check_arguments(
 ) -> tuple[Strategy, RankLayout]:
     """Raise if a strategy can't shard by these arguments of FSDP's constructor. Collective over ``group``.
 
-    Ranks compare any other object than a strategy, too, before they refuse it. Iterators in ``arguments`` become lists.
+    If ``strategy`` is another object, ranks compare it before they raise. Iterators in ``arguments`` become lists.
     Returns the strategy of the module, without overrides, and the layout of the ranks.
     """
     own = [] if group is None else _check_agreement(strategy, group, arguments)
@@ -310,9 +310,9 @@ def check_arguments(
 def check_overrides(
     wrapped: nn.Module, own: Strategy, strategy: Strategy, flattened: Iterable[tuple[nn.Module, str]]
 ) -> None:
-    """Raise a ValueError if overrides give a module another strategy than ``own``, that of its instance of FSDP.
+    """Raise a ValueError if overrides give a module another strategy than ``own``, the strategy of its FSDP instance.
 
-    ``flattened`` has the modules of the parameters in its flat parameter, with the names there.
+    ``flattened`` has the module and the name of each parameter in the instance's flat parameter.
     """
     by_module = strategies_below(wrapped, own, strategy)
     for module, name in flattened:
@@ -337,7 +337,7 @@ def _check_what_is_sharded(
 
 
 def _check_no_other_parallelism(strategy: Strategy, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise if another parallelism has sharded a parameter that FSDP does not shard: FSDP can't write it back."""
+    """Raise for NO_SHARD if another parallelism has sharded a parameter, since FSDP can't write it back."""
     for name, parameter in parameters:
         if isinstance(parameter, DTensor) and strategy.optimizer == "N":
             raise NotImplementedError(
@@ -347,7 +347,7 @@ def _check_no_other_parallelism(strategy: Strategy, parameters: Iterable[tuple[s
 
 
 def group_of(arguments: dict[str, Any]) -> dist.ProcessGroup | None:
-    """Return the ranks that the arguments name, all by default; raise a ValueError for several groups or dimensions."""
+    """Return the group to shard over, by default all ranks; raise a ValueError for several groups or dimensions."""
     group, mesh = arguments["process_group"], arguments["device_mesh"]
     if isinstance(group, tuple):
         raise ValueError(
@@ -369,7 +369,7 @@ def _check_agreement(
 ) -> list[tuple[str, nn.Parameter]]:
     """Raise unless all ranks shard the same module in the same way; return the named parameters to flatten."""
     module: nn.Module = arguments["module"]
-    if not isinstance(module, nn.Module):  # other ranks may have one
+    if not isinstance(module, nn.Module):  # other ranks may have one, and wait in the comparison
         check_agreement(group, f"FullyShardedDataParallel({module!r})", {})
         check_module(module)
     nested = {
@@ -381,7 +381,7 @@ def _check_agreement(
     own = [(name, p) for name, p in _to_be_sharded(arguments) if p not in nested]
     ignored = ignored_parameters(arguments["ignored_modules"], arguments["ignored_states"])
     shared = UNITS.find_shared([module], ignored)
-    if shared is not None:  # before the facts, which would differ: so do the sizes of its shards
+    if shared is not None:  # before the facts: it is sharded already, and sizes of shards differ
         check_agreement(group, f"FullyShardedDataParallel({model_name(module)})", {"shared": shared.name})
         raise shared_error(shared, module)
     facts = strategy_facts(strategy, group)
@@ -416,8 +416,8 @@ def _check_offload(offload: CPUOffload | None) -> None:
 
 
 def refuse_local_state_dict(module: FullyShardedDataParallel, *unused: object) -> None:
-    """Raise a ValueError if ``module`` is set to give local state dicts; a hook of torch's state dicts."""
-    # torch looks up a global rank in a node's group, under its own HYBRID_SHARD too, so all nodes but one raise.
+    """Before ``module`` gives a state dict, raise a ValueError if that would be a local one."""
+    # torch takes a rank in the node's group for a global rank, as under its HYBRID_SHARD: all nodes but one raise.
     if FullyShardedDataParallel.get_state_dict_type(module).state_dict_type == StateDictType.LOCAL_STATE_DICT:
         raise ValueError(
             "LOCAL_STATE_DICT can't hold weights that are sharded inside nodes (optimizer scope I); use "
@@ -440,7 +440,7 @@ def check_one_group(units: Iterable[StrategyUnit]) -> None:
 
 
 class CommHookUnit:
-    """An FSDP instance of a stock strategy with a :class:`QuantizedReduceState`, which counts its traffic."""
+    """The unit of an FSDP instance that has a stock strategy and a :class:`QuantizedReduceState`."""
 
     def __init__(self, state: QuantizedReduceState, sharded: Sharded) -> None:
         self.traffic = state.traffic
@@ -487,23 +487,23 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
     )
 
     def wrap_frozen(others: set[nn.Parameter]) -> FullyShardedDataParallel:
-        # The instance around it does these. FSDP takes ignored modules or ignored states; ``others`` has both.
+        # The outer instance does these. FSDP takes ignored modules or ignored states, not both; ``others`` has all.
         done_outside = {"auto_wrap_policy": None, "param_init_fn": None, "sync_module_states": False}
         given = {name: value for name, value in arguments.items() if name != "self"}
         return FullyShardedDataParallel(**given | done_outside | {"ignored_modules": None, "ignored_states": others})
 
     hop = unit.mesh.intra if unit.scopes.optimizer == "I" else unit.mesh.group
     shard_group = own_rank() if hop is None else hop
-    # Look them up before the parameters are flattened.
+    # Look parameters up before FSDP flattens them.
     packed, sites = packed_sites(arguments["module"]), UNITS.sites([arguments["module"]])
     with ExitStack() as stack:
         stack.enter_context(
             _torch_flat_parameter.sharding_over(module, strategy, shard_group, sharded=unit.scopes.optimizer != "N")
         )
         stack.enter_context(warnings.catch_warnings())
-        if shard_group is not group and shard_group.size() == 1:  # as it is to be
+        if shard_group is not group and shard_group.size() == 1:  # intended, so no warning
             warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
-        if arguments["use_orig_params"]:  # else FSDP refuses trained beside frozen parameters
+        if arguments["use_orig_params"]:  # else FSDP refuses to mix trained and frozen parameters
             stack.enter_context(_torch_flat_parameter.frozen_apart(module, wrap_frozen))
             warnings.filterwarnings("ignore", ".*both parameters with requires_grad=True and False")
         construct()
@@ -513,7 +513,7 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
     if strategy.overrides:
         check_overrides(module.module, own, strategy, _torch_handle.flattened_sites(module))
     _torch_handle.adopt_handle(module, unit)
-    # A full or sharded state dict is loaded through a writeback; a local one is written to the shard directly.
+    # A load of a full or sharded state dict ends in a writeback; a load of a local one writes to the shard directly.
     module.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.weights_loaded())
     if unit.scopes.optimizer == "I":
         module.register_state_dict_pre_hook(refuse_local_state_dict)
@@ -523,7 +523,7 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
 
 
 def _all_ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the ranks that hold ``model``, if it is sharded inside nodes, as all or none of its units are."""
+    """Return all ranks of ``model`` if its units are sharded inside nodes (all or none are); otherwise None."""
     units = (unit_of(module) for module in model.modules())
     inside = (unit for unit in units if isinstance(unit, StrategyUnit) and unit.scopes.optimizer == "I")
     return next((unit.ranks.group for unit in inside), None)
@@ -554,7 +554,7 @@ def _set_up(root: nn.Module) -> None:
 
 
 def _before_move(instance: FullyShardedDataParallel) -> None:
-    # Handle all units here, since torch takes original parameters out of all of them before it moves the first.
+    # Handle all units at once: torch removes the original parameters of all of them before it moves the first.
     for each in FullyShardedDataParallel.fsdp_modules(instance):
         if (handle := _torch_handle.handle_of(each)) is not None:
             handle.drop_cleared_gradients()
@@ -567,7 +567,7 @@ def _after_move(instance: FullyShardedDataParallel) -> None:
 
 
 def _name_of(path: str) -> str:
-    """Return a unit's name: the path of the wrapped module; ``frozen of <path>`` for the instance of a frozen part."""
+    """Return a unit's name: the path of the wrapped module, or ``frozen of <path>`` for a unit of frozen parameters."""
     name = path.replace("_fsdp_wrapped_module.", "")
     owner = name.removesuffix("_fsdp_wrapped_module").rstrip(".")
     return f"frozen of {owner or 'root'}" if name.endswith("_fsdp_wrapped_module") else name or "root"
@@ -576,7 +576,7 @@ def _name_of(path: str) -> str:
 def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[FullyShardedDataParallel, object]:
     """Check that ``state`` reduces over the model's group, log which parts of it are active, and count its traffic.
 
-    Returns a state for each instance.
+    Returns the state of each instance; none if ``state`` is another hook's.
     """
     if not isinstance(state, QuantizedReduceState):
         return {}
@@ -669,10 +669,10 @@ PATCHES = (
         lambda: _torch_flat_parameter.load_optimizer_states_over(_all_ranks_of),
     ),
 )
-"""All that is replaced in torch; it changes nothing for models of torch's own strategies.
+"""All parts of torch that are replaced; models with torch's own strategies behave as before.
 
-Besides, handles of flat parameters that a strategy shards become :class:`_torch_handle.StrategyHandle`, and the first
-model that is offloaded has _torch_handle.py replace ``_runtime_utils._post_reduce_grad_callback``.
+Besides, handles of flat parameters with a strategy become :class:`_torch_handle.StrategyHandle`, and _torch_handle.py
+replaces ``_runtime_utils._post_reduce_grad_callback`` for the first offloaded model.
 """
 
 

@@ -1,4 +1,4 @@
-"""Private names of torch: loads of checkpoints, and views of flat parameters."""
+"""Private names of torch, for loads of checkpoints and for flat parameters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _listeners: WeakSet[Listener] = WeakSet()
 
 def hear_of_loads(unit: Listener) -> None:
     """Call ``unit.weights_loaded()`` after each load by all of its ranks, for as long as the unit exists."""
-    # Every load counts, whatever its tensors: a rank with nothing of a unit could not tell if they are the unit's.
+    # Every load counts: a rank that holds nothing of a unit could not tell whether a load writes to the unit.
     _intercept_loads()
     _listeners.add(unit)
 
@@ -78,7 +78,7 @@ def _tell(loading: frozenset[int]) -> None:
             unit.weights_loaded()
 
 
-# ---- original parameters as parts of flat parameters, including those that torch's own strategies make
+# ---- original parameters as parts of flat parameters, under torch's own strategies, too
 
 Site = tuple[nn.Module, str]
 """A module, and the name of a parameter on it."""
@@ -90,7 +90,7 @@ class FlatPart:
 
     sites: tuple[Site, ...]
     start: int
-    shape: torch.Size  # under another parallelism, that of its local part, which FSDP shards
+    shape: torch.Size  # if another parallelism shards the parameter, too, that of its local tensor
     shard: Tensor  # this rank's shard of the flat parameter, in full precision
     requires_grad: bool
     device: torch.device  # on which it is gathered, even if shards are offloaded
@@ -182,7 +182,7 @@ def copy_replaced(handle: FlatParamHandle) -> None:
 
 
 def copy_replaced_shards(handle: FlatParamHandle) -> None:
-    """Write the values of parameters whose storage was replaced to a sharded handle's shard, as FSDP does."""
+    """Write the values of replaced parameters to the shard of a sharded ``handle``, as FSDP does."""
     # A writeback during a backward would look for gradients in the wrong place.
     may_differ = (
         torch._C._current_graph_task_id() == -1 and handle._use_orig_params and not handle._skip_writeback_check
@@ -197,7 +197,8 @@ def _shows_parameters(flat_param: FlatParameter) -> bool:
 
 @torch.no_grad()
 def _copy_unsharded(handle: FlatParamHandle) -> None:
-    """Copy unsharded parameters as FSDP does, but no gradients: FSDP would take accumulated ones for a user's."""
+    """Write the values of replaced parameters to the shard of an unsharded ``handle``, as FSDP does."""
+    # Leave gradients alone: FSDP's own method would take accumulated ones for new ones of the user.
     flat_param = handle.flat_param
     own = {tensor.untyped_storage().data_ptr() for tensor in (flat_param, flat_param._local_shard)}
     views = handle._get_unflat_views(flat_param._local_shard)
@@ -209,10 +210,10 @@ def _copy_unsharded(handle: FlatParamHandle) -> None:
 
 
 def is_flattened(parameter: Tensor) -> bool:
-    """Return whether ``FullyShardedDataParallel`` has flattened a parameter, or made it as a flat one."""
+    """Return whether ``FullyShardedDataParallel`` has flattened a parameter, or it is a flat parameter itself."""
     return isinstance(parameter, FlatParameter) or _is_fsdp_flattened(parameter)
 
 
 def is_in_flat_parameter(parameter: nn.Parameter) -> bool:
-    """Return whether an instance has ``parameter`` in its flat parameter, by whatever strategy."""
+    """Return whether ``parameter`` is an original parameter within a flat one, under any strategy."""
     return _is_fsdp_flattened(parameter) and not isinstance(parameter, FlatParameter)

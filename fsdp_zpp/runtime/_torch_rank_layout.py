@@ -46,7 +46,7 @@ class RankLayout:
     @classmethod
     def of(cls, strategy: Strategy, group: dist.ProcessGroup) -> RankLayout:
         """Return the layout of ``group``, without communication, or raise the errors of :func:`topology_of`."""
-        # Links count if find_links has found them before.
+        # Links are known only after a call of find_links.
         topology = topology_of(group, node_size(strategy, group))
         if strategy.gpus_per_node is None and strategy.follows_links:
             joined = joined_by_links(group)
@@ -76,7 +76,7 @@ def node_size(strategy: Strategy, group: dist.ProcessGroup) -> int | None:
 
 
 def node_size_fact(given: int | None, group: dist.ProcessGroup) -> object:
-    """Return the ``gpus_per_node`` that ranks must agree on, before links are asked: only ranks without one ask."""
+    """Return the ``gpus_per_node`` that ranks must agree on; ranks that pass none then query links, collectively."""
     if given is not None:
         return given
     # Compare the resolved size: ranks that leave it to the launcher may have been launched differently.
@@ -88,7 +88,7 @@ def launched_node_size(group: dist.ProcessGroup) -> object:
     """Return ``gpus_per_node`` as launched, or the launcher's variables as text if they give no layout."""
     try:
         return topology_of(group).gpus_per_node
-    except ValueError:  # which must raise on all ranks, not on some: the caller compares the text between them
+    except ValueError:  # if only some ranks raised, the others would hang: callers compare the text
         return launcher_variables()
 
 
@@ -114,8 +114,8 @@ def mesh_over(group: dist.ProcessGroup, mesh: DeviceMesh) -> DeviceMesh:
 
 def _part_of(mesh: DeviceMesh, group: dist.ProcessGroup) -> DeviceMesh:
     size = dist.get_world_size(group)
-    # Drop the groups of its dimension: from them, torch would make new ones over all ranks of the larger mesh, and a
-    # stage of a pipeline can't have other stages take part in that.
+    # If the mesh has process groups, torch makes new ones, which is collective over the larger mesh. Other stages of a
+    # pipeline don't take part in this call, so drop the groups.
     bare: Any = copy.copy(mesh)
     del bare._dim_group_names
     (name,) = mesh.mesh_dim_names or ()
@@ -128,7 +128,7 @@ def _part_of(mesh: DeviceMesh, group: dist.ProcessGroup) -> DeviceMesh:
     return part
 
 
-# ---- meshes of single parameters, of which torch makes a parameter group each
+# ---- meshes that a ``shard_placement_fn`` gives: torch makes a parameter group for each
 
 _RESULT: Any = getattr(_fsdp_common, "ShardPlacementResult", None)  # from torch 2.12 on
 MeshInfo = _fsdp_common.FSDPMeshInfo
@@ -142,7 +142,7 @@ def takes_mesh_per_parameter() -> bool:
 
 
 def placement_and_mesh(result: object) -> tuple[object, MeshInfo | None]:
-    """Return the placement and the mesh, or None, that a ``shard_placement_fn`` has returned."""
+    """Return the placement in the ``result`` of a ``shard_placement_fn``, and its mesh; None if it gives no mesh."""
     if _RESULT is not None and isinstance(result, _RESULT):
         return result.placement, result.mesh_info
     return result, None
@@ -199,10 +199,10 @@ def placing(
 class DataParallelMesh:
     """Ranks over which a strategy shards, and the strategy on them."""
 
-    strategy: Strategy  # with the node size of a mesh of several dimensions; any other object stays as given
-    mesh: DeviceMesh | None  # of one dimension; None for all ranks; or as given, if everything is left to torch
+    strategy: Strategy  # an HSDP mesh sets its gpus_per_node; an object of another type stays as given
+    mesh: DeviceMesh | None  # of one dimension, or as given if it is left to torch; None for all ranks
     group: dist.ProcessGroup
-    # With a mesh of several dimensions that is left to torch, ranks can't compare their arguments: torch communicates.
+    # False if a mesh of several dimensions is left to torch: ranks don't compare their arguments then.
     compared: bool
 
 
@@ -238,7 +238,7 @@ def _read_spmd_mesh(
 
 
 def names_of_node(mesh: DeviceMesh, names: tuple[str, ...], gpus_per_node: int) -> tuple[str, ...] | None:
-    """Return the last of the dimensions ``names`` of an SPMD mesh, which span a node; None if nodes end within one."""
+    """Return the last dimensions in ``names`` that together span a node; None if a node ends within a dimension."""
     dims = mesh.mesh_dim_names or ()
     for first in range(len(names), -1, -1):
         if math.prod(mesh.size(dims.index(name)) for name in names[first:]) == gpus_per_node:
@@ -254,12 +254,12 @@ def data_parallel_names(mesh: DeviceMesh, dims: Any) -> tuple[str, ...]:
 
 # ---- HSDP meshes, read as nodes x ranks of a node
 #
-# torch replicates along the first dimension of a 2-D mesh and shards along the second. A strategy shards over all of
-# its ranks, as far as its scopes say, and takes the second dimension for a node.
+# torch replicates along the first dimension of a 2-D mesh and shards along the second. A strategy takes the second
+# dimension for a node; its scopes say what it shards over a node and what over all ranks.
 
 
 def read_2d_mesh(strategy: Strategy, mesh: DeviceMesh) -> tuple[Strategy, DeviceMesh] | None:
-    """Read a mesh of two named dimensions by :func:`read_hsdp_mesh`, as nodes x ranks; None if ``mesh`` is another."""
+    """Read a mesh of two named dimensions by :func:`read_hsdp_mesh`, as nodes x ranks; None for any other mesh."""
     if mesh.ndim != 2 or mesh.mesh_dim_names is None:
         return None
     nodes, ranks = mesh.mesh_dim_names

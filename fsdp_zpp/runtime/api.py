@@ -33,9 +33,8 @@ from .unit import COMMUNICATORS, Communicator, StrategyUnit, is_packed, named_un
 def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
     """Return ``process_group`` if it is given, otherwise the largest group that a part of ``model`` is sharded over.
 
-    For a model that is not sharded, or is sharded over a mesh of several dimensions, these are all ranks of the job;
-    None if this process is alone. Does not communicate. An object that is no module is accepted, since a caller refuses
-    it on all ranks.
+    A model that is not sharded, or is sharded over a mesh of several dimensions, has all ranks of the job. None if this
+    process is alone. Does not communicate. ``model`` may be an object of any type: the caller checks it on all ranks.
     """
     if process_group is not None or not dist.is_initialized() or not isinstance(model, nn.Module):
         return process_group if process_group is not None else dist.group.WORLD
@@ -55,7 +54,7 @@ def _unit_groups(model: nn.Module) -> list[dist.ProcessGroup]:
 
 def _instance_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     instances = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
-    if any("HYBRID" in instance.sharding_strategy.name for instance in instances):  # whose group is that of a node
+    if any("HYBRID" in instance.sharding_strategy.name for instance in instances):  # these have a node's group
         return []
     return [instance.process_group for instance in instances if instance.process_group is not None]
 
@@ -89,7 +88,7 @@ def check_instance(name: str, value: object) -> None:
 
 def strategy_facts(strategy: object, group: dist.ProcessGroup) -> dict[str, object]:
     """Return the facts about a strategy on which ranks must agree; see [Note: Agreement] in agreement.py."""
-    # Other objects are compared, too: a rank that just raised would leave the others in the comparison.
+    # Compare any other object, too: if this rank raised here, the others would hang in the comparison.
     if not isinstance(strategy, Strategy):
         return {"strategy": strategy}
     facts: dict[str, object] = {"strategy": "a Strategy"}
@@ -143,10 +142,8 @@ def check_exchanges(local_steps: LocalSteps, parameters: Iterable[tuple[str, Ten
 Site = tuple[nn.Module, str]
 """A module and the name of a parameter there."""
 _HELD = "_fsdp_zpp_held"
-"""Attribute of a parameter: its name in the call that has sharded it. On a module: a dict from its parameters' own
-names to these.
-
-Only text, since torch.save() also saves the attributes of a parameter.
+"""Attribute of a parameter: its name in the call that has sharded it. Attribute of a module: a dict of such names, by
+the parameters' own names. It holds only text, since torch.save() also saves the attributes of a parameter.
 """
 _ANOTHER = "a parameter of another unit"
 
@@ -163,13 +160,13 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class AdapterUnits:
-    """Predicates that recognize the units of an adapter, and parameters that torch has sharded by whatever strategy."""
+    """Predicates of an adapter: which modules are its units, and which parameters torch has sharded."""
 
     is_unit: Callable[[nn.Module], bool]
     is_torchs: Callable[[nn.Module, nn.Parameter], bool]
 
     def sites(self, modules: Sequence[nn.Module]) -> dict[Site, tuple[str, nn.Parameter]]:
-        """Return the parameters of ``modules`` that are in no unit below them, with names."""
+        """Return the parameters of ``modules``, except those of units below, with names."""
         return {
             (module, name): (parameter_name(path, name), parameter)
             for path, module in self._own(modules)
@@ -200,7 +197,7 @@ class AdapterUnits:
         return None
 
     def _own(self, modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules that are in no unit below ``modules``, with paths; each once."""
+        """Yield ``modules`` and all modules below, except units and what they contain, with paths; each once."""
         seen: set[nn.Module] = set()
         waiting = [("", module) for module in reversed(modules)]
         while waiting:
@@ -261,10 +258,10 @@ def invalidate(model: nn.Module) -> None:
     concern only weights that were ever trained or given to an optimizer. After any other write to the weights, call
     this before the next forward, so that the weights are gathered between nodes again. Examples of such writes are
     clipping, averaging, ``p.data.copy_()``, ``torch._foreach_*``, fused kernels that are called directly, a teacher's
-    moving average, ``eval()`` and ``train()`` of optimizers that are not torch's. torch counts some of these writes,
-    which then raise a ``StaleSecondaryError``; with ``FSDP_ZPP_CHECK=1`` all of them do. A forward sends the weights of
-    all units as soon as it needs the first, so after a write within a forward (in a hook, say), call this before the
-    forward reaches the unit that was written to.
+    moving average, ``eval()`` and ``train()`` of optimizers that are not torch's. Version counters show some of these
+    writes, so that the next gather raises a ``StaleSecondaryError``; ``FSDP_ZPP_CHECK=1`` makes it raise after each.
+    A forward sends the weights of all units as soon as it needs the first, so after a write within a forward (in a
+    hook, say), call this before the forward reaches the unit that was written to.
 
     Args:
         model: A model wrapped with a ``Strategy``, or a part of one.
@@ -286,7 +283,7 @@ def traffic(model: nn.Module, *, reset: bool = False) -> dict[Kind, dict[Level, 
     Args:
         model: A model, or a part of one, that is wrapped with a ``Strategy``, has a
             ``quantized_reduce_hook``, or has a quantized frozen base.
-        reset: Whether to restart the count; the next call then returns the bytes sent after this one.
+        reset: Restart the count; the next call then returns the bytes sent after this one.
 
     Returns:
         ``{"gather": {"inter": ..., "intra": ...}, "reduce": {"inter": ..., "intra": ...}}``, in bytes.
@@ -317,9 +314,9 @@ def exchange_weights(model: nn.Module) -> None:
         model: A model wrapped with such a strategy, or a part of one that includes its outermost unit.
 
     Raises:
-        ValueError: If its strategy has no local steps on any rank, ranks have made different numbers of steps, or some
-            of them are to exchange weights at another place, such as before a forward; every rank raises.
-        RuntimeError: If the model has not run a forward yet, or shows its agreed weights, on any rank; every rank
+        ValueError: If the strategy of some rank has no local steps, ranks have made different numbers of steps, or some
+            rank exchanges weights at another place, such as before a forward; every rank raises.
+        RuntimeError: If the model of some rank has not run a forward yet, or shows its agreed weights; every rank
             raises.
     """
 
@@ -349,7 +346,7 @@ def agreed_weights(model: nn.Module) -> Iterator[None]:
 
     Raises:
         ValueError: If its strategy has no local steps.
-        RuntimeError: If the model has not run a forward yet, or shows them already.
+        RuntimeError: If the model has not run a forward yet, or shows its agreed weights already.
 
     Examples:
         >>> with agreed_weights(model):
@@ -364,7 +361,7 @@ def agreed_weights(model: nn.Module) -> Iterator[None]:
 def members(model: nn.Module) -> Membership:
     """Return this node's place among those that train together, and the steps that they have made.
 
-    A node that joins takes over the step of the others, in its second forward; its own loop has to go on from there.
+    A node that joins takes over the step of the others in its second forward; its loop must go on from that step.
     Does not communicate.
 
     Args:
@@ -386,8 +383,8 @@ def members(model: nn.Module) -> Membership:
 def count_tokens(model: nn.Module, tokens: int) -> None:
     """Count tokens that this node has trained on; exchanges then weight its changes by tokens instead of steps.
 
-    Call it in every step, before the next forward, on all nodes or on none, and on all ranks of a node with the same
-    number, which counts the tokens of the whole node. Does not communicate.
+    Call it in every step, before the next forward, on all nodes or on none. All ranks of a node pass the same number,
+    that of the whole node. Does not communicate.
 
     Args:
         model: As of :func:`members`.
@@ -403,23 +400,23 @@ def count_tokens(model: nn.Module, tokens: int) -> None:
 
 
 def end_training(model: nn.Module) -> None:
-    """Declare that elastic nodes have made all steps: none may join any more, and those that wait raise.
+    """Declare that elastic nodes have made all steps: no node may join any more, and nodes that wait to join raise.
 
     Without it, a node that comes back after the others are done would train from the beginning. Call it after
-    :func:`exchange_weights`, on every rank of a node; on several nodes it does no more than on one.
+    :func:`exchange_weights`, on every rank of a node; one node is enough.
 
     Args:
         model: As of :func:`members`.
 
     Raises:
-        ValueError: If its strategy has no elastic nodes on any rank; every rank raises.
+        ValueError: If the strategy of some rank has no elastic nodes; every rank raises.
         RuntimeError: If the model has not run a forward yet, or the store can't be reached.
     """
     agree(_ranks_that_compare(model), lambda: _elastic_training(model), call="end_training").end()
 
 
 def _ranks_that_compare(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the ranks that must agree on local steps of ``model``; :func:`ranks_of` if a rank wrongly has none."""
+    """Return the ranks that compare local steps of ``model``; where it has none, those of :func:`ranks_of`."""
     units = named_units(model) if isinstance(model, nn.Module) else {}
     trainings = (unit.local_training for unit in units if isinstance(unit, StrategyUnit))
     return next((training.group for training in trainings if training is not None), ranks_of(model))

@@ -28,12 +28,12 @@ from .unit import Checksums, ParameterUnit, StrategyUnit, named_units
 # [Note: Weights of codec state]
 # If a save over an older checkpoint is cut off between weights and codec state, the two are of different steps. So
 # codec state carries checksums of the weights that it was saved with. Weights may be loaded before or after codec
-# state. So there are two ways for it to be used: the weights match when it is loaded, and no others are loaded
-# afterwards; or the weights match at the next forward. If they differ on any rank, all ranks drop it, including those
-# of other parallelisms: a parameter's copies would diverge if one were sent with errors and another one without.
+# state. So it is used in two cases: the weights match when it is loaded, and no weights are loaded after it; or the
+# weights match at the next forward. If they differ on any rank, all ranks drop it, including those of other
+# parallelisms: a parameter's copies would diverge if one were sent with errors and another one without.
 #
-# If nodes train on their own, a checkpoint has the agreed weights, or each piece of a weight from an arbitrary node.
-# Codec state has the weights of every node, so the pieces are compared with these weights instead of checksums.
+# With local steps, a checkpoint has either the agreed weights, or weights whose pieces come from arbitrary nodes. Codec
+# state has the weights of every node, so the pieces are compared with these weights instead of checksums.
 
 
 class LoadedState:
@@ -71,7 +71,7 @@ class LoadedState:
         self.forget()
         differs = not all(self._is_of_same(unit) for unit in self.saved_with if _fragment_of(unit) is None)
         local = [unit for unit in self.saved_with if _fragment_of(unit) is not None]
-        # Compare over all ranks first: this raises if some of them make another call.
+        # Compare over all ranks first: this raises if some rank is in another collective.
         differs = self._on_any_rank(differs) or (bool(local) and self._on_any_rank(not self._nodes_hold(local)))
         if differs:
             self._drop()
@@ -90,7 +90,7 @@ class LoadedState:
         return (loads == unit.loads and _match(at_load, saved)) or _match(_digest(unit, saved), saved)
 
     def _nodes_hold(self, units: Sequence[ParameterUnit]) -> bool:
-        """Return whether all weights are the agreed ones, or each piece of a weight is that of a node. Collective."""
+        """Return whether all weights are the agreed ones, or each piece of a weight is some node's. Collective."""
         meshes = dict.fromkeys(unit.ranks for unit in units)
         # Every rank communicates over each mesh, whatever it has found on the one before.
         found = [self._nodes_of_mesh_hold([unit for unit in units if unit.ranks == mesh], mesh) for mesh in meshes]
@@ -168,7 +168,7 @@ class RankState:
         warns: bool,
     ) -> None:
         self._parts, self._units, self._modules, self._warns = parts, units or {}, modules, warns
-        # Sorted, so that the text is the same in every process: the order of a set of strings is not.
+        # Sorted, since the order of a set of strings differs by process.
         layouts = sorted({str(mesh.topology) for mesh in meshes})
         self._layout = f"{dist.get_world_size()} ranks" + (f" as {' and '.join(layouts)}" if layouts else "")
         self._prefix = f"rank{dist.get_rank()}/"
@@ -192,7 +192,7 @@ class RankState:
         """
         if not self._parts:
             saved_on = state.get("layout", "")
-            # Without parts, DCP reads only the key "layout", which describes nodes only if codec state was saved.
+            # Without parts, DCP reads only the key "layout". It names nodes, after " as ", only if parts were saved.
             if " as " in saved_on and self._warns:
                 logger.warning(
                     "the codec state was saved on %s, but this model has none: error feedback, weight deltas and local "
@@ -217,7 +217,7 @@ class RankState:
             raise ValueError(
                 f"the checkpoint has no codec state for {missing}; wrap the model as it was wrapped when it was saved"
             )
-        # All keys are there now, so no unit is loaded while another can't be.
+        # All keys exist, so no part is loaded if another is missing.
         loaded = {name: torch.load(io.BytesIO(state[self._prefix + name]), weights_only=True) for name in self._parts}
         self._forget_loaded()
         for name, part in self._parts.items():
@@ -280,7 +280,7 @@ class CodecState(RankState):
                 name = f"{kind} of {fqn}"
                 parts[name], units_by_part[name] = part, unit
         meshes = dict.fromkeys(unit.ranks for unit in units_by_part.values())
-        # Hooks go on all sharded modules: a root whose parameters are all in other units has no unit, but runs first.
+        # All sharded modules get hooks: a root without parameters of its own has no unit, but runs first.
         modules = [each for each in model.modules() if isinstance(each, FSDPModule | FullyShardedDataParallel)]
         axes = {axis for unit in names for axis in unit.sharded.model_parallel_groups()}
         warns = any(unit.ranks.rank == 0 for unit in names) and all(dist.get_rank(axis) == 0 for axis in axes)

@@ -23,16 +23,16 @@ from ._torch_flat_parts import FlatPart, Site, flat_parts, is_flat, original_dty
 
 # ---- tensors that can be had in full, and how each is gathered from its shards
 #
-# A gather reads shards and fills memory of its own. It does not unshard modules, so it changes nothing that training
-# sees, whenever it is broken off. Each parameter is gathered by itself, into a tensor of its own, so that its memory is
-# free when its reader is done with it. Shards are cast before they are sent if that makes them smaller.
+# A gather reads shards and fills memory of its own. It leaves modules sharded, so training goes on as if there had been
+# none, even if it is broken off. Each parameter is gathered into its own tensor, whose memory is free as soon as the
+# reader is done with it. Shards are cast before they are sent if that makes them smaller.
 
 
 @dataclass
 class Pending:
-    """A tensor that is being gathered, without ``out`` if this rank gets nothing or gathering begins in :meth:`wait`.
+    """A tensor that is being gathered; tensors in ``sent`` must not be freed before ``works`` are done.
 
-    Tensors in ``sent`` must not be freed before ``works`` are done.
+    ``out`` is None if this rank gets nothing, or if the gather starts only in :meth:`wait`.
     """
 
     source: FullTensor
@@ -67,7 +67,7 @@ class FullTensor(ABC):
     stored: torch.dtype
     requires_grad: bool = False
 
-    # Sizes are in bytes: of the full tensor, and of all memory while it is gathered.
+    # nbytes counts the full tensor alone, peak_nbytes all memory that its gather needs at once.
     def nbytes(self, dtype: torch.dtype | None) -> int:
         return self.shape.numel() * self.as_delivered(dtype).itemsize
 
@@ -91,13 +91,13 @@ class FullTensor(ABC):
         return delivered if delivered.itemsize <= self.stored.itemsize else self.stored
 
     def of_casts(self, own: int, dtype: torch.dtype | None) -> int:
-        """Return the additional bytes that casts take, given the bytes of this rank's part as it is sent."""
+        """Return the bytes that casts add to the peak, if this rank sends ``own`` bytes."""
         wire = self.on_the_wire(dtype)
         return own * (wire != self.stored) + self.nbytes(dtype) * (wire != self.as_delivered(dtype))
 
 
 class Whole(FullTensor):
-    """A tensor that every rank has already, also as a DTensor that is replicated, or a shard over one rank."""
+    """A tensor that every rank already has in full: a plain one, or a DTensor that no mesh dimension divides."""
 
     def __init__(self, tensor: Tensor, stored: torch.dtype | None = None) -> None:
         self._tensor = tensor
@@ -186,7 +186,7 @@ def gets(to: int | None) -> bool:
 
 
 def _padded(own: Tensor, rows: int) -> Tensor:
-    """Return ``rows`` rows of a shard, contiguous; the values of missing ones are arbitrary."""
+    """Return a shard padded to ``rows`` rows, contiguous; the padding has arbitrary values."""
     if own.shape[0] == rows and own.is_contiguous():
         return own
     shape = (rows, *own.shape[1:])
@@ -218,21 +218,21 @@ class _Range(NamedTuple):
 
 
 class PartOfFlat(FullTensor):
-    """An original parameter of a flat one; each rank has a range of its values, or none."""
+    """An original parameter within a flat parameter; each rank has a range of its values, or none."""
 
     def __init__(self, part: FlatPart) -> None:
         self._part = part
         self.shape, self.stored, self.requires_grad = part.full_shape, part.shard.dtype, part.requires_grad
 
     def peak_nbytes(self, dtype: torch.dtype | None) -> int:
-        # Along other axes it is gathered out of place, and may be put into another order.
+        # For another parallelism, full_tensor() gathers it out of place, and may copy it into another order.
         others = 2 * self.nbytes(None) if self._part.dtensor_spec is not None else 0
         return self._part.shape.numel() * self.on_the_wire(dtype).itemsize + self.of_casts(0, dtype) + others
 
     @torch.no_grad()
     def start(self, dtype: torch.dtype | None, to: int | None, gathers: AllGathers) -> Pending:
         part, pending = self._part, Pending(self, dtype, to)
-        if to is None or part.dtensor_spec is not None:  # along its mesh, ranks that get nothing take part, too
+        if to is None or part.dtensor_spec is not None:  # all ranks of its mesh call full_tensor()
             self._broadcast(pending, part.group)
         elif part.group is None:
             if gets(to):
@@ -314,13 +314,13 @@ class TensorOfModel:
 
 
 Others = Callable[[nn.Module], Mapping[str, FullTensor]]
-"""Returns tensors of a module itself that are neither parameters nor buffers, by name; tied ones must be equal."""
+"""Returns a module's own tensors beside parameters and buffers, by name; tied ones must compare equal."""
 
 
 @torch.no_grad()  # so that taking the shard of a parameter records no autograd function
 def tensors_of(model: nn.Module, others: Others = lambda module: {}) -> list[TensorOfModel]:
     """Return all tensors of a model, tied ones once, in the order of its modules."""
-    # Parameters that a forward left unsharded would be shown in mixed precision's dtype.
+    # A parameter that a forward left unsharded has mixed precision's dtype.
     reshard(model)
     flat: dict[nn.Module, dict[str, FlatPart]] = {}
     for part in flat_parts(model):
@@ -355,7 +355,7 @@ def _in_full(tensor: Tensor | FlatPart | FullTensor, dtypes: Mapping[Tensor, tor
 
 
 def unit_path(path: str, modules: Mapping[str, nn.Module]) -> str:
-    """Return the path of the unit of the module at ``path``, among all modules of the model.
+    """Return the path of the unit that has the module at ``path``; ``modules`` are all modules of the model.
 
     It is the innermost module that FSDP wraps or the outermost item of an ``nn.ModuleList``, whichever is further down;
     a module in neither is a unit by itself.
@@ -374,21 +374,20 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-# ---- the next tensors while the caller has the current one, within the memory of one unit
+# ---- prefetch of the next tensors, within the memory of one unit
 #
-# Tensors are gathered in batches of at most half of the largest unit, so that the current batch and the next one are no
-# more than a unit. The next batch starts as soon as there is room for it with the rest of the current one and the
-# tensor that the caller still holds.
+# A batch of tensors has at most half the bytes of the largest unit, so that two batches have no more than a unit. The
+# next batch starts as soon as it fits beside the rest of the current one and the tensor that the caller still holds.
 
 LARGEST_BATCH = 2**28
 """Bytes of a batch, unless a tensor has more: larger batches don't make better use of links."""
 
 
 class GatherInTurn:
-    """Gathers the tensors of a model, batch by batch. Collective; all ranks must do so in the same order.
+    """Gathers the tensors of a model, batch by batch. Collective: all ranks iterate over it.
 
     Args:
-        tensors: The tensors, equal on all ranks.
+        tensors: The tensors, in the same order on all ranks.
         dtype: The dtype to cast floating-point tensors to; None keeps the stored ones.
         to: The global rank that gets them; None means all.
     """
@@ -422,7 +421,7 @@ class GatherInTurn:
                 yield tensor, value
                 del value
         finally:
-            # The caller may leave early, at the same tensor on all ranks.
+            # The caller may end early, at the same tensor on all ranks.
             for _, pending in self._started:
                 pending.drain()
             self._started.clear()
@@ -446,7 +445,7 @@ class GatherInTurn:
         for tensor in tensors:
             nbytes = self._peak_nbytes[tensor]
             if size + nbytes > room:
-                # Beside a large tensor, there is room for less than half a unit.
+                # A large tensor in the last batch leaves room for less than half a unit.
                 room = min(LARGEST_BATCH, self._limit // 2, max(self._limit - size, 0))
                 batches.append([])
                 size = 0

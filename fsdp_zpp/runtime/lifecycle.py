@@ -30,31 +30,31 @@ from .unit import ParameterUnit, StrategyUnit, units_of, warn_of_unmatched
 # ---- step tracker
 #
 # [Note: What a step changes]
-# A step may write to whatever was ever trained and to whatever an optimizer was ever given: weight decay and momentum
-# move parameters that are frozen by now, and adapters that are switched off while the optimizer steps. So no decision
-# hangs on what requires a gradient at the moment of asking. Once a unit is found to change, it counts as changing for
-# good, and this is checked where all ranks pass: at the end of every backward and at every step.
+# A step may write to every parameter that ever required a gradient or was ever given to an optimizer: weight decay and
+# momentum move parameters that are frozen by now, and adapters that are off during the step. So a unit that was found
+# to change once counts as changing from then on, whatever requires a gradient later. The end of every backward and
+# every step look for such units, since all ranks pass there.
 #
-# Users may leave parameters of which their rank has no element out of their optimizers. So a unit of which some rank
-# holds no element counts as changed by every step: it is too small for that to matter, and that rank could not tell.
+# Users may leave a parameter out of the optimizer on a rank that has no element of it. Such a rank can't tell that a
+# step changes the unit. So a unit that is empty on some rank counts as changed by every step; such units are small.
 #
-# A step after the backward changes all units that change at all, whichever of them its optimizer holds. A step in the
-# backward, by one of many optimizers, changes only those that it holds: the backward still needs the others' weights,
-# and if they were stale, it would send all of them between nodes again. When gradients are synchronized, all units that
-# change are declared stale, on all ranks. Until then, ranks can differ on a unit that some ranks step and others hold
-# nothing of. This matters only if the backward uses the unit again.
+# A step after the backward makes all changing units stale, even those that its optimizer does not hold. A step in the
+# backward, by one of many optimizers, makes only its own units stale: the backward still needs the other weights, and
+# would send stale ones between nodes again. When gradients are synchronized, all changing units become stale, on all
+# ranks. Until then, a unit can be stale on the ranks that step it and fresh on ranks that hold no element of it. This
+# matters only if the backward uses the unit again.
 #
 # [Note: The end of a step]
-# Several optimizers may make a part of a step each. Optimizers in the backward step on each unit's gradients before the
-# whole model's are synchronized; such a step ends with the synchronization. Otherwise a step ends with the first
+# Several optimizers may each make a part of a step. An optimizer within the backward updates each unit before the whole
+# model's gradients are synchronized; such a step ends with the synchronization. Otherwise a step ends with the first
 # optimizer that steps after the synchronization.
 #
 # [Note: Which backwards are micro-batches]
-# A step may rightly follow several backwards that synchronize gradients: one forward may have several losses, the other
-# half of a GAN has its own, whose gradients are cleared, and a script may do so just once. So a backward counts only if
-# a forward of the whole model preceded it; clearing gradients restarts the count; and a warning comes only when two
-# steps in a row have several, with no step of another model's optimizer between. A forward that activation
-# checkpointing repeats is a layer's, not the model's.
+# Several backwards before one step may rightly synchronize gradients each: a forward may have several losses, and the
+# other half of a GAN has backwards of its own, whose gradients are cleared. So a backward counts only after a forward
+# of the whole model, not of a layer that activation checkpointing repeats; and clearing gradients restarts the count.
+# A single step may also have several by design. So the warning waits for two steps in a row with several counted
+# backwards each, without a step of another model's optimizer in between.
 
 IN_OPTIMIZER = "_fsdp_zpp_in_optimizer"
 """Attribute of parameters that were given to some optimizer."""
@@ -63,10 +63,10 @@ logger = logging.getLogger("fsdp_zpp")
 
 
 class StepTracker:
-    """Hears of backwards, steps and cleared gradients, tells the units of a model, and warns of mistakes once each.
+    """Tells the units of a model about backwards, steps and cleared gradients, and warns of each mistake once.
 
-    Without a ``root``, whose name is ``model``, it warns of nothing. Units in ``too_small`` are those of which some
-    rank holds no part.
+    It warns only if it has the model's ``root``, which is named ``model``. Each unit in ``too_small`` is empty on some
+    rank.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class StepTracker:
 
     def gradients_synchronized(self) -> None:
         """Handle the synchronization of a step's gradients, at the end of a backward or at a user's request."""
-        # A step follows, and not every optimizer announces it: some are not torch's, some write through p.data or in
-        # the middle of their step. Announced steps cover the case that no backward precedes a step.
+        # A step follows, which not every optimizer announces: some are not torch's, some write through p.data or in
+        # the middle of their step. A step without a backward is left to optimizer_stepped.
         self._make_stale()
         if self._others_stepped and not self._optimizer_is_known:
             self._check_optimizer()
@@ -226,12 +226,12 @@ class StepTracker:
                 errors.step_made()
 
     def _units_with(self, ids: set[int]) -> Iterator[ParameterUnit]:
-        """Yield the units with parameters of an optimizer, given by ``ids``; the same on all ranks."""
+        """Yield the units of which an optimizer holds parameters, with these ``ids``; the same units on all ranks."""
         # One of several optimizers, or one that steps within the backward, clears only its own gradients.
         for unit in self._units:
             parameters = unit.sharded.parameters()
-            # A rank may hold no element of a unit. Its empty parameters count like any others, but if users leave them
-            # out of all optimizers, nothing tells which one they belong to: any optimizer of the model clears the unit.
+            # A unit may be empty on this rank. Users may leave its empty parameters out of all optimizers; nothing
+            # then tells which optimizer has the unit on other ranks, so any optimizer of the model counts.
             if any(id(p) in ids for p in parameters) or not any(
                 local_numel(p) or getattr(p, IN_OPTIMIZER, False) for p in parameters
             ):
@@ -243,7 +243,7 @@ class StepTracker:
     # ---- weights that are stale
 
     def _find_changing(self, ids: Collection[int] = ()) -> None:
-        """Find units that have begun to change, or hold ``ids`` of an optimizer, at a point that all ranks pass."""
+        """Find units that have begun to change, or hold parameters with these ``ids``. All ranks call it."""
         others: list[ParameterUnit] = []
         for unit in self._others:
             changes = unit.sharded.is_trained() or any(
@@ -253,13 +253,13 @@ class StepTracker:
         self._others = others
 
     def _make_stale(self, ids: Collection[int] = (), *, by_step: bool = True) -> None:
-        """Declare stale the weights of all units that change, for a write made or to come."""
+        """Declare stale the weights of all changing units, before or after the write."""
         self._find_changing(ids)
         for unit in self._changing:
             unit.invalidate(by_step=by_step)
 
     def _make_stale_in_backward(self, ids: set[int]) -> None:
-        """Declare the units stale that an optimizer in the backward holds a part of."""
+        """Declare stale the units with parameters of an optimizer that steps within the backward."""
         self._find_changing(ids)
         for unit in self._changing:
             if not ids.isdisjoint(map(id, unit.sharded.parameters())):
@@ -268,7 +268,7 @@ class StepTracker:
     # ---- mistakes
 
     def _check_optimizer(self) -> None:
-        self._optimizer_is_known = True  # or the warning below says, once, that it is not
+        self._optimizer_is_known = True  # if it is not, the warning below says so once
         is_given = any(getattr(p, IN_OPTIMIZER, False) for unit in self._units for p in unit.sharded.parameters())
         if not is_given and any(unit.sharded.is_trained() for unit in self._units):
             self._warn(
@@ -282,7 +282,7 @@ class StepTracker:
 
 
 def too_small_units(units: Sequence[StrategyUnit]) -> set[ParameterUnit]:
-    """Return the units of which some rank has no element; the same on all ranks. Collective, once a mesh."""
+    """Return the units that are empty on some rank; the same units on all ranks. One collective for each mesh."""
     flags = [(unit, unit.ranks, [not any(map(local_numel, unit.sharded.parameters()))]) for unit in units]
     return {unit for unit, on_any_rank in all_reduce_flags(flags) if any(on_any_rank())}
 
@@ -335,9 +335,9 @@ def _listen() -> None:
 
 
 def _call_after(owner: type, method: str, hook: Callable[..., None]) -> None:
-    """Have ``hook(instance, *args, **kwargs)`` called after each call of a class's method, once.
+    """Make a class's method call ``hook(instance, *args, **kwargs)`` before it returns; add each hook once.
 
-    It is not called for a subclass that overrides the method without calling it.
+    A subclass that overrides the method without calling it does not call the hook either.
     """
     original = getattr(owner, method)
     if getattr(original, _HOOK, None) is hook:
@@ -353,10 +353,10 @@ def _call_after(owner: type, method: str, hook: Callable[..., None]) -> None:
     setattr(owner, method, wrapped)
 
 
-# Schedule-free optimizers train other weights than they evaluate, and parameters hold one kind at a time: their
-# ``train`` and ``eval`` write to them. torch's own optimizers have no such methods. Trainer calls ``train`` before each
-# micro-batch, so a call that repeats the last mode is ignored; a change of mode is an event, which all ranks see, like
-# a step.
+# Schedule-free optimizers have other weights for training than for evaluation, and parameters hold one kind at a time:
+# the optimizer's ``train`` and ``eval`` write to the parameters. torch's own optimizers have no such methods. Trainer
+# calls ``train`` before each micro-batch, so a call that repeats the last mode is ignored. A change of mode is an event
+# that all ranks see, like a step.
 
 
 def _mode_called(mode: str, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
@@ -392,7 +392,7 @@ _call_after(Optimizer, "load_state_dict", _state_loaded)
 def set_up_model(root: nn.Module, model: str, units: Sequence[StrategyUnit], others: Sequence[int] = ()) -> StepTracker:
     """Compare the units of a model between ranks, name them, log what is active, and watch for events. Collective.
 
-    ``others`` are the numbers of values of the units below ``root`` that torch alone manages.
+    ``others`` has the number of elements of each unit below ``root`` that torch alone manages.
 
     Raises:
         ValueError: If ranks have different units, or if ranks that hold the same part of the model hold different
@@ -438,7 +438,7 @@ def repeated_if_failed(root: nn.Module, set_up: Callable[[nn.Module], None]) -> 
 
 def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> LocalTraining | None:
     """Have nodes exchange the fragments of a model before forwards; return None if it has none. Collective."""
-    # Frozen units with a fragment count, since they may be trained later.
+    # A frozen unit that has a fragment may be trained later.
     concerned = [unit for unit in units if unit.fragment is not None or unit.sharded.is_trained()]
     configurations = dict.fromkeys(unit.strategy.local_steps for unit in concerned)
     if len(configurations) > 1:
@@ -468,7 +468,7 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -
     else:
         training = LocalTraining(model, [*fragments], *how)
     root.register_forward_pre_hook(training.before_forward, prepend=True)
-    # FSDP sets up its model in a forward, after its pre-hooks have run, or in order to load a state dict.
+    # The forward that sets up a model has run its pre-hooks already. Loaded codec state waits for the next forward.
     if all(unit.loaded_state is None for unit in fragments.values()):
         training.before_forward(root)
     for unit in fragments.values():
@@ -483,7 +483,7 @@ def _check_before_forwards(root: nn.Module, units: Sequence[StrategyUnit]) -> No
 
     def before_forward(root: nn.Module, inputs: object) -> None:
         outdated = {gather.label for gather in gathers if gather.secondary.is_outdated}
-        # The smallest groups first, so that findings on units inside a node reach all ranks of the other units.
+        # Small groups first: the larger ones then pass on what the ranks of a node have found.
         for group in sorted({gather.group: None for gather in gathers if gather.group}, key=dist.get_world_size):
             outdated.update(*from_each_rank(outdated, group))
         for gather in gathers:
@@ -495,7 +495,7 @@ def _check_before_forwards(root: nn.Module, units: Sequence[StrategyUnit]) -> No
 
 
 def _prefetch_secondary_shards(units: Sequence[StrategyUnit]) -> None:
-    """Have one prefetcher make the secondary shards of all units whose weights can be read before their gather."""
+    """Give one prefetcher of secondary shards to all units whose weights can be read before their gather."""
     gathers = [unit.gather for unit in units if unit.gather is not None and unit.can_prefetch]
     readable = [gather for gather in gathers if gather.secondary.source is not None]
     prefetcher = SecondaryShardPrefetcher(gather.secondary for gather in readable)

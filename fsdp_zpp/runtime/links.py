@@ -28,7 +28,7 @@ logger = logging.getLogger("fsdp_zpp")
 class GpuReport:
     """Report of a rank on the GPUs of its machine, by their UUIDs.
 
-    NVLink joins the GPUs of ``joined`` to ``gpu``, directly or through switches; it is known not to join those of
+    NVLink joins ``gpu`` to the GPUs in ``joined``, directly or through switches. It is known not to join those in
     ``apart``. ``disabled`` says that NCCL was told to use no peer-to-peer access, and therefore no NVLink.
     """
 
@@ -71,7 +71,7 @@ def _query_nvml(nvml: Any, uuid: str) -> GpuReport:
             continue
         if status == nvml.NVML_P2P_STATUS_OK:
             joined.add(name)
-        elif status != nvml.NVML_P2P_STATUS_UNKNOWN:  # every other status denies NVLink, for a reason of its own
+        elif status != nvml.NVML_P2P_STATUS_UNKNOWN:  # each other status says why there is no NVLink
             apart.add(name)
     return GpuReport(gpu, frozenset(joined - {gpu}), frozenset(apart - {gpu}))
 
@@ -83,9 +83,9 @@ def _whole_gpu(nvml: Any, uuid: str) -> Any:
         return nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}"))
 
 
-# ---- links: which ranks of a group share fast ones
+# ---- which ranks of a group have fast links to each other
 #
-# Fast links are NVLink, directly or through switches, and those among ranks on one GPU. All others are slow:
+# Fast links are NVLink, directly or through switches, and links among ranks on one GPU. All others are slow:
 # peer-to-peer access over PCIe, copies through the host's memory, and NVLink that NCCL was told not to use. Each rank
 # asks NVML about its own GPU, and ranks exchange the answers once per group, so that all get the same result. If ranks
 # of a node are neither joined nor known to be apart (on CPUs, or among accelerators other than NVIDIA's), all links of
@@ -97,7 +97,7 @@ class Links:
     """Fast links among the ranks of a group."""
 
     launched: Topology
-    sets: tuple[tuple[int, ...], ...]  # ranks that fast links join, in order; each set is within a node of the launcher
+    sets: tuple[tuple[int, ...], ...]  # sorted ranks that fast links join; no set goes beyond a launched node
     shares_gpus: bool = False
     disabled: bool = False
 
@@ -127,7 +127,7 @@ class Links:
         return f"{ranks} with {fast} among {joined} alone"
 
 
-# None for groups of which nothing is known.
+# None if the links of a group are unknown.
 _links: WeakKeyDictionary[dist.ProcessGroup, Links | None] = WeakKeyDictionary()
 
 
@@ -144,7 +144,7 @@ def known_links(group: dist.ProcessGroup | None) -> Links | None:
 
 
 def links_from(reports: Sequence[GpuReport], launched: Topology) -> Links | None:
-    """Return the fast links that the reports of all ranks, in their order, show; None if they are unknown."""
+    """Return the fast links by the reports of all ranks, in the order of ranks; None if links are unknown."""
     sets: list[tuple[int, ...]] = []
     for ranks in launched.intra_partition():
         found = _joined_sets({rank: reports[rank] for rank in ranks})
@@ -198,7 +198,7 @@ def _exchanged(group: dist.ProcessGroup, device: torch.device | None) -> Links |
     reports = from_each_rank(report, group, device)
     try:
         launched = topology_of(group)
-    except ValueError:  # the launcher gives no valid layout; code that needs nodes raises this itself
+    except ValueError:  # the launcher gives no valid layout; callers that need one raise this error themselves
         return None
     return links_from(reports, launched)
 

@@ -56,7 +56,7 @@ def note_on_links(strategy: Strategy, mesh: ProcessMesh, members: Sequence[Strat
 
 
 def note_on_nodes(mesh: ProcessMesh, price: str = "") -> LinksNote | None:
-    """Return the note that links have determined the node size, at this ``price``; None if they have not."""
+    """Return the note that links have determined the node size, with its ``price``; None if they have not."""
     links = known_links(mesh.group)
     if links is None or not mesh.by_links:
         return None
@@ -66,7 +66,7 @@ def note_on_nodes(mesh: ProcessMesh, price: str = "") -> LinksNote | None:
 
 
 def _price(members: Sequence[StrategyUnit]) -> str:
-    """Return a clause on the memory that these nodes take on each GPU, beyond what the host as one node would take."""
+    """Return a clause on the additional memory that each GPU needs, compared with the host as one node."""
     copies, sums = sum(map(_copy_nbytes, members)), sum(map(_sum_nbytes, members))
     parts = []
     if copies:
@@ -84,7 +84,7 @@ def _copy_nbytes(unit: StrategyUnit) -> int:
 
 
 def _sum_nbytes(unit: StrategyUnit) -> int:
-    """Return a unit's bytes of fp32 gradient sums per rank; 0 if the host as one node would not shard them further."""
+    """Return a unit's bytes of fp32 gradient sums per rank; 0 unless the host as one node would shard them further."""
     topology, scope = unit.ranks.topology, unit.scopes.gradients
     on_one_node = unit.strategy.resolve(Topology(topology.world, topology.world)).scopes.gradients
     if scope == "G" or on_one_node != "G" or not unit.sharded.is_trained():
@@ -187,7 +187,7 @@ def summarize(
     else:
         topology = resolved.within_node().topology  # gradients stay there
         reduction = _reduction(codecs, topology)
-    # "auto" is a default: without an intra-node hop, nothing is missing that the user asked for.
+    # "auto" is the default, so a missing intra-node hop is nothing that the user asked for.
     is_auto = strategy.intra_gradients == "auto"
     parts += [part for part in reduction if not (is_auto and part.why_not == _NO_INTRA_NODE_HOP)]
     if local_steps is not None:

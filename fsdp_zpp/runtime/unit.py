@@ -59,7 +59,7 @@ def is_packed(parameter: Tensor) -> bool:
         hasattr(parameter, "__tensor_flatten__")  # a subclass whose values are computed from other tensors
         or encodes_itself(parameter)
         or getattr(parameter, "quant_state", None) is not None
-        # bitsandbytes packs its parameters only when they move to a GPU; they count before that, too.
+        # bitsandbytes packs its parameters only when they move to a GPU; they count as packed before that, too.
         or any(cls.__module__.partition(".")[0] == "bitsandbytes" for cls in type(parameter).__mro__)
     )
 
@@ -71,13 +71,13 @@ def encodes_itself(parameter: Tensor) -> bool:
 
 def packed(parameters: Iterable[tuple[K, Tensor]]) -> dict[K, Tensor]:
     """Return the parameters that hold packed values, by the keys that they come with."""
-    # Most are plain; a call for each of them would take a third of the time of sharding a module.
+    # Most are plain: calling is_packed on each of them would take a third of the time that sharding a module takes.
     candidates = ((key, p) for key, p in parameters if type(p) is not nn.Parameter or "quant_state" in vars(p))
     return {key: parameter for key, parameter in candidates if is_packed(parameter)}
 
 
 def packed_sites(model: nn.Module) -> set[tuple[nn.Module, str]]:
-    """Return the modules below ``model`` that have packed parameters, with the names there."""
+    """Return the module and the name of each packed parameter in ``model``."""
     sites = ((module, *named) for module in model.modules() for named in module._parameters.items())
     return set(packed(((module, name), p) for module, name, p in sites if p is not None))
 
@@ -101,7 +101,7 @@ def unwrapped(module: object) -> object:
 
 
 def strategy_for(module: object, strategy: Strategy) -> Strategy:
-    """Return the strategy for a call that shards ``module`` alone; an override inherits ``gpus_per_node``."""
+    """Return the strategy for ``module`` alone: the one that overrides give it, or ``strategy`` without overrides."""
     own = override_for(type(unwrapped(module)), strategy.overrides)
     if own is None:
         return replace(strategy, overrides=())
@@ -118,9 +118,9 @@ def strategies_below(module: nn.Module, outer: Strategy, strategy: Strategy) -> 
 
 
 def warn_of_unmatched(root: nn.Module, model: str, patterns: Iterable[str]) -> None:
-    """Warn of patterns of overrides that match the class of no module."""
+    """Warn of override patterns that match no module's class."""
     names = {type(module).__name__ for module in root.modules()}
-    own = {name.removeprefix("FSDP") for name in names}  # fully_shard has renamed them
+    own = {name.removeprefix("FSDP") for name in names}  # fully_shard adds the prefix
     classes = names | own
     for pattern in dict.fromkeys(patterns):
         if not any(fnmatchcase(name, pattern) for name in classes):
@@ -132,7 +132,7 @@ def warn_of_unmatched(root: nn.Module, model: str, patterns: Iterable[str]) -> N
 
 _ATTRIBUTE = "_fsdp_zpp_unit"
 COMMUNICATORS = "_fsdp_zpp_parts"
-"""Attribute in which a module lists the communicators other than its unit: its frozen base."""
+"""Attribute of a module: its communicators that are not units, which are frozen bases."""
 
 
 class Communicator(Protocol):
@@ -142,7 +142,7 @@ class Communicator(Protocol):
 
 
 Checksums = Mapping[str, tuple[str, int]]
-"""Dtypes and checksums of what a rank holds of parameters, by name."""
+"""Dtype and checksum of a rank's shard of each parameter, by name."""
 
 
 class Loaded(Protocol):
@@ -158,7 +158,7 @@ class ParameterUnit(Communicator, Protocol):
     """One group of parameters that is gathered and reduced together."""
 
     sharded: Sharded
-    loads: int  # of weights from a state dict
+    loads: int  # how often a state dict was loaded into its weights
     loaded_state: Loaded | None  # codec state from a checkpoint, until the next forward
 
     @property
@@ -204,7 +204,7 @@ def named_units(model: nn.Module) -> dict[ParameterUnit, str]:
 
 
 class StrategyUnit:
-    """A group of parameters that is gathered together and whose gradients are reduced together."""
+    """A unit under a :class:`Strategy`, in either adapter."""
 
     def __init__(self, strategy: Strategy, ranks: ProcessMesh) -> None:
         self.strategy = strategy
@@ -229,13 +229,13 @@ class StrategyUnit:
         hear_of_loads(self)
 
     def _make_gather(self) -> WeightGather | None:
-        """Return the gather of its weights; None if torch's own all-gather does the same, or nothing needs one."""
+        """Return the gather of its weights; None if torch's own all-gather does the same, or none is needed."""
         if self.scopes.optimizer == "N":
             return None
         # Under the optimizer scope I each node has all shards, so there is no inter-node hop.
         within_node = self.scopes.optimizer == "I"
         mesh = self.ranks.own_node() if within_node else self.ranks
-        # One hop that encodes nothing and keeps nothing would be torch's own all-gather over again.
+        # A single hop that neither encodes weights nor keeps them does the same as torch's own all-gather.
         does_more = self.resolved.weights is not None or self.scopes.parameters == "N" or within_node
         replaces_one_hop = does_more or self._in_place_of_torch
         if mesh.inter is None and not (mesh.intra is not None and replaces_one_hop):
@@ -243,9 +243,9 @@ class StrategyUnit:
         return WeightGather(mesh, self.resolved.weights, self.scopes.parameters == "I", self.traffic)
 
     def leave_weights_uncoded(self, *, in_place_of_torch: bool = False) -> None:
-        """Gather weights without a codec, if ``in_place_of_torch`` even where torch would do; call it before use."""
+        """Gather weights without a codec, and with ``in_place_of_torch`` not by torch either; call it before use."""
         self.packed, self._in_place_of_torch = True, in_place_of_torch
-        # Packed values are a frozen base, unless they encode themselves: see [Note: Links] in strategy.py.
+        # Packed values that don't encode themselves are a frozen base: see [Note: Links] in strategy.py.
         if self.ranks.by_links and not self.encodes_itself:
             self.ranks = as_launched(self.ranks)
             self.resolved = self.strategy.resolve(self.ranks.topology)
@@ -268,7 +268,7 @@ class StrategyUnit:
 
     @property
     def reduce(self) -> GradientReduce | None:
-        """Return the reduction of steps now; None if there is only one rank, or torch reduces."""
+        """Return the current reduction of gradients; None if there is only one rank, or torch reduces."""
         return self.reductions.current
 
     @property
@@ -278,7 +278,7 @@ class StrategyUnit:
 
     @property
     def can_prefetch(self) -> bool:
-        """Return whether weights cross nodes once after a change, and are kept after that, encoded or whole."""
+        """Return whether weights are sent between nodes once per change, and then kept, encoded or whole."""
         return self.gather is not None and self.gather.secondary.hop is not None and self.scopes.parameters != "G"
 
     def invalidate(self, *, by_step: bool = False) -> None:
