@@ -150,12 +150,6 @@ def summon_frozen_too() -> None:
     _wrapper._unshard_params = unshard_params
 
 
-def process_group_of(module: FullyShardedDataParallel) -> dist.ProcessGroup:
-    group = module.process_group
-    assert group is not None
-    return group
-
-
 def intercept_construction(
     around: Callable[[Callable[[], None], FullyShardedDataParallel, dict[str, Any]], None],
 ) -> None:
@@ -325,8 +319,6 @@ class FlatParameterLayout:
 def axes_of(flat_param: FlatParameter) -> list[tuple[str, ...]]:
     """Return the mesh dimensions along which another parallelism shards each original parameter."""
     specs = flat_param._param_extensions
-    if all(spec is None for spec in specs):
-        return [()] * len(specs)
     return sharded_along(None if spec is None else (spec.mesh, spec.placements) for spec in specs)
 
 
@@ -532,11 +524,8 @@ class HandleGradients(StepGradients):
 
     @property
     def takes_part(self) -> bool:
-        return (
-            self.reductions.current is not None
-            and self.reductions.current.communicates_early
-            and self.is_of_micro_batch
-        )
+        current = self.reductions.current
+        return current is not None and current.communicates_early and self.is_of_micro_batch
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -372,14 +372,13 @@ def _check_agreement(
     if not isinstance(module, nn.Module):  # other ranks may have one, and wait in the comparison
         check_agreement(group, f"FullyShardedDataParallel({module!r})", {})
         check_module(module)
-    nested = {
-        p
-        for m in module.modules()
-        if isinstance(m, FullyShardedDataParallel) and m is not module
-        for p in m.parameters()
-    }
-    own = [(name, p) for name, p in _to_be_sharded(arguments) if p not in nested]
+    for name in ("ignored_modules", "ignored_states"):
+        if isinstance(arguments[name], Iterable):  # an iterator would be used up here, before FSDP sees it
+            arguments[name] = list(arguments[name])
     ignored = ignored_parameters(arguments["ignored_modules"], arguments["ignored_states"])
+    units = (m for m in module.modules() if isinstance(m, FullyShardedDataParallel) and m is not module)
+    nested = {p for unit in units for p in unit.parameters()}
+    own = [(name, p) for name, p in module.named_parameters() if p not in ignored and p not in nested]
     shared = UNITS.find_shared([module], ignored)
     if shared is not None:  # before the facts: it is sharded already, and sizes of shards differ
         check_agreement(group, f"FullyShardedDataParallel({model_name(module)})", {"shared": shared.name})
@@ -390,15 +389,6 @@ def _check_agreement(
     device = compute_device(group, arguments["device_id"])
     check_agreement(group, call, facts | packed_facts(packed(own)) | parameter_facts(own), device)
     return own
-
-
-def _to_be_sharded(arguments: dict[str, Any]) -> list[tuple[str, nn.Parameter]]:
-    module: nn.Module = arguments["module"]
-    for name in ("ignored_modules", "ignored_states"):
-        if isinstance(arguments[name], Iterable):  # an iterator would be used up here, before FSDP sees it
-            arguments[name] = list(arguments[name])
-    ignored = ignored_parameters(arguments["ignored_modules"], arguments["ignored_states"])
-    return [(name, p) for name, p in module.named_parameters() if p not in ignored]
 
 
 def ignored_parameters(
@@ -531,26 +521,22 @@ def _all_ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
 
 def _on_lazy_init(root: nn.Module) -> None:
     with repeated_if_failed(root, _on_lazy_init):
-        _set_up(root)
-
-
-def _set_up(root: nn.Module) -> None:
-    units, others = [], []
-    for path, module in root.named_modules():
-        if isinstance(module, FullyShardedDataParallel):
-            if isinstance(unit := unit_of(module), StrategyUnit):
-                unit.sharded.rename(_name_of(path))
-                units.append(unit)
-            else:
-                others.append(sharded_of(module).numel())
-    check_one_group(units)
-    if units:
-        name = model_name(root)
-        prepare_frozen(root)
-        hooks = set_up_model(root, name, units, [numel for numel in others if numel])
-        log_frozen(root, name, units)
-        _torch_handle.watch_backwards(root, hooks.backward_ended).reduce_in_two_streams()
-        _torch_handle.disable_prefetch_unless_sharded(root)
+        units, others = [], []
+        for path, module in root.named_modules():
+            if isinstance(module, FullyShardedDataParallel):
+                if isinstance(unit := unit_of(module), StrategyUnit):
+                    unit.sharded.rename(_name_of(path))
+                    units.append(unit)
+                else:
+                    others.append(sharded_of(module).numel())
+        check_one_group(units)
+        if units:
+            name = model_name(root)
+            prepare_frozen(root)
+            hooks = set_up_model(root, name, units, [numel for numel in others if numel])
+            log_frozen(root, name, units)
+            _torch_handle.watch_backwards(root, hooks.backward_ended).reduce_in_two_streams()
+            _torch_handle.disable_prefetch_unless_sharded(root)
 
 
 def _before_move(instance: FullyShardedDataParallel) -> None:
@@ -583,7 +569,7 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
     instances = {path: m for path, m in model.named_modules() if isinstance(m, FullyShardedDataParallel)}
     expected = dist.get_process_group_ranks(state.process_group)
     for instance in instances.values():
-        ranks = dist.get_process_group_ranks(_torch_flat_parameter.process_group_of(instance))
+        ranks = dist.get_process_group_ranks(instance.process_group)
         if ranks != expected:
             raise ValueError(
                 f"the QuantizedReduceState was made for the ranks {expected}, but this model is sharded over {ranks}; "

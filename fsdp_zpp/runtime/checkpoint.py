@@ -47,7 +47,7 @@ class LoadedState:
             unit: (unit.loads, _digest(unit, saved)) for unit, saved in saved_with.items() if _fragment_of(unit) is None
         }
         # All modules get a hook, since not every model is called by its root. The first call removes all hooks.
-        self._hooks = [module.register_forward_pre_hook(self._before_forward, prepend=True) for module in modules]
+        self._hooks = [module.register_forward_pre_hook(self.verify_or_drop, prepend=True) for module in modules]
         for unit in saved_with:
             unit.loaded_state = self
             if (fragment := _fragment_of(unit)) is not None:
@@ -61,12 +61,8 @@ class LoadedState:
             if (fragment := _fragment_of(unit)) is not None:
                 fragment.before_restore = lambda: None
 
-    # It runs once, so it is not traced.
-    @torch.compiler.disable
-    def _before_forward(self, module: nn.Module, *inputs: object) -> None:
-        self.verify_or_drop()
-
-    def verify_or_drop(self) -> None:
+    @torch.compiler.disable  # it runs once
+    def verify_or_drop(self, *forward: object) -> None:
         """Drop the state unless it belongs to the weights of all ranks. Collective."""
         self.forget()
         differs = not all(self._is_of_same(unit) for unit in self.saved_with if _fragment_of(unit) is None)

@@ -232,17 +232,15 @@ class PartOfFlat(FullTensor):
     @torch.no_grad()
     def start(self, dtype: torch.dtype | None, to: int | None, gathers: AllGathers) -> Pending:
         part, pending = self._part, Pending(self, dtype, to)
-        if to is None or part.dtensor_spec is not None:  # all ranks of its mesh call full_tensor()
-            self._broadcast(pending, part.group)
-        elif part.group is None:
-            if gets(to):
-                self._broadcast(pending, None)
-        elif takes_part(to, part.group):
+        # All ranks of a DTensor's mesh call full_tensor().
+        if to is None or part.dtensor_spec is not None or (part.group is None and gets(to)):
+            self._broadcast(pending)
+        elif part.group is not None and takes_part(to, part.group):
             self._send(pending, part.group, to)
         return pending
 
-    def _broadcast(self, pending: Pending, group: dist.ProcessGroup | None) -> None:
-        part, works = self._part, []
+    def _broadcast(self, pending: Pending) -> None:
+        part, group, works = self._part, self._part.group, []
         out = torch.empty(part.shape.numel(), dtype=self.on_the_wire(pending.dtype), device=part.device)
         for each in self._ranges():
             if group is None or each.owner == dist.get_rank(group):
