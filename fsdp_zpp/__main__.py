@@ -22,12 +22,12 @@ from .names import did_you_mean
 
 # ---- environment
 #
-# ``python -m fsdp_zpp env``: what a bug report needs to say of the machine and the job.
+# ``python -m fsdp_zpp env``: facts of the machine and the job for a bug report.
 
 PACKAGES = (
     "fsdp_zpp torch triton safetensors transformers peft accelerate trl lightning torchtitan axolotl bitsandbytes"
 ).split()
-"""Packages whose versions are shown: this one, those that it needs, and those that it works with."""
+"""Packages whose versions are shown: this one, its requirements, and packages that it works with."""
 
 _VARIABLES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "TRITON_", "GLOO_", "FSDP_ZPP_", "OMP_NUM_THREADS")
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
@@ -79,7 +79,7 @@ def _versions() -> dict[str, str]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
-    # The version of the library that is loaded: the distribution's version may lack the build, such as +cu130.
+    # The loaded library's version has the build, such as +cu130, which the distribution's version may lack.
     versions["torch"] = torch.__version__
     if torch.cuda.is_available():
         nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ()
@@ -111,12 +111,10 @@ def _variables() -> dict[str, str]:
 
 
 # ---- main
-#
-# ``python -m fsdp_zpp``, or ``fsdp_zpp``: the commands of this package.
 
 
 class _Version(argparse.Action):
-    """Looks the version up only when asked: without an installation there is none."""
+    """Looks the version up only when asked, since a package that is not installed has none."""
 
     def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
         print(f"fsdp_zpp {version('fsdp_zpp')}")

@@ -57,8 +57,8 @@ class Codec(ABC):
     Attributes:
         places: The uses that the codec suits.
         reason: Why it suits no other use, quoted by errors.
-        is_lossless: Whether it sends values as they are.
-        needs_feedback: Whether it leaves out so much that it is of no use without error feedback.
+        is_lossless: True if it sends values as they are.
+        needs_feedback: True if it loses so much that it is of no use without error feedback.
     """
 
     places: ClassVar[tuple[Place, ...]] = ("weights", "gradients", "frozen", "exchanges")
@@ -104,7 +104,7 @@ class Codec(ABC):
         return self
 
     def prepare_decode(self, device: torch.device) -> None:  # noqa: B027
-        """Load what decoding needs besides payloads; called when ``device`` gets payloads to keep, before a forward."""
+        """Load what decoding needs besides payloads; called before a forward, once ``device`` holds payloads."""
 
     def decode_rows(self, payload: Tensor, out: Tensor) -> None:
         """Decode rows of a larger payload, in order.
@@ -179,8 +179,8 @@ class FullPrecision(Codec):
             values = values.to(self.dtype)
         if rows > 1 and cols > 1:
             values = values.view(rows, cols, -1).transpose(0, 1)
-        # For contiguous values in dtype and in order, the payload is a view of them: callers send it before they change
-        # the values, or encode again.
+        # The payload is a view of contiguous values that are in dtype and in order. So a caller that changes the values
+        # must have sent the payload before, or encode again.
         return values.contiguous().view(rows * cols, -1).view(torch.uint8)
 
     def decode(self, payload: Tensor, out: Tensor, rows: int, cols: int) -> None:
@@ -330,7 +330,7 @@ class Blockwise(_ScaledBlocks):
 @explains_keywords
 @dataclass(frozen=True)
 class Int8(Blockwise):
-    """8-bit symmetric blockwise integers in [-127, 127], of which none clips; 1 + 4 / block bytes per value."""
+    """8-bit symmetric blockwise integers in [-127, 127]; no value clips; 1 + 4 / block bytes per value."""
 
     bits: ClassVar[int] = 8
 
@@ -338,7 +338,7 @@ class Int8(Blockwise):
 @explains_keywords
 @dataclass(frozen=True)
 class Int4(Blockwise):
-    """4-bit symmetric blockwise integers in [-7, 7], of which none clips; 0.5 + 4 / block bytes per value."""
+    """4-bit symmetric blockwise integers in [-7, 7]; no value clips; 0.5 + 4 / block bytes per value."""
 
     block: int = 128
     bits: ClassVar[int] = 4
@@ -348,7 +348,7 @@ class Int4(Blockwise):
 class Int2(Blockwise):
     """-3, -1, 1 and 3 times a scale that follows a block's root mean square; 0.25 + 4 / block bytes per value.
 
-    Larger values clip, and none is 0, so this is for deltas: the next delta brings what one leaves out.
+    Larger values clip, and no level is 0. So it is for deltas alone, where the next delta makes up for such errors.
     """
 
     block: int = 256
@@ -364,9 +364,9 @@ class Int2(Blockwise):
 # A step changes weights only slightly. So the delta ``W - R`` from the base R, which the receivers hold, takes far
 # fewer bits than W for the same error (SDP4Bit's qWD, arXiv 2410.15526, section 3.1). Receivers add the delta to their
 # base, the secondary shard, which is therefore the sum of everything sent so far. Errors do not build up: the sender
-# holds the same base, bit for bit, and its next delta is taken against it, so that delta includes what this one left
-# out. In 2 bits, a delta of normal values leaves out a third in root mean square, and more the fewer weights of a block
-# change: it sends at most 1.49 times the block's root mean square of each.
+# holds the same base, bit for bit, and takes the next delta against it, so the next delta includes what this one lost.
+# In 2 bits, a delta of normal values loses a third in root mean square. It clips values at 1.49 times the root mean
+# square of their block, so it loses more if few weights of a block change.
 #
 # Weights that do not come from a step (from a checkpoint, for example) are far from R. They are sent whole, encoded as
 # R is, and so is the first gather. To resume a training exactly, its checkpoint must contain R (runtime/checkpoint.py).
@@ -412,7 +412,7 @@ class Delta(Codec):
         self.whole.decode_sum(payload, out, rows, cols, scale)
 
     def encode_delta(self, base: Tensor, values: Tensor, tail: int = 0) -> Tensor:
-        """Encode the delta from this rank's part of the base; the other ranks of a hop add it to their copies.
+        """Encode the delta from this rank's part of the base to ``values``; all ranks of a hop add it to the base.
 
         ``base`` is uint8 [rows, nbytes(numel)], ``values`` are flat [rows * numel], and the result is uint8
         [rows, changes.nbytes(numel)]. Rows of the base and of the result end in a ``tail``, as those of
@@ -422,7 +422,7 @@ class Delta(Codec):
         return quantize_delta(values, base, codec.bits, codec.block, changes.bits, changes.block, tail)
 
     def apply_delta(self, base: Tensor, deltas: Tensor, numel: int, tail: int = 0) -> Tensor:
-        """Return ``base`` plus ``deltas``, every rank's ``encode_delta``, both in rows of ``numel`` values."""
+        """Return ``base`` plus ``deltas``, made by ``encode_delta`` on each rank; rows have ``numel`` values."""
         codec, changes = self.whole, self.changes
         return add_delta(base, deltas, numel, codec.bits, codec.block, changes.bits, changes.block, tail)
 
@@ -432,8 +432,8 @@ class Delta(Codec):
 class Int4Delta(Delta):
     """Codec of weights whose inter-node hop sends changes in 4 bits: half the bytes of ``Int8`` at nearly its error.
 
-    For strategies that keep a secondary shard in each node (first letter ``I``, third ``G``): a change is
-    encoded against what the other nodes hold already, so errors do not build up (SDP4Bit, arXiv 2410.15526, qWD).
+    For strategies that keep a secondary shard in each node (first letter ``I``, third ``G``). A change is encoded
+    against the base that other nodes hold, so errors do not build up (SDP4Bit, arXiv 2410.15526, qWD).
 
     Args:
         block: Number of deltas that share a scale, a power of two from 32 to 4096.
@@ -452,10 +452,10 @@ class Int4Delta(Delta):
 class Int2Delta(Delta):
     """Codec of weights whose inter-node hop sends changes in 2 bits: half the bytes of ``Int4Delta``.
 
-    For strategies that keep a secondary shard in each node (first letter ``I``, third ``G``): a change is
-    encoded against what the other nodes hold already, so errors do not build up (SDP4Bit, arXiv 2410.15526, qWD).
-    A delta leaves out a third of the change, in root mean square, or more, which the next ones bring. The levels are
-    -3, -1, 1 and 3 times a scale. It raises the loss: see docs/results/loss.md.
+    For strategies that keep a secondary shard in each node (first letter ``I``, third ``G``). A change is encoded
+    against the base that other nodes hold, so errors do not build up (SDP4Bit, arXiv 2410.15526, qWD). A delta loses
+    at least a third of the change in root mean square, and later deltas make up for it. The levels are -3, -1, 1 and 3
+    times a scale. This codec raises the training loss: see docs/results/loss.md.
 
     Args:
         block: Number of deltas that share a scale, a power of two from 32 to 4096.
@@ -608,12 +608,12 @@ NAMED: dict[object, AsStored] = {codec.name: codec for codec in (AsStored(), AsS
 
 
 def codec_of_frozen(value: Codec | FrozenName | None) -> Codec | None:
-    """Return the codec of frozen weights that ``value`` is or names."""
+    """Return the codec that ``value``, an argument for frozen weights, is or names."""
     return NAMED[value] if isinstance(value, str) else value
 
 
 def codec_of_plain(codec: Codec | None) -> Codec | None:
-    """Return the codec that encodes full-precision weights if ``codec`` is that of frozen weights."""
+    """Return the codec for frozen weights that are stored in full precision, given the one for all frozen weights."""
     return codec.otherwise or codec if isinstance(codec, AsStored) else codec
 
 
@@ -633,7 +633,7 @@ def codec_of_plain(codec: Codec | None) -> Codec | None:
 
 @dataclass(frozen=True)
 class ExactTail(Codec):
-    """A codec whose rows end in a tail. With the library's codecs, kernels leave room for it; others cost a copy.
+    """A codec whose rows end in a tail. Kernels of the library's codecs leave room for it; other codecs cost a copy.
 
     Args:
         codec: Encodes what precedes the tail.
@@ -703,7 +703,7 @@ class ExactTail(Codec):
     def _coded(self, payload: Tensor, numel: int) -> Tensor:
         """Return the rows without their tails, as ``codec`` takes them."""
         coded = payload[..., : self.codec.nbytes(numel)]
-        return coded if isinstance(self.codec, FullPrecision) else coded.contiguous()  # other codecs need a copy
+        return coded if isinstance(self.codec, FullPrecision) else coded.contiguous()  # others need contiguous rows
 
 
 def tails_of(payload: Tensor, tail: int) -> Tensor:
@@ -711,8 +711,8 @@ def tails_of(payload: Tensor, tail: int) -> Tensor:
     return payload.view(torch.float32)[..., -tail:]
 
 
-# Every hop asks for a codec with a tail. A model has tens of them; the cache is bounded, since a tail's length depends
-# on the parameters that a step uses.
+# Every hop asks for a codec with a tail. A model needs tens of them, but a tail's length depends on the parameters that
+# a step uses, so the cache has a limit.
 exact_tail = functools.lru_cache(maxsize=128)(ExactTail)
 
 

@@ -1,4 +1,4 @@
-"""Names that users know: of modules of a model, in messages, of extras, and those that went."""
+"""Names: FQNs of a model's tensors, suggestions for misspelt names, pip extras, and removed public names."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 # ---- FQNs without what FSDP, checkpointing, torch.compile and PEFT insert
 #
 # Files hold the base and must be readable whether or not any of these wrap the model. So a tensor's name in files is
-# its FQN without the parts that those insert, which the modules themselves reveal. Tensors of adapters have no name in
-# the base. A tied tensor has several names, of which files have at least one.
+# its FQN without the parts that wrappers insert; the modules show which parts these are. Tensors of adapters have no
+# name in the base. A tied tensor has several names, and files have at least one of them.
 
-# Children that hold the wrapped module in PEFT's wrappers of whole modules.
+# Children with the wrapped module, in PEFT's ModulesToSaveWrapper and TrainableTokensWrapper.
 _PASSED = ("original_module", "token_adapter")
-# The same in wrappers of FSDP, activation checkpointing and torch.compile.
+# Children with the wrapped module, in wrappers of FSDP, activation checkpointing and torch.compile.
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
@@ -47,11 +47,11 @@ def base_fqns(model: nn.Module) -> Iterator[tuple[str, str | None, nn.Module]]:
 
 
 def _walk(module: nn.Module, path: str, base: str | None) -> Iterator[tuple[str, str | None, nn.Module]]:
-    # named_modules() does not suffice: a module's FQN in the base depends on what its ancestors insert.
+    # named_modules() is not enough: a module's FQN in the base depends on the wrappers around it.
     inserted = _inserted_children(module)
     yield path, None if inserted is not None else base, module
     for name, child in module._modules.items():
-        if child is None:  # a registered child that a model leaves out
+        if child is None:  # registered, but left out by this model
             continue
         if base is None or (inserted is not None and name not in inserted):
             below = None
@@ -138,9 +138,9 @@ def how_to_install(extra: str, *, upgrade: bool = False) -> str:
     return f"run pip install {'--upgrade ' * upgrade}'.[{extra}]' in your clone of fsdp_zpp"
 
 
-# ---- names that went
+# ---- removed names
 
-# Alternatives to public names that went.
+# The alternative to each removed public name.
 _TRAFFIC = "call traffic(model, reset=True) after each step for its bytes, and torch.profiler for its times"
 _WHOLE_TENSORS = "send the engine the tensors of gathered_weights(model)"
 REMOVED = {

@@ -2,6 +2,6 @@
 
     results ── contenders ── run
 
-The planner says which contenders there are, and which are as fast as another; ``benchmarks/step`` measures with the
-same modules, so its figures and those of this command mean the same.
+The presets and the tolerance for ties are the planner's. ``benchmarks/step`` measures with these modules, so its
+figures mean the same as this command's.
 """

@@ -61,11 +61,11 @@ class Training(ABC):
         """Make an optimizer step over tokens [micro-batches, sequences, length]; return the last micro-batch's loss."""
 
     def sent(self) -> dict[str, int] | None:
-        """Return the bytes that this rank has sent so far, by kind and hop; None where nobody counts."""
+        """Return the bytes that this rank has sent so far, by kind and hop; None if they are not counted."""
         return None
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Release the state that is held outside of the object, which cannot train any more."""
+        """Release the state outside of this object, which can't train afterwards."""
 
 
 # ---- models
@@ -75,16 +75,16 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 def load_config(name: str) -> Any:
     """Return the configuration of a causal language model; ``name`` and errors are those of ``pretrained_size``."""
-    pretrained_size(name)  # which raises for whatever can't be built
+    pretrained_size(name)  # raises if the model can't be built
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(name)
 
 
 def network(task: Task, one_dtype: bool = False) -> nn.Module:
-    """Build the model without values, on the meta device: in fp32, or a PEFT model around a frozen base in bf16.
+    """Build the model on the meta device: in fp32, or, with ``task.lora``, as a PEFT model on a frozen base in bf16.
 
-    Adapters are in fp32, or in bf16 too if all is to have ``one_dtype``.
+    Adapters are in fp32, or in bf16 if ``one_dtype``.
     """
     from transformers import AutoModelForCausalLM
 
@@ -111,13 +111,13 @@ def adapted(base: nn.Module, rank: int) -> nn.Module:
 
 
 def base_of(model: nn.Module) -> Any:
-    """Return the transformers model inside of ``model``, which may be PEFT's."""
+    """Return the transformers model in ``model``, which may be a PEFT model."""
     base: Any = getattr(model, "get_base_model", lambda: model)
     return base()
 
 
 def layer_places(model: nn.Module) -> Iterator[tuple[nn.ModuleList, int]]:
-    """Yield where each layer of ``model`` stands: its list, and its index there."""
+    """Yield the place of each layer of ``model``: its list, and its index in the list."""
     own = {id(layer) for layer in layers(model)}
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     for places in lists:
@@ -125,9 +125,9 @@ def layer_places(model: nn.Module) -> Iterator[tuple[nn.ModuleList, int]]:
 
 
 def prepare(task: Task, layer: nn.Module) -> None:
-    """Change one layer before it is sharded: recompute its activations, and compile it, if the task says so."""
+    """Make a layer recompute its activations, and compile it, if the task says so; call before sharding the layer."""
     if task.checkpointing:
-        # In place of its forward, so that what shards the layer gathers outside of what is recomputed.
+        # Only the layer's forward is replaced, so FSDP gathers the layer outside of the recomputed part.
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     if task.compile:
         layer.compile()
@@ -135,7 +135,7 @@ def prepare(task: Task, layer: nn.Module) -> None:
 
 def materialize(module: nn.Module, base: Any, device: torch.device) -> nn.Module:
     """Give random values to the parameters and buffers that have none, and return the module."""
-    made: dict[nn.Parameter, nn.Parameter] = {}  # parameters that are tied stay so
+    made: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
     for inner in module.modules():
         if any(buffer is not None and buffer.is_meta for buffer in inner._buffers.values()):
             _make_buffers(inner, base, device)
@@ -165,10 +165,10 @@ def _make_buffers(module: Any, base: Any, device: torch.device) -> None:
 # ---- fsdp
 #
 # [Note: Equal terms]
-# All compute and communicate in bf16 and have fp32 master weights in full training; one unit for each decoder layer and
-# one for the rest, or one for all (``once-...``); fused AdamW. With LoRA the base is in bf16 and the adapters in fp32,
-# except under torch's own FSDP1, which flattens frozen and trainable parameters together and so wants one dtype. Layers
-# are made and sharded one by one, so that no rank ever holds the model.
+# All contenders compute and communicate in bf16, have fp32 master weights in full training, and step with fused AdamW.
+# Each decoder layer is a unit, and the rest is another, or all is one unit (``once-...``). With LoRA the base is in
+# bf16 and the adapters are in fp32, but in bf16 under torch's FSDP1, which needs one dtype to flatten both together.
+# Layers are made and sharded one by one, so that no rank ever holds the model.
 
 
 class TorchFSDP(Training):
@@ -177,7 +177,7 @@ class TorchFSDP(Training):
     def __init__(self, task: Task, contender: Contender):
         torch.manual_seed(0)
         if task.compile:
-            # Graphs of earlier contenders would count toward the number that a function may have.
+            # Graphs of earlier contenders would count toward torch.compile's limit of recompilations.
             torch._dynamo.reset()
         self._task, self._contender, self._strategy = task, contender, contender.strategy
         self._mesh = self._make_mesh()
@@ -266,10 +266,9 @@ PEAK_FLOPS = {
 def flops_a_token(task: Task) -> float:
     """Return the FLOPs that one token needs in forward and backward, whatever the program spends on it.
 
-    A parameter takes 6 if it is trained and 4 if it is frozen, as it has no weight gradient then; attention takes
-    12 * layers * hidden * sequence over the whole square, which PaLM (arXiv 2204.02311, appendix B) does not halve for
-    causal attention. Experts count that a token reaches. Recomputation does not, nor does the input
-    embedding, which multiplies nothing, unless it is the output's, too, as PaLM's is.
+    A parameter takes 6, or 4 if it is frozen and has no gradient. Attention takes 12 * layers * hidden * sequence, as
+    in PaLM (arXiv 2204.02311, appendix B), which does not halve it for causal attention. Only the experts count that a
+    token is routed to. Recomputation does not count. The input embedding counts only if it is also the output's.
     """
     model, config = network(task), task.config.get_text_config()
     base, size = base_of(model), module_size(model)
@@ -301,9 +300,8 @@ class Contender:
     Args:
         name: Its name in a result.
         strategy: A ``Strategy``, or torch's ``ShardingStrategy``.
-        fsdp2: True if ``fully_shard`` shards it, or ``FullyShardedDataParallel``.
-        base: Codec by which the frozen base is quantized before the model is wrapped, once, as one unit; None wraps
-            each layer.
+        fsdp2: True for ``fully_shard``, False for ``FullyShardedDataParallel``.
+        base: Codec of a frozen base that is quantized before the model is wrapped as one unit; None wraps each layer.
     """
 
     name: str
@@ -317,12 +315,12 @@ class Contender:
 
     @property
     def gpus_per_node(self) -> int | None:
-        """Return the node size that the strategy gives; None leaves it to the launcher, as torch's own do."""
+        """Return the node size of the strategy; None, as for torch's own, leaves it to the launcher."""
         return self.strategy.gpus_per_node if isinstance(self.strategy, Strategy) else None
 
     @property
     def code(self) -> str:
-        """Return the Python expression of the strategy, to paste; a word for torch's own."""
+        """Return Python to paste that makes the strategy, or the label of torch's own."""
         if self.base is None:
             return self._made
         codec = repr(self.base).replace("block=", "")
@@ -367,13 +365,13 @@ NAMES_ON_NODES = (
 )
 ALONE = "-alone"
 NAMES = (*NAMES_ON_NODES, *(f"{name}{ALONE}" for name in NAMES_ON_NODES if name not in TORCHS))
-"""All names. ``once-zeropp``: the model is wrapped once, not layer by layer, on a base that was quantized before, in
-int8, or with ``-int4`` and ``-nf4`` in 4 bits. ``mixzpp`` wraps each layer. With ``-alone``, each GPU counts as a node.
+"""All names. ``once-zeropp`` wraps the model once, after its base was quantized in int8; with ``-int4`` or ``-nf4``, in
+4 bits. ``mixzpp`` wraps each layer. With ``-alone``, each GPU counts as a node.
 """
 
 
 def contender(name: str, fsdp2: bool = True, called: str | None = None) -> Contender:
-    """Return the contender of one of :data:`NAMES`; ``called`` is its name in a result, if that is another."""
+    """Return the contender of one of :data:`NAMES`; ``called`` replaces the name in results."""
     if name not in NAMES:
         hint = did_you_mean(name, NAMES, before="; ")
         raise ValueError(
@@ -398,7 +396,7 @@ _MIB = {"cuda": 128, "cpu": 8}
 
 @dataclass(frozen=True)
 class Links(Bandwidth):
-    """Bandwidths, which ``are_slow`` if the machine says that it has no NVLink: strategies may then split it."""
+    """Bandwidths. ``are_slow`` if the machine reports no NVLink: a strategy may then count each GPU as a node."""
 
     are_slow: bool = False
 
@@ -418,12 +416,12 @@ def measure_links(gpus_per_node: int | None, device: str) -> Links:
 # ---- fitting
 
 _ANY = 1.0
-"""Gbit/s of links in plans: bytes that are kept and sent do not depend on it."""
+"""Gbit/s of links in plans, from which only bytes are used: these do not depend on it."""
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans contenders of one run before they run. ``free`` GiB are free on each GPU; None sets no limit."""
+    """Plans the contenders of a run. ``free`` GiB are free on each GPU; None sets no limit."""
 
     size: ModelSize
     task: Task
@@ -437,7 +435,7 @@ class Planner:
     def does_not_fit(self, contender: Contender, beside_states: float) -> str:
         """Say why a contender can't run; empty if it may.
 
-        Another one of this run took ``beside_states`` GiB beside its model states, for activations above all.
+        ``beside_states`` is the GiB, mostly activations, that another contender took beside its model states.
         """
         needed = self.states_gib(contender) + beside_states
         if self.free is None or needed <= self.free:
@@ -445,7 +443,7 @@ class Planner:
         return f"left out: needs about {needed:.1f} GiB, {self.free:.1f} are free"
 
     def sent(self, contender: Contender) -> Row:
-        """Return the MiB that a rank sends a step under one of torch's strategies, as a row has it."""
+        """Return the columns of a row for the MiB that a rank sends in a step under one of torch's strategies."""
         sent = self._of(contender).volume
         mib = {"inter": sent.inter / 2**20, "intra": sent.intra / 2**20}
         return {"sent_mib_a_step": mib, "sent_is_planned": True}
@@ -475,14 +473,14 @@ _NAMES = {strategy: name for name, strategy in _STRATEGIES.items()}
 
 
 def candidates(planner: Planner) -> list[str]:
-    """Return the names of strategies to try, the plainest first, as this rank's packages allow."""
+    """Return the names of strategies to try that this rank's packages allow, the simplest first."""
     torchs = [FULL_SHARD, HSDP] if planner.links.nodes > 1 else [FULL_SHARD]
     ours = _for_adapters(planner) if planner.task.lora else _for_full_training(planner)
     return list(dict.fromkeys([*torchs, *ours]))
 
 
 def _for_adapters(planner: Planner) -> Iterator[str]:
-    """Yield strategies on a quantized base: sharded inside each node, and whole on each GPU where that may pay."""
+    """Yield strategies on a quantized base: sharded inside each node, and also whole on each GPU if that may pay."""
     names = [_ONCE, f"{_ONCE}-int4", *([f"{_ONCE}-nf4"] if find_spec("bitsandbytes") else [])]
     yield from names
     if _may_pay_alone(planner.links):
@@ -491,9 +489,9 @@ def _for_adapters(planner: Planner) -> Iterator[str]:
 
 
 def _for_full_training(planner: Planner) -> Iterator[str]:
-    """Yield the planner's for the nodes that there are, then those for nodes of one GPU where that may pay.
+    """Yield the planner's presets on real nodes, then, if they may pay, presets on nodes of one GPU.
 
-    One node has no slow hop, so fsdp_zpp is torch's FSDP there, unless each of its GPUs counts as a node.
+    A single real node gets only the latter: without a slow hop, codecs are inactive.
     """
     links, accumulates = planner.links, planner.task.micro_batches > 1
     if links.nodes > 1:
@@ -504,7 +502,7 @@ def _for_full_training(planner: Planner) -> Iterator[str]:
 
 
 def _may_pay_alone(links: Links) -> bool:
-    """Return whether to try each GPU as a node: always on one node; on several, where links inside them are slow."""
+    """Return whether to try each GPU as a node: on one node, always; on several, if links inside them are slow."""
     return links.intra_gbps is not None and (links.nodes == 1 or links.intra_gbps < SLOWEST_NVLINK)
 
 
@@ -512,14 +510,14 @@ def _may_pay_alone(links: Links) -> bool:
 
 
 class Recommendation(NamedTuple):
-    """A line to paste, and the strategy's name among the rows; None if nothing could be measured."""
+    """The advice, a line of text, and the recommended strategy's name; None if nothing could be measured."""
 
     line: str
     strategy: str | None
 
 
 def recommend(rows: Sequence[Row]) -> Recommendation:
-    """Return the advice that follows from the rows of a run, in the order of preference among equals."""
+    """Return the advice that follows from a run. Among equally fast ``rows``, the first is preferred."""
     measured = [row for row in rows if "step_ms" in row]
     if not measured:
         said = "; ".join(f"{row['label']}: {row['failed']}" for row in rows)
@@ -532,13 +530,13 @@ def recommend(rows: Sequence[Row]) -> Recommendation:
         if not faster:
             return Recommendation(f"stay with FULL_SHARD: {_why_stay(measured, stock)}", stock["strategy"])
     fastest = min(faster, key=_step_ms)
-    # The first of equals is the plainest one.
+    # The first of equals is the simplest.
     chosen = next(row for row in ties(faster, _step_ms) if not is_clearly_faster(fastest, row))
     return Recommendation(f"use {chosen['code']}: {_gains(chosen, stock, hsdp)}", chosen["strategy"])
 
 
 def is_clearly_faster(row: Row, than: Row) -> bool:
-    """Return whether a row's steps are faster by more than noise: three quarters of them are faster than as many."""
+    """Return whether a row's upper quartile is below the other's lower, and its median is less by :data:`TOLERANCE`."""
     return bool(row["quartiles_ms"][1] < than["quartiles_ms"][0] and row["step_ms"] < (1 - TOLERANCE) * than["step_ms"])
 
 

@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """Model and the data that all strategies of a run train on.
+    """The model that all strategies of a run train, and the data.
 
     Args:
         config: The model's configuration, one of transformers' for causal language models.
@@ -66,7 +66,7 @@ PACKAGES = ("fsdp_zpp", "torch", "triton", "transformers", "numpy", "deepspeed",
 
 
 def manifest(command: list[str] | None = None) -> dict[str, Any]:
-    """Return the date, machine, versions and command of a run; the command is by default this process's own."""
+    """Return the date, machine, versions and command of a run; the command is this process's by default."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine(),
@@ -95,7 +95,7 @@ def versions() -> dict[str, str]:
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             numbers[package] = importlib.metadata.version(package)
-    # torch's metadata leave out the build, as in 2.13.0+cpu.
+    # torch's metadata leave out the build, such as +cpu in 2.13.0+cpu.
     numbers["torch"] = str(torch.__version__)
     if torch.cuda.is_available():
         numbers["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -170,6 +170,6 @@ def table(rows: list[Row]) -> dict[str, list[str]]:
 
 
 def speedup(row: Row, first: Row) -> Row:
-    """Return the figure ``speedup`` of a row's step over the first row's; empty unless both rows have a step time."""
+    """Return the figure ``speedup`` of a row over the first row; empty unless both have a step time."""
     both = "step_ms" in row and "step_ms" in first
     return {"speedup": first["step_ms"] / row["step_ms"]} if both else {}

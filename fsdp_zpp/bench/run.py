@@ -64,7 +64,7 @@ def join(device: str) -> torch.device:
 
 @contextmanager
 def joined() -> Iterator[torch.device]:
-    """Return a context of the process group of torchrun's ranks: on GPUs where there are any, else on CPUs."""
+    """Return a context with the process group of torchrun's ranks, on GPUs, or on CPUs if there are none."""
     if "RANK" not in os.environ:
         raise ValueError(
             "bench runs under torchrun only: torchrun --nproc-per-node NUMBER_OF_GPUS -m fsdp_zpp bench --model ..."
@@ -85,7 +85,7 @@ def free_gib(place: torch.device) -> float | None:
     """Return the GiB that are free on the fullest GPU of the job; None on CPUs. Collective."""
     if place.type != "cuda":
         return None
-    dist.barrier()  # NCCL's first buffers are allocated now
+    dist.barrier()  # allocates NCCL's first buffers
     least = torch.tensor(torch.cuda.mem_get_info(place)[0] / GIB, device=place)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     return least.item()
@@ -103,7 +103,7 @@ def synchronize(task: Task) -> None:
 
 
 class PeakMemory:
-    """Peaks of a contender's memory, less ``left_gib``, which earlier contenders' libraries did not free."""
+    """Peak memory of a contender, without the ``left_gib`` GiB that earlier contenders have not freed."""
 
     def __init__(self, task: Task) -> None:
         self._on_gpu = task.device == "cuda"
@@ -120,7 +120,7 @@ class PeakMemory:
 
 
 class MeasuredStep(NamedTuple):
-    """Milliseconds of one step: until this rank's GPU was done, and until the slowest rank's ``step()`` returned."""
+    """Milliseconds of a step: until this rank's GPU finishes, and until the slowest rank's ``step()`` returns."""
 
     whole: float
     host: float
@@ -148,7 +148,7 @@ def step_times(task: Task, whole: list[float], host: list[float]) -> list[Measur
 
 
 def rates(task: Task, times: list[MeasuredStep], tokens: torch.Tensor) -> dict[str, Any]:
-    """Return median, range and quartiles of the steps' times in ms, tokens/s, and the share of the peak FLOP/s."""
+    """Return times of the steps in ms (median, range, quartiles), tokens/s, and the share of the peak FLOP/s."""
     whole = [step.whole for step in times]
     lower, _, upper = statistics.quantiles(whole, n=4, method="inclusive") if len(whole) > 1 else whole * 3
     tokens_per_s = tokens.numel() * dist.get_world_size() / statistics.median(whole) * 1e3
@@ -171,7 +171,7 @@ Further = Callable[[Training, PeakMemory], Row]
 
 
 class Schedule(NamedTuple):
-    """Steps of a measurement: how many before those that are timed, how many of these, and how they are timed."""
+    """Steps of a measurement: numbers of warm-up and of timed steps, and the function that times them."""
 
     warmup: int = 3
     steps: int = 8
@@ -204,7 +204,7 @@ def measure(task: Task, make: Make, schedule: Schedule, further: Further | None 
 
 
 def attempt(task: Task, name: str, make: Make, schedule: Schedule, further: Further | None = None) -> Row:
-    """Return the row of :func:`measure`, or of its failure on any rank. Collective."""
+    """Return the row of :func:`measure`, or the first rank's failure. Collective."""
     result: Row = {}
     failure: dict[str, Any] | None = None
     try:
@@ -222,7 +222,7 @@ def attempt(task: Task, name: str, make: Make, schedule: Schedule, further: Furt
     if task.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    # Ranks hold the same share, so they fail alike; one that does not fail waits for the others, until the timeout.
+    # Ranks hold equal shares, so they fail together. If only some fail, the others wait until their timeout.
     failures: list[dict[str, Any] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, failure)
     return {"strategy": name, **next((one for one in failures if one), result)}
@@ -237,7 +237,7 @@ _ON_CPU = (
 
 
 class Findings(NamedTuple):
-    """Result of a run, with a row for each strategy, in the order of preference among equals."""
+    """Result of a run. ``rows`` has one per strategy; among equally fast ones, the first is preferred."""
 
     links: Links
     rows: list[Row]
@@ -316,7 +316,7 @@ _NUMBERS = {
     "steps": (2, "measurement", 8, "timed steps of each strategy"),
     "warmup": (1, "measurement", 3, "steps before them"),
 }
-"""Options that are whole numbers: the least of each, its group, its default and its help."""
+"""Options that are whole numbers: minimum, group, default and help."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -355,7 +355,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def named_contenders(names: str, gpus_per_node: int | None, lora: bool) -> list[Contender]:
-    """Return the contenders of names that commas separate, on nodes of ``gpus_per_node`` if they name no other size."""
+    """Return the contenders of comma-separated names. ``gpus_per_node`` is the node size of those that name none."""
     found = []
     for name in names.split(","):
         own = name.removeprefix("fsdp1:")

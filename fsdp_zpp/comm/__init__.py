@@ -1,1 +1,1 @@
-"""Two-hop collectives, what they keep from step to step, and what ranks must agree on; without modules or FSDP."""
+"""Two-hop collectives, their state between steps, and agreement between ranks; adapters connect them to FSDP."""

@@ -24,14 +24,14 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def fingerprint(shard: Tensor) -> str:
     """Return a hash of the values, in which -0 and 0 are equal. Waits for the device."""
-    # torch's state dict functions run an optimizer step to create its states, which may turn -0 into 0.
+    # To create optimizer states, torch's state dict functions run a step, which may turn -0 into 0.
     values = (shard.detach() + 0.0).cpu().reshape(-1).view(torch.uint8)
     return f"{shard.dtype} {hashlib.blake2b(values.numpy().data, digest_size=16).hexdigest()}"
 
 
 def checksums(shards: Mapping[str, Tensor]) -> dict[str, tuple[str, int]]:
     """Return the dtype of each shard and a sum over the bits of its values, in which -0 and 0 are equal."""
-    # Sums are the same on every device; the shards' own computes them, in memory for a few million values.
+    # Any device computes the same sum, so shards are summed where they are, in memory for a few million values.
     sums = [_checksum(shard) for shard in shards.values()]
     devices = {each.device for each in sums}
     totals = torch.stack(sums if len(devices) == 1 else [each.cpu() for each in sums]).tolist() if sums else []
@@ -43,7 +43,7 @@ def _checksum(shard: Tensor) -> Tensor:
     parts = [part.reshape(-1) for part in plain_parts(shard.detach())]
     # A chunk fits into a CPU's cache, or keeps a GPU busy.
     size = min(1 << 16 if shard.device.type == "cpu" else 1 << 22, max(map(len, parts), default=1)) or 1
-    # Factors are odd, so that none turns a change of a bit into 0 in int64 arithmetic.
+    # The value at i has the factor 2 * i + 1. An odd factor is invertible modulo 2**64, so it hides no change of a bit.
     factors = 2 * torch.arange(size, device=shard.device) + 1
     for part in parts:
         for chunk in part.split(size):
@@ -71,13 +71,13 @@ def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
 def ordered_sum(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[float]:
     """Return ``values`` summed over the ranks of each group in turn, in fp64. Collective.
 
-    All ranks add the same numbers in the same order and get the same bits, even in different groups if these hold the
+    All ranks of a group add the same numbers in the same order and get the same bits, and so do groups that hold the
     same numbers. So a sum over all axes of a mesh is the same on the whole mesh. Torch's fake backend adds nothing.
     """
     for group in groups:
         if dist.get_backend(group) == "fake":
             continue
-        # Each number is added to zeros alone, which is exact in any order.
+        # The all-reduce adds zeros to each number, which is exact in any order.
         of_all = torch.zeros(group.size(), len(values), dtype=torch.float64, device=collective_device(group))
         of_all[dist.get_rank(group)] = values
         dist.all_reduce(of_all, group=group)
@@ -94,17 +94,17 @@ def ordered_sum(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[flo
 # its arguments between ranks: by a hash, in one collective of 16 bytes, however many ranks there are. Only if hashes
 # differ do ranks exchange the arguments themselves, so that the error on every rank lists them by rank.
 #
-# All comparisons send a message of the same form, whether they also ask if a function has failed or if a condition
+# All comparisons send a message of the same form, even those that also ask if a function has failed or if a condition
 # holds on any rank. So different calls over the same ranks meet in one comparison, which reports them.
 # Examples: one rank wraps a block while another wraps the root or runs its first forward; one node exchanges weights
-# before a forward, another at the end of its loop. A rank that never makes such a call (because it uses torch's own
-# strategies) can't be noticed: the others hang. The choice of ranks itself can't be compared either. A rank that is
-# given anything but a mesh or a process group raises alone: it does not know which ranks to compare with.
+# before a forward, another at the end of its loop. Some mistakes escape comparison. If a rank never makes such a call
+# (because it uses torch's own strategies), or makes it over other ranks, the others hang. A rank that is given neither
+# a mesh nor a process group raises alone: it does not know which ranks to compare with.
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _MOST_DIFFERENCES = 4
 PLACE = "place"
-"""Name of the fact that distinguishes calls of the same name."""
+"""Key of the fact that says where in the program a call is made, to tell apart calls of the same name."""
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -129,7 +129,7 @@ def check_agreement(
         device: The device that FSDP was given, for backends that don't take CPU tensors.
 
     Raises:
-        ValueError: If ranks differ; it names the ranks and their arguments.
+        ValueError: If ranks differ; the message names the ranks and their arguments.
     """
     on_any_rank(False, group, call, facts, device)
 
@@ -166,7 +166,7 @@ def _compare(
     group: dist.ProcessGroup, report: _Report, *, here: bool = False, device: torch.device | None = None
 ) -> tuple[bool, dict[int, _Report]]:
     """Return whether ``here`` is true on any rank, and each rank's report if they differ. Collective."""
-    # 56 bits and a flag: the number and its negative fit an int64, and the MAX of both gives the maximum and minimum.
+    # 56 bits of the hash and the flag fit an int64, as does its negative: the MAX of both gives both bounds.
     digest = _hash(json.dumps([report.call, *report.facts.items(), report.failure]))
     number = int.from_bytes(digest[:7], "big") << 1 | here
     bounds = torch.tensor([number, -number], dtype=torch.int64, device=collective_device(group, device))
@@ -178,7 +178,7 @@ def _compare(
 
 
 def parameter_facts(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Return the properties of each parameter, by name, that must be the same on all ranks; its device need not be."""
+    """Return, by name, the properties of each parameter that must be equal on all ranks; devices may differ."""
     return {
         f"parameter {name}": f"{parameter.dtype} {list(parameter.shape)}{' frozen' * (not parameter.requires_grad)}"
         for name, parameter in parameters
@@ -194,7 +194,7 @@ def shard_signature(shards: Iterable[Tensor]) -> str:
 
 
 def _error(reports: Mapping[int, _Report], difference: str = "") -> Exception:
-    """Return the error of a rank that has not failed itself."""
+    """Return the error to raise on a rank where the call itself has not failed."""
     if len({report.call for report in reports.values()}) > 1:
         calls = {rank: _named(report) for rank, report in reports.items()}
         return ValueError(
@@ -274,7 +274,7 @@ def agree(
     try:
         result = act()
         facts = summary(result)
-        # A long text is neither sent nor shown.
+        # A text may be long, so only its hash is sent, and the error does not show it.
         report = _Report(call, _as_text(facts if isinstance(facts, Mapping) else {difference: _hash(facts).hex()}))
     except Exception as error:  # any error: without this rank, the others would hang in the collective below
         failure, report = error, _Report(call, {}, (type(error).__name__, str(error)))
@@ -322,8 +322,8 @@ def all_reduce_flags(
     """Combine the flags of each unit over ranks, by OR; all ranks give the same units. Collective, once per mesh.
 
     Returns:
-        Each unit, with a function that waits for the device and returns, for each of its flags, whether it is set on
-        any rank. If all of them are set on this rank, it need not call the function.
+        Each unit, with a function that waits for the device and returns the unit's combined flags. A rank that has set
+        all flags of a unit knows the result and need not call the function.
     """
     answers: list[tuple[U, Callable[[], list[bool]]]] = []
     for mesh in dict.fromkeys(mesh for _, mesh, _ in by_unit):
@@ -340,7 +340,7 @@ def _on_any(own: Sequence[bool], mesh: ProcessMesh) -> Callable[[], list[bool]]:
     if mesh.group is None or mesh.topology.world == 1:
         return lambda: list(own)
     where = collective_device(mesh.group)
-    if all(own):  # made on the device, since the host would wait for a copy
+    if all(own):  # made on the device: to copy flags there would make the host wait
         flags = torch.ones(len(own), dtype=torch.uint8, device=where)
     else:
         flags = torch.tensor(own, dtype=torch.uint8, device=where)
@@ -388,7 +388,7 @@ def replicas_are_equal(held: Iterable[Tensor], mesh: ProcessMesh, scope: str) ->
         bounds = for_collectives(bounds, group)  # parameters may be offloaded
     if mesh.inter is not None:
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.inter)
-    if scope == "I":  # other ranks of the node hold other parts, but need the answer, too
+    if scope == "I":  # each rank of a node compares its own part, and all need the node's answer
         bounds = torch.stack([(bounds[0] != -bounds[1]).long(), bounds.new_zeros(())])
     if mesh.intra is not None:
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.intra)

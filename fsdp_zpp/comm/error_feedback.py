@@ -24,7 +24,7 @@ from .flat_layout import Extent, FlatLayout, Piece
 
 @dataclass(frozen=True)
 class HeldErrors:
-    """Errors of parameters in the present gradient; ``parked`` are those of parameters in earlier gradients alone.
+    """Errors of the current gradient's parameters; ``parked`` has errors of parameters that only earlier ones had.
 
     ``state`` is fp32 [chunks * numel], or uint8 [chunks, codec.nbytes(numel)]; kernels update it in place. Parked
     errors have the same form and are never changed in place. See [Note: Identity] in flat_layout.py.
@@ -59,8 +59,8 @@ class HeldErrors:
     def in_extent(self, extent: Extent) -> HeldErrors:
         """Return the errors for another gradient; errors of parameters that it lacks are parked for a later one."""
         old, new = self.extent.layout, extent.layout
-        # Errors start from zero if a layout is unknown or chunks are cut in another way. Where chunks cut the layout
-        # anywhere, so does the error of a value that comes from another rank.
+        # Errors start from zero if a layout is unknown, or if only one of the extents has whole chunks. If neither has,
+        # the errors of values that another rank sent before start from zero, too.
         if old is None or new is None or self.extent.is_whole != extent.is_whole:
             return HeldErrors.zeros(extent, self.codec, self.state.device)
         # The last hop may have written these errors in another stream, and their memory is freed now.
@@ -107,9 +107,9 @@ class HeldErrors:
         earlier = self._decoded(before, chunks, numel)
         values = torch.where(where, earlier, self.values())
         self.state.copy_(self._encoded(values, chunks))
-        # A block may also hold errors of other parameters, which change its scale in every step. Under a new scale, the
-        # errors that are put back would be rounded anew each time. So the block keeps the scale in which they are
-        # exact, or doubles it as often as the other errors need.
+        # A block may also hold errors of other parameters, which change its scale in every step. Each new scale would
+        # round the restored errors again. So the block keeps its old scale, under which they are exact, and doubles it
+        # only as often as the other errors need.
         layout = self.codec.layout
         blocks = [self._in_blocks(each, layout.block) for each in (values, where & (earlier != 0))]
         scales, was = layout.scales(self.state, numel), layout.scales(before, numel)
@@ -135,12 +135,12 @@ class HeldErrors:
 #
 # A parameter that a step does not use has zeros in place of a gradient. Its errors must wait: an optimizer must not
 # move an unused head by errors of earlier steps. So a rank that has not used a parameter in the step sends zeros
-# wherever the parameter's values at the hop are zero, and keeps the errors there as they are. The values are zero
-# unless other ranks have used the parameter. Ranks may differ in the parameters that they have not used, since the
-# sizes of payloads do not depend on that.
+# wherever the parameter's values at the hop are zero, and leaves the errors there unchanged. After the first hop, the
+# values are sums, which are not zero if another rank has used the parameter. Payload sizes do not depend on use, so
+# each rank may leave other parameters unused.
 #
 # Errors may decay: ``decay * e`` then takes the place of ``e`` in both formulas. With beta 0 this is the error feedback
-# of SparseLoCo (arXiv 2508.15706, algorithm 1), where the error is a momentum less all that was sent.
+# of SparseLoCo (arXiv 2508.15706, algorithm 1), whose error is a momentum minus everything that was sent.
 
 
 class ErrorBufferState(TypedDict):
@@ -159,16 +159,16 @@ class ErrorBufferState(TypedDict):
 
 
 class Spared(NamedTuple):
-    """Errors that stay where zeros are sent: their places, bool [chunks * numel], and all errors before they decay."""
+    """Places of errors to keep if zeros are sent there, bool [chunks * numel], and the state of all before decay."""
 
     marks: Tensor
     state: Tensor
 
 
 class ErrorBuffer:
-    """This rank's errors on one hop; ``codec`` encodes them at rest, None keeps them in fp32.
+    """This rank's errors on one hop; ``codec`` encodes them between reductions, None keeps them in fp32.
 
-    ``spared`` are the errors that stay as they are in this use; None if the rank has used all parameters.
+    ``spared`` are errors that the next encoding leaves unchanged; None if the rank has used all parameters.
     """
 
     def __init__(self, beta: float, codec: Int8 | None, decay: float = 1.0) -> None:
@@ -189,7 +189,7 @@ class ErrorBuffer:
         return 0 if self._codec is None else self._codec.block
 
     def prepare(self, extent: Extent, device: torch.device, idle: Collection[str] = ()) -> ErrorBuffer:
-        """Fit the errors to ``extent``, and let them decay, for one use; return the buffer.
+        """Fit the errors to ``extent`` and decay them, before each encoding; return the buffer.
 
         Parameters without errors start from zero; errors of parameters that ``extent`` lacks do not decay. ``idle`` are
         the parameters that this rank has not used.
@@ -280,7 +280,7 @@ def encode_with_feedback(codec: Codec, values: Tensor, rows: int, cols: int, err
     payload = codec.encode(compensated, 1, chunks)
     sent = torch.empty_like(compensated)
     codec.decode(payload, sent, 1, chunks)
-    # Reuse the memory of ``sent``, since buffers may be large; the payload may be a view of ``compensated``.
+    # Reuse memory, since buffers may be large: that of ``sent``, since the payload may be a view of ``compensated``.
     new = torch.sub(compensated, sent, out=sent).mul_(1 - errors.beta).add_(old * errors.beta)
     is_finite = new * 0 == 0
     errors.write(torch.where(is_finite, new, old, out=new), chunks)
@@ -292,7 +292,7 @@ def _encode_sparing(codec: Codec, values: Tensor, rows: int, cols: int, errors: 
     errors.spared = None
     chunks = values.view(rows, cols, -1).transpose(0, 1)  # in the order of the errors
     idle = spared.marks.view_as(chunks) & (chunks == 0)
-    # Values opposite to the errors give zeros. Zeroing the errors would round encoded ones in the same block anew.
+    # Values that cancel the errors are sent as zeros. Zeroing errors instead would round others in their block again.
     opposed = torch.where(idle, errors.read().view_as(chunks).neg(), chunks)
     payload = encode_with_feedback(codec, opposed.transpose(0, 1).reshape(-1), rows, cols, errors)
     errors.put_back(idle.reshape(-1), spared.state)
@@ -328,13 +328,13 @@ def decode_sum_encode_with_feedback(
 #
 # [Note: The lifetime of errors]
 # Errors change with the optimizer's steps: a reduction updates them, and all buffers are reset together, every
-# ``reset_every`` steps. Micro-batches do not count, for the hop that compresses sees their sum (the gradient scope is
-# lowered for that, see resolve_scopes in strategy.py). If each micro-batch synchronizes, each reduction starts from the
-# errors of the one before. An optimizer that does not derive from torch's announces no steps; until a step is
-# announced, every reduction counts as one.
+# ``reset_every`` steps. Micro-batches do not count, because the hop that compresses sends their sum (resolve_scopes in
+# strategy.py lowers the gradient scope for that). If each micro-batch synchronizes, each reduction starts from the
+# errors of the previous one. An optimizer that does not derive from torch's announces no steps; until a step is
+# announced, every reduction counts as a step.
 #
-# A gradient scaler would change the unit of errors from step to step, and skip steps whose errors are lost in an
-# overflow. So its steps are refused (runtime/lifecycle.py).
+# A gradient scaler would change the scale of errors from step to step. When it skips a step after an overflow, the
+# errors that were fed back in that step are lost. So a scaler's steps are refused (runtime/lifecycle.py).
 
 
 class SavedErrors(TypedDict):
@@ -346,7 +346,7 @@ class SavedErrors(TypedDict):
 
 
 class ErrorFeedbackState:
-    """Errors of one unit's hops, as :func:`fsdp_zpp.strategy.error_feedback.error_buffer_specs` names them.
+    """Errors of one unit, by hop; :func:`fsdp_zpp.strategy.error_feedback.error_buffer_specs` names the hops.
 
     ``was_used`` says whether a reduction has used errors since the last step.
     """

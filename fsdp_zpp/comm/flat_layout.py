@@ -25,8 +25,8 @@ from fsdp_zpp.codecs import Codec
 # So each such tensor carries its layout, and is translated when it meets a tensor of another layout. Parameters that a
 # new layout lacks are kept separately, or the layout is widened to hold them.
 #
-# Every step may use other parameters, such as one of several heads, or other experts. So what is derived from layouts
-# is kept for the last few layouts alone (:func:`keep_recent`).
+# Every step may use different parameters, such as one of several heads, or some experts. So values derived from layouts
+# are kept only for the last few layouts (:func:`keep_recent`).
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -56,8 +56,8 @@ class FlatLayout:
         numel: Number of values in a chunk; values between the pieces belong to no parameter.
         exact: The bounds, in a chunk and in order, of small parameters, which codecs leave as they are.
         is_fixed: True if the flat tensor keeps its size and order whichever parameters train, as a flat parameter does.
-        boundaries: The offsets, in order, where a parameter begins that another parallelism shards differently from the
-            one before it. See [Note: Copies].
+        boundaries: The offsets, in order, of parameters that another parallelism places differently from their
+            predecessors. See [Note: Copies].
     """
 
     pieces: tuple[Piece, ...]
@@ -143,7 +143,7 @@ class FlatLayout:
 
 @dataclass(frozen=True)
 class Extent:
-    """Chunks of a flat gradient as a hop encodes them, each of ``numel`` values; no ``layout`` if it never changes."""
+    """Chunks of a flat gradient as a hop encodes them, of ``numel`` values; ``layout`` is None if it never changes."""
 
     numel: int
     starts: tuple[int, ...]
@@ -208,8 +208,8 @@ def boundaries_between(placed: Iterable[tuple[int, Hashable]]) -> tuple[int, ...
 
 def keep_recent(kept: dict[K, V], key: K, value: V) -> V:
     """Add ``value`` to ``kept``, in place of the oldest entry if there are too many, and return it."""
-    # A few tasks or heads that take turns find their entries again. Hardly any two steps use the same experts, and
-    # entries for them take memory of the device.
+    # A few entries suffice for tasks or heads that take turns. Experts would gain nothing from more, since hardly any
+    # two steps use the same ones, and entries take device memory.
     if len(kept) >= MOST_KEPT:
         del kept[next(iter(kept))]
     kept[key] = value
@@ -217,7 +217,6 @@ def keep_recent(kept: dict[K, V], key: K, value: V) -> V:
 
 
 NO_PARAMETERS = FlatLayout.dense(())
-"""Layout of nothing."""
 
 
 # ---- exact places
@@ -225,8 +224,8 @@ NO_PARAMETERS = FlatLayout.dense(())
 # Small parameters among those of a unit: which they are, and where they lie in what a hop sends.
 #
 # [Note: Small parameters]
-# A block's scale is that of its largest value. A bias or a norm has so few values on a rank that it shares its blocks
-# with a matrix, whose gradients may be a hundred times larger, and would be rounded to zero. So parameters of one
+# A block's scale is that of its largest value. A bias or a norm has few values on a rank, so it shares blocks with a
+# matrix. If the matrix's gradients are a hundred times larger, those of the bias round to zero. So parameters of one
 # dimension, and the smallest others (routers, for example), travel in fp32 in the tail of a payload's row, while the
 # codec encodes zeros in their places. They are well under a hundredth of a model, so this costs next to no bytes.
 #
@@ -234,8 +233,8 @@ NO_PARAMETERS = FlatLayout.dense(())
 # Another parallelism shards some parameters of a unit over its ranks and leaves copies of others on each: tensor
 # parallelism shards matrices, and leaves copies of norms, routers or latent projections. Copies must stay equal bit for
 # bit, but their neighbours differ between these ranks, and rounding depends on all values of a block. So copies come
-# first in a unit, in the same places on all of these ranks, and no block encodes parameters that are placed
-# differently: if their boundary is inside a block, the block's values before it travel in the tail, too.
+# first in a unit, in the same places on all of these ranks, and no block mixes parameters of different placements:
+# if a boundary between such parameters is inside a block, the block's values before it travel in the tail, too.
 
 SMALLEST = 128
 """The smallest parameters of several dimensions are sent exactly, up to a total of 1/SMALLEST of a unit's values."""
@@ -270,8 +269,8 @@ def sharded_along(tensors: Iterable[tuple[DeviceMesh, Sequence[Placement]] | Non
 class ExactPlaces:
     """Places of the values that travel in the tails of some rows: indices in a flat tensor, int64 [rows, tail].
 
-    If a chunk has fewer small values than a tail holds, the place of its first one fills the rest; if it has none, the
-    place of its first value does.
+    If a chunk has fewer small values than the tail holds, its row repeats the place of the first small value, or of the
+    chunk's first value if none is small.
     """
 
     def __init__(self, indices: Tensor) -> None:
@@ -300,9 +299,9 @@ def exact_places(
 
     Args:
         extent: The chunks.
-        of_all: The offsets of all ranks' chunks in the layout; the longest tail among them sets the length of all.
+        of_all: The offsets of all ranks' chunks in the layout; the chunk that needs the longest tail sets the length.
         codecs: The codecs of hops that carry these values.
-        at: The offsets of the chunks in the tensor that is encoded, or decoded into; by default one follows another.
+        at: The offsets of the chunks in the tensor to encode, or to decode into; by default one follows another.
     """
     layout, numel = extent.layout, extent.numel
     if layout is None or not numel:
@@ -369,11 +368,11 @@ class Sharded:
         return ()
 
     def parameter_owners(self) -> Sequence[Sequence[nn.Module]]:
-        """Return each parameter's modules; empty for adapters whose modules always show the optimizer's parameters."""
+        """Return each parameter's modules; empty if they have the optimizer's parameters even while unsharded."""
         return ()
 
     def model_parallel_groups(self) -> Sequence[dist.ProcessGroup]:
-        """Return a group for each axis of another parallelism; its ranks hold copies of what that axis leaves whole."""
+        """Return a group per axis of another parallelism: its ranks have copies of what the axis does not shard."""
         return ()
 
     def is_trained(self) -> bool:
@@ -393,9 +392,9 @@ class Sharded:
         return {}
 
     def named_parts(self, parameter: nn.Parameter, of: Tensor) -> Mapping[str, Tensor]:
-        """Return the parts, by FQN, of a contiguous tensor that is laid out as this rank's shard of a parameter.
+        """Return the parts, by FQN, of a contiguous tensor that is laid out as this rank's shard of ``parameter``.
 
-        The parameter is as an optimizer holds it, and may consist of several original ones.
+        An optimizer's parameter may consist of several of the model's parameters.
         """
         return {}
 
@@ -404,7 +403,7 @@ class Sharded:
         return {}
 
     def weights_changed(self, by_step: bool) -> None:
-        """Drop caches of the old weights; ``by_step`` says that nothing but their values has changed."""
+        """Drop caches of the old weights; after a step (``by_step``), only their values have changed."""
 
     def drop_gradients(self) -> None:
         """Drop the gradients accumulated from earlier micro-batches of the step."""

@@ -42,7 +42,7 @@ class AccumulatedGradient:
     """Accumulated gradient of one unit, in fp32, reduced as far as its gradient scope says.
 
     It belongs to parameters, and the next micro-batch may use other ones; see [Note: Identity] in flat_layout.py.
-    Micro-batches may add in one stream and take in another, which waits for the sums.
+    One stream may add and another take, which waits for the sums.
     """
 
     def __init__(self) -> None:
@@ -64,9 +64,9 @@ class AccumulatedGradient:
         return keep_until_read(sums)
 
     def add(self, part: Tensor, layout: FlatLayout | None) -> None:
-        """Add a micro-batch's fp32 ``part``, whole chunks of ``layout``, which may be kept and written to.
+        """Add a micro-batch's fp32 ``part``, whole chunks of ``layout``. The part may be kept and written to.
 
-        If layouts are fixed, or there is none, all parts have the same layout.
+        A fixed layout, or None, is the same for all parts.
         """
         if layout is not None and layout.is_fixed:
             layout = None
@@ -81,7 +81,7 @@ class AccumulatedGradient:
         self._set(self._layout.translate(sums, both).add_(layout.translate(part, both)), both)
 
     def take(self, layout: FlatLayout | None, divided_by: float = 1.0) -> Tensor | None:
-        """Drop the sums, and return them, divided, in ``layout``, which has all their parameters; None without sums."""
+        """Drop and return the sums, divided, in ``layout``, which must have all their parameters; None without sums."""
         if self.sums is None:
             return None
         sums, accumulated_layout = self._wait_for(self.sums), self._layout
@@ -94,15 +94,15 @@ class AccumulatedGradient:
 
 # ---- arriving gradients
 #
-# Optimizers in the backward whose gradients are on their way to the CPU.
+# Steps of optimizers in the backward, delayed until their gradients arrive on the CPU.
 #
-# With offloaded parameters, a gradient is copied to the host's memory, and an optimizer there must wait for the copy. A
-# wait in the backward keeps the CPU from launching what comes next, so that GPU and CPU would take turns. So a unit's
-# optimizers step only when the backward is :data:`UNITS_BEHIND` units ahead: the GPU then has those units to compute
-# while the CPU waits for the copy and steps. The remaining units step at the end of the backward.
+# With offloaded parameters, a gradient is copied to the host's memory, and an optimizer there must wait for the copy.
+# If it waited at once, the CPU would launch nothing meanwhile, and GPU and CPU would take turns. So a unit's optimizers
+# step only when the backward is :data:`UNITS_BEHIND` units ahead: the GPU then has those units to compute while the CPU
+# waits for the copy and steps. The remaining units step at the end of the backward.
 #
-# The delay is a number of units, not whether a copy has arrived, so that all ranks step in the same order: optimizers
-# may communicate.
+# Optimizers may communicate, so all ranks must step in the same order. A fixed number of units ensures that; a test if
+# the copy has arrived would not.
 
 UNITS_BEHIND = 2
 """Units that a backward is ahead of the optimizers' steps: one whose copy is on its way, and one that the GPU
@@ -114,7 +114,7 @@ class ArrivingGradients:
         self.waiting: deque[tuple[torch.Event | torch.cuda.Event | None, Callable[[], None]]] = deque()
 
     def step_on_arrival(self, event: torch.Event | torch.cuda.Event | None, step: Callable[[], None]) -> None:
-        """Queue a step for the arrival of its gradients, at ``event``, and make the steps that are due."""
+        """Queue a step whose gradients arrive at ``event``, and make the steps that are due."""
         self.waiting.append((event, step))
         while len(self.waiting) > UNITS_BEHIND:
             self._step()
@@ -138,13 +138,13 @@ class ArrivingGradients:
 # Hops of a gradient reduction: all-to-alls whose sums are made locally, in fp32.
 #
 # quantize -> intra-node all-to-all -> decode, sum -> quantize -> inter-node all-to-all -> decode, sum.
-# A value is rounded once a hop however many ranks there are, where a ring would round it at every rank; and the
-# slow network carries each partial sum once, all GPUs of a node using it in parallel (ZeRO++, arXiv 2306.10209,
-# section 3.3). A level with one rank has no hop, and its codec is not applied.
+# Each hop rounds a value once, however many ranks there are; a ring would round it at every rank. The slow network
+# carries each partial sum once, and all GPUs of a node use it in parallel (ZeRO++, arXiv 2306.10209, section 3.3). A
+# level with one rank has no hop, and its codec is not applied.
 #
-# The optimizer scope says which part of the sums a rank needs: its chunk of all ranks' (``G``), all that its local
-# index has summed (``I``), or everything (``N``). A coarser part than the two hops leave is gathered back over the
-# same hops, encoded, and every rank decodes the same bytes: replicas stay equal bit for bit.
+# The optimizer scope says which sums a rank needs: only its own chunk (``G``), the chunks of all ranks with its local
+# index (``I``), or all chunks (``N``). The two hops leave a rank its own chunk. For ``I`` and ``N`` the chunks are then
+# encoded and gathered back over the same hops. Every rank decodes the same bytes, so replicas stay equal bit for bit.
 #
 # A reduction comes in two parts: ``start()`` goes up to the inter-node hop, and returns a function that finishes it.
 # While the slow network is busy with one unit's sums, the fast one can sum up the next unit's.
@@ -153,7 +153,7 @@ class ArrivingGradients:
 # are encoded again: in fp16 a sum may overflow where the mean does not.
 
 PendingReduction = Callable[[], None]
-"""Makes the inter-node hop in the current stream, which must come after the stream that started the reduction."""
+"""Makes the inter-node hop in the current stream, which must have waited for the stream that started the reduction."""
 
 
 def done() -> None:
@@ -168,12 +168,13 @@ class Chunks(NamedTuple):
 
 
 class HopChunks(NamedTuple):
-    """Chunks of all hops: those of the gradient that the intra-node hop encodes, and those of its sums.
+    """Chunks of all hops of a reduction.
 
     Attributes:
-        sums: The sums that the intra-node hop leaves on this local index.
-        inter: Their chunks that the inter-node hop encodes.
-        own: The chunk that it leaves on this rank.
+        intra: The chunks of the gradient, which the intra-node hop encodes.
+        sums: The sums that the intra-node hop leaves on this rank.
+        inter: The chunks of these sums, which the inter-node hop encodes.
+        own: The chunk that the inter-node hop leaves on this rank.
         gathered: The chunks that are gathered back.
     """
 
@@ -185,7 +186,7 @@ class HopChunks(NamedTuple):
 
 
 class TwoHopReduce(ABC):
-    """Base of the two ways to reduce, with an intra-node and an inter-node hop; None for a level that has one rank.
+    """Base of the two ways to reduce; ``hops`` are the intra-node and the inter-node one, None for a level of one rank.
 
     Attributes:
         layout: Layout of the gradient that is being reduced; None if it is unknown or never changes.
@@ -208,13 +209,13 @@ class TwoHopReduce(ABC):
         self._nodes, self._gpus = topology.nodes, topology.gpus_per_node
         self._node, self._local = divmod(mesh.rank, self._gpus)
         self._mean = 1.0 / topology.world  # the factor that makes a mean of a sum over all ranks
-        # Chunks in each rank's part of the intra-node hop: one for each node if the inter-node hop scatters it further.
+        # Chunks in each rank's part of the intra-node hop: one for each node if the inter-node hop scatters the part.
         self._rows = self._nodes if optimizer_scope == "G" else 1
         self._intra, self._inter = hops
         self._intra_codec, self._inter_codec = codecs
         self._optimizer_scope, self._native = optimizer_scope, native
         self._rounded_by = *codecs, None if errors is None else errors.codec
-        self._known: dict[tuple[int, int, torch.device], HopChunks] = {}  # by layout's id and gradient, the last few
+        self._known: dict[tuple[int, int, torch.device], HopChunks] = {}  # by layout id, size and device
         self.layout: FlatLayout | None = None
         self.idle: Collection[str] = ()
 
@@ -230,13 +231,13 @@ class TwoHopReduce(ABC):
         """Reduce up to the inter-node hop; write this rank's part of the mean, times ``factor``, to ``out``.
 
         Args:
-            gradient: Flat, contiguous; a part for each rank that shares it.
-            accumulated: The fp32 sums of earlier micro-batches in this node, which the inter-node hop adds.
+            gradient: Flat and contiguous, as in :meth:`GradientReduce.start`.
+            accumulated: The fp32 sums of earlier micro-batches over this node, added before the inter-node hop.
             wire_dtype: The dtype in which hops without a codec send; None is the gradient's.
         """
 
     def reduce_intra_node(self, gradient: Tensor, wire_dtype: torch.dtype | None = None) -> Tensor:
-        """Return this node's share of the fp32 mean of this local index's part, flat."""
+        """Return this local index's part of the node's sums, times 1 / world: fp32, flat."""
         if self._intra is None:
             return gradient.float() * self._mean
         chunks = self.chunks_of(gradient)
@@ -257,7 +258,7 @@ class TwoHopReduce(ABC):
 
     def chunks_of(self, gradient: Tensor) -> HopChunks:
         layout, numel, device = self.layout, gradient.shape[0], gradient.device
-        chunks = self._known.get((id(layout), numel, device))  # which the extents of the chunks keep alive
+        chunks = self._known.get((id(layout), numel, device))  # extents keep the layout alive
         if chunks is None:
             chunks = keep_recent(self._known, (id(layout), numel, device), self._make_chunks(numel, device))
         return chunks
@@ -268,7 +269,7 @@ class TwoHopReduce(ABC):
     def _chunks(
         self, numel: int, starts: Iterable[int], of_all: Iterable[int], device: torch.device, *, in_place: bool = False
     ) -> Chunks:
-        """Return chunks of ``numel`` values; if ``in_place``, they are where they start, and not one after another."""
+        """Return chunks of ``numel`` values; they lie one after another or, if ``in_place``, at ``starts``."""
         layout, exact = self.layout, None
         extent = Extent(numel, tuple(starts), layout)
         if layout is not None and (layout.exact or layout.boundaries):
@@ -376,7 +377,7 @@ class TwoHopAllReduce(TwoHopReduce):
     def _make_chunks(self, numel: int, device: torch.device) -> HopChunks:
         nodes, part = range(self._nodes), numel // self._gpus
         chunk = -(-part // self._nodes)
-        # The layout may be one part of several.
+        # Either every part has this layout, or it spans all parts.
         step = 0 if self.layout is None or self.layout.numel == part else part
         parts = [local * step for local in range(self._gpus)]
         own_part = parts[self._local]
@@ -424,7 +425,7 @@ def _padded(values: Tensor, padding: int) -> Tensor:
 #         | gathered back     optimizer scopes I and N only: encoded, over the same hops, to all who hold a replica
 #     optimizer's gradient
 #
-# ``TwoHopReduce`` has the hops; here is what happens between micro-batches.
+# ``TwoHopReduce`` makes the hops; this section handles what happens between micro-batches.
 #
 # [Note: What a micro-batch reduces]
 # The gradient scope says how far a micro-batch that is not the last of its step goes: ``N`` sums on the rank, ``I``
@@ -443,7 +444,7 @@ class GradientReduce:
         gradient_scope: How far micro-batches reduce before the last one; see [Note: What a micro-batch reduces].
         optimizer_scope: The part of the sums that a rank needs.
         error_feedback: Feeds the codecs' errors back; see [Note: Error feedback] in error_feedback.py.
-        native: Whether a single hop without a codec is torch's own reduce-scatter, whose bytes are not counted.
+        native: True to make a single hop without a codec by torch's own reduce-scatter, whose bytes are not counted.
 
     Attributes:
         communicates_early: True if a micro-batch that is not the last makes hops.
@@ -509,7 +510,7 @@ class GradientReduce:
 
     def _add_micro_batch(self, finish: PendingReduction, part: Tensor, layout: FlatLayout | None) -> None:
         finish()
-        # The current stream is that of the inter-node hop, not the one that allocated it.
+        # Another stream allocated ``part``: the current one is that of the inter-node hop.
         self.accumulated.add(keep_until_read(part), layout)
 
     def __call__(self, gradient: Tensor, out: Tensor, factor: float = 1.0) -> None:
@@ -527,7 +528,7 @@ class GradientReduce:
     ) -> PendingReduction:
         """Begin to write the mean over ranks of this rank's part of ``gradient``, times ``factor``, to ``out``.
 
-        The accumulated gradients of earlier micro-batches are added to it, and dropped.
+        Adds the accumulated gradients of earlier micro-batches, and drops them.
 
         Args:
             gradient: Flat, contiguous, bf16, fp16 or fp32, which may be written to: [world * numel] for optimizer scope
@@ -535,9 +536,9 @@ class GradientReduce:
                 ``N``.
             out: Flat [numel], in any float dtype; may be ``gradient`` itself for ``N``.
             factor: Applied in fp32, with the last sum.
-            layout: Layout of the gradient, which has all parameters of accumulated gradients; None if it never changes.
-                See [Note: Identity] in flat_layout.py.
-            divided_by: The number that the caller has divided this gradient by, but not those of earlier micro-batches.
+            layout: Layout of the gradient, with all parameters of accumulated gradients; None if it never changes. See
+                [Note: Identity] in flat_layout.py.
+            divided_by: The number by which the caller has divided this gradient, but none of earlier micro-batches.
             idle: The names of parameters in ``layout`` that this rank has not used in the step; their errors stay as
                 they are.
 
@@ -570,10 +571,10 @@ class GradientReduce:
     ) -> None:
         """Write the fp32 sum of all micro-batches, each of which was reduced over all ranks, to ``out``."""
         finish()
-        # Only here: the stream that started the reduction would wait for the slow hops of earlier micro-batches.
+        # Taken earlier, the sums would make the stream that starts the reduction wait for slow hops of micro-batches.
         accumulated = self.accumulated.take(layout, divided_by)
         assert accumulated is not None, "dropped within a reduction"
-        last = keep_until_read(last)  # which that stream allocated; it is freed when this returns
+        last = keep_until_read(last)  # allocated in that stream, and freed when this returns
         out.copy_(last.add_(accumulated, alpha=factor))
 
     def _check_sizes(self, gradient: Tensor, out: Tensor) -> None:
@@ -588,14 +589,13 @@ class GradientReduce:
 
 # ---- step reductions
 #
-# Gradient reductions of a unit: each step makes one of them, over all ranks or inside a node.
+# Gradient reductions of a unit: a synchronous step reduces over all ranks, a local step inside the node.
 #
-# Without local steps, a unit has only the reduction over all ranks; with local steps and no synchronous ones, only that
-# inside the node.
+# Without local steps, a unit has only the reduction over all ranks. If all steps are local, it has only the other.
 
 
 class StepReductions:
-    """Gradient reductions of a unit; the current one is over all ranks if steps are synchronous, else in the node.
+    """Gradient reductions of a unit; ``current`` is that of the present steps, synchronous or local.
 
     ``current`` is None if there is only one rank, or torch reduces.
     """
@@ -679,13 +679,13 @@ def _reduction(mesh: ProcessMesh, resolved: ResolvedStrategy, traffic: Traffic) 
 # All ranks must issue collectives in the same order. Torch itself reduces in the last micro-batch only, in which all
 # ranks must use the same units in the same order; in earlier ones, each rank may use other units in another order. A
 # strategy that reduces earlier micro-batches, too, can therefore not reduce units in the order in which autograd
-# finishes them. It reduces every unit that ranks have gathered for the micro-batch, used or not, once, in the order of
-# the last backward that synchronized gradients, which is the same on all ranks. Before the first such backward, the
-# order is the reverse of the model's. A unit that autograd finishes before its turn keeps its gradients until then.
+# finishes them. It reduces every unit that ranks have gathered for the micro-batch exactly once, even if it was not
+# used. The order is that of the last backward that synchronized gradients, and so the same on all ranks; before the
+# first, it is the reverse of the model's. A unit that autograd finishes before its turn keeps its gradients until then.
 
 
 class StepGradients(ABC):
-    """A unit's gradients over the micro-batches of a step; ``watch`` is that of its model."""
+    """A unit's gradients over the micro-batches of a step; ``watch`` is the model's."""
 
     reductions: StepReductions
     watch: StepWatch
@@ -693,14 +693,14 @@ class StepGradients(ABC):
     @property
     @abstractmethod
     def takes_part(self) -> bool:
-        """Return whether ranks gathered it for this micro-batch, and it reduces before the last; the same on all."""
+        """Return whether ranks gathered the unit for this micro-batch and reduce it before the last; equal on all."""
 
     @abstractmethod
     def reduce_micro_batch(self) -> None:
         """Reduce the gradients that torch has kept, and zeros for missing ones, as far as the gradient scope says."""
 
     def micro_batch_ended(self) -> None:
-        """Reduce the units whose turn it is after a backward of this one, before the last micro-batch of the step.
+        """Reduce the units whose turn it is, after this unit's backward in a micro-batch that is not the last.
 
         See [Note: What a micro-batch reduces] and [Note: The order of reductions].
         """
@@ -715,8 +715,8 @@ class StepGradients(ABC):
 class StepWatch:
     """The units of a model whose backwards end together, and the order in which they reduce.
 
-    An adapter appends each unit to ``synchronized`` when it reduces it, in backwards that synchronize gradients.
-    ``on_backward_end`` is called at the end of every backward with whether it synchronizes gradients.
+    In backwards that synchronize gradients, an adapter appends each unit that it reduces to ``synchronized``. It calls
+    ``on_backward_end`` at the end of every backward, with True if that synchronizes gradients.
     """
 
     def __init__(self, gradients: Iterable[StepGradients], on_backward_end: Callable[[bool], None]) -> None:
@@ -728,12 +728,12 @@ class StepWatch:
         self.restart_in_order_of_model()
 
     def restart_in_order_of_model(self) -> None:
-        """Begin before the first backward, or after an exception that ranks may have met at different points."""
+        """Restart before the first backward, or after an exception, since ranks may meet it at different points."""
         self._order = self._gradients[::-1]
         self.abandon()
 
     def finished(self, unit: StepGradients) -> list[StepGradients]:
-        """Note that autograd has finished a unit's gradients; return the units whose turn it is, maybe not this one."""
+        """Note that autograd has finished ``unit``; return the units whose turn it is, which may exclude ``unit``."""
         self._finished.add(id(unit))
         due = []
         while self._turn < len(self._order):
@@ -753,13 +753,13 @@ class StepWatch:
         return [unit for unit in order if unit.takes_part and id(unit) not in returned]
 
     def restart(self) -> None:
-        """End a backward: the next one begins at the first turn, in the order in which this one synchronized."""
+        """End a backward; the next one takes its order from the units that this one synchronized, then the others."""
         first = dict.fromkeys(self.synchronized)
         self._order = [*first] + [unit for unit in self._order if unit not in first]
         self.abandon()
 
     def abandon(self) -> None:
-        # Some ranks may have got further than others, so the order of the failed backward is not used.
+        # If a backward fails, ranks may be at different points, so its own order is not used.
         self._turn = 0
         self.synchronized: list[StepGradients] = []
         self._finished: set[int] = set()

@@ -1,4 +1,4 @@
-"""One hop of a collective: its bytes, and its label in profiles."""
+"""One hop of a collective, with its codec, byte count and profiler label; streams, and coalesced all-gathers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SideStream:
         self._readers: set[torch.cuda.Stream] = set()  # stays small: torch reuses a device's few streams in turn
 
     def after_current(self, device: torch.device) -> AbstractContextManager[object]:
-        """Return the stream as a context; it waits for all work so far of the current stream and of its readers."""
+        """Return the stream as a context, after it waits for the current stream and the readers of its tensors."""
         if device.type != "cuda":
             return _NOTHING
         if device not in self._streams:
@@ -57,7 +57,7 @@ class SideStream:
         return torch.cuda.stream(stream)
 
     def read_by_current(self) -> None:
-        """Remember that the current stream reads tensors made in this one."""
+        """Note that the current stream reads tensors that were made in the side stream."""
         for device in self._streams:
             self._readers.add(torch.cuda.current_stream(device))
 
@@ -73,7 +73,7 @@ def wait_for(event: torch.cuda.Event | None, device: torch.device) -> None:
 
 
 def keep_until_read(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, whose memory is not reused before the current stream has done the work enqueued so far."""
+    """Return ``tensor``; once freed, its memory is not reused before the current stream has done its work."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensor
@@ -178,7 +178,7 @@ class Traffic:
 
 @dataclass(frozen=True, eq=False)
 class Hop:
-    """Collectives of one kind over one process group; chunks from or for its ranks lie in the group's order."""
+    """Collectives of one kind over one process group; chunks lie in the order of the group's ranks."""
 
     group: dist.ProcessGroup
     kind: Kind

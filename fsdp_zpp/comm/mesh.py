@@ -54,7 +54,7 @@ def for_collectives(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def compute_device(group: dist.ProcessGroup | None, device: torch.device | str | int | None) -> torch.device | None:
-    """Return the device of a frozen base's codes, the user's ``device`` if given; None means that of its weights."""
+    """Return the device for a frozen base's codes: ``device`` if given; None stands for the device of the weights."""
     kind = accelerator()
     if isinstance(device, int):
         return torch.device("cpu" if kind is None else kind.type, device)
@@ -120,7 +120,7 @@ def launched_on_each_node() -> int:
 
 
 def launcher_variables() -> str:
-    """Return the launcher's variables as text, which ranks compare if no layout of a group follows from them."""
+    """Return the launcher's variables as text; ranks compare it if the variables do not give a group's layout."""
     tasks = _tasks_on_each_node()
     if "LOCAL_WORLD_SIZE" in os.environ or not tasks:
         return f"LOCAL_WORLD_SIZE={os.environ.get('LOCAL_WORLD_SIZE')}"
@@ -131,7 +131,7 @@ def launcher_variables() -> str:
 def _by_torchrun() -> int:
     local_world, nodes = _positive("LOCAL_WORLD_SIZE"), _positive("GROUP_WORLD_SIZE")
     if nodes and nodes * local_world != dist.get_world_size():
-        # A rank knows only its own node's size. It is compared with the average, which few nodes have if sizes differ.
+        # A rank knows only its own node's size, so compare it with the average: if sizes differ, few nodes have that.
         raise _unequal(nodes, local_world)
     return local_world
 
@@ -182,17 +182,17 @@ def _place_on_nodes() -> str:
 # from a count of groups that each member keeps. In torch 2.11 to 2.13 a member counts the groups that it has been in:
 # members whose counts differ (after one more group that only some are in, such as a pipeline's first and last stage)
 # wait for each other forever. From 2.14 on a member counts the groups that it has made: if only some ranks have made a
-# group, they wait forever for the others when all ranks make the next one. So this library names a group by its ranks
-# and by the number of earlier groups of exactly these ranks in the job. All members have made these earlier groups, so
+# group, all ranks hang when they make the next one together. So this library names a group by its ranks and by the
+# number of earlier groups of exactly these ranks in the job. All members have made these earlier groups, so
 # they agree on the number without communication. Each new group gets a new number, so it does not read keys that an
 # older group of the same ranks has left in the store.
 #
-# A DeviceMesh knows its groups by name alone, but meshes are equal if their ranks are. torch caches the results of
-# operations on DTensors, meshes included, and finds them by equality. So a model may compute with the mesh of an
-# earlier model whose groups are gone, above all if a process destroys the default group and makes another one. The
-# numbers then begin again at 0: groups that are made in the same order get the same names, and the meshes in old state
-# dicts find groups under their names. Groups that are made in another order get other names. So the caches are cleared
-# when the first unit over a group is made, and when groups are destroyed.
+# A DeviceMesh refers to its groups only by name, but two meshes are equal if their ranks are. torch caches the results
+# of operations on DTensors, meshes included, and looks them up by equality. So a model may compute with an earlier
+# model's mesh, whose groups are gone, above all if a process destroys the default group and makes another one. The
+# numbers then begin again at 0: groups that are made in the same order get the same names, and meshes in old state
+# dicts find them. Groups that are made in another order get other names, and a cached mesh does not find them. So the
+# caches are cleared when the first unit over a group is made, and when groups are destroyed.
 
 # For each default group, the number of groups made so far of the same ranks.
 _made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
@@ -219,8 +219,8 @@ def named_by_ranks() -> Iterator[None]:
 
 
 def forget_equal_meshes() -> None:
-    """Clear torch's caches of meshes: an equal one may have lost its groups, or have this process at another rank."""
-    # Threads have caches of their own; those of other threads stay.
+    """Clear torch's caches of meshes: a cached mesh may equal a new one, but lack its groups or this process's rank."""
+    # Each thread has its own caches; other threads' caches stay.
     propagate: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
     plan: Any = getattr(_redistribute, "_gen_transform_infos", None)
     clears = (
@@ -262,7 +262,7 @@ class ProcessMesh:
     intra: dist.ProcessGroup | None
     inter: dist.ProcessGroup | None
     group: dist.ProcessGroup | None = None
-    # It is not compared, since hops are the same whatever determines the node size.
+    # Equality ignores it, since hops are the same whatever determines the node size.
     by_links: bool = field(default=False, compare=False)
 
     def own_node(self) -> ProcessMesh:
@@ -290,7 +290,7 @@ _Subgroup = dist.ProcessGroup | Literal["whole"] | None
 _own_ranks: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[_Subgroup, _Subgroup]]] = WeakKeyDictionary()
-# Subgroups that were made of other groups, by default group: torch keeps a group until it is destroyed explicitly.
+# For each default group, parent groups and their subgroups: torch keeps a group until it is destroyed explicitly.
 _made_of: WeakKeyDictionary[dist.ProcessGroup, list[tuple[ref[dist.ProcessGroup], dist.ProcessGroup]]]
 _made_of = WeakKeyDictionary()
 # Layouts by the launcher's node size: looking at all ranks of a group takes too long to repeat for every unit.
@@ -379,7 +379,7 @@ def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def with_own_hop(mesh: ProcessMesh) -> ProcessMesh:
     """Return ``mesh``, with a twin as the inter-node hop if that is ``mesh.group``. Collective at the first call."""
-    # An exchange over the twin leaves the group itself free, so ranks can compare arguments over it meanwhile.
+    # An exchange over the twin leaves ``mesh.group`` free, so ranks can compare arguments over it meanwhile.
     return replace(mesh, inter=twin_of(mesh.group)) if mesh.group and mesh.group is mesh.inter else mesh
 
 
@@ -425,7 +425,7 @@ def _backend_of(group: dist.ProcessGroup) -> str | None:
 
 
 def _remember(parent: dist.ProcessGroup, *subgroups: _Subgroup) -> None:
-    """Note ``subgroups``, to destroy them after ``parent`` is destroyed; torch itself destroys the default group's."""
+    """Note ``subgroups``, to destroy them after their parent; torch itself destroys those of the default group."""
     world = dist.group.WORLD
     if world is not None and parent is not world:
         remembered = _made_of.setdefault(world, [])

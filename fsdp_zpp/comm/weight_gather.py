@@ -34,15 +34,14 @@ from .mesh import ProcessMesh
 _version_of = attrgetter("_version")
 
 CHECK = "FSDP_ZPP_CHECK"
-"""The environment variable to compare reused weights with the shards; see the docs of secondary shards."""
+"""The environment variable that compares reused weights with the shards; see the docs of secondary shards."""
 
 
 class ShardVersion:
-    """Versions of a unit's shards: any two are equal if nothing was written, moved or replaced in between."""
+    """Versions of a unit's shards: two are equal if nothing was written, moved or replaced in between."""
 
     # A new tensor counts writes from zero, and an allocator may give it the address of a freed one, so count and
-    # address could both match by chance. A weak reference to a storage keeps its address from reuse, but does not keep
-    # its memory.
+    # address could both match by chance. A weak reference keeps a storage's address from reuse, but not its memory.
     def __init__(self) -> None:
         self.of_contents = os.environ.get(CHECK, "") not in ("", "0")
         self._storages: list[int] = []
@@ -50,7 +49,7 @@ class ShardVersion:
         self._moves = 0
 
     def of(self, memory: Sequence[Tensor], counted: Sequence[Tensor]) -> Hashable:
-        """Return the version of the gathered tensors ``memory``; users and optimizers write to ``counted``."""
+        """Return the version of ``memory``, the tensors to gather; torch counts writes to them on ``counted``."""
         if self.of_contents:
             # The values of DTensors are in ``memory`` already; those of other subclasses are not.
             others = (each for each in counted if not isinstance(each, DTensor) and hasattr(each, "__tensor_flatten__"))
@@ -101,13 +100,13 @@ class CheckpointedShard(TypedDict):
 #
 # [Note: Staleness]
 # A kept secondary shard is stale once the weights have changed. Ranks that disagree on that would enter different
-# collectives and hang, so only events that all ranks share make a shard stale (``mark_stale``), never a look at the
-# shard: a rank whose shard is all padding sees no write. Looking at the shard serves as a check only: if the caller's
-# ``version`` of the shard differs from the one that was encoded, something wrote to the weights without an event, and
-# the gather raises rather than compute with old weights. That error is local: ranks that saw no write wait for this one
-# until their process group's timeout. A gather cannot make ranks agree on such a write either: between changes they may
-# use different units, and the host would have to wait to learn what others saw. Under FSDP_ZPP_CHECK the host does
-# wait, before each forward of a model, where all ranks meet; see runtime/lifecycle.py.
+# collectives and hang, so only events that all ranks share make a shard stale (``mark_stale``). A look at the shard
+# never does: a rank whose shard is all padding sees no write. The shard's ``version`` is only a check: if it differs
+# from the version that was encoded, something wrote to the weights without an event, and the gather raises rather than
+# compute with old weights. That error is local: ranks that saw no write wait for this one until their process group's
+# timeout. The gather can't ask other ranks about such a write: they may use different units between changes, and the
+# host would have to wait for their answer. Under FSDP_ZPP_CHECK the host does wait, before each forward of a model,
+# where all ranks meet; see runtime/lifecycle.py.
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -117,11 +116,12 @@ class StaleSecondaryError(RuntimeError):
 
 
 class ShardValues(NamedTuple):
-    """Full-precision values of a unit's shard on this rank, flat, on the device that gathers, and their number.
+    """Full-precision values of a unit's shard on this rank, flat, on the device that gathers.
 
     Attributes:
-        version: Their version, as of :meth:`ShardSource.shard_version`.
-        is_trained: Whether steps change them.
+        numel: The number of values in all ``tensors``.
+        version: Their version, from :meth:`ShardSource.shard_version`.
+        is_trained: True if optimizer steps change them.
     """
 
     tensors: Sequence[Tensor]
@@ -131,7 +131,7 @@ class ShardValues(NamedTuple):
 
 
 class ShardSource(Protocol):
-    """An adapter's record of a unit, from which weights are read before FSDP asks for their gather."""
+    """An adapter's record of a unit; prefetching reads weights from it before FSDP asks for their gather."""
 
     def can_be_read(self) -> bool:
         """Return whether the weights can be read now, and will not change before their gather."""
@@ -142,7 +142,7 @@ class ShardSource(Protocol):
     def read(self) -> ShardValues: ...
 
     def shard_version(self) -> Hashable:
-        """Return a value that changes with each write to the shard that torch counts, and when it moves."""
+        """Return a value that changes when the shard moves, and with each write that torch counts."""
 
     def compares_contents(self) -> bool:
         """Return whether versions of the shard are fingerprints, which differ after any write."""
@@ -165,8 +165,8 @@ class SecondaryShard:
         base: The older secondary shard that the next delta refers to, if there is one.
         checkpointed: The shard from a checkpoint, until the first gather has compared it with the weights.
         source: The source of the weights; None if they can't be read.
-        side_stream: The stream in which it is made; None if it is made in the stream that reads it.
-        nbytes: Bytes of a payload that is sent whole; 0 until :meth:`sent_as` sets it and the places ``exact``.
+        side_stream: The stream that makes the shard; None for the stream that reads it.
+        nbytes: Bytes of a payload without deltas; 0 until the first :meth:`sent_as`.
         next_codec: The codec of the next gather, as :meth:`sent_as` takes it; None if that is not known yet.
         encoded_by: The codec of the payload; None without a payload.
     """
@@ -205,7 +205,7 @@ class SecondaryShard:
     # ---- from stale to fresh
 
     def sent_as(self, codec: Codec, numel: int, device: torch.device) -> Codec:
-        """Return ``codec``, with a tail if some of this rank's ``numel`` values are small ones, which travel exactly.
+        """Return ``codec``, with a tail if this rank's ``numel`` values include small parameters, sent exactly.
 
         Returns the same instance until an argument changes; sets ``exact`` and ``nbytes``.
         """
@@ -225,7 +225,7 @@ class SecondaryShard:
         return base
 
     def keep_base_apart(self) -> None:
-        """Move the base, if there is one, to memory of its own: it outlives the bases that share its memory."""
+        """Move the base, if there is one, to its own memory, since it outlives the bases that share its buffer."""
         if self.base is not None and self.base.untyped_storage().nbytes() > self.base.nbytes:
             self.base = self.take_base().clone()
 
@@ -320,7 +320,7 @@ class SecondaryShard:
             return {"row": None, "fresh": False, "fingerprint": None}
         if self._ready is not None:
             self._ready.synchronize()
-        # Read after the returns above, which are taken before the first forward: then there is no shard to read yet.
+        # Read only here: before the first forward there is no shard to read, and one of the returns above is taken.
         readable = self.source is not None and self.source.can_be_read()
         weights = torch.cat(list(self.source.read().tensors)) if readable and self.source is not None else None
         row = held[self.own_node : self.own_node + 1].cpu().clone()
@@ -367,7 +367,7 @@ def gather_inter_node(stale: Sequence[StaleShard]) -> None:
     # One collective sends all of them; each shard from a checkpoint takes another one.
     first, last = stale[0].shard, stale[-1].shard
     label = first.label if first is last else f"{first.label} to {last.label}"
-    # labelled() checks this, too; the check here spares a hot path the call while no profiler runs.
+    # labelled() makes the same check; made here, it saves a call on a hot path while no profiler runs.
     with labelled("refresh", label) if getattr(profiler, "_is_profiler_enabled", True) else _UNLABELLED:
         sent = []
         for each in stale:
@@ -405,20 +405,20 @@ def _send(sent: Sequence[StaleShard], label: str) -> None:
 
 def _kind(stale: StaleShard) -> Hashable:
     values = stale.values
-    # Units of a run share a buffer until each has a newer one. A frozen unit never gets one, so it shares none with
-    # trained units.
+    # Secondary shards of a run share a buffer, which lives until each is replaced. A frozen unit's never is, so frozen
+    # units have their own runs.
     exact = None if stale.shard.exact is None else stale.shard.exact.key
     return stale.codec, values.numel, stale.shard.base is not None, values.tensors[0].dtype, values.is_trained, exact
 
 
 class Run:
-    """Neighbours that are encoded as one: of one size, by one codec, all of them with a base for a delta or none."""
+    """Neighbouring shards encoded as one: all have the same size and codec, and all or none have a base for a delta."""
 
     def __init__(self, stale: list[StaleShard]) -> None:
         self.stale = stale
         codec = self._codec = stale[0].codec
         self._rows = len(stale)
-        # As without_tail does, whose call each gather would make.
+        # In place of without_tail(), to save a call in each gather.
         self._coded, self._tail = (codec.codec, codec.tail) if isinstance(codec, ExactTail) else (codec, 0)
         bases = [shard.take_base() for shard, _, _ in stale if shard.base is not None]
         self._base = _adjacent(bases) if bases else None
@@ -429,7 +429,7 @@ class Run:
         if exact is None or not self._tail:
             return self._encode(values)
         if values.data_ptr() == self.stale[0].values.tensors[0].data_ptr():
-            values = values.clone()  # the optimizer's shard itself is not to be written to
+            values = values.clone()  # do not write to the optimizer's shard itself
         # Small values travel in tails; see [Note: Small parameters] in flat_layout.py.
         parts = values.view(self._rows, -1)
         taken = parts[:, exact.flat]
@@ -488,9 +488,9 @@ def _adjacent(parts: Sequence[Tensor]) -> Tensor:
 #
 # [Note: Chunks]
 # To encode and send a unit by itself takes Python tens of microseconds and the network at least its latency. But a unit
-# can be used only when all that was sent with it has arrived. So what a forward needs is sent in a few chunks, the next
-# one while units of the last one compute. The larger a chunk, the longer its first unit waits for the others, so a
-# chunk of several units has a limit. ``gather_inter_node`` encodes and sends the units of a chunk.
+# can be used only when all that was sent with it has arrived. So a forward's weights are sent in a few chunks; while
+# units of one chunk compute, the next chunk is sent. The larger a chunk, the longer its first unit waits for the
+# others, so a chunk of several units has a limit. ``gather_inter_node`` encodes and sends the units of a chunk.
 
 CHUNKS = 4
 """Roughly how many chunks a forward's weights are sent in; all but the first can hide behind computation."""
@@ -499,8 +499,8 @@ LEAST_NBYTES = 2**20
 """A rank sends a MiB in about the time of the network's latency, so smaller chunks would gain nothing."""
 
 MOST_NBYTES = 2**24
-"""The most that a rank sends to all others for a chunk of several units: 16 MiB take 1.3 ms at 100 Gb/s a GPU. While a
-chunk is encoded, its full-precision values take four to eight times that, divided by the number of other nodes."""
+"""The most bytes that a rank sends for a chunk of several units, to all other nodes together: 16 MiB take 1.3 ms at 100
+Gb/s a GPU. During encoding, the full-precision values take 4 to 8 times the payload, which goes to each other node."""
 
 
 class SecondaryShardPrefetcher:
@@ -508,7 +508,7 @@ class SecondaryShardPrefetcher:
         self._shards = list(shards)
         self._least_nbytes = least_nbytes
         self._stream = SideStream()
-        self._excluded: set[int] = set()  # the ids of those that are not prefetched any more
+        self._excluded: set[int] = set()  # the ids of shards that are not prefetched any more
         for shard in self._shards:
             shard.side_stream = self._stream
 
@@ -517,7 +517,7 @@ class SecondaryShardPrefetcher:
         stale = [shard for shard in self._shards if shard.stale and shard is not needed]
         self._excluded.update(id(shard) for shard in (needed, *stale) if shard.unread)
         ahead = [
-            # Called in this stream, since it computes the tensors that may have replaced parameters.
+            # prepare_read() runs in the current stream: tensors that have replaced parameters are computed there.
             (shard, shard.next_codec, shard.source, shard.source.prepare_read())
             for shard in stale
             if id(shard) not in self._excluded and shard.next_codec and shard.source and shard.source.can_be_read()
@@ -530,7 +530,7 @@ class SecondaryShardPrefetcher:
                 if id(shard) in self._excluded:
                     shard.keep_base_apart()
             for chunk in in_chunks([(shard, shard.nbytes * shard.peers) for shard in codecs], self._least_nbytes):
-                # Others are read only now, since reading copies offloaded shards to the device.
+                # Read a shard only with its chunk, since reading copies offloaded shards to the device.
                 read = {shard: values if shard is needed else sources[shard].read() for shard in chunk}
                 gather_inter_node([StaleShard(shard, codecs[shard], read[shard]) for shard in chunk])
 
@@ -563,8 +563,8 @@ def in_chunks(
 #         | decode            one kernel, which restores the order of ranks
 #     unsharded parameters    in the dtype to compute in; scope N keeps them until the weights change
 #
-# ``gather_inter_node`` makes the steps down to the secondary shard, and ``SecondaryShardPrefetcher`` calls it for all
-# units of a model ahead of their use.
+# ``gather_inter_node`` goes down to the secondary shard, and ``SecondaryShardPrefetcher`` calls it for all units of a
+# model ahead of their use.
 
 
 class _Settled(NamedTuple):
@@ -581,7 +581,7 @@ class WeightGather:
 
     Args:
         codec: Encodes the weights for both hops; None sends them in the dtype of the output.
-        keep_secondary: Whether to keep the secondary shard from one call to the next, until it is marked stale.
+        keep_secondary: True to keep the secondary shard from one call to the next, until it is marked stale.
         label: The unit's name in profiles and errors.
     """
 
@@ -663,7 +663,7 @@ class WeightGather:
         return self._settled
 
     def _exact(self, numel: int, device: torch.device, *, of_all: bool) -> ExactPlaces | None:
-        """Return the places of small values in the output, or in this rank's shard, of ``numel`` values."""
+        """Return the places of small values in the output (``of_all``) or in this rank's shard of ``numel`` values."""
         source = self.secondary.source
         layout = None if source is None else source.layout(numel * self._world)
         if layout is None or not (layout.exact or layout.boundaries):

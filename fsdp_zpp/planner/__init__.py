@@ -1,7 +1,7 @@
-"""Planner: the memory, traffic and time of each of the 14 strategies, and which one to choose.
+"""Planner: the memory, traffic and time of each strategy, and which one to choose.
 
     cluster ── model_size ── memory ── step_time ── choice ── report ── plan ── cli
 
-The formulas follow what this package sends and keeps; bytes on the wire are exact. A docstring says so where a formula
-is PaRO's (arXiv 2310.06003). Only measurements in ``cluster`` communicate, and nothing loops over ranks.
+The formulas count what this package sends and keeps. Docstrings name the formulas that are PaRO's (arXiv 2310.06003).
+Only the measurements in ``cluster`` communicate. The time to make a plan does not grow with the number of ranks.
 """

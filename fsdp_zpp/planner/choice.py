@@ -1,10 +1,10 @@
 """The row that a plan chooses, and the reason.
 
-The fastest row that fits wins (PaRO, section 3.4); rows within :data:`TOLERANCE` of it count as equally fast. Among
-these, rows without codecs go first if computation hides their communication, and codecs would save neither
-:data:`TOLERANCE` of a step over the slow network nor :data:`LESS_MEMORY`. Then the row that communicates least over the
-slow network wins, since computation hides less communication in practice than in a plan. Equal rows are ranked by name
-(torch's strategies and presets, presets with a coarser base, letters), then by memory.
+The fastest row that fits wins (PaRO, section 3.4); rows within :data:`TOLERANCE` of it are equally fast. Among these,
+the row with the least time on the slow network wins, since computation hides less in practice than in a plan. A row
+without codecs wins instead if computation hides its communication, and codecs save neither :data:`TOLERANCE` of a step
+on the slow network nor :data:`LESS_MEMORY`. Ties go to torch's strategies and presets, then to presets with a coarser
+base, then to bare letters; within each kind, to the least memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def aligned(rows: Sequence[tuple[str, ...]], names: int) -> list[str]:
 
 
 def number(value: float) -> str:
-    """Format two decimals, or as many as a small number needs: models of a few MB have figures, too."""
+    """Format with two decimals, or with two significant digits below 0.1, which models of a few MB need."""
     return f"{value:,.2f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
 
 
@@ -55,12 +55,11 @@ def seconds(value: float) -> str:
 
 # ---- candidates
 #
-# A plan compares strategies of torch's that people run today, presets with their codecs, and the 14 combinations of
-# letters.
+# A plan compares torch's common strategies, presets with their codecs, and the 14 combinations of letters.
 
 
 def with_levels(codecs: Strategy, levels: str) -> Strategy:
-    """Return the strategy ``codecs`` with other letters, and without deltas if these keep no secondary shard."""
+    """Return ``codecs`` with other letters; if they keep no secondary shard, weights are sent whole, not as deltas."""
     weights, keeps_secondary = codecs.weights, Strategy(levels).keeps_secondary
     if isinstance(weights, Delta) and not keeps_secondary:
         weights = weights.whole
@@ -72,13 +71,12 @@ class Candidate:
     """One row of a plan.
 
     Args:
-        strategy: The strategy. For one of torch's, this package's strategy that sends and keeps the same, except that
-            torch accumulates gradients of several micro-batches in the dtype in which it reduces them.
-        title: Name of a preset, or of torch's strategy; None for letters alone.
+        strategy: The strategy. A row of torch's has this package's equivalent, which sends and keeps the same, but
+            accumulates gradients in fp32; torch accumulates them in the reduce dtype.
+        title: Name of a preset, or of torch's strategy; None for bare letters.
         torch: Name of torch's ``ShardingStrategy``; None for a strategy of this package.
-        coarser: True if the base is coarser than the preset's, to fit or to send less.
-        instead: Strategies that replace ``strategy``, tried in this order, if gradients in fp32 do not fit; for torch's
-            alone.
+        coarser: True if the base has fewer bits than the preset's, to fit or to send less.
+        instead: In a row of torch's, replacements of ``strategy``, in order, if fp32 accumulation does not fit.
     """
 
     strategy: Strategy
@@ -89,12 +87,12 @@ class Candidate:
 
 
 def lettered(codecs: Strategy) -> list[Candidate]:
-    """Return the 14 combinations of letters, each with the codecs of a strategy."""
+    """Return the 14 combinations of letters, each with the codecs of the strategy ``codecs``."""
     return [Candidate(with_levels(codecs, levels)) for levels in LEGAL_LEVELS]
 
 
 def of_torch(case: Case) -> Iterator[Candidate]:
-    """Yield what people run without this package: FULL_SHARD and, on several nodes, HYBRID_SHARD.
+    """Yield torch's FULL_SHARD and, on several nodes, HYBRID_SHARD.
 
     Under ``no_sync``, torch accumulates whole gradients on each rank, and communicates them once a step.
     """
@@ -107,11 +105,11 @@ def of_torch(case: Case) -> Iterator[Candidate]:
 
 
 def presets(case: Case, frozen: Codec | FrozenName | None) -> Iterator[Candidate]:
-    """Yield presets with their codecs: of ZeRO++, and of MixZ++ if parts of the model are frozen.
+    """Yield presets with their codecs: those of ZeRO++, and those of MixZ++ if parts of the model are frozen.
 
-    On a single node with fast links ZeRO++'s codecs are inactive, so it is left out. If links inside nodes are slow, a
-    variant that counts each GPU as a node is yielded, too, unless slow links make that the default already. If
-    ``frozen`` is None, several codecs of the base are compared with each other and with a base without a codec.
+    ZeRO++ is left out on a single node with fast links, where its codecs are inactive. Slow links inside nodes add a
+    variant that counts each GPU as a node; ZeRO++ needs none on a single node, where it follows the links. If
+    ``frozen`` is None, MixZ++ comes with several codecs of the base, and ZeRO++ with a base without a codec.
     """
     cluster, accumulates = case.cluster, case.work.micro_batches > 1
     found: list[Candidate] = []
@@ -128,7 +126,7 @@ def presets(case: Case, frozen: Codec | FrozenName | None) -> Iterator[Candidate
 
 
 def with_codecs(accumulates: bool, several_nodes: bool) -> Iterator[Candidate]:
-    """Yield ZeRO++'s presets, the plainest first, which ``plan`` predicts and ``bench`` measures."""
+    """Yield ZeRO++'s presets, the simplest first. ``plan`` predicts them, and ``bench`` measures them."""
     yield Candidate(Strategy.zeropp(), "zeropp")
     yield Candidate(Strategy.zeropp(weights=Int4Delta()), "zeropp Int4Delta")
     if accumulates:
@@ -148,28 +146,27 @@ def _with_quantized_base(accumulates: bool, codecs: Iterable[Codec | FrozenName]
 
 
 def _base_codecs() -> Iterator[Codec | FrozenName]:
-    yield "auto"  # which is Int8(256) for the weights that a plan knows of
+    yield "auto"  # Int8(256), since a plan knows no weights that are quantized already
     # NF4 is as small as Int4 and more accurate, but needs bitsandbytes.
     yield Int4(128) if find_spec("bitsandbytes") is None else NF4(64)
 
 
 # ---- paste
 #
-# The line of Python that makes a strategy: the shortest, by a preset where there is one.
+# The shortest line of Python that makes a strategy, by a preset if one is close.
 
 
 def line_of(strategy: Strategy, gpus_per_node: int | None = None) -> str:
     """Return a line that makes ``strategy``, with its imports.
 
-    The line has the ``gpus_per_node`` that is passed here; the strategy's own is left out, since the launcher or the
-    machine tells it.
+    ``gpus_per_node`` replaces the strategy's own; None leaves it to the launcher or the machine.
     """
     call, names = _call(dataclasses.replace(strategy, gpus_per_node=gpus_per_node))
     return f"from fsdp_zpp import {', '.join(sorted({'Strategy', *names}))}; strategy = {call}"
 
 
 def _call(strategy: Strategy) -> tuple[str, set[str]]:
-    # min() takes the first of equally short calls, so MixZ++ goes first for a quantized base.
+    # min() takes the first of equally short calls, so MixZ++ comes first for a quantized base.
     names = sorted(PRESETS, key=lambda name: name != "mixzpp" or strategy.frozen is None)
     calls = [(f"Strategy.{name}", _differences(strategy, getattr(Strategy, name)())) for name in names]
     calls.append(("Strategy", {"levels": strategy.levels} | _differences(strategy, Strategy())))
@@ -187,13 +184,13 @@ def _differences(strategy: Strategy, base: Strategy) -> dict[str, Any]:
 
 
 def _value(value: Any, names: set[str]) -> str:
-    """Write a value as Python, without arguments that are its class's defaults; add the classes' names to ``names``."""
+    """Return a value as Python, without arguments that equal the defaults; add the classes' names to ``names``."""
     if isinstance(value, str):
         return json.dumps(value)
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return repr(value)
     names.add(type(value).__name__)
-    # Dataclasses of strategies have defaults for all arguments.
+    # Every dataclass in a strategy has defaults for all fields.
     default = type(value)()
     given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     texts = [f"{name}={_value(each, names)}" for name, each in given.items() if each != getattr(default, name)]
@@ -208,15 +205,15 @@ class Estimate:
     """Figures of one row: a strategy of this package, or one of torch's.
 
     Args:
-        strategy: The strategy of all parameters. For a row of torch's, this package's strategy that sends the same; if
-            gradients accumulated in fp32 do not fit, one that reduces each micro-batch.
-        topology: The layout of the ranks as the strategy sees it.
+        strategy: The strategy. A row of torch's has this package's equivalent that fits: one that reduces in each
+            micro-batch, if fp32 accumulation does not fit.
+        topology: The layout of the ranks under the strategy.
         volume: Bytes that one GPU sends in an optimizer step.
         inter_node_bytes: Bytes that all GPUs of a node together send to other nodes in an optimizer step.
         memory: Bytes on one GPU.
         time: Seconds of an optimizer step.
         fits: True if the memory suffices.
-        candidate: The candidate that the figures are of.
+        candidate: The candidate of these figures.
     """
 
     strategy: Strategy
@@ -240,7 +237,7 @@ class Estimate:
 
     @property
     def title(self) -> str | None:
-        """Return the name of a preset or a strategy of torch's; None for a row that has letters alone."""
+        """Return the name of a preset or a strategy of torch's; None for bare letters."""
         return self.candidate.title
 
     @property
@@ -270,11 +267,11 @@ TOLERANCE = 0.03
 """Times within this fraction of the shortest count as equal: predictions are no better, and machines drift as much."""
 
 LESS_MEMORY = 0.1
-"""Fraction of memory that codecs must save to be worth it: a quantized base saves more, a step's buffers less."""
+"""Fraction of memory that codecs must save to be chosen for it. A quantized base saves more, smaller buffers less."""
 
 
 def choose(estimates: Sequence[Estimate], slow_links: bool) -> Estimate | None:
-    """Return the best that fits by the rule above; None if nothing fits."""
+    """Return the best row that fits, by the rule at the top of this module; None if nothing fits."""
     fitting = [estimate for estimate in estimates if estimate.fits]
     if not fitting:
         return None
@@ -287,14 +284,15 @@ def choose(estimates: Sequence[Estimate], slow_links: bool) -> Estimate | None:
     cost = _slow_hop(fast, slow_links)
     gains_nothing = cost(without) - cost(best) <= TOLERANCE * without.time.total
     gains_nothing &= best.memory.total >= (1 - LESS_MEMORY) * without.memory.total
-    # Where the CPU's launches take longest, plans are too rough: LoRA of a 6.7B model on two nodes of one GPU was a
-    # tenth slower under HSDP than under codecs, though a twelfth of its planned step was communication.
+    # If only the CPU's launches hide communication, plans are too rough to drop codecs: LoRA of a 6.7B model on two
+    # nodes of one GPU was a tenth slower under HSDP than with codecs, though HSDP's planned step was only a twelfth
+    # communication.
     return without if gains_nothing and _hider(without) == "computation" else best
 
 
 def _plainest(estimates: list[Estimate]) -> Estimate:
     def rank(each: Estimate) -> tuple[bool, bool, int, bool]:
-        # Where letters coincide, as I and G do on one node, the usual name wins: False sorts before True.
+        # On one node, I and G are the same. The letters of the effective scopes win: False sorts before True.
         usual = "".join(resolve_scopes(Scopes(*each.levels), each.topology))
         return *_preset_order(each), each.memory.total, usual != each.levels
 
@@ -330,7 +328,7 @@ def _least_on_slow_hop(estimates: list[Estimate], slow_links: bool) -> list[Esti
 
 
 def _slow_hop(estimates: list[Estimate], slow_links: bool) -> Callable[[Estimate], float]:
-    """Return the time over the slow network: inter-node, or intra-node if no row has any of that and links are slow."""
+    """Return the function of a row's time on the slow network: between nodes, or else inside them if links are slow."""
     if any(estimate.time.inter for estimate in estimates):
         return lambda estimate: estimate.time.inter
     return lambda estimate: estimate.time.intra if slow_links else 0.0
@@ -391,7 +389,7 @@ def _on_ties(choice: Estimate, alike: list[Estimate], others: str, slow_links: b
 
 
 def _beside_full_shard(estimates: Sequence[Estimate], choice: Estimate) -> str:
-    """Compare with FSDP's default, by which readers judge."""
+    """Compare with FSDP's default."""
     full_shard = next((each for each in estimates if each.torch == "FULL_SHARD"), None)
     full_shard = full_shard or next(each for each in estimates if each.levels == "GGG")
     if choice.name == full_shard.name:

@@ -1,4 +1,4 @@
-"""``python -m fsdp_zpp plan``: an option for each argument of ``plan``, by its annotation and its docstring."""
+"""``python -m fsdp_zpp plan``: one option per argument of ``plan``, made from its annotation and docstring."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def _add_model(group: argparse._ArgumentGroup, helps: dict[str, str]) -> None:
     which.add_argument(
         "--model", metavar="CONFIG", help="a config.json, a directory that has one, or a name on the Hugging Face hub"
     )
-    # Kept as text: a share can be resolved only when the number of parameters is known.
+    # Kept as text: only the number of parameters turns a share into a number.
     group.add_argument("--trainable", metavar="N|X%", help=f"{helps['trainable']}; or a share, e.g. 0.3%%")
     _add(group, "units", helps["units"])
 
@@ -231,11 +231,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def errors_of_arguments(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Return a context that exits with 2 on errors of the arguments; any other is a bug and keeps its traceback."""
+    """Return a context that exits with 2 on errors in arguments; other errors are bugs and keep their tracebacks."""
     try:
         yield
     except (ValueError, TypeError, ModuleNotFoundError, OSError) as error:
-        # All ranks have the same arguments and so the same error; one message is enough.
+        # All ranks have the same arguments, and so the same error.
         if is_rank_zero():
             parser.error(str(error))
         raise SystemExit(2) from None
@@ -268,7 +268,7 @@ def _size(arguments: argparse.Namespace) -> ModelSize:
 
 
 def _measured(given: dict[str, Any], mib: float, link: str | None) -> dict[str, Any]:
-    """Measure the arguments of the cluster that were not given on the running job, and return them."""
+    """Return the arguments of the cluster that were not given, as measured in the running job."""
     if given["inter_gbps"] is not None and given["intra_gbps"] is not None:
         raise ValueError(
             "--measure has nothing to measure: --inter-gbps and --intra-gbps are both given; remove one of the three"
@@ -283,7 +283,7 @@ def _measured(given: dict[str, Any], mib: float, link: str | None) -> dict[str, 
     try:
         bandwidth = measure_bandwidth(world(), gpus, mib)
         found = {name: getattr(bandwidth, name) for name, value in given.items() if value is None}
-        # A node size that is given stays, and so does what the name of a link says.
+        # A given node size must not change, and a link's name tells by itself whether it is slow.
         if gpus is None and link is None:
             found["slow_links"] = links_are_slow(world(), bandwidth if "intra_gbps" in found else None)
     finally:

@@ -107,9 +107,9 @@ class StepConfig:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Memory of one GPU, in GiB (2**30 bytes), and where the rest goes.
+    """Memory of one GPU in GiB (2**30 bytes), and how much of it model states cannot use.
 
-    GPUs are named after GB but have GiB: an A100-80GB holds 80 GiB, of which torch sees 79.2.
+    GB in the name of a GPU means GiB: an A100-80GB holds 80 GiB, of which torch sees 79.2.
 
     Args:
         gpu_memory: Memory of the GPU; None sets no limit.
@@ -141,8 +141,7 @@ class Precision:
     """Dtypes of a training with mixed precision.
 
     Args:
-        compute: Dtype of the weights in forward and backward, on the wire without a codec, and of the shards of frozen
-            ones.
+        compute: Dtype of weights in forward and backward, and on the wire without a codec; of frozen shards, too.
         reduce: Dtype of the gradients on the wire without a codec.
         storage: Dtype of the shards that the optimizer updates.
         optimizer_bytes: Bytes of optimizer state per trainable element; 8 is Adam in fp32.
@@ -170,7 +169,7 @@ class Precision:
 
 
 def whole(name: str, value: float, least: int = 1) -> int:
-    """Return ``value`` as an int; it may be a float such as ``70e9``. Raise TypeError or ValueError otherwise."""
+    """Return ``value``, maybe a float such as ``70e9``, as an int; raise TypeError or ValueError if it is none."""
     number = _number(name, value)
     if not number.is_integer() or number < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
@@ -196,7 +195,7 @@ def _number(name: str, value: object) -> float:
 #
 # Typical GPUs, the links between them, and networks: figures of vendors' data sheets, by name.
 #
-# They are peaks. A GPU computes at a part of its peak, and collectives reach a part of a link's: see ``hardware``.
+# All figures are peaks; for what a GPU and a link reach of them, see ``hardware`` below.
 
 
 class Gpu(NamedTuple):
@@ -213,9 +212,9 @@ class Gpu(NamedTuple):
     link: str
 
 
-# TFLOP/s are without sparsity, half of the figure with it where a data sheet has only that. Those of a10, a100, b200,
-# h100, h200, l4 and l40s are from NVIDIA's data sheets of 2021 to 2025; those of the others from the appendices of its
-# whitepapers on the architectures GA102 (a6000, rtx3090), Ada (rtx4090) and RTX Blackwell (rtx5090).
+# TFLOP/s are without sparsity: half of the figure if a data sheet gives only the one with it. Sources are NVIDIA's data
+# sheets of 2021 to 2025 for a10, a100, b200, h100, h200, l4 and l40s; for the others, appendices of its whitepapers on
+# the architectures GA102 (a6000, rtx3090), Ada (rtx4090) and RTX Blackwell (rtx5090).
 GPUS: Mapping[str, Gpu] = {
     "a10": Gpu(24, 125, "pcie4"),
     "a100": Gpu(80, 312, "nvlink3"),
@@ -233,8 +232,8 @@ GPUS: Mapping[str, Gpu] = {
     "rtx5090": Gpu(32, 209.5, "pcie5"),
 }
 
-# NVLink is half of the total of both directions in NVIDIA's data sheets of A100 (600 GB/s), H100 (900), HGX B200 (1800)
-# and RTX A6000 (112.5, a bridge between two GPUs). PCIe is 16 lanes with 128b/130b encoding, by its specification.
+# NVLink has half the rate in NVIDIA's data sheets, which add both directions: A100 (600 GB/s), H100 (900), HGX B200
+# (1800), RTX A6000 (112.5, a bridge between two GPUs). PCIe is 16 lanes with 128b/130b encoding, by its specification.
 LINKS: Mapping[str, float] = {
     "nvlink3": 2400,
     "nvlink4": 3600,
@@ -246,7 +245,7 @@ LINKS: Mapping[str, float] = {
 }
 """Gbit/s that one GPU sends to others of its machine, at the link's peak, in one direction."""
 
-# Ethernet is by its name (IEEE 802.3), InfiniBand four lanes by the roadmap of its Trade Association.
+# Ethernet has the rate in its name (IEEE 802.3), InfiniBand four lanes' rate in its Trade Association's roadmap.
 NETWORKS: Mapping[str, float] = {
     **{f"{rate}gbe": float(rate) for rate in ("1", "2.5", "10", "25", "40", "50", "100", "200", "400")},
     "ib-edr": 100,
@@ -268,27 +267,25 @@ def _named(what: str, known: Mapping[str, T], name: str) -> T:
 
 # ---- hardware
 #
-# Figures of a cluster by the names of its hardware, where no numbers are given.
-#
-# Peaks are discounted: a GPU of the catalog is taken to compute at :data:`UTILIZATION` of its peak, and collectives to
-# reach :data:`OF_A_LINK` of a link inside a machine. The CPU is taken to need :data:`LAUNCH_MS` to launch a unit.
+# Figures of a cluster by the names of its hardware, where no numbers are given. GPUs and the links inside a machine are
+# taken to reach a share of their peaks; networks count at line rate.
 
 UTILIZATION = 0.4
 """Share of its peak FLOP/s at which a GPU computes a layer of a transformer."""
 OF_A_LINK = 0.5
-"""Share of a link's peak that an all-gather reaches: over NVLink between two H200s, of 26 MiB, 196 to 200 of 450 GB/s
-(hops-2x2-* in benchmarks/step/results/hops-h200.json)."""
+"""Share of a link's peak that an all-gather reaches. One of 26 MiB over NVLink between two H200s reaches 196 to 200 of
+450 GB/s (hops-2x2-* in benchmarks/step/results/hops-h200.json)."""
 SLOWEST_NVLINK = OF_A_LINK * LINKS["nvlink-bridge"]
-"""Gbit/s that collectives reach over the slowest NVLink; what is slower is taken for PCIe or the host's memory."""
+"""Gbit/s that collectives reach over the slowest NVLink; slower links are taken for PCIe or the host's memory."""
 LAUNCH_MS = 5.0
-"""Milliseconds in which a CPU launches forward and backward of one unit in eager mode: of the 25 units of a Llama of
-1.35B under fully_shard, 141 to 243 ms on the CPUs of H100 and H200 machines (benchmarks/step/results/1.35B-*.json)."""
+"""Milliseconds in which a CPU launches forward and backward of one unit in eager mode. CPUs of H100 and H200 machines
+take 141 to 243 for the 25 units of a 1.35B Llama under fully_shard (benchmarks/step/results/1.35B-*.json)."""
 
 
 def named_figures(gpu: str | None, link: str | None, net: str | None) -> dict[str, Any]:
-    """Return the figures that names stand for, by the arguments of ``plan`` that override them.
+    """Return the figures of named hardware. All but ``launch_ms`` have the name of the argument that overrides them.
 
-    A node with several network cards has their number before the name: ``8xib-ndr``.
+    The number of a node's network cards goes before their name: ``8xib-ndr``.
     """
     figures: dict[str, Any] = {}
     if gpu is not None:
@@ -313,7 +310,7 @@ REPETITIONS = 7
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Measured bandwidths as of :class:`Cluster`, the same on every rank; None where there is one node, or one GPU."""
+    """Measured bandwidths of a :class:`Cluster`, the same on every rank; None for a hop that has no other rank."""
 
     nodes: int
     gpus_per_node: int
@@ -326,9 +323,9 @@ def measure_bandwidth(
 ) -> Bandwidth:
     """Time all-gathers between nodes and inside them. Collective over ``group``.
 
-    All ranks take part at once, so the inter-node figure is that of a node's whole network, not the share of one GPU.
-    After an all-gather, a rank holds ``mib`` MiB. A repetition counts with the time of its slowest rank. The result is
-    the median of all but the first, which warms up.
+    All ranks take part at once, so the inter-node figure is that of a node's whole network. Each all-gather leaves
+    ``mib`` MiB on a rank and counts with the time of the slowest rank. The first one warms up; the result is the median
+    of the others.
 
     Raises:
         TypeError: If an argument is not a number.
@@ -343,9 +340,9 @@ def measure_bandwidth(
         hop = hop_over(subgroup, "gather", level, traffic)
         if hop is None:
             return None
-        # Every rank sends an equal part of the bytes that all hold in the end.
+        # Each rank contributes an equal part of the gathered bytes.
         seconds = _median_seconds(hop, group, max(1, nbytes // hop.size))
-        sent = traffic.sent["gather", level] / (REPETITIONS + 1)  # the warm-up counts here
+        sent = traffic.sent["gather", level] / (REPETITIONS + 1)  # traffic includes the warm-up
         return senders * sent * 8 / seconds / 1e9
 
     return Bandwidth(
@@ -357,9 +354,9 @@ def measure_bandwidth(
 
 
 def links_are_slow(group: dist.ProcessGroup, measured: Bandwidth | None) -> bool | None:
-    """Return whether the links inside a node are slow: as the machine says, which decides on nodes in training, too.
+    """Return whether the links inside a node are slow. Collective over ``group``.
 
-    If the machine does not say, the measurement does; None if there is neither. Collective over ``group``.
+    The machine tells, as in training. If it does not, ``measured`` tells; None if neither does.
     """
     links = find_links(group)
     if links is not None:
@@ -384,7 +381,7 @@ def _median_seconds(hop: Hop, group: dist.ProcessGroup, nbytes: int) -> float:
     payload = torch.zeros((1, nbytes), dtype=torch.uint8, device=device)
     times = torch.empty(REPETITIONS + 1, dtype=torch.float64, device=device)
     for repetition in range(REPETITIONS + 1):
-        # All ranks start together, or the first would count its wait for the last.
+        # All ranks start together, so that no rank's time includes its wait for another to start.
         dist.barrier(group)
         if on_gpu:
             torch.cuda.synchronize()

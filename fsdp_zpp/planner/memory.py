@@ -23,17 +23,17 @@ from .model_size import Unit, Units
 
 # ---- frozen base
 #
-# A rank's memory and gathers of a frozen base that is quantized once.
+# Memory and gathers of a frozen base that is quantized once.
 #
-# FSDP does not manage a quantized base. Its placement decides where it is kept, and its double buffer when it is
-# gathered, whatever the optimizer scope and whatever FSDP reshards: each node keeps a copy, under parameter scope G,
-# too, and a unit that is still in one of the two buffers is not gathered again.
+# FSDP does not manage a quantized base, so the optimizer scope and resharding do not matter. The base's placement
+# decides where it is kept: each node keeps a copy, even under parameter scope G. A double buffer decides when a unit is
+# gathered: only if it is in neither of the two buffers.
 #
 # The plan knows only the size of a unit, so it treats each as one weight. It assumes that half of the root's parameters
 # come before the layers (an embedding) and half after them (a head).
 
 _PLAYED = 6
-"""Number of equal units that are played through. Each further one is gathered once in forward and once in backward."""
+"""Number of equal units whose gathers are simulated. Each further one adds a gather in forward and one in backward."""
 
 
 def kept_nbytes(numel: int, codec: Codec, strategy: ResolvedStrategy) -> int:
@@ -41,7 +41,7 @@ def kept_nbytes(numel: int, codec: Codec, strategy: ResolvedStrategy) -> int:
 
 
 class Gathers(NamedTuple):
-    """Bytes that a rank sends inside its node for one forward and backward, and those of the buffers for gathering."""
+    """Bytes that a rank sends inside its node for one forward and backward, and bytes of its two buffers together."""
 
     sent: int
     buffers: int
@@ -51,7 +51,7 @@ def gathers_of(size: Units, codec: Codec, strategy: ResolvedStrategy) -> Gathers
     gpus, placement = strategy.topology.gpus_per_node, _placement(strategy)
 
     def gathered(numel: int) -> int:
-        # Under N, and on nodes of one GPU, each rank holds all of it anyway.
+        # Under N, and on nodes of one GPU, each rank keeps the whole base.
         if gpus == 1 or placement.scope == "N" or not numel:
             return 0
         return placement.chunks * codec.nbytes(placement.chunk_numel(numel, codec))
@@ -62,15 +62,15 @@ def gathers_of(size: Units, codec: Codec, strategy: ResolvedStrategy) -> Gathers
     cycle = [place for place, _ in groupby(forward + backward)]
     if len(cycle) > 1 and cycle[0] == cycle[-1]:  # the next step begins where this one ends
         cycle.pop()
-    # The next unit is gathered over the one before the last, unless they are the same.
+    # A unit is gathered into the buffer of the one two places before, unless that is the same unit.
     total = sum(sizes[unit][0] for place, unit in enumerate(cycle) if unit != cycle[(place - 2) % len(cycle)])
-    # Units go into the two buffers in turn. After an odd number of them, the next step begins with the other buffer.
+    # Units go into the two buffers in turn. After an odd number of units, the next step begins with the other buffer.
     turns = [sizes[unit][0] for unit in cycle * min(2, len(cycle))]
     layers = [unit for unit in size.units if unit.reshard_after_forward]
     total += sum(2 * max(unit.count - _PLAYED, 0) * gathered(unit.frozen) for unit in layers)
     if not layers:  # the order of units is unknown: assume that each is gathered in forward and backward
         total = 2 * sum(nbytes for nbytes, _ in sizes)
-    # A rank sends its own part, one of ``gpus`` equal ones, to each of the others.
+    # A rank sends its part, 1 / gpus of the total, to each of the other ranks.
     return Gathers(total // gpus * (gpus - 1), max(turns[::2], default=0) + max(turns[1::2], default=0))
 
 
@@ -86,20 +86,20 @@ def _sizes_in_order(size: Units) -> Iterator[tuple[int, bool]]:
 
 
 def _placement(strategy: ResolvedStrategy) -> Placement:
-    # The requested letter, not the effective scope: a base is placed by it. The sizes are the same on every rank, so
-    # rank 0 without process groups will do.
+    # The requested letter places a base, not the effective scope. Sizes are equal on all ranks, so rank 0 will do, and
+    # needs no process groups.
     return Placement.of_strategy(strategy.levels[0], ProcessMesh(strategy.topology, 0, None, None))
 
 
 # ---- volume
 #
-# Bytes on the wire: those that one rank sends in an optimizer step, hop by hop.
+# Bytes that one rank sends in an optimizer step, by hop.
 #
 # A rank sends b * (r - 1) bytes in an all-gather of b bytes over r ranks, and as many in an all-to-all of r parts of b
 # bytes: every byte goes to each of its destinations once. The figures include the padding of flat groups to equal
-# shards, and the scales and alignment that codecs add, but not that codecs leave small parameters as they are, which
-# adds about a hundredth. The step is one in the steady state: in the first, frozen weights that stay in a node or on a
-# rank are gathered once. Frozen weights with a codec of their own follow the rule of the frozen base above.
+# shards, and the scales and alignment that codecs add. Small parameters count as encoded; in fact they are not, which
+# adds about a hundredth. The first step is left out: it also gathers the frozen weights that a rank or node then keeps.
+# A quantized base follows the section above.
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def step_volume(size: Units, resolved: ResolvedStrategy, micro_batches: int, pre
 
 
 def shard_numel(numel: int, scope: str, topology: Topology) -> int:
-    """Return the elements of a flat group's padded shard: N has one shard, I one per GPU of a node, G one per rank."""
+    """Return the elements of a flat group's padded shard: one in all (N), one per GPU of a node (I) or per rank (G)."""
     return -(-numel // topology.shard_count(scope))
 
 
@@ -154,7 +154,7 @@ def nbytes(codec: Codec | None, numel: int, itemsize: int) -> int:
 
 def shard_payload(numel: int, strategy: ResolvedStrategy, precision: Precision) -> int:
     """Return the bytes of one rank's shard of the weights that FSDP gathers, encoded as they are sent."""
-    # Weights are gathered from the optimizer's shards, whatever their own scope.
+    # Weights are gathered from the optimizer's shards, whatever the parameter scope.
     shard = shard_numel(numel, strategy.scopes.optimizer, strategy.topology)
     return nbytes(strategy.weights, shard, precision.compute.itemsize)
 
@@ -162,8 +162,8 @@ def shard_payload(numel: int, strategy: ResolvedStrategy, precision: Precision) 
 def _gathers(numel: int, trainable: bool, strategy: ResolvedStrategy, precision: Precision, repeats: int) -> Volume:
     """Count all gathers of a flat group in a step (PaRO, appendix; ZeRO++'s hpZ, arXiv 2306.10209, for I over G).
 
-    ``repeats`` is the number of times that its unit needs weights which it does not keep. Weights that it keeps, on the
-    rank (N) or in the node as the secondary shard (I over G), become stale once a step, and never if they are frozen.
+    ``repeats`` is how often the unit gathers weights that are not kept. Weights that are kept, on the rank (N) or as
+    the node's secondary shard (I over G), are gathered again once a step; frozen ones, never.
     """
     parameters, _, optimizer = strategy.scopes
     nodes, gpus = strategy.topology.nodes, strategy.topology.gpus_per_node
@@ -173,32 +173,32 @@ def _gathers(numel: int, trainable: bool, strategy: ResolvedStrategy, precision:
     renewals = 1 if trainable else 0
     between = repeats if parameters == optimizer else renewals
     inside = renewals if parameters == "N" else repeats
-    if optimizer == "I":  # each node has all shards: nothing crosses nodes
+    if optimizer == "I":  # each node has all shards
         return Volume(0, inside * payload * (gpus - 1))
     changes = payload
     if isinstance(strategy.weights, Delta) and trainable:
         changes = strategy.weights.changes.nbytes(shard_numel(numel, "G", strategy.topology))
-    # After the inter-node hop a rank holds a shard of every node, and all of them go through the intra-node hop.
+    # After the inter-node hop, a rank holds a shard from every node, and sends all of them in the intra-node hop.
     return Volume(between * changes * (nodes - 1), inside * nodes * payload * (gpus - 1))
 
 
 def _reductions(numel: int, strategy: ResolvedStrategy, micro_batches: int, itemsize: int) -> Volume:
     """Count all reductions of a trainable flat group in a step (PaRO, appendix; ZeRO++'s qgZ for the hops down).
 
-    Down leads from full gradients to shards: an all-to-all in the node, then one between nodes. Up leads from shards to
-    what the optimizer holds, if that is coarser: an all-gather between nodes, then one in the node.
+    The hops down reduce whole gradients to shards: an all-to-all in the node, then one between nodes. The hops up
+    gather these for optimizer scopes I and N: an all-gather between nodes, then, under N, one in the node.
     """
     _, gradients, optimizer = strategy.scopes
     nodes, gpus = strategy.topology.nodes, strategy.topology.gpus_per_node
     intra_codec, inter_codec = strategy.gradient_codecs
     chunk = shard_numel(numel, "G", strategy.topology)
     if optimizer == "G":
-        # Encoded by chunk, since each goes to a rank of its own; otherwise a local index's part is encoded as one.
+        # Chunks go to different ranks, so each is encoded by itself. Under I and N, a node's shard is encoded as one.
         down_inside = nodes * nbytes(intra_codec, chunk, itemsize) * (gpus - 1)
     else:
         down_inside = nbytes(intra_codec, shard_numel(numel, "I", strategy.topology), itemsize) * (gpus - 1)
     down_between = nbytes(inter_codec, chunk, itemsize) * (nodes - 1)
-    # Sums are encoded by the codec of the hop that made them, and gathered as they are over both hops.
+    # The sums are encoded once, by the codec of the last hop down, and the hops up gather the codes.
     up = nbytes(inter_codec if nodes > 1 else intra_codec, chunk, itemsize)
     up_between = up * (nodes - 1) if optimizer != "G" else 0
     up_inside = nodes * up * (gpus - 1) if optimizer == "N" else 0
@@ -218,12 +218,12 @@ class Memory(Figures):
     """Bytes on one GPU.
 
     Attributes:
-        parameters: Weights kept beside the shard: on every rank (N), or in the node as the secondary shard (I over G);
-            and a quantized base, of which each node keeps a copy under G, too, from the first gather on.
+        parameters: Weights kept beside the shard: all of them (N), or the node's secondary shard (I over G). Also a
+            quantized base, of which each node keeps a copy, even under G.
         shard: The shard that the optimizer updates, and the shard of frozen weights that are not quantized.
         optimizer: The optimizer state.
         gradients: The accumulated gradients of micro-batches, or the shard's gradient if that is larger.
-        errors: The errors that error feedback keeps.
+        errors: The error state of error feedback.
         working: The buffers of the units in flight.
         activations: As in :class:`MemoryBudget`.
         reserve: As in :class:`MemoryBudget`.
@@ -282,7 +282,7 @@ def _frozen_states(numel: int, strategy: ResolvedStrategy, precision: Precision)
     if strategy.frozen is None:
         shard = shard_numel(numel, strategy.scopes.optimizer, strategy.topology) * precision.compute.itemsize
         return Memory(parameters=_kept(numel, strategy, precision), shard=shard)
-    # Frozen weights are encoded once, and nothing but their codes remains.
+    # Frozen weights are encoded once, and only their codes are kept.
     return Memory(parameters=kept_nbytes(numel, strategy.frozen, strategy))
 
 
@@ -291,20 +291,20 @@ def _kept(numel: int, strategy: ResolvedStrategy, precision: Precision) -> int:
     if _kept_whole(strategy):
         return numel * precision.compute.itemsize
     if parameters == "I" and optimizer == "G":
-        # The inter-node hop leaves one shard of every node: the secondary shard, still encoded.
+        # The secondary shard is one shard from every node, still encoded as the inter-node hop left it.
         return strategy.topology.nodes * shard_payload(numel, strategy, precision)
     return 0
 
 
 def _kept_whole(strategy: ResolvedStrategy) -> bool:
-    """Return whether every rank keeps all weights beside a shard that is only a part of them."""
+    """Return whether every rank keeps all weights beside its shard, which is only a part of them."""
     parameters, _, optimizer = strategy.scopes
     return parameters == "N" and strategy.topology.shard_count(optimizer) > 1
 
 
 def _accumulator_numel(numel: int, strategy: ResolvedStrategy) -> int:
     _, gradients, optimizer = strategy.scopes
-    if gradients == "I" and optimizer == "G":  # padded to chunks, one for every node
+    if gradients == "I" and optimizer == "G":  # one padded chunk for every node
         return strategy.topology.nodes * shard_numel(numel, "G", strategy.topology)
     return shard_numel(numel, gradients, strategy.topology)
 
@@ -312,10 +312,10 @@ def _accumulator_numel(numel: int, strategy: ResolvedStrategy) -> int:
 def _working_memory(size: Units, strategy: ResolvedStrategy, precision: Precision) -> int:
     """Return the bytes of the units in flight.
 
-    Counts the weights, in the compute dtype, of the units that FSDP keeps from forward to backward and of the two
-    largest others (one computes, one is being gathered), unless all weights are kept anyway (N over I or G); the
-    gradient of the largest unit, once in the reduce dtype and once in fp32; and for a quantized base, the buffers that
-    its codes are gathered into, and the weights decoded from them. Weights are decoded one by one: at most a unit.
+    They are weights in the compute dtype: those of the units that FSDP keeps from forward to backward, and those of the
+    two largest others, since one computes while one is gathered. If all weights are kept anyway (N over I or G), there
+    are none. The gradient of the largest unit counts in the reduce dtype and in fp32. A quantized base adds its two
+    buffers and the decoded weights of its largest unit.
     """
     kept = _kept_whole(strategy)
     trainable, frozen = not kept, not kept and strategy.frozen is None

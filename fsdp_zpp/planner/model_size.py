@@ -1,4 +1,4 @@
-"""The model that is planned for: its parameters, units and experts."""
+"""The model of a plan: its parameters, units and experts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from .cluster import Cluster, MemoryBudget, Precision, StepConfig, whole
 
 # ---- model config
 #
-# Hugging Face's config says how many experts a model has.
+# Hugging Face's config says how many experts a model has, and how many a token is routed to, by one of these names.
 
-# The names that configurations have for the number of experts, and for those that a token is routed to.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk")
 
@@ -46,8 +45,8 @@ _MODULES = {"experts", "routed_experts"}
 def _idle_elements(model: nn.Module) -> tuple[int, int]:
     """Return the average numbers of trainable and of frozen elements in experts that a token is not routed to.
 
-    Experts that tokens are routed to are the parameters below a module named ``experts`` or ``routed_experts``, and any
-    other 3-D parameters with one slice per expert. Shared experts, which every token uses, are not among them.
+    Routed experts are the parameters below a module named ``experts`` or ``routed_experts``, and any other 3-D
+    parameter with one slice per expert. Shared experts, which every token uses, are not routed.
     """
     count, chosen = _routing_of(model)
     if not count:
@@ -62,7 +61,7 @@ def _idle_elements(model: nn.Module) -> tuple[int, int]:
 
 # ---- model size
 #
-# Size of a model: its FSDP units, how much of each is trainable, and how much of it a token computes with.
+# Size of a model: its FSDP units, how much of each is trainable, and how much of the model a token computes with.
 #
 # Memory and traffic count all experts of a mixture, since some token of a batch goes to each. Computation counts the
 # experts that one token is routed to, and the parameters that all tokens share.
@@ -102,7 +101,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Units:
-    """FSDP units of a model, or those parts of them that are trainable, or frozen."""
+    """FSDP units of a model, or only their trainable or frozen elements."""
 
     units: tuple[Unit, ...]
 
@@ -161,7 +160,7 @@ class ModelSize(Units):
         return self.frozen - self.idle_frozen
 
     def with_trainable(self, trainable: float) -> ModelSize:
-        """Return the model with ``trainable`` of its elements trainable, in each unit in proportion to its size.
+        """Return the model with ``trainable`` trainable elements, spread over the units in proportion to their sizes.
 
         Raises:
             ValueError: If the model has fewer elements.
@@ -183,11 +182,11 @@ class ModelSize(Units):
 
 
 def equal_units(params: float, units: int | None = None) -> ModelSize:
-    """Split a model of which only the total is known into units of equal size, up to one element.
+    """Split a number of elements into FSDP units whose sizes differ by at most one element.
 
     Args:
-        params: Number of elements, all of which are trainable.
-        units: Number of FSDP units, typically the layers; None means 32.
+        params: Number of elements. All are trainable.
+        units: Number of units, typically the layers; None means 32.
 
     Raises:
         TypeError: If an argument is not a number.
@@ -200,8 +199,8 @@ def equal_units(params: float, units: int | None = None) -> ModelSize:
 def module_size(model: nn.Module) -> ModelSize:
     """Return a module's units: the entries of its outermost ``nn.ModuleList``s, and the root, which has the rest.
 
-    These are the units if each layer is wrapped, then the model. A shared parameter counts once, in the first layer
-    that has it. FSDP's padding does not count here: the planner adds the padding to equal shards, but not the padding
+    FSDP has these units if each layer is wrapped, then the model. A shared parameter counts once, in the first layer
+    that has it. Sizes are without padding. The plan adds the padding to equal shards later, and leaves out the padding
     of each parameter to 16 bytes under ``use_orig_params``.
 
     Raises:
@@ -224,7 +223,7 @@ def module_size(model: nn.Module) -> ModelSize:
 
 
 def layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Return the entries of the outermost ``nn.ModuleList``s."""
+    """Yield the entries of the outermost ``nn.ModuleList``s."""
     for child in module.children():
         yield from child if isinstance(child, nn.ModuleList) else layers(child)
 
@@ -236,9 +235,9 @@ def _unit_of(parameters: set[nn.Parameter], reshard_after_forward: bool = True) 
 
 
 def _split(params: int, trainable: int, count: int, reshard_after_forward: bool) -> list[Unit]:
-    """Make ``count`` units that add up exactly: the first few have one element more."""
+    """Make ``count`` units that add up exactly; the first few may have one element more."""
     (each, more), (frozen_each, frozen_more) = divmod(trainable, count), divmod(params - trainable, count)
-    # The size of a unit changes only where one of the two runs out of extra elements.
+    # A unit differs from the one before only where the extra trainable or frozen elements run out.
     bounds = sorted({0, more, frozen_more, count})
     return [
         Unit(each + (start < more), frozen_each + (start < frozen_more), end - start, reshard_after_forward)
@@ -271,7 +270,7 @@ def pretrained_size(name: str) -> ModelSize:
         # Only sizes matter, so the weights need no memory.
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # whatever a config of anything makes of transformers' code
+    except Exception as error:  # a config of another kind can raise anything in transformers
         raise ValueError(
             f"{name} is not a causal language model that transformers can build; allowed are a config.json, a "
             "directory that has one, or a name on a hub that can be reached, or give the number of parameters instead: "
@@ -285,7 +284,7 @@ def pretrained_size(name: str) -> ModelSize:
 
 @dataclass(frozen=True)
 class Case:
-    """The training that is planned, whatever its strategy."""
+    """The training that is planned, without its strategy."""
 
     size: ModelSize
     cluster: Cluster

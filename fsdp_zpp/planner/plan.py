@@ -1,4 +1,4 @@
-"""``plan``: torch's strategies, presets and all 14 letters for one model and cluster, and the choice."""
+"""``plan``: figures of torch's strategies, presets and all letters for a model and cluster, and the choice."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .step_time import on_machines, splits_machine, step_time, strategy_topology
 def estimate_of(candidate: Candidate, case: Case) -> Estimate:
     """Return the figures of ``candidate``.
 
-    Figures of one of torch's are as torch runs it, and the strategy is one that fits here if any does.
+    A row of torch's has the figures of torch, and the first of its equivalents here that fits, or else the last.
     """
     if candidate.torch is None:
         return _estimate(candidate, case)
@@ -52,7 +52,7 @@ def _estimate(candidate: Candidate, case: Case) -> Estimate:
 
     if strategy.frozen is None or not splits_machine(strategy, cluster):
         volume, memory = figures(case.size, resolved)
-        # Said explicitly, a node size would hold for the base, too.
+        # Only here, since an explicit node size would hold for a base, too.
         strategy = replace(strategy, gpus_per_node=topology.gpus_per_node)
     else:  # the base stays sharded over the machine
         sent, kept = figures(_without(case.size, "frozen"), resolved)
@@ -157,13 +157,13 @@ def plan(
     named = named_figures(gpu, link, net)
     if tokens is None:  # computation is left out
         named |= {"tflops": None, "launch_ms": 0.0}
-    # Numbers say more than a name: who gives TFLOP/s may have measured them.
+    # Given numbers override those of names, since they may be measured.
     given = {"inter_gbps": inter_gbps, "intra_gbps": intra_gbps, "slow_links": slow_links, "gpu_memory": gpu_memory}
     given |= {"tflops": tflops}
     figures = {name: named.get(name) if value is None else value for name, value in given.items()}
     cluster = Cluster(nodes, gpus_per_node, figures["inter_gbps"], figures["intra_gbps"], bool(figures["slow_links"]))
     codecs = Strategy(
-        "IGG",  # which takes any codec, Int4Delta included
+        "IGG",  # takes any codec, Int4Delta included
         weights=weights,
         gradients=gradients,
         intra_gradients=intra_gradients,
@@ -187,7 +187,7 @@ def _plan(case: Case, codecs: Strategy, presets: bool) -> Plan:
     estimates = tuple(estimate_of(candidate, case) for candidate in lettered(codecs))
     rows = (*(estimate_of(candidate, case) for candidate in named), *estimates)
     choice = choose(rows, case.cluster.slow_links)
-    letters = next(row for row in estimates if row.levels == "IGG")  # which take any codec
+    letters = next(row for row in estimates if row.levels == "IGG")  # its scopes take any codec
     return Plan(
         **{each.name: getattr(case, each.name) for each in fields(case)},
         estimates=estimates,

@@ -17,7 +17,7 @@ from .model_size import Case
 
 
 def notes_on(case: Case, codecs: Strategy, resolved: ResolvedStrategy) -> list[str]:
-    """Return notes: the plan's assumptions, and those of ``codecs`` that the ``resolved`` strategy does not use."""
+    """Return notes on the plan's assumptions, and on those of ``codecs`` that are inactive in ``resolved``."""
     cluster, work, budget = case.cluster, case.work, case.budget
     notes = [
         f"Activations are assumed to take {budget.activations:g} GiB a GPU, and {budget.reserve:g} GiB are in reserve."
@@ -108,17 +108,17 @@ def _figures(estimate: Estimate) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Case):
-    """A plan, the result of ``plan``: the case, and figures of strategies for it.
+    """The result of ``plan``: the case, and figures of strategies for it.
 
     The case is in ``size``, ``cluster``, ``work``, ``budget`` and ``precision``.
 
     Attributes:
         estimates: All 14 strategies, in the order of ``LEGAL_LEVELS``.
         choice: The best strategy that fits; None if none does.
-        reason: A sentence or two that say why.
+        reason: Why ``choice`` is best, in one or two sentences.
         notes: Sentences that explain the figures.
-        rows: All that the plan compares: torch's strategies and presets if they are planned, then ``estimates``. Each
-            has a ``name``, a ``strategy`` or torch's name (``torch``), ``memory``, ``time``, and a line to ``paste``.
+        rows: All rows: torch's strategies and presets, if they are planned, then ``estimates``. Each has a ``name``,
+            a ``strategy``, torch's name for it (``torch``) or None, ``memory``, ``time``, and a line to ``paste``.
     """
 
     estimates: tuple[Estimate, ...]
@@ -128,7 +128,7 @@ class Plan(Case):
     rows: tuple[Estimate, ...]
 
     def __getitem__(self, name: str) -> Estimate:
-        """Return the row of a name: ``IIG``, a preset or ``FULL_SHARD``; or raise KeyError."""
+        """Return the row of a name such as ``IIG``, ``zeropp`` or ``FULL_SHARD``; raise KeyError if there is none."""
         for estimate in self.rows:
             if estimate.name == name:
                 return estimate
@@ -136,7 +136,7 @@ class Plan(Case):
 
     @property
     def resolved(self) -> ResolvedStrategy:
-        """Return the strategies' codecs on this cluster, as IGG resolves them: its scopes take any codec."""
+        """Return IGG on this cluster. It shows the active codecs of the letters, since its scopes take any codec."""
         return self["IGG"].strategy.resolve(self["IGG"].topology)
 
     def __str__(self) -> str:
@@ -178,7 +178,7 @@ communication: both, one after the other. step: the longest of communication, co
 and the CPU's launches."""
 
 _LETTERS = 4
-"""How many combinations of letters are shown beside presets: the fastest, those that fit first."""
+"""Number of combinations of letters that are shown beside presets; rows that fit and are fast come first."""
 
 
 def format_plan(plan: Plan) -> str:
@@ -206,10 +206,10 @@ def format_plan(plan: Plan) -> str:
 
 
 def shown_rows(plan: Plan) -> tuple[list[Estimate], int]:
-    """Return the rows to show in their order, and how many are left out."""
+    """Return the rows to show, in order, and the number of rows left out."""
     ranked = sorted(
         plan.rows,
-        # The choice is the fastest only within a tolerance, so it is put first explicitly.
+        # The choice is the fastest only within a tolerance.
         key=lambda e: (e is not plan.choice, not e.fits, e.time.total, e.time.communication, e.memory.total),
     )
     if plan.rows == plan.estimates:

@@ -18,15 +18,15 @@ from .model_size import Case
 
 # ---- node size
 #
-# Which ranks count as a node, and which links its hops take, on a machine whose links are slow.
+# Ranks that count as a node, and the links that hops take, where links inside a machine are slow.
 #
-# The rule is that of training, [Note: Links] in strategy/strategy.py. On several machines without NVLink there are
-# three levels: a GPU's own memory, its machine, all machines. The planner compares both node sizes there. A hop between
-# nodes of one GPU goes over two kinds of links: to ranks of the same machine, and out of it.
+# Training has the same rule, [Note: Links] in strategy/strategy.py. On several machines with slow links, the planner
+# compares two node sizes: a machine, and one GPU. A hop between nodes of one GPU uses two kinds of links: those inside
+# the machine, and those out of it.
 
 
 def strategy_topology(strategy: Strategy, cluster: Cluster) -> Topology:
-    """Return the layout of the ranks as ``strategy`` sees it; those of the cluster's nodes are machines."""
+    """Return the layout of the ranks under ``strategy``, whose nodes may be parts of machines, the cluster's nodes."""
     gpus = 1 if splits_machine(strategy, cluster) else strategy.gpus_per_node or cluster.gpus_per_node
     return Topology(cluster.topology.world, gpus)
 
@@ -38,9 +38,9 @@ def splits_machine(strategy: Strategy, cluster: Cluster) -> bool:
 
 
 def on_machines(hops: Volume, seen: Topology, ranks: Topology) -> Volume:
-    """Split the bytes that a rank sends between nodes and inside them into those that leave its machine and the others.
+    """Return the bytes that leave a rank's machine (``inter``), and those that do not (``intra``).
 
-    The strategy sees nodes in ``seen``, and ``ranks`` are on machines, which are as large or larger.
+    ``hops`` has the bytes by the strategy's nodes, ``seen``. Machines, ``ranks``, are as large as these or larger.
     """
     if seen.nodes == 1 or seen == ranks:
         return hops
@@ -53,7 +53,7 @@ def on_machines(hops: Volume, seen: Topology, ranks: Topology) -> Volume:
 # ---- step time
 
 OF_CODECS = 0.08
-"""Share by which codecs lengthen a unit's launch: over NVLink, where nothing else differs, a step with zeropp takes
+"""Share by which codecs lengthen a unit's launch. Over NVLink, where only launches differ, a step with zeropp takes
 1.06 (FSDP) to 1.14 (FSDP2) times that of FULL_SHARD (1.35B-2x1-fast in benchmarks/step/results/1.35B-h200.json)."""
 
 
@@ -75,12 +75,12 @@ class StepTime:
 
     @property
     def communication(self) -> float:
-        """Return the sum of all hops' times: each waits for the other's result."""
+        """Return the sum of both hops' times, since each waits for the other's result."""
         return self.inter + self.intra
 
     @property
     def total(self) -> float:
-        """Return the step's time: communication overlaps fully with the rest."""
+        """Return the time of the step, in which communication, computation and launches overlap fully."""
         return max(self.communication, self.computation, self.launch)
 
 
@@ -90,7 +90,7 @@ def step_time(volume: Volume, resolved: ResolvedStrategy, case: Case) -> StepTim
     The GPUs of a node share its network, which therefore sends gpus_per_node * volume.inter bytes at inter_gbps.
     """
     cluster = case.cluster
-    # With a quantized base, only a small part is trained and encoded, in one unit if the model is wrapped once.
+    # A quantized base leaves few weights to encode in a step, so codecs do not lengthen its launches.
     encodes = resolved.frozen is None and (resolved.weights, *resolved.gradient_codecs) != (None, None, None)
     launches = case.size.count * case.work.micro_batches
     return StepTime(
