@@ -55,13 +55,9 @@ def add_env(
 
 def run(arguments: argparse.Namespace) -> int:
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-        shown = sections()
+        shown = {"versions": _versions(), "GPUs": _gpus(), "nodes": _nodes(), "variables": _variables()}
         print(json.dumps(shown, indent=1) if arguments.json else as_text(shown))
     return 0
-
-
-def sections() -> Sections:
-    return {"versions": _versions(), "GPUs": _gpus(), "nodes": _nodes(), "variables": _variables()}
 
 
 def as_text(shown: Sections) -> str:

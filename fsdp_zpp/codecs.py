@@ -607,11 +607,6 @@ class AsStored(Codec):
 NAMED: dict[object, AsStored] = {codec.name: codec for codec in (AsStored(), AsStored(Int8(256)))}
 
 
-def codec_of_frozen(value: Codec | FrozenName | None) -> Codec | None:
-    """Return the codec that ``value``, an argument for frozen weights, is or names."""
-    return NAMED[value] if isinstance(value, str) else value
-
-
 def codec_of_plain(codec: Codec | None) -> Codec | None:
     """Return the codec for frozen weights that are stored in full precision, given the one for all frozen weights."""
     return codec.otherwise or codec if isinstance(codec, AsStored) else codec

@@ -41,12 +41,8 @@ def model_name(model: nn.Module) -> str:
     return name.removeprefix("FSDP") if isinstance(model, FSDPModule) else name
 
 
-def base_fqns(model: nn.Module) -> Iterator[tuple[str, str | None, nn.Module]]:
+def base_fqns(module: nn.Module, path: str = "", base: str | None = "") -> Iterator[tuple[str, str | None, nn.Module]]:
     """Yield each module, its FQN and its FQN in the base (None for an adapter's); shared ones under every FQN."""
-    yield from _walk(model, "", "")
-
-
-def _walk(module: nn.Module, path: str, base: str | None) -> Iterator[tuple[str, str | None, nn.Module]]:
     # named_modules() is not enough: a module's FQN in the base depends on the wrappers around it.
     inserted = _inserted_children(module)
     yield path, None if inserted is not None else base, module
@@ -59,7 +55,7 @@ def _walk(module: nn.Module, path: str, base: str | None) -> Iterator[tuple[str,
             below = base
         else:
             below = original_path(join_fqn(base, name))
-        yield from _walk(child, join_fqn(path, name), below)
+        yield from base_fqns(child, join_fqn(path, name), below)
 
 
 def _inserted_children(module: nn.Module) -> tuple[str, ...] | None:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -529,19 +530,15 @@ def recommend(rows: Sequence[Row]) -> Recommendation:
         faster = [row for row in measured if is_clearly_faster(row, stock)]
         if not faster:
             return Recommendation(f"stay with FULL_SHARD: {_why_stay(measured, stock)}", stock["strategy"])
-    fastest = min(faster, key=_step_ms)
+    fastest = min(faster, key=itemgetter("step_ms"))
     # The first of equals is the simplest.
-    chosen = next(row for row in ties(faster, _step_ms) if not is_clearly_faster(fastest, row))
+    chosen = next(row for row in ties(faster, itemgetter("step_ms")) if not is_clearly_faster(fastest, row))
     return Recommendation(f"use {chosen['code']}: {_gains(chosen, stock, hsdp)}", chosen["strategy"])
 
 
 def is_clearly_faster(row: Row, than: Row) -> bool:
     """Return whether a row's upper quartile is below the other's lower, and its median is less by :data:`TOLERANCE`."""
     return bool(row["quartiles_ms"][1] < than["quartiles_ms"][0] and row["step_ms"] < (1 - TOLERANCE) * than["step_ms"])
-
-
-def _step_ms(row: Row) -> float:
-    return float(row["step_ms"])
 
 
 def _gains(chosen: Row, stock: Row | None, hsdp: Row | None) -> str:

@@ -83,8 +83,6 @@ class HeldErrors:
         return HeldErrors(self._encoded(values, extent.chunks), extent, parked, self.codec)
 
     def to(self, device: torch.device) -> HeldErrors:
-        if self.state.device == device:
-            return self
         parked = {piece: state.to(device) for piece, state in self.parked.items()}
         return HeldErrors(self.state.to(device), self.extent, parked, self.codec)
 

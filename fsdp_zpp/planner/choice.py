@@ -114,7 +114,10 @@ def presets(case: Case, frozen: Codec | FrozenName | None) -> Iterator[Candidate
     cluster, accumulates = case.cluster, case.work.micro_batches > 1
     found: list[Candidate] = []
     if case.size.frozen:
-        found += _with_quantized_base(accumulates, _base_codecs() if frozen is None else [frozen])
+        # NF4 is as small as Int4 and more accurate, but needs bitsandbytes.
+        small = Int4(128) if find_spec("bitsandbytes") is None else NF4(64)
+        # "auto" is Int8(256), since a plan knows no weights that are quantized already.
+        found += _with_quantized_base(accumulates, ["auto", small] if frozen is None else [frozen])
     if (frozen is None or not case.size.frozen) and (cluster.nodes > 1 or cluster.slow_links):
         found += with_codecs(accumulates, several_nodes=cluster.nodes > 1)
     splits = cluster.slow_links and cluster.gpus_per_node > 1
@@ -143,12 +146,6 @@ def _with_quantized_base(accumulates: bool, codecs: Iterable[Codec | FrozenName]
         yield Candidate(Strategy.mixzpp(frozen=codec), name, coarser=index > 0)
         if accumulates:
             yield Candidate(Strategy.mixzpp(frozen=codec, levels="IIG"), f"{name} IIG", coarser=index > 0)
-
-
-def _base_codecs() -> Iterator[Codec | FrozenName]:
-    yield "auto"  # Int8(256), since a plan knows no weights that are quantized already
-    # NF4 is as small as Int4 and more accurate, but needs bitsandbytes.
-    yield Int4(128) if find_spec("bitsandbytes") is None else NF4(64)
 
 
 # ---- paste
@@ -337,7 +334,9 @@ def _slow_hop(estimates: list[Estimate], slow_links: bool) -> Callable[[Estimate
 def reason(estimates: Sequence[Estimate], choice: Estimate | None, case: Case) -> str:
     slow_links = case.cluster.slow_links
     if choice is None:
-        return _nothing_fits(estimates, case)
+        least = min(estimates, key=lambda estimate: estimate.memory.total)
+        takes = f"the smallest, {least.name}, takes {least.gib:.1f} GiB"
+        return f"Nothing fits in {case.budget.gpu_memory:g} GiB a GPU: {takes}."
     fitting = [estimate for estimate in estimates if estimate.fits]
     beside = _beside_full_shard(estimates, choice)
     if len(fitting) == 1:
@@ -349,14 +348,6 @@ def reason(estimates: Sequence[Estimate], choice: Estimate | None, case: Case) -
     if choice.torch is None and any(each.torch == "FULL_SHARD" for each in _fastest(fitting)):
         gain = " By this plan FULL_SHARD is as fast; the choice gains where less is hidden in practice."
     return f"{choice.name} takes {seconds(choice.time.total)} a step{beside}. {on_ties}{gain}"
-
-
-def _nothing_fits(estimates: Sequence[Estimate], case: Case) -> str:
-    smallest = min(estimates, key=lambda estimate: estimate.memory.total)
-    return (
-        f"Nothing fits in {case.budget.gpu_memory:g} GiB a GPU: the smallest, {smallest.name}, takes "
-        f"{smallest.gib:.1f} GiB."
-    )
 
 
 def _hider(choice: Estimate) -> str:

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,10 +53,6 @@ def _feedback(text: str) -> LoCo | None:
         return LoCo(hops=hops, dtype=codec(errors or "none"))  # type: ignore[arg-type]  # LoCo checks both
     except (ValueError, TypeError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _codec_or_auto(text: str) -> Codec | Literal["auto"] | None:
-    return "auto" if text == "auto" else codec(text)
 
 
 def _dtype(text: str) -> torch.dtype:
@@ -105,7 +101,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "str": (str, "NAME"),
     "Codec": (codec, "CODEC"),
     "Codec | FrozenName": (codec, "CODEC"),
-    "Codec | Literal['auto']": (_codec_or_auto, "CODEC"),
+    "Codec | Literal['auto']": (lambda text: text if text == "auto" else codec(text), "CODEC"),
     "LoCo": (_feedback, "HOPS"),
     "torch.dtype": (_dtype, "DTYPE"),
 }

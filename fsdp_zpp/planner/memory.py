@@ -18,7 +18,7 @@ from fsdp_zpp.frozen.weight import Placement
 from fsdp_zpp.strategy.error_feedback import Topology, error_nbytes
 from fsdp_zpp.strategy.strategy import ResolvedStrategy
 
-from .cluster import GIB, MemoryBudget, Precision
+from .cluster import Precision
 from .model_size import Unit, Units
 
 # ---- frozen base
@@ -34,10 +34,6 @@ from .model_size import Unit, Units
 
 _PLAYED = 6
 """Number of equal units whose gathers are simulated. Each further one adds a gather in forward and one in backward."""
-
-
-def kept_nbytes(numel: int, codec: Codec, strategy: ResolvedStrategy) -> int:
-    return codec.nbytes(_placement(strategy).chunk_numel(numel, codec)) if numel else 0
 
 
 class Gathers(NamedTuple):
@@ -244,10 +240,6 @@ class Memory(Figures):
         return sum(vars(self).values())
 
 
-def memory_beside(budget: MemoryBudget) -> Memory:
-    return Memory(activations=round(budget.activations * GIB), reserve=round(budget.reserve * GIB))
-
-
 def memory_of_units(size: Units, resolved: ResolvedStrategy, micro_batches: int, precision: Precision) -> Memory:
     """Return the memory that units take on each GPU."""
     total = Memory(working=_working_memory(size, resolved, precision))
@@ -283,7 +275,8 @@ def _frozen_states(numel: int, strategy: ResolvedStrategy, precision: Precision)
         shard = shard_numel(numel, strategy.scopes.optimizer, strategy.topology) * precision.compute.itemsize
         return Memory(parameters=_kept(numel, strategy, precision), shard=shard)
     # Frozen weights are encoded once, and only their codes are kept.
-    return Memory(parameters=kept_nbytes(numel, strategy.frozen, strategy))
+    chunk = _placement(strategy).chunk_numel(numel, strategy.frozen)
+    return Memory(parameters=strategy.frozen.nbytes(chunk) if numel else 0)
 
 
 def _kept(numel: int, strategy: ResolvedStrategy, precision: Precision) -> int:

@@ -13,8 +13,8 @@ from fsdp_zpp.strategy.error_feedback import LoCo
 from fsdp_zpp.strategy.strategy import ResolvedStrategy, Strategy
 
 from .choice import Candidate, Estimate, choose, lettered, of_torch, presets as with_presets, reason
-from .cluster import Cluster, MemoryBudget, Precision, StepConfig, named_figures
-from .memory import Memory, Volume, memory_beside, memory_of_units, step_volume
+from .cluster import GIB, Cluster, MemoryBudget, Precision, StepConfig, named_figures
+from .memory import Memory, Volume, memory_of_units, step_volume
 from .model_size import Case, ModelSize, Units, equal_units
 from .report import Plan, notes_on
 from .step_time import on_machines, splits_machine, step_time, strategy_topology
@@ -58,7 +58,7 @@ def _estimate(candidate: Candidate, case: Case) -> Estimate:
         sent, kept = figures(_without(case.size, "frozen"), resolved)
         sent_of_base, base_kept = figures(_without(case.size, "trainable"), strategy.resolve(cluster.topology))
         volume, memory = sent + sent_of_base, kept + base_kept
-    memory += memory_beside(case.budget)
+    memory += Memory(activations=round(case.budget.activations * GIB), reserve=round(case.budget.reserve * GIB))
     time = step_time(volume, resolved, case)
     return Estimate(
         strategy=strategy,

@@ -140,7 +140,26 @@ class Plan(Case):
         return self["IGG"].strategy.resolve(self["IGG"].topology)
 
     def __str__(self) -> str:
-        return format_plan(self)
+        ranked, left_out = shown_rows(self)
+        columns = dict(_COLUMNS)
+        if not any(row.memory.errors for row in self.rows):
+            del columns["errors"]
+        rows = [("", *columns)]
+        for row in ranked:
+            name = ("-> " if row is self.choice else "   ") + row.name
+            rows.append((name, *(cell(row) for cell in columns.values())))
+        header, *lines = aligned(rows, names=2)
+        rule = "-" * max(map(len, [header, *lines]))
+        first_out = next((i for i, estimate in enumerate(ranked) if not estimate.fits), None)
+        if first_out is not None:
+            lines.insert(first_out, f"does not fit in {self.budget.gpu_memory:g} GiB:")
+        units = ""
+        for column, unit in _UNITS.items():
+            units = units.ljust(header.index(column)) + unit
+        lines = [units, header, rule, *lines]
+        more = [f"{count(left_out, 'combination')} of letters not shown; --json has all."] if left_out else []
+        verdict = [self.reason] if self.choice is None else [self.reason, "", self.choice.paste]
+        return "\n".join([*_title(self), "", *lines, *more, rule, *verdict, "", _LEGEND, *self.notes])
 
 
 KNOWN_AS = {
@@ -179,30 +198,6 @@ and the CPU's launches."""
 
 _LETTERS = 4
 """Number of combinations of letters that are shown beside presets; rows that fit and are fast come first."""
-
-
-def format_plan(plan: Plan) -> str:
-    """Return a table (the choice first, then by speed, those that do not fit last), the reason, and a legend."""
-    ranked, left_out = shown_rows(plan)
-    columns = dict(_COLUMNS)
-    if not any(row.memory.errors for row in plan.rows):
-        del columns["errors"]
-    rows = [("", *columns)]
-    for row in ranked:
-        name = ("-> " if row is plan.choice else "   ") + row.name
-        rows.append((name, *(cell(row) for cell in columns.values())))
-    header, *lines = aligned(rows, names=2)
-    rule = "-" * max(map(len, [header, *lines]))
-    first_out = next((i for i, estimate in enumerate(ranked) if not estimate.fits), None)
-    if first_out is not None:
-        lines.insert(first_out, f"does not fit in {plan.budget.gpu_memory:g} GiB:")
-    units = ""
-    for column, unit in _UNITS.items():
-        units = units.ljust(header.index(column)) + unit
-    lines = [units, header, rule, *lines]
-    more = [f"{count(left_out, 'combination')} of letters not shown; --json has all."] if left_out else []
-    verdict = [plan.reason] if plan.choice is None else [plan.reason, "", plan.choice.paste]
-    return "\n".join([*_title(plan), "", *lines, *more, rule, *verdict, "", _LEGEND, *plan.notes])
 
 
 def shown_rows(plan: Plan) -> tuple[list[Estimate], int]:

@@ -21,7 +21,6 @@ from fsdp_zpp.codecs import (
     Int8,
     check_codec,
     check_place,
-    codec_of_frozen,
     codec_of_plain,
 )
 from fsdp_zpp.names import check_keywords, did_you_mean, explains_keywords
@@ -234,7 +233,7 @@ class Strategy:
 
     @property
     def frozen_codec(self) -> Codec | None:
-        return codec_of_frozen(self.frozen)
+        return NAMED[self.frozen] if isinstance(self.frozen, str) else self.frozen
 
     def resolve(self, topology: Topology) -> ResolvedStrategy:
         """Return the effective strategy on ``topology``: its scopes there, and the active codecs; [Note: One node].
