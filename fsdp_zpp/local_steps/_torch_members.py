@@ -25,20 +25,20 @@ from fsdp_zpp.strategy.local_steps import Elastic
 
 # ---- decisions
 #
-# Decisions of the members of a round: whether they commit to an exchange, all of them or none.
+# Members of a round decide together whether they commit to an exchange: all of them do, or none.
 #
 # [Note: Decisions]
-# A member may be lost at any moment of an exchange, after which some of the others have all of it and some have not. So
-# received changes are tentative until the store has a decision: a node that has them counts itself there, and the
-# last one writes that all of them commit. A node that fails, or has waited for too long, writes that all of them try
-# again, without lost members. The store takes only the first decision, and all nodes obey it. A node that
-# was stopped meanwhile, and wakes up, finds the decision there, and then that the others have met without it.
+# If a member is lost during an exchange, some of the others have received all changes and some have not. So received
+# changes are tentative until the store holds a decision. Each node that has received all of them raises a counter in
+# the store, and the node that completes the count writes "commit". A node that fails, or waits for too long, writes
+# "retry": nodes then meet again without the lost ones, and repeat the exchange. The store takes only the first
+# decision, and all nodes obey it. A node that was suspended finds the decision, and then a round without itself.
 #
 # [Note: One round at a time]
-# All members of a round may be taken for lost, by nodes that have waited to join, while they only were slow. Two rounds
-# without a common member would then commit to exchanges side by side. So a round begins by closing those before: it
-# decides that they retry their next exchange. An exchange that was on its way when it began is committed to
-# before that, or never.
+# Nodes that wait to join may take all members of a round for lost, although these are only slow, and begin another
+# round. Two rounds without a common member would then commit to exchanges side by side. So each round first closes the
+# earlier ones: it decides "retry" for their next exchange. An exchange under way in an earlier round is either decided
+# before that, or never commits.
 
 
 class Decisions:
@@ -50,12 +50,12 @@ class Decisions:
         self._made = 0
 
     def close_earlier_rounds(self) -> None:
-        """Keep earlier rounds from committing; one member does this before any of them decides."""
+        """Keep earlier rounds from committing. One member calls this before any member of this round decides."""
         for number in range(self._store.add("closed", 0), self._round):
-            at = self._store.add(f"{number}/committed", 0)  # this many at least
+            at = self._store.add(f"{number}/committed", 0)  # the count may lag behind the decisions
             while self._first_decision(number, at, "retry") == "commit":
                 at += 1
-        self._store.set("closed", str(self._round))  # a smaller number than another's only costs time
+        self._store.set("closed", str(self._round))  # lowering a later round's number only costs time
 
     def decide(self, *, failed: bool) -> bool:
         """Return whether all members commit to the next exchange; every member calls it, and all get the same answer.
@@ -76,29 +76,27 @@ class Decisions:
         return self._first_decision(self._round, at, "retry") == "commit"
 
     def _first_decision(self, number: int, at: int, decision: str) -> str:
-        """Decide one exchange of a round, unless that was done before; return the first decision."""
+        """Record a decision on an exchange unless there is one; return the one that holds."""
         return self._store.compare_set(f"{number}/{at}/decision", "", decision).decode()
 
 
 # ---- group of store
 #
-# Process groups of processes that are in no common job: they meet in a store of their own.
+# Process groups across jobs: their processes meet in a store of their own.
 #
-# torch's public functions make groups of the job's ranks alone. Its private helper makes the job's own group, too, and
-# given a store and a name it makes another one like it.
+# torch's public functions make groups of one job's ranks. The private helper behind them accepts any store and name.
 
 
 def group_of_store(store: dist.Store, name: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Make a group with all processes that make it on the same store, under a unique name. Collective over them.
+    """Make a group of all processes that pass the same store and the same unique name. Collective over them.
 
-    Nobody else may use the store's keys. Neither making the group nor any of its collectives takes longer than
-    ``timeout``.
+    Nobody else may use the store's keys. ``timeout`` limits the set-up and each collective of the group.
 
     Raises:
         RuntimeError: If a member is missing, or can't be reached.
     """
-    # The group is gloo's: communicators of GPUs may not give up when a member is gone, but sockets do. It gets no list
-    # of ranks: a group of some of the job's ranks would have to have their numbers.
+    # Gloo's sockets fail when a member is gone; communicators of GPUs may hang instead. The list of ranks stays empty:
+    # torch would look for this job's rank numbers in it.
     make: Any = distributed_c10d._new_process_group_helper
     group, _ = make(size, rank, [], "gloo", store, name, timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)
@@ -109,14 +107,14 @@ def group_of_store(store: dist.Store, name: str, rank: int, size: int, timeout: 
 
 # ---- rendezvous
 #
-# The rendezvous of torch.distributed.elastic, as nodes use it that are in no common job.
+# The rendezvous of torch.distributed.elastic, for nodes that are separate jobs.
 
 HEARTBEATS = 3
-"""Signs of life that a node may miss."""
+"""A node that misses this many heartbeats is lost to the others."""
 
 
 class Round(NamedTuple):
-    """Round of nodes that have met: its number, larger than any before, this node's number, and the number of nodes."""
+    """The nodes that have met at one rendezvous: the round's number, which grows, this node's number, and the count."""
 
     number: int
     node: int
@@ -124,8 +122,8 @@ class Round(NamedTuple):
 
 
 class Rendezvous:
-    # A thread sends signs of life between rounds. A client that waits would hold them up, so this one has its own
-    # store.
+    # A thread sends heartbeats through ``store``. A client of the store that waits would delay them, so ``store`` is a
+    # client that nothing else uses.
     def __init__(self, config: Elastic, store: dist.Store) -> None:
         self._store = store
         seconds = timedelta(seconds=1)
@@ -140,16 +138,15 @@ class Rendezvous:
             keep_alive_interval=config.heartbeat,  # type: ignore[arg-type]  # an int by its annotation only
             keep_alive_max_attempt=HEARTBEATS,
         )
-        # Before each exchange, nodes ask whether their round is still the last one; a cached answer may be a second
-        # old.
+        # Nodes ask before each exchange if their round is still the last one; a cached answer may be a second old.
         self._handler._state_holder._cache_duration = 0
-        # torch would start a store on the first node of a round, and have others read its address, which only nodes
-        # that are new write: those that join later would wait for it. Nobody here uses it.
+        # torch would start a store on a round's first node, and have the other nodes read its address. That node writes
+        # the address only once, so nodes that join a later round would wait for it. Nobody here uses such a store.
         self._handler._shared_tcp_store_server = store
         self._handler._bootstrap_store_info = RendezvousStoreInfo("", 0)
 
     def next_round(self) -> Round:
-        """Meet the other nodes that come, which ends the round before.
+        """Meet other nodes for a new round; the round before ends.
 
         Raises:
             RendezvousClosedError: If the training has ended.
@@ -160,10 +157,10 @@ class Rendezvous:
         return Round(self._handler._state_holder.state.round, info.rank, info.world_size)
 
     def is_over(self, round_: Round) -> bool:
-        """Return whether nodes have to meet again after a round: others wait to join, or some have left it."""
+        """Return whether nodes have to meet again because others wait to join a round, or some have left it."""
         waiting = self._handler.num_nodes_waiting()  # reads the state again
         state = self._handler._state_holder.state
-        # Others may have missed this node's signs of life, and gone on without it.
+        # The other nodes may have missed this node's heartbeats, and gone on without it.
         is_member = state.complete and self._handler._this_node in state.participants
         return waiting > 0 or state.round != round_.number or len(state.participants) < round_.nodes or not is_member
 
@@ -174,11 +171,11 @@ class Rendezvous:
 
 # ---- members
 #
-# Members of an elastic training: nodes that are jobs of their own, which meet, exchange and lose each other.
+# Members of an elastic training: nodes meet, exchange and lose each other; each node is a job of its own.
 #
 #     store                   a TCPStore that outlives all nodes
 #     rendezvous              torch.distributed.elastic's, one participant a node: its first rank
-#     round                   the nodes that have met: a gloo group for each local index, until one of them is lost
+#     round                   the nodes that have met, until one is lost; each local index has a gloo group
 #     decision                in the store, once for each exchange: commit or retry; see [Note: Decisions]
 #
 # Within a node, all ranks follow the first.
@@ -186,15 +183,15 @@ class Rendezvous:
 logger = logging.getLogger("fsdp_zpp")
 
 MOST_FAILURES = 10
-"""Failures in a row after which a node gives up: those that the loss of nodes explains are fewer."""
-_PIECE = 1 << 24  # bytes, so that a timeout is not one of a whole model
+"""A node gives up after more failures in a row than this; losses of nodes explain fewer."""
+_PIECE = 1 << 24  # bytes in one broadcast, so that the timeout does not apply to a whole model at once
 T = TypeVar("T")
 
 
 class Members:
-    """Nodes that train together now, as one of them sees them. All methods are collective over the node's ranks.
+    """Nodes that train together now, as one of them sees them. Methods are collective over the node's ranks by default.
 
-    ``mesh`` has the ranks of all members with this local index, as nodes of one; None while this node is not a member.
+    ``mesh`` has one rank of each member, the one with this local index; None while this node is not a member.
     """
 
     def __init__(self, config: Elastic, node: ProcessMesh, model: str) -> None:
@@ -202,7 +199,7 @@ class Members:
         self._address = config.address()
         self._timeout = timedelta(seconds=config.timeout)
         self.mesh: ProcessMesh | None = None
-        self._rendezvous: Rendezvous | None = None  # of the node's first rank
+        self._rendezvous: Rendezvous | None = None  # on the node's first rank alone
         self._round: Round | None = None
         self._store: dist.Store | None = None
         self._decisions: Decisions | None = None
@@ -263,7 +260,7 @@ class Members:
         self.mesh = ProcessMesh(Topology(round_.nodes, 1), round_.node, None, group, group)
 
     def disconnect(self, reason: str = "") -> None:
-        """End this node's part in the round; ``reason`` is a failure, and too many of them raise a RuntimeError."""
+        """Leave the round. A ``reason`` counts as a failure; too many failures in a row raise a RuntimeError."""
         _destroy(self._groups)
         self.mesh = None
         if not reason:
@@ -283,7 +280,7 @@ class Members:
             return False
         try:
             return self._rendezvous.is_over(self._round)
-        except RendezvousError:  # the store is gone, as the decision that follows will tell all ranks
+        except RendezvousError:  # the store is gone: the next decision fails on all ranks
             return False
 
     @property
@@ -313,9 +310,9 @@ class Members:
         return values
 
     def send(self, state: object, source: int, *, needed: bool) -> Any:
-        """Return the state of the member ``source``'s rank with this local index, where it is needed; else None.
+        """Send ``state`` from the member ``source`` to the others; return it where it is ``needed``, elsewhere None.
 
-        Unlike other methods, it is not collective over the node's ranks. Raises a RuntimeError if a member is lost.
+        Collective over ``mesh``, not over the node's ranks. Raises a RuntimeError if a member is lost.
         """
         assert self.mesh is not None
         group, is_source = self.mesh.group, self.mesh.rank == source
@@ -335,7 +332,7 @@ class Members:
         return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True) if needed and not is_source else None
 
     def commit(self, failure: str = "") -> bool:
-        """Return whether all members commit to their exchange; ``failure`` is this rank's. See [Note: Decisions]."""
+        """Return whether all members commit to an exchange; ``failure`` is this rank's error. See [Note: Decisions]."""
         assert self.mesh is not None
         assert self._decisions is not None
         failed = on_any_rank(bool(failure), self._node.group, f"{self._model}: elastic nodes commit to an exchange")
@@ -348,7 +345,7 @@ class Members:
         return committed
 
     def _on_first_rank(self, act: Callable[[], T]) -> T:
-        """Return the result of ``act`` on the node's first rank, or raise its RuntimeError, on all ranks."""
+        """Run ``act`` on the node's first rank; on all ranks, return its result or raise a RuntimeError if it fails."""
         result: T | None = None
         failure = ""
         if self._leads:
@@ -372,5 +369,5 @@ class Members:
 
 def _destroy(groups: list[dist.ProcessGroup]) -> None:
     while groups:
-        with suppress(ValueError):  # of a job that has destroyed all of its groups
+        with suppress(ValueError):  # the job has destroyed all of its groups already
             dist.destroy_process_group(groups.pop())

@@ -23,23 +23,23 @@ from .outer_step import OuterFit, OuterStep, OuterStepState, Products, chunk_num
 
 # ---- elastic outer step
 #
-# Outer step among nodes that come and go: the changes of an exchange can be taken back, and chunks change owners.
+# Outer step among nodes that come and go: an exchange can be rolled back, and chunks change owners.
 #
 # [Note: Chunks of members]
-# The momentum is kept once, by the owners of chunks ([Note: Agreed weights] in outer_step.py). When members change, so
-# do the chunks: members of the last round put theirs together, and each new member takes its own. The chunk of a lost
-# node is lost with it, and starts from zero, as the errors of error feedback do on all nodes.
+# Only the owner of a chunk keeps its momentum ([Note: Agreed weights] in outer_step.py). A new round has other chunks:
+# nodes that were members before put their old chunks together, and each member of the new round cuts out its own. The
+# momentum of a lost node's chunk starts from zero. So do the errors of error feedback, on all nodes.
 
 
 class Snapshot(NamedTuple):
-    """State that an exchange changes, except errors: agreed weights and momentum by name, and the outer fit."""
+    """State that an exchange changes: agreed weights and momentum by name, and the outer fit. Errors are left out."""
 
     weights: dict[str, tuple[Tensor, Tensor]]
     fit: OuterFit
 
 
 class OwnedState(OuterStepState):
-    owner: tuple[int, int]  # the node whose chunks of the momentum these are, and the number of nodes then
+    owner: tuple[int, int]  # the node that owns the saved chunks of the momentum, and the number of nodes at that time
 
 
 class ElasticOuterStep(OuterStep):
@@ -48,10 +48,9 @@ class ElasticOuterStep(OuterStep):
         super().__init__(config, mesh, traffic, label)
 
     def momentum_among(self, mesh: ProcessMesh, numels: Mapping[str, int], *, owned: bool) -> dict[str, Tensor]:
-        """Return this rank's chunks of the momentum among other nodes; see [Note: Chunks of members].
+        """Return this rank's chunks of the momentum among the nodes of ``mesh``; see [Note: Chunks of members].
 
-        Collective among the ranks of ``mesh``, which exchange the same ``numels``. ``owned`` says that this node was a
-        member before.
+        Collective over ``mesh``; its ranks pass the same ``numels``. ``owned`` is True if this node has chunks already.
         """
         names = sorted(name for name, numel in numels.items() if numel)
         if not names:
@@ -72,16 +71,16 @@ class ElasticOuterStep(OuterStep):
         return momentum
 
     def connect(self, mesh: ProcessMesh, momentum: Mapping[str, Tensor]) -> None:
-        """Exchange over ``mesh`` from now on, with this rank's chunks of the momentum there."""
+        """Exchange over ``mesh`` from now on; ``momentum`` has this rank's chunks among its nodes."""
         self._wait_for_exchange()
         self._set_nodes(mesh)
         for name, chunk in momentum.items():
             self._optimizer.start(name, chunk.numel(), self._device, self._agreed[name].device)
             self._optimizer.momentum[name].copy_(chunk)
-        self._optimizer.products.zero_()  # a lost node's part would be missing from their sum
+        self._optimizer.products.zero_()  # the sum over ranks would lack a lost node's part
 
     def disconnect(self) -> None:
-        """Drop all references to the groups of other nodes, so that their sockets close: the others wait for that."""
+        """Drop all references to groups with other nodes: their sockets close, so others stop waiting for this node."""
         self._wait_for_exchange()
         owner = self._node, self._nodes
         self._set_nodes(self._alone)
@@ -93,7 +92,7 @@ class ElasticOuterStep(OuterStep):
         return self._optimizer.last_fit
 
     def take_over(self, agreed: Mapping[str, Tensor], fit: OuterFit, shards: Mapping[str, Tensor]) -> None:
-        """Take over the agreed weights and the fit of other nodes; :meth:`connect` comes next."""
+        """Continue from the agreed weights and the fit of other nodes; :meth:`connect` comes next."""
         self.reset()
         self.start({name: shards[name] for name in agreed})
         for name, weights in agreed.items():
@@ -106,7 +105,7 @@ class ElasticOuterStep(OuterStep):
         return Snapshot(weights, self.last_fit)
 
     def rollback(self, snapshot: Snapshot) -> None:
-        """Take back an exchange; errors start from zero with the :meth:`connect` that comes next."""
+        """Undo an exchange. :meth:`connect` comes next, and lets errors start from zero."""
         self._wait_for_exchange()
         for name, (agreed, momentum) in snapshot.weights.items():
             self._agreed[name].copy_(agreed)
@@ -129,11 +128,11 @@ class ElasticOuterStep(OuterStep):
 
 # ---- elastic fragment
 #
-# A fragment of elastic nodes: exchanges can be taken back, and a node that joins takes over the agreed weights.
+# A fragment of elastic nodes: exchanges can be rolled back, and a node that joins takes over the agreed weights.
 
 
 def active_local_steps(local_steps: LocalSteps | None, ranks: ProcessMesh) -> LocalSteps | None:
-    """Return the local steps that are active on ``ranks``; raise a ValueError if elastic nodes are not whole jobs."""
+    """Return the local steps that are active on ``ranks``; raise a ValueError if an elastic node is not a whole job."""
     if local_steps is None or local_steps.elastic is None:
         return None if ranks.inter is None else local_steps
     if ranks.inter is not None or ranks.topology.world != dist.get_world_size():
@@ -164,17 +163,17 @@ class ElasticFragment(Fragment):
         return BeforeExchange(kept, set(self._changed), list(self._sent), self.progress.sent)
 
     def rollback(self, before: BeforeExchange) -> None:
-        """Take back the exchanges since ``before``."""
+        """Undo the exchanges since ``before``."""
         self.outer.rollback(before.exchanges)
         self._changed, self._sent, self.progress.arrives = before.changed, before.sent, None
-        self.progress.sent = before.exchanges_sent  # it may have failed before it was counted
+        self.progress.sent = before.exchanges_sent  # an exchange may have failed before it was counted
 
     def numels(self) -> dict[str, int]:
-        """Return the number of values that this rank exchanges of each parameter with agreed weights."""
+        """Return this rank's number of values of each parameter that has agreed weights."""
         return {name: agreed.numel() for name, agreed in self.outer.agreed.items()}
 
     def take_over(self, agreed: Mapping[str, Tensor], fit: OuterFit) -> None:
-        """Continue from the weights that other nodes have agreed on, with their fit. Collective over the node."""
+        """Continue from the agreed weights and the fit of other nodes. Collective over the node."""
         self.outer.take_over(agreed, fit, self._of(agreed.keys()))
         self._changed, self._sent, self.progress.arrives = set(), [], None
         self.outer.receive(self._of(agreed.keys()))
@@ -183,26 +182,25 @@ class ElasticFragment(Fragment):
 
 # ---- elastic header
 #
-# Headers that elastic nodes send each other before an exchange, and the nodes that are current by them.
+# Headers that elastic nodes send each other before an exchange; they show which nodes are current.
 #
 # [Note: Who is current]
-# Each exchange that members commit to is counted. A node that was lost, or stopped, lacks some of them, and so does a
-# new one, which has none. So where nodes meet, those with the most exchanges, and of these with the most steps, are
-# current; all others take over from the first of them: the agreed weights, the states of optimizers, and the step. What
-# they had trained is not used: they have changed nothing since the agreed weights, and count nothing in the next
-# exchange.
+# A node counts the exchanges to which it has committed. A node that was lost or suspended has missed some of them, and
+# a new node has none. When nodes meet, the current ones are those with the most exchanges and, among these, the most
+# steps. All other nodes take over the state of the first current one: agreed weights, optimizer states and the step.
+# Their own changes since their last exchange are dropped, and have no weight in the next one.
 #
-# Nodes whose signs of life are late may be taken for lost while they train on. If all nodes of a round are, by nodes
-# that wait to join, these begin from what they hold: a fork. The round that they meet for closes the one before, so
-# that both never commit side by side ([Note: One round at a time] in _torch_members.py). But they may come to count as
-# many exchanges as had been made, with other weights; so the round of the last exchange is compared, too.
+# A node whose heartbeats are late may be taken for lost while it trains on. If nodes that wait to join take all nodes
+# of a round for lost, they begin a fork from the state that they hold. Their round closes the earlier one, so that the
+# two never commit side by side ([Note: One round at a time] in _torch_members.py). But the fork may reach the same
+# number of exchanges with other weights, so the round of the last exchange is compared, too.
 
 
 @dataclass(frozen=True)
 class Request:
-    """Exchange that a node is about to make after a step, of fragments by their index in the model.
+    """The exchange that a node is about to make after a step; ``fragments`` are indices of the model's fragments.
 
-    ``exchanges_all`` says that these are all, so that nodes hold the same weights afterwards.
+    ``exchanges_all`` is True if all trained fragments are exchanged, so that nodes hold the same weights afterwards.
     """
 
     step: int
@@ -212,15 +210,13 @@ class Request:
 
 @dataclass(frozen=True)
 class NodeHeader:
-    """Header that a node sends the others before an exchange."""
-
     model: str  # text that must be the same on all nodes
     committed: int  # exchanges that this node has committed to
     made: int  # steps
     round: int  # of its last exchange
-    start: object  # checksums of the weights that it has started from, if it has committed to no exchange; else None
-    round_is_over: bool  # it has seen that nodes have to meet again, such as for one that waits to join
-    request: Request | None  # the exchange that it is about to make; None if it has come to join
+    start: object  # checksums of its agreed weights until it has committed to an exchange; None from then on
+    round_is_over: bool  # nodes have to meet again, for example because this node sees one that waits to join
+    request: Request | None  # the exchange that it is about to make; None if it only joins
     changed: tuple[tuple[bool, ...], ...]  # by fragment, for each parameter: trained since its last exchange
     trained: tuple[int, ...]  # by fragment: steps or tokens since its last exchange
     counts_tokens: bool
@@ -248,7 +244,7 @@ def check_alike(headers: Sequence[NodeHeader], model: str) -> None:
 
 
 def current_nodes(headers: Sequence[NodeHeader]) -> list[int]:
-    """Return the current nodes; see [Note: Who is current]. Before any exchange, equal weights decide."""
+    """Return the current nodes; see [Note: Who is current]. Before any exchange, they must also have equal weights."""
     most = max(header.knows for header in headers)
     nodes = [node for node, header in enumerate(headers) if header.knows == most]
     return [node for node in nodes if headers[node].start == headers[nodes[0]].start]
@@ -258,12 +254,12 @@ def current_nodes(headers: Sequence[NodeHeader]) -> list[int]:
 #
 # Local-update training on nodes that come and go.
 #
-#     header              step, what is due, what each node has trained and how much, whether somebody waits
-#     meeting             after a change of members: who joins takes over the state of one that is current
-#     exchange            as ever, but tentative, each node's changes weighted by what it has trained
+#     header              step, fragments due, parameters that each node has trained and how much, if a node waits
+#     meeting             after a change of members: a node that joins takes over a current node's state
+#     exchange            as among fixed nodes, but tentative; a node's changes are weighted by its steps or tokens
 #     decision            by all members, in the store: commit, or meet again and repeat
 #
-# local_steps/_torch_members.py has the nodes and their decisions.
+# _torch_members.py finds the members and makes their decisions.
 
 
 class Membership(NamedTuple):
@@ -302,7 +298,7 @@ class ElasticTraining(LocalTraining):
         self._is_member = self._was_called = False
         self._steps = self._tokens = 0  # made by this node
         self._counts_tokens = False
-        self._until_exchange = [0] * len(fragments)  # how many of these preceded each fragment's last exchange
+        self._until_exchange = [0] * len(fragments)  # the steps or tokens before each fragment's last exchange
 
     @property
     def _progress(self) -> Progress:
@@ -332,18 +328,17 @@ class ElasticTraining(LocalTraining):
     def _prepare(self) -> None:
         was_loaded = any(fragment.has_loaded for fragment in self._fragments)
         super()._prepare()
-        if was_loaded:  # from before others' last exchange, perhaps
+        if was_loaded:  # the loaded state may be older than the other nodes' last exchange
             self._members.disconnect()
 
     def _restart_from_loaded(self) -> None:
-        # Other nodes have not loaded the same at the same time. The loaded weights are this node's own, and are
-        # exchanged with its next changes.
+        # This node alone has loaded weights, so they are its own changes, and it sends them in its next exchange.
         for fragment in self._all:
             fragment.was_reloaded = False
 
     def _catch_up(self) -> None:
-        # FSDP may have set up the model for a state dict that is about to be loaded, which must not replace what a node
-        # takes over. So it does not join before the next forward.
+        # The first call may come from FSDP's set-up for a state dict that is about to be loaded. That would replace
+        # the state that a node has taken over, so a node joins at the next forward.
         if self._members.mesh is None and self._was_called:
             self._on_any_rank(False, f"{before_forward_of(self._progress.made)}, where this node meets others")
             self._exchange(None)
@@ -360,7 +355,7 @@ class ElasticTraining(LocalTraining):
             fragment.progress.exchanged = step
 
     def exchange_all(self) -> None:
-        """Exchange all fragments now, after which all nodes hold the same weights. Collective over the node."""
+        """Exchange all fragments now; all nodes hold the same weights afterwards. Collective over the node."""
         self._prepare()
         for fragment in self._trained:
             fragment.note_trained()
@@ -371,7 +366,7 @@ class ElasticTraining(LocalTraining):
     # ---- an exchange
 
     def _exchange(self, request: Request | None) -> None:
-        """Run the next due exchange, this node's or that of the nodes that it joins, until the members commit."""
+        """Make an exchange, this node's or that of the nodes that it joins, and repeat it until the members commit."""
         done = False
         while not done:
             if self._members.mesh is None:
@@ -416,7 +411,7 @@ class ElasticTraining(LocalTraining):
         )
 
     def _share_changes(self, headers: Sequence[NodeHeader]) -> None:
-        """Mark all parameters that any of these nodes has trained as changed."""
+        """Mark each parameter as changed that any of these nodes has trained."""
         for at, fragment in enumerate(self._all):
             flags = zip(*(header.changed[at] for header in headers), strict=True)
             fragment.changed = [any(on_nodes) for on_nodes in flags]
@@ -428,14 +423,14 @@ class ElasticTraining(LocalTraining):
         self._share_changes(headers)
         due = [self._fragments[at] for at in request.fragments]
         before = [fragment.snapshot() for fragment in due]
-        # All members add the same numbers in the same order, so their momenta are the same, bit for bit.
+        # All members add the same numbers in the same order, so they adapt the momentum alike, bit for bit.
         parts = [zip(*(header.products[at] for header in headers), strict=True) for at in request.fragments]
         self._adapt_momentum(due, [(sum(along), sum(norm)) for along, norm in parts])
         failure, node = "", self.membership.node
         try:
             for fragment, weight in zip(due, weights, strict=True):
                 fragment.send(request.step, weight[node])
-        except RuntimeError as error:  # of which losing a member is one
+        except RuntimeError as error:  # such as the loss of a member
             failure = str(error) or type(error).__name__
         if not self._members.commit(failure):
             for fragment, snapshot in zip(due, before, strict=True):
@@ -459,7 +454,7 @@ class ElasticTraining(LocalTraining):
     # ---- a change of members
 
     def _meet(self, headers: Sequence[NodeHeader]) -> bool:
-        """Have nodes that join take over from one that is current; return whether members commit to it."""
+        """Have nodes that join take over a current node's state; return whether the members commit to that."""
         mesh = self._members.mesh
         assert mesh is not None
         current = current_nodes(headers)
@@ -495,7 +490,7 @@ class ElasticTraining(LocalTraining):
         }
 
     def _take_over(self, state: dict[str, Any]) -> None:
-        """Continue from another node's state; raise a ValueError first if its optimizers are others. Collective."""
+        """Continue from another node's state, or raise a ValueError if the optimizers differ. Collective."""
         optimizers = optimizers_of(self._parameters())
         if any(state["optimizers"]) and len(state["optimizers"]) != len(optimizers):
             raise ValueError(

@@ -23,15 +23,15 @@ from .outer_step import OuterStep, OuterStepState
 
 
 class KnownOptimizers:
-    """Numbers optimizers in the order in which they become known, by events that all ranks see."""
+    """Numbers optimizers in the order of the events that make them known. All ranks see these events."""
 
-    # It keeps no optimizer alive. Ranks may free one at different times, so its number is never given to another.
+    # It keeps no optimizer alive. Ranks may free an optimizer at different times, so no number is used again.
     def __init__(self) -> None:
         self.count = 0
         self._numbers = weakref.WeakKeyDictionary[Optimizer, int]()
 
     def add(self, optimizer: Optimizer) -> None:
-        """Give an optimizer a number, unless it has one, or wraps an optimizer that has one."""
+        """Give an optimizer a number, unless it or the optimizer that it wraps has one."""
         if optimizer not in self._numbers and all(optimizer.state is not each.state for each in self._numbers):
             self._numbers[optimizer] = self.count
             self.count += 1
@@ -42,7 +42,7 @@ class KnownOptimizers:
 
 # ---- fragment
 #
-# A unit as a fragment of local-update training: its exchanges, and the state that differs between nodes.
+# A fragment of local-update training is a unit with its exchanges and the state that differs between nodes.
 
 Span = tuple[int, int]  # start and stop of values in a flat tensor
 _MOST_SPANS = 64
@@ -50,10 +50,10 @@ ParameterState = dict[str, object]  # what an optimizer keeps of one parameter, 
 
 
 class FragmentState(TypedDict):
-    """A fragment in a checkpoint; tensors and names are by FQN."""
+    """A fragment in a checkpoint; parameters are named by FQN."""
 
     progress: dict[str, Any]
-    exchanges: OuterStepState | None  # None before the first exchange
+    exchanges: OuterStepState | None  # None while there are no agreed weights
     weights: dict[str, Tensor]
     changed: list[str]  # trained since their last exchange
     sent: list[str]  # on their way
@@ -65,12 +65,12 @@ class Progress:
 
     made: int = 0
     unstepped: int = 0  # backwards that have synchronized gradients without a step after them
-    exchanged: int = 0  # steps made after which all due exchanges were made, too
+    exchanged: int = 0  # the last step whose due exchanges were made
     arrives: int | None = None  # the step after which the exchange under way is received; None if there is none
     apart: bool = False  # nodes have trained on their own since they last held the same weights and optimizer states
     sent: int = 0  # exchanges, the one under way included
     committed: int = 0  # exchanges that elastic nodes have committed to
-    round: int = 0  # the elastic round in which they committed to the last of these
+    round: int = 0  # the elastic round of the last exchange that they committed to
     settled: int | None = None  # the step after which elastic nodes have exchanged everything; None if there is none
 
 
@@ -87,10 +87,10 @@ class Fragment:
     Parameters that never were trained are not exchanged.
 
     Attributes:
-        pending: Loaded optimizer states, by the optimizer's id, each with the function that restores it. They are
-            restored with the fragment.
-        before_restore: Called before a loaded state is restored; may reset it instead. Collective.
-        was_reloaded: Whether weights were loaded without a state of local steps, and nobody has handled that yet.
+        pending: Loaded optimizer states, by the optimizer's id, with the functions that restore them. They are
+            restored together with the fragment.
+        before_restore: Called before a loaded state is restored; may call :meth:`reset` to drop it. Collective.
+        was_reloaded: True from a load of weights without a state of local steps until that load is handled.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Fragment:
 
     @property
     def was_trained(self) -> bool:
-        """Return whether any of its weights are trained, or ever were; the same on all ranks."""
+        """Return whether any weights are trained now, or were trained before; the same on all ranks."""
         return bool(self.outer.names) or len(self._unit.sharded.trained_names()) > 0
 
     @property
@@ -123,7 +123,7 @@ class Fragment:
         return {name: shard for name, shard in self._unit.sharded.named_shards().items() if name in names}
 
     def start(self, *, anew: bool = False) -> None:
-        """Adopt trained weights without agreed ones, or all with ``anew``, as agreed; they are equal on all nodes."""
+        """Adopt trained weights as agreed: those without agreed ones, or all if ``anew``. All nodes hold the same."""
         new = set(self._unit.sharded.trained_names()) - (frozenset() if anew else self.outer.names)
         if new:
             self.outer.start(self._of(new))
@@ -139,10 +139,10 @@ class Fragment:
 
     @changed.setter
     def changed(self, changed: Sequence[bool]) -> None:
-        """Record the parameters that were trained on any rank: all must exchange the same ones."""
+        """Record the parameters that were trained on any rank, so that all ranks exchange the same ones."""
         self._changed = {name for name, flag in zip(self._unit.sharded.named_shards(), changed, strict=True) if flag}
         if new := self._changed - self.outer.names:
-            self.outer.start(self._of(new))  # this node has not trained them: they are the agreed ones
+            self.outer.start(self._of(new))  # this node has not trained them, so its values are the agreed ones
 
     @property
     def holds_agreed(self) -> bool:
@@ -154,7 +154,7 @@ class Fragment:
         self._changed = set()
 
     def warm_up(self) -> None:
-        """Adopt the changed weights, and add to the momentum their changes since the fragment was last due."""
+        """Adopt the changed weights; add their changes since the fragment was last due to the momentum."""
         self.outer.adopt(self._of(self._changed), warms_up=True)
         self._changed = set()
 
@@ -165,7 +165,7 @@ class Fragment:
         self.progress.arrives, self._sent, self._changed = None, [], set()
 
     def send(self, arrives: int, weight: float = 1.0) -> None:
-        """Send the changed weights, which are received after the step ``arrives``; see :meth:`OuterStep.send`."""
+        """Send the changed weights, to be received after the step ``arrives``; see :meth:`OuterStep.send`."""
         shards = self._of(self._changed)
         self.outer.send(shards, self._unit.sharded.placements(), weight)
         self._sent, self._changed = [*shards], set()
@@ -205,7 +205,7 @@ class Fragment:
         self._unit.invalidate()
 
     def weights_loaded(self) -> None:
-        """Handle weights that were loaded; a state that was loaded with them replaces them."""
+        """Handle a load of weights. If a state was loaded, too, its weights will replace these."""
         self.was_reloaded = self._loaded is None and bool(self.outer.names)
 
     # ---- in checkpoints
@@ -233,7 +233,7 @@ class Fragment:
             raise ValueError(
                 f"{self.outer.label}: the checkpoint has weights of shapes {saved}, but this rank holds {present}"
             )
-        # Restore the state later: a model's state dict, with weights of the node that saved it, may be loaded next.
+        # Restore the state later: a model's state dict may be loaded next, with weights of the node that saved it.
         self._loaded = state
         self.progress = Progress(**state["progress"])
 
@@ -261,7 +261,7 @@ class Fragment:
             self.before_restore()
         if (state := self._loaded) is None:
             return
-        self._loaded, self.was_reloaded = None, False  # weights that were loaded before are replaced
+        self._loaded, self.was_reloaded = None, False  # the state replaces weights that were loaded by themselves
         self._write(state["weights"])
         if state["exchanges"] is not None:
             self.outer.load_state_dict(state["exchanges"], self._of(state["exchanges"]["agreed"].keys()))

@@ -60,9 +60,9 @@ def optimizers_of(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
 
 
 def _made() -> weakref.WeakValueDictionary[int, Optimizer]:
-    # The dictionary is kept on torch's class, like torch's own hooks, rather than in a global of this module. Its order
-    # is that of construction, the same in all processes that run the same program. A WeakValueDictionary forgets dead
-    # optimizers even while the interpreter shuts down; a callback of ours would then find its module's globals gone.
+    # torch's class holds the dictionary, as it holds torch's own hooks. The order is that of construction, the same in
+    # all processes that run the same program. A WeakValueDictionary forgets dead optimizers even while the interpreter
+    # shuts down; a weakref callback of this module would find the module's globals gone.
     if _MADE not in vars(Optimizer):
         setattr(Optimizer, _MADE, weakref.WeakValueDictionary())
     made: weakref.WeakValueDictionary[int, Optimizer] = vars(Optimizer)[_MADE]
@@ -78,7 +78,7 @@ def _made() -> weakref.WeakValueDictionary[int, Optimizer]:
 
 
 class OptimizerState:
-    """An optimizer's state on this rank, which is restored with a fragment of its model."""
+    """An optimizer's state on this rank; it is restored together with ``fragment``."""
 
     def __init__(self, optimizer: Optimizer, fragment: Fragment) -> None:
         self._optimizer, self._fragment = optimizer, fragment
@@ -164,16 +164,16 @@ def _restored(saved: object, present: object, parameter: nn.Parameter, group: Ma
 #
 # [Note: Roots of moments]
 # Adam divides by the root of its second moment. A blockwise code rounds the small values of a block to 0, and an update
-# is then divided by eps alone. So lossy codecs encode fourth roots, with their signs: the smallest code of 8 bits
-# stands for 1 / 127**4 of a block's largest value. In a block without negative values, a root that would still round to
-# 0 decodes to half a code. First moments are encoded in the same way, since their small values matter as much: an
-# optimizer divides each by its own scale. The mean is that of the moments, not of their roots.
+# is then divided by eps alone. So the codec encodes fourth roots, with their signs: the smallest code of 8 bits stands
+# for 1 / 127**4 of a block's largest value. If a block has no negative values, roots that would still round to 0 decode
+# to half a code. First moments are encoded in the same way: an optimizer divides each value by a scale of its own, so
+# small values matter, too. The mean is taken over the moments, after their roots are decoded.
 
 _HALF_CODE = 1 / 254  # half of the distance between two codes of 8 bits, as a share of a block's largest value
 
 
 class MomentAverage:
-    """Replaces moments by their mean over nodes; roots of moments are sent in 8 bits."""
+    """Replaces moments by their mean over nodes; sends roots of moments in 8 bits."""
 
     def __init__(self, mesh: ProcessMesh, traffic: Traffic, label: str) -> None:
         assert mesh.inter is not None
@@ -185,8 +185,8 @@ class MomentAverage:
     def average(self, moments: Mapping[str, Tensor], placements: Mapping[str, Hashable]) -> None:
         """Replace moments of one kind, such as Adam's second ones, by their mean over nodes, in place.
 
-        Collective among the ranks with this local index, unless they hold no values of these moments.
-        Moments are contiguous, of the same sizes on all nodes.
+        Collective among the ranks with this local index if they hold values of these moments. Moments are contiguous,
+        and have the same sizes on all nodes.
         """
         held = {name: moment.view(-1) for name, moment in moments.items() if moment.numel()}
         if not held:
@@ -232,14 +232,14 @@ def _clamp_to_half_code(blocks: Tensor) -> None:
 
 # ---- moments
 #
-# Finds the optimizers' moments of a model whose nodes train on their own, and averages them over nodes.
+# The optimizers' moments of a model whose nodes train on their own are found here, and averaged over nodes.
 #
 # [Note: States that nodes average]
-# A state is a moment if it is a floating-point tensor of as many values as this rank holds of its parameter: Adam's
-# two, Muon's momentum. After an average all nodes hold the same states bit for bit. A node whose optimizer has no state
-# of a parameter yet, because the parameter has had no gradient there, counts as zeros: zero gradients would have made
-# them. Numbers, such as step counters, are taken from the node that has made most steps with the parameter: with fewer
-# steps, bias corrections would make updates larger. Everything else can't be averaged, and is refused.
+# A moment is a floating-point tensor with as many values as this rank holds of its parameter: Adam's two, Muon's
+# momentum. After an average all nodes hold the same states bit for bit. If a parameter has had no gradient on a node,
+# that node's optimizer has no state of it. The node then counts as zeros, the moments that zero gradients make. Numbers
+# such as step counters come from the node with the most steps of the parameter: fewer steps would make bias
+# corrections, and so updates, larger. States of other kinds can't be averaged, and are refused.
 
 _CALL = "an average of moments over nodes"
 Number = int | float | Tensor
@@ -255,8 +255,6 @@ class MomentUnit(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _OptimizerParam:
-    """A parameter that an optimizer holds in a group."""
-
     unit: MomentUnit
     name: str  # its FQN, or the first one of a flat parameter
     parameter: nn.Parameter
@@ -265,7 +263,7 @@ class _OptimizerParam:
     number: int  # of the optimizer, among the known optimizers
 
     def metadata(self) -> States:
-        """Return the dtypes of its moments and the numbers, or raise a ValueError if nodes can't average its states."""
+        """Return the moments' dtypes and the numbers; raise a ValueError if nodes can't average a state."""
         states = self.optimizer.state.get(self.parameter, {})  # empty before the optimizer's first step with it
         return {name: self._metadata_of(name, value) for name, value in states.items() if value is not None}
 
@@ -337,7 +335,7 @@ class OptimizerMoments:
             self._average(unit, {params[key]: states for key, states in agreed.items() if params[key].unit is unit})
 
     def _gone_on_any_rank(self) -> frozenset[int]:
-        """Return the numbers of optimizers that some rank has freed already, others perhaps not yet. Collective."""
+        """Return the numbers of the optimizers that one rank or more has freed. Collective."""
         gone = frozenset(range(self._optimizers.count)) - self._optimizers.alive().keys()
         group = self._ranks.group
         return gone if group is None else gone.union(*from_each_rank(gone, group))
@@ -359,7 +357,7 @@ class OptimizerMoments:
         return params, {key: each.metadata() for key, each in params.items()}
 
     def _params_of(self, unit: MomentUnit) -> Iterator[_OptimizerParam]:
-        """Yield parameters that optimizers hold and that have values on this rank; the same on all nodes."""
+        """Yield the parameters with values on this rank, once for each optimizer's group; the same on all nodes."""
         if not self._optimizers.count:
             raise ValueError(
                 f"{self._model}: nodes average the moments of optimizers, but no optimizer derived from "
@@ -380,7 +378,7 @@ class OptimizerMoments:
 
 
 def _agreed(by_node: Sequence[Mapping[Key, States]]) -> dict[Key, States]:
-    """Return the states that all nodes will have; raise a ValueError if those of a parameter differ in kind."""
+    """Return the states that all nodes will have; raise a ValueError if nodes keep different kinds for a parameter."""
     agreed: dict[Key, States] = {}
     for key in dict.fromkeys(key for node in by_node for key in node):
         present = [states for node in by_node if (states := node.get(key))]
@@ -410,31 +408,31 @@ def _steps(states: States) -> float:
 # Local-update training of a model: it counts steps, and exchanges fragments between nodes when they are due.
 #
 # [Note: Steps of nodes]
-# Nodes step on their own, but must agree which step an exchange follows. So a step is counted where every node must
-# pass: after a backward that synchronizes gradients, when the first optimizer steps, or a gradient scaler skips its
-# step; further optimizers do not count again. Steps of an optimizer that is not torch's can't be observed; if there is
-# no other optimizer, each backward that synchronizes gradients counts. Exchanges that are due after a step are made
-# before the next forward that records gradients: by then all optimizers have stepped.
+# Nodes step on their own, but must agree which step an exchange follows. So all nodes count the same event: the first
+# step of an optimizer after a backward that synchronizes gradients, even if a gradient scaler skips that step. Steps of
+# further optimizers do not count. Steps of an optimizer that is not torch's can't be observed; if there is no other
+# optimizer, each backward that synchronizes gradients counts. Exchanges that are due after a step take place before the
+# next forward that records gradients: all optimizers have stepped by then.
 #
 # [Note: Phases of local steps]
-# The number of steps made decides whether the next one is synchronous. The decision comes before the next
-# step's first forward, for all units at once, after the exchanges of the step before. In synchronous steps nodes stay
-# equal bit for bit, as without local steps, so nothing is exchanged; fragments that are due warm up the momentum. After
-# the last synchronous step, the weights become the agreed ones; the momentum lacks each fragment's changes since it was
-# last due.
+# The number of steps made decides whether the next step is synchronous. This is decided for all units at once, before
+# the step's first forward and after the exchanges of the step before. In synchronous steps nodes stay equal bit for
+# bit, as without local steps, so they exchange nothing; a fragment that is due warms up its momentum. After the last
+# synchronous step, the weights become the agreed ones; the momentum lacks each fragment's changes since it was last
+# due.
 #
-# A checkpoint also says whether nodes are ``apart``, training on their own: it may be loaded into another schedule.
+# A checkpoint may be loaded into another schedule, so it also says if nodes are ``apart``: they train on their own.
 #
 # [Note: One place to meet]
-# Nodes may be at different places of a training: one exchanges before a forward, while another has left its loop and is
-# in ``exchange_weights``, or is about to leave the synchronous steps. So everything that nodes do together here begins
-# with a message of one kind, over one group, that names the place: the comparison of [Note: Agreement] in agreement.py.
-# Hops between nodes use other communicators, so this message does not wait for an exchange under way.
+# Nodes may be at different places of a training: one exchanges before a forward, while another is in
+# ``exchange_weights`` after its loop, or is about to leave the synchronous steps. So before nodes communicate here,
+# they compare their places over one group, as in [Note: Agreement] in agreement.py. Hops between nodes use other
+# communicators, so the comparison does not wait for an exchange under way.
 #
-# In synchronous steps nodes stay together as ranks do without local steps, since each backward reduces over all of
-# them. But a node may skip the optimizer step after a backward, and then needs more backwards to leave the
-# synchronous steps. Once nodes have made as many backwards as there are synchronous steps, some nodes may have left
-# them. So the nodes that remain compare their place before each forward until they leave, too.
+# In synchronous steps each backward reduces over all ranks, so nodes stay together as ranks do without local steps. But
+# a node that skips the optimizer step after a backward needs more backwards to leave the synchronous steps. Some nodes
+# may leave them once all have made as many backwards as there are synchronous steps. From then on, the nodes that
+# remain compare their places before each forward.
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -448,8 +446,8 @@ def before_forward_of(step: int) -> str:
 class LocalTraining:
     """Counts the steps of the model under a root, and exchanges its fragments when they are due. Collective when made.
 
-    ``fragments`` are in an order that is the same on all ranks; they may be frozen and unfrozen. Raises a ValueError if
-    ranks differ in the number of steps made.
+    ``fragments`` have the same order on all ranks, and may be frozen and unfrozen. Raises a ValueError if ranks differ
+    in the number of steps made.
     """
 
     def __init__(
@@ -501,10 +499,10 @@ class LocalTraining:
                 "method of it or a module inside it"
             )
 
-    # The step decides whether exchanges are due, so this is not traced.
+    # It is not traced, since the number of steps decides whether exchanges are due.
     @torch.compiler.disable
     def before_forward(self, root: nn.Module, *inputs: object) -> None:
-        """Make the exchanges that are due; a hook before the root's forward."""
+        """Make the exchanges that are due; this is a hook before the root's forward."""
         if self._shows_agreed or not torch.is_grad_enabled():
             for fragment in self._all:
                 fragment.restore()
@@ -515,7 +513,7 @@ class LocalTraining:
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Make the exchanges of all steps that were made, and enter the phase of the next one."""
+        """Make the exchanges that are due after the steps made so far, and enter the phase of the next step."""
         progress = self._all[0].progress
         if progress.apart and progress.made < self._config.start:
             raise ValueError(
@@ -528,15 +526,15 @@ class LocalTraining:
         self._enter_phase()
 
     def _prepare(self) -> None:
-        """Restore loaded states, and start the exchanges of all parameters that were trained so far."""
+        """Restore loaded states, and give all parameters that were trained so far agreed weights."""
         for fragment in self._all:
             fragment.restore()
         furthest = max((fragment.progress for fragment in self._all), key=lambda progress: progress.made)
-        for fragment in self._all:  # a saved state lacks fragments that were frozen then
+        for fragment in self._all:  # fragments that were frozen when the state was saved are not in it
             fragment.progress.made, fragment.progress.exchanged = furthest.made, furthest.exchanged
             fragment.progress.apart, fragment.progress.unstepped = furthest.apart, furthest.unstepped
         for fragment in self._all:
-            # A user may set weights before the first step, unnoticed: adopt all of them again until then.
+            # Nothing notices that a user sets weights before the first step: adopt all of them again until then.
             fragment.start(anew=furthest.made == 0 and not self._awaits_step)
         # The schedule counts all fragments that were ever trained, so that freezing one does not shift the others.
         self._trained = [fragment for fragment in self._all if fragment.was_trained]
@@ -550,14 +548,14 @@ class LocalTraining:
         if not reloaded:
             return
         if not self._all[0].progress.apart:
-            # Nodes hold the same weights in any case: new ones, or those that they had before, put back.
+            # Nodes hold the same weights, whether they have loaded new ones or put their old ones back.
             for fragment in reloaded:
                 fragment.adopt()
             return
         shards = [shard for fragment in reloaded for shard in fragment.weights]
         differs = any(not fragment.holds_agreed for fragment in reloaded)
-        # Weights that differ between nodes are each node's own, put back after an evaluation of averaged weights, say.
-        # Weights that equal the agreed ones already need no restart. In both cases exchanges go on.
+        # Loaded weights that differ between nodes are each node's own, such as those put back after an evaluation.
+        # Loaded weights that equal the agreed ones change nothing. In both cases exchanges go on without a restart.
         met = self._on_any_rank(differs, "at the first use of weights that were loaded")
         if met and replicas_are_equal(shards, self._ranks, "I"):
             for fragment in reloaded:
@@ -581,7 +579,7 @@ class LocalTraining:
             self._average_moments([self._trained[index] for index in due])
         for index in due:
             fragment = self._trained[index]
-            if fragment.progress.arrives is not None:  # it is due early, since another unit has joined the schedule
+            if fragment.progress.arrives is not None:  # due before that: another unit has changed the schedule
                 fragment.receive(self._config.mix)
             fragment.send(step + self._config.overlap)
         self._receive(step)
@@ -592,11 +590,11 @@ class LocalTraining:
                 fragment.receive(self._config.mix)
 
     def _on_any_rank(self, here: bool, place: str, **facts: object) -> bool:
-        """Return whether ``here`` is true on any rank, if all are at one place. See [Note: One place to meet]."""
+        """Return whether ``here`` is true on any rank; raise if places differ. See [Note: One place to meet]."""
         return on_any_rank(here, self._ranks.group, EXCHANGE, {PLACE: place, "model": self.model, **facts})
 
     def _agree_on_exchange(self, fragments: Sequence[Fragment]) -> None:
-        """Have all nodes exchange the parameters that any has trained, and adapt the momentum. Collective."""
+        """Mark parameters that any node has trained as changed on all nodes, and adapt the momentum. Collective."""
         flags = [(fragment, self._ranks, fragment.changed) for fragment in fragments]
         for fragment, on_any in all_reduce_flags(flags):
             fragment.changed = on_any()
@@ -604,8 +602,8 @@ class LocalTraining:
             self._adapt_momentum(fragments, self._products(fragments))
 
     def _average_moments(self, fragments: Sequence[Fragment]) -> None:
-        """Average the moments of those fragments whose next exchange includes them. Collective."""
-        # The average precedes the weights: hops over the same ranks take turns, and training waits for the average.
+        """Average the moments of the fragments whose next exchange includes moments. Collective."""
+        # Moments come before weights: hops over the same ranks take turns, and training has to wait for moments.
         every = self._config.moments_every
         due = [each for each in fragments if every is not None and (each.progress.sent + 1) % every == 0]
         if due and due[0].progress.made:
@@ -618,8 +616,8 @@ class LocalTraining:
     def _products(self, fragments: Sequence[Fragment]) -> list[Products]:
         """Return <m, g> and <g, g> of each fragment's last outer step, summed over ranks. Collective.
 
-        ``fragments`` has at least one. Each rank knows the products of its own chunks. They are summed when a fragment
-        is due again: the host waits for other ranks there anyway, and equal sums give all ranks the same momentum.
+        ``fragments`` is not empty. Each rank knows the products of its own chunks. They are summed when a fragment is
+        due again: the host waits for other ranks there anyway, and equal sums give all ranks the same momentum.
         """
         groups = self._groups
         device = collective_device(groups[0]) if groups else torch.device("cpu")
@@ -627,7 +625,7 @@ class LocalTraining:
         return list(zip(sums[::2], sums[1::2], strict=True))
 
     def _adapt_momentum(self, fragments: Sequence[Fragment], products: Sequence[Products]) -> None:
-        """Choose the momentum of each fragment's next outer step by its last ones; warn once if these overshoot."""
+        """Choose the momentum of each fragment's next outer step by its last steps; warn once if these overshoot."""
         gains = [fragment.outer.adapt_momentum(of) for fragment, of in zip(fragments, products, strict=True)]
         gain = max((each for each in gains if each is not None), default=None)
         if gain is None or self._has_warned:
@@ -661,7 +659,7 @@ class LocalTraining:
         return f"all {units} after step {max(fragment.progress.made for fragment in self._all)}"
 
     def exchange_all(self) -> None:
-        """Exchange all fragments, so that nodes hold the same. Collective; compare ``describe_exchange_all`` first."""
+        """Exchange all fragments; nodes then agree. Collective; ranks compare ``describe_exchange_all`` first."""
         self._prepare()
         if not self._all[0].progress.apart:
             return
@@ -695,7 +693,7 @@ class LocalTraining:
                 fragment.progress.apart = True
 
     def _look_for_others(self) -> None:
-        """Raise if other nodes have left the synchronous steps already. Collective once any node may have."""
+        """Raise if other nodes have left the synchronous steps. Collective as soon as any node may have left them."""
         progress = self._all[0].progress
         passed = progress.made + progress.unstepped + self._awaits_step  # the same on all nodes in these steps
         if progress.made < self._config.start <= passed != self._met_after:
@@ -704,7 +702,7 @@ class LocalTraining:
 
     @contextmanager
     def showing_agreed(self) -> Iterator[None]:
-        """Return a context with the agreed weights in place of this node's own."""
+        """Return a context in which the model has the agreed weights instead of this node's own."""
         self._check_not_shown()
         self._prepare()
         self._shows_agreed = True

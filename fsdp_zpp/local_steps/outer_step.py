@@ -26,20 +26,20 @@ from fsdp_zpp.strategy.local_steps import LocalSteps, aligned_gain, correlation_
 class NodeChunks:
     """Cuts this rank's part of some parameters into a chunk for each node.
 
-    ``placements`` are in an order that is always the same, and may have more parameters than ``numels``. Parameters
-    that are placed differently begin at multiples of ``block``: no block of a codec spans them. See [Note: Copies].
+    ``placements`` always have the same order, and may have more parameters than ``numels``. A parameter that is placed
+    differently from the one before begins at a multiple of ``block``: no codec's block spans both. See [Note: Copies].
     """
 
     def __init__(self, numels: Mapping[str, int], placements: Mapping[str, Hashable], nodes: int, block: int) -> None:
         self._numels = numels
-        # Each parameter is cut by itself, so that its chunk has the same owner in any set of parameters.
+        # Each parameter is cut by itself: its chunks have the same owners whichever other parameters are sent with it.
         order = {name: place for place, name in enumerate(placements)}
         pieces = [Piece(order[name], name, chunk_numel(numel, nodes)) for name, numel in numels.items()]
         self.layout = FlatLayout.aligned(pieces, [placements[name] for name in numels], block)
 
     def places(self, flat: Tensor) -> Iterator[tuple[str, slice, Tensor]]:
         """Yield each parameter's name, a slice of its values, and the view of ``flat`` [nodes, numel] for them."""
-        if len(self._numels) == 1:  # its chunks follow each other
+        if len(self._numels) == 1:  # the chunks of a single parameter are adjacent in ``flat``
             ((name, numel),) = self._numels.items()
             yield name, slice(0, numel), flat.view(-1)[:numel]
             return
@@ -55,7 +55,7 @@ def chunk_numel(numel: int, nodes: int) -> int:
 
 
 def relative_weights(trained: Sequence[int]) -> list[float]:
-    """Return the factors that weight nodes' changes by tokens or steps in their mean: w * nodes / sum(w), or all 1."""
+    """Return the factors w * nodes / sum(w) that weight nodes' changes by tokens or steps w; all 1 if none trained."""
     total = sum(trained)
     return [each * len(trained) / total if total else 1.0 for each in trained]
 
@@ -66,29 +66,29 @@ def relative_weights(trained: Sequence[int]) -> list[float]:
 #
 # [Note: Overshooting]
 # Gradient descent on a quadratic diverges if its steps are more than twice as long as the step that reaches the
-# minimum. If the nodes' mean change is about that long, an outer step of more than twice the mean change overshoots. A
-# single one may be chance; five of a fragment in a row are not.
+# minimum. If the nodes' mean change about reaches the minimum, an outer step of more than twice that change overshoots.
+# One such step may be chance; five in a row of one fragment are not.
 
 Products = tuple[float, float]  # <m, g> and <g, g>; see [Note: Automatic momentum] in strategy/local_steps.py
 
 MOST_GAIN = 2.0  # the aligned gain above which an outer step overshoots
-MOST_IN_A_ROW = 5  # such steps, of which there is a warning
-_MOST_AT_ONCE = 2**30  # values of which a scalar product is taken: cuBLAS counts them in 32 bits
+MOST_IN_A_ROW = 5  # so many such steps in a row cause a warning
+_MOST_AT_ONCE = 2**30  # the most values in one scalar product: cuBLAS counts them in 32 bits
 
 
 class OuterFit(TypedDict):
-    """Figures that fit the next momentum, in a checkpoint."""
+    """Numbers in a checkpoint that determine the momentum of the next step."""
 
     products: Tensor  # this rank's part of <m, g> and <g, g> in the last step
     coefficient: float  # the momentum mu of the last step
-    correlation: float  # the last correlation of successive changes that is known
+    correlation: float  # the last known correlation of successive changes
 
 
 class OuterOptimizer:
     """Makes outer steps, and keeps their ``momentum`` by parameter.
 
-    ``products`` are this rank's part of <m, g> and <g, g> in the last step, fp32 [2], with the momentum m before it and
-    the mean change g; the sums over all ranks, each of which steps other values, are the products.
+    ``products``, fp32 [2], are <m, g> and <g, g> of the last step over this rank's values: m is the momentum before the
+    step, g the mean change. The products of the whole fragment are their sums over all ranks.
     """
 
     def __init__(self, config: LocalSteps) -> None:
@@ -100,7 +100,7 @@ class OuterOptimizer:
         """Forget all momentum; :meth:`start` comes next."""
         self.momentum = {}
         self.products = torch.zeros(2, dtype=torch.float32)
-        self._correlation = 1.0  # until it is known: "auto" then chooses the least momentum
+        self._correlation = 1.0  # as long as it is unknown; "auto" then chooses its lowest momentum
         self._last = self._coefficient
         self._overshot = 0  # steps in a row
 
@@ -117,7 +117,7 @@ class OuterOptimizer:
         self.products = self.products.to(device)
 
     def step(self, gradient: Tensor, layout: FlatLayout) -> Tensor:
-        """Make an outer step by the mean change, fp32, flat, and reuse its memory; return the update of weights."""
+        """Make an outer step by the mean change, fp32 and flat; return the update of weights in its memory."""
         config, device = self._config, gradient.device
         self._last = coefficient = self._coefficient
         parts = {piece: self.momentum[piece.name].to(device).view(1, -1) for piece in layout.pieces}
@@ -147,9 +147,9 @@ class OuterOptimizer:
             momentum.mul_(coefficient)[: change.numel()].add_(change)
 
     def adapt_momentum(self, products: Products) -> float | None:
-        """Adapt the next momentum to the ``products`` of the last step, summed over ranks, if something has changed.
+        """Adapt the next momentum to the last step's ``products``, summed over ranks; skip it for a change of zero.
 
-        Returns the last step's gain if it, and those before it, overshot; see [Note: Overshooting].
+        Returns the last step's gain if that step and enough before it overshot; see [Note: Overshooting].
         """
         along, norm = products
         if not (isfinite(along) and isfinite(norm) and norm > 0):
@@ -200,17 +200,17 @@ def _set_to_product(product: Tensor, one: Tensor, other: Tensor) -> None:
 #         | added to the agreed weights, from which all nodes go on
 #
 # [Note: Agreed weights]
-# The agreed weights are those that the outer steps have made, in fp32, the same on all nodes bit for bit: every node,
-# the owner of a chunk too, adds the decoded update. A rank keeps its part of them, because only changes against them
-# are small enough for 4 bits. Nodes go on from the agreed weights as rounded to the dtype of the model, and changes are
-# measured from there, so that rounding is not sent as a change. The momentum is kept once, by the owners of the chunks.
+# Outer steps make the agreed weights, in fp32. These are the same on all nodes bit for bit, since every node adds the
+# decoded update, even the owner of a chunk. Each rank keeps its part of them: nodes send changes against them, since
+# only changes are small enough for 4 bits. Nodes go on from the agreed weights rounded to the dtype of the model, and
+# measure changes from these, so that rounding is not sent as a change. Only the owner of a chunk keeps its momentum.
 #
-# All of this belongs to parameters ([Note: Identity] in flat_layout.py): an exchange is of some of them, and leaves the
-# others' agreed weights, momentum and errors as they are.
+# Agreed weights, momentum and errors belong to parameters ([Note: Identity] in flat_layout.py): an exchange of some
+# parameters leaves those of the others as they are.
 #
-# Copies that another parallelism has on its ranks stay equal bit for bit ([Note: Copies] in flat_layout.py):
-# parameters that it has placed differently begin a new block, so that no copy is rounded as a neighbour demands that
-# others lack.
+# Another parallelism may have copies of a parameter on several ranks. These stay equal bit for bit ([Note: Copies] in
+# flat_layout.py), since a new block begins wherever the placement changes: the rounding of a copy never depends
+# on neighbours that differ between these ranks.
 
 
 class OuterStepState(TypedDict):
@@ -224,7 +224,7 @@ class OuterStepState(TypedDict):
 
 
 class OuterStep:
-    """Exchanges one fragment's weights between nodes, more than one, and keeps the state of its exchanges."""
+    """Exchanges one fragment's weights between several nodes, and keeps the state of these exchanges."""
 
     def __init__(self, config: LocalSteps, mesh: ProcessMesh, traffic: Traffic, label: str = "fragment") -> None:
         if mesh.inter is None and config.elastic is None:
@@ -242,7 +242,7 @@ class OuterStep:
         self._nodes, self._node = across.topology.nodes, across.rank
         self._codec_back = self._codec.for_sum_of(self._nodes)
         codecs = [self._codec, self._codec_back, None if feedback is None else feedback.dtype]
-        # No block of any codec spans a multiple of it.
+        # No codec's block spans a multiple of this number.
         self._block = math.lcm(*(codec.block_numel for codec in codecs if codec is not None and codec.block_numel))
         self._reduce = GradientReduce(across, None, self._codec, self._traffic, self._label, error_feedback=feedback)
         self._gather = None if across.inter is None else Hop(across.inter, "gather", "inter", self._traffic)
@@ -262,13 +262,13 @@ class OuterStep:
 
     @property
     def agreed(self) -> dict[str, Tensor]:
-        """Return this rank's part of the agreed weights of each parameter: fp32, flat, including those on their way."""
+        """Return this rank's part of the agreed weights of each parameter, fp32 and flat, after exchanges under way."""
         wait_for(self._arrival, self._device)
         return self._agreed
 
     @torch.no_grad()
     def start(self, shards: Mapping[str, Tensor]) -> None:
-        """Adopt weights of this rank, which must be the same on all nodes, as the agreed ones."""
+        """Make ``shards`` the agreed weights. They must be the same on all nodes."""
         self._wait_for_exchange()
         for name, shard in shards.items():
             # Parameters may be offloaded; exchanges start on a device that collectives accept.
@@ -279,7 +279,7 @@ class OuterStep:
             self._optimizer.start(name, chunk_numel(shard.numel(), self._nodes), self._device, kept_on)
 
     def _wait_for_exchange(self) -> None:
-        """Wait in the current stream for exchanges on their way, before their memory is used otherwise."""
+        """Have the current stream wait for an exchange under way, before its memory has another use."""
         wait_for(self._arrival, self._device)
         self._arrival = None
 
@@ -291,7 +291,7 @@ class OuterStep:
     def adopt(self, shards: Mapping[str, Tensor], *, warms_up: bool = False) -> None:
         """Set the agreed weights to ``shards``, which must be the same on all nodes; nothing is communicated.
 
-        ``warms_up`` adds the changes since the last agreement to the momentum, which else stays as it is.
+        ``warms_up`` adds the changes to the momentum; otherwise the momentum stays as it is.
         """
         self._wait_for_exchange()
         changes: dict[str, Tensor] = {}
@@ -310,13 +310,13 @@ class OuterStep:
     ) -> None:
         """Average the changes of ``shards`` over nodes, and make the outer step. :meth:`receive` follows.
 
-        Collective among the ranks with this local index, unless these hold nothing of the parameters.
+        Collective among the ranks with this local index if they hold values of these parameters.
 
         Args:
-            shards: Some of those that :meth:`start` was given, the same parameters on all nodes, changed by this node's
-                steps. They may change again as soon as this returns.
-            placements: How another parallelism has placed each parameter of the fragment, in an order that is always
-                the same; by default ``shards`` are all of them, all placed in the same way.
+            shards: Shards of some parameters that :meth:`start` was given, the same parameters on all nodes. They may
+                change again as soon as this returns.
+            placements: How another parallelism has placed each parameter of the fragment, always in the same order. By
+                default ``shards`` has all parameters, all placed in the same way.
             weight: Weight of this node's changes; the average node's is 1.
         """
         beside = zip(shards, self._beside(shards), strict=True)
@@ -339,12 +339,12 @@ class OuterStep:
         if weight != 1:
             change.mul_(weight)
         with self.stream.after_current(self._device):
-            # A model may go while an exchange is on its way.
+            # A model may be freed while an exchange is under way.
             keep_until_read(self._optimizer.products)
             for name in held:
                 keep_until_read(self._agreed[name])
                 keep_until_read(self._optimizer.momentum[name])
-            # This is one expression, so that temporaries are freed.
+            # One expression frees each temporary once it is used.
             payload = self._encoded(
                 self._optimizer.step(self._mean_over_nodes(keep_until_read(change).view(-1), layout), layout), layout
             )
@@ -366,7 +366,7 @@ class OuterStep:
 
     @torch.no_grad()
     def receive(self, shards: Mapping[str, Tensor], mix: float = 1.0) -> None:
-        """Set ``shards`` to the agreed weights, or to a mixture of these, with a share of ``mix``, and their own."""
+        """Set ``shards`` to the agreed weights, or mix in a share ``mix`` of these."""
         for agreed, shard in self._beside(shards):
             moved = agreed.to(shard.device)
             shard.copy_(moved if mix == 1 else shard.float().lerp(moved, mix))
@@ -391,7 +391,7 @@ class OuterStep:
         return payload
 
     def _beside(self, shards: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return the agreed weights of each shard, in its shape, with the shard; raise a ValueError if sizes differ."""
+        """Return each shard's agreed weights, in its shape, and the shard; raise a ValueError if sizes differ."""
         kept = self.agreed
         given, started = ({name: each[name].numel() for name in shards if name in each} for each in (shards, kept))
         if given != started:
@@ -409,7 +409,7 @@ class OuterStep:
         return {"agreed": agreed, "momentum": momentum, "fit": fit, "errors": errors, "errors_back": back}
 
     def load_state_dict(self, state: OuterStepState, shards: Mapping[str, Tensor]) -> None:
-        """Continue with a saved state; only sizes and device of ``shards``, those of all parameters, matter."""
+        """Continue with a saved state. ``shards`` are those of all parameters; only their sizes and device matter."""
         saved = {name: value.numel() for name, value in state["agreed"].items()}
         held = {name: shards[name].numel() for name in saved if name in shards}
         if saved != held:

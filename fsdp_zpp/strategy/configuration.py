@@ -14,7 +14,7 @@ from .local_steps import Elastic, LocalSteps
 
 # ---- strategy arguments
 #
-# The arguments of a strategy as a dict, which presets override and configuration files give.
+# The arguments of a strategy as a dict. Presets and configuration files give such dicts.
 
 
 class StrategyArguments(TypedDict, total=False):
@@ -36,8 +36,8 @@ class StrategyArguments(TypedDict, total=False):
 # Codecs by name, for configuration files and command lines: ``int8``, ``int8:256``, ``int4``, ``int4delta``,
 # ``int2delta``, ``nf4``.
 #
-# A name may be followed by the codec's block, as in ``int8:256``. ``as stored`` and ``auto`` are for frozen weights:
-# the codes that they have, and no codec, or ``int8``, for weights in full precision.
+# A name may be followed by the codec's block, as in ``int8:256``. ``as stored`` and ``auto``, for frozen weights, keep
+# the codes of weights that are stored quantized; ``auto`` also encodes the other weights in ``int8``.
 #
 # A mapping names each argument of a codec: ``{codec: int4delta, block: 256, whole: int8:128}``.
 
@@ -116,7 +116,7 @@ def _from_mapping(values: dict[str, Any]) -> Codec:
 #
 # strategy: zeropp                    the name of a preset
 #
-# strategy:                           or a preset and what is different, or no preset at all
+# strategy:                           or a preset and changes to it, or arguments alone
 #   preset: zeropp
 #   levels: IIG
 #   weights: int8:256                 see ``codec_from_name``
@@ -139,9 +139,9 @@ Readers = Mapping[str, Callable[[str, Any], object]]
 
 
 def arguments_from_mapping(values: object, read_strategy: Callable[[Any], object]) -> tuple[str | None, dict[str, Any]]:
-    """Return the preset and the keyword arguments of the Strategy in a mapping, which may be the name of a preset.
+    """Return the preset and the keyword arguments of a strategy that is given as a mapping or as a preset's name.
 
-    ``read_strategy`` makes a strategy of such a mapping, for the overrides. Errors name the key.
+    ``read_strategy`` makes the strategies of the overrides from values of the same form. Errors name the key.
     """
     if isinstance(values, str):
         values = {"preset": values}
@@ -183,7 +183,7 @@ def source_of(arguments: Mapping[str, object]) -> str:
     return f"Strategy({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
 
 
-# Readers take the key of a value, with which their errors begin, and the value.
+# A reader takes the key of a value, and the value; its errors begin with the key.
 
 
 def _codec(key: str, value: object) -> Codec | None:
@@ -206,7 +206,7 @@ def _local_steps(key: str, value: object) -> LocalSteps | None:
 
 
 def _made_of(kind: type[C], key: str, value: object, readers: Readers) -> C | None:
-    """Return the ``kind`` with the arguments in a mapping, some of them read; None, or a ``kind``, as it is."""
+    """Return a ``kind`` from a mapping of its arguments, some read by ``readers``; return a ``kind`` as it is."""
     if value is None or value is False or isinstance(value, kind):
         return value or None
     if value is True:

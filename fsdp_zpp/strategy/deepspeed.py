@@ -7,7 +7,7 @@ names the ignored keys and says how to get their effect. No key is skipped: each
 Differences from DeepSpeed:
 
 - This library's codecs are finer at the same number of bits: 256 values (weights) or 128 (gradients) share a scale.
-  In DeepSpeed, up to 16,000 weights share one, and as many gradients as the shorter side of their matrix is long.
+  In DeepSpeed, a scale is for up to 16,000 weights, or for as many gradients as their matrix's shorter side is long.
 - The size of hpZ's groups becomes ``gpus_per_node`` for both collectives; DeepSpeed's gradient reduction takes the
   visible devices as a node. If hpZ's groups are nodes, as DeepSpeed advises, the two agree.
 - DeepSpeed quantizes only frozen weights of more than 500,000 values.
@@ -202,8 +202,8 @@ class _Section:
 
 
 def _is_off(value: object, neutral: Collection[object]) -> bool:
-    """Return whether a key is switched off, or has a neutral value."""
-    if isinstance(value, bool):  # equality alone would take true for 1
+    """Return whether the value switches its key off, or is a neutral one."""
+    if isinstance(value, bool):  # true equals 1, which may be neutral
         return not value
     is_disabled = isinstance(value, Mapping) and (not value or value.get("enabled") is False)
     return value is None or is_disabled or value in neutral
@@ -230,7 +230,7 @@ def strategy_arguments(config: Mapping[str, object] | str | os.PathLike[str]) ->
     arguments, codecs = StrategyArguments(levels=_STAGES[stage]), StrategyArguments()
     for key in keys:
         codecs |= _CODEC_ARGUMENTS[key]
-    if secondary > 1 and stage == 3:  # a group of one rank keeps nothing
+    if secondary > 1 and stage == 3:  # a group of one rank keeps no secondary shard
         arguments = {"levels": "IGG", "gpus_per_node": secondary}
     elif secondary > 1:
         zero.warn(["zero_hpz_partition_size"], stage, "set stage to 3 to have it, or remove it")
@@ -244,7 +244,7 @@ def strategy_arguments(config: Mapping[str, object] | str | os.PathLike[str]) ->
 
 def _stage_of(zero: _Section) -> int:
     stage = zero.number("stage", default=0)
-    if zero.values.get("stage", stage) is None:  # which would train without ZeRO
+    if zero.values.get("stage", stage) is None:  # a null that counted as stage 0 would train without ZeRO
         raise zero.error("stage", "must be a whole number", TypeError)
     if stage >= len(_STAGES):
         raise zero.error("stage", "must be 0, 1, 2 or 3")

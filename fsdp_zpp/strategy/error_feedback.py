@@ -126,7 +126,7 @@ def error_buffer_specs(
     ``"intra"`` and ``"inter"`` are the two hops. ``"back"`` gathers the sums back if the optimizer scope is not ``G``.
     It encodes the sums with the codec of the hop that made them, and has errors if that hop has errors.
 
-    ``codecs`` are those of the intra-node and of the inter-node hop. A rank keeps ``numel`` values of the gradient.
+    ``codecs`` has the intra-node hop's codec first. A rank keeps ``numel`` values of the gradient.
     """
     if config is None:
         return {}
@@ -165,7 +165,7 @@ def check_loco(error_feedback: object) -> None:
 
 
 def check_error_feedback(error_feedback: LoCo | None, name: str, intra: Codec | None, inter: Codec | None) -> None:
-    """Raise unless ``error_feedback`` has a codec to correct; ``name`` is the user's argument for ``inter``."""
+    """Raise unless ``error_feedback`` has a codec to correct; ``name`` is the argument that gave ``inter``."""
     check_loco(error_feedback)
     if error_feedback is not None and inter is None and (intra is None or error_feedback.hops == "inter"):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Local steps as users configure them: when nodes exchange, the outer optimizer, nodes that come and go."""
+"""Configuration of local steps: when nodes exchange weights, the outer optimizer, nodes that come and go."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .error_feedback import LoCo, check_loco
 #
 # Local steps: nodes train on their own, and exchange changes of weights every few steps.
 #
-# Source: DiLoCo (arXiv 2311.08105); Streaming DiLoCo (arXiv 2501.18512) for fragments that are exchanged one after the
+# Sources: DiLoCo (arXiv 2311.08105); Streaming DiLoCo (arXiv 2501.18512) for the exchange of one fragment after the
 # other, in 4 bits; Pier (arXiv 2511.17849) for synchronous steps at the beginning.
 
 _INT4 = Int4(128)
@@ -33,37 +33,36 @@ class LocalSteps:
     result (DiLoCo, arXiv 2311.08105, algorithm 1). The weights of each unit of the model are a fragment, which is
     exchanged by itself.
 
-    Training may begin with synchronous steps, in which gradients are reduced over all ranks. The outer momentum is then
-    warmed up as in Pier (arXiv 2511.17849): whenever a fragment is due, its momentum accumulates the change of its
-    weights since it was due last, and the weights stay as they are. Changes after a fragment was due for the last time
-    in these steps are left out.
+    Training may begin with synchronous steps, in which gradients are reduced over all ranks. These steps warm up the
+    outer momentum as in Pier (arXiv 2511.17849): a fragment that is due keeps its weights, and adds their change since
+    it was last due to its momentum. Changes after a fragment is due for the last time in these steps are left out.
 
     Args:
         every: Optimizer steps between two exchanges of a fragment.
         outer_lr: Learning rate of the outer optimizer.
-        outer_momentum: Its momentum, in [0, 1); DiLoCo's is 0.9. ``"auto"`` chooses it for each exchange of a fragment:
-            the largest one up to 0.9 with which the outer step is at most 1.4 times the mean change, by the correlation
-            of the last changes. See [Note: Automatic momentum].
-        codec: Encodes the changes, and the update on the way back; None sends fp32.
+        outer_momentum: Its momentum, in [0, 1); DiLoCo's is 0.9. ``"auto"`` chooses it for each exchange of a fragment
+            by the correlation of the last changes: as large as possible, up to 0.9, without an outer step of more than
+            1.4 times the mean change. See [Note: Automatic momentum].
+        codec: Codec of the changes, and of the update on the way back; None sends fp32.
         error_feedback: Error feedback on the codec, on both ways. Its ``reset_every`` counts exchanges here.
-        spread: Whether to spread fragments over the ``every`` steps, so that each step sends about the same (arXiv
-            2501.18512, section 2.2), instead of exchanging all of them after the last one.
+        spread: True spreads fragments over the ``every`` steps, so that each step sends about the same (arXiv
+            2501.18512, section 2.2). False exchanges all of them after the last of these steps.
         overlap: Steps that an exchange may take to arrive, less than ``every``; the node trains on meanwhile.
         mix: Share of the agreed weights when a node mixes them with its own at the arrival of an exchange. With an
-            overlap, arXiv 2501.18512, section 2.3, takes 0.5: 1 discards the steps made meanwhile. With 0, nodes keep
+            overlap, arXiv 2501.18512, section 2.3, takes 0.5: 1 drops the steps made meanwhile. With 0, nodes keep
             their own weights until :func:`fsdp_zpp.exchange_weights`.
-        offload: Whether the agreed weights and the momentum are kept on the CPU between exchanges. The CPU then waits
-            for an exchange when it is sent, in spite of an overlap.
+        offload: True keeps the agreed weights and the momentum on the CPU between exchanges. The CPU then waits for an
+            exchange when it is sent, in spite of an overlap.
         start: Number of synchronous steps at the beginning.
-        moments_every: Nodes also average their optimizers' moments, in every ``moments_every``-th exchange of a
-            fragment, as int8; None leaves each node its own. DES-LOC (arXiv 2505.22549) takes 3 with Adam. The next
-            forward waits for them, in spite of an overlap.
-        elastic: Lets nodes be lost, and come back or join, while the others train on; each is a job of its own.
+        moments_every: Every ``moments_every``-th exchange of a fragment also averages its optimizer moments, as int8;
+            None leaves each node its own. DES-LOC (arXiv 2505.22549) takes 3 with Adam. The next forward waits for this
+            average, in spite of an overlap.
+        elastic: Lets nodes be lost, and come back or join, while the others train on; each node is a job of its own.
 
     Raises:
         ValueError: If a number is out of range, the codec does not suit changes or lacks the error feedback that it
-            needs, ``outer_lr`` leaves no room for a momentum that is ``"auto"``, error feedback has no codec to
-            correct, or elastic nodes are given what they can't do.
+            needs, ``outer_lr`` is too high for the momentum ``"auto"``, error feedback has no codec to correct, or
+            elastic nodes do not support an argument.
         TypeError: If a flag, the codec, error feedback or ``elastic`` has the wrong type.
     """
 
@@ -151,12 +150,12 @@ class LocalSteps:
     def due(self, step: int, fragments: int) -> list[int]:
         """Return the fragments to exchange after ``step`` steps, counted from 1.
 
-        In any ``every`` consecutive steps, each of them is due once: spread over the steps, or all after the last.
+        Each fragment is due once in any ``every`` steps in a row.
         """
         every = self.every
         if not self.spread:
             return list(range(fragments)) if step % every == 0 else []
-        # The last fragment comes with the last of the steps, so that every=1 exchanges all of them in each step.
+        # The last fragment is due in a multiple of ``every``, so every=1 exchanges all fragments in each step.
         return [index for index in range(fragments) if (step - (index + 1) * every // fragments) % every == 0]
 
     def __str__(self) -> str:
@@ -182,20 +181,19 @@ def _is_count(value: object, least: int) -> bool:
 
 # ---- outer momentum
 #
-# Gain of the outer steps of local steps, and the momentum that gives them a chosen gain.
+# The gain of an outer step, and the momentum that leads to a chosen gain.
 #
 # Let g be the mean change of the nodes' weights, m the momentum kept before this exchange, and r = <m, g> / <g, g>.
 # Along g, SGD with Nesterov momentum mu makes a step of lr * (1 + mu + mu^2 * r) times g: its aligned gain. If changes
 # that are k exchanges apart correlate by rho^k, r settles at rho / (1 - mu * rho), and the gain at lr * (1 + mu / (1 -
-# mu * rho)). Where all changes are alike (rho = 1) that is about the lr / (1 - mu) by which arXiv 2509.10439 has
-# momentum act.
+# mu * rho)). If all changes are alike (rho = 1), the gain is lr / (1 - mu), as in arXiv 2509.10439.
 #
 # [Note: Automatic momentum]
 # ``outer_momentum="auto"`` is the largest momentum whose settled gain is at most ``TARGET_GAIN``. It takes rho from the
-# exchange before, which the host knows already: summing r over all ranks within an exchange would make a communicator
-# of the training wait for the slow network. A negative rho counts as a positive one: changes that point against each
-# other show an overshoot, so their small gain is no reason for more momentum. Until two changes can be compared, rho is
-# 1.
+# exchange before, which the host knows already: to sum r over all ranks within an exchange, a communicator of the
+# training would wait for the slow network. A negative rho counts as a positive one: changes that point against each
+# other show an overshoot, so their small gain is no reason for more momentum. Before two changes can be compared, rho
+# is 1.
 
 # Target of "auto". Among values of lr / (1 - mu) from 1.0 to 7, measured in short runs, it gave the lowest loss; see
 # docs/results/loss.md.
@@ -204,24 +202,21 @@ MOST_MOMENTUM = 0.9  # the largest momentum that "auto" chooses, that of DiLoCo 
 
 
 def aligned_gain(lr: float, momentum: float, alignment: float) -> float:
-    """Return the aligned gain of momentum mu: the length of an outer step along the mean change, in mean changes.
+    """Return the aligned gain: the length of an outer step along the mean change, as a multiple of that change.
 
-    ``alignment`` is r, as at the top of this section.
+    ``momentum`` is mu and ``alignment`` is r, as at the top of this section.
     """
     return lr * (1 + momentum + momentum**2 * alignment)
 
 
 def correlation_of_changes(momentum: float, alignment: float) -> float:
-    """Return rho, in [-1, 1], at which r would settle at its current value; for arguments see :func:`aligned_gain`."""
+    """Return the rho in [-1, 1] for which r settles at ``alignment``; for arguments see :func:`aligned_gain`."""
     ahead = 1 + momentum * alignment
     return max(-1.0, min(alignment / ahead, 1.0)) if ahead > 0 else -1.0
 
 
 def fitting_momentum(lr: float, correlation: float) -> float:
-    """Return the momentum of ``outer_momentum="auto"`` for rho, and ``lr`` below ``TARGET_GAIN``.
-
-    See [Note: Automatic momentum].
-    """
+    """Return the momentum that "auto" chooses for rho; ``lr`` is below ``TARGET_GAIN``."""
     room = TARGET_GAIN / lr - 1
     return min(MOST_MOMENTUM, room / (1 + room * abs(correlation)))
 
@@ -236,23 +231,23 @@ ENDPOINT_VARIABLE = "FSDP_ZPP_ENDPOINT"  # gives the endpoint if the argument do
 @explains_keywords
 @dataclass(frozen=True)
 class Elastic:
-    """Configures how nodes that train on their own meet, and how long they wait for a silent one.
+    """Configures how elastic nodes meet, and how long they wait for a silent one.
 
     Each node is a job of its own (``torchrun --standalone``). Nodes meet in a rendezvous of torch.distributed.elastic
     (``DynamicRendezvousHandler``) over a ``TCPStore``, which must outlive every node: start it where no node runs.
 
     Args:
-        max_nodes: The most nodes that train together. More wait, as spares, until one is lost.
-        min_nodes: The fewest that train; fewer wait for others.
+        max_nodes: The most nodes that train together. Further nodes wait, as spares, until one is lost.
+        min_nodes: The fewest nodes that train. Fewer nodes wait for others.
         endpoint: ``host:port`` of the store; None takes it from the environment variable ``FSDP_ZPP_ENDPOINT``.
-        run_id: The name of the run in the store. Runs that share a store, and models that train separately, need
-            different names; so does a run after one that has ended.
-        timeout: Seconds that a node waits for the others in an exchange, including those by which it is faster.
-        heartbeat: Seconds between a node's signs of life. A node that misses three is lost to the others, so clocks of
-            nodes must not differ by as much.
-        last_call: Seconds that nodes which meet wait for more once there are ``min_nodes``; more than one.
-        join_timeout: Seconds that a node waits for the store and to be admitted; longer than nodes take from one
-            exchange to the next, and shorter than the timeout of the node's own process group.
+        run_id: The name of the run in the store. Every run on a store needs a name of its own, even after another run
+            has ended; so does every model that trains separately.
+        timeout: Seconds that a node waits for the others in an exchange, slower nodes included.
+        heartbeat: Seconds between a node's heartbeats. A node that misses three is lost to the others, so the clocks of
+            nodes must differ by less than three heartbeats.
+        last_call: Seconds that nodes wait for more nodes once ``min_nodes`` have met; more than one second.
+        join_timeout: Seconds that a node waits for the store and to be admitted. This must be longer than the time
+            between two exchanges, and shorter than the timeout of the node's own process group.
 
     Raises:
         ValueError: If a number is out of range, or ``endpoint`` is not ``host:port``.

@@ -45,7 +45,7 @@ LEGAL_LEVELS: tuple[str, ...] = tuple(
 
 
 def check_levels(levels: object) -> None:
-    """Raise, with the reason, unless ``levels`` are three letters that are legal together."""
+    """Raise an error with the reason unless ``levels`` are three letters that are legal together."""
     if not isinstance(levels, str):
         raise TypeError(f"levels must be three letters such as 'GGG', torch's FULL_SHARD, got {levels!r}")
     if levels in LEGAL_LEVELS:
@@ -61,13 +61,13 @@ def check_levels(levels: object) -> None:
 
 # ---- overrides
 #
-# Overrides of a strategy: other strategies for modules of some classes, such as the experts of a mixture.
+# Overrides of a strategy: strategies of their own for modules of some classes, such as experts.
 
 Overrides: TypeAlias = "Mapping[str, Strategy] | tuple[tuple[str, Strategy], ...]"
 
 
 def checked_overrides(given: object) -> tuple[tuple[str, Strategy], ...]:
-    """Return overrides, a mapping or pairs, as hashable pairs of a pattern and a strategy."""
+    """Return overrides, given as a mapping or as pairs, as hashable pairs of a pattern and a strategy."""
     pairs = list(given.items()) if isinstance(given, Mapping) else given
     checked: list[tuple[str, Strategy]] = []
     for pair in pairs if isinstance(pairs, (list, tuple)) else [pairs]:
@@ -115,12 +115,12 @@ class Strategy:
             secondary shard of the weights inside each node (ZeRO++'s hpZ).
         weights: Codec of the weight all-gather (ZeRO++'s qwZ). Weights are quantized once, from the
             full-precision shard; both hops carry the same codes. With ``Int4Delta()`` or ``Int2Delta()``, after a
-            step the inter-node hop carries only the changes, in 4 bits or 2. On a single node, which has no slow hop,
-            weights and gradients are sent in full precision.
+            step the inter-node hop carries only the changes, in 4 bits or 2. A single node has no slow hop, so it
+            sends weights and gradients in full precision.
         gradients: Codec of the gradient reduction's inter-node hop (ZeRO++'s qgZ).
-        intra_gradients: Codec of its intra-node hop; active on a single node, too. ``"auto"`` is finer than
-            ``gradients``: ``Int8`` with the same block if ``gradients`` is set and there are several nodes, else
-            full precision.
+        intra_gradients: Codec of the reduction's intra-node hop; active on a single node, too. ``"auto"`` is finer
+            than ``gradients``: ``Int8`` with the same block if ``gradients`` is set and there are several nodes,
+            else full precision.
         error_feedback: Error feedback on the gradient codecs.
         frozen: Codec of frozen parameters, which are quantized once. ``"as stored"`` keeps the codes of layers that
             another library has quantized, and leaves other parameters as they are; ``"auto"`` keeps them, too, and
@@ -130,12 +130,12 @@ class Strategy:
             the optimizer scope must be ``I``. Gradients are then sent between nodes only in synchronous steps, so
             ``gradients`` needs ``LocalSteps(start=...)``.
         gpus_per_node: Number of ranks that share fast links; rank = node * gpus_per_node + local. Default: as many as
-            torchrun (``LOCAL_WORLD_SIZE``) or Slurm's srun started on each node; on a single node whose GPUs NVLink
-            does not join, those that it joins, often 1, if codecs make that pay.
-        overrides: Strategies of other parts of the model, by pattern (``fnmatch``'s) for names of classes: a module
-            whose class matches is sharded by that strategy, with all submodules that are not sharded separately. The
-            innermost matching module and the first matching pattern count. Nodes are those of this strategy, unless the
-            other has its own ``gpus_per_node``.
+            torchrun (``LOCAL_WORLD_SIZE``) or Slurm's srun started on each node. If NVLink does not join all GPUs of a
+            single node and codecs make it pay, the default is the number of GPUs that NVLink joins, often 1.
+        overrides: Strategies of parts of the model, by patterns (``fnmatch``) for names of classes. A module whose
+            class matches is sharded by that strategy, with all submodules that are not sharded separately. The
+            innermost matching module and the first matching pattern count. An override without ``gpus_per_node`` uses
+            the nodes of this strategy.
 
     Raises:
         ValueError: If the letters are illegal, ``gpus_per_node`` is not positive, a codec does not suit its place,
@@ -236,7 +236,7 @@ class Strategy:
         return NAMED[self.frozen] if isinstance(self.frozen, str) else self.frozen
 
     def resolve(self, topology: Topology) -> ResolvedStrategy:
-        """Return the effective strategy on ``topology``: its scopes there, and the active codecs; [Note: One node].
+        """Return the strategy on ``topology``: its effective scopes and active codecs. See [Note: One node].
 
         A single rank keeps its codecs: it sends nothing, so they cost nothing.
         """
@@ -246,7 +246,7 @@ class Strategy:
             weights = gradients = None
             if feedback is not None and (feedback.hops == "inter" or named is None):
                 feedback = None
-        # Only now: on one node, "auto" must follow a gradient codec that is inactive.
+        # "auto" must follow the active gradient codec, which is None on one node.
         codecs = intra_node_codec(self.intra_gradients, gradients), gradients
         scopes = resolve_scopes(Scopes(*self.levels), topology, feedback, codecs)
         frozen = codec_of_plain(self.frozen_codec)
@@ -261,12 +261,12 @@ class Strategy:
         """Return whether this is FULL_SHARD itself: all states are sharded over all ranks, and nothing is encoded."""
         encodes_intra_node = self.intra_gradients not in (None, "auto")
         encoded = (self.weights, self.gradients, self.frozen)
-        # Local steps refuse GGG.
+        # Local steps need no test here: they refuse GGG.
         return self.levels == "GGG" and encoded == (None, None, None) and not encodes_intra_node and not self.overrides
 
     @property
     def follows_links(self) -> bool:
-        """Return whether the machine's links determine the node size, unless it is given; [Note: Links]."""
+        """Return whether the machine's links may determine the node size if none is given; see [Note: Links]."""
         encodes = self.weights is not None or (self.gradients is not None and not self.keeps_secondary)
         return self.optimizer == "G" and encodes and self.error_feedback is None
 
@@ -278,7 +278,7 @@ class Strategy:
 
     @classmethod
     def mixzpp(cls, **arguments: Unpack[StrategyArguments]) -> Strategy:
-        """Make MixZ++: ZeRO++ whose frozen weights are quantized once, unless they are already, and stay quantized."""
+        """Make MixZ++: ZeRO++ that quantizes frozen weights once, unless they are quantized, and keeps them so."""
         return cls.zeropp(**StrategyArguments(frozen="auto") | arguments)
 
     @classmethod
@@ -315,11 +315,11 @@ class Strategy:
         Args:
             every: Steps between two exchanges of a unit; 64 by default.
             elastic: Lets nodes be lost and join while the others train on.
-            **arguments: Other arguments of a strategy, ``local_steps`` in place of the two above among them.
+            **arguments: Other arguments of a strategy; ``local_steps`` takes the place of the two above.
 
         Raises:
-            TypeError: If ``local_steps`` is given and ``every`` or ``elastic``, too.
-            ValueError: If ``local_steps`` is None, which is another preset.
+            TypeError: If ``local_steps`` is given together with ``every`` or ``elastic``.
+            ValueError: If ``local_steps`` is None: that is the preset ``mics``.
         """
         check_keywords("Strategy.diloco", arguments, [*StrategyArguments.__annotations__, "every", "elastic"])
         if arguments.get("local_steps", True) is None:
@@ -338,8 +338,8 @@ class Strategy:
         """Make the strategy of a YAML or JSON configuration such as ``{"preset": "zeropp", "gpus_per_node": 8}``.
 
         Args:
-            mapping: The arguments of a strategy, with codecs by name (``"int8:256"``); ``preset``, if given, is the
-                name of a class method such as ``"zeropp"``, whose arguments the others override. Or the name alone.
+            mapping: The arguments of a strategy, with codecs by name (``"int8:256"``), or just the name of a preset.
+                ``preset``, if given, is the name of a class method such as ``"zeropp"``; the others override its own.
 
         Raises:
             ValueError: If a preset or a codec is unknown, or a value is out of range; the error names the key.
@@ -360,10 +360,10 @@ class Strategy:
 
     @classmethod
     def from_deepspeed(cls, config: Mapping[str, object] | str | os.PathLike[str]) -> Strategy:
-        """Make the strategy that a DeepSpeed configuration asks for; log the keys that it leaves to your script.
+        """Make the strategy of a DeepSpeed configuration; log the keys for settings of your script.
 
         Args:
-            config: The configuration, or the path of one in JSON. Keys that decide no strategy may be "auto".
+            config: The configuration, or the path of one in JSON. Keys that do not affect the strategy may be "auto".
 
         Raises:
             ValueError: If a key is unknown, can't be honoured or contradicts another one.
@@ -389,30 +389,29 @@ def check_gpus_per_node(gpus_per_node: int | None) -> None:
 # [Note: One node]
 # Codecs trade computation for bytes on the slow network between nodes. A single node has no such network, and encoding
 # takes longer than its fast links take to send the bytes saved. So the codecs meant for the slow network are inactive
-# there: those of weights and gradients, and what "auto" derives from the latter for the intra-node hop. Torch's own
-# collectives then do whatever the scopes leave to them. A codec named explicitly for the intra-node hop stays active,
-# as does error feedback on it.
+# there: those of weights and gradients, and the one that "auto" derives for the intra-node hop. Torch's own collectives
+# then run, except where the scopes need others. A codec named explicitly for the intra-node hop stays active, as does
+# error feedback on it.
 #
 # [Note: Links]
-# Nodes are the ranks that share fast links. On a single host whose GPUs NVLink does not join, every link is slow, and
-# ``gpus_per_node=1`` makes every hop an inter-node hop; GPUs that NVLink bridges in pairs are nodes of two. If it is
-# not given, the machine is asked (runtime/links.py), and its answer decides if that costs little:
+# The ranks of a node share fast links. On a single host whose GPUs NVLink does not join, every link is slow, and
+# ``gpus_per_node=1`` makes every hop an inter-node hop; GPUs that NVLink bridges in pairs are nodes of two. If
+# ``gpus_per_node`` is not given, the machine's links (runtime/links.py) determine it under these conditions:
 #
-# - Only with optimizer scope ``G``. Under ``I`` and ``N`` smaller nodes hold more of the optimizer state, the largest
-#   of all states: ``III`` would become ``NNN``.
-# - Only if codecs make it pay. Under parameter scope ``I`` they must encode the weights, of which each node keeps a
-#   copy: one that is not encoded would undo what sharding saves. Under others, codecs of weights or gradients will do.
-# - Not with error feedback, whose fp32 errors each GPU would keep for whole gradients: 4 bytes a parameter, which no
+# - The optimizer scope is ``G``. Under ``I`` and ``N`` smaller nodes hold more of the optimizer state, the largest of
+#   all states: ``III`` would become ``NNN``.
+# - Codecs make it pay. Under parameter scope ``I`` each node keeps a copy of the weights, so the weights must be
+#   encoded: other copies would undo what sharding saves. Under others, codecs of weights or gradients will do.
+# - There is no error feedback. Each GPU would keep fp32 errors for whole gradients: 4 bytes a parameter, which no
 #   sharding divides.
-# - Not for a frozen base, ours or one of packed values, which stays sharded over the host: under LoRA it is nearly all
-#   of the model, which often has no room on one GPU.
-# - Not on several hosts. The network between them is slower still, so the host stays the node, and both hops are
-#   encoded.
-# - Not if the sets of ranks that NVLink joins are unequal or not consecutive, which no node size expresses.
+# - There is one host. The network between hosts is slower still, so on several hosts the host stays the node, and both
+#   hops are encoded.
+# - NVLink joins equal sets of consecutive ranks. No node size expresses other sets.
 #
-# The price is the encoded copy of the weights and, under gradient scope ``I``, gradients that accumulate whole on
-# each GPU; the set-up line names the bytes. Otherwise the host is the node. PCIe counts as slow with
-# peer-to-peer access, too: compared with NVLink, it lacks bandwidth.
+# A frozen base, ours or one of packed values, stays sharded over the host in any case: under LoRA it is nearly all of
+# the model, and often does not fit on one GPU. The price is the encoded copy of the weights and, under gradient scope
+# ``I``, gradients that accumulate whole on each GPU; the set-up line names the bytes. Otherwise the host is the node.
+# PCIe counts as slow even with peer-to-peer access: compared with NVLink, it lacks bandwidth.
 
 
 class Scopes(NamedTuple):
@@ -423,7 +422,7 @@ class Scopes(NamedTuple):
 
 @dataclass(frozen=True)
 class ResolvedStrategy:
-    """A strategy on a layout of ranks. :meth:`Strategy.resolve` makes it once; all code downstream takes it.
+    """A strategy on a layout of ranks. :meth:`Strategy.resolve` makes it once; all other code uses it.
 
     Codecs and error feedback are None unless they are active.
 
@@ -447,7 +446,7 @@ class ResolvedStrategy:
     def within_node(self) -> ResolvedStrategy:
         """Return the strategy for a node that trains on its own, as a job of one node.
 
-        The codec of its weights stays active, unlike in a job that has one node: it was resolved for several.
+        The codec of weights stays active, since it was resolved for several nodes; a job of one node would have none.
         """
         gpus, codecs = self.topology.gpus_per_node, (self.intra_codec, None)
         node = Topology(gpus, gpus)
@@ -474,12 +473,12 @@ def resolve_scopes(
     """Return the effective scopes on ``topology``: a network level that does not exist shards nothing.
 
     On one node, ``I`` is the same as ``G``. On nodes of one GPU, ``I`` is the same as ``N``, except for a secondary
-    shard (parameters ``I`` with an optimizer ``G``): it then holds all weights, but still encoded, which ``N`` does not
-    express.
+    shard (parameters ``I`` with an optimizer ``G``): this then holds all weights, but encoded, so its scope stays
+    ``I``.
 
     Error feedback must see the sum of all micro-batches. So gradients accumulate before the first hop that has error
-    feedback: on the rank (``N``) or in the node (``I``), unless their scope is as coarse already. Error feedback and
-    codecs are the active ones.
+    feedback: on the rank (``N``) or in the node (``I``), unless their scope is as coarse already. Arguments are the
+    active error feedback and codecs.
     """
     requested = "".join(scopes)
     if topology.nodes == 1:
@@ -505,7 +504,7 @@ def intra_node_codec(intra: Codec | Literal["auto"] | None, inter: Codec | None)
     # 2410.15526, section 3.2) finds 8 bits on the intra-node hop and 4 on the inter-node hop enough to keep the loss.
     if intra != "auto":
         return intra
-    # A codec of a user's own may have no block; 256 is the default of Int8.
+    # A user's codec may have no block; 256 is the default of Int8.
     return None if inter is None else _eight_bits(getattr(inter, "block", 256))
 
 
