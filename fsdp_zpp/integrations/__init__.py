@@ -1,4 +1,4 @@
-"""Strategies in training frameworks, a module for each.
+"""Strategies in training frameworks, one module for each framework.
 
-:mod:`fsdp_zpp` imports none of them, so that their frameworks need not be installed.
+:mod:`fsdp_zpp` imports none of these modules, so no framework need be installed.
 """

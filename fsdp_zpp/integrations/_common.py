@@ -1,4 +1,4 @@
-"""Parts that integrations share: versions, the key ``fsdp_zpp``, and files beside checkpoints."""
+"""Parts that integrations share: version checks, the key ``fsdp_zpp``, and files saved with checkpoints."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def require(distribution: str, least: str, *, purpose: str = "", install: str = 
     """Check that a framework is installed, before it is imported.
 
     Args:
-        distribution: Its name on PyPI, which is also the name of this package's extra.
+        distribution: The framework's name on PyPI, which is also the name of this package's extra.
         least: The oldest version that works.
-        purpose: What needs that version, if the integration itself works with an older one.
-        install: What to run, for a framework that no extra can install.
+        purpose: The feature that needs that version, if the integration itself works with an older one.
+        install: How to install a framework for which there is no extra.
 
     Raises:
-        ImportError: If it is not installed, or is older; says what to install.
+        ImportError: If the framework is not installed, or is older; the error says how to install it.
     """
     try:
         present = version(distribution)
@@ -65,7 +65,7 @@ def _module(distribution: str) -> str:
 
 # ---- strategy key
 #
-# The key of a framework's configuration file that names a strategy.
+# The key that holds a strategy in a framework's configuration.
 
 KEY = "fsdp_zpp"
 
@@ -79,14 +79,14 @@ NO_PACKED_BASE = f"{PACKED_BASE}write fsdp_zpp: {{preset: mixzpp, frozen: nf4}}"
 
 
 def strategy_of(value: object) -> Strategy:
-    """Return the strategy that the key ``fsdp_zpp`` stands for.
+    """Return the strategy that the value of the key ``fsdp_zpp`` describes.
 
     Raises:
-        ValueError: If ``value`` stands for none; the error names the key.
+        ValueError: If ``value`` describes no strategy; the error names the key.
     """
     try:
-        return Strategy.from_dict(value)  # type: ignore[arg-type]  # which it checks
-    except (TypeError, ValueError) as error:  # pydantic reports no TypeError
+        return Strategy.from_dict(value)  # type: ignore[arg-type]  # from_dict checks it
+    except (TypeError, ValueError) as error:  # pydantic reports only a ValueError as an error of the key
         raise ValueError(f"{KEY}: {error}") from None
 
 
@@ -95,12 +95,12 @@ def quantizes(strategy: Strategy) -> bool:
 
 
 def refuse(key: str, value: object, instead: str) -> None:
-    """Raise a ValueError that says what to do in place of a key that can't be honoured."""
+    """Raise a ValueError for a key that can't be combined with a strategy; ``instead`` says what to do."""
     raise ValueError(f"{key}: {value!r} can't be combined with fsdp_zpp: {instead}")
 
 
 def refuse_set(values: Mapping[str, Any], alternatives: Mapping[str, str], section: str = "") -> None:
-    """Refuse the first key of ``alternatives`` that ``values`` sets to anything but what asks for nothing."""
+    """Refuse the first key of ``alternatives`` with a truthy value in ``values``; the error puts ``section`` first."""
     for key, instead in alternatives.items():
         if values.get(key):
             refuse(f"{section}{key}", values[key], instead)
@@ -113,24 +113,25 @@ def check_strategy(strategy: object) -> None:
 
 # ---- companions
 #
-# Companions of a framework's checkpoint, saved with it: inside of one that is a folder, beside one that is a file.
+# A companion is a file or folder of ours that belongs to a framework's checkpoint. It lies inside a checkpoint that is
+# a folder, and beside one that is a file.
 
 
 def companion(checkpoint: Path, name: str) -> Path:
-    """Return the path of the companion ``name`` of a checkpoint that exists."""
+    """Return the path of the companion ``name``; the checkpoint must exist."""
     # Lightning's ModelCheckpoint(save_last="link") makes links to checkpoints.
     inside, beside = companions(checkpoint.resolve(), name)
     return inside if inside.parent.is_dir() else beside
 
 
 def companions(checkpoint: Path, name: str) -> tuple[Path, Path]:
-    """Return both paths of a companion, inside and beside: a framework may save over one of the other kind."""
-    # A link stays one here: to remove it is not to remove what it leads to.
+    """Return the paths of a companion inside and beside a checkpoint: a save may replace a file by a folder."""
+    # Links are not resolved: removing a link must not remove the companions of its target.
     return checkpoint / name, checkpoint.with_name(f"{checkpoint.name}.{name}")
 
 
 def remove_companions(checkpoint: Path) -> None:
-    """Remove the codec state, the identity of a base and the marks of a checkpoint; for one rank alone."""
+    """Remove all companions and marks of a checkpoint. Call it on one rank only."""
     remove_codec_state(checkpoint)
     for file in companions(checkpoint, _BASE_FILE):
         _remove_file(file)
@@ -138,22 +139,22 @@ def remove_companions(checkpoint: Path) -> None:
 
 
 def _remove_file(path: Path) -> None:
-    if path.is_file():  # to unlink what would be inside of a file raises another error
+    if path.is_file():  # for a path inside a file, unlink raises NotADirectoryError
         path.unlink(missing_ok=True)
 
 
 # ---- marks
 #
-# Saves that are whole, that were cut off, or into which another job saved.
+# Marks tell a whole save from one that was cut off or that two jobs wrote.
 #
-# Frameworks write file by file, over what is there. If a save is cut off, or two jobs save into one place, weights,
-# optimizer and codec state may be of two saves, and nothing in the framework's files tells. So each save has a token.
-# A mark with the token in its name lies in the checkpoint, beside it or above it, from before the first write until
-# after the last; a save that begins removes the marks of others. At the end the token is written to ``saved_under``,
-# and the mark goes last. The codec state and the identity of the base have the token, too.
+# Frameworks overwrite a checkpoint file by file. If a save is cut off, or two jobs save into one place, weights,
+# optimizer and codec state may come from two saves, and the framework's files don't show it. So each save has a token,
+# and a mark: a file with the token in its name, from before the first write until after the last. A save that begins
+# removes all other marks. A save that ends writes its token to ``saved_under``, then removes its mark. Codec state and
+# base identity hold the token, too.
 #
-# A checkpoint with a mark is refused, and so is one with a file of ours under another token than ``saved_under`` has. A
-# job that finds its mark gone when it is done leaves one that says so.
+# A checkpoint with a mark is refused, and so is one whose codec state or base identity holds another token than
+# ``saved_under``. A job that ends and finds its mark gone leaves a new mark, which says that two jobs saved.
 
 _MARK = "save_was_cut_off"
 _DONE = "saved_under"
@@ -164,16 +165,16 @@ logger = logging.getLogger("fsdp_zpp")
 
 
 class MarkedSave:
-    """A context in which a checkpoint is saved, with a mark until that is complete. Collective, before any write.
+    """A context that marks a checkpoint until its save is complete. Collective; make it before any write.
 
     Args:
         checkpoint: The framework's file or folder, the same on all ranks.
-        place: Where the mark is: inside of a folder, beside what may be a file, or above, beside the folder that it is
-            in, for a framework that refuses to save where anything is and counts what is beside it.
-        written_last: The file in it that the framework writes last; an earlier one is removed.
+        place: Place of the mark: ``inside`` the checkpoint folder; ``beside`` a checkpoint that may be a file; or
+            ``above``, beside the parent folder, for a framework that saves only to new folders and counts them.
+        written_last: The file in the checkpoint that the framework writes last; that of an earlier save is removed.
 
     Attributes:
-        token: Token of this save, for the files of ours.
+        token: Token of this save, which its companions must hold.
 
     Raises:
         OSError: On every rank, if rank 0 can't write the mark.
@@ -201,12 +202,12 @@ class MarkedSave:
             self.complete()
 
     def complete(self) -> None:
-        """Take the mark away. Collective, after all is written."""
+        """Remove the mark. Collective; call it when all ranks have written."""
         dist.barrier()
         run_on_first_rank(self.end)
 
     def end(self) -> None:
-        """Take the mark away, on rank 0, when all ranks have written."""
+        """Remove the mark. Call it on rank 0 only, when all ranks have written."""
         if self._mark != self._inside:
             _remove_file(self._inside)
         write_whole(companion(self._target, _DONE), self.token)
@@ -225,7 +226,7 @@ class MarkedSave:
         self._mark.parent.mkdir(parents=True, exist_ok=True)
         text = "This checkpoint is being saved, or its save was cut off. Its files may then be of two saves.\n"
         write_whole(self._mark, text)
-        if self._mark != self._inside and self._target.is_dir():  # which users may move
+        if self._mark != self._inside and self._target.is_dir():  # users may move the folder without the mark
             write_whole(self._inside, text)
         remove_marks(self._target, except_for=self.token)
         if written_last is not None:
@@ -233,7 +234,7 @@ class MarkedSave:
 
 
 def remove_marks(checkpoint: Path, *, except_for: str = "") -> None:
-    """Remove all marks of a checkpoint but those of a save; for one rank alone."""
+    """Remove ``saved_under``, and the marks without the token ``except_for``. Call it on one rank only."""
     target = checkpoint.resolve()
     for file in (*_marks(target), *companions(target, _DONE)):
         if not except_for or except_for not in file.name:
@@ -241,17 +242,17 @@ def remove_marks(checkpoint: Path, *, except_for: str = "") -> None:
 
 
 def check_complete(checkpoint: Path, *, models: int = 1, written_last: str | None = None) -> None:
-    """Raise unless a checkpoint is of one save that has ended. Collective, before anything is loaded.
+    """Raise unless one save wrote a checkpoint and has ended. Collective; call it before anything is loaded.
 
     Args:
         checkpoint: The framework's file or folder.
-        models: How many models it is loaded into.
-        written_last: The file in it that the framework writes last.
+        models: Number of models in the checkpoint; each after the first has companions in ``model_<index>``.
+        written_last: The file in the checkpoint that the framework writes last.
 
     Raises:
-        ValueError: On every rank.
+        ValueError: If the save has not ended, or there were two; on every rank.
     """
-    # Rank 0's word counts, since ranks may see a shared folder at different times.
+    # Rank 0 looks for all ranks, since they may see a change of a shared folder at different times.
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     if failure := from_first_rank(_failure(checkpoint, models, written_last) if is_first else ""):
         raise ValueError(failure)
@@ -304,7 +305,7 @@ def _marks(target: Path) -> list[Path]:
 
 
 def _marks_of(target: Path, token: str) -> tuple[Path, Path, Path]:
-    """Return the possible marks of a save: inside of a checkpoint, beside it, and above."""
+    """Return the paths that a mark may have: inside a checkpoint, beside it and above it."""
     name = f"{token}{_MARK}"
     above = target.parent.with_name(f"{target.parent.name}.{target.name}.{name}")
     return *companions(target, name), above
@@ -312,7 +313,7 @@ def _marks_of(target: Path, token: str) -> tuple[Path, Path, Path]:
 
 # ---- base files
 #
-# Identity of a model's quantized base, next to a framework's checkpoint of what is trained on it.
+# The identity of a model's quantized base, saved with a framework's checkpoint of the weights that are trained.
 
 _BASE_FILE = "frozen_base.json"
 
@@ -331,10 +332,10 @@ def save_base_identity(model: nn.Module, checkpoint: Path, token: str = "") -> N
 
 
 def check_base_identity(model: nn.Module, checkpoint: Path) -> bool:
-    """Return whether a checkpoint tells on which quantized base it was saved. Collective.
+    """Return whether a checkpoint has the identity of a quantized base. Collective.
 
     Raises:
-        ValueError: On every rank, if that is not the base of ``model``, or can't be read.
+        ValueError: If ``model`` has another base, or the identity can't be read; on every rank.
     """
     saved, failure = from_first_rank(_read(companion(checkpoint, _BASE_FILE)) if dist.get_rank() == 0 else ({}, ""))
     if failure:
@@ -348,7 +349,7 @@ def check_base_identity(model: nn.Module, checkpoint: Path) -> bool:
 
 
 def _read(file: Path) -> tuple[dict[str, Any], str]:
-    """Return the content of a file, empty if there is none, and why it can't be read, or an empty string."""
+    """Return a JSON file's content ({} if there is no file), and why it can't be read ("" if it can)."""
     try:
         return (json.loads(file.read_text()) if file.is_file() else {}), ""
     except (OSError, ValueError) as error:
@@ -357,19 +358,19 @@ def _read(file: Path) -> tuple[dict[str, Any], str]:
 
 # ---- codec files
 #
-# Codec state next to a framework's checkpoint.
+# Codec state, saved with a framework's checkpoint.
 #
-# Frameworks write a folder, with shards in it, or a file, with everything gathered on rank 0. Codec state is each
-# rank's own, so it goes through torch.distributed.checkpoint into a folder: ``codecs`` inside of a checkpoint that is a
-# folder, and ``<file>.codecs`` beside one that is a file. A model without codec state leaves no such folder.
+# A framework saves a folder of shards, or a file that rank 0 gathers. Each rank has codec state of its own, so
+# torch.distributed.checkpoint saves it to a folder: ``codecs`` inside a checkpoint folder, or ``<file>.codecs`` beside
+# a checkpoint file. A model without codec state leaves no such folder.
 
 _CODECS_FOLDER = "codecs"
-_LAYOUT = "layout"  # even the state dict of a CodecState without any state has it
+_LAYOUT = "layout"  # the one key of every CodecState's state dict, even without any state
 
 
 def save_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path, token: str = "") -> None:
-    """Save the codec state of ``model``, if it has any, with what a framework has just saved. Collective."""
-    # All wait for it: a rank that is early would write into the folder that rank 0 is still removing.
+    """Save the codec state of ``model``, if any, with a checkpoint that the framework has saved. Collective."""
+    # All ranks wait for rank 0: an early one would write into the folder that rank 0 is still removing.
     run_on_first_rank(lambda: remove_codec_state(checkpoint))
     if (codec_state := _codec_state_of(model, optimizers)) is not None:
         _, state = codec_state
@@ -383,21 +384,21 @@ def load_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoi
     """Continue with the codec state next to ``checkpoint``; start over, with a warning, if there is none. Collective.
 
     Raises:
-        ValueError: If it was saved for other units, or under another configuration of error feedback, or if its files
-            are not all there; the latter on every rank.
+        ValueError: If the codec state is of other units or another configuration of error feedback, or if files are
+            missing; the last on every rank.
     """
     if (codec_state := _codec_state_of(model, optimizers)) is None:
         return
     codecs, state = codec_state
     folder = companion(checkpoint, _CODECS_FOLDER)
-    if not from_first_rank(folder.is_dir()):  # ranks that see a shared folder at different times would hang
+    if not from_first_rank(folder.is_dir()):  # ranks that disagree on whether it exists would hang
         codecs.load_state_dict({_LAYOUT: f"no ranks (there is no {folder})"})
         return
-    # Only what is there: a checkpoint of fewer ranks, or of other units, lacks keys, and CodecState says what follows.
+    # A checkpoint of fewer ranks or other units lacks keys. They are left out, and CodecState decides what follows.
     try:
         metadata = agree(dist.group.WORLD, dcp.FileSystemReader(folder).read_metadata, lambda metadata: "", "")
         loaded = {key: value for key, value in state.items() if key in metadata.state_dict_metadata}
-        dcp.load(loaded, checkpoint_id=folder)  # which raises on all ranks if it fails on any
+        dcp.load(loaded, checkpoint_id=folder)  # raises on all ranks if it fails on one
     except (Exception, CheckpointException) as error:
         raise ValueError(
             f"the codec state in {folder} can't be read; its save was cut off, unless files were removed since: resume "
@@ -407,19 +408,19 @@ def load_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoi
 
 
 def save_beside(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path, token: str) -> None:
-    """Save the identity of the base of ``model``, and codec state, with what a framework has saved. Collective."""
+    """Save base identity and codec state with a checkpoint that the framework has saved. Collective."""
     save_base_identity(model, checkpoint, token)
     save_codec_state(model, optimizers, checkpoint, token)
 
 
 def load_beside(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path) -> None:
-    """Check that ``model`` has the base that it was saved with, and load codec state. Collective."""
+    """Check that ``model`` has the quantized base of ``checkpoint``, and load codec state. Collective."""
     check_base_identity(model, checkpoint)
     load_codec_state(model, optimizers, checkpoint)
 
 
 def remove_codec_state(checkpoint: Path) -> None:
-    """Remove the codec state next to ``checkpoint``, if there is any; for one rank alone."""
+    """Remove the codec state of ``checkpoint``, if there is any. Call it on one rank only."""
     for folder in companions(checkpoint, _CODECS_FOLDER):
         if folder.is_dir():
             shutil.rmtree(folder)
@@ -428,7 +429,7 @@ def remove_codec_state(checkpoint: Path) -> None:
 def _codec_state_of(
     model: nn.Module, optimizers: Iterable[Optimizer]
 ) -> tuple[CodecState, dict[str, str | bytes]] | None:
-    if not named_units(model):  # only torch's own strategies are in the model
+    if not named_units(model):  # torch shards the whole model
         return None
     codecs = CodecState(model, list(optimizers))
     state = codecs.state_dict()

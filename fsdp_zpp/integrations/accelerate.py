@@ -3,8 +3,8 @@
     accelerator = use_strategy(Accelerator(), Strategy.zeropp())
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-All else stays as it is with accelerate's FSDP2. What ``accelerate launch`` or a ``FullyShardedDataParallelPlugin`` sets
-(what to wrap, mixed precision, activation checkpointing, the kind of state dict) holds, too, or is refused.
+All else is as with accelerate's FSDP2. Settings of ``accelerate launch`` or a ``FullyShardedDataParallelPlugin`` (what
+to wrap, mixed precision, activation checkpointing, the kind of state dict) apply, or are refused.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from accelerate.utils.fsdp_utils import (
 
 # ---- checks
 #
-# Checks of an accelerator for what a strategy can't honour; each error says what to do instead.
+# Refuse settings of an accelerator that a strategy can't honour; each error says what to do instead.
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """Raise if ``accelerator`` has prepared a model, runs in one process, or was configured for other than FSDP."""
+    """Raise if ``accelerator`` has prepared a model, runs in one process, or has settings that a strategy refuses."""
     if accelerator._models:
         raise ValueError(
             "this accelerator has prepared a model already: call use_strategy before accelerator.prepare. A trainer of "
@@ -108,15 +108,15 @@ def check_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
-    """Raise if ``plugin`` asks for FSDP1, or for weights that rank 0 alone has loaded."""
+    """Raise if ``plugin`` asks for FSDP1, or has only rank 0 load the weights."""
     if plugin.cpu_ram_efficient_loading:
         raise ValueError(
             "cpu_ram_efficient_loading=True loads the weights on rank 0 alone, and a strategy shards those of each "
             "rank: leave it out"
         )
     if plugin.fsdp_version != 2:
-        # accelerate 1.15 loads no state into FSDP1's optimizers from a sharded checkpoint (a fresh one has no keys to
-        # load into), with or without a strategy.
+        # With or without a strategy, accelerate 1.15 can't load FSDP1's optimizer state from a sharded checkpoint: a
+        # new optimizer has no keys to load it into.
         raise ValueError(
             f"a strategy needs fsdp_version=2, and the plugin says {plugin.fsdp_version}: set it in the plugin, with "
             "FSDP_VERSION=2 or with fsdp_version: 2 in accelerate's configuration"
@@ -125,7 +125,7 @@ def check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
 
 # ---- wrapping
 #
-# Shards a model as accelerate's plugin describes it, by a strategy in place of torch's own ``fully_shard``.
+# Shard a model as accelerate's plugin says, by a strategy in place of torch's own ``fully_shard``.
 
 
 def shard(
@@ -138,7 +138,7 @@ def shard(
 ) -> None:
     """Shard ``model`` in place, as the accelerator's plugin says, and give ``optimizers`` its shards.
 
-    Mixed precision keeps what requires gradients in fp32, unless the model is not to be ``trained``.
+    With mixed precision, parameters that require gradients become fp32 if the model is to be ``trained``.
     """
     if unit_of(model) is not None:
         reshard(model)
@@ -149,7 +149,7 @@ def shard(
             "accelerator.prepare, or use fsdp_zpp.fully_shard(..., strategy=strategy)"
         )
     own = accelerator.state.fsdp_plugin
-    # A copy for each model, since it then holds the names of that model's layers.
+    # Each model gets a copy of the plugin: set_auto_wrap_policy writes the names of the model's layers into it.
     accelerator.state.fsdp_plugin = plugin = copy.copy(own)
     try:
         plugin.set_auto_wrap_policy(model)
@@ -167,21 +167,21 @@ def shard(
             fully_shard(module, strategy=strategy, **arguments)
     if hasattr(model, "generate"):
         register_fsdp_forward_method(model, "generate")
-    # transformers looks here to tell that all ranks of a generation must make as many forwards.
+    # transformers reads this to know that in ``generate`` all ranks must run the same number of forwards.
     vars(model)["_is_fsdp_managed_module"] = True
 
 
 def _recompute(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
-    """Recompute the layers that the plugin's policy chooses, as accelerate does, but without modules around them."""
+    """Checkpoint activations of the layers that the plugin's policy chooses, without accelerate's wrapper modules."""
     chosen = _chosen(plugin, model)
     if not chosen:
         raise ValueError(
             f"activation_checkpointing=True recomputes the modules that the plugin's policy wraps, but it wraps none "
             f"of this {type(model).__name__}: name its layers in transformer_cls_names_to_wrap"
         )
-    offloads = getattr(plugin, "activation_checkpointing_offload", False)  # which accelerate 1.14 lacks
+    offloads = getattr(plugin, "activation_checkpointing_offload", False)  # accelerate 1.14 lacks it
     for layer in chosen:
-        # In place of its forward: PEFT saves and loads adapters by names of modules, and finds none in a wrapped one.
+        # A wrapper module would change the names of modules, by which PEFT saves and loads adapters.
         layer.forward = _recomputed(layer.forward, offloads)
 
 
@@ -195,15 +195,15 @@ def _recomputed(forward: Callable[..., Any], offloads: bool) -> Callable[..., An
 
 
 def _compile_layers(model: nn.Module, plugin: TorchDynamoPlugin) -> None:
-    from accelerate.utils.other import compile_regions_fsdp2  # which accelerate 1.13 lacks
+    from accelerate.utils.other import compile_regions_fsdp2  # accelerate 1.13 lacks it
 
-    torch._dynamo.config.capture_scalar_outputs = True  # experts have as many rows as tokens were routed to them
+    torch._dynamo.config.capture_scalar_outputs = True  # routing decides how many tokens an expert gets
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     compile_regions_fsdp2(model, **plugin.to_kwargs())
 
 
 def _upcast(model: nn.Module) -> None:
-    """Keep what is trained in fp32, as accelerate does; mixed precision casts it for the computation."""
+    """Convert trained parameters to fp32, as accelerate does; mixed precision casts them for the computation."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.float32)
@@ -216,7 +216,7 @@ def _arguments(plugin: FullyShardedDataParallelPlugin, model: nn.Module, acceler
         "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
         "offload_policy": plugin.cpu_offload,
     }
-    if plugin.reshard_after_forward is False:  # the plugin's default is True, torch's is to decide
+    if plugin.reshard_after_forward is False:  # True is only the plugin's default, so fully_shard decides
         arguments["reshard_after_forward"] = False
     if plugin.ignored_modules is not None:
         arguments["ignored_params"] = get_parameters_from_modules(plugin.ignored_modules, model, accelerator.device)
@@ -224,12 +224,12 @@ def _arguments(plugin: FullyShardedDataParallelPlugin, model: nn.Module, acceler
 
 
 def _units(model: nn.Module, plugin: FullyShardedDataParallelPlugin, strategy: Strategy) -> list[nn.Module]:
-    """Return the modules that are units beside the model, bottom-up."""
+    """Return the modules that become units, bottom-up; without the model, which becomes one, too."""
     numels = [sum(p.numel() for p in model.parameters() if p.requires_grad == trained) for trained in (True, False)]
     if strategy.frozen is not None and numels[0] < numels[1]:
         return []
     chosen = _chosen(plugin, model)
-    by_layers = plugin.transformer_cls_names_to_wrap == []  # of a model that names none
+    by_layers = plugin.transformer_cls_names_to_wrap == []  # the model names no layers
     return list(layers(model)) if by_layers and chosen == [] else chosen or []
 
 
@@ -238,13 +238,13 @@ def _chosen(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> list[nn
     chooses = fsdp2_prepare_auto_wrap_policy(plugin, model)
     if chooses is None:
         return None
-    candidates = dict.fromkeys(get_module_children_bottom_up(model)[:-1])  # a shared module is there more than once
+    candidates = dict.fromkeys(get_module_children_bottom_up(model)[:-1])  # a shared module occurs more than once
     return [each for each in candidates if chooses(each) and not isinstance(each, nn.ModuleList | nn.ModuleDict)]
 
 
 @contextmanager
 def _following(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[None]:
-    """Return a context in which a model is sharded, after which optimizers have its parameters."""
+    """Return a context for sharding ``model``; at its end, ``optimizers`` get the sharded parameters."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     if any(optimizer.state for optimizer in optimizers):
@@ -253,11 +253,11 @@ def _following(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[No
         )
     if any(id(parameter) not in names for group in groups for parameter in group["params"]):
         raise ValueError("the optimizer has a parameter that is not the model's: prepare both of them together")
-    for group in groups:  # names in between, so that optimizers do not keep the memory of full parameters
+    for group in groups:  # names stand in meanwhile, so that optimizers don't keep full parameters alive
         group["params"] = [names[id(parameter)] for parameter in group["params"]]
     yield
     sharded = dict(model.named_parameters())
-    for group in groups:  # what was quantized is no parameter any more
+    for group in groups:  # a quantized weight is no parameter any more
         group["params"] = [sharded[name] for name in group["params"] if name in sharded]
 
 
@@ -265,9 +265,9 @@ def _following(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[No
 #
 # ``save_state`` and ``load_state`` of several models and optimizers.
 #
-# accelerate saves its optimizer number i with its model number i. But models that are evaluated only have no optimizer,
-# and others have several. So while it saves and loads, its models are those that are trained, then the others, and each
-# of its optimizers is all of one model's: torch's state dicts take several for one.
+# accelerate saves its optimizer number i with its model number i. But models that are only evaluated have no optimizer,
+# and others have several. So during a save or a load, accelerate's list of models starts with the trained ones, and its
+# list of optimizers has one entry for each: the optimizer, or a tuple of several, which torch's state dicts accept.
 
 Folder = str | os.PathLike[str]
 _MODEL = "_fsdp_zpp_model"  # attribute of prepared optimizers
@@ -293,7 +293,7 @@ def model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
 
 @contextmanager
 def paired(accelerator: Accelerator) -> Iterator[None]:
-    """Return a context in which each model is where its optimizers are."""
+    """Return a context in which accelerate lists each trained model at the index of its optimizers."""
     models, optimizers = accelerator._models, accelerator._optimizers
     trained: dict[nn.Module, list[Optimizer]] = {}
     for optimizer in optimizers:
@@ -307,8 +307,8 @@ def paired(accelerator: Accelerator) -> Iterator[None]:
 
 
 def _codec_states(accelerator: Accelerator, folder: Folder) -> Iterator[tuple[nn.Module, Sequence[Optimizer], Path]]:
-    """Yield the models that may have codec state, their optimizers, and the checkpoint that it lies next to."""
-    # Models without optimizers are there to be evaluated, and keep nothing from step to step.
+    """Yield each model that may have codec state, its optimizers, and the checkpoint to save that state with."""
+    # Models without optimizers are only evaluated, and have no codec state.
     optimizers: list[Optimizer | Sequence[Optimizer]] = accelerator._optimizers or [()]
     for index, (model, each) in enumerate(zip(accelerator._models, optimizers, strict=False)):
         own = [each] if isinstance(each, Optimizer) else list(each)
@@ -325,18 +325,18 @@ A = TypeVar("A", bound=Accelerator)
 def use_strategy(accelerator: A, strategy: Strategy, *, plugin: FullyShardedDataParallelPlugin | None = None) -> A:
     """Make ``accelerator.prepare`` shard its model by ``strategy``.
 
-    Each module that the plugin's policy wraps becomes a unit, and the model another. Without a plugin those are the
-    layers that a model of transformers names (``_no_split_modules``), or else the entries of the outermost
-    ``nn.ModuleList``s. A model with a base that the strategy quantizes (``frozen=``) is wrapped once: such a base is
-    gathered layer by layer anyway. ``save_state`` and ``load_state`` hold the codec state, too.
+    Each module that the plugin's policy wraps becomes a unit, and so does the model. Without a plugin, the policy wraps
+    the layers that a model of transformers names (``_no_split_modules``), or else the entries of the outermost
+    ``nn.ModuleList``s. If the strategy quantizes most of the model (``frozen=``), only the whole model becomes a unit:
+    a quantized base is gathered layer by layer anyway. ``save_state`` and ``load_state`` include codec state.
 
-    accelerate keeps one configuration for a process, so any other Accelerator in it becomes one for FSDP2.
+    accelerate has one configuration per process, so every other Accelerator of the process uses FSDP2, too.
 
     Args:
         accelerator: An accelerator that has prepared nothing yet. It needs no plugin and no environment variable.
         strategy: Where each model state lives and how each hop is encoded.
-        plugin: All other settings of FSDP. Default: the accelerator's own, or one for FSDP2. On CPUs an accelerator
-            drops its plugin, so there it has to be given here.
+        plugin: All other settings of FSDP. Default: the accelerator's own plugin, or one for FSDP2. On CPUs an
+            accelerator drops its own, so pass it here.
 
     Returns:
         ``accelerator``, whose class is now a subclass of what it was.
@@ -357,8 +357,8 @@ def use_strategy(accelerator: A, strategy: Strategy, *, plugin: FullyShardedData
     if accelerator.mixed_precision != "no":
         plugin.set_mixed_precision(accelerator.mixed_precision)
     check_plugin(plugin)
-    # accelerate chooses FSDP only where it sees a GPU; torch's FSDP, and all that depends on this, runs on CPUs, too.
-    # Each AcceleratorState that is made, one with every optimizer, takes this from the PartialState.
+    # accelerate sets this type only if it sees a GPU, but FSDP runs on CPUs, too. Every new AcceleratorState copies the
+    # type from the PartialState, and each prepared optimizer makes an AcceleratorState.
     accelerator.state.fsdp_plugin = plugin
     accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
     cls = type(accelerator)
@@ -373,11 +373,11 @@ class ShardingAccelerator(Accelerator):
     """Shards models by its ``strategy`` where accelerate would call torch's own ``fully_shard``."""
 
     strategy: Strategy
-    _token = ""  # of the save that goes on
+    _token = ""  # of the save in progress
 
     def prepare(self, *objects: object, device_placement: list[bool] | None = None) -> Any:
-        # accelerate prepares a model and its optimizer together, or it could not give the optimizer the shards. But a
-        # model may be there to be evaluated only, and an optimizer that is made later has the shards.
+        # accelerate demands a model and its optimizer in one call, to give the optimizer the shards. Here either may
+        # come alone: a model may only be evaluated, and an optimizer that is made later has the shards already.
         kinds = [sum(isinstance(each, kind) for each in objects) for kind in (nn.Module, Optimizer)]
         if kinds[0] == 1 and kinds[1]:
             return super().prepare(*objects, device_placement=device_placement)
@@ -402,24 +402,24 @@ class ShardingAccelerator(Accelerator):
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         model = model_of(optimizer, self._models)
         prepared = super().prepare_optimizer(optimizer, device_placement)
-        setattr(prepared, _MODEL, model)  # with which it is saved
+        setattr(prepared, _MODEL, model)  # the optimizer is saved with it
         return prepared
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        # accelerate's compares the parameters with those of each model, which fails if one has as many.
+        # accelerate's own method compares lists of tensors by ==, which raises if a model has as many parameters.
         self.unscale_gradients()
         parameters = list(parameters)
         if any(isinstance(each, DTensor) and each.device.type != each.device_mesh.device_type for each in parameters):
-            # torch adds norms up where gradients are, and NCCL takes nothing from the CPU.
+            # torch sums norms on the gradients' device, and NCCL reduces no CPU tensors.
             return clip_grad_norm_(parameters, max_norm, norm_type)
-        # accelerate 1.15 has a function of its own, which takes gradients that are no DTensors beside those that are.
+        # accelerate 1.15 has a method that takes plain gradients together with DTensors.
         clip = getattr(self, "_clip_grad_norm_dtensor_aware", nn.utils.clip_grad_norm_)
         return clip(parameters, max_norm, norm_type=norm_type)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """Return full weights, quantized ones dequantized, on the CPU of rank 0. Collective.
+        """Return full weights, with the quantized ones dequantized, on the CPU of rank 0. Collective.
 
-        For a PEFT model, these are the weights that its ``save_pretrained`` saves, without the base.
+        For a PEFT model, return the weights that its ``save_pretrained`` saves, without the base.
         """
         if is_peft_model(model):
             return adapter_state(model, ranks_of(model))
@@ -456,7 +456,7 @@ class ShardingAccelerator(Accelerator):
             save_beside(model, optimizers, checkpoint, self._token)
 
     def _load_codec_states(self, models: list[nn.Module], input_dir: Folder) -> None:
-        # accelerate hands over the models that are still to be loaded, which is none under FSDP.
+        # ``models`` has the models that accelerate has yet to load: none under FSDP.
         for model, optimizers, checkpoint in _codec_states(self, input_dir):
             load_beside(model, optimizers, checkpoint)
 
@@ -464,7 +464,7 @@ class ShardingAccelerator(Accelerator):
         if self.project_configuration.automatic_checkpoint_naming:
             if self.project_dir is None:
                 return nullcontext()  # accelerate raises
-            # It refuses to save into a folder that is there, and counts all that is beside it.
+            # accelerate saves only to a new folder, and counts the entries of its parent folder.
             return MarkedSave(Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}"), place="above")
         return nullcontext() if output_dir is None else MarkedSave(Path(output_dir).expanduser(), place="inside")
 
@@ -478,7 +478,7 @@ class ShardingAccelerator(Accelerator):
         return max(named, key=lambda folder: int(folder.name.rpartition("_")[2]), default=None)
 
     def _prepare_tp(self, *objects: object) -> tuple[object, ...]:
-        # accelerate's makes copies on each rank DTensors, too, with a class that transformers 5.24 no longer has.
+        # accelerate's own method makes replicated parameters DTensors, by a class that transformers 5.24 lacks.
         for model in objects:
             if isinstance(model, nn.Module):
                 check_tensor_parallel(model, self.torch_device_mesh)
@@ -490,7 +490,7 @@ class ShardingAccelerator(Accelerator):
         for model in models:
             shard(self, model, optimizers, self.strategy)
             self._list(model)
-        # In two passes, since a scheduler is prepared for an optimizer that is prepared.
+        # The second pass prepares schedulers, which need the prepared optimizers.
         return tuple(map(self._prepare_one, [self._prepare_one(each, first_pass=True) for each in objects]))
 
     def _list(self, model: nn.Module) -> None:

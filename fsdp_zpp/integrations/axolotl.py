@@ -54,7 +54,7 @@ _ALTERNATIVES = {
     "torch_compile": "torch.compile of a whole model does not see where a strategy gathers: leave it out",
     "layer_offloading": "frozen weights are sharded, or quantized with frozen: nf4, so leave it out",
 }
-"""Keys of axolotl that ask for what a strategy can't honour, and what to do instead."""
+"""Keys of axolotl that a strategy can't honour, and what to do instead."""
 
 _PACKED = ("load_in_4bit", "load_in_8bit")
 """Keys that make bitsandbytes pack layers; only a strategy with ``frozen=`` can take such layers over."""
@@ -66,16 +66,16 @@ _SIZES = {
     "sequence_parallel_degree": _CONTEXT,
     "expert_parallel_size": _EXPERTS,
 }
-"""Keys that ask for what a strategy can't honour unless they are 1."""
+"""Keys that a strategy can honour only if they are 1, and what to do instead."""
 
 _FSDP_ALTERNATIVES = {
     "offload_params": "leave it out; frozen: nf4 and levels: GGG are what saves memory on GPUs",
     "cpu_ram_efficient_loading": "it loads the weights on one rank, and a strategy shards those of each: leave it out",
 }
-"""Keys of ``fsdp_config`` that ask for what a strategy can't honour."""
+"""Keys of ``fsdp_config`` that a strategy can't honour, and what to do instead."""
 
 _OPTIMIZERS_WITH_A_MESH = ("muon", "dion", "sinkgd")
-"""Optimizers that axolotl gives a mesh of its own making, which is not the strategy's."""
+"""Optimizers that communicate over a mesh that axolotl makes, not over the strategy's."""
 
 
 class StrategyArgs(BaseModel):
@@ -110,7 +110,7 @@ class StrategyPlugin(BasePlugin):
         return f"{__name__}.{StrategyArgs.__name__}"
 
     def register(self, cfg: MutableMapping[str, Any]) -> None:
-        """Fill in what axolotl needs to know of FSDP before it validates ``cfg``; keys that are set stay.
+        """Set keys of ``cfg`` for FSDP2 that are not set yet, before axolotl validates it.
 
         Raises:
             ImportError: If axolotl, transformers or accelerate is too old; says what to install.
@@ -123,7 +123,7 @@ class StrategyPlugin(BasePlugin):
         if cfg.get("fsdp_zpp") is None:
             return
         if quantizes(strategy_of(cfg["fsdp_zpp"])) and all(cfg.get(kernel) is None for kernel in _LORA_KERNELS):
-            cfg.update(dict.fromkeys(_LORA_KERNELS, False))  # or axolotl would switch them on
+            cfg.update(dict.fromkeys(_LORA_KERNELS, False))  # axolotl would enable them
         # Preprocessing, inference and merging run in one process, where nothing is sharded.
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return
@@ -136,19 +136,19 @@ class StrategyPlugin(BasePlugin):
             "final_state_dict_type": "FULL_STATE_DICT",
         } | dict(fsdp_config)
         if cfg.get("experimental_skip_move_to_device") is None:
-            cfg["experimental_skip_move_to_device"] = True  # or a model would have to fit on a GPU before it is sharded
+            cfg["experimental_skip_move_to_device"] = True  # the whole model may not fit on a GPU
         if cfg.get("gradient_checkpointing") and cfg.get("gradient_checkpointing_kwargs") is None:
             cfg["gradient_checkpointing_kwargs"] = {"use_reentrant": False}  # axolotl's own default is True
 
     def get_training_args(self, cfg: DictDefault) -> dict[str, Any] | None:
-        """Tell Trainer to use CPUs; otherwise it refuses bf16 on them."""
+        """On CPUs, tell Trainer to use them; otherwise it refuses bf16."""
         return {"use_cpu": True} if cfg.fsdp_zpp is not None and _on_cpus() else None
 
     def post_trainer_create(self, cfg: DictDefault, trainer: Trainer) -> None:
         """Make ``trainer`` shard its model.
 
         Raises:
-            ValueError: If the trainer was configured for what a strategy can't honour; says what to do instead.
+            ValueError: If the trainer has settings that a strategy can't honour; the error says what to do instead.
         """
         if cfg.fsdp_zpp is None:  # axolotl keeps the plugins of earlier configurations
             return
@@ -156,8 +156,7 @@ class StrategyPlugin(BasePlugin):
 
         use_strategy(trainer, strategy_of(cfg.fsdp_zpp))
         # With adapters and FSDP2, axolotl writes the final files itself, but only weights with "lora_" in their names:
-        # modules that lora_modules_to_save has trained would be lost. If fsdp_version is None, it leaves the final
-        # files to the trainer.
+        # modules in lora_modules_to_save would be lost. If fsdp_version is None, the trainer writes the final files.
         cfg.fsdp_version = None
 
 
@@ -168,7 +167,7 @@ def _on_cpus() -> bool:
 
 
 def _choose_device() -> None:
-    """On CPUs, keep axolotl from making a mesh of GPUs; only parallelisms that are refused below would use it."""
+    """On CPUs, keep axolotl from making a mesh of GPUs; only parallelisms that are refused would use the mesh."""
     if _on_cpus():
         from axolotl.loaders import ModelLoader
 
@@ -178,13 +177,13 @@ def _choose_device() -> None:
 
 
 def check_configuration(config: Configuration) -> None:
-    """Check that a configuration asks for nothing that a strategy can't honour.
+    """Refuse a configuration with a key that a strategy can't honour.
 
     Args:
         config: The keys of axolotl's configuration, with defaults.
 
     Raises:
-        ValueError: If it does; the error names the key and says what to do instead.
+        ValueError: If there is such a key; the error names it and says what to do instead.
     """
     if config.get("fsdp_zpp") is None:
         if f"{__name__}.{StrategyPlugin.__name__}" in (config.get("plugins") or []):

@@ -1,13 +1,13 @@
-"""Lightning's FSDPStrategy and ModelParallelStrategy for the Trainer of ``lightning.pytorch``, with a strategy.
+"""Lightning's FSDPStrategy and ModelParallelStrategy for ``lightning.pytorch``, with a ``fsdp_zpp.Strategy``.
 
     from fsdp_zpp import Strategy
     from fsdp_zpp.integrations.lightning import FSDPStrategy
 
     trainer = Trainer(strategy=FSDPStrategy(sharding_strategy=Strategy.zeropp(), auto_wrap_policy={Layer}), ...)
 
-They add to Lightning's: with ``accumulate_grad_batches``, gradients are synchronized once a step, not in each
-micro-batch; ``gradient_clip_val`` clips the norm under FSDP1, too; checkpoints have the quantized weights, or tell
-which they are, and hold codec state. The older package ``pytorch_lightning`` refuses strategies of this one.
+They add to Lightning's own: with ``accumulate_grad_batches``, gradients sync once a step, not in each micro-batch;
+``gradient_clip_val`` clips the norm under FSDP1, too; checkpoints hold codec state, and the quantized weights or their
+identity. The older package ``pytorch_lightning`` refuses these classes.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 
 class WholeCheckpoints(ParallelStrategy):
-    """A strategy for the Trainer whose checkpoints are whole.
+    """A Lightning strategy that saves whole checkpoints.
 
-    Checkpoint files have the quantized weights, dequantized; sharded ones tell which base they were trained on.
-    Both hold codec state if they hold an optimizer, to resume bit for bit.
+    A checkpoint file holds the quantized weights, dequantized; a sharded checkpoint has the identity of the quantized
+    base. A checkpoint with an optimizer also has codec state, to resume bit for bit.
     """
 
     @property
     @abstractmethod
     def _saves_files(self) -> bool:
-        """Return whether a checkpoint is one file, with everything gathered."""
+        """Return whether a checkpoint is one file of gathered tensors."""
 
     def setup_environment(self) -> None:
         assert self.parallel_devices is not None
-        # torchrun sets it, and Lightning's own launchers do not.
+        # torchrun sets this variable, and Lightning's own launchers do not.
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(len(self.parallel_devices)))
         super().setup_environment()
 
@@ -88,7 +88,7 @@ class WholeCheckpoints(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: object = None) -> None:
         path = _local_path(self.broadcast(filepath))
         assert self.model is not None
-        saves_optimizers = bool(self.optimizers) and "optimizer_states" in checkpoint  # Lightning removes these below
+        saves_optimizers = bool(self.optimizers) and "optimizer_states" in checkpoint  # super() removes these
         with MarkedSave(path) as save:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             if saves_optimizers:
@@ -119,14 +119,14 @@ class WholeCheckpoints(ParallelStrategy):
 
 
 def _local_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a checkpoint; raise if it is remote, where Lightning's strategies for FSDP can't write."""
+    """Return the path of a checkpoint; raise if it is remote, since Lightning's FSDP strategies save only locally."""
     if "://" in str(path):
         raise ValueError(f"{path} is remote, and sharded checkpoints are written to a disk: save there, and upload it")
     return Path(path)
 
 
 def _check_names(model: nn.Module, checkpoint: Path, weights_only: bool | None) -> None:
-    """Raise if a checkpoint has values for quantized weights, which would be passed over. Collective."""
+    """Raise if a checkpoint has values for quantized weights: loading would ignore them. Collective."""
     if not (quantized := quantized_names(model)):
         return
     names = _names_in(checkpoint, weights_only) if dist.get_rank() == 0 else set()
@@ -139,7 +139,7 @@ def _check_names(model: nn.Module, checkpoint: Path, weights_only: bool | None) 
 
 
 def _names_in(checkpoint: Path, weights_only: bool | None) -> set[str]:
-    """Return the names of weights in a checkpoint; none if it can't be read, which Lightning will report."""
+    """Return the names of weights in a checkpoint; none if it can't be read, since Lightning reports that later."""
     try:
         if checkpoint.is_dir():
             saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
@@ -157,11 +157,11 @@ class FSDPStrategy(WholeCheckpoints, LightningFSDPStrategy):
 
     Args:
         sharding_strategy: A ``fsdp_zpp.Strategy``, or what Lightning takes.
-        **arguments: As Lightning's. With a ``fsdp_zpp.Strategy``, ``device_mesh`` must be a mesh, not a pair of sizes.
+        **arguments: Lightning's. With a ``fsdp_zpp.Strategy``, ``device_mesh`` must be a mesh, not a pair of sizes.
 
     Raises:
         TypeError: If ``sharding_strategy`` is the class Strategy itself.
-        ValueError: If an argument contradicts it.
+        ValueError: If an argument contradicts ``sharding_strategy``.
 
     Examples:
         >>> trainer = Trainer(strategy=FSDPStrategy(sharding_strategy=Strategy.zeropp(), auto_wrap_policy={Layer}))
@@ -181,7 +181,7 @@ class FSDPStrategy(WholeCheckpoints, LightningFSDPStrategy):
                 f"device_mesh={mesh!r} splits the ranks as HYBRID_SHARD does; a Strategy takes gpus_per_node instead: "
                 'Strategy("III", gpus_per_node=...) shards inside each node and replicates across nodes'
             )
-        # Lightning reads the name of it, and checks all other ones.
+        # Lightning reads ``sharding_strategy.name``, so it gets torch's strategy in place of ours.
         super().__init__(
             sharding_strategy="FULL_SHARD" if own else sharding_strategy,  # type: ignore[arg-type]
             **arguments,
@@ -194,8 +194,8 @@ class FSDPStrategy(WholeCheckpoints, LightningFSDPStrategy):
         return self._state_dict_type == "full"
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        # An evaluation after a fit gets the original model again: by then its layers are wrapped, but not the model.
-        # The module of the root need not be that model: around frozen and trained parameters there are two instances.
+        # An evaluation after a fit passes the original model again: by then its layers are wrapped, but not the model.
+        # ``_root.module`` may be another FSDP instance: if some parameters are frozen, two instances wrap the model.
         if isinstance(self._root, FullyShardedDataParallel) and self._in_root is model:
             return self._root
         with _wrapped_on_cpu(model, self) as wrapped:
@@ -203,7 +203,7 @@ class FSDPStrategy(WholeCheckpoints, LightningFSDPStrategy):
         return self._root
 
     def setup_precision_plugin(self) -> None:
-        """Replace Lightning's precision plugin by one that clips by norm across shards."""
+        """Replace Lightning's precision plugin by one that clips the norm over all shards."""
         if type(self.precision_plugin) is LightningFSDPPrecision:
             self.precision_plugin = FSDPPrecision(self.precision_plugin, self)
         super().setup_precision_plugin()
@@ -219,13 +219,13 @@ class FSDPStrategy(WholeCheckpoints, LightningFSDPStrategy):
 
 @contextmanager
 def _wrapped_on_cpu(model: nn.Module, strategy: FSDPStrategy) -> Iterator[nn.Module]:
-    """Return a context with FSDP around ``model`` on a CPU; elsewhere with ``model`` itself, for Lightning to wrap."""
+    """Return a context with FSDP around ``model`` on a CPU; elsewhere with ``model`` itself, which Lightning wraps."""
     if strategy.root_device.type != "cpu":
         yield model
         return
     if strategy._state_dict_type == "full":
-        # Lightning has FSDP move what it gathers to the CPU. torch does not copy what is already there, so it then
-        # frees the weights, and gathers each moment over the last.
+        # Lightning has FSDP offload gathered tensors to the CPU. On a CPU torch makes no copy: it frees the memory of
+        # gathered weights, and reuses that of one gathered optimizer state for the next.
         raise ValueError(
             'state_dict_type="full" of a model on a CPU makes torch save memory that it has freed or reused; '
             'pass state_dict_type="sharded"'
@@ -233,7 +233,7 @@ def _wrapped_on_cpu(model: nn.Module, strategy: FSDPStrategy) -> Iterator[nn.Mod
     if _outermost_fsdp(model):
         yield model
         return
-    # Lightning passes FSDP the index of the device alone. A CPU has none, and without a device FSDP wants a GPU.
+    # Lightning passes FSDP only a device index. A CPU has no index, and without a device FSDP wants a GPU.
     wrapped = FullyShardedDataParallel(
         model,
         cpu_offload=strategy.cpu_offload,
@@ -242,7 +242,7 @@ def _wrapped_on_cpu(model: nn.Module, strategy: FSDPStrategy) -> Iterator[nn.Mod
         device_id=strategy.root_device,
         **strategy.kwargs,
     )
-    # Lightning would warn that the policy skips modules that are wrapped already.
+    # With a policy, Lightning would warn that modules are wrapped already.
     policy = strategy.kwargs.pop("auto_wrap_policy", None)
     try:
         yield wrapped
@@ -252,20 +252,20 @@ def _wrapped_on_cpu(model: nn.Module, strategy: FSDPStrategy) -> Iterator[nn.Mod
 
 
 def _outermost_fsdp(model: nn.Module) -> list[FullyShardedDataParallel]:
-    """Return the FSDP instances of ``model`` that are in no other: itself, unless users wrap parts of it."""
+    """Return the FSDP instances that no other one contains: ``model`` itself, unless users wrap parts of it."""
     if isinstance(model, FullyShardedDataParallel):
         return [model]
     return [instance for child in model.children() for instance in _outermost_fsdp(child)]
 
 
 class FSDPPrecision(LightningFSDPPrecision):
-    """Lightning's plugin, with a reference to the model, without which it refuses to clip the norm.
+    """Lightning's precision plugin, which here can also clip gradients by their norm over all shards.
 
-    It has Lightning's name, under which checkpoints hold the state of its gradient scaler.
+    The class has the same name as Lightning's, since checkpoints store the gradient scaler under the plugin's name.
 
     Args:
-        plugin: Lightning's plugin.
-        strategy: The strategy that it belongs to.
+        plugin: Lightning's plugin, whose attributes this one takes over.
+        strategy: The strategy that the plugin belongs to; it has the model.
     """
 
     def __init__(self, plugin: LightningFSDPPrecision, strategy: LightningFSDPStrategy) -> None:
@@ -276,7 +276,7 @@ class FSDPPrecision(LightningFSDPPrecision):
         """Clip the norm over all gradients of the model, by FSDP's ``clip_grad_norm_``.
 
         Raises:
-            NotImplementedError: If the norm is not that of one optimizer's gradients, or not of one FSDP instance.
+            NotImplementedError: If there are several optimizers, or if no FSDP instance wraps the whole model.
         """
         root, optimizers = self._strategy.model, self._strategy.optimizers
         if not isinstance(root, FullyShardedDataParallel):
@@ -299,8 +299,8 @@ class FSDPPrecision(LightningFSDPPrecision):
 class ModelParallelStrategy(WholeCheckpoints, LightningModelParallelStrategy):
     """Lightning's ModelParallelStrategy, for models that ``configure_model`` shards by ``fsdp_zpp.fully_shard``.
 
-    Arguments are Lightning's, with its defaults: without tensor parallelism pass ``data_parallel_size``, the number of
-    all ranks, and ``tensor_parallel_size=1``. With it, pass ``mesh=self.device_mesh["data_parallel"]`` to
+    Arguments and defaults are Lightning's. Without tensor parallelism, pass ``data_parallel_size``, the number of all
+    ranks, and ``tensor_parallel_size=1``. With tensor parallelism, pass ``mesh=self.device_mesh["data_parallel"]`` to
     ``fsdp_zpp.fully_shard``.
 
     Examples:
@@ -330,11 +330,11 @@ class ModelParallelStrategy(WholeCheckpoints, LightningModelParallelStrategy):
 
 
 def _check_data_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise if ``model`` is sharded over other ranks than those that Lightning gives different data."""
+    """Raise if the ranks that shard ``model`` are not those to which Lightning gives different data."""
     expected = dist.get_process_group_ranks(mesh["data_parallel"].get_group())
     for unit, name in named_units(model).items():
         if not isinstance(unit, StrategyUnit) or unit.ranks.group is None or unit.stock:
-            continue  # torch does it all, and what it accepts is Lightning's to say
+            continue  # torch and Lightning handle such units by themselves
         ranks = dist.get_process_group_ranks(unit.ranks.group)
         if ranks != expected:
             sizes = dict(zip(("data_parallel_size", "tensor_parallel_size"), mesh.shape, strict=True))

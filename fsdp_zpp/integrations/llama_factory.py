@@ -1,11 +1,11 @@
-"""LLaMA-Factory: its command for training, with one more key in its configuration files.
+"""LLaMA-Factory's command ``train``, with one more key in configuration files.
 
     fsdp_zpp: mixzpp         # what Strategy.from_dict reads: the name of a preset, or a mapping
 
     torchrun --nproc-per-node 8 -m fsdp_zpp.integrations.llama_factory train llama3_lora_sft.yaml
 
-LLaMA-Factory's own Trainers shard by integrations/transformers.py; LLaMA-Factory has no plug-in point for that, so
-their classes are replaced while it runs. Its second trainer, V1, is refused.
+integrations/transformers.py makes LLaMA-Factory's own Trainers shard. LLaMA-Factory has no plug-in point for trainers,
+so :func:`run_exp` replaces their classes while it trains. LLaMA-Factory's second trainer, V1, is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsdp_zpp.strategy.strategy import Strategy
 
 from ._common import KEY, NO_DEEPSPEED, NO_PACKED_BASE, NO_WHOLE_MATRICES, refuse, refuse_set, require, strategy_of
 
-# No extra has it: its requirements exclude the versions of transformers that a strategy needs.
+# LLaMA-Factory has no extra: its requirements exclude the versions of transformers that a strategy needs.
 require("llamafactory", "0.9.5", install="see docs/guides/llama-factory-ms-swift.md")
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ TRAINERS = {"pt": "CustomTrainer", "sft": "CustomSeq2SeqTrainer", "dpo": "Custom
 """Name of the trainer in ``llamafactory.train.<stage>.trainer``, by stage."""
 
 DEFAULTS = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}, "use_reentrant_gc": False}
-"""Arguments that let a model stay in the CPU's memory until it is sharded; what a file sets stays."""
+"""Defaults for arguments that the configuration file leaves out; the model stays in CPU memory until it is sharded."""
 
 _BACKEND = "it replaces the trainer that shards the model: leave it out"
 _ALTERNATIVES = {
@@ -55,7 +55,7 @@ _ALTERNATIVES = {
     "fp8": "a strategy gathers the weights: leave it out, and write fsdp_zpp: {weights: int8:256}",
     "pissa_convert": "it saves adapters before they are sharded: leave it out, and convert them after the training",
 }
-"""Keys of LLaMA-Factory that ask for what a strategy can't honour, and what to do instead."""
+"""Keys of LLaMA-Factory that a strategy can't honour, and what to do instead."""
 
 _V1 = "no release of LLaMA-Factory has a V1 that takes a strategy: leave USE_V1 out, and run train"
 
@@ -64,7 +64,7 @@ _VARIABLES = {**dict.fromkeys(("USE_MCA", "USE_MEGATRON_BRIDGE", "USE_RAY", "USE
 
 
 def run_exp(args: Arguments | None = None, callbacks: list[TrainerCallback] | None = None) -> None:
-    """Train as LLaMA-Factory's ``run_exp`` does, by the strategy of the key ``fsdp_zpp``.
+    """Train as LLaMA-Factory's ``run_exp`` does, by the strategy under the key ``fsdp_zpp``.
 
     Args:
         args: The arguments. Default: those of the configuration file that the command line names.
@@ -72,7 +72,7 @@ def run_exp(args: Arguments | None = None, callbacks: list[TrainerCallback] | No
 
     Raises:
         ImportError: If transformers or accelerate is too old.
-        ValueError: If there is no strategy, or the arguments ask for what it can't honour; the error names the key.
+        ValueError: If there is no strategy, or it can't honour an argument; the error names the key.
     """
     from llamafactory.train import tuner
 
@@ -87,7 +87,7 @@ def main() -> None:
     """Run ``train`` of ``llamafactory-cli`` in a process that torchrun started.
 
     Raises:
-        ValueError: If another command is given, or V1 is asked for, beside what :func:`run_exp` raises.
+        ValueError: If another command is given, and as :func:`run_exp`.
     """
     _check_environment()
     command = sys.argv.pop(1) if len(sys.argv) > 1 else "none"
@@ -110,7 +110,7 @@ def split(args: Arguments | None) -> tuple[Arguments, Strategy]:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Check that arguments, and the environment, ask for nothing that a strategy can't honour."""
+    """Refuse arguments and environment variables that a strategy can't honour."""
     refuse_set(arguments, _ALTERNATIVES)
     _check_environment()
     stage = arguments.get("stage", "sft")
@@ -132,7 +132,7 @@ def _trainer_by(strategy: Strategy, stage: str) -> Iterator[None]:
     name = TRAINERS[stage]
     modules = [importlib.import_module(f"llamafactory.train.{stage}.{each}") for each in ("trainer", "workflow")]
     original = vars(modules[0])[name]
-    holders = [module for module in modules if vars(module).get(name) is original]  # a workflow may import it later
+    holders = [module for module in modules if vars(module).get(name) is original]  # some workflows import it late
     for module in holders:
         setattr(module, name, use_strategy(original, strategy))
     try:

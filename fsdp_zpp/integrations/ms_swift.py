@@ -1,4 +1,4 @@
-"""ms-swift: trainers that shard their model by a strategy, from a file that ``--external_plugins`` names.
+"""ms-swift's trainers with a strategy, which a file named by ``--external_plugins`` sets.
 
     # strategy.py
     from fsdp_zpp import Strategy
@@ -8,8 +8,8 @@
 
     NPROC_PER_NODE=8 swift sft --external_plugins strategy.py --tuner_type lora ...
 
-ms-swift asks its factory for the class of its trainer; what that returns has a strategy then, by
-integrations/transformers.py.
+ms-swift gets the class of its trainer from a factory. ``use_strategy`` replaces the factory, and
+integrations/transformers.py makes the class shard.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ALTERNATIVES = {
     "use_swift_lora": "the strategy knows PEFT's adapters alone: leave it out",
     "use_ray": "the strategy would not reach the processes that Ray starts: leave it out, and set NPROC_PER_NODE",
 }
-"""Arguments of ms-swift that ask for what a strategy can't honour, and what to do instead."""
+"""Arguments of ms-swift that a strategy can't honour, and what to do instead."""
 
 _OPTIMIZERS = ("galore", "muon", "muonclip")
 
@@ -52,7 +52,7 @@ def use_strategy(strategy: Strategy) -> None:
 
     Raises:
         TypeError: If ``strategy`` is not a ``Strategy``.
-        ValueError: If there is a strategy already.
+        ValueError: If the trainers have a strategy already.
     """
     check_strategy(strategy)
     original = getattr(TrainerFactory, _FACTORY)
@@ -70,7 +70,7 @@ def use_strategy(strategy: Strategy) -> None:
 
 
 def check_arguments(args: Any) -> None:
-    """Check that ms-swift's arguments ask for nothing that a strategy can't honour."""
+    """Refuse arguments of ms-swift that a strategy can't honour."""
     refuse_set(vars(args), _ALTERNATIVES)
     if args.tuner_backend != "peft":
         refuse("tuner_backend", args.tuner_backend, "unsloth trains in one process: leave it out")

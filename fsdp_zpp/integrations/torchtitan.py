@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 def strategy_from_text(text: str) -> Strategy | None:
-    """Return the strategy of a preset's name, of a JSON mapping of its arguments, or of ``None``."""
+    """Return the strategy for a preset's name or a JSON mapping of its arguments; None for "None"."""
     if text == "None":
         return None
     try:
@@ -65,7 +65,7 @@ def strategy_from_text(text: str) -> Strategy | None:
     except json.JSONDecodeError as error:
         raise ValueError(f"{text!r} is not JSON: {error}") from None
     except TypeError as error:
-        raise ValueError(str(error)) from None  # tyro reports no other error as one of the flag
+        raise ValueError(str(error)) from None  # tyro blames the flag only for a ValueError
 
 
 def _text_of(strategy: Strategy | None) -> str:
@@ -101,7 +101,7 @@ class StrategyParallelism(ParallelismConfig):
             _check_type(self.strategy)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the whole section in JSON's types, since torchtitan logs it."""
+        """Return the section in JSON types, for torchtitan's log."""
         section = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return section | {"strategy": None if self.strategy is None else self.strategy.to_dict()}
 
@@ -147,10 +147,10 @@ def _check_type(strategy: object) -> None:
 
 # ---- sharding
 #
-# Models of torchtitan, sharded by their own functions, in which ``fully_shard`` is fsdp_zpp's with a strategy.
+# torchtitan's ``parallelize_fn`` of each model, with fsdp_zpp's ``fully_shard`` in place of torch's.
 #
-# They import torch's ``fully_shard`` by name. While they run, every module that has that name has ours in its place, so
-# that no model needs a copy of what torchtitan does with it.
+# These functions import torch's ``fully_shard`` by name. While one runs, every module that has imported the name has
+# ours in its place. So no model needs a copy of its ``parallelize_fn``.
 
 
 def parallelize(
@@ -161,10 +161,10 @@ def parallelize(
     parallelism: ParallelismConfig,
     **options: Any,
 ) -> nn.Module:
-    """Parallelize a model, or a stage of a pipeline, by its own function, and shard it by a strategy."""
+    """Parallelize a model, or a stage of a pipeline, by its own ``parallelize_fn``, and shard it by a strategy."""
 
     def by_strategy(module: Any, *, reshard_after_forward: Any = None, **arguments: Any) -> Any:
-        # True is what torchtitan's default results in, too, which is left to the strategy.
+        # torchtitan's default policy also passes True; then the strategy decides.
         if reshard_after_forward is True and parallelism.fsdp_reshard_after_forward != "always":
             reshard_after_forward = None
         return fully_shard(module, strategy=strategy, reshard_after_forward=reshard_after_forward, **arguments)
@@ -182,14 +182,14 @@ def parallelize(
 
 @contextmanager
 def _in_place_of_torchs(replacement: Any) -> Iterator[None]:
-    """Return a context in which whoever has imported torch's ``fully_shard``, or does it there, has another one."""
+    """Return a context in which modules that have imported torch's ``fully_shard``, or do so now, get another one."""
     holders = [
         module
         for name, module in list(sys.modules.items())
-        # Some packages put objects there that are no modules.
+        # Some packages put objects that are no modules into ``sys.modules``.
         if getattr(module, "__dict__", {}).get("fully_shard") is torch_fully_shard and not name.startswith("fsdp_zpp.")
     ]
-    replacement = wraps(torch_fully_shard)(replacement)  # torch has its state under its name
+    replacement = wraps(torch_fully_shard)(replacement)  # torch reads ``fully_shard.state``
     for module in holders:
         vars(module)["fully_shard"] = replacement
     try:
@@ -201,20 +201,20 @@ def _in_place_of_torchs(replacement: Any) -> Iterator[None]:
 
 # ---- trainer
 #
-# torchtitan's trainer with a strategy: gradients accumulate by its scopes, and checkpoints have codec state.
+# torchtitan's trainer with a strategy, whose scopes decide how gradients accumulate. Checkpoints have codec state.
 
 CODECS = "codecs"
 """Key of the codec state in checkpoints, for ``--checkpoint.exclude_from_loading``."""
 
 
 class StrategyTrainer(Trainer):
-    """torchtitan's trainer, which has a strategy shard what the model's ``parallelize_fn`` shards by ``fully_shard``.
+    """torchtitan's trainer; a strategy shards all modules that the model's ``parallelize_fn`` gives ``fully_shard``.
 
     Args:
-        config: As torchtitan's, with a ``StrategyParallelism``.
+        config: torchtitan's configuration, with a ``StrategyParallelism``.
 
     Raises:
-        ValueError: If something else can't be combined with the strategy; says what to do instead.
+        ValueError: If a setting can't be combined with the strategy; the error says what to do instead.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -231,16 +231,16 @@ class StrategyTrainer(Trainer):
             config = copy.copy(config)
             own = config.model_spec.parallelize_fn
             config.model_spec = replace(config.model_spec, parallelize_fn=partial(parallelize, strategy, own))
-        # torch's FULL_SHARD on one node would keep whole gradients where torchtitan reduces each micro-batch's, and
-        # the scopes of GGG ask for just that.
+        # A plain strategy is torch's FULL_SHARD. Without sync, torch would keep unsharded gradients over micro-batches.
+        # GGG shards gradients, so they sync in each micro-batch, as with torchtitan's own FSDP.
         self._accumulates = strategy is not None and not strategy.is_plain
         self._micro_batches_left = 0
         super().__init__(config)
-        is_sharded = isinstance(self.model_parts[0], FSDPModule)  # not if it is only to save a seed checkpoint
+        is_sharded = isinstance(self.model_parts[0], FSDPModule)  # False if it only saves a seed checkpoint
         if strategy is not None and self.checkpointer.enable:
             _mark_saves(self.checkpointer)
             if is_sharded and _has_codec_state(strategy):
-                # With a pipeline, of all stages of this rank.
+                # With a pipeline, a rank may have several stages.
                 model, *further = self.model_parts
                 model = nn.ModuleList(self.model_parts) if further else model
                 self.checkpointer.states[CODECS] = CodecState(model, list(self.optimizers))
@@ -266,7 +266,7 @@ def _mark_saves(checkpointer: CheckpointManager) -> None:
     def dcp_save(state_dict: dict[str, object], checkpoint_id: str, *arguments: object, **options: object) -> object:
         if is_remote(checkpoint_id):
             return save(state_dict, checkpoint_id, *arguments, **options)
-        # torchtitan writes file by file over what is there, and passes over a checkpoint without this file.
+        # torchtitan overwrites a checkpoint file by file, and ignores a checkpoint without ``.metadata``.
         marked = MarkedSave(Path(checkpoint_id), place="inside", written_last=".metadata")
         saved = save(state_dict, checkpoint_id, *arguments, **options)
         written = getattr(saved, "upload_completion", saved)
@@ -275,7 +275,7 @@ def _mark_saves(checkpointer: CheckpointManager) -> None:
         if isinstance(written, Future):
             written.add_done_callback(partial(_end, marked))
         else:
-            marked.end()  # torch's save ends when all ranks have written
+            marked.end()  # torch's save returns when all ranks have written
         return saved
 
     def dcp_load(state_dict: dict[str, object], checkpoint_id: str, *arguments: object, **options: object) -> None:
@@ -306,7 +306,7 @@ def _check_training(loss: BaseLoss.Config, communication: str) -> None:
 
 
 def _has_codec_state(strategy: Strategy) -> bool:
-    """Return whether any part has codec state; without, checkpoints are those of torchtitan's own FSDP."""
+    """Return whether any part has codec state; without it, checkpoints are those of torchtitan's own FSDP."""
     return any(
         each.error_feedback is not None or each.local_steps is not None or isinstance(each.weights, Delta)
         for each in strategy.all_strategies
@@ -317,16 +317,16 @@ def _has_codec_state(strategy: Strategy) -> bool:
 
 
 def with_strategy(config: Trainer.Config, strategy: Strategy | None) -> StrategyTrainer.Config:
-    """Return a configuration of any model of torchtitan, sharded by a strategy.
+    """Return ``config``, the configuration of any of torchtitan's models, with a strategy.
 
-    It also sets what a strategy needs: ``training.disable_cuda_graphs``, and the loss inside a ChunkedLossWrapper.
+    The result also has ``training.disable_cuda_graphs``, and the loss inside a ChunkedLossWrapper in its place.
 
     Args:
-        config: The configuration; it does not change, but the result shares its sections.
+        config: The configuration. It does not change, but the result shares sections with it.
         strategy: The default of ``--parallelism.strategy``.
 
     Raises:
-        TypeError: If it is a configuration of another trainer than torchtitan's ``Trainer``.
+        TypeError: If ``config`` is for another trainer than torchtitan's ``Trainer``.
     """
     if type(config) is not Trainer.Config:
         raise TypeError(

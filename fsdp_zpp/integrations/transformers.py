@@ -3,13 +3,13 @@
     trainer = use_strategy(Trainer(model, arguments, ...), Strategy.zeropp())
     trainer.train(resume_from_checkpoint=True)
 
-or, for trainers that prepare a reference model in their constructor, such as TRL's ``DPOTrainer``, on the class:
+For a trainer that prepares a reference model in its constructor, such as TRL's ``DPOTrainer``, pass the class:
 
     trainer = use_strategy(DPOTrainer, Strategy.zeropp())(model, reference, arguments, ...)
 
-The model comes to Trainer as ever, not sharded, with adapters or without. Checkpoints are Trainer's own for FSDP2, by
-default sharded ones of torch.distributed.checkpoint, of adapters only if PEFT manages them; beside those lies the codec
-state. integrations/accelerate/ shards the model when the training, or the first evaluation, begins.
+Trainer gets the model unsharded, with or without adapters. Checkpoints are Trainer's own for FSDP2, with
+codec state, and with PEFT without the base; they are sharded unless ``TrainingArguments`` ask for FSDP with full state
+dicts. integrations/accelerate.py shards the model when training or the first evaluation begins.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from .accelerate import ShardingAccelerator
 
 # ---- writes of callbacks
 #
-# A Trainer's callbacks may write to models that they hold, as TRL's ``SyncRefModelCallback`` averages a reference. A
-# script can't call ``invalidate`` after them. But all ranks run the same callbacks, so the models that one of them
-# holds count as written to at the end of each step.
+# A Trainer's callbacks may write to models that they hold: TRL's ``SyncRefModelCallback`` averages weights into a
+# reference model. A script can't call ``invalidate`` after a callback. But all ranks run the same callbacks, so every
+# model that a callback holds is resharded after an optimizer step, and invalidated before the next step or evaluation.
 
 
 class AnnouncesWrites(TrainerCallback):
-    """Declares the weights of models that other callbacks hold stale."""
+    """Invalidates the weights of all models that other callbacks hold."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -80,17 +80,17 @@ class AnnouncesWrites(TrainerCallback):
     def _callback_models(self) -> Iterator[nn.Module]:
         for callback in self._trainer.callback_handler.callbacks:
             for value in vars(callback).values():
-                # The trained model's own weights are stale after each step anyway.
+                # The trained model's weights are stale after each step anyway.
                 if isinstance(value, nn.Module) and value is not self._trainer.model and named_units(value):
                     yield value
 
 
 # ---- trl
 #
-# TRL's trainers shard reference models in their constructors, and send weights to vLLM; here both go by the strategy.
+# TRL's trainers shard reference models in their constructors, and send weights to vLLM. Here both follow the strategy.
 #
-# ``prepare_fsdp``, which each of TRL's modules imports by name, calls torch's own ``fully_shard``. ``VLLMGeneration``
-# iterates over full parameters in ``_iter_named_params``, for a server as for an engine in the same process.
+# TRL's ``prepare_fsdp``, which its modules import by name, calls torch's ``fully_shard``. ``VLLMGeneration`` gets full
+# parameters from its ``_iter_named_params``, both for a server and for an engine in the same process.
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 
@@ -99,7 +99,7 @@ _REPLACES = "_fsdp_zpp_replaces"
 
 
 def _replace_function(holder: object, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace the function ``name`` of a framework's module or class, if it has one, by ``make(original)``, once."""
+    """Replace the function ``name`` of a module or class, if it has one, by ``make(original)``; do so only once."""
     original = getattr(holder, name, None)
     if original is not None and not hasattr(original, _REPLACES):
         replacement = functools.wraps(original)(make(original))
@@ -108,18 +108,18 @@ def _replace_function(holder: object, name: str, make: Callable[[Any], Any]) -> 
 
 
 def prepare_by_strategy(trainer: type) -> None:
-    """Replace functions of TRL that shard references and send weights, if ``trainer`` is of TRL's classes."""
+    """Replace TRL's functions that shard reference models or send weights, in modules that ``trainer`` uses."""
     for cls in trainer.__mro__:
         if cls.__module__.startswith("trl."):
             _replace_function(sys.modules.get(cls.__module__), "prepare_fsdp", _preparing)
-    # TRL's own asks each parameter for its full tensor and merges adapters in place; bases that we quantize are no
-    # parameters, and layers that the last forward left unsharded are no DTensors.
+    # TRL's own function needs DTensor parameters, and merges adapters in place. But a quantized base has no parameters,
+    # and a layer that the last forward left unsharded has no DTensors.
     generation = sys.modules.get("trl.generation.vllm_generation")
     _replace_function(getattr(generation, "VLLMGeneration", None), "_iter_named_params", _gathering)
 
 
 def _preparing(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Return a function that leaves models to accelerators with a strategy, which it takes in either order."""
+    """Return a function of a model and an accelerator, in either order, that shards by the accelerator's strategy."""
 
     def prepare(*both: Any) -> nn.Module:
         model, accelerator = sorted(both, key=lambda each: isinstance(each, Accelerator))
@@ -140,7 +140,7 @@ def _gathering(original: Callable[[Any], NamedTensors]) -> Callable[[Any], Named
 
 
 def _each_once(weights: NamedTensors) -> NamedTensors:
-    """Leave out further names of tied tensors, which vLLM ties itself."""
+    """Yield each tied tensor under its first name only; vLLM ties weights itself."""
     previous = None
     for name, tensor in weights:
         if tensor is not previous:
@@ -149,9 +149,9 @@ def _each_once(weights: NamedTensors) -> NamedTensors:
 
 
 def prepare_references_by_strategy() -> None:
-    """Replace accelerate's ``fsdp2_prepare_model`` by one that leaves models to accelerators with a strategy.
+    """Replace accelerate's ``fsdp2_prepare_model``, so that an accelerator with a strategy shards by that strategy.
 
-    LLaMA-Factory's and ms-swift's trainers call it for reference models, in their constructors.
+    LLaMA-Factory's and ms-swift's trainers call the function for reference models, in their constructors.
     """
     _replace_function(fsdp_utils, "fsdp2_prepare_model", _preparing)
 
@@ -167,27 +167,26 @@ _FULL_ADAPTERS = (
 
 
 def use_strategy(trainer: T, strategy: Strategy) -> T:
-    """Make ``trainer`` shard its model by ``strategy``, in its training and in its evaluations.
+    """Make ``trainer`` shard its model by ``strategy``, for training and evaluation.
 
-    It needs no other argument. With ``TrainingArguments(fsdp=True)``, Trainer leaves a model where it is until it is
-    sharded, which a model that does not fit on one GPU needs, and ``fsdp_config`` says what to wrap and more; its kind
-    of state dict is full unless it says otherwise. Without ``fsdp=True``, Trainer moves the whole model to the GPU
-    first.
+    ``TrainingArguments`` need not mention FSDP, but then Trainer moves the whole model to the GPU first. With
+    ``fsdp=True`` the model stays on its device until it is sharded, so it need not fit on one GPU. Then ``fsdp_config``
+    says what to wrap and more, and checkpoints have full state dicts unless it sets ``state_dict_type``.
 
     Args:
-        trainer: A trainer that has neither trained nor evaluated yet, or a class of trainers. Those of TRL that have a
-            reference or teacher model prepare it in their constructor, and need the class.
+        trainer: A trainer that has neither trained nor evaluated yet, or a class of trainers. Pass the class if it is
+            a trainer of TRL with a reference or teacher model, which the constructor prepares.
         strategy: Where each model state lives and how each hop is encoded.
 
     Returns:
-        ``trainer``, whose class is now a subclass of what it was. Given a class, a subclass of it, whose instances
-        shard all models that they prepare by ``strategy``.
+        ``trainer``, whose class is now a subclass of its former class. For a class, a subclass of it, whose instances
+        use ``strategy`` to shard all models that they prepare.
 
     Raises:
-        ImportError: If accelerate is too old for what the trainer was configured for.
-        TypeError: If ``strategy`` is not a ``Strategy``, or a class is not one of trainers.
-        ValueError: If the trainer was configured for what a strategy can't honour; says what to do instead. A class
-            raises it when it is called.
+        ImportError: If the trainer's settings need a newer accelerate.
+        TypeError: If ``strategy`` is not a ``Strategy``, or a class is not derived from ``Trainer``.
+        ValueError: If the trainer has settings that a strategy can't honour; the error says what to do instead. For a
+            class, its constructor raises the error.
     """
     if isinstance(trainer, type):
         return _subclass(trainer, strategy)  # type: ignore[no-any-return]
@@ -226,7 +225,7 @@ def _shard_by(trainer: Trainer, strategy: Strategy) -> None:
     _check_arguments(trainer)
     plugin, arguments = None, trainer.args.fsdp_plugin_args
     if arguments is not None and not trainer.is_fsdp_enabled:
-        plugin = FullyShardedDataParallelPlugin(**arguments)  # which accelerate has dropped, on a CPU
+        plugin = FullyShardedDataParallelPlugin(**arguments)  # on a CPU, accelerate has dropped it
     sharding.use_strategy(trainer.accelerator, strategy, plugin=plugin)
     trainer.is_fsdp_enabled = True
     state_dict_type = trainer.accelerator.state.fsdp_plugin.state_dict_type
@@ -239,7 +238,7 @@ def _shard_by(trainer: Trainer, strategy: Strategy) -> None:
         )
     saves = trainer.args.save_strategy != "no"
     if saves and is_peft_model(trainer.model) and state_dict_type == StateDictType.FULL_STATE_DICT:
-        # Before that, such a checkpoint has of adapters what rank 0 has, and only rank 0 loads it. None of that raises.
+        # Older versions silently save only rank 0's shards of adapters, and load them only on rank 0.
         require("accelerate", "1.15", purpose=_FULL_ADAPTERS)
 
 
@@ -247,7 +246,7 @@ class ShardingTrainer(Trainer):
     """A Trainer that shards its model by its ``strategy``."""
 
     strategy: Strategy
-    model: nn.Module  # not None, as it is only before a hyperparameter search
+    model: nn.Module  # None only before a hyperparameter search
     _writes: AnnouncesWrites
     _saves_checkpoint = False
     _marked_save: MarkedSave | None = None
@@ -261,7 +260,7 @@ class ShardingTrainer(Trainer):
         self.add_callback(self._writes)
 
     def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()  # anew for each trial of a hyperparameter search
+        super().create_accelerator_and_postprocess()  # runs for each trial of a hyperparameter search
         _shard_by(self, self.strategy)
 
     def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
@@ -269,7 +268,7 @@ class ShardingTrainer(Trainer):
         return super().evaluation_loop(*arguments, **options)
 
     def training_step(self, *arguments: Any, **options: Any) -> Tensor:
-        """Make a micro-batch's forward and backward; with elastic nodes, take over the step of those that it joins."""
+        """Run a micro-batch's forward and backward. An elastic node that joins others takes over their step."""
         loss: Tensor = super().training_step(*arguments, **options)
         if self.strategy.local_steps is not None and self.strategy.local_steps.elastic is not None:
             step = members(self.model).step
@@ -280,8 +279,8 @@ class ShardingTrainer(Trainer):
         return loss
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        reshard(self.model)  # after an evaluation
-        return super().create_optimizer(*(() if model is None else (model,)))  # of users, it may take no argument
+        reshard(self.model)  # an evaluation may have left it unsharded
+        return super().create_optimizer(*(() if model is None else (model,)))  # a user's own may take no argument
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -293,7 +292,7 @@ class ShardingTrainer(Trainer):
         try:
             super()._save_checkpoint(*arguments, **options)
         finally:
-            self._saves_checkpoint, self._marked_save = False, None  # whose mark stays if it has failed
+            self._saves_checkpoint, self._marked_save = False, None  # a failed save keeps its mark
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -315,10 +314,10 @@ class ShardingTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as ``from_pretrained`` reads it, or adapters as PEFT reads them. Collective.
 
-        Trainer itself saves no such file if the kind of state dict is sharded; here only checkpoints have none.
+        If state dicts are sharded, Trainer itself saves no such file. Here only checkpoints without adapters lack it.
         """
-        # Trainer tells by a checkpoint's folder whether it is the best. If the folder were made later, with the sharded
-        # model, ranks that are early would not find it.
+        # Trainer records a checkpoint as the best one only if its folder exists. Without this line, the first write
+        # makes the folder, and other ranks may look for it before.
         if (folder := output_dir or self.args.output_dir) is not None:
             os.makedirs(folder, exist_ok=True)
         if self._saves_checkpoint and output_dir is not None and not self.args.save_only_model:

@@ -23,7 +23,7 @@ _MAX_GRID = 65535
 
 
 def check_values(name: str, values: Tensor, rows: int, cols: int, flat: bool = True) -> int:
-    """Check a tensor of ``rows * cols`` chunks, with any shape unless ``flat``; return the size of a chunk."""
+    """Check a tensor of ``rows * cols`` chunks, which may have any shape unless ``flat``; return a chunk's size."""
     check_grid(rows, cols)
     if values.dtype not in _DTYPES:
         raise TypeError(f"{name} is {values.dtype}, but can be {', '.join(map(str, _DTYPES))}")
@@ -51,7 +51,7 @@ def check_payload(payload: Tensor, lead: str, chunks: int, numel: int, layout: P
             f"payload has shape {tuple(payload.shape)}, but {chunks} chunks of {numel} values with bits "
             f"{layout.bits}, block {layout.block} and tail {layout.tail} make ({wanted})"
         )
-    # The offset stands in for the address, which a tensor lacks while tracing; allocators align storages to more.
+    # A tensor has no address while tracing, so its offset is checked; allocators align storages to more than ALIGNMENT.
     if not payload.is_contiguous() or payload.storage_offset() % ALIGNMENT:
         raise ValueError(
             f"payload has strides {payload.stride()} and starts at byte {payload.storage_offset()} of its storage, "
@@ -115,7 +115,7 @@ def check_errors(errors: Tensor, chunks: int, numel: int, error_block: int) -> P
 
 
 def check_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> tuple[PayloadLayout, int]:
-    """Check a payload whose rows need not be adjacent, and the output; return its layout and the size of a chunk."""
+    """Check a payload whose rows need not be adjacent, and ``out``; return the payload's layout and a chunk's size."""
     layout = PayloadLayout(bits, block)
     if payload.dtype != torch.uint8:
         raise TypeError(f"payload is {payload.dtype}, but must be torch.uint8")
@@ -140,11 +140,11 @@ def check_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> tuple[Pay
 
 # ---- fake
 #
-# Operations for tracing: the shape and dtype of each result, without values.
+# Operations for tracing, which return tensors of the right shape and dtype without values.
 
 
 class Fake:
-    """A backend as ``reference.py`` is one, with the same arguments."""
+    """A backend with the functions and arguments of ``reference.py``."""
 
     @staticmethod
     def quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, *_: object) -> Callable[..., Tensor]:
@@ -190,18 +190,17 @@ def _nothing(*_: Tensor | float) -> None: ...
 
 # ---- dispatch
 #
-# Dispatch of ops: which backend runs one, how its calls are prepared, and which go through torch's dispatcher.
+# Dispatch of ops: which backend runs an op, how calls are prepared, and which calls go through torch's dispatcher.
 #
-# Checking a call's arguments and working out its launch takes as long as several kernel launches, and so does
-# dispatching a Python op. A sharded model runs a handful of ops for each unit and step, on the same shapes in every
-# step. So all work that depends on the arguments but not on values is done once, and calls on plain tensors skip the
-# dispatcher.
+# Checking a call's arguments and preparing its launch takes as long as several kernel launches, and so does dispatching
+# a Python op. A sharded model runs a handful of ops for each unit and step, on the same shapes in every step. So an op
+# does all work that does not depend on values once, and calls on plain tensors skip the dispatcher.
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_OFF_ALIGNMENT = ALIGNMENT - 1  # the bits of an offset or an address in which it is not aligned
-# Calls that an op keeps prepared. A model has tens; a program of ever new shapes must not fill the memory.
+_OFF_ALIGNMENT = ALIGNMENT - 1  # the low bits, which are 0 in an aligned offset or address
+# The most prepared calls that an op keeps. A model has tens; without a limit, ever new shapes would fill the memory.
 _MAX_PREPARED = 1024
 
 
@@ -226,9 +225,9 @@ def backend_for(tensor: Tensor) -> type[Fake]:
 class Op(Generic[P, R]):
     """A ``torch.library`` op of the namespace ``fsdp_zpp``; see :func:`op`.
 
-    A call's *signature* is its integers and all that checks and kernels see of its tensors besides their values. Calls
-    of the same signature share one prepared call. Floats are no part of it: they are factors, which a program may
-    change in every step, and are passed to the prepared call with the tensors.
+    A call's *signature* consists of its integers and of all that checks and kernels see of its tensors besides values.
+    Calls with the same signature share one prepared call. Floats are factors that may change in every step, so they are
+    no part of the signature: they go to the prepared call with the tensors.
     """
 
     def __init__(self, prepare: Callable[P, Callable[..., R]], mutates_args: tuple[str, ...], name: str) -> None:
@@ -246,7 +245,7 @@ class Op(Generic[P, R]):
         self._integers = _select([place for place, kind in enumerate(kinds) if kind is int])
         self._inputs = _select([place for place, kind in enumerate(kinds) if kind is not int])
 
-        # The op returns what the prepared call returns, and torch reads its schema off this.
+        # torch reads the op's schema from ``__signature__``. The op returns the result of the prepared call.
         result = get_args(own.return_annotation)[-1]
         self.__signature__ = own.replace(return_annotation=None if result is type(None) else result)
         self._op = self._register(f"fsdp_zpp::{name}", mutates_args)
@@ -263,14 +262,14 @@ class Op(Generic[P, R]):
                 values = self._complete(args, kwargs)
         signature = self._integers(values)
         for tensor in values[: self._tensors]:
-            # Subclasses (fake tensors, DTensor) act in the dispatcher, and so does autograd: it raises in a backward.
+            # Subclasses (fake tensors, DTensor) need the dispatcher, and so does autograd, which raises in a backward.
             if type(tensor) is not Tensor or tensor.requires_grad:
                 return self._op(*values)
             try:
                 signature += _seen_of(tensor)
-            except RuntimeError:  # it has no address
-                self._prepare(*values)  # refuses a sparse tensor
-                return self._op(*values)  # where functorch's tensors act
+            except RuntimeError:  # the tensor has no address
+                self._prepare(*values)  # raises for a sparse tensor
+                return self._op(*values)  # functorch's tensors need the dispatcher
         prepared = self._prepared.get(signature) or self._prepare_for(signature, values)
         return prepared(*self._inputs(values))
 
@@ -282,12 +281,12 @@ class Op(Generic[P, R]):
     def _prepare_for(self, signature: tuple[object, ...], args: tuple[object, ...]) -> Callable[..., R]:
         prepared = self._prepare(*args)
         if len(self._prepared) >= _MAX_PREPARED:
-            self._prepared.clear()  # to note which were used last would cost each call more than this ever will
+            self._prepared.clear()  # noting the last use would cost each call more than this ever does
         self._prepared[signature] = prepared
         return prepared
 
     def _register(self, name: str, mutates_args: tuple[str, ...]) -> Callable[..., R]:
-        """Register the op with torch. It checks its arguments there, too, also while tracing."""
+        """Register the op with torch. Calls through the dispatcher check their arguments, too, even while tracing."""
 
         def run(*args: Any) -> R:
             args += self._defaults[len(args) - self._required :]  # torch leaves out what equals its default
@@ -309,18 +308,17 @@ class Op(Generic[P, R]):
 
 
 def op(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable[P, Callable[..., R]]], Op[P, R]]:
-    """Make the op ``fsdp_zpp::<name>`` of a function that checks a call's arguments and prepares the call.
+    """Make a function that checks a call's arguments and prepares the call into the op ``fsdp_zpp::<name>``.
 
     The function takes the op's arguments, tensors first, and returns a function of the tensors and floats among them.
-    Its annotations are the op's schema. All that it reads of a tensor must be in :func:`_seen_of`.
+    The annotations are the op's schema. The function may read of a tensor only what :func:`_seen_of` returns.
     """
     return lambda prepare: Op(prepare, mutates_args, name)
 
 
 def _seen_of(tensor: Tensor) -> tuple[object, ...]:
     """Return all that checks and kernels see of a tensor besides its values."""
-    # Triton compiles for the alignment of addresses. Checks use the alignment of offsets, which a tensor has even while
-    # it is traced.
+    # Triton compiles for the alignment of addresses. Checks use that of offsets, which a tensor has even while tracing.
     return (
         tensor.dtype,
         tensor.shape,
@@ -340,9 +338,8 @@ def _select(places: list[int]) -> Callable[[tuple[object, ...]], tuple[object, .
 #
 # Operations as ``torch.library`` ops of the namespace ``fsdp_zpp``: their arguments, checks and results.
 #
-# Each function checks the arguments of a call and returns the call as a backend prepares it. ``op`` turns the function
-# into the operation that its docstring describes, which prepares once for all calls that differ in values and factors
-# alone. All backends have the same functions; ``backend_for`` chooses one.
+# Each function checks the arguments of a call and returns a call that a backend has prepared. ``op`` turns the function
+# into the operation in the docstring, which prepares once for all calls that differ only in values and factors.
 
 
 @op("quantize")
@@ -393,7 +390,7 @@ def dequantize(
             argument is out of range.
     """
     layout, numel = check_sum(payload, "", out, rows, cols, bits, block, tail)
-    # The sum over one peer, times 1, is exact, so that one kernel serves both ops.
+    # The sum over one peer, times 1, is exact, so one kernel serves both ops.
     one_peer = backend_for(payload).dequantize_sum(1, numel, rows, cols, layout, out.dtype)
     return lambda payload, out: one_peer(payload, out, 1.0)
 
@@ -404,7 +401,7 @@ def dequantize_sum(
 ) -> Callable[[Tensor, Tensor, float], None]:
     """Dequantize the payloads of several peers, sum them and scale the sum: the last step of a reduction.
 
-    Other arguments are as for ``dequantize``, for each peer.
+    Arguments that are not listed describe each peer's payload as for ``dequantize``.
 
     Args:
         payload: uint8 ``[peers, rows * cols, nbytes]``, otherwise as for ``dequantize``.
@@ -440,9 +437,9 @@ def dequantize_sum_quantize(
 
     Args:
         payload: uint8 ``[peers, rows * cols, nbytes]``, as for ``dequantize_sum``.
-        numel: Number of values in a chunk. The padded size of the payload does not tell it.
-        tail: Number of fp32 values at the end of each row of ``payload`` and of the result, a multiple of 4. The
-            former are not read, the latter are for the caller to fill in.
+        numel: Number of values in a chunk, which the padded size of the payload does not determine.
+        tail: Number of fp32 values at the end of each row of ``payload`` and of the result, a multiple of 4. The op
+            does not read those of ``payload``, and the caller fills in those of the result.
 
     Returns:
         The payload of the scaled sum, uint8 ``[rows * cols, PayloadLayout(out_bits, out_block, tail).nbytes(numel)]``,
@@ -471,8 +468,8 @@ def quantize_with_feedback(
     """Quantize with error feedback, in one pass: add the errors of earlier calls, and update them by this call's.
 
     Quantizes ``h = values + errors`` and sets ``errors = beta * errors + (1 - beta) * (h - dequantized)`` (LoCo, arXiv
-    2407.04480). A block in which ``h`` is not finite is encoded as such and keeps its old errors. Other arguments and
-    the result are as for ``quantize``.
+    2407.04480). A block in which ``h`` is not finite decodes to NaN and keeps its old errors. Other arguments and the
+    result are as for ``quantize``.
 
     Args:
         errors: Updated in place, in the order of the payload's rows: fp32 ``[rows * cols * numel]``, or quantized,
@@ -505,16 +502,16 @@ def dequantize_sum_quantize_with_feedback(
     beta: float,
     tail: int = 0,
 ) -> Callable[[Tensor, Tensor, float, float], Tensor]:
-    """Do ``dequantize_sum_quantize`` in the same order, with error feedback as in ``quantize_with_feedback``.
+    """Do ``dequantize_sum_quantize`` without transposition, with error feedback as in ``quantize_with_feedback``.
 
-    Other arguments are as for these two ops. The errors are added to the scaled sum.
+    The errors are added to the scaled sum. Other arguments are as for these two ops.
 
     Args:
         payload: uint8 ``[peers, chunks, nbytes]``, as for ``dequantize_sum``.
         errors: As for ``quantize_with_feedback``, of ``chunks`` chunks.
 
     Returns:
-        The payload of the corrected sums, uint8 ``[chunks, PayloadLayout(out_bits, out_block, tail).nbytes(numel)]``.
+        The payload of these sums, uint8 ``[chunks, PayloadLayout(out_bits, out_block, tail).nbytes(numel)]``.
 
     Raises:
         TypeError: If ``payload`` or ``errors`` has another dtype.
@@ -532,7 +529,7 @@ def dequantize_sum_quantize_with_feedback(
 def quantize_delta(
     values: Tensor, base: Tensor, base_bits: int, base_block: int, bits: int, block: int, tail: int = 0
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Quantize the difference between values and those that a payload encodes.
+    """Quantize ``values`` minus the values that the payload ``base`` encodes.
 
     ``base_bits`` and ``base_block`` are those of ``base``, ``bits`` and ``block`` those of the result.
 
@@ -543,7 +540,7 @@ def quantize_delta(
         tail: As for ``dequantize_sum_quantize``, of ``base`` and of the result.
 
     Returns:
-        The payload of ``values - base``, uint8 ``[chunks, PayloadLayout(bits, block, tail).nbytes(numel)]``, in order.
+        The payload of the difference, uint8 ``[chunks, PayloadLayout(bits, block, tail).nbytes(numel)]``, in order.
 
     Raises:
         TypeError: If ``values`` or ``base`` has another dtype.
@@ -563,12 +560,12 @@ def quantize_delta(
 def add_delta(
     base: Tensor, delta: Tensor, numel: int, base_bits: int, base_block: int, bits: int, block: int, tail: int = 0
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Add a payload of deltas, in ``bits`` and ``block``, to the payload of their base; return one as of ``base``.
+    """Add the payload ``delta``, in ``bits`` and ``block``, to ``base``; return a payload in the layout of ``base``.
 
     Args:
         base: As for ``quantize_delta``.
         delta: uint8 ``[chunks, PayloadLayout(bits, block, tail).nbytes(numel)]``, with the alignment of ``base``.
-        numel: Number of values in a chunk. The padded size of a payload does not tell it.
+        numel: Number of values in a chunk, which the padded size of a payload does not determine.
         tail: As for ``dequantize_sum_quantize``, of ``base``, ``delta`` and the result.
 
     Raises:
@@ -590,7 +587,7 @@ def dequantize_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> Call
 
     Args:
         payload: uint8 ``[chunks, PayloadLayout(bits, block).nbytes(numel)]``. Each row is contiguous and starts at a
-            multiple of 16 bytes of the storage: of rows with a tail, give the part before it.
+            multiple of 16 bytes of the storage. If rows have tails, pass a view without them.
         out: Contiguous, ``chunks * numel`` values of any shape in bf16, fp16 or fp32.
         bits: As for ``quantize``.
         block: As for ``quantize``.

@@ -1,4 +1,4 @@
-"""The bytes of a payload, and all operations in plain PyTorch, with which backends agree bit for bit."""
+"""The bytes of a payload, and all operations in plain PyTorch, whose results other backends equal bit for bit."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from torch import Tensor
 # decodes to NaN (0 * Inf).
 #
 # [Note: Two bits]
-# Four levels would waste one if a code were 0, and a block's largest value would set levels that few others are near.
-# So int2 codes, from -2 to 1, decode to ``(2 * code + 1) * scale``, and the scale is RMS_SCALE times the block's root
-# mean square: the best levels for normally distributed values among equidistant ones (J. Max, "Quantizing for minimum
-# distortion", 1960, table II). Lloyd and Max's own four levels have 1.2 % less squared error, but take a table. Larger
-# values clip. Squares are those of integers, ``|value| * SQUARED_STEPS / absmax`` rounded once, half to even, so that
-# their sum is exact in any order; the mean is over the values that a partial block has. Encoding takes ``scale =
-# truncated(min(max(rms * RMS_SCALE, MIN_SCALE), MAX_SCALE))`` and ``code = round_half_even(min(max(value * (0.5 /
-# scale) - 0.5, -2), 1))``. So a zero decodes to ``scale``, unless its block has no other values. A block that is not
-# finite has scale NaN and codes 0.
+# Symmetric levels around a level 0 would be three, not four, and a scale from the block's largest value would put
+# levels where few values lie. So int2 codes, from -2 to 1, decode to ``(2 * code + 1) * scale``, and the scale is
+# RMS_SCALE times the block's root mean square: for normally distributed values, these are the best equidistant levels
+# (J. Max, "Quantizing for minimum distortion", 1960, table II). Lloyd and Max's unequal levels have 1.2 % less squared
+# error, but take a table. Larger values clip. Squares are of integers, ``|value| * SQUARED_STEPS / absmax`` rounded
+# once, half to even, so their sum is exact in any order. In a partial block, the mean is over the values that exist.
+# Encoding takes ``scale = truncated(min(max(rms * RMS_SCALE, MIN_SCALE), MAX_SCALE))`` and ``code = round_half_even(
+# min(max(value * (0.5 / scale) - 0.5, -2), 1))``. So a zero decodes to ``scale``, unless its whole block is zero. A
+# block that is not finite has scale NaN and codes 0.
 #
 # [Note: Exact products]
 # A scale is truncated to 16 significant bits and a code has at most 7, so ``code * scale`` needs 23 of fp32's 24 bits
 # and is exact. A sum over peers is then the same to the bit whether or not a processor fuses the multiplication into
 # the addition; the GPU kernels do. Truncation lowers a scale by less than one part in 2**15, which raises ``absmax * (1
 # / scale)`` above ``qmax`` by less than 0.004 and rounds back to ``qmax``, so codes of 4 and 8 bits need no clamping.
-# There, SCALE_RAISE compensates for earlier roundings, so that ``absmax = qmax * scale`` yields the same scale again:
-# decoding and encoding again reproduces the payload.
+# For such codes SCALE_RAISE compensates for earlier roundings, so that ``absmax = qmax * scale`` yields the same scale
+# again: decoding and encoding again reproduces the payload.
 
 # In bytes. Rows and their scales start at multiples of this, the widest access of a GPU thread.
 ALIGNMENT = 16
@@ -67,11 +67,11 @@ MIN_SCALE = 2.0**-126
 SCALE_MASK = -0x100
 # Exceeds the errors of rounding 1 / qmax and of a product with it, 2**-24 each.
 SCALE_RAISE = 2.0**-22
-# The scale of int2 codes in root mean squares, half the distance of two levels. See [Note: Two bits].
+# The scale of int2 codes, half the distance between levels, in root mean squares. See [Note: Two bits].
 RMS_SCALE = 0.49785
-# The largest integer that is squared. A thread's sum of 32 squares is exact in fp32, a block's in an int32.
+# The largest integer that is squared. The sum of a thread's 32 squares is exact in fp32, that of a block in an int32.
 SQUARED_STEPS = 255
-# The largest int2 scale: 3 times it is finite.
+# The largest int2 scale: the outer level, 3 * scale, is finite.
 MAX_SCALE = 2.0**126
 
 
@@ -95,7 +95,7 @@ class PayloadLayout:
     def __post_init__(self) -> None:
         if self.bits not in BITS:
             raise ValueError(f"bits is {self.bits!r}, but a code has 2, 4 or 8 bits")
-        # Powers of two alone, since Triton's ranges are: tiles then hold whole blocks of every layout.
+        # Triton's ranges are powers of two. If blocks are, too, a tile holds whole blocks of every layout.
         if not MIN_BLOCK <= self.block <= MAX_BLOCK or self.block & (self.block - 1):
             raise ValueError(
                 f"block is {self.block!r}, but a block is a power of two from {MIN_BLOCK} to {MAX_BLOCK} values"
@@ -149,7 +149,7 @@ def _align(nbytes: int) -> int:
 #
 # NF4's levels: the values of its 4-bit codes, as fractions of a block's scale.
 #
-# A payload of NF4 codes has the layout of int4 codes and holds whole blocks. It differs in what a code means, and in
+# A payload of NF4 codes has the layout of int4 codes and holds whole blocks. It differs in the meaning of a code and in
 # the order of the two codes of a byte: value ``2i`` is the high nibble, value ``2i + 1`` the low one, as in
 # bitsandbytes. Decoding takes ``level * scale`` in fp32 and rounds once, to the dtype of the output. The scale of a
 # block that is not finite is NaN, so all of it decodes to NaN.
@@ -179,8 +179,8 @@ LEVELS = (
 def levels_on(device: torch.device) -> Tensor:
     """Return the levels on ``device``, fp32 [16].
 
-    The first call for a GPU copies them there: the CPU waits, and no CUDA graph can capture it. Make it before a
-    forward.
+    The first call for a GPU copies the levels there: the CPU waits, and no CUDA graph can capture the copy. Make that
+    call before a forward.
     """
     with torch.inference_mode(False):
         return torch.tensor(LEVELS, dtype=torch.float32, device=device)
@@ -188,10 +188,10 @@ def levels_on(device: torch.device) -> Tensor:
 
 # ---- reference
 #
-# Operations in plain PyTorch, on any device. They run on CPUs, and the Triton kernels equal them bit for bit.
+# Operations in plain PyTorch. They run on CPUs, and the Triton kernels return the same bits.
 #
-# The functions rely on the checks of ``ops.py`` and prepare a call: they take what its repetitions have in common, and
-# return a function of the tensors and factors. Each has a twin of the same signature in ``triton``.
+# The functions rely on the checks of ``ops.py`` and prepare a call: each takes the arguments that repeated calls share,
+# and returns a function of tensors and factors. ``triton`` has a twin of each, with the same signature.
 
 
 def quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -273,10 +273,10 @@ def dequantize_nf4_rows(
     chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor], None]:
     def call(payload: Tensor, out: Tensor) -> None:
-        if numel == 0:  # torch views no rows without bytes as floats
+        if numel == 0:  # torch can't view empty rows as floats
             return
         levels = levels_on(payload.device)
-        # Byte by byte, of whose two values the first is the high nibble: half as many look-ups as there are codes.
+        # One look-up per byte returns both of its values, that of the high nibble first.
         pairs = torch.cartesian_prod(levels, levels)
         values = torch.nn.functional.embedding(layout.codes(payload, numel).int(), pairs)
         blocks = (chunks, layout.blocks(numel), layout.block)
@@ -328,7 +328,7 @@ def _blocks(values: Tensor, block: int) -> Tensor:
     if missing:
         padded = values.new_empty((values.shape[0], numel + missing), dtype=torch.float32)
         padded[:, :numel] = values
-        padded[:, numel:] = 0  # zeros leave the maximum of the last block alone
+        padded[:, numel:] = 0  # zeros do not change the maximum of the last block
         values = padded
     return values.float().view(len(values), (numel + missing) // block, block)
 
@@ -369,7 +369,7 @@ def _rms_scales(blocks: Tensor, absmax: Tensor, numel: int) -> Tensor:
 
 
 def _times(values: Tensor, factor: float) -> Tensor:
-    # An fp32 tensor, as in the kernels: a Python number is fp64, and torch decides where it is rounded.
+    # The factor is an fp32 tensor, as in the kernels: a Python number is fp64, and torch decides when to round it.
     return values * torch.full_like(values, factor)
 
 
@@ -385,7 +385,7 @@ def _sum_peers(payload: Tensor, numel: int, layout: PayloadLayout) -> Tensor:
 def _decode(payload: Tensor, numel: int, layout: PayloadLayout) -> Tensor:
     """Decode payload rows ``[n, nbytes]`` to fp32 ``[n, numel]``."""
     n, blocks = payload.shape[0], layout.blocks(numel)
-    if numel == 0:  # torch views no rows without bytes as floats
+    if numel == 0:  # torch can't view empty rows as floats
         return payload.new_empty((n, 0), dtype=torch.float32)
     codes, scales = layout.codes(payload, numel).view(torch.int8), layout.scales(payload, numel)
 
@@ -396,12 +396,12 @@ def _decode(payload: Tensor, numel: int, layout: PayloadLayout) -> Tensor:
     if per == 1:
         chunk.copy_(codes)
     for at in range(per if per > 1 else 0):
-        # int8 shifts right arithmetically, which extends a code's sign once its top bit is the byte's. The last byte
-        # may hold padding.
+        # The left shift makes a code's top bit that of the byte; the arithmetic right shift extends it as the sign. The
+        # slice omits a last byte that holds only padding here.
         some = codes[:, : -((at - numel) // per)]
         chunk[:, at::per] = (some << (8 - layout.bits - at * layout.bits)) >> (8 - layout.bits)
     if layout.bits == 2:
         chunk.mul_(2).add_(1)
-    # A non-finite block has codes 0 and the scale Inf, in 2 bits NaN, which makes NaN of every value in it.
+    # A non-finite block has codes 0 and the scale Inf (NaN in 2 bits), so all of its values become NaN.
     values.unflatten(1, (blocks, layout.block)).mul_(scales.unsqueeze(-1))
     return chunk

@@ -25,7 +25,7 @@ from .kernels import (
 
 # ---- launch
 #
-# Launches that recur: whatever stays the same from one to the next is prepared once.
+# Launches that recur: all that stays the same between launches is prepared once.
 #
 # For every call, Triton's JIT binds the arguments, inspects each for specialization, and looks up the compiled kernel,
 # which takes more CPU time than the launch itself. A sharded model launches kernels several times per unit and step,
@@ -36,16 +36,16 @@ class Launch:
     """A prepared launch of a kernel; a call adds the tensors and factors, which are the kernel's first arguments.
 
     On NVIDIA GPUs, Triton compiles a kernel for each combination of its tensors' device, dtypes, and alignment to 16
-    bytes. For each tensor, these must stay the same from one call of a launch to the next; ``ops.py`` ensures it for
-    the tensors that it gets, and tensors that ops allocate are aligned.
+    bytes. All calls of a launch must have the same combination. ``ops.py`` ensures this for tensors that callers pass;
+    tensors that ops allocate are aligned.
 
     Args:
-        kernel: A Triton kernel, compiled or interpreted. Each argument besides tensors and factors must be in its
+        kernel: A Triton kernel, compiled or interpreted. Each of its arguments besides tensors and factors must be in
             ``do_not_specialize`` or be a ``tl.constexpr``.
         grid: Programs along each axis.
         tiling: Warps of a program, and registers of a thread.
         payload: Shape of the payload that the launch allocates, passes as the second argument and returns; or None.
-        fixed: The kernel's remaining arguments, by name; those that it does not have are dropped.
+        fixed: The kernel's remaining arguments, by name; names that the kernel does not have are dropped.
     """
 
     def __init__(
@@ -58,23 +58,23 @@ class Launch:
     ) -> None:
         self._kernel, self._grid = kernel, grid
         self._payload = None if payload is None else _shape_and_strides(payload)
-        # Without fusion: an FMA would not round the product before it adds, and the reference does.
+        # Fusion is off: an FMA does not round the product before it adds, and the reference does.
         self._options: dict[str, object] = {"num_warps": tiling.num_warps, "enable_fp_fusion": False}
         if tiling.max_registers is not None:  # an option of NVIDIA GPUs alone
             self._options["maxnreg"] = tiling.max_registers
-        # A compiled kernel takes its arguments by position alone.
+        # A compiled kernel takes its arguments only by position.
         self._fixed = tuple(fixed[name] for name in kernel.arg_names if name in fixed)
         self._compiled: Callable[..., None] | None = None
         self._device = -1  # get_device() of a CPU tensor; kernels are interpreted there
 
     def __call__(self, first: Tensor, *others: Tensor | float) -> Tensor | None:
-        """Enqueue the kernel in the current stream of the tensors' device; return the payload that is allocated.
+        """Enqueue the kernel in the current stream of the tensors' device; return the payload that this allocates.
 
-        Tensors, of which uint8 ones are payloads, are contiguous and come before the factors.
+        Tensors are contiguous and come before the factors; uint8 tensors are payloads.
         """
         payload = None
         if self._payload is not None:
-            # new_empty would take 1.5 times as long, since it has an overload with dimension names to tell apart.
+            # new_empty would take 1.5 times as long, since torch must choose among its overloads.
             payload = first.new_empty_strided(*self._payload, dtype=torch.uint8)
             others = (payload, *others)
         if self._compiled is None:
@@ -88,7 +88,7 @@ class Launch:
         return payload
 
     def _compile(self, arguments: tuple[Tensor | float, ...]) -> None:
-        """Compile the kernel, unless Triton has, and launch it."""
+        """Compile the kernel, unless Triton has compiled it before, and launch it."""
         first = arguments[0]
         assert isinstance(first, Tensor)
         with torch.cuda.device_of(first):
@@ -98,7 +98,7 @@ class Launch:
 
 
 def _as_specialized(argument: Tensor | float) -> Tensor | float:
-    """Return an argument in the form that kernels are compiled for; compiled ones take mere addresses and numbers."""
+    """Return an argument with the type to compile for; a compiled kernel then takes any address or number."""
     if not isinstance(argument, Tensor):
         return float(argument)  # Triton would specialize for an int
     return argument.view(torch.int32) if argument.dtype == torch.uint8 else argument  # payloads are read as words
@@ -120,7 +120,7 @@ def launch_tiles(
     ``layouts`` maps a prefix of argument names to the layout that these arguments describe: the prefix ``"out_"`` sets
     ``out_row_units`` and ``OUT_BITS``, for example. The layout None stands for fp32 errors. ``payload`` is the layout
     of the payload that the launch allocates and returns, a row for each chunk; None if it allocates none. If chunks are
-    empty, it only allocates the payload.
+    empty, the launch only allocates the payload.
     """
     shape = None if payload is None else (rows * cols, payload.nbytes(numel))
     if numel == 0:
@@ -162,7 +162,7 @@ class Tiling(NamedTuple):
     """A division of a kernel's work into programs.
 
     Attributes:
-        tile: The values that one program works on, whole blocks of all its layouts.
+        tile: Number of values that one program works on: whole blocks of every layout.
         max_registers: Registers that a thread may have at most; None leaves it to the compiler.
     """
 
@@ -172,14 +172,14 @@ class Tiling(NamedTuple):
 
 
 def tiling(per_thread: int, threads: int, *layouts: PayloadLayout | None, max_registers: int | None = None) -> Tiling:
-    """Return a tiling of ``threads`` threads a program; more if the largest block needs them at ``per_thread`` each."""
-    # All of these are powers of two, so the larger number is a multiple of the smaller: whole blocks, whole warps.
+    """Return a tiling with ``per_thread`` values a thread and ``threads`` threads, or more for a larger block."""
+    # All numbers are powers of two, so a larger one is a multiple of a smaller one: blocks and warps are whole.
     tile = max(per_thread * threads, *(layout.block for layout in layouts if layout is not None))
     return Tiling(tile, tile // per_thread // WARP, max_registers)
 
 
 def quantize_tiling(layout: PayloadLayout) -> Tiling:
-    # 32 values are four 16-byte loads of 16-bit values in flight per thread.
+    # 32 values of 16 bits are four 16-byte loads in flight per thread.
     return tiling(32, 2 * WARP, layout)
 
 
@@ -193,14 +193,14 @@ def sum_quantize_tiling(peers: int, layout: PayloadLayout, out_layout: PayloadLa
         return tiling(16, WARP, layout, out_layout)  # a 16-byte access
     few, many = (4, 8) if layout.bits == 4 else (0, 4)
     if few < peers <= many:
-        # The compiler would start all loads at once, with so many registers that too few programs run concurrently.
+        # Without a limit, the compiler starts all loads at once, and takes so many registers that too few programs run.
         return tiling(32, WARP, layout, out_layout, max_registers=64)
     # 64 int4 codes are two 16-byte accesses and 16 int8 codes are one; see GROUP in ``dequantize_sum_quantize``.
     return tiling(64 if layout.bits == 4 else 16, WARP, layout, out_layout)
 
 
 def feedback_tiling(layout: PayloadLayout, error_layout: PayloadLayout | None) -> Tiling:
-    # Left to itself, the compiler takes so many registers for int4 and coded errors that too few programs run at once.
+    # Without a limit, the compiler takes so many registers for int4 and quantized errors that too few programs run.
     max_registers = 96 if layout.bits == 4 and error_layout is not None else None
     return tiling(32, WARP, layout, error_layout, max_registers=max_registers)
 
@@ -219,9 +219,9 @@ def delta_tiling(*layouts: PayloadLayout) -> Tiling:
 def align(numel: int) -> int:
     """Return the largest power of two that divides ``numel``, up to the 8 values of a 16-byte access.
 
-    Kernels take ``numel`` in this unit. So they know which accesses are aligned, and have at most four variants.
+    Kernels take ``numel`` in this unit, which shows which accesses are aligned, and so have at most four variants each.
     """
-    return min(numel & -numel, 8) or 8  # the lowest bit set; every power divides 0
+    return min(numel & -numel, 8) or 8  # the lowest set bit; 0 has none, and any power divides it
 
 
 def group(dtype: torch.dtype, layout: PayloadLayout) -> int:
@@ -243,8 +243,8 @@ def eviction(nbytes: int) -> str:
 #
 # Operations in Triton: one launch each, transposition and padding included, without temporaries.
 #
-# The functions rely on the checks of ``ops.py`` and prepare a call. Each has a twin of the same name and signature in
-# ``reference.py`` and equals its results bit for bit. ``kernels.py`` builds the kernels from the parts in ``tiles.py``.
+# The functions rely on the checks of ``ops.py`` and prepare a call. Each has a twin in ``reference.py`` with the same
+# name, signature and bits. ``kernels.py`` builds the kernels from the parts in ``tiles.py``.
 
 
 def quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -280,8 +280,8 @@ def dequantize_sum_quantize(
         layouts={"": layout, "out_": out_layout},
         payload=out_layout,
         PEERS=peers,
-        # No values are read or written here, only codes, so a group is as many codes as a 16-byte access holds, but at
-        # most the smallest block, for all of which one scale serves.
+        # This kernel reads and writes only codes. So a group is a 16-byte access of codes, but at most the smallest
+        # block, since a group has one scale.
         GROUP=min(128 // layout.bits, MIN_BLOCK),
     )
 
@@ -299,7 +299,7 @@ def quantize_with_feedback(
         payload=layout,
         GROUP=group(dtype, layout),
     )
-    # 1 - beta in fp64, as in the reference; a kernel that has an fp32 beta could get another last bit.
+    # 1 - beta is in fp64, as in the reference: from an fp32 beta, a kernel could get another last bit.
     return lambda values, errors, beta: launch(values, errors, beta, 1 - beta)
 
 

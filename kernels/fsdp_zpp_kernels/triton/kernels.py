@@ -22,13 +22,12 @@ from .tiles import (
 # Kernels that quantize, sum, and do both; their grids are (tiles of a chunk, cols, rows).
 #
 # A kernel that reads or writes values takes ``numel`` in units of ``ALIGN`` values, which shows Triton how chunks are
-# aligned, and all take the length of payloads' rows in units of 16 bytes. No integer is specialized, or Triton would
-# compile further variants for sizes that happen to be 1 or multiples of 16. Sizes are widened to 64 bits before they
-# are multiplied.
+# aligned. All kernels take the length of payload rows in units of 16 bytes. No integer is specialized: Triton would
+# compile further variants for sizes that are 1 or multiples of 16. Sizes become 64-bit before they are multiplied.
 #
 # [Note: Masks]
-# All tiles but a chunk's last run without masks. So each body is compiled twice, without masks and ``MASKED``, and a
-# program runs the one that suits its tile.
+# Only a chunk's last tile needs masks. So each body is compiled twice, without masks and ``MASKED``, and a program runs
+# the one that suits its tile.
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -56,7 +55,7 @@ def store_groups(
     MASKED: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """Store this program's tile, fp32 in any shape, in the output's dtype: the only rounding to it."""
+    """Store this program's tile, fp32 in any shape, rounded once to the output's dtype."""
     start = tile_index() * TILE
     out_ptr += target_chunk() * numel + start
     offsets = tl.arange(0, TILE // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -138,15 +137,15 @@ def sum_quantize_kernel(
     for MASKED in tl.static_range(2):  # [Note: Masks]
         if suits_tile(MASKED, numel, TILE):
             total = decode_sum(words_ptr, numel, row_units, scale, zero, row, PEERS, BITS, BLOCK, TILE, GROUP, MASKED)
-            # Past the end of the chunk all codes are 0, padded or masked, and so are the sums, as ``encode`` needs it.
+            # Past the end of the chunk, padding and masks make all codes and sums 0, as ``encode`` needs it.
             total = tl.reshape(total, [TILE // OUT_BLOCK, OUT_BLOCK])
             encode(total, out_ptr, numel, out_row_units, OUT_BITS, OUT_BLOCK, TILE, GROUP, MASKED)
 
 
 # ---- rows
 #
-# Kernels that decode rows of a payload that lie apart: their grids are (tiles of a chunk, 1, chunks), and rows start
-# ``stride_units`` times 16 bytes (4 words) apart. No eviction, whatever the size: the caller reads the rows next.
+# Kernels that decode payload rows that need not be adjacent. Their grids are (tiles of a chunk, 1, chunks), and rows
+# start ``stride_units`` times 16 bytes (4 words) apart. The output is never evicted first: the caller reads it next.
 
 
 @triton.jit(do_not_specialize=["numel_units", "stride_units", "zero"])
@@ -191,16 +190,16 @@ def nf4_rows_kernel(
             words, scales = load_words(tile_ptr, scales_ptr, left, 4, BLOCK, TILE, GROUP, MASKED)
             # The first value of each byte is its high nibble.
             codes = (words >> ((tl.arange(0, 8)[None, None, :] ^ 1) * 4)) & 15
-            # All levels lie in one cache line: a load takes less time than selections among 16 constants.
+            # All levels lie in one cache line: a load is faster than selecting among 16 constants.
             store_groups(tl.load(levels_ptr + codes) * scales, out_ptr, numel, TILE, GROUP, MASKED, "")
 
 
 # ---- delta
 #
-# Kernels of deltas: one encodes values less what a payload decodes to, one adds a payload to another. Their grids are
+# Kernels of deltas: one encodes values minus a decoded payload, the other adds a payload to another. Their grids are
 # (tiles of a chunk, chunks, 1).
 #
-# Each is a single pass: the decoded base is as large as the weights in fp32 and never goes through memory.
+# Each is a single pass, so the decoded base, as large as the weights in fp32, never goes through memory.
 
 _GROUP = tl.constexpr(16)  # int8 codes in a 16-byte access
 
@@ -260,7 +259,7 @@ def add_delta_kernel(
 
 # ---- feedback
 #
-# Kernels that quantize with error feedback: those above with one more load and store.
+# Kernels that quantize with error feedback: they also load and store the errors.
 
 
 @triton.jit(do_not_specialize=["numel_units", "row_units", "error_row_units", "error_zero"])

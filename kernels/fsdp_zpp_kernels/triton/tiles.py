@@ -12,12 +12,12 @@ from fsdp_zpp_kernels.reference import MAX_SCALE, MIN_SCALE, RMS_SCALE, SCALE_MA
 # Tiles of Triton kernels: which chunk a program reads and writes, and where its codes lie.
 #
 # The grid is (tiles of a chunk, cols, rows), so that no program divides to find its place. A program reads chunk (r, c)
-# in row-major order and writes to its place in the transposed grid. Offsets are 64-bit up to the tile, since a tensor
-# may have more than 2**31 elements, and 32-bit inside the tile.
+# in row-major order and writes to its place in the transposed grid. The offset of a tile is 64-bit, since a tensor may
+# have more than 2**31 elements; offsets inside a tile are 32-bit.
 #
-# The kernels are bound by memory only as long as they spend few instructions on a value: the rest is written for that.
-# A thread holds groups of ``GROUP`` neighbouring values, one 16-byte access wide, and reads their codes and scale
-# itself; only the maximum over a block crosses threads. Codes are handled as 32-bit words (see ``reference.py``).
+# The kernels are bound by memory only as long as they spend few instructions on a value, so they save instructions. A
+# thread holds groups of ``GROUP`` neighbouring values, one 16-byte access wide, and reads their codes and scale itself;
+# threads only exchange the maximum over a block. Codes are handled as 32-bit words (see ``reference.py``).
 # ``MASKED`` marks the partial tile at the end of a chunk; all other tiles run without masks.
 
 
@@ -44,21 +44,21 @@ def codes_words(numel, BITS: tl.constexpr):
 
 @triton.jit
 def row_words(row_units):
-    # The words of a row, tail included; ``row_units`` are 16 bytes each. In this form, Triton sees the alignment.
+    # The number of words in a row, tail included; a unit is 16 bytes. In this form, Triton sees the alignment.
     return tl.cast(row_units, tl.int64) * 4
 
 
 @triton.jit
 def word_offsets(BITS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
     """Return the offsets of a tile's words: [TILE // GROUP, words a group, 1]."""
-    # The last axis is for the codes of a word: every code is cut out of its word by broadcasting.
+    # The last axis is for the codes of a word: broadcasting copies a word to each of its codes.
     WORDS: tl.constexpr = GROUP * BITS // 32
     return tl.arange(0, TILE // GROUP)[:, None, None] * WORDS + tl.arange(0, WORDS)[None, :, None]
 
 
 @triton.jit
 def word_ptrs(words_ptr, BITS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
-    # Without the hint, Triton would access more than a group at once and exchange the surplus through shared memory.
+    # Without this hint, Triton would access more than a group at once, and exchange the surplus via shared memory.
     return tl.max_contiguous(words_ptr + word_offsets(BITS, TILE, GROUP), [1, GROUP * BITS // 32, 1])
 
 
@@ -84,17 +84,17 @@ _ROUNDER_BITS = tl.constexpr(0x4B400000)
 
 @triton.jit
 def _larger(a, b):
-    # By default the maximum of a number and a NaN is the number, and the block would pass for finite.
+    # By default the maximum of a number and a NaN is the number, which would make the block look finite.
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _magnitude(values, BLOCK: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
-    """Return the bits of each block's largest magnitude, int32 [TILE // BLOCK]: of a NaN or an Inf if it holds one."""
+    """Return the bits of each block's largest magnitude, int32 [TILE // BLOCK]; NaN counts as the largest, then Inf."""
     # Each thread first reduces its own values as floats, at one instruction per value. The results of a warp's threads
-    # are reduced as integers, at one instruction per warp. Magnitudes order alike in both ways, with NaN above Inf.
+    # are reduced as integers, at one instruction per warp. Both orders of magnitudes agree, with NaN above Inf.
     values = tl.reshape(tl.abs(values), [TILE // BLOCK, BLOCK // GROUP, GROUP])
-    # The mask clears a sign that a NaN may have, with which it would be the smallest integer.
+    # The mask clears the sign of a negative NaN, which would otherwise be a negative integer.
     return tl.max(tl.reduce(values, 2, _larger).to(tl.int32, bitcast=True) & _ABS_MASK, axis=1)
 
 
@@ -113,7 +113,7 @@ def _rms_scales(
     inverse = tl.math.div_rn(tl.full([TILE // BLOCK], 1.0, tl.float32), unit)
     steps = tl.fma(tl.abs(values), tl.broadcast_to(inverse[:, None], values.shape), _ROUNDER) - _ROUNDER
     even, odd = tl.split(tl.reshape(steps, [TILE // BLOCK, BLOCK // GROUP, GROUP // 2, 2]))
-    # As in ``_magnitude``: a thread adds up its own values, and a warp integers. All of these sums are exact.
+    # As in ``_magnitude``, a thread adds up its own values as floats, and a warp as integers. All sums are exact.
     squares = tl.sum(tl.sum(tl.fma(even, even, odd * odd), axis=2).to(tl.int32), axis=1).to(tl.float32)
     if MASKED:
         starts = tile_index() * TILE + tl.arange(0, TILE // BLOCK) * BLOCK
@@ -138,11 +138,11 @@ def encode(
 ):
     """Quantize this program's tile, fp32 [TILE // BLOCK, BLOCK], into the payload, padding included.
 
-    Values past the end of the chunk must be 0: their codes are the padding of the codes.
+    Values past the end of the chunk must be 0: their codes are the padding.
 
     Returns:
-        The rounding errors, values less their decoded codes, fp32 [TILE // BLOCK, BLOCK], and whether each block is
-        finite, [TILE // BLOCK, 1]. Errors of a block that is not finite are meaningless.
+        The rounding errors (values minus decoded codes), fp32 [TILE // BLOCK, BLOCK], and whether each block is finite,
+        [TILE // BLOCK, 1]. Errors of a block that is not finite are meaningless.
     """
     magnitude = _magnitude(values, BLOCK, TILE, GROUP)
     live = (magnitude > 0) & (magnitude < _INF_BITS)
@@ -159,17 +159,17 @@ def encode(
     inverse = tl.math.div_rn(tl.full([TILE // BLOCK], 0.5 if BITS == 2 else 1.0, tl.float32), scales)
     scales = tl.where(live, scales, tl.where(magnitude == 0, 0.0, float("nan" if BITS == 2 else "inf")))
 
-    # One division per block and a product per value; a division per value would cost many instructions.
+    # One division per block and one product per value: a division per value would cost many instructions.
     steps = values * inverse[:, None]
     if BITS == 2:
         steps = tl.minimum(tl.maximum(steps - 0.5, -2.0), 1.0)
     # Both summands of the rounder are even, so ties still round to the even code.
     rounder: tl.constexpr = _ROUNDER + (1 << (BITS - 1))
     rounded = steps + rounder
-    # Fp32 additions are not reassociated, so adding and subtracting the rounder leaves the rounded code. Its product
-    # with the scale is exact ([Note: Exact products] in reference.py), so one fma rounds as product and difference do.
-    # The scale is negated, not the code: with code 0, a value of -0 then stays -0, as in the reference. The minus
-    # is a factor, since Triton compiles -x as 0 - x, which gives 0 and not -0 for the scale 0 of an all-zero block.
+    # Fp32 additions are not reassociated, so adding and subtracting the rounder leaves the rounded code. The product of
+    # code and scale is exact ([Note: Exact products] in reference.py), so an fma has the bits of product and
+    # difference. The scale is negated, not the code: with code 0, a value of -0 then stays -0, as in the reference. The
+    # minus is a factor, since Triton compiles -x as 0 - x, which is 0, not -0, for the scale 0 of an all-zero block.
     codes = _level(rounded - rounder, BITS)
     left_out = tl.fma(codes, tl.broadcast_to((scales * -1.0)[:, None], values.shape), values)
     if BITS == 2 and MASKED:
@@ -192,11 +192,11 @@ def encode(
     else:
         tl.store(words_ptrs, words)
         tl.store(scales_ptr + block, scales)
-    # The program of the chunk's last tile zeroes what pads the scales to 16 bytes: ranks compare payloads by bytes.
+    # The program of the chunk's last tile zeroes the padding of the scales: ranks compare payloads byte by byte.
     if (tile + 1) * TILE >= numel:
         pad = blocks + tl.arange(0, 4)
         tl.store(scales_ptr + pad, tl.zeros([4], tl.float32), mask=pad < (blocks + 3) // 4 * 4)
-    # The compiler removes the computation of results that the caller ignores.
+    # The compiler removes these computations if the caller ignores the results.
     return left_out, magnitude[:, None] < _INF_BITS
 
 
@@ -210,11 +210,11 @@ def _level(codes, BITS: tl.constexpr):
 def _pack(rounded, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """Pack ``rounded`` codes, fp32 [TILE // BLOCK, BLOCK]: int32 [TILE // BLOCK, words].
 
-    They are codes plus ``_ROUNDER`` plus the offset 2 ** (BITS - 1).
+    Each is a code plus ``_ROUNDER`` plus the offset 2 ** (BITS - 1).
     """
-    # The codes of a word are shifted to their places and added up. The offset keeps each of them positive, so that none
-    # borrows from its neighbour. The bits of all rounders come off in one subtraction, which saves a mask per code, and
-    # flipping the sign bits takes the offsets off again.
+    # The codes of a word are shifted to their places and added up. The offset keeps each code positive, so that none
+    # borrows from its neighbour. One subtraction removes the bits of all rounders, which saves a mask per code, and
+    # flipping the codes' sign bits removes the offsets.
     PER_WORD: tl.constexpr = 32 // BITS
     OFFSET: tl.constexpr = 1 << (BITS - 1)
     EACH: tl.constexpr = 0xFFFFFFFF // ((1 << BITS) - 1)  # the lowest bit of each code: 0x11111111 in int4
@@ -242,13 +242,13 @@ def load_words(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Load the tile whose first word and scale the pointers point to; ``left`` values of the chunk start there.
+    """Load the tile whose first word and scale are at the pointers; the chunk has ``left`` values from there on.
 
     Returns:
         The words, int32 [TILE // GROUP, words a group, 1], and the scale of each group, fp32 [TILE // GROUP, 1, 1].
     """
     words_ptrs = word_ptrs(words_ptr, BITS, TILE, GROUP)
-    # One pointer per block: the scales of a thread's groups are then a constant distance apart.
+    # With one pointer per block, the scales of a thread's groups are a constant distance apart.
     block = tl.arange(0, TILE // BLOCK)[:, None]
     if MASKED:
         # Masking whole groups suffices: a group that starts inside the chunk ends inside its padded codes.
@@ -273,10 +273,10 @@ def _load_codes(
     MASKED: tl.constexpr,
 ):
     """Load a tile as ``load_words`` does; return its codes, fp32 [TILE // GROUP, words, codes a word], and scales."""
-    # Half the codes of a word become floats where they are, the other half after one shift of the word. A code is
-    # masked into the mantissa of a float whose exponent gives the code's lowest bit the weight 1. Flipping the code's
-    # sign bit turns two's complement into an offset, so code 0 becomes `zeros`, and subtracting that leaves the code.
-    # That takes fewer instructions than extracting each code and converting it from int.
+    # Half the codes of a word become floats in place, the other half after one shift of the word. A code is masked into
+    # the mantissa of a float whose exponent gives the code's lowest bit the weight 1. Flipping the code's sign bit
+    # replaces two's complement by an offset: code 0 becomes the float ``zeros``, and subtracting ``zeros`` leaves the
+    # code. This takes fewer instructions than extracting each code and converting it from int.
     words, scales = load_words(words_ptr, scales_ptr, left, BITS, BLOCK, TILE, GROUP, MASKED)
     HALF: tl.constexpr = 16 // BITS
     OFFSET: tl.constexpr = 1 << (BITS - 1)
@@ -285,10 +285,10 @@ def _load_codes(
     LIFT: tl.constexpr = 4 if BITS == 4 else 1
     code = tl.arange(0, 2 * HALF)[None, None, :]
     upper = code // HALF
-    # Int2 codes of the lower half are lifted, too: there the lowest bit of a code weighs 2, and another bit below it 1.
+    # In int2, the lowest bit of a code weighs 2 and the bit below it 1, so codes of the lower half are lifted, too.
     LOWER: tl.constexpr = 1 if BITS == 2 else 0
     position = code % HALF * BITS + LOWER + upper * (LIFT - LOWER)
-    # ``zero``, its offset moved up by ``position`` bits and its exponent lowered as much: the offset weighs the same.
+    # This moves the offset in ``zero`` up by ``position`` bits and lowers the exponent to match, so its weight stays.
     zeros = zero + ((OFFSET << position) - OFFSET - ((position - LOWER) << 23))
     # The words are signed, so the shift fills in copies of the sign bit, which the mask drops.
     mask = ((1 << BITS) - 1) << position
@@ -341,7 +341,7 @@ def add_row(
 ):
     """Return ``values``, a tile in any shape, plus ``sign`` (1 or -1) times the row, in the shape of ``decode_sum``."""
     codes, scales = load_row(row_ptr, numel, zero, BITS, BLOCK, TILE, GROUP, MASKED)
-    # The product of code and scale is exact, as in ``decode_sum``, also with a sign.
+    # The product of code and scale is exact with either sign, so one fma serves, as in ``decode_sum``.
     return tl.fma(codes, sign * scales, tl.reshape(values, codes.shape))
 
 
@@ -365,9 +365,9 @@ def decode_sum(
     Returns:
         fp32 [TILE // GROUP, words a group, codes a word].
     """
-    # `zero` holds the bits of the float that code 0 in the lowest bits of a word decodes to: 2**23 plus the code's
-    # offset. It is a kernel argument because with a constant, ptxas takes two instructions, not one, to mask a code and
-    # insert it, and int4 sums over 8 peers are close to the limit of the instruction rate already.
+    # ``zero`` has the bits of the float that code 0 in the lowest bits of a word becomes: 2**23 plus the code's offset.
+    # It is a kernel argument because with a constant, ptxas takes two instructions, not one, to mask a code and insert
+    # it, and int4 sums over 8 peers are close to the limit of the instruction rate already.
     stride = row_words(row_units)
     # A peer's payload has as many rows as the grid has chunks; the peers follow one another.
     peer_words = tl.num_programs(1) * tl.num_programs(2) * stride
@@ -381,7 +381,7 @@ def decode_sum(
             words_ptr += peer_words
             scales_ptr += peer_words
             codes, scales = _load_codes(words_ptr, scales_ptr, left, zero, BITS, BLOCK, TILE, GROUP, MASKED)
-            # The product is exact ([Note: Exact products] in reference.py), so one fma rounds as product and sum do.
+            # The product is exact ([Note: Exact products] in reference.py), so an fma has the bits of product and sum.
             total = tl.fma(codes, scales, total)
     else:
         for _ in range(1, PEERS):
@@ -396,8 +396,8 @@ def decode_sum(
 #
 # Part of the Triton kernels that quantizes one tile with error feedback, and updates its errors.
 #
-# Errors can be updated in place because every thread reads its part of a block before any thread writes to that block:
-# all that is written depends, through the block's maximum, on all values that were read.
+# Errors can be updated in place: a written value depends, through the block's maximum, on all values of the block, so
+# all threads read their parts of a block before any thread writes to it.
 
 
 @triton.jit
@@ -472,7 +472,7 @@ def encode_with_feedback(
     MASKED: tl.constexpr,
 ):
     """Quantize values plus errors into the payload, and update the errors. ``rest`` is 1 - ``beta``."""
-    # Errors are read and written in the same groups as values: any others would go through shared memory twice.
+    # Errors are read and written in the groups of the values: other groups would go through shared memory twice.
     errors = _load_errors(errors_ptr, numel, error_row_units, zero, BLOCK, ERROR_BLOCK, TILE, GROUP, MASKED)
     left_out, finite = encode(values + errors, words_ptr, numel, row_units, BITS, BLOCK, TILE, GROUP, MASKED)
     # A block that is not finite keeps its errors: NaN in them would never leave again.
