@@ -43,24 +43,16 @@ def require(distribution: str, least: str, *, purpose: str = "", install: str = 
     Raises:
         ImportError: If the framework is not installed, or is older; the error says how to install it.
     """
+    module = {"llamafactory": "llama_factory"}.get(distribution, distribution.replace("-", "_"))
     try:
         present = version(distribution)
     except PackageNotFoundError:
-        raise absent(distribution, install) from None
+        install = install or how_to_install(distribution)
+        raise ImportError(f"fsdp_zpp.integrations.{module} needs {distribution}: {install}") from None
     if TorchVersion(present) < least:
         needs = f"{distribution} {least} or later" + (f" {purpose}" if purpose else "")
         install = install or how_to_install(distribution, upgrade=True)
-        module = _module(distribution)
         raise ImportError(f"fsdp_zpp.integrations.{module} needs {needs}, and {present} is installed: {install}")
-
-
-def absent(distribution: str, install: str = "") -> ImportError:
-    install = install or how_to_install(distribution)
-    return ImportError(f"fsdp_zpp.integrations.{_module(distribution)} needs {distribution}: {install}")
-
-
-def _module(distribution: str) -> str:
-    return {"llamafactory": "llama_factory"}.get(distribution, distribution.replace("-", "_"))
 
 
 # ---- strategy key

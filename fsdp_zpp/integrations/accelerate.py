@@ -160,7 +160,10 @@ def shard(
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         _compile_layers(model, accelerator.state.dynamo_plugin)
     if accelerator.mixed_precision != "no" and trained:
-        _upcast(model)
+        # As accelerate does; mixed precision casts them for the computation.
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.float32)
     arguments = _arguments(plugin, model, accelerator)
     with _following(optimizers, model):
         for module in [*_units(model, plugin, strategy), model]:
@@ -200,13 +203,6 @@ def _compile_layers(model: nn.Module, plugin: TorchDynamoPlugin) -> None:
     torch._dynamo.config.capture_scalar_outputs = True  # routing decides how many tokens an expert gets
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     compile_regions_fsdp2(model, **plugin.to_kwargs())
-
-
-def _upcast(model: nn.Module) -> None:
-    """Convert trained parameters to fp32, as accelerate does; mixed precision casts them for the computation."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(torch.float32)
 
 
 def _arguments(plugin: FullyShardedDataParallelPlugin, model: nn.Module, accelerator: Accelerator) -> dict[str, Any]:

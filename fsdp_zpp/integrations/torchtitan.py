@@ -68,16 +68,12 @@ def strategy_from_text(text: str) -> Strategy | None:
         raise ValueError(str(error)) from None  # tyro blames the flag only for a ValueError
 
 
-def _text_of(strategy: Strategy | None) -> str:
-    return "None" if strategy is None else json.dumps(strategy.to_dict())
-
-
 _FLAG = PrimitiveConstructorSpec(
     nargs=1,
     metavar=f"{{{','.join(PRESETS)},None}}|JSON",
     instance_from_str=lambda arguments: strategy_from_text(arguments[0]),
     is_instance=lambda value: value is None or isinstance(value, Strategy),
-    str_from_instance=lambda strategy: [_text_of(strategy)],
+    str_from_instance=lambda strategy: ["None" if strategy is None else json.dumps(strategy.to_dict())],
 )
 
 
@@ -195,8 +191,9 @@ def _in_place_of_torchs(replacement: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for module in holders:
-            vars(module)["fully_shard"] = torch_fully_shard
+        for module in list(sys.modules.values()):  # others may have imported it meanwhile
+            if getattr(module, "__dict__", {}).get("fully_shard") is replacement:
+                vars(module)["fully_shard"] = torch_fully_shard
 
 
 # ---- trainer

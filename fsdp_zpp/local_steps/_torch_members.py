@@ -222,7 +222,7 @@ class Members:
                 or the training has ended; on all ranks of the node.
         """
         while self.mesh is None:
-            round_ = self._on_first_rank(self._next_round)
+            round_ = self._on_first_rank(lambda: self._own_rendezvous().next_round())
             failure = ""
             try:
                 self._connect(round_)
@@ -231,9 +231,6 @@ class Members:
             if on_any_rank(bool(failure), self._node.group, f"{self._model}: elastic nodes meet"):
                 self.disconnect(failure or "another rank of this node could not connect")
         logger.info("%s: this is node %d of %d", self._model, self.mesh.rank, self.mesh.topology.nodes)
-
-    def _next_round(self) -> Round:
-        return self._own_rendezvous().next_round()
 
     def _own_rendezvous(self) -> Rendezvous:
         if self._rendezvous is None:

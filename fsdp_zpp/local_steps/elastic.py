@@ -17,7 +17,7 @@ from fsdp_zpp.comm.mesh import ProcessMesh
 from fsdp_zpp.strategy.local_steps import LocalSteps
 
 from ._torch_members import Members
-from .fragment import Fragment, Progress
+from .fragment import Fragment
 from .local_training import LocalTraining, OptimizerMoments, OptimizerState, before_forward_of, optimizers_of
 from .outer_step import OuterFit, OuterStep, OuterStepState, Products, chunk_numel, relative_weights
 
@@ -168,10 +168,6 @@ class ElasticFragment(Fragment):
         self._changed, self._sent, self.progress.arrives = before.changed, before.sent, None
         self.progress.sent = before.exchanges_sent  # an exchange may have failed before it was counted
 
-    def numels(self) -> dict[str, int]:
-        """Return this rank's number of values of each parameter that has agreed weights."""
-        return {name: agreed.numel() for name, agreed in self.outer.agreed.items()}
-
     def take_over(self, agreed: Mapping[str, Tensor], fit: OuterFit) -> None:
         """Continue from the agreed weights and the fit of other nodes. Collective over the node."""
         self.outer.take_over(agreed, fit, self._of(agreed.keys()))
@@ -299,10 +295,6 @@ class ElasticTraining(LocalTraining):
         self._steps = self._tokens = 0  # made by this node
         self._counts_tokens = False
         self._until_exchange = [0] * len(fragments)  # the steps or tokens before each fragment's last exchange
-
-    @property
-    def _progress(self) -> Progress:
-        return self._all[0].progress
 
     @property
     def membership(self) -> Membership:
@@ -467,7 +459,8 @@ class ElasticTraining(LocalTraining):
                 own = self._state() if mesh.rank == current[0] else None
                 state = self._members.send(own, current[0], needed=joins)
             for at, fragment in enumerate(self._fragments):
-                numels = fragment.numels() if state is None else {n: w.numel() for n, w in state["agreed"][at].items()}
+                agreed = fragment.outer.agreed if state is None else state["agreed"][at]
+                numels = {name: weights.numel() for name, weights in agreed.items()}
                 momenta.append(fragment.outer.momentum_among(mesh, numels, owned=not joins))
         except RuntimeError as error:
             failure = str(error) or type(error).__name__

@@ -33,7 +33,7 @@ from fsdp_zpp.comm.hops import Hop, SideStream, Traffic, decode, encode
 from fsdp_zpp.comm.mesh import ProcessMesh, collective_device, for_collectives
 from fsdp_zpp.strategy.local_steps import MOMENT_CODEC, TARGET_GAIN
 
-from .fragment import Fragment, ParameterState
+from .fragment import Fragment, ParameterState, Progress
 from .outer_step import MOST_GAIN, MOST_IN_A_ROW, NodeChunks, Products
 
 # ---- made optimizers
@@ -473,6 +473,10 @@ class LocalTraining:
         for fragment in fragments:
             fragment.outer.stream = stream
 
+    @property
+    def _progress(self) -> Progress:
+        return self._all[0].progress
+
     def gradients_synchronized(self) -> None:
         for fragment in self._all if self._awaits_step else ():
             fragment.progress.unstepped += 1
@@ -491,8 +495,7 @@ class LocalTraining:
         self._note_trained()
         for fragment in self._all:
             fragment.progress.made += 1
-        progress = self._all[0].progress
-        if progress.made > progress.exchanged + 1:
+        if self._progress.made > self._progress.exchanged + 1:
             raise RuntimeError(
                 f"{self.model} has made two optimizer steps without a forward of its outermost module between them; "
                 "nodes exchange weights (local_steps) before that forward, so call the outermost module itself, not a "
@@ -514,7 +517,7 @@ class LocalTraining:
 
     def _catch_up(self) -> None:
         """Make the exchanges that are due after the steps made so far, and enter the phase of the next step."""
-        progress = self._all[0].progress
+        progress = self._progress
         if progress.apart and progress.made < self._config.start:
             raise ValueError(
                 f"{self.model}: nodes have trained on their own for {progress.made} steps in the loaded state, but "
@@ -547,7 +550,7 @@ class LocalTraining:
             fragment.was_reloaded = False
         if not reloaded:
             return
-        if not self._all[0].progress.apart:
+        if not self._progress.apart:
             # Nodes hold the same weights, whether they have loaded new ones or put their old ones back.
             for fragment in reloaded:
                 fragment.adopt()
@@ -562,7 +565,7 @@ class LocalTraining:
                 fragment.restart()
 
     def _exchange_after(self, step: int) -> None:
-        if self._all[0].progress.apart:
+        if self._progress.apart:
             self._exchange_due(step)
         elif step <= self._config.start:
             for index in self._config.due(step, len(self._trained)):
@@ -661,9 +664,9 @@ class LocalTraining:
     def exchange_all(self) -> None:
         """Exchange all fragments; nodes then agree. Collective; ranks compare ``describe_exchange_all`` first."""
         self._prepare()
-        if not self._all[0].progress.apart:
+        if not self._progress.apart:
             return
-        step = self._all[0].progress.made
+        step = self._progress.made
         for fragment in self._trained:
             fragment.note_trained()
         for fragment in self._trained:
@@ -679,7 +682,7 @@ class LocalTraining:
             fragment.progress.exchanged = step
 
     def _enter_phase(self) -> None:
-        progress = self._all[0].progress
+        progress = self._progress
         synchronous = progress.made < self._config.start
         if synchronous:
             self._look_for_others()
@@ -694,7 +697,7 @@ class LocalTraining:
 
     def _look_for_others(self) -> None:
         """Raise if other nodes have left the synchronous steps. Collective as soon as any node may have left them."""
-        progress = self._all[0].progress
+        progress = self._progress
         passed = progress.made + progress.unstepped + self._awaits_step  # the same on all nodes in these steps
         if progress.made < self._config.start <= passed != self._met_after:
             self._met_after = passed
@@ -706,7 +709,7 @@ class LocalTraining:
         self._check_not_shown()
         self._prepare()
         self._shows_agreed = True
-        shown = self._trained if self._all[0].progress.apart else []  # else all nodes hold the same weights
+        shown = self._trained if self._progress.apart else []  # else all nodes hold the same weights
         try:
             with ExitStack() as stack:
                 for fragment in shown:

@@ -115,7 +115,7 @@ class ErrorBufferSpec:
 
 
 def error_buffer_specs(
-    config: LoCo | None,
+    config: LoCo,
     codecs: tuple[Codec | None, Codec | None],
     optimizer_scope: str,
     topology: Topology,
@@ -128,8 +128,6 @@ def error_buffer_specs(
 
     ``codecs`` has the intra-node hop's codec first. A rank keeps ``numel`` values of the gradient.
     """
-    if config is None:
-        return {}
     intra, inter = codecs
     nodes, gpus = topology.nodes, topology.gpus_per_node
     # The optimizer scope decides what ``numel`` counts: G, this rank's chunk; I, the part that all ranks of one local

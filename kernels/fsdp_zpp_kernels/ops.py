@@ -259,7 +259,9 @@ class Op(Generic[P, R]):
             if given == self._required and not kwargs:
                 values += self._defaults
             else:
-                values = self._complete(args, kwargs)
+                bound = self.__signature__.bind(*args, **kwargs)
+                bound.apply_defaults()
+                values = bound.args
         signature = self._integers(values)
         for tensor in values[: self._tensors]:
             # Subclasses (fake tensors, DTensor) need the dispatcher, and so does autograd, which raises in a backward.
@@ -272,11 +274,6 @@ class Op(Generic[P, R]):
                 return self._op(*values)  # functorch's tensors need the dispatcher
         prepared = self._prepared.get(signature) or self._prepare_for(signature, values)
         return prepared(*self._inputs(values))
-
-    def _complete(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, ...]:
-        bound = self.__signature__.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return bound.args
 
     def _prepare_for(self, signature: tuple[object, ...], args: tuple[object, ...]) -> Callable[..., R]:
         prepared = self._prepare(*args)

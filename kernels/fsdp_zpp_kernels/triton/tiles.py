@@ -170,7 +170,9 @@ def encode(
     # code and scale is exact ([Note: Exact products] in reference.py), so an fma has the bits of product and
     # difference. The scale is negated, not the code: with code 0, a value of -0 then stays -0, as in the reference. The
     # minus is a factor, since Triton compiles -x as 0 - x, which is 0, not -0, for the scale 0 of an all-zero block.
-    codes = _level(rounded - rounder, BITS)
+    codes = rounded - rounder
+    if BITS == 2:
+        codes = codes + codes + 1.0  # a level, see [Note: Two bits] in reference.py
     left_out = tl.fma(codes, tl.broadcast_to((scales * -1.0)[:, None], values.shape), values)
     if BITS == 2 and MASKED:
         offsets = tl.arange(0, TILE // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -198,12 +200,6 @@ def encode(
         tl.store(scales_ptr + pad, tl.zeros([4], tl.float32), mask=pad < (blocks + 3) // 4 * 4)
     # The compiler removes these computations if the caller ignores the results.
     return left_out, magnitude[:, None] < _INF_BITS
-
-
-@triton.jit
-def _level(codes, BITS: tl.constexpr):
-    # See [Note: Two bits] in reference.py.
-    return codes + codes + 1.0 if BITS == 2 else codes
 
 
 @triton.jit
