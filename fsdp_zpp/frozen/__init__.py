@@ -1,6 +1,6 @@
-"""A frozen base that is quantized once, sharded, and owned outside of either FSDP (MixZ++).
+"""A frozen base: weights that are quantized once, and sharded outside of FSDP (MixZ++).
 
-Frozen weights have no gradient and no optimizer state; all they need is a gather. FSDP1 does not shard integers, FSDP2
-does so only from torch 2.13 on, and neither knows that codes that never change need to cross nodes only once. So
-quantized weights are not parameters.
+Quantized weights are not parameters. They have no gradient and no optimizer state, so they need only a gather. FSDP1
+can't shard integers, FSDP2 can from torch 2.13 on, and both would gather the codes between nodes in every step, though
+codes never change.
 """

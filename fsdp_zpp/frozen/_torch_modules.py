@@ -26,12 +26,12 @@ from .weight import Base, FrozenWeight, out_of_inference_mode
 
 # ---- sharded
 #
-# Finds the parameters of a model that FSDP has sharded, which can't be quantized any more.
+# Finds the parameters that FSDP has sharded: they can't be quantized any more.
 #
 # ``fully_shard`` makes a parameter a ``DTensor``. ``FullyShardedDataParallel`` flattens parameters: with
 # ``use_orig_params=True`` modules keep parameters, in another shape; otherwise one flat parameter takes their place.
 
-# Parameters by their names in a module, with their shapes before sharding.
+# The parameters of a module by name, with their shapes before sharding.
 Shown = dict[str, tuple[nn.Parameter, torch.Size]]
 
 
@@ -50,7 +50,7 @@ def sharded_parameters(model: nn.Module) -> dict[nn.Module, Shown]:
 
 
 def _flattened_parameters(model: nn.Module) -> dict[nn.Module, Shown]:
-    """Return the parameters that FSDP1 has flattened below ``model``; modules may not show them now."""
+    """Return the parameters that FSDP1 has flattened in each module; modules may not have them as attributes now."""
     parameters: dict[nn.Module, Shown] = {}
     instances: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
     for instance in instances:
@@ -67,16 +67,16 @@ def _flattened_parameters(model: nn.Module) -> dict[nn.Module, Shown]:
 
 # ---- functional
 #
-# Linear layers and embeddings with frozen weights, dequantized in the forward and again in the backward, not saved.
-
+# Linear layers and embeddings. They dequantize a frozen weight in the forward and again in the backward, and don't
+# save its values.
 
 Frozen: TypeAlias = "FrozenWeight | FrozenTensor"
 
 
-# Dynamo would trace into the gather, and treat as constants its buffers and the flag that says if they are filled.
+# Dynamo would trace into the gather, and treat the buffers and the unit that they hold as constants.
 @torch.compiler.disable
 def frozen_linear(x: Tensor, weight: Frozen, bias: Tensor | None) -> Tensor:
-    """Apply ``F.linear`` to x [..., in] with a frozen weight [out, in], in the dtype of ``x``, or autocast's."""
+    """Apply ``F.linear`` to ``x`` [..., in] with a frozen weight [out, in], in the dtype of ``x``, or autocast's."""
     dtype = compute_dtype(x)
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return _FrozenLinear.apply(x, bias, weight, dtype)
@@ -84,14 +84,14 @@ def frozen_linear(x: Tensor, weight: Frozen, bias: Tensor | None) -> Tensor:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    # The weight is dequantized into the compute dtype before F.linear, where autocast would choose that dtype.
+    # Autocast chooses a dtype in F.linear, but the weight is dequantized to that dtype before.
     return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
 
 
 @torch.compiler.disable
 @torch.no_grad()
 def frozen_embedding(tokens: Tensor, weight: Frozen) -> Tensor:
-    # In the weight's own dtype: integer tokens imply none.
+    # In the weight's dtype, since tokens are integers.
     return F.embedding(tokens, weight.dense(weight.dtype, tokens.device))
 
 
@@ -112,11 +112,11 @@ class _FrozenLinear(torch.autograd.Function):
         (gradient,) = gradients
         for_x = for_bias = None
         if ctx.needs_input_grad[0]:
-            # Collective, like the forward: the ranks of a base must run the same layers' backwards.
+            # Collective, as in the forward: ranks must run the backward of the same layers.
             dense = ctx.weight.dense(ctx.dtype, gradient.device)
             for_x = torch.matmul(gradient.to(ctx.dtype), dense).to(ctx.input_dtype)
         if ctx.needs_input_grad[1]:
-            # Any number of leading dimensions, also none: the input may be a single vector.
+            # The input may have any number of leading dimensions; a single vector has none.
             for_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.bias_dtype)
         return for_x, for_bias, None, None
 
@@ -126,19 +126,19 @@ class _FrozenLinear(torch.autograd.Function):
 # A tensor that a quantized module shows as its ``weight``: it is dequantized when something computes with it.
 #
 # Autograd saves the inputs of an operation for the backward. For a frozen weight it saves this tensor, not the
-# dequantized values, and the backward dequantizes again. So that this also holds for one expert of a stack
-# (``weight[3]``) and for ``weight.transpose(1, 2)``, views are recorded and applied later, to the dequantized values.
+# dequantized values, and the backward dequantizes again. Views are recorded, and applied later to the dequantized
+# values, so that autograd saves no values of one expert (``weight[3]``) or of ``weight.transpose(1, 2)`` either.
 
 
 class FrozenTensor(Tensor):
-    """A frozen weight's shape, dtype and device without values: operations dequantize it first. Collective.
+    """A frozen weight's shape, dtype and device without values; operations dequantize it first. Collective.
 
-    ``views`` are applied to its dequantized values, in order; ``like`` has the shape and strides of the result.
+    ``views`` are applied in order to the dequantized values; ``like`` has the shape and strides of the result.
     """
 
     frozen: FrozenWeight
     views: tuple[View, ...]
-    # Makes isinstance(tensor, nn.Parameter) true: code that ties weights accepts only parameters.
+    # Makes isinstance(tensor, nn.Parameter) true, since code that ties weights accepts only parameters.
     _is_param = True
 
     @staticmethod
@@ -223,7 +223,7 @@ class FrozenTensor(Tensor):
             return view
         if func is torch.ops.aten.set_.source_Tensor and args[0] is args[1]:
             return args[0]  # torch.nn.utils.parametrize sets a parameter to itself, which writes nothing
-        # The schema tells which arguments an operation writes to, so that no list of them goes out of date.
+        # The schema tells which arguments the operation writes to.
         for value, argument in zip(args, func._schema.arguments, strict=False):
             if isinstance(value, FrozenTensor) and argument.alias_info is not None and argument.alias_info.is_write:
                 refuse_writing(value.frozen)
@@ -264,19 +264,19 @@ def _view(
         return None
     # On the meta device torch itself works out the shape and strides of the view.
     like = func(torch.empty_strided(tensor.shape, tensor.stride(), device="meta"), *args, **kwargs)
-    if func in _VIEWS[:2]:  # detach and alias change nothing that must be applied later
+    if func in _VIEWS[:2]:  # detach and alias change nothing, so they are not recorded
         return FrozenTensor(tensor.frozen, tensor.views, like)
     return FrozenTensor(tensor.frozen, (*tensor.views, View(func, args, kwargs)), like)
 
 
 def frozen_tensor(frozen: FrozenWeight) -> FrozenTensor:
-    """Return the one tensor that stands for ``frozen``, made again once the weight's dtype or device has changed."""
+    """Return the one tensor that stands for ``frozen``; it is made again once the weight's dtype or device changes."""
     tensor = frozen.shown() if frozen.shown is not None else None
     if isinstance(tensor, FrozenTensor) and (tensor.dtype, tensor.device) == (frozen.dtype, frozen.device):
         return tensor
     with out_of_inference_mode():  # autograd could not save an inference tensor for a later backward
         tensor = FrozenTensor(frozen)
-    frozen.shown = weakref.ref(tensor)  # weak: it lives as long as a module shows it
+    frozen.shown = weakref.ref(tensor)  # weak: the tensor lives as long as a module shows it
     return tensor
 
 
@@ -300,7 +300,7 @@ def refuse_training(frozen: FrozenWeight) -> NoReturn:
 
 # ---- modules
 #
-# Modules with frozen, quantized weights: their class is a subclass of the one they had.
+# Modules with frozen weights; their class becomes a subclass of their previous class.
 
 _WEIGHTS = "_fsdp_zpp_frozen"
 _SHOWN = "_fsdp_zpp_shown"
@@ -318,18 +318,18 @@ class FrozenModule(nn.Module):
 
     @property
     def _fsdp_zpp_parts(self) -> list[Base]:
-        """Return the bases of its weights, for ``traffic(model)``; see ``COMMUNICATORS`` in runtime/unit.py."""
+        """Return the bases of the weights, for ``traffic(model)``; see ``COMMUNICATORS`` in runtime/unit.py."""
         return [weight.base for weight in frozen_weights_of(self).values()]
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
-        # Python calls this for names that are not in the instance's __dict__, where a frozen weight never is.
+        # Python calls this for names that are not in __dict__; names of frozen weights never are.
         frozen = frozen_weights_of(self).get(name)
         if frozen is None or self._parameters.get(name) is not None:
             return super().__getattr__(name)
         if name in vars(self)[_REPLACED]:
             return vars(self)[_REPLACED][name]()
-        # Tied modules show one tensor, as they did before. The tensor lives as long as any of these modules: each keeps
-        # it here, while the weight refers to it weakly.
+        # Tied modules show the same tensor, as before. It lives as long as any of them: each keeps it here, and the
+        # weight has a weak reference.
         tensor = vars(self)[_SHOWN][name] = frozen_tensor(frozen)
         return tensor
 
@@ -338,7 +338,7 @@ class FrozenModule(nn.Module):
         if name not in frozen:
             super().__setattr__(name, value)
         elif isinstance(value, FrozenTensor) and not value.views:
-            frozen[name] = value.frozen  # ties this weight to another, as tie_weights does
+            frozen[name] = value.frozen  # ties the module to another weight, as tie_weights does
         else:
             refuse_writing(frozen[name])
 
@@ -354,12 +354,12 @@ class FrozenModule(nn.Module):
 
     def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
         for frozen in frozen_weights_of(self).values():
-            # An empty tensor tells the dtype and device that fn sets. A cast changes the dtype to decode to, no codes.
+            # An empty tensor shows the dtype and device that fn sets. A cast changes the dtype to decode to, no codes.
             sample = fn(torch.empty(0, dtype=frozen.dtype, device=frozen.device))
             frozen.dtype = sample.dtype
             if sample.device != frozen.device:
                 frozen.holder.move(sample.device)
-        # While PEFT sees frozen weights as parameters (frozen/hugging_face.py), torch's _apply would dequantize them.
+        # While frozen weights are shown to PEFT as parameters (hugging_face.py), torch's _apply would dequantize them.
         shown = {name: self._parameters.pop(name) for name in frozen_weights_of(self) if name in self._parameters}
         try:
             return super()._apply(fn, recurse)
@@ -367,34 +367,34 @@ class FrozenModule(nn.Module):
             self._parameters.update(shown)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Copy the module, with plain, dequantized weights, which may be trained. Collective."""
+        """Copy the module with plain, dequantized weights; these may be trained. Collective."""
         plain: nn.Module = nn.Module.__new__(plain_class(self))
-        memo[id(self)] = plain  # before its attributes are copied, which may refer back to it
+        memo[id(self)] = plain  # before attributes are copied: they may refer to the module
         frozen_weights = frozen_weights_of(self)
         parameters = {name: value for name, value in self._parameters.items() if name not in frozen_weights}
         for name, value in {**vars(self), "_parameters": parameters}.items():
             if name not in _ATTRIBUTES:
                 vars(plain)[name] = copy.deepcopy(value, memo)
         for name, frozen in frozen_weights.items():
-            if id(frozen) not in memo:  # weights that are tied stay tied
+            if id(frozen) not in memo:  # tied weights stay tied
                 memo[id(frozen)] = nn.Parameter(frozen.dequantize(), requires_grad=False)
             plain.register_parameter(name, memo[id(frozen)])
         return plain
 
 
 def freeze(module: nn.Module, name: str, weight: FrozenWeight) -> None:
-    """Replace ``module``'s parameter ``name`` by ``weight``."""
+    """Replace the parameter ``name`` of ``module`` by ``weight``."""
     del module._parameters[name]
     if not isinstance(module, FrozenModule):
         vars(module).update({attribute: {} for attribute in _ATTRIBUTES})
-        # The module stays the same object, so that parents, hooks and adapters keep their references. Its new class is
-        # a subclass, since PEFT and wrapping policies find layers by isinstance(module, nn.Linear).
+        # The module stays the same object: parents, hooks and adapters refer to it. Its new class is a subclass, since
+        # PEFT and wrapping policies find layers by isinstance(module, nn.Linear).
         module.__class__ = _frozen_class(type(module))  # type: ignore[arg-type]  # classes are hashable
     frozen_weights_of(module)[name] = weight
 
 
 def unfreeze(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Replace a frozen weight by a plain parameter; with its last one, the module gets its old class back."""
+    """Replace a frozen weight by a plain parameter; after the last one, the module gets its old class back."""
     frozen = frozen_weights_of(module)
     del frozen[name]
     vars(module)[_SHOWN].pop(name, None)
@@ -407,7 +407,7 @@ def unfreeze(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 @contextmanager
 def replaced(module: FrozenModule, name: str, make: Callable[[], Tensor]) -> Iterator[None]:
-    """Let ``module`` compute with the result of ``make`` instead of its weight ``name``, in this context."""
+    """Let ``module`` compute with the result of ``make`` in place of its weight ``name``, in this context."""
     vars(module)[_REPLACED][name] = make
     try:
         yield
@@ -421,7 +421,7 @@ def frozen_weights_of(module: nn.Module) -> dict[str, FrozenWeight]:
 
 
 def frozen_sites(model: nn.Module) -> Iterator[tuple[str, FrozenModule, str, FrozenWeight]]:
-    """Yield each frozen weight below ``model`` (path, module, name, weight), a tied one for each of its modules."""
+    """Yield (path, module, name, weight) of each frozen weight below ``model``; a tied one for each module."""
     for path, module in model.named_modules():
         if isinstance(module, FrozenModule):
             for name, weight in frozen_weights_of(module).items():
@@ -434,7 +434,7 @@ def frozen_modules(model: nn.Module) -> Iterator[tuple[str, FrozenModule, Frozen
 
 
 def plain_class(module: nn.Module) -> type:
-    """Return the class that a frozen module had before, without other mixins such as ``FSDPModule``."""
+    """Return the class of a frozen module without ``FrozenModule``, or later mixins such as ``FSDPModule``."""
     if parametrized := list(getattr(module, "parametrizations", ())):  # recorded in a class that would be lost
         raise RuntimeError(
             f"{', '.join(parametrized)} of a {type(module).__name__} with quantized weights is parametrized; call "
@@ -444,20 +444,20 @@ def plain_class(module: nn.Module) -> type:
     return frozen.__bases__[1]
 
 
-@functools.cache  # modules that shared a class must still share one; an entry for each class of layers
+@functools.cache  # modules of one class must get one class; there are few classes of layers
 def _frozen_class(cls: type[nn.Module]) -> type[nn.Module]:
     members: dict[str, object] = {"__module__": cls.__module__}
-    if cls.forward is nn.Linear.forward:  # a subclass with a forward of its own computes with the stand-in tensor
+    if cls.forward is nn.Linear.forward:  # other forwards compute with a FrozenTensor
         members["forward"] = _linear_forward
     elif not issubclass(cls, (nn.Linear, nn.Embedding)):
-        # Experts compute with torch's own functions on the tensors that stand for their weights. So the whole forward
-        # is hidden from compilers, as frozen_linear is.
+        # Experts compute with torch's own functions on FrozenTensors, which Dynamo must not trace. So their forward is
+        # hidden from it as a whole, as frozen_linear is.
         members["forward"] = functools.wraps(cls.forward)(torch.compiler.disable(cls.forward))
     return type(f"Frozen{cls.__name__}", (FrozenModule, cls), members)
 
 
 def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
-    # Bypass the tensor that stands for the weight, since making one takes CPU time in every call.
+    # Bypass FrozenTensor: going through __getattr__ and __torch_function__ takes CPU time in every call.
     own = vars(self)
     if own[_REPLACED] or "weight" in own or "weight" in own["_parameters"]:
         return _replaced_linear(x, self.weight, self.bias)
@@ -466,7 +466,7 @@ def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
 
 @torch.compiler.disable
 def _replaced_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Apply ``F.linear`` with a replacement of a frozen weight, in the dtype of :func:`frozen_linear`."""
+    """Apply ``F.linear`` with a replacement of a frozen weight, in the dtype that :func:`frozen_linear` uses."""
     if not isinstance(weight, FrozenTensor):
         # The replacement is made from the dequantized weight, so its dtype may differ from the input's.
         dtype = compute_dtype(x)
@@ -476,15 +476,15 @@ def _replaced_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 # ---- packed linear
 #
-# How a base takes over weights that another library has packed in memory: those of bitsandbytes' ``Linear4bit``.
+# Takes over weights that another library has packed in memory: those of bitsandbytes' ``Linear4bit``.
 #
-# The weights are decoded to fp32 and quantized again, or kept as they are stored. With ``NF4``, codes and
-# scales stay the same if bitsandbytes used nf4 with blocks of the same size.
+# They are decoded to fp32 and quantized again, or kept as stored. Quantizing in ``NF4`` gives the same codes and scales
+# if bitsandbytes used nf4 in blocks of the same size.
 
 
 def packed_linear(parameter: nn.Parameter, modules: Sequence[nn.Module]) -> StoredWeight | None:
     """Return the packed weight that ``modules`` share; None if it is plain, or packed in an unknown way."""
-    # Exactly this class: a subclass may compute something else.
+    # Exactly this class, since a subclass may compute something else.
     if any((type(m).__module__.partition(".")[0], type(m).__name__) != ("bitsandbytes", "Linear4bit") for m in modules):
         return None
     states = (getattr(parameter, "quant_state", None), getattr(modules[0], "quant_state", None))
@@ -492,7 +492,7 @@ def packed_linear(parameter: nn.Parameter, modules: Sequence[nn.Module]) -> Stor
     if state is None or state.quant_type not in TABLES:
         return None
     codes = parameter.detach()
-    if getattr(state, "packing_format_for_cpu", False):  # bitsandbytes packs codes so in a forward in evaluation
+    if getattr(state, "packing_format_for_cpu", False):  # done by a forward in evaluation mode
         from bitsandbytes import functional  # on use, since the import takes seconds
 
         codes, state = functional._convert_weight_packed_for_cpu_inverse(codes, state)

@@ -1,4 +1,4 @@
-"""Files of a quantized base: saving, loading, and a check that a model has the base of a checkpoint."""
+"""Files of a quantized base: saves, loads, and checks that a model has the base of a checkpoint."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ from .weight import FrozenWeight, Placement, Storable, place_base
 
 # ---- writes
 #
-# An interruption at any moment leaves no truncated file under a final name.
+# An interruption at any time leaves no truncated file under a final name.
 
 logger = logging.getLogger("fsdp_zpp")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file; if this is interrupted, ``path`` has either its previous content or all of ``text``.
+    """Write a file. If this is interrupted, ``path`` has either its previous content or all of ``text``.
 
-    The folder is synced before the rename, so the names of its other new files are on disk before this one.
+    The folder is synced before the rename, so the names of other new files in it are on disk before this one's.
     """
     aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
@@ -87,12 +87,12 @@ def to_disk(path: Path) -> None:
 # Defines the format of a quantized base in safetensors files.
 #
 # Each weight is two tensors: ``<name>.codes``, uint8, the codes of its flat values, and ``<name>.scales``, fp32, one
-# for each block. A rank's chunk is a whole number of blocks (see ``FrozenWeight``), so at any world size its payload is
-# a slice of the codes and a slice of the scales, without quantizing again. Frozen parameters that are not quantized are
-# stored as they are, and so are persistent buffers. Names are FQNs without adapters and wrappers. An index has the file
-# of each tensor and, as metadata, each weight's shape, dtype and codec.
+# for each block. A rank's chunk is whole blocks (see ``Placement``), so at any world size the chunk is a slice of the
+# codes and a slice of the scales, and loading quantizes nothing. Frozen parameters that are not quantized are stored as
+# they are, and so are persistent buffers. Names are FQNs without adapters and wrappers. The index has the file of each
+# tensor and, as metadata, the shape, dtype and codec of each weight.
 #
-# A folder gets one base, since a base never changes. A save writes files under names with a token of its own, then the
+# A folder holds one base, since a base never changes. A save writes files with its own token in their names, then the
 # index. So an interrupted save leaves the folder either without an index, ready for the next save, or with a whole
 # base. If two jobs save into one folder at once, it has the base of one of them, never a mix.
 
@@ -118,7 +118,7 @@ class SavedWeight:
                 "instead of saving them again, read that checkpoint again, or name a codec in quantize_frozen_params"
             )
         kind = type(weight.codec).__name__
-        # By identity: a user's codec of the same name, or a subclass, may decode otherwise.
+        # By identity: a user's codec of the same name, or a subclass, may decode differently.
         if CODECS.get(kind) is not type(weight.codec):
             raise ValueError(f"{weight.name} is quantized as {weight.codec}, but only {', '.join(CODECS)} can be saved")
         assert isinstance(weight.codec, Storable)
@@ -140,13 +140,13 @@ class SavedWeight:
 
 def full_codes(weight: FrozenWeight) -> tuple[Tensor, Tensor]:
     """Gather all codes, uint8, and scales, fp32, of a weight on the CPU. Collective."""
-    # Cloned, since on a CPU they are views of a buffer that the next unit is gathered into.
+    # Clone them: on a CPU they are views of a buffer that the next unit is gathered into.
     codes, scales = weight.codes_and_scales(weight.holder.gathered_payload(weight, weight.device))
     return codes.cpu().clone(), scales.cpu().clone()
 
 
 def read_base(folder: Path) -> tuple[TensorFiles, dict[str, SavedWeight]]:
-    """Return the files of a complete quantized base and each weight's metadata; the headers are checked against it."""
+    """Return the files of a quantized base and each weight's metadata, once headers are checked against it."""
     path = folder / BASE_INDEX
     if not path.exists():
         raise ValueError(f"{folder} has no {BASE_INDEX}, which save_frozen_params writes")
@@ -182,7 +182,7 @@ def read_base(folder: Path) -> tuple[TensorFiles, dict[str, SavedWeight]]:
 def _saved_weight(name: str, entry: Any, path: Path) -> SavedWeight:
     try:
         stored = SavedWeight(tuple(entry["shape"]), entry["dtype"], entry["codec"], entry["block"])
-        # The type itself, since JSON's true is an int by isinstance.
+        # Compare types: JSON's true would be an int by isinstance.
         sizes_fit = all(type(size) is int and size > 0 for size in stored.shape) and len(stored.shape) > 1
         if not sizes_fit or stored.torch_dtype() not in DTYPES:
             raise ValueError(f"a weight of shape {stored.shape} and dtype {stored.dtype}")
@@ -196,13 +196,13 @@ def _saved_weight(name: str, entry: Any, path: Path) -> SavedWeight:
 
 # ---- base writer
 #
-# Writes a quantized base: safetensors files of limited size, and their index.
+# Writes a quantized base to safetensors files of limited size, and an index.
 
 
 class BaseWriter:
-    """Writes tensors of a base to files of at most ``limit`` bytes, as they come.
+    """Writes tensors of a base, as they come, to files of at most ``limit`` bytes.
 
-    Errors are reported only by ``finish``: until then the other ranks need this one in collectives.
+    Only ``finish`` reports errors: until then, the other ranks need this rank in collectives.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -223,7 +223,7 @@ class BaseWriter:
         self._pending |= tensors
 
     def finish(self, rest: dict[str, Tensor], stored: dict[str, SavedWeight]) -> str:
-        """Write the rest, and the index; return the error, or an empty string."""
+        """Write the rest and the index; return the error, or an empty string."""
         for name, tensor in rest.items():
             self.add({name: tensor})
         self._flush()
@@ -248,7 +248,7 @@ class BaseWriter:
             try:
                 save_file(self._pending, path, {"format": FORMAT})
                 to_disk(path)
-            except Exception as failure:  # any at all, see the top of this class
+            except Exception as failure:  # any at all; see the docstring of the class
                 self._error = str(failure)
             self._files |= dict.fromkeys(self._pending, path.name)
         self._pending = {}
@@ -256,12 +256,11 @@ class BaseWriter:
 
 # ---- identity
 #
-# Checks that a model has the quantized base that a checkpoint was made on.
+# Checks that a model has the quantized base that a training checkpoint was made on.
 #
-# A checkpoint from which a training resumes holds what changes, and a quantized base does not change. A model on
-# another base would load the checkpoint without an error, and compute something else. So a few scales of each weight
-# are saved with it. They are compared up to rounding, since kernels may round divisions differently; another base
-# differs by far more.
+# Training checkpoints lack the quantized base, since it never changes. A model on another base would load a checkpoint
+# without an error, and compute something else. So each checkpoint has a few scales of each quantized weight. They are
+# compared up to rounding, since kernels may round divisions differently; another base differs by far more.
 
 _SAMPLED = 8
 _SAMPLING = Storable | StoredCodec
@@ -269,15 +268,15 @@ _TOLERANCE = 1e-3
 
 
 class WeightIdentity(TypedDict):
-    """A quantized weight in a checkpoint that does not hold it: its codec, and a few of its scales."""
+    """The description of a quantized weight in a training checkpoint: its codec, and a few of its scales."""
 
     codec: str
     scales: list[float]
 
 
 def describe_base(model: nn.Module) -> dict[str, WeightIdentity]:
-    """Return the codec and a few scales of each quantized weight by its name, equal on all ranks. Collective."""
-    # Nothing says where a user-defined codec has its scales.
+    """Describe each quantized weight, by its name, equally on all ranks. Collective."""
+    # User-defined codecs are left out: it is unknown where they have their scales.
     known = {weight: names for weight, names in frozen_names(model).items() if isinstance(weight.codec, _SAMPLING)}
     weights = {names[0]: weight for weight, names in known.items()}
     return {name: {"codec": str(weight.codec), "scales": _scales(weight)} for name, weight in weights.items()}
@@ -286,7 +285,7 @@ def describe_base(model: nn.Module) -> dict[str, WeightIdentity]:
 def check_base(model: nn.Module, saved: Mapping[str, WeightIdentity], where: str) -> None:
     """Raise ValueError if the quantized weights of ``model`` differ from the description ``saved``. Collective.
 
-    ``where`` names the checkpoint with the description, in the error.
+    ``where`` names the checkpoint in the error.
     """
     own = {name: weight for name, weight in describe_base(model).items() if name in saved}
     recoded = [name for name, weight in own.items() if weight["codec"] != saved[name]["codec"]]
@@ -316,7 +315,7 @@ def _scales(weight: FrozenWeight) -> list[float]:
     if weight.sampled is None:
         rows = weight.holder.gathered_payload(weight, weight.device)
         if isinstance(weight.codec, StoredCodec):
-            # Each format has its scales in another place of a record, so the sum of a record's bytes stands for them.
+            # Formats have scales at different places of a record, so the sum of a record's bytes stands for them.
             groups = -(-weight.shape.numel() // weight.codec.block)
             scales = weight.codec.records(rows, weight.chunk_numel).flatten(0, 1)[:groups].sum(1)
         else:
@@ -328,7 +327,7 @@ def _scales(weight: FrozenWeight) -> list[float]:
 
 # ---- saving
 #
-# Writes a quantized base to safetensors files: ``save_frozen_params``.
+# ``save_frozen_params`` writes a quantized base to safetensors files.
 
 
 def save_frozen_params(
@@ -340,21 +339,21 @@ def save_frozen_params(
 ) -> None:
     """Write the quantized base of ``model``, codes and scales, to safetensors files in a folder. Collective.
 
-    The model's first rank gathers and writes one weight at a time. It also writes frozen parameters that are not
-    quantized and persistent buffers, but neither trainable parameters nor adapters. ``load_frozen_params`` reads the
-    files on any number of ranks, without quantizing again. The model in memory does not change. An interrupted save may
-    leave files without an index; you can remove them. If two jobs save into one folder at once, it has the base of one.
+    The model's first rank gathers and writes one weight at a time. It also writes persistent buffers and frozen
+    parameters that are not quantized, but no trainable parameters or adapters. ``load_frozen_params`` reads the files
+    on any number of ranks, without quantizing again. The model in memory does not change. An interrupted save may leave
+    files without an index; you can remove them. If two jobs save into one folder at once, it has the base of one.
 
     Args:
         model: A model whose frozen weights are quantized, sharded by FSDP or not.
         path: The folder; it must not have a base yet.
-        max_file_size: Bytes that a file may have; a larger weight has a file of its own.
-        process_group: The ranks of the model, of which the first writes. Default: those that the base is sharded over.
+        max_file_size: The most bytes in a file; a larger weight has a file of its own.
+        process_group: The ranks of the model; the first one writes. Default: those that the base is sharded over.
 
     Raises:
         TypeError: If an argument has the wrong type, on any rank; every rank raises.
         ValueError: If no weight of ``model`` is quantized, a weight has a user-defined codec, the folder has a base, or
-            ``max_file_size`` is no number of bytes, on any rank; every rank raises.
+            ``max_file_size`` is not a positive int, on any rank; every rank raises.
         RuntimeError: If the first rank can't write; every rank raises.
     """
     group = ranks_of(model, process_group)
@@ -366,7 +365,7 @@ def save_frozen_params(
     )
     rest = _not_quantized(model, group)
     writer = BaseWriter(task.folder, task.limit) if group is None or dist.get_rank(group) == 0 else None
-    for weight, name in task.weights.items():  # on all ranks, since gathering is collective
+    for weight, name in task.weights.items():  # on all ranks, since gathers are collective
         codes, scales = full_codes(weight)
         if writer is not None:
             writer.add({f"{name}.{CODES}": codes, f"{name}.{SCALES}": scales})
@@ -403,7 +402,7 @@ def _check(model: nn.Module, path: str | os.PathLike[str], max_file_size: int) -
 
 
 def _not_quantized(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """Gather frozen parameters and persistent buffers on the first rank, by names in the base. Collective."""
+    """Gather plain frozen parameters and persistent buffers on the first rank, by names in the base. Collective."""
     bases = {original_path(path): base for path, base, _ in base_fqns(model)}
     names, wanted = {}, []
     for tensor in tensors_of(model):
@@ -417,7 +416,7 @@ def _not_quantized(model: nn.Module, group: dist.ProcessGroup | None) -> dict[st
 
 # ---- loading
 #
-# Reads a quantized base from files, at any world size: ``load_frozen_params``.
+# ``load_frozen_params`` reads a quantized base from files, at any world size.
 
 _REMEDY = (
     "load it into the architecture that it was saved from; tensors that were trainable when it was saved are not in "
@@ -440,17 +439,16 @@ def load_frozen_params(
     parameter and persistent buffer of ``model``, and ``model`` must have every tensor in the files.
 
     Args:
-        model: The same architecture, its base frozen, with any values or on the meta device, with adapters or without.
-            Parameters that were trainable when the base was saved are not in the files, and must be trainable here.
+        model: A model of the same architecture, its base frozen, with any values or on the meta device, with or without
+            adapters. Parameters that were trainable at the save are not in the files, and must be trainable here.
         path: The folder.
-        placement: As for ``quantize_frozen_params``. This and the next three arguments may differ from those that the
-            base was saved with.
+        placement: As for ``quantize_frozen_params``. This and the next three arguments may differ from the save's.
         gpus_per_node: As for ``quantize_frozen_params``.
         process_group: As for ``quantize_frozen_params``.
         device: As for ``quantize_frozen_params``.
 
     Returns:
-        A report: what is quantized now, and what stays as it is.
+        A report: the weights that are quantized now, and the parameters that stay as they are.
 
     Raises:
         TypeError: If an argument has the wrong type, on any rank; every rank raises.
@@ -462,13 +460,13 @@ def load_frozen_params(
     def check() -> tuple[Selection, torch.device | None]:
         check_module(model)
         check_folder(path)
-        selection = select(model, 1)  # of any size: the files say what is quantized, not a threshold
+        selection = select(model, 1)  # of any size, since the files determine what is quantized
         selection.refuse_sharded(f"call load_frozen_params(model, {os.fspath(path)!r}) before you wrap the model")
         return selection, compute_device(group, device)
 
     selection, kept_on = agree(group, check)
     selection.check_agreement("load_frozen_params", model, group, gpus_per_node, {"placement": placement})
-    # After the ranks have agreed: it makes process groups, which would hang with different node sizes.
+    # After the ranks have agreed: making process groups with different node sizes would hang.
     where = place_base(model, placement, group, gpus_per_node)
     return put_in(model, selection, group, lambda: _read(model, selection, Path(path), where, kept_on))
 
@@ -477,7 +475,7 @@ def _read(
     model: nn.Module, selection: Selection, folder: Path, where: Placement, device: torch.device | None
 ) -> ReadTensors:
     files, stored = read_base(folder)
-    # One key for a quantized weight, under the weight's name, though its codes and scales are two tensors.
+    # A quantized weight has one key, its name, though its codes and scales are two tensors.
     keys = [*stored, *(key for key in files if key.removesuffix(f".{CODES}").removesuffix(f".{SCALES}") not in stored)]
     matches = match_keys(model, keys, f"the base in {folder}", _REMEDY)
     _check_both_ways(model, selection, files, stored, keys, matches)
@@ -491,7 +489,7 @@ def _read(
             selection.leave(candidate, "not quantized in the files")
     others = [(tensor, files.read(key)) for tensor, (key, *_) in matches if key not in stored]
     for tensor, value in others:
-        if isinstance(tensor.tensor, nn.Parameter):  # masks and the like may have infinite values
+        if isinstance(tensor.tensor, nn.Parameter):  # buffers such as masks may have infinite values
             key = key_of[id(tensor.tensor)]
             refuse_infinite_values(value, f"{files.file_of(key)} is broken: {key}", REMEDY)
     options = FrozenOptions(encoded[0][0].codec, where, device)
@@ -524,7 +522,7 @@ def _check_both_ways(
     keys: list[str],
     matches: list[tuple[ModelTensor, list[str]]],
 ) -> None:
-    """Raise unless ``model`` has each stored tensor, in exactly its shape, and frozen if it is quantized."""
+    """Raise unless ``model`` has each stored tensor, in exactly its shape; quantized ones must be frozen."""
     name, source = model_name(model), files.source
     by_key = {key: tensor for tensor, names in matches for key in names}
     if unknown := [key for key in keys if key not in by_key]:

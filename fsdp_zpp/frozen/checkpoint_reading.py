@@ -1,4 +1,4 @@
-"""Weights of a model, read from the files of a checkpoint."""
+"""Reads the weights of a model from the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .weight import FrozenWeight
 
 # ---- tensor files
 #
-# Safetensors files and their indexes. Whatever is read is validated; each error names the file and the remedy.
+# Safetensors files and their indexes. All that is read is validated; each error names the file and the remedy.
 
 # Dtypes by their names in files.
 STORED_DTYPES = {
@@ -54,14 +54,14 @@ _MODEL = ("model.safetensors", f"model{_INDEX}")  # the files that transformers 
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """Shape and dtype of a stored tensor; the dtype is its name in the file if it is not in ``STORED_DTYPES``."""
+    """The shape and dtype of a stored tensor; a dtype that ``STORED_DTYPES`` lacks is its name in the file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
 
 
 class TensorFiles:
-    """Tensors in safetensors files, read slice by slice; ``source`` and ``remedy`` are named in errors."""
+    """Tensors in safetensors files, read slice by slice; errors name ``source`` and ``remedy``."""
 
     def __init__(self, files: dict[str, Path], source: Path, remedy: str) -> None:
         self.source = source
@@ -89,7 +89,7 @@ class TensorFiles:
         return self.header(key).dtype
 
     def slice(self, key: str) -> Any:
-        """Return a tensor that is read lazily, by indexing; the results alias the file."""
+        """Return a lazy tensor: indexing it reads values, which alias the file."""
         file, keys = self._opened(self._files[key])
         if key not in keys:
             raise ValueError(f"{self._files[key]} has no {key}, which {self.source} lists in it; {self._remedy}")
@@ -100,13 +100,13 @@ class TensorFiles:
         part = self.slice(key)
         size = torch.Size(part.get_shape())[1:].numel()
         begin = first // size
-        rows: Tensor = part[begin : -(-last // size)]  # mapped from the file, so only the values that are used are read
+        rows: Tensor = part[begin : -(-last // size)]  # mapped, so only the values in use are read
         return rows.reshape(-1)[first - begin * size : last - begin * size]
 
     def read(self, key: str) -> Tensor:
-        self.slice(key)  # raises if the file lacks it, with the remedy
+        self.slice(key)  # raises, with the remedy, if the file lacks it
         whole: Tensor = self._opened(self._files[key])[0].get_tensor(key)
-        return whole.clone()  # the file's memory is mapped, and changes with the file
+        return whole.clone()  # mapped memory changes with the file
 
     def _opened(self, path: Path) -> tuple[safe_open, set[str]]:
         if path not in self._open:
@@ -125,7 +125,7 @@ def open_file(path: Path, remedy: str, named_by: str = "") -> safe_open:
 
 
 def read_index(path: Path, remedy: str) -> tuple[dict[str, Path], dict[str, object]]:
-    """Return the file of each tensor, and the whole content of the index."""
+    """Return the file of each tensor, and the content of the index."""
     try:
         index = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -135,7 +135,7 @@ def read_index(path: Path, remedy: str) -> tuple[dict[str, Path], dict[str, obje
         raise ValueError(f"{path} is not an index of safetensors files: it has no weight_map; {remedy}")
     for key, file in file_of.items():
         if not isinstance(file, str) or not _is_inside(file):
-            # An index that was downloaded must not make the process read other files of this machine.
+            # A downloaded index must not make the process read other files of this machine.
             raise ValueError(f"{path} names {file!r} as the file of {key}, which is not in its folder; {remedy}")
     return {key: path.parent / file for key, file in file_of.items()}, index
 
@@ -146,7 +146,7 @@ def _is_inside(file: str) -> bool:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return the safetensors file or index to read for ``path``: itself, or the one that transformers reads there."""
+    """Return ``path``; if it is a folder, the safetensors file or index that transformers reads in it."""
     if not path.is_dir():
         if not path.exists():
             raise ValueError(f"there is no {path}; give a safetensors file, an index of several, or their folder")
@@ -163,18 +163,18 @@ def find_checkpoint(path: Path) -> Path:
 
 # ---- model tensors
 #
-# Parameters and buffers of a model, tied ones once, with the names that they have in files.
+# Parameters and buffers of a model, tied ones once, with their names in files.
 
 
-@dataclass(eq=False)  # compared and hashed by identity, since comparing tensors compares their values
+@dataclass(eq=False)  # compared and hashed by identity, since == of tensors compares values
 class ModelTensor:
     """A parameter or buffer, and all places where it is registered.
 
     Attributes:
-        sites: The modules on which it is registered, with its name on each.
+        sites: The modules that have it, with its name in each.
         paths: Its FQNs in the model.
         names: Its FQNs in the base; none if only adapters use it.
-        persistent: Whether it is in state dicts.
+        persistent: True if it is in state dicts.
     """
 
     tensor: Tensor
@@ -193,7 +193,7 @@ class ModelTensor:
 
     @property
     def needs_a_value(self) -> bool:
-        """Return whether files must have it: it is in state dicts of the base, and is frozen or has no value yet."""
+        """Return whether files must have it: if it is in state dicts of the base, and frozen or without a value."""
         if not self.names or not self.persistent:
             return False
         return self.tensor.is_meta or not self.tensor.requires_grad
@@ -201,7 +201,7 @@ class ModelTensor:
     def fill(self, value: Tensor, device: torch.device) -> None:
         """Set the tensor to ``value`` in all its modules; if it is on the meta device, put it on ``device``."""
         if not self.tensor.is_meta:
-            with torch.no_grad():  # in place: whoever holds the tensor, an optimizer say, keeps it
+            with torch.no_grad():  # in place, since optimizers and others hold the tensor
                 self.tensor.copy_(value)
             return
         fresh: Tensor = value.to(device, self.tensor.dtype)
@@ -225,13 +225,13 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
                 entry.paths.append(join_fqn(path, name))
                 if base is not None:
                     entry.names.append(join_fqn(base, name))
-                # A tied tensor is in state dicts if any of its places puts it there.
+                # A tied tensor is in state dicts if one of its places is.
                 entry.persistent |= registry is module._parameters or name not in module._non_persistent_buffers_set
     return list(tensors.values())
 
 
 def frozen_names(model: nn.Module) -> dict[FrozenWeight, list[str]]:
-    """Return the quantized weights of ``model`` with their names in the base, several if tied."""
+    """Return the quantized weights of ``model`` with their names in the base; tied ones have several."""
     bases = {path: base for path, base, _ in base_fqns(model)}
     names: dict[FrozenWeight, list[str]] = {}
     for path, _, name, weight in frozen_sites(model):
@@ -245,11 +245,11 @@ def frozen_names(model: nn.Module) -> dict[FrozenWeight, list[str]]:
 # Checks that files have every tensor that a model needs, in exactly its shape, before the model changes.
 #
 # A tensor that a checkpoint lacks would stay as the constructor left it, random or on the meta device, and training
-# would continue without a warning. So that is an error, and all headers are compared before the first tensor is read.
+# would run without a warning. So this is an error, and all headers are compared before the first tensor is read.
 
 
 def match_keys(model: nn.Module, keys: Collection[str], where: str, remedy: str) -> list[tuple[ModelTensor, list[str]]]:
-    """Return the tensors of ``model`` that files have, each with its names among ``keys``.
+    """Return the tensors of ``model`` that files have, each with those of its names that are in ``keys``.
 
     Raises:
         ValueError: If the model needs a tensor that the files lack, or is sharded.
@@ -270,7 +270,7 @@ def match_keys(model: nn.Module, keys: Collection[str], where: str, remedy: str)
 
 
 def refuse_unfilled(model: nn.Module, tensors: Iterable[ModelTensor]) -> None:
-    """Raise ValueError if a non-persistent buffer of the base is on the meta device: no file has it."""
+    """Raise ValueError if a non-persistent buffer of the base is on the meta device: files can't have it."""
     for tensor in tensors:
         if tensor.names and not tensor.persistent and tensor.tensor.is_meta:
             raise ValueError(
@@ -281,7 +281,7 @@ def refuse_unfilled(model: nn.Module, tensors: Iterable[ModelTensor]) -> None:
 
 
 def refuse_sharded_tensors(model: nn.Module, where: str) -> None:
-    """Raise ValueError, with the name of the part, if FSDP has sharded any part of ``model``."""
+    """Raise ValueError, with the part's name, if FSDP has sharded a part of ``model``."""
     for path, module in model.named_modules():
         sharded = isinstance(module, (FullyShardedDataParallel, FSDPModule))
         if sharded or any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
@@ -296,7 +296,7 @@ def check_header(tensor: ModelTensor, key: str, header: TensorHeader, where: obj
         raise ValueError(
             f"{key} is {shape} in the model and {header.shape} in {where}; give files of the same architecture"
         )
-    # A cast between float and integer is refused, and so is one from fp8: its values mean nothing without their scales.
+    # Refuse a cast between float and integer, and a cast from fp8: fp8 values mean nothing without their scales.
     both_float = dtype.is_floating_point and stored in DTYPES
     both_integers = not dtype.is_floating_point and isinstance(stored, torch.dtype) and not stored.is_floating_point
     if stored != dtype and not both_float and not both_integers:
@@ -305,16 +305,16 @@ def check_header(tensor: ModelTensor, key: str, header: TensorHeader, where: obj
 
 # ---- checkpoint tensors
 #
-# Tensors of a checkpoint, by their names in models. A weight that is stored quantized shows the header and the values
-# of the decoded weight.
+# Tensors of a checkpoint, by their names in models. If a weight is stored quantized, its header and values are those of
+# the decoded weight.
 #
-# Experts of MoE layers are single matrices in checkpoints and stacks in models of transformers. A model's
-# ``mlp.experts.gate_up_proj`` has the shape ``[experts, gate and up, width]``. Files have
+# Experts of MoE layers are single matrices in checkpoints and stacks in models of transformers. A model has
+# ``mlp.experts.gate_up_proj``, of shape ``[experts, gate and up, width]``. Files have
 # ``mlp.experts.0.gate_proj.weight`` and so on, as models had before transformers 5, and as transformers still saves
-# them. The matrices of a stack are put together as they are read.
+# them. Reading a stack concatenates its matrices.
 
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
-# For each stack, the ways to form one of its matrices of stored ones, top to bottom; the second way is Mixtral's.
+# For each stack, the stored matrices that form one matrix of it, top to bottom: by usual names, and by Mixtral's.
 _PARTS = {
     "gate_up_proj": (("gate_proj.weight", "up_proj.weight"), ("w1.weight", "w3.weight")),
     "down_proj": (("down_proj.weight",), ("w2.weight",)),
@@ -329,7 +329,7 @@ class PlainTensor:
 
     def __init__(self, files: TensorFiles, key: str) -> None:
         self._files, self._key = files, key
-        self.parts = [key]  # names of the stored tensors that form it
+        self.parts = [key]  # names of the stored tensors that form this one
 
     @property
     def file(self) -> Path:
@@ -342,14 +342,14 @@ class PlainTensor:
         return self._files.values(self._key, first, last)
 
     def read(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Copy the tensor; a weight that is stored quantized is decoded to ``dtype`` with a single rounding."""
+        """Copy the tensor; decode a weight that is stored quantized to ``dtype``, with a single rounding."""
         return self._files.read(self._key)
 
     def stored(self) -> StoredWeight | None:
-        """Return a weight as it is stored; None if it is not quantized.
+        """Return a weight as it is stored; None if it is not stored quantized.
 
         Raises:
-            NoStackError: If its matrices can't be put together without being decoded.
+            NoStackError: If the matrices of a stack can't be stacked without being decoded.
         """
         return None
 
@@ -402,7 +402,7 @@ class ExpertStack(PlainTensor):
         return TensorHeader((len(matrices), sum(part.shape[0] for part in matrices[0]), *first.shape[1:]), first.dtype)
 
     def values(self, first: int, last: int) -> Tensor:
-        # All matrices have the shapes of the first: header() raises otherwise.
+        # All matrices have the shapes of the first one; otherwise, header() has raised.
         sizes = [torch.Size(part.header().shape).numel() for part in self._matrices[0]]
         pieces = []
         for matrix in range(first // sum(sizes), -(-last // sum(sizes))):
@@ -429,7 +429,7 @@ class ExpertStack(PlainTensor):
 
 
 def checkpoint_tensors(files: TensorFiles) -> dict[str, PlainTensor]:
-    """Return all tensors of a checkpoint, and the stacks that can be made of them, by their names in models."""
+    """Return all tensors of a checkpoint, and the stacks that they form, by their names in models."""
     config = read_config(files.source)
     try:
         quantized = find_stored(files, config)
@@ -443,12 +443,12 @@ def checkpoint_tensors(files: TensorFiles) -> dict[str, PlainTensor]:
         for key, matrices in _stacks_in(tensors).items()
     }
     renamed = {key.replace(*_MIXTRAL): tensor for key, tensor in tensors.items() if _MIXTRAL[0] in key}
-    # A tensor that the files store under this very name takes precedence over an assembled stack.
+    # A tensor that is stored under a name takes precedence over a renamed one or a stack.
     return tensors | {key: tensor for key, tensor in (renamed | stacks).items() if key not in tensors}
 
 
 def _stacks_in(keys: Iterable[str]) -> dict[str, list[list[str]]]:
-    """Return the names of the stored matrices that form each matrix of each stack."""
+    """Return, for each stack, the names of the stored matrices that form each of its matrices."""
     experts: dict[str, dict[int, set[str]]] = {}
     for key in keys:
         if match := _EXPERT.fullmatch(key):
@@ -457,7 +457,7 @@ def _stacks_in(keys: Iterable[str]) -> dict[str, list[list[str]]]:
     stacks = {}
     for prefix, by_index in experts.items():
         if sorted(by_index) != list(range(len(by_index))):
-            continue  # an expert is missing: without a stack, match_keys reports the model's as missing
+            continue  # an expert is missing: match_keys then reports the stack as missing
         for stack, ways in _PARTS.items():
             for names in ways:
                 if all(set(names) <= those for those in by_index.values()):
@@ -468,7 +468,7 @@ def _stacks_in(keys: Iterable[str]) -> dict[str, list[list[str]]]:
 
 # ---- source
 #
-# Sources of a model's weights, in full precision or quantized: safetensors files.
+# Finds the tensors of a model in a checkpoint, in full precision or quantized.
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -478,15 +478,15 @@ _REMEDY = "give a complete checkpoint of this model in safetensors, downloaded o
 def find_tensors(
     path: str | os.PathLike[str], model: nn.Module, warns: bool
 ) -> tuple[dict[ModelTensor, PlainTensor], str]:
-    """Return the tensors of a checkpoint that ``model`` has a place for, and check that they fit. Changes nothing.
+    """Return the tensors of a checkpoint that ``model`` has, and check that they fit; ``model`` does not change.
 
     Args:
         path: A safetensors file, an index of several, or a folder with either.
         model: The model.
-        warns: Whether to warn of tensors that ``model`` has no place for; set it on one rank only.
+        warns: True to warn of tensors that ``model`` has no place for; set it on one rank only.
 
     Returns:
-        The tensors, and text that must be the same on all ranks.
+        The tensors, and a summary that must be the same on all ranks.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(
@@ -518,11 +518,11 @@ def find_tensors(
 
 
 def _warn_of_others(model: nn.Module, tensors: dict[str, PlainTensor], source: Path) -> None:
-    # Such tensors are no error, since the checkpoint may be of a larger model.
+    # Unused tensors are no error, since the checkpoint may be of a larger model.
     known = {key for tensor in model_tensors(model) for key in tensor.keys}
     known |= {name for names in frozen_names(model).values() for name in names}
     used = {part for key in known & tensors.keys() for part in tensors[key].parts}
-    # A stored matrix is used if its stack is; stacks and renamed keys are skipped, since they are not stored as such.
+    # A stored matrix is used if its stack is. Stacks and renamed keys are skipped, since no file has them.
     if others := [key for key, tensor in tensors.items() if tensor.parts == [key] and key not in used]:
         logger.warning(
             "%s: the checkpoint %s has %d tensors that the model has no place for: %s",

@@ -24,7 +24,7 @@ from .weight import DoubleBuffer, FrozenUnit, FrozenWeight, Placement, Ungrouped
 
 # ---- report
 #
-# Reports on a quantized base: how many parameters, how many bytes, what stays as it is and why.
+# Reports on a quantized base: parameters, bytes, and the parameters that stay as they are, by reason.
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -38,12 +38,12 @@ class FrozenReport:
     Attributes:
         model: The name of the model's class.
         codec: The codec of the weights.
-        placement: Which rank holds which chunk of them.
+        placement: The ranks that hold the weights, and their chunks.
         weights: The number of weights that were quantized, tied ones counted once.
         parameters: The number of their values.
-        bytes_before: Bytes of all their values, in the dtype that they had.
-        bytes_after: Bytes that this rank keeps of them.
-        left: Names of frozen parameters that stay as they are, by the reason.
+        bytes_before: The bytes of these values in their previous dtype.
+        bytes_after: The bytes that this rank keeps of the weights.
+        left: The names of frozen parameters that stay as they are, by reason.
         stored: The number of weights that were quantized already and keep their codes.
     """
 
@@ -76,11 +76,11 @@ class FrozenReport:
 
 def log_report(reports: list[FrozenReport]) -> None:
     if reports and reports[0].placement.mesh.rank == 0:
-        logger.info("%s", merge(reports))  # as one line
+        logger.info("%s", merge(reports))  # in one line
 
 
 def merge(reports: list[FrozenReport]) -> FrozenReport:
-    """Merge the reports on parts of a model, under the name of the last."""
+    """Merge the reports on parts of a model; the model's name is that of the last report."""
     left: dict[str, tuple[str, ...]] = {}
     for report in reports:
         for reason, names in report.left.items():
@@ -96,15 +96,15 @@ def _size(nbytes: int) -> str:
 
 # ---- base
 #
-# A frozen base, all frozen weights of a model: they are grouped into units once the model has its final shape.
+# A frozen base has all frozen weights of a model. It groups them into units once the model has its final shape.
 #
-# Weights are quantized early, so that no full-precision copy lingers, but which weights to gather together is known
-# late: adapters and wrappers come afterwards. So units are made at the first use of a weight, from the model as it is
-# then. A unit is a module that FSDP wraps, or, if smaller, an item of the outermost ``nn.ModuleList``: a model that is
-# wrapped only as a whole is then gathered block by block, too. A module in neither is a unit of its own. Until the
-# first use, and for weights that are added later, each weight's codes are held separately.
+# Weights are quantized early, so that no full-precision copy lingers. Units can be chosen only after adapters and
+# wrappers are added, so they are made at the first use of a weight. Until then, the codes of each weight are held
+# separately; so are those of weights that are added later. A unit has the weights of a module that FSDP wraps or, if
+# smaller, of an item of the outermost ``nn.ModuleList``: a model that is wrapped only as a whole is gathered block by
+# block, too. Any other module is a unit of its own.
 
-# The weights of each unit, by its name and their placement.
+# The weights of each unit, by the unit's name and its placement.
 Groups = dict[tuple[str, Placement], list[FrozenWeight]]
 
 
@@ -112,12 +112,12 @@ class FrozenBase:
     """All frozen weights of ``root``, a model or a part of one.
 
     Attributes:
-        traffic: Bytes that its gathers have sent.
-        reports: Reports on what was quantized since the last log line.
+        traffic: The bytes that gathers have sent.
+        reports: Reports that are not in the log yet.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        # Weak: the modules of a part refer to the base through their weights, and must not keep the whole model alive.
+        # Weak: modules refer to the base through their weights, and one module must not keep the whole model alive.
         self.root = weakref.ref(root)
         self.traffic = Traffic()
         self.weights: list[FrozenWeight] = []
@@ -125,12 +125,12 @@ class FrozenBase:
 
     @classmethod
     def of(cls, model: nn.Module) -> FrozenBase:
-        """Return the base of ``model``, created if need be; it takes over the bases of parts of ``model``."""
+        """Return the base of ``model``; if there is none yet, make one that takes over the bases of parts."""
         bases = cls.below(model)
         if len(bases) == 1:
             root = bases[0].root()
             if root is model or (root is not None and all(module is not root for module in model.modules())):
-                return bases[0]  # the base of this model, or of a larger one that contains it
+                return bases[0]  # the base of this model, or of a larger model
         show_to_peft()
         guard_save_pretrained(model)
         base = cls(model)
@@ -140,7 +140,7 @@ class FrozenBase:
 
     @staticmethod
     def below(model: nn.Module) -> list[FrozenBase]:
-        """Return the bases that have weights in ``model``; there may be several before their first use."""
+        """Return the bases with weights in ``model``; parts that were quantized separately have a base each."""
         bases = dict.fromkeys(weight.base for _, _, _, weight in frozen_sites(model))
         return [base for base in bases if isinstance(base, FrozenBase)]
 
@@ -149,21 +149,21 @@ class FrozenBase:
         self.reports += part.reports
         self.traffic.take_over(part.traffic)
         for weight in part.weights:
-            # Take weights out of their units: the larger model makes its own, with one pair of buffers for all.
+            # Take weights out of their units: the larger model makes new ones, with one pair of buffers for all.
             weight.base, weight.holder = self, UngroupedPayload(weight.holder.local_payload(weight))
 
     def add(self, weight: FrozenWeight, row: Tensor, sites: Iterable[tuple[str, nn.Module, str]]) -> None:
-        """Put a weight and its local payload, uint8 [local_nbytes], in place of the parameter at ``sites``."""
+        """Replace the parameter at ``sites`` by a weight with its local payload, uint8 [local_nbytes]."""
         weight.base, weight.holder = self, UngroupedPayload(row)
         self.weights.append(weight)
         for _, module, name in sites:
             freeze(module, name, weight)
 
     def drop(self, weights: Collection[FrozenWeight]) -> None:
-        """Drop weights that are plain parameters again. Collective if other weights stay."""
+        """Drop weights that have become plain parameters again. Collective if other weights stay."""
         self.weights = [weight for weight in self.weights if weight not in weights]
         if self.weights:
-            self.make_units()  # again: a payload shard that contains a dropped weight would keep its memory
+            self.make_units()  # new ones, since payload shards keep the memory of dropped weights
 
     def invalidate(self) -> None:
         pass  # frozen weights don't change
@@ -175,35 +175,35 @@ class FrozenBase:
 
     @property
     def units(self) -> list[FrozenUnit]:
-        """Return its units; none before the first use of a weight."""
+        """Return the units; there are none before the first use of a weight."""
         return list({weight.holder: None for weight in self.weights if isinstance(weight.holder, FrozenUnit)})
 
     def make_units(self) -> None:
-        """Group all weights into units, by the current shape of the model. Collective. See the top of this section.
+        """Group all weights into units, by the model as it is now; see the top of this section. Collective.
 
         Raises:
-            ValueError: If ranks have different weights, if ranks that hold the same part of a weight have different
-                values, or if adapters were tied and sharding has untied them.
+            ValueError: If ranks have different weights or groups, if replicas have different values, or if sharding
+                has untied tied adapters.
         """
         root = self.root()
         model = type(root).__name__ if root is not None else "the model"
         if root is not None:
-            refuse_lost_ties(root)  # only now both the adapters and the sharding are known
+            refuse_lost_ties(root)  # now both the adapters and the sharding are known
         groups = self._group(root)
         # Before the first gather: ranks with different units would gather payloads of different sizes.
         _check_agreement(model, groups)
-        self._check_replicas(model, groups)  # before units exist: uses of existing units check nothing
-        buffers = DoubleBuffer()  # one for all units, since they take turns in its memory
+        self._check_replicas(model, groups)  # before units exist: their use checks nothing, even after an error
+        buffers = DoubleBuffer()  # for all units, which take turns in it
         for (name, _), weights in groups.items():
             FrozenUnit(f"frozen {name}", weights, self.traffic, buffers)
         self.log_reports()
 
     def prepare(self) -> None:
-        """Make units if some weights have none, with all checks of a first use but no log line. Collective."""
+        """Make units if some weights have none, with all checks of a first use, but without a log line. Collective."""
         reports, self.reports = self.reports, []
         try:
             if any(isinstance(weight.holder, UngroupedPayload) for weight in self.weights):
-                with out_of_inference_mode():  # the first use may be in inference mode, and payload shards outlive it
+                with out_of_inference_mode():  # payload shards outlive a forward in inference mode
                     self.make_units()
         finally:
             self.reports = reports
@@ -213,7 +213,7 @@ class FrozenBase:
         self.reports = []
 
     def _group(self, root: nn.Module | None) -> Groups:
-        """Return the weights of each unit; name weights by their FQNs in the model, if the model is still alive."""
+        """Return the weights of each unit; if the model is still alive, name weights by their FQNs in it."""
         groups: Groups = {}
         placed = set()
         for name, unit, weight in _named_units(root) if root is not None else ():
@@ -222,13 +222,13 @@ class FrozenBase:
                 weight.name = name
                 groups.setdefault((unit, weight.placement), []).append(weight)
         for weight in self.weights:
-            if weight not in placed:  # the module that had it has left the model, but may still be used by itself
+            if weight not in placed:  # its module has left the model, but may still be used by itself
                 groups[weight.name, weight.placement] = [weight]
         return groups
 
     def _check_replicas(self, model: str, groups: Groups) -> None:
-        device = self.weights[0].device  # compared on one device, since a part of the model may have been moved alone
-        # In the order of the units: all ranks must compare placements in one order, and a set's order differs by rank.
+        device = self.weights[0].device  # compare on one device, since parts of the model may have been moved
+        # A dict, not a set: ranks must compare placements in the same order, and a set's order differs by process.
         for placement in dict.fromkeys(placement for _, placement in groups):
             placed = (weight for weight in self.weights if weight.placement == placement)
             rows = [weight.holder.local_payload(weight).to(device) for weight in placed]
@@ -248,7 +248,7 @@ def _check_agreement(model: str, groups: Groups) -> None:
 
 
 def _named_units(root: nn.Module) -> Iterator[tuple[str, str, FrozenWeight]]:
-    """Yield the FQN, and the name of the unit, of each frozen weight."""
+    """Yield each frozen weight with its FQN and the name of its unit."""
     modules = dict(root.named_modules())
     for path, _, name, weight in frozen_sites(root):
         yield parameter_name(path, name), original_path(unit_path(path, modules)), weight
@@ -256,18 +256,18 @@ def _named_units(root: nn.Module) -> Iterator[tuple[str, str, FrozenWeight]]:
 
 # ---- nodes
 #
-# The nodes of a frozen base and of the strategy that wraps its model.
+# Checks that a frozen base is on the same nodes as the strategy that wraps its model.
 #
-# A base that is quantized before its model is wrapped is sharded, by default, over nodes of the launcher's size. Any
-# other size in the strategy raises: a base that spans several of the strategy's nodes would be gathered between them in
-# every step. A base for which the user gave ``gpus_per_node`` stays, and so does a base whose strategy leaves the node
-# size to the machine's links: see [Note: Links] in strategy.py.
+# A base that is quantized before the model is wrapped is sharded over nodes of the launcher's size by default. If the
+# strategy has another node size, that is an error: a base that spans several of these nodes would be gathered between
+# them in every step. The sizes may differ if the user gave the base ``gpus_per_node``, or if the machine's links
+# determine the strategy's node size ([Note: Links] in strategy.py).
 
 
 def check_nodes(module: nn.Module, mesh: ProcessMesh) -> None:
-    """Raise ValueError if the base of ``module`` is on other nodes than ``mesh``, and the user gave no size for it.
+    """Raise ValueError if the base of ``module`` has other nodes than ``mesh``, unless the user gave its node size.
 
-    Bases of parts that are already wrapped stay where they are.
+    Parts that are already wrapped are not checked.
     """
     if not _weights_of(module):
         return
@@ -276,7 +276,7 @@ def check_nodes(module: nn.Module, mesh: ProcessMesh) -> None:
         placed = weight.placement.mesh
         if weight.placement.node_size_is_given or placed.topology == mesh.topology:
             continue
-        if placed.group is None:  # all of it is on each rank
+        if placed.group is None:  # the whole weight is on each rank
             raise ValueError(
                 f"{weight.name} was quantized before there was a process group; call init_process_group before "
                 "quantize_frozen_params or load_frozen_params"
@@ -289,7 +289,7 @@ def check_nodes(module: nn.Module, mesh: ProcessMesh) -> None:
 
 
 def holds_base(module: nn.Module) -> bool:
-    """Return whether a module has quantized weights outside of parts that are wrapped already."""
+    """Return whether ``module`` has quantized weights outside of parts that are already wrapped."""
     return bool(_unplaced(module))
 
 

@@ -33,22 +33,22 @@ if TYPE_CHECKING:
 
 # ---- patches
 #
-# Patches PEFT to add adapters to a quantized base, and transformers not to save half of it.
+# Patches PEFT to add adapters to a quantized base, and ``save_pretrained`` not to save a part of a model.
 #
 # PEFT looks at a model's parameters to find tied weights, targets and word embeddings, and to count elements. Frozen
-# weights are not parameters, since FSDP must not see them. So while one of the methods of PEFT below runs, the tensors
-# that stand for frozen weights are registered as parameters of their modules.
+# weights are not parameters, since FSDP must not see them. So while a method of ``_LOOKING_AT_PARAMETERS`` runs, the
+# FrozenTensors that modules show are registered as parameters.
 #
-# For ``target_parameters``, PEFT parametrizes the module that has them in every forward. A frozen weight is
-# parametrized on a stand-in module instead.
+# For ``target_parameters``, PEFT parametrizes a layer during each forward. If the parameter is a frozen weight, PEFT
+# parametrizes a stand-in module instead.
 #
-# transformers' ``save_pretrained`` would write only the part of a model that is not quantized. For a sharded model,
-# it and PEFT's own would write what one rank holds, or nothing. Patched, they raise in these cases unless they
-# are given a state dict that has all weights.
+# transformers' ``save_pretrained`` would leave out quantized weights. For a sharded model, it and PEFT's would write
+# the part that one rank holds, or nothing. The patched methods raise in these cases, unless they are given a state dict
+# with all weights.
 
 logger = logging.getLogger("fsdp_zpp")
 
-# Methods that look at the parameters of the object they are called on, or of their arguments.
+# Methods that look at the parameters of their object, or of their arguments.
 _LOOKING_AT_PARAMETERS = (
     ("peft.peft_model", "PeftModel", "__init__"),
     ("peft.peft_model", "PeftModel", "add_adapter"),
@@ -60,8 +60,8 @@ _MARK = "_fsdp_zpp_shows_frozen"
 
 
 def show_to_peft() -> None:
-    """Let PEFT see frozen weights, if it is imported or may be later. See the top of this section."""
-    # Importing PEFT takes seconds, which a process without any of Hugging Face's libraries need not spend.
+    """Patch PEFT to see frozen weights, if it is imported or may be later; see the top of this section."""
+    # Importing PEFT takes seconds, so don't import it for a process without Hugging Face's libraries.
     if not {"peft", "transformers"} & set(sys.modules):
         return
     try:
@@ -75,11 +75,11 @@ def show_to_peft() -> None:
 
 @contextmanager
 def shown_as_parameters(*models: object) -> Iterator[None]:
-    """Register the frozen weights of ``models`` as parameters in this context; other objects are skipped."""
+    """Register the frozen weights of ``models`` as parameters in this context; skip arguments that are no modules."""
     registered: list[tuple[FrozenModule, str]] = []
     for model in models:
         for _, module, name, weight in frozen_sites(model) if isinstance(model, nn.Module) else ():
-            # PEFT's methods call each other. Only the outermost context puts weights in, and takes them out.
+            # PEFT's methods call each other, and only the outermost context registers weights and removes them.
             if name not in module._parameters:
                 module._parameters[name] = frozen_tensor(weight)  # type: ignore[assignment]  # passes for one
                 registered.append((module, name))
@@ -111,7 +111,7 @@ def _wrap(module: str, cls: str, method: str, how: Callable[..., Callable[..., o
     original = getattr(owner, method, None)
     if original is None:
         logger.warning("this version of peft has no %s.%s; add adapters before you quantize the base", cls, method)
-    # Only once: this runs for every base.
+    # Only once, since this runs for every base.
     elif not hasattr(original, _MARK):
         wrapped = functools.wraps(original)(how(original))
         setattr(wrapped, _MARK, True)
@@ -120,7 +120,7 @@ def _wrap(module: str, cls: str, method: str, how: Callable[..., Callable[..., o
 
 def _with_parameters_shown(original: Callable[..., object]) -> Callable[..., object]:
     def method(self: nn.Module, *args: object, **kwargs: object) -> object:
-        # In __init__, self is not a module yet that could be walked.
+        # Before nn.Module.__init__, self has no submodules to walk.
         own = [self] if "_modules" in vars(self) else []
         with shown_as_parameters(*own, *args, *kwargs.values()):
             return original(self, *args, **kwargs)
@@ -138,7 +138,7 @@ def _with_stand_in(original: Callable[..., AbstractContextManager[object]]) -> C
             return
         stand_in = nn.Module()
         stand_in.register_buffer(name, frozen_tensor(frozen_weights_of(base)[name]))
-        # On this instance alone: the original calls it to get the layer that it parametrizes, and again to undo that.
+        # On this instance alone: the original calls get_base_layer to parametrize the layer, and again to undo that.
         self.get_base_layer = lambda: stand_in
         try:
             with original(self, active_adapters), replaced(base, name, lambda: getattr(stand_in, name)):
@@ -156,14 +156,14 @@ _IS_SHARDED = "_fsdp_zpp_is_sharded"
 def guard_save_pretrained(model: nn.Module, is_sharded: Callable[[nn.Module], bool] | None = None) -> None:
     """Make ``save_pretrained`` of ``model`` and its submodules raise if it would leave quantized weights out.
 
-    With ``is_sharded``, which returns whether ranks hold parts of a module's weights, the same on all ranks, it also
-    raises if it would write one rank's part.
+    With ``is_sharded``, it also raises if it would write one rank's part: ``is_sharded(module)`` returns, alike on all
+    ranks, whether ranks hold parts of the module's weights.
     """
     for module in model.modules():
         if hasattr(type(module), _METHOD):
             if is_sharded is not None:
                 vars(module)[_IS_SHARDED] = is_sharded
-            # On the instance, since other models of the class are not quantized.
+            # On the instance, since other models of this class may not be quantized.
             vars(module)[_METHOD] = functools.partial(_save_pretrained, module)
 
 
@@ -174,7 +174,7 @@ def _save_pretrained(module: nn.Module, *args: object, **kwargs: object) -> obje
     is_sharded = vars(module).get(_IS_SHARDED)
     gathers = getattr(module, "is_distributed_loading_by_transformers", False)  # then transformers gathers by itself
     if arguments.get("state_dict") is None and is_sharded is not None and not gathers and is_sharded(module):
-        # Also with is_main_process=False, which writes nothing: rank 0 raises, so the others must.
+        # Also with is_main_process=False, which writes nothing: rank 0 raises, so the other ranks must, too.
         raise RuntimeError(
             f"this {model_name(module)} is sharded, and save_pretrained would write what one rank holds of it; call "
             "fsdp_zpp.save_adapter(model, path) to save an adapter, or pass state_dict= a full state dict, which all "
@@ -183,7 +183,7 @@ def _save_pretrained(module: nn.Module, *args: object, **kwargs: object) -> obje
         )
     if hasattr(type(module), "get_base_model"):  # a PeftModel, which writes only adapters
         return method(module, *args, **kwargs)
-    # Ranks that write nothing have nothing to leave out.
+    # Ranks that write nothing leave nothing out.
     left_out = _left_out(module, arguments.get("state_dict") or {}) if arguments.get("is_main_process", True) else 0
     if left_out:
         raise RuntimeError(
@@ -203,7 +203,7 @@ def _left_out(module: nn.Module, state: Mapping[str, object]) -> int:
 
 # ---- peft saving
 #
-# Saves PEFT adapters of sharded models in the files that PEFT itself writes and reads: ``save_adapter``.
+# ``save_adapter`` saves PEFT adapters of sharded models in PEFT's own files.
 
 
 def save_adapter(
@@ -224,7 +224,7 @@ def save_adapter(
         model: A PEFT model, plain or sharded by either FSDP, or a module that contains one.
         path: The folder.
         adapters: Names of adapters. Default: all.
-        process_group: The ranks of the model, of which the first writes. Default: those that it is sharded over, or all
+        process_group: The ranks of the model; the first one writes. Default: those that it is sharded over, or all
             ranks if it is not sharded.
         **options: Further arguments of ``PeftModel.save_pretrained``.
 
@@ -247,7 +247,7 @@ def save_adapter(
         try:
             with as_plain(peft_model, state):
                 peft_model.save_pretrained(os.fspath(path), selected_adapters=selected, state_dict=state, **options)
-        except Exception as failure:  # any at all: the other ranks wait to hear whether it went well
+        except Exception as failure:  # whatever it is, the other ranks wait for the outcome
             error = f"{type(failure).__name__}: {failure}"
     if error := from_first_rank(error, group):
         raise RuntimeError(f"the adapter could not be saved to {os.fspath(path)}: {error}")
@@ -280,19 +280,19 @@ def peft_model_in(model: nn.Module) -> PeftModel:
 
 
 def adapter_state(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """Gather full tensors of adapters and of everything trainable, by PEFT's names for them. Collective.
+    """Gather full tensors of adapters and of everything trainable, by their names in PEFT. Collective.
 
-    Ranks of ``group`` other than the first get nothing.
+    Only the first rank of ``group`` gets them; the others get an empty dict.
     """
     peft_model = peft_model_in(model)
-    state = on_first_rank(adapter_tensors(model, peft_model), group, all_names=True)  # as PEFT stores tied ones
+    state = on_first_rank(adapter_tensors(model, peft_model), group, all_names=True)  # as PEFT does
     prefix = path_of(peft_model, model)
     return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 
 def adapter_tensors(model: nn.Module, peft_model: PeftModel) -> list[TensorOfModel]:
     """Return the tensors of all adapters, active or not, and of everything trainable."""
-    # Adapters that are not active are frozen, so requires_grad would miss them; all have their name in the path.
+    # Inactive adapters are frozen, so requires_grad would miss them. All adapters have their name in tensors' paths.
     adapters = peft_model.peft_config.keys()
     return [
         tensor
@@ -303,7 +303,7 @@ def adapter_tensors(model: nn.Module, peft_model: PeftModel) -> list[TensorOfMod
 
 
 def path_of(peft_model: PeftModel, model: nn.Module) -> str:
-    """Return the prefix of ``peft_model``'s names within ``model``."""
+    """Return the prefix that names of ``peft_model`` have in ``model``."""
     path = next(original_path(path) for path, module in model.named_modules() if module is peft_model)
     return f"{path}." if path else ""
 
@@ -317,7 +317,7 @@ def as_plain(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _whole_prompts(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[None]:
-    """Give prompt encoders full parameters in this context: PEFT saves the prompts that they compute."""
+    """Give prompt encoders full parameters, in this context: PEFT saves the prompts that they compute."""
     sharded: list[tuple[nn.Module, str, nn.Parameter]] = []
     encoders = getattr(peft_model, "prompt_encoder", nn.ModuleDict())
     for path, module in encoders.named_modules():
@@ -335,7 +335,7 @@ def _whole_prompts(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[
 
 @contextmanager
 def _original_paths(peft_model: PeftModel) -> Iterator[None]:
-    """Give modules their FQNs without wrappers in this context: PEFT chooses what to save by FQNs."""
+    """Give modules their FQNs without wrappers, in this context: PEFT chooses by FQNs which tensors to save."""
 
     def named_modules(
         memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -352,16 +352,16 @@ def _original_paths(peft_model: PeftModel) -> Iterator[None]:
 
 # ---- full tensors
 #
-# Full tensors of a sharded model, gathered on its first rank for files that other programs read.
+# Gathers full tensors of a sharded model on its first rank, for files that other programs read.
 
 
 def on_first_rank(
     tensors: Iterable[TensorOfModel], group: dist.ProcessGroup | None, *, all_names: bool = False
 ) -> dict[str, Tensor]:
-    """Copy tensors, the same on all ranks, to the CPU of the first rank of ``group``. Collective.
+    """Copy tensors to the CPU of the first rank of ``group``; all ranks must pass the same tensors. Collective.
 
-    With ``all_names``, a tied tensor appears under all of its names, each with its own copy, as in torch's full state
-    dicts; otherwise under its first name alone.
+    With ``all_names``, a tied tensor appears under all of its names, with a copy for each, as in torch's full state
+    dicts; otherwise only under its first name.
     """
     first = None if group is None else dist.get_global_rank(group, 0)
     copies: dict[str, Tensor] = {}
@@ -374,7 +374,7 @@ def on_first_rank(
 
 # ---- decoded
 #
-# A frozen weight as a full tensor of the model: its codes are gathered and decoded.
+# A frozen weight as a full tensor of the model: codes are gathered and decoded.
 
 
 @dataclass(frozen=True)
@@ -392,7 +392,7 @@ class DecodedWeight(FullTensor):
     def finish(self, out: Tensor | None, dtype: torch.dtype | None, to: int | None) -> Tensor | None:
         weight, device = self.weight, self.weight.device
         group = weight.placement.mesh.group
-        if device.type == "cpu" and group is not None:  # as long as no forward has moved the codes
+        if device.type == "cpu" and group is not None:  # until a forward moves the codes
             device = collective_device(group)
         if not gets(to):
             weight.holder.gathered_payload(weight, device)  # collective
@@ -406,10 +406,10 @@ def decoded_weights_of(module: nn.Module) -> dict[str, DecodedWeight]:
 
 # ---- whole state dicts
 #
-# State dicts that hold the quantized weights, too, while a framework makes or loads them.
+# Adds quantized weights to state dicts while a framework saves a model, and removes them while it loads one.
 #
-# A quantized weight is in no state dict. A framework that writes a whole model to one file knows no other source of
-# weights, and FullyShardedDataParallel refuses a file with names that it does not know.
+# Quantized weights are in no state dict. But a framework that writes a whole model to one file knows no other source of
+# weights, and FullyShardedDataParallel refuses to load names that it does not know.
 
 
 def quantized_names(model: nn.Module) -> set[str]:
@@ -424,9 +424,9 @@ def dequantized_weights(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def with_quantized_weights(model: nn.Module) -> Iterator[None]:
-    """Add the quantized weights, dequantized, to ``model.state_dict()`` in this context; each call is collective.
+    """Add the dequantized weights to ``model.state_dict()``, in this context; each call is collective.
 
-    Only the model's first rank gets them, on the CPU, as with torch's full state dicts.
+    Only the model's first rank gets them, on the CPU, as in torch's full state dicts.
     """
 
     def add(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object) -> None:
@@ -441,7 +441,7 @@ def with_quantized_weights(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_quantized_weights(model: nn.Module) -> Iterator[None]:
-    """Make ``model.load_state_dict`` skip values for quantized weights, in this context."""
+    """Make ``model.load_state_dict`` skip the values of quantized weights, in this context."""
     quantized = quantized_names(model)
 
     def drop(module: nn.Module, state: dict[str, Tensor], prefix: str, *arguments: object) -> None:

@@ -1,4 +1,4 @@
-"""Quantization of frozen weights: which of them, by which codec, and from where."""
+"""Quantization of frozen weights: selects them, reads their values or codes, and encodes them."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ from .weight import FrozenWeight, Placement, ReadValues, place_base
 
 # ---- finite
 #
-# Refuses NaN and infinite values in a base: with one of them, all values of its block decode to NaN.
+# Refuses NaN and infinite values in a base: one of them makes its whole block decode to NaN.
 #
-# A model on such a base has a loss of NaN from the first step on, and nothing points to the base.
+# The loss would be NaN from the first step on, and nothing would point to the base.
 
 
 def refuse_infinite_values(values: Tensor, name: str, remedy: str) -> None:
-    """Raise ValueError, with the tensor's name and a ``remedy``, if it has NaN or infinite values."""
+    """Raise ValueError, with ``name`` and ``remedy``, if ``values`` has NaN or infinite values."""
     if values.is_meta or not values.numel() or not values.is_floating_point():
         return
-    # The least and the largest value are both NaN if any value is.
+    # The minimum and the maximum are both NaN if any value is.
     if not torch.stack(torch.aminmax(values)).isfinite().all():
         raise ValueError(f"{name} has values that are NaN or infinite, which no codec can represent; {remedy}")
 
@@ -65,11 +65,11 @@ def finite_values(read: ReadValues, name: str, remedy: str) -> ReadValues:
 
 # ---- selection
 #
-# Selects the parameters of a model that are worth quantizing, and says why the others are not.
+# Selects the frozen parameters of a model that are worth quantizing, and says why the others are not.
 #
 # Two kinds are chosen: weights of nn.Linear and nn.Embedding, and stacks of matrices, such as the experts of an MoE
-# layer. A stack is a 3-D parameter with shape[0] > 1 of a module outside torch.nn. Vectors, the routers of MoE layers,
-# convolutions, and position embeddings of shape [1, positions, width] stay as they are.
+# layer. A stack is a 3-D parameter, with shape[0] > 1, of a module outside torch.nn. Vectors, the routers of MoE
+# layers, convolutions, and position embeddings of shape [1, positions, width] stay as they are.
 
 SHARDED = "sharded by FSDP already"
 PACKED = "packed already"
@@ -79,9 +79,9 @@ OTHERWISE_SHARDED = "sharded by another parallelism"
 
 @dataclass(eq=False)  # found by identity
 class QuantizableWeight:
-    """A weight and all modules that use it, each with its path and the weight's name there.
+    """A weight and its sites: the path of each module that uses it, the module, and the weight's name there.
 
-    ``packed`` has its codes, if another library has packed it.
+    ``packed`` is the weight as another library has packed it; None if it is plain.
     """
 
     parameter: nn.Parameter
@@ -90,7 +90,7 @@ class QuantizableWeight:
 
     @property
     def shape(self) -> torch.Size:
-        return self.parameter.shape if self.packed is None else self.packed.shape  # unpacked
+        return self.parameter.shape if self.packed is None else self.packed.shape  # decoded
 
     @property
     def name(self) -> str:
@@ -100,7 +100,7 @@ class QuantizableWeight:
 
 @dataclass
 class Selection:
-    """Weights to quantize, in the order of the model, and parameters that stay as they are, by the reason."""
+    """The weights to quantize, in the order of the model, and by reason, the parameters that stay as they are."""
 
     chosen: list[QuantizableWeight] = field(default_factory=list)
     left: dict[str, list[tuple[str, nn.Parameter]]] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Selection:
         self.left.setdefault(reason, []).append((candidate.name, candidate.parameter))
 
     def leave_plain(self) -> None:
-        """Leave all weights that no library has packed: they have no codes to keep."""
+        """Leave the weights that no library has packed, since they have no codes to keep."""
         for candidate in [each for each in self.chosen if each.packed is None]:
             self.leave(candidate, PLAIN)
 
@@ -119,7 +119,7 @@ class Selection:
         return {reason: tuple(name for name, _ in parameters) for reason, parameters in self.left.items()}
 
     def refuse_infinite(self) -> None:
-        """Raise ValueError if weights that are to be quantized have NaN or infinite values on this rank."""
+        """Raise ValueError if weights to quantize have NaN or infinite values on this rank."""
         for candidate in self.chosen:
             if candidate.packed is None:
                 refuse_infinite_values(candidate.parameter.detach(), candidate.name, "load it again")
@@ -143,21 +143,21 @@ class Selection:
         gpus_per_node: int | None,
         facts: dict[str, object],
     ) -> None:
-        """Raise ValueError on all ranks unless they select the same weights by the same arguments. Collective."""
+        """Raise ValueError on all ranks unless they select the same weights, by the same arguments. Collective."""
         if group is None:
             return
-        # Distinguish an explicit size from an equal default: only the default may be changed by a strategy later.
+        # Distinguish an explicit size from an equal default: a strategy may change only the default later.
         nodes = gpus_per_node or f"{launched_node_size(group)} (as launched)"
         chosen = {f"weight {c.name}": f"{c.parameter.dtype} {list(c.parameter.shape)}" for c in self.chosen}
         check_agreement(group, f"{call}({model_name(model)})", {"gpus_per_node": nodes} | facts | chosen)
 
 
 def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), unpack: bool = False) -> Selection:
-    """Choose frozen weights with at least ``min_numel`` values, tied ones once. See the top of this section.
+    """Choose frozen weights with at least ``min_numel`` values, tied ones once; see the top of this section.
 
-    Parts that FSDP has sharded are resharded. With ``unpack``, weights packed by other libraries are chosen, too.
+    Unsharded parts are resharded first. With ``unpack``, weights packed by other libraries are chosen, too.
     """
-    reshard(model)  # a parameter that fully_shard has gathered is a plain tensor, but still FSDP's
+    reshard(model)  # an unsharded parameter of fully_shard is a plain tensor, but still FSDP's
     selection, seen = Selection(), set()
     ignored_ids, adapters = {id(tensor) for tensor in ignored}, _adapter_modules(model)
     sites_of, sharded = _sites_by_parameter(model), sharded_parameters(model)
@@ -165,7 +165,7 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), u
     under_fsdp = {part for module in fsdp_modules for part in module.modules()}
     for path, module in model.named_modules():
         shapes = {name: shape for name, (_, shape) in sharded[module].items()}
-        # Under FullyShardedDataParallel, modules do not show all parameters that it has sharded.
+        # FullyShardedDataParallel takes some parameters out of module._parameters.
         shown = module._parameters | {name: parameter for name, (parameter, _) in sharded[module].items()}
         for name, parameter in shown.items():
             if parameter is None or parameter.requires_grad or id(parameter) in seen:
@@ -181,7 +181,7 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), u
             elif any(id(site) in adapters for _, site, _ in sites):
                 reason = "an adapter's"
             elif is_sharded:
-                # Before the other checks: a sharded parameter may have another shape and class now.
+                # Before _unfit, since sharding may have changed the parameter's shape and class.
                 by_another = isinstance(parameter, DTensor) and module not in under_fsdp
                 reason = OTHERWISE_SHARDED if by_another else SHARDED
             else:
@@ -217,7 +217,7 @@ def _unfit(
 
 
 def _fits(module: nn.Module, name: str, shape: torch.Size) -> bool:
-    """Return whether a parameter is a weight of the kind that is quantized. See the top of this section."""
+    """Return whether a parameter is one of the two kinds that are quantized; see the top of this section."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         return name == "weight"
     of_torch = any(cls.__module__.startswith("torch.nn.") and cls is not nn.Module for cls in type(module).__mro__)
@@ -246,7 +246,7 @@ def _adapter_modules(model: nn.Module) -> set[int]:
 
 # ---- encoding
 #
-# Quantizes the parameters that were selected of a model, and puts frozen weights in their place.
+# Quantizes the selected parameters of a model, and puts frozen weights in their place.
 
 Encoded = tuple[FrozenWeight, Tensor]  # a weight and its local payload
 
@@ -287,9 +287,9 @@ def quantize_selected(
             "them from, before you wrap the model, or load it first"
         )
     if encoded is None:
-        # A generator: memory that one weight is gathered or broadcast into is freed before the next one needs any.
+        # A generator, so that the memory of one weight's broadcast is freed before the next weight's.
         encoded = (encode_candidate(candidate, options) for candidate in selection.chosen)
-    # Made even if nothing was chosen now: parts of the model may have bases, which are merged into this one.
+    # Even if nothing was chosen now, the bases of parts of the model are merged into one.
     base = FrozenBase.of(model) if selection.chosen or FrozenBase.below(model) else None
     bytes_before, bytes_after, stored = 0, 0, 0
     for candidate, (weight, row) in zip(selection.chosen, encoded, strict=True):
@@ -317,9 +317,9 @@ def quantize_selected(
 
 @dataclass(frozen=True)
 class ReadTensors:
-    """Selected weights, quantized, and the other tensors of a model, read from files.
+    """Tensors of a model that were read from files: the selected weights, encoded, and the others.
 
-    ``summary`` is text that must be the same on all ranks.
+    ``summary`` must be the same on all ranks.
     """
 
     options: FrozenOptions
@@ -334,11 +334,11 @@ def put_in(
     group: dist.ProcessGroup | None,
     read: Callable[[], ReadTensors],
 ) -> FrozenReport:
-    """Put what ``read`` returns into ``model``: weights, in the order of the selection, and other tensors. Collective.
+    """Put the tensors that ``read`` returns into ``model``; weights are in the order of the selection. Collective.
 
-    If it raises on any rank, every rank raises.
+    If ``read`` raises on any rank, every rank raises.
     """
-    # Read all of it before the model changes: if one rank's files are broken, no rank's model may be half quantized.
+    # Read everything before the model changes: if one rank's files are broken, no rank may have half a base.
     found = agree(group, read, lambda found: found.summary, OTHER_FILES)
     report, _ = quantize_selected(model, selection, found.options, found.encoded)
     log_report([report])
@@ -353,18 +353,18 @@ def encode_candidate(
     read: ReadValues | None = None,
     stored: StoredWeight | None = None,
 ) -> Encoded:
-    """Quantize this rank's chunk of one weight, or keep it as it is stored.
+    """Return a frozen weight with this rank's chunk, quantized or kept as stored.
 
     Args:
         candidate: The weight.
         options: How to quantize.
-        read: Returns its values. Default: those in the model.
-        stored: Its codes in a checkpoint, if there are any and the codec keeps stored codes.
+        read: Returns the weight's values. Default: those in the model.
+        stored: The weight as a checkpoint stores it, if it is to keep its codes.
     """
     parameter, packed = candidate.parameter, candidate.packed
     own_dtype = parameter.dtype if packed is None else packed.format.dtype
     device = options.device if options.device is not None else parameter.device
-    # A weight on the meta device has no other device yet, so the CPU, where files are read, keeps its codes.
+    # A weight on the meta device has no device yet, so its codes stay on the CPU, where files are read.
     kept_on = torch.device("cpu") if device.type == "meta" else device
     with torch.no_grad():
         if read is None and packed is not None:
@@ -382,13 +382,13 @@ def encode_candidate(
 
 
 def _packed_by_first(packed: StoredWeight, group: dist.ProcessGroup, device: torch.device) -> StoredWeight:
-    """Return the first rank's codes of a packed weight. Collective."""
+    """Return a packed weight with the first rank's codes. Collective."""
     whole = _from_first(packed.records(0, packed.format.num_groups).to(device), group)
     return StoredWeight(packed.format, lambda first, last: whole[first:last])
 
 
 def _reader(parameter: nn.Parameter, broadcast: dist.ProcessGroup | None, device: torch.device) -> ReadValues:
-    """Return a function that reads values of a weight: from this rank's model, or from the first rank's. Collective."""
+    """Return a reader of a weight's values: this rank's, or the first rank's of ``broadcast``. Collective."""
     if broadcast is None:
         flat = parameter.detach().reshape(-1)
     else:
@@ -398,15 +398,14 @@ def _reader(parameter: nn.Parameter, broadcast: dist.ProcessGroup | None, device
 
 
 def _from_first(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    # The whole tensor is sent, though each rank keeps little of it: each needs another part, and only the first rank
-    # has all.
+    # Send all of it, though each rank keeps little: each rank needs another part, and only the first rank has it.
     dist.broadcast(whole, src=dist.get_global_rank(group, 0), group=group)
     return whole
 
 
 # ---- from strategy
 #
-# Quantizes what a strategy with ``frozen=`` wraps; adapters call it before FSDP sees the parameters.
+# Quantizes the modules that a strategy with ``frozen=`` wraps, before FSDP sees their parameters.
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -425,15 +424,15 @@ def quantize_for(
     """Quantize the frozen weights of ``module`` if its strategy has a codec for them. Collective.
 
     Args:
-        strategy: The strategy. Its parameter scope places the weights: ``G`` leaves a copy in each node, as ``I`` does.
-        module: The module that is about to be sharded, over the ranks of ``mesh``.
-        mesh: The ranks of the strategy.
+        strategy: The strategy. Its parameter scope places the weights: ``G`` shards them inside each node, as ``I``.
+        module: The module that is about to be sharded.
+        mesh: The ranks to shard it over.
         ignored: Parameters that FSDP was told to ignore.
-        device: Where FSDP moves the module to.
+        device: The device that FSDP moves the module to.
         dtype: The dtype that FSDP computes in.
         broadcast: The group whose first rank has the right values; None if every rank has them.
-        is_part: True if other strategies shard the rest of the module; weights that are quantized already then stay
-            where they are.
+        is_part: True if other strategies shard the rest of the module; then the nodes of weights that are quantized
+            already are not checked.
 
     Returns:
         Names of frozen parameters that stay as they are, by the reason.
@@ -457,7 +456,7 @@ def quantize_for(
     agree(mesh.group, lambda: selection.refuse_infinite() if has_values else None)
     report, base = quantize_selected(module, selection, options)
     if base is not None and report.weights:
-        # Logged at the first use, when the model is complete: parts that are wrapped one by one make one line.
+        # Logged at the first use, when the model is complete, so that parts wrapped one by one make one line.
         base.reports.append(report)
     return report.left
 
@@ -465,7 +464,7 @@ def quantize_for(
 def left_to_shard(
     strategy: object, modules: Iterable[nn.Module], named: Iterable[tuple[str, nn.Parameter]]
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return the ``named`` parameters of ``modules`` without those that :func:`quantize_for` takes over."""
+    """Return ``named`` without the packed parameters of ``modules`` that :func:`quantize_for` takes over."""
     taken: set[int] = set()
     for module in modules if isinstance(strategy, Strategy) and strategy.frozen is not None else ():
         for layer in module.modules():
@@ -477,13 +476,13 @@ def left_to_shard(
 
 
 def prepare_frozen(root: nn.Module) -> None:
-    """Make the units of the frozen base below ``root``, as :meth:`FrozenBase.prepare` does. Collective."""
+    """Call :meth:`FrozenBase.prepare` of the bases below ``root``. Collective."""
     for base in FrozenBase.below(root):
         base.prepare()
 
 
 def log_frozen(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> None:
-    """Log what was quantized for strategies, or why nothing was."""
+    """Log what strategies have quantized, or why they have quantized nothing."""
     bases = FrozenBase.below(root)
     for base in bases:
         base.log_reports()
@@ -494,12 +493,12 @@ def log_frozen(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> No
     for unit in quantizing:
         for reason, names in unit.left_unquantized.items():
             left.setdefault(reason, []).extend(names)
-    # When a model is wrapped in parts, a later call finds parameters of earlier parts as SHARDED. The earlier call has
-    # given the real reason why they were left, so SHARDED is named only if there is no other reason.
+    # If a model is wrapped in parts, a later call finds parameters of earlier parts as SHARDED. The earlier call has
+    # the real reason why they were left, so SHARDED is named only if it is the only reason.
     reasons = {reason: names for reason, names in left.items() if reason != SHARDED or len(left) == 1}
     stays = "; ".join(f"{len(names)} {reason} ({names[0]}, ...)" for reason, names in reasons.items())
     why = f"; frozen parameters that stay as they are: {stays}" if stays else ""
-    # Packed weights take no more memory than the strategy wants, so they are no reason to warn.
+    # Packed weights are small already, so they are no reason to warn.
     level = logging.INFO if any(reason.startswith(PACKED) for reason in left) else logging.WARNING
     if quantizing[0].ranks.rank == 0:
         logger.log(
@@ -513,7 +512,7 @@ def log_frozen(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> No
 
 # ---- quantize
 #
-# Turns frozen parameters into sharded codes outside of FSDP: ``quantize_frozen_params``, and its inverse.
+# ``quantize_frozen_params`` turns frozen parameters into sharded codes; ``dequantize_frozen_params`` turns them back.
 
 
 @explains_arguments
@@ -531,55 +530,55 @@ def quantize_frozen_params(
     ignored_params: Collection[Tensor] = (),
     sync_module_states: bool = False,
 ) -> FrozenReport:
-    """Quantize every frozen weight that is worth it, once, shard the codes, and return a report. Collective.
+    """Quantize every frozen weight that is worth it, shard the codes, and return a report. Collective.
 
-    Quantizes the weights of nn.Linear and nn.Embedding, and the stacks of matrices that hold the experts of an MoE
+    It quantizes the weights of nn.Linear and nn.Embedding, and the stacks of matrices that hold the experts of an MoE
     layer, tied ones once; ``module.weight`` then stands for the dequantized weight. Quantized weights are not
     parameters any more: FSDP does not gather them, they are not in ``model.state_dict()`` (``save_frozen_params`` saves
-    them), and no gradient is ever allocated for them. A second call quantizes what was frozen since the first.
+    them), and they never have gradients. A second call quantizes the weights that were frozen since the first.
 
-    Call it before you wrap the model, or let ``Strategy(frozen=...)`` do so. If a part of the model is wrapped already,
-    it quantizes the rest: pass frozen weights that FSDP has sharded in ``ignored_params``.
+    Call it before you wrap the model, or pass ``Strategy(frozen=...)`` instead. If a part of the model is wrapped
+    already, pass its frozen weights, which FSDP has sharded, in ``ignored_params``; the rest is quantized.
 
     Args:
         model: Any model with frozen parameters, such as a PEFT model. It may be on the meta device if there is a
             ``checkpoint``.
-        codec: How weights are quantized. ``"as stored"`` keeps the codes of those that the checkpoint, or the model,
-            has quantized, and leaves all others as they are; ``"auto"`` keeps them, too, and encodes the others in
-            ``Int8(256)``.
-        placement: A parameter scope: ``I`` keeps the base in every node, sharded inside; ``N`` keeps all of it on every
-            rank. Either sends no byte between nodes.
+        codec: The codec of the weights. ``"as stored"`` keeps the codes of weights that are quantized in the checkpoint
+            or in the model, and leaves all other weights as they are. ``"auto"`` keeps these codes, too, and encodes
+            the other weights in ``Int8(256)``.
+        placement: A parameter scope: ``I`` keeps a copy of the base in every node, sharded inside; ``N`` keeps all of
+            it on every rank. With either, gathers send no byte between nodes.
         gpus_per_node: The node size. If the strategy that will wrap the model has a gpus_per_node, pass the same one.
             Default: the launcher's.
-        process_group: The data-parallel ranks. Default: those that a part of the model is sharded over; all ranks if
-            none is; this process alone if there is no process group.
-        checkpoint: Where to read the weights: a safetensors file, an index of several, or a folder with
+        process_group: The data-parallel ranks. Default: those that a part of the model is sharded over; all ranks if no
+            part is; this process alone if there is no process group.
+        checkpoint: The source of the weights: a safetensors file, an index of several, or a folder with
             ``model.safetensors`` or its index. Each rank reads the rows that it keeps. The checkpoint must have all
             frozen parameters and persistent buffers, quantized or not; trainable parameters are read, too, if a file
             has them. Default: take the weights from the model.
         min_numel: Weights with fewer values stay as they are.
         device: The device that keeps the codes. Default: this process's accelerator if the process group communicates
-            through it, otherwise the device that each weight is on.
-        dtype: The dtype of ``module.weight`` and of embeddings' outputs: your mixed precision's ``param_dtype``. Linear
-            layers compute in the dtype of their input, or autocast's. Default: each weight's own.
+            through it, otherwise the device of each weight.
+        dtype: The dtype of ``module.weight`` and of embeddings' outputs; pass your mixed precision's ``param_dtype``.
+            Linear layers compute in the dtype of their input, or autocast's. Default: each weight's own.
         ignored_params: Parameters that stay as they are.
-        sync_module_states: Whether to broadcast the first rank's weights, one at a time, as FSDP's option does.
+        sync_module_states: True to broadcast the first rank's weights, one at a time, as FSDP's option does.
 
     Returns:
-        A report: what was quantized, how many bytes it takes now, what stays as it is and why.
+        A report: the weights that were quantized, their bytes now, the parameters that stay as they are, and why.
 
     Raises:
         TypeError: If an argument has the wrong type, on any rank; every rank raises.
         ValueError: If an argument is out of range, on any rank; if weights are sharded already, by FSDP or by another
-            parallelism; if they have no values, or NaN or infinite ones; or if a checkpoint is broken or not this
-            model's. Every rank raises, and the model is unchanged.
+            parallelism; if they have no values, or NaN or infinite ones; or if a checkpoint is broken or of another
+            model. Every rank raises, and the model is unchanged.
 
     Examples:
         >>> model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), LoraConfig(...))
         >>> quantize_frozen_params(model, Int8(256))
         >>> model = FullyShardedDataParallel(model, sharding_strategy=Strategy.zeropp(), use_orig_params=True, ...)
     """
-    # _check_arguments raises, on all ranks, if it is no codec.
+    # If it is no codec, _check_arguments raises on all ranks.
     chosen: Any = NAMED.get(codec, codec) if isinstance(codec, str) else codec
     group = ranks_of(model, process_group)
     in_the_model = checkpoint is None and not sync_module_states
@@ -672,8 +671,8 @@ def _stored(tensor: PlainTensor, codec: Codec) -> StoredWeight | None:
 def dequantize_frozen_params(model: nn.Module) -> int:
     """Turn every quantized weight of ``model`` back into a plain, frozen parameter. Collective.
 
-    Use it to merge adapters, or to train a layer after all: both need plain parameters. Every rank then has all of them
-    in full size, so call it before sharding, and only on the part of a large model that needs it.
+    Merging adapters into the base, or training a layer after all, takes plain parameters. Every rank then has all of
+    these in full size, so call it before sharding, and only on the part of a large model that needs it.
 
     Args:
         model: A model or a part of one.
@@ -701,7 +700,7 @@ def dequantize_frozen_params(model: nn.Module) -> int:
 
 
 def _sites(model: nn.Module) -> dict[FrozenWeight, list[tuple[FrozenModule, str]]]:
-    """Return the modules of each frozen weight, with its names in them; raise before anything has changed."""
+    """Return each frozen weight's modules, with its names in them; raise if a module is parametrized."""
     check_module(model)
     sites: dict[FrozenWeight, list[tuple[FrozenModule, str]]] = {}
     for _, module, name, weight in frozen_sites(model):

@@ -23,28 +23,28 @@ from fsdp_zpp.strategy.error_feedback import Topology
 
 # ---- placement
 #
-# Places a frozen weight: into how many chunks it is cut, and which of them this rank holds.
+# A placement says into how many chunks a frozen weight is cut, and which of them this rank holds.
 #
-# The flat values of a weight are cut into as many chunks as there are ranks that share it: one under the scope ``N``,
-# one for each rank of a node under ``I``. A chunk is a whole number of the codec's blocks, so the blocks are the same
-# however many chunks there are, and the decoded values do not depend on the number of ranks. There is no scope ``G``:
-# frozen weights never get stale, so after one gather each node would have all of them for good, as under ``I``.
+# Under the scope ``N``, the flat values of a weight are one chunk; under ``I``, they are one for each rank of a node. A
+# chunk has whole blocks of the codec, so blocks and decoded values do not depend on the number of ranks. There is no
+# scope ``G``: frozen weights never get stale, so after one gather each node would have all of them for good, as under
+# ``I``.
 
 SCOPES = ("N", "I")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A scope on a mesh. See the top of this section.
+    """A scope on a mesh; see the top of this section.
 
     Attributes:
-        scope: ``N`` replicated on every rank, ``I`` sharded inside a node.
-        node_size_is_given: Whether the user gave the node size; see ``check_nodes`` in frozen_base.py.
+        scope: ``N`` is replicated on every rank, ``I`` is sharded inside a node.
+        node_size_is_given: True if the user gave the node size; see ``check_nodes`` in frozen_base.py.
     """
 
     scope: str
     mesh: ProcessMesh
-    # Excluded from comparison: weights on the same ranks are gathered together, whoever chose the ranks.
+    # Excluded from comparison: weights on the same nodes are gathered together, whoever chose the node size.
     node_size_is_given: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -68,26 +68,26 @@ class Placement:
 
     @property
     def replicas(self) -> str:
-        """Return the scope for ``check_replicas``: ``I`` if nodes hold the same, ``N`` if all ranks do, else ``G``."""
+        """Return the scope for ``check_replicas``: ``N`` if ranks are replicas, ``I`` if nodes are, ``G`` if none."""
         topology = self.mesh.topology
         if self.scope == "N" or topology.gpus_per_node == 1:
             return "N"
         return "I" if topology.world > topology.gpus_per_node else "G"
 
     def chunk_numel(self, numel: int, codec: Codec) -> int:
-        """Return how many of ``numel`` values are in a chunk; the last chunks may be partly or wholly past the end."""
+        """Return the size of a chunk of ``numel`` values, in whole blocks; the last chunks may have padding."""
         block = block_of(codec)
         return -(-numel // (self.chunks * block)) * block
 
 
 def block_of(codec: Codec) -> int:
-    return int(getattr(codec, "block", 16))  # without blocks, 16 values keep payloads aligned
+    return int(getattr(codec, "block", 16))  # a codec without blocks: 16 values keep payloads aligned
 
 
 def place_base(model: nn.Module, scope: str, group: dist.ProcessGroup | None, gpus_per_node: int | None) -> Placement:
-    """Return the placement on ``group``, or on this process alone if there is none. Collective over ``group``.
+    """Return the placement on ``group``; None means this process alone. Collective over ``group``.
 
-    Strategies that wrap parts of ``model`` give the node size if the user does not.
+    The node size is the user's; by default, that of the strategies that wrap parts of ``model``.
     """
     if group is None:
         return Placement(scope, ProcessMesh(Topology(1, 1), 0, None, None))
@@ -111,20 +111,20 @@ def _wrapping_mesh(model: nn.Module, group: dist.ProcessGroup) -> ProcessMesh | 
 
 # ---- weight
 #
-# One frozen weight: how its values become chunks of codes, one for each rank that shares it, and values again.
+# A frozen weight: its values are encoded chunk by chunk, gathered, and decoded.
 
-# Codecs whose payloads can be cut into codes and scales for files, and assembled from them.
+# Codecs whose payloads can be split into codes and scales for files, and assembled from these.
 Storable = Int8 | Int4 | NF4
 
-# read(first, last): the flat values first to last - 1 of a weight, in any floating dtype, on any device.
+# read(first, last) returns the flat values first to last - 1 of a weight, in any floating dtype, on any device.
 ReadValues = Callable[[int, int], Tensor]
 
-_PIECE = 2**21  # values that are read, and encoded, at a time
+_PIECE = 2**21  # values to read and encode at a time
 
 
 @contextmanager
 def out_of_inference_mode() -> Iterator[None]:
-    """Leave inference mode for longer-lived tensors: inference tensors can't be written to or saved for a backward."""
+    """Leave inference mode for tensors that outlive it: its own can't be written to, or saved for a backward, later."""
     if torch.is_inference_mode_enabled():
         # Leaving inference mode enables gradients, so they are turned off again.
         with torch.inference_mode(False), torch.no_grad():
@@ -141,11 +141,11 @@ class FrozenWeight:
     """A matrix, or a stack of matrices, that is quantized once and sharded.
 
     Attributes:
-        name: Its name in errors, until units are made and its FQN in the model is known.
-        dtype: The dtype it shows and dequantizes to by default; embeddings return it.
-        holder: Holds its codes, alone or with the other weights of its unit.
-        shown: The tensor that stands for it, if one is alive.
-        sampled: Some of its scales, once they were requested.
+        name: The weight's name in errors; its FQN in the model once units are made.
+        dtype: The dtype that it shows and dequantizes to by default, and that embeddings return.
+        holder: The holder of its codes, alone or with the other weights of its unit.
+        shown: A weak reference to the tensor that stands for it in modules.
+        sampled: A few of its scales, kept by ``describe_base`` in base_files.py.
     """
 
     holder: UngroupedPayload | FrozenUnit
@@ -175,14 +175,14 @@ class FrozenWeight:
         start = layout.scales_offset(chunk)
         codes = rows[:, : layout.codes_nbytes(chunk)].reshape(-1)
         scales = rows[:, start : start + 4 * layout.blocks(chunk)].contiguous().view(torch.float32).reshape(-1)
-        # The layout decides how much padding the last chunks have, but not how many blocks the weight has.
+        # Cut off the padding of the last chunks: its size depends on the number of ranks, and files must not.
         blocks = layout.blocks(self.shape.numel())
         return codes[: layout.codes_nbytes(blocks * layout.block)], scales[:blocks]
 
     def local_payload_from_slices(self, codes: Any, scales: Any) -> Tensor:
         """Return this rank's chunk, uint8 [local_nbytes] on the CPU, assembled from all codes and scales.
 
-        Only this rank's part of them is read, so they may be lazy slices of files.
+        Only this rank's codes and scales are read, so the arguments may be lazy slices of files.
         """
         assert isinstance(self.codec, Storable)
         layout = self.codec.layout
@@ -222,16 +222,16 @@ class FrozenWeight:
     def _in_pieces(self, make: Callable[[int, int, int], Tensor], device: torch.device) -> Tensor:
         """Assemble this rank's chunk from pieces of whole blocks, so that only one piece takes extra memory.
 
-        ``make(first, last, padded)`` is the payload, uint8 [1, nbytes(padded)], of the values ``first`` to ``last - 1``
-        and of the padding of their last block.
+        ``make(first, last, padded)`` returns the payload of the values ``first`` to ``last - 1``, padded with zeros to
+        ``padded`` values: uint8 [1, nbytes(padded)].
         """
         codec, numel = self.codec, self.shape.numel()
         # Chunks are equally long on all ranks, so the last ones may lie partly or wholly past the end of the weight.
         start = min(self.placement.own_chunk * self.chunk_numel, numel)
         end = min(start + self.chunk_numel, numel)
-        if not isinstance(codec, BlockCodec):  # nothing says what parts its payload has
+        if not isinstance(codec, BlockCodec):  # its payload can't be assembled from pieces
             return make(start, end, self.chunk_numel)[0]
-        # Before the pieces: between rows that stay, an allocator could not use the memory of pieces again.
+        # Allocate the row before the pieces: the memory of freed pieces would be gaps between rows that stay.
         row = torch.zeros(1, self.local_nbytes, dtype=torch.uint8, device=device)
         step = max(1, _PIECE // codec.block) * codec.block
         for first in range(start, end, step):
@@ -248,17 +248,16 @@ class FrozenWeight:
         return self.dense(dtype or self.dtype, device or self.device)
 
     def dense(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Dequantize the whole weight, for callers that neither autograd nor a compiler looks into. Collective."""
+        """Dequantize the whole weight, for callers that neither autograd records nor Dynamo traces. Collective."""
         rows = self.holder.gathered_payload(self, device)
         numel, padded = self.shape.numel(), rows.shape[0] * self.chunk_numel
-        # Decoding writes whole chunks, so the padding at the end of the last ones needs room; a view cuts it off.
+        # Decoding writes whole chunks, with the padding of the last ones, which a view then cuts off.
         out = torch.empty(self.shape if numel == padded else padded, dtype=dtype, device=rows.device)
-        # A weight's columns of a gathered payload are not contiguous.
         self.codec.decode_rows(rows, out)
         return out if numel == padded else out[:numel].view(self.shape)
 
     def dense_row(self, index: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Dequantize one matrix of a stack: it alone is decoded, unless blocks straddle two matrices. Collective."""
+        """Dequantize one matrix of a stack; decode only this one, unless blocks may straddle matrices. Collective."""
         index, numel = range(self.shape[0])[index], self.shape[1:].numel()  # the range resolves negative indices
         codec = self.codec
         if not isinstance(codec, BlockCodec) or numel % codec.block:
@@ -272,7 +271,7 @@ class FrozenWeight:
 
 
 class UngroupedPayload:
-    """The local payload, uint8 [local_nbytes], of one weight that is in no unit yet. See frozen_base.py."""
+    """The local payload, uint8 [local_nbytes], of a weight that is in no unit yet; see frozen_base.py."""
 
     def __init__(self, row: Tensor) -> None:
         self._row = row
@@ -298,32 +297,32 @@ class UngroupedPayload:
 #
 # Two buffers for gathered frozen units: one for the unit in use, one to prefetch the next.
 #
-# Units are gathered on demand, when the first of their weights is dequantized. So forward, backward, recomputation and
-# generation are one case, and no hooks are needed. One buffer holds the unit in use. The other holds the unit that was
-# in use before, until the next one is prefetched into it. Earlier requests tell which unit is next, by the last two
-# units, since forward and backward go through the units in opposite directions. A wrong guess costs one gather. Ranks
-# that run the same model request units in the same order, so they make the same guesses and enter the same gathers.
+# A unit is gathered on demand, when the first of its weights is dequantized. So forward, backward, recomputation and
+# generation are one case, and no hooks are needed. One buffer holds the unit in use. The other holds the previous unit,
+# until the next one is prefetched into it. The guess for the next unit is the one that last followed the same two
+# units; it takes two, since forward and backward go through the units in opposite directions. A wrong guess costs one
+# gather. Ranks run the same model and request units in the same order, so they guess alike and enter the same gathers.
 #
-# On GPUs gathers run in a side stream. A gather waits for the computation enqueued so far, which is the last to read
-# the buffer it overwrites; the computation waits for the gather when it reaches that unit.
+# On GPUs gathers run in a side stream. A gather waits for the computation enqueued so far, the last that reads the
+# buffer to overwrite. The computation waits for the gather when it reaches that unit.
 
 
 @dataclass
 class _Buffer:
-    """Memory for one gathered unit, kept from unit to unit: allocations that cross streams fragment the memory."""
+    """Memory for one gathered unit, reused for all units, since allocations in several streams fragment memory."""
 
     memory: Tensor | None = None
     unit: FrozenUnit | None = None
-    # Kept, since a unit comes back to the same memory in every step.
+    # Views of the memory for each unit; kept, since they are the same in every step.
     places: dict[FrozenUnit, tuple[Tensor, Sequence[Tensor]]] = field(default_factory=dict)
     parts: Sequence[Tensor] = ()
     ready: torch.cuda.Event | None = None
 
     def hold(self, unit: FrozenUnit) -> Tensor:
-        """Return memory for ``unit``, uint8 of its gathered shape, without its values."""
+        """Return memory for the values of ``unit``, uint8 of its gathered shape."""
         rows, nbytes = unit.gathered_shape
         if self.memory is None or self.memory.numel() < rows * nbytes or self.memory.device != unit.device:
-            # Drop views, too, so that the old memory is freed before the new is allocated, not after.
+            # Drop the views, too, so that the old memory is freed before the new memory is allocated.
             self.memory, self.parts = None, ()
             self.places.clear()
             self.memory = torch.empty(rows * nbytes, dtype=torch.uint8, device=unit.device)
@@ -336,13 +335,13 @@ class _Buffer:
 
 
 class DoubleBuffer:
-    """Gathers units on demand, and prefetches the next. See the top of this section."""
+    """Gathers units on demand, and prefetches the next; see the top of this section."""
 
     def __init__(self) -> None:
         self._current, self._other = _Buffer(), _Buffer()
         self._previous: FrozenUnit | None = None
-        # The unit that followed a pair of units, by the pair's second, then its first unit. Where always other units
-        # come before one, as with experts, few of the pairs come again, so only the last few are kept.
+        # _next[second][first] is the unit that followed first and second. For each second, the latest few firsts are
+        # kept: with experts, they change from step to step, and few pairs recur.
         self._next: dict[FrozenUnit, dict[FrozenUnit, FrozenUnit]] = {}
         self._stream = SideStream()
 
@@ -350,7 +349,7 @@ class DoubleBuffer:
         """Return the gathered parts of ``unit``, valid in this stream until another unit is requested. Collective."""
         if self._current.unit is not unit:
             self._switch(unit)
-        # At every request, since this may be another stream than that of the last one.
+        # Wait at every request, since the current stream may differ from that of the last request.
         wait_for(self._current.ready, unit.device)
         return self._current.parts
 
@@ -376,14 +375,14 @@ class DoubleBuffer:
             self._gather(unit, self._other)
         self._current, self._other = self._other, self._current
         expected = None if last is None else self._next.get(unit, {}).get(last)
-        # Where forward turns into backward, the unit that is expected is the last one, and still gathered.
+        # Where forward turns into backward, the previous unit is expected, and still gathered.
         if expected is not None and expected is not self._other.unit:
             with labelled("prefetch", expected.label):
                 self._gather(expected, self._other)
 
     def _gather(self, unit: FrozenUnit, buffer: _Buffer) -> None:
-        # The buffer is allocated in the side stream, too. When it is freed for a larger one, its memory goes back to
-        # that stream, which has waited for all that the computation read of it. It outlives the forward, too.
+        # The side stream allocates the buffer, too. So freed memory goes back to a stream that has waited for the
+        # computation's reads. The buffer outlives the forward, which may be in inference mode.
         with out_of_inference_mode(), self._stream.after_current(unit.device):
             out = buffer.hold(unit)
             unit.gather(out)
@@ -392,15 +391,15 @@ class DoubleBuffer:
 
 # ---- unit
 #
-# Frozen weights that are gathered together: one payload, one collective a hop.
+# Frozen weights that are gathered together, in one collective.
 #
-# A unit is the frozen weights of one transformer block, or of whatever FSDP wraps as one. This rank's chunks of all of
-# them lie side by side in one row of bytes, the *payload shard*; a gather returns one such row for each rank. All nodes
-# hold the same, so there is only the intra-node hop.
+# A unit has the frozen weights of a transformer block, or of a module that FSDP wraps. This rank's chunks of them lie
+# side by side in one row of bytes, the *payload shard*; a gather returns the rows of all ranks of the node. All nodes
+# hold the same codes, so there is only the intra-node hop.
 
 
 class FrozenUnit:
-    """A payload shard of weights of one placement; it takes over their chunks from their earlier holders."""
+    """A payload shard of weights with one placement; it takes over their chunks from their earlier holders."""
 
     def __init__(self, label: str, weights: list[FrozenWeight], traffic: Traffic, buffers: DoubleBuffer) -> None:
         self.label, self.weights = label, weights
@@ -411,8 +410,7 @@ class FrozenUnit:
         self._places = {weight: place for place, weight in enumerate(weights)}
         self._nbytes = [weight.local_nbytes for weight in weights]
         self.local_nbytes = sum(self._nbytes)
-        # To one device, since a model may have been moved in part. The separate chunks are freed with their old
-        # holders.
+        # To one device, since parts of a model may have been moved. Old chunks are freed with their holders.
         chunks = [weight.holder.local_payload(weight).to(weights[0].device) for weight in weights]
         self._hold(torch.cat(chunks).view(1, -1))
         for weight in weights:
@@ -428,31 +426,31 @@ class FrozenUnit:
 
     @property
     def gathered_shape(self) -> tuple[int, int]:
-        """Return the shape of the gathered payload: a row of bytes for each chunk."""
+        """Return the shape of the gathered payload: rows of bytes, one for each chunk."""
         return self.placement.chunks, self.local_nbytes
 
     def move(self, device: torch.device) -> None:
-        self._buffers.drop(self)  # what they have gathered is on the old device
-        with out_of_inference_mode():  # they outlive the forward that a move may be part of
+        self._buffers.drop(self)  # gathered payloads are on the old device
+        with out_of_inference_mode():  # the shard outlives the forward, which may be what moves it
             self._hold(self._shard.to(device))
 
     def local_payload(self, weight: FrozenWeight) -> Tensor:
-        """Return this rank's chunk, uint8 [local_nbytes], a view."""
+        """Return this rank's chunk, uint8 [local_nbytes]; a view."""
         return self._payloads[self._places[weight]][0]
 
     def gathered_payload(self, weight: FrozenWeight, device: torch.device) -> Tensor:
         """Return all chunks, uint8 [chunks, local_nbytes], on the device that computes. Collective.
 
-        They are valid until the payload of another unit is requested.
+        They are valid until another unit is requested.
         """
         if self._shard.is_cpu and device.type != "cpu":
-            # FSDP moves a model to its device without Module._apply, so nothing has moved the codes with it.
+            # FSDP moves a model to its device without Module._apply, which would move the codes.
             self.move(device)
         parts = self._payloads if self._intra is None else self._buffers.get(self)
         return parts[self._places[weight]]
 
     def split(self, gathered: Tensor) -> Sequence[Tensor]:
-        """Return each weight's part of gathered rows, uint8 [rows, local_nbytes of the weight]; a view."""
+        """Return each weight's columns of gathered rows, uint8 [rows, local_nbytes of the weight]; views."""
         return gathered.split(self._nbytes, dim=1)
 
     def gather(self, out: Tensor) -> None:

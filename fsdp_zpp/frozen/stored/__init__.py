@@ -1,8 +1,8 @@
 """Quantized weights as checkpoints store them: the formats, and which weights of a checkpoint have them.
 
-``format.py`` says what a format is and reads settings and headers; ``integers.py`` and ``floats.py`` have the formats.
-None of them knows of files, modules or ranks. To add a format: a subclass of ``StoredFormat``, and a
-row in the table below, with all settings that its library writes.
+``format.py`` defines what a format is and checks settings and headers; ``integers.py`` and ``floats.py`` have the
+formats. None of them knows of files, modules or ranks. To add a format, subclass ``StoredFormat`` and add it to
+``FORMATS``, with all settings that its library writes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .floats import FourBit, Fp8, Mxfp4
 from .format import REMEDY, Known, Settings, StoredFormat, StoredTensors, refuse_unknown, setting
 from .integers import Awq, Gptq
 
-# The settings and formats of each quant_method. Without a quant_method, all formats are looked for.
+# The known settings and the formats of each quant_method. Without a config, all formats are tried.
 FORMATS: dict[str, tuple[Known, tuple[type[StoredFormat], ...]]] = {
     "fp8": (floats.FP8_SETTINGS, (Fp8,)),
     "fbgemm_fp8": (floats.FBGEMM_SETTINGS, (Fp8,)),
@@ -28,7 +28,7 @@ FORMATS: dict[str, tuple[Known, tuple[type[StoredFormat], ...]]] = {
     "compressed-tensors": (floats.COMPRESSED_SETTINGS, (Fp8,)),
 }
 
-# Suffixes in the names of tensors that belong to the codes of a weight.
+# Endings of the names of tensors that hold or decode the codes of ``<layer>.weight``: ``<layer>.weight_scale``, ...
 _OF_CODES = ("scale", "scale_inv", "scale_2", "global_scale", "zero_point", "g_idx", "packed")
 
 
@@ -82,7 +82,7 @@ def find_stored(tensors: StoredTensors, config: Settings) -> dict[str, StoredFor
 
 
 def _configs(content: Settings) -> Iterator[dict[str, Any]]:
-    """Yield each ``quantization_config`` of ``config.json``; composite models have it in a part's mapping."""
+    """Yield each ``quantization_config`` in ``config.json``; composite models nest it, as in ``text_config``."""
     if own := setting(content, "quantization_config", dict):
         yield own
         return

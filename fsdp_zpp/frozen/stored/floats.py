@@ -35,27 +35,27 @@ from .format import (
 
 # ---- codes of 4 bits
 #
-# Values of codes of 4 bits, two in a byte.
+# Codes of 4 bits, two in a byte, and the values that they stand for.
 
-# Values of the lower three bits of a code; the fourth is the sign (OCP Microscaling Formats, section 5.3.3).
+# Values of the lower three bits of a code; the fourth bit is the sign (OCP Microscaling Formats, section 5.3.3).
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP4 = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
-# bitsandbytes' values of each code, as a fraction of the block's scale.
+# bitsandbytes' value of each code, as a fraction of the block's scale.
 TABLES = {"nf4": LEVELS, "fp4": (*_FP4, *(-level for level in _FP4))}
 
 
 def unpack_4_bits(octets: Tensor, kind: str) -> Tensor:
     """Unpack codes of ``kind``, ``mxfp4`` or a key of ``TABLES``, to fp32: [..., bytes] to [..., bytes * 2]."""
-    # Both codes of a byte at once: one look-up takes half the time of two.
+    # Look up both codes of a byte at once, in half the time of two look-ups.
     return torch.nn.functional.embedding(octets.int(), _pairs(kind, octets.device)).flatten(-2)
 
 
-@functools.cache  # there are three kinds, and few devices
+@functools.cache  # for three kinds and a few devices
 def _pairs(kind: str, device: torch.device) -> Tensor:
-    """Return the two values of each of the 256 bytes, [256, 2]; the cache copies them to a device once."""
+    """Return the two values of each byte, [256, 2]; thanks to the cache, they are copied to a device once."""
     with torch.inference_mode(False):
         octets = torch.arange(256)
-        if kind == "mxfp4":  # the lower bits of a byte are first
+        if kind == "mxfp4":  # the lower bits of a byte are the first code
             values = torch.tensor(_E2M1 + tuple(-value for value in _E2M1))
             return torch.stack((values[octets & 15], values[octets >> 4]), dim=1).to(device)
         values = torch.tensor(TABLES[kind])
@@ -64,12 +64,12 @@ def _pairs(kind: str, device: torch.device) -> Tensor:
 
 # ---- fp8
 #
-# Matrices in fp8 with scales: DeepSeek's blocks (``weight_scale_inv``), and scales of rows, groups or all of a matrix.
+# Matrices in fp8, with a scale for each block (DeepSeek's ``weight_scale_inv``), for each row, or for the whole matrix.
 #
 # ``value = code * scale`` in fp32, rounded once. Names and values are those of transformers'
 # ``integrations.finegrained_fp8``. Scales in e8m0, powers of two in a byte, are kept as fp32.
 #
-# The configuration says which rows and columns share a scale (:func:`_stated_block`):
+# The configuration states how many rows and columns share a scale (:func:`_stated_block`):
 #
 # ==========================================================================  ======================
 # ``weight_block_size`` of ``fp8``, strategy ``block`` of compressed-tensors  these rows and columns
@@ -77,14 +77,14 @@ def _pairs(kind: str, device: torch.device) -> Tensor:
 # strategy ``tensor``                                                         a matrix
 # ==========================================================================  ======================
 #
-# The shapes must fit the configuration. If it says nothing, a single scale applies to the whole matrix, and as many
-# scales as rows apply to one row each.
+# The shapes must fit the configuration. If it states nothing, one scale is that of the whole matrix, and as many scales
+# as rows are those of the rows.
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
-_E8M0 = (torch.float8_e8m0fnu, torch.uint8)  # scales that are powers of two; a uint8 has the bits of an e8m0
+_E8M0 = (torch.float8_e8m0fnu, torch.uint8)  # scales that are powers of two; uint8 has their bits
 _SCALES = (torch.float32, torch.bfloat16, torch.float16, *_E8M0)
 _SUFFIXES = ("_scale_inv", "_scale")
-_UNBLOCKED = 128  # rows in a group if the block does not determine their number
+_UNBLOCKED = 128  # rows in a group if the whole matrix has one scale
 _CODE_NAMES = {
     **dict.fromkeys(("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn"), CODES[0]),
     **dict.fromkeys(("e5m2", "float8_e5m2"), CODES[1]),
@@ -111,7 +111,7 @@ COMPRESSED_SETTINGS: Known = {
     **dict.fromkeys(("run_compressed", "dequantize", "use_optimized_inference")),
     "config_groups": None,  # read below
     "format": ("float-quantized", "dense"),
-    # Files with any of these may hold codes. Files with plain weights are refused if these have scales.
+    # In any of these states, files may hold codes. Plain weights that have scales are refused by _refuse_unread.
     "quantization_status": ("initialized", "calibration", "frozen", "compressed"),
     "transform_config": (),
     "sparsity_config": (),
@@ -137,7 +137,7 @@ Block = tuple[int | None, int | None]  # rows and columns that share a scale; No
 
 @dataclass(frozen=True, eq=False)
 class Fp8(StoredFormat):
-    """A matrix in fp8; ``block`` has the rows and columns that share a scale."""
+    """A matrix in fp8; ``block`` is the number of rows, and of columns, that share a scale."""
 
     name: ClassVar[str] = "fp8"
 
@@ -189,7 +189,7 @@ class Fp8(StoredFormat):
 
 
 def _stated_block(config: Settings) -> Block | None:
-    """Return the rows and columns that share a scale by the configuration; None if it does not determine them."""
+    """Return how many rows and columns share a scale by the configuration; None if it does not say."""
     if config.get("quant_method") != COMPRESSED:
         return (1, None) if config.get("quant_method") == "fbgemm_fp8" else block_size(config, "weight_block_size")
     groups, stated = setting(config, "config_groups", dict) or {}, set[Block | None]()
@@ -206,9 +206,9 @@ def _stated_block(config: Settings) -> Block | None:
 
 
 def _block_of(shape: torch.Size, scales: tuple[int, ...], stated: Block | None, key: str) -> tuple[int, int]:
-    """Return the rows and columns that share a scale, from the shapes of the weight and of its scales at ``key``.
+    """Return how many rows and columns share a scale, from the shapes of a weight and of its scales at ``key``.
 
-    ``stated`` is the block that the configuration states; None if it states none.
+    ``stated`` is the result of :func:`_stated_block`.
 
     Raises:
         ValueError: If the scales don't fit the weight or the configuration, or nothing determines the block.
@@ -250,7 +250,7 @@ def _check_dtypes(key: str, dtype: torch.dtype, scale: str, tensors: StoredTenso
         refuse_misfit(key, dtype, f"{code_name}, as config.json says in fmt")
     if (scales := tensors.dtype(scale)) not in _SCALES:
         refuse_misfit(scale, scales, "fp32, bf16, fp16 or e8m0")
-    # compressed-tensors stores e8m0 in separate formats; in its other formats, bytes are plain numbers.
+    # compressed-tensors has e8m0 only in formats that are refused; in the others, uint8 means plain numbers.
     if scales in _E8M0 and (config.get("quant_method") not in (None, "fp8") or scale_name == "float"):
         refuse_misfit(scale, scales, "fp32, bf16 or fp16, by config.json")
 
@@ -263,10 +263,10 @@ def _fp32(scales: Tensor) -> Tensor:
 #
 # Stacks of matrices in mxfp4, as gpt-oss stores its experts. A stack [experts, in, out] is stored transposed:
 #
-# - ``*_blocks``, uint8 [experts, out, in / 32, 16]: 32 neighbouring inputs are a block, with two inputs in a byte;
+# - ``*_blocks``, uint8 [experts, out, in / 32, 16]: 32 neighbouring inputs are a block, two in a byte;
 # - ``*_scales``, uint8 [experts, out, in / 32]: the scale of each block in e8m0, its exponent plus 127, or 255 for NaN.
 #
-# So 32 neighbouring inputs of a matrix, with all outputs, are a group: blocks [out, 16] and scales [out].
+# A group is 32 neighbouring inputs of a matrix, with all outputs: blocks [out, 16] and scales [out].
 
 _MXFP4_BLOCK = 32
 MXFP4_SETTINGS: Known = dict.fromkeys(("quant_method", "modules_to_not_convert", "dequantize"))
@@ -301,7 +301,7 @@ class Mxfp4(StoredFormat):
         values: dict[str, list[Tensor]] = {"blocks": [], "scales": []}
         while first < last:
             matrix, begin = divmod(first, per_matrix)
-            # Take the rest of a matrix, or from the start of one all whole matrices before ``last``.
+            # At the start of a matrix, take all whole matrices before ``last``; otherwise, the rest of this one.
             whole = max(1, (last - first) // per_matrix) if begin == 0 else 1
             end = min(per_matrix, begin + last - first)
             for name, pieces in values.items():
@@ -317,14 +317,14 @@ class Mxfp4(StoredFormat):
 
 # ---- bitsandbytes
 #
-# Weights that bitsandbytes stores in blocks of 4-bit codes, nf4 or fp4, as QLoRA uses them.
+# Weights that bitsandbytes stores in blocks of 4-bit codes, nf4 or fp4, as for QLoRA.
 #
-# Names and values are those of ``bitsandbytes.functional``: ``QuantState.as_dict`` and ``dequantize_4bit``. Scales that
-# are quantized themselves (``bnb_4bit_use_double_quant``) are kept as the fp32 values that they stand for.
+# Names and values are those of ``bitsandbytes.functional``: ``QuantState.as_dict`` and ``dequantize_4bit``. Quantized
+# scales (``bnb_4bit_use_double_quant``) are decoded, and kept as fp32.
 
 BITSANDBYTES_SETTINGS: Known = {
     **dict.fromkeys(("quant_method", "load_in_4bit", "_load_in_4bit")),
-    # These say how layers compute, or how loading quantizes weights; files themselves say how weights are stored.
+    # These state how layers compute, or how loading quantizes weights; files state how their weights are stored.
     **dict.fromkeys(("llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload")),
     **dict.fromkeys(("llm_int8_has_fp16_weight", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")),
     **dict.fromkeys(("bnb_4bit_use_double_quant", "modules_to_not_convert", "dequantize")),
@@ -343,8 +343,8 @@ class FourBit(StoredFormat):
     """A weight in 4 bits, ``nf4`` or ``fp4``, in blocks of values that share a scale.
 
     Attributes:
-        nested_block: Number of quantized scales that share a scale; 0 if scales are fp32.
-        offset: Number that is added to each quantized scale as it is decoded.
+        nested_block: The number of quantized scales that share a scale; 0 if scales are fp32.
+        offset: The number to add to each quantized scale once it is decoded.
     """
 
     name: ClassVar[str] = "bitsandbytes"
@@ -431,7 +431,7 @@ class FourBit(StoredFormat):
         return self.layout.pack(last - first, codes=codes, scale=scales)
 
     def _nested(self, parts: Parts, scales: Tensor, first: int) -> Tensor:
-        """Return the fp32 values of quantized scales; ``first`` is the index of the first of them in the weight."""
+        """Return the fp32 values of quantized scales; ``first`` is the index of the first one in the weight."""
         size = self.nested_block
         of = torch.arange(first, first + len(scales), device=scales.device) // size - first // size
         absmax = parts["nested_absmax"][first // size : -(-(first + len(scales)) // size)]
@@ -442,7 +442,7 @@ class FourBit(StoredFormat):
 
     @cached_property
     def codec(self) -> Codec:
-        # This codec has the same codes and scales, and a kernel.
+        # NF4 has the same codes and scales, and a kernel that decodes them.
         if self.kind == "nf4" and MIN_BLOCK <= self.block <= MAX_BLOCK and importlib.util.find_spec("bitsandbytes"):
             return NF4(self.block)
         return super().codec
@@ -459,7 +459,7 @@ class FourBit(StoredFormat):
 
 
 def _bytes_of(part: Any, first: int, last: int) -> Tensor:
-    """Return bytes ``first`` to ``last - 1`` of a tensor as uint8, whatever the size of its elements."""
+    """Return bytes ``first`` to ``last - 1`` of a tensor of any dtype, as uint8."""
     shape = shape_of(part)
     flat = shape[0] != 1 or len(shape) == 1
     size = part[:0].element_size()

@@ -1,4 +1,4 @@
-"""Formats in which checkpoints store quantized weights: records, settings, and headers of tensors."""
+"""The interface of formats in which checkpoints store quantized weights, and checks of settings and headers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fsdp_zpp.codecs import BlockCodec, Codec, Place
 
 # ---- records
 #
-# A record is the bytes of a group of values: their codes, then the scales and whatever else decodes them.
+# A record holds the bytes of a group of values: their codes, scales, and zero points if the format has any.
 #
-# A group decodes on its own, and all groups of a weight have records of one length. So a chunk of a weight is a
-# sequence of records, and a part of a chunk is a slice of that.
+# A group decodes on its own, and all records of a weight have the same length. So a chunk of a weight is a sequence of
+# records, and a slice of that sequence decodes on its own, too.
 
-_FIELD_ALIGNMENT = 4  # fields start at multiples of this many bytes, so that scales can be viewed in their dtype
+_FIELD_ALIGNMENT = 4  # in bytes: each field starts at a multiple, so that scales can be viewed in their dtype
 
 
 class Field(NamedTuple):
@@ -58,7 +58,7 @@ class RecordLayout:
         }
 
     def pack(self, count: int, **values: Tensor) -> Tensor:
-        """Return ``count`` records, uint8 [count, nbytes], from the values of each field in the order of the records.
+        """Return ``count`` records, uint8 [count, nbytes]; ``values`` has the values of each field, record by record.
 
         Zeros take the place of missing values: the last group may have fewer rows than the others.
         """
@@ -76,9 +76,9 @@ class RecordLayout:
 
 # ---- codec
 #
-# The codec of a weight that stays as it is stored: chunks are sequences of records, which the weight's format decodes.
+# The codec of a weight that stays as it is stored. A chunk is a sequence of records, which the weight's format decodes.
 
-_PAYLOAD_ALIGNMENT = 16  # payloads end at multiples of this many bytes, so that the next weight's can be in any codec
+_PAYLOAD_ALIGNMENT = 16  # the size of a payload is a multiple, so that the next weight's payload is aligned as well
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class StoredCodec(BlockCodec):
         return payload[:, : groups * self.record_nbytes].unflatten(1, (groups, self.record_nbytes))
 
     def prepare_decode(self, device: torch.device) -> None:
-        if device.type == "cuda":  # decode once, since the CPU waits for a format's first copy of a table to the device
+        if device.type == "cuda":  # the first decoding copies a format's table to the device, and the CPU waits for it
             record = torch.zeros(1, self.record_nbytes, dtype=torch.uint8, device=device)
             self.decode_into(record, torch.empty(self.block, device=device))
 
@@ -140,10 +140,10 @@ class StoredCodec(BlockCodec):
 
 # ---- format
 #
-# A format in which a checkpoint stores a weight: the tensors that it consists of, and how they decode.
+# A format in which a checkpoint stores a weight: the weight's tensors, and how they decode.
 
-_READ = 2**18  # values that are read and decoded at a time: decoding takes several times their memory in fp32
-_DECODED_ON_GPUS = 2**24  # the same on GPUs: with fewer values, a kernel's launch would take longer than its run
+_READ = 2**18  # values to read and decode at a time, since decoding takes several times their memory in fp32
+_DECODED_ON_GPUS = 2**24  # values to decode at a time on GPUs: with fewer, launching a kernel takes longer than its run
 
 REMEDY = "give a complete checkpoint, downloaded again"
 
@@ -153,7 +153,7 @@ class NoStackError(ValueError):
 
 
 class StoredTensors(Protocol):
-    """Tensors of a checkpoint, by name, in which a format looks up its own."""
+    """The tensors of a checkpoint, by name."""
 
     def __contains__(self, key: str) -> bool: ...
 
@@ -162,7 +162,7 @@ class StoredTensors(Protocol):
     def shape(self, key: str) -> tuple[int, ...]: ...
 
     def dtype(self, key: str) -> torch.dtype | str:
-        """Return the dtype of a tensor, or the name of the dtype in the file if torch lacks it."""
+        """Return the dtype of a tensor; if torch lacks this dtype, return its name in the file."""
 
     def read(self, key: str) -> Tensor:
         """Return a small tensor as a whole."""
@@ -173,12 +173,12 @@ Parts = Mapping[str, Any]  # the tensors of a weight by their roles: tensors, or
 
 @dataclass(frozen=True, eq=False)
 class StoredFormat(ABC):
-    """A format, and how one weight, or a stack of them, is stored in it. Subclass it to add a format.
+    """One weight, or a stack of weights, in a format of checkpoints. Subclass it to add a format.
 
     Attributes:
         name: The format's name, in logs and errors.
-        shape: The weight's shape, decoded.
-        dtype: The dtype that it decodes to by default.
+        shape: The shape of the decoded weight.
+        dtype: The dtype that the weight decodes to by default.
         keys: The names of the weight's tensors in the checkpoint, by their roles.
     """
 
@@ -191,28 +191,28 @@ class StoredFormat(ABC):
     @classmethod
     @abstractmethod
     def at(cls, key: str, tensors: StoredTensors, config: Settings) -> tuple[str, StoredFormat] | None:
-        """Return a weight's name in the model, and its format, if the tensor ``key`` stands for it; None otherwise.
+        """Return a weight's name in the model, and its format, if ``key`` is its main tensor; None otherwise.
 
-        One tensor of a weight stands for all of its tensors. This method is called for each tensor of a checkpoint, so
-        it must read no more than headers, and small tensors that describe others.
+        Each weight has one main tensor, such as its codes. This method is called for each tensor of a checkpoint, so it
+        must read nothing but headers, and small tensors that describe others.
 
         Raises:
-            ValueError: If a tensor is missing or has a shape or dtype that does not fit; :func:`check_header` does so.
+            ValueError: If a tensor is missing, or its shape or dtype does not fit; see :func:`check_header`.
         """
 
     @property
     @abstractmethod
     def layout(self) -> RecordLayout:
-        """Return the layout of a group's record."""
+        """Return the layout of a record."""
 
     @property
     def rows_per_group(self) -> int:
-        """Return how many neighbouring rows are a group."""
+        """Return how many neighbouring rows of the decoded weight form a group."""
         return 1
 
     @property
     def group_numel(self) -> int:
-        """Return the size of a group: of consecutive values of the flat, decoded weight that decode on their own."""
+        """Return how many consecutive values of the flat, decoded weight form a group."""
         return self.rows_per_group * self.shape[-1]
 
     @property
@@ -222,7 +222,7 @@ class StoredFormat(ABC):
 
     @abstractmethod
     def pack(self, parts: Parts, first: int, last: int) -> Tensor:
-        """Read only groups ``first`` to ``last - 1``, at least one, as records.
+        """Read groups ``first`` to ``last - 1``, at least one and no others, as records.
 
         Returns:
             uint8 [last - first, layout.nbytes]. Zeros pad the weight's last group.
@@ -234,17 +234,17 @@ class StoredFormat(ABC):
 
     @property
     def codec(self) -> Codec:
-        """Return the codec of weights that stay as stored; a subclass may return a library codec of equal codes."""
+        """Return the codec of a weight that stays as stored; a subclass may return one with the same codes, as NF4."""
         return StoredCodec(self.description, self.group_numel, self.layout.nbytes, self.decode_into)
 
     def payload(self, records: Tensor) -> Tensor:
-        """Return records as a payload of ``codec``, uint8 [nbytes]."""
+        """Return records as a payload of :attr:`codec`, uint8 [nbytes]."""
         payload = records.new_zeros(self.codec.nbytes(len(records) * self.group_numel))
         payload[: records.numel()] = records.view(-1)
         return payload
 
     def refuse_infinite(self, records: Tensor) -> None:
-        """Raise ValueError if scales in ``records`` are NaN or infinite: the decoded values would be, too."""
+        """Raise ValueError if ``records`` have scales that are NaN or infinite: decoded values would be, too."""
         for field in self.layout.split(records).values():
             if field.is_floating_point() and not field.float().isfinite().all():
                 name = next(iter(self.keys.values()), f"a weight in {self.name}")
@@ -252,7 +252,7 @@ class StoredFormat(ABC):
 
     @property
     def num_groups(self) -> int:
-        """Return the number of the weight's groups, of which the last may be incomplete."""
+        """Return the number of groups in the weight; the last one may be incomplete."""
         return -(-self.shape.numel() // self.group_numel)
 
     def decode_into(self, records: Tensor, out: Tensor) -> None:
@@ -298,10 +298,10 @@ def stored_in(format: StoredFormat, parts: Parts) -> StoredWeight:
 
 
 def stacked(matrices: Sequence[Sequence[StoredWeight]], name: str) -> StoredWeight:
-    """Return a stack of matrices; each item of ``matrices`` has the weights that make up one matrix, top to bottom.
+    """Return a stack of matrices; ``matrices[i]`` lists the weights that form matrix ``i``, top to bottom.
 
     Raises:
-        NoStackError: If the weights have several formats, or don't consist of whole groups.
+        NoStackError: If the weights have different formats, or a weight has an incomplete group.
     """
     parts = [part for matrix in matrices for part in matrix]
     first = parts[0].format
@@ -338,25 +338,25 @@ def refuse_misfit(key: str, found: object, expected: object) -> NoReturn:
 
 # ---- settings
 #
-# Settings in the ``quantization_config`` of a checkpoint's ``config.json``, which may hold anything.
+# Settings in the ``quantization_config`` of a checkpoint's ``config.json``. A file may hold anything.
 #
-# Each quantization method has a table of its known settings: those that say nothing of the weights, those that a format
-# reads, and those that a format can read only with some values. Any other setting is refused, since it may change what
-# the codes mean, as a rotation of the weights does.
+# Each quantization method has a table of known settings, with the values that can be read. Some settings don't concern
+# the weights. Unknown settings are refused, since they may change what the codes mean, as a rotation of the weights
+# does.
 
 T = TypeVar("T")
 
 Settings = Mapping[str, Any]
-# The values that each setting may have; None for any. Strings are compared in lower case.
+# The values that each setting may have; None allows any. Strings are compared in lower case.
 Known = Mapping[str, tuple[Any, ...] | None]
 
 _KINDS = {dict: "a mapping", list: "a list", str: "a string", bool: "true or false", int: "a whole number"}
 
 
 def refuse_unknown(format: str, settings: Settings, known: Known, within: str = "") -> None:
-    """Raise ValueError if a configuration has unknown settings, or unknown values of settings. Null means absent.
+    """Raise ValueError if ``settings`` has unknown settings or values. Null and empty values count as absent.
 
-    ``within`` is their path in ``quantization_config``, for errors: empty, or ending with a dot.
+    ``within`` is the path of ``settings`` in ``quantization_config``, for errors: empty, or ending with a dot.
     """
     for key, value in settings.items():
         if value is None or value in ({}, []):
@@ -383,7 +383,7 @@ def refuse_setting(format: str, setting: str, value: object, allowed: str) -> No
 
 
 def setting(settings: Settings, key: str, kind: type[T]) -> T | None:
-    """Return a setting, which must be of the type ``kind``; None if it is missing or null."""
+    """Return a setting, checked to be of the type ``kind``; None if it is missing or null."""
     value = settings.get(key)
     if value is None or (isinstance(value, kind) and not (kind is int and isinstance(value, bool))):
         return value
@@ -393,7 +393,7 @@ def setting(settings: Settings, key: str, kind: type[T]) -> T | None:
 
 
 def block_size(settings: Settings, key: str) -> tuple[int, int] | None:
-    """Return the rows and columns of blocks; None if the setting is missing or null."""
+    """Return the height and width of blocks; None if the setting is missing or null."""
     stated = setting(settings, key, list)
     if stated is None:
         return None
@@ -406,13 +406,13 @@ def block_size(settings: Settings, key: str) -> tuple[int, int] | None:
 
 # ---- headers
 #
-# Checks of the headers of stored tensors.
+# Checks of the shapes and dtypes of stored tensors.
 
 
 def check_header(
     tensors: StoredTensors, key: str, *dtypes: torch.dtype, shape: Sequence[int | None] | None = (None, None)
 ) -> tuple[int, ...]:
-    """Return the shape of a stored tensor, checked against ``dtypes`` and ``shape``; None allows any, or any size."""
+    """Return the shape of a stored tensor once its dtype and shape are checked; None allows any shape, or any size."""
     if key not in tensors:
         raise ValueError(f"the checkpoint has no {key}, though it has other tensors of the same weight; {REMEDY}")
     found, dtype = tensors.shape(key), tensors.dtype(key)
@@ -427,5 +427,5 @@ def check_header(
 
 
 def shape_of(part: Any) -> torch.Size:
-    """Return the shape of a tensor, or of the lazy slice of a file."""
+    """Return the shape of a tensor, or of a lazy slice of a file."""
     return part.shape if isinstance(part, Tensor) else torch.Size(part.get_shape())

@@ -28,13 +28,13 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of scales
 
 # ---- packed codes
 #
-# Codes of 4 and 8 bits as GPTQ and AWQ pack them into int32 words, and the values that codes stand for.
+# Codes of 4 and 8 bits, as GPTQ and AWQ pack them into int32 words, and the values that they stand for.
 
 
 def unpack_codes(words: Tensor, bits: int) -> Tensor:
     """Unpack 4- or 8-bit codes, lowest bits first: int32 [..., words] to unsigned uint8 [..., words * 32 // bits]."""
     flat = torch.empty(words.shape, dtype=words.dtype, device=words.device).copy_(words).view(-1)
-    # Little-endian, as safetensors and the machines that torch runs on are.
+    # The first byte of a word has its lowest bits: safetensors and the machines that torch runs on are little-endian.
     octets = flat.view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
     if bits == 8:
         return octets
@@ -43,7 +43,7 @@ def unpack_codes(words: Tensor, bits: int) -> Tensor:
 
 def unpack_awq_codes(words: Tensor) -> Tensor:
     """Unpack AWQ's 4-bit codes along the last dimension: int32 [..., words] to uint8 [..., words * 8]."""
-    # From its lowest bits on, a word holds the codes 0, 2, 4, 6, 1, 3, 5, 7 (autoawq's packing_utils.py).
+    # A word holds the codes 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits on (autoawq's packing_utils.py).
     return unpack_codes(words, 4).unflatten(-1, (-1, 2, 4)).mT.flatten(-3)
 
 
@@ -54,10 +54,10 @@ def scale_codes(codes: Tensor, zeros: Tensor, scales: Tensor, order: GroupOrder 
         codes: uint8 [records, rows, columns].
         zeros: Zero points, uint8 [records, rows, groups].
         scales: Floats, [records, rows, groups].
-        order: The group of each column. None if each group is a run of neighbouring columns, all of one size.
+        order: The group of each column; None if groups are runs of neighbouring columns, all of one size.
     """
-    # fp16 and bf16 hold differences of codes, integers up to 255, exactly. So this matches the libraries that own these
-    # formats, which compute in the dtype of the scales.
+    # Differences of codes are integers up to 255, which fp16 and bf16 hold exactly. So the result equals that of the
+    # formats' own libraries, which compute in the dtype of the scales.
     integers, offset = codes.to(torch.int16), zeros.to(torch.int16)
     if order is None:
         grouped = integers.unflatten(-1, (scales.shape[-1], -1))
@@ -68,7 +68,7 @@ def scale_codes(codes: Tensor, zeros: Tensor, scales: Tensor, order: GroupOrder 
 
 # ---- group order
 #
-# The group of each input, where inputs that share a scale are not neighbours: GPTQ's ``desc_act``.
+# The group of each input. With GPTQ's ``desc_act``, inputs that share a scale need not be neighbours.
 
 
 class GroupOrder:
@@ -79,7 +79,7 @@ class GroupOrder:
 
     @classmethod
     def of(cls, stored: Tensor, inputs: int, groups: int, key: str) -> GroupOrder | None:
-        """Return the order in ``stored``, integers [inputs]; None if groups are runs of one length, in order."""
+        """Return the order in ``stored``, integers [inputs]; None if groups are equal runs of inputs, in order."""
         if stored.shape != (inputs,) or stored.dtype.is_floating_point:
             refuse_misfit(key, f"{stored.dtype} {tuple(stored.shape)}", f"the group of each of {inputs} inputs")
         low, high = int(stored.min()), int(stored.max())
@@ -91,7 +91,7 @@ class GroupOrder:
         return cls(stored.int())
 
     def on(self, device: torch.device) -> Tensor:
-        """Return the groups on a device; they are copied there once."""
+        """Return the order on a device; it is copied there once."""
         if device not in self._on:
             self._on[device] = next(iter(self._on.values())).to(device)
         return self._on[device]
@@ -114,7 +114,7 @@ def float_dtype(tensors: StoredTensors, key: str) -> torch.dtype:
 
 
 def check_neighbours(config: Settings, key: str, inputs: int, groups: int) -> None:
-    """Raise ValueError unless groups can be runs of neighbouring inputs, all of one size: ``group_size``, if stated."""
+    """Raise ValueError unless ``inputs`` split into ``groups`` equal runs, of ``group_size`` inputs if it is stated."""
     if groups == 0 or inputs % groups:
         refuse_misfit(key, f"{groups} groups", f"a number that divides {inputs} inputs")
     size = setting(config, "group_size", int)
@@ -124,7 +124,7 @@ def check_neighbours(config: Settings, key: str, inputs: int, groups: int) -> No
 
 # ---- transposed
 #
-# GPTQ and AWQ, which store a linear layer of ``in`` inputs and ``out`` outputs transposed.
+# GPTQ and AWQ store a linear layer of ``in`` inputs and ``out`` outputs transposed.
 
 _SEARCH = """
     act_group_aware amp autoround_version batch_size cache_block_outputs damp_auto_increment damp_percent dataset
@@ -137,7 +137,7 @@ _PLACES = """
     model_file_base_name model_name_or_path module_name_preceding_first_block modules_in_block_to_quantize
     modules_to_fuse modules_to_not_convert quant_block_list to_quant_block_names use_cuda_fp16 use_exllama
 """
-# Known settings of GPTQ and AWQ, as gptqmodel, auto_gptq, autoawq, optimum, transformers, AutoRound write them.
+# Known settings of GPTQ and AWQ, as gptqmodel, auto_gptq, autoawq, optimum, transformers and AutoRound write them.
 COMMON_SETTINGS: Known = {
     **dict.fromkeys(_SEARCH.split()),  # how codes were found
     **dict.fromkeys(_PLACES.split()),  # which layers have codes, and what computes with them
@@ -150,7 +150,7 @@ COMMON_SETTINGS: Known = {
 
 
 def refuse_overrides(config: Settings) -> None:
-    """Raise ValueError if gptqmodel's ``dynamic`` has settings for some layers; it may exclude layers, by ``-:``."""
+    """Raise ValueError if gptqmodel's ``dynamic`` has settings for some layers; it may only exclude layers (``-:``)."""
     for pattern in setting(config, "dynamic", dict) or {}:
         if not pattern.startswith("-:"):
             refuse_setting(str(config.get("quant_method")), "dynamic", pattern, "patterns that exclude layers (-:)")
@@ -158,14 +158,14 @@ def refuse_overrides(config: Settings) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Transposed(StoredFormat):
-    """A matrix with outputs as columns of codes, zero points and scales, and inputs in ``scale_groups`` groups."""
+    """A matrix stored with outputs as columns; ``scale_groups`` counts the groups of inputs that share scales."""
 
     scale_groups: int
 
     def pack(self, parts: Parts, first: int, last: int) -> Tensor:
         values = {}
         for field in self.layout.fields:
-            width = field.shape[1]  # columns that belong to a group
+            width = field.shape[1]  # stored columns in a record
             some: Tensor = parts[field.name][:, first * width : last * width]
             values[field.name] = some.unflatten(1, (last - first, width)).transpose(0, 1)
         return self.layout.pack(last - first, **values)
@@ -173,14 +173,14 @@ class _Transposed(StoredFormat):
 
 # ---- gptq
 #
-# Weights of GPTQ checkpoints, as gptqmodel, auto_gptq and optimum write them, with f = 32 / bits codes in a word:
+# Weights of GPTQ checkpoints, as gptqmodel, auto_gptq and optimum write them. A word holds f = 32 / bits codes:
 #
 # - ``qweight``, int32 [in / f, out]: a word holds neighbouring inputs of one output;
 # - ``qzeros``, int32 [groups, out / f]: a word holds the zero points of neighbouring outputs;
 # - ``scales``, float [groups, out];
-# - ``g_idx``, int32 [in]: the group of each input, in any order if it was quantized with ``desc_act``.
+# - ``g_idx``, int32 [in]: the group of each input, in any order if the weight was quantized with ``desc_act``.
 #
-# Files of ``checkpoint_format`` ``gptq``, the first version, hold zero points minus one; those of ``gptq_v2`` do not.
+# In ``checkpoint_format`` ``gptq``, the first version, files hold zero points minus one; in ``gptq_v2``, zero points.
 
 _ONES = {4: 0x11111111, 8: 0x01010101}
 
@@ -200,7 +200,7 @@ class Gptq(_Transposed):
     """A matrix in GPTQ's format; a record holds as many rows as a word holds codes.
 
     Attributes:
-        minus_one: Whether zero points are stored minus one.
+        minus_one: True if zero points are stored minus one.
         order: The group of each input; None if groups are runs of neighbouring inputs, of one size.
     """
 
@@ -279,8 +279,8 @@ class Gptq(_Transposed):
 
     def decode(self, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
         if self.minus_one:
-            # Add to whole words, with carries: gptqmodel subtracts from whole words when it writes, so that a zero
-            # point of 0 borrows from its neighbour. int32 wraps around.
+            # Add to whole words, with carries: gptqmodel subtracts from whole words as it writes, so a zero point of 0
+            # borrows from its neighbour. int32 wraps around.
             qzeros = qzeros + torch.tensor(_ONES[self.bits], dtype=torch.int32, device=qzeros.device)
         codes = unpack_codes(qweight.mT, self.bits)
         zeros = unpack_codes(qzeros, self.bits)[..., : self.rows_per_group].mT
@@ -289,8 +289,8 @@ class Gptq(_Transposed):
 
 # ---- awq
 #
-# Weights of AWQ checkpoints in the ``gemm`` version, as autoawq and gptqmodel write them, in 4 bits. Words hold eight
-# neighbouring outputs, in AWQ's own order (``unpack_awq_codes``):
+# Weights of AWQ checkpoints in the ``gemm`` version, as autoawq and gptqmodel write them, in 4 bits. A word holds eight
+# neighbouring outputs, in AWQ's order (``unpack_awq_codes``):
 #
 # - ``qweight``, int32 [in, out / 8];
 # - ``qzeros``, int32 [groups, out / 8];
@@ -304,7 +304,7 @@ AWQ_SETTINGS: Known = {
     "version": ("gemm",),
     "format": ("gemm",),
     "desc_act": (False,),
-    # One of transformers' backends packs codes in a format of its own, and is not listed.
+    # The backend of transformers that packs codes in another format is left out.
     "backend": (
         *("auto", "auto_trainable", "autoawq", "gemm", "gemm_triton", "machete", "marlin"),
         *("exllama_v1", "exllama_v2", "torch_awq", "torch_fused_awq"),
