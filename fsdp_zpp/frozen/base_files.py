@@ -138,13 +138,6 @@ class SavedWeight:
         return codes, TensorHeader((blocks,), torch.float32)
 
 
-def full_codes(weight: FrozenWeight) -> tuple[Tensor, Tensor]:
-    """Gather all codes, uint8, and scales, fp32, of a weight on the CPU. Collective."""
-    # Clone them: on a CPU they are views of a buffer that the next unit is gathered into.
-    codes, scales = weight.codes_and_scales(weight.holder.gathered_payload(weight, weight.device))
-    return codes.cpu().clone(), scales.cpu().clone()
-
-
 def read_base(folder: Path) -> tuple[TensorFiles, dict[str, SavedWeight]]:
     """Return the files of a quantized base and each weight's metadata, once headers are checked against it."""
     path = folder / BASE_INDEX
@@ -366,9 +359,10 @@ def save_frozen_params(
     rest = _not_quantized(model, group)
     writer = BaseWriter(task.folder, task.limit) if group is None or dist.get_rank(group) == 0 else None
     for weight, name in task.weights.items():  # on all ranks, since gathers are collective
-        codes, scales = full_codes(weight)
+        codes, scales = weight.codes_and_scales(weight.holder.gathered_payload(weight, weight.device))
         if writer is not None:
-            writer.add({f"{name}.{CODES}": codes, f"{name}.{SCALES}": scales})
+            # Clones: on a CPU, codes and scales are views of a buffer that the next unit is gathered into.
+            writer.add({f"{name}.{CODES}": codes.cpu().clone(), f"{name}.{SCALES}": scales.cpu().clone()})
     error = ""
     if writer is not None:
         error = writer.finish(rest, task.stored)

@@ -73,23 +73,6 @@ def show_to_peft() -> None:
     _wrap(*_COMPUTING_WITH_PARAMETER, _with_stand_in)
 
 
-@contextmanager
-def shown_as_parameters(*models: object) -> Iterator[None]:
-    """Register the frozen weights of ``models`` as parameters in this context; skip arguments that are no modules."""
-    registered: list[tuple[FrozenModule, str]] = []
-    for model in models:
-        for _, module, name, weight in frozen_sites(model) if isinstance(model, nn.Module) else ():
-            # PEFT's methods call each other, and only the outermost context registers weights and removes them.
-            if name not in module._parameters:
-                module._parameters[name] = frozen_tensor(weight)  # type: ignore[assignment]  # passes for one
-                registered.append((module, name))
-    try:
-        yield
-    finally:
-        for module, name in registered:
-            module._parameters.pop(name, None)
-
-
 def refuse_lost_ties(model: nn.Module) -> None:
     """Raise ValueError if a sharded model has tied adapters: FSDP does not keep their tie."""
     modules = list(model.modules())
@@ -119,11 +102,22 @@ def _wrap(module: str, cls: str, method: str, how: Callable[..., Callable[..., o
 
 
 def _with_parameters_shown(original: Callable[..., object]) -> Callable[..., object]:
+    """Return a method during which the frozen weights of its arguments that are modules are parameters."""
+
     def method(self: nn.Module, *args: object, **kwargs: object) -> object:
+        registered: list[tuple[FrozenModule, str]] = []
         # Before nn.Module.__init__, self has no submodules to walk.
-        own = [self] if "_modules" in vars(self) else []
-        with shown_as_parameters(*own, *args, *kwargs.values()):
+        for model in (*([self] if "_modules" in vars(self) else []), *args, *kwargs.values()):
+            for _, module, name, weight in frozen_sites(model) if isinstance(model, nn.Module) else ():
+                # PEFT's methods call each other, and only the outermost one registers weights and removes them.
+                if name not in module._parameters:
+                    module._parameters[name] = frozen_tensor(weight)  # type: ignore[assignment]  # passes for one
+                    registered.append((module, name))
+        try:
             return original(self, *args, **kwargs)
+        finally:
+            for module, name in registered:
+                module._parameters.pop(name, None)
 
     return method
 

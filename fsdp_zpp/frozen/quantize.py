@@ -114,10 +114,6 @@ class Selection:
         for candidate in [each for each in self.chosen if each.packed is None]:
             self.leave(candidate, PLAIN)
 
-    @property
-    def left_names(self) -> dict[str, tuple[str, ...]]:
-        return {reason: tuple(name for name, _ in parameters) for reason, parameters in self.left.items()}
-
     def refuse_infinite(self) -> None:
         """Raise ValueError if weights to quantize have NaN or infinite values on this rank."""
         for candidate in self.chosen:
@@ -309,7 +305,7 @@ def quantize_selected(
         sum(candidate.shape.numel() for candidate in selection.chosen),
         bytes_before,
         bytes_after,
-        selection.left_names,
+        {reason: tuple(name for name, _ in parameters) for reason, parameters in selection.left.items()},
         stored,
     )
     return report, base

@@ -76,12 +76,8 @@ class Placement:
 
     def chunk_numel(self, numel: int, codec: Codec) -> int:
         """Return the size of a chunk of ``numel`` values, in whole blocks; the last chunks may have padding."""
-        block = block_of(codec)
+        block = int(getattr(codec, "block", 16))  # a codec without blocks: 16 values keep payloads aligned
         return -(-numel // (self.chunks * block)) * block
-
-
-def block_of(codec: Codec) -> int:
-    return int(getattr(codec, "block", 16))  # a codec without blocks: 16 values keep payloads aligned
 
 
 def place_base(model: nn.Module, scope: str, group: dist.ProcessGroup | None, gpus_per_node: int | None) -> Placement:
@@ -320,7 +316,7 @@ class _Buffer:
 
     def hold(self, unit: FrozenUnit) -> Tensor:
         """Return memory for the values of ``unit``, uint8 of its gathered shape."""
-        rows, nbytes = unit.gathered_shape
+        rows, nbytes = unit.placement.chunks, unit.local_nbytes
         if self.memory is None or self.memory.numel() < rows * nbytes or self.memory.device != unit.device:
             # Drop the views, too, so that the old memory is freed before the new memory is allocated.
             self.memory, self.parts = None, ()
@@ -424,11 +420,6 @@ class FrozenUnit:
     def nbytes(self) -> int:
         return self._shard.nbytes
 
-    @property
-    def gathered_shape(self) -> tuple[int, int]:
-        """Return the shape of the gathered payload: rows of bytes, one for each chunk."""
-        return self.placement.chunks, self.local_nbytes
-
     def move(self, device: torch.device) -> None:
         self._buffers.drop(self)  # gathered payloads are on the old device
         with out_of_inference_mode():  # the shard outlives the forward, which may be what moves it
@@ -454,7 +445,7 @@ class FrozenUnit:
         return gathered.split(self._nbytes, dim=1)
 
     def gather(self, out: Tensor) -> None:
-        """Gather the payload over the intra-node hop into ``out``, uint8 of the gathered shape. Collective."""
+        """Gather the payload over the intra-node hop into ``out``, uint8 [chunks, local_nbytes]. Collective."""
         assert self._intra is not None
         self._intra.all_gather(self._shard, self.label, out)
 
