@@ -122,8 +122,7 @@ NEEDED = (
     Needed("torch.distributed.device_mesh.DeviceMesh", "_dim_group_names _flatten _get_root_mesh _unflatten"),
     Needed("torch.distributed.device_mesh.DeviceMesh", "_pg_registry", since=(2, 13)),
     Needed(
-        "torch.distributed.distributed_c10d",
-        "_coalescing_manager _new_process_group_helper _process_group_name _world",
+        "torch.distributed.distributed_c10d", "_coalescing_manager _new_process_group_helper _process_group_name _world"
     ),
     Needed("torch.distributed.elastic.rendezvous.dynamic_rendezvous._BackendRendezvousStateHolder", "_cache_duration"),
     Needed(
@@ -208,8 +207,7 @@ NEEDED = (
     Needed(f"{_SHARD}._fsdp_state.FSDPStateContext", "manual_backward_finalization_active", since=(2, 15)),
     Needed(f"{_SHARD}._fully_shard.fully_shard", "state"),
     Needed(
-        f"{_FSDP}._init_utils",
-        "SHARDING_STRATEGY_MAP _init_param_handle_from_params _sync_module_params_and_buffers",
+        f"{_FSDP}._init_utils", "SHARDING_STRATEGY_MAP _init_param_handle_from_params _sync_module_params_and_buffers"
     ),
     Needed(f"{_FSDP}._optim_utils", "_map_param_key_to_optim_keys"),
     Needed(

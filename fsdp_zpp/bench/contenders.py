@@ -359,11 +359,7 @@ _STRATEGIES: dict[str, Strategy | ShardingStrategy] = {
     "mixzpp": Strategy.mixzpp(),
 }
 _ONCE = "once-zeropp"
-NAMES_ON_NODES = (
-    *_STRATEGIES,
-    _ONCE,
-    *(f"{name}-{base}" for name in (_ONCE, "mixzpp") for base in ("int4", "nf4")),
-)
+NAMES_ON_NODES = (*_STRATEGIES, _ONCE, *(f"{name}-{base}" for name in (_ONCE, "mixzpp") for base in ("int4", "nf4")))
 ALONE = "-alone"
 NAMES = (*NAMES_ON_NODES, *(f"{name}{ALONE}" for name in NAMES_ON_NODES if name not in TORCHS))
 """All names. ``once-zeropp`` wraps the model once, after its base was quantized in int8; with ``-int4`` or ``-nf4``, in

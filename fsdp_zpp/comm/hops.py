@@ -309,13 +309,7 @@ def decode(
 
 
 def decode_sum(
-    codec: Codec,
-    received: Tensor,
-    out: Tensor,
-    cols: int,
-    scale: float,
-    label: str,
-    exact: ExactPlaces | None = None,
+    codec: Codec, received: Tensor, out: Tensor, cols: int, scale: float, label: str, exact: ExactPlaces | None = None
 ) -> None:
     """Decode and sum ``cols`` chunks, in order, for the unit ``label``; ``exact`` as in :func:`decode`."""
     with labelled("decode_sum", label):

@@ -586,12 +586,7 @@ class WeightGather:
     """
 
     def __init__(
-        self,
-        mesh: ProcessMesh,
-        codec: Codec | None,
-        keep_secondary: bool,
-        traffic: Traffic,
-        label: str = "unit",
+        self, mesh: ProcessMesh, codec: Codec | None, keep_secondary: bool, traffic: Traffic, label: str = "unit"
     ) -> None:
         inter = hop_over(mesh.inter, "gather", "inter", traffic)
         self._intra = hop_over(mesh.intra, "gather", "intra", traffic)

@@ -325,10 +325,7 @@ class ReadTensors:
 
 
 def put_in(
-    model: nn.Module,
-    selection: Selection,
-    group: dist.ProcessGroup | None,
-    read: Callable[[], ReadTensors],
+    model: nn.Module, selection: Selection, group: dist.ProcessGroup | None, read: Callable[[], ReadTensors]
 ) -> FrozenReport:
     """Put the tensors that ``read`` returns into ``model``; weights are in the order of the selection. Collective.
 

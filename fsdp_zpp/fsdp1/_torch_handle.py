@@ -15,9 +15,7 @@ from torch.distributed.fsdp import (
     _runtime_utils as runtime,
     _unshard_param_utils as unshard_param_utils,
 )
-from torch.distributed.fsdp._common_utils import (
-    _no_dispatch_record_stream as no_dispatch_record_stream,
-)
+from torch.distributed.fsdp._common_utils import _no_dispatch_record_stream as no_dispatch_record_stream
 from torch.distributed.fsdp._flat_param import FlatParamHandle, HandleTrainingState
 
 from fsdp_zpp.comm.agreement import all_reduce_flags

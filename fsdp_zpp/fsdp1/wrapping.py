@@ -30,12 +30,7 @@ from fsdp_zpp.frozen.hugging_face import guard_save_pretrained
 from fsdp_zpp.frozen.quantize import left_to_shard, log_frozen, prepare_frozen, quantize_for
 from fsdp_zpp.names import explains_keywords, model_name
 from fsdp_zpp.runtime._torch_flat_parts import copy_replaced, hear_of_loads, is_in_flat_parameter
-from fsdp_zpp.runtime._torch_rank_layout import (
-    RankLayout,
-    joined_by_links,
-    node_size_fact,
-    read_2d_mesh,
-)
+from fsdp_zpp.runtime._torch_rank_layout import RankLayout, joined_by_links, node_size_fact, read_2d_mesh
 from fsdp_zpp.runtime.api import (
     AdapterUnits,
     Shared,

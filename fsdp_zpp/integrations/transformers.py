@@ -33,14 +33,7 @@ from fsdp_zpp.runtime.full_tensors import reshard
 from fsdp_zpp.runtime.unit import named_units
 from fsdp_zpp.strategy.strategy import Strategy
 
-from ._common import (
-    MarkedSave,
-    check_complete,
-    check_strategy,
-    load_beside,
-    require,
-    save_beside,
-)
+from ._common import MarkedSave, check_complete, check_strategy, load_beside, require, save_beside
 
 require("transformers", "5.16")
 

@@ -93,12 +93,7 @@ class Fragment:
         was_reloaded: True from a load of weights without a state of local steps until that load is handled.
     """
 
-    def __init__(
-        self,
-        config: LocalSteps,
-        outer: OuterStep,
-        unit: ExchangedUnit,
-    ) -> None:
+    def __init__(self, config: LocalSteps, outer: OuterStep, unit: ExchangedUnit) -> None:
         self.config, self.outer, self.progress = config, outer, Progress()
         self.pending: dict[int, tuple[list[ParameterState], Callable[[list[ParameterState]], None]]] = {}
         self.optimizers = KnownOptimizers()

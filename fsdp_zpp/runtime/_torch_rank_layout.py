@@ -15,14 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init
 
 from fsdp_zpp.comm.agreement import agree
-from fsdp_zpp.comm.mesh import (
-    ProcessMesh,
-    launcher_variables,
-    mesh_on,
-    tells_node_size,
-    topology_of,
-    twin_of,
-)
+from fsdp_zpp.comm.mesh import ProcessMesh, launcher_variables, mesh_on, tells_node_size, topology_of, twin_of
 from fsdp_zpp.strategy.error_feedback import Topology
 from fsdp_zpp.strategy.strategy import Strategy
 

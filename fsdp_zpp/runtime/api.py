@@ -291,10 +291,7 @@ def traffic(model: nn.Module, *, reset: bool = False) -> dict[Kind, dict[Level, 
     Raises:
         ValueError: If nothing of fsdp_zpp is in ``model``.
     """
-    total: dict[Kind, dict[Level, int]] = {
-        "gather": {"inter": 0, "intra": 0},
-        "reduce": {"inter": 0, "intra": 0},
-    }
+    total: dict[Kind, dict[Level, int]] = {"gather": {"inter": 0, "intra": 0}, "reduce": {"inter": 0, "intra": 0}}
     for counter in counters_of(model):
         for (kind, level), nbytes in counter.since_reset().items():
             total[kind][level] += nbytes

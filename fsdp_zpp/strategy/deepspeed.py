@@ -161,10 +161,7 @@ class _Section:
         return f"{self.prefix}{key}={self.values.get(key)!r}"
 
     def check(
-        self,
-        known: Collection[str],
-        elsewhere: Collection[str],
-        refused: Mapping[str, Collection[object]],
+        self, known: Collection[str], elsewhere: Collection[str], refused: Mapping[str, Collection[object]]
     ) -> None:
         """Raise if a key is not in ``known``, or is in ``refused`` with a value that changes something."""
         for key, value in self.values.items():

@@ -115,11 +115,7 @@ class ErrorBufferSpec:
 
 
 def error_buffer_specs(
-    config: LoCo,
-    codecs: tuple[Codec | None, Codec | None],
-    optimizer_scope: str,
-    topology: Topology,
-    numel: int,
+    config: LoCo, codecs: tuple[Codec | None, Codec | None], optimizer_scope: str, topology: Topology, numel: int
 ) -> dict[str, ErrorBufferSpec]:
     """Return the error buffers of a gradient reduction, by the name of the transfer.
 

@@ -47,13 +47,7 @@ def load_blocks(values_ptr, numel, BLOCK: tl.constexpr, TILE: tl.constexpr, MASK
 
 @triton.jit
 def store_groups(
-    values,
-    out_ptr,
-    numel,
-    TILE: tl.constexpr,
-    GROUP: tl.constexpr,
-    MASKED: tl.constexpr,
-    EVICTION: tl.constexpr,
+    values, out_ptr, numel, TILE: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr, EVICTION: tl.constexpr
 ):
     """Store this program's tile, fp32 in any shape, rounded once to the output's dtype."""
     start = tile_index() * TILE

@@ -100,13 +100,7 @@ def _magnitude(values, BLOCK: tl.constexpr, TILE: tl.constexpr, GROUP: tl.conste
 
 @triton.jit
 def _rms_scales(
-    values,
-    absmax,
-    numel,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP: tl.constexpr,
-    MASKED: tl.constexpr,
+    values, absmax, numel, BLOCK: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr
 ):
     """Return RMS_SCALE times each block's root mean square, fp32 [TILE // BLOCK]; see [Note: Two bits]."""
     unit = tl.maximum(absmax * (1 / _SQUARED_STEPS), _MIN_SCALE)
