@@ -374,9 +374,7 @@ def gathered_weights(
         tensors = tensors_of(model, decoded_weights_of)
         if merged or dtype is not None:
             _refuse_packed(tensors)
-        if merged:
-            tensors = merged_tensors(model, tensors)
-        return tensors
+        return merged_tensors(model, tensors) if merged else tensors
 
     def summary(tensors: Sequence[TensorOfModel]) -> str:
         listed = [(tensor.names, tuple(tensor.full.shape), tensor.full.stored) for tensor in tensors]

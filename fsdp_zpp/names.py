@@ -49,12 +49,10 @@ def base_fqns(module: nn.Module, path: str = "", base: str | None = "") -> Itera
     for name, child in module._modules.items():
         if child is None:  # registered, but left out by this model
             continue
-        if base is None or (inserted is not None and name not in inserted):
-            below = None
-        elif inserted is not None:
-            below = base
+        if inserted is not None:
+            below = base if name in inserted else None
         else:
-            below = original_path(join_fqn(base, name))
+            below = None if base is None else original_path(join_fqn(base, name))
         yield from base_fqns(child, join_fqn(path, name), below)
 
 

@@ -247,10 +247,11 @@ class Findings(NamedTuple):
 
 def measure_all(arguments: argparse.Namespace, config: Any, place: torch.device) -> Findings:
     """Measure the links and all strategies in turn. Collective; rank 0 writes the JSON file after each."""
-    if is_rank_zero():
-        _log.info("measuring the links")
+    _log.info("measuring the links")
     links = measure_links(arguments.gpus_per_node, place.type)
-    task = _task(arguments, config, links, place.type)
+    fields = ("micro_batch", "micro_batches", "sequence", "checkpointing", "compile")
+    work = {name: getattr(arguments, name) for name in fields}
+    task = Task(config, links.nodes, links.gpus_per_node, lora=arguments.lora or 0, device=place.type, **work)
     planner = Planner(module_size(network(task)), task, links, free_gib(place))
     # Ranks may have different packages, but they must try the same strategies.
     names = arguments.strategies or from_first_rank(",".join(candidates(planner)))
@@ -264,20 +265,13 @@ def measure_all(arguments: argparse.Namespace, config: Any, place: torch.device)
     return Findings(links, rows, recommend(rows), notes)
 
 
-def _task(arguments: argparse.Namespace, config: Any, links: Links, device: str) -> Task:
-    names = ("micro_batch", "micro_batches", "sequence", "checkpointing", "compile")
-    work = {name: getattr(arguments, name) for name in names}
-    return Task(config, links.nodes, links.gpus_per_node, lora=arguments.lora or 0, device=device, **work)
-
-
 def _measured(
     arguments: argparse.Namespace, task: Task, planner: Planner, contenders: list[Contender]
 ) -> Iterator[Row]:
     schedule = Schedule(arguments.warmup, arguments.steps)
     beside_states = 0.0
     for number, one in enumerate(contenders, 1):
-        if is_rank_zero():
-            _log.info("measuring %s (%d of %d)", one.label, number, len(contenders))
+        _log.info("measuring %s (%d of %d)", one.label, number, len(contenders))
         about = {"label": one.label, "code": one.code, "is_torchs": one.is_torchs}
         reason = planner.does_not_fit(one, beside_states)
         if reason:
@@ -391,7 +385,7 @@ def add_bench(subparsers: argparse._SubParsersAction[Any], formatter: Any) -> No
 
 def run(arguments: argparse.Namespace) -> int:
     logging.basicConfig(format="%(message)s")
-    logging.getLogger(__package__).setLevel(logging.INFO)
+    logging.getLogger(__package__).setLevel(logging.INFO if is_rank_zero() else logging.WARNING)
     with errors_of_arguments(arguments.parser):
         check(arguments)
         if arguments.strategies is not None:  # names are checked before the hub is asked for a model

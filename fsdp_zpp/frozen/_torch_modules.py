@@ -503,9 +503,3 @@ def packed_linear(parameter: nn.Parameter, modules: Sequence[nn.Module]) -> Stor
         parts |= {"nested_absmax": state.state2.absmax, "nested_table": state.state2.code}
     stored = FourBit(torch.Size(state.shape), state.dtype, {}, state.quant_type, state.blocksize, nested, offset)
     return stored_in(stored, parts)
-
-
-def unpack_linear(module: nn.Module) -> None:
-    """Turn a packed layer into torch's own linear layer, which computes in the dtype of its input."""
-    module.__class__ = nn.Linear
-    vars(module).pop("quant_state", None)

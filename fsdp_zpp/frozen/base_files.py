@@ -350,35 +350,27 @@ def save_frozen_params(
         RuntimeError: If the first rank can't write; every rank raises.
     """
     group = ranks_of(model, process_group)
-    task = agree(
+    weights, stored = agree(
         group,
         lambda: _check(model, path, max_file_size),
-        lambda task: repr(list(task.stored.items())),
+        lambda checked: repr(list(checked[1].items())),
         "called save_frozen_params with other quantized weights than",
     )
     rest = _not_quantized(model, group)
-    writer = BaseWriter(task.folder, task.limit) if group is None or dist.get_rank(group) == 0 else None
-    for weight, name in task.weights.items():  # on all ranks, since gathers are collective
+    folder = Path(path)
+    writer = BaseWriter(folder, max_file_size) if group is None or dist.get_rank(group) == 0 else None
+    for weight, name in weights.items():  # on all ranks, since gathers are collective
         codes, scales = weight.codes_and_scales(weight.holder.gathered_payload(weight, weight.device))
         if writer is not None:
             # Clones: on a CPU, codes and scales are views of a buffer that the next unit is gathered into.
             writer.add({f"{name}.{CODES}": codes.cpu().clone(), f"{name}.{SCALES}": scales.cpu().clone()})
-    error = ""
-    if writer is not None:
-        error = writer.finish(rest, task.stored)
-    if error := from_first_rank(error, group):
-        raise RuntimeError(f"the frozen base could not be saved to {task.folder}: {error}")
+    if error := from_first_rank("" if writer is None else writer.finish(rest, stored), group):
+        raise RuntimeError(f"the frozen base could not be saved to {folder}: {error}")
 
 
-@dataclass(frozen=True)
-class _Task:
-    folder: Path
-    limit: int
-    weights: dict[FrozenWeight, str]
-    stored: dict[str, SavedWeight]
-
-
-def _check(model: nn.Module, path: str | os.PathLike[str], max_file_size: int) -> _Task:
+def _check(
+    model: nn.Module, path: str | os.PathLike[str], max_file_size: int
+) -> tuple[dict[FrozenWeight, str], dict[str, SavedWeight]]:
     check_module(model)
     weights = {weight: names[0] for weight, names in frozen_names(model).items()}
     if not weights:
@@ -392,7 +384,7 @@ def _check(model: nn.Module, path: str | os.PathLike[str], max_file_size: int) -
             f"{folder} has a base already, and a base is saved once, since it does not change; give another folder, or "
             "remove that base first"
         )
-    return _Task(folder, max_file_size, weights, stored)
+    return weights, stored
 
 
 def _not_quantized(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:

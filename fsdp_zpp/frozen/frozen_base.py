@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -216,10 +216,11 @@ class FrozenBase:
         """Return the weights of each unit; if the model is still alive, name weights by their FQNs in it."""
         groups: Groups = {}
         placed = set()
-        for name, unit, weight in _named_units(root) if root is not None else ():
+        modules = {} if root is None else dict(root.named_modules())
+        for path, _, name, weight in frozen_sites(root) if root is not None else ():
             if weight in self.weights and weight not in placed:  # a tied weight belongs to the unit of its first module
                 placed.add(weight)
-                weight.name = name
+                weight.name, unit = parameter_name(path, name), original_path(unit_path(path, modules))
                 groups.setdefault((unit, weight.placement), []).append(weight)
         for weight in self.weights:
             if weight not in placed:  # its module has left the model, but may still be used by itself
@@ -245,13 +246,6 @@ def _check_agreement(model: str, groups: Groups) -> None:
             if placement.mesh.group is group
         }
         check_agreement(group, f"the first use of the frozen base of {model}", facts)
-
-
-def _named_units(root: nn.Module) -> Iterator[tuple[str, str, FrozenWeight]]:
-    """Yield each frozen weight with its FQN and the name of its unit."""
-    modules = dict(root.named_modules())
-    for path, _, name, weight in frozen_sites(root):
-        yield parameter_name(path, name), original_path(unit_path(path, modules)), weight
 
 
 # ---- nodes

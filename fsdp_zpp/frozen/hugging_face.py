@@ -305,13 +305,15 @@ def path_of(peft_model: PeftModel, model: nn.Module) -> str:
 @contextmanager
 def as_plain(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[None]:
     """Let ``peft_model`` save the tensors of :func:`adapter_state` as if it were not sharded, in this context."""
-    with _original_paths(peft_model), _whole_prompts(peft_model, state):
-        yield
 
+    # PEFT chooses by FQNs which tensors to save, so modules have their FQNs without wrappers.
+    def named_modules(
+        memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        for path, module in nn.Module.named_modules(peft_model, memo, prefix, remove_duplicate):
+            yield original_path(path), module
 
-@contextmanager
-def _whole_prompts(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[None]:
-    """Give prompt encoders full parameters, in this context: PEFT saves the prompts that they compute."""
+    # PEFT saves the prompts that prompt encoders compute, so these have full parameters.
     sharded: list[tuple[nn.Module, str, nn.Parameter]] = []
     encoders = getattr(peft_model, "prompt_encoder", nn.ModuleDict())
     for path, module in encoders.named_modules():
@@ -320,28 +322,13 @@ def _whole_prompts(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[
             if parameter is not None and whole is not None:
                 sharded.append((module, name, parameter))
                 module._parameters[name] = nn.Parameter(whole, requires_grad=False)
-    try:
-        yield
-    finally:
-        for module, name, parameter in sharded:
-            module._parameters[name] = parameter
-
-
-@contextmanager
-def _original_paths(peft_model: PeftModel) -> Iterator[None]:
-    """Give modules their FQNs without wrappers, in this context: PEFT chooses by FQNs which tensors to save."""
-
-    def named_modules(
-        memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        for path, module in nn.Module.named_modules(peft_model, memo, prefix, remove_duplicate):
-            yield original_path(path), module
-
     vars(peft_model)["named_modules"] = named_modules  # on this instance alone
     try:
         yield
     finally:
         del vars(peft_model)["named_modules"]
+        for module, name, parameter in sharded:
+            module._parameters[name] = parameter
 
 
 # ---- full tensors

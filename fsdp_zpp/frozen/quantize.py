@@ -25,15 +25,7 @@ from fsdp_zpp.runtime.full_tensors import reshard
 from fsdp_zpp.runtime.unit import StrategyUnit, is_packed
 from fsdp_zpp.strategy.strategy import Strategy
 
-from ._torch_modules import (
-    FrozenModule,
-    frozen_sites,
-    packed_linear,
-    plain_class,
-    sharded_parameters,
-    unfreeze,
-    unpack_linear,
-)
+from ._torch_modules import FrozenModule, frozen_sites, packed_linear, plain_class, sharded_parameters, unfreeze
 from .checkpoint_reading import OTHER_FILES, ModelTensor, PlainTensor, find_tensors
 from .frozen_base import FrozenBase, FrozenReport, check_nodes, log_report
 from .weight import FrozenWeight, Placement, ReadValues, place_base
@@ -295,7 +287,8 @@ def quantize_selected(
         stored += isinstance(options.codec, AsStored) and weight.codec != options.codec.otherwise
         if candidate.packed is not None:
             for _, module, _ in candidate.sites:
-                unpack_linear(module)
+                module.__class__ = nn.Linear
+                vars(module).pop("quant_state", None)
         base.add(weight, row, candidate.sites)
     report = FrozenReport(
         model_name(model),
@@ -593,13 +586,8 @@ def quantize_frozen_params(
     facts = {"codec": chosen, "placement": placement, "min_numel": min_numel, "dtype": dtype, "from": in_the_model}
     facts |= {"from a checkpoint": checkpoint is not None}
     selection.check_agreement("quantize_frozen_params", model, group, gpus_per_node, facts)
-    options = FrozenOptions(
-        chosen,
-        place_base(model, placement, group, gpus_per_node),
-        kept_on,
-        dtype,
-        group if sync_module_states else None,
-    )
+    where = place_base(model, placement, group, gpus_per_node)
+    options = FrozenOptions(chosen, where, kept_on, dtype, group if sync_module_states else None)
     if checkpoint is not None:
         return put_in(model, selection, group, lambda: _read(model, checkpoint, selection, options, group))
     report, _ = quantize_selected(model, selection, options)

@@ -138,7 +138,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             if plan.joins and (secondary.encoded_by is None or plan.numel == 0):
                 shard = plan.join_inputs()
             # If ``shard`` is None, a stale secondary shard gets values and version from ``weights.read()``.
-            is_compared = self.unit.keeps_weights and not (secondary.stale and shard is None)
+            is_compared = self.weights.reuses and not (secondary.stale and shard is None)
             out = torch.empty(plan.numel, dtype=plan.dtype, device=self.device)
             gather(shard, out, self.weights.shard_version() if is_compared else None)
             event = stream.record_event()
@@ -435,7 +435,7 @@ class WatchedState(FSDPState):
         if synchronized:
             shared = [each for group in watch.groups if (each := group.gradients).use.took_part or each.use.has_errors]
             asked = [(each.use, each.reductions.mesh, used) for each in shared if (used := each.use.in_step())]
-            for use, used_by_any in all_reduce_flags(asked):
+            for use, used_by_any in all_reduce_flags(asked) if asked else ():
                 use.drop_unused(used_by_any)
         for group, is_last in zip(watch.groups, last, strict=True):
             group.gradients.end_backward(synchronized and is_last)

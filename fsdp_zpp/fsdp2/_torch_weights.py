@@ -32,7 +32,7 @@ from fsdp_zpp.comm.flat_layout import NO_PARAMETERS, FlatLayout, Piece, sent_exa
 from fsdp_zpp.comm.gradient_reduce import PendingReduction, StepReductions
 from fsdp_zpp.comm.hops import keep_until_read
 from fsdp_zpp.comm.weight_gather import SecondaryShard, ShardValues, ShardVersion
-from fsdp_zpp.runtime.unit import StrategyUnit, encodes_itself
+from fsdp_zpp.runtime.unit import StrategyUnit
 
 # ---- states and groups
 
@@ -204,10 +204,14 @@ def gather_result(dtypes: list[list[torch.dtype]], numels: list[list[int]], size
     )
 
 
+def encodes_itself(param: FSDPParam) -> bool:
+    return hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
+
+
 def has_own_bytes(params: Sequence[FSDPParam]) -> bool:
     """Return whether a parameter encodes itself as bytes of its own. Collective if such an encoding is."""
     # Ask every parameter, even after the first that does, so that ranks enter the same collectives.
-    return any([not _sends_values(param) for param in params if encodes_itself(param.sharded_param)])  # noqa: C419
+    return any([not _sends_values(param) for param in params if encodes_itself(param)])  # noqa: C419
 
 
 @torch.no_grad()
@@ -244,7 +248,7 @@ class GatherPlan:
         self._world = group._all_gather_process_group.size()
         self.mixed = any(dtype != dtypes[0] for dtype in dtypes)
         self.dtype = reduce(torch.promote_types, dtypes)
-        self.joins = any(encodes_itself(param.sharded_param) for param in params) or (self.mixed and not encodes)
+        self.joins = any(map(encodes_itself, params)) or (self.mixed and not encodes)
         if self.joins and not encodes:
             self.dtype = torch.uint8
         self.layout = layout_of(group, params, range(len(params)))
@@ -275,7 +279,7 @@ class GatherPlan:
             [[each.numel() for each in inputs] for inputs in by_param],
             [each.nbytes if self.mixed or as_bytes else each.numel() for each in flat],
         )
-        extensions = ((param, param._extensions_data) for param in params if encodes_itself(param.sharded_param))
+        extensions = ((param, param._extensions_data) for param in params if encodes_itself(param))
         self._extensions = [(p, data.all_gather_metadata, data.all_gather_input_sizes) for p, data in extensions]
         self.shard_numel = joined.numel()
         self.numel = self.shard_numel * self._world
@@ -529,6 +533,7 @@ class GroupWeights:
     """A parameter group's weights: the source of its gathers and secondary shard, and the memory that it keeps.
 
     Attributes:
+        reuses: Whether gathers reuse the result of an earlier one.
         staleness_guard: The secondary shard, which knows whether kept weights are stale; None if the strategy does not
             keep weights unsharded from one micro-batch to the next.
         is_kept: Whether the memory of unsharded weights is kept while modules show shards.
@@ -548,6 +553,7 @@ class GroupWeights:
         self.plan: GatherPlan | None = None
         self.comm: StrategyAllGather | None = None
         self.staleness_guard: SecondaryShard | None = None
+        self.reuses = unit.keeps_weights
         if gather is not None:
             gather.secondary.source = self
             self.staleness_guard = gather.secondary if unit.keep_unsharded else None
@@ -600,12 +606,14 @@ class GroupWeights:
     def read(self) -> ShardValues:
         """Return the flat, padded shards of all parameters, in the order in which the group gathers them."""
         plan, device = self.plan or self.make_plan(), self._group.device
-        shards = [plan.join_inputs()] if plan.joins else [p._sharded_param_data for p in self._group.fsdp_params]
+        params = self._group.fsdp_params
+        shards = [plan.join_inputs()] if plan.joins else [param._sharded_param_data for param in params]
         if shards[0].device != device:
             shards = [shard.to(device, non_blocking=True) for shard in shards]
         if plan.cast_before_joining:
             shards = [shard.to(plan.dtype) for shard in shards]
-        return ShardValues(shards, plan.shard_numel, self.shard_version(), self.is_trained())
+        trained = any(map(requires_gradient, params))
+        return ShardValues(shards, plan.shard_numel, self._version.of(plan.memory, plan.counted), trained)
 
     def compares_contents(self) -> bool:
         return self._version.of_contents

@@ -37,17 +37,14 @@ Configuration = Mapping[str, Any]
 """Keys of axolotl's configuration."""
 
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
-_LEVELS = "leave it out, and set levels and gpus_per_node in fsdp_zpp"
-_HSDP = "leave it out; fsdp_zpp: {levels: III, gpus_per_node: the size of a replica} is HSDP"
 _TENSOR = "the accelerate that axolotl pins can't clip gradients of several meshes together: leave it out"
 _CONTEXT = "axolotl's own ring attention has not been tried with a strategy: leave it out"
-_EXPERTS = "axolotl shards experts itself for it, by torch's own FSDP: leave it out"
 _FROZEN = "leave it out, or have the strategy take over what bitsandbytes packs: fsdp_zpp: {frozen: as stored}"
 
 _ALTERNATIVES = {
     "deepspeed": NO_DEEPSPEED,
     "fsdp": "axolotl has deprecated it, and the strategy decides what is sharded: leave it out",
-    "dp_shard_size": _LEVELS,
+    "dp_shard_size": "leave it out, and set levels and gpus_per_node in fsdp_zpp",
     "gptq": "its codes are buffers, which no FSDP shards: start from the base that was quantized, with frozen: nf4",
     "fp32_norms": "axolotl shards norms itself for it, and a strategy shards the whole model: leave it out",
     "fp8_enable_fsdp_float8_all_gather": "a strategy gathers the weights: leave it out, and write weights: int8:256",
@@ -60,11 +57,11 @@ _PACKED = ("load_in_4bit", "load_in_8bit")
 """Keys that make bitsandbytes pack layers; only a strategy with ``frozen=`` can take such layers over."""
 
 _SIZES = {
-    "dp_replicate_size": _HSDP,
+    "dp_replicate_size": "leave it out; fsdp_zpp: {levels: III, gpus_per_node: the size of a replica} is HSDP",
     "tensor_parallel_size": _TENSOR,
     "context_parallel_size": _CONTEXT,
     "sequence_parallel_degree": _CONTEXT,
-    "expert_parallel_size": _EXPERTS,
+    "expert_parallel_size": "axolotl shards experts itself for it, by torch's own FSDP: leave it out",
 }
 """Keys that a strategy can honour only if they are 1, and what to do instead."""
 

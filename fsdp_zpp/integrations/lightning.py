@@ -80,9 +80,7 @@ class WholeCheckpoints(ParallelStrategy):
         super().setup_environment()
 
     def lightning_module_state_dict(self) -> dict[str, object]:
-        if self.model is None or not self._saves_files:
-            return super().lightning_module_state_dict()
-        with with_quantized_weights(self.model):
+        with with_quantized_weights(self.model) if self.model is not None and self._saves_files else nullcontext():
             return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: object = None) -> None:

@@ -30,7 +30,6 @@ from .transformers import prepare_references_by_strategy
 TASKS = ("causal_lm", "dpo")
 """Tasks, and kinds of RLHF, that have been tried with a strategy."""
 
-_FACTORY = "get_trainer_cls"
 _IS_REPLACED = "_fsdp_zpp_strategy"
 
 _ALTERNATIVES = {
@@ -40,8 +39,6 @@ _ALTERNATIVES = {
     "use_ray": "the strategy would not reach the processes that Ray starts: leave it out, and set NPROC_PER_NODE",
 }
 """Arguments of ms-swift that a strategy can't honour, and what to do instead."""
-
-_OPTIMIZERS = ("galore", "muon", "muonclip")
 
 
 def use_strategy(strategy: Strategy) -> None:
@@ -55,7 +52,7 @@ def use_strategy(strategy: Strategy) -> None:
         ValueError: If the trainers have a strategy already.
     """
     check_strategy(strategy)
-    original = getattr(TrainerFactory, _FACTORY)
+    original = TrainerFactory.get_trainer_cls
     if (present := getattr(original, _IS_REPLACED, None)) is not None:
         raise ValueError(f"ms-swift's trainers have a strategy already, {present}")
 
@@ -66,7 +63,7 @@ def use_strategy(strategy: Strategy) -> None:
         return trainer
 
     setattr(get_trainer_cls, _IS_REPLACED, strategy)
-    setattr(TrainerFactory, _FACTORY, staticmethod(get_trainer_cls))
+    TrainerFactory.get_trainer_cls = staticmethod(get_trainer_cls)
 
 
 def check_arguments(args: Any) -> None:
@@ -80,7 +77,7 @@ def check_arguments(args: Any) -> None:
             args.sequence_parallel_size,
             "ms-swift's sequence parallelism has not been tried with it: leave it out",
         )
-    if args.optimizer in _OPTIMIZERS:
+    if args.optimizer in ("galore", "muon", "muonclip"):
         refuse("optimizer", args.optimizer, NO_WHOLE_MATRICES)
     task = getattr(args, "rlhf_type", None) or args.task_type
     if task not in TASKS:

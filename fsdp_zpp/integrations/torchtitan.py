@@ -98,18 +98,16 @@ class StrategyParallelism(ParallelismConfig):
 
     def to_dict(self) -> dict[str, object]:
         """Return the section in JSON types, for torchtitan's log."""
-        section = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return section | {"strategy": None if self.strategy is None else self.strategy.to_dict()}
+        return _values(self) | {"strategy": None if self.strategy is None else self.strategy.to_dict()}
 
 
 def check_combination(strategy: Strategy, parallelism: ParallelismConfig, training: TrainingConfig) -> None:
     """Raise if these settings can't be combined with a strategy."""
     _check_type(strategy)
-    alone = "pass --parallelism.strategy None for torchtitan's own FSDP"
     if parallelism.enable_fsdp_symm_mem:
         raise ValueError(
             "parallelism.enable_fsdp_symm_mem is for torch's own collectives, which a strategy replaces; leave it out, "
-            f"or {alone}"
+            "or pass --parallelism.strategy None for torchtitan's own FSDP"
         )
     if not training.disable_cuda_graphs:
         raise ValueError(
@@ -117,20 +115,16 @@ def check_combination(strategy: Strategy, parallelism: ParallelismConfig, traini
             "and a strategy's differs between them; set --training.disable_cuda_graphs"
         )
     for part in strategy.all_strategies:
-        _check_part(part, parallelism)
-
-
-def _check_part(strategy: Strategy, parallelism: ParallelismConfig) -> None:
-    if parallelism.fsdp_reshard_after_forward == "always" and strategy.parameters == "N":
-        raise ValueError(
-            f"parallelism.fsdp_reshard_after_forward=always contradicts {strategy.levels!r}, whose parameter "
-            "scope N keeps the parameters unsharded until they change; leave it out, or choose parameter scope I or G"
-        )
-    if strategy.frozen is not None:
-        raise ValueError(
-            f"parallelism.strategy: frozen={strategy.frozen} quantizes weights when the model is sharded, and "
-            "torchtitan loads them afterwards; leave frozen out"
-        )
+        if parallelism.fsdp_reshard_after_forward == "always" and part.parameters == "N":
+            raise ValueError(
+                f"parallelism.fsdp_reshard_after_forward=always contradicts {part.levels!r}, whose parameter scope N "
+                "keeps the parameters unsharded until they change; leave it out, or choose parameter scope I or G"
+            )
+        if part.frozen is not None:
+            raise ValueError(
+                f"parallelism.strategy: frozen={part.frozen} quantizes weights when the model is sharded, and "
+                "torchtitan loads them afterwards; leave frozen out"
+            )
 
 
 def _check_type(strategy: object) -> None:

@@ -201,7 +201,7 @@ def _subclass(cls: type, strategy: Strategy) -> Any:
     return type(f"Strategy{cls.__name__}", (ShardingTrainer, cls), {"strategy": strategy, "__module__": cls.__module__})
 
 
-def _check_arguments(trainer: Trainer) -> None:
+def _shard_by(trainer: Trainer, strategy: Strategy) -> None:
     if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
         raise ValueError(
             "this model was sharded by from_pretrained(distributed_config=...), and a strategy would shard it again: "
@@ -212,10 +212,6 @@ def _check_arguments(trainer: Trainer) -> None:
             "auto_find_batch_size=True repeats a step that ran out of memory, but a sharded model can't restart in the "
             "middle of a step: leave it out, and choose per_device_train_batch_size"
         )
-
-
-def _shard_by(trainer: Trainer, strategy: Strategy) -> None:
-    _check_arguments(trainer)
     plugin, arguments = None, trainer.args.fsdp_plugin_args
     if arguments is not None and not trainer.is_fsdp_enabled:
         plugin = FullyShardedDataParallelPlugin(**arguments)  # on a CPU, accelerate has dropped it
@@ -320,10 +316,8 @@ class ShardingTrainer(Trainer):
             super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        if state_dict is None or not is_peft_model(self.model):
-            super()._save(output_dir, state_dict)
-            return
-        with as_plain(peft_model_in(self.model), state_dict):
+        is_peft = is_peft_model(self.model)
+        with as_plain(peft_model_in(self.model), state_dict) if state_dict is not None and is_peft else nullcontext():
             super()._save(output_dir, state_dict)
 
     def push_to_hub(self, *arguments: Any, **options: Any) -> Any:

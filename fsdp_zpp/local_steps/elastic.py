@@ -428,20 +428,16 @@ class ElasticTraining(LocalTraining):
             for fragment, snapshot in zip(due, before, strict=True):
                 fragment.rollback(snapshot)
             return False
-        for fragment in due:
-            fragment.receive(1.0 if request.exchanges_all else self._config.mix)
-        self._count(request)
-        return True
-
-    def _count(self, request: Request) -> None:
         total = self._tokens if self._counts_tokens else self._steps
-        for at in request.fragments:
+        for at, fragment in zip(request.fragments, due, strict=True):
+            fragment.receive(1.0 if request.exchanges_all else self._config.mix)
             self._until_exchange[at] = total
-        for fragment in self._all:
-            fragment.progress.exchanged = request.step
-            fragment.progress.committed += 1
-            fragment.progress.round = self._members.round_number
-            fragment.progress.settled = request.step if request.exchanges_all else fragment.progress.settled
+        for progress in [fragment.progress for fragment in self._all]:
+            progress.exchanged = request.step
+            progress.committed += 1
+            progress.round = self._members.round_number
+            progress.settled = request.step if request.exchanges_all else progress.settled
+        return True
 
     # ---- a change of members
 

@@ -175,9 +175,10 @@ def _call(strategy: Strategy) -> tuple[str, set[str]]:
     return f"{maker}({', '.join(texts)})", classes
 
 
-def _differences(strategy: Strategy, base: Strategy) -> dict[str, Any]:
-    fields = [field.name for field in dataclasses.fields(Strategy)]
-    return {name: getattr(strategy, name) for name in fields if getattr(strategy, name) != getattr(base, name)}
+def _differences(given: Any, base: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass whose values are not those of ``base``."""
+    values = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+    return {name: value for name, value in values.items() if value != getattr(base, name)}
 
 
 def _value(value: Any, names: set[str]) -> str:
@@ -188,9 +189,7 @@ def _value(value: Any, names: set[str]) -> str:
         return repr(value)
     names.add(type(value).__name__)
     # Every dataclass in a strategy has defaults for all fields.
-    default = type(value)()
-    given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    texts = [f"{name}={_value(each, names)}" for name, each in given.items() if each != getattr(default, name)]
+    texts = [f"{name}={_value(each, names)}" for name, each in _differences(value, type(value)()).items()]
     return f"{type(value).__name__}({', '.join(texts)})"
 
 
@@ -230,12 +229,7 @@ class Estimate:
     @property
     def name(self) -> str:
         """Return the row's name: of a preset, of a strategy of torch's, or its letters."""
-        return self.levels if self.title is None else self.title
-
-    @property
-    def title(self) -> str | None:
-        """Return the name of a preset or a strategy of torch's; None for bare letters."""
-        return self.candidate.title
+        return self.candidate.title or self.levels
 
     @property
     def torch(self) -> str | None:
@@ -305,7 +299,7 @@ def _is_lossy(estimate: Estimate) -> bool:
 
 def _preset_order(estimate: Estimate) -> tuple[bool, bool]:
     """Return a sort key: presets and torch's strategies first, presets with a coarser base next, letters last."""
-    return estimate.title is None, estimate.candidate.coarser
+    return estimate.candidate.title is None, estimate.candidate.coarser
 
 
 def ties(rows: Sequence[Row], time: Callable[[Row], float]) -> list[Row]:
@@ -343,9 +337,10 @@ def reason(estimates: Sequence[Estimate], choice: Estimate | None, case: Case) -
         takes = f"{choice.gib:.1f} GiB of {case.budget.gpu_memory:g} GiB a GPU"
         return f"{choice.name} is the only one that fits, with {takes}{beside}."
     others = f"the {len(fitting)}{' that fit' if len(fitting) < len(estimates) else ''}"
-    on_ties = _on_ties(choice, fitting, others, slow_links)
+    fast = _fastest(fitting)
+    on_ties = _on_ties(choice, fast, len(fast) == len(fitting), others, slow_links)
     gain = ""
-    if choice.torch is None and any(each.torch == "FULL_SHARD" for each in _fastest(fitting)):
+    if choice.torch is None and any(each.torch == "FULL_SHARD" for each in fast):
         gain = " By this plan FULL_SHARD is as fast; the choice gains where less is hidden in practice."
     return f"{choice.name} takes {seconds(choice.time.total)} a step{beside}. {on_ties}{gain}"
 
@@ -358,12 +353,11 @@ def _hider(choice: Estimate) -> str:
     return "computation" if time.computation >= time.launch else "the CPU"
 
 
-def _on_ties(choice: Estimate, alike: list[Estimate], others: str, slow_links: bool) -> str:
-    fast = _fastest(alike)
+def _on_ties(choice: Estimate, fast: list[Estimate], all_are: bool, others: str, slow_links: bool) -> str:
     hider = _hider(choice)
     if len(fast) == 1:
         return f"It is the fastest of {others}{f', and {hider} hides its communication' if hider else ''}."
-    count = f"All{others.removeprefix('the')}" if len(fast) == len(alike) else f"{len(fast)} of {others}"
+    count = f"All{others.removeprefix('the')}" if all_are else f"{len(fast)} of {others}"
     said = f"{count} are as fast within {TOLERANCE * 100:g} %"
     said += f", because {hider} hides their communication" if hider else ""
     exact = [each for each in fast if not _is_lossy(each)]

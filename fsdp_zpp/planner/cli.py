@@ -150,27 +150,6 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}" if name in _PARAMETERS else name
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    helps = _helps()
-    _add_model(parser.add_argument_group("model"), helps)
-    for title, names in _GROUPS.items():
-        group = parser.add_argument_group(title, _SYNTAX if "weights" in names else None)
-        for name in names.split():
-            _add(group, name, helps[name])
-        if title == "cluster":
-            group.add_argument(
-                "--measure",
-                type=float,
-                nargs="?",
-                const=DEFAULT_MIB,
-                metavar="MIB",
-                help="under torchrun: measure the bandwidths that are not given, with gathers of this many MiB per "
-                f"rank (default: {DEFAULT_MIB}); nodes and GPUs default to those of the job",
-            )
-    report = parser.add_argument_group("report")
-    report.add_argument("--json", action="store_true", help="print JSON instead of the table")
-
-
 def _add(group: argparse._ArgumentGroup, name: str, said: str) -> None:
     parameter = _PARAMETERS[name]
     if parameter.annotation == "bool | None":
@@ -212,7 +191,24 @@ def add_plan(subparsers: argparse._SubParsersAction[Any], formatter: Any) -> Non
         "combinations of letters, and choose one.",
         epilog=f"Example: {EXAMPLE}. Exit status: 0 if a strategy fits, {NOTHING_FITS} if none does, 2 for errors.",
     )
-    add_arguments(parser)
+    helps = _helps()
+    _add_model(parser.add_argument_group("model"), helps)
+    for title, names in _GROUPS.items():
+        group = parser.add_argument_group(title, _SYNTAX if "weights" in names else None)
+        for name in names.split():
+            _add(group, name, helps[name])
+        if title == "cluster":
+            group.add_argument(
+                "--measure",
+                type=float,
+                nargs="?",
+                const=DEFAULT_MIB,
+                metavar="MIB",
+                help="under torchrun: measure the bandwidths that are not given, with gathers of this many MiB per "
+                f"rank (default: {DEFAULT_MIB}); nodes and GPUs default to those of the job",
+            )
+    report = parser.add_argument_group("report")
+    report.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.set_defaults(run=run, parser=parser)
 
 

@@ -131,10 +131,6 @@ class MemoryBudget:
         if _number("activations", self.activations) < 0:
             raise ValueError(f"activations must be at least 0, got {self.activations!r}")
 
-    def allows(self, nbytes: int) -> bool:
-        """Return whether ``nbytes`` bytes fit on the GPU."""
-        return self.gpu_memory is None or nbytes <= self.gpu_memory * GIB
-
 
 @dataclass(frozen=True)
 class Precision:
@@ -279,7 +275,7 @@ SLOWEST_NVLINK = OF_A_LINK * LINKS["nvlink-bridge"]
 """Gbit/s that collectives reach over the slowest NVLink; slower links are taken for PCIe or the host's memory."""
 LAUNCH_MS = 5.0
 """Milliseconds in which a CPU launches forward and backward of one unit in eager mode. CPUs of H100 and H200 machines
-take 141 to 243 for the 25 units of a 1.35B Llama under fully_shard (benchmarks/step/results/1.35B-*.json)."""
+take 5.6 to 9.7, waits included, for a layer of a 1.35B Llama (benchmarks/step/results/1.35B-*.json)."""
 
 
 def named_figures(gpu: str | None, link: str | None, net: str | None) -> dict[str, Any]:

@@ -257,16 +257,14 @@ def _two_largest(units: Iterable[Unit], nbytes: Callable[[Unit], int]) -> int:
 def _trainable_states(numel: int, strategy: ResolvedStrategy, micro_batches: int, precision: Precision) -> Memory:
     scope, topology = strategy.scopes.optimizer, strategy.topology
     shard = shard_numel(numel, scope, topology)
-    errors = error_nbytes(strategy.error_feedback, strategy.gradient_codecs, scope, topology, shard)
-    accumulated = _accumulator_numel(numel, strategy) if micro_batches > 1 else 0
-    gradients = precision.accumulation.itemsize * accumulated
+    gradients = precision.accumulation.itemsize * _accumulator_numel(numel, strategy) if micro_batches > 1 else 0
     return Memory(
         parameters=_kept(numel, strategy, precision),
         shard=shard * precision.storage.itemsize,
         optimizer=shard * precision.optimizer_bytes,
         # An accumulator is freed when the shard's gradient is made, so the larger of the two counts.
         gradients=max(gradients, _FP32 * shard),
-        errors=errors if numel else 0,
+        errors=error_nbytes(strategy.error_feedback, strategy.gradient_codecs, scope, topology, shard),
     )
 
 

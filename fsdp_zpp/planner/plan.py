@@ -67,7 +67,7 @@ def _estimate(candidate: Candidate, case: Case) -> Estimate:
         inter_node_bytes=cluster.gpus_per_node * volume.inter,
         memory=memory,
         time=time,
-        fits=case.budget.allows(memory.total),
+        fits=case.budget.gpu_memory is None or memory.total <= case.budget.gpu_memory * GIB,
         candidate=candidate,
     )
 
@@ -179,13 +179,9 @@ def plan(
         MemoryBudget(figures["gpu_memory"], activations),
         Precision(compute, reduce, storage, optimizer_bytes),
     )
-    return _plan(case, codecs, presets)
-
-
-def _plan(case: Case, codecs: Strategy, presets: bool) -> Plan:
-    named = [*of_torch(case), *with_presets(case, codecs.frozen)] if presets else []
+    candidates = [*of_torch(case), *with_presets(case, codecs.frozen)] if presets else []
     estimates = tuple(estimate_of(candidate, case) for candidate in lettered(codecs))
-    rows = (*(estimate_of(candidate, case) for candidate in named), *estimates)
+    rows = (*(estimate_of(candidate, case) for candidate in candidates), *estimates)
     choice = choose(rows, case.cluster.slow_links)
     letters = next(row for row in estimates if row.levels == "IGG")  # its scopes take any codec
     return Plan(

@@ -207,10 +207,7 @@ def shown_rows(plan: Plan) -> tuple[list[Estimate], int]:
         # The choice is the fastest only within a tolerance.
         key=lambda e: (e is not plan.choice, not e.fits, e.time.total, e.time.communication, e.memory.total),
     )
-    if plan.rows == plan.estimates:
-        return ranked, 0
-    lettered = [each for each in ranked if each.title is None]
-    hidden = [each for each in lettered[_LETTERS:] if each is not plan.choice]
+    hidden = [each for each in ranked if each.candidate.title is None][_LETTERS:] if plan.rows != plan.estimates else []
     return [each for each in ranked if not any(each is other for other in hidden)], len(hidden)
 
 
@@ -223,17 +220,12 @@ def _title(plan: Plan) -> list[str]:
         networks.append(f"{cluster.intra_gbps:,.4g} Gbit/s a GPU inside")
     strategy = plan.resolved
     intra, inter = strategy.gradient_codecs
-    trainable = (
-        "all trainable"
-        if not size.frozen
-        else f"{size.trainable:,} ({100 * size.trainable / size.params:.3g} %) trainable"
-    )
+    trained = f"{size.trainable:,} ({100 * size.trainable / size.params:.3g} %)" if size.frozen else "all"
     active = size.active_trainable + size.active_frozen
-    if active < size.params:
-        trainable += f", {active:,} active for a token"
+    idle = f", {active:,} active for a token" if active < size.params else ""
     units, micro_batches = count(size.count, "unit"), count(work.micro_batches, "micro-batch", "es")
     return [
-        f"{size.params:,} parameters, {trainable}, in {units}; {micro_batches} a step",
+        f"{size.params:,} parameters, {trained} trainable{idle}, in {units}; {micro_batches} a step",
         ", ".join(networks),
         *(["presets with their own codecs; for letters:"] if plan.rows != plan.estimates else []),
         f"weights {_codec(strategy.weights)}, gradients {_codec(inter)} between nodes and {_codec(intra)} inside"
@@ -245,7 +237,7 @@ def _title(plan: Plan) -> list[str]:
 def _known_as(estimate: Estimate) -> str:
     if estimate.torch is not None:
         return "torch's FSDP"
-    return KNOWN_AS.get(estimate.levels, "") if estimate.title is None else estimate.levels
+    return KNOWN_AS.get(estimate.levels, "") if estimate.candidate.title is None else estimate.levels
 
 
 def _codec(codec: object) -> str:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdp_zpp.comm.agreement import PLACE, agree
-from fsdp_zpp.comm.hops import Kind, Level, Traffic
+from fsdp_zpp.comm.hops import Kind, Level
 from fsdp_zpp.local_steps.elastic import ElasticTraining, Membership
 from fsdp_zpp.local_steps.local_training import EXCHANGE, LocalTraining
 from fsdp_zpp.names import parameter_name
@@ -244,11 +244,6 @@ def communicators(model: nn.Module) -> Iterator[Communicator]:
     yield from parts
 
 
-def counters_of(model: nn.Module) -> list[Traffic]:
-    # Counters are keyed by identity, since all units of a model with a comm hook share the Traffic of its state.
-    return list({id(part.traffic): part.traffic for part in communicators(model)}.values())
-
-
 def invalidate(model: nn.Module) -> None:
     """Declare that the weights of ``model`` have changed; call it on every rank.
 
@@ -292,7 +287,8 @@ def traffic(model: nn.Module, *, reset: bool = False) -> dict[Kind, dict[Level, 
         ValueError: If nothing of fsdp_zpp is in ``model``.
     """
     total: dict[Kind, dict[Level, int]] = {"gather": {"inter": 0, "intra": 0}, "reduce": {"inter": 0, "intra": 0}}
-    for counter in counters_of(model):
+    # Counters are keyed by identity, since all units of a model with a comm hook share the Traffic of its state.
+    for counter in {id(part.traffic): part.traffic for part in communicators(model)}.values():
         for (kind, level), nbytes in counter.since_reset().items():
             total[kind][level] += nbytes
         if reset:

@@ -139,7 +139,10 @@ class ShardedRows(FullTensor):
         if gets(to):
             pending.out = own.new_empty(self._rows * self._world, *own.shape[1:])
         if to is not None:
-            pending.works, pending.sent = [_gather(pending.out, own, group, to)], [own]
+            chunks = None if pending.out is None else list(pending.out.chunk(self._world))
+            work = dist.gather(own, chunks, dst=to, group=group, async_op=True)
+            assert isinstance(work, dist.Work)
+            pending.works, pending.sent = [work], [own]
         elif pending.out is not None:
             pending.works = [gathers.add(pending.out, own, group)]
         return pending
@@ -199,13 +202,6 @@ def _padded(own: Tensor, rows: int) -> Tensor:
 def takes_part(to: int | None, group: dist.ProcessGroup | None) -> bool:
     """Return whether ranks of ``group``, which share a tensor, gather it for the rank ``to``."""
     return to is None or group is None or to in dist.get_process_group_ranks(group)
-
-
-def _gather(out: Tensor | None, own: Tensor, group: dist.ProcessGroup, to: int) -> dist.Work:
-    chunks = None if out is None else list(out.chunk(dist.get_world_size(group)))
-    work = dist.gather(own, chunks, dst=to, group=group, async_op=True)
-    assert isinstance(work, dist.Work)
-    return work
 
 
 # ---- parts of flat parameters
@@ -335,12 +331,10 @@ def tensors_of(model: nn.Module, others: Others = lambda module: {}) -> list[Ten
         everything: dict[str, Tensor | FlatPart | FullTensor] = {**own, **parts, **others(module)}
         for name, tensor in everything.items():
             key = id(tensor) if isinstance(tensor, Tensor) else tensor
-            fqn = parameter_name(path, name)
             if key not in found:
-                full = _in_full(tensor, dtypes)
-                found[key] = TensorOfModel(full, unit_path(path, modules), is_buffer=name in buffers)
+                found[key] = TensorOfModel(_in_full(tensor, dtypes), unit_path(path, modules), name in buffers)
             found[key].sites.append((module, name))
-            found[key].names.append(fqn)
+            found[key].names.append(parameter_name(path, name))
     return list(found.values())
 
 

@@ -47,14 +47,12 @@ def nvml_report(uuid: str) -> GpuReport | None:
         return None
     try:
         nvml.nvmlInit()
+        try:
+            return _query_nvml(nvml, uuid)
+        finally:
+            nvml.nvmlShutdown()
     except nvml.NVMLError:
         return None
-    try:
-        return _query_nvml(nvml, uuid)
-    except nvml.NVMLError:
-        return None
-    finally:
-        nvml.nvmlShutdown()
 
 
 def _query_nvml(nvml: Any, uuid: str) -> GpuReport:

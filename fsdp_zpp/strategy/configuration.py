@@ -87,9 +87,8 @@ def name_of_codec(codec: Codec) -> str | dict[str, object]:
     brief = f"{name}:{arguments['block']}"
     if codec_from_name(brief) == codec:
         return brief
-    others = {key: value for key, value in arguments.items() if key != "block"}
-    codecs = {key: name_of_codec(value) if isinstance(value, Codec) else value for key, value in others.items()}
-    return {"codec": name, "block": arguments["block"]} | codecs
+    named = {key: name_of_codec(value) if isinstance(value, Codec) else value for key, value in arguments.items()}
+    return {"codec": name, **named}
 
 
 def _class_of(name: object) -> type[_Named]:
@@ -174,8 +173,7 @@ def _written(key: str, value: object) -> object:
     if isinstance(value, Codec):
         return _at(key, name_of_codec, value)
     if isinstance(value, LoCo | LocalSteps | Elastic):
-        names = [field.name for field in dataclasses.fields(value)]
-        return {name: _written(f"{key}.{name}", getattr(value, name)) for name in names}
+        return {name: _written(f"{key}.{name}", each) for name, each in vars(value).items()}
     return value
 
 

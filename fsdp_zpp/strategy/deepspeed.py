@@ -221,7 +221,11 @@ def strategy_arguments(config: Mapping[str, object] | str | os.PathLike[str]) ->
     zero = top.inner("zero_optimization", '; DeepSpeed\'s old true is {"stage": 1}')
     zero.check(_ZERO_KEYS, _TOP_KEYS, ZERO_REFUSED)
     _refuse_offload(zero)
-    stage = _stage_of(zero)
+    stage = zero.number("stage", default=0)
+    if zero.values.get("stage", stage) is None:  # a null that counted as stage 0 would train without ZeRO
+        raise zero.error("stage", "must be a whole number", TypeError)
+    if stage >= len(_STAGES):
+        raise zero.error("stage", "must be 0, 1, 2 or 3")
     secondary = zero.number("zero_hpz_partition_size", default=1)
     keys = [key for key in _CODEC_ARGUMENTS if zero.flag(key)]
     arguments, codecs = StrategyArguments(levels=_STAGES[stage]), StrategyArguments()
@@ -237,15 +241,6 @@ def strategy_arguments(config: Mapping[str, object] | str | os.PathLike[str]) ->
         zero.warn(keys, stage, f"write {source_of(arguments | codecs)} to quantize, or remove it")
     _log(arguments, top, zero)
     return arguments
-
-
-def _stage_of(zero: _Section) -> int:
-    stage = zero.number("stage", default=0)
-    if zero.values.get("stage", stage) is None:  # a null that counted as stage 0 would train without ZeRO
-        raise zero.error("stage", "must be a whole number", TypeError)
-    if stage >= len(_STAGES):
-        raise zero.error("stage", "must be 0, 1, 2 or 3")
-    return stage
 
 
 def _refuse_offload(zero: _Section) -> None:

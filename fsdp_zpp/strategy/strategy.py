@@ -273,8 +273,7 @@ class Strategy:
     @classmethod
     def zeropp(cls, **arguments: Unpack[StrategyArguments]) -> Strategy:
         """Make ZeRO++ (arXiv 2306.10209): quantized gather, secondary shard, quantized reduction."""
-        preset: StrategyArguments = {"levels": "IGG", "weights": Int8(256), "gradients": Int4(128)}
-        return cls(**preset | arguments)
+        return cls(**StrategyArguments(levels="IGG", weights=Int8(256), gradients=Int4(128)) | arguments)
 
     @classmethod
     def mixzpp(cls, **arguments: Unpack[StrategyArguments]) -> Strategy:
@@ -330,8 +329,7 @@ class Strategy:
         if (every is not None or elastic is not None) and "local_steps" in arguments:
             raise TypeError("every and elastic are arguments of LocalSteps, too: pass them to it alone")
         local_steps = LocalSteps(elastic=elastic) if every is None else LocalSteps(every, elastic=elastic)
-        preset: StrategyArguments = {"levels": "III", "local_steps": local_steps}
-        return cls(**preset | arguments)
+        return cls(**StrategyArguments(levels="III", local_steps=local_steps) | arguments)
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, object] | str) -> Strategy:

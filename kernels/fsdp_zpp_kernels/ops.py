@@ -43,6 +43,8 @@ def check_payload(payload: Tensor, lead: str, chunks: int, numel: int, layout: P
     """Check a payload of ``chunks`` rows for chunks of ``numel`` values, with a leading axis if ``lead`` names one."""
     if payload.dtype != torch.uint8:
         raise TypeError(f"payload is {payload.dtype}, but must be torch.uint8")
+    if numel < 0:
+        raise ValueError(f"numel is {numel}, but a chunk must have at least 0 values")
     row = (chunks, layout.nbytes(numel))
     # An empty leading axis is refused because kernels decode the first peer before they loop over the others.
     if payload.dim() != len(row) + bool(lead) or payload.shape[-2:] != row or payload.shape[0] == 0:
@@ -63,11 +65,6 @@ def check_grid(rows: int, cols: int) -> None:
     for name, size in (("rows", rows), ("cols", cols)):
         if not 1 <= size <= _MAX_GRID:
             raise ValueError(f"{name} is {size}, but must be from 1 to {_MAX_GRID}")
-
-
-def check_numel(numel: int) -> None:
-    if numel < 0:
-        raise ValueError(f"numel is {numel}, but a chunk must have at least 0 values")
 
 
 def check_device(**tensors: Tensor) -> None:
@@ -91,7 +88,6 @@ def check_requantize(
     payload: Tensor, numel: int, rows: int, cols: int, bits: int, block: int, out_bits: int, out_block: int, tail: int
 ) -> tuple[PayloadLayout, PayloadLayout]:
     """Check payloads of several peers that are summed and quantized; return their layout and the result's."""
-    check_numel(numel)
     layout, out_layout = PayloadLayout(bits, block, tail), PayloadLayout(out_bits, out_block, tail)
     check_grid(rows, cols)
     check_payload(payload, "peers", rows * cols, numel, layout)
@@ -569,7 +565,6 @@ def add_delta(
         TypeError: If ``base`` or ``delta`` is not uint8.
         ValueError: As for ``quantize_delta``, or if ``numel`` is negative.
     """
-    check_numel(numel)
     base_layout, layout = PayloadLayout(base_bits, base_block, tail), PayloadLayout(bits, block, tail)
     chunks = base.shape[0] if base.dim() == 2 else 1  # as in quantize_delta
     check_payload(base, "", chunks, numel, base_layout)

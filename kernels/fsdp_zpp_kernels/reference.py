@@ -132,13 +132,9 @@ class PayloadLayout:
         start = self.scales_offset(numel)
         return payload[:, start : start + 4 * self.blocks(numel)].view(torch.float32)
 
-    def tail_offset(self, numel: int) -> int:
-        """Return the offset of the tail in the row, in bytes: a multiple of 16."""
-        return self.scales_offset(numel) + _align(4 * self.blocks(numel))
-
     def nbytes(self, numel: int) -> int:
         """Return the length of a row in bytes, a multiple of 16. The row of an empty chunk is its tail."""
-        return self.tail_offset(numel) + 4 * self.tail
+        return self.scales_offset(numel) + _align(4 * self.blocks(numel)) + 4 * self.tail
 
 
 def _align(nbytes: int) -> int:
@@ -211,20 +207,15 @@ def dequantize_sum(
 def dequantize_sum_quantize(
     peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, out_layout: PayloadLayout
 ) -> Callable[[Tensor, float], Tensor]:
-    def call(payload: Tensor, scale: float) -> Tensor:
-        return _encode(_sum_peers(payload, numel, layout).mul_(scale), rows, cols, out_layout)
-
-    return call
+    return lambda payload, scale: _encode(_sum_peers(payload, numel, layout).mul_(scale), rows, cols, out_layout)
 
 
 def quantize_with_feedback(
     numel: int, rows: int, cols: int, layout: PayloadLayout, error_layout: PayloadLayout | None, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor, float], Tensor]:
-    def call(values: Tensor, errors: Tensor, beta: float) -> Tensor:
-        in_order = values.view(rows, cols, numel).transpose(0, 1).flatten(0, 1).float()
-        return _encode_with_feedback(in_order, errors, layout, error_layout, beta)
-
-    return call
+    return lambda values, errors, beta: _encode_with_feedback(
+        values.view(rows, cols, numel).transpose(0, 1).flatten(0, 1).float(), errors, layout, error_layout, beta
+    )
 
 
 def dequantize_sum_quantize_with_feedback(
@@ -235,31 +226,25 @@ def dequantize_sum_quantize_with_feedback(
     out_layout: PayloadLayout,
     error_layout: PayloadLayout | None,
 ) -> Callable[[Tensor, Tensor, float, float], Tensor]:
-    def call(payload: Tensor, errors: Tensor, scale: float, beta: float) -> Tensor:
-        sums = _sum_peers(payload, numel, layout).mul_(scale)
-        return _encode_with_feedback(sums, errors, out_layout, error_layout, beta)
-
-    return call
+    return lambda payload, errors, scale, beta: _encode_with_feedback(
+        _sum_peers(payload, numel, layout).mul_(scale), errors, out_layout, error_layout, beta
+    )
 
 
 def quantize_delta(
     chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    def call(values: Tensor, base: Tensor) -> Tensor:
-        delta = values.view(chunks, numel).float() - _decode(base, numel, base_layout)
-        return _encode(delta, 1, chunks, layout)
-
-    return call
+    return lambda values, base: _encode(
+        values.view(chunks, numel).float() - _decode(base, numel, base_layout), 1, chunks, layout
+    )
 
 
 def add_delta(
     chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    def call(base: Tensor, delta: Tensor) -> Tensor:
-        values = _decode(base, numel, base_layout) + _decode(delta, numel, layout)
-        return _encode(values, 1, chunks, base_layout)
-
-    return call
+    return lambda base, delta: _encode(
+        _decode(base, numel, base_layout) + _decode(delta, numel, layout), 1, chunks, base_layout
+    )
 
 
 def dequantize_rows(

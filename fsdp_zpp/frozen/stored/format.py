@@ -117,9 +117,6 @@ class StoredCodec(BlockCodec):
             record = torch.zeros(1, self.record_nbytes, dtype=torch.uint8, device=device)
             self.decode_into(record, torch.empty(self.block, device=device))
 
-    def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
-        self._refuse()
-
     def decode(self, payload: Tensor, out: Tensor, rows: int, cols: int) -> None:
         if rows > 1 and cols > 1:
             self._refuse()
@@ -131,11 +128,10 @@ class StoredCodec(BlockCodec):
         for records, values in zip(self.records(payload, numel), flat, strict=True):
             self.decode_into(records, values)
 
-    def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise NotImplementedError(f"{self} keeps codes of frozen weights, and neither encodes nor sums values")
+
+    encode = decode_sum = _refuse
 
 
 # ---- format

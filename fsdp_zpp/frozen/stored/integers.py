@@ -107,12 +107,6 @@ class GroupOrder:
 # Checks of the groups of inputs that share a scale.
 
 
-def float_dtype(tensors: StoredTensors, key: str) -> torch.dtype:
-    dtype = tensors.dtype(key)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
 def check_neighbours(config: Settings, key: str, inputs: int, groups: int) -> None:
     """Raise ValueError unless ``inputs`` split into ``groups`` equal runs, of ``group_size`` inputs if it is stated."""
     if groups == 0 or inputs % groups:
@@ -253,7 +247,8 @@ class Gptq(_Transposed):
             refuse_misfit(f"{layer}.g_idx", "missing", "the group of each input, since config.json says desc_act")
         else:
             check_neighbours(config, keys["scales"], inputs, groups)
-        dtype = float_dtype(tensors, keys["scales"])
+        dtype = tensors.dtype(keys["scales"])
+        assert isinstance(dtype, torch.dtype)
         return cls(torch.Size((out, inputs)), dtype, keys, groups, bits, minus_one, order)
 
     @cached_property
@@ -329,7 +324,8 @@ class Awq(_Transposed):
         groups, _ = check_header(tensors, keys["scales"], *_FLOATS, shape=(None, words * 8))
         check_header(tensors, keys["qzeros"], torch.int32, shape=(groups, words))
         check_neighbours(config, keys["scales"], inputs, groups)
-        dtype = float_dtype(tensors, keys["scales"])
+        dtype = tensors.dtype(keys["scales"])
+        assert isinstance(dtype, torch.dtype)
         return f"{layer}.weight", cls(torch.Size((words * 8, inputs)), dtype, keys, groups)
 
     @property
