@@ -305,18 +305,9 @@ def decode_sum_encode_with_feedback(
     is_plain = errors.spared is None and tail == next_tail
     if not (is_plain and isinstance(source, Blockwise) and isinstance(target, Blockwise)):
         return encode_with_feedback(next_codec, codec.sums(payload, numel, scale), 1, payload.shape[1], errors)
+    coded = source.bits, source.block, target.bits, target.block
     return dequantize_sum_quantize_with_feedback(
-        payload,
-        errors.state,
-        numel,
-        source.bits,
-        source.block,
-        target.bits,
-        target.block,
-        scale,
-        errors.block,
-        errors.beta,
-        tail,
+        payload, errors.state, numel, *coded, scale, errors.block, errors.beta, tail
     )
 
 

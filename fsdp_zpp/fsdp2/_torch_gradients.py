@@ -209,11 +209,8 @@ class GroupGradients(StepGradients):
 
     @property
     def takes_part(self) -> bool:
-        early = (
-            self.reductions.current is not None
-            and self.reductions.current.communicates_early
-            and not self.is_last_micro_batch
-        )
+        current = self.reductions.current
+        early = current is not None and current.communicates_early and not self.is_last_micro_batch
         return early and (self._weights.was_gathered or self._group.is_unsharded) and bool(self._reduced_params())
 
     def post_backward(self, *unused: object) -> None:

@@ -132,7 +132,9 @@ def clip_grad_norm_(
         _reduced(_norm_of_own(members, norm_type, foreach), norm_type, groups)
         for groups, members in _by_groups(parameters).items()
     ]
-    total = _combined(norms, norm_type)
+    total = torch.zeros(())
+    if norms:
+        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     if pp_mesh is not None:
         total = _reduced(total.to(pp_mesh.device_type), norm_type, (pp_mesh.get_group(),))
     if error_if_nonfinite and not total.isfinite():
@@ -198,13 +200,6 @@ def _reduced(norm: Tensor, norm_type: float, groups: Groups) -> Tensor:
             dist.all_reduce(norm, dist.ReduceOp.SUM, group)
             norm = norm.pow(1.0 / norm_type)
     return norm
-
-
-def _combined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
-    if not norms:
-        return torch.zeros(())
-    device = norms[0].device
-    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
 
 
 # ---- clipping
@@ -548,13 +543,12 @@ def _check_reshard(strategy: Strategy, reshard_after_forward: object) -> None:
             f"reshard_after_forward=True contradicts {strategy.levels!r}, whose parameter scope N keeps the "
             "parameters unsharded until they change; leave it out, or choose parameter scope I or G"
         )
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return
-    raise ValueError(
-        f"reshard_after_forward must be a bool or None with a Strategy, got {reshard_after_forward!r}; to gather "
-        "inside nodes in the backward, use Strategy('IGG', gpus_per_node=...), which makes its process groups once and "
-        "not for each layer"
-    )
+    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
+        raise ValueError(
+            f"reshard_after_forward must be a bool or None with a Strategy, got {reshard_after_forward!r}; to gather "
+            "inside nodes in the backward, use Strategy('IGG', gpus_per_node=...), which makes its process groups once "
+            "and not for each layer"
+        )
 
 
 def _check_nodes(strategy: Strategy, layout: RankLayout, mesh: DeviceMesh, names: tuple[str, ...]) -> None:
@@ -570,14 +564,12 @@ def _check_nodes(strategy: Strategy, layout: RankLayout, mesh: DeviceMesh, names
 
 
 def _check_mesh(mesh: DeviceMesh | None) -> None:
-    if mesh is None or mesh.ndim == 1:
-        return
-    names: tuple[object, ...] = mesh.mesh_dim_names or tuple(mesh.shape)
-    raise ValueError(
-        "a Strategy takes the 1-D mesh of the ranks to shard over, or a 2-D one of nodes x ranks of a node with names, "
-        f"got {mesh.ndim} dimensions {names}; of a mesh with other parallelisms pass the data-parallel dimensions, as "
-        'in mesh["dp"], or name them in dp_mesh_dims='
-    )
+    if mesh is not None and mesh.ndim != 1:
+        raise ValueError(
+            "a Strategy takes the 1-D mesh of the ranks to shard over, or a 2-D one of nodes x ranks of a node with "
+            f"names, got {mesh.ndim} dimensions {mesh.mesh_dim_names or tuple(mesh.shape)}; of a mesh with other "
+            'parallelisms pass the data-parallel dimensions, as in mesh["dp"], or name them in dp_mesh_dims='
+        )
 
 
 def named_own_parameters(modules: list[nn.Module], ignored: Iterable[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
@@ -759,17 +751,13 @@ def _agreed_parts(
 
 def _on_lazy_init(root: nn.Module) -> None:
     with repeated_if_failed(root, _torch_weights.init_groups_lazily):
-        _set_up(root)
-
-
-def _set_up(root: nn.Module) -> None:
-    below = _torch_weights.groups_below(root)
-    groups = [group for group in below if isinstance(group, _torch_group.StrategyGroup)]
-    others = [_torch_weights.numel_of(group) for group in below if group not in groups]
-    for group in groups:
-        group.unit.sharded = group
-    model, members = model_name(root), [group.unit for group in groups]
-    prepare_frozen(root)
-    hooks = set_up_model(root, model, members, others)
-    log_frozen(root, model, members)
-    _torch_group.watch_backwards(root, hooks.backward_ended)
+        below = _torch_weights.groups_below(root)
+        groups = [group for group in below if isinstance(group, _torch_group.StrategyGroup)]
+        others = [_torch_weights.numel_of(group) for group in below if group not in groups]
+        for group in groups:
+            group.unit.sharded = group
+        model, members = model_name(root), [group.unit for group in groups]
+        prepare_frozen(root)
+        hooks = set_up_model(root, model, members, others)
+        log_frozen(root, model, members)
+        _torch_group.watch_backwards(root, hooks.backward_ended)
