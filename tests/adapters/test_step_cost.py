@@ -232,20 +232,20 @@ def test_a_plan_takes_no_longer_for_more_gpus() -> None:
 # ---- walks of a newcomer
 
 MOST_ON_A_WALK = {
-    "fsdp1 wrapping of a block": (155, 22, 61),
+    "fsdp1 wrapping of a block": (152, 22, 60),
     "fsdp1 gather": (71, 8, 24),
     "fsdp1 gather that prefetches": (87, 9, 31),
-    "fsdp1 gradient": (73, 10, 24),
-    "fsdp1 LoRA base from a file": (460, 22, 128),
-    "fsdp1 LoRA first forward": (455, 25, 178),
-    "fsdp1 exchange of local steps": (290, 18, 132),
-    "fsdp2 wrapping of a block": (116, 22, 59),
+    "fsdp1 gradient": (72, 10, 24),
+    "fsdp1 LoRA base from a file": (423, 21, 122),
+    "fsdp1 LoRA first forward": (442, 25, 177),
+    "fsdp1 exchange of local steps": (281, 18, 125),
+    "fsdp2 wrapping of a block": (114, 22, 59),
     "fsdp2 gather": (51, 8, 20),
     "fsdp2 gather that prefetches": (61, 8, 24),
-    "fsdp2 gradient": (65, 11, 27),
-    "fsdp2 LoRA base from a file": (460, 22, 128),
-    "fsdp2 LoRA first forward": (356, 25, 167),
-    "fsdp2 exchange of local steps": (293, 17, 115),
+    "fsdp2 gradient": (64, 11, 27),
+    "fsdp2 LoRA base from a file": (423, 21, 122),
+    "fsdp2 LoRA first forward": (348, 25, 166),
+    "fsdp2 exchange of local steps": (282, 17, 107),
 }
 """Calls, files and changes of file, by walk."""
 
