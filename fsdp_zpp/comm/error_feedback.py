@@ -24,7 +24,7 @@ from .flat_layout import Extent, FlatLayout, Piece
 
 @dataclass(frozen=True)
 class HeldErrors:
-    """Errors of the current gradient's parameters; ``parked`` has errors of parameters that only earlier ones had.
+    """Errors of the current gradient's parameters; ``parked`` has errors of parameters that this gradient lacks.
 
     ``state`` is fp32 [chunks * numel], or uint8 [chunks, codec.nbytes(numel)]; kernels update it in place. Parked
     errors have the same form and are never changed in place. See [Note: Identity] in flat_layout.py.
@@ -60,7 +60,7 @@ class HeldErrors:
         """Return the errors for another gradient; errors of parameters that it lacks are parked for a later one."""
         old, new = self.extent.layout, extent.layout
         # Errors start from zero if a layout is unknown, or if only one of the extents has whole chunks. If neither has,
-        # the errors of values that another rank sent before start from zero, too.
+        # a new layout may give this rank values that another rank sent before: their errors start from zero, too.
         if old is None or new is None or self.extent.is_whole != extent.is_whole:
             return HeldErrors.zeros(extent, self.codec, self.state.device)
         # The last hop may have written these errors in another stream, and their memory is freed now.
@@ -157,7 +157,7 @@ class ErrorBufferState(TypedDict):
 
 
 class Spared(NamedTuple):
-    """Places of errors to keep if zeros are sent there, bool [chunks * numel], and the state of all before decay."""
+    """``marks``, bool [chunks * numel]: errors to keep where zeros are sent; ``state``: all errors before decay."""
 
     marks: Tensor
     state: Tensor
@@ -278,7 +278,7 @@ def encode_with_feedback(codec: Codec, values: Tensor, rows: int, cols: int, err
     payload = codec.encode(compensated, 1, chunks)
     sent = torch.empty_like(compensated)
     codec.decode(payload, sent, 1, chunks)
-    # Reuse memory, since buffers may be large: that of ``sent``, since the payload may be a view of ``compensated``.
+    # Buffers may be large, so reuse ``sent``. Keep ``compensated``, since the payload may be a view of it.
     new = torch.sub(compensated, sent, out=sent).mul_(1 - errors.beta).add_(old * errors.beta)
     is_finite = new * 0 == 0
     errors.write(torch.where(is_finite, new, old, out=new), chunks)
@@ -290,7 +290,7 @@ def _encode_sparing(codec: Codec, values: Tensor, rows: int, cols: int, errors: 
     errors.spared = None
     chunks = values.view(rows, cols, -1).transpose(0, 1)  # in the order of the errors
     idle = spared.marks.view_as(chunks) & (chunks == 0)
-    # Values that cancel the errors are sent as zeros. Zeroing errors instead would round others in their block again.
+    # Use the negated errors as values: the sums to send are zero. Zeroing the errors would round their blocks again.
     opposed = torch.where(idle, errors.read().view_as(chunks).neg(), chunks)
     payload = encode_with_feedback(codec, opposed.transpose(0, 1).reshape(-1), rows, cols, errors)
     errors.put_back(idle.reshape(-1), spared.state)

@@ -73,7 +73,7 @@ def _flattened_parameters(model: nn.Module) -> dict[nn.Module, Shown]:
 Frozen: TypeAlias = "FrozenWeight | FrozenTensor"
 
 
-# Dynamo would trace into the gather, and treat the buffers and the unit that they hold as constants.
+# Dynamo would trace into the gather, and treat its buffers and the unit in them as constants.
 @torch.compiler.disable
 def frozen_linear(x: Tensor, weight: Frozen, bias: Tensor | None) -> Tensor:
     """Apply ``F.linear`` to ``x`` [..., in] with a frozen weight [out, in], in the dtype of ``x``, or autocast's."""
@@ -354,7 +354,7 @@ class FrozenModule(nn.Module):
 
     def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
         for frozen in frozen_weights_of(self).values():
-            # An empty tensor shows the dtype and device that fn sets. A cast changes the dtype to decode to, no codes.
+            # An empty tensor shows the dtype and device that fn sets. A cast changes the decoded dtype, not codes.
             sample = fn(torch.empty(0, dtype=frozen.dtype, device=frozen.device))
             frozen.dtype = sample.dtype
             if sample.device != frozen.device:
@@ -434,7 +434,7 @@ def frozen_modules(model: nn.Module) -> Iterator[tuple[str, FrozenModule, Frozen
 
 
 def plain_class(module: nn.Module) -> type:
-    """Return the class of a frozen module without ``FrozenModule``, or later mixins such as ``FSDPModule``."""
+    """Return a frozen module's class without ``FrozenModule`` and without later mixins such as ``FSDPModule``."""
     if parametrized := list(getattr(module, "parametrizations", ())):  # recorded in a class that would be lost
         raise RuntimeError(
             f"{', '.join(parametrized)} of a {type(module).__name__} with quantized weights is parametrized; call "

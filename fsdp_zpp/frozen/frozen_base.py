@@ -38,7 +38,7 @@ class FrozenReport:
     Attributes:
         model: The name of the model's class.
         codec: The codec of the weights.
-        placement: The ranks that hold the weights, and their chunks.
+        placement: The scope on a mesh; it says which ranks hold which chunks of the weights.
         weights: The number of weights that were quantized, tied ones counted once.
         parameters: The number of their values.
         bytes_before: The bytes of these values in their previous dtype.
@@ -100,9 +100,9 @@ def _size(nbytes: int) -> str:
 #
 # Weights are quantized early, so that no full-precision copy lingers. Units can be chosen only after adapters and
 # wrappers are added, so they are made at the first use of a weight. Until then, the codes of each weight are held
-# separately; so are those of weights that are added later. A unit has the weights of a module that FSDP wraps or, if
-# smaller, of an item of the outermost ``nn.ModuleList``: a model that is wrapped only as a whole is gathered block by
-# block, too. Any other module is a unit of its own.
+# separately; so are those of weights that are added later. A unit has the weights of a module that FSDP wraps, or of
+# an item of the outermost ``nn.ModuleList`` if the item is further down. So a model that is wrapped only as a whole is
+# gathered block by block, too. Any other module is a unit of its own.
 
 # The weights of each unit, by the unit's name and its placement.
 Groups = dict[tuple[str, Placement], list[FrozenWeight]]
@@ -192,7 +192,7 @@ class FrozenBase:
         groups = self._group(root)
         # Before the first gather: ranks with different units would gather payloads of different sizes.
         _check_agreement(model, groups)
-        self._check_replicas(model, groups)  # before units exist: their use checks nothing, even after an error
+        self._check_replicas(model, groups)  # before units exist: a use of a unit checks nothing, even if this raised
         buffers = DoubleBuffer()  # for all units, which take turns in it
         for (name, _), weights in groups.items():
             FrozenUnit(f"frozen {name}", weights, self.traffic, buffers)

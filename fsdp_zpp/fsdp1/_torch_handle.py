@@ -184,7 +184,7 @@ class StrategyHandle(FlatParamHandle):
     # ---- when weights change
 
     def weights_changed(self, by_step: bool) -> None:
-        # Free stale weights: FSDP keeps the root unsharded, and units that a forward prefetches but does not run.
+        # Free stale weights: FSDP leaves the root gathered, and also units that a forward prefetches but does not run.
         initialized = hasattr(self.flat_param, "_full_param_padded")
         # A prefetched unit counts as idle, but a backward (in which an optimizer may step) is about to use it.
         is_in_use = self._prefetched and torch._C._current_graph_task_id() != -1
@@ -251,7 +251,7 @@ class StrategyHandle(FlatParamHandle):
         self.views.drop()
         flat_param = self.flat_param
         shard = getattr(flat_param, "_local_shard", None)  # there is none until FSDP's lazy initialization
-        # Otherwise, FSDP returns to the old memory after the next forward, and writes to the new memory are lost.
+        # FSDP returns to ``_local_shard`` after the next forward: writes to the new memory must be writes to it.
         # After a change of dtype, the next gather raises.
         same_kind = shard is not None and (flat_param.dtype, flat_param.size()) == (shard.dtype, shard.size())
         if same_kind and not self._offload_params:
@@ -370,7 +370,7 @@ def handle_of(instance: FullyShardedDataParallel) -> StrategyHandle | None:
 
 def disable_prefetch_unless_sharded(root: nn.Module) -> None:
     """Turn off prefetching in forwards if a unit is not sharded."""
-    # FSDP hides the gradients of a unit without shards that it prefetches but does not run.
+    # If a unit without shards is prefetched but does not run, FSDP hides its gradients.
     instances: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
     handles = [handle for each in instances if (handle := handle_of(each)) is not None]
     if not all(handle.uses_sharded_strategy for handle in handles):
@@ -449,8 +449,8 @@ class HandleBackwardWatch(StepWatch):
         self.reduce_remaining()
         for handle in self._handles:
             handle.gradients.took_part |= handle.gradients.is_of_micro_batch
-            # This mask marks parameters without gradients. torch resets it only in reductions, and so would clear the
-            # new gradient of a parameter that was unfrozen, or cleared alone, since the last reduction.
+            # This mask marks parameters without gradients. torch resets it only in reductions, so it would clear the
+            # new gradient of a parameter that was unfrozen since the last one, or whose gradient alone was cleared.
             if not handle.uses_sharded_strategy and handle._training_state == HandleTrainingState.BACKWARD_POST:
                 handle._reset_is_grad_none()
 
@@ -475,7 +475,7 @@ class HandleBackwardWatch(StepWatch):
 
     def end(self, synchronized: bool) -> None:
         for handle in self._handles:
-            # FSDP takes a unit without shards for resharded, and leaves views on modules in place of frozen parameters.
+            # FSDP does not reshard a unit without shards, so modules would keep views in place of frozen parameters.
             # Skip a unit that shows parameters: a replaced one may hold values that no forward has copied yet.
             if not handle.uses_sharded_strategy and handle.views.are_shown:
                 handle.reshard(False)

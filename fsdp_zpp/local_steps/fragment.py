@@ -118,7 +118,7 @@ class Fragment:
         return {name: shard for name, shard in self._unit.sharded.named_shards().items() if name in names}
 
     def start(self, *, anew: bool = False) -> None:
-        """Adopt trained weights as agreed: those without agreed ones, or all if ``anew``. All nodes hold the same."""
+        """Adopt weights of trained parameters without agreed ones, or of all if ``anew``; all nodes hold equal ones."""
         new = set(self._unit.sharded.trained_names()) - (frozenset() if anew else self.outer.names)
         if new:
             self.outer.start(self._of(new))
@@ -182,7 +182,7 @@ class Fragment:
     @contextmanager
     def showing_agreed(self) -> Iterator[None]:
         """Return a context with the agreed weights in place of this node's own. Collective over the node."""
-        # Other parameters hold their agreed weights, or values that a user has written since they were frozen.
+        # Parameters outside ``names`` hold agreed weights, or values that a user has written since they were frozen.
         names = self.outer.names & (self._changed | set(self._sent) | set(self._unit.sharded.trained_names()))
         self._own = {name: shard.detach().clone() for name, shard in self._of(names).items()}
         self.outer.receive(self._of(names))

@@ -154,7 +154,7 @@ def _restored(saved: object, present: object, parameter: nn.Parameter, group: Ma
 #
 # Average of optimizers' moments over nodes that train on their own.
 #
-#     this node's moments         this rank's part of each parameter's, in its own dtype
+#     this node's moments         this rank's shard of each moment, in the moment's dtype
 #         | in chunks             fp32, each parameter in a chunk for each node
 #     mean over nodes             encode, all-to-all among the ranks with this local index, decode, sum in fp32
 #         | each rank its chunk
@@ -418,8 +418,8 @@ def _steps(states: States) -> float:
 # The number of steps made decides whether the next step is synchronous. This is decided for all units at once, before
 # the step's first forward and after the exchanges of the step before. In synchronous steps nodes stay equal bit for
 # bit, as without local steps, so they exchange nothing; a fragment that is due warms up its momentum. After the last
-# synchronous step, the weights become the agreed ones; the momentum lacks each fragment's changes since it was last
-# due.
+# synchronous step, the weights become the agreed ones. Changes that a fragment has made since it was last due are not
+# in the momentum.
 #
 # A checkpoint may be loaded into another schedule, so it also says if nodes are ``apart``: they train on their own.
 #
@@ -430,9 +430,9 @@ def _steps(states: States) -> float:
 # communicators, so the comparison does not wait for an exchange under way.
 #
 # In synchronous steps each backward reduces over all ranks, so nodes stay together as ranks do without local steps. But
-# a node that skips the optimizer step after a backward needs more backwards to leave the synchronous steps. Some nodes
-# may leave them once all have made as many backwards as there are synchronous steps. From then on, the nodes that
-# remain compare their places before each forward.
+# a node that skips the optimizer step after a backward needs more backwards to leave the synchronous steps. Other
+# nodes may have left as soon as there were as many backwards as there are synchronous steps. From then on, the nodes
+# that remain compare their places before each forward.
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -529,7 +529,7 @@ class LocalTraining:
         self._enter_phase()
 
     def _prepare(self) -> None:
-        """Restore loaded states, and give all parameters that were trained so far agreed weights."""
+        """Restore loaded states, and give agreed weights to all parameters that were trained so far."""
         for fragment in self._all:
             fragment.restore()
         furthest = max((fragment.progress for fragment in self._all), key=lambda progress: progress.made)
@@ -582,7 +582,7 @@ class LocalTraining:
             self._average_moments([self._trained[index] for index in due])
         for index in due:
             fragment = self._trained[index]
-            if fragment.progress.arrives is not None:  # due before that: another unit has changed the schedule
+            if fragment.progress.arrives is not None:  # due before it arrives: another unit has changed the schedule
                 fragment.receive(self._config.mix)
             fragment.send(step + self._config.overlap)
         self._receive(step)

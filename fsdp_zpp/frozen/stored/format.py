@@ -218,7 +218,7 @@ class StoredFormat(ABC):
 
     @abstractmethod
     def pack(self, parts: Parts, first: int, last: int) -> Tensor:
-        """Read groups ``first`` to ``last - 1``, at least one and no others, as records.
+        """Read only the groups ``first`` to ``last - 1`` as records; ``last`` is greater than ``first``.
 
         Returns:
             uint8 [last - first, layout.nbytes]. Zeros pad the weight's last group.
@@ -230,7 +230,7 @@ class StoredFormat(ABC):
 
     @property
     def codec(self) -> Codec:
-        """Return the codec of a weight that stays as stored; a subclass may return one with the same codes, as NF4."""
+        """Return the codec of a weight that stays as stored; a subclass may return one of equal codes, such as NF4."""
         return StoredCodec(self.description, self.group_numel, self.layout.nbytes, self.decode_into)
 
     def payload(self, records: Tensor) -> Tensor:

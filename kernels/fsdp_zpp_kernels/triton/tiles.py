@@ -92,7 +92,7 @@ def _larger(a, b):
 def _magnitude(values, BLOCK: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
     """Return the bits of each block's largest magnitude, int32 [TILE // BLOCK]; NaN counts as the largest, then Inf."""
     # Each thread first reduces its own values as floats, at one instruction per value. The results of a warp's threads
-    # are reduced as integers, at one instruction per warp. Both orders of magnitudes agree, with NaN above Inf.
+    # are reduced as integers, at one instruction per warp. Floats and integers sort magnitudes alike, NaN above Inf.
     values = tl.reshape(tl.abs(values), [TILE // BLOCK, BLOCK // GROUP, GROUP])
     # The mask clears the sign of a negative NaN, which would otherwise be a negative integer.
     return tl.max(tl.reduce(values, 2, _larger).to(tl.int32, bitcast=True) & _ABS_MASK, axis=1)
@@ -161,9 +161,9 @@ def encode(
     rounder: tl.constexpr = _ROUNDER + (1 << (BITS - 1))
     rounded = steps + rounder
     # Fp32 additions are not reassociated, so adding and subtracting the rounder leaves the rounded code. The product of
-    # code and scale is exact ([Note: Exact products] in reference.py), so an fma has the bits of product and
-    # difference. The scale is negated, not the code: with code 0, a value of -0 then stays -0, as in the reference. The
-    # minus is a factor, since Triton compiles -x as 0 - x, which is 0, not -0, for the scale 0 of an all-zero block.
+    # code and scale is exact ([Note: Exact products] in reference.py), so an fma gives the bits of a separate
+    # product and difference. The scale is negated, not the code: with code 0, a value of -0 then stays -0, as in the
+    # reference. An all-zero block has scale 0: * -1.0 makes it -0, but Triton's -x is 0 - x and would leave it at 0.
     codes = rounded - rounder
     if BITS == 2:
         codes = codes + codes + 1.0  # a level, see [Note: Two bits] in reference.py
@@ -238,7 +238,7 @@ def load_words(
         The words, int32 [TILE // GROUP, words a group, 1], and the scale of each group, fp32 [TILE // GROUP, 1, 1].
     """
     words_ptrs = word_ptrs(words_ptr, BITS, TILE, GROUP)
-    # With one pointer per block, the scales of a thread's groups are a constant distance apart.
+    # One pointer per block saves instructions: the scales of a thread's groups are then a constant distance apart.
     block = tl.arange(0, TILE // BLOCK)[:, None]
     if MASKED:
         # Masking whole groups suffices: a group that starts inside the chunk ends inside its padded codes.
@@ -355,7 +355,7 @@ def decode_sum(
     Returns:
         fp32 [TILE // GROUP, words a group, codes a word].
     """
-    # ``zero`` has the bits of the float that code 0 in the lowest bits of a word becomes: 2**23 plus the code's offset.
+    # ``zero`` has the bits of 2**23 plus the code's offset: code 0 in the lowest bits of a word becomes this float.
     # It is a kernel argument because with a constant, ptxas takes two instructions, not one, to mask a code and insert
     # it, and int4 sums over 8 peers are close to the limit of the instruction rate already.
     stride = row_words(row_units)
