@@ -68,7 +68,7 @@ class Codec(ABC):
 
     @property
     def block_numel(self) -> int:
-        """Return how many consecutive values of a chunk depend on each other, counted from its start; 0 means all."""
+        """Return the size of a chunk's blocks, in which values depend on each other; 0 if the whole chunk is one."""
         return 0
 
     @abstractmethod
@@ -365,8 +365,8 @@ class Int2(Blockwise):
 # fewer bits than W for the same error (SDP4Bit's qWD, arXiv 2410.15526, section 3.1). Receivers add the delta to their
 # base, the secondary shard, which is therefore the sum of everything sent so far. Errors do not build up: the sender
 # holds the same base, bit for bit, and takes the next delta against it, so the next delta includes what this one lost.
-# In 2 bits, a delta of normal values loses a third in root mean square. It clips values at 1.49 times the root mean
-# square of their block, so it loses more if few weights of a block change.
+# In 2 bits, a delta loses a third of its root mean square if its values are normally distributed. It clips values at
+# 1.49 times the root mean square of their block, so it loses more if few weights of a block change.
 #
 # Weights that do not come from a step (from a checkpoint, for example) are far from R. They are sent whole, encoded as
 # R is, and so is the first gather. To resume a training exactly, its checkpoint must contain R (runtime/checkpoint.py).

@@ -31,7 +31,7 @@ def fingerprint(shard: Tensor) -> str:
 
 def checksums(shards: Mapping[str, Tensor]) -> dict[str, tuple[str, int]]:
     """Return the dtype of each shard and a sum over the bits of its values, in which -0 and 0 are equal."""
-    # Any device computes the same sum, so shards are summed where they are, in memory for a few million values.
+    # Any device computes the same sum, so each shard is summed on its device, with memory for a few million values.
     sums = [_checksum(shard) for shard in shards.values()]
     devices = {each.device for each in sums}
     totals = torch.stack(sums if len(devices) == 1 else [each.cpu() for each in sums]).tolist() if sums else []
@@ -264,8 +264,8 @@ def agree(
 
     Raises:
         ValueError: If ranks differ in ``summary``.
-        Exception: The exception of ``act`` on this rank. Where ``act`` succeeds, an error with the message of the first
-            rank that fails, of the same type if that is ValueError or TypeError, otherwise a RuntimeError.
+        Exception: The exception of ``act`` on this rank. If ``act`` succeeds here, the message is that of the first
+            rank that fails; the type is the same if it is ValueError or TypeError, and RuntimeError otherwise.
     """
     if group is None or _is_alone(group):
         return act()

@@ -235,8 +235,8 @@ def exchange_and_sum(
 ) -> None:
     """Make the last hop of a reduction, after which each rank has its chunk.
 
-    ``payload`` is uint8 [size, nbytes], by destination; ``out`` receives the sum times ``factor``, flat, with its small
-    values at the places ``exact``.
+    ``payload`` is uint8 [size, nbytes], by destination; ``out`` receives the sum times ``factor``, flat. Values
+    from the payloads' tails go to the places ``exact``.
     """
     if payload.is_cuda:
         keep_until_read(payload)  # it was made in the stream of the intra-node hop

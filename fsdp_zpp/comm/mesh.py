@@ -54,7 +54,7 @@ def for_collectives(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def compute_device(group: dist.ProcessGroup | None, device: torch.device | str | int | None) -> torch.device | None:
-    """Return the device for a frozen base's codes: ``device`` if given; None stands for the device of the weights."""
+    """Return the device for a frozen base's codes: ``device`` if given. A result of None means the weights' device."""
     kind = accelerator()
     if isinstance(device, int):
         return torch.device("cpu" if kind is None else kind.type, device)
@@ -131,7 +131,7 @@ def launcher_variables() -> str:
 def _by_torchrun() -> int:
     local_world, nodes = _positive("LOCAL_WORLD_SIZE"), _positive("GROUP_WORLD_SIZE")
     if nodes and nodes * local_world != dist.get_world_size():
-        # A rank knows only its own node's size, so compare it with the average: if sizes differ, few nodes have that.
+        # A rank knows only its own node's size. If sizes differ, few nodes have the average size, so most ranks raise.
         raise _unequal(nodes, local_world)
     return local_world
 
@@ -305,7 +305,7 @@ def process_mesh(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> 
         gpus_per_node: Consecutive ranks of ``group`` that share a node; None takes it from the launcher.
 
     Raises:
-        ValueError: If the layout is not possible, on every rank before any communication.
+        ValueError: If the layout is not possible, before any communication. Some ranks may raise it alone.
     """
     return mesh_on(group, topology_of(group, gpus_per_node))
 
@@ -388,8 +388,8 @@ def _subgroup(group: dist.ProcessGroup, partition: list[list[int]]) -> _Subgroup
         return None
     if len(partition) == 1:
         return "whole"
-    # By default, torch needs all ranks of the job to make a group, members or not. A mesh that is only a part of the
-    # job (data parallel with tensor parallel) can't make the others call that, so its ranks make the group themselves.
+    # By default, torch needs all ranks of the job to make a group, members or not. If ``group`` is a part of the job
+    # (data parallel with tensor parallel), other ranks do not take part, so its own ranks make the subgroups alone.
     make = _made_by_all if dist.get_world_size(group) == dist.get_world_size() else _made_by_members
     with named_by_ranks():
         return make(group, partition)

@@ -49,7 +49,7 @@ class ShardVersion:
         self._moves = 0
 
     def of(self, memory: Sequence[Tensor], counted: Sequence[Tensor]) -> Hashable:
-        """Return the version of ``memory``, the tensors to gather; torch counts writes to them on ``counted``."""
+        """Return the version of ``memory``, the tensors to gather; writes to them raise ``_version`` in ``counted``."""
         if self.of_contents:
             # The values of DTensors are in ``memory`` already; those of other subclasses are not.
             others = (each for each in counted if not isinstance(each, DTensor) and hasattr(each, "__tensor_flatten__"))
@@ -64,11 +64,11 @@ class ShardVersion:
 # ---- checkpointed shard
 #
 # [Note: Weights of a checkpoint]
-# A secondary shard from a checkpoint (of deltas) is valid only for the weights that were saved with it. The weights may
-# be loaded before the shard or after it, and other weights may be loaded or written later, so the order of events does
-# not tell whether they belong together. A fingerprint of this rank's weights is therefore saved with the shard: at the
-# first gather, the ranks that gather from each other exchange whether their fingerprints match. If all do, they
-# continue from the saved shard; otherwise the weights are sent whole.
+# If the inter-node hop sends deltas, a checkpoint has the secondary shard, which is valid only for the weights saved
+# with it. The weights may be loaded before the shard or after it, and other weights may be loaded or written later, so
+# the order of events does not tell whether they belong together. A fingerprint of this rank's weights is therefore
+# saved with the shard: at the first gather, the ranks that gather from each other exchange whether their fingerprints
+# match. If all do, they continue from the saved shard; otherwise the weights are sent whole.
 
 
 class CheckpointedShard(TypedDict):
@@ -165,7 +165,7 @@ class SecondaryShard:
         base: The older secondary shard that the next delta refers to, if there is one.
         checkpointed: The shard from a checkpoint, until the first gather has compared it with the weights.
         source: The source of the weights; None if they can't be read.
-        side_stream: The stream that makes the shard; None for the stream that reads it.
+        side_stream: The stream that makes the shard; None if it is made in the stream of its reader.
         nbytes: Bytes of a payload without deltas; 0 until the first :meth:`sent_as`.
         next_codec: The codec of the next gather, as :meth:`sent_as` takes it; None if that is not known yet.
         encoded_by: The codec of the payload; None without a payload.
@@ -205,7 +205,7 @@ class SecondaryShard:
     # ---- from stale to fresh
 
     def sent_as(self, codec: Codec, numel: int, device: torch.device) -> Codec:
-        """Return ``codec``, with a tail if this rank's ``numel`` values include small parameters, sent exactly.
+        """Return ``codec``, with a tail if some of this rank's ``numel`` values (small parameters) are sent exactly.
 
         Returns the same instance until an argument changes; sets ``exact`` and ``nbytes``.
         """
@@ -320,7 +320,7 @@ class SecondaryShard:
             return {"row": None, "fresh": False, "fingerprint": None}
         if self._ready is not None:
             self._ready.synchronize()
-        # Read only here: before the first forward there is no shard to read, and one of the returns above is taken.
+        # The returns above come first: one is taken before the first forward, when there is no shard to read.
         readable = self.source is not None and self.source.can_be_read()
         weights = torch.cat(list(self.source.read().tensors)) if readable and self.source is not None else None
         row = held[self.own_node : self.own_node + 1].cpu().clone()
@@ -348,7 +348,7 @@ class SecondaryShard:
 #         | transpose, apply deltas
 #     secondary shards                uint8 [k, nodes, nbytes]: a contiguous part of one buffer for each unit
 #
-# Units of other sizes, and those with and without a base for a delta, are encoded separately and share the collective.
+# Units of different sizes are encoded apart, and so are units with a base and units without. All share the collective.
 
 _UNLABELLED = nullcontext()
 
@@ -405,8 +405,8 @@ def _send(sent: Sequence[StaleShard], label: str) -> None:
 
 def _kind(stale: StaleShard) -> Hashable:
     values = stale.values
-    # Secondary shards of a run share a buffer, which lives until each is replaced. A frozen unit's never is, so frozen
-    # units have their own runs.
+    # Secondary shards of a run share a buffer, which lives until each is replaced. Frozen units never replace theirs,
+    # so they have their own runs.
     exact = None if stale.shard.exact is None else stale.shard.exact.key
     return stale.codec, values.numel, stale.shard.base is not None, values.tensors[0].dtype, values.is_trained, exact
 
@@ -446,7 +446,7 @@ class Run:
 
     def receive(self, gathered: Tensor) -> Tensor:
         """Make secondary shards, uint8 [rows * nodes, nbytes], from all nodes' payloads [nodes, rows, nbytes]."""
-        by_shard = gathered.transpose(0, 1).flatten(0, 1).contiguous()  # parts of longer rows are not contiguous
+        by_shard = gathered.transpose(0, 1).flatten(0, 1).contiguous()  # not contiguous if runs share the rows
         if self._base is None or not isinstance(self._coded, Delta):
             return by_shard
         changed = self._coded.apply_delta(self._base, by_shard, self.stale[0].values.numel, self._tail)
@@ -500,7 +500,7 @@ LEAST_NBYTES = 2**20
 
 MOST_NBYTES = 2**24
 """The most bytes that a rank sends for a chunk of several units, to all other nodes together: 16 MiB take 1.3 ms at 100
-Gb/s a GPU. During encoding, the full-precision values take 4 to 8 times the payload, which goes to each other node."""
+Gb/s a GPU. Each other node gets the whole payload. In encoding, its full-precision values take 4 to 8 times that."""
 
 
 class SecondaryShardPrefetcher:
@@ -538,7 +538,7 @@ class SecondaryShardPrefetcher:
 def in_chunks(
     sent: Sequence[tuple[SecondaryShard, int]], least_nbytes: int = LEAST_NBYTES, most_nbytes: int = MOST_NBYTES
 ) -> list[list[SecondaryShard]]:
-    """Cut shards, with the bytes that a rank sends for each, into parts that are sent together. See [Note: Chunks]."""
+    """Group shards, each with the bytes that a rank sends for it, into chunks. See [Note: Chunks]."""
     limit = min(most_nbytes, max(least_nbytes, -(-sum(size for _, size in sent) // CHUNKS)))
     chunks: list[list[SecondaryShard]] = []
     nbytes = 0
@@ -568,7 +568,7 @@ def in_chunks(
 
 
 class _Settled(NamedTuple):
-    """Values that gathers into outputs of one shape, dtype and device have in common."""
+    """The codecs and exact places for all gathers with outputs of the same shape, dtype and device."""
 
     of: tuple[torch.Size, torch.dtype, torch.device]
     codec: Codec

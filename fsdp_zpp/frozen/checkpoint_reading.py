@@ -54,7 +54,7 @@ _MODEL = ("model.safetensors", f"model{_INDEX}")  # the files that transformers 
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """The shape and dtype of a stored tensor; a dtype that ``STORED_DTYPES`` lacks is its name in the file."""
+    """The shape and dtype of a stored tensor; ``dtype`` is the name in the file if ``STORED_DTYPES`` lacks it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
@@ -342,7 +342,7 @@ class PlainTensor:
         return self._files.values(self._key, first, last)
 
     def read(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Copy the tensor; decode a weight that is stored quantized to ``dtype``, with a single rounding."""
+        """Return a copy of the tensor. A weight that is stored quantized is decoded and rounded once, to ``dtype``."""
         return self._files.read(self._key)
 
     def stored(self) -> StoredWeight | None:

@@ -134,7 +134,7 @@ class Selection:
         """Raise ValueError on all ranks unless they select the same weights, by the same arguments. Collective."""
         if group is None:
             return
-        # Distinguish an explicit size from an equal default: a strategy may change only the default later.
+        # Distinguish an explicit size from an equal default: strategies replace or check only a default.
         nodes = gpus_per_node or f"{launched_node_size(group)} (as launched)"
         chosen = {f"weight {c.name}": f"{c.parameter.dtype} {list(c.parameter.shape)}" for c in self.chosen}
         check_agreement(group, f"{call}({model_name(model)})", {"gpus_per_node": nodes} | facts | chosen)
@@ -160,7 +160,7 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), u
                 continue
             is_sharded = name in shapes and _fits(module, name, shapes[name])
             if isinstance(parameter, FlatParameter) and not is_sharded:
-                continue  # not seen yet: another part of this FlatParameter may be a weight
+                continue  # not added to ``seen``: another part of this FlatParameter may be a weight
             seen.add(id(parameter))
             sites = sites_of.get(id(parameter), [(path, module, name)])
             packed = packed_linear(parameter, [site for _, site, _ in sites]) if unpack and not is_sharded else None
@@ -417,8 +417,8 @@ def quantize_for(
         device: The device that FSDP moves the module to.
         dtype: The dtype that FSDP computes in.
         broadcast: The group whose first rank has the right values; None if every rank has them.
-        is_part: True if other strategies shard the rest of the module; then the nodes of weights that are quantized
-            already are not checked.
+        is_part: True if other strategies shard the rest of the module. Weights that are quantized already are then
+            not checked against the nodes of ``mesh``.
 
     Returns:
         Names of frozen parameters that stay as they are, by the reason.

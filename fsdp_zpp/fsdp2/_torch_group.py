@@ -77,7 +77,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         if states:
             self._set_missing_names(states[0]._modules[0])
         groups = [group for state in states for group in groups_of(state) if isinstance(group, StrategyGroup)]
-        # Lazy initialization may replace a group's parameters, so the callback waits for that of the last group.
+        # Lazy initialization may replace a group's parameters, so the callback waits until the last one is initialized.
         if groups and groups[-1] is self and self._on_lazy_init is not None:
             self._on_lazy_init(states[0]._modules[0])  # the root's state comes first
             self._on_lazy_init = None
@@ -92,7 +92,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
                 self._all_gather_comm = self.weights.comm
 
     def _set_missing_names(self, root: nn.Module) -> None:
-        """Set the FQNs of parameters that ``unshard()`` replaced on their modules before torch looked for them."""
+        """Set the FQNs of parameters that torch did not find on their modules because ``unshard()`` replaced them."""
         if all(param._param_fqn is not None for param in self.fsdp_params):
             return
         paths = {module: path for path, module in root.named_modules()}
@@ -137,7 +137,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         with self._labelled("FSDP::all_gather"), self.device_handle.stream(stream):
             if plan.joins and (secondary.encoded_by is None or plan.numel == 0):
                 shard = plan.join_inputs()
-            # If ``shard`` is None, a stale secondary shard gets values and version from ``weights.read()``.
+            # If ``shard`` is None, a stale secondary shard needs no version: ``weights.read()`` returns one.
             is_compared = self.weights.reuses and not (secondary.stale and shard is None)
             out = torch.empty(plan.numel, dtype=plan.dtype, device=self.device)
             gather(shard, out, self.weights.shard_version() if is_compared else None)
@@ -294,7 +294,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         self.drop_unsharded()
         if not by_step:
             self.weights.plan = None
-            # A user sets this event after a step. The next forward's gathers wait for it instead of all earlier writes.
+            # Users set this event after a step. It may not cover this change. Without it, gathers wait for all writes.
             self._state._state_ctx.post_optim_event = None
 
     def drop_unsharded(self) -> None:
@@ -334,8 +334,8 @@ def adopt_groups(
 ) -> list[StrategyGroup | None]:
     """Make torch gather and reduce the parameter groups of ``module`` through ``units``.
 
-    Each unit has the parameters that the call shards over one mesh; ``infos`` has these meshes, or is empty for the
-    call's own. The result has the group of each unit, with a new class; None if the module has no parameters of a unit.
+    Each unit has the parameters that the call shards over one mesh. ``infos`` lists these meshes; it is empty if the
+    call's mesh is the only one. The result has each unit's group, with a new class; None if a unit has no parameters.
     """
     state = state_of(module)
     # A group without FSDPMeshInfo is not sharded: dp_mesh_dims that only replicate are left to torch.

@@ -2,9 +2,9 @@
 
 The fastest row that fits wins (PaRO, section 3.4); rows within :data:`TOLERANCE` of it are equally fast. Among these,
 the row with the least time on the slow network wins, since computation hides less in practice than in a plan. A row
-without codecs wins instead if computation hides its communication, and codecs save neither :data:`TOLERANCE` of a step
-on the slow network nor :data:`LESS_MEMORY`. Ties go to torch's strategies and presets, then to presets with a coarser
-base, then to bare letters; within each kind, to the least memory.
+without codecs wins instead if computation hides its communication and codecs save little: at most :data:`TOLERANCE` of
+its step on the slow network, and at most :data:`LESS_MEMORY` of its memory. Ties go to torch's strategies and presets,
+then to presets with a coarser base, then to bare letters; within each kind, to the least memory.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def presets(case: Case, frozen: Codec | FrozenName | None) -> Iterator[Candidate
 
     ZeRO++ is left out on a single node with fast links, where its codecs are inactive. Slow links inside nodes add a
     variant that counts each GPU as a node; ZeRO++ needs none on a single node, where it follows the links. If
-    ``frozen`` is None, MixZ++ comes with several codecs of the base, and ZeRO++ with a base without a codec.
+    ``frozen`` is None, MixZ++ comes with several codecs of the base, and ZeRO++ leaves the base unquantized.
     """
     cluster, accumulates = case.cluster, case.work.micro_batches > 1
     found: list[Candidate] = []

@@ -17,7 +17,7 @@ from .model_size import Case
 
 
 def notes_on(case: Case, codecs: Strategy, resolved: ResolvedStrategy) -> list[str]:
-    """Return notes on the plan's assumptions, and on those of ``codecs`` that are inactive in ``resolved``."""
+    """Return notes on the plan's assumptions, and on each codec of ``codecs`` that is inactive in ``resolved``."""
     cluster, work, budget = case.cluster, case.work, case.budget
     notes = [
         f"Activations are assumed to take {budget.activations:g} GiB a GPU, and {budget.reserve:g} GiB are in reserve."
@@ -136,7 +136,7 @@ class Plan(Case):
 
     @property
     def resolved(self) -> ResolvedStrategy:
-        """Return IGG on this cluster. It shows the active codecs of the letters, since its scopes take any codec."""
+        """Return IGG on this cluster. Its scopes take any codec, so it shows which of the plan's codecs are active."""
         return self["IGG"].strategy.resolve(self["IGG"].topology)
 
     def __str__(self) -> str:

@@ -90,7 +90,7 @@ class FlatPart:
 
     sites: tuple[Site, ...]
     start: int
-    shape: torch.Size  # if another parallelism shards the parameter, too, that of its local tensor
+    shape: torch.Size  # of the local tensor, if another parallelism also shards the parameter
     shard: Tensor  # this rank's shard of the flat parameter, in full precision
     requires_grad: bool
     device: torch.device  # on which it is gathered, even if shards are offloaded
@@ -113,7 +113,7 @@ class FlatPart:
 
 
 def flat_parts(model: nn.Module) -> Iterator[FlatPart]:
-    """Yield the parts of all flat parameters below ``model``, after copying replaced parameters to the shards."""
+    """Yield the parts of all flat parameters below ``model``; first copy values set by ``p.data = ...`` to shards."""
     for instance in _instances(model):
         handle = instance._handle
         if handle is None:
@@ -198,7 +198,7 @@ def _shows_parameters(flat_param: FlatParameter) -> bool:
 @torch.no_grad()
 def _copy_unsharded(handle: FlatParamHandle) -> None:
     """Write the values of replaced parameters to the shard of an unsharded ``handle``, as FSDP does."""
-    # Leave gradients alone: FSDP's own method would take accumulated ones for new ones of the user.
+    # Leave gradients alone: FSDP's own method would take accumulated gradients for ones that the user has just set.
     flat_param = handle.flat_param
     own = {tensor.untyped_storage().data_ptr() for tensor in (flat_param, flat_param._local_shard)}
     views = handle._get_unflat_views(flat_param._local_shard)

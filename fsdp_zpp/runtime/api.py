@@ -149,7 +149,7 @@ _ANOTHER = "a parameter of another unit"
 
 
 class Shared(NamedTuple):
-    """A parameter that a call would shard and another unit has: its names in this call and in that unit's call."""
+    """A parameter that another unit has already: its name in this call, and its name in that unit's call."""
 
     name: str
     held_as: str
@@ -309,7 +309,7 @@ def exchange_weights(model: nn.Module) -> None:
     Raises:
         ValueError: If the strategy of some rank has no local steps, ranks have made different numbers of steps, or some
             rank exchanges weights at another place, such as before a forward; every rank raises.
-        RuntimeError: If the model of some rank has not run a forward yet, or shows its agreed weights; every rank
+        RuntimeError: If the model of some rank has not run a forward yet, or is in :func:`agreed_weights`; every rank
             raises.
     """
 
@@ -409,7 +409,7 @@ def end_training(model: nn.Module) -> None:
 
 
 def _ranks_that_compare(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the ranks that compare local steps of ``model``; where it has none, those of :func:`ranks_of`."""
+    """Return the ranks of the local training of ``model``, which compare their calls; without one, :func:`ranks_of`."""
     units = named_units(model) if isinstance(model, nn.Module) else {}
     trainings = (unit.local_training for unit in units if isinstance(unit, StrategyUnit))
     return next((training.group for training in trainings if training is not None), ranks_of(model))

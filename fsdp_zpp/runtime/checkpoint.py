@@ -30,7 +30,7 @@ from .unit import Checksums, ParameterUnit, StrategyUnit, named_units
 # codec state carries checksums of the weights that it was saved with. Weights may be loaded before or after codec
 # state. So it is used in two cases: the weights match when it is loaded, and no weights are loaded after it; or the
 # weights match at the next forward. If they differ on any rank, all ranks drop it, including those of other
-# parallelisms: a parameter's copies would diverge if one were sent with errors and another one without.
+# parallelisms. Otherwise, error feedback would start over for some copies of a parameter alone, and they would diverge.
 #
 # With local steps, a checkpoint has either the agreed weights, or weights whose pieces come from arbitrary nodes. Codec
 # state has the weights of every node, so the pieces are compared with these weights instead of checksums.
@@ -188,7 +188,7 @@ class RankState:
         """
         if not self._parts:
             saved_on = state.get("layout", "")
-            # Without parts, DCP reads only the key "layout". It names nodes, after " as ", only if parts were saved.
+            # Without parts, DCP reads only the key "layout". Its value has " as " only if parts were saved.
             if " as " in saved_on and self._warns:
                 logger.warning(
                     "the codec state was saved on %s, but this model has none: error feedback, weight deltas and local "
@@ -306,7 +306,7 @@ def _optimizer_states(
             f"with local_steps, each node of this {type(model).__name__} has optimizer states of its own: pass "
             "CodecState(model, optimizer), or a list if there are several optimizers"
         )
-    for fragment in fragments:  # after a resumption, an exchange may come before the first step
+    for fragment in fragments:  # the first step would add them, but after a resumption an exchange may come before it
         for each in listed:
             fragment.optimizers.add(each)
     return {

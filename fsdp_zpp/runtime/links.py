@@ -95,7 +95,7 @@ class Links:
     """Fast links among the ranks of a group."""
 
     launched: Topology
-    sets: tuple[tuple[int, ...], ...]  # sorted ranks that fast links join; no set goes beyond a launched node
+    sets: tuple[tuple[int, ...], ...]  # sorted ranks that fast links join; each set is within a node of ``launched``
     shares_gpus: bool = False
     disabled: bool = False
 

@@ -84,7 +84,7 @@ def _copy_nbytes(unit: StrategyUnit) -> int:
 
 
 def _sum_nbytes(unit: StrategyUnit) -> int:
-    """Return a unit's bytes of fp32 gradient sums per rank; 0 unless the host as one node would shard them further."""
+    """Return a rank's bytes of a unit's fp32 gradient sums; 0 if they are no smaller with the host as one node."""
     topology, scope = unit.ranks.topology, unit.scopes.gradients
     on_one_node = unit.strategy.resolve(Topology(topology.world, topology.world)).scopes.gradients
     if scope == "G" or on_one_node != "G" or not unit.sharded.is_trained():
@@ -170,7 +170,7 @@ def summarize(
     """Sort the parts of a strategy into active and inactive ones.
 
     ``encoded`` covers the units whose weights a codec encodes, by default all. ``own`` covers the units whose
-    parameters choose the bytes that FSDP gathers, such as torchao's float8. ``packed`` says that the remaining units
+    parameters encode themselves for FSDP's gather, as torchao's float8 does. ``packed`` says that the remaining units
     hold packed values. ``resolved`` is the strategy as resolved for the units of ``encoded``.
     """
     no_gain = f"one node, {links}: no gain from codecs" if links is not None and not links.are_slow else _FAST_LINKS
@@ -187,7 +187,7 @@ def summarize(
     else:
         topology = resolved.within_node().topology  # gradients stay there
         reduction = _reduction(codecs, topology)
-    # "auto" is the default, so a missing intra-node hop is nothing that the user asked for.
+    # A user who leaves "auto", the default, asks for no intra-node hop, so a missing one is not reported.
     is_auto = strategy.intra_gradients == "auto"
     parts += [part for part in reduction if not (is_auto and part.why_not == _NO_INTRA_NODE_HOP)]
     if local_steps is not None:
@@ -219,7 +219,7 @@ def _weights(
     if strategy.weights is not None:
         left_off = no_gain if codec is None else None
         where = f" ({encoded})" if encoded is not None and encoded.units else ""
-        # If no unit is encoded, nothing is missing: packed values take as few bytes as codes.
+        # Leave the codec out if no unit is encoded: packed values take as few bytes as its codes would.
         if encoded is None or encoded.units or why_not or left_off:
             yield Part(f"weights gathered as {strategy.weights}{where}", why_not or left_off)
         if packed and not (why_not or left_off):

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # codec, too; see [Note: Own bytes] in fsdp2/_torch_weights.py.
 #
 # [Note: Packed bytes]
-# Under fully_shard, this library gathers units that hold packed values even where torch's own all-gather would do.
+# Under fully_shard, this library gathers units that hold packed values, even ones that are otherwise left to torch.
 # torch copies shards by ``_foreach_copy_``, which converts to fp32 on GPUs and turns all NaNs into the same one. About
 # one in a thousand packed byte pairs is a NaN in bf16 (bitsandbytes, issue 1945). So no copy in this library may
 # convert packed values either.
@@ -132,7 +132,7 @@ def warn_of_unmatched(root: nn.Module, model: str, patterns: Iterable[str]) -> N
 
 _ATTRIBUTE = "_fsdp_zpp_unit"
 COMMUNICATORS = "_fsdp_zpp_parts"
-"""Attribute of a module: its communicators that are not units, which are frozen bases."""
+"""Attribute of a module: the frozen bases of its weights. They communicate, but are not units."""
 
 
 class Communicator(Protocol):
@@ -243,7 +243,7 @@ class StrategyUnit:
         return WeightGather(mesh, self.resolved.weights, self.scopes.parameters == "I", self.traffic)
 
     def leave_weights_uncoded(self, *, in_place_of_torch: bool = False) -> None:
-        """Gather weights without a codec, and with ``in_place_of_torch`` not by torch either; call it before use."""
+        """Gather weights without a codec; ``in_place_of_torch`` replaces torch's, too. Call before the first gather."""
         self.packed, self._in_place_of_torch = True, in_place_of_torch
         # Packed values that don't encode themselves are a frozen base: see [Note: Links] in strategy.py.
         if self.ranks.by_links and not self.encodes_itself:

@@ -77,8 +77,8 @@ def _pairs(kind: str, device: torch.device) -> Tensor:
 # strategy ``tensor``                                                         a matrix
 # ==========================================================================  ======================
 #
-# The shapes must fit the configuration. If it states nothing, one scale is that of the whole matrix, and as many scales
-# as rows are those of the rows.
+# The shapes must fit the configuration. If it states nothing, a single scale applies to the whole matrix. If there are
+# as many scales as rows, each applies to a row.
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _E8M0 = (torch.float8_e8m0fnu, torch.uint8)  # scales that are powers of two; uint8 has their bits
@@ -324,7 +324,7 @@ class Mxfp4(StoredFormat):
 
 BITSANDBYTES_SETTINGS: Known = {
     **dict.fromkeys(("quant_method", "load_in_4bit", "_load_in_4bit")),
-    # These state how layers compute, or how loading quantizes weights; files state how their weights are stored.
+    # Most of these may have any value: they say how layers compute or how loading quantizes, not what files hold.
     **dict.fromkeys(("llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload")),
     **dict.fromkeys(("llm_int8_has_fp16_weight", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")),
     **dict.fromkeys(("bnb_4bit_use_double_quant", "modules_to_not_convert", "dequantize")),

@@ -219,7 +219,7 @@ def delta_tiling(*layouts: PayloadLayout) -> Tiling:
 def align(numel: int) -> int:
     """Return the largest power of two that divides ``numel``, up to the 8 values of a 16-byte access.
 
-    Kernels take ``numel`` in this unit, which shows which accesses are aligned, and so have at most four variants each.
+    Kernels take ``numel`` in this unit, which shows Triton how chunks are aligned. So each has at most four variants.
     """
     return min(numel & -numel, 8) or 8  # the lowest set bit; 0 has none, and any power divides it
 
