@@ -4,9 +4,10 @@
     python benchmarks/loss/run.py lora --base runs/base --text OTHER --nodes 2 --gpus-per-node 1
 
 The base of a seed is what ``convergence`` has trained with it, with the same model. ``bf16`` is torch's FULL_SHARD, the
-others are the recommended strategy for a quantized base (examples/finetune_lora.py). All have the same initial adapters
-and the same data for a seed. jobs.py says how runs are made; each finished run is a file in ``--output``. At the end
-comes a table of all runs there.
+others are the recommended strategy for a quantized base (examples/finetune_lora.py), wrapped by layer. All have the
+same data for a seed, and the same initial adapters, which a quantized base rounds to bf16. Use another ``--output`` for
+another base. jobs.py says how runs are made; each finished run is a file in ``--output``. At the end comes a table of
+all runs there.
 """
 
 from __future__ import annotations

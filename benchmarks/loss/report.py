@@ -101,7 +101,7 @@ def table() -> str:
     again = results_of(REPEATS)
     first = [each for each in results_of("eight-nodes-h200").values() if each["rows"][0]["name"] == "full_shard"]
     renamed = [each | {"rows": [each["rows"][0] | {"name": REPEATS}]} for each in again.values()]
-    rows += tables.gap_rows([*first, *renamed], {REPEATS: "full precision, the same seeds again"})
+    rows += tables.gap_rows([*first, *renamed], {REPEATS: "eight nodes' full precision, the same seeds again"})
     lora = results_of("lora-h200")
     rows += tables.gap_rows(list(lora.values()), LORA, tables.LORA_REFERENCE)
     used |= again | lora
