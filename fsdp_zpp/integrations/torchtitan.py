@@ -173,21 +173,20 @@ def parallelize(
 @contextmanager
 def _in_place_of_torchs(replacement: Any) -> Iterator[None]:
     """Return a context in which modules that have imported torch's ``fully_shard``, or do so now, get another one."""
-    holders = [
-        module
-        for name, module in list(sys.modules.items())
-        # Some packages put objects that are no modules into ``sys.modules``.
-        if getattr(module, "__dict__", {}).get("fully_shard") is torch_fully_shard and not name.startswith("fsdp_zpp.")
-    ]
     replacement = wraps(torch_fully_shard)(replacement)  # torch reads ``fully_shard.state``
-    for module in holders:
-        vars(module)["fully_shard"] = replacement
+    _exchange(torch_fully_shard, replacement)
     try:
         yield
     finally:
-        for module in list(sys.modules.values()):  # others may have imported it meanwhile
-            if getattr(module, "__dict__", {}).get("fully_shard") is replacement:
-                vars(module)["fully_shard"] = torch_fully_shard
+        _exchange(replacement, torch_fully_shard)  # modules that were imported meanwhile have it, too
+
+
+def _exchange(present: Any, replacement: Any) -> None:
+    """Put ``replacement`` into all modules of other packages in which ``fully_shard`` is ``present``."""
+    for name, module in list(sys.modules.items()):
+        # Some packages put objects that are no modules into ``sys.modules``.
+        if getattr(module, "__dict__", {}).get("fully_shard") is present and not name.startswith("fsdp_zpp."):
+            vars(module)["fully_shard"] = replacement
 
 
 # ---- trainer

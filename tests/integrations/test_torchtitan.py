@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -113,6 +113,7 @@ from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
 from torchtitan.trainer import Trainer
 from torchtitan_train import ByteTokenizer
 
+from fsdp_zpp.integrations import torchtitan as integration
 from fsdp_zpp.integrations.torchtitan import with_strategy
 
 
@@ -165,6 +166,19 @@ deepseek_v3 = partial(strategy, 2, deepseek_v3_debugmodel)  # which has experts 
 def partly_frozen() -> Trainer.Config:
     """Return a configuration with embedding and attention frozen, by a user's own function."""
     return _parallelized_by(_freeze_and_parallelize)
+
+
+def test_modules_that_are_imported_while_it_shards_have_torchs_fully_shard_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stock, early, late = torch_fsdp.fully_shard, ModuleType("early"), ModuleType("late")
+    early.fully_shard = stock
+    monkeypatch.setitem(sys.modules, "early", early)
+    with integration._in_place_of_torchs(lambda module: module):
+        assert early.fully_shard is torch_fsdp.fully_shard is not stock
+        late.fully_shard = torch_fsdp.fully_shard
+        monkeypatch.setitem(sys.modules, "late", late)
+    assert early.fully_shard is late.fully_shard is torch_fsdp.fully_shard is stock
 
 
 def unsharded() -> Trainer.Config:
