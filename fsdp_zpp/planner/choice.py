@@ -337,12 +337,8 @@ def reason(estimates: Sequence[Estimate], choice: Estimate | None, case: Case) -
         takes = f"{choice.gib:.1f} GiB of {case.budget.gpu_memory:g} GiB a GPU"
         return f"{choice.name} is the only one that fits, with {takes}{beside}."
     others = f"the {len(fitting)}{' that fit' if len(fitting) < len(estimates) else ''}"
-    fast = _fastest(fitting)
-    on_ties = _on_ties(choice, fast, len(fast) == len(fitting), others, slow_links)
-    gain = ""
-    if choice.torch is None and any(each.torch == "FULL_SHARD" for each in fast):
-        gain = " By this plan FULL_SHARD is as fast; the choice gains where less is hidden in practice."
-    return f"{choice.name} takes {seconds(choice.time.total)} a step{beside}. {on_ties}{gain}"
+    on_ties = _on_ties(choice, fitting, others, slow_links)
+    return f"{choice.name} takes {seconds(choice.time.total)} a step{beside}. {on_ties}"
 
 
 def _hider(choice: Estimate) -> str:
@@ -353,11 +349,12 @@ def _hider(choice: Estimate) -> str:
     return "computation" if time.computation >= time.launch else "the CPU"
 
 
-def _on_ties(choice: Estimate, fast: list[Estimate], all_are: bool, others: str, slow_links: bool) -> str:
+def _on_ties(choice: Estimate, alike: list[Estimate], others: str, slow_links: bool) -> str:
+    fast = _fastest(alike)
     hider = _hider(choice)
     if len(fast) == 1:
         return f"It is the fastest of {others}{f', and {hider} hides its communication' if hider else ''}."
-    count = f"All{others.removeprefix('the')}" if all_are else f"{len(fast)} of {others}"
+    count = f"All{others.removeprefix('the')}" if len(fast) == len(alike) else f"{len(fast)} of {others}"
     said = f"{count} are as fast within {TOLERANCE * 100:g} %"
     said += f", because {hider} hides their communication" if hider else ""
     exact = [each for each in fast if not _is_lossy(each)]
@@ -370,7 +367,10 @@ def _on_ties(choice: Estimate, fast: list[Estimate], all_are: bool, others: str,
     if is_exact and not reasons:
         reasons.append("is the plainest")
     among = "these without codecs" if is_exact else "these"
-    return f"{said}; of {among} it {' and '.join(reasons)}." if reasons else f"{said}."
+    said += f"; of {among} it {' and '.join(reasons)}." if reasons else "."
+    if choice.torch is None and any(each.torch == "FULL_SHARD" for each in fast):
+        said += " By this plan FULL_SHARD is as fast; the choice gains where less is hidden in practice."
+    return said
 
 
 def _beside_full_shard(estimates: Sequence[Estimate], choice: Estimate) -> str:
