@@ -107,6 +107,13 @@ class GroupOrder:
 # Checks of the groups of inputs that share a scale.
 
 
+def float_dtype(tensors: StoredTensors, key: str) -> torch.dtype:
+    """Return the dtype of a tensor that :func:`check_header` has checked."""
+    dtype = tensors.dtype(key)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
 def check_neighbours(config: Settings, key: str, inputs: int, groups: int) -> None:
     """Raise ValueError unless ``inputs`` split into ``groups`` equal runs, of ``group_size`` inputs if it is stated."""
     if groups == 0 or inputs % groups:
@@ -247,8 +254,7 @@ class Gptq(_Transposed):
             refuse_misfit(f"{layer}.g_idx", "missing", "the group of each input, since config.json says desc_act")
         else:
             check_neighbours(config, keys["scales"], inputs, groups)
-        dtype = tensors.dtype(keys["scales"])
-        assert isinstance(dtype, torch.dtype)
+        dtype = float_dtype(tensors, keys["scales"])
         return cls(torch.Size((out, inputs)), dtype, keys, groups, bits, minus_one, order)
 
     @cached_property
@@ -324,8 +330,7 @@ class Awq(_Transposed):
         groups, _ = check_header(tensors, keys["scales"], *_FLOATS, shape=(None, words * 8))
         check_header(tensors, keys["qzeros"], torch.int32, shape=(groups, words))
         check_neighbours(config, keys["scales"], inputs, groups)
-        dtype = tensors.dtype(keys["scales"])
-        assert isinstance(dtype, torch.dtype)
+        dtype = float_dtype(tensors, keys["scales"])
         return f"{layer}.weight", cls(torch.Size((words * 8, inputs)), dtype, keys, groups)
 
     @property
