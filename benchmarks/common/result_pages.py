@@ -46,31 +46,32 @@ def origins(folder: str, results: Mapping[str, Result], names: Iterable[str] = (
         names: Names of the runs that are shown; default: all ``results``, whose studies alone are named.
         brief: Leave out the folder, the machine and versions, for pages that say these once.
     """
-    shown = list(dict.fromkeys(names))
-    if brief and not shown:
-        return f"From {'; '.join(_studies(results.values()))}."
-    alike: dict[str, dict[str, list[str]]] = {}
-    for name in shown or results:
-        alike.setdefault(results[name]["study"], {}).setdefault(origin(results[name], brief), []).append(name)
-    groups = []
-    for study, made_by in alike.items():
-        runs = (f"{', '.join(f'`{name}`' for name in named)} ({made})" for made, named in made_by.items())
-        counts = (f"{len(named)} runs, {made}" for made, named in made_by.items())
-        groups.append(f"`{study}.json`: {', '.join(runs)}" if shown else f"`{study}.json` ({'; '.join(counts)})")
+    groups = _runs(results, dict.fromkeys(names), brief) if names else _studies(results.values(), brief)
     place = "" if brief else f"`benchmarks/{folder}/results`: "
     return f"From {place}{'; '.join(groups)}."
 
 
-def _studies(results: Iterable[Result]) -> list[str]:
-    """Return each study with the number of its runs, their dates and commits."""
-    studies: dict[str, list[tuple[str, str]]] = {}
+def _runs(results: Mapping[str, Result], names: Iterable[str], brief: bool) -> list[str]:
+    """Return each study with the names of its runs, and where they are from."""
+    alike: dict[str, dict[str, list[str]]] = {}
+    for name in names:
+        alike.setdefault(results[name]["study"], {}).setdefault(origin(results[name], brief), []).append(name)
+    return [
+        f"`{study}.json`: "
+        + ", ".join(f"{', '.join(f'`{run}`' for run in runs)} ({made})" for made, runs in own.items())
+        for study, own in alike.items()
+    ]
+
+
+def _studies(results: Iterable[Result], brief: bool) -> list[str]:
+    """Return each study with the number of its runs, and all that they are from."""
+    studies: dict[str, list[list[str]]] = {}
     for result in results:
-        date, commit = origin(result, brief=True).split(", ")
-        studies.setdefault(result["study"], []).append((date, commit))
+        studies.setdefault(result["study"], []).append(origin(result, brief).split(", "))
     said = []
     for study, made in studies.items():
-        dates, commits = (", ".join(dict.fromkeys(each)) for each in zip(*made, strict=True))
-        said.append(f"`{study}.json` ({len(made)} runs, {dates}, {commits})")
+        parts = ", ".join(part for each in zip(*made, strict=True) for part in dict.fromkeys(each))
+        said.append(f"`{study}.json` ({len(made)} runs, {parts})")
     return said
 
 

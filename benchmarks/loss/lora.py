@@ -22,7 +22,7 @@ from jobs import Run, add_options, carry_out, parse_configs, parser_of, settings
 from markdown_tables import aligned
 from peft import LoraConfig, get_peft_model
 from result_files import Result, Row
-from tables import LORA_REFERENCE, convergence
+from tables import LORA_REFERENCE, REFERENCE, convergence
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 from training import Corpus, Settings, Trainee, train, under_fsdp1
@@ -40,7 +40,7 @@ class LoraSettings(Settings):
     """Settings that runs must have in common to be compared.
 
     Args:
-        rank: Rank of the adapters, which all linear modules have.
+        rank: Rank of the adapters, which all linear modules but the head have.
     """
 
     rank: int
@@ -100,7 +100,7 @@ def main(given: list[str]) -> None:
 
     def train_run(run: Run, corpus: Corpus, device: torch.device) -> Row:
         assert isinstance(run.settings, LoraSettings)
-        base = arguments.base / Run("full_shard", run.seed, run.settings, "full_shard").weights
+        base = arguments.base / replace(run, label=REFERENCE).weights
         prepare = partial(adapted, settings=run.settings, name=run.name, base=base, seed=run.seed)
         return train(run.settings, prepare, run.seed, corpus, device)
 

@@ -55,6 +55,7 @@ SHOWN: dict[str, tuple[str, dict[str, str]]] = {
             f"{LOCAL}:start256": "local steps, 8 % synchronous",
             f"{LOCAL}:start512": "local steps, 17 % synchronous",
             f"{LOCAL}:start768": "local steps, 25 % synchronous",
+            "local32:topk+loco:start256": "local steps, TopK, 8 % synchronous",
         },
     ),
     "diloco-scaling-*": ("synchronous", {"local30:none:at-once:outer0.6": "DiLoCo's recipe, every=30"}),
@@ -62,11 +63,14 @@ SHOWN: dict[str, tuple[str, dict[str, str]]] = {
         "muon:unsharded",
         {"muon:III": "Muon under III, no codecs", "muon:zeropp": "Muon under zeropp"},
     ),
+    "lora-h200": (
+        tables.LORA_REFERENCE,
+        {"int8": "LoRA with zeropp, base in int8(256)", "nf4": "LoRA with zeropp, base in NF4"},
+    ),
 }
 """Studies, each with its reference and with what is said of its configurations that are shown."""
 REPEATS = "repeats-h200"
 """Runs of the reference of ``eight-nodes-h200`` with the same seeds again."""
-LORA = {"int8": "LoRA with zeropp, base in int8(256)", "nf4": "LoRA with zeropp, base in NF4"}
 LLAMA = tuple(f"compare-h200-zeropp-seed{seed}" for seed in range(3))
 HEAD = ("model and data", "nodes x GPUs", "what is sent", "seeds", "above full precision, %", "by shards, %")
 
@@ -102,9 +106,7 @@ def table() -> str:
     first = [each for each in results_of("eight-nodes-h200").values() if each["rows"][0]["name"] == "full_shard"]
     renamed = [each | {"rows": [each["rows"][0] | {"name": REPEATS}]} for each in again.values()]
     rows += tables.gap_rows([*first, *renamed], {REPEATS: "eight nodes' full precision, the same seeds again"})
-    lora = results_of("lora-h200")
-    rows += tables.gap_rows(list(lora.values()), LORA, tables.LORA_REFERENCE)
-    used |= again | lora
+    used |= again
     llama = {name: read(RESULTS, "compare-h200")[name] for name in LLAMA}
     rows += tables.compared_rows(list(llama.values()), "zeropp, a Llama, 300 steps")
     return with_origin(markdown(HEAD, rows), "loss", used | llama, brief=True)
