@@ -190,23 +190,11 @@ class Runs:
         return self.curve(name, seed)[-1][1]
 
     def gaps(self, name: str, reference: str, of: Callable[[Row], float] | None = None) -> list[float]:
-        """Return by how many percent ``name`` ends above ``reference``, seed by seed; by the last loss, or ``of``.
-
-        A run that was cut off is compared where it ends.
-        """
+        """Return by how many percent ``name`` ends above ``reference``, seed by seed; by the last loss, or ``of``."""
         of = of or final
         return [
-            100 * (of(run) / of(_until(self.row(reference, seed), run)) - 1)
-            for seed in self.seeds(name, reference)
-            for run in [self.row(name, seed)]
+            100 * (of(self.row(name, seed)) / of(self.row(reference, seed)) - 1) for seed in self.seeds(name, reference)
         ]
-
-
-def _until(reference: Row, run: Row) -> Row:
-    """Return ``reference`` as it was where ``run`` was cut off, if it was."""
-    if not run.get("cut_off"):
-        return reference
-    return reference | {"validation": reference["validation"][: len(run["validation"])]}
 
 
 def convergence(results: Sequence[Result], reference: str = REFERENCE) -> str:
