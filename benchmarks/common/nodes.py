@@ -26,6 +26,7 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus-per-node", type=int, default=2)
     parser.add_argument("--gpus", type=int, help="GPUs that there are, for emulated nodes that share them (nodes.py)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is for trying it out")
+    parser.add_argument("--pin", action="store_true", help="give each rank of a machine an equal share of its cores")
     parser.add_argument("--worker", action="store_true", help="this process is one rank, started by torchrun")
 
 
@@ -48,9 +49,22 @@ def start(arguments: argparse.Namespace, work: Callable[[argparse.Namespace], No
         command = [*sys.argv, "--worker"]
         run_on_emulated_nodes(arguments.nodes, arguments.gpus_per_node, command, slow=slow, gpus=arguments.gpus)
         return
+    if getattr(arguments, "pin", False):
+        pin()
     join(arguments.device)
     work(arguments)
     dist.destroy_process_group()
+
+
+def pin() -> None:
+    """Keep this rank, and the threads that it will start, on its own share of the cores that it may use."""
+    # Ranks of emulated nodes share one machine.
+    local = "" if STARTED_BY in os.environ else "LOCAL_"
+    rank, ranks = int(os.environ[f"{local}RANK"]), int(os.environ[f"{local}WORLD_SIZE"])
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // ranks
+    if share:
+        os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
 
 
 def command() -> list[str]:

@@ -24,6 +24,8 @@ import nodes
 import torch.distributed as dist
 from contenders import is_known, names, training_under
 from generation import generation
+from host_time import analyse
+from host_traces import host_figures
 from interleaved import free_running_steps, interleaved
 from manifest import manifest
 from models import add_model, task_of
@@ -50,12 +52,15 @@ def parse() -> argparse.Namespace:
     add("--free-running", action="store_true", help="time all steps together: work that a step leaves may be hidden")
     add("--interleave", action="store_true", help="build all, then take a step of each in turn: finer than drift")
     add("--profile", action="store_true", help="also trace rank 0: communication that is not hidden")
+    add("--host-time", action="store_true", help="also measure and trace rank 0's CPU (host_time.py reads the traces)")
     add("--out", type=Path, default=Path("runs/step"), help="folder for step.json and traces")
     add("--fast-network", action="store_true", help="nodes in name only: NVLink between them, which shows other costs")
     arguments = parser.parse_args()
     if arguments.interleave:
         # It times steps alone, waits for each, and has all strategies at once, with more graphs than torch compiles.
-        excluded = [name for name in ("profile", "generate", "free_running", "compile") if getattr(arguments, name)]
+        excluded = [
+            name for name in ("profile", "host_time", "generate", "free_running", "compile") if getattr(arguments, name)
+        ]
         if excluded:
             parser.error(f"--interleave excludes {', '.join(excluded)}")
         if arguments.steps < 2:
@@ -69,11 +74,15 @@ def parse() -> argparse.Namespace:
 def further(
     arguments: argparse.Namespace, task: Task, name: str, training: Training, memory: PeakMemory
 ) -> dict[str, Any]:
-    """Measure what a run may ask for beside steps: communication that is not hidden, and generation."""
+    """Measure what a run may ask for beside steps: communication that is not hidden, the CPU's part, and
+    generation."""
     figures: dict[str, Any] = {}
     if arguments.profile:
         trace = arguments.out / f"{name.replace(':', '-')}.trace.json.gz"
         figures |= traced(training, task.tokens(dist.get_rank()), trace)
+    if arguments.host_time:
+        trace = arguments.out / f"{name.replace(':', '-')}.host.trace.json.gz"
+        figures |= host_figures(task, training, task.tokens(dist.get_rank()), arguments.steps, trace)
     if arguments.generate:
         figures |= generation(task, training, memory, arguments.generate)
     return figures
@@ -101,6 +110,9 @@ def work(arguments: argparse.Namespace) -> None:
     if is_writer:
         save()
         print(summary(rows))
+        if arguments.host_time:
+            # The traces are there to be read again if this fails.
+            analyse(arguments.out)
 
 
 if __name__ == "__main__":
