@@ -1,15 +1,54 @@
-"""Where the CPU's time of a step goes; so far whose a Python file is."""
+"""Where the CPU's time of a step goes, from the traces of ``run.py --host-time``.
+
+    python benchmarks/step/run.py --nodes 2 --gpus-per-node 1 --host-time --strategies fsdp2:hybrid_shard,fsdp2:zeropp
+    python benchmarks/step/host_time.py runs/step        # reads the traces again, without a GPU
+
+Prints tables, and writes host-time.json beside the traces.
+
+[Note: Critical thread]
+Times are those of the thread that the step waits for: the main one, but autograd's while the main one waits in a
+backward. Each moment counts for the innermost call at that time, so times add up to the step. Only the time in labels,
+nodes of autograd and operators may be Python's; the trace with stacks divides it by whose the Python is, separately
+for each name. It slows Python, so a name that has both Python and C++ in it counts too much for Python.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "common"))
+
+from labels import label as shown
+from markdown_tables import markdown
+from overlap import events_of
+from result_files import Row
+
+from fsdp_zpp.bench.results import write
 
 BACKWARD, STEP = "host_time::backward", "host_time::step"
 """Labels that host_traces.py puts around each backward and each step."""
 
-OURS, FSDP, COMPILED, DTENSOR, C10D = "fsdp_zpp", "torch's FSDP", "compiled code", "DTensor", "collectives"
-TRITON, AUTOGRAD, OPTIMIZER, MODEL = "Triton's launcher", "autograd", "optimizer", "model"
+OURS, FSDP, DTENSOR, COMPILED = "fsdp_zpp", "torch's FSDP", "DTensor", "torch.compile: guards and wrappers"
+TRITON, AUTOGRAD, OPTIMIZER, MODEL = "Triton's launcher", "autograd", "optimizer", "modules of the model"
+OTHER, OPERATORS, STRATEGYS = "other Python", "operators of the model", "operators of sharding"
+COLLECTIVES, LAUNCHES, COPIES = "collectives, until enqueued", "kernel launches", "copies, memsets"
+EVENTS, ALLOCATOR, CALLS = "events, waits of streams", "cudaMalloc, cudaFree", "other CUDA calls"
+SYNCHRONIZES, BLOCKED, STUCK = "waits: synchronization", "waits: a full queue", "waits: a collective's enqueue"
+CATEGORIES = (
+    *(OURS, FSDP, DTENSOR, TRITON, COMPILED, AUTOGRAD, MODEL, OPTIMIZER, OTHER, OPERATORS, STRATEGYS, COLLECTIVES),
+    *(LAUNCHES, COPIES, EVENTS, ALLOCATOR, CALLS, SYNCHRONIZES, BLOCKED, STUCK),
+)
+"""Categories in the order of tables."""
 _FILES = {
     "benchmarks/": MODEL,  # the training loop
     "fsdp_zpp/bench/": MODEL,
@@ -17,11 +56,11 @@ _FILES = {
     "torch/distributed/fsdp/": FSDP,
     "torch/distributed/_composable": FSDP,
     "torch/distributed/tensor/": DTENSOR,
-    "torch/distributed/": C10D,
+    "torch/distributed/": COLLECTIVES,
     "torch/_dynamo/": COMPILED,
     "torch/_functorch/": COMPILED,
     "torch/_inductor/": COMPILED,
-    "torchinductor_": COMPILED,
+    "torchinductor": COMPILED,
     "triton/": TRITON,
     "torch/autograd/function.py": AUTOGRAD,
     "torch/autograd/graph.py": AUTOGRAD,
@@ -29,14 +68,435 @@ _FILES = {
     "torch/nn/": MODEL,
     "transformers/": MODEL,
 }
-"""Whose Python a file has, by the first of these that its path has; helpers are the callers'."""
+"""Whose Python a file has, by the first of these that its path has; helpers are their callers'."""
+_CALLS = {
+    "Synchronize": SYNCHRONIZES,
+    "LaunchKernel|LaunchCooperative|GraphLaunch|LaunchHostFunc": LAUNCHES,
+    r"Mem(cpy|set)\w*Async": COPIES,
+    "Mem(cpy|set)": SYNCHRONIZES,
+    "Event(Record|Query)|StreamWaitEvent": EVENTS,
+    "Malloc|Free|Alloc|^cuMem": ALLOCATOR,
+}
+"""Categories of CUDA calls by patterns of their names, the first that fits."""
+_NATIVE = {
+    r"CompiledFunction|Torch-Compiled|TorchDynamo|AOTDispatcher|^## Call": COMPILED,
+    r"^autograd::|^torch::autograd::|Backward\d*$|^host_time::backward": AUTOGRAD,
+    r"^fsdp_zpp::": OURS,
+    r"^FSDP::|^FullyShardedDataParallel": FSDP,
+    r"^Optimizer\.": OPTIMIZER,
+    r"^PythonSubclass": DTENSOR,
+    r"^host_time::": MODEL,
+}
+"""Whose time without any Python is, by patterns of an event's name; other events are operators."""
+
+TYPICAL_TIMES, CALL_US, COLLECTIVE_US = 5, 20.0, 200.0
+"""A call waits for what it takes beyond this many times a quick one of its name, and beyond these microseconds.
+
+On an idle GPU a launch takes 4 to 10 microseconds under the profiler, and a collective's enqueue 30 to 100; they take
+more if the launch queue is full, or if NCCL waits for its proxy. A quick one is the lower decile, since most may wait.
+A thread that loses its core seems to wait, too.
+"""
+_SHOWN = 16
+"""Most lines of lists in a result."""
 
 
+@cache
 def owner_of_file(path: str) -> str:
     """Return whose Python a file has; empty for what others only call, such as contextlib."""
     path = re.split(r"(?:site|dist)-packages/", path)[-1]
     return next((owner for part, owner in _FILES.items() if part in path), "")
 
 
+# ---- events as calls within each other
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call on a thread, in microseconds, within its ``parent``."""
+
+    name: str
+    kind: str
+    start: float
+    end: float
+    parent: Call | None = None
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.kind in ("cuda_runtime", "cuda_driver")
+
+    @property
+    def is_python(self) -> bool:
+        return self.kind == "python_function"
+
+    @property
+    def line(self) -> Iterator[Call]:
+        """Yield this call and those around it, from the innermost."""
+        call: Call | None = self
+        while call is not None:
+            yield call
+            call = call.parent
+
+    @cached_property
+    def is_collective(self) -> bool:
+        """Return whether this is in a collective, or is one."""
+        own = self.name.startswith(("c10d::", "_c10d_functional::", "record_param_comms"))
+        return own or (self.parent is not None and self.parent.is_collective)
+
+    @cached_property
+    def label(self) -> str:
+        """Return the innermost label of sharding or of the optimizer around this; empty in the model."""
+        # FSDP1's forward has that of the model in it.
+        if self.name.endswith(".forward"):
+            return ""
+        if self.name.startswith(("fsdp_zpp::", "FSDP::", "FullyShardedDataParallel.", "Optimizer.")):
+            return self.name
+        return self.parent.label if self.parent is not None else ""
+
+    @cached_property
+    def native(self) -> str:
+        """Return whose time of this call is that has no Python in it."""
+        if self.is_collective:
+            return COLLECTIVES
+        if found := _owner_of_event(self.name):
+            return found
+        return OPTIMIZER if self.label.startswith("Optimizer.") else STRATEGYS if self.label else OPERATORS
+
+    @cached_property
+    def owner(self) -> str:
+        """Return whose time this is, by the innermost frame that is anybody's, or the innermost operator."""
+        label = None
+        for call in self.line:
+            if call.is_python and (found := owner_of_file(call.name.partition("(")[0])):
+                return found
+            if call.kind == "user_annotation":
+                label = label or call  # torch has labels that code of ours enters
+            elif not call.is_python:
+                return label.native if label else call.native
+        return label.native if label else OTHER
+
+    @cached_property
+    def key(self) -> tuple[str, str, bool]:
+        """Return what time in traces with and without stacks is compared by."""
+        if self.is_python:
+            return self.parent.key if self.parent is not None else ("", BACKWARD, False)
+        return without_unit(self.label), without_unit(self.name), self.is_collective
+
+
+@cache
+def without_unit(name: str) -> str:
+    """Return a label without the unit or the number in it."""
+    return re.sub(r" \(.*\)| for .*|[#:] ?\d[\d/]*.*", "", name)
+
+
+@cache
+def _owner_of_event(name: str) -> str:
+    """Return whose time without Python an event's is; empty for operators."""
+    return next((owner for pattern, owner in _NATIVE.items() if re.search(pattern, name)), "")
+
+
+Piece = tuple[float, float, Call]
+"""Start, end, and the innermost call from one to the other."""
+
+
+def pieces(events: Iterable[dict[str, Any]]) -> Iterator[Piece]:
+    """Yield the time of one thread's events, in order, each moment with the innermost call."""
+    stack: list[Call] = []
+    now = 0.0
+    spans = ((float(e["ts"]), float(e["ts"]) + float(e.get("dur") or 0), e) for e in events)
+    for start, end, event in sorted(spans, key=lambda span: (span[0], -span[1])):
+        while stack and stack[-1].end <= start:
+            call = stack.pop()
+            yield now, call.end, call
+            now = call.end
+        if stack:
+            yield now, start, stack[-1]
+        while stack and stack[-1].is_python and stack[-1].end < end and event["cat"] == "user_annotation":
+            stack.pop()  # the label begins in Python's __enter__, and outlasts it
+        if stack:
+            end = min(end, stack[-1].end)  # timestamps are rounded, and a label ends in __exit__
+        now = start
+        stack.append(Call(event["name"], event["cat"], start, end, stack[-1] if stack else None))
+    while stack:
+        call = stack.pop()
+        yield now, call.end, call
+        now = call.end
+
+
+KINDS = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", "python_function")
+
+
+def threads(events: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the events of the host by thread, CUDA's on the thread of the operator that they are from."""
+    by_thread: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    operators: dict[Any, str] = {}
+    for event in events:
+        # Annotations of collectives are asynchronous, so they don't lie within others.
+        is_asynchronous = re.match(r"(nccl|gloo|mpi|ucc):", str(event.get("name")))
+        if event.get("ph") == "X" and event.get("cat") in KINDS and "ts" in event and not is_asynchronous:
+            by_thread[str(event.get("tid"))].append(event)
+            if event["cat"] == "cpu_op":
+                operators[(event.get("args") or {}).get("External id")] = str(event.get("tid"))
+    for thread, own in list(by_thread.items()):
+        if all(event["cat"].startswith("cuda") for event in own):
+            # CUPTI's number of the thread, which the profiler did not translate.
+            ids = [(event.get("args") or {}).get("External id") for event in own]
+            if found := Counter(operators[one] for one in ids if one in operators):
+                by_thread[found.most_common(1)[0][0]] += by_thread.pop(thread)
+    return by_thread
+
+
+def critical(events: Iterable[dict[str, Any]]) -> tuple[list[Piece], int]:
+    """Return the time of the labelled steps on the critical thread, and the number of steps.
+
+    Raises:
+        ValueError: If there is no labelled step.
+    """
+    by_thread = threads(events)
+    main = next((name for name, own in by_thread.items() if any(event["name"] == STEP for event in own)), None)
+    if main is None:
+        raise ValueError(f"the trace has no step with the label {STEP}")
+    own = list(pieces(by_thread.pop(main)))
+    calls = {call for _, _, call in own}
+    steps = sum(call.name == STEP for call in calls)
+    windows = sorted((call.start, call.end) for call in calls if call.name == BACKWARD)
+    in_steps = [piece for piece in own if any(call.name == STEP for call in piece[2].line)]
+    autograds = max((_within(windows, pieces(other)) for other in by_thread.values()), key=_evaluated, default=[])
+    if not _evaluated(autograds):
+        return in_steps, steps
+    covered = [(start, end) for start, end, _ in autograds]
+    return autograds + _without(covered, in_steps), steps
+
+
+def _evaluated(found: list[Piece]) -> float:
+    """Return the time in nodes of autograd."""
+    return sum(end - start for start, end, call in found if _is_in_node(call))
+
+
+def _is_in_node(call: Call) -> bool:
+    return any(other.name.startswith("autograd::engine") for other in call.line)
+
+
+def _within(windows: list[tuple[float, float]], found: Iterable[Piece]) -> list[Piece]:
+    """Return the parts of pieces that lie in windows; both are in order."""
+    parts, first = [], 0
+    for start, end, call in found:
+        while first < len(windows) and windows[first][1] <= start:
+            first += 1
+        for left, right in windows[first:]:
+            if left >= end:
+                break
+            if max(left, start) < min(right, end):
+                parts.append((max(left, start), min(right, end), call))
+    return parts
+
+
+def _without(covered: list[tuple[float, float]], found: Iterable[Piece]) -> list[Piece]:
+    """Return the parts of pieces outside of what is covered; both are in order."""
+    ends = [(float("-inf"), float("-inf")), *covered, (float("inf"), float("inf"))]
+    gaps = [(before[1], after[0]) for before, after in pairwise(ends) if before[1] < after[0]]
+    return _within(gaps, found)
+
+
+# ---- categories
+
+
+def own_times(found: Iterable[Piece]) -> dict[Call, float]:
+    """Return each call's own microseconds."""
+    times: dict[Call, float] = defaultdict(float)
+    for start, end, call in found:
+        times[call] += end - start
+    return times
+
+
+def owners(found: Iterable[Piece]) -> dict[tuple[str, str, bool], dict[str, float]]:
+    """Return whose time in a trace with stacks is, by :attr:`Call.key`."""
+    shares: dict[tuple[str, str, bool], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for call, time in own_times(found).items():
+        if not call.is_cuda:
+            shares[call.key][call.owner] += time
+    return shares
+
+
+def limits(times: dict[Call, float]) -> dict[str, float]:
+    """Return from how many microseconds on a call of each name waits."""
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for call, time in times.items():
+        if call.is_cuda or call.is_collective:
+            by_name[call.name].append(time)
+    return {
+        name: max(CALL_US if name.startswith("cu") else COLLECTIVE_US, TYPICAL_TIMES * sorted(own)[len(own) // 10])
+        for name, own in by_name.items()
+    }
+
+
+def category_of_call(call: Call) -> str:
+    """Return the category of a CUDA call."""
+    found = next((category for pattern, category in _CALLS.items() if re.search(pattern, call.name)), CALLS)
+    return COLLECTIVES if call.is_collective and found == LAUNCHES else found
+
+
+def divided(call: Call, time: float, limit: float | None, shares: dict[str, float] | None) -> dict[str, float]:
+    """Return a call's own time by category."""
+    if call.is_cuda:
+        category = category_of_call(call)
+        work = time if category in (SYNCHRONIZES, ALLOCATOR) or limit is None else min(time, limit)
+        return {category: work, BLOCKED: time - work}
+    if call.is_collective:
+        work = time if limit is None else min(time, limit)
+        return {COLLECTIVES: work, STUCK: time - work}
+    if not shares or not (whole := sum(shares.values())):
+        return {call.native: time}
+    return {owner: time * share / whole for owner, share in shares.items()}
+
+
+def figures(trace: list[dict[str, Any]], stacks: list[dict[str, Any]] | None = None) -> Row:
+    """Return the host's ms a step by category, calls a step, and where waits and labels are.
+
+    Args:
+        trace: Events of the trace without stacks.
+        stacks: Those of the trace with stacks; without it, Python is its label's.
+    """
+    found, steps = critical(trace)
+    stacked, stacked_steps = critical(stacks) if stacks else ([], 1)
+    times, shares = own_times(found), owners(stacked)
+    limit = limits(times)
+    by_category: dict[str, float] = defaultdict(float)
+    waits: dict[str, list[float]] = defaultdict(list)
+    labels: dict[str, float] = defaultdict(float)
+    for call, time in times.items():
+        for category, part in divided(call, time, limit.get(call.name), shares.get(call.key)).items():
+            by_category[category] += part
+            if category.startswith("waits") and part:
+                waits[f"{call.name} in {call.label or _around(call)}"].append(part)
+        labels[call.label or "outside of labels"] += time
+    return {
+        "steps": steps,
+        "categories_ms": {name: by_category[name] / 1e3 / steps for name in CATEGORIES if by_category[name]},
+        "traced_ms": _of_steps(times),
+        "stacked_ms": _of_steps(own_times(stacked)),
+        "calls": {name: count / steps for name, count in counts(times).items()},
+        "waits": _largest({name: (sum(own), len(own)) for name, own in waits.items()}, steps),
+        "labels": _largest({name: (time, 0) for name, time in labels.items()}, steps),
+        "stacks_in_backward": any(call.is_python and _is_in_node(call) for _, _, call in stacked),
+        "python": _largest(_functions(stacked), stacked_steps),
+    }
+
+
+def _of_steps(times: dict[Call, float]) -> float | None:
+    """Return the mean ms of steps by their labels, which the categories must add up to."""
+    steps = {call for own in times for call in own.line if call.name == STEP}
+    return sum(call.end - call.start for call in steps) / 1e3 / len(steps) if steps else None
+
+
+def _around(call: Call) -> str:
+    """Return the name of the operator or the node around a call."""
+    return next((other.name for other in call.line if not other.is_cuda), "nothing")
+
+
+def _largest(found: dict[str, tuple[float, int]], steps: int) -> list[Row]:
+    """Return rows of ms and calls a step, from the largest."""
+    order = sorted(found.items(), key=lambda item: -item[1][0])[:_SHOWN]
+    return [{"where": name, "ms": time / 1e3 / steps, "calls": calls / steps} for name, (time, calls) in order]
+
+
+def _functions(found: Iterable[Piece]) -> dict[str, tuple[float, int]]:
+    """Return the own time, and calls, of functions in Python, with the built-in ones that they call."""
+    times: dict[str, float] = defaultdict(float)
+    calls: dict[str, set[Call]] = defaultdict(set)
+    for call, time in own_times(found).items():
+        # A label in a function is a part of it, but an operator or a CUDA call is not.
+        inner = (other for other in call.line if other.is_python and ".py(" in other.name)
+        if call.is_python and (frame := next(inner, None)) is not None:
+            times[frame.name] += time
+            calls[frame.name].add(frame)
+    return {name: (time, len(calls[name])) for name, time in times.items()}
+
+
+def counts(calls: Iterable[Call]) -> Counter[str]:
+    """Return the number of calls of each kind that has a time of its own."""
+    found: Counter[str] = Counter()
+    for call in calls:
+        if call.is_cuda:
+            found[category_of_call(call) if not call.is_collective else "CUDA calls in collectives"] += 1
+        elif call.is_collective:
+            found["collectives"] += call.parent is None or not call.parent.is_collective
+        elif call.name.startswith("autograd::engine"):
+            found["nodes of autograd"] += 1
+        elif call.kind == "cpu_op" and "::" in call.name:
+            found["operators"] += 1
+        elif call.label == call.name:
+            found["labels"] += 1
+    return found
+
+
+# ---- results
+
+
+def table(rows: list[Row]) -> str:
+    """Return a table of the host's ms a step by category, a column for each strategy."""
+    texts = [[name, *(_text(row["categories_ms"].get(name)) for row in rows)] for name in CATEGORIES]
+    texts = [line for line in texts if any(line[1:])]
+    texts.append(["sum", *(_text(sum(row["categories_ms"].values())) for row in rows)])
+    texts += [
+        [name, *(_text(row.get(key)) for row in rows)]
+        for name, key in {
+            "step, with the profiler": "traced_ms",
+            "step, without": "host_ms",
+            "until the GPU is done": "until_gpu_done_ms",
+        }.items()
+    ]
+    return markdown(["rank 0's CPU, ms a step", *(shown(row["strategy"]) for row in rows)], texts)
+
+
+def table_of_calls(rows: list[Row]) -> str:
+    """Return a table of calls a step, a column for each strategy."""
+    names = dict.fromkeys(name for row in rows for name in row["calls"])
+    lines = ([name, *(f"{row['calls'].get(name, 0):.0f}" for row in rows)] for name in names)
+    return markdown(["calls a step", *(shown(row["strategy"]) for row in rows)], lines)
+
+
+def _text(ms: float | None) -> str:
+    return f"{ms:.1f}" if ms is not None else ""
+
+
+def lists(rows: list[Row]) -> str:
+    """Return a table of the largest waits, labels and Python functions of each strategy."""
+    headings = ("strategy", "kind", "where", "ms a step", "calls a step")
+    lines = (
+        [shown(row["strategy"]), kind, one["where"], f"{one['ms']:.2f}", f"{one['calls']:g}" if one["calls"] else ""]
+        for row in rows
+        for kind in ("waits", "labels", "python")
+        for one in row[kind][:8]
+    )
+    return markdown(headings, lines)
+
+
 def analyse(folder: Path) -> None:
-    """Read the traces of a folder."""
+    """Read the traces that a run left in a folder, print tables, and write host-time.json there."""
+    result = json.loads((folder / "step.json").read_text())
+    rows = []
+    for row in result["rows"]:
+        measured = row.get("host_time") or {}
+        if not measured.get("trace"):
+            continue
+        stacks = measured.get("stacks") and events_of(folder / measured["stacks"])
+        rows.append({"strategy": row["strategy"]} | measured | figures(events_of(folder / measured["trace"]), stacks))
+        given = argparse.Namespace(**result["arguments"])
+        # After each, since traces may lack what the next one needs.
+        write(folder / "host-time.json", result["manifest"], given, rows, environment=result.get("environment"))
+        if stacks and not rows[-1]["stacks_in_backward"]:
+            print(f"{row['strategy']}: stacks lack autograd's thread, so its hooks' Python counts as {AUTOGRAD}")
+    for text in (table, table_of_calls, lists):
+        print(text(rows), end="\n\n")
+
+
+def main() -> None:
+    """Read the traces of folders."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path, help="--out of run.py --host-time")
+    for folder in parser.parse_args().folders:
+        analyse(folder)
+
+
+if __name__ == "__main__":
+    main()
