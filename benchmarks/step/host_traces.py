@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from host_time import BACKWARD, STEP, owner_of_file
+from host_calls import BACKWARD, STEP, owner_of_file
 from result_files import Row
 from torch.profiler import ProfilerActivity, profile, record_function
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,8 +112,10 @@ def work(arguments: argparse.Namespace) -> None:
         save()
         print(summary(rows))
         if arguments.host_time:
-            # The traces are there to be read again if this fails.
-            analyse(arguments.out)
+            try:
+                analyse(arguments.out)
+            except Exception:  # the traces are there to be read again
+                traceback.print_exc()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from harness.benchmarks import load
 
-host_time = load("step", "host_time")
+host_time, host_calls = load("step", "host_time"), load("step", "host_calls")
 Event = dict[str, Any]
 MAIN, AUTOGRAD, CUPTIS = 7, "8", -123
 """Threads: profilers write a number or a text, and CUPTI may have a number of its own."""
@@ -30,7 +30,7 @@ def trace() -> list[Event]:
     return [
         {"ph": "M", "name": "process_name"},  # metadata have neither time nor category
         event("cpu_op", "aten::mm", -50, -10),
-        label(host_time.STEP, 0, 1000),
+        label(host_calls.STEP, 0, 1000),
         label("FSDP::pre_forward (layers.0)", 10, 110),
         label("fsdp_zpp::decode (layers.0)", 20, 100),
         label("nccl:_all_gather_base", 30, 500),
@@ -40,7 +40,7 @@ def trace() -> list[Event]:
         event("cpu_op", "aten::mm", 120, 290, **{"External id": 5}),
         event("cuda_runtime", "cudaLaunchKernel", 130, 134, CUPTIS, **{"External id": 5}),
         event("cuda_runtime", "cudaLaunchKernel", 140, 280, CUPTIS, **{"External id": 5}),
-        label(host_time.BACKWARD, 300, 800),
+        label(host_calls.BACKWARD, 300, 800),
         event("cpu_op", node, 350, 700, AUTOGRAD),
         event("cuda_runtime", "cudaEventSynchronize", 400, 600, AUTOGRAD),
         event("cpu_op", "aten::add", 750, 760),
@@ -87,9 +87,9 @@ def python(name: str, start: float, end: float) -> Event:
 
 def test_python_in_a_label_is_divided_as_in_the_trace_with_stacks() -> None:
     ours = "fsdp_zpp::decode (layers.0)"
-    plain = [label(host_time.STEP, 0, 100), label(ours, 10, 90)]
+    plain = [label(host_calls.STEP, 0, 100), label(ours, 10, 90)]
     stacks = [
-        label(host_time.STEP, 0, 1000),
+        label(host_calls.STEP, 0, 1000),
         # A label begins within Python's __enter__ and ends within __exit__.
         python("torch/autograd/profiler.py(9): __enter__", 80, 110),
         label(ours, 100, 900),
