@@ -271,15 +271,33 @@ class ExactPlaces:
 
     If a chunk has fewer small values than the tail holds, its row repeats the place of the first small value, or of the
     chunk's first value if none is small.
+
+    Under fully_shard they lie at the end of each chunk, in reach of a strided view, which costs the CPU half as much as
+    indexing: ``values.as_strided(shape, strides, values.storage_offset() + start)``. Elsewhere ``strides`` is None.
     """
 
-    def __init__(self, indices: Tensor) -> None:
-        self.indices, self.flat = indices, indices.view(-1)
-        self.tail = indices.shape[1]
+    def __init__(self, indices: Tensor, device: torch.device) -> None:
+        self.indices = indices.to(device)
+        self.flat, self.tail = self.indices.view(-1), indices.shape[1]
+        self.start, *others = indices[:, 0].tolist()
+        self.shape, self.strides = _as_grid([0, *(start - self.start for start in others)], self.tail)
+        if (indices - indices[:, :1] != torch.arange(self.tail)).any():
+            self.shape, self.strides = tuple(indices.shape), None
 
     @cached_property
     def key(self) -> Hashable:
         return tuple(self.flat.tolist())
+
+
+def _as_grid(offsets: list[int], tail: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Return shape and strides of a grid of rows at ``offsets``, in row-major order; no strides if there is none."""
+    rows, step = len(offsets), max(offsets[:2])
+    inner = next((place for place in range(rows) if offsets[place] != place * step), rows)
+    stride = max([0, *offsets[inner : inner + 1]])
+    grid = [row // inner * stride + row % inner * step for row in range(rows)]
+    if rows % inner or grid != offsets:
+        return (rows, tail), None
+    return (rows // inner, inner, tail), (stride, step, 1)
 
 
 def _block_of(codecs: Iterable[Codec | None]) -> int:
@@ -315,7 +333,7 @@ def exact_places(
     tail = -(-longest // _MULTIPLE) * _MULTIPLE
     places = range(0, extent.chunks * numel, numel) if at is None else at
     rows = [_padded(in_chunks[first], tail) + place for first, place in zip(extent.firsts, places, strict=True)]
-    return ExactPlaces(torch.stack(rows).to(device))
+    return ExactPlaces(torch.stack(rows), device)
 
 
 def _in_chunk(layout: FlatLayout, first: int, numel: int, block: int) -> Tensor:

@@ -284,14 +284,20 @@ def encode(
     with labelled("encode", label):
         taken = None
         if exact is not None and not codec.is_lossless:
-            taken, codec = values[exact.indices], exact_tail(codec, exact.tail)
-            values.index_fill_(0, exact.flat, 0)
+            codec = exact_tail(codec, exact.tail)
+            if exact.strides is None:
+                taken = values[exact.indices]
+                values.index_fill_(0, exact.flat, 0)
+            else:
+                small = values.as_strided(exact.shape, exact.strides, values.storage_offset() + exact.start)
+                taken = small.clone()
+                small.zero_()
         if errors is None:
             payload = codec.encode(values, rows, cols)
         else:
             payload = encode_with_feedback(codec, values, rows, cols, errors)
         if taken is not None:
-            payload.view(torch.float32)[:, -taken.shape[1] :].copy_(taken)
+            payload.view(torch.float32)[:, -taken.shape[-1] :].view(taken.shape).copy_(taken)
         return payload
 
 
@@ -304,8 +310,11 @@ def decode(
             codec.decode(payload, out, rows, cols)
             return
         exact_tail(codec, exact.tail).decode(payload, out, rows, cols)
-        tails = payload.view(torch.float32)[:, -exact.tail :]
-        out.index_put_((exact.indices,), tails if out.dtype == tails.dtype else tails.to(out.dtype))
+        tails = payload.view(torch.float32)[:, -exact.tail :].view(exact.shape)
+        if exact.strides is None:
+            out.index_put_((exact.indices,), tails if out.dtype == tails.dtype else tails.to(out.dtype))
+        else:
+            out.as_strided(exact.shape, exact.strides, out.storage_offset() + exact.start).copy_(tails)
 
 
 def decode_sum(
@@ -317,8 +326,11 @@ def decode_sum(
             codec.decode_sum(received, out, 1, cols, scale)
             return
         exact_tail(codec, exact.tail).decode_sum(received, out, 1, cols, scale)
-        sums = received.view(torch.float32)[..., -exact.tail :].sum(0)
-        out.index_put_((exact.indices,), torch.mul(sums, scale, out=out.new_empty(sums.shape)))
+        sums = received.view(torch.float32)[..., -exact.tail :].sum(0).view(exact.shape)
+        if exact.strides is None:
+            out.index_put_((exact.indices,), torch.mul(sums, scale, out=out.new_empty(sums.shape)))
+        else:
+            torch.mul(sums, scale, out=out.as_strided(exact.shape, exact.strides, out.storage_offset() + exact.start))
 
 
 def decode_sum_encode(

@@ -222,16 +222,14 @@ def forget_equal_meshes() -> None:
     """Clear torch's caches of meshes: a cached mesh may equal a new one, but lack its groups or this process's rank."""
     # Each thread has its own caches; other threads' caches stay.
     propagate: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
-    plan: Any = getattr(_redistribute, "_gen_transform_infos", None)
     clears = (
         propagate.cache_clear,
         getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None),
-        getattr(plan, "cache_clear", None),
+        getattr(getattr(_redistribute, "_gen_transform_infos", None), "cache_clear", None),
         getattr(_redistribute, "clear_redistribute_planner_cache", None),
     )
-    for clear in clears:
-        if clear is not None:  # not every torch has each of these caches
-            clear()
+    for clear in filter(None, clears):  # not every torch has each of these caches
+        clear()
     if major_minor(torch.__version__) < (2, 13):
         _free_ended_groups()
 

@@ -432,8 +432,13 @@ class Run:
             values = values.clone()  # do not write to the optimizer's shard itself
         # Small values travel in tails; see [Note: Small parameters] in flat_layout.py.
         parts = values.view(self._rows, -1)
-        taken = parts[:, exact.flat]
-        parts.index_fill_(1, exact.flat, 0)
+        if exact.strides is None:
+            taken = parts[:, exact.flat]
+            parts.index_fill_(1, exact.flat, 0)
+        else:  # of one chunk
+            small = parts.narrow(1, exact.start, exact.tail)
+            taken = small.clone()
+            small.zero_()
         payload = self._encode(values)
         payload.view(torch.float32)[:, -self._tail :].copy_(taken)
         return payload

@@ -25,7 +25,7 @@ from fsdp_zpp import Codec, Int2Delta, Int4, Int4Delta, Int8, LoCo
 from fsdp_zpp.codecs import Blockwise, Delta
 from fsdp_zpp.comm import hops
 from fsdp_zpp.comm.error_feedback import ErrorBuffer, encode_with_feedback
-from fsdp_zpp.comm.flat_layout import Extent, FlatLayout, Piece, exact_places
+from fsdp_zpp.comm.flat_layout import ExactPlaces, Extent, FlatLayout, Piece, exact_places
 from fsdp_zpp.comm.gradient_reduce import GradientReduce, StepWatch
 from fsdp_zpp.comm.hops import AllGathers, Traffic
 from fsdp_zpp.comm.mesh import ProcessMesh, process_mesh
@@ -268,7 +268,18 @@ def test_no_block_of_any_codec_spans_a_boundary_of_another_parallelism(blocks: t
     layout = replace(LAYOUT, exact=(), boundaries=(120,))
     codecs: Any = [Mock(block_numel=block) for block in blocks]
     places = exact_places(Extent(LAYOUT.numel, (0,), layout), (0,), device(), codecs)
-    assert sorted({*places.flat.tolist()} if places else ()) == list(range(first, 120))
+    assert sorted({*places.key} if places else ()) == list(range(first, 120))
+
+
+@pytest.mark.parametrize("starts", [(5,), (0, 40, 80), (10, 90, 50, 130), (0, 40, 70), (40, 0)], ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+def test_places_that_a_view_reaches_are_those_of_its_elements(starts: tuple[int, ...], padded: bool) -> None:
+    indices = torch.tensor(starts)[:, None] + (torch.tensor([0, 1, 2, 0]) if padded else torch.arange(4))
+    places = ExactPlaces(indices, device())
+    assert (places.strides is None) == (padded or starts in {(0, 40, 70), (40, 0)})
+    if places.strides is not None:
+        flat = torch.arange(160).as_strided(places.shape, places.strides, places.start)
+        assert torch.equal(flat.reshape(indices.shape), indices)
 
 
 def cut(anywhere: bool, parts: int) -> tuple[FlatLayout, Tensor]:
