@@ -40,6 +40,7 @@ _FILES = {
 """Whose Python a file has, by the first of these that its path has; helpers are their callers'."""
 _NATIVE = {
     r"CompiledFunction|Torch-Compiled|TorchDynamo|AOTDispatcher|^## Call": COMPILED,
+    r"RegisterPostBackwardFunction": FSDP,  # fully_shard's node, by which it reduces
     r"^autograd::|^torch::autograd::|Backward\d*$|^host_time::backward": AUTOGRAD,
     r"^fsdp_zpp::": OURS,
     r"^FSDP::|^FullyShardedDataParallel": FSDP,

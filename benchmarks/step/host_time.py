@@ -10,6 +10,13 @@ Times are those of the thread that the step waits for: the main one, but autogra
 backward. Each moment counts for the innermost call at that time, so times add up to the step. Only the time in labels,
 nodes of autograd and operators may be Python's; the trace with stacks divides it by whose the Python is, separately
 for each name. It slows Python, so a name that has both Python and C++ in it counts too much for Python.
+
+[Note: Work of sharding]
+The work of sharding is the time of fsdp_zpp's and FSDP's Python, of DTensor and of collectives wherever they are, and
+of all else in labels of sharding, such as operators and CUDA calls, without waits. Hooks that have no label hold next
+to no operators, so their Python is all that counts outside of labels. torch.compile's wrappers of such hooks count as
+its own: 2 ms a step of 24 layers, under each strategy alike. Labels and operators cost more under the profiler, so a
+difference between two strategies is surer than their ratio.
 """
 
 from __future__ import annotations
@@ -19,7 +26,8 @@ import json
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +62,20 @@ from fsdp_zpp.bench.results import write
 LAUNCHES, COPIES = "kernel launches", "copies, memsets"
 EVENTS, ALLOCATOR, CALLS = "events, waits of streams", "cudaMalloc, cudaFree", "other CUDA calls"
 SYNCHRONIZES, BLOCKED, STUCK = "waits: synchronization", "waits: a full queue", "waits: a collective's enqueue"
+WAITS = (SYNCHRONIZES, BLOCKED, STUCK)
 CATEGORIES = (
     *(OURS, FSDP, DTENSOR, TRITON, COMPILED, AUTOGRAD, MODEL, OPTIMIZER, OTHER, OPERATORS, STRATEGYS, COLLECTIVES),
-    *(LAUNCHES, COPIES, EVENTS, ALLOCATOR, CALLS, SYNCHRONIZES, BLOCKED, STUCK),
+    *(LAUNCHES, COPIES, EVENTS, ALLOCATOR, CALLS, *WAITS),
 )
 """Categories in the order of tables."""
+_KINDS = {
+    "sharding: fsdp_zpp": (OURS,),
+    "sharding: torch's Python": (FSDP, DTENSOR, COMPILED, AUTOGRAD, MODEL),
+    "sharding: operators, Triton": (STRATEGYS, TRITON),
+    "sharding: collectives": (COLLECTIVES,),
+    "sharding: CUDA calls": (LAUNCHES, COPIES, EVENTS, ALLOCATOR, CALLS),
+}
+"""Kinds of the work of sharding on a page; its other categories have none of it."""
 _CALLS = {
     "Synchronize": SYNCHRONIZES,
     "LaunchKernel|LaunchCooperative|GraphLaunch|LaunchHostFunc": LAUNCHES,
@@ -131,8 +148,16 @@ def divided(call: Call, time: float, limit: float | None, shares: dict[str, floa
     return {owner: time * share / whole for owner, share in shares.items()}
 
 
+def is_sharding(call: Call, category: str) -> bool:
+    """Return whether a call's time in a category is work of sharding (Note: Work of sharding)."""
+    if category in WAITS:
+        return False
+    is_in_label = call.label != "" and not call.label.startswith("Optimizer.")
+    return is_in_label or category in (OURS, FSDP, DTENSOR, STRATEGYS, COLLECTIVES)
+
+
 def figures(trace: list[dict[str, Any]], stacks: list[dict[str, Any]] | None = None) -> Row:
-    """Return the host's ms a step by category, calls a step, and where waits and labels are.
+    """Return the host's ms a step by category and of sharding, calls a step, and where waits and labels are.
 
     Args:
         trace: Events of the trace without stacks.
@@ -143,17 +168,20 @@ def figures(trace: list[dict[str, Any]], stacks: list[dict[str, Any]] | None = N
     times, shares = own_times(found), owners(stacked)
     limit = limits(times)
     by_category: dict[str, float] = defaultdict(float)
+    sharding: dict[str, float] = defaultdict(float)
     waits: dict[str, list[float]] = defaultdict(list)
     labels: dict[str, float] = defaultdict(float)
     for call, time in times.items():
         for category, part in divided(call, time, limit.get(call.name), shares.get(call.key)).items():
             by_category[category] += part
-            if category.startswith("waits") and part:
+            sharding[category] += part * is_sharding(call, category)
+            if category in WAITS and part:
                 waits[f"{call.name} in {call.label or _around(call)}"].append(part)
         labels[call.label or "outside of labels"] += time
     return {
         "steps": steps,
-        "categories_ms": {name: by_category[name] / 1e3 / steps for name in CATEGORIES if by_category[name]},
+        "categories_ms": _in_order(by_category, steps),
+        "sharding_ms": _in_order(sharding, steps),
         "traced_ms": _of_steps(times),
         "stacked_ms": _of_steps(own_times(stacked)),
         "calls": {name: count / steps for name, count in counts(times).items()},
@@ -162,6 +190,11 @@ def figures(trace: list[dict[str, Any]], stacks: list[dict[str, Any]] | None = N
         "stacks_in_backward": any(call.is_python and is_in_node(call) for _, _, call in stacked),
         "python": _largest(_functions(stacked), stacked_steps),
     }
+
+
+def _in_order(times: dict[str, float], steps: int) -> dict[str, float]:
+    """Return ms a step of the categories that have any, in the order of tables."""
+    return {name: times[name] / 1e3 / steps for name in CATEGORIES if times[name]}
 
 
 def _of_steps(times: dict[Call, float]) -> float | None:
@@ -219,15 +252,39 @@ def table(rows: list[Row]) -> str:
     texts = [[name, *(_text(row["categories_ms"].get(name)) for row in rows)] for name in CATEGORIES]
     texts = [line for line in texts if any(line[1:])]
     texts.append(["sum", *(_text(sum(row["categories_ms"].values())) for row in rows)])
+    texts.append(["work of sharding", *(_text(sum(row["sharding_ms"].values())) for row in rows)])
+    texts += _whole(rows)
+    return markdown(["rank 0's CPU, ms a step", *(shown(row["strategy"]) for row in rows)], texts)
+
+
+def _whole(rows: list[Row]) -> list[list[str]]:
+    """Return lines of a table with the time of a whole step."""
+    names = {"step, with the profiler": "traced_ms", "step, without": "host_ms"}
+    names |= {"until the GPU is done": "until_gpu_done_ms"}
+    return [[name, *(_text(row.get(key)) for row in rows)] for name, key in names.items()]
+
+
+def table_of_sharding(rows: list[Row]) -> str:
+    """Return a page's table: the work of sharding by kind, beside the host's other time and some counts."""
+
+    def line(name: str, figure: Callable[[Row], float]) -> list[str]:
+        return [name, *(_text(figure(row)) for row in rows)]
+
+    texts = [line(name, partial(_part, names=names)) for name, names in _KINDS.items()]
+    texts.append(line("work of sharding", lambda row: _part(row, CATEGORIES)))
+    texts.append(line("model, autograd, optimizer", lambda row: _part(row, CATEGORIES, sharding=False)))
+    texts.append(line("waits", lambda row: sum(row["categories_ms"].get(name, 0.0) for name in WAITS)))
+    texts += _whole(rows)
     texts += [
-        [name, *(_text(row.get(key)) for row in rows)]
-        for name, key in {
-            "step, with the profiler": "traced_ms",
-            "step, without": "host_ms",
-            "until the GPU is done": "until_gpu_done_ms",
-        }.items()
+        [f"number of {name}", *(f"{row['calls'][name]:.0f}" for row in rows)] for name in (LAUNCHES, "collectives")
     ]
     return markdown(["rank 0's CPU, ms a step", *(shown(row["strategy"]) for row in rows)], texts)
+
+
+def _part(row: Row, names: Iterable[str], sharding: bool = True) -> float:
+    """Return the ms that categories have of the work of sharding, or of other work."""
+    work = {name: row["sharding_ms"].get(name, 0.0) for name in names if name not in WAITS}
+    return sum(ms if sharding else row["categories_ms"].get(name, 0.0) - ms for name, ms in work.items())
 
 
 def table_of_calls(rows: list[Row]) -> str:

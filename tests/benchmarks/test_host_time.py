@@ -70,6 +70,47 @@ def test_times_of_the_critical_thread_add_up_to_the_step() -> None:
     assert found["traced_ms"] == pytest.approx(1)
 
 
+def test_sharding_has_the_work_in_its_labels_and_its_own_kinds_anywhere() -> None:
+    found = host_time.figures(
+        [
+            label(host_calls.STEP, 0, 1000),
+            label("FSDP::pre_forward (layers.0)", 0, 300),
+            event("cpu_op", "aten::copy_", 10, 200),
+            event("cuda_runtime", "cudaLaunchKernel", 20, 24),
+            event("cuda_runtime", "cudaLaunchKernel", 30, 190),  # 140 of it are a wait
+            event("cpu_op", "aten::mm", 300, 400),
+            event("cuda_runtime", "cudaLaunchKernel", 310, 314),
+            label("Optimizer.step#AdamW.step", 500, 900),
+            event("cpu_op", "c10d::allreduce_", 500, 510),
+            event("cpu_op", "aten::_fused_adamw_", 600, 700),
+            event("cuda_runtime", "cudaLaunchKernel", 610, 614),
+            event("cpu_op", "PythonSubclass", 700, 750),
+        ]
+    )
+    assert {name: ms * 1e3 for name, ms in found["sharding_ms"].items()} == {
+        host_time.FSDP: pytest.approx(300 - 190),
+        host_time.DTENSOR: pytest.approx(50),
+        host_time.STRATEGYS: pytest.approx(190 - 164),
+        host_time.COLLECTIVES: pytest.approx(10),
+        host_time.LAUNCHES: pytest.approx(4 + 20),
+    }
+    whole = found["categories_ms"]
+    assert whole[host_time.BLOCKED] == pytest.approx(0.14)
+    assert whole[host_time.LAUNCHES] == pytest.approx(0.004 + 0.02 + 0.004 + 0.004)
+
+
+def test_python_of_sharding_counts_in_hooks_without_a_label() -> None:
+    node = "autograd::engine::evaluate_function: MulBackward0"
+    stacks = [
+        label(host_calls.STEP, 0, 100),
+        event("cpu_op", node, 0, 80),
+        python("fsdp_zpp/fsdp2/_torch_gradients.py(1): post_backward", 20, 60),
+        python("torch/nn/modules/module.py(1): inner", 60, 70),
+    ]
+    found = host_time.figures([label(host_calls.STEP, 0, 100), event("cpu_op", node, 0, 80)], stacks)
+    assert found["sharding_ms"] == {host_time.OURS: pytest.approx(0.04)}
+
+
 def test_calls_are_counted_and_waits_have_a_place() -> None:
     found = host_time.figures(trace())
     expected = {host_time.LAUNCHES: 2, "collectives": 1, "CUDA calls in collectives": 1, "nodes of autograd": 1}
@@ -110,6 +151,12 @@ def test_a_folder_of_traces_becomes_a_result_and_tables(tmp_path: Path, capsys: 
     rows = [{"strategy": "zeropp", "host_time": measured}, {"strategy": "full_shard", "failed": "out of memory"}]
     (tmp_path / "step.json").write_text(json.dumps({"manifest": {}, "arguments": {}, "rows": rows}))
     host_time.analyse(tmp_path)
-    (row,) = json.loads((tmp_path / "host-time.json").read_text())["rows"]
+    (row,) = rows = json.loads((tmp_path / "host-time.json").read_text())["rows"]
     assert sum(row["categories_ms"].values()) == pytest.approx(1)
-    assert "| sum | 1.0 |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| sum | 1.0 |" in printed
+    assert "| work of sharding | 0.1 |" in printed
+    page = host_time.table_of_sharding(rows)
+    assert "| work of sharding | 0.1 |" in page
+    assert "| model, autograd, optimizer | 0.6 |" in page
+    assert "| waits | 0.3 |" in page
