@@ -70,7 +70,7 @@ SHOWN: dict[str, tuple[str, dict[str, str]]] = {
 REPEATS = "repeats-h200"
 """Runs of the reference of ``eight-nodes-h200`` with the same seeds again."""
 LLAMA = tuple(f"compare-h200-zeropp-seed{seed}" for seed in range(3))
-HEAD = ("model and data", "nodes x GPUs", "what is sent", "seeds", "above full precision, %", "by shards, %")
+HEAD = ("parameters, bytes", "nodes x GPUs", "what is sent", "seeds", "above full precision, %", "by shards, %")
 
 ENTROPY_HEAD = (
     "sent",

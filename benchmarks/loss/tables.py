@@ -239,8 +239,8 @@ def gap_rows(results: Sequence[Result], shown: Mapping[str, str], reference: str
             gaps = runs.gaps(name, reference)
             first = runs.row(name, runs.seeds(name)[0])
             exact = with_error(runs.gaps(name, reference, at_shards), "+.2f") if first.get("at_shards") else ""
-            cells = (f"{nodes} x {gpus_per_node}", shown[name], str(len(gaps)), with_error(gaps, "+.2f"), exact)
-            rows.append((size_of(first, first["validation"][-1][0]), *cells))
+            cells = (f"{nodes}x{gpus_per_node}", shown[name], str(len(gaps)), with_error(gaps, "+.2f"), exact)
+            rows.append((size_of(first, first["validation"][-1][0], brief=True), *cells))
     return rows
 
 
@@ -249,15 +249,16 @@ def compared_rows(results: Sequence[Result], words: str) -> list[tuple[str, ...]
     pairs = [result["rows"] for result in results]
     gaps = [100 * (final(run) / final(reference) - 1) for reference, run in pairs]
     first = pairs[0][0]
-    size = size_of(first, len(first["losses"]) * first["tokens_per_step"])
+    size = size_of(first, len(first["losses"]) * first["tokens_per_step"], brief=True)
     gpus_per_node = results[0]["arguments"]["gpus_per_node"]
-    layout = f"{results[0]['manifest']['machine']['gpus'] // gpus_per_node} x {gpus_per_node}"
+    layout = f"{results[0]['manifest']['machine']['gpus'] // gpus_per_node}x{gpus_per_node}"
     return [(size, layout, words, str(len(gaps)), with_error(gaps, "+.2f"), "")]
 
 
-def size_of(row: Row, tokens: float) -> str:
-    """Return the size of a run's model and data; a token is a byte."""
-    return f"{row['parameters'] / 1e6:.3g} M parameters, {tokens / 1e6:.3g} M bytes"
+def size_of(row: Row, tokens: float, brief: bool = False) -> str:
+    """Return the size of a run's model and data, ``brief`` under a heading that has the units; a token is a byte."""
+    parameters, size = f"{row['parameters'] / 1e6:.3g}", f"{tokens / 1e6:.3g}"
+    return f"{parameters}M, {size}M" if brief else f"{parameters} M parameters, {size} M bytes"
 
 
 def at_shards(row: Row) -> float:

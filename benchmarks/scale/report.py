@@ -65,7 +65,7 @@ def beside_hsdp(rows: list[Row]) -> str:
         around = [each - base for each, base in zip(times, computation, strict=True)]
         parts = [each / (of - base) for each, of, base in zip(around, reference, computation, strict=True)]
         if not name.startswith("computation"):
-            spread = f"{statistics.median(parts):.2f} ({min(parts):.2f} to {max(parts):.2f})"
+            spread = f"{statistics.median(parts):.2f} ({min(parts):.2f}-{max(parts):.2f})"
             lines.append([name, f"{statistics.median(around):.0f}", spread])
     return markdown(["contender", "us a unit and step", "of FSDP2's HSDP (range of sets)"], lines)
 

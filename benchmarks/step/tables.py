@@ -115,10 +115,10 @@ def one(run: str, *columns: Column, only: tuple[str, ...] = ()) -> Comparison:
 
 
 MIXTURES = {
-    "2 x 2, sockets": "moe-2.6B-2x2",
-    "2 x 2, sockets, faster machine": "moe-2.6B-2x2-earlier-on-G",
-    "2 x 1, sockets": "moe-2.6B-2x1",
-    "2 x 1, NVLink": "moe-2.6B-2x1-fast",
+    "2x2, sockets": "moe-2.6B-2x2",
+    "2x2, sockets, faster machine": "moe-2.6B-2x2-earlier-on-G",
+    "2x1, sockets": "moe-2.6B-2x1",
+    "2x1, NVLink": "moe-2.6B-2x1-fast",
 }
 """Runs of mixtures of experts, below each other: a further run is a further line."""
 MIXTURES_BESIDE_PEERS = {
@@ -126,12 +126,12 @@ MIXTURES_BESIDE_PEERS = {
     "another": "moe-2.6B-2x1-megatron",
 }
 NO_PEER_TO_PEER = {
-    "6.7B, 2 GPUs": "6.7B-2x1-no-p2p",
-    "6.7B, checkpointing, 2 GPUs": "6.7B-2x1-no-p2p-checkpointing",
-    "6.7B, 4 GPUs": "6.7B-1x4-no-p2p",
-    "1.35B, 2 GPUs": "1.35B-2x1-no-p2p",
-    "1.35B, compiled, 2 GPUs": "1.35B-2x1-no-p2p-compiled",
-    "1.35B, 4 GPUs": "1.35B-1x4-no-p2p",
+    "6.7B, 2": "6.7B-2x1-no-p2p",
+    "6.7B, checkpointing, 2": "6.7B-2x1-no-p2p-checkpointing",
+    "6.7B, 4": "6.7B-1x4-no-p2p",
+    "1.35B, 2": "1.35B-2x1-no-p2p",
+    "1.35B, compiled, 2": "1.35B-2x1-no-p2p-compiled",
+    "1.35B, 4": "1.35B-1x4-no-p2p",
 }
 """Runs on one host whose GPUs copy through its memory."""
 PEERS = ("megatron-hfsdp", "deepspeed-zeropp")
@@ -150,7 +150,7 @@ STEP_TIME = {
         below="machine",
     ),
     "peers-without-peer-to-peer": Comparison(
-        {name: NO_PEER_TO_PEER[name] for name in ("6.7B, checkpointing, 2 GPUs", "1.35B, 2 GPUs", "1.35B, 4 GPUs")},
+        {name: NO_PEER_TO_PEER[name] for name in ("6.7B, checkpointing, 2", "1.35B, 2", "1.35B, 4")},
         (STEP, AGAINST_FULL_SHARD, PEAK),
         ("fsdp2:full_shard", *ZEROPP_KINDS, *(f"{kind}-alone" for kind in ZEROPP_KINDS), *PEERS),
         below="model, GPUs",
@@ -159,8 +159,8 @@ STEP_TIME = {
     "four-micro-batches": Comparison(
         {
             "eager": f"{FOUR}-eager",
-            "eager, second machine": f"{FOUR}-deepspeed",
-            "eager, third machine": f"{FOUR}-earlier-on-C",
+            "eager, second": f"{FOUR}-deepspeed",
+            "eager, third": f"{FOUR}-earlier-on-C",
             "compiled": f"{FOUR}-compiled",
         },
         (STEP, AGAINST_FULL_SHARD, AGAINST_HSDP, PEAK),
@@ -210,11 +210,8 @@ STEP_TIME = {
 """By the names of the tables in docs/results/step-time-tables.md."""
 NO_NVLINK = {
     "no-peer-to-peer": Comparison(
-        {
-            name: NO_PEER_TO_PEER[name]
-            for name in ("6.7B, 2 GPUs", "6.7B, 4 GPUs", "1.35B, 2 GPUs", "1.35B, compiled, 2 GPUs")
-        }
-        | {"mixture of experts, 2.6B, 2 GPUs": "moe-2.6B-2x1-no-p2p"},
+        {name: NO_PEER_TO_PEER[name] for name in ("6.7B, 2", "6.7B, 4", "1.35B, 2", "1.35B, compiled, 2")}
+        | {"mixture, 2.6B, 2": "moe-2.6B-2x1-no-p2p"},
         (STEP, AGAINST_FULL_SHARD, PEAK),
         ("fsdp2:full_shard", *(f"fsdp2:zeropp{kind}" for kind in ("", "-delta", "-GGG", "-alone", "-delta-alone"))),
         below="model, GPUs",
@@ -226,7 +223,7 @@ LORA = {
         {
             "one": "lora-6.7B-2x2",
             "another": "lora-6.7B-2x2-again",
-            "a third, earlier version": "lora-6.7B-2x2-earlier-on-A",
+            "third, earlier version": "lora-6.7B-2x2-earlier-on-A",
         },
         (STEP, AGAINST_FULL_SHARD, AGAINST_HSDP, PEAK),
         (_INT8, _NF4, HSDP, "full_shard"),

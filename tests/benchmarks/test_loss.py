@@ -237,10 +237,10 @@ def test_gaps_are_to_the_same_seeds_of_a_reference_that_was_trained_on_the_fewes
     results = [record("full_shard", 1e-3, seed, loss, at_shards=loss) for seed, loss in enumerate((1.0, 2.0, 3.0))]
     results += [record("d4:int4", 1e-3, seed, loss, at_shards=1.01) for seed, loss in enumerate((1.01, 2.06))]
     results += [record("d4:int4", 1e-3, 0, 1.05, nodes=8, at_shards=1.02)]
-    size = "25.7 M parameters, 0.001 M bytes"
+    size = "25.7M, 0.001M"
     assert tables.gap_rows(results, {"d4:int4": "deltas", "int2": "not trained"}) == [
-        (size, "2 x 1", "deltas", "2", "+2.00 ± 1.00", "-24.25 ± 25.25"),
-        (size, "8 x 1", "deltas", "1", "+5.00", "+2.00"),
+        (size, "2x1", "deltas", "2", "+2.00 ± 1.00", "-24.25 ± 25.25"),
+        (size, "8x1", "deltas", "1", "+5.00", "+2.00"),
     ]
     drawn = load("loss", "figures").error_bars_svg([(results, {"d4:int4": "Deltas"})])
     texts = "".join(re.findall(r"<text[^>]*>([^<]*)</text>", drawn))
