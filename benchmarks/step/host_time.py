@@ -275,9 +275,7 @@ def table_of_sharding(rows: list[Row]) -> str:
     texts.append(line("model, autograd, optimizer", lambda row: _part(row, CATEGORIES, sharding=False)))
     texts.append(line("waits", lambda row: sum(row["categories_ms"].get(name, 0.0) for name in WAITS)))
     texts += _whole(rows)
-    texts += [
-        [f"number of {name}", *(f"{row['calls'][name]:.0f}" for row in rows)] for name in (LAUNCHES, "collectives")
-    ]
+    texts += [[f"{name}, number", *(f"{row['calls'][name]:.0f}" for row in rows)] for name in (LAUNCHES, "collectives")]
     return markdown(["rank 0's CPU, ms a step", *(shown(row["strategy"]) for row in rows)], texts)
 
 

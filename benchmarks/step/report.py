@@ -13,6 +13,7 @@ sys.path.append(str(Path(__file__).parents[1] / "common"))
 
 import result_files
 import result_pages
+from host_time import table_of_sharding
 from result_pages import GUIDES, RESULTS_PAGES, ROOT, Figures, Tables, svg_with_origin, with_origin
 from tables import (
     GATHERING,
@@ -38,6 +39,8 @@ SINGLE = {
     "planned": (planned, "planned-1.35B-2x2"),
 }
 OFFLOAD = "offload-2x1"
+HOST_TIME = {"host-time-1.35B-2x1-compiled": "layers compiled: ", "host-time-1.35B-2x1-eager": ""}
+"""Runs of the table of the CPU's time, and what its headings say before a strategy (common/labels.py)."""
 BESIDE_PEERS = ("fsdp2:full_shard", "fsdp2:hybrid_shard", "deepspeed-zeropp", "fsdp2:zeropp")
 LARGE = ("fsdp2:full_shard", "fsdp2:hybrid_shard", "deepspeed-zeropp", "fsdp2:zeropp", "fsdp2:zeropp-delta")
 LORA_MEMORY = ("fsdp2:hybrid_shard", "full_shard", "fsdp2:once-zeropp", "fsdp2:once-zeropp-nf4")
@@ -66,6 +69,10 @@ def pages(results: Results) -> dict[Path, Tables]:
     )
     for table, (make, name) in SINGLE.items():
         step_time[table] = with_origin(make(results[name]["rows"]), "step", results, [name], brief=True)
+    rows = [
+        row | {"strategy": kind + row["strategy"]} for name, kind in HOST_TIME.items() for row in results[name]["rows"]
+    ]
+    step_time["host-time"] = with_origin(table_of_sharding(rows), "step", results, HOST_TIME, brief=True)
     offloaded = with_origin(offload(results[OFFLOAD]["rows"]), "step", results, [OFFLOAD])
     return {
         RESULTS_PAGES / "step-time.md": {"summary": of_trainings(SUMMARY, results, peaks=True)},
