@@ -113,6 +113,20 @@ def left_out_before_a_step(adapter: Adapter, model: Any) -> list[Tensor]:
     return found
 
 
+def frozen_weights_in_an_unknown_optimizer(adapter: Adapter, model: Any) -> list[Tensor]:
+    """It announces no steps, and writes to all that it was given."""
+    for parameter in inner(model).blocks[-1].parameters():
+        parameter.requires_grad_(False)
+    optimizer, found = models.make_optimizer("sgd", model.parameters()), []
+    for step in range(2):
+        models.loss_of(model, models.batch(step, 0)).backward()
+        for parameter in optimizer.param_groups[0]["params"]:
+            adapter.local(parameter).data.mul_(0.5)
+        optimizer.zero_grad()
+        found.append(logits(model))
+    return found
+
+
 WAYS = [
     unknown_optimizer,
     optimizer_of_what_this_rank_holds,
@@ -121,6 +135,7 @@ WAYS = [
     optimizer_with_modes,
     written_after_a_step,
     left_out_before_a_step,
+    frozen_weights_in_an_unknown_optimizer,
 ]
 Way = Callable[[Adapter, Any], list[Tensor]]
 
@@ -148,6 +163,7 @@ STRATEGIES = {scopes: Strategy(scopes, gpus_per_node=2) for scopes in ("IGG", "I
     "NGG int8": Strategy.zeropp(levels="NGG", gpus_per_node=2),
     "NNG": Strategy("NNG", gpus_per_node=2),
     "GGG": Strategy("GGG", gpus_per_node=2),
+    "zeropp": ZEROPP,
 }
 
 

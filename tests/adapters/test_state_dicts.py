@@ -205,6 +205,10 @@ def after_each_move(adapter: Adapter, strategy: Strategy) -> None:
     """
     model = adapter.make(Case(), strategy)
     train(adapter, model, Case(steps=1))
+    model._apply(torch.clone)
+    for module in model.modules():
+        # Cleared gradients did not move, though torch drops those of flat parameters only in the next forward.
+        assert getattr(getattr(module, "_flat_param", None), "grad", None) is None
     for i, move in enumerate((copied, written_elsewhere, scaled, replaced, rounded)):
         before = adapter.full_weights(model)
         logits(model)
