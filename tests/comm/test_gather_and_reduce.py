@@ -236,6 +236,8 @@ def test_a_micro_batch_may_have_more_parameters_than_earlier_ones(
 PIECES = [Piece(0, "matrix", 151), Piece(1, "bias", 6), Piece(2, "other", 100), Piece(3, "norm", 3)]
 EXACT = [False, True, False, True]
 LAYOUT = FlatLayout.dense(PIECES, EXACT)
+AT_THE_END = FlatLayout.dense([Piece(0, "matrix", 252), Piece(1, "bias", 5), Piece(2, "norm", 3)], [False, True, True])
+"""Fills a tail, so that a view reaches it."""
 
 
 class Given:
@@ -282,38 +284,48 @@ def test_places_that_a_view_reaches_are_those_of_its_elements(starts: tuple[int,
         assert torch.equal(flat.reshape(indices.shape), indices)
 
 
-def cut(anywhere: bool, parts: int) -> tuple[FlatLayout, Tensor]:
+def cut(into: FlatLayout | None, parts: int) -> tuple[FlatLayout, Tensor]:
     """Return the layout of a tensor in so many parts, and where it has small parameters.
 
-    Each part has its share of each parameter, or parameters follow each other and are cut anywhere.
+    Each part has its share of each parameter, or, if ``into`` is None, parameters follow each other and are cut
+    anywhere.
     """
-    units = (3 if parts == 3 else 2) if anywhere else parts
+    units, of_unit = ((3 if parts == 3 else 2), LAYOUT) if into is None else (parts, into)
     pieces = [piece._replace(order=n) for n, piece in enumerate(PIECES * units)]
     marks = torch.zeros(units, LAYOUT.numel, dtype=torch.bool, device=device())
-    for start, stop in LAYOUT.exact:
+    for start, stop in of_unit.exact:
         marks[:, start:stop] = True
-    return FlatLayout.dense(pieces, EXACT * units) if anywhere else LAYOUT, marks.view(-1)
+    return into or FlatLayout.dense(pieces, EXACT * units), marks.view(-1)
 
 
 def uneven(seed: int, marks: Tensor) -> Tensor:
-    """Values in which small parameters are a ten-thousandth of what they share blocks with."""
+    """Values in which small parameters are a 10,000th of what they share blocks with, or 10,000 times as large."""
     generator = torch.Generator().manual_seed(seed)
     signs, sizes = torch.randn(len(marks), generator=generator).sign(), torch.rand(len(marks), generator=generator)
-    return torch.where(marks, 1e-4, (signs * (sizes + 0.5)).to(marks.device))
+    of_small = 10.0 ** (8 * (torch.arange(len(marks)) % 2) - 4)
+    return torch.where(marks, of_small.to(marks.device), (signs * (sizes + 0.5)).to(marks.device))
 
 
-@pytest.mark.parametrize("anywhere", [False, True])
+CUTS = [None, LAYOUT, AT_THE_END]
+
+
+def within_more(values: Tensor) -> Tensor:
+    """Return a copy of flat values that is a part of a larger tensor."""
+    return torch.cat([values.new_full((64,), torch.nan), values])[64:]
+
+
+@pytest.mark.parametrize("into", CUTS, ids=["anywhere", "inside", "at the end"])
 @pytest.mark.parametrize("codec", [Int8(64), Int4(32), Int4Delta(32, Int8(64)), Int2Delta(32, Int8(64))], ids=str)
 def test_small_weights_are_gathered_exactly_and_shards_stay_as_they_are(
-    on_ranks: OnRanks, codec: Codec, anywhere: bool
+    on_ranks: OnRanks, codec: Codec, into: FlatLayout | None
 ) -> None:
     def gathered() -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
-        layout, marks = cut(anywhere, world)
+        layout, marks = cut(into, world)
         weights = WeightGather(process_mesh(dist.group.WORLD), codec, True, Traffic())
         for step in range(3):
-            every, out = uneven(0, marks) + 0.01 * uneven(step, marks), torch.empty(len(marks), device=device())
-            own = every.view(world, -1)[rank].clone()
+            every = uneven(0, marks) + 0.01 * uneven(step, marks)
+            own, out = within_more(every.view(world, -1)[rank]), within_more(torch.empty_like(every))
             weights.secondary.source = Given(own, layout)  # type: ignore[assignment]
             weights.secondary.mark_stale(by_step=True)
             weights(own, out)
@@ -333,23 +345,23 @@ def test_small_weights_are_gathered_exactly_and_shards_stay_as_they_are(
 def test_small_gradients_are_reduced_exactly(
     on_ranks: OnRanks, keep: str, layout: tuple[int, int], codecs: Any
 ) -> None:
-    def reduced(anywhere: bool, has_earlier: bool) -> None:
+    def reduced(into: FlatLayout | None, has_earlier: bool) -> None:
         mesh = process_mesh(dist.group.WORLD)
         parts, own = parts_of(keep, mesh)
-        of_gradient, marks = cut(anywhere, parts)
+        of_gradient, marks = cut(into, parts)
         gradients = [uneven(rank, marks) * (1 + rank) for rank in range(dist.get_world_size())]
         reduce = GradientReduce(mesh, *codecs, Traffic(), gradient_scope="I", optimizer_scope=keep)
         if has_earlier:
             reduce.accumulate(gradients[mesh.rank].clone(), of_gradient)()
-        out = torch.empty(len(marks) // parts, device=device())
-        reduce.start(gradients[mesh.rank].clone(), out, 0.5, of_gradient)()
+        out = within_more(torch.empty(len(marks) // parts, device=device()))
+        reduce.start(within_more(gradients[mesh.rank]), out, 0.5, of_gradient)()
         mean = torch.stack(gradients).double().mean(0).view(parts, -1)[own] * (1.0 if has_earlier else 0.5)
         is_small = marks.view(parts, -1)[own]
         torch.testing.assert_close(out[is_small].double(), mean[is_small], rtol=1e-6, atol=0)
         assert (out - mean).abs().max() < 1  # what is encoded is near
 
-    for anywhere, has_earlier in product((False, True), (False, True)):
-        on_ranks(*layout, reduced, anywhere, has_earlier)
+    for into, has_earlier in product(CUTS, (False, True)):
+        on_ranks(*layout, reduced, into, has_earlier)
 
 
 def test_wrong_sizes_are_errors_before_any_collective(on_ranks: OnRanks) -> None:
