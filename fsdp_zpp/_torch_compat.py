@@ -1,7 +1,7 @@
 """The versions of torch that work, and the private names of torch that the package uses.
 
-The package checks both before it imports anything else. Otherwise, with a torch that lacks a name, training would fail
-halfway or silently compute something else.
+The package checks the version and the names before it imports anything else. Without this check, a torch that lacks a
+name would let training start, then fail or silently compute something else.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def major_minor(version: str) -> tuple[int, int]:
 
 
 class Patch(NamedTuple):
-    """A part of torch that an adapter replaces, for good, when the adapter is imported.
+    """A function of torch that an adapter replaces when the adapter is imported, for the rest of the process.
 
     Attributes:
-        replaced: The part's full name without ``torch.distributed.fsdp.``.
-        reason: Why the adapter replaces it, where torch has no hook.
-        apply: Replaces the part with a function that calls the original and does more.
+        replaced: The function's full name without ``torch.distributed.fsdp.``.
+        reason: The purpose of the replacement, for which torch has no hook.
+        apply: Replaces the function with one that calls the original and does more.
     """
 
     replaced: str
@@ -39,7 +39,7 @@ class Patch(NamedTuple):
 
 
 class Needed(NamedTuple):
-    """Attributes of a module or class, or of its instances, in versions of torch from ``since`` to ``until``."""
+    """Names that a module or class, or its instances, must have in torch ``since`` to ``until``, both included."""
 
     owner: str
     names: str
@@ -48,7 +48,7 @@ class Needed(NamedTuple):
 
 
 def check_torch(needed: Iterable[Needed] | None = None, version: str = torch.__version__) -> None:
-    """Raise RuntimeError unless this version of torch is supported and has the needed names, by default all of them."""
+    """Raise RuntimeError unless torch ``version`` is supported and has the ``needed`` names, by default all."""
     (low, first), (high, last) = SUPPORTED
     works = f'torch {low}.{first} to {high}.{last} work: pip install "torch>={low}.{first},<{high}.{last + 1}"'
     if not SUPPORTED[0] <= major_minor(version) <= SUPPORTED[1]:
@@ -76,8 +76,8 @@ def _resolve(path: str) -> types.ModuleType | type | None:
 
 
 def _sets_on_instances(owner: types.ModuleType | type, name: str) -> bool:
-    """Return whether a class declares an attribute, or code of ``owner`` sets it on any object."""
-    # A class lacks the attributes that __init__ sets, and at import there is no instance to ask.
+    """Return whether ``owner`` or a base of it annotates ``name``, or has a function that sets it on some object."""
+    # hasattr() of a class misses the attributes that __init__ sets, and this check has no instance.
     return any(
         name in inspect.get_annotations(each)
         or any(_sets(function.__code__, name) for function in _functions(vars(each).values()))
@@ -96,7 +96,7 @@ def _functions(values: Iterable[object]) -> Iterator[types.FunctionType]:
 
 def _sets(code: types.CodeType, name: str) -> bool:
     """Return whether ``code`` contains ``something.name = ...``."""
-    # The parser in ``dis`` would take seconds for all names.
+    # Scan the bytes here, since dis.get_instructions would take seconds for all names.
     if name not in code.co_names:
         return False
     # Bytecode is pairs of operation and argument; EXTENDED_ARG holds the higher bytes of the next pair's argument.
@@ -112,7 +112,7 @@ def _sets(code: types.CodeType, name: str) -> bool:
 _FSDP = "torch.distributed.fsdp"
 _SHARD = "torch.distributed.fsdp._fully_shard"
 
-# Each owner lists a name once, however many files use it.
+# A name is listed once for its owner, however many files of the package use it.
 NEEDED = (
     Needed("torch", "_foreach_copy_"),
     Needed("torch._C", "DisableTorchFunctionSubclass _current_graph_task_id"),

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 Row = dict[str, Any]
-"""Measurement of a strategy: ``step_ms``, ``fastest_ms`` and ``slowest_ms``, and ``peak_gib`` if it is known."""
+"""Figures of a strategy: ``step_ms``, ``fastest_ms``, ``slowest_ms``, ``peak_gib`` if known; or why it ``failed``."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """The model that all strategies of a run train, and the data.
+    """The model and the data that a run uses for every strategy.
 
     Args:
         config: The model's configuration, one of transformers' for causal language models.
@@ -95,7 +95,7 @@ def versions() -> dict[str, str]:
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             numbers[package] = importlib.metadata.version(package)
-    # torch's metadata leave out the build, such as +cpu in 2.13.0+cpu.
+    # The metadata of the package torch lack the suffix of a build, such as +cpu in 2.13.0+cpu.
     numbers["torch"] = str(torch.__version__)
     if torch.cuda.is_available():
         numbers["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -104,18 +104,18 @@ def versions() -> dict[str, str]:
 
 # ---- result file
 #
-# Each run has one JSON file: first how the run was made, then its measurements.
+# Each run has one JSON file: first its manifest and arguments, then the rows that it has measured.
 #
 #     {"manifest": {...}, "arguments": {...}, "rows": [{...}, ...]}
 #
 # A file may have further keys beside ``rows``.
 
 NOT_RECORDED = ("out", "output", "resume", "worker", "json", "run", "parser", "version")
-"""Options that change no figure: where a result goes, and how a script runs its own processes."""
+"""Options that result files leave out, since they change no figure: where a file goes, how a script runs processes."""
 
 
 def write(path: Path, manifest: dict[str, Any], arguments: object, rows: list[Row], **others: Any) -> None:
-    """Write one run's result, a line for each row; the file appears only when it is complete."""
+    """Write a run's result, one line for each row. The complete file replaces an earlier one at once."""
     options = {name: value for name, value in vars(arguments).items() if name not in NOT_RECORDED}
     head = {"manifest": manifest, "arguments": options, **others}
     lines = [f"{json.dumps(name)}: {json.dumps(value, default=str)}," for name, value in head.items()]
@@ -138,7 +138,7 @@ def _step(row: Row) -> str:
 
 
 def _sent(row: Row, hop: str) -> str:
-    """Return the MiB that a rank sends over one hop per step, as weights + gradients."""
+    """Return the MiB that a rank sends over ``hop`` in a step, as text: those of weights + those of gradients."""
     figures = [mib for name, mib in row.get("sent_mib_a_step", {}).items() if name.endswith(hop)]
     shown = " + ".join(f"{mib:.0f}" if mib >= 10 else f"{mib:.2f}" for mib in figures)
     return f"~{shown}" if row.get("sent_is_planned") else shown
@@ -159,7 +159,7 @@ TEXTS: dict[str, Callable[[Row], str]] = {
     "sent between nodes, MiB": lambda row: _sent(row, "inter"),
     "sent inside a node, MiB": lambda row: _sent(row, "intra"),
 }
-"""Text of a figure by its heading; empty if a row lacks the figure. Benchmarks' tables have the same columns."""
+"""By heading, a function that returns a row's text, empty without the figure. Tables of benchmarks/ use it, too."""
 
 
 def table(rows: list[Row]) -> dict[str, list[str]]:
@@ -170,6 +170,6 @@ def table(rows: list[Row]) -> dict[str, list[str]]:
 
 
 def speedup(row: Row, first: Row) -> Row:
-    """Return the figure ``speedup`` of a row over the first row; empty unless both have a step time."""
+    """Return ``{"speedup": ...}`` of ``row`` over ``first``; an empty dict unless both have a step time."""
     both = "step_ms" in row and "step_ms" in first
     return {"speedup": first["step_ms"] / row["step_ms"]} if both else {}

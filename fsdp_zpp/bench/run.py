@@ -1,4 +1,4 @@
-"""A run: it measures the links, then each strategy in turn, then recommends one."""
+"""The command ``bench``: it measures the links and then each strategy in turn, and recommends one strategy."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def joined() -> Iterator[torch.device]:
 
 
 def free_gib(place: torch.device) -> float | None:
-    """Return the GiB that are free on the fullest GPU of the job; None on CPUs. Collective."""
+    """Return the free memory in GiB of the fullest GPU in the job; None on CPUs. Collective."""
     if place.type != "cuda":
         return None
     dist.barrier()  # allocates NCCL's first buffers
@@ -204,7 +204,7 @@ def measure(task: Task, make: Make, schedule: Schedule, further: Further | None 
 
 
 def attempt(task: Task, name: str, make: Make, schedule: Schedule, further: Further | None = None) -> Row:
-    """Return the row of :func:`measure`, or the first rank's failure. Collective."""
+    """Return the row of :func:`measure` or, if ranks fail, the failure of the lowest of them. Collective."""
     result: Row = {}
     failure: dict[str, Any] | None = None
     try:
@@ -222,7 +222,7 @@ def attempt(task: Task, name: str, make: Make, schedule: Schedule, further: Furt
     if task.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    # Ranks hold equal shares, so they fail together. If only some fail, the others wait until their timeout.
+    # Ranks have equal memory and work, so all fail alike. If only some fail, the others hang until a timeout.
     failures: list[dict[str, Any] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, failure)
     return {"strategy": name, **next((one for one in failures if one), result)}
@@ -237,7 +237,7 @@ _ON_CPU = (
 
 
 class Findings(NamedTuple):
-    """Result of a run. ``rows`` has one per strategy; among equally fast ones, the first is preferred."""
+    """Result of a run. Each strategy has a row in ``rows``; of equally fast rows, the first is recommended."""
 
     links: Links
     rows: list[Row]
@@ -246,7 +246,7 @@ class Findings(NamedTuple):
 
 
 def measure_all(arguments: argparse.Namespace, config: Any, place: torch.device) -> Findings:
-    """Measure the links and all strategies in turn. Collective; rank 0 writes the JSON file after each."""
+    """Measure the links and all strategies in turn. Collective; rank 0 writes the JSON file after each strategy."""
     _log.info("measuring the links")
     links = measure_links(arguments.gpus_per_node, place.type)
     fields = ("micro_batch", "micro_batches", "sequence", "checkpointing", "compile")
@@ -342,14 +342,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Check parsed options, and make whole numbers ints."""
+    """Check the options that take whole numbers, which are parsed as floats, and convert them to int."""
     for name, (least, *_) in _NUMBERS.items():
         if (value := getattr(arguments, name)) is not None:
             setattr(arguments, name, whole(f"--{name.replace('_', '-')}", value, least))
 
 
 def named_contenders(names: str, gpus_per_node: int | None, lora: bool) -> list[Contender]:
-    """Return the contenders of comma-separated names. ``gpus_per_node`` is the node size of those that name none."""
+    """Return the contenders of comma-separated ``names``; those without a node size get ``gpus_per_node``."""
     found = []
     for name in names.split(","):
         own = name.removeprefix("fsdp1:")

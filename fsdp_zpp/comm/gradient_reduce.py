@@ -39,10 +39,10 @@ from .mesh import ProcessMesh
 
 
 class AccumulatedGradient:
-    """Accumulated gradient of one unit, in fp32, reduced as far as its gradient scope says.
+    """Accumulated gradient of one unit, in fp32, reduced over the ranks that the gradient scope names.
 
-    It belongs to parameters, and the next micro-batch may use other ones; see [Note: Identity] in flat_layout.py.
-    One stream may add and another take, which waits for the sums.
+    Sums belong to parameters, and the next micro-batch may use other parameters; see [Note: Identity] in
+    flat_layout.py. Calls may come from several streams: each waits for the sums of the call before.
     """
 
     def __init__(self) -> None:
@@ -64,9 +64,9 @@ class AccumulatedGradient:
         return keep_until_read(sums)
 
     def add(self, part: Tensor, layout: FlatLayout | None) -> None:
-        """Add a micro-batch's fp32 ``part``, whole chunks of ``layout``. The part may be kept and written to.
+        """Add a micro-batch's fp32 ``part``, whole chunks of ``layout``; this object may keep ``part`` and write to it.
 
-        A fixed layout, or None, is the same for all parts.
+        If ``layout`` is fixed or None, all parts have the same layout.
         """
         if layout is not None and layout.is_fixed:
             layout = None
@@ -81,7 +81,7 @@ class AccumulatedGradient:
         self._set(self._layout.translate(sums, both).add_(layout.translate(part, both)), both)
 
     def take(self, layout: FlatLayout | None, divided_by: float = 1.0) -> Tensor | None:
-        """Drop and return the sums, divided, in ``layout``, which must have all their parameters; None without sums."""
+        """Drop the sums and return them, divided, in ``layout``, which has all their parameters; None without sums."""
         if self.sums is None:
             return None
         sums, accumulated_layout = self._wait_for(self.sums), self._layout
@@ -94,15 +94,15 @@ class AccumulatedGradient:
 
 # ---- arriving gradients
 #
-# Steps of optimizers in the backward, delayed until their gradients arrive on the CPU.
+# Optimizer steps inside a backward, each delayed until its gradients have arrived on the CPU.
 #
 # With offloaded parameters, a gradient is copied to the host's memory, and an optimizer there must wait for the copy.
 # If it waited at once, the CPU would launch nothing meanwhile, and GPU and CPU would take turns. So a unit's optimizers
 # step only when the backward is :data:`UNITS_BEHIND` units ahead: the GPU then has those units to compute while the CPU
 # waits for the copy and steps. The remaining units step at the end of the backward.
 #
-# Optimizers may communicate, so all ranks must step in the same order. A fixed number of units ensures that; a test if
-# the copy has arrived would not.
+# Optimizers may communicate, so all ranks must step in the same order. A fixed number of units ensures this order; a
+# test whether a copy has arrived would not, since ranks may get different answers.
 
 UNITS_BEHIND = 2
 """Units that a backward is ahead of the optimizers' steps: one whose copy is on its way, and one that the GPU
@@ -140,28 +140,28 @@ class ArrivingGradients:
 # quantize -> intra-node all-to-all -> decode, sum -> quantize -> inter-node all-to-all -> decode, sum.
 # Each hop rounds a value once, however many ranks there are; a ring would round it at every rank. The slow network
 # carries each partial sum once, and all GPUs of a node use it in parallel (ZeRO++, arXiv 2306.10209, section 3.3). A
-# level with one rank has no hop, and its codec is not applied.
+# hop among one rank is left out, together with its codec.
 #
 # The optimizer scope says which sums a rank needs: only its own chunk (``G``), the chunks of all ranks with its local
 # index (``I``), or all chunks (``N``). The two hops leave a rank its own chunk. For ``I`` and ``N`` the chunks are then
 # encoded and gathered back over the same hops. Every rank decodes the same bytes, so replicas stay equal bit for bit.
 #
-# A reduction comes in two parts: ``start()`` goes up to the inter-node hop, and returns a function that finishes it.
-# While the slow network is busy with one unit's sums, the fast one can sum up the next unit's.
+# A reduction has two parts: ``start()`` makes the intra-node hop, and returns a function that makes the rest.
+# While the slow network is busy with one unit's sums, the fast network can reduce the next unit.
 #
-# The result is the mean over all ranks. The one division is made on the fp32 sums of the intra-node hop, before they
-# are encoded again: in fp16 a sum may overflow where the mean does not.
+# The result is the mean over all ranks. The fp32 sums of the intra-node hop are divided by the number of ranks before
+# they are encoded again: in fp16 a sum may overflow where the mean does not.
 
 PendingReduction = Callable[[], None]
 """Makes the inter-node hop in the current stream, which must have waited for the stream that started the reduction."""
 
 
 def done() -> None:
-    """Finish a reduction that has no inter-node hop."""
+    """Do nothing, in place of a function that makes an inter-node hop."""
 
 
 class Chunks(NamedTuple):
-    """Chunks of a gradient or of its sums, and the places of small values in them."""
+    """Chunks of a gradient or of its sums; ``exact`` are the places in them of values that codecs leave as they are."""
 
     extent: Extent
     exact: ExactPlaces | None
@@ -186,11 +186,11 @@ class HopChunks(NamedTuple):
 
 
 class TwoHopReduce(ABC):
-    """Base of the two ways to reduce; ``hops`` are the intra-node and the inter-node one, None for a level of one rank.
+    """Base of reduce-scatter and all-reduce. ``hops`` are the intra-node and the inter-node hop; None if left out.
 
     Attributes:
         layout: Layout of the gradient that is being reduced; None if it is unknown or never changes.
-        idle: The names of parameters that this rank has not used.
+        idle: The names of parameters that this rank has not used in the step.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class TwoHopReduce(ABC):
         topology = mesh.topology
         self._nodes, self._gpus = topology.nodes, topology.gpus_per_node
         self._node, self._local = divmod(mesh.rank, self._gpus)
-        self._mean = 1.0 / topology.world  # the factor that makes a mean of a sum over all ranks
+        self._mean = 1.0 / topology.world  # this factor turns a sum over all ranks into their mean
         # Chunks in each rank's part of the intra-node hop: one for each node if the inter-node hop scatters the part.
         self._rows = self._nodes if optimizer_scope == "G" else 1
         self._intra, self._inter = hops
@@ -237,7 +237,7 @@ class TwoHopReduce(ABC):
         """
 
     def reduce_intra_node(self, gradient: Tensor, wire_dtype: torch.dtype | None = None) -> Tensor:
-        """Return this local index's part of the node's sums, times 1 / world: fp32, flat."""
+        """Return the node's sums, times 1 / world, for the part that this rank's local index reduces: fp32, flat."""
         if self._intra is None:
             return gradient.float() * self._mean
         chunks = self.chunks_of(gradient)
@@ -258,7 +258,7 @@ class TwoHopReduce(ABC):
 
     def chunks_of(self, gradient: Tensor) -> HopChunks:
         layout, numel, device = self.layout, gradient.shape[0], gradient.device
-        chunks = self._known.get((id(layout), numel, device))  # extents keep the layout alive
+        chunks = self._known.get((id(layout), numel, device))  # the chunks refer to the layout, so no other gets its id
         if chunks is None:
             chunks = keep_recent(self._known, (id(layout), numel, device), self._make_chunks(numel, device))
         return chunks
@@ -304,7 +304,7 @@ class TwoHopReduceScatter(TwoHopReduce):
             payload = encode(codec, sums, 1, self._nodes, self.label, errors, exact)
         elif self._intra is None:
             payload = encode(codec, gradient, 1, self._nodes, self.label, errors, exact)
-            factor *= self._mean  # there was no intra-node sum to apply the mean to
+            factor *= self._mean  # without an intra-node hop, nothing has applied it
         else:
             intra_codec, received = self._exchange_intra_node(gradient, chunks.intra, wire_dtype)
             payload = decode_sum_encode(intra_codec, received, numel, codec, self._mean, self.label, errors, exact)
@@ -313,7 +313,7 @@ class TwoHopReduceScatter(TwoHopReduce):
     def _make_chunks(self, numel: int, device: torch.device) -> HopChunks:
         nodes, gpus = range(self._nodes), range(self._gpus)
         chunk = numel // (self._nodes * self._gpus)
-        # By local index, then node: the order in which hops exchange them.
+        # Hops exchange chunks in this order: by local index, then by node.
         of_all = [(node * self._gpus + local) * chunk for local in gpus for node in nodes]
         of_index = [(node * self._gpus + self._local) * chunk for node in nodes]
         index = self._chunks(chunk, of_index, of_all, device)
@@ -343,7 +343,7 @@ class TwoHopReduceScatter(TwoHopReduce):
 
 
 class TwoHopAllReduce(TwoHopReduce):
-    """Reduces to replicas: on the ranks of a local index with optimizer scope ``I``, on all ranks with ``N``."""
+    """Reduces to replicas: with optimizer scope ``I`` one on each node, sharded in it; with ``N`` one on each rank."""
 
     def start(
         self,
@@ -377,7 +377,7 @@ class TwoHopAllReduce(TwoHopReduce):
     def _make_chunks(self, numel: int, device: torch.device) -> HopChunks:
         nodes, part = range(self._nodes), numel // self._gpus
         chunk = -(-part // self._nodes)
-        # Either every part has this layout, or it spans all parts.
+        # The layout covers either one part, and is the same for every part, or all parts one after another.
         step = 0 if self.layout is None or self.layout.numel == part else part
         parts = [local * step for local in range(self._gpus)]
         own_part = parts[self._local]
@@ -422,15 +422,15 @@ def _padded(values: Tensor, padding: int) -> Tensor:
 #     sums of the node        fp32; gradient scope I accumulates micro-batches here, N above, G below
 #         | inter-node hop    encode, all-to-all among the ranks with this local index, decode and sum in fp32
 #     mean over all ranks     this rank's chunk
-#         | gathered back     optimizer scopes I and N only: encoded, over the same hops, to all who hold a replica
+#         | gathered back     optimizer scopes I and N only: encoded, over the same hops, to all ranks with a replica
 #     optimizer's gradient
 #
 # ``TwoHopReduce`` makes the hops; this section handles what happens between micro-batches.
 #
 # [Note: What a micro-batch reduces]
-# The gradient scope says how far a micro-batch that is not the last of its step goes: ``N`` sums on the rank, ``I``
-# over the node, ``G`` over all ranks. The sums accumulate there, in fp32 whatever the dtype of the parameters, and the
-# last micro-batch makes the remaining hops, once (PaRO, arXiv 2310.06003, section 3.2). So with ``I`` the traffic
+# The gradient scope names the ranks over which all micro-batches of a step but the last reduce: ``N`` this rank alone,
+# ``I`` the node, ``G`` all ranks. These sums accumulate in fp32, whatever the dtype of the parameters, and the last
+# micro-batch makes the remaining hops, once (PaRO, arXiv 2310.06003, section 3.2). So with ``I`` the traffic
 # between nodes does not depend on the number of micro-batches.
 
 
@@ -441,10 +441,10 @@ class GradientReduce:
         intra_codec: Encodes the gradients for the intra-node hop; None sends them in their own dtype.
         inter_codec: Encodes the partial sums for the inter-node hop; None sends them in the gradients' dtype.
         label: The unit's name in profiles and errors.
-        gradient_scope: How far micro-batches reduce before the last one; see [Note: What a micro-batch reduces].
+        gradient_scope: Ranks over which all micro-batches but the last reduce; see [Note: What a micro-batch reduces].
         optimizer_scope: The part of the sums that a rank needs.
         error_feedback: Feeds the codecs' errors back; see [Note: Error feedback] in error_feedback.py.
-        native: True to make a single hop without a codec by torch's own reduce-scatter, whose bytes are not counted.
+        native: True to use torch's own reduce-scatter for a single hop without a codec; its bytes are not counted.
 
     Attributes:
         communicates_early: True if a micro-batch that is not the last makes hops.
@@ -470,7 +470,7 @@ class GradientReduce:
         self._error_feedback = error_feedback
         self.errors = None
         if error_feedback is not None:
-            # Their sizes come with the first gradient.
+            # Sizes of buffers are known only at the first gradient, so 0 stands for them.
             specs = error_buffer_specs(error_feedback, self._codecs, optimizer_scope, mesh.topology, 0)
             self.errors = ErrorFeedbackState(error_feedback, specs) if specs else None
         intra = hop_over(mesh.intra, "reduce", "intra", traffic)
@@ -496,10 +496,10 @@ class GradientReduce:
         return error_nbytes(self._error_feedback, self._codecs, self._optimizer_scope, self._topology, numel)
 
     def accumulate(self, gradient: Tensor, layout: FlatLayout | None = None) -> PendingReduction:
-        """Take a micro-batch's gradient as far as the gradient scope says; arguments are those of :meth:`start`."""
+        """Reduce a micro-batch's gradient over the gradient scope, and accumulate it; arguments as in :meth:`start`."""
         accumulated, self._two_hop.layout, self._two_hop.idle = self.accumulated, layout, ()
         if self._gradient_scope == "N":
-            # The gradient is the caller's, who may write to it.
+            # Copy the gradient, since the caller may write to it.
             accumulated.add(gradient.float() if gradient.dtype != torch.float32 else gradient.clone(), layout)
             return done
         if self._gradient_scope == "I":
@@ -510,7 +510,7 @@ class GradientReduce:
 
     def _add_micro_batch(self, finish: PendingReduction, part: Tensor, layout: FlatLayout | None) -> None:
         finish()
-        # Another stream allocated ``part``: the current one is that of the inter-node hop.
+        # ``part`` was allocated in the stream of the intra-node hop, and this runs in that of the inter-node hop.
         self.accumulated.add(keep_until_read(part), layout)
 
     def __call__(self, gradient: Tensor, out: Tensor, factor: float = 1.0) -> None:
@@ -538,12 +538,12 @@ class GradientReduce:
             factor: Applied in fp32, with the last sum.
             layout: Layout of the gradient, with all parameters of accumulated gradients; None if it never changes. See
                 [Note: Identity] in flat_layout.py.
-            divided_by: The number by which the caller has divided this gradient, but none of earlier micro-batches.
-            idle: The names of parameters in ``layout`` that this rank has not used in the step; their errors stay as
-                they are.
+            divided_by: The caller has divided this gradient by this number; accumulated gradients are divided here.
+            idle: The names of parameters in ``layout`` that this rank has not used in the step; error feedback leaves
+                their errors unchanged.
 
         Raises:
-            ValueError: If the sizes do not fit, before any communication.
+            ValueError: If the sizes do not fit; raised before any communication.
         """
         self._check_sizes(gradient, out)
         self._two_hop.layout, self._two_hop.idle = layout, idle
@@ -556,7 +556,7 @@ class GradientReduce:
             return partial(self._add_accumulated, finish, last, layout, divided_by, out, factor)
         accumulated = self.accumulated.take(layout, divided_by) if has_accumulated else None
         if self._gradient_scope == "N" and accumulated is not None:
-            # The hops send the dtype that FSDP would have sent, whatever the sum is in.
+            # The sum is in fp32, but hops send the gradient's dtype, as FSDP would.
             return self._two_hop.start(accumulated.add_(gradient), None, out, factor, wire_dtype=gradient.dtype)
         return self._two_hop.start(gradient, accumulated, out, factor)
 
@@ -571,10 +571,10 @@ class GradientReduce:
     ) -> None:
         """Write the fp32 sum of all micro-batches, each of which was reduced over all ranks, to ``out``."""
         finish()
-        # Taken earlier, the sums would make the stream that starts the reduction wait for slow hops of micro-batches.
+        # Take the sums only now: in start(), its stream would wait for inter-node hops of earlier micro-batches.
         accumulated = self.accumulated.take(layout, divided_by)
         assert accumulated is not None, "dropped within a reduction"
-        last = keep_until_read(last)  # allocated in that stream, and freed when this returns
+        last = keep_until_read(last)  # allocated in the stream of start(), and freed at the return
         out.copy_(last.add_(accumulated, alpha=factor))
 
     def _check_sizes(self, gradient: Tensor, out: Tensor) -> None:
@@ -591,11 +591,11 @@ class GradientReduce:
 #
 # Gradient reductions of a unit: a synchronous step reduces over all ranks, a local step inside the node.
 #
-# Without local steps, a unit has only the reduction over all ranks. If all steps are local, it has only the other.
+# Without local steps, a unit has only the reduction over all ranks; if all steps are local, only that inside the node.
 
 
 class StepReductions:
-    """Gradient reductions of a unit; ``current`` is that of the present steps, synchronous or local.
+    """Gradient reductions of a unit; ``current`` is the one in use, for synchronous or for local steps.
 
     ``current`` is None if there is only one rank, or torch reduces.
     """
@@ -623,7 +623,7 @@ class StepReductions:
         if synchronous == self.is_synchronous:
             return
         if self.current is not None and self.current.errors is not None:
-            self.current.errors.reset()  # they are of another phase's gradients, and take memory
+            self.current.errors.reset()  # a later phase must not feed back old errors, and they take memory
         self.is_synchronous = synchronous
         self.mesh, self.current = self._by_phase[synchronous]
 
@@ -637,7 +637,7 @@ class StepReductions:
 def set_synchronous(
     reductions: Sequence[StepReductions], synchronous: bool, on_any_rank: Callable[[bool], bool], step: str
 ) -> None:
-    """Have the next step of a model reduce over all ranks, or inside nodes. Collective if that changes.
+    """Have the next step of a model reduce over all ranks, or inside nodes. Collective if the last step did otherwise.
 
     Raises:
         RuntimeError: If gradients of an earlier step wait for their reduction on any rank.
@@ -673,19 +673,19 @@ def _reduction(mesh: ProcessMesh, resolved: ResolvedStrategy, traffic: Traffic) 
 
 # ---- step gradients
 #
-# Gradients of a model over the micro-batches of a step, as far as both adapters handle them alike.
+# Gradients of a model over the micro-batches of a step: the code that both adapters share.
 #
 # [Note: The order of reductions]
-# All ranks must issue collectives in the same order. Torch itself reduces in the last micro-batch only, in which all
-# ranks must use the same units in the same order; in earlier ones, each rank may use other units in another order. A
-# strategy that reduces earlier micro-batches, too, can therefore not reduce units in the order in which autograd
-# finishes them. It reduces every unit that ranks have gathered for the micro-batch exactly once, even if it was not
-# used. The order is that of the last backward that synchronized gradients, and so the same on all ranks; before the
-# first, it is the reverse of the model's. A unit that autograd finishes before its turn keeps its gradients until then.
+# All ranks must issue collectives in the same order. Torch itself reduces in the last micro-batch only, where all ranks
+# must use the same units in the same order. In earlier micro-batches, ranks may use different units in different
+# orders. If these micro-batches reduce, too, they can't reduce units in the order in which autograd finishes them.
+# Instead, they reduce each unit that ranks have gathered, used or not, exactly once, in the order of the last backward
+# that synchronized gradients. Before there is such a backward, the order is the reverse of the model's. Both orders are
+# the same on all ranks. A unit that autograd finishes before its turn keeps its gradients until its turn.
 
 
 class StepGradients(ABC):
-    """A unit's gradients over the micro-batches of a step; ``watch`` is the model's."""
+    """A unit's gradients over the micro-batches of a step; all units of a model share one ``watch``."""
 
     reductions: StepReductions
     watch: StepWatch
@@ -693,7 +693,7 @@ class StepGradients(ABC):
     @property
     @abstractmethod
     def takes_part(self) -> bool:
-        """Return whether ranks gathered the unit for this micro-batch and reduce it before the last; equal on all."""
+        """Return whether this micro-batch, though not the last, reduces the unit; the same on all ranks."""
 
     @abstractmethod
     def reduce_micro_batch(self) -> None:
@@ -713,10 +713,10 @@ class StepGradients(ABC):
 
 
 class StepWatch:
-    """The units of a model whose backwards end together, and the order in which they reduce.
+    """The units of a model whose backwards end together, and the order in which the units reduce.
 
     In backwards that synchronize gradients, an adapter appends each unit that it reduces to ``synchronized``. It calls
-    ``on_backward_end`` at the end of every backward, with True if that synchronizes gradients.
+    ``on_backward_end`` at the end of every backward, with True if this backward synchronizes gradients.
     """
 
     def __init__(self, gradients: Iterable[StepGradients], on_backward_end: Callable[[bool], None]) -> None:
@@ -728,12 +728,12 @@ class StepWatch:
         self.restart_in_order_of_model()
 
     def restart_in_order_of_model(self) -> None:
-        """Restart before the first backward, or after an exception, since ranks may meet it at different points."""
+        """Restart before the first backward, or after an exception, which ranks may meet at different points."""
         self._order = self._gradients[::-1]
         self.abandon()
 
     def finished(self, unit: StepGradients) -> list[StepGradients]:
-        """Note that autograd has finished ``unit``; return the units whose turn it is, which may exclude ``unit``."""
+        """Note that autograd has finished ``unit``; return the units whose turn has come: none, one or several."""
         self._finished.add(id(unit))
         due = []
         while self._turn < len(self._order):
@@ -753,19 +753,19 @@ class StepWatch:
         return [unit for unit in order if unit.takes_part and id(unit) not in returned]
 
     def restart(self) -> None:
-        """End a backward; the next one takes its order from the units that this one synchronized, then the others."""
+        """End a backward; in the next one, units in ``synchronized`` come first, in that order, then the others."""
         first = dict.fromkeys(self.synchronized)
         self._order = [*first] + [unit for unit in self._order if unit not in first]
         self.abandon()
 
     def abandon(self) -> None:
-        # If a backward fails, ranks may be at different points, so its own order is not used.
+        # If a backward fails, ranks may be at different points of it, so drop the order that it has recorded.
         self._turn = 0
         self.synchronized: list[StepGradients] = []
         self._finished: set[int] = set()
         self._returned: set[int] = set()
 
     def reduce_remaining(self) -> None:
-        """Reduce the units that have not had their turn in a micro-batch that is not the last."""
+        """Reduce the units whose turn has not come, at the end of a micro-batch that is not the last."""
         for each in self.remaining():
             each.reduce_micro_batch()

@@ -27,7 +27,7 @@ from .weight import FrozenWeight
 
 # ---- tensor files
 #
-# Safetensors files and their indexes. All that is read is validated; each error names the file and the remedy.
+# Safetensors files and their indexes. All input is validated; each error names the file and the remedy.
 
 # Dtypes by their names in files.
 STORED_DTYPES = {
@@ -46,7 +46,7 @@ STORED_DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 
-OTHER_FILES = "read different files from"  # for the error of comm.agreement.agree
+OTHER_FILES = "read different files from"  # completes the error of comm.agreement.agree
 _INDEX = ".safetensors.index.json"
 BASE_INDEX = f"frozen_base{_INDEX}"  # the index of a quantized base
 _MODEL = ("model.safetensors", f"model{_INDEX}")  # the files that transformers looks for, in its order
@@ -89,7 +89,7 @@ class TensorFiles:
         return self.header(key).dtype
 
     def slice(self, key: str) -> Any:
-        """Return a lazy tensor: indexing it reads values, which alias the file."""
+        """Return a lazy tensor; indexing it returns views of the mapped file."""
         file, keys = self._opened(self._files[key])
         if key not in keys:
             raise ValueError(f"{self._files[key]} has no {key}, which {self.source} lists in it; {self._remedy}")
@@ -106,7 +106,7 @@ class TensorFiles:
     def read(self, key: str) -> Tensor:
         self.slice(key)  # raises, with the remedy, if the file lacks it
         whole: Tensor = self._opened(self._files[key])[0].get_tensor(key)
-        return whole.clone()  # mapped memory changes with the file
+        return whole.clone()  # a mapped tensor would change if someone writes to the file
 
     def _opened(self, path: Path) -> tuple[safe_open, set[str]]:
         if path not in self._open:
@@ -125,7 +125,7 @@ def open_file(path: Path, remedy: str, named_by: str = "") -> safe_open:
 
 
 def read_index(path: Path, remedy: str) -> tuple[dict[str, Path], dict[str, object]]:
-    """Return the file of each tensor, and the content of the index."""
+    """Return the path of each tensor's file, and the content of the index at ``path``."""
     try:
         index = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -141,12 +141,12 @@ def read_index(path: Path, remedy: str) -> tuple[dict[str, Path], dict[str, obje
 
 
 def _is_inside(file: str) -> bool:
-    kinds = (PurePosixPath(file), PureWindowsPath(file))  # an index may come from either system
+    kinds = (PurePosixPath(file), PureWindowsPath(file))  # an index may come from POSIX or Windows
     return bool(file) and all(not path.anchor and ".." not in path.parts for path in kinds)
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return ``path``; if it is a folder, the safetensors file or index that transformers reads in it."""
+    """Return ``path`` or, if it is a folder, the safetensors file or index in it that transformers would read."""
     if not path.is_dir():
         if not path.exists():
             raise ValueError(f"there is no {path}; give a safetensors file, an index of several, or their folder")
@@ -173,7 +173,7 @@ class ModelTensor:
     Attributes:
         sites: The modules that have it, with its name in each.
         paths: Its FQNs in the model.
-        names: Its FQNs in the base; none if only adapters use it.
+        names: Its FQNs in the base, which is the model without adapters; empty if only adapters have it.
         persistent: True if it is in state dicts.
     """
 
@@ -193,13 +193,13 @@ class ModelTensor:
 
     @property
     def needs_a_value(self) -> bool:
-        """Return whether files must have it: if it is in state dicts of the base, and frozen or without a value."""
+        """Return whether files must have it: it is in state dicts of the base, and frozen or on the meta device."""
         if not self.names or not self.persistent:
             return False
         return self.tensor.is_meta or not self.tensor.requires_grad
 
     def fill(self, value: Tensor, device: torch.device) -> None:
-        """Set the tensor to ``value`` in all its modules; if it is on the meta device, put it on ``device``."""
+        """Set the tensor to ``value`` in all its modules; replace a tensor on the meta device by one on ``device``."""
         if not self.tensor.is_meta:
             with torch.no_grad():  # in place, since optimizers and others hold the tensor
                 self.tensor.copy_(value)
@@ -225,13 +225,13 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
                 entry.paths.append(join_fqn(path, name))
                 if base is not None:
                     entry.names.append(join_fqn(base, name))
-                # A tied tensor is in state dicts if one of its places is.
+                # A tied tensor is in state dicts if any of its names is.
                 entry.persistent |= registry is module._parameters or name not in module._non_persistent_buffers_set
     return list(tensors.values())
 
 
 def frozen_names(model: nn.Module) -> dict[FrozenWeight, list[str]]:
-    """Return the quantized weights of ``model`` with their names in the base; tied ones have several."""
+    """Return the quantized weights of ``model`` with their names in the base; a tied weight has several."""
     bases = {path: base for path, base, _ in base_fqns(model)}
     names: dict[FrozenWeight, list[str]] = {}
     for path, _, name, weight in frozen_sites(model):
@@ -245,11 +245,11 @@ def frozen_names(model: nn.Module) -> dict[FrozenWeight, list[str]]:
 # Checks that files have every tensor that a model needs, in exactly its shape, before the model changes.
 #
 # A tensor that a checkpoint lacks would stay as the constructor left it, random or on the meta device, and training
-# would run without a warning. So this is an error, and all headers are compared before the first tensor is read.
+# would run without a warning. So a missing tensor is an error, and all headers are checked before any tensor is read.
 
 
 def match_keys(model: nn.Module, keys: Collection[str], where: str, remedy: str) -> list[tuple[ModelTensor, list[str]]]:
-    """Return the tensors of ``model`` that files have, each with those of its names that are in ``keys``.
+    """Return the tensors of ``model`` that files have, each with its names among ``keys``, the names in the files.
 
     Raises:
         ValueError: If the model needs a tensor that the files lack, or is sharded.
@@ -270,7 +270,7 @@ def match_keys(model: nn.Module, keys: Collection[str], where: str, remedy: str)
 
 
 def refuse_unfilled(model: nn.Module, tensors: Iterable[ModelTensor]) -> None:
-    """Raise ValueError if a non-persistent buffer of the base is on the meta device: files can't have it."""
+    """Raise ValueError if a non-persistent buffer of the base is on the meta device, since no file has its value."""
     for tensor in tensors:
         if tensor.names and not tensor.persistent and tensor.tensor.is_meta:
             raise ValueError(
@@ -310,11 +310,11 @@ def check_header(tensor: ModelTensor, key: str, header: TensorHeader, where: obj
 #
 # Experts of MoE layers are single matrices in checkpoints and stacks in models of transformers. A model has
 # ``mlp.experts.gate_up_proj``, of shape ``[experts, gate and up, width]``. Files have
-# ``mlp.experts.0.gate_proj.weight`` and so on, as models had before transformers 5, and as transformers still saves
-# them. Reading a stack concatenates its matrices.
+# ``mlp.experts.0.gate_proj.weight`` and so on, the names in models before transformers 5, under which transformers
+# still saves them. Reading a stack concatenates its matrices.
 
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
-# For each stack, the stored matrices that form one matrix of it, top to bottom: by usual names, and by Mixtral's.
+# For each stack, the stored matrices that form one expert's matrix, top to bottom: usual names, then Mixtral's.
 _PARTS = {
     "gate_up_proj": (("gate_proj.weight", "up_proj.weight"), ("w1.weight", "w3.weight")),
     "down_proj": (("down_proj.weight",), ("w2.weight",)),
@@ -342,11 +342,11 @@ class PlainTensor:
         return self._files.values(self._key, first, last)
 
     def read(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a copy of the tensor. A weight that is stored quantized is decoded and rounded once, to ``dtype``."""
+        """Return a copy of the tensor in its stored dtype; a quantized one is decoded and rounded once to ``dtype``."""
         return self._files.read(self._key)
 
     def stored(self) -> StoredWeight | None:
-        """Return a weight as it is stored; None if it is not stored quantized.
+        """Return a quantized weight with its stored codes; None if the weight is not quantized.
 
         Raises:
             NoStackError: If the matrices of a stack can't be stacked without being decoded.
@@ -402,7 +402,7 @@ class ExpertStack(PlainTensor):
         return TensorHeader((len(matrices), sum(part.shape[0] for part in matrices[0]), *first.shape[1:]), first.dtype)
 
     def values(self, first: int, last: int) -> Tensor:
-        # All matrices have the shapes of the first one; otherwise, header() has raised.
+        # All matrices have parts of the same shapes as the first; otherwise, header() has raised.
         sizes = [torch.Size(part.header().shape).numel() for part in self._matrices[0]]
         pieces = []
         for matrix in range(first // sum(sizes), -(-last // sum(sizes))):
@@ -429,7 +429,7 @@ class ExpertStack(PlainTensor):
 
 
 def checkpoint_tensors(files: TensorFiles) -> dict[str, PlainTensor]:
-    """Return all tensors of a checkpoint, and the stacks that they form, by their names in models."""
+    """Return all tensors of a checkpoint, and the stacks that these form, each by its name in models."""
     config = read_config(files.source)
     try:
         quantized = find_stored(files, config)
@@ -443,12 +443,12 @@ def checkpoint_tensors(files: TensorFiles) -> dict[str, PlainTensor]:
         for key, matrices in _stacks_in(tensors).items()
     }
     renamed = {key.replace(*_MIXTRAL): tensor for key, tensor in tensors.items() if _MIXTRAL[0] in key}
-    # A tensor that is stored under a name takes precedence over a renamed one or a stack.
+    # A stored tensor takes precedence over a renamed tensor or a stack of the same name.
     return tensors | {key: tensor for key, tensor in (renamed | stacks).items() if key not in tensors}
 
 
 def _stacks_in(keys: Iterable[str]) -> dict[str, list[list[str]]]:
-    """Return, for each stack, the names of the stored matrices that form each of its matrices."""
+    """Return for each stack, expert by expert, the names of the stored matrices that form the expert's matrix."""
     experts: dict[str, dict[int, set[str]]] = {}
     for key in keys:
         if match := _EXPERT.fullmatch(key):
@@ -478,7 +478,7 @@ _REMEDY = "give a complete checkpoint of this model in safetensors, downloaded o
 def find_tensors(
     path: str | os.PathLike[str], model: nn.Module, warns: bool
 ) -> tuple[dict[ModelTensor, PlainTensor], str]:
-    """Return the tensors of a checkpoint that ``model`` has, and check that they fit; ``model`` does not change.
+    """Find the tensors of ``model`` in a checkpoint, and check that they fit; ``model`` does not change.
 
     Args:
         path: A safetensors file, an index of several, or a folder with either.
@@ -486,7 +486,7 @@ def find_tensors(
         warns: True to warn of tensors that ``model`` has no place for; set it on one rank only.
 
     Returns:
-        The tensors, and a summary that must be the same on all ranks.
+        The stored tensor for each tensor found, and a summary for ranks to compare, since all must read the same.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(
@@ -522,7 +522,7 @@ def _warn_of_others(model: nn.Module, tensors: dict[str, PlainTensor], source: P
     known = {key for tensor in model_tensors(model) for key in tensor.keys}
     known |= {name for names in frozen_names(model).values() for name in names}
     used = {part for key in known & tensors.keys() for part in tensors[key].parts}
-    # A stored matrix is used if its stack is. Stacks and renamed keys are skipped, since no file has them.
+    # A stored matrix is used if its stack is. Report stored names only, not stacks and renamed keys.
     if others := [key for key, tensor in tensors.items() if tensor.parts == [key] and key not in used]:
         logger.warning(
             "%s: the checkpoint %s has %d tensors that the model has no place for: %s",

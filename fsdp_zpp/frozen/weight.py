@@ -25,10 +25,9 @@ from fsdp_zpp.strategy.error_feedback import Topology
 #
 # A placement says into how many chunks a frozen weight is cut, and which of them this rank holds.
 #
-# Under the scope ``N``, the flat values of a weight are one chunk; under ``I``, they are one for each rank of a node. A
-# chunk has whole blocks of the codec, so blocks and decoded values do not depend on the number of ranks. There is no
-# scope ``G``: frozen weights never get stale, so after one gather each node would have all of them for good, as under
-# ``I``.
+# Under the scope ``N``, a weight is one chunk; under ``I``, it is cut into one chunk for each rank of a node. A chunk
+# has whole blocks of the codec, so blocks and decoded values do not depend on the number of ranks. There is no scope
+# ``G``: frozen weights never get stale, so each node would keep all of them from the first gather on, as under ``I``.
 
 SCOPES = ("N", "I")
 
@@ -38,13 +37,13 @@ class Placement:
     """A scope on a mesh; see the top of this section.
 
     Attributes:
-        scope: ``N`` is replicated on every rank, ``I`` is sharded inside a node.
+        scope: Under ``N`` every rank holds whole weights; under ``I`` the ranks of a node hold shards.
         node_size_is_given: True if the user gave the node size; see ``check_nodes`` in frozen_base.py.
     """
 
     scope: str
     mesh: ProcessMesh
-    # Excluded from comparison: weights on the same nodes are gathered together, whoever chose the node size.
+    # Left out of comparisons, so that weights on the same nodes are gathered together, whoever chose the node size.
     node_size_is_given: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -54,7 +53,7 @@ class Placement:
 
     @classmethod
     def of_strategy(cls, parameters: str, mesh: ProcessMesh) -> Placement:
-        """Return the placement of the base under a strategy with the scope ``parameters``."""
+        """Return the placement of the frozen base under a strategy whose parameter scope is ``parameters``."""
         return cls("N" if parameters == "N" else "I", mesh)
 
     @property
@@ -68,7 +67,7 @@ class Placement:
 
     @property
     def replicas(self) -> str:
-        """Return the scope for ``check_replicas``: ``N`` if ranks are replicas, ``I`` if nodes are, ``G`` if none."""
+        """Return the holders of equal codes for ``check_replicas``: ``N`` all ranks, ``I`` all nodes, ``G`` none."""
         topology = self.mesh.topology
         if self.scope == "N" or topology.gpus_per_node == 1:
             return "N"
@@ -76,14 +75,14 @@ class Placement:
 
     def chunk_numel(self, numel: int, codec: Codec) -> int:
         """Return the size of a chunk of ``numel`` values, in whole blocks; the last chunks may have padding."""
-        block = int(getattr(codec, "block", 16))  # a codec without blocks: 16 values keep payloads aligned
+        block = int(getattr(codec, "block", 16))  # without blocks, multiples of 16 values keep payloads aligned
         return -(-numel // (self.chunks * block)) * block
 
 
 def place_base(model: nn.Module, scope: str, group: dist.ProcessGroup | None, gpus_per_node: int | None) -> Placement:
     """Return the placement on ``group``; None means this process alone. Collective over ``group``.
 
-    The node size is the user's; by default, that of the strategies that wrap parts of ``model``.
+    By default, the node size is that of the strategies that wrap parts of ``model``, or else as launched.
     """
     if group is None:
         return Placement(scope, ProcessMesh(Topology(1, 1), 0, None, None))
@@ -109,7 +108,7 @@ def _wrapping_mesh(model: nn.Module, group: dist.ProcessGroup) -> ProcessMesh | 
 #
 # A frozen weight: its values are encoded chunk by chunk, gathered, and decoded.
 
-# Codecs whose payloads can be split into codes and scales for files, and assembled from these.
+# Codecs whose payloads can be split into codes and scales for files, and put together again.
 Storable = Int8 | Int4 | NF4
 
 # read(first, last) returns the flat values first to last - 1 of a weight, in any floating dtype, on any device.
@@ -120,7 +119,7 @@ _PIECE = 2**21  # values to read and encode at a time
 
 @contextmanager
 def out_of_inference_mode() -> Iterator[None]:
-    """Leave inference mode for tensors that outlive it: its own can't be written to, or saved for a backward, later."""
+    """Leave inference mode for new tensors that outlive it: inference tensors allow no later writes or autograd."""
     if torch.is_inference_mode_enabled():
         # Leaving inference mode enables gradients, so they are turned off again.
         with torch.inference_mode(False), torch.no_grad():
@@ -138,8 +137,8 @@ class FrozenWeight:
 
     Attributes:
         name: The weight's name in errors; its FQN in the model once units are made.
-        dtype: The dtype that it shows and dequantizes to by default, and that embeddings return.
-        holder: The holder of its codes, alone or with the other weights of its unit.
+        dtype: The dtype of ``shown``, of dequantized values by default, and of the outputs of embeddings.
+        holder: The object that holds its codes, by themselves or with those of its unit's other weights.
         shown: A weak reference to the tensor that stands for it in modules.
         sampled: A few of its scales, kept by ``describe_base`` in base_files.py.
     """
@@ -171,7 +170,7 @@ class FrozenWeight:
         start = layout.scales_offset(chunk)
         codes = rows[:, : layout.codes_nbytes(chunk)].reshape(-1)
         scales = rows[:, start : start + 4 * layout.blocks(chunk)].contiguous().view(torch.float32).reshape(-1)
-        # Cut off the padding of the last chunks: its size depends on the number of ranks, and files must not.
+        # Cut off the padding of the last chunks, so that files do not depend on the number of ranks.
         blocks = layout.blocks(self.shape.numel())
         return codes[: layout.codes_nbytes(blocks * layout.block)], scales[:blocks]
 
@@ -196,7 +195,7 @@ class FrozenWeight:
         return row
 
     def encode(self, read: ReadValues, device: torch.device) -> Tensor:
-        """Quantize this rank's chunk, uint8 [local_nbytes] on ``device``; no other values are read."""
+        """Return this rank's chunk, quantized, uint8 [local_nbytes] on ``device``; read no values of other chunks."""
 
         def encoded(first: int, last: int, padded: int) -> Tensor:
             values = read(first, last).detach().to(device) if first < last else torch.zeros(0, device=device)
@@ -207,7 +206,7 @@ class FrozenWeight:
         return self._in_pieces(encoded, device)
 
     def keep(self, stored: StoredWeight, device: torch.device) -> Tensor:
-        """Return this rank's chunk as it is stored, uint8 [local_nbytes] on ``device``; no other codes are read."""
+        """Return this rank's chunk as stored, uint8 [local_nbytes] on ``device``; read no codes of other chunks."""
         block = stored.format.group_numel
 
         def kept(first: int, last: int, padded: int) -> Tensor:
@@ -222,12 +221,12 @@ class FrozenWeight:
         ``padded`` values: uint8 [1, nbytes(padded)].
         """
         codec, numel = self.codec, self.shape.numel()
-        # Chunks are equally long on all ranks, so the last ones may lie partly or wholly past the end of the weight.
+        # All ranks have chunks of one size, so the last chunks may lie partly or wholly past the end of the weight.
         start = min(self.placement.own_chunk * self.chunk_numel, numel)
         end = min(start + self.chunk_numel, numel)
-        if not isinstance(codec, BlockCodec):  # its payload can't be assembled from pieces
+        if not isinstance(codec, BlockCodec):  # only payloads of blocks can be joined
             return make(start, end, self.chunk_numel)[0]
-        # Allocate the row before the pieces: the memory of freed pieces would be gaps between rows that stay.
+        # Allocate the row before the pieces, or freed pieces would leave gaps between the rows of weights.
         row = torch.zeros(1, self.local_nbytes, dtype=torch.uint8, device=device)
         step = max(1, _PIECE // codec.block) * codec.block
         for first in range(start, end, step):
@@ -247,13 +246,13 @@ class FrozenWeight:
         """Dequantize the whole weight, for callers that neither autograd records nor Dynamo traces. Collective."""
         rows = self.holder.gathered_payload(self, device)
         numel, padded = self.shape.numel(), rows.shape[0] * self.chunk_numel
-        # Decoding writes whole chunks, with the padding of the last ones, which a view then cuts off.
+        # Decoding writes whole chunks; a view then cuts off the padding of the last ones.
         out = torch.empty(self.shape if numel == padded else padded, dtype=dtype, device=rows.device)
         self.codec.decode_rows(rows, out)
         return out if numel == padded else out[:numel].view(self.shape)
 
     def dense_row(self, index: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Dequantize one matrix of a stack; decode only this one, unless blocks may straddle matrices. Collective."""
+        """Dequantize one matrix of a stack. The rest is decoded only if a block may span matrices. Collective."""
         index, numel = range(self.shape[0])[index], self.shape[1:].numel()  # the range resolves negative indices
         codec = self.codec
         if not isinstance(codec, BlockCodec) or numel % codec.block:
@@ -283,7 +282,7 @@ class UngroupedPayload:
         return self._row
 
     def gathered_payload(self, weight: FrozenWeight, device: torch.device) -> Tensor:
-        # The first use makes the units of the base. It may be in inference mode, and payload shards outlive it.
+        # The first use makes the units of the base, maybe in inference mode, and their payload shards outlive it.
         with out_of_inference_mode():
             weight.base.make_units()
         return weight.holder.gathered_payload(weight, device)
@@ -295,17 +294,17 @@ class UngroupedPayload:
 #
 # A unit is gathered on demand, when the first of its weights is dequantized. So forward, backward, recomputation and
 # generation are one case, and no hooks are needed. One buffer holds the unit in use. The other holds the previous unit,
-# until the next one is prefetched into it. The guess for the next unit is the one that last followed the same two
-# units; it takes two, since forward and backward go through the units in opposite directions. A wrong guess costs one
+# until the next one is prefetched into it. The prefetched unit is a guess: the unit that last followed the same two
+# units. One unit would not tell forward from backward, which go in opposite directions. A wrong guess costs one
 # gather. Ranks run the same model and request units in the same order, so they guess alike and enter the same gathers.
 #
-# On GPUs gathers run in a side stream. A gather waits for the computation enqueued so far, the last that reads the
-# buffer to overwrite. The computation waits for the gather when it reaches that unit.
+# On GPUs gathers run in a side stream. A gather waits for the computation enqueued so far, which may still read the
+# buffer to overwrite. The computation waits for the gather when it reaches the gathered unit.
 
 
 @dataclass
 class _Buffer:
-    """Memory for one gathered unit, reused for all units, since allocations in several streams fragment memory."""
+    """Memory for one gathered unit. All units reuse it, since allocations in several streams fragment memory."""
 
     memory: Tensor | None = None
     unit: FrozenUnit | None = None
@@ -315,7 +314,7 @@ class _Buffer:
     ready: torch.cuda.Event | None = None
 
     def hold(self, unit: FrozenUnit) -> Tensor:
-        """Return memory for the values of ``unit``, uint8 of its gathered shape."""
+        """Return memory for the gathered payload of ``unit``, uint8 [chunks, local_nbytes of the unit]."""
         rows, nbytes = unit.placement.chunks, unit.local_nbytes
         if self.memory is None or self.memory.numel() < rows * nbytes or self.memory.device != unit.device:
             # Drop the views, too, so that the old memory is freed before the new memory is allocated.
@@ -336,8 +335,8 @@ class DoubleBuffer:
     def __init__(self) -> None:
         self._current, self._other = _Buffer(), _Buffer()
         self._previous: FrozenUnit | None = None
-        # _next[second][first] is the unit that followed first and second. For each second, the latest few firsts are
-        # kept: with experts, they change from step to step, and few pairs recur.
+        # _next[second][first] is the unit that followed first and second. Each second keeps its latest few firsts only:
+        # with experts, the pairs change from step to step, and few recur.
         self._next: dict[FrozenUnit, dict[FrozenUnit, FrozenUnit]] = {}
         self._stream = SideStream()
 
@@ -371,7 +370,7 @@ class DoubleBuffer:
             self._gather(unit, self._other)
         self._current, self._other = self._other, self._current
         expected = None if last is None else self._next.get(unit, {}).get(last)
-        # Where forward turns into backward, the previous unit is expected, and still gathered.
+        # Where forward turns into backward, the expected unit is the previous one, which is still gathered.
         if expected is not None and expected is not self._other.unit:
             with labelled("prefetch", expected.label):
                 self._gather(expected, self._other)
@@ -389,13 +388,13 @@ class DoubleBuffer:
 #
 # Frozen weights that are gathered together, in one collective.
 #
-# A unit has the frozen weights of a transformer block, or of a module that FSDP wraps. This rank's chunks of them lie
-# side by side in one row of bytes, the *payload shard*; a gather returns the rows of all ranks of the node. All nodes
-# hold the same codes, so there is only the intra-node hop.
+# A unit has the frozen weights of a transformer block, or of a module that FSDP wraps. This rank's chunks of all these
+# weights lie side by side in one row of bytes, the *payload shard*; a gather returns the rows of all ranks of the node.
+# All nodes hold the same codes, so a gather needs no inter-node hop.
 
 
 class FrozenUnit:
-    """A payload shard of weights with one placement; it takes over their chunks from their earlier holders."""
+    """The payload shard of ``weights``, which have one placement; it takes their chunks over from earlier holders."""
 
     def __init__(self, label: str, weights: list[FrozenWeight], traffic: Traffic, buffers: DoubleBuffer) -> None:
         self.label, self.weights = label, weights
@@ -406,7 +405,7 @@ class FrozenUnit:
         self._places = {weight: place for place, weight in enumerate(weights)}
         self._nbytes = [weight.local_nbytes for weight in weights]
         self.local_nbytes = sum(self._nbytes)
-        # To one device, since parts of a model may have been moved. Old chunks are freed with their holders.
+        # Parts of a model may be on several devices. The old chunks are freed with their holders.
         chunks = [weight.holder.local_payload(weight).to(weights[0].device) for weight in weights]
         self._hold(torch.cat(chunks).view(1, -1))
         for weight in weights:
@@ -422,20 +421,20 @@ class FrozenUnit:
 
     def move(self, device: torch.device) -> None:
         self._buffers.drop(self)  # gathered payloads are on the old device
-        with out_of_inference_mode():  # the shard outlives the forward, which may be what moves it
+        with out_of_inference_mode():  # a forward may call this, and the shard outlives it
             self._hold(self._shard.to(device))
 
     def local_payload(self, weight: FrozenWeight) -> Tensor:
-        """Return this rank's chunk, uint8 [local_nbytes]; a view."""
+        """Return this rank's chunk of ``weight``, uint8 [local_nbytes], as a view of the payload shard."""
         return self._payloads[self._places[weight]][0]
 
     def gathered_payload(self, weight: FrozenWeight, device: torch.device) -> Tensor:
-        """Return all chunks, uint8 [chunks, local_nbytes], on the device that computes. Collective.
+        """Return all chunks of ``weight``, uint8 [chunks, local_nbytes], for a computation on ``device``. Collective.
 
-        They are valid until another unit is requested.
+        The chunks are valid until another unit is requested.
         """
         if self._shard.is_cpu and device.type != "cpu":
-            # FSDP moves a model to its device without Module._apply, which would move the codes.
+            # FSDP moves a model to its device without a call of Module._apply, so the codes are still on the CPU.
             self.move(device)
         parts = self._payloads if self._intra is None else self._buffers.get(self)
         return parts[self._places[weight]]

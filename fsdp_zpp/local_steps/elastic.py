@@ -27,12 +27,12 @@ from .outer_step import OuterFit, OuterStep, OuterStepState, Products, chunk_num
 #
 # [Note: Chunks of members]
 # Only the owner of a chunk keeps its momentum ([Note: Agreed weights] in outer_step.py). A new round has other chunks:
-# nodes that were members before put their old chunks together, and each member of the new round cuts out its own. The
-# momentum of a lost node's chunk starts from zero. So do the errors of error feedback, on all nodes.
+# members of the old round put their chunks together, and each member of the new round takes its own chunk from the
+# whole. The momentum of a lost node's chunk starts from zero. So do the errors of error feedback, on all nodes.
 
 
 class Snapshot(NamedTuple):
-    """State that an exchange changes: agreed weights and momentum by name, and the outer fit. Errors are left out."""
+    """State for a rollback: agreed weights and momentum by name, and the outer fit. Errors restart from zero."""
 
     weights: dict[str, tuple[Tensor, Tensor]]
     fit: OuterFit
@@ -48,9 +48,9 @@ class ElasticOuterStep(OuterStep):
         super().__init__(config, mesh, traffic, label)
 
     def momentum_among(self, mesh: ProcessMesh, numels: Mapping[str, int], *, owned: bool) -> dict[str, Tensor]:
-        """Return this rank's chunks of the momentum among the nodes of ``mesh``; see [Note: Chunks of members].
+        """Return this rank's chunks of the momentum, cut for the nodes of ``mesh``; see [Note: Chunks of members].
 
-        Collective over ``mesh``; its ranks pass the same ``numels``. ``owned`` is True if this node has chunks already.
+        Collective over ``mesh``; its ranks pass the same ``numels``. ``owned`` is True if this node has old chunks.
         """
         names = sorted(name for name, numel in numels.items() if numel)
         if not names:
@@ -71,16 +71,16 @@ class ElasticOuterStep(OuterStep):
         return momentum
 
     def connect(self, mesh: ProcessMesh, momentum: Mapping[str, Tensor]) -> None:
-        """Exchange over ``mesh`` from now on; ``momentum`` has this rank's chunks among its nodes."""
+        """Exchange over ``mesh`` from now on, with the ``momentum`` of :meth:`momentum_among`."""
         self._wait_for_exchange()
         self._set_nodes(mesh)
         for name, chunk in momentum.items():
             self._optimizer.start(name, chunk.numel(), self._device, self._agreed[name].device)
             self._optimizer.momentum[name].copy_(chunk)
-        self._optimizer.products.zero_()  # the sum over ranks would lack a lost node's part
+        self._optimizer.products.zero_()  # without a lost node's part, their sum over ranks is wrong
 
     def disconnect(self) -> None:
-        """Drop all references to groups with other nodes: their sockets close, so others stop waiting for this node."""
+        """Drop all references to groups with other nodes, which closes the sockets and ends other nodes' waits."""
         self._wait_for_exchange()
         owner = self._node, self._nodes
         self._set_nodes(self._alone)
@@ -92,7 +92,7 @@ class ElasticOuterStep(OuterStep):
         return self._optimizer.last_fit
 
     def take_over(self, agreed: Mapping[str, Tensor], fit: OuterFit, shards: Mapping[str, Tensor]) -> None:
-        """Continue from the agreed weights and the fit of other nodes; :meth:`connect` comes next."""
+        """Continue from the agreed weights and the fit of other nodes; call :meth:`connect` next."""
         self.reset()
         self.start({name: shards[name] for name in agreed})
         for name, weights in agreed.items():
@@ -105,7 +105,7 @@ class ElasticOuterStep(OuterStep):
         return Snapshot(weights, self.last_fit)
 
     def rollback(self, snapshot: Snapshot) -> None:
-        """Undo an exchange. :meth:`connect` comes next, and lets errors start from zero."""
+        """Undo an exchange. Call :meth:`connect` next, which restarts errors from zero."""
         self._wait_for_exchange()
         for name, (agreed, momentum) in snapshot.weights.items():
             self._agreed[name].copy_(agreed)
@@ -132,7 +132,7 @@ class ElasticOuterStep(OuterStep):
 
 
 def active_local_steps(local_steps: LocalSteps | None, ranks: ProcessMesh) -> LocalSteps | None:
-    """Return the local steps that are active on ``ranks``; raise a ValueError if an elastic node is not a whole job."""
+    """Return the local steps that ``ranks`` make, or None; raise a ValueError if an elastic node is not a whole job."""
     if local_steps is None or local_steps.elastic is None:
         return None if ranks.inter is None else local_steps
     if ranks.inter is not None or ranks.topology.world != dist.get_world_size():
@@ -166,7 +166,7 @@ class ElasticFragment(Fragment):
         """Undo the exchanges since ``before``."""
         self.outer.rollback(before.exchanges)
         self._changed, self._sent, self.progress.arrives = before.changed, before.sent, None
-        self.progress.sent = before.exchanges_sent  # an exchange may have failed before it was counted
+        self.progress.sent = before.exchanges_sent  # not decremented: an exchange may have failed before it was counted
 
     def take_over(self, agreed: Mapping[str, Tensor], fit: OuterFit) -> None:
         """Continue from the agreed weights and the fit of other nodes. Collective over the node."""
@@ -181,15 +181,15 @@ class ElasticFragment(Fragment):
 # Headers that elastic nodes send each other before an exchange; they show which nodes are current.
 #
 # [Note: Who is current]
-# A node counts the exchanges to which it has committed. A node that was lost or suspended has missed some of them, and
-# a new node has none. When nodes meet, the current ones are those with the most exchanges and, among these, the most
-# steps. All other nodes take over the state of the first current one: agreed weights, optimizer states and the step.
-# Their own changes since their last exchange are dropped, and have no weight in the next one.
+# A node counts the exchanges to which it has committed. A node that was lost or suspended has missed some exchanges,
+# and a new node has made none. When nodes meet, the current nodes are those with the most exchanges and, among these,
+# the most steps. All other nodes take over the state of the first current node: agreed weights, optimizer states and
+# the step. What they have trained since their last exchange is dropped, and has no weight in the next exchange.
 #
-# A node whose heartbeats are late may be taken for lost while it trains on. If nodes that wait to join take all nodes
-# of a round for lost, they begin a fork from the state that they hold. Their round closes the earlier one, so that the
-# two never commit side by side ([Note: One round at a time] in _torch_members.py). But the fork may reach the same
-# number of exchanges with other weights, so the round of the last exchange is compared, too.
+# A node whose heartbeats are late may count as lost while it trains on. If nodes that wait to join see a whole round as
+# lost, they begin a round from their own state, a fork. The new round closes the earlier one, so that the two rounds
+# never commit side by side ([Note: One round at a time] in _torch_members.py). But the fork may reach the same number
+# of exchanges with other weights, so nodes also compare the round of their last exchange.
 
 
 @dataclass(frozen=True)
@@ -208,15 +208,15 @@ class Request:
 class NodeHeader:
     model: str  # text that must be the same on all nodes
     committed: int  # exchanges that this node has committed to
-    made: int  # steps
-    round: int  # of its last exchange
+    made: int  # optimizer steps of the training
+    round: int  # the round of its last exchange
     start: object  # checksums of its agreed weights until it has committed to an exchange; None from then on
-    round_is_over: bool  # nodes have to meet again, for example because this node sees one that waits to join
+    round_is_over: bool  # nodes have to meet again, for example because a node waits to join
     request: Request | None  # the exchange that it is about to make; None if it only joins
-    changed: tuple[tuple[bool, ...], ...]  # by fragment, for each parameter: trained since its last exchange
+    changed: tuple[tuple[bool, ...], ...]  # by fragment: whether each parameter was trained since its last exchange
     trained: tuple[int, ...]  # by fragment: steps or tokens since its last exchange
     counts_tokens: bool
-    products: tuple[Products, ...]  # by fragment: this node's part of what fits the next outer step
+    products: tuple[Products, ...]  # by fragment: this node's part of the products that adapt the momentum
 
     @property
     def knows(self) -> tuple[int, int, int]:
@@ -240,7 +240,7 @@ def check_alike(headers: Sequence[NodeHeader], model: str) -> None:
 
 
 def current_nodes(headers: Sequence[NodeHeader]) -> list[int]:
-    """Return the current nodes; see [Note: Who is current]. Before any exchange, they must also have equal weights."""
+    """Return the current nodes; see [Note: Who is current]. Before the first exchange, their weights are equal, too."""
     most = max(header.knows for header in headers)
     nodes = [node for node, header in enumerate(headers) if header.knows == most]
     return [node for node in nodes if headers[node].start == headers[nodes[0]].start]
@@ -250,7 +250,7 @@ def current_nodes(headers: Sequence[NodeHeader]) -> list[int]:
 #
 # Local-update training on nodes that come and go.
 #
-#     header              step, fragments due, parameters that each node has trained and how much, if a node waits
+#     header              step, fragments due, what each node has trained and how much, whether a node waits to join
 #     meeting             after a change of members: a node that joins takes over a current node's state
 #     exchange            as among fixed nodes, but tentative; a node's changes are weighted by its steps or tokens
 #     decision            by all members, in the store: commit, or meet again and repeat
@@ -263,7 +263,7 @@ class Membership(NamedTuple):
 
     Attributes:
         node: Its number among them, from 0 on, which changes as nodes come and go.
-        nodes: Their number.
+        nodes: The number of these nodes.
         step: Optimizer steps that the training has made, including those before this node joined.
     """
 
@@ -273,7 +273,7 @@ class Membership(NamedTuple):
 
 
 class ElasticTraining(LocalTraining):
-    """Counts the steps of the model under a root, and exchanges its fragments with the nodes that are present."""
+    """Counts the steps of the model under a root, and exchanges the model's fragments with the other members."""
 
     def __init__(
         self,
@@ -324,13 +324,13 @@ class ElasticTraining(LocalTraining):
             self._members.disconnect()
 
     def _restart_from_loaded(self) -> None:
-        # This node alone has loaded weights, so they are its own changes, and it sends them in its next exchange.
+        # Only this node has loaded weights. They count as its own changes, which its next exchange sends.
         for fragment in self._all:
             fragment.was_reloaded = False
 
     def _catch_up(self) -> None:
-        # The first call may come from FSDP's set-up for a state dict that is about to be loaded. That would replace
-        # the state that a node has taken over, so a node joins at the next forward.
+        # The first call may come from FSDP's set-up right before a state dict is loaded. A node that joined now would
+        # take over other nodes' state, and the load would replace it. So a node joins at the second call.
         if self._members.mesh is None and self._was_called:
             self._on_any_rank(False, f"{before_forward_of(self._progress.made)}, where this node meets others")
             self._exchange(None)
@@ -358,7 +358,7 @@ class ElasticTraining(LocalTraining):
     # ---- an exchange
 
     def _exchange(self, request: Request | None) -> None:
-        """Make an exchange, this node's or that of the nodes that it joins, and repeat it until the members commit."""
+        """Make the requested exchange, or that of the nodes that this node joins; repeat until the members commit."""
         done = False
         while not done:
             if self._members.mesh is None:
@@ -403,7 +403,7 @@ class ElasticTraining(LocalTraining):
         )
 
     def _share_changes(self, headers: Sequence[NodeHeader]) -> None:
-        """Mark each parameter as changed that any of these nodes has trained."""
+        """Mark a parameter as changed if any of the nodes with these headers has trained it."""
         for at, fragment in enumerate(self._all):
             flags = zip(*(header.changed[at] for header in headers), strict=True)
             fragment.changed = [any(on_nodes) for on_nodes in flags]
@@ -415,7 +415,7 @@ class ElasticTraining(LocalTraining):
         self._share_changes(headers)
         due = [self._fragments[at] for at in request.fragments]
         before = [fragment.snapshot() for fragment in due]
-        # All members add the same numbers in the same order, so they adapt the momentum alike, bit for bit.
+        # All members add the same products in the same order, so their momenta stay equal bit for bit.
         parts = [zip(*(header.products[at] for header in headers), strict=True) for at in request.fragments]
         self._adapt_momentum(due, [(sum(along), sum(norm)) for along, norm in parts])
         failure, node = "", self.membership.node
@@ -442,7 +442,7 @@ class ElasticTraining(LocalTraining):
     # ---- a change of members
 
     def _meet(self, headers: Sequence[NodeHeader]) -> bool:
-        """Have nodes that join take over a current node's state; return whether the members commit to that."""
+        """Have nodes that join take over a current node's state; return whether the members commit to the new round."""
         mesh = self._members.mesh
         assert mesh is not None
         current = current_nodes(headers)

@@ -1,10 +1,10 @@
-"""The row that a plan chooses, and the reason.
+"""The row that a plan chooses, and the reason; a row is one strategy with its figures.
 
-The fastest row that fits wins (PaRO, section 3.4); rows within :data:`TOLERANCE` of it are equally fast. Among these,
-the row with the least time on the slow network wins, since computation hides less in practice than in a plan. A row
+The fastest row that fits wins (PaRO, section 3.4). Rows within :data:`TOLERANCE` of it are equally fast: of these, the
+one with the least time on the slow network wins, since computation hides less of it in practice than in a plan. A row
 without codecs wins instead if computation hides its communication and codecs save little: at most :data:`TOLERANCE` of
 its step on the slow network, and at most :data:`LESS_MEMORY` of its memory. Ties go to torch's strategies and presets,
-then to presets with a coarser base, then to bare letters; within each kind, to the least memory.
+then to presets with a coarser base, then to rows named by their letters; within each kind, to the least memory.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def seconds(value: float) -> str:
 
 # ---- candidates
 #
-# A plan compares torch's common strategies, presets with their codecs, and the 14 combinations of letters.
+# A plan compares torch's common strategies, presets with their codecs, and the 14 combinations of scope letters.
 
 
 def with_levels(codecs: Strategy, levels: str) -> Strategy:
-    """Return ``codecs`` with other letters; if they keep no secondary shard, weights are sent whole, not as deltas."""
+    """Return ``codecs`` with ``levels``; if these keep no secondary shard, weights are sent whole, not as deltas."""
     weights, keeps_secondary = codecs.weights, Strategy(levels).keeps_secondary
     if isinstance(weights, Delta) and not keeps_secondary:
         weights = weights.whole
@@ -71,12 +71,12 @@ class Candidate:
     """One row of a plan.
 
     Args:
-        strategy: The strategy. A row of torch's has this package's equivalent, which sends and keeps the same, but
-            accumulates gradients in fp32; torch accumulates them in the reduce dtype.
-        title: Name of a preset, or of torch's strategy; None for bare letters.
+        strategy: The strategy; for a strategy of torch's, this package's equivalent. It sends and keeps the same, but
+            accumulates gradients in fp32, where torch accumulates them in the reduce dtype.
+        title: Name of a preset, or of torch's strategy; None if the letters are the name.
         torch: Name of torch's ``ShardingStrategy``; None for a strategy of this package.
-        coarser: True if the base has fewer bits than the preset's, to fit or to send less.
-        instead: In a row of torch's, replacements of ``strategy``, in order, if fp32 accumulation does not fit.
+        coarser: True if the frozen base has fewer bits than in the preset, to fit or to send less.
+        instead: For a strategy of torch's, replacements to try in order if fp32 accumulation does not fit.
     """
 
     strategy: Strategy
@@ -107,8 +107,8 @@ def of_torch(case: Case) -> Iterator[Candidate]:
 def presets(case: Case, frozen: Codec | FrozenName | None) -> Iterator[Candidate]:
     """Yield presets with their codecs: those of ZeRO++, and those of MixZ++ if parts of the model are frozen.
 
-    ZeRO++ is left out on a single node with fast links, where its codecs are inactive. Slow links inside nodes add a
-    variant that counts each GPU as a node; ZeRO++ needs none on a single node, where it follows the links. If
+    ZeRO++ is left out on a single node with fast links, where its codecs are inactive. If links inside nodes are slow,
+    each preset has a variant that counts each GPU as a node; on a single node, ZeRO++ itself follows the links. If
     ``frozen`` is None, MixZ++ comes with several codecs of the base, and ZeRO++ leaves the base unquantized.
     """
     cluster, accumulates = case.cluster, case.work.micro_batches > 1
@@ -116,7 +116,7 @@ def presets(case: Case, frozen: Codec | FrozenName | None) -> Iterator[Candidate
     if case.size.frozen:
         # NF4 is as small as Int4 and more accurate, but needs bitsandbytes.
         small = Int4(128) if find_spec("bitsandbytes") is None else NF4(64)
-        # "auto" is Int8(256), since a plan knows no weights that are quantized already.
+        # In a plan, "auto" means Int8(256): it would leave quantized weights as they are, but a plan knows of none.
         found += _with_quantized_base(accumulates, ["auto", small] if frozen is None else [frozen])
     if (frozen is None or not case.size.frozen) and (cluster.nodes > 1 or cluster.slow_links):
         found += with_codecs(accumulates, several_nodes=cluster.nodes > 1)
@@ -150,7 +150,7 @@ def _with_quantized_base(accumulates: bool, codecs: Iterable[Codec | FrozenName]
 
 # ---- paste
 #
-# The shortest line of Python that makes a strategy, by a preset if one is close.
+# The shortest line of Python that makes a strategy, from a preset if that takes fewer arguments.
 
 
 def line_of(strategy: Strategy, gpus_per_node: int | None = None) -> str:
@@ -176,13 +176,13 @@ def _call(strategy: Strategy) -> tuple[str, set[str]]:
 
 
 def _differences(given: Any, base: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass whose values are not those of ``base``."""
+    """Return the fields of the dataclass ``given`` that differ from those of ``base``."""
     values = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
     return {name: value for name, value in values.items() if value != getattr(base, name)}
 
 
 def _value(value: Any, names: set[str]) -> str:
-    """Return a value as Python, without arguments that equal the defaults; add the classes' names to ``names``."""
+    """Return ``value`` as Python code without default arguments; add the names of the classes in it to ``names``."""
     if isinstance(value, str):
         return json.dumps(value)
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
@@ -201,15 +201,15 @@ class Estimate:
     """Figures of one row: a strategy of this package, or one of torch's.
 
     Args:
-        strategy: The strategy. A row of torch's has this package's equivalent that fits: one that reduces in each
-            micro-batch, if fp32 accumulation does not fit.
+        strategy: The strategy; for a strategy of torch's, this package's equivalent. If fp32 accumulation does not
+            fit, it is an equivalent that reduces in each micro-batch.
         topology: The layout of the ranks under the strategy.
         volume: Bytes that one GPU sends in an optimizer step.
         inter_node_bytes: Bytes that all GPUs of a node together send to other nodes in an optimizer step.
         memory: Bytes on one GPU.
         time: Seconds of an optimizer step.
         fits: True if the memory suffices.
-        candidate: The candidate of these figures.
+        candidate: The candidate that these figures describe.
     """
 
     strategy: Strategy
@@ -228,7 +228,7 @@ class Estimate:
 
     @property
     def name(self) -> str:
-        """Return the row's name: of a preset, of a strategy of torch's, or its letters."""
+        """Return the row's name: a preset's, that of a strategy of torch's, or the letters."""
         return self.candidate.title or self.levels
 
     @property
@@ -255,10 +255,10 @@ class Estimate:
 Row = TypeVar("Row")
 
 TOLERANCE = 0.03
-"""Times within this fraction of the shortest count as equal: predictions are no better, and machines drift as much."""
+"""Times within this fraction of the shortest count as equal: predictions err, and machines drift, by as much."""
 
 LESS_MEMORY = 0.1
-"""Fraction of memory that codecs must save to be chosen for it. A quantized base saves more, smaller buffers less."""
+"""Codecs that save this fraction of memory win for that alone. A quantized base saves more, smaller buffers less."""
 
 
 def choose(estimates: Sequence[Estimate], slow_links: bool) -> Estimate | None:
@@ -275,15 +275,15 @@ def choose(estimates: Sequence[Estimate], slow_links: bool) -> Estimate | None:
     cost = _slow_hop(fast, slow_links)
     gains_nothing = cost(without) - cost(best) <= TOLERANCE * without.time.total
     gains_nothing &= best.memory.total >= (1 - LESS_MEMORY) * without.memory.total
-    # If only the CPU's launches hide communication, plans are too rough to drop codecs: LoRA of a 6.7B model on two
-    # nodes of one GPU was a tenth slower under HSDP than with codecs, though HSDP's planned step was only a twelfth
-    # communication.
+    # If kernel launches on the CPU hide communication, and computation does not, plans are too rough to drop codecs.
+    # LoRA of a 6.7B model on two nodes of one GPU was a tenth slower under HSDP than with codecs, though by the plan
+    # communication was only a twelfth of HSDP's step.
     return without if gains_nothing and _hider(without) == "computation" else best
 
 
 def _plainest(estimates: list[Estimate]) -> Estimate:
     def rank(each: Estimate) -> tuple[bool, bool, int, bool]:
-        # On one node, I and G are the same. The letters of the effective scopes win: False sorts before True.
+        # On one node, I and G are the same. A row whose letters are the effective scopes wins: False sorts first.
         usual = "".join(resolve_scopes(Scopes(*each.levels), each.topology))
         return *_preset_order(each), each.memory.total, usual != each.levels
 
@@ -303,7 +303,7 @@ def _preset_order(estimate: Estimate) -> tuple[bool, bool]:
 
 
 def ties(rows: Sequence[Row], time: Callable[[Row], float]) -> list[Row]:
-    """Return the rows that are as fast as the fastest within :data:`TOLERANCE`, in their order."""
+    """Return the rows that are within :data:`TOLERANCE` of the fastest, in the order of ``rows``."""
     shortest = min(map(time, rows))
     return [row for row in rows if time(row) <= shortest + TOLERANCE * shortest]
 
@@ -319,7 +319,7 @@ def _least_on_slow_hop(estimates: list[Estimate], slow_links: bool) -> list[Esti
 
 
 def _slow_hop(estimates: list[Estimate], slow_links: bool) -> Callable[[Estimate], float]:
-    """Return the function of a row's time on the slow network: between nodes, or else inside them if links are slow."""
+    """Return a function for a row's time on the slow network: between nodes or, if unused, on slow links inside."""
     if any(estimate.time.inter for estimate in estimates):
         return lambda estimate: estimate.time.inter
     return lambda estimate: estimate.time.intra if slow_links else 0.0
@@ -342,7 +342,7 @@ def reason(estimates: Sequence[Estimate], choice: Estimate | None, case: Case) -
 
 
 def _hider(choice: Estimate) -> str:
-    """Name the work that hides the communication of ``choice``; empty if none does."""
+    """Return the work that hides the communication of ``choice``, as text; empty if nothing hides it."""
     time = choice.time
     if max(time.computation, time.launch) <= time.communication:
         return ""
@@ -374,7 +374,7 @@ def _on_ties(choice: Estimate, alike: list[Estimate], others: str, slow_links: b
 
 
 def _beside_full_shard(estimates: Sequence[Estimate], choice: Estimate) -> str:
-    """Compare with FSDP's default."""
+    """Return the time of FULL_SHARD, FSDP's default, as a remark; empty if it is the choice."""
     full_shard = next((each for each in estimates if each.torch == "FULL_SHARD"), None)
     full_shard = full_shard or next(each for each in estimates if each.levels == "GGG")
     if choice.name == full_shard.name:

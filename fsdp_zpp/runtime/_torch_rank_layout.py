@@ -26,7 +26,7 @@ from .links import known_links, supports_link_query
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Ranks that a call shards over, and their nodes; for ``by_links`` see [Note: Links] in strategy.py.
+    """The ranks that a model is sharded over, and their nodes; for ``by_links`` see [Note: Links] in strategy.py.
 
     ``stock`` says that fully_shard leaves everything to torch, since the strategy asks for torch's own FULL_SHARD.
     """
@@ -39,7 +39,7 @@ class RankLayout:
     @classmethod
     def of(cls, strategy: Strategy, group: dist.ProcessGroup) -> RankLayout:
         """Return the layout of ``group``, without communication, or raise the errors of :func:`topology_of`."""
-        # Links are known only after a call of find_links.
+        # joined_by_links() knows links only after a call of find_links().
         topology = topology_of(group, node_size(strategy, group))
         if strategy.gpus_per_node is None and strategy.follows_links:
             joined = joined_by_links(group)
@@ -52,7 +52,7 @@ class RankLayout:
 
 
 def joined_by_links(group: dist.ProcessGroup) -> Topology | None:
-    """Return the nodes of ``group`` whose ranks share fast links; None if these are the launched ones, or unknown."""
+    """Return the layout of ``group`` on nodes with fast links; None if links are unknown or leave it as launched."""
     links = known_links(group)
     if links is None or links.node_size is None or links.launched.nodes > 1 or not links.are_slow:
         return None
@@ -60,7 +60,7 @@ def joined_by_links(group: dist.ProcessGroup) -> Topology | None:
 
 
 def node_size(strategy: Strategy, group: dist.ProcessGroup) -> int | None:
-    """Return ``gpus_per_node`` for ``group``; None leaves it to the launcher."""
+    """Return the node size of ``strategy`` on ``group``; None leaves it to the launcher."""
     # A plain strategy does the same on any layout, so it must not fail if nothing tells the layout. All ranks then
     # count as one node, and torch's own collectives do the work.
     if strategy.gpus_per_node is None and strategy.is_plain and not tells_node_size():
@@ -69,10 +69,10 @@ def node_size(strategy: Strategy, group: dist.ProcessGroup) -> int | None:
 
 
 def node_size_fact(given: int | None, group: dist.ProcessGroup) -> object:
-    """Return the ``gpus_per_node`` that ranks must agree on; ranks that pass none then query links, collectively."""
+    """Return the node size for ranks to compare; if links can be queried, launched sizes differ from given ones."""
     if given is not None:
         return given
-    # Compare the resolved size: ranks that leave it to the launcher may have been launched differently.
+    # Ranks that pass no size query links later, which is collective, and may have been launched differently.
     launched = launched_node_size(group)
     return f"{launched} (as launched)" if isinstance(launched, int) and supports_link_query(group) else launched
 
@@ -89,7 +89,7 @@ def launched_node_size(group: dist.ProcessGroup) -> object:
 
 
 def flattened(mesh: DeviceMesh, dims: tuple[str, ...]) -> DeviceMesh:
-    """Return the 1-D mesh over ``dims`` of ``mesh``. Collective over the root mesh at the first call for these."""
+    """Return the 1-D mesh over ``dims`` of ``mesh``. The first call for these is collective over the root mesh."""
     part = mesh if dims == mesh.mesh_dim_names else mesh[dims]
     return part if part.ndim == 1 else part._flatten()
 
@@ -100,15 +100,15 @@ def is_part(mesh: DeviceMesh) -> bool:
 
 
 def mesh_over(group: dist.ProcessGroup, mesh: DeviceMesh) -> DeviceMesh:
-    """Make the 1-D mesh over ``group``, consecutive ranks of the 1-D ``mesh``, as a dimension of the same root mesh."""
+    """Make a 1-D mesh over ``group``, consecutive ranks of the 1-D ``mesh``; in its root mesh if ``mesh`` is a part."""
     # torch joins a parameter's data-parallel mesh with another parallelism's only if both are parts of one mesh.
     return _part_of(mesh, group) if is_part(mesh) else DeviceMesh.from_group(group, mesh.device_type)
 
 
 def _part_of(mesh: DeviceMesh, group: dist.ProcessGroup) -> DeviceMesh:
     size = dist.get_world_size(group)
-    # If the mesh has process groups, torch makes new ones, which is collective over the larger mesh. Other stages of a
-    # pipeline don't take part in this call, so drop the groups.
+    # _unflatten of a mesh with process groups makes new groups, which is collective over the root mesh. Other stages of
+    # a pipeline don't make this call, so unflatten a copy without groups.
     bare: Any = copy.copy(mesh)
     del bare._dim_group_names
     (name,) = mesh.mesh_dim_names or ()
@@ -151,24 +151,24 @@ def arguments_of(info: MeshInfo) -> dict[str, Any]:
 def info_on_spmd_mesh(ranks: DeviceMesh, mesh: DeviceMesh, replicate: Sequence[str], dims: Any) -> MeshInfo:
     """Return the mesh info of parameters that are sharded over ``ranks``, with replicas along ``replicate``.
 
-    Their DTensors stay on the whole SPMD mesh, and torch leaves gradients along data-parallel dimensions to the caller.
+    The parameters stay DTensors on the whole SPMD mesh; reductions along its data-parallel dimensions are the caller's.
     """
     shard = tuple(name for name in dims.shard_names if name not in replicate)
     own = replace(dims, shard=shard or None, replicate=tuple(replicate) or None)
-    make: Any = MeshInfo  # whose constructor takes these from torch 2.12 on
+    make: Any = MeshInfo  # takes these arguments from torch 2.12 on
     info: MeshInfo = make(ranks, shard_mesh_dim=0, dp_mesh_dims=own, spmd_mesh=mesh)
     return info
 
 
 def mesh_infos(calls: Iterable[tuple[Mapping[str, Any], MeshInfo | None]]) -> list[MeshInfo]:
-    """Return the mesh info for each set of arguments of ``fully_shard``: torch's, or the given one. Collective."""
-    # torch identifies the parameter groups of a module by the process groups of their meshes, so no two have the same.
+    """Return a mesh info for each pair in ``calls``: the given one or, if None, that of the arguments. Collective."""
+    # torch tells parameter groups of a module apart by their meshes' process groups, so each needs one of its own.
     infos: list[MeshInfo] = []
     used: set[dist.ProcessGroup] = set()
     for arguments, given in calls:
         mesh, dims = arguments["mesh"], arguments.get("dp_mesh_dims")
         info = given or _mesh_info(_init_default_mesh() if mesh is None else mesh, *(() if dims is None else (dims,)))
-        # The mesh stays the same, or torch would not clip all gradients together.
+        # Replace the process group, not the mesh: torch clips gradients together only on one mesh.
         while info.shard_process_group in used:
             info.shard_process_group = twin_of(info.shard_process_group)
         used.add(info.shard_process_group)
@@ -192,15 +192,15 @@ def placing(
 class DataParallelMesh:
     """Ranks over which a strategy shards, and the strategy on them."""
 
-    strategy: Strategy  # an HSDP mesh sets its gpus_per_node; an object of another type stays as given
+    strategy: Strategy  # with the node size of an HSDP mesh; anything but a Strategy stays as given
     mesh: DeviceMesh | None  # of one dimension, or as given if it is left to torch; None for all ranks
     group: dist.ProcessGroup
-    # False if a mesh of several dimensions is left to torch: ranks don't compare their arguments then.
+    # True if ranks compare their arguments; False if a mesh of several dimensions is left to torch.
     compared: bool
 
 
 def read_mesh(strategy: Strategy, arguments: dict[str, Any]) -> DataParallelMesh:
-    """Read ``mesh`` and ``dp_mesh_dims`` of a call of ``fully_shard``, and replace them by what torch shards over."""
+    """Read ``mesh`` and ``dp_mesh_dims`` from ``arguments``, and replace both by those that torch shards over."""
     mesh, dims = arguments["mesh"], arguments.get("dp_mesh_dims")
     if isinstance(mesh, DeviceMesh) and isinstance(strategy, Strategy):
         if dims is not None:
@@ -231,7 +231,7 @@ def _read_spmd_mesh(
 
 
 def names_of_node(mesh: DeviceMesh, names: tuple[str, ...], gpus_per_node: int) -> tuple[str, ...] | None:
-    """Return the last dimensions in ``names`` that together span a node; None if a node ends within a dimension."""
+    """Return the last of the dimensions ``names`` that together span a node; None if a node ends within one."""
     dims = mesh.mesh_dim_names or ()
     for first in range(len(names), -1, -1):
         if math.prod(mesh.size(dims.index(name)) for name in names[first:]) == gpus_per_node:
@@ -265,11 +265,11 @@ def read_hsdp_mesh(
     """Read the data-parallel dimensions of ``mesh`` as nodes x ranks of a node. Collective over ``mesh``.
 
     Returns the strategy with the size of these nodes, and the 1-D mesh of all data-parallel ranks; None for FULL_SHARD
-    on one node, so that all may be left to torch.
+    on one node, which is left to torch.
 
     Raises:
-        ValueError: If the strategy is FULL_SHARD on several nodes; if its nodes, or torchrun's by default, have another
-            size; or if ranks differ in that.
+        ValueError: If the strategy is FULL_SHARD on several nodes; if its ``gpus_per_node``, or by default the
+            launcher's, is not the mesh's; or if ranks read different sizes.
     """
     names = mesh.mesh_dim_names or ()
     ranks = flattened(mesh, tuple(name for name in names if name in (*replicate, *shard)))

@@ -24,12 +24,12 @@ class LinksNote(NamedTuple):
 
 
 def links_of(strategy: Strategy, mesh: ProcessMesh) -> Links | None:
-    """Return the links that may determine the node size; None if they are unknown, or ``strategy`` gives it."""
+    """Return the links that may determine the node size; None if unknown, or if ``strategy`` gives a node size."""
     return known_links(mesh.group) if strategy.gpus_per_node is None else None
 
 
 def note_on_links(strategy: Strategy, mesh: ProcessMesh, members: Sequence[StrategyUnit]) -> LinksNote | None:
-    """Return the note on slow links; None if there are none, or the strategy sets gpus_per_node."""
+    """Return the note on slow links; None if no link is known to be slow, or the strategy sets gpus_per_node."""
     links = links_of(strategy, mesh)
     if links is None or not links.are_slow:
         return None
@@ -56,7 +56,7 @@ def note_on_links(strategy: Strategy, mesh: ProcessMesh, members: Sequence[Strat
 
 
 def note_on_nodes(mesh: ProcessMesh, price: str = "") -> LinksNote | None:
-    """Return the note that links have determined the node size, with its ``price``; None if they have not."""
+    """Return the note that links have determined the node size, and at what ``price``; None if they have not."""
     links = known_links(mesh.group)
     if links is None or not mesh.by_links:
         return None
@@ -66,7 +66,7 @@ def note_on_nodes(mesh: ProcessMesh, price: str = "") -> LinksNote | None:
 
 
 def _price(members: Sequence[StrategyUnit]) -> str:
-    """Return a clause on the additional memory that each GPU needs, compared with the host as one node."""
+    """Return a clause on the memory that smaller nodes cost each GPU, beyond that with the host as one node."""
     copies, sums = sum(map(_copy_nbytes, members)), sum(map(_sum_nbytes, members))
     parts = []
     if copies:
@@ -84,7 +84,7 @@ def _copy_nbytes(unit: StrategyUnit) -> int:
 
 
 def _sum_nbytes(unit: StrategyUnit) -> int:
-    """Return a rank's bytes of a unit's fp32 gradient sums; 0 if they are no smaller with the host as one node."""
+    """Return a rank's bytes of a unit's fp32 gradient sums; 0 unless the host as one node would keep fewer."""
     topology, scope = unit.ranks.topology, unit.scopes.gradients
     on_one_node = unit.strategy.resolve(Topology(topology.world, topology.world)).scopes.gradients
     if scope == "G" or on_one_node != "G" or not unit.sharded.is_trained():
@@ -112,7 +112,7 @@ _NO_INTRA_NODE_HOP = "one GPU a node: no intra-node hop"
 
 
 class Part(NamedTuple):
-    """A part of a strategy, and the reason why it is not active on a mesh, if it is not."""
+    """A part of a strategy; ``why_not`` is the reason why it is inactive on a mesh, None if it is active."""
 
     text: str
     why_not: str | None = None
@@ -123,7 +123,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class StrategySummary:
-    """Parts of a strategy that are ``active`` on a mesh, and those that were asked for but are ``inactive``."""
+    """Parts of a strategy that are ``active`` on a mesh, and parts that the user asked for but are ``inactive``."""
 
     active: tuple[str, ...]
     inactive: tuple[str, ...]
@@ -169,9 +169,9 @@ def summarize(
 ) -> StrategySummary:
     """Sort the parts of a strategy into active and inactive ones.
 
-    ``encoded`` covers the units whose weights a codec encodes, by default all. ``own`` covers the units whose
-    parameters encode themselves for FSDP's gather, as torchao's float8 does. ``packed`` says that the remaining units
-    hold packed values. ``resolved`` is the strategy as resolved for the units of ``encoded``.
+    ``encoded`` counts the units whose weights a codec encodes; None means all units. ``own`` counts the units whose
+    parameters encode themselves for FSDP's gather, as torchao's float8 does. ``packed`` is True if there are further
+    units, which hold packed values. ``resolved`` is ``strategy`` on the ranks of the units that a codec encodes.
     """
     no_gain = f"one node, {links}: no gain from codecs" if links is not None and not links.are_slow else _FAST_LINKS
     codecs, scopes, topology = resolved.gradient_codecs, resolved.scopes, resolved.topology
@@ -185,9 +185,9 @@ def summarize(
         reduction = [part.during("synchronous") for part in _reduction(codecs, topology)]
         reduction += [part.during("local") for part in inside]
     else:
-        topology = resolved.within_node().topology  # gradients stay there
+        topology = resolved.within_node().topology  # gradients stay inside the node
         reduction = _reduction(codecs, topology)
-    # A user who leaves "auto", the default, asks for no intra-node hop, so a missing one is not reported.
+    # "auto", the default, does not ask for a codec on the intra-node hop, so don't report that the hop is missing.
     is_auto = strategy.intra_gradients == "auto"
     parts += [part for part in reduction if not (is_auto and part.why_not == _NO_INTRA_NODE_HOP)]
     if local_steps is not None:
@@ -211,7 +211,7 @@ def _weights(
     own: Coverage | None,
     packed: bool,
 ) -> Iterator[Part]:
-    """Yield how parameters are gathered; on one node, codecs are inactive for the reason ``no_gain``."""
+    """Yield the parts on gathering parameters; ``no_gain`` is the reason why a codec is inactive on one node."""
     scopes, topology, codec = resolved.scopes, resolved.topology, resolved.weights
     why_not = _ALONE if topology.world == 1 else None
     if scopes.optimizer == "N" and why_not is None:
@@ -219,7 +219,7 @@ def _weights(
     if strategy.weights is not None:
         left_off = no_gain if codec is None else None
         where = f" ({encoded})" if encoded is not None and encoded.units else ""
-        # Leave the codec out if no unit is encoded: packed values take as few bytes as its codes would.
+        # Leave an active codec out if it encodes no unit: packed values take as few bytes as its codes would.
         if encoded is None or encoded.units or why_not or left_off:
             yield Part(f"weights gathered as {strategy.weights}{where}", why_not or left_off)
         if packed and not (why_not or left_off):
@@ -267,7 +267,7 @@ def _feedback(
 ) -> Iterator[Part]:
     if config is None:
         return
-    # Only the hops that have error buffers matter here, not the buffers' sizes, so the number of values is 0.
+    # The keys tell which hops have error buffers; their sizes don't matter here, so the number of values is 0.
     fed_back = error_buffer_specs(config, codecs, optimizer_scope, topology, 0)
     hops = _hops(topology)
     for hop, where, why_not in hops:
@@ -281,7 +281,7 @@ def _feedback(
 
 def log_summaries(model: str, groups: Groups, others: Sequence[int]) -> None:
     """Log the active parts of each strategy once, on the model's first rank; as a warning if any part is inactive."""
-    if any(mesh.rank for _, mesh in groups):  # rank 0 of a mesh of experts may not be rank 0 of all
+    if any(mesh.rank for _, mesh in groups):  # a mesh of experts has its own rank 0; only the rank 0 of all meshes logs
         return
     numels = [*(unit.sharded.numel() for members in groups.values() for unit in members), *others]
     for (strategy, mesh), members in groups.items():
@@ -305,7 +305,7 @@ def _error_nbytes(unit: StrategyUnit) -> int:
     if not unit.sharded.is_trained():
         return 0
     held = sum(shard.numel() for shard in unit.sharded.shards())
-    # Local steps have a reduction for each phase; only the current phase's keeps errors.
+    # With local steps, each phase has its own reduction, and only the current phase's reduction keeps errors.
     return max((reduction.error_nbytes(held) for reduction in unit.reductions.all), default=0)
 
 

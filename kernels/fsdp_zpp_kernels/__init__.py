@@ -1,8 +1,8 @@
 """Blockwise quantization kernels for two-hop collectives: Triton on GPUs, PyTorch on CPU, the same bits from both.
 
 ``reference.py`` defines the bytes. Operations that take ``rows`` and ``cols`` read a grid of chunks in row-major order
-and write the transposed grid. The hops of a two-hop collective leave chunks in (local, node) order, and the caller has
-them in (node, local) order: a kernel that transposes while it reads or writes saves a copy.
+and write the transposed grid. The hops of a two-hop collective handle chunks in (local, node) order, but the caller's
+tensor has chunks in (node, local) order: a kernel that transposes while it reads or writes saves a copy.
 
 The operations are ``torch.library`` ops, ``torch.ops.fsdp_zpp.*``, and trace under ``torch.compile``. They are not
 differentiable. All arithmetic is fp32.
