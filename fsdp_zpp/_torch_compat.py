@@ -29,7 +29,7 @@ class Patch(NamedTuple):
 
     Attributes:
         replaced: The function's full name without ``torch.distributed.fsdp.``.
-        reason: The purpose of the replacement, for which torch has no hook.
+        reason: The reason for the replacement; torch has no hook for it.
         apply: Replaces the function with one that calls the original and does more.
     """
 

@@ -115,7 +115,7 @@ NOT_RECORDED = ("out", "output", "resume", "worker", "json", "run", "parser", "v
 
 
 def write(path: Path, manifest: dict[str, Any], arguments: object, rows: list[Row], **others: Any) -> None:
-    """Write a run's result, one line for each row. The complete file replaces an earlier one at once."""
+    """Write a run's result, one line for each row; only the complete file appears, or replaces an earlier one."""
     options = {name: value for name, value in vars(arguments).items() if name not in NOT_RECORDED}
     head = {"manifest": manifest, "arguments": options, **others}
     lines = [f"{json.dumps(name)}: {json.dumps(value, default=str)}," for name, value in head.items()]

@@ -237,7 +237,7 @@ _ON_CPU = (
 
 
 class Findings(NamedTuple):
-    """Result of a run. Each strategy has a row in ``rows``; of equally fast rows, the first is recommended."""
+    """Result of a run. Each strategy has a row in ``rows``; of equally fast rows, the first is preferred."""
 
     links: Links
     rows: list[Row]

@@ -81,7 +81,7 @@ class AccumulatedGradient:
         self._set(self._layout.translate(sums, both).add_(layout.translate(part, both)), both)
 
     def take(self, layout: FlatLayout | None, divided_by: float = 1.0) -> Tensor | None:
-        """Drop the sums and return them, divided, in ``layout``, which has all their parameters; None without sums."""
+        """Drop the sums; return them divided, in ``layout``, which must have their parameters; None without sums."""
         if self.sums is None:
             return None
         sums, accumulated_layout = self._wait_for(self.sums), self._layout
@@ -102,7 +102,7 @@ class AccumulatedGradient:
 # waits for the copy and steps. The remaining units step at the end of the backward.
 #
 # Optimizers may communicate, so all ranks must step in the same order. A fixed number of units ensures this order; a
-# test whether a copy has arrived would not, since ranks may get different answers.
+# test of whether a copy has arrived would not, since ranks may get different answers.
 
 UNITS_BEHIND = 2
 """Units that a backward is ahead of the optimizers' steps: one whose copy is on its way, and one that the GPU
@@ -140,7 +140,7 @@ class ArrivingGradients:
 # quantize -> intra-node all-to-all -> decode, sum -> quantize -> inter-node all-to-all -> decode, sum.
 # Each hop rounds a value once, however many ranks there are; a ring would round it at every rank. The slow network
 # carries each partial sum once, and all GPUs of a node use it in parallel (ZeRO++, arXiv 2306.10209, section 3.3). A
-# hop among one rank is left out, together with its codec.
+# hop over a single rank is left out, together with its codec.
 #
 # The optimizer scope says which sums a rank needs: only its own chunk (``G``), the chunks of all ranks with its local
 # index (``I``), or all chunks (``N``). The two hops leave a rank its own chunk. For ``I`` and ``N`` the chunks are then
@@ -571,7 +571,7 @@ class GradientReduce:
     ) -> None:
         """Write the fp32 sum of all micro-batches, each of which was reduced over all ranks, to ``out``."""
         finish()
-        # Take the sums only now: in start(), its stream would wait for inter-node hops of earlier micro-batches.
+        # Take the sums only now: if start() took them, its stream would wait for slow hops of earlier micro-batches.
         accumulated = self.accumulated.take(layout, divided_by)
         assert accumulated is not None, "dropped within a reduction"
         last = keep_until_read(last)  # allocated in the stream of start(), and freed at the return
@@ -679,9 +679,9 @@ def _reduction(mesh: ProcessMesh, resolved: ResolvedStrategy, traffic: Traffic) 
 # All ranks must issue collectives in the same order. Torch itself reduces in the last micro-batch only, where all ranks
 # must use the same units in the same order. In earlier micro-batches, ranks may use different units in different
 # orders. If these micro-batches reduce, too, they can't reduce units in the order in which autograd finishes them.
-# Instead, they reduce each unit that ranks have gathered, used or not, exactly once, in the order of the last backward
-# that synchronized gradients. Before there is such a backward, the order is the reverse of the model's. Both orders are
-# the same on all ranks. A unit that autograd finishes before its turn keeps its gradients until its turn.
+# Instead, each reduces every unit that ranks have gathered for it, used or not, exactly once. The order is that of the
+# last backward that synchronized gradients; before there is one, it is the reverse of the model's. Both orders are the
+# same on all ranks. A unit that autograd finishes before its turn keeps its gradients until its turn.
 
 
 class StepGradients(ABC):
@@ -693,7 +693,7 @@ class StepGradients(ABC):
     @property
     @abstractmethod
     def takes_part(self) -> bool:
-        """Return whether this micro-batch, though not the last, reduces the unit; the same on all ranks."""
+        """Return whether ranks gathered the unit for this micro-batch, not the last, and reduce it; the same on all."""
 
     @abstractmethod
     def reduce_micro_batch(self) -> None:
@@ -766,6 +766,6 @@ class StepWatch:
         self._returned: set[int] = set()
 
     def reduce_remaining(self) -> None:
-        """Reduce the units whose turn has not come, at the end of a micro-batch that is not the last."""
+        """Reduce the units that are not reduced yet, at the end of a micro-batch that is not the last."""
         for each in self.remaining():
             each.reduce_micro_batch()

@@ -405,7 +405,7 @@ class FrozenUnit:
         self._places = {weight: place for place, weight in enumerate(weights)}
         self._nbytes = [weight.local_nbytes for weight in weights]
         self.local_nbytes = sum(self._nbytes)
-        # Parts of a model may be on several devices. The old chunks are freed with their holders.
+        # A unit is on one device, but parts of a model may be on several. The old chunks are freed with their holders.
         chunks = [weight.holder.local_payload(weight).to(weights[0].device) for weight in weights]
         self._hold(torch.cat(chunks).view(1, -1))
         for weight in weights:

@@ -166,7 +166,7 @@ class ElasticFragment(Fragment):
         """Undo the exchanges since ``before``."""
         self.outer.rollback(before.exchanges)
         self._changed, self._sent, self.progress.arrives = before.changed, before.sent, None
-        self.progress.sent = before.exchanges_sent  # not decremented: an exchange may have failed before it was counted
+        self.progress.sent = before.exchanges_sent  # an exchange may have failed before it was counted
 
     def take_over(self, agreed: Mapping[str, Tensor], fit: OuterFit) -> None:
         """Continue from the agreed weights and the fit of other nodes. Collective over the node."""
@@ -184,7 +184,7 @@ class ElasticFragment(Fragment):
 # A node counts the exchanges to which it has committed. A node that was lost or suspended has missed some exchanges,
 # and a new node has made none. When nodes meet, the current nodes are those with the most exchanges and, among these,
 # the most steps. All other nodes take over the state of the first current node: agreed weights, optimizer states and
-# the step. What they have trained since their last exchange is dropped, and has no weight in the next exchange.
+# the step. Their own changes since their last exchange are dropped, and have no weight in the next exchange.
 #
 # A node whose heartbeats are late may count as lost while it trains on. If nodes that wait to join see a whole round as
 # lost, they begin a round from their own state, a fork. The new round closes the earlier one, so that the two rounds
@@ -330,7 +330,7 @@ class ElasticTraining(LocalTraining):
 
     def _catch_up(self) -> None:
         # The first call may come from FSDP's set-up right before a state dict is loaded. A node that joined now would
-        # take over other nodes' state, and the load would replace it. So a node joins at the second call.
+        # take over other nodes' state, and the load would replace it. So a node joins at the next forward.
         if self._members.mesh is None and self._was_called:
             self._on_any_rank(False, f"{before_forward_of(self._progress.made)}, where this node meets others")
             self._exchange(None)
@@ -415,7 +415,7 @@ class ElasticTraining(LocalTraining):
         self._share_changes(headers)
         due = [self._fragments[at] for at in request.fragments]
         before = [fragment.snapshot() for fragment in due]
-        # All members add the same products in the same order, so their momenta stay equal bit for bit.
+        # All members add the same products in the same order, so they adapt the momentum alike, bit for bit.
         parts = [zip(*(header.products[at] for header in headers), strict=True) for at in request.fragments]
         self._adapt_momentum(due, [(sum(along), sum(norm)) for along, norm in parts])
         failure, node = "", self.membership.node

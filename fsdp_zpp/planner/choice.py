@@ -108,7 +108,7 @@ def presets(case: Case, frozen: Codec | FrozenName | None) -> Iterator[Candidate
     """Yield presets with their codecs: those of ZeRO++, and those of MixZ++ if parts of the model are frozen.
 
     ZeRO++ is left out on a single node with fast links, where its codecs are inactive. If links inside nodes are slow,
-    each preset has a variant that counts each GPU as a node; on a single node, ZeRO++ itself follows the links. If
+    presets have variants that count each GPU as a node, but not ZeRO++ on a single node, where it follows the links. If
     ``frozen`` is None, MixZ++ comes with several codecs of the base, and ZeRO++ leaves the base unquantized.
     """
     cluster, accumulates = case.cluster, case.work.micro_batches > 1
@@ -258,7 +258,7 @@ TOLERANCE = 0.03
 """Times within this fraction of the shortest count as equal: predictions err, and machines drift, by as much."""
 
 LESS_MEMORY = 0.1
-"""Codecs that save this fraction of memory win for that alone. A quantized base saves more, smaller buffers less."""
+"""Codecs that save more than this fraction of memory win for that. A quantized base does, smaller buffers don't."""
 
 
 def choose(estimates: Sequence[Estimate], slow_links: bool) -> Estimate | None:
@@ -275,7 +275,7 @@ def choose(estimates: Sequence[Estimate], slow_links: bool) -> Estimate | None:
     cost = _slow_hop(fast, slow_links)
     gains_nothing = cost(without) - cost(best) <= TOLERANCE * without.time.total
     gains_nothing &= best.memory.total >= (1 - LESS_MEMORY) * without.memory.total
-    # If kernel launches on the CPU hide communication, and computation does not, plans are too rough to drop codecs.
+    # If kernel launches on the CPU hide communication, rather than computation, plans are too rough to drop codecs.
     # LoRA of a 6.7B model on two nodes of one GPU was a tenth slower under HSDP than with codecs, though by the plan
     # communication was only a twelfth of HSDP's step.
     return without if gains_nothing and _hider(without) == "computation" else best

@@ -26,7 +26,7 @@ from .links import known_links, supports_link_query
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The ranks that a model is sharded over, and their nodes; for ``by_links`` see [Note: Links] in strategy.py.
+    """The ranks that a call shards over, and their nodes; for ``by_links`` see [Note: Links] in strategy.py.
 
     ``stock`` says that fully_shard leaves everything to torch, since the strategy asks for torch's own FULL_SHARD.
     """
@@ -69,10 +69,11 @@ def node_size(strategy: Strategy, group: dist.ProcessGroup) -> int | None:
 
 
 def node_size_fact(given: int | None, group: dist.ProcessGroup) -> object:
-    """Return the node size for ranks to compare; if links can be queried, launched sizes differ from given ones."""
+    """Return the node size for ranks to compare: ``given`` or, if None, as launched; marked if links can be queried."""
     if given is not None:
         return given
-    # Ranks that pass no size query links later, which is collective, and may have been launched differently.
+    # Launched sizes may differ. The mark sets them apart from equal sizes that are given, since only ranks that pass
+    # none query links, which is collective.
     launched = launched_node_size(group)
     return f"{launched} (as launched)" if isinstance(launched, int) and supports_link_query(group) else launched
 
@@ -151,7 +152,7 @@ def arguments_of(info: MeshInfo) -> dict[str, Any]:
 def info_on_spmd_mesh(ranks: DeviceMesh, mesh: DeviceMesh, replicate: Sequence[str], dims: Any) -> MeshInfo:
     """Return the mesh info of parameters that are sharded over ``ranks``, with replicas along ``replicate``.
 
-    The parameters stay DTensors on the whole SPMD mesh; reductions along its data-parallel dimensions are the caller's.
+    Parameters stay DTensors on the whole SPMD mesh, and torch leaves gradients partial along data-parallel dimensions.
     """
     shard = tuple(name for name in dims.shard_names if name not in replicate)
     own = replace(dims, shard=shard or None, replicate=tuple(replicate) or None)
@@ -200,7 +201,7 @@ class DataParallelMesh:
 
 
 def read_mesh(strategy: Strategy, arguments: dict[str, Any]) -> DataParallelMesh:
-    """Read ``mesh`` and ``dp_mesh_dims`` from ``arguments``, and replace both by those that torch shards over."""
+    """Read ``mesh`` and ``dp_mesh_dims`` from ``arguments``, and set them to what torch shards over."""
     mesh, dims = arguments["mesh"], arguments.get("dp_mesh_dims")
     if isinstance(mesh, DeviceMesh) and isinstance(strategy, Strategy):
         if dims is not None:

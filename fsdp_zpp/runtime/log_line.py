@@ -281,7 +281,7 @@ def _feedback(
 
 def log_summaries(model: str, groups: Groups, others: Sequence[int]) -> None:
     """Log the active parts of each strategy once, on the model's first rank; as a warning if any part is inactive."""
-    if any(mesh.rank for _, mesh in groups):  # a mesh of experts has its own rank 0; only the rank 0 of all meshes logs
+    if any(mesh.rank for _, mesh in groups):  # rank 0 of a mesh of experts may not be rank 0 of all
         return
     numels = [*(unit.sharded.numel() for members in groups.values() for unit in members), *others]
     for (strategy, mesh), members in groups.items():
